@@ -7,7 +7,7 @@ import torch
 from benchmarks.estimators.__main__ import PEERS, cases_of_ours_alone, main, peer_side, report
 from benchmarks.estimators.batch import SIZES, make_batch
 from benchmarks.estimators.ours import ALONE, CASES
-from benchmarks.estimators.table import REASONS, Row, compare, render
+from benchmarks.estimators.table import compare
 
 RECORD = Path(__file__).parents[2] / "docs" / "evidence" / "2026-11-22-estimators"
 
@@ -59,12 +59,6 @@ def test_a_value_that_one_side_lacks_or_shapes_otherwise_is_no_agreement():
     assert compare("f", "p", "1", one, {"a": torch.ones(3)}).difference == float("inf")
     assert compare("f", "p", "1", {"a": {"x": 1}}, {"a": {"x": 2}}).difference == float("inf")
     assert compare("f", "p", "1", {"a": {"x": 1}}, {"a": {"x": 1}}).difference == 0
-
-
-def test_a_difference_with_a_reason_holds_and_shows_it():
-    row = Row("advantages gpg", "verl", "1", 0.5, "advantages", REASONS["verl", "advantages gpg"])
-    assert row.holds
-    assert "the paper" in render([row], [])
 
 
 def test_without_a_peer_the_command_says_what_to_run(capsys):

@@ -23,11 +23,6 @@ def test_every_recipe_and_packaged_config_is_among_the_configs():
     assert {"recipe/ppo/toy.yaml", "recipe/rlt/config/teacher_rlt_toy.yaml"} <= names
 
 
-def test_keys_are_read_with_type_default_and_help():
-    page = "## `data`\n\n| key | type | default | meaning |\n| --- | --- | --- | --- |\n| `seed` | int \\| x | `1` | A seed. |\n"
-    assert golden.keys(page) == {"data.seed": ["int \\| x", "`1`", "A seed."]}
-
-
 def test_equal_outputs_pass_and_a_difference_is_told_once_with_where_it_shows(tmp_path, capsys):
     old, new = tmp_path / "old", tmp_path / "new"
     golden.write(old / "configs.json", {"a": {"lr": 1, "n": 2}, "b": {"lr": 1, "n": 3}})

@@ -8,16 +8,7 @@ from safetensors.torch import save_file
 
 from benchmarks.toy_trl import __main__ as command
 from benchmarks.toy_trl import contest, gate, ours
-from benchmarks.toy_trl.table import (
-    Spread,
-    VoidError,
-    check_same_prompts,
-    own_peak,
-    parts,
-    ratios,
-    row_of,
-    spread,
-)
+from benchmarks.toy_trl.table import Spread, VoidError, check_same_prompts, own_peak, parts, ratios, row_of, spread
 from benchmarks.toy_trl.work import (
     CONTESTANTS,
     OURS,
@@ -108,10 +99,6 @@ def test_shares_leave_out_the_bytes_of_an_engine():
     assert ratios([other, own]) == [
         "1 micro-batch: verl_memopt (hf) / TRL (hf): CPU time 1.00, of medians 1.00; update peak 0.50"
     ]
-
-
-def test_shares_compare_equal_micro_batches_only():
-    assert ratios([row(Contestant(TRL, "hf", 8)), row()]) == []
 
 
 def test_plans_and_records_survive_their_files(tmp_path):

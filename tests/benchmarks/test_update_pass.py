@@ -6,11 +6,11 @@ import torch
 
 from benchmarks.update_pass import contest
 from benchmarks.update_pass.__main__ import main
-from benchmarks.update_pass.contest import Row, WrongGradientError, difference, in_turns, make_job, run
+from benchmarks.update_pass.contest import WrongGradientError, difference, in_turns, make_job, run
 from benchmarks.update_pass.naive import reference
 from benchmarks.update_pass.ours import build_ours, build_ours_no_sharing, cut
 from benchmarks.update_pass.sides import plain_model
-from benchmarks.update_pass.table import ratios, render
+from benchmarks.update_pass.table import render
 from benchmarks.update_pass.work import WORKLOADS, Workload, make_batch, shrunk
 from tests.benchmarks.small_update import TINY
 from verl_memopt.distributed.device import leave_process_group
@@ -148,19 +148,6 @@ def test_the_same_seed_gives_the_same_ids_and_advantages_that_cancel():
     for start in (0, 3):
         assert sum(batch.advantages[start : start + 3]) == pytest.approx(0.0, abs=1e-12)
         assert batch.prompt_of(start + 2) is batch.prompts[start // 3]
-
-
-def row(name, seconds, beyond, **changed):
-    given = {"checkpointing": False, "k": 8, "flops": 10, "grad_rel_err": 0.0, "floor_flops": 5, "runs": (seconds,)}
-    return Row(name, seconds=seconds, peak_bytes=100 + beyond, param_grad_bytes=100, **{**given, **changed})
-
-
-def test_ratios_are_to_the_best_peer_of_each_column_and_to_the_naive_update():
-    rows = [row("naive", 8.0, 64), row("fast", 2.0, 32), row("lean", 4.0, 16), row("ours", 1.0, 4), row("fast", 0.1, 1, k=4)]
-    assert ratios(rows) == [
-        "ours, k = 8, checkpointing off: 2.00 x as fast as fast; 0.250 of the bytes beyond parameters and gradients of lean",
-        "ours, k = 8, checkpointing off: 8.00 x as fast as naive; 0.062 of the bytes beyond parameters and gradients of naive",
-    ]
 
 
 SMALL = ["--layers", "1", "--shrink", "64", "--threads", "1", "--repeats", "1"]

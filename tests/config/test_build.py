@@ -73,11 +73,7 @@ def test_exactly_the_keys_marked_required_are_missing_from_an_empty_config():
     _, _, problems = build({})
     required = [key for key in leaf_keys() if value_at(Settings(), key) == REQUIRED]
     assert [found.keys for found in problems] == [(key,) for key in required]
-    assert required == [
-        "data.train_files",
-        "data.val_files",
-        "actor_rollout_ref.model.path",
-    ]
+    assert required == ["data.train_files", "data.val_files", "actor_rollout_ref.model.path"]
 
 
 @pytest.mark.parametrize(

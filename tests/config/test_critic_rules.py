@@ -7,10 +7,7 @@ from verl_memopt.config.schema import Settings
 GAE = {"algorithm.adv_estimator": "gae", "trainer.total_training_steps": 10}
 CASES = {
     "a critic that is switched off": ({"critic.enable": False}, {"critic.enable": True}),
-    "a mini-batch that does not divide the step": (
-        {"critic.ppo_mini_batch_size": 100},
-        {"critic.ppo_mini_batch_size": 128},
-    ),
+    "a mini-batch that does not divide the step": ({"critic.ppo_mini_batch_size": 100}, {"critic.ppo_mini_batch_size": 128}),
     "a mini-batch that does not divide over the devices": (
         {"critic.ppo_mini_batch_size": 1, "trainer.n_gpus_per_node": 8},
         {"critic.ppo_mini_batch_size": 2, "trainer.n_gpus_per_node": 8},

@@ -2,11 +2,9 @@ from typing import get_args
 
 import pytest
 
-from tools.settings_page import meanings
-from verl_memopt.config.debug_modes import MODES, NOT_WHOLE, REPLAYING, WITHOUT_DATA, of_mode
+from verl_memopt.config.debug_modes import MODES, REPLAYING, of_mode
 from verl_memopt.config.keys import leaf_keys, leaf_types
 from verl_memopt.config.loader import PACKAGED, load_settings
-from verl_memopt.config.schema import Debug
 from verl_memopt.errors import ConfigError
 
 AR = "actor_rollout_ref"
@@ -27,12 +25,6 @@ def test_every_mode_is_a_choice_and_a_file_of_the_group():
 @pytest.mark.parametrize("name", MODES)
 def test_the_file_of_a_mode_sets_it(name):
     assert load_settings("rloo_trainer", [*LEAST, f"debug={name}"]).debug.mode == name
-
-
-def test_which_modes_need_no_data_replay_or_stop_before_the_end():
-    assert {"score_only", "train_only"} == REPLAYING
-    assert {"score_only", "train_only", "forge"} == WITHOUT_DATA
-    assert {"rollout_only", "score_only", "train_only", "forge"} == NOT_WHOLE
 
 
 @pytest.mark.parametrize("name", MODES)
@@ -65,8 +57,3 @@ def test_what_a_mode_cannot_do_is_refused(more, says):
 def test_data_that_is_missing_is_no_problem_of_a_mode_that_reads_none():
     settings = load_settings("rloo_trainer", [*MODEL, "debug=forge"])
     assert (settings.data.train_files, settings.data.val_files) == (None, None)
-
-
-def test_every_mode_is_explained_in_the_help_of_the_key():
-    text = meanings(Debug)["mode"]
-    assert all(f"{name} = " in text for name in MODES)

@@ -2,7 +2,7 @@ import dataclasses
 from pathlib import Path
 
 from tools.settings_page import meanings, page
-from verl_memopt.config.keys import leaf_keys, walk
+from verl_memopt.config.keys import walk
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
@@ -15,11 +15,3 @@ def test_every_field_of_the_schema_says_what_it_means():
     sections = [(section, kind) for section, kind in walk() if dataclasses.is_dataclass(kind)]
     silent = [(section, name) for section, kind in sections for name, meaning in meanings(kind).items() if not meaning]
     assert silent == []
-
-
-def test_every_key_has_its_row():
-    sections = page().split("\n## ")
-    tables = {section.partition("\n")[0].strip("`"): section for section in sections}
-    for key in leaf_keys():
-        section, _, name = key.rpartition(".")
-        assert f"\n| `{name}` | " in tables[section]

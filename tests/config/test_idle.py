@@ -61,11 +61,7 @@ IDLE_CASES = {
         {f"{AR}.actor.entropy_coeff": 0.1},
     ),
     **{
-        f"{AR}.actor.{key}": (
-            {f"{AR}.actor.policy_loss.loss_mode": "gpg"},
-            0.1,
-            {f"{AR}.actor.policy_loss.loss_mode": "cispo"},
-        )
+        f"{AR}.actor.{key}": ({f"{AR}.actor.policy_loss.loss_mode": "gpg"}, 0.1, {f"{AR}.actor.policy_loss.loss_mode": "cispo"})
         for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
     },
     **{
@@ -84,11 +80,7 @@ IDLE_CASES = {
     },
     f"{CORRECTION}.rollout_rs_threshold": ({}, 3.0, {f"{CORRECTION}.rollout_rs": "token_k1"}),
     f"{CORRECTION}.loss_type": ({}, "reinforce", {f"{CORRECTION}.bypass_mode": True}),
-    f"{CORRECTION}.rollout_is": (
-        {f"{CORRECTION}.bypass_mode": True},
-        "token",
-        {f"{CORRECTION}.loss_type": "reinforce"},
-    ),
+    f"{CORRECTION}.rollout_is": ({f"{CORRECTION}.bypass_mode": True}, "token", {f"{CORRECTION}.loss_type": "reinforce"}),
     f"{AR}.actor.calculate_entropy": ({f"{CORRECTION}.bypass_mode": True}, True, {f"{CORRECTION}.bypass_mode": False}),
     f"{AR}.actor.old_log_prob_pass": ({f"{CORRECTION}.bypass_mode": True}, "always", {f"{CORRECTION}.bypass_mode": False}),
     f"{AR}.actor.calculate_sum_pi_squared": ({}, True, {"algorithm.adv_estimator": "optimal_token_baseline"}),
@@ -132,11 +124,7 @@ IDLE_CASES = {
         for key in ("max_concurrent", "memory_limit_mb")
     },
     "trainer.test_freq": ({}, 5, {"data.val_files": "val.jsonl"}),
-    "trainer.keep_best": (
-        {},
-        True,
-        {"data.val_files": "val.jsonl", "trainer.test_freq": 5, "trainer.max_actor_ckpt_to_keep": 2},
-    ),
+    "trainer.keep_best": ({}, True, {"data.val_files": "val.jsonl", "trainer.test_freq": 5, "trainer.max_actor_ckpt_to_keep": 2}),
     f"{AR}.rollout.sleep_level": ({f"{AR}.rollout.free_cache_engine": False}, 1, {f"{AR}.rollout.free_cache_engine": True}),
     **{
         f"{AR}.rollout.{key}": ({}, value, {f"{AR}.rollout.name": "vllm"})

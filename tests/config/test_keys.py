@@ -62,10 +62,6 @@ def test_replacing_changes_the_given_keys_and_no_other():
     assert dataclasses.is_dataclass(after)
 
 
-def test_replacing_nothing_gives_an_equal_copy():
-    assert replaced(Settings(), {}) == Settings()
-
-
 def test_a_nested_mapping_becomes_dotted_keys():
     assert flatten({"data": {"seed": 1, "custom_cls": {"path": "a.py"}}, "trainer": {}}) == {
         "data.seed": 1,

@@ -141,11 +141,6 @@ def test_resolving_twice_changes_nothing(settled):
     assert with_links(values) == values
 
 
-def test_what_is_given_to_be_linked_is_left_as_it_is():
-    values = leaf_values(Settings())
-    assert with_links(values) != values == leaf_values(Settings())
-
-
 def test_a_list_is_copied_so_that_two_keys_share_no_object(settled):
     checkpoint = settled({}).actor_rollout_ref.actor.checkpoint
     assert checkpoint.load_contents is not checkpoint.save_contents

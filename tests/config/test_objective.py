@@ -16,43 +16,6 @@ def test_estimator_loss_and_both_kls_are_named(settled):
     )
 
 
-def test_normalised_advantages_are_named_for_the_estimator_that_has_them(settled):
-    for estimator, words in (("rloo", "advantages rloo (normalised over the step), "), ("opo", "advantages opo, ")):
-        algorithm = settled({"algorithm.normalize_advantages": True, "algorithm.adv_estimator": estimator}).algorithm
-        assert objective(algorithm, "sequence", None).startswith(words)
-
-
-def test_groups_that_are_left_out_are_named(settled):
-    algorithm = settled({"algorithm.filter_groups.enable": True}).algorithm
-    assert objective(algorithm, "vanilla", None).endswith("no KL, groups whose responses agree in score left out")
-
-
-CORRECTIONS = [
-    (
-        {"preset": "decoupled_k3_rs_seq_tis"},
-        "loss vanilla (one clipped ratio per token), no KL, importance weights per sequence, rejection seq_mean_k3",
-    ),
-    (
-        {"preset": "bypass_ppo_clip", "rollout_is": "token"},
-        "loss ppo_clip (one clipped ratio to the engine per token), no KL",
-    ),
-    (
-        {"preset": "bypass_pg_is"},
-        "loss reinforce (log-probs without a ratio), no KL, importance weights per sequence",
-    ),
-]
-
-
-@pytest.mark.parametrize(("more", "words"), CORRECTIONS)
-def test_a_correction_is_named_with_the_loss_that_bypass_mode_takes(settled, more, words):
-    settings = settled({f"algorithm.rollout_correction.{key}": value for key, value in more.items()})
-    assert objective(settings.algorithm, "vanilla", None) == f"advantages rloo, {words}"
-
-
-def test_rows_that_are_drawn_are_named(settled):
-    assert objective(settled({"algorithm.use_pf_ppo": True}).algorithm, "vanilla", None).endswith("rows drawn by score (pow)")
-
-
 def test_a_loss_that_bypass_mode_does_not_take_earns_a_warning(settled, caplog):
     algorithm = settled({"algorithm.rollout_correction.bypass_mode": True}).algorithm
     for loss, warns in (("sequence", True), ("vanilla", False)):

@@ -9,10 +9,6 @@ def test_a_problem_opens_with_every_key_and_its_value_and_ends_with_the_way_out(
     assert found == Problem(("a.b", "c"), "a.b=1, c=null: they clash. Remove c.")
 
 
-def test_without_a_way_out_no_space_is_left_behind():
-    assert problem({"a": 1}, "no", "").text == "a=1: no."
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [(None, "null"), (True, "true"), (0.5, "0.5"), ("cpu", "cpu"), ("", "''"), (" ", "' '"), (["a", None, [1]], "[a,null,[1]]")],
@@ -31,7 +27,3 @@ def test_several_problems_are_told_together_and_each_once():
     with pytest.raises(ConfigError) as caught:
         raise_together([Problem(("a",), "a: wrong."), Problem(("b",), "b: wrong."), Problem(("a", "c"), "a: wrong.")])
     assert str(caught.value) == "2 problems in the settings:\na: wrong.\nb: wrong."
-
-
-def test_no_problem_raises_nothing():
-    raise_together([])

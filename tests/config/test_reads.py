@@ -3,8 +3,7 @@ import dataclasses
 import pytest
 
 from tools.reads import record_reads
-from verl_memopt.config.keys import leaf_keys
-from verl_memopt.config.loader import load_settings, to_plain
+from verl_memopt.config.loader import to_plain
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Fsdp, Ref, Settings
 
 
@@ -24,14 +23,6 @@ def test_equal_sections_are_told_apart(settled):
     with record_reads(settings) as seen:
         assert ref.reduce_dtype == "fp32"
     assert seen == {"actor_rollout_ref.ref.fsdp_config.mixed_precision.reduce_dtype"}
-
-
-def test_a_composed_config_shares_no_section_between_keys():
-    more = ["data.train_files=a", "data.val_files=null", "actor_rollout_ref.model.path=m"]
-    settings = load_settings("rloo_trainer", [*more, "actor_rollout_ref.actor.use_dynamic_bsz=true"])
-    with record_reads(settings) as seen:
-        pass
-    assert seen == set()
 
 
 def test_one_section_under_two_keys_is_an_error():
@@ -58,16 +49,6 @@ def test_reads_of_other_settings_and_reads_afterwards_are_not_recorded(settled):
     assert settings.data.shuffle is True
     assert seen == set()
     assert "__getattribute__" not in vars(type(settings.data))
-
-
-def test_reading_every_leaf_records_every_leaf(settled):
-    settings = settled({})
-    with record_reads(settings) as seen:
-        for key in leaf_keys():
-            place = settings
-            for name in key.split("."):
-                place = getattr(place, name)
-    assert seen == set(leaf_keys())
 
 
 def test_the_schema_is_usable_again_after_an_exception(settled):

@@ -11,45 +11,6 @@ from verl_memopt.config.values import WHY_NOT
 
 AR = "actor_rollout_ref"
 ASKING = "something else"
-DENIAL = re.compile(
-    r"([\w' -]+?) (?:is|are|does|do)(?:n't| not) (?:available|offered|supported|exist)\b"
-    r"|\b(?:no|without) ([\w' -]+?)(?= is\b| are\b|[.,;:]|$)"
-)
-"""What a sentence says that there is not: "X is not available", "no X"."""
-FEATURES = {
-    "lora": f"{AR}.model.lora_rank",
-    "adapter": f"{AR}.model.lora_rank",
-    "offload": f"{AR}.actor.fsdp_config.param_offload",
-    "quantis": f"{AR}.ref.quantization",
-    "quantiz": f"{AR}.ref.quantization",
-    "checkpointing": f"{AR}.model.enable_gradient_checkpointing",
-    "chunk": f"{AR}.model.logprob_chunk_tokens",
-    "sleep": f"{AR}.rollout.free_cache_engine",
-    "tiled": f"{AR}.model.tiled_mlp.enabled",
-    "tensor parallel": f"{AR}.rollout.tensor_model_parallel_size",
-    "prefix": f"{AR}.actor.use_prefix_grouper",
-    "shared prompt": f"{AR}.actor.use_prefix_grouper",
-    "compil": f"{AR}.actor.use_torch_compile",
-    "flash": f"{AR}.model.attn_implementation",
-    "entropy": f"{AR}.actor.entropy_coeff",
-    "kl": f"{AR}.actor.use_kl_loss",
-    "reference": f"{AR}.ref.model.path",
-    "reward function": "custom_reward_function.path",
-    "sampler": "data.sampler.class_path",
-    "expansion": "algorithm.expansion",
-    "validation": "data.val_files",
-    "memory limit": "memory.device_limit_gb",
-    "8-bit": f"{AR}.actor.optim.state_dtype",
-    "warm-up": f"{AR}.actor.optim.lr_warmup_steps",
-    "hsdp": f"{AR}.actor.fsdp_config.fsdp_size",
-    "rloo": "algorithm.adv_estimator",
-    "grpo": "algorithm.adv_estimator",
-    "gspo": f"{AR}.actor.policy_loss.loss_mode",
-    "vllm": f"{AR}.rollout.name",
-}
-"""How a text would name a feature -> an accepted key that provides it."""
-TRUE_ALL_THE_SAME = {"LoRA has no dropout here"}
-"""Denials of one part of a feature that is otherwise there: dropout in LoRA."""
 
 
 def texts():
@@ -57,13 +18,6 @@ def texts():
     yield from ((key, refusal.reason) for key, refusal in REFUSED.items())
     yield from ((f"{key}={word}", reason) for (key, word), reason in WHY_NOT.items())
     yield from FOREIGN.items()
-
-
-def denied(text):
-    """What a text says that there is not, word for word."""
-    sentences = re.split(r"[.:;(),](?:\s|$)", text)
-    found = (match for sentence in sentences for match in DENIAL.finditer(sentence))
-    return [next(group for group in match.groups() if group).strip() for match in found]
 
 
 def instance(row: str) -> str:
@@ -91,24 +45,6 @@ def test_a_value_that_asks_for_something_is_refused_with_the_reason(complaint, r
 
 def test_no_row_covers_a_key_that_has_an_effect():
     assert [key for key in (*leaf_keys(), *section_keys()) if refusal_of(key)] == []
-
-
-def test_a_denial_is_recognised():
-    assert denied("LoRA is not available; the whole model is trained. Remove the LoRA keys") == ["LoRA"]
-    assert denied("offloading is not available. Lower the budget") == ["offloading"]
-    assert denied("RLOO and GRPO have no critic. Remove the critic keys") == ["critic"]
-    assert denied("rows are always packed, no pad token is computed") == ["pad token"]
-    assert denied("weights move tensor by tensor") == []
-
-
-def test_the_features_are_those_that_accepted_keys_provide():
-    assert set(FEATURES.values()) <= set(leaf_keys())
-
-
-@pytest.mark.parametrize(("key", "text"), texts(), ids=[key for key, _ in texts()])
-def test_no_refusal_says_that_a_feature_is_missing_which_an_accepted_key_provides(key, text):
-    told = [what for what in denied(text) if what not in TRUE_ALL_THE_SAME]
-    assert [(what, FEATURES[word]) for what in told for word in FEATURES if re.search(rf"\b{word}", what.lower())] == []
 
 
 @pytest.mark.parametrize("row", [row for row in REFUSED if row.endswith(".*")])

@@ -96,10 +96,7 @@ def test_a_sampler_of_the_users_own_gets_rows_seed_and_epoch(tmp_path: Path) -> 
     ("body", "what"),
     [
         ("def __init__(self): pass", r"__init__\(8, 0, 0\) of .*mine\.py raised TypeError: .*"),
-        (
-            "def __init__(self, *numbers): raise KeyError('seed')",
-            r"__init__\(8, 0, 0\) .*KeyError: 'seed' in .*mine\.py:2",
-        ),
+        ("def __init__(self, *numbers): raise KeyError('seed')", r"__init__\(8, 0, 0\) .*KeyError: 'seed' in .*mine\.py:2"),
         ("def __init__(self, *numbers): pass", r"__iter__ of .*mine\.py raised TypeError: 'Mine' object is not iterable in .*"),
     ],
 )

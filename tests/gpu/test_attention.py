@@ -47,12 +47,7 @@ CASES = {
     "a skipped prefix": (((1, (20, 20, 3)), (64, ()), (1, (13, 1))), (36, 0, 4), 4, 2, 64, None),
     "a prefix kv": (((0, (20, 20, 3)),), (37,), 4, 2, 64, None),
 }
-QUICK = {
-    ("a shared prompt, groups of heads", "bf16"),
-    ("an odd size", "fp32"),
-    ("a window", "fp32"),
-    ("a prefix kv", "fp16"),
-}
+QUICK = {("a shared prompt, groups of heads", "bf16"), ("an odd size", "fp32"), ("a window", "fp32"), ("a prefix kv", "fp16")}
 
 
 def needs(path, dtype, device):

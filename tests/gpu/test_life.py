@@ -115,10 +115,7 @@ def train(toy, folder, *overrides):
                       "trainer.test_freq=-1", "trainer.save_freq=-1", *overrides)  # fmt: skip
 
 
-MEMORY = {
-    "nothing": [],
-    "constrained": ["memory=constrained", "actor_rollout_ref.actor.fsdp_config.dtype=fp32"],
-}
+MEMORY = {"nothing": [], "constrained": ["memory=constrained", "actor_rollout_ref.actor.fsdp_config.dtype=fp32"]}
 
 
 @pytest.mark.parametrize("name", MEMORY)

@@ -1,5 +1,5 @@
 from verl_memopt.observe.charts import build_summary
-from verl_memopt.observe.report import comparison_table, draw_comparison, peak_of, phases_of, run_names
+from verl_memopt.observe.report import comparison_table, draw_comparison, run_names
 from verl_memopt.observe.run_folder import RunFolder
 
 MIB = 2**20
@@ -32,16 +32,6 @@ def test_names_are_as_short_as_tells_the_runs_apart(tmp_path):
     assert names("a/one", "b/two") == ["one", "two"]
     assert names("a/run", "b/run") == ["a/run", "b/run"]
     assert names("a/run", "a/run") == ["run (1)", "run (2)"]
-
-
-def test_phases_are_those_of_all_runs_in_the_order_of_the_first_that_has_them():
-    assert phases_of({"a": summary(gen=1, adv=1), "b": summary(ref=1, gen=1)}) == ["gen", "adv", "ref"]
-
-
-def test_a_peak_that_was_not_counted_or_did_not_run_is_none():
-    assert peak_of(summary(gen=3), "gen") == 3 * MIB
-    assert peak_of(summary(gen=None), "gen") is None
-    assert peak_of(summary(gen=3), "ref") is None
 
 
 def test_peaks_stand_beside_their_change_against_the_first_run():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from verl_memopt.observe.console import RunConsole, memory_words, print_end, step_table
+from verl_memopt.observe.console import RunConsole, memory_words, print_end
 
 STEP = {
     "critic/score/mean": 0.7123, "actor/ppo_kl": 0.0012, "actor/grad_norm": 123.456, "rollout/logprob_diff_mean": 3.2e-7,
@@ -62,21 +62,6 @@ def test_on_a_terminal_the_bar_shows_reward_speed_and_the_highest_peak_so_far() 
     assert "peak 140,800 MiB" in last
 
 
-def test_the_step_table_fits_eighty_columns_with_its_widest_numbers() -> None:
-    console = plain()
-    console.print(step_table([{**STEP, "step": 100000.0}]))
-    text = printed(console)
-    assert "…" not in text
-    assert all(len(line.rstrip()) <= 80 for line in text.splitlines())
-    assert "140,800" in text
-
-
-def test_a_step_without_a_value_has_a_dash() -> None:
-    console = plain()
-    console.print(step_table([{"step": 1.0}]))
-    assert printed(console).splitlines()[-1].split() == ["1"] + ["-"] * 8
-
-
 def test_steps_that_no_table_has_shown_are_shown_at_the_end() -> None:
     console = plain()
     with RunConsole(3, table_every=2, console=console) as run:
@@ -91,15 +76,6 @@ def test_no_table_is_printed_in_between_when_it_is_switched_off() -> None:
     run.step(1, STEP)
     run.step(2, STEP)
     assert "logprob" not in printed(console)
-
-
-def test_the_last_line_is_the_folder_however_long(tmp_path: Path) -> None:
-    console = plain()
-    folder = tmp_path / ("[bold]" + "x" * 120)
-    print_end(console, SUMMARY, folder)
-    lines = printed(console).splitlines()
-    assert lines[-1] == str(folder)
-    assert max(len(line.rstrip()) for line in lines[:-1]) <= 80
 
 
 def test_the_summary_shows_each_phases_share_and_names_its_counter() -> None:
@@ -119,9 +95,3 @@ def test_the_end_says_the_warnings_of_a_run_before_its_folder() -> None:
         "WARNING: 2 updates were skipped, because their gradient norm was not finite.",
         "run",
     ]
-
-
-def test_a_run_without_warnings_says_nothing_of_them() -> None:
-    console = plain()
-    print_end(console, {**SUMMARY, "warnings": [], "skipped_updates": 0}, Path("run"))
-    assert "WARNING" not in printed(console)

@@ -1,10 +1,6 @@
 """The table of ``debug.mode=memory``."""
 
-import io
-
-from rich.console import Console
-
-from verl_memopt.observe.console import memory_table, phase_rows
+from verl_memopt.observe.console import phase_rows
 from verl_memopt.observe.phase import MIB, PhaseMemory, combine
 
 TRACKED = PhaseMemory("update_actor", 1.0, 5 * MIB, 3 * MIB, None, None, 70 * MIB, entered_bytes=2 * MIB)
@@ -23,19 +19,6 @@ def test_a_row_has_the_bytes_at_both_ends_the_peak_and_the_host() -> None:
             "reserved_bytes": None, "host_bytes": 60 * MIB,
         },
     ]  # fmt: skip
-
-
-def test_the_table_shows_mebibytes_and_a_dash_for_what_the_device_does_not_have() -> None:
-    console = Console(file=io.StringIO(), width=80)
-    console.print(memory_table(7, [TRACKED, ON_GPU, UNTRACKED]))
-    lines = [line.split() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
-    assert lines[0] == ["memory", "of", "step", "7,", "MiB"]
-    assert lines[1] == ["phase", "enter", "peak", "exit", "reserved", "host"]
-    assert lines[3:] == [
-        ["update_actor", "2.0", "5.0", "3.0", "-", "70.0"],
-        ["gen", "1.0", "9.0", "4.0", "16.0", "80.0"],
-        ["old_log_prob", "-", "-", "-", "-", "60.0"],
-    ]
 
 
 def test_of_several_processes_the_fullest_counts() -> None:

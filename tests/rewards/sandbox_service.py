@@ -19,27 +19,13 @@ MOST_SECONDS = 2.0
 def answer(status: str, printed: str | None = "", return_code: int | None = 0, run: str = "Finished", message: str = "") -> Any:
     """An answer about a program that was run."""
     ran = {"status": run, "execution_time": 0.1, "return_code": return_code, "stdout": printed, "stderr": ""}
-    return {
-        "status": status,
-        "message": message,
-        "compile_result": None,
-        "run_result": ran,
-        "executor_pod_name": None,
-        "files": {},
-    }
+    return {"status": status, "message": message, "compile_result": None, "run_result": ran, "files": {}}
 
 
 def not_compiled(status: str = "Finished") -> Any:
     """An answer about a program that could not be compiled."""
     compiled = {"status": status, "execution_time": 0.1, "return_code": 1, "stdout": "", "stderr": "error"}
-    return {
-        "status": "Failed",
-        "message": "",
-        "compile_result": compiled,
-        "run_result": None,
-        "executor_pod_name": None,
-        "files": {},
-    }
+    return {"status": "Failed", "message": "", "compile_result": compiled, "run_result": None, "files": {}}
 
 
 FAILS_INSIDE = {"status": "SandboxError", "message": "no pod is\nfree", "compile_result": None, "run_result": None, "files": {}}

@@ -99,10 +99,7 @@ def test_rows_share_one_event_loop_from_step_to_step(waits: Callable[..., Custom
 def test_a_row_that_fails_is_named_and_no_other_fails(
     waits: Callable[..., CustomReward], body: str, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with (
-        RewardRunner(waits(body), 1) as runner,
-        pytest.raises(RewardError, match=rf"(?s)^train\.jsonl:3: .*{message}"),
-    ):
+    with RewardRunner(waits(body), 1) as runner, pytest.raises(RewardError, match=rf"(?s)^train\.jsonl:3: .*{message}"):
         runner.score(rows("ok", "ok", "bad", "ok"))
     caplog.set_level(logging.WARNING)
     with RewardRunner(waits(body, on_error="score", fallback_score=-1.0), 1) as runner:

@@ -175,13 +175,6 @@ def test_an_answer_that_is_too_long_is_not_read_to_its_end(judge: Judge) -> None
     assert len(sent) < 8
 
 
-def test_messages_call_the_service_by_its_name(judge: Judge) -> None:
-    judge.behaviours = [fails(503)]
-    patience = Patience(20, 10, 2, 0.001, name="oracle", way_out="Wake it.")
-    with pytest.raises(RewardError, match=r"^the oracle at http.* gave no answer in 2 attempts.* Wake it\.$"):
-        ask(judge.url, 1, patience)
-
-
 def test_an_address_that_is_no_url_is_refused() -> None:
     with pytest.raises(RewardError, match="'localhost:1/x' is no http or https URL"):
         ask("localhost:1/x", 1)

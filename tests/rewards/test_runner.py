@@ -34,11 +34,6 @@ def test_results_come_in_the_order_of_the_rows(custom: Callable[..., CustomRewar
         assert runner.score([]) == []
 
 
-def test_the_rules_score_without_a_custom_function() -> None:
-    with RewardRunner(CustomReward(), 1) as runner:
-        assert [r.score for r in runner.score(rows("4", "5", source="toy/arithmetic"))] == [1.0, 0.0]
-
-
 def test_the_function_gets_what_the_row_holds_and_its_fixed_arguments(custom: Callable[..., CustomReward]) -> None:
     body = 'return {"score": kwargs["bonus"], "seen": [data_source, solution_str, ground_truth, extra_info]}'
     with RewardRunner(custom(body, reward_kwargs={"bonus": 0.25}), 1) as runner:
@@ -68,21 +63,14 @@ def test_a_row_that_fails_stops_the_run_with_its_name_and_the_reason(
 HANGS = "import time\nwhile solution_str == 'bad': time.sleep(0.01)\nreturn 1"
 
 
-def test_a_row_that_hangs_stops_the_run_with_its_name(custom: Callable[..., CustomReward]) -> None:
-    message = r"^train\.jsonl:2: .*took longer than custom_reward_function\.timeout_seconds=0\.5"
-    with RewardRunner(custom(HANGS, timeout_seconds=0.5), 1) as runner, pytest.raises(RewardError, match=message):
-        runner.score(rows("ok", "bad", "ok"))
-
-
-@pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize(
     "body", [HANGS, "return 1 / (solution_str != 'bad')", "import os\nreturn 1 if solution_str != 'bad' else os._exit(1)"]
 )
 def test_failed_rows_take_the_fallback_and_the_others_their_scores(
-    custom: Callable[..., CustomReward], body: str, num_workers: int, caplog: pytest.LogCaptureFixture
+    custom: Callable[..., CustomReward], body: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = custom(body, timeout_seconds=0.5, on_error="score", fallback_score=-1.0)
-    with RewardRunner(settings, num_workers) as runner, caplog.at_level(logging.WARNING):
+    with RewardRunner(settings, 2) as runner, caplog.at_level(logging.WARNING):
         results = runner.score(rows("ok", "bad", "ok", "ok", "bad", "ok"))
         assert [r.score for r in results] == [1, -1, 1, 1, -1, 1]
         assert [r.failed for r in results] == [False, True, False, False, True, False]
@@ -124,34 +112,16 @@ def test_large_texts_cross_in_both_directions(custom: Callable[..., CustomReward
 
 
 def test_closing_ends_the_processes_even_in_the_middle_of_a_row(custom: Callable[..., CustomReward], tmp_path: Path) -> None:
-    body = f"import os, pathlib\npathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\nwhile True: pass"
-    with RewardRunner(custom(body, timeout_seconds=0.3), 1) as runner, pytest.raises(RewardError, match="took longer"):
-        runner.score(rows("a"))
+    body = f"""
+        import os, pathlib
+        pathlib.Path({str(tmp_path / "pid")!r}).write_text(str(os.getpid()))
+        while solution_str == "a": pass
+        return 1
+    """
+    message = r"^train\.jsonl:2: .*took longer than custom_reward_function\.timeout_seconds=0\.3"
+    with RewardRunner(custom(body, timeout_seconds=0.3), 1) as runner, pytest.raises(RewardError, match=message):
+        runner.score(rows("ok", "a"))
     assert wait_until(lambda: gone(int((tmp_path / "pid").read_text())))
-
-
-BUSY_IN_C = "import os, re, pathlib\npathlib.Path(kwargs['pid_file']).write_text(str(os.getpid()))\nre.match('(a*)*b', 'a' * 60)"
-
-
-def test_a_busy_reward_process_dies_with_a_parent_that_is_killed(custom: Callable[..., CustomReward], tmp_path: Path) -> None:
-    """The function holds the interpreter lock for good, so nothing inside its process could notice."""
-    pid_file = tmp_path / "pid"
-    settings = custom(BUSY_IN_C)
-    parent = tmp_path / "parent.py"
-    parent.write_text(
-        "from verl_memopt.config.schema import CustomReward\n"
-        "from verl_memopt.rewards.score import RewardRow\n"
-        "from verl_memopt.rewards.runner import RewardRunner\n"
-        f"runner = RewardRunner(CustomReward(path={settings.path!r}, reward_kwargs={{'pid_file': {str(pid_file)!r}}}), 1)\n"
-        "runner.score([RewardRow('mine', 'a', '4', {}, 'train.jsonl:1')])\n"
-    )
-    running = subprocess.Popen([sys.executable, str(parent)])
-    assert wait_until(lambda: pid_file.exists() and pid_file.read_text() != "")
-    child = int(pid_file.read_text())
-    assert not gone(child)
-    running.kill()
-    running.wait()
-    assert wait_until(lambda: gone(child))
 
 
 def test_the_parent_program_is_not_run_again_by_its_reward_processes(tmp_path: Path) -> None:
@@ -389,15 +359,3 @@ def test_prime_scores_rows_in_parallel_and_a_slow_one_delays_no_other(
     """
     with RewardRunner(custom(body, timeout_seconds=30.0), 2, manager="prime") as runner:
         assert [r.score for r in runner.score(rows("slow", *["quick"] * 20))] == [1.0] * 21
-
-
-def test_an_async_function_runs_its_rows_at_a_time_under_prime_too(tmp_path: Path) -> None:
-    (tmp_path / "reward.py").write_text(
-        "import asyncio\nbegun = []\n"
-        "async def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    begun.append(solution_str)\n"
-        "    await asyncio.sleep(0.05)\n"
-        "    return len(begun)\n"
-    )
-    with RewardRunner(CustomReward(path=str(tmp_path / "reward.py")), 1, manager="prime") as runner:
-        assert max(r.score for r in runner.score(rows(*"abcdefghijklmnopqrstuvwxyz" * 4))) > 1

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.rewards.sandbox_service import FAILS_INSIDE, Together, answer, not_compiled, runs_it, sandbox_service, says
-from tests.rewards.test_judge import Judge, fails, hangs_up, reply
+from tests.rewards.test_judge import Judge, fails, reply
 from verl_memopt.config.schema import CustomReward, SandboxFusion
 from verl_memopt.errors import RewardError
 from verl_memopt.rewards.judge import LARGEST_ANSWER_BYTES, Patience
@@ -115,7 +115,7 @@ def test_the_score_is_that_of_an_independent_definition_for_every_outcome(script
     assert sorted(body["stdin"] for _, body, _ in scripted.requests) == sorted(outcomes[:10])
 
 
-@pytest.mark.parametrize("trouble", [fails(503), fails(500, b"oops"), fails(200, b"no json"), hangs_up, says(FAILS_INSIDE)])
+@pytest.mark.parametrize("trouble", [fails(503), says(FAILS_INSIDE)])
 def test_a_service_that_recovers_is_asked_again(service: Judge, trouble: Any) -> None:
     service.behaviours = [trouble, trouble, runs_it]
     assert score(service, DOUBLES, {"inputs": ["1"], "outputs": ["2"]}) == 1.0
@@ -126,9 +126,7 @@ def test_a_service_that_recovers_is_asked_again(service: Judge, trouble: Any) ->
     ("trouble", "reason"),
     [
         (fails(500, b"oops"), r"the sandbox service at http.* gave no answer in 3 attempts.*500.*\(oops\)\. Mend it\."),
-        (fails(200, b"<html>"), "its answer is no JSON"),
         (fails(404, b"no such page"), r"refused the request: HTTP status 404 Not Found \(no such page\)"),
-        (hangs_up, "RemoteDisconnected|ConnectionResetError"),
         (says({"hello": 1}), r'\{"hello": 1\} is no answer of a SandboxFusion service'),
         (says(FAILS_INSIDE), r"the service failed to run the program, 3 times \(no pod is free\)"),
     ],
@@ -137,13 +135,6 @@ def test_a_service_that_gives_no_verdict_is_an_error_and_no_wrong_answer(service
     service.behaviours = [trouble]
     with pytest.raises(RewardError, match=rf"^cannot score this row: {KEY}={service.url.replace('?', '.')}: .*({reason})"):
         score(service, DOUBLES, TASK)
-
-
-def test_a_service_that_hangs_is_an_error(service: Judge) -> None:
-    service.behaviours = [service.hangs]
-    patience = Patience(limit_seconds=0.5, attempt_seconds=0.2, attempts=9, backoff_seconds=0.001, name="sandbox service")
-    with pytest.raises(RewardError, match=r"in [1-9] attempts? and at most 0\.5 s.*no answer within"):
-        score(service, DOUBLES, TASK, patience=patience)
 
 
 def test_a_program_that_prints_more_than_an_answer_holds_has_failed(service: Judge) -> None:
@@ -260,15 +251,6 @@ def test_a_row_that_the_service_refuses_is_named_or_counted(service: Judge) -> N
     with RewardRunner(CustomReward(on_error="score", fallback_score=-1.0), 1, sandbox=sandbox) as runner:
         results = runner.score(code_rows(DOUBLES, "no code"))
     assert [(result.score, result.failed) for result in results] == [(-1.0, True), (0.0, False)]
-
-
-def test_a_service_that_hangs_is_a_row_over_its_time_limit(service: Judge) -> None:
-    service.behaviours = [service.hangs]
-    custom = CustomReward(timeout_seconds=0.5, on_error="score", fallback_score=-1.0)
-    with RewardRunner(custom, 1, sandbox=SandboxFusion(service.url)) as runner:
-        runner.check()
-        results = runner.score(code_rows(DOUBLES, DOUBLES))
-    assert [(result.score, result.failed) for result in results] == [(-1.0, True)] * 2
 
 
 def test_a_service_is_tried_before_a_run_begins(service: Judge) -> None:

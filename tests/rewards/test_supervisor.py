@@ -1,5 +1,6 @@
 """What stands between a run and a reward function: signals pass it by, limits are held, it ends as the function's process did."""
 
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ def test_signals_to_every_process_of_a_run_end_no_row(custom: Callable[..., Cust
     with RewardRunner(custom(body), 1) as runner:
         first, second = runner.score(rows("a", "b"))
         assert (first.failed, first.score) == (False, second.score)
+        assert os.getsid(runner.pids()[0]) != os.getsid(0)  # Ctrl-C does not reach it
 
 
 def test_a_program_that_a_reward_function_starts_is_ended_by_signals_as_any_other(custom: Callable[..., CustomReward]) -> None:

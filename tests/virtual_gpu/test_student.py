@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.end_to_end.covering import all_off
-from tests.recipes.rlt.test_student_pass import rows_of
+from tests.recipe.rlt.test_student_pass import rows_of
 from tests.virtual_gpu.device import VirtualGpu
 from tests.virtual_gpu.life import PROMPTS, SLACK_BYTES, _batch, _keys, _plan
 from verl_memopt.config.schema import Fsdp, ScoringModel

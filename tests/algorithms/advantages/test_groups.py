@@ -44,7 +44,3 @@ def test_a_group_is_kept_if_two_of_its_members_differ_or_if_it_was_sampled_once(
         differ = len({rewards[j] for j in members if valid[j]}) > 1
         expected.append(differ or (len(members) == 1 and valid[i]))
     assert has_signal(*tensors(rewards, groups, valid)).tolist() == expected
-
-
-def test_a_group_of_which_one_row_is_valid_is_not_kept():
-    assert has_signal(*tensors([1.0, NAN, 1.0, NAN], [0, 0, 1, 2])).tolist() == [False, False, True, False]

@@ -119,13 +119,6 @@ def test_loss_gradient_and_metrics_do_not_depend_on_micro_batches(mode, agg, bin
         assert sum(m[name] for _, m in results).item() == pytest.approx(value.item(), rel=1e-12, abs=1e-15)
 
 
-def test_at_ratio_one_the_gradient_is_minus_advantage_over_rows():
-    old = random_log_probs()[1]
-    new = old.clone().requires_grad_()
-    run(new, old, range(4), actor("sequence"))[0].backward()
-    assert new.grad.tolist() == [-a / 4 for a, length in zip(ADVANTAGES, LENGTHS, strict=True) for _ in range(length)]
-
-
 def gradient_at(mode, log_ratio, advantage):
     new = torch.tensor([log_ratio], requires_grad=True)
     one = torch.tensor([1])

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from verl_memopt.algorithms.losses import LossSettings, LossTokens, cispo_loss, gpg_loss, vanilla_loss
+from verl_memopt.algorithms.losses import LossSettings, LossTokens, cispo_loss
 from verl_memopt.algorithms.rows import GlobalCounts
 
 SETTINGS = LossSettings(0.2, 0.3, 3.0, "token-mean", None)
@@ -24,13 +24,3 @@ def test_cispo_keeps_the_gradient_of_a_clipped_token_and_clips_its_weight(log_ra
     assert loss == pytest.approx(2 * factor)
     assert gradient == pytest.approx(-2 * factor)
     assert metrics == {"pg_clipfrac": factor != 1.0, "ratio_clamped": 0.0}
-
-
-def test_gpg_has_the_advantage_as_gradient_whatever_the_ratio():
-    loss, gradient, metrics = one(gpg_loss, -1.5, 4.0, 2.0)
-    assert (loss, gradient, metrics) == (3.0, -2.0, {})
-
-
-def test_the_dual_clip_is_a_constant():
-    loss, gradient, metrics = one(vanilla_loss, 0.0, -math.log(5), -1.0)
-    assert (loss, gradient, metrics["pg_clipfrac_lower"]) == (3.0, 0.0, 1.0)

@@ -82,10 +82,6 @@ def test_hydra_composes_the_same(model, memory, debug) -> None:
     assert composed("teacher_rlt_mono", model, memory, debug) == of_hydra("teacher_rlt_mono", model, memory, debug)
 
 
-def test_the_sample_has_each_preset() -> None:
-    assert [len({row[place] for row in SAMPLE}) for place in range(3)] == [len(MODELS), len(MEMORY), len(DEBUG)]
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_profile_composes_with_each_recipe(recipe) -> None:
     logging.disable(logging.WARNING)
@@ -120,12 +116,3 @@ def test_the_student_is_the_teachers_start_unless_another_is_named() -> None:
         )
     ]
     assert students == ["meta-llama/Llama-3.2-1B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct", "/m/student", None]
-
-
-def test_the_batch_and_the_task_are_in_files_of_their_own() -> None:
-    """trainer_cfg says nothing about RLT but where its student rests, so it serves another task too."""
-    for name in ("grpo_mono", "grpo_multi"):
-        keys = flatten(yaml.safe_load((PACKAGED.parents[2] / RECIPE / "trainer_cfg" / f"{name}.yaml").read_text()))
-        sections = {key.rpartition(".")[0] for key in keys}
-        assert not [key for key in keys if "coef" in key or "length" in key or key.startswith("algorithm")]
-        assert "data" in sections

@@ -144,16 +144,6 @@ def test_two_steps_of_the_toy_task_train(rlt_toy, tmp_path) -> None:
     assert (run / "global_step_2" / "actor" / "huggingface" / "model.safetensors").is_file()
 
 
-def test_the_scripts_of_the_recipe_explain_themselves(tmp_path) -> None:
-    for name in ("prepare_rlt", "make_toy", "warm_up"):
-        process = subprocess.run(
-            [sys.executable, str(ROOT / "recipe" / "rlt" / f"{name}.py"), "--help"],
-            cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        )  # fmt: skip
-        assert process.returncode == 0
-        assert "usage:" in process.stdout
-
-
 def test_prepared_files_are_written_and_a_fault_is_one_line(tmp_path) -> None:
     source = tmp_path / "mine.jsonl"
     source.write_text("".join(json.dumps({"question": f"{n}?", "solution": str(n)}) + "\n" for n in range(5)))

@@ -1,14 +1,4 @@
-from recipe.rloo.memory_study.arms import (
-    ARMS,
-    EXPANSIONS,
-    FIXED_ROWS,
-    KS,
-    coupled_arms,
-    larger,
-    main_arms,
-    saving_arms,
-    select,
-)
+from recipe.rloo.memory_study.arms import ARMS, EXPANSIONS, FIXED_ROWS, KS, coupled_arms, larger, main_arms, saving_arms, select
 
 
 def test_the_main_table_has_every_expansion_prompt_and_group_size_with_as_many_rows_in_a_forward():

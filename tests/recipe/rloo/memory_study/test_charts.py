@@ -76,13 +76,6 @@ def test_a_bar_is_as_high_as_the_true_peak(tmp_path, drawn):
     assert max(heights) == pytest.approx((10 * GIB + 641 * MIB + 1109.9 * MIB) / GIB)
 
 
-def test_the_line_over_time_has_the_true_peak(tmp_path, drawn):
-    draw_timeline([completed(published(k=4), 3 * GIB, 4 * GIB)], tmp_path / "timeline.png")
-    panel = drawn[0].axes[0]
-    highest = {line.get_label(): max(line.get_ydata()) for line in panel.lines if not line.get_label().startswith("_")}
-    assert highest == {"live tensors": 3.0, "reserved by the allocator": 4.0}
-
-
 @pytest.mark.parametrize("draw", [draw_peaks, draw_methods, draw_savings])
 def test_a_study_of_nothing_still_draws(draw, tmp_path):
     arm = saving_arms([2])[0]

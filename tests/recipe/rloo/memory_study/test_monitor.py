@@ -7,17 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.rloo.memory_study.monitor import (
-    COLUMNS,
-    MIB,
-    MISSING,
-    NoNvmlError,
-    Reading,
-    open_device,
-    row,
-    sample,
-    sampling,
-)
+from recipe.rloo.memory_study.monitor import COLUMNS, MIB, MISSING, NoNvmlError, Reading, open_device, row, sample, sampling
 
 ROOT = Path(__file__).parents[4]
 PUBLISHED = (

@@ -3,7 +3,7 @@
 import pytest
 from tokenizers import normalizers, pre_tokenizers
 
-from tests.recipes.rlt.tokens import with_merges
+from tests.recipe.rlt.tokens import with_merges
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.tiny import build_tokenizer
 from verl_memopt.recipes.rlt.student import check_same_tokenizer

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.recipes.rlt import naive
-from tests.recipes.rlt.tokens import ids
+from tests.recipe.rlt import naive
+from tests.recipe.rlt.tokens import ids
 from tests.rlt import ALIAS, AR, MODEL, RLT, SWAP, brief_toy, settings_of
 from tests.trainer.conftest import Member, group_of
 from verl_memopt.data.batch import Ragged

@@ -3,7 +3,7 @@ import logging
 import pytest
 import torch
 
-from tests.recipes.rlt.test_student_pass import CPU, HEAT, encode, random_samples, scored
+from tests.recipe.rlt.test_student_pass import CPU, HEAT, encode, random_samples, scored
 from tests.workers.test_build_policy import built
 from verl_memopt.recipes.rlt import rank_check
 from verl_memopt.recipes.rlt.formula import rlt_scores

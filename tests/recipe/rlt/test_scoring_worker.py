@@ -3,7 +3,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.recipes.rlt.test_student_pass import CPU, HEAT, encode, plain_lm, random_samples
+from tests.recipe.rlt.test_student_pass import CPU, HEAT, encode, plain_lm, random_samples
 from verl_memopt.recipes.rlt.score_command import ScoringPlan, ScoringWorker
 from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student import Student, student_batch, student_micro_batches, teacher_batch

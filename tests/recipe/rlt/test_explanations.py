@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.recipes.rlt.naive import explanation_of, token_text
-from tests.recipes.rlt.tokens import ids, with_merges
+from tests.recipe.rlt.naive import explanation_of, token_text
+from tests.recipe.rlt.tokens import ids, with_merges
 from verl_memopt.data.batch import Ragged
 from verl_memopt.recipes.rlt.student_rows import TokenBytes, locate_explanations
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.recipes.rlt.test_student_pass import rows_of
+from tests.recipe.rlt.test_student_pass import rows_of
 from tests.tensors import whole_of
 from tests.workers.test_policy import batch
 from tests.workers.test_worker import AR, made  # noqa: F401 - made is a fixture

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import normalizers
 
-from tests.recipes.rlt.naive import token_text
-from tests.recipes.rlt.tokens import with_merges
+from tests.recipe.rlt.naive import token_text
+from tests.recipe.rlt.tokens import with_merges
 from verl_memopt.recipes.rlt.student_rows import TokenBytes, retokenized_parts
 
 TOKENIZER = with_merges((b"a", b"b"), (b"ab", b"a"), (b"b", b"b"), (b"\xa9", b"a"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from tests.recipes.rlt import naive
+from tests.recipe.rlt import naive
 from verl_memopt.config.schema import Data
 from verl_memopt.data.toy import ToyRecipe, split_problems
 from verl_memopt.errors import DataError

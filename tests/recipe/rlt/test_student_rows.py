@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.recipes.rlt import naive
-from tests.recipes.rlt.tokens import ids, with_merges
+from tests.recipe.rlt import naive
+from tests.recipe.rlt.tokens import ids, with_merges
 from verl_memopt.data.batch import Ragged
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.tiny import build_tokenizer
@@ -174,11 +174,6 @@ def test_chosen_rows_keep_all_that_belongs_to_them():
     for name in ("parts", "status", "matched", "has_text_after"):
         assert torch.equal(getattr(chosen, name), getattr(expected, name))
     assert torch.equal(chosen.ids.flat, expected.ids.flat)
-
-
-def test_a_batch_may_be_empty():
-    rows = encode()
-    assert (rows.num_rows, rows.parts.shape, rows.ids.num_rows) == (0, (0, 5), 0)
 
 
 @pytest.mark.parametrize("align", ["concat", "retokenize"])

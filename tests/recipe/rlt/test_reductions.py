@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.recipes.rlt import naive
+from tests.recipe.rlt import naive
 from verl_memopt.recipes.rlt.formula import REDUCTIONS, reduce_rows
 
 VALUES = st.floats(-1e4, 1e4, width=32)

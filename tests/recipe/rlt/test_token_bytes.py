@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.recipes.rlt.naive import token_text
+from tests.recipe.rlt.naive import token_text
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.tiny import SPECIALS, build_tokenizer
 from verl_memopt.recipes.rlt.student_rows import TokenBytes

@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from tests.ranks import run_ranks
-from tests.recipes.rlt import naive
-from tests.recipes.rlt.tokens import ids
+from tests.recipe.rlt import naive
+from tests.recipe.rlt.tokens import ids
 from tests.workers.test_build_policy import built
 from verl_memopt.config.schema import Fsdp, Model
 from verl_memopt.data.batch import Ragged, RolloutBatch
@@ -209,77 +209,6 @@ def test_shares_of_rows_join_to_the_whole(student):
     joined = join_log_probs(parts, rows)
     close(joined.think, expected.think)
     close(joined.solution, expected.solution)
-
-
-def test_packed_rows_are_padded_rows(student, tiny_folder):
-    rows, _ = encode(random_samples(16, seed=3))
-    sequences = rows.ids.rows()
-    padded = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True)
-    mask = torch.arange(padded.shape[1]) < rows.ids.lengths[:, None]
-    with torch.no_grad():
-        logits = plain_lm(tiny_folder)(padded, attention_mask=mask.long()).logits / HEAT
-    of_tokens = logits[:, :-1].log_softmax(-1).gather(-1, padded[:, 1:, None])[..., 0][mask[:, 1:]]
-    is_first = torch.zeros(int(rows.ids.lengths.sum()), dtype=torch.bool)
-    is_first[rows.ids.lengths.cumsum(0) - rows.ids.lengths] = True
-    part = rows.part_of_token()[~is_first]
-    log_probs = scored(student, rows, 128)
-    close(log_probs.think, of_tokens[part == THINK])
-    close(log_probs.solution, of_tokens[part == SOLUTION])
-
-
-def test_a_temperature_is_a_division_of_the_logits(teacher):
-    rows, _ = encode(random_samples(6, seed=4))
-    hot = scored(teacher, rows, temperature=HEAT)
-    assert not teacher.tied
-    with torch.no_grad():
-        teacher.head.weight.div_(HEAT)
-    scaled = scored(teacher, rows, temperature=1.0)
-    close(hot.think, scaled.think)
-    close(hot.solution, scaled.solution)
-
-
-def replaced(rows, part, place, token):
-    """Returns one row with another token at a place of a part."""
-    tokens = rows.ids.flat.clone()
-    tokens[int(rows.parts[0, :part].sum()) + place] = token
-    return dataclasses.replace(rows, ids=Ragged(flat=tokens, lengths=rows.ids.lengths, batch_size=[]))
-
-
-def test_only_what_follows_a_token_depends_on_it(student):
-    samples = [("q", "1234567", ids(TOKENIZER, "7654321", TAG))]
-    rows, _ = encode(samples)
-    before = scored(student, rows)
-    other = ids(TOKENIZER, "9")[0]
-    after = scored(student, replaced(rows, THINK, 3, other))
-    assert torch.equal(before.think[:3], after.think[:3])
-    assert (before.think[3:] != after.think[3:]).all()
-    assert (before.solution != after.solution).all()
-    after = scored(student, replaced(rows, SOLUTION, 3, other))
-    assert torch.equal(before.think, after.think)
-    assert torch.equal(before.solution[:3], after.solution[:3])
-    assert (before.solution[3:] != after.solution[3:]).all()
-
-
-def test_the_solution_changes_nothing_of_the_students_view_of_the_explanation(student, teacher):
-    response = ids(TOKENIZER, "carry the one", TAG)
-    (short, short_prompts), (long, long_prompts) = (encode([("q", solution, response)]) for solution in ("1", "it is 9999\n"))
-    close(scored(student, short).think, scored(student, long).think, atol=1e-6)
-    views = [
-        compute_log_probs(teacher, teacher_batch(prompts, rows), [[0]], HEAT, False, CPU).log_probs
-        for rows, prompts in ((short, short_prompts), (long, long_prompts))
-    ]
-    assert (views[0] != views[1]).any()
-
-
-def test_an_explanation_or_a_solution_equal_to_the_question_is_scored_at_its_own_place(student, tiny_folder):
-    samples = [("7", "7", ids(TOKENIZER, "7", TAG))]
-    rows, _ = encode(samples)
-    sample = naive.sample_of(TOKENIZER, SHORT, *samples[0], STOP)
-    s, u, _ = naive.spans(plain_lm(tiny_folder), plain_lm(tiny_folder), sample, HEAT, HEAT)
-    log_probs = scored(student, rows)
-    close(log_probs.think, torch.tensor(u))
-    close(log_probs.solution, torch.tensor(s))
-    assert abs(u[0] - s[0]) > 1e-3
 
 
 def test_text_after_the_end_tag_is_not_scored(student):
