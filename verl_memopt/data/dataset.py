@@ -336,10 +336,6 @@ RawRow = tuple[str, dict[str, Any]]
 def read_rows(files: Any, key: str) -> list[RawRow]:
     """Return all rows of a file or of a list of files, in order.
 
-    Args:
-        files: One path or a list of paths.
-        key: The setting that names the files, for errors.
-
     Raises:
         DataError: A file is missing, unreadable, malformed or empty.
     """

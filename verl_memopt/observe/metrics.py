@@ -90,9 +90,6 @@ def reward_metrics(entries: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Return ``reward/<name>/{mean,max,min}`` of each finite number that the reward function returned beside its score.
 
     True counts as 1. Rows that do not have a number of this name are left out.
-
-    Args:
-        entries: The entries of each row.
     """
     numbers: dict[str, list[float]] = {}
     for row in entries:

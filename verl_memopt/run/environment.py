@@ -143,12 +143,6 @@ def _check_same_tokenizer(tokenizer: Any, folder: Path, critic: CriticModel, cri
     """Refuse a critic whose own tokenizer is another than the policy's: it reads the policy's token ids as they are.
 
     A critic's folder without a tokenizer is taken to use the policy's.
-
-    Args:
-        tokenizer: Tokenizer of the run.
-        folder: Its folder.
-        critic: Settings of the critic's model.
-        critic_folder: Folder of the critic's model.
     """
     path, key = critic.tokenizer_path, CRITIC_PATH
     own = critic_folder

@@ -180,14 +180,7 @@ def _with_absolute_paths(roles: ActorRolloutRef) -> ActorRolloutRef:
 
 
 def _datasets(data: Data, environment: Environment, by_rules: bool, settings: Settings) -> tuple[PromptRows, PromptRows | None]:
-    """Return the training rows and the held-out rows.
-
-    Args:
-        data: names the files.
-        environment: has the tokenizer.
-        by_rules: rewards come from built-in rules, so each row's ``data_source`` must have one.
-        settings: say how prompts are expanded, and whether a service runs the programs of code tasks.
-    """
+    """Return the training rows and the held-out rows."""
     recipe = settings.reward_model.recipe
     if recipe is not None:
         return recipe.hooks().datasets(settings, environment.tokenizer)
@@ -285,13 +278,7 @@ def scorer_of(context: RunContext, workers: TimedGroup, runner: RewardRunner | N
 
 
 def build_validator(context: RunContext, generator: Generator, scorer: Scorer) -> Validator | LossValidator | None:
-    """Return the validator; None without validation files.
-
-    Args:
-        context: Context of the run.
-        generator: Answers the prompts.
-        scorer: Scores the answers.
-    """
+    """Return the validator; None without validation files."""
     if context.validation is None:
         return None
     settings = context.settings

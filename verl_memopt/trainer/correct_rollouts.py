@@ -110,11 +110,7 @@ class BypassUpdate:
         return self.workers.each("update_actor", Worker.update_bypass, arguments)
 
     def mean_weight(self, ranks: Sequence[MiniBatch]) -> float:
-        """Return the mean importance weight of a mini-batch under the present policy.
-
-        Args:
-            ranks: The share of each rank.
-        """
+        """Return the mean importance weight of a mini-batch under the present policy."""
         level = self.settings.rollout_is
         assert level is not None
         arguments = [(mini.batch, mini.micro_batches, False) for mini in ranks]

@@ -45,22 +45,12 @@ class CriticTraining:
         return step <= self.warmup
 
     def values(self, batch: RolloutBatch, names: Sequence[str]) -> Tensor:
-        """Return the value before each response token, fp32 [R].
-
-        Args:
-            batch: Batch of the step.
-            names: Names of the rows, for errors.
-        """
+        """Return the value before each response token, fp32 [R]."""
         parts = run_pass(self.workers, "values", Worker.values, self.budget, self.cutter.balance, (), batch, names)
         return scatter_tokens(parts, batch.responses.sizes())
 
     def update(self, batch: RolloutBatch, names: Sequence[str], step: int) -> dict[str, float]:
         """Take the optimizer steps on the workers, and return their metrics over all ranks.
-
-        Args:
-            batch: Batch of the step, with values and returns.
-            names: Names of the rows, for errors.
-            step: Number of the training step.
 
         Raises:
             TrainingError: A skipped update had already changed some weights.

@@ -366,12 +366,7 @@ def _sandbox(custom: CustomReward, reward_model: RewardModel) -> SandboxFusion |
 
 @contextmanager
 def start_workers(context: RunContext, clock: PhaseClock) -> Iterator[TimedGroup]:
-    """Start the run's workers. However the body ends, none is left behind.
-
-    Args:
-        context: of the run.
-        clock: times the start and every call as phases.
-    """
+    """Start the run's workers. However the body ends, none is left behind."""
     settings = context.settings
     with start_group(context.worker_plan, settings.trainer, settings.ray_kwargs, context.environment.device, clock) as workers:
         yield workers

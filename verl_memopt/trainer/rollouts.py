@@ -163,13 +163,7 @@ class Generator:
 
 
 def dataset_answers(rows: Sequence[PromptRow], prompt_ids: list[list[int]], tokenizer: Any) -> Answers:
-    """Return the dataset's own responses to its prompts, one each.
-
-    Args:
-        rows: Rows with responses.
-        prompt_ids: Tokens of each prompt.
-        tokenizer: Decodes the responses.
-    """
+    """Return the dataset's own responses to its prompts, one each."""
     responses = [list(row.response) for row in rows]
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
     return Answers(list(rows), prompt_ids, Generation(responses, None, ["stop"] * len(rows)), texts)
@@ -337,12 +331,7 @@ class LogProbPass:
     options: tuple[bool, ...] = ()
 
     def compute(self, batch: RolloutBatch, names: Sequence[str]) -> LogProbs:
-        """Return log-probs and further statistics of all tokens, fp32 [R] each, in batch order.
-
-        Args:
-            batch: Batch of the step.
-            names: Names of the rows, for errors.
-        """
+        """Return log-probs and further statistics of all tokens, fp32 [R] each, in batch order."""
         parts = run_pass(self.workers, self.phase, self.method, self.budget, self.balance, self.options, batch, names)
         return in_batch_order(parts, batch.responses.sizes())
 
@@ -357,18 +346,7 @@ def run_pass(
     batch: RolloutBatch,
     names: Sequence[str],
 ) -> list[tuple[list[int], Result]]:
-    """Run a forward pass over a whole batch, spread over the ranks, and return each rank's rows with its result.
-
-    Args:
-        workers: Workers that hold the model.
-        phase: Name under which time and memory are recorded.
-        method: Method of the worker. It gets a rank's rows and its micro-batches.
-        budget: How a rank's rows are cut into micro-batches.
-        balance: Even out tokens over the ranks.
-        options: Further arguments of the method.
-        batch: Batch of the step.
-        names: Names of the rows, for errors.
-    """
+    """Run a forward pass over a whole batch, spread over the ranks, and return each rank's rows with its result."""
     tokens = batch.row_tokens()
     shares = rows_per_rank(tokens, range(batch.num_rows), workers.world_size, balance)
     of_ranks = [tokens.select(share) for share in shares]

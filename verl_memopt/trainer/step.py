@@ -285,7 +285,6 @@ class PolicyTraining(Protocol):
     @property
     def policy_update(self) -> PolicyUpdate:
         """Cuts the batch for the optimizer steps, and reads their results."""
-        ...
 
     def old_log_probs(self, batch: StepBatch, update_follows: bool) -> None:
         """Add the log-probs before the update, unless the update that follows computes them in its own forward.
@@ -294,15 +293,12 @@ class PolicyTraining(Protocol):
             batch: Batch of the step.
             update_follows: The step updates the policy. False = it trains the critic alone.
         """
-        ...
 
     def update(self, batch: StepBatch) -> None:
         """Take the optimizer steps on the workers, and add their metrics."""
-        ...
 
     def budgets(self) -> dict[str, Budget]:
         """Return the token budgets, by phase."""
-        ...
 
 
 @dataclass
@@ -442,13 +438,7 @@ def greedy_batch(generator: Generator, batch: StepBatch, actor: Actor) -> StepBa
 
 
 def add_baselines(batch: StepBatch, greedy: StepBatch, samples: int) -> StepBatch:
-    """Add to each row of a batch the score of the greedy response to its prompt, and return the batch.
-
-    Args:
-        batch: The sampled responses.
-        greedy: The scored greedy responses, one per prompt.
-        samples: Sampled responses to each prompt.
-    """
+    """Add to each row of a batch the score of the greedy response to its prompt, and return the batch."""
     scores = greedy.scores
     batch.baselines = scores.repeat_interleave(samples)
     batch.metrics |= summary_of("critic/baselines", scores[~scores.isnan()])
@@ -497,12 +487,7 @@ class StepMetrics:
     rewards: bool = True
 
     def describe(self, batch: StepBatch, kl_coefficient: float) -> dict[str, float]:
-        """Return metrics of rewards, advantages, lengths and counts.
-
-        Args:
-            batch: Batch of the step.
-            kl_coefficient: Coefficient of the KL in the reward of this step.
-        """
+        """Return metrics of rewards, advantages, lengths and counts."""
         lengths = batch.rows.prompts.lengths, batch.rows.responses.lengths
         metrics = length_metrics(*lengths, self.max_prompt_length, self.max_response_length)
         if self.rewards:
@@ -558,9 +543,6 @@ class ReferenceSync:
         """Count a step, move the reference if it is time, and return the metric ``ref/sync``: 1 for a move, else 0.
 
         A step whose optimizer steps were all skipped is not counted: the policy is what it was.
-
-        Args:
-            metrics: Metrics of the policy's update.
         """
         is_due = False
         if metrics[ACTOR.skipped] < self.optimizer_steps:

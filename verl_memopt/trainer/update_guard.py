@@ -85,11 +85,6 @@ class UpdateGuard:
         weights of the checkpoint before it, so that checkpoint is then proven. A gradient of exactly 0 proves nothing. With a
         critic, both models must be good. A role that was not updated in the step is not judged.
 
-        Args:
-            step: Number of the step.
-            metrics: Metrics of the step.
-            sound: The reward has not collapsed.
-
         Raises:
             TrainingError: ``trainer.max_skipped_steps`` steps in a row applied no update.
         """
@@ -161,13 +156,7 @@ def _cause(updates: _Updates, metrics: Mapping[str, float]) -> str:
 
 
 def way_back(role: Role, lr: float, store: CheckpointStore) -> str:
-    """Return how to continue after an update that damaged the weights: from which checkpoint and with which settings.
-
-    Args:
-        role: The role that took the update.
-        lr: Its learning rate, which is to be lowered.
-        store: Checkpoints of the run.
-    """
+    """Return how to continue after an update that damaged the weights: from which checkpoint and with which settings."""
     lower = f"{role.key}.optim.lr=<less than {lr:g}>"
     proven = store.proven()
     if proven is None:
@@ -327,13 +316,7 @@ class Health:
         return self._new(warnings)
 
     def validation(self, step: int, scores: Sequence[float], samples: int) -> list[str]:
-        """Return the new warnings after a validation.
-
-        Args:
-            step: Number of the step.
-            scores: Scores of the answers, prompt by prompt.
-            samples: Answers of each prompt.
-        """
+        """Return the new warnings after a validation."""
         score, first = Score.of(scores, samples), self._state.validation
         if first is None:
             self._state.validation = score

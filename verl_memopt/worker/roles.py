@@ -104,11 +104,7 @@ class RoleBuilder:
         return policy
 
     def critic(self, folder: Path) -> Critic:
-        """Return the critic with its optimizer.
-
-        Args:
-            folder: Folder of its model.
-        """
+        """Return the critic with its optimizer."""
         settings, world_size = self.plan.critic, self.placement.world_size
         assert settings is not None
         model, fsdp = settings.model, settings.model.fsdp_config
@@ -129,11 +125,7 @@ class RoleBuilder:
         return critic
 
     def reference(self, folder: Path) -> PolicyModel:
-        """Return the frozen reference.
-
-        Args:
-            folder: Folder of its model.
-        """
+        """Return the frozen reference."""
         settings = self.plan.settings
         ref = settings.ref
         compiled, key = bool(ref.use_torch_compile), "actor_rollout_ref.ref"
@@ -169,10 +161,6 @@ class RoleBuilder:
 
     def moving_reference(self, reference: PolicyModel, policy: Policy) -> MovingReference:
         """Return the reference as one that follows the policy.
-
-        Args:
-            reference: The reference.
-            policy: The policy.
 
         Raises:
             ConfigError: The two models differ in their weights' names or shapes.

@@ -254,10 +254,6 @@ class TrainedModel:
         ``{role}/skipped_updates`` counts the skipped steps. With ``optim.in_backward`` a skipped step also has
         ``{role}/partial_updates``: 1 if this rank had already changed parameters. Sum all metrics over ranks, except those in
         ``Role.same_on_all_ranks``, to get the global values.
-
-        Args:
-            mini_batches: One per optimizer step.
-            loss_of: The loss.
         """
         if self.in_backward is not None:
             self.in_backward.check(max(len(mini.micro_batches) for mini in mini_batches))
@@ -353,13 +349,7 @@ class TrainedModel:
             self.optimizer.zero_grad(set_to_none=True)
 
     def accumulate(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, loss_of: LossOf) -> dict[str, Tensor]:
-        """Add the gradient of a mini-batch, micro-batch by micro-batch, and return the summed metrics.
-
-        Args:
-            micro_batches: The micro-batches, read one at a time.
-            counts: Tokens and sequences of the mini-batch over all ranks.
-            loss_of: The loss.
-        """
+        """Add the gradient of a mini-batch, micro-batch by micro-batch, and return the summed metrics."""
         total: dict[str, Tensor] = {}
         prefix_kv: PrefixKV | None = None
         with gradient_kinds(parameter for block in self.model.blocks() for parameter in block.parameters()):

@@ -268,12 +268,7 @@ class Worker(WorkerFiles):
         return self.policy.compute_log_probs(batch, micro_batches, temperature, False)
 
     def of_role(self, method: Callable[..., Result], *args: Any) -> Result:
-        """Return what a method of the recipe's role returns. The phase is ``reward``.
-
-        Args:
-            method: A method of the role's class.
-            *args: Its arguments.
-        """
+        """Return what a method of the recipe's role returns. The phase is ``reward``."""
         return method(self.role, *args)
 
     def sync_reference(self) -> None:
