@@ -26,7 +26,7 @@ from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.rewards.score import RewardResult, RewardRow
 from verl_memopt.run.environment import Environment
 from verl_memopt.trainer.micro_batching import Budget, learned_budget
-from verl_memopt.trainer.rollouts import Answers, run_pass
+from verl_memopt.trainer.rollouts import Answers, ForwardPass
 from verl_memopt.worker.group import TimedGroup
 from verl_memopt.worker.plan import RolePlan
 from verl_memopt.worker.worker import Worker
@@ -257,7 +257,8 @@ class ModelScores:
         names = [row.address for row in answers.rows]
         names += names[:1] * (batch.num_rows - num_rows)
         scores = torch.empty(batch.num_rows)
-        for share, part in run_pass(self.workers, "reward", Worker.reward_scores, self.budget, self.balance, (), batch, names):
+        reward_pass = ForwardPass(self.workers, "reward", Worker.reward_scores, self.budget, self.balance)
+        for share, part in reward_pass.run(batch, names):
             scores[share] = part
         for row, score in zip(answers.rows, scores[:num_rows].tolist(), strict=True):
             if not math.isfinite(score):

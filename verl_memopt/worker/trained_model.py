@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,9 +32,8 @@ from verl_memopt.worker.optimizer import build_optimizer, build_schedule
 # Micro-batches: the rows of one forward, packed, with the fields that the loss reads.
 
 
-Field = Tensor | None
-TokenTensors = tuple[Field, Field, Field, Field, Field, Field, Field, Field]
-"""The tensors with one value per response token, in the order of the fields of :class:`MicroBatch`."""
+TOKEN_TENSORS = ("old_log_probs", "ref_log_probs", "advantages", "selected", "old_values", "returns", "weights", "kept")
+"""The fields of :class:`MicroBatch` with one value per response token."""
 
 
 @dataclass(frozen=True)
@@ -61,16 +60,10 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the micro-batch on a device. The copies are asynchronous."""
-
-        def moved(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.to(device, non_blocking=True)
-
-        fields = (
-            moved(self.old_log_probs), moved(self.ref_log_probs), moved(self.advantages), moved(self.selected),
-            moved(self.old_values), moved(self.returns), moved(self.weights), moved(self.kept),
-        )  # fmt: skip
+        present = {name: getattr(self, name) for name in TOKEN_TENSORS if getattr(self, name) is not None}
+        fields: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in present.items()}
         prompt = None if self.prompt is None else self.prompt.to(device)
-        return MicroBatch(self.pack.to(device), *fields, prompt, self.ends)
+        return replace(self, pack=self.pack.to(device), prompt=prompt, **fields)
 
 
 def micro_batch(batch: RolloutBatch, rows: Sequence[int]) -> MicroBatch:
@@ -79,7 +72,7 @@ def micro_batch(batch: RolloutBatch, rows: Sequence[int]) -> MicroBatch:
     prompts, responses = chosen.prompts, chosen.responses
     tokens = (prompts.flat, prompts.sizes(), responses.flat, responses.sizes())
     pack = pack_groups(*tokens, chosen.prompt_groups())
-    return MicroBatch(pack, *_flat(chosen))
+    return MicroBatch(pack, **_token_tensors(chosen))
 
 
 def micro_batches_of(batch: RolloutBatch, rows: Sequence[Sequence[int]], with_prefix_kv: bool) -> Iterator[MicroBatch]:
@@ -99,14 +92,11 @@ def micro_batches_of(batch: RolloutBatch, rows: Sequence[Sequence[int]], with_pr
         for part in chain:
             chosen = batch.select(part)
             pack = pack_suffixes(prompt.input_ids.shape[1], chosen.responses.flat, chosen.responses.sizes())
-            yield MicroBatch(pack, *_flat(chosen), prompt, part is chain[-1])
+            yield MicroBatch(pack, **_token_tensors(chosen), prompt=prompt, ends=part is chain[-1])
 
 
-def _flat(batch: RolloutBatch) -> TokenTensors:
-    return (
-        batch.old_log_probs, batch.ref_log_probs, batch.advantages, batch.selected, batch.old_values, batch.returns,
-        batch.weights, batch.kept,
-    )  # fmt: skip
+def _token_tensors(batch: RolloutBatch) -> dict[str, Any]:
+    return {name: getattr(batch, name) for name in TOKEN_TENSORS}
 
 
 @dataclass(frozen=True)
