@@ -29,7 +29,7 @@ from verl_memopt.ladder.measure import (
     run_ablation,
     split,
 )
-from verl_memopt.observe.charts import KIND_COLOURS, colours, figure, save, style
+from verl_memopt.observe.charts import figure, save, stack_kinds, style
 from verl_memopt.observe.files import replace_text
 from verl_memopt.observe.phase import MIB
 from verl_memopt.run.interrupts import Interrupts
@@ -322,16 +322,8 @@ def draw_ladder(rows: Sequence[Row], path: Path, title: str) -> Path:
 
 
 def _draw_bars(axes: Axes, measured: Sequence[tuple[int, Row]]) -> None:
-    present = {kind for _, row in measured for kind in row.kinds}
-    order = [kind for kind in KIND_COLOURS if kind in present] + sorted(present - set(KIND_COLOURS))
-    palette = colours(order, KIND_COLOURS)
-    places = [place for place, _ in measured]
-    lefts = [0.0] * len(measured)
-    for kind in order:
-        widths = [row.kinds.get(kind, 0) / MIB for _, row in measured]
-        axes.barh(places, widths, left=lefts, height=0.7, color=palette[kind], label=kind)
-        lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
-    for end, (place, row) in zip(lefts, measured, strict=True):
+    ends = stack_kinds(axes, [place for place, _ in measured], [row.kinds for _, row in measured], MIB, 0.7)
+    for end, (place, row) in zip(ends, measured, strict=True):
         axes.text(end, place, f"  {_mib(row.peak_device_bytes)}", va="center", fontsize=9)
 
 

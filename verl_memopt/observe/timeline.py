@@ -78,13 +78,9 @@ def _row(step: int, span: Span, memory: PhaseMemory | None, elapsed: float) -> T
         step=step,
         phase=span.name,
         seconds=span.seconds,
-        allocated_bytes=memory.allocated_bytes,
-        peak_allocated_bytes=memory.peak_allocated_bytes,
-        peak_reserved_bytes=memory.peak_reserved_bytes,
-        device_used_bytes=memory.device_used_bytes,
-        host_rss_bytes=memory.host_rss_bytes,
         counter=_counter(memory),
         kinds=dict(memory.kinds),
+        **{name: getattr(memory, name) for name in _INTEGERS},
     )
 
 

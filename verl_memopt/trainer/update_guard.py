@@ -305,7 +305,10 @@ class Health:
         if state.first.prompts < WINDOW_PROMPTS:
             state.first = state.first.plus(score)
         else:
-            state.recent = _last([*state.recent, score])
+            state.recent.append(score)
+            # Drop the oldest steps that are not needed for a full window.
+            while sum(each.prompts for each in state.recent[1:]) >= WINDOW_PROMPTS:
+                del state.recent[0]
         self._count_zero(score, metrics)
         warnings = self._zero(min(known), score) if known else {}
         if not self._validates and self.collapsed:
@@ -380,10 +383,3 @@ class Health:
 def _known(scores: Sequence[float]) -> list[float]:
     """Return the scores that are not NaN."""
     return [score for score in scores if not math.isnan(score)]
-
-
-def _last(scores: list[Score]) -> list[Score]:
-    """Drop the oldest steps that are not needed for a full window."""
-    while sum(score.prompts for score in scores[1:]) >= WINDOW_PROMPTS:
-        scores = scores[1:]
-    return scores
