@@ -46,8 +46,7 @@ class Critic:
         """Build optimizer and schedule."""
         self.model = model
         self.settings = settings
-        fsdp = settings.model.fsdp_config
-        self.trained = TrainedModel(CRITIC, model, settings.optim, fsdp, optimizer_steps, world_size, device, offload)
+        self.trained = TrainedModel(CRITIC, model, settings, optimizer_steps, world_size, device, offload)
 
     def values(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> Tensor:
         """Return the value of the state before each response token, fp32 [R] on the host, in batch order.

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from verl_memopt.algorithms.rows import GlobalCounts
-from verl_memopt.config.schema import Optim, TrainedFsdp
+from verl_memopt.config.schema import Actor, Critic
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW
 from verl_memopt.memory.optimizer_in_backward_torch import StepInBackward
@@ -190,8 +190,7 @@ class TrainedModel:
     Args:
         role: The role of the model.
         model: The model, sharded and filled.
-        optim: The role's ``optim`` section of the settings.
-        fsdp: The role's ``fsdp_config`` section.
+        settings: The role's section of the settings.
         optimizer_steps: Optimizer steps of the whole run, for the schedule.
         world_size: Number of ranks.
         device: The device of the model.
@@ -205,8 +204,7 @@ class TrainedModel:
         self,
         role: Role,
         model: PackedModel,
-        optim: Optim,
-        fsdp: TrainedFsdp,
+        settings: Actor | Critic,
         optimizer_steps: int,
         world_size: int,
         device: torch.device,
@@ -215,7 +213,8 @@ class TrainedModel:
         """Build optimizer and schedule."""
         self.role = role
         self.model = model
-        self.optim = optim
+        self.optim = optim = settings.optim
+        fsdp = settings.fsdp_config if isinstance(settings, Actor) else settings.model.fsdp_config
         self.fsdp = fsdp
         self.world_size = world_size
         self.device = device
