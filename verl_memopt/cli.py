@@ -222,14 +222,7 @@ ENTRIES = "ppo_trainer (the default: verl's defaults), rloo_trainer, grpo_traine
 def build_parser(
     prog: str, description: str = DESCRIPTION, config_name: str = "ppo_trainer", entries: str = ENTRIES
 ) -> argparse.ArgumentParser:
-    """Return the parser of a training entry.
-
-    Args:
-        prog: name of the program.
-        description: of the program.
-        config_name: config, if the command line names none.
-        entries: configs to choose from, in words.
-    """
+    """Return the parser of a training entry."""
     parser = argparse.ArgumentParser(prog=prog, usage=USAGE, description=description)
     parser.add_argument("--config-name", default=config_name, help=entries)
     parser.add_argument("--config-dir", "--config-path", default=None, help="folder of a recipe's YAML")

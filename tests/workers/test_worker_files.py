@@ -1,7 +1,6 @@
 import pytest
 
 from tests.workers.test_worker import ALL, call, made, mini_batch, same, weights  # noqa: F401
-from verl_memopt.worker.worker import Worker, WorkerFiles
 
 
 def test_a_saved_policy_comes_back_bit_for_bit(made, tmp_path):  # noqa: F811
@@ -20,8 +19,3 @@ def test_an_export_has_weights_where_they_are_asked_for(made, tmp_path, with_wei
     made().call("save_checkpoint", False, "export", str(tmp_path), with_weights)
     assert (tmp_path / "config.json").is_file()
     assert bool(list(tmp_path.glob("*.safetensors"))) is with_weights
-
-
-def test_a_worker_has_these_methods_from_here():
-    assert issubclass(Worker, WorkerFiles)
-    assert not {name for name in vars(WorkerFiles) if name.startswith(("save", "load", "export"))} & vars(Worker).keys()

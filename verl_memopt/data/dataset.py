@@ -266,10 +266,9 @@ def chosen_rows(rows: list[Row], data: schema.Data, split: str) -> list[Row]:
         data: Limit, shuffling and seed.
         split: ``train`` or ``val``.
     """
-    limit, shuffle = {
-        "train": (data.train_max_samples, data.shuffle),
-        "val": (data.val_max_samples, data.validation_shuffle),
-    }[split]
+    limit, shuffle = data.train_max_samples, data.shuffle
+    if split == "val":
+        limit, shuffle = data.val_max_samples, data.validation_shuffle
     if limit < 0 or limit >= len(rows):
         return rows
     if not shuffle or data.seed is None:
@@ -335,10 +334,6 @@ RawRow = tuple[str, dict[str, Any]]
 
 def read_rows(files: Any, key: str) -> list[RawRow]:
     """Return all rows of a file or of a list of files, in order.
-
-    Args:
-        files: One path or a list of paths.
-        key: The setting that names the files, for errors.
 
     Raises:
         DataError: A file is missing, unreadable, malformed or empty.

@@ -56,12 +56,7 @@ def tokenize(tokenizer: Any, texts: Sequence[str], plain: Sequence[Spans] = ()) 
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Return the text of token ids as the tokenizer has it: with special tokens, and with no spaces cleaned up.
-
-    Args:
-        tokenizer: A Hugging Face tokenizer.
-        ids: Token ids.
-    """
+    """Return the text of token ids as the tokenizer has it: with special tokens, and with no spaces cleaned up."""
     text: str = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text
 
@@ -164,11 +159,7 @@ TOKENIZER_PARTS = ("vocabulary", "merges", "added tokens", "normalizer", "pre-to
 
 
 def tokenizer_digests(tokenizer: Any) -> dict[str, str]:
-    """Return a hash of each part of a tokenizer that decides the ids of a text, by the names in ``TOKENIZER_PARTS``.
-
-    Args:
-        tokenizer: A Hugging Face tokenizer with a fast backend.
-    """
+    """Return a hash of each part of a tokenizer that decides the ids of a text, by the names in ``TOKENIZER_PARTS``."""
     described = json.loads(tokenizer.backend_tokenizer.to_str())
     added = sorted((token["id"], token["content"], token["special"]) for token in described["added_tokens"])
     added_names = {name for _, name, _ in added}

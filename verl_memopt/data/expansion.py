@@ -112,13 +112,7 @@ def check_prompts(rows: Iterable[PromptRow], method: str, tokenizer: Any) -> Non
 
 
 def _encoded(records: Sequence[PromptRow], encoder: PromptEncoder, copies: int = 1) -> list[list[int]]:
-    """Return the ids of each record: those of its text, or those that the file has.
-
-    Args:
-        records: The records.
-        encoder: Makes the ids.
-        copies: How many times in a row each prompt appears.
-    """
+    """Return the ids of each record: those of its text, or those that the file has."""
     texts = [row for row in records if row.ids is None]
     addresses, plain = [row.address for row in texts], [row.plain for row in texts]
     of_texts = iter(encoder.encode([row.text for row in texts], addresses, copies, plain))

@@ -43,12 +43,7 @@ def raised(problem: BaseException) -> str:
 
 @contextmanager
 def users_code(what: str, error: type[UserError]) -> Iterator[None]:
-    """Turn whatever a user's code raises into one line.
-
-    Args:
-        what: Setting, class, method and file, for the error.
-        error: Class of the error to raise.
-    """
+    """Turn whatever a user's code raises into one line."""
     try:
         yield
     except UserError:

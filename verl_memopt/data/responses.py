@@ -55,11 +55,6 @@ def build_supervised_dataset(files: Any, data: schema.Data, tokenizer: Any, spli
 def as_prompt_row(address: str, columns: dict[str, Any], data: schema.Data) -> dict[str, Any]:
     """Return the columns of a row as a reinforcement-learning run reads them. The response is the ground truth.
 
-    Args:
-        address: File and row, for errors.
-        columns: Of the file.
-        data: Names the columns.
-
     Raises:
         DataError: The prompt or the response is missing or empty.
     """
@@ -135,10 +130,6 @@ def with_responses(
 
 def end_of_turn(tokenizer: Any, chat_kwargs: Mapping[str, Any]) -> str:
     """Return what the chat template writes after an answer, such as ``<|im_end|>`` and a line break.
-
-    Args:
-        tokenizer: A Hugging Face tokenizer with a chat template.
-        chat_kwargs: Extra arguments of the template.
 
     Raises:
         DataError: The chat template drops or changes an answer.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +29,7 @@ from verl_memopt.ladder.measure import (
     run_ablation,
     split,
 )
-from verl_memopt.observe.charts import KIND_COLOURS, colours, figure, save, style
+from verl_memopt.observe.charts import figure, save, stack_kinds, style
 from verl_memopt.observe.files import replace_text
 from verl_memopt.observe.phase import MIB
 from verl_memopt.run.interrupts import Interrupts
@@ -162,12 +162,19 @@ def measure_ladder(
     with Interrupts(at_once=True) as interrupts:
         try:
             with LadderProgress(total) as progress:
-                _measure_rows(model, work, extra, only, record, progress, lambda: interrupts.requested)
+                for row in run_ablation(str(model), work, extra, only, progress.begin):
+                    record.add(row)
+                    progress.end(row)
+                    # Python drops a KeyboardInterrupt that is raised inside a destructor, so look at the signal itself too.
+                    if interrupts.requested:
+                        break
         except KeyboardInterrupt:
             # The signal decides the exit code below, after the rows so far are shown.
             pass
         finally:
-            _show(record, console)
+            if record.rows:
+                console.print(*ladder_tables(record.rows), sep="\n")
+                record.draw()
     if interrupts.exit_code is not None:
         logger.warning("stopped after %d of %d rows; the measured rows are kept", len(record.rows), total)
         return interrupts.exit_code
@@ -177,29 +184,6 @@ def measure_ladder(
             "tokens (--layers, --rows, --prompt, --response), or raise memory.device_limit_gb."
         )
     return 0
-
-
-def _measure_rows(
-    model: Path,
-    work: Work,
-    extra: Sequence[str],
-    only: Sequence[str],
-    record: LadderRecord,
-    progress: LadderProgress,
-    stopped: Callable[[], bool],
-) -> None:
-    for row in run_ablation(str(model), work, extra, only, progress.begin):
-        record.add(row)
-        progress.end(row)
-        # Python drops a KeyboardInterrupt that is raised inside a destructor, so look at the signal itself too.
-        if stopped():
-            return
-
-
-def _show(record: LadderRecord, console: Console) -> None:
-    if record.rows:
-        console.print(*ladder_tables(record.rows), sep="\n")
-        record.draw()
 
 
 def _as_text(parts: Sequence[RenderableType]) -> str:
@@ -338,16 +322,8 @@ def draw_ladder(rows: Sequence[Row], path: Path, title: str) -> Path:
 
 
 def _draw_bars(axes: Axes, measured: Sequence[tuple[int, Row]]) -> None:
-    present = {kind for _, row in measured for kind in row.kinds}
-    order = [kind for kind in KIND_COLOURS if kind in present] + sorted(present - set(KIND_COLOURS))
-    palette = colours(order, KIND_COLOURS)
-    places = [place for place, _ in measured]
-    lefts = [0.0] * len(measured)
-    for kind in order:
-        widths = [row.kinds.get(kind, 0) / MIB for _, row in measured]
-        axes.barh(places, widths, left=lefts, height=0.7, color=palette[kind], label=kind)
-        lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
-    for end, (place, row) in zip(lefts, measured, strict=True):
+    ends = stack_kinds(axes, [place for place, _ in measured], [row.kinds for _, row in measured], MIB, 0.7)
+    for end, (place, row) in zip(ends, measured, strict=True):
         axes.text(end, place, f"  {_mib(row.peak_device_bytes)}", va="center", fontsize=9)
 
 
@@ -368,7 +344,3 @@ def _table(*heads: str) -> Table:
 
 def _mib(size: float | None) -> str:
     return "-" if size is None else f"{size / MIB:,.{0 if size >= 100 * MIB else 1}f}"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("[", "\\[")

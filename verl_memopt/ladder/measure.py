@@ -100,7 +100,20 @@ def measure_row(folder: Path, work: Work, knob: str, overrides: tuple[str, ...],
     except DeviceMemoryError as error:
         ran_out = OutOfMemory.of(error)
     else:
-        return _measured_row(knob, overrides, memories, host_bytes_before, seconds, metrics)
+        highest = max(memories, key=lambda memory: memory.peak_allocated_bytes or 0)
+        host_bytes = {memory.name: memory.host_buffer_bytes - host_bytes_before for memory in memories}
+        return Row(
+            knob=knob,
+            overrides=overrides,
+            phases=_peaks(memories),
+            kinds=dict(highest.kinds),
+            peak_device_bytes=highest.peak_allocated_bytes or 0,
+            host_bytes=max(host_bytes.values()),
+            seconds=seconds,
+            loss=metrics["actor/loss"],
+            grad_norm=metrics["actor/grad_norm"],
+            phase_kinds={memory.name: {**memory.kind_peaks, HOST: host_bytes[memory.name]} for memory in memories},
+        )
     # The error is gone here, and with it the frames of its traceback, which held the tensors of the row.
     leave_process_group()
     _free(device)
@@ -129,30 +142,6 @@ def _free(device: torch.device) -> None:
 
 def _peaks(memories: Sequence[PhaseMemory]) -> dict[str, int]:
     return {memory.name: memory.peak_allocated_bytes or 0 for memory in memories}
-
-
-def _measured_row(
-    knob: str,
-    overrides: tuple[str, ...],
-    memories: Sequence[PhaseMemory],
-    host_bytes_before: int,
-    seconds: float,
-    metrics: dict[str, float],
-) -> Row:
-    highest = max(memories, key=lambda memory: memory.peak_allocated_bytes or 0)
-    host_bytes = {memory.name: memory.host_buffer_bytes - host_bytes_before for memory in memories}
-    return Row(
-        knob=knob,
-        overrides=overrides,
-        phases=_peaks(memories),
-        kinds=dict(highest.kinds),
-        peak_device_bytes=highest.peak_allocated_bytes or 0,
-        host_bytes=max(host_bytes.values()),
-        seconds=seconds,
-        loss=metrics["actor/loss"],
-        grad_norm=metrics["actor/grad_norm"],
-        phase_kinds={memory.name: {**memory.kind_peaks, HOST: host_bytes[memory.name]} for memory in memories},
-    )
 
 
 def make_batch(work: Work, actor: Actor) -> RolloutBatch:

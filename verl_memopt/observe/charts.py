@@ -116,19 +116,27 @@ def draw_peaks(summary: Mapping[str, Any], path: Path) -> Path:
     return save(drawing, path)
 
 
-def _stack_bars(axes: Axes, phases: Mapping[str, Mapping[str, Any]], divisor: float) -> None:
-    present = {kind for phase in phases.values() for kind in phase["kinds"]}
+def stack_kinds(
+    axes: Axes, places: Sequence[int], bars: Sequence[Mapping[str, int]], divisor: float, height: float
+) -> list[float]:
+    """Draw a bar at each place from its bytes by kind, in the order of ``KIND_COLOURS``, and return where each bar ends."""
+    present = {kind for kinds in bars for kind in kinds}
     order = [kind for kind in KIND_COLOURS if kind in present] + sorted(present - set(KIND_COLOURS))
-    palette = colours(order, KIND_COLOURS)
-    left = [0.0] * len(phases)
+    palette, ends = colours(order, KIND_COLOURS), [0.0] * len(bars)
     for kind in order:
-        widths = [phase["kinds"].get(kind, 0) / divisor for phase in phases.values()]
-        axes.barh(range(len(phases)), widths, left=left, height=0.62, color=palette[kind], label=kind)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
+        widths = [kinds.get(kind, 0) / divisor for kinds in bars]
+        axes.barh(places, widths, left=ends, height=height, color=palette[kind], label=kind)
+        ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    return ends
+
+
+def _stack_bars(axes: Axes, phases: Mapping[str, Mapping[str, Any]], divisor: float) -> None:
+    left = stack_kinds(axes, range(len(phases)), [phase["kinds"] for phase in phases.values()], divisor, 0.62)
+    has_kinds = any(phase["kinds"] for phase in phases.values())
     unlabelled = [phase["peak_allocated_bytes"] / divisor - start for phase, start in zip(phases.values(), left, strict=True)]
     if max(unlabelled) > 1e-9:
-        axes.barh(range(len(phases)), unlabelled, left=left, height=0.62, color="#4c78a8" if not order else "#b8bec6",
-                  label="live tensors" if not order else "kind unknown")  # fmt: skip
+        axes.barh(range(len(phases)), unlabelled, left=left, height=0.62, color="#b8bec6" if has_kinds else "#4c78a8",
+                  label="kind unknown" if has_kinds else "live tensors")  # fmt: skip
 
 
 def _mark_limits(axes: Axes, phases: Sequence[Mapping[str, Any]], divisor: float) -> None:
@@ -397,7 +405,7 @@ def build_summary(metrics: Sequence[Mapping[str, Any]], timeline: Sequence[Timel
 
 
 def _validation(metrics: Sequence[Mapping[str, Any]]) -> float | None:
-    scores = [score for row in metrics if (score := headline_score(row)) is not None]
+    _, scores = validation_points(metrics)
     return scores[-1] if scores else None
 
 

@@ -188,12 +188,8 @@ def summary_tables(summary: Mapping[str, Any]) -> list[Table]:
     run = _table()
     for head in ("steps", "seconds", "validation before", "validation after"):
         run.add_column(head, justify="right")
-    run.add_row(
-        str(summary["steps"]),
-        f"{summary['seconds']:,.1f}",
-        _as("{:.3f}")(summary["validation_before"]),
-        _as("{:.3f}")(summary["validation_after"]),
-    )
+    scores = (_as("{:.3f}")(summary[f"validation_{when}"]) for when in ("before", "after"))
+    run.add_row(str(summary["steps"]), f"{summary['seconds']:,.1f}", *scores)
     return [run, phase_table(summary)]
 
 

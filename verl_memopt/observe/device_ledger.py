@@ -89,9 +89,6 @@ class DeviceLedger:
         Peaks are kept for each stretch between two changes, because the same counter means other bytes before and after. Inside
         the body the smaller of the two sleeps is subtracted. Empty the cache before a wake-up, or the blocks that it frees are
         counted beside the part that wakes.
-
-        Args:
-            read: Returns what sleeps at the end of the body.
         """
         # The driver's figures are true only once the queued work is done.
         device_room.synchronize(self._device)

@@ -32,11 +32,7 @@ class StepLogger(Protocol):
         """Record the metrics of a step."""
 
     def close(self, failed: bool = False) -> None:
-        """Write what is buffered and close.
-
-        Args:
-            failed: The run ends with an error or by a signal.
-        """
+        """Write what is buffered and close."""
 
 
 @runtime_checkable
@@ -196,11 +192,7 @@ class StepLoggers:
                 each.log_samples(step, samples)
 
     def close(self, failed: bool = False) -> None:
-        """Close each logger, also where another one fails to close.
-
-        Args:
-            failed: The run ends with an error or by a signal.
-        """
+        """Close each logger, also where another one fails to close."""
         with ExitStack() as closing:
             # An exit stack calls back in reverse, so the loggers are closed in their order.
             for each in reversed(self._loggers):

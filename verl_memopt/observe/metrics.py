@@ -40,12 +40,10 @@ def critic_metrics(
         advantages: [R], one value per response token.
         returns: [R].
     """
-    return (
-        summary_of("critic/score", scores)
-        | summary_of("critic/rewards", rewards)
-        | summary_of("critic/advantages", advantages)
-        | summary_of("critic/returns", returns)
-    )
+    metrics: dict[str, float] = {}
+    for name, values in (("score", scores), ("rewards", rewards), ("advantages", advantages), ("returns", returns)):
+        metrics |= summary_of(f"critic/{name}", values)
+    return metrics
 
 
 def length_metrics(
@@ -90,9 +88,6 @@ def reward_metrics(entries: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Return ``reward/<name>/{mean,max,min}`` of each finite number that the reward function returned beside its score.
 
     True counts as 1. Rows that do not have a number of this name are left out.
-
-    Args:
-        entries: The entries of each row.
     """
     numbers: dict[str, list[float]] = {}
     for row in entries:
@@ -130,10 +125,8 @@ def memory_metrics(phases: Sequence[PhaseMemory]) -> dict[str, float]:
     """
     metrics: dict[str, float] = {}
     for phase in phases:
-        _set_gib(metrics, f"memory/{phase.name}/peak_allocated_gb", [phase.peak_allocated_bytes])
-        _set_gib(metrics, f"memory/{phase.name}/peak_reserved_gb", [phase.peak_reserved_bytes])
-        _set_gib(metrics, f"memory/{phase.name}/device_used_gb", [phase.device_used_bytes])
-        _set_gib(metrics, f"memory/{phase.name}/host_rss_gb", [phase.host_rss_bytes])
+        for figure in ("peak_allocated", "peak_reserved", "device_used", "host_rss"):
+            _set_gib(metrics, f"memory/{phase.name}/{figure}_gb", [getattr(phase, f"{figure}_bytes")])
     _set_gib(metrics, "perf/memory_allocated_gb", [phase.allocated_bytes for phase in phases[-1:]])
     _set_gib(metrics, "perf/max_memory_allocated_gb", [phase.peak_allocated_bytes for phase in phases])
     _set_gib(metrics, "perf/max_memory_reserved_gb", [phase.peak_reserved_bytes for phase in phases])

@@ -117,10 +117,8 @@ class RunFolder:
         return summary
 
     def _rewind(self, step: int) -> None:
-        keep_rows(self.metrics, lambda row: row["step"] <= step)
-        keep_rows(self.generations, lambda row: row["step"] <= step)
-        keep_rows(self.warnings, lambda row: row["step"] <= step)
-        keep_rows(self.phase_memory, lambda row: row["step"] <= step)
+        for path in (self.metrics, self.generations, self.warnings, self.phase_memory):
+            keep_rows(path, lambda row: row["step"] <= step)
         keep_timeline(self.timeline, step)
         self._elapsed_before = max((row.elapsed_seconds + row.seconds for row in self.read_timeline()), default=0.0)
 

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,41 +51,24 @@ _CONTAINERS = ("step", "epoch", "run")
 """Spans that contain other phases. They are timed but have no row in the timeline."""
 
 
-def timeline_rows(
-    step: int, spans: Sequence[Span], memories: Mapping[str, PhaseMemory], elapsed: Mapping[Span, float] | None = None
-) -> list[TimelineRow]:
-    """Return a step's rows in the order in which the phases began.
+def timeline_rows(step: int, spans: Sequence[Span], memories: Mapping[str, PhaseMemory]) -> list[TimelineRow]:
+    """Return a step's rows in the order in which the phases began. The run folder fills in their running time.
 
     Args:
         step: Number of the step.
         spans: The phases of the step.
         memories: Figures of each phase over all processes. A phase without figures has empty cells.
-        elapsed: Running time at which each phase began. The run folder fills it in.
     """
-    return [
-        _row(step, span, memories.get(span.name), elapsed[span] if elapsed else 0.0)
-        for span in sorted(spans, key=lambda span: span.started)
-        if span.name not in _CONTAINERS
-    ]
+    ordered = sorted((span for span in spans if span.name not in _CONTAINERS), key=lambda span: span.started)
+    return [_row(step, span, memories.get(span.name)) for span in ordered]
 
 
-def _row(step: int, span: Span, memory: PhaseMemory | None, elapsed: float) -> TimelineRow:
+def _row(step: int, span: Span, memory: PhaseMemory | None) -> TimelineRow:
+    row = TimelineRow(span.started, 0.0, step, span.name, span.seconds)
     if memory is None:
-        return TimelineRow(span.started, elapsed, step, span.name, span.seconds)
-    return TimelineRow(
-        timestamp=span.started,
-        elapsed_seconds=elapsed,
-        step=step,
-        phase=span.name,
-        seconds=span.seconds,
-        allocated_bytes=memory.allocated_bytes,
-        peak_allocated_bytes=memory.peak_allocated_bytes,
-        peak_reserved_bytes=memory.peak_reserved_bytes,
-        device_used_bytes=memory.device_used_bytes,
-        host_rss_bytes=memory.host_rss_bytes,
-        counter=_counter(memory),
-        kinds=dict(memory.kinds),
-    )
+        return row
+    sizes: dict[str, Any] = {name: getattr(memory, name) for name in _INTEGERS}
+    return replace(row, counter=_counter(memory), kinds=dict(memory.kinds), **sizes)
 
 
 def _counter(memory: PhaseMemory) -> str:

@@ -240,12 +240,7 @@ class CodeTask:
         return cls(tuple(cases), str(function) if function else None)
 
     def program(self, code: str, case: Case) -> str:
-        """Return the whole program that is run for a test case.
-
-        Args:
-            code: Code of the response.
-            case: The test case.
-        """
+        """Return the whole program that is run for a test case."""
         tested = f"{code}\n\n{case.assertion}"
         if self.function is None:
             return tested

@@ -100,7 +100,7 @@ class RewardRunner:
         try:
             if not self._processes:
                 self._processes = [self._start(index) for index in range(self._num_workers)]
-            round_ = _Round(rows, self._processes, self._custom, self._manager, self._start, self.stopped)
+            round_ = _Round(rows, self)
             results = round_.run()
         except BaseException:
             self.close()
@@ -145,22 +145,11 @@ class RewardRunner:
 class _Round:
     """One call of ``score``: which rows are waiting, which process scores which rows, and the results so far."""
 
-    def __init__(
-        self,
-        rows: Sequence[RewardRow],
-        processes: list[RewardProcess],
-        custom: schema.CustomReward,
-        manager: Manager,
-        start: Callable[[int], RewardProcess],
-        stopped: Callable[[], bool],
-    ) -> None:
+    def __init__(self, rows: Sequence[RewardRow], runner: RewardRunner) -> None:
         self.failures: dict[int, str] = {}
         self._rows = rows
-        self._processes = processes
-        self._custom = custom
-        self._manager = manager
-        self._start = start
-        self._stopped = stopped
+        self._processes, self._custom, self._manager = runner._processes, runner._custom, runner._manager
+        self._start, self._stopped = runner._start, runner.stopped
         self._results: dict[int, RewardResult] = {}
         self._waiting: deque[Chunk] = deque()
         self._at_work: dict[RewardProcess, Chunk] = {}

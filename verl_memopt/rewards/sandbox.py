@@ -171,12 +171,7 @@ def check_service(settings: SandboxFusion, patience: Patience = PATIENCE) -> Non
 
 
 def rules_with_sandbox(sandbox: Sandbox, whole_batch: bool = False) -> Callable[..., Awaitable[Any]]:
-    """Return the rules as an async reward function that scores code tasks too.
-
-    Args:
-        sandbox: The service.
-        whole_batch: The function scores all rows in one call.
-    """
+    """Return the rules as an async reward function that scores code tasks too."""
     grader = Grader(sandbox)
 
     async def score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> float:

@@ -250,12 +250,10 @@ class Concurrency(Protocol):
     @property
     def max_concurrent(self) -> int:
         """Most rows under way at a time."""
-        ...
 
     @property
     def timeout_seconds(self) -> float:
         """Longest time of a row."""
-        ...
 
 
 def is_async(function: Callable[..., Any]) -> bool:

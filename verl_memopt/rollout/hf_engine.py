@@ -204,10 +204,7 @@ def left_padded(prompts: list[list[int]], device: torch.device) -> tuple[torch.T
 
 def until_stop(tokens: list[int], stops: set[int]) -> list[int]:
     """Return the tokens up to and including the first stop token."""
-    for position, token in enumerate(tokens):
-        if token in stops:
-            return tokens[: position + 1]
-    return tokens
+    return next((tokens[: place + 1] for place, token in enumerate(tokens) if token in stops), tokens)
 
 
 def _check_settings(rollout: schema.Rollout, place: EnginePlace) -> None:

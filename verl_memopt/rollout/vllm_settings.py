@@ -92,11 +92,6 @@ def _share(rollout: schema.Rollout, place: EnginePlace) -> float:
 def check_arrived(arguments: dict[str, Any], resolved: Any, log_stats: bool) -> None:
     """Compare the settings that vLLM uses with those that it was given.
 
-    Args:
-        arguments: The arguments of the start.
-        resolved: VLLM's config object after the start.
-        log_stats: Whether its engine logs statistics.
-
     Raises:
         ConfigError: A setting differs. The message names the first one.
     """
@@ -136,13 +131,7 @@ def weight_dtype(rollout: schema.Rollout) -> torch.dtype:
 
 
 def sampling_arguments(sampling: SamplingSettings, seed: int, eos_token_ids: Sequence[int]) -> dict[str, Any]:
-    """Return the arguments of vLLM's ``SamplingParams`` for one row.
-
-    Args:
-        sampling: How tokens are drawn.
-        seed: Seed of the row.
-        eos_token_ids: Tokens that end a response.
-    """
+    """Return the arguments of vLLM's ``SamplingParams`` for one row."""
     return {
         "temperature": sampling.temperature if sampling.do_sample else 0.0,
         "top_k": sampling.top_k if sampling.do_sample else -1,
@@ -162,9 +151,6 @@ def copies_in_place(model_config: Any) -> bool:
 
     Quantized, mixture-of-experts and latent-attention models keep tensors derived from their weights, so vLLM must rebuild
     each module. It then holds one module twice.
-
-    Args:
-        model_config: VLLM's config of the model after the start.
     """
     return model_config.quantization is None and not model_config.is_moe and not model_config.use_mla
 

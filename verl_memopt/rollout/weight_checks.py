@@ -97,11 +97,7 @@ class BitComparison:
         self._is_equal[name] = is_equal and self._is_equal.get(name, True)
 
     def result(self, unknown: Iterable[str]) -> WeightComparison:
-        """Return what was found.
-
-        Args:
-            unknown: Names that could not be compared.
-        """
+        """Return what was found."""
         different = [name for name, is_equal in self._is_equal.items() if not is_equal]
         return WeightComparison([name for name, is_equal in self._is_equal.items() if is_equal], different, sorted(set(unknown)))
 
@@ -154,10 +150,6 @@ class SyncCheck:
 
     def check_weights(self, engine: RolloutEngine, weights: Weights) -> None:
         """Check the engine's weights just after a sync.
-
-        Args:
-            engine: The engine, with its weights on the device.
-            weights: The policy's weights, streamed as for the sync.
 
         Raises:
             RolloutError: A weight differs from the policy's.

@@ -71,11 +71,6 @@ class WeightMap:
         """Learn the places of tensors with these shapes.
 
         A tensor that the loader does not simply copy has no place. It is passed to the loader as a whole tensor.
-
-        Args:
-            shapes: Shape of each Hugging Face name.
-            load: The engine's loader.
-            dtype: Dtype of the tensors for the loader.
         """
         probes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
         places = {name: boxes for name, probe in probes.items() if (boxes := _places_of(name, probe, load)) is not None}

@@ -372,9 +372,6 @@ def _write_whole(path: Path, text: str) -> None:
 def check_folder(run_dir: Path) -> int:
     """Verify the checkpoints of a run folder and print one line for each, oldest step first.
 
-    Args:
-        run_dir: Folder of the run.
-
     Returns:
         The exit code: 0 if all are whole, 1 if one is not.
 

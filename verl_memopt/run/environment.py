@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from verl_memopt.config.schema import Actor, Critic, CriticModel, Data, Model, RayKwargs, Rollout, Trainer
+from verl_memopt.config.schema import ActorRolloutRef, Critic, CriticModel, Data, Model, RayKwargs, Rollout, Trainer
 from verl_memopt.distributed.device import device_count, resolve_device
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.folder import TOKENIZER_FILES, check_vocabulary, end_tokens, load_tokenizer, read_tokenizer, resolve_folder
@@ -56,14 +56,7 @@ class Environment:
 
 
 def resolve_environment(
-    trainer: Trainer,
-    ray: RayKwargs,
-    data: Data,
-    model: Model,
-    rollout: Rollout,
-    reference_path: str | None,
-    actor: Actor,
-    critic: Critic | None = None,
+    trainer: Trainer, ray: RayKwargs, data: Data, roles: ActorRolloutRef, reference_path: str | None, critic: Critic | None
 ) -> Environment:
     """Return what this machine has for a run.
 
@@ -71,20 +64,21 @@ def resolve_environment(
         trainer: device, nodes and run folder.
         ray: says whether the run joins a cluster.
         data: lengths of prompts and responses, trust in the tokenizer's code.
-        model: names the folders of model and tokenizer.
-        rollout: engine, and whether it releases its memory.
+        roles: the model's folders, the engine and whether it releases its memory, how rows are packed.
         reference_path: folder or hub id of the reference; None where the run needs no model for it.
-        actor: how rows are packed, which not every model can.
         critic: section of the critic; None in a run without one.
 
     Raises:
         ConfigError: the machine cannot do what the settings ask for. No worker has started by then.
     """
+    model, rollout, actor = roles.model, roles.rollout, roles.actor
     device = resolve_device(trainer.device)
     _check_devices(trainer, ray, device)
     _check_engine(rollout.name, trainer.device, device)
     run_dir = _writable(Path(str(trainer.default_local_dir)).expanduser())
-    folder = _model_folder(model, data.trust_remote_code)
+    # The tokenizer's code may lie with the model.
+    trusted = model.trust_remote_code or (data.trust_remote_code and model.tokenizer_path is None)
+    folder = resolve_folder(model.path, "actor_rollout_ref.model.path", trusted)
     # Build the model once without its weights, so that an architecture that cannot be trained shows before any worker starts.
     longest = data.max_prompt_length + data.max_response_length
     checked = check_architecture(model, folder, longest, actor)
@@ -99,7 +93,8 @@ def resolve_environment(
             check_vocabulary(tokenizer, checked_reference.embedding_rows, f"{REFERENCE_PATH}={reference}")
     critic_folder, critic_weights = None, {}
     if critic is not None:
-        critic_folder = _critic_folder(critic.model)
+        assert critic.model.path is not None, "follows the policy's"
+        critic_folder = resolve_folder(critic.model.path, CRITIC_PATH, bool(critic.model.trust_remote_code))
         checked_critic = check_architecture(critic.model, critic_folder, longest, actor)
         critic_weights = checked_critic.weights
         check_vocabulary(tokenizer, checked_critic.embedding_rows, f"{CRITIC_PATH}={critic_folder}")
@@ -121,12 +116,6 @@ def resolve_environment(
     )
 
 
-def _model_folder(model: Model, trust_tokenizer: bool) -> Path:
-    # The tokenizer's code may lie with the model.
-    trusted = model.trust_remote_code or (trust_tokenizer and model.tokenizer_path is None)
-    return resolve_folder(model.path, "actor_rollout_ref.model.path", trusted)
-
-
 def _tokenizer_folder(model: Model, model_folder: Path, trust_tokenizer: bool) -> Path:
     if model.tokenizer_path is None:
         return model_folder
@@ -134,21 +123,10 @@ def _tokenizer_folder(model: Model, model_folder: Path, trust_tokenizer: bool) -
     return resolve_folder(model.tokenizer_path, "actor_rollout_ref.model.tokenizer_path", trusted)
 
 
-def _critic_folder(model: CriticModel) -> Path:
-    assert model.path is not None, "follows the policy's"
-    return resolve_folder(model.path, CRITIC_PATH, bool(model.trust_remote_code))
-
-
 def _check_same_tokenizer(tokenizer: Any, folder: Path, critic: CriticModel, critic_folder: Path) -> None:
     """Refuse a critic whose own tokenizer is another than the policy's: it reads the policy's token ids as they are.
 
     A critic's folder without a tokenizer is taken to use the policy's.
-
-    Args:
-        tokenizer: Tokenizer of the run.
-        folder: Its folder.
-        critic: Settings of the critic's model.
-        critic_folder: Folder of the critic's model.
     """
     path, key = critic.tokenizer_path, CRITIC_PATH
     own = critic_folder

@@ -313,14 +313,9 @@ class StopFile:
         now = time.monotonic()
         if self._moment is None and now >= self._next_check:
             self._next_check = now + POLL_SECONDS
-            self._moment = self._read()
+            with contextlib.suppress(FileNotFoundError):
+                self._moment = float(self._path.read_text())
         return self._moment is not None and time.time() >= self._moment
-
-    def _read(self) -> float | None:
-        try:
-            return float(self._path.read_text())
-        except FileNotFoundError:
-            return None
 
 
 def never() -> bool:

@@ -90,12 +90,13 @@ def _kill_all() -> None:
         running = {process.pid for process in descendants(os.getpid())} - stopped
         if not running:
             break
-        _send(running, signal.SIGSTOP)
+        send_signal(running, signal.SIGSTOP)
         stopped |= running
-    _send(stopped, signal.SIGKILL)
+    send_signal(stopped, signal.SIGKILL)
 
 
-def _send(pids: Iterable[int], number: int) -> None:
+def send_signal(pids: Iterable[int], number: int) -> None:
+    """Send a signal to each process that still exists and belongs to this user."""
     # os.kill, because psutil's methods first read again when the process was started: long enough for another to be forked.
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):

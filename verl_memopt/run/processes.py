@@ -6,7 +6,6 @@ not left to the first search: that is done while the process is being ended, wha
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import secrets
@@ -19,8 +18,7 @@ from collections.abc import Iterable
 
 import psutil
 
-from verl_memopt.run.process_tree import descendants as descendants_guardian
-from verl_memopt.run.process_tree import marked
+from verl_memopt.run import process_tree
 
 PR_SET_CHILD_SUBREAPER = 36
 """The prctl option that makes orphans children of this process instead of children of init."""
@@ -35,10 +33,7 @@ TRACKER = "multiprocessing.resource_tracker"
 
 def descendants(pid: int) -> list[int]:
     """Return the ids of the children of ``pid``, of their children and so on, without zombies, parents first."""
-    try:
-        return [child.pid for child in psutil.Process(pid).children(recursive=True) if is_alive(child.pid)]
-    except psutil.NoSuchProcess:
-        return []
+    return [child.pid for child in process_tree.descendants(pid) if is_alive(child.pid)]
 
 
 def is_alive(pid: int) -> bool:
@@ -51,9 +46,7 @@ def is_alive(pid: int) -> bool:
 
 def kill(pids: Iterable[int]) -> None:
     """Send SIGKILL to each process that still exists and belongs to this user."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+    process_tree.send_signal(pids, signal.SIGKILL)
 
 
 def kill_descendants() -> list[int]:
@@ -68,7 +61,7 @@ def kill_descendants() -> list[int]:
         if not left:
             break
         kill(left)
-        _reap()
+        process_tree.reap()
         time.sleep(ROUND_SECONDS)
     return left
 
@@ -88,13 +81,6 @@ def _is_tracker(pid: int) -> bool:
         return TRACKER in " ".join(psutil.Process(pid).cmdline())
     except psutil.Error:
         return False
-
-
-def _reap() -> None:
-    """Collect the exit status of every child that has ended, so that none stays a zombie."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
 
 
 # A process that outlives its starter for a moment, and kills the processes that the starter had started.
@@ -184,7 +170,8 @@ def guard(starter: int, value: str) -> None:
         guarded |= _below(starter) - others
         starting = starting and not ready
     for _ in range(GUARDIAN_ROUNDS):
-        guarded |= {*marked(f"{MARK}={value}")}.union(*(_below(process.pid) for process in guarded if process.is_running()))
+        below = [_below(process.pid) for process in guarded if process.is_running()]
+        guarded |= {*process_tree.marked(f"{MARK}={value}")}.union(*below)
         alive = [process.pid for process in guarded if process.is_running() and is_alive(process.pid)]
         if not alive:
             break
@@ -194,4 +181,4 @@ def guard(starter: int, value: str) -> None:
 
 def _below(pid: int) -> set[psutil.Process]:
     """Return the processes below another, without this process."""
-    return {process for process in descendants_guardian(pid) if process.pid != os.getpid()}
+    return {process for process in process_tree.descendants(pid) if process.pid != os.getpid()}

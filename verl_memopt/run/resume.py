@@ -271,12 +271,8 @@ def changes(before: Mapping[str, Any], settings: Settings) -> list[Change]:
     # A checkpoint of an older version lacks keys that came later.
     old = {key: before.get(key, defaults[key]) for key in now}
     has_critic = now["algorithm.adv_estimator"] in WITH_CRITIC
-    return [_judged(key, old, now) for key in now if old[key] != now[key] and (has_critic or not key.startswith("critic."))]
-
-
-def _judged(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> Change:
-    kind, reason = _meaning(key, old, now)
-    return Change(key, old[key], now[key], kind, reason)
+    changed = [key for key in now if old[key] != now[key] and (has_critic or not key.startswith("critic."))]
+    return [Change(key, old[key], now[key], *_meaning(key, old, now)) for key in changed]
 
 
 def _meaning(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:

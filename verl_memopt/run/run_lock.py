@@ -119,11 +119,9 @@ def hold(folder: Path) -> RunLock:
 def _is_file(descriptor: int, path: Path) -> bool:
     """Return whether an open descriptor is of the file at ``path``."""
     try:
-        at_path = path.stat()
+        return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
         return False
-    opened = os.fstat(descriptor)
-    return (opened.st_dev, opened.st_ino) == (at_path.st_dev, at_path.st_ino)
 
 
 def _holder(path: Path) -> str:

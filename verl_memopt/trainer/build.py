@@ -14,7 +14,7 @@ from verl_memopt.algorithms.custom import check_custom
 from verl_memopt.algorithms.kl import KlController
 from verl_memopt.algorithms.records import WITH_GREEDY_RESPONSES, WITHOUT_BASELINE
 from verl_memopt.config.keys import replaced
-from verl_memopt.config.schema import ActorRolloutRef, Data, FilterGroups, Model, Settings, Trainer
+from verl_memopt.config.schema import ActorRolloutRef, Critic, Data, FilterGroups, Model, Settings
 from verl_memopt.data.dataset import PromptDataset, PromptRows, build_dataset
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.expansion import check_prompts
@@ -52,10 +52,13 @@ from verl_memopt.trainer.step import (
 )
 from verl_memopt.trainer.validate import LossValidator, Validator
 from verl_memopt.worker.group import TimedGroup
-from verl_memopt.worker.plan import WorkerPlan
+from verl_memopt.worker.plan import RolePlan, WorkerPlan
 from verl_memopt.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
+
+STOP_FILE = ".stop"
+"""File in the run folder that tells the workers when to abandon a rollout."""
 
 
 @dataclass(frozen=True)
@@ -109,68 +112,101 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
     Raises:
         ConfigError, DataError, CheckpointError: for whatever the user must mend.
     """
-    trainer, data, roles = settings.trainer, settings.data, settings.actor_rollout_ref
-    actor, model = roles.actor, roles.model
-    mode = mode_of(settings)
+    trainer, mode = settings.trainer, mode_of(settings)
     check_custom(settings)
-    with_reference = mode.computes_log_probs and needs_reference(settings)
-    reference = str(roles.ref.model.path) if with_reference and model.lora_rank == 0 else None
     critic = settings.critic if mode.updates and has_critic(settings) else None
-    environment = resolve_environment(trainer, settings.ray_kwargs, data, model, roles.rollout, reference, actor, critic)
+    environment = _environment(settings, critic)
     folder = record_folder(settings, environment.run_dir)
-    stop_file = environment.run_dir / ".stop"
     with ExitStack() as released_on_error:
         lock = released_on_error.enter_context(hold(folder))
-        store = checkpoint_store(trainer, data.val_files is not None, environment.run_dir)
-        checkpoint = find_checkpoint(trainer, loaded_parts(actor, critic), store, unreadable)
-        data, rollout = with_seeds(data, roles.rollout, None if checkpoint is None else checkpoint.driver["seed"])
-        if rollout is not roles.rollout:
-            roles = replace(roles, rollout=rollout)
-            settings = replace(settings, data=data, actor_rollout_ref=roles)
-        if checkpoint is not None:
-            compare_settings(settings, environment, checkpoint)
+        settings, store, checkpoint = _resumed(settings, environment, critic, unreadable)
+        data = settings.data
         by_rules = mode.scores and settings.custom_reward_function.path is None and not settings.reward_model.enable
         train, validation = _datasets(data, environment, by_rules, settings) if mode.reads_data else (None, None)
         recipe = settings.reward_model.recipe if _scores_with_model(settings) else None
         prepared = None if recipe is None else recipe.hooks().prepare(settings, environment, (train, validation))
         reward_folder, conversations = _reward_model(settings, environment, (train, validation))
         loader = None if train is None else _build_loader(data, train, checkpoint)
-        done = 0 if checkpoint is None else checkpoint.step
-        total_steps = replayed_steps(settings, environment, done) if loader is None else _total_steps(trainer, loader)
-        updates = role_updates(actor, data.train_batch_size)
-        critic_updates = 0 if critic is None else role_updates(critic, data.train_batch_size)
-        policy_steps = total_steps if critic is None else max(total_steps - trainer.critic_warmup, 1)
-        plan = WorkerPlan(
-            settings=_with_absolute_paths(roles),
-            folder=str(environment.folder),
-            engine_folder=str(_engine_folder(model, rollout.load_format, environment, folder)) if mode.has_engine else None,
-            reference_folder=None if environment.reference_folder is None else str(environment.reference_folder),
-            tokenizer_folder=str(environment.tokenizer_folder),
-            eos_token_ids=environment.eos_token_ids,
-            optimizer_steps=policy_steps * updates,
-            critic=critic,
-            critic_folder=None if environment.critic_folder is None else str(environment.critic_folder),
-            critic_steps=total_steps * critic_updates,
-            free_engine=environment.free_engine,
-            track_init=environment.device == "cpu" and trainer.track_memory_every_steps > 0,
-            memory=settings.memory,
-            bypass=settings.algorithm.rollout_correction if settings.algorithm.rollout_correction.bypass_mode else None,
-            stop_file=str(stop_file),
-            snapshot_folder=str(folder) if settings.debug.mode == "memory" else None,
-            sync_check=settings.debug.mode == "sync_check",
-            reward_model=None if reward_folder is None else settings.reward_model.model,
-            reward_folder=None if reward_folder is None else str(reward_folder),
-            adaptive_phases=adaptive_phases(settings),
-            role=None if prepared is None else prepared.role,
-        )
+        if loader is None:
+            total_steps = replayed_steps(settings, environment, 0 if checkpoint is None else checkpoint.step)
+        else:
+            steps = trainer.total_training_steps
+            total_steps = trainer.total_epochs * loader.steps_per_epoch if steps is None else steps
+        role = None if prepared is None else prepared.role
+        plan = _worker_plan(settings, environment, folder, total_steps, critic, reward_folder, role)
         released_on_error.pop_all()
     encoder = PromptEncoder(environment.tokenizer, data.max_prompt_length, data.truncation, environment.embedding_rows)
     return RunContext(
         settings=settings, folder=folder, lock=lock, environment=environment, loader=loader, validation=validation,
-        encoder=encoder, store=store, checkpoint=checkpoint, total_steps=total_steps, updates_per_step=updates,
-        critic_updates_per_step=critic_updates, stop_file=stop_file, worker_plan=plan, conversations=conversations,
-        recipe=prepared,
+        encoder=encoder, store=store, checkpoint=checkpoint, total_steps=total_steps,
+        updates_per_step=role_updates(settings.actor_rollout_ref.actor, data.train_batch_size),
+        critic_updates_per_step=0 if critic is None else role_updates(critic, data.train_batch_size),
+        stop_file=environment.run_dir / STOP_FILE, worker_plan=plan, conversations=conversations, recipe=prepared,
     )  # fmt: skip
+
+
+def _environment(settings: Settings, critic: Critic | None) -> Environment:
+    """Return what this machine has for the models that the run needs."""
+    roles = settings.actor_rollout_ref
+    with_reference = mode_of(settings).computes_log_probs and needs_reference(settings)
+    reference = str(roles.ref.model.path) if with_reference and roles.model.lora_rank == 0 else None
+    return resolve_environment(settings.trainer, settings.ray_kwargs, settings.data, roles, reference, critic)
+
+
+def _resumed(
+    settings: Settings, environment: Environment, critic: Critic | None, unreadable: Mapping[int, str]
+) -> tuple[Settings, CheckpointStore, Checkpoint | None]:
+    """Return the settings with concrete seeds, the checkpoints of the run, and the one from which it continues."""
+    trainer, data, roles = settings.trainer, settings.data, settings.actor_rollout_ref
+    store = checkpoint_store(trainer, data.val_files is not None, environment.run_dir)
+    checkpoint = find_checkpoint(trainer, loaded_parts(roles.actor, critic), store, unreadable)
+    data, rollout = with_seeds(data, roles.rollout, None if checkpoint is None else checkpoint.driver["seed"])
+    if rollout is not roles.rollout:
+        settings = replace(settings, data=data, actor_rollout_ref=replace(roles, rollout=rollout))
+    if checkpoint is not None:
+        compare_settings(settings, environment, checkpoint)
+    return settings, store, checkpoint
+
+
+def _worker_plan(
+    settings: Settings,
+    environment: Environment,
+    folder: Path,
+    total_steps: int,
+    critic: Critic | None,
+    reward_folder: Path | None,
+    role: RolePlan | None,
+) -> WorkerPlan:
+    """Return what each worker builds for a run of ``total_steps`` whose record is in ``folder``."""
+    roles, trainer, batch_size = settings.actor_rollout_ref, settings.trainer, settings.data.train_batch_size
+    policy_steps = total_steps if critic is None else max(total_steps - trainer.critic_warmup, 1)
+    engine_folder = None
+    if mode_of(settings).has_engine:
+        engine_folder = str(_engine_folder(roles.model, roles.rollout.load_format, environment, folder))
+    correction = settings.algorithm.rollout_correction
+    return WorkerPlan(
+        settings=_with_absolute_paths(roles),
+        folder=str(environment.folder),
+        engine_folder=engine_folder,
+        reference_folder=None if environment.reference_folder is None else str(environment.reference_folder),
+        tokenizer_folder=str(environment.tokenizer_folder),
+        eos_token_ids=environment.eos_token_ids,
+        optimizer_steps=policy_steps * role_updates(roles.actor, batch_size),
+        critic=critic,
+        critic_folder=None if environment.critic_folder is None else str(environment.critic_folder),
+        critic_steps=0 if critic is None else total_steps * role_updates(critic, batch_size),
+        free_engine=environment.free_engine,
+        track_init=environment.device == "cpu" and trainer.track_memory_every_steps > 0,
+        memory=settings.memory,
+        bypass=correction if correction.bypass_mode else None,
+        stop_file=str(environment.run_dir / STOP_FILE),
+        snapshot_folder=str(folder) if settings.debug.mode == "memory" else None,
+        sync_check=settings.debug.mode == "sync_check",
+        reward_model=None if reward_folder is None else settings.reward_model.model,
+        reward_folder=None if reward_folder is None else str(reward_folder),
+        adaptive_phases=adaptive_phases(settings),
+        role=role,
+    )
 
 
 def _with_absolute_paths(roles: ActorRolloutRef) -> ActorRolloutRef:
@@ -180,14 +216,7 @@ def _with_absolute_paths(roles: ActorRolloutRef) -> ActorRolloutRef:
 
 
 def _datasets(data: Data, environment: Environment, by_rules: bool, settings: Settings) -> tuple[PromptRows, PromptRows | None]:
-    """Return the training rows and the held-out rows.
-
-    Args:
-        data: names the files.
-        environment: has the tokenizer.
-        by_rules: rewards come from built-in rules, so each row's ``data_source`` must have one.
-        settings: say how prompts are expanded, and whether a service runs the programs of code tasks.
-    """
+    """Return the training rows and the held-out rows."""
     recipe = settings.reward_model.recipe
     if recipe is not None:
         return recipe.hooks().datasets(settings, environment.tokenizer)
@@ -235,12 +264,6 @@ def _build_loader(data: Data, rows: PromptRows, checkpoint: Checkpoint | None) -
     return loader
 
 
-def _total_steps(trainer: Trainer, loader: StepLoader) -> int:
-    """Return the steps of the whole run: ``trainer.total_training_steps`` where it is set, else those of all epochs."""
-    steps = trainer.total_training_steps
-    return trainer.total_epochs * loader.steps_per_epoch if steps is None else steps
-
-
 def _engine_folder(model: Model, load_format: str, environment: Environment, run_folder: Path) -> Path:
     """Return the folder whose config the engine reads.
 
@@ -285,13 +308,7 @@ def scorer_of(context: RunContext, workers: TimedGroup, runner: RewardRunner | N
 
 
 def build_validator(context: RunContext, generator: Generator, scorer: Scorer) -> Validator | LossValidator | None:
-    """Return the validator; None without validation files.
-
-    Args:
-        context: Context of the run.
-        generator: Answers the prompts.
-        scorer: Scores the answers.
-    """
+    """Return the validator; None without validation files."""
     if context.validation is None:
         return None
     settings = context.settings
@@ -347,7 +364,7 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
     correction = algorithm.rollout_correction
     scorer = scorer_of(context, workers, runner)
     mode, replay = mode_of(settings), replay_of(settings, environment)
-    bypasses = correction.bypass_mode and mode.updates
+    bypasses = correction.bypass_mode and mode.updates and not mode.supervised
     # A scorer that reads log-probs runs before the update, so that they cannot come from it.
     on_policy = mode.updates and not scorer.reads and update_gives_old_log_probs(actor, data.train_batch_size, algorithm)
     statistics = actor.calculate_entropy, actor.calculate_sum_pi_squared
@@ -359,15 +376,12 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
     ref_pass = LogProbPass(workers, "ref", Worker.ref_log_probs, ref_budget, balance)
     with_reference = needs_reference(settings)
     every = None if context.worker_plan.reference_folder is None else roles.ref.sync_every_steps
-    policy: PolicyTraining
-    if mode.supervised:
-        policy = Supervised(workers, policy_update)
-    elif bypasses:
+    policy: PolicyTraining | BypassUpdate
+    if bypasses:
         policy = BypassUpdate(workers, policy_update, mismatch, correction)
-    elif on_policy:
-        policy = OnPolicy(workers, old_pass, policy_update, mismatch)
     else:
-        policy = SeparatePass(workers, old_pass, policy_update, mismatch)
+        training = Supervised if mode.supervised else OnPolicy if on_policy else SeparatePass
+        policy = training(workers, old_pass, policy_update, mismatch)
     return Learner(
         workers=workers,
         rollouts=Rollouts(

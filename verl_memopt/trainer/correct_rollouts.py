@@ -86,7 +86,8 @@ class BypassUpdate:
         per_rank = self.policy_update.cut(rows, names, batch.step)
         updates, mean_weights = self._run([list(minis) for minis in zip(*per_rank, strict=True)])
         self.policy_update.cutter.learn(per_rank, self.workers.figures)
-        batch.metrics |= _over_mini_batches([self._metrics(ranks, batch.step) for ranks in updates])
+        metrics = self.policy_update.metrics
+        batch.metrics |= _over_mini_batches([metrics([each.metrics for each in ranks], batch.step) for ranks in updates])
         log_probs, first = self._log_probs(rows, updates, batch.step)
         batch.metrics |= self._corrections(rows, log_probs, first, batch.step)
         if mean_weights:
@@ -110,11 +111,7 @@ class BypassUpdate:
         return self.workers.each("update_actor", Worker.update_bypass, arguments)
 
     def mean_weight(self, ranks: Sequence[MiniBatch]) -> float:
-        """Return the mean importance weight of a mini-batch under the present policy.
-
-        Args:
-            ranks: The share of each rank.
-        """
+        """Return the mean importance weight of a mini-batch under the present policy."""
         level = self.settings.rollout_is
         assert level is not None
         arguments = [(mini.batch, mini.micro_batches, False) for mini in ranks]
@@ -128,9 +125,6 @@ class BypassUpdate:
         row = torch.repeat_interleave(torch.arange(lengths.shape[0]), lengths)
         _, weights = bounded_weights(log_ratio, row, lengths, level, self.settings.rollout_is_threshold)
         return mean_weight(weights, row, lengths, level)
-
-    def _metrics(self, ranks: Sequence[Updated], step: int) -> dict[str, float]:
-        return self.policy_update.metrics([updated.metrics for updated in ranks], step)
 
     def _log_probs(self, rows: RolloutBatch, updates: Sequence[Sequence[Updated]], step: int) -> tuple[Tensor, Tensor]:
         """Return the policy's log-probs of all rows, fp32 [R], and the tokens of the first mini-batch.
@@ -162,11 +156,8 @@ class BypassUpdate:
 def _over_mini_batches(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return the mean of each metric over mini-batches, or the sum for those that count steps or bytes."""
     totals = {name: sum(each[name] for each in metrics) for name in metrics[0]}
-    return {name: total if _is_total(name) else total / len(metrics) for name, total in totals.items()}
-
-
-def _is_total(name: str) -> bool:
-    return name in ACTOR.counts or name.startswith("memory/")
+    counted = {name for name in totals if name in ACTOR.counts or name.startswith("memory/")}
+    return {name: total if name in counted else total / len(metrics) for name, total in totals.items()}
 
 
 # Compares the engine's log-probs with the trainer's, and stops a run where they differ too much.

@@ -11,7 +11,7 @@ from verl_memopt.config.schema import Critic
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
 from verl_memopt.run.checkpoints import CheckpointStore
 from verl_memopt.trainer.micro_batching import Budget, MiniBatchCutter, global_metrics, learned_budget, refuse_partial
-from verl_memopt.trainer.rollouts import LogProbPass, run_pass
+from verl_memopt.trainer.rollouts import ForwardPass, LogProbPass
 from verl_memopt.trainer.update_guard import way_back
 from verl_memopt.worker.group import TimedGroup
 from verl_memopt.worker.trained_model import CRITIC
@@ -45,22 +45,12 @@ class CriticTraining:
         return step <= self.warmup
 
     def values(self, batch: RolloutBatch, names: Sequence[str]) -> Tensor:
-        """Return the value before each response token, fp32 [R].
-
-        Args:
-            batch: Batch of the step.
-            names: Names of the rows, for errors.
-        """
-        parts = run_pass(self.workers, "values", Worker.values, self.budget, self.cutter.balance, (), batch, names)
+        """Return the value before each response token, fp32 [R]."""
+        parts = ForwardPass(self.workers, "values", Worker.values, self.budget, self.cutter.balance).run(batch, names)
         return scatter_tokens(parts, batch.responses.sizes())
 
     def update(self, batch: RolloutBatch, names: Sequence[str], step: int) -> dict[str, float]:
         """Take the optimizer steps on the workers, and return their metrics over all ranks.
-
-        Args:
-            batch: Batch of the step, with values and returns.
-            names: Names of the rows, for errors.
-            step: Number of the training step.
 
         Raises:
             TrainingError: A skipped update had already changed some weights.

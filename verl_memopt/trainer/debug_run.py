@@ -60,12 +60,7 @@ def record_folder(settings: Settings, run_dir: Path) -> Path:
 
 
 def written_dump(settings: Settings, record: Path) -> Path | None:
-    """Return the folder of the dump that a run writes; None for none. It is never the dump that the run replays.
-
-    Args:
-        settings: Of the run.
-        record: Folder of the run's record.
-    """
+    """Return the folder of the dump that a run writes; None for none. It is never the dump that the run replays."""
     mode, folder = settings.debug.mode, settings.trainer.rollout_data_dir
     if mode == "rollout_only":
         return dump_folder(settings)
@@ -87,11 +82,6 @@ def replay_of(settings: Settings, environment: Environment) -> Replay | Forge | 
 
 def replayed_steps(settings: Settings, environment: Environment, done: int) -> int:
     """Return the last step of a run without data: ``trainer.total_training_steps``, at most the last step of the dump.
-
-    Args:
-        settings: Of the run.
-        environment: Has the tokenizer.
-        done: Steps of the checkpoint from which the run continues.
 
     Raises:
         DataError: The dump has no step after those, or its first step cannot be replayed.

@@ -118,13 +118,7 @@ class GroupFilter:
 
 
 def select(batch: StepBatch, prompts: Sequence[int], samples: int) -> Kept:
-    """Return some prompts of a scored round with their answers. What the prefix cache saved is shared out by prompt tokens.
-
-    Args:
-        batch: Scored answers.
-        prompts: Indices of the prompts.
-        samples: Answers to each prompt.
-    """
+    """Return some prompts of a scored round with their answers. What the prefix cache saved is shared out by prompt tokens."""
     rows = [prompt * samples + sample for prompt in prompts for sample in range(samples)]
     answers, generation = batch.answers, batch.answers.generation
     prompt_ids = [answers.prompt_ids[row] for row in rows]

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_memopt.config.schema import CheckpointContents, CustomReward, RayKwargs, RewardModel, SandboxFusion
-from verl_memopt.config.schema import Trainer as TrainerSettings
+from verl_memopt.config.schema import CheckpointContents, CustomReward, RewardModel, SandboxFusion
 from verl_memopt.distributed.file_records import Records
 from verl_memopt.errors import CheckpointError, Stopped, UnreadableCheckpointError
 from verl_memopt.observe.metrics import checkpoint_score
@@ -29,7 +28,6 @@ from verl_memopt.trainer.step import Learner, StepResult
 from verl_memopt.trainer.update_guard import Health, UpdateGuard
 from verl_memopt.trainer.validate import Validation
 from verl_memopt.worker.group import LocalGroup, RayGroup, TimedGroup, WorkerGroup, start_ray_group
-from verl_memopt.worker.plan import WorkerPlan
 from verl_memopt.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -314,6 +312,7 @@ class Trainer:
 
     def driver_state(self) -> dict[str, Any]:
         """Return the state of the driver for a checkpoint."""
+        sync = self.learner.reference_sync  # None where the reference keeps its weights
         return {
             "step": self.step,
             "seed": self.context.settings.data.seed,
@@ -322,16 +321,11 @@ class Trainer:
             "guard": self.guard.state_dict(),
             "health": self.health.state_dict(),
             "token_budgets": {phase: budget.state_dict() for phase, budget in self.learner.learned_budgets().items()},
-            **self.reference_state(),
+            **({} if sync is None else {"reference_sync": sync.state_dict()}),
             "settings": kept_settings(self.context.settings),
             "weights": plain_shapes(self.context.environment.weights),
             "critic_weights": plain_shapes(self.context.environment.critic_weights),
         }
-
-    def reference_state(self) -> dict[str, Any]:
-        """Return the driver's state of a reference that follows the policy; nothing where it keeps its weights."""
-        sync = self.learner.reference_sync
-        return {} if sync is None else {"reference_sync": sync.state_dict()}
 
 
 # Starts the processes of a run, its reward processes and its workers, and ends them with it.
@@ -366,31 +360,9 @@ def _sandbox(custom: CustomReward, reward_model: RewardModel) -> SandboxFusion |
 
 @contextmanager
 def start_workers(context: RunContext, clock: PhaseClock) -> Iterator[TimedGroup]:
-    """Start the run's workers. However the body ends, none is left behind.
-
-    Args:
-        context: of the run.
-        clock: times the start and every call as phases.
-    """
-    settings = context.settings
-    with start_group(context.worker_plan, settings.trainer, settings.ray_kwargs, context.environment.device, clock) as workers:
-        yield workers
-
-
-@contextmanager
-def start_group(
-    plan: WorkerPlan, trainer: TrainerSettings, ray: RayKwargs, device: str, clock: PhaseClock
-) -> Iterator[TimedGroup]:
-    """Start the workers of a plan. However the body ends, none is left behind.
-
-    Args:
-        plan: what each worker builds.
-        trainer: devices, nodes and the kind of the group.
-        ray: arguments of Ray.
-        device: cpu or cuda.
-        clock: times the start and every call as phases.
-    """
-    build_worker = functools.partial(Worker, plan)
+    """Start the run's workers, with their start and every call as phases of ``clock``. However the body ends, none is left."""
+    trainer, ray, device = context.settings.trainer, context.settings.ray_kwargs, context.environment.device
+    build_worker = functools.partial(Worker, context.worker_plan)
     is_local = trainer.worker_group == "local"
     group: WorkerGroup
     with clock.phase("init"):

@@ -47,10 +47,6 @@ class Budget:
     def micro_batches(self, tokens: RowTokens, names: Sequence[str]) -> list[list[int]]:
         """Return the rows of each micro-batch of one rank.
 
-        Args:
-            tokens: Tokens of the rank's rows.
-            names: Names of the rows, for errors.
-
         Raises:
             ConfigError: One row alone is over the limit.
         """
@@ -164,10 +160,6 @@ def uneven_shares(tokens: RowTokens, world_size: int) -> list[list[int]]:
     """Return the rows of each rank, any number on each, with about the same tokens. A rank may have none.
 
     Rows of a group stay together where there are enough groups.
-
-    Args:
-        tokens: Tokens of every row.
-        world_size: Number of ranks.
     """
     families = tokens.families()
     units = split_to_count(families, max(world_size, len(families)), tokens.each())
@@ -183,11 +175,6 @@ def uneven_shares(tokens: RowTokens, world_size: int) -> list[list[int]]:
 
 def cut_ranks(tokens_per_rank: Sequence[RowTokens], names: Sequence[Sequence[str]], budget: Budget) -> list[list[list[int]]]:
     """Return the micro-batches of each rank. All ranks get the same number, since their collectives must match.
-
-    Args:
-        tokens_per_rank: Tokens of the rows of each rank.
-        names: Names of the rows of each rank, for errors.
-        budget: Size of a micro-batch.
 
     Raises:
         ConfigError: One row alone is over the limit.
@@ -276,12 +263,7 @@ class MiniBatchCutter:
 
 
 def role_updates(role: Actor | Critic, train_batch_size: int) -> int:
-    """Return the optimizer steps that a role takes in one training step.
-
-    Args:
-        role: Section of the role.
-        train_batch_size: Prompts of a training step.
-    """
+    """Return the optimizer steps that a role takes in one training step."""
     assert role.ppo_mini_batch_size is not None, "follows the actor's"
     assert role.ppo_epochs is not None, "follows the actor's"
     return updates_per_step(train_batch_size, role.ppo_mini_batch_size, role.ppo_epochs)
@@ -370,12 +352,6 @@ def global_metrics(per_rank: Sequence[dict[str, float]], role: Role) -> dict[str
 
 def refuse_partial(metrics: dict[str, float], role: Role, step: int, way_out: str) -> None:
     """Take the count of partial updates out of the metrics, and stop the run where there is one.
-
-    Args:
-        metrics: Metrics of an update over all ranks.
-        role: The role that took it.
-        step: Number of the training step.
-        way_out: How to continue.
 
     Raises:
         TrainingError: A skipped update had already changed some weights.

@@ -86,9 +86,6 @@ class Replay:
     def last_step(self, first: int) -> int:
         """Return the last step of the dump.
 
-        Args:
-            first: The first step that the run replays.
-
         Raises:
             DataError: The dump has no such step.
         """

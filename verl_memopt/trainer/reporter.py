@@ -36,12 +36,7 @@ class Reporter:
     """Writes the record of a run. It is a context manager; :meth:`finish` adds summary and charts and prints the folder."""
 
     def __init__(self, context: RunContext, clock: PhaseClock) -> None:
-        """Open the record, with the settings in it.
-
-        Args:
-            context: Context of the run.
-            clock: Has the times of the phases.
-        """
+        """Open the record, with the settings in it."""
         self.context = context
         self.clock = clock
         trainer = context.settings.trainer

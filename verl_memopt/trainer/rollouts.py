@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,18 +45,20 @@ class Answers:
 def join_answers(parts: Sequence[Answers]) -> Answers:
     """Return the answers of several calls as those of one."""
     generations = [part.generation for part in parts]
-    log_probs = [generation.log_probs for generation in generations]
-    generation = Generation(
-        response_ids=[ids for each in generations for ids in each.response_ids],
-        log_probs=None if None in log_probs else [row for each in log_probs for row in each or ()],
-        finish_reasons=[reason for each in generations for reason in each.finish_reasons],
-        cached_tokens=sum(each.cached_tokens for each in generations),
-    )
     return Answers(
         rows=[row for part in parts for row in part.rows],
         prompt_ids=[ids for part in parts for ids in part.prompt_ids],
-        generation=generation,
+        generation=_join_generations(generations, all(each.log_probs is not None for each in generations)),
         texts=[text for part in parts for text in part.texts],
+    )
+
+
+def _join_generations(parts: Sequence[Generation], with_log_probs: bool) -> Generation:
+    return Generation(
+        response_ids=[ids for part in parts for ids in part.response_ids],
+        log_probs=[row for part in parts for row in part.log_probs or ()] if with_log_probs else None,
+        finish_reasons=[reason for part in parts for reason in part.finish_reasons],
+        cached_tokens=sum(part.cached_tokens for part in parts),
     )
 
 
@@ -163,13 +165,7 @@ class Generator:
 
 
 def dataset_answers(rows: Sequence[PromptRow], prompt_ids: list[list[int]], tokenizer: Any) -> Answers:
-    """Return the dataset's own responses to its prompts, one each.
-
-    Args:
-        rows: Rows with responses.
-        prompt_ids: Tokens of each prompt.
-        tokenizer: Decodes the responses.
-    """
+    """Return the dataset's own responses to its prompts, one each."""
     responses = [list(row.response) for row in rows]
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
     return Answers(list(rows), prompt_ids, Generation(responses, None, ["stop"] * len(rows)), texts)
@@ -208,12 +204,7 @@ def generate(
     generations = [generation for generation in answered if generation is not None]
     if len(generations) < len(answered):
         raise Stopped
-    return Generation(
-        response_ids=[ids for generation in generations for ids in generation.response_ids],
-        log_probs=[row for generation in generations for row in generation.log_probs or ()] if sampling.log_probs else None,
-        finish_reasons=[reason for generation in generations for reason in generation.finish_reasons],
-        cached_tokens=sum(generation.cached_tokens for generation in generations),
-    )
+    return _join_generations(generations, sampling.log_probs)
 
 
 def sampling_seeds(rows: Sequence[PromptRow], samples: int, seed: int, step: int, first_sample: int = 0) -> list[int]:
@@ -317,13 +308,13 @@ class StepBatch:
 
 
 @dataclass(frozen=True)
-class LogProbPass:
-    """A forward pass over a whole batch that computes its log-probs, spread over the ranks.
+class ForwardPass(Generic[Result]):
+    """A forward pass over a whole batch, spread over the ranks.
 
     Attributes:
         workers: Workers that hold the model.
         phase: Name under which time and memory are recorded.
-        method: Method of the worker.
+        method: Method of the worker. It gets a rank's rows and its micro-batches.
         budget: How a rank's rows are cut into micro-batches.
         balance: Even out tokens over the ranks.
         options: Further arguments of the method.
@@ -331,52 +322,29 @@ class LogProbPass:
 
     workers: TimedGroup
     phase: str
-    method: Callable[..., LogProbs]
+    method: Callable[..., Result]
     budget: Budget
     balance: bool
     options: tuple[bool, ...] = ()
 
+    def run(self, batch: RolloutBatch, names: Sequence[str]) -> list[tuple[list[int], Result]]:
+        """Return each rank's rows with its result. Errors call the rows by their ``names``."""
+        tokens = batch.row_tokens()
+        shares = rows_per_rank(tokens, range(batch.num_rows), self.workers.world_size, self.balance)
+        of_ranks = [tokens.select(share) for share in shares]
+        bins = cut_ranks(of_ranks, [[names[r] for r in share] for share in shares], self.budget)
+        arguments = [(batch.select(share), cut, *self.options) for share, cut in zip(shares, bins, strict=True)]
+        results = self.workers.each(self.phase, self.method, arguments)
+        self.budget.learn(zip(of_ranks, bins, strict=True), self.workers.figures)
+        return list(zip(shares, results, strict=True))
+
+
+class LogProbPass(ForwardPass[LogProbs]):
+    """A forward pass that computes the log-probs of a batch."""
+
     def compute(self, batch: RolloutBatch, names: Sequence[str]) -> LogProbs:
-        """Return log-probs and further statistics of all tokens, fp32 [R] each, in batch order.
-
-        Args:
-            batch: Batch of the step.
-            names: Names of the rows, for errors.
-        """
-        parts = run_pass(self.workers, self.phase, self.method, self.budget, self.balance, self.options, batch, names)
-        return in_batch_order(parts, batch.responses.sizes())
-
-
-def run_pass(
-    workers: TimedGroup,
-    phase: str,
-    method: Callable[..., Result],
-    budget: Budget,
-    balance: bool,
-    options: tuple[Any, ...],
-    batch: RolloutBatch,
-    names: Sequence[str],
-) -> list[tuple[list[int], Result]]:
-    """Run a forward pass over a whole batch, spread over the ranks, and return each rank's rows with its result.
-
-    Args:
-        workers: Workers that hold the model.
-        phase: Name under which time and memory are recorded.
-        method: Method of the worker. It gets a rank's rows and its micro-batches.
-        budget: How a rank's rows are cut into micro-batches.
-        balance: Even out tokens over the ranks.
-        options: Further arguments of the method.
-        batch: Batch of the step.
-        names: Names of the rows, for errors.
-    """
-    tokens = batch.row_tokens()
-    shares = rows_per_rank(tokens, range(batch.num_rows), workers.world_size, balance)
-    of_ranks = [tokens.select(share) for share in shares]
-    bins = cut_ranks(of_ranks, [[names[r] for r in share] for share in shares], budget)
-    arguments = [(batch.select(share), cut, *options) for share, cut in zip(shares, bins, strict=True)]
-    results = workers.each(phase, method, arguments)
-    budget.learn(zip(of_ranks, bins, strict=True), workers.figures)
-    return list(zip(shares, results, strict=True))
+        """Return log-probs and further statistics of all tokens, fp32 [R] each, in batch order."""
+        return in_batch_order(self.run(batch, names), batch.responses.sizes())
 
 
 def to_batch(answers: Answers, samples: int, actor: Actor) -> RolloutBatch:

@@ -26,7 +26,7 @@ from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.rewards.score import RewardResult, RewardRow
 from verl_memopt.run.environment import Environment
 from verl_memopt.trainer.micro_batching import Budget, learned_budget
-from verl_memopt.trainer.rollouts import Answers, run_pass
+from verl_memopt.trainer.rollouts import Answers, ForwardPass
 from verl_memopt.worker.group import TimedGroup
 from verl_memopt.worker.plan import RolePlan
 from verl_memopt.worker.worker import Worker
@@ -67,12 +67,10 @@ class Scorer(Protocol):
     @property
     def reads(self) -> frozenset[str]:
         """What it reads beside the text: ``old_log_probs`` or ``ref_log_probs`` of the batch."""
-        ...
 
     @property
     def learned_budget(self) -> LearnedBudget | None:
         """The token budget of its pass, where that learns from measured peaks."""
-        ...
 
     def score_answers(self, answers: Answers, computed: Computed | None) -> Scored:
         """Return the reward of each answer.
@@ -81,7 +79,6 @@ class Scorer(Protocol):
             answers: Prompts and answers.
             computed: What the training step has computed; None in a validation, which computes no log-probs.
         """
-        ...
 
 
 class PreparedRecipe(Protocol):
@@ -90,28 +87,16 @@ class PreparedRecipe(Protocol):
     @property
     def role(self) -> RolePlan | None:
         """What each worker builds for the recipe; None for nothing."""
-        ...
 
     def scorer(self, workers: TimedGroup) -> Scorer:
-        """Return what scores the answers.
-
-        Args:
-            workers: Workers with the recipe's role.
-        """
-        ...
+        """Return what scores the answers."""
 
 
 class RecipeHooks(Protocol):
     """What a recipe of :mod:`verl_memopt.recipes.registry` brings to training."""
 
     def datasets(self, settings: Settings, tokenizer: Any) -> tuple[PromptRows, PromptRows | None]:
-        """Return the training rows and the held-out rows.
-
-        Args:
-            settings: Of the run.
-            tokenizer: The policy's.
-        """
-        ...
+        """Return the training rows and the held-out rows."""
 
     def prepare(self, settings: Settings, environment: Environment, datasets: Sequence[PromptRows | None]) -> PreparedRecipe:
         """Check the recipe's models and rows, and return its part of the run.
@@ -124,7 +109,6 @@ class RecipeHooks(Protocol):
         Raises:
             ConfigError, DataError: For what the user must mend.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -146,10 +130,6 @@ class Dapo:
         """Return the results with penalties. A row that failed keeps its fallback score.
 
         A function that returns a plain number gives no ``acc`` of its own; then the score before the penalty is one, as in verl.
-
-        Args:
-            results: Result of each row.
-            lengths: Response tokens of each row.
         """
         buffer, longest = self.settings.overlong_buffer_cfg, self.settings.max_resp_len
         penalties = [0.0] * len(results)
@@ -277,7 +257,8 @@ class ModelScores:
         names = [row.address for row in answers.rows]
         names += names[:1] * (batch.num_rows - num_rows)
         scores = torch.empty(batch.num_rows)
-        for share, part in run_pass(self.workers, "reward", Worker.reward_scores, self.budget, self.balance, (), batch, names):
+        reward_pass = ForwardPass(self.workers, "reward", Worker.reward_scores, self.budget, self.balance)
+        for share, part in reward_pass.run(batch, names):
             scores[share] = part
         for row, score in zip(answers.rows, scores[:num_rows].tolist(), strict=True):
             if not math.isfinite(score):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -21,7 +20,7 @@ from verl_memopt.data.prompts import PromptPrefetcher, StepPrompts
 from verl_memopt.memory.adaptive_budget import LearnedBudget, budget_metrics
 from verl_memopt.observe.metrics import LOSS, critic_metrics, length_metrics, reward_metrics, summary_of
 from verl_memopt.rewards.score import RewardResult
-from verl_memopt.trainer.correct_rollouts import MismatchCheck, correct_before_update, divergence_metrics
+from verl_memopt.trainer.correct_rollouts import BypassUpdate, MismatchCheck, correct_before_update, divergence_metrics
 from verl_memopt.trainer.critic_update import CriticTraining
 from verl_memopt.trainer.group_filter import GroupFilter, draw_rows
 from verl_memopt.trainer.micro_batching import Budget, PolicyUpdate
@@ -53,10 +52,6 @@ class StepResult:
     total_tokens: int
 
 
-def nothing() -> None:
-    """Do nothing."""
-
-
 @dataclass
 class Learner:
     """Runs training steps.
@@ -78,14 +73,14 @@ class Learner:
     workers: TimedGroup
     rollouts: Rollouts
     scorer: Scorer
-    policy: PolicyTraining
+    policy: PolicyTraining | BypassUpdate
     ref_pass: LogProbPass | None
     critic: CriticTraining | None
     algorithm: Algorithm
     kl_control: KlController
     step_metrics: StepMetrics
     reference_sync: ReferenceSync | None = None
-    before_update: Callable[[], None] = nothing
+    before_update: Callable[[], None] = lambda: None
 
     def train_step(self, step: int) -> StepResult:
         """Run step number ``step`` and return its result.
@@ -125,9 +120,8 @@ class Learner:
         batch = self.rollouts.of_step(step)  # scored already if the text is all that the scorer reads
         self.policy.old_log_probs(batch, update_follows=not self.warms_up(step))
         if reads == {"old_log_probs"}:
-            score(
-                self.scorer, batch
-            )  # before the reference takes the policy's place on the device, as a scorer may use the policy
+            # Before the reference takes the policy's place on the device, as a scorer may use the policy.
+            score(self.scorer, batch)
         if self.ref_pass is not None:
             batch.rows.ref_log_probs = self.ref_pass.compute(batch.rows, batch.names).log_probs
         if "ref_log_probs" in reads:
@@ -272,20 +266,30 @@ class Rollouts:
 
     def _add_baselines(self, batch: StepBatch) -> StepBatch:
         """Add the score of a greedy response to each prompt. The engine is released."""
-        greedy = score(self.scorer, greedy_batch(self.generator, batch, self.actor))
+        # A batch of their own: the greedy responses give baselines, and nothing is learned from them.
+        answers = self.generator.generate_greedy(batch.prompts, batch.step)
+        greedy = score(self.scorer, StepBatch(batch.step, batch.prompts, answers, to_batch(answers, 1, self.actor)))
         return add_baselines(batch, greedy, self.generator.rollout.n)
 
     def _batch(self, step: int, prompts: StepPrompts, answers: Answers) -> StepBatch:
         return StepBatch(step, prompts, answers, to_batch(answers, self.generator.rollout.n, self.actor))
 
 
-class PolicyTraining(Protocol):
-    """How a step gets the policy's log-probs before the update, and how it updates the policy."""
+@dataclass
+class PolicyTraining:
+    """How a step gets the policy's log-probs before the update, and how it updates the policy: here by the update alone.
 
-    @property
-    def policy_update(self) -> PolicyUpdate:
-        """Cuts the batch for the optimizer steps, and reads their results."""
-        ...
+    Attributes:
+        workers: Workers that hold the policy.
+        old_pass: Computes the log-probs before the update, in the steps that need a pass of its own for them.
+        policy_update: Cuts the batch for the optimizer steps, and reads their results.
+        mismatch: Compares the engine's log-probs with the trainer's.
+    """
+
+    workers: TimedGroup
+    old_pass: LogProbPass
+    policy_update: PolicyUpdate
+    mismatch: MismatchCheck
 
     def old_log_probs(self, batch: StepBatch, update_follows: bool) -> None:
         """Add the log-probs before the update, unless the update that follows computes them in its own forward.
@@ -294,66 +298,54 @@ class PolicyTraining(Protocol):
             batch: Batch of the step.
             update_follows: The step updates the policy. False = it trains the critic alone.
         """
-        ...
 
     def update(self, batch: StepBatch) -> None:
         """Take the optimizer steps on the workers, and add their metrics."""
-        ...
+        batch.metrics |= self.take_steps(batch)
 
     def budgets(self) -> dict[str, Budget]:
         """Return the token budgets, by phase."""
-        ...
+        return {"update_actor": self.policy_update.cutter.budget}
+
+    def take_steps(self, batch: StepBatch) -> dict[str, float]:
+        """Take the optimizer steps of a training step on the workers, and return their metrics."""
+        per_rank = self.policy_update.cut(*batch.for_update(), batch.step)
+        metrics = self.workers.each("update_actor", Worker.update_actor, [(minis,) for minis in per_rank])
+        self.policy_update.cutter.learn(per_rank, self.workers.figures)
+        return self.policy_update.metrics(metrics, batch.step)
+
+    def add_old_log_probs(self, batch: StepBatch) -> None:
+        """Add the log-probs and statistics of a pass over the batch, and compare them with the engine's log-probs."""
+        old = self.old_pass.compute(batch.rows, batch.names)
+        batch.rows.old_log_probs, batch.entropy, batch.sum_pi_squared = old.log_probs, old.entropy, old.sum_pi_squared
+        self.compare_log_probs(batch)
+
+    def compare_log_probs(self, batch: StepBatch) -> None:
+        """Compare the engine's log-probs with the trainer's, and add how they differ."""
+        assert batch.rows.old_log_probs is not None, "compare after the pass that computes them"
+        batch.metrics |= self.mismatch.compare(batch.rows.rollout_log_probs, batch.rows.old_log_probs, batch.step)
+        batch.metrics |= divergence_metrics(batch.rows)
 
 
-@dataclass
-class SeparatePass:
-    """A pass of its own computes the log-probs before the update. So the update may take any number of optimizer steps.
-
-    Attributes:
-        workers: Workers that hold the policy.
-        old_pass: The pass.
-        policy_update: As in :class:`PolicyTraining`.
-        mismatch: Compares the engine's log-probs with the trainer's.
-    """
-
-    workers: TimedGroup
-    old_pass: LogProbPass
-    policy_update: PolicyUpdate
-    mismatch: MismatchCheck
+class SeparatePass(PolicyTraining):
+    """A pass of its own computes the log-probs before the update. So the update may take any number of optimizer steps."""
 
     def old_log_probs(self, batch: StepBatch, update_follows: bool) -> None:
         """Add the log-probs before the update, and compare them with the engine's."""
-        add_old_log_probs(self.old_pass, self.mismatch, batch)
-
-    def update(self, batch: StepBatch) -> None:
-        """Take the optimizer steps on the workers, and add their metrics."""
-        batch.metrics |= take_steps(self.workers, self.policy_update, batch)
+        self.add_old_log_probs(batch)
 
     def budgets(self) -> dict[str, Budget]:
         """Return the token budgets of both passes."""
-        return {self.old_pass.phase: self.old_pass.budget, "update_actor": self.policy_update.cutter.budget}
+        return {self.old_pass.phase: self.old_pass.budget, **super().budgets()}
 
 
-@dataclass
-class OnPolicy:
-    """The update's own forward computes the old log-probs: there is one optimizer step, so they are the log-probs before it.
-
-    Attributes:
-        workers: Workers that hold the policy.
-        old_pass: A pass for steps without an update.
-        policy_update: As in :class:`PolicyTraining`.
-        mismatch: Compares the engine's log-probs with the trainer's.
-    """
-
-    workers: TimedGroup
-    old_pass: LogProbPass
-    policy_update: PolicyUpdate
-    mismatch: MismatchCheck
+class OnPolicy(PolicyTraining):
+    """The update's own forward computes the old log-probs: there is one optimizer step, so they are the log-probs before it."""
 
     def old_log_probs(self, batch: StepBatch, update_follows: bool) -> None:
         """Compute the log-probs in a step that trains the critic alone. In any other they come from the update."""
         if not update_follows:
-            add_old_log_probs(self.old_pass, self.mismatch, batch)
+            self.add_old_log_probs(batch)
 
     def update(self, batch: StepBatch) -> None:
         """Take the optimizer step on the workers, and add its metrics and the old log-probs."""
@@ -365,90 +357,28 @@ class OnPolicy:
         batch.rows.old_log_probs = self.policy_update.gather_log_probs(batch.rows, log_probs, batch.step)
         self.policy_update.cutter.learn(per_rank, self.workers.figures)
         batch.metrics |= self.policy_update.metrics([update.metrics for update in updates], batch.step)
-        compare_log_probs(self.mismatch, batch)
-
-    def budgets(self) -> dict[str, Budget]:
-        """Return the token budget of the update."""
-        return {"update_actor": self.policy_update.cutter.budget}
+        self.compare_log_probs(batch)
 
 
-@dataclass
-class Supervised:
-    """The update alone: the loss is the negative log-prob of the dataset's responses, for which no earlier log-probs matter.
-
-    Attributes:
-        workers: Workers that hold the policy.
-        policy_update: As in :class:`PolicyTraining`.
-    """
-
-    workers: TimedGroup
-    policy_update: PolicyUpdate
-
-    def old_log_probs(self, batch: StepBatch, update_follows: bool) -> None:
-        """Compute nothing."""
+class Supervised(PolicyTraining):
+    """The loss is the negative log-prob of the dataset's responses, for which no earlier log-probs matter."""
 
     def update(self, batch: StepBatch) -> None:
         """Take the optimizer steps on the workers, and add their metrics. The loss has a name of its own."""
-        metrics = take_steps(self.workers, self.policy_update, batch)
+        metrics = self.take_steps(batch)
         batch.metrics |= {LOSS: metrics["actor/loss"]}
         batch.metrics |= {name: value for name, value in metrics.items() if name not in OF_ROLLOUTS}
-
-    def budgets(self) -> dict[str, Budget]:
-        """Return the token budget of the update."""
-        return {"update_actor": self.policy_update.cutter.budget}
 
 
 OF_ROLLOUTS = ("actor/loss", "actor/pg_loss", "actor/ppo_kl")
 """Metrics of the update that say nothing, or nothing more, where no rollout is learned."""
 
 
-def take_steps(workers: TimedGroup, policy_update: PolicyUpdate, batch: StepBatch) -> dict[str, float]:
-    """Take the optimizer steps of a training step on the workers, and return their metrics."""
-    per_rank = policy_update.cut(*batch.for_update(), batch.step)
-    metrics = workers.each("update_actor", Worker.update_actor, [(minis,) for minis in per_rank])
-    policy_update.cutter.learn(per_rank, workers.figures)
-    return policy_update.metrics(metrics, batch.step)
-
-
-def add_old_log_probs(old_pass: LogProbPass, mismatch: MismatchCheck, batch: StepBatch) -> None:
-    """Add the log-probs and statistics of a pass over the batch, and compare them with the engine's log-probs."""
-    old = old_pass.compute(batch.rows, batch.names)
-    batch.rows.old_log_probs, batch.entropy, batch.sum_pi_squared = old.log_probs, old.entropy, old.sum_pi_squared
-    compare_log_probs(mismatch, batch)
-
-
-def compare_log_probs(mismatch: MismatchCheck, batch: StepBatch) -> None:
-    """Compare the engine's log-probs with the trainer's, and add how they differ."""
-    assert batch.rows.old_log_probs is not None, "compare after the pass that computes them"
-    batch.metrics |= mismatch.compare(batch.rows.rollout_log_probs, batch.rows.old_log_probs, batch.step)
-    batch.metrics |= divergence_metrics(batch.rows)
-
-
 # ReMax: the score of a greedy response to each prompt is the baseline of its samples.
 
 
-def greedy_batch(generator: Generator, batch: StepBatch, actor: Actor) -> StepBatch:
-    """Return one greedy response to each prompt of a batch, not yet scored. The engine releases its memory afterwards.
-
-    The responses are a batch of their own: they give baselines, and nothing is learned from them.
-
-    Args:
-        generator: Its engine still has the memory and the weights with which it answered the batch.
-        batch: The sampled responses.
-        actor: The section ``actor_rollout_ref.actor``.
-    """
-    answers = generator.generate_greedy(batch.prompts, batch.step)
-    return StepBatch(batch.step, batch.prompts, answers, to_batch(answers, 1, actor))
-
-
 def add_baselines(batch: StepBatch, greedy: StepBatch, samples: int) -> StepBatch:
-    """Add to each row of a batch the score of the greedy response to its prompt, and return the batch.
-
-    Args:
-        batch: The sampled responses.
-        greedy: The scored greedy responses, one per prompt.
-        samples: Sampled responses to each prompt.
-    """
+    """Add to each row of a batch the score of the greedy response to its prompt, and return the batch."""
     scores = greedy.scores
     batch.baselines = scores.repeat_interleave(samples)
     batch.metrics |= summary_of("critic/baselines", scores[~scores.isnan()])
@@ -497,12 +427,7 @@ class StepMetrics:
     rewards: bool = True
 
     def describe(self, batch: StepBatch, kl_coefficient: float) -> dict[str, float]:
-        """Return metrics of rewards, advantages, lengths and counts.
-
-        Args:
-            batch: Batch of the step.
-            kl_coefficient: Coefficient of the KL in the reward of this step.
-        """
+        """Return metrics of rewards, advantages, lengths and counts."""
         lengths = batch.rows.prompts.lengths, batch.rows.responses.lengths
         metrics = length_metrics(*lengths, self.max_prompt_length, self.max_response_length)
         if self.rewards:
@@ -558,9 +483,6 @@ class ReferenceSync:
         """Count a step, move the reference if it is time, and return the metric ``ref/sync``: 1 for a move, else 0.
 
         A step whose optimizer steps were all skipped is not counted: the policy is what it was.
-
-        Args:
-            metrics: Metrics of the policy's update.
         """
         is_due = False
         if metrics[ACTOR.skipped] < self.optimizer_steps:

@@ -85,11 +85,6 @@ class UpdateGuard:
         weights of the checkpoint before it, so that checkpoint is then proven. A gradient of exactly 0 proves nothing. With a
         critic, both models must be good. A role that was not updated in the step is not judged.
 
-        Args:
-            step: Number of the step.
-            metrics: Metrics of the step.
-            sound: The reward has not collapsed.
-
         Raises:
             TrainingError: ``trainer.max_skipped_steps`` steps in a row applied no update.
         """
@@ -161,13 +156,7 @@ def _cause(updates: _Updates, metrics: Mapping[str, float]) -> str:
 
 
 def way_back(role: Role, lr: float, store: CheckpointStore) -> str:
-    """Return how to continue after an update that damaged the weights: from which checkpoint and with which settings.
-
-    Args:
-        role: The role that took the update.
-        lr: Its learning rate, which is to be lowered.
-        store: Checkpoints of the run.
-    """
+    """Return how to continue after an update that damaged the weights: from which checkpoint and with which settings."""
     lower = f"{role.key}.optim.lr=<less than {lr:g}>"
     proven = store.proven()
     if proven is None:
@@ -316,7 +305,10 @@ class Health:
         if state.first.prompts < WINDOW_PROMPTS:
             state.first = state.first.plus(score)
         else:
-            state.recent = _last([*state.recent, score])
+            state.recent.append(score)
+            # Drop the oldest steps that are not needed for a full window.
+            while sum(each.prompts for each in state.recent[1:]) >= WINDOW_PROMPTS:
+                del state.recent[0]
         self._count_zero(score, metrics)
         warnings = self._zero(min(known), score) if known else {}
         if not self._validates and self.collapsed:
@@ -327,13 +319,7 @@ class Health:
         return self._new(warnings)
 
     def validation(self, step: int, scores: Sequence[float], samples: int) -> list[str]:
-        """Return the new warnings after a validation.
-
-        Args:
-            step: Number of the step.
-            scores: Scores of the answers, prompt by prompt.
-            samples: Answers of each prompt.
-        """
+        """Return the new warnings after a validation."""
         score, first = Score.of(scores, samples), self._state.validation
         if first is None:
             self._state.validation = score
@@ -397,10 +383,3 @@ class Health:
 def _known(scores: Sequence[float]) -> list[float]:
     """Return the scores that are not NaN."""
     return [score for score in scores if not math.isnan(score)]
-
-
-def _last(scores: list[Score]) -> list[Score]:
-    """Drop the oldest steps that are not needed for a full window."""
-    while sum(score.prompts for score in scores[1:]) >= WINDOW_PROMPTS:
-        scores = scores[1:]
-    return scores

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from verl_memopt.config.schema import CriticModel, Model
 from verl_memopt.distributed.file_records import Records, record_folder
 from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
 from verl_memopt.errors import CheckpointError
@@ -47,7 +46,9 @@ def save_trained(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Pat
     Raises:
         CheckpointError: The disk refuses. The message names the folder.
     """
-    model, exported, adapter = _model_section(trained, plan), folder / "huggingface", folder / "lora_adapter"
+    section = plan.settings if trained.role is ACTOR else plan.critic
+    assert section is not None
+    model, exported, adapter = section.model, folder / "huggingface", folder / "lora_adapter"
     with ExitStack() as stack:
         if trained.home is not None:
             stack.enter_context(trained.home.readable())
@@ -100,10 +101,3 @@ def load_trained(trained: TrainedModel, folder: Path, contents: Sequence[str]) -
     load_training_state(folder, trained.model, trained.optimizer, trained.schedule, trained.device, contents)
     if trained.home is not None:
         trained.home.changed()
-
-
-def _model_section(trained: TrainedModel, plan: WorkerPlan) -> Model | CriticModel:
-    if trained.role is ACTOR:
-        return plan.settings.model
-    assert plan.critic is not None
-    return plan.critic.model

@@ -46,8 +46,7 @@ class Critic:
         """Build optimizer and schedule."""
         self.model = model
         self.settings = settings
-        fsdp = settings.model.fsdp_config
-        self.trained = TrainedModel(CRITIC, model, settings.optim, fsdp, optimizer_steps, world_size, device, offload)
+        self.trained = TrainedModel(CRITIC, model, settings, optimizer_steps, world_size, device, offload)
 
     def values(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> Tensor:
         """Return the value of the state before each response token, fp32 [R] on the host, in batch order.
@@ -74,13 +73,7 @@ class Critic:
     def loss(
         self, micro: MicroBatch, counts: GlobalCounts, prefix_kv: PrefixKV | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the micro-batch's share of the clipped value loss, and of its metrics.
-
-        Args:
-            micro: The micro-batch, on the device, with old values and returns.
-            counts: Tokens and sequences of the mini-batch over all ranks.
-            prefix_kv: The prefix KV of the prompt of its responses.
-        """
+        """Return the micro-batch's share of the clipped value loss, and of its metrics."""
         assert micro.old_values is not None
         assert micro.returns is not None
         settings, pack = self.settings, micro.pack

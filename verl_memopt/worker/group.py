@@ -195,13 +195,7 @@ class TimedGroup:
         return self.each(phase, method, [args] * self.world_size)
 
     def each(self, phase: str, method: Callable[..., Result], arguments: Sequence[tuple[Any, ...]]) -> list[Result]:
-        """Call a method on each worker, with one tuple of arguments per rank, and return the results in rank order.
-
-        Args:
-            phase: Name of the phase.
-            method: A method of the worker's class.
-            arguments: The arguments of each rank.
-        """
+        """Call a method on each worker, with one tuple of arguments per rank, and return the results in rank order."""
         name = method.__name__
         with self.clock.phase(phase):
             replies = self.group.each("call", [(phase, self.track, name, *args) for args in arguments])
@@ -436,13 +430,7 @@ class RayGroup:
         self.homes = self._gather([member.home.remote() for member in self._members], timeout_seconds)
 
     def build(self, factory: WorkerFactory, device: str, num_threads: int) -> None:
-        """Build the worker of each process. Workers may meet in collectives meanwhile.
-
-        Args:
-            factory: Builds a worker.
-            device: Kind of device, cuda or cpu.
-            num_threads: OMP_NUM_THREADS of each worker.
-        """
+        """Build the worker of each process. Workers may meet in collectives meanwhile."""
         from ray import cloudpickle
 
         pickled = cloudpickle.dumps(factory)

@@ -19,7 +19,6 @@ class FrozenRole(Protocol):
     @property
     def model(self) -> PolicyModel:
         """The model, which may be the reference's or the policy's own."""
-        ...
 
 
 class RolePlan(Protocol):
@@ -31,7 +30,6 @@ class RolePlan(Protocol):
     @property
     def is_reference(self) -> bool:
         """Whether the role's model is the reference's, so that the reference is on the device in the phase ``reward`` too."""
-        ...
 
     def build(self, roles: RoleBuilder, policy: PolicyModel, reference: PolicyModel | None) -> FrozenRole:
         """Return the role.
@@ -41,7 +39,6 @@ class RolePlan(Protocol):
             policy: The policy's model.
             reference: The reference's; None where it has no model of its own.
         """
-        ...
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class Policy:
         self.model = model
         self.bypass: RolloutCorrection | None = None
         self.actor = actor
-        self.trained = TrainedModel(ACTOR, model, actor.optim, actor.fsdp_config, optimizer_steps, world_size, device, offload)
+        self.trained = TrainedModel(ACTOR, model, actor, optimizer_steps, world_size, device, offload)
         self._log_probs: list[Tensor] | None = None
 
     def compute_log_probs(

@@ -104,11 +104,7 @@ class RoleBuilder:
         return policy
 
     def critic(self, folder: Path) -> Critic:
-        """Return the critic with its optimizer.
-
-        Args:
-            folder: Folder of its model.
-        """
+        """Return the critic with its optimizer."""
         settings, world_size = self.plan.critic, self.placement.world_size
         assert settings is not None
         model, fsdp = settings.model, settings.model.fsdp_config
@@ -129,11 +125,7 @@ class RoleBuilder:
         return critic
 
     def reference(self, folder: Path) -> PolicyModel:
-        """Return the frozen reference.
-
-        Args:
-            folder: Folder of its model.
-        """
+        """Return the frozen reference."""
         settings = self.plan.settings
         ref = settings.ref
         compiled, key = bool(ref.use_torch_compile), "actor_rollout_ref.ref"
@@ -158,21 +150,25 @@ class RoleBuilder:
                 plan.model, fsdp, folder, mesh, self.device, plan.key, compiles, False, quantization=quantization
             )
             model.requires_grad_(False)
-            mapped = self._fill_frozen(model, folder, fsdp, f"{plan.key}.fsdp_config.model_dtype")
+            mapped = None  # the weights of a mapped model, which stays unfilled
+            if self.plan.settings.model.load_mode == "mmap" and fsdp.param_offload:
+                mapped = materialize_mapped(model, folder, self.device, f"{plan.key}.fsdp_config.model_dtype")
+            else:
+                materialize(model, folder, self.device, fsdp.offload_policy)
         if quantization != "none":
             self._log_quantization_error(model, folder, plan.key, quantization)
         if fsdp.param_offload:
-            self._rest_on_host(ParamHome(plan.part, model.parameters(), self.device, mapped), mapped is not None, also)
+            home = ParamHome(plan.part, model.parameters(), self.device, mapped)
+            self.residency.add(home, also)
+            if mapped is not None:  # it gets its values on the device
+                home.to_host()
+                home.to_device()
         refuse_sliding_window(model.lm.config, actor)
         self._check_packing(model, fsdp, folder, plan.model_key)
         return model
 
     def moving_reference(self, reference: PolicyModel, policy: Policy) -> MovingReference:
         """Return the reference as one that follows the policy.
-
-        Args:
-            reference: The reference.
-            policy: The policy.
 
         Raises:
             ConfigError: The two models differ in their weights' names or shapes.
@@ -219,20 +215,6 @@ class RoleBuilder:
     def _check_packing(self, packed_model: PackedModel, fsdp: Fsdp, folder: Path, key: str = POLICY_KEY) -> None:
         dtype = dtype_of(fsdp.dtype, "fsdp_config.dtype")
         check_packing(packed_model, self.device, dtype, self.plan.settings.actor, str(folder), key)
-
-    def _fill_frozen(self, model: PolicyModel, folder: Path, fsdp: Fsdp, dtype_key: str) -> list[torch.Tensor] | None:
-        """Fill a frozen model from its folder, and return None. Or return its mapped weights, and leave it unfilled."""
-        if self.plan.settings.model.load_mode == "mmap" and fsdp.param_offload:
-            return materialize_mapped(model, folder, self.device, dtype_key)
-        materialize(model, folder, self.device, fsdp.offload_policy)
-        return None
-
-    def _rest_on_host(self, home: ParamHome, is_mapped: bool, also: tuple[str, ...] = ()) -> None:
-        """Let a frozen model rest on the host. A mapped one gets its values on the device."""
-        self.residency.add(home, also)
-        if is_mapped:
-            home.to_host()
-            home.to_device()
 
     def _log_quantization_error(self, model: PolicyModel, folder: Path, key: str, quantization: str) -> None:
         temperature = scoring_temperature(self.plan.settings.rollout)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from verl_memopt.algorithms.rows import GlobalCounts
-from verl_memopt.config.schema import Optim, TrainedFsdp
+from verl_memopt.config.schema import Actor, Critic
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW
 from verl_memopt.memory.optimizer_in_backward_torch import StepInBackward
@@ -32,9 +32,8 @@ from verl_memopt.worker.optimizer import build_optimizer, build_schedule
 # Micro-batches: the rows of one forward, packed, with the fields that the loss reads.
 
 
-Field = Tensor | None
-TokenTensors = tuple[Field, Field, Field, Field, Field, Field, Field, Field]
-"""The tensors with one value per response token, in the order of the fields of :class:`MicroBatch`."""
+TOKEN_TENSORS = ("old_log_probs", "ref_log_probs", "advantages", "selected", "old_values", "returns", "weights", "kept")
+"""The fields of :class:`MicroBatch` with one value per response token."""
 
 
 @dataclass(frozen=True)
@@ -61,16 +60,10 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the micro-batch on a device. The copies are asynchronous."""
-
-        def moved(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.to(device, non_blocking=True)
-
-        fields = (
-            moved(self.old_log_probs), moved(self.ref_log_probs), moved(self.advantages), moved(self.selected),
-            moved(self.old_values), moved(self.returns), moved(self.weights), moved(self.kept),
-        )  # fmt: skip
+        present = {name: getattr(self, name) for name in TOKEN_TENSORS if getattr(self, name) is not None}
+        fields: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in present.items()}
         prompt = None if self.prompt is None else self.prompt.to(device)
-        return MicroBatch(self.pack.to(device), *fields, prompt, self.ends)
+        return replace(self, pack=self.pack.to(device), prompt=prompt, **fields)
 
 
 def micro_batch(batch: RolloutBatch, rows: Sequence[int]) -> MicroBatch:
@@ -79,7 +72,7 @@ def micro_batch(batch: RolloutBatch, rows: Sequence[int]) -> MicroBatch:
     prompts, responses = chosen.prompts, chosen.responses
     tokens = (prompts.flat, prompts.sizes(), responses.flat, responses.sizes())
     pack = pack_groups(*tokens, chosen.prompt_groups())
-    return MicroBatch(pack, *_flat(chosen))
+    return MicroBatch(pack, **_token_tensors(chosen))
 
 
 def micro_batches_of(batch: RolloutBatch, rows: Sequence[Sequence[int]], with_prefix_kv: bool) -> Iterator[MicroBatch]:
@@ -99,14 +92,11 @@ def micro_batches_of(batch: RolloutBatch, rows: Sequence[Sequence[int]], with_pr
         for part in chain:
             chosen = batch.select(part)
             pack = pack_suffixes(prompt.input_ids.shape[1], chosen.responses.flat, chosen.responses.sizes())
-            yield MicroBatch(pack, *_flat(chosen), prompt, part is chain[-1])
+            yield MicroBatch(pack, **_token_tensors(chosen), prompt=prompt, ends=part is chain[-1])
 
 
-def _flat(batch: RolloutBatch) -> TokenTensors:
-    return (
-        batch.old_log_probs, batch.ref_log_probs, batch.advantages, batch.selected, batch.old_values, batch.returns,
-        batch.weights, batch.kept,
-    )  # fmt: skip
+def _token_tensors(batch: RolloutBatch) -> dict[str, Any]:
+    return {name: getattr(batch, name) for name in TOKEN_TENSORS}
 
 
 @dataclass(frozen=True)
@@ -200,8 +190,7 @@ class TrainedModel:
     Args:
         role: The role of the model.
         model: The model, sharded and filled.
-        optim: The role's ``optim`` section of the settings.
-        fsdp: The role's ``fsdp_config`` section.
+        settings: The role's section of the settings.
         optimizer_steps: Optimizer steps of the whole run, for the schedule.
         world_size: Number of ranks.
         device: The device of the model.
@@ -215,8 +204,7 @@ class TrainedModel:
         self,
         role: Role,
         model: PackedModel,
-        optim: Optim,
-        fsdp: TrainedFsdp,
+        settings: Actor | Critic,
         optimizer_steps: int,
         world_size: int,
         device: torch.device,
@@ -225,7 +213,8 @@ class TrainedModel:
         """Build optimizer and schedule."""
         self.role = role
         self.model = model
-        self.optim = optim
+        self.optim = optim = settings.optim
+        fsdp = settings.fsdp_config if isinstance(settings, Actor) else settings.model.fsdp_config
         self.fsdp = fsdp
         self.world_size = world_size
         self.device = device
@@ -254,10 +243,6 @@ class TrainedModel:
         ``{role}/skipped_updates`` counts the skipped steps. With ``optim.in_backward`` a skipped step also has
         ``{role}/partial_updates``: 1 if this rank had already changed parameters. Sum all metrics over ranks, except those in
         ``Role.same_on_all_ranks``, to get the global values.
-
-        Args:
-            mini_batches: One per optimizer step.
-            loss_of: The loss.
         """
         if self.in_backward is not None:
             self.in_backward.check(max(len(mini.micro_batches) for mini in mini_batches))
@@ -353,13 +338,7 @@ class TrainedModel:
             self.optimizer.zero_grad(set_to_none=True)
 
     def accumulate(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, loss_of: LossOf) -> dict[str, Tensor]:
-        """Add the gradient of a mini-batch, micro-batch by micro-batch, and return the summed metrics.
-
-        Args:
-            micro_batches: The micro-batches, read one at a time.
-            counts: Tokens and sequences of the mini-batch over all ranks.
-            loss_of: The loss.
-        """
+        """Add the gradient of a mini-batch, micro-batch by micro-batch, and return the summed metrics."""
         total: dict[str, Tensor] = {}
         prefix_kv: PrefixKV | None = None
         with gradient_kinds(parameter for block in self.model.blocks() for parameter in block.parameters()):

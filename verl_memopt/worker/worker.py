@@ -38,72 +38,13 @@ from verl_memopt.worker.policy import LogProbs, Policy, Updated, compute_log_pro
 from verl_memopt.worker.roles import RoleBuilder, compiles_functions, make_deterministic
 from verl_memopt.worker.trained_model import MiniBatch, TrainedModel
 
-# The methods of a worker that read and write files: checkpoints and exported models.
-
-
-class WorkerFiles:
-    """The part of :class:`verl_memopt.worker.worker.Worker` that reads and writes files. The worker sets all attributes."""
-
-    plan: WorkerPlan
-    placement: Placement
-    residency: Residency
-    policy: Policy | None
-    critic: Critic | None
-    moving_reference: MovingReference | None
-
-    def save(self, folder: str, contents: Sequence[str]) -> Records:
-        """Write this rank's part of the policy's checkpoint and return the record of each file. As :func:`save_trained`."""
-        assert self.policy is not None
-        return save_trained(self.policy.trained, self.plan, self.placement.rank, Path(folder), contents)
-
-    def save_critic(self, folder: str, contents: Sequence[str]) -> Records:
-        """Write this rank's part of the critic's checkpoint and return the record of each file. As :func:`save_trained`."""
-        assert self.critic is not None
-        return save_trained(self.critic.trained, self.plan, self.placement.rank, Path(folder), contents)
-
-    def load(self, folder: str, contents: Sequence[str]) -> None:
-        """Read this rank's part of the policy's checkpoint, written by any number of ranks."""
-        assert self.policy is not None
-        load_trained(self.policy.trained, Path(folder), contents)
-
-    def load_critic(self, folder: str, contents: Sequence[str]) -> None:
-        """Read this rank's part of the critic's checkpoint, written by any number of ranks.
-
-        The phase ``load_checkpoint`` has the policy on the device. The critic takes its place.
-        """
-        assert self.critic is not None
-        with self.residency.phase("load_critic"):
-            load_trained(self.critic.trained, Path(folder), contents)
-
-    def save_reference(self, folder: str, contents: Sequence[str]) -> Records:
-        """Write this rank's part of a reference that follows the policy, and return the record of each file."""
-        assert self.moving_reference is not None
-        return self.moving_reference.save(Path(folder))
-
-    def load_reference(self, folder: str, contents: Sequence[str]) -> None:
-        """Read this rank's part of a reference that follows the policy, written by any number of ranks."""
-        assert self.moving_reference is not None
-        with self.residency.phase("sync_ref"):
-            self.moving_reference.load(Path(folder))
-
-    def export(self, folder: str, weights: bool) -> None:
-        """Write the policy in Hugging Face format, with or without its weights."""
-        assert self.policy is not None
-        export_trained(self.policy.trained, self.plan, self.placement.rank, Path(folder), weights)
-
-    def export_critic(self, folder: str, weights: bool) -> None:
-        """Write the critic in Hugging Face format, as a token classifier with one label, with or without its weights."""
-        assert self.critic is not None
-        export_trained(self.critic.trained, self.plan, self.placement.rank, Path(folder), weights)
-
-
 Result = TypeVar("Result")
 
 ENGINE_METHODS = ("generate",)
 """Methods that run the engine's own model."""
 
 
-class Worker(WorkerFiles):
+class Worker:
     """The roles of one device. The driver calls :meth:`call`. All members of a group make the same calls in step.
 
     Args:
@@ -268,12 +209,7 @@ class Worker(WorkerFiles):
         return self.policy.compute_log_probs(batch, micro_batches, temperature, False)
 
     def of_role(self, method: Callable[..., Result], *args: Any) -> Result:
-        """Return what a method of the recipe's role returns. The phase is ``reward``.
-
-        Args:
-            method: A method of the role's class.
-            *args: Its arguments.
-        """
+        """Return what a method of the recipe's role returns. The phase is ``reward``."""
         return method(self.role, *args)
 
     def sync_reference(self) -> None:
@@ -310,6 +246,53 @@ class Worker(WorkerFiles):
         """Take one optimizer step per mini-batch, and return the metrics of each with the log-probs of its forward."""
         assert self.policy is not None
         return [self.policy.update_on_policy(mini, self.temperature) for mini in mini_batches]
+
+    # Checkpoints and exported models.
+
+    def save(self, folder: str, contents: Sequence[str]) -> Records:
+        """Write this rank's part of the policy's checkpoint and return the record of each file. As :func:`save_trained`."""
+        assert self.policy is not None
+        return save_trained(self.policy.trained, self.plan, self.placement.rank, Path(folder), contents)
+
+    def save_critic(self, folder: str, contents: Sequence[str]) -> Records:
+        """Write this rank's part of the critic's checkpoint and return the record of each file. As :func:`save_trained`."""
+        assert self.critic is not None
+        return save_trained(self.critic.trained, self.plan, self.placement.rank, Path(folder), contents)
+
+    def load(self, folder: str, contents: Sequence[str]) -> None:
+        """Read this rank's part of the policy's checkpoint, written by any number of ranks."""
+        assert self.policy is not None
+        load_trained(self.policy.trained, Path(folder), contents)
+
+    def load_critic(self, folder: str, contents: Sequence[str]) -> None:
+        """Read this rank's part of the critic's checkpoint, written by any number of ranks.
+
+        The phase ``load_checkpoint`` has the policy on the device. The critic takes its place.
+        """
+        assert self.critic is not None
+        with self.residency.phase("load_critic"):
+            load_trained(self.critic.trained, Path(folder), contents)
+
+    def save_reference(self, folder: str, contents: Sequence[str]) -> Records:
+        """Write this rank's part of a reference that follows the policy, and return the record of each file."""
+        assert self.moving_reference is not None
+        return self.moving_reference.save(Path(folder))
+
+    def load_reference(self, folder: str, contents: Sequence[str]) -> None:
+        """Read this rank's part of a reference that follows the policy, written by any number of ranks."""
+        assert self.moving_reference is not None
+        with self.residency.phase("sync_ref"):
+            self.moving_reference.load(Path(folder))
+
+    def export(self, folder: str, weights: bool) -> None:
+        """Write the policy in Hugging Face format, with or without its weights."""
+        assert self.policy is not None
+        export_trained(self.policy.trained, self.plan, self.placement.rank, Path(folder), weights)
+
+    def export_critic(self, folder: str, weights: bool) -> None:
+        """Write the critic in Hugging Face format, as a token classifier with one label, with or without its weights."""
+        assert self.critic is not None
+        export_trained(self.critic.trained, self.plan, self.placement.rank, Path(folder), weights)
 
     def close(self) -> None:
         """Free the models and the engine, and leave the process group. A second call does nothing.
