@@ -115,7 +115,6 @@ class HostArena:
 # Page-locked buffers are mappings of whole pages, locked in place. torch's own page-locked memory (``pin_memory``) is rounded up
 # to a power of two and never returned to the system; see ``docs/decisions/page_locked_memory.md``.
 
-
 logger = logging.getLogger(__name__)
 
 LIMIT_KEY = "memory.host_limit_gb"

@@ -71,9 +71,7 @@ def _weighted(weights: str, reductions: str, lists: _Lists) -> Iterator[Refusal]
 def _formula() -> Iterator[Refusal]:
     """Yield the rules of weights, reductions and temperatures."""
     yield from _weighted(
-        "answer_log_prob_coeff",
-        "reduction_log_prob_fn",
-        lambda rlt: (rlt.answer_log_prob_coeff, rlt.reduction_log_prob_fn),
+        "answer_log_prob_coeff", "reduction_log_prob_fn", lambda rlt: (rlt.answer_log_prob_coeff, rlt.reduction_log_prob_fn)
     )
     yield from _weighted(
         "kl_penalty_reward_coeff", "reduction_kl_fn", lambda rlt: (rlt.kl_penalty_reward_coeff, rlt.reduction_kl_fn)
