@@ -83,14 +83,7 @@ def _losses() -> Iterator[Refusal]:
 
 
 def _custom(choice: str, section: str, is_chosen: Predicate, has_file: Predicate) -> Iterator[Refusal]:
-    """Yield the rules of a function of the user's own.
-
-    Args:
-        choice: the key whose word ``custom`` chooses it.
-        section: the keys that name its file and the function in it.
-        is_chosen: tells whether it is chosen.
-        has_file: tells whether a file is named.
-    """
+    """Yield the rules of a function of the user's own."""
     keys = (choice, f"{section}.path")
     yield Refusal(
         keys,
