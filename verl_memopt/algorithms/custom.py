@@ -47,9 +47,7 @@ def _decoupled(settings: Settings) -> bool:
 EXTRAS: dict[str, Extra] = {
     "old_log_probs": Extra("old_log_probs", _decoupled, "Set algorithm.rollout_correction.bypass_mode=false"),
     "ref_log_probs": Extra(
-        "ref_log_probs",
-        needs_reference,
-        "Set actor_rollout_ref.actor.use_kl_loss=true or algorithm.use_kl_in_reward=true",
+        "ref_log_probs", needs_reference, "Set actor_rollout_ref.actor.use_kl_loss=true or algorithm.use_kl_in_reward=true"
     ),
     "rollout_log_probs": Extra(
         "rollout_log_probs",

@@ -136,7 +136,6 @@ class KlController:
 
 # Changes to rewards and rows before advantages: DAPO's overlong penalty, and PF-PPO's resampling.
 
-
 MIN_WEIGHT = 1e-8
 """Added to each weight, so that every row can be drawn."""
 

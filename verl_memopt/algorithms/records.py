@@ -117,12 +117,7 @@ ESTIMATORS: dict[str, Estimator] = _by_name(
         per_token=True,
     ),
     Estimator("opo", "minus the mean weighted by length", f"{_HERE}.estimators.opo_advantages", (*_ROW, "lengths")),
-    Estimator(
-        "gpg",
-        "minus the mean, scaled up for groups without a signal",
-        f"{_HERE}.estimators.gpg_advantages",
-        _ROW,
-    ),
+    Estimator("gpg", "minus the mean, scaled up for groups without a signal", f"{_HERE}.estimators.gpg_advantages", _ROW),
     Estimator(
         "remax",
         "reward minus that of a greedy response to the prompt, which is generated besides",

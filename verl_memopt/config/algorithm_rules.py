@@ -1,4 +1,4 @@
-"""Combinations of estimators, groups and losses that are refused."""
+"""What estimators, groups, losses, a critic and supervised fine-tuning refuse, and the keys that have no effect with them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from verl_memopt.memory.knob import Predicate, Refusal, UnusedKey
 from verl_memopt.memory.ranges import DEVICES, num_devices, uneven_shards
 from verl_memopt.recipes.registry import RECIPES
 
-_ROLLOUT, _LOSS = "actor_rollout_ref.rollout", "actor_rollout_ref.actor.policy_loss"
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_CORRECTION = "algorithm.rollout_correction"
+_ESTIMATOR, _LOSS = "algorithm.adv_estimator", f"{_ACTOR}.policy_loss"
 
 
 def _filters(settings: Settings) -> bool:
@@ -65,7 +67,7 @@ def _groups() -> Iterator[Refusal]:
 
 def _losses() -> Iterator[Refusal]:
     """Yield the rules of the policy's loss."""
-    mask, bypass = "algorithm.mask_truncated_responses", "algorithm.rollout_correction.bypass_mode"
+    mask, bypass = "algorithm.mask_truncated_responses", f"{_CORRECTION}.bypass_mode"
     yield Refusal(
         (mask, bypass),
         lambda settings: _masks(settings) and settings.algorithm.rollout_correction.bypass_mode,
@@ -81,14 +83,7 @@ def _losses() -> Iterator[Refusal]:
 
 
 def _custom(choice: str, section: str, is_chosen: Predicate, has_file: Predicate) -> Iterator[Refusal]:
-    """Yield the rules of a function of the user's own.
-
-    Args:
-        choice: the key whose word ``custom`` chooses it.
-        section: the keys that name its file and the function in it.
-        is_chosen: tells whether it is chosen.
-        has_file: tells whether a file is named.
-    """
+    """Yield the rules of a function of the user's own."""
     keys = (choice, f"{section}.path")
     yield Refusal(
         keys,
@@ -121,13 +116,13 @@ ALGORITHM_RULES: tuple[Refusal, ...] = (
     ),
     *(refusal for record in RECORDS for refusal in record.refuses),
 )
-"""All rules of this file and of the records, for :mod:`verl_memopt.config.checks`."""
+"""The rules above and those of the records, for :mod:`verl_memopt.config.checks`."""
 
 
 # What the critic's keys must hold together, and when they have no effect.
 
 
-_AR, _ENABLE = "actor_rollout_ref", "critic.enable"
+_ENABLE = "critic.enable"
 _NO_CRITIC = "algorithm.adv_estimator is not gae, the one estimator that reads the values of a critic, so no critic is built"
 _WARMUP, _KEPT = "trainer.critic_warmup", "trainer.max_critic_ckpt_to_keep"
 
@@ -152,7 +147,7 @@ def _never_updates_policy(settings: Settings) -> bool:
 
 def _rules() -> Iterator[Refusal]:
     """Yield the rules of runs with a critic."""
-    batch, mini, samples = "data.train_batch_size", "critic.ppo_mini_batch_size", f"{_AR}.rollout.n"
+    batch, mini, samples = "data.train_batch_size", "critic.ppo_mini_batch_size", f"{_ROLLOUT}.n"
     yield Refusal(
         (_ENABLE,),
         lambda settings: settings.critic.enable is False,
@@ -212,63 +207,27 @@ WITHOUT_CRITIC = {unused.key: unused for unused in _unused()}
 # What supervised fine-tuning (``algorithm.adv_estimator=sft``) refuses, and the keys that have no effect in it.
 
 
-_ESTIMATOR = "algorithm.adv_estimator"
-_ACTOR, _ROLLOUT_SUPERVISED_RULES = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-_CORRECTION = "algorithm.rollout_correction"
-
 OTHER_LOSS, NO_ROLLOUT = "the loss would not be the mean negative log-prob of the responses", "there is no rollout, and no reward"
-_ONLY: dict[str, tuple[str, str, Predicate]] = {
-    f"{_ACTOR}.use_kl_loss": ("false", OTHER_LOSS, lambda settings: settings.actor_rollout_ref.actor.use_kl_loss),
-    "algorithm.use_kl_in_reward": ("false", OTHER_LOSS, lambda settings: settings.algorithm.use_kl_in_reward),
-    f"{_ACTOR}.policy_loss.loss_mode": (
-        "gpg",
-        OTHER_LOSS,
-        lambda settings: settings.actor_rollout_ref.actor.policy_loss.loss_mode != "gpg",
-    ),
-    f"{_ACTOR}.loss_agg_mode": (
-        "token-mean",
-        OTHER_LOSS,
-        lambda settings: settings.actor_rollout_ref.actor.loss_agg_mode != "token-mean",
-    ),
-    f"{_ACTOR}.entropy_coeff": ("0.0", OTHER_LOSS, lambda settings: settings.actor_rollout_ref.actor.entropy_coeff != 0),
-    f"{_ROLLOUT_SUPERVISED_RULES}.temperature": (
-        "1.0",
-        OTHER_LOSS,
-        lambda settings: settings.actor_rollout_ref.rollout.temperature != 1,
-    ),
-    f"{_ROLLOUT_SUPERVISED_RULES}.n": (
-        "1",
-        "the dataset has one response to a prompt",
-        lambda settings: settings.actor_rollout_ref.rollout.n != 1,
-    ),
-    f"{_ROLLOUT_SUPERVISED_RULES}.skip_rollout": (
-        "false",
-        NO_ROLLOUT,
-        lambda settings: bool(settings.actor_rollout_ref.rollout.skip_rollout),
-    ),
-    f"{_CORRECTION}.bypass_mode": ("false", NO_ROLLOUT, lambda settings: settings.algorithm.rollout_correction.bypass_mode),
-    f"{_CORRECTION}.rollout_is": (
-        "null",
-        NO_ROLLOUT,
-        lambda settings: settings.algorithm.rollout_correction.rollout_is is not None,
-    ),
-    f"{_CORRECTION}.rollout_rs": (
-        "null",
-        NO_ROLLOUT,
-        lambda settings: settings.algorithm.rollout_correction.rollout_rs is not None,
-    ),
-    "custom_reward_function.path": ("null", NO_ROLLOUT, lambda settings: settings.custom_reward_function.path is not None),
-    "algorithm.filter_groups.enable": ("false", NO_ROLLOUT, lambda settings: settings.algorithm.filter_groups.enable),
-    "algorithm.use_pf_ppo": ("false", NO_ROLLOUT, lambda settings: settings.algorithm.use_pf_ppo),
+_ONLY: tuple[tuple[str, str, str, Predicate], ...] = (
+    (f"{_ACTOR}.use_kl_loss", "false", OTHER_LOSS, lambda run: run.actor_rollout_ref.actor.use_kl_loss),
+    ("algorithm.use_kl_in_reward", "false", OTHER_LOSS, lambda run: run.algorithm.use_kl_in_reward),
+    (f"{_LOSS}.loss_mode", "gpg", OTHER_LOSS, lambda run: run.actor_rollout_ref.actor.policy_loss.loss_mode != "gpg"),
+    (f"{_ACTOR}.loss_agg_mode", "token-mean", OTHER_LOSS, lambda run: run.actor_rollout_ref.actor.loss_agg_mode != "token-mean"),
+    (f"{_ACTOR}.entropy_coeff", "0.0", OTHER_LOSS, lambda run: run.actor_rollout_ref.actor.entropy_coeff != 0),
+    (f"{_ROLLOUT}.temperature", "1.0", OTHER_LOSS, lambda run: run.actor_rollout_ref.rollout.temperature != 1),
+    (f"{_ROLLOUT}.n", "1", "the dataset has one response to a prompt", lambda run: run.actor_rollout_ref.rollout.n != 1),
+    (f"{_ROLLOUT}.skip_rollout", "false", NO_ROLLOUT, lambda run: bool(run.actor_rollout_ref.rollout.skip_rollout)),
+    (f"{_CORRECTION}.bypass_mode", "false", NO_ROLLOUT, lambda run: run.algorithm.rollout_correction.bypass_mode),
+    (f"{_CORRECTION}.rollout_is", "null", NO_ROLLOUT, lambda run: run.algorithm.rollout_correction.rollout_is is not None),
+    (f"{_CORRECTION}.rollout_rs", "null", NO_ROLLOUT, lambda run: run.algorithm.rollout_correction.rollout_rs is not None),
+    ("custom_reward_function.path", "null", NO_ROLLOUT, lambda run: run.custom_reward_function.path is not None),
+    ("algorithm.filter_groups.enable", "false", NO_ROLLOUT, _filters),
+    ("algorithm.use_pf_ppo", "false", NO_ROLLOUT, lambda run: run.algorithm.use_pf_ppo),
     # The recipe of reward_manager brings the dataset, and a recipe is switched on by the same key as a reward model.
-    ENABLE: (
-        "false",
-        NO_ROLLOUT,
-        lambda settings: settings.reward_model.enable and settings.reward_model.reward_manager not in RECIPES,
-    ),
-    "algorithm.mask_truncated_responses": ("false", NO_ROLLOUT, lambda settings: settings.algorithm.mask_truncated_responses),
-}
-"""Key -> the one value that makes sense, why, and whether the key has another."""
+    (ENABLE, "false", NO_ROLLOUT, lambda run: run.reward_model.enable and run.reward_model.reward_manager not in RECIPES),
+    ("algorithm.mask_truncated_responses", "false", NO_ROLLOUT, _masks),
+)
+"""Key, the one value that makes sense, why, and whether the key has another."""
 _MODES = ("rollout_only", "score_only", "train_only", "sync_check")
 _READ = ("temperature", "n", "skip_rollout", "name", "mode", "seed", "do_sample")
 """Keys of ``rollout`` that a supervised run reads, or refuses."""
@@ -288,15 +247,15 @@ def _only(key: str, wanted: str, why: str, differs: Predicate) -> Refusal:
     )
 
 
-def _unused_supervised_rules() -> Iterator[UnusedKey]:
+def _without_engine() -> Iterator[UnusedKey]:
     """Yield the keys of the engine and of its sampling, which nothing reads without one."""
-    for key in (key for key in leaf_types() if key.startswith(f"{_ROLLOUT_SUPERVISED_RULES}.")):
-        if key.removeprefix(f"{_ROLLOUT_SUPERVISED_RULES}.") not in _READ and ".log_prob_" not in key:
+    for key in (key for key in leaf_types() if key.startswith(f"{_ROLLOUT}.")):
+        if key.removeprefix(f"{_ROLLOUT}.") not in _READ and ".log_prob_" not in key:
             yield UnusedKey(key, is_supervised, f"{_ESTIMATOR} is {SFT}, which has no engine")
 
 
 SUPERVISED_RULES: tuple[Refusal, ...] = (
-    *(_only(key, wanted, why, differs) for key, (wanted, why, differs) in _ONLY.items()),
+    *(_only(*row) for row in _ONLY),
     Refusal(
         ("debug.mode", _ESTIMATOR),
         lambda settings: is_supervised(settings) and settings.debug.mode in _MODES,
@@ -304,7 +263,7 @@ SUPERVISED_RULES: tuple[Refusal, ...] = (
         "Set debug.mode=off, dry, forge, memory or deterministic.",
     ),
 )
-"""All rules of this file, for :mod:`verl_memopt.config.checks`."""
+"""What a supervised run refuses, for :mod:`verl_memopt.config.checks`."""
 
-WITHOUT_ENGINE = {unused.key: unused for unused in _unused_supervised_rules()}
+WITHOUT_ENGINE = {unused.key: unused for unused in _without_engine()}
 """Key -> why it has no effect in a supervised run."""

@@ -148,7 +148,6 @@ def _first_below(section: str) -> str:
 
 # Suggest a key for an unknown one: the nearest known key, or the one that does what a key of TRL or of a recipe does.
 
-
 _AR = "actor_rollout_ref"
 
 

@@ -154,10 +154,6 @@ def _files() -> Iterator[Refusal]:
     )
 
 
-def _is_too_short_for_sample(settings: Settings) -> bool:
-    return (settings.actor_rollout_ref.rollout.max_model_len or 0) < _engine_tokens(settings)
-
-
 def _engine_tokens(settings: Settings) -> int:
     """Return the tokens of the longest prompt and response that the engine takes."""
     rollout = settings.actor_rollout_ref.rollout
@@ -206,7 +202,7 @@ def _batches() -> Iterator[Refusal]:
     )
     yield Refusal(
         (prompt, response, longest),
-        _is_too_short_for_sample,
+        lambda settings: (settings.actor_rollout_ref.rollout.max_model_len or 0) < _engine_tokens(settings),
         "prompt and response need more tokens",
         lambda settings: f"Raise {longest} to at least {_engine_tokens(settings)}, or remove it.",
         lambda settings: f"prompt and response need {_engine_tokens(settings)} tokens",

@@ -13,7 +13,6 @@ from verl_memopt.memory.knob import Refusal, UnusedKey
 
 # The bounds that the text settings of ``algorithm.rollout_correction`` spell.
 
-
 KEY = "algorithm.rollout_correction"
 
 REJECTIONS = (
@@ -93,7 +92,6 @@ _WEIGHTS, _WEIGHTS_BOUND = f"{KEY}.rollout_is", f"{KEY}.rollout_is_threshold"
 _REJECTION, _REJECTION_BOUND = f"{KEY}.rollout_rs", f"{KEY}.rollout_rs_threshold"
 _BYPASS, _BYPASS_LOSS = f"{KEY}.bypass_mode", f"{KEY}.loss_type"
 _ESTIMATOR, _SQUARES = "algorithm.adv_estimator", f"{_ACTOR}.calculate_sum_pi_squared"
-_OWNERS = " and ".join(WITH_SUM_PI_SQUARED)
 
 
 def _fault(read: Callable[..., Any], *values: Any) -> str | None:
@@ -111,11 +109,8 @@ def _weights_fault(settings: Settings) -> str | None:
 
 
 def _rejection_fault(settings: Settings) -> str | None:
-    names, threshold = (
-        settings.algorithm.rollout_correction.rollout_rs,
-        settings.algorithm.rollout_correction.rollout_rs_threshold,
-    )
-    return None if names is None else _fault(rejection_bounds, names, threshold)
+    given = settings.algorithm.rollout_correction
+    return None if given.rollout_rs is None else _fault(rejection_bounds, given.rollout_rs, given.rollout_rs_threshold)
 
 
 def _corrects(settings: Settings) -> bool:
@@ -129,11 +124,6 @@ def _bypasses(settings: Settings) -> bool:
 
 def _has_token_baseline(settings: Settings) -> bool:
     return settings.algorithm.adv_estimator in WITH_SUM_PI_SQUARED
-
-
-def _has_raw_log_probs(settings: Settings) -> bool:
-    rollout = settings.actor_rollout_ref.rollout
-    return rollout.logprobs_mode == "raw_logprobs" and rollout.temperature != 1
 
 
 def _refusals() -> Iterator[Refusal]:
@@ -161,7 +151,11 @@ def _refusals() -> Iterator[Refusal]:
     )
     yield Refusal(
         (mode, temperature),
-        lambda settings: _has_raw_log_probs(settings) and _corrects(settings),
+        lambda settings: (
+            settings.actor_rollout_ref.rollout.logprobs_mode == "raw_logprobs"
+            and settings.actor_rollout_ref.rollout.temperature != 1
+            and _corrects(settings)
+        ),
         f"{KEY} needs the log-probs of the distribution that was sampled, and raw ones are of temperature 1",
         f"Set {mode}=processed_logprobs.",
     )
@@ -202,7 +196,7 @@ def _unused() -> Iterator[UnusedKey]:
     yield UnusedKey(
         _SQUARES,
         lambda settings: settings.algorithm.adv_estimator not in (*WITH_SUM_PI_SQUARED, CUSTOM),
-        f"it belongs to {_OWNERS}",
+        f"it belongs to {' and '.join(WITH_SUM_PI_SQUARED)}",
     )
     for key in ("reweight_method", "weight_pow"):
         yield UnusedKey(

@@ -266,7 +266,6 @@ def to_yaml(settings: Settings) -> str:
 # becomes the length of that sample, and a log line says so. A budget that the user wrote stays, and is refused if it is too
 # small.
 
-
 LENGTHS = ("data.max_prompt_length", "data.max_response_length")
 BUDGETS = (
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
@@ -299,7 +298,6 @@ def with_room_for_samples(values: Mapping[str, Any], of_presets: Set[str]) -> di
 
 
 # LoRA settings that the user leaves out are read from the folder of the trained adapters, as in verl.
-
 
 MODELS = ("actor_rollout_ref.model", "critic.model")
 """Sections of the models that may have adapters."""
@@ -340,11 +338,7 @@ def adapter_settings(model: str, user_values: Mapping[str, Any]) -> tuple[dict[s
 
 # What a run trains, in one line, so that nobody has to work it out from a recipe, a profile and a command line.
 
-
-_BYPASS = {
-    "ppo_clip": "one clipped ratio to the engine per token",
-    "reinforce": "log-probs without a ratio",
-}
+_BYPASS = {"ppo_clip": "one clipped ratio to the engine per token", "reinforce": "log-probs without a ratio"}
 
 
 def objective(algorithm: Algorithm, loss: str, kl_in_loss: str | None) -> str:

@@ -1,4 +1,4 @@
-"""Combinations of reward settings that are refused."""
+"""Rewards: the combinations of settings that are refused, and the keys of models and of the sandbox service without effect."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _unused() -> Iterator[UnusedKey]:
 
 
 REWARD_RULES: tuple[Refusal, ...] = (*_overlong(), *_model())
-"""All rules of this file, for :mod:`verl_memopt.config.checks`."""
+"""What penalties and reward models refuse, for :mod:`verl_memopt.config.checks`."""
 
 WITHOUT_REWARD_MODEL = {unused.key: unused for unused in _unused()}
 """Key -> why it has no effect in a run without a reward model."""
@@ -163,14 +163,9 @@ WITHOUT_REWARD_MODEL = {unused.key: unused for unused in _unused()}
 
 # Combinations of the settings of a sandbox service that are refused or have no effect.
 
-
 KEY = "reward_model.sandbox_fusion"
 URL, MAX_CONCURRENT = f"{KEY}.url", f"{KEY}.max_concurrent"
-_LIMIT, _FUNCTION, _MODEL_SANDBOX_RULES = (
-    "custom_reward_function.timeout_seconds",
-    "custom_reward_function.path",
-    "reward_model.enable",
-)
+_LIMIT = "custom_reward_function.timeout_seconds"
 
 CASES = 10
 """Most test cases of a task that count, as in verl."""
@@ -256,15 +251,14 @@ def _or_more(settings: Settings) -> str:
     return "" if enough is None else f", or {MAX_CONCURRENT} to at least {enough}"
 
 
-def _unused_sandbox_rules() -> Iterator[UnusedKey]:
-    """Yield when a key has no effect."""
-    yield UnusedKey(URL, _is_bypassed, f"{_FUNCTION} or {_MODEL_SANDBOX_RULES} decides the reward, and no rule does")
-    for key in (MAX_CONCURRENT, f"{KEY}.memory_limit_mb"):
-        yield UnusedKey(key, lambda settings: settings.reward_model.sandbox_fusion.url is None, f"{URL} is null")
-
-
 SANDBOX_RULES: tuple[Refusal, ...] = tuple(_refusals())
-"""All refusals of this file, for :mod:`verl_memopt.config.checks`."""
+"""What the service's settings refuse, for :mod:`verl_memopt.config.checks`."""
 
-SANDBOX_UNUSED: tuple[UnusedKey, ...] = tuple(_unused_sandbox_rules())
-"""All keys of this file without effect, for :mod:`verl_memopt.config.checks`."""
+SANDBOX_UNUSED: tuple[UnusedKey, ...] = (
+    UnusedKey(URL, _is_bypassed, f"custom_reward_function.path or {ENABLE} decides the reward, and no rule does"),
+    *(
+        UnusedKey(key, lambda settings: settings.reward_model.sandbox_fusion.url is None, f"{URL} is null")
+        for key in (MAX_CONCURRENT, f"{KEY}.memory_limit_mb")
+    ),
+)
+"""When giving a key of the service has no effect, for :mod:`verl_memopt.config.checks`."""

@@ -45,7 +45,6 @@ from verl_memopt.memory.weight_buckets import WeightBuckets
 
 # The sections ``optim`` and ``fsdp_config``, which say how a model is sharded and updated.
 
-
 Schedule = Literal[
     "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "cosine_with_restarts", "polynomial",
     "inverse_sqrt", "warmup_stable_decay",
@@ -276,7 +275,6 @@ class Critic(CriticBudget):
 
 # The section ``data``.
 
-
 REQUIRED: Any = "???"
 """Marks a key that has no default; the loader reports every one that is still missing."""
 
@@ -383,7 +381,6 @@ class Model(LoadMode, ChunkedLogprob, ModelKnobs):
 
 
 # The section ``actor_rollout_ref.rollout``.
-
 
 NATS = Range("must be a number above 0, or auto", lambda value: value == "auto" or (isinstance(value, float) and value > 0))
 

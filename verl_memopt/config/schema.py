@@ -54,7 +54,6 @@ from verl_memopt.recipes.rlt.settings import RltReward
 
 # The sections ``reward_model`` and ``custom_reward_function``: what scores a response, and how.
 
-
 POLICY_TOKENIZER = "policy"
 """Word for the tokenizer of the policy."""
 FILES = Range("must be at least 64", lambda value: value >= 64)
@@ -234,7 +233,6 @@ class PfPpo:
 
 # The sections that are not of one model: algorithm, trainer, Ray, memory, debug.
 
-
 LOGGERS = Words(("console", "jsonl", "tensorboard", "wandb"))
 
 
@@ -380,17 +378,9 @@ class Memory(Limits):
 class Debug:
     """Run a part of a training run, or run it under watch."""
 
-    mode: Literal[
-        "off",
-        "dry",
-        "rollout_only",
-        "score_only",
-        "train_only",
-        "forge",
-        "memory",
-        "deterministic",
-        "sync_check",
-    ] = "off"
+    mode: Literal["off", "dry", "rollout_only", "score_only", "train_only", "forge", "memory", "deterministic", "sync_check"] = (
+        "off"
+    )
     """off = a training run; dry = resolve the settings, print them, exit; rollout_only = generate, write a dump, exit;
     score_only = score a dump and compute its log-probs, without an update; train_only = train on the rows and scores of a dump,
     without an engine; forge = train on synthetic rows of the largest lengths, which needs no data; memory = print each phase's

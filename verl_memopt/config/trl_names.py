@@ -161,7 +161,6 @@ def _notice(name: str, value: Any, ours: Mapping[str, Any], spelling: Spelling, 
 # In the older RLOO trainer s = a x num_mini_batches. Source: ``GRPOConfig`` and ``RLOOConfig`` of TRL 1.16, ``RLOOTrainer`` of
 # TRL 0.20.
 
-
 _AR = "actor_rollout_ref"
 SAMPLES, EPOCHS = f"{_AR}.rollout.n", f"{_AR}.actor.ppo_epochs"
 PROMPTS, MINI_BATCH = "data.train_batch_size", f"{_AR}.actor.ppo_mini_batch_size"
@@ -389,7 +388,6 @@ def reference_sync(name: str, trl: TrlSettings, values: Values) -> dict[str, Any
 
 
 # The names of TRL's RLOO and GRPO trainers, old and new: which of our keys each sets, and which have no equal here.
-
 
 _ACTOR, _OPTIM, _ROLLOUT = f"{_AR}.actor", f"{_AR}.actor.optim", f"{_AR}.rollout"
 RLOO, GRPO = ("rloo",), ("grpo",)

@@ -18,7 +18,7 @@ from verl_memopt.config.keys import Problem, field_types, problem, shown
 from verl_memopt.config.reward_rules import SANDBOX_UNUSED
 from verl_memopt.config.schema import Fsdp, Settings, TrainedFsdp
 from verl_memopt.memory.critic_rules import twin_unused, unused_keys
-from verl_memopt.memory.knob import Refusal as Refusal_reference_rules
+from verl_memopt.memory.knob import Refusal as Rule
 from verl_memopt.memory.knob import UnusedKey
 from verl_memopt.memory.ranges import needs_reference, num_devices
 
@@ -155,9 +155,7 @@ _DATA = {
     "use_shm": Refusal(EITHER, "files are read where they are, and not copied to shared memory"),
 }
 
-_ALGORITHM = {
-    "gdpo_reward_keys": Refusal(ANY, "it belongs to the estimator gdpo, which does not exist here"),
-}
+_ALGORITHM = {"gdpo_reward_keys": Refusal(ANY, "it belongs to the estimator gdpo, which does not exist here")}
 
 _REWARD_MODEL = {
     "launch_reward_fn_async": Refusal(EITHER, "rewards are always computed in processes of their own, after the rollout"),
@@ -219,23 +217,15 @@ REFUSED: dict[str, Refusal] = {
         for name in sorted(field_types(TrainedFsdp).keys() - field_types(Fsdp).keys())
     },
     f"{_AR}.ref.strategy": Refusal(("fsdp2",), "the reference is sharded as the actor is, by fsdp2. Remove the key"),
-    f"{_AR}.actor.megatron.*": Refusal((), _ONE_BACKEND),
-    f"{_AR}.ref.megatron.*": Refusal((), _ONE_BACKEND),
-    f"{_AR}.actor.veomni.*": Refusal((), _ONE_BACKEND),
-    f"{_AR}.ref.veomni.*": Refusal((), _ONE_BACKEND),
+    **{f"{_AR}.{role}.{name}.*": Refusal((), _ONE_BACKEND) for name in ("megatron", "veomni") for role in ("actor", "ref")},
 }
 
 
 def refusal_of(key: str) -> Refusal | None:
     """Return the row that covers a key: its own, else that of the nearest section above it, or None."""
-    if key in REFUSED:
-        return REFUSED[key]
-    section = key
-    while section:
-        if f"{section}.*" in REFUSED:
-            return REFUSED[f"{section}.*"]
-        section = section.rpartition(".")[0]
-    return None
+    parts = key.split(".")
+    rows = (key, *(f"{'.'.join(parts[:depth])}.*" for depth in range(len(parts), 0, -1)))
+    return next((REFUSED[row] for row in rows if row in REFUSED), None)
 
 
 def refuse(key: str, value: Any, refusal: Refusal) -> list[Problem]:
@@ -253,7 +243,6 @@ def _is_one_of(value: Any, inert: tuple[Any, ...]) -> bool:
 
 # What a reference that follows the policy needs, and when its keys have no effect.
 
-
 EVERY, ALPHA = f"{_AR}.ref.sync_every_steps", f"{_AR}.ref.sync_mixup_alpha"
 _RANK, _QUANTIZATION, _LOAD = f"{_AR}.model.lora_rank", f"{_AR}.ref.quantization", f"{_AR}.model.load_mode"
 _SIZE, _OFFLOAD = f"{_AR}.ref.fsdp_config.fsdp_size", f"{_AR}.ref.fsdp_config.param_offload"
@@ -269,28 +258,28 @@ def _has_other_shards(settings: Settings) -> bool:
     return num_devices(settings) > 1 and roles.ref.fsdp_config.fsdp_size != roles.actor.fsdp_config.fsdp_size
 
 
-def _rules() -> Iterator[Refusal_reference_rules]:
+def _rules() -> Iterator[Rule]:
     """Yield what a reference must be so that it can follow the policy."""
     keep = f"or {EVERY}=null to keep the reference as it is."
-    yield Refusal_reference_rules(
+    yield Rule(
         (EVERY, _RANK),
         lambda settings: _follows(settings) and settings.actor_rollout_ref.model.lora_rank > 0,
         "with LoRA the reference is the policy's own base, and has no weights that could follow the policy",
         f"Set {_RANK}=0, {keep}",
     )
-    yield Refusal_reference_rules(
+    yield Rule(
         (EVERY, _QUANTIZATION),
         lambda settings: _follows(settings) and settings.actor_rollout_ref.ref.quantization != "none",
         "the codes of a quantised reference cannot take a small move",
         f"Set {_QUANTIZATION}=none with {_OFFLOAD}=true, {keep}",
     )
-    yield Refusal_reference_rules(
+    yield Rule(
         (EVERY, _LOAD),
         lambda settings: _follows(settings) and settings.actor_rollout_ref.model.load_mode == "mmap",
         "a mapped file cannot be written to, and the reference would change the model's folder",
         f"Set {_LOAD}=stream, {keep}",
     )
-    yield Refusal_reference_rules(
+    yield Rule(
         (EVERY, _SIZE),
         lambda settings: _follows(settings) and _has_other_shards(settings),
         "the shards of the reference are not those of the policy",
@@ -298,18 +287,17 @@ def _rules() -> Iterator[Refusal_reference_rules]:
     )
 
 
-REFERENCE_RULES: tuple[Refusal_reference_rules, ...] = tuple(_rules())
-"""All rules of this file, for :mod:`verl_memopt.config.checks`."""
+REFERENCE_RULES: tuple[Rule, ...] = tuple(_rules())
+"""What a reference that follows the policy refuses, for :mod:`verl_memopt.config.checks`."""
 
 REFERENCE_UNUSED: tuple[UnusedKey, ...] = (
     UnusedKey(EVERY, lambda settings: not needs_reference(settings), "no KL is asked for, so there is no reference"),
     UnusedKey(ALPHA, lambda settings: not _follows(settings), f"{EVERY} is null"),
 )
-"""When giving a key of this file asks for something that does not happen."""
+"""When giving one of its keys asks for something that does not happen."""
 
 
 # Keys that have no effect under other keys: giving one earns a warning, since it asks for something that does not happen.
-
 
 _AGG_MODE, _LOSS_MODE = f"{_AR}.actor.loss_agg_mode", f"{_AR}.actor.policy_loss.loss_mode"
 _FILTER, _KL = "algorithm.filter_groups", "algorithm.kl_ctrl"
@@ -356,9 +344,7 @@ def _of_advantages() -> Iterator[UnusedKey]:
         yield UnusedKey(f"{_KL}.{key}", lambda settings: settings.algorithm.kl_ctrl.type == "fixed", f"{_KL}.type is fixed")
     for key in ("kl_loss_coef", "kl_loss_type"):
         yield UnusedKey(
-            f"{_AR}.actor.{key}",
-            lambda settings: not settings.actor_rollout_ref.actor.use_kl_loss,
-            "actor.use_kl_loss is false",
+            f"{_AR}.actor.{key}", lambda settings: not settings.actor_rollout_ref.actor.use_kl_loss, "actor.use_kl_loss is false"
         )
 
 
@@ -401,9 +387,7 @@ def _has_equal_answers(settings: Settings) -> bool:
 def _of_rollouts() -> Iterator[UnusedKey]:
     """Yield the rules of sampling and of the engine."""
     yield UnusedKey(
-        f"{_AR}.rollout.do_sample",
-        _has_equal_answers,
-        "greedy samples of one prompt are all alike, so every advantage is 0",
+        f"{_AR}.rollout.do_sample", _has_equal_answers, "greedy samples of one prompt are all alike, so every advantage is 0"
     )
     for key in ("enable_chunked_prefill", "cudagraph_capture_sizes", "disable_log_stats", "scheduling_policy"):
         yield UnusedKey(

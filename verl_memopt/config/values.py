@@ -116,7 +116,6 @@ def _is_writable(text: str) -> bool:
 
 # Keys that follow another key unless they are given.
 
-
 _CRITIC = "critic"
 
 LINKS = {

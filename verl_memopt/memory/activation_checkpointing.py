@@ -50,9 +50,7 @@ KNOB = Knob(
     cost="one more forward",
     settings={"model": ActivationCheckpointing},
     same_numbers=True,
-    known_as={
-        "gradient_checkpointing": "actor_rollout_ref.model.enable_gradient_checkpointing",
-    },
+    known_as={"gradient_checkpointing": "actor_rollout_ref.model.enable_gradient_checkpointing"},
     unused_keys=(
         UnusedKey(_MODE, lambda settings: not _checkpoints(settings), "model.enable_gradient_checkpointing is false"),
         UnusedKey(

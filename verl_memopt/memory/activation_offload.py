@@ -41,9 +41,7 @@ KNOB = Knob(
     cost="host memory, copies",
     settings={"model": ActivationOffload},
     same_numbers=True,
-    known_as={
-        "activation_offloading": "actor_rollout_ref.model.enable_activation_offload",
-    },
+    known_as={"activation_offloading": "actor_rollout_ref.model.enable_activation_offload"},
     unused_keys=tuple(
         UnusedKey(key, lambda settings: not settings.actor_rollout_ref.model.enable_activation_offload, _OFF)
         for key in (_LEAST, _IN_FLIGHT)

@@ -83,11 +83,6 @@ def _is_torchao(settings: Settings) -> bool:
     return settings.actor_rollout_ref.actor.optim.optimizer_impl == "torchao.optim"
 
 
-def _does_not_shard(settings: Settings) -> bool:
-    """Return whether torchao's optimizer does not update sharded parameters (0.18 with torch 2.13)."""
-    return _is_torchao(settings) and settings.actor_rollout_ref.actor.optim.optimizer not in ("AdamW8bit", "Adam8bit")
-
-
 def _is_compiled_while_counted(settings: Settings) -> bool:
     trainer = settings.trainer
     return _is_torchao(settings) and trainer.device != "cuda" and trainer.track_memory_every_steps > 0
@@ -101,7 +96,9 @@ KNOB = Knob(
     refuses=(
         Refusal(
             (IMPL, OPTIMIZER),
-            _does_not_shard,
+            lambda settings: (
+                _is_torchao(settings) and settings.actor_rollout_ref.actor.optim.optimizer not in ("AdamW8bit", "Adam8bit")
+            ),
             "it does not update sharded parameters",
             f"Remove both and set {_OPTIM}.state_dtype=int4 (or int8), or set {OPTIMIZER}=AdamW8bit.",
         ),

@@ -292,7 +292,6 @@ def _widened(parts: Sequence[Tensor], room: Tensor) -> list[Tensor]:
 
 # How AdamW's state is laid out: parameters updated alike lie in one flat range, walked in buckets that cut across them.
 
-
 LEAST_CUT = 64
 """Fewest elements between two cuts of a tensor, so that a kernel has a partial vector only at the end of the tensor."""
 ALIGNMENT = 64

@@ -55,9 +55,7 @@ KNOB = Knob(
     place=10,
     cost="nothing, mostly",
     settings={"policy_model": ChunkedLogprob},
-    known_as={
-        "use_liger_kernel": "actor_rollout_ref.model.logprob_chunk_tokens",
-    },
+    known_as={"use_liger_kernel": "actor_rollout_ref.model.logprob_chunk_tokens"},
     advice=(
         Advice(
             "logits",
@@ -68,8 +66,5 @@ KNOB = Knob(
     ),
     claims=(Claim("update_actor", "logits", _saved(True)), Claim("old_log_prob", "logits", _saved(False))),
     row=LadderRow(10, on=(f"{_CHUNK}=512",), off=(f"{_CHUNK}=0",)),
-    factors=(
-        Factor("chunk", {"whole": {_CHUNK: 0}, "5": {_CHUNK: 5}}),
-        switch("vocabulary tile", _TILE, auto=0, of_96=96),
-    ),
+    factors=(Factor("chunk", {"whole": {_CHUNK: 0}, "5": {_CHUNK: 5}}), switch("vocabulary tile", _TILE, auto=0, of_96=96)),
 )

@@ -108,13 +108,12 @@ class HostArena:
 
 # The one place that allocates host memory for what is moved off the device.
 #
-# All offloaded data rests in buffers of this file, so its bytes are counted as host bytes on any machine. On a CPU both tiers are
+# All offloaded data rests in these buffers, so its bytes are counted as host bytes on any machine. On a CPU both tiers are
 # the same memory, and only the place of allocation tells them apart. Code that moves tensors takes a buffer, copies into it and
 # drops the device tensor; ``.to("cpu")`` would return the same storage on a CPU and move nothing.
 #
 # Page-locked buffers are mappings of whole pages, locked in place. torch's own page-locked memory (``pin_memory``) is rounded up
 # to a power of two and never returned to the system; see ``docs/decisions/page_locked_memory.md``.
-
 
 logger = logging.getLogger(__name__)
 

@@ -69,7 +69,6 @@ def _plain(text: str) -> str:
 #
 # ``python -m verl_memopt.memory.list_knobs LADDER.json`` prints ``verl_memopt/knobs/example.json`` anew.
 
-
 MIB = 2**20
 _FILE = Path(__file__).with_name("example.json")
 

@@ -437,7 +437,6 @@ def _plain(function: Callable[..., Any], *arguments: Any) -> Any:
 # adds the small terms to the large one loses their last digits: in fp32, with 151,669 entries, gradients of plain autograd are
 # 5e-6 from those in float64. With the large term last they are 4e-7 from them (docs/rloo_memory_study.md).
 
-
 ROWS_AT_ONCE = 32
 """Tokens whose target's row of the head is copied at a time."""
 

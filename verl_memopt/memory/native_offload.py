@@ -71,10 +71,7 @@ KNOB = Knob(
         Claim("update_actor", "optimizer", lambda before, _: before.state_bytes * before.params),
     ),
     row=LadderRow(
-        200,
-        on=tuple(f"{key}=true" for key in _KEYS),
-        off=tuple(f"{key}=false" for key in _KEYS),
-        on_top_of="rollout_memory",
+        200, on=tuple(f"{key}=true" for key in _KEYS), off=tuple(f"{key}=false" for key in _KEYS), on_top_of="rollout_memory"
     ),
     factors=for_roles("offload_policy", off=False, on=True),
 )

@@ -45,9 +45,7 @@ KNOB = Knob(
     place=100,
     cost="host memory, copies per step",
     settings={"trained_fsdp": OptimizerOffload},
-    known_as={
-        "offload_optimizer": "actor_rollout_ref.actor.fsdp_config.optimizer_offload",
-    },
+    known_as={"offload_optimizer": "actor_rollout_ref.actor.fsdp_config.optimizer_offload"},
     unused_keys=(
         UnusedKey(
             BUCKET,

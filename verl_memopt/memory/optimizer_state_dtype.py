@@ -38,7 +38,7 @@ KNOB = Knob(
     cost="inexact moments",
     settings={"optim": OptimizerStateDtype},
     known_as={
-        "optim": "actor_rollout_ref.actor.optim.state_dtype (8-bit and 4-bit AdamW), or actor_rollout_ref.actor.optim.optimizer",
+        "optim": "actor_rollout_ref.actor.optim.state_dtype (8-bit and 4-bit AdamW), or actor_rollout_ref.actor.optim.optimizer"
     },
     refuses=only_with_adamw(_KEY, has_state_dtype),
     claims=(Claim("update_actor", "host buffers", _saved),),

@@ -208,7 +208,6 @@ def _gib(num_bytes: int) -> str:
 
 # A snapshot of the memory at the moment when it runs out: what lives on the device, largest first.
 
-
 MOST_TENSORS = 200
 """Tensors that a snapshot lists."""
 MOST_FRAMES = 40
@@ -302,7 +301,6 @@ def _live_tensors(device: torch.device, kinds: dict[int, str]) -> list[dict[str,
 #
 # A pass without gradients keeps what it has computed and repeats the micro-batch that failed. An accumulation of gradients is
 # void after an error, since nobody knows which gradients were added: it starts again from the first micro-batch.
-
 
 _active: list[Recutting] = []
 

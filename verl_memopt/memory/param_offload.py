@@ -41,9 +41,7 @@ KNOB = Knob(
     cost="host memory, copies per phase",
     settings={"fsdp": ParamOffload},
     same_numbers=True,
-    known_as={
-        "offload_untrained_models": "actor_rollout_ref.ref.fsdp_config.param_offload",
-    },
+    known_as={"offload_untrained_models": "actor_rollout_ref.ref.fsdp_config.param_offload"},
     advice=(
         Advice("params", _KEYS[1], True, phases=WITHOUT_REFERENCE),
         Advice("params", _KEYS[0], True, phases=WITHOUT_ACTOR),

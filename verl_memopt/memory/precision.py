@@ -55,9 +55,7 @@ KNOB = Knob(
     place=180,
     cost="rounding",
     settings={"fsdp": PrecisionSettings},
-    known_as={
-        "bf16": "actor_rollout_ref.actor.fsdp_config.dtype",
-    },
+    known_as={"bf16": "actor_rollout_ref.actor.fsdp_config.dtype"},
     advice=(Advice("grads", _KEYS[0], "bfloat16"),),
     claims=(Claim("update_actor", "params", _narrower), Claim("update_actor", "grads", _narrower)),
     row=LadderRow(160, on=tuple(f"{key}=bfloat16" for key in _KEYS), off=tuple(f"{key}=fp32" for key in _KEYS)),

@@ -108,7 +108,6 @@ def _finished(layer: Any, out: Tensor, thin: Tensor | None) -> Tensor:
 # lies between, until backward. Here the product that reads such a value keeps the inputs instead. Megatron-Core calls this
 # output-discarding recomputation (``recompute_modules=[layernorm, mlp_act]``; selective recomputation is arXiv 2205.05198).
 
-
 PRODUCT_ROWS = {"cpu": ROWS_OF_BACKWARD, "cuda": 8192}
 """Rows of a tile in backward: enough for its products to be as fast as whole ones."""
 

@@ -105,10 +105,7 @@ KNOB = Knob(
     claims=(Claim("update_actor", "rollout weights", lambda _, after: after.params * width(str(after.settings.rollout.dtype))),),
     row=LadderRow(100, on=(f"{_SLEEP}=true",), off=(f"{_SLEEP}=false",)),
     factors=(
-        Factor(
-            "engine",
-            {"awake": {_SLEEP: False}, "level 1": {_SLEEP: True, _LEVEL: 1}, "level 2": {_SLEEP: True, _LEVEL: 2}},
-        ),
+        Factor("engine", {"awake": {_SLEEP: False}, "level 1": {_SLEEP: True, _LEVEL: 1}, "level 2": {_SLEEP: True, _LEVEL: 2}}),
         switch("engine rows", _SEQUENCES, all=256, one=1),
     ),
     no_factor={

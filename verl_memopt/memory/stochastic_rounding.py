@@ -53,11 +53,7 @@ KNOB = Knob(
     factors=(
         Factor(
             "masters",
-            {
-                "fp32": {_MASTERS: "fp32"},
-                "bf16": {_MASTERS: "bfloat16"},
-                "rounded": {_MASTERS: "bfloat16", _KEY: True},
-            },
+            {"fp32": {_MASTERS: "fp32"}, "bf16": {_MASTERS: "bfloat16"}, "rounded": {_MASTERS: "bfloat16", _KEY: True}},
             lossy=True,
         ),
     ),

@@ -173,7 +173,6 @@ class _SummingLinear(torch.autograd.Function):
 # In a block that is recomputed as a whole this costs no extra product: its second forward stops before the MLP, which is then
 # recomputed tile by tile, so gate and up of all rows never exist at once. Source of the tiles: arXiv 2506.13996.
 
-
 SWIGLU = SwiGLU()
 
 

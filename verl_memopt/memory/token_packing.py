@@ -37,11 +37,7 @@ REFINEMENTS = ((32, False), (64, True), (128, False), (256, True), (4, False), (
 
 
 def pack(
-    lengths: Sequence[int],
-    budget: int,
-    num_bins_at_least: int = 1,
-    names: Sequence[str] | None = None,
-    key: str = BUDGET_KEY,
+    lengths: Sequence[int], budget: int, num_bins_at_least: int = 1, names: Sequence[str] | None = None, key: str = BUDGET_KEY
 ) -> list[list[int]]:
     """Return micro-batches, as lists of row indices, of at most ``budget`` tokens each.
 
@@ -270,7 +266,6 @@ def _halve(rows: list[int], lengths: Sequence[int] | None) -> tuple[list[int], l
 # Count the tokens that rows compute, and cut rows into micro-batches, where the rows of a group compute their prompt once.
 #
 # The caller says which rows form a group. A row alone in its group computes its prompt by itself.
-
 
 SKIPPED_SHARE = 1 / 8
 """Least share of a pack's tokens that is worth skipping. Below it, copies of the other tokens cost more bytes than it saves."""

@@ -207,7 +207,6 @@ def _refuse_units_inside_blocks(packed: PackedModel, fsdp: Fsdp, use: ModelUse) 
 
 # Build a sharded model, and fill it with the weights of a folder: the policy, the reference and the critic alike.
 
-
 AnyModel = TypeVar("AnyModel", bound=PackedModel)
 TakeOver = Callable[[PreTrainedModel, list[BlockOptions] | None, bool], AnyModel]
 """Makes a packed model of a model of transformers, the options of its blocks, and whether answers may use a prefix KV."""
@@ -432,8 +431,7 @@ def prefetch_forward(units: Sequence[nn.Module]) -> None:
 def mixed_precision(masters: torch.dtype, compute: torch.dtype, reduce: torch.dtype) -> MixedPrecisionPolicy:
     """Return FSDP2's policy for the three dtypes. Equal ones are left out, so that nothing is cast needlessly."""
     return MixedPrecisionPolicy(
-        param_dtype=None if compute == masters else compute,
-        reduce_dtype=None if reduce == compute else reduce,
+        param_dtype=None if compute == masters else compute, reduce_dtype=None if reduce == compute else reduce
     )
 
 

@@ -171,13 +171,7 @@ class DecoderBlock(nn.Module):
         self.post_attention_layernorm = source.post_attention_layernorm
 
     def forward(
-        self,
-        hidden: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        layout: PrefixLayout,
-        attend: Attend,
-        prefix_kv: Prefix | None = None,
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, layout: PrefixLayout, attend: Attend, prefix_kv: Prefix | None = None
     ) -> Tensor:
         """Return the block's output [1, Q, h] for the Q queries: all T tokens, unless the block is pruned.
 

@@ -102,7 +102,6 @@ def _name_files(folder: Path, files: list[tuple[Path, list[str]]], total: int) -
 
 # Write a safetensors file tensor by tensor. The host holds one chunk of one tensor, whatever the size of the model.
 
-
 HEADER_BYTES = 64 * 2**10
 """Room for the header. It comes first in the file but is known last; blanks fill the rest."""
 

@@ -82,11 +82,7 @@ def pack_rows(prompts: Tensor, prompt_sizes: Sequence[int], responses: Tensor, r
 
 
 def pack_groups(
-    prompts: Tensor,
-    prompt_sizes: Sequence[int],
-    responses: Tensor,
-    response_sizes: Sequence[int],
-    groups: Sequence[int],
+    prompts: Tensor, prompt_sizes: Sequence[int], responses: Tensor, response_sizes: Sequence[int], groups: Sequence[int]
 ) -> Pack:
     """Pack rows so that the rows of one group share their prompt.
 
@@ -226,7 +222,6 @@ def ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 # each suffix are a segment. A token sees the tokens before it in its own segment; a token of a suffix also sees the whole prefix
 # of its group. A group may skip queries: the outputs of the first tokens of its prefix are not computed, and these tokens are
 # keys only.
-
 
 PrefixGroup: TypeAlias = tuple[int, tuple[int, ...]]
 """Number of tokens of the prefix, and of each suffix. The tokens lie in this order."""

@@ -53,7 +53,7 @@ SHAPES = {
         num_kv_heads=8,
         head_dim=128,
         max_positions=40_960,
-    ),
+    )
 }
 """Shapes of published models, for random weights of their size."""
 
@@ -109,7 +109,6 @@ def _random_model(shape: TinyShape, tokenizer: Any, seed: int) -> Any:
 
 
 # A byte-level BPE tokenizer with ChatML turns, built from inline text without a download.
-
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"

@@ -171,7 +171,6 @@ def _local(parameter: Tensor) -> Tensor:
 #
 # Bytes saved: 4 x R x h, for R tokens and a hidden size of h, where the states are not fp32.
 
-
 TILE_TOKENS = 2048
 """Tokens that are widened to fp32 at a time."""
 

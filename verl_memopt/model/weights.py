@@ -77,11 +77,7 @@ def load_model_config(model: Model | CriticModel, folder: Path, key: str = POLIC
 
 
 def empty_model(
-    config: PretrainedConfig,
-    attention: AttentionChoice,
-    dtype: torch.dtype,
-    trust_remote_code: bool,
-    key: str = POLICY_KEY,
+    config: PretrainedConfig, attention: AttentionChoice, dtype: torch.dtype, trust_remote_code: bool, key: str = POLICY_KEY
 ) -> PreTrainedModel:
     """Return the model without storage (on meta), or with fake storage inside a fake mode. Computed buffers are real.
 
@@ -343,7 +339,6 @@ def _check_names(
 # and each tensor's part of it is copied straight to its place. ``mmap`` also saves the host buffer in which a reference with
 # ``param_offload`` would rest, b_w x N / W bytes. The file takes its place, and the system may drop its pages when memory is
 # short. A rank's slice of a mapped tensor reserves the addresses of the whole tensor, but no memory.
-
 
 KIND = "mapped file"
 

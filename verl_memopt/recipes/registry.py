@@ -63,12 +63,12 @@ RECIPES: dict[str, Recipe] = {
             "score": (
                 "verl_memopt.recipes.rlt.score_command:run",
                 "score stored explanations with the student of RLT, and rank them",
-            ),
+            )
         },
         equals={
             name: f"reward_model.rlt.{name}"
             for name in ("kl_penalty_reward_coeff", "answer_log_prob_coeff", "unbias_student_log_probs_temp")
         },
-    ),
+    )
 }
 """Value of ``reward_model.reward_manager`` -> the recipe that it chooses."""

@@ -38,21 +38,11 @@ def _swaps(settings: Settings) -> bool:
 
 
 def _weighted(weights: str, reductions: str, lists: _Lists) -> Iterator[Refusal]:
-    """Yield the rules of one sum of the reward.
-
-    Args:
-        weights: name of its weights.
-        reductions: name of its reductions.
-        lists: gives both.
-    """
+    """Yield the rules of one sum of the reward."""
 
     def counts(settings: Settings) -> tuple[int, int]:
         values, names = lists(settings.reward_model.rlt)
         return len(values), len(names)
-
-    def differ(settings: Settings) -> bool:
-        values, names = counts(settings)
-        return values != names
 
     def has_twice(settings: Settings) -> bool:
         names = lists(settings.reward_model.rlt)[1]
@@ -60,7 +50,7 @@ def _weighted(weights: str, reductions: str, lists: _Lists) -> Iterator[Refusal]
 
     yield Refusal(
         (f"{_RLT}.{weights}", f"{_RLT}.{reductions}"),
-        differ,
+        lambda settings: len(set(counts(settings))) > 1,
         "weights and reductions differ in number",
         "Give one weight for each reduction.",
         lambda settings: "there are {} weights for {} reductions".format(*counts(settings)),
@@ -71,9 +61,7 @@ def _weighted(weights: str, reductions: str, lists: _Lists) -> Iterator[Refusal]
 def _formula() -> Iterator[Refusal]:
     """Yield the rules of weights, reductions and temperatures."""
     yield from _weighted(
-        "answer_log_prob_coeff",
-        "reduction_log_prob_fn",
-        lambda rlt: (rlt.answer_log_prob_coeff, rlt.reduction_log_prob_fn),
+        "answer_log_prob_coeff", "reduction_log_prob_fn", lambda rlt: (rlt.answer_log_prob_coeff, rlt.reduction_log_prob_fn)
     )
     yield from _weighted(
         "kl_penalty_reward_coeff", "reduction_kl_fn", lambda rlt: (rlt.kl_penalty_reward_coeff, rlt.reduction_kl_fn)

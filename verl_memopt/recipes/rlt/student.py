@@ -393,11 +393,6 @@ def _swapped(roles: RoleBuilder, reference: PolicyModel, folder: Path) -> Policy
     """Return the reference's module, which holds the student's weights in the phase ``reward`` and its own in ``ref``.
 
     Both rest on the host. On the device they use the same storages, one after the other.
-
-    Args:
-        roles: Has the places of all models.
-        reference: The reference. It rests on the host outside of its phase.
-        folder: Folder of the student's model, which has the reference's shape.
     """
     residency = roles.residency
     with residency.phase("ref"):  # the storages must have their size
