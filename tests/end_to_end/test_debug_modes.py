@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.end_to_end.runs import LOCAL, metrics, succeeded, train, train_here
+from tests.end_to_end.runs import LOCAL, metrics, train_here
 
 TWO_STEPS = [*LOCAL, "trainer.total_training_steps=2", "trainer.val_before_train=false", "trainer.save_freq=-1"]
 SYNCED = [
@@ -38,7 +38,7 @@ def test_a_sync_to_the_wrong_place_ends_a_checked_run(here, tmp_path, capsys, mo
     )
 
 
-@pytest.mark.parametrize("resets", [True, False])
+@pytest.mark.parametrize("resets", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_prefix_cache_that_is_not_reset_ends_a_checked_run_with_vllm(here, capsys, monkeypatch, resets):
     import vllm
 
@@ -51,13 +51,13 @@ def test_a_prefix_cache_that_is_not_reset_ends_a_checked_run_with_vllm(here, cap
 
 
 def test_the_command_line_runs_each_part_of_a_step_by_itself(toy, tmp_path):
-    """As a user does it: three commands that differ in the mode alone, and a fourth without any data."""
+    """Three commands that differ in the mode alone, and a fourth without any data."""
     run_dir = tmp_path / "run"
     for mode in ("rollout_only", "score_only"):
-        succeeded(train(toy, run_dir, *LOCAL, f"debug={mode}", "trainer.total_training_steps=1"))
+        assert train_here(toy, run_dir, *LOCAL, f"debug={mode}", "trainer.total_training_steps=1") == 0
     dump = f"actor_rollout_ref.rollout.skip_dump_dir={run_dir}/score_only/rollouts"
-    succeeded(train(toy, run_dir, *LOCAL, "debug=train_only", dump))
-    succeeded(train(toy, run_dir, *LOCAL, "debug=forge", "data.train_files=null", "trainer.total_training_steps=1"))
+    assert train_here(toy, run_dir, *LOCAL, "debug=train_only", dump) == 0
+    assert train_here(toy, run_dir, *LOCAL, "debug=forge", "data.train_files=null", "trainer.total_training_steps=1") == 0
     assert metrics(run_dir / "train_only")[1]["actor/grad_norm"] > 0
     assert metrics(run_dir / "forge")[1]["prompt_length/min"] == 16
     rows = [json.loads(line) for line in (run_dir / "score_only" / "rollouts" / "1.jsonl").read_text().splitlines()]

@@ -23,7 +23,10 @@ OFFLOADED = [
     f"{AR}.rollout.free_cache_engine=true",
 ]
 """Policy and critic take turns on the device, and the engine sleeps outside of the rollout."""
-PLACES = pytest.mark.parametrize("place", [[], OFFLOADED], ids=["on the device", "offloaded"])
+PLACES = pytest.mark.parametrize(
+    "place", [pytest.param([], marks=pytest.mark.slow), OFFLOADED], ids=["on the device", "offloaded"]
+)
+"""Where the models rest changes no number, so that the proofs alone have both."""
 
 
 def command(toy, run_dir, *overrides):

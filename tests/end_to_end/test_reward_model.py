@@ -39,10 +39,9 @@ def logit(model, ids):
         return model(torch.tensor([ids])).logits.item()
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_the_rewards_of_a_run_are_the_classifiers_logits(toy, tmp_path, reward_model, offload):
+def test_the_rewards_of_a_run_are_the_classifiers_logits(toy, tmp_path, reward_model):
     folder, model = reward_model
-    more = scoring(folder, f"{MODEL}.input_tokenizer=null", f"{MODEL}.fsdp_config.param_offload={str(offload).lower()}")
+    more = scoring(folder, f"{MODEL}.input_tokenizer=null", f"{MODEL}.fsdp_config.param_offload=true")
     assert train_here(toy, tmp_path, *SHORT, *more, f"trainer.rollout_data_dir={tmp_path}/rollouts") == 0
     rows = metrics(tmp_path)
     for step in (1, 2):
@@ -98,6 +97,7 @@ def test_a_function_combines_a_rule_with_the_score_of_a_model_that_has_a_templat
     assert "val-aux/toy/arithmetic/rm_score/mean@1" in rows[2]
 
 
+@pytest.mark.slow  # tests/workers/test_reward_scores.py has two ranks, and test_rlt two workers, in every run of the tests
 def test_two_workers_give_the_rewards_of_one(toy, tmp_path, reward_model):
     """Five held-out prompts do not divide over two workers, and the rollouts of the first step are the same."""
     more = [*SHORT, *scoring(reward_model[0], f"{MODEL}.input_tokenizer=null"), "trainer.total_training_steps=1"]

@@ -30,9 +30,8 @@ RUNS = {
     "alias_ref": {**ALIAS, **OFFLOADED},
     "alias with LoRA": {**ALIAS, f"{AR}.model.lora_rank": 2},
     "swap": SWAP,
-    "int8": {f"{MODEL}.quantization": "int8"},
     "critic": {"algorithm.adv_estimator": "gae", "critic.ppo_max_token_len_per_gpu": 256, f"{AR}.actor.use_kl_loss": False},
-    "resampled": {"algorithm.use_pf_ppo": True, "algorithm.adv_estimator": "rloo"},
+    "int8 and resampled": {f"{MODEL}.quantization": "int8", "algorithm.use_pf_ppo": True, "algorithm.adv_estimator": "rloo"},
 }
 
 
@@ -65,7 +64,7 @@ def test_a_row_without_room_for_its_solution_leaves_its_group(toy, tmp_path):
     assert rows[1]["actor/skipped_updates"] == 0
 
 
-@pytest.mark.parametrize("more", [{}, ALIAS], ids=["separate", "alias_ref"])
+@pytest.mark.parametrize("more", [pytest.param({}, marks=pytest.mark.slow), ALIAS], ids=["separate", "alias_ref"])
 def test_a_resumed_run_is_the_run_without_a_break(toy, tmp_path, more):
     assert train(settings_of(toy, tmp_path / "whole", more)) == 0
     for steps in (1, 2):
@@ -75,7 +74,7 @@ def test_a_resumed_run_is_the_run_without_a_break(toy, tmp_path, more):
     assert broken == whole
 
 
-@pytest.mark.parametrize("more", [{}, SWAP], ids=["separate", "swap"])
+@pytest.mark.parametrize("more", [pytest.param({}, marks=pytest.mark.slow), SWAP], ids=["separate", "swap"])
 def test_two_workers_give_the_rewards_of_one(toy, tmp_path, more):
     """Nine held-out rows do not divide over two workers, and the rollouts of the first step are the same."""
     short = {**more, "trainer.total_training_steps": 1, "trainer.test_freq": 1, "trainer.val_before_train": True}

@@ -65,7 +65,7 @@ def saved_by_rlt(tmp_path_factory):
     return Saved(root, start)
 
 
-@pytest.fixture(params=["rloo", "rlt"])
+@pytest.fixture(params=["rloo", pytest.param("rlt", marks=pytest.mark.slow)])
 def saved(request):
     return request.getfixturevalue(f"saved_by_{request.param}")
 

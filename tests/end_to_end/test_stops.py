@@ -191,7 +191,7 @@ def wait_until_signals_are_caught(process):
     raise AssertionError("the program catches no signal")
 
 
-@pytest.mark.parametrize("seconds", [0.3, 1.5, 3.0])
+@pytest.mark.parametrize("seconds", [0.3, pytest.param(1.5, marks=pytest.mark.slow), 3.0])
 def test_a_signal_while_a_run_starts_ends_it_at_once_without_traceback(toy, tmp_path, seconds):
     """Imports, the start of Ray and of the workers: the moments are where they fall on this machine."""
     process = start_command(toy, tmp_path / "run", *RAY_STOPS)

@@ -1,10 +1,11 @@
 import csv
 import json
+import shutil
 
 import pytest
 
 from tests.rlt import brief_toy, values_of
-from tests.trainer.conftest import AR, learned
+from tests.trainer.conftest import AR, LEAST, learned
 from verl_memopt.cli import train
 from verl_memopt.config.debug_modes import MODES
 from verl_memopt.config.keys import leaf_values, shown
@@ -49,17 +50,34 @@ def without(row, *names):
     return {name: value for name, value in row.items() if name not in names}
 
 
-def test_generating_scoring_and_training_apart_is_the_first_step_of_a_run(trains, run_dir, tmp_path):
-    trains({"trainer.default_local_dir": str(tmp_path / "whole"), "trainer.total_training_steps": 1})
-    trains(mode("rollout_only", trainer__total_training_steps=None))
+HIT_RATE = "rollout/prefix_cache_hit_rate"
+
+
+@pytest.fixture(scope="module")
+def whole(run_files, tmp_path_factory):
+    """Two whole steps with every checkpoint and every response kept: the run folder, and the one with the responses."""
+    root = tmp_path_factory.mktemp("whole")
+    folders = {"trainer.default_local_dir": str(root / "run"), "trainer.rollout_data_dir": str(root / "dump")}
+    kept = {"trainer.save_freq": 1, "trainer.max_actor_ckpt_to_keep": None}
+    assert train(settings_from_mapping(LEAST | run_files | folders | kept)) == 0
+    return root / "run", root / "dump"
+
+
+def test_generating_scoring_and_training_apart_is_the_first_step_of_a_run(trains, run_dir, whole):
+    """Scores are all that a dump gets."""
+    trains(mode("rollout_only"))
     trains(NO_FILES | mode("score_only"))
     trains(NO_FILES | mode("train_only") | {f"{AR}.rollout.skip_dump_dir": str(run_dir / "score_only" / "rollouts")})
-    (whole,) = learned(tmp_path / "whole")
-    (apart,) = learned(run_dir / "train_only")
-    assert without(apart, "rollout/prefix_cache_hit_rate") == without(whole, "rollout/prefix_cache_hit_rate")
+    assert without(learned(run_dir / "train_only")[0], HIT_RATE) == without(learned(whole[0])[0], HIT_RATE)
     assert phases(run_dir / "rollout_only") == {"init", "update_weights", "gen"}
     assert phases(run_dir / "score_only") == {"init", "reward", "old_log_prob"}
     assert phases(run_dir / "train_only") == {"init", "old_log_prob", "adv", "update_actor"}
+    before, after = dump(run_dir / "rollouts"), dump(run_dir / "score_only" / "rollouts")
+    assert before.keys() == after.keys() == {"1.jsonl", "2.jsonl"}
+    for name, rows in before.items():
+        assert {row["score"] for row in rows} == {None}
+        assert [row | {"score": 0} for row in after[name]] == [row | {"score": 0} for row in rows]
+        assert [row["score"] for row in after[name]] == [sum(map(ord, row["output"])) % 5 / 4 for row in rows]
 
 
 def test_the_parts_of_a_step_of_rlt_are_the_step_too(tmp_path):
@@ -80,7 +98,7 @@ def test_the_parts_of_a_step_of_rlt_are_the_step_too(tmp_path):
     (whole,), (scores,), (trained,) = (learned(folder) for folder in (run_dir, apart / "score_only", apart / "train_only"))
     by_student = {name for name in whole if name.startswith("rlt/")} - {name for name in whole if "second" in name}
     assert {name: scores[name] for name in by_student} == {name: whole[name] for name in by_student}
-    compared = [name for name in trained if name not in by_student and name != "rollout/prefix_cache_hit_rate"]
+    compared = [name for name in trained if name not in by_student and name != HIT_RATE]
     assert {name: trained[name] for name in compared} == {name: whole[name] for name in compared}
     assert trained["actor/grad_norm"] > 0
     assert not any(name.startswith("rlt/") for name in trained)
@@ -90,45 +108,27 @@ def test_the_parts_of_a_step_of_rlt_are_the_step_too(tmp_path):
     assert "reward" not in phases(apart / "rollout_only") | phases(apart / "train_only")
 
 
-def test_a_dump_without_scores_gets_them_and_changes_in_nothing_else(trains, run_dir):
-    trains(mode("rollout_only"))
-    trains(NO_FILES | mode("score_only"))
-    before, after = dump(run_dir / "rollouts"), dump(run_dir / "score_only" / "rollouts")
-    assert before.keys() == after.keys() == {"1.jsonl", "2.jsonl"}
-    for name, rows in before.items():
-        assert {row["score"] for row in rows} == {None}
-        assert [row | {"score": 0} for row in after[name]] == [row | {"score": 0} for row in rows]
-        assert [row["score"] for row in after[name]] == [sum(map(ord, row["output"])) % 5 / 4 for row in rows]
+def test_the_steps_after_a_checkpoint_are_replayed_as_they_were_and_nothing_is_saved(trains, tmp_path, whole):
+    run, stored = (shutil.copytree(folder, tmp_path / folder.name) for folder in whole)
+    kept = sorted(path.name for path in run.iterdir())
+    goes_on = mode("train_only", trainer__resume_mode="resume_path", trainer__resume_from_path=str(run / "global_step_1"))
+    trains(NO_FILES | goes_on | {"trainer.rollout_data_dir": str(stored), "trainer.save_freq": 1})
+    (replayed,) = learned(run / "train_only")
+    unread = (HIT_RATE, "training/epoch")
+    assert without(replayed, *unread) == without(learned(run)[1], *unread)
+    assert sorted(path.name for path in run.iterdir()) == sorted([*kept, "train_only"])
 
 
-def test_the_steps_after_a_checkpoint_are_replayed_as_they_were(trains, run_dir, tmp_path):
-    more = {"trainer.total_training_steps": 4, "trainer.save_freq": 2, "trainer.rollout_data_dir": str(tmp_path / "dump")}
-    trains(more | {"trainer.max_actor_ckpt_to_keep": None})
-    path = run_dir / "global_step_2"
-    trains(more | NO_FILES | mode("train_only", trainer__resume_mode="resume_path", trainer__resume_from_path=str(path)))
-    whole, replayed = learned(run_dir), learned(run_dir / "train_only")
-    assert [row["step"] for row in replayed] == [3, 4]
-    unread = ("rollout/prefix_cache_hit_rate", "training/epoch")
-    assert [without(row, *unread) for row in replayed] == [without(row, *unread) for row in whole[2:]]
-    assert sorted(path.name for path in run_dir.glob("global_step_*")) == ["global_step_2", "global_step_4"]
+def test_a_run_with_stored_responses_learns_what_the_run_that_stored_them_did(trains, run_dir, whole):
+    trains({"trainer.rollout_data_dir": str(whole[1]), f"{AR}.rollout.skip_rollout": True})
+    first, again = learned(whole[0]), learned(run_dir)
+    assert [without(row, HIT_RATE) for row in again] == [without(row, HIT_RATE) for row in first]
+    assert "update_weights" in phases(run_dir)
 
 
-def test_a_run_with_stored_responses_learns_what_the_run_that_stored_them_did(trains, run_dir, tmp_path):
-    stored = {"trainer.rollout_data_dir": str(tmp_path / "dump")}
-    trains(stored)
-    trains(stored | {f"{AR}.rollout.skip_rollout": True, "trainer.default_local_dir": str(tmp_path / "again")})
-    first, again = learned(run_dir), learned(tmp_path / "again")
-    assert [without(row, "rollout/prefix_cache_hit_rate") for row in again] == [
-        without(row, "rollout/prefix_cache_hit_rate") for row in first
-    ]
-    assert "update_weights" in phases(tmp_path / "again")
-
-
-def test_stored_responses_to_other_prompts_are_refused(trains, tmp_path):
-    stored = {"trainer.rollout_data_dir": str(tmp_path / "dump")}
-    trains(stored)
+def test_stored_responses_to_other_prompts_are_refused(trains, whole):
     with pytest.raises(DataError, match=r"dump/1\.jsonl, row \d: it does not answer row \d of this step"):
-        trains(stored | {f"{AR}.rollout.skip_rollout": True, "data.seed": 8, "trainer.resume_mode": "disable"})
+        trains({"trainer.rollout_data_dir": str(whole[1]), f"{AR}.rollout.skip_rollout": True, "data.seed": 8})
 
 
 def test_forged_rows_have_the_largest_lengths_and_go_through_every_phase(trains, run_dir):
@@ -139,15 +139,6 @@ def test_forged_rows_have_the_largest_lengths_and_go_through_every_phase(trains,
         assert (row["prompt_length/min"], row["prompt_length/max"], row["response_length/min"]) == (12, 12, 4)
         assert row["actor/grad_norm"] > 0
     assert phases(run_dir / "forge") >= {"gen", "old_log_prob", "adv", "update_actor", "update_weights"}
-
-
-def test_a_mode_that_runs_a_part_saves_and_moves_no_checkpoint(trains, run_dir):
-    trains({"trainer.save_freq": 1, "trainer.rollout_data_dir": str(run_dir / "dump")})
-    kept = sorted(path.name for path in run_dir.iterdir())
-    trains(NO_FILES | mode("train_only", trainer__resume_mode="disable", trainer__save_freq=1) | {
-        f"{AR}.rollout.skip_dump_dir": str(run_dir / "dump")
-    })  # fmt: skip
-    assert sorted(path.name for path in run_dir.iterdir()) == sorted([*kept, "train_only"])
 
 
 def test_two_deterministic_runs_without_a_seed_agree_in_every_bit(trains, tmp_path):
