@@ -1,4 +1,4 @@
-"""The charts of one run: reward and validation over steps, and peak memory by phase."""
+"""The charts of one run: reward and validation over steps, peak memory by phase, and the timeline; and the run's summary."""
 
 from __future__ import annotations
 

@@ -265,10 +265,8 @@ class Trainer:
         for phase, budget in self.learner.learned_budgets().items():
             if phase in checkpoint.driver.get("token_budgets", {}):
                 budget.load_state_dict(checkpoint.driver["token_budgets"][phase])
-        # A checkpoint of an earlier version does not have them.
-        if "guard" in checkpoint.driver:
-            self.guard.load_state_dict(checkpoint.driver["guard"])
-            self.health.load_state_dict(checkpoint.driver["health"])
+        self.guard.load_state_dict(checkpoint.driver["guard"])
+        self.health.load_state_dict(checkpoint.driver["health"])
         self.reporter.say(f"resumed from {checkpoint.folder} (step {checkpoint.step} of {self.context.total_steps})")
 
     def set_aside(self) -> None:

@@ -1,4 +1,4 @@
-"""Generates responses with the rollout engines, for training and for validation."""
+"""The rollouts of a step: responses from the engines, and the passes that compute log-probs over them."""
 
 from __future__ import annotations
 

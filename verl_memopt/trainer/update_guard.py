@@ -1,4 +1,7 @@
-"""Counts steps that applied no update, over restarts too, and ends the run when there are too many in a row."""
+"""Counts steps that applied no update, over restarts too, and ends the run when there are too many in a row.
+
+It also watches the scores for signs that nothing is learned, and says what to change.
+"""
 
 from __future__ import annotations
 

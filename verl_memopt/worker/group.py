@@ -1,4 +1,7 @@
-"""The interface of a group of workers. It answers calls in rank order, wherever its members live."""
+"""Groups of workers: in this process (``LocalGroup``) or in Ray's (``RayGroup``), with calls timed by ``TimedGroup``.
+
+A group answers calls in rank order, wherever its members live.
+"""
 
 from __future__ import annotations
 
