@@ -27,7 +27,7 @@ PACKAGE = ROOT / "verl_memopt"
 SMALL, LARGE = 80, 600
 WAY = {
     "driver and worker": (
-        "cli.main", "cli.run", "load_settings", "build_run", "start_workers", "Trainer.one_step", "Learner.train_step",
+        "cli.main", "cli.run", "load_settings", "build_run", "start_workers", "Trainer.one_step", "TrainingStep.train_step",
         "Generator.generate", "LogProbPass.compute", "Budget.micro_batches", "TokenAdvantages", "rloo_advantages",
         "PolicyUpdate.cut", "MiniBatchCutter.cut", "TimedGroup", "RayGroup", "Worker.call", "RoleBuilder", "TrainedModel",
         "Policy.accumulate", "micro_batches_of", "Objective", "forward_pass", "policy_loss", "sequence_loss",

@@ -16,7 +16,7 @@ from verl_memopt.data.encoder import tokenize
 from verl_memopt.recipes.rlt.dataset import FORMATS, RltPrompts
 from verl_memopt.recipes.rlt.formula import RltScores, rlt_scores
 from verl_memopt.recipes.rlt.lessons import STUDENT, TAG_FORMAT, TEACHER, VALIDATION
-from verl_memopt.recipes.rlt.rank_check import rank_agreement
+from verl_memopt.recipes.rlt.rank_check import rank_correlation
 from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student import student_micro_batches, teacher_batch
 from verl_memopt.recipes.rlt.student_rows import StudentEncoder, StudentRows
@@ -45,7 +45,7 @@ def ranks(folder: Path, questions: int, samples: int, seed: int = 0) -> dict[str
     scores = {kind: _scores(folder, kind, settings, rows, teacher, asked) for kind in (*KINDS, BF16_WEIGHTS)}
     result: dict[str, Any] = {"rows": len(group), "questions": questions, "samples": samples}
     for kind, base in ((BF16_WEIGHTS, "fp32"), ("bf16", "fp32"), ("int8", "bf16"), ("nf4", "bf16")):
-        agreement = rank_agreement(scores[kind].training_rewards(), scores[base].training_rewards(), group)
+        agreement = rank_correlation(scores[kind].training_rewards(), scores[base].training_rewards(), group)
         change = (scores[kind].reward - scores[base].reward).abs()
         result[f"{kind} against {base}"] = {
             "spearman_mean": agreement.mean,

@@ -13,7 +13,7 @@ from benchmarks.rlt_student.students import KINDS, model_bytes, scored, student_
 from verl_memopt.data.batch import Ragged
 from verl_memopt.model.policy_model import PolicyModel
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
-from verl_memopt.recipes.rlt.rank_check import rank_agreement
+from verl_memopt.recipes.rlt.rank_check import rank_correlation
 from verl_memopt.recipes.rlt.student_rows import NUM_PARTS, SOLUTION, THINK, StudentRows
 
 
@@ -63,7 +63,7 @@ def precisions(folder: Path, rows: StudentRows, samples: int) -> dict[str, Any]:
         del student
     group = [row // samples for row in range(rows.num_rows)]
     for kind in ("int8", "nf4"):
-        result[kind]["spearman_of_random_rows"] = rank_agreement(rewards[kind], rewards["bf16"], group).mean
+        result[kind]["spearman_of_random_rows"] = rank_correlation(rewards[kind], rewards["bf16"], group).mean
     return result
 
 

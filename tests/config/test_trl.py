@@ -7,7 +7,7 @@ import pytest
 
 from verl_memopt.config.keys import leaf_keys, value_at
 from verl_memopt.config.loader import load_settings
-from verl_memopt.config.trl_names import ESTIMATORS, NAMES, NO_EQUAL, ONE_SETTING, SPELLINGS, Written, translate_trl
+from verl_memopt.config.trl_names import ESTIMATORS, NAMES, NO_EQUAL, ONE_SETTING, SPELLINGS, KeySources, translate_trl
 from verl_memopt.errors import ConfigError
 
 AR = "actor_rollout_ref"
@@ -183,7 +183,7 @@ def test_a_mapping_is_one_place_where_no_two_spellings_meet():
 
 
 def test_what_competes_with_a_name_depends_on_where_it_stands():
-    written = Written({"rloo_k", "data.seed"}, {"beta", f"{ACTOR}.rollout_n"})
+    written = KeySources({"rloo_k", "data.seed"}, {"beta", f"{ACTOR}.rollout_n"})
     assert written.beside("rloo_k") == {"rloo_k", "data.seed"}
     assert written.beside("beta") == {"rloo_k", "data.seed", "beta", N}
 

@@ -14,7 +14,7 @@ from tests.trainer.conftest import ready
 from verl_memopt.cli import train
 from verl_memopt.data.batch import Ragged
 from verl_memopt.recipes.rlt.lessons import make_rlt_toy
-from verl_memopt.recipes.rlt.scorer import Explained
+from verl_memopt.recipes.rlt.scorer import ExplanationBatch
 from verl_memopt.recipes.rlt.student_rows import THINK
 
 
@@ -129,7 +129,7 @@ def test_a_teacher_learns_to_explain_what_its_student_then_solves(tmp_path):
         trainer.run()
         (answers, _), *_ = trainer.validator.validate(STEPS).answers
         written = answers.generation.response_ids
-        explained = Explained.of([row.extra_info for row in answers.rows], written, [row.address for row in answers.rows])
+        explained = ExplanationBatch.of([row.extra_info for row in answers.rows], written, [row.address for row in answers.rows])
         rlt = trainer.learner.scorer
         end = rlt.prompts.tokenizer(rlt.prompts.rlt_format.explanation.end)["input_ids"]
         explanations = rlt.score(explained).rows.part(THINK).rows()

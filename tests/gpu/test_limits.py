@@ -9,7 +9,7 @@ import torch
 from tests.gpu import machine
 from verl_memopt.config.schema import Memory
 from verl_memopt.memory.host_buffers import GIB, HostArena, host_allocator, host_buffer, host_limits
-from verl_memopt.memory.param_offload_torch import ParamHome
+from verl_memopt.memory.param_offload_torch import OffloadedParams
 
 pytestmark = pytest.mark.rehearsed
 
@@ -93,7 +93,7 @@ def test_slots_of_an_arena_hold_what_was_copied_to_them_across_chunks(device):
 def test_parameters_at_rest_leave_the_device_and_come_back_to_the_bit(device):
     parameters = [torch.nn.Parameter(torch.randn(machine.size(2**22, 2**10), device=device)) for _ in range(3)]
     expected = [parameter.detach().clone() for parameter in parameters]
-    home = ParamHome("policy params", parameters, device)
+    home = OffloadedParams("policy params", parameters, device)
     for _ in range(5):
         held = machine.live_bytes()
         with machine.Slowed("both"):

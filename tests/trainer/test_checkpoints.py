@@ -290,7 +290,7 @@ def test_two_hundred_flipped_bits_over_all_files_are_found_and_the_checkpoint_be
         path.write_bytes(damaged)
         checkpoint = store.newest()
         if path.name == TRACKER:
-            assert store.lineage().doubt is not None
+            assert store.history().doubt is not None
             assert checkpoint.step == 8
         else:
             assert checkpoint.step == 6
@@ -493,7 +493,7 @@ def test_everything_is_forced_to_disk_before_the_folder_gets_its_name(store, mon
 def test_each_commit_has_a_larger_number_than_every_one_before_it(store):
     for step in (4, 8, 5):
         save(store, step)
-    assert {step: store.lineage().commits[step] for step in (4, 8, 5)} == {4: 1, 8: 2, 5: 3}
+    assert {step: store.history().commits[step] for step in (4, 8, 5)} == {4: 1, 8: 2, 5: 3}
 
 
 def prove_and_save(store, *steps, scores=None):

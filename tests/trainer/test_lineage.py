@@ -1,9 +1,9 @@
 import pytest
 
-from verl_memopt.run.manifest import MANIFEST, TRACKER, Manifest, read_lineage, write_manifest
+from verl_memopt.run.manifest import MANIFEST, TRACKER, Manifest, read_history, write_manifest
 
 
-def lineage(root, commits, tracked=None):
+def history(root, commits, tracked=None):
     """Return the lineage of a folder with these commit numbers. None is a damaged manifest."""
     folders = {step: root / f"global_step_{step}" for step in commits}
     for step, folder in folders.items():
@@ -14,7 +14,7 @@ def lineage(root, commits, tracked=None):
             write_manifest(folder, Manifest(step, commits[step], 1, ""))
     if tracked is not None:
         (root / TRACKER).write_text(tracked)
-    return read_lineage(root, folders)
+    return read_history(root, folders)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def lineage(root, commits, tracked=None):
     ],
 )
 def test_the_runs_own_checkpoints_are_told_from_those_left_behind(tmp_path, commits, tracked, own_steps):
-    result = lineage(tmp_path, commits, tracked)
+    result = history(tmp_path, commits, tracked)
     assert result.steps == own_steps
     assert result.beyond == sorted(commits.keys() - set(own_steps))
     assert result.last_commit == max((commit for commit in commits.values() if commit), default=0)
@@ -57,7 +57,7 @@ def test_the_runs_own_checkpoints_are_told_from_those_left_behind(tmp_path, comm
     ],
 )
 def test_a_tracker_that_disagrees_is_doubted_in_words(tmp_path, tracked, doubt):
-    result = lineage(tmp_path, {2: 1, 4: 2}, tracked)
+    result = history(tmp_path, {2: 1, 4: 2}, tracked)
     rest = "and the checkpoint that was committed last is of step 4; that one counts"
     assert result.doubt == (None if doubt is None else f"{tmp_path / TRACKER}: {doubt}, {rest}")
 
@@ -67,19 +67,19 @@ def test_a_tracker_that_disagrees_is_doubted_in_words(tmp_path, tracked, doubt):
     [({4: 1, 6: 2, 8: 3, 5: 4}, "5\n"), ({2: None, 4: None}, "9\n"), ({2: None, 4: None}, None), ({}, "3\n")],
 )
 def test_the_step_of_the_last_commit_and_a_folder_without_commit_numbers_raise_no_doubt(tmp_path, commits, tracked):
-    assert lineage(tmp_path, commits, tracked).doubt is None
+    assert history(tmp_path, commits, tracked).doubt is None
 
 
 def test_every_flipped_bit_of_the_tracker_is_noticed_and_changes_nothing(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
-    lineage(folder, {2: 1, 4: 2, 6: 3}, "6\n")
+    history(folder, {2: 1, 4: 2, 6: 3}, "6\n")
     folders = {step: folder / f"global_step_{step}" for step in (2, 4, 6)}
     for place in range(2):
         for bit in range(8):
             damaged = bytearray(b"6\n")
             damaged[place] ^= 1 << bit
             (folder / TRACKER).write_bytes(damaged)
-            result = read_lineage(folder, folders)
+            result = read_history(folder, folders)
             assert result.steps == [2, 4, 6]
             assert result.doubt is not None

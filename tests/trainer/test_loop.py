@@ -358,7 +358,7 @@ def test_a_checkpoint_holds_the_score_of_its_own_step_and_none_where_it_was_not_
     more = {"trainer.total_training_steps": 3, "trainer.save_freq": 1, "trainer.test_freq": 2}
     with ready(settled(more)) as trainer:
         trainer.run()
-        manifests = trainer.context.store.lineage().manifests
+        manifests = trainer.context.store.history().manifests
         logged = {step: headline_score(row) for step, row in rows(trainer).items()}
     assert {step: manifest.score for step, manifest in manifests.items()} == logged
     assert [step for step, score in logged.items() if score is None] == [1]

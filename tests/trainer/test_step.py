@@ -11,7 +11,7 @@ from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.expansion import EXPANSIONS
 from verl_memopt.data.prompts import StepPrompts
 from verl_memopt.observe.phase import PhaseClock
-from verl_memopt.recipes.rlt.scorer import Explained
+from verl_memopt.recipes.rlt.scorer import ExplanationBatch
 from verl_memopt.rollout.engine import Generation
 from verl_memopt.trainer.build import build_learner, build_run
 from verl_memopt.trainer.loop import start_workers
@@ -235,7 +235,7 @@ def test_rows_that_are_not_scored_count_in_no_mean(rlt_toy, tmp_path):
     with running(rlt.settings_of(rlt_toy, tmp_path / "whole")) as learner:
         batch = learner.scored(1)
         infos = [row.extra_info for row in batch.answers.rows]
-        explained = Explained.of(infos, batch.answers.generation.response_ids, batch.names)
+        explained = ExplanationBatch.of(infos, batch.answers.generation.response_ids, batch.names)
         lengths = sorted(learner.scorer.score(explained).rows.ids.lengths.tolist())
     more = {f"{rlt.RLT}.max_student_len": (lengths[0] + lengths[-1]) // 2, f"{rlt.RLT}.overlong": "skip"}
     with running(rlt.settings_of(rlt_toy, tmp_path / "cut", more)) as learner:

@@ -8,7 +8,7 @@ from tests.end_to_end.covering import all_off
 from tests.virtual_gpu.life import live, misplaced
 from verl_memopt.data.batch import token_index
 from verl_memopt.memory import optimizer_offload_torch
-from verl_memopt.memory.param_offload_torch import ParamHome
+from verl_memopt.memory.param_offload_torch import OffloadedParams
 from verl_memopt.worker import policy
 from verl_memopt.worker.trained_model import TrainedModel
 
@@ -47,5 +47,5 @@ def copy_not_waited_for(folder):
 
 def parameters_that_never_leave(folder):
     row = all_off() | {"actor param_offload": "on"}
-    with mock.patch.object(ParamHome, "to_host", return_value=0):
+    with mock.patch.object(OffloadedParams, "to_host", return_value=0):
         return misplaced(row, live(row, folder, whole=False))

@@ -72,7 +72,7 @@ def test_the_host_reads_parameters_that_have_left_only_after_a_wait(waits, monke
         monkeypatch.setattr(param_offload_torch, "synchronize", lambda device: None)
     parameter = torch.nn.Parameter(torch.arange(1.0, 9.0))
     with late_streams():
-        home = param_offload_torch.ParamHome("policy", [parameter], torch.device("cpu"))
+        home = param_offload_torch.OffloadedParams("policy", [parameter], torch.device("cpu"))
         home.to_host()
         with home.readable():
             assert torch.equal(parameter.data, torch.arange(1.0, 9.0)) == waits

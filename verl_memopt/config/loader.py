@@ -27,7 +27,7 @@ from verl_memopt.config.builder import build
 from verl_memopt.config.checks import check
 from verl_memopt.config.keys import Problem, field_types, flatten, problem, raise_together, shown, value_at
 from verl_memopt.config.schema import Algorithm, Settings
-from verl_memopt.config.trl_names import Written, translate_trl
+from verl_memopt.config.trl_names import KeySources, translate_trl
 from verl_memopt.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -57,13 +57,13 @@ def load_settings(config_name: str, overrides: list[str], config_dir: str | None
     return settings_from_mapping(composed, of_presets, _written(overrides, config_name, config_dir))
 
 
-def _written(overrides: list[str], config_name: str, config_dir: str | None) -> Written:
+def _written(overrides: list[str], config_name: str, config_dir: str | None) -> KeySources:
     """Return the keys that the user wrote on the command line, and those of the config file itself."""
     parsed = [OverridesParser.create().parse_override(line) for line in overrides]
     command_line = {key for each in parsed for key in flatten({each.key_or_group: each.value()})}
     file = _folder(config_name, config_dir) / f"{config_name.removesuffix('.yaml')}.yaml"
     of_file = flatten(yaml.safe_load(file.read_text()) or {}) if file.is_file() else {}
-    return Written(command_line, of_file.keys())
+    return KeySources(command_line, of_file.keys())
 
 
 def _without_blanks(overrides: list[str]) -> list[str]:
@@ -75,7 +75,7 @@ def _without_blanks(overrides: list[str]) -> list[str]:
 
 
 def settings_from_mapping(
-    tree: Mapping[str, Any], of_presets: Set[str] = frozenset(), written: Written | None = None
+    tree: Mapping[str, Any], of_presets: Set[str] = frozenset(), written: KeySources | None = None
 ) -> Settings:
     """Return the settings of a mapping, nested or with dotted keys, that holds only the keys that differ from the defaults.
 

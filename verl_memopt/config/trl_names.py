@@ -21,7 +21,7 @@ MANAGER = "reward_model.reward_manager"
 
 
 @dataclass(frozen=True)
-class Written:
+class KeySources:
     """The keys that a user wrote, by place. What stands in a recipe's other files is a default, and gives way."""
 
     command_line: Set[str]
@@ -94,7 +94,7 @@ class Table:
         return self.title if spelling in self.spellings[: self.own] else "TRL"
 
 
-def translate_trl(tree: Mapping[str, Any], written: Written | None = None) -> tuple[Mapping[str, Any], list[Problem]]:
+def translate_trl(tree: Mapping[str, Any], written: KeySources | None = None) -> tuple[Mapping[str, Any], list[Problem]]:
     """Return settings with our keys in the place of TRL's names, and what is wrong with those names.
 
     A name of TRL stands alone, outside of all sections. It is read where the estimator is one of :data:`ESTIMATORS`; with any
@@ -112,7 +112,7 @@ def translate_trl(tree: Mapping[str, Any], written: Written | None = None) -> tu
     if not trl or estimator not in ESTIMATORS:
         return tree, []
     values = {key: value for key, value in flat.items() if key not in trl}
-    written = written or Written(frozenset(flat))
+    written = written or KeySources(frozenset(flat))
     problems = [each for name in trl if name in table.no_equal for each in refuse(name, trl[name], table.no_equal[name])]
     readable, unreadable = _readable(trl, estimator, table)
     for name, spelling in readable:

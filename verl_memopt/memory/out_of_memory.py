@@ -302,10 +302,10 @@ def _live_tensors(device: torch.device, kinds: dict[int, str]) -> list[dict[str,
 # A pass without gradients keeps what it has computed and repeats the micro-batch that failed. An accumulation of gradients is
 # void after an error, since nobody knows which gradients were added: it starts again from the first micro-batch.
 
-_active: list[Recutting] = []
+_active: list[OomRetry] = []
 
 
-class Recutting:
+class OomRetry:
     """What happened to the micro-batches of one call.
 
     Attributes:
@@ -321,12 +321,12 @@ class Recutting:
 
 
 @contextmanager
-def recutting(device: torch.device, allowed: bool) -> Iterator[Recutting]:
+def oom_retry(device: torch.device, allowed: bool) -> Iterator[OomRetry]:
     """Let the passes of the body go on after out-of-memory errors, if ``allowed``.
 
     Above one rank it must not be allowed: the other ranks wait in a collective of the micro-batch that failed.
     """
-    record = Recutting(device)
+    record = OomRetry(device)
     if not allowed:
         yield record
         return

@@ -39,7 +39,7 @@ class _Place:
     copied: bool = False
 
 
-class ParamHome:
+class OffloadedParams:
     """The parameters of one model and their place on the host.
 
     Whole storages are moved. A storage that has left is resized to nothing, so tensors that share it (FSDP2's own views, an
@@ -100,7 +100,7 @@ class ParamHome:
             raise
         return self.num_bytes
 
-    def take_over(self, other: ParamHome) -> int:
+    def take_over(self, other: OffloadedParams) -> int:
         """Copy these parameters over those of another model that uses the same storages, and return the bytes moved.
 
         The other model then rests on the host. No device memory is freed or allocated. If this fails, neither is on the device.

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from verl_memopt.distributed.device import empty_cache
-from verl_memopt.memory.param_offload_torch import ParamHome
+from verl_memopt.memory.param_offload_torch import OffloadedParams
 
 logger = logging.getLogger(__name__)
 
@@ -71,14 +71,14 @@ class Residency:
         """Start without parts."""
         self._device = device
         self._parts: list[tuple[Part, frozenset[str]]] = []
-        self._turns: list[tuple[ParamHome, ParamHome]] = []
+        self._turns: list[tuple[OffloadedParams, OffloadedParams]] = []
         self._logged: set[str] = set()
 
     def add(self, part: Part, also: Iterable[str] = ()) -> None:
         """Add a part. It is needed where the table says its name, or one of the names in ``also``."""
         self._parts.append((part, frozenset({part.name, *also})))
 
-    def take_turns(self, one: ParamHome, other: ParamHome) -> None:
+    def take_turns(self, one: OffloadedParams, other: OffloadedParams) -> None:
         """Note that two parts use the same storages. Where a phase needs the one that is away, it takes over from the other."""
         self._turns += [(one, other), (other, one)]
 

@@ -105,10 +105,10 @@ def parallelize(
         others = [unit for unit in units if not isinstance(unit, DecoderBlock)]  # a block of ours does it itself
         checkpoint_blocks(others, model.gradient_checkpointing_mode, model.gradient_checkpointing_every)
     # The value head is tiny and its product runs in fp32, so a cast to the compute dtype would only lose digits.
-    exact = [packed.head] if isinstance(packed.head, ValueHead) else []
-    large_head = None if exact else packed.head
+    own_dtype = [packed.head] if isinstance(packed.head, ValueHead) else []
+    large_head = None if own_dtype else packed.head
     sharded = sharding_units(packed.lm.get_input_embeddings(), units, large_head, packed.tied, fsdp.own_units)
-    shard_model(packed, sharded, mesh, precision, offload, fsdp.reshard_after_forward, exact)
+    shard_model(packed, sharded, mesh, precision, offload, fsdp.reshard_after_forward, own_dtype)
     if fsdp.forward_prefetch:
         prefetch_forward(sharded)
 
@@ -378,7 +378,7 @@ def shard_model(
     precision: MixedPrecisionPolicy,
     offload: OffloadPolicy,
     reshard_after_forward: bool | int,
-    exact: Sequence[nn.Module] = (),
+    own_dtype: Sequence[nn.Module] = (),
 ) -> None:
     """Shard ``units``, then the rest of ``root``, over the mesh, in place.
 
@@ -392,7 +392,7 @@ def shard_model(
         precision: Dtypes of compute and of the gradient reduction.
         offload: Where the shards are stored.
         reshard_after_forward: As in FSDP2.
-        exact: Small units that compute in the dtype in which they rest.
+        own_dtype: Small units that compute in the dtype in which they rest.
     """
     if stays_plain(mesh, precision, offload):
         return
@@ -403,7 +403,7 @@ def shard_model(
     with unset_fake_temporarily():
         for unit in units:
             fully_shard(unit, **options)
-        for unit in exact:
+        for unit in own_dtype:
             in_own_dtype = MixedPrecisionPolicy(reduce_dtype=precision.reduce_dtype)
             fully_shard(unit, **{**options, "mp_policy": in_own_dtype, "reshard_after_forward": False})
         # The root's parameters are used until the end of the forward, and again from the start of the backward.

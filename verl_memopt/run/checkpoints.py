@@ -26,10 +26,10 @@ from verl_memopt.run.manifest import (
     BEYOND,
     MANIFEST,
     TRACKER,
-    Lineage,
+    CheckpointHistory,
     Manifest,
     find_fault,
-    read_lineage,
+    read_history,
     read_manifest,
     write_manifest,
 )
@@ -120,7 +120,7 @@ class CheckpointStore:
         try:
             files = self._complete(aside, driver, dict(records or {}))
             finite_score = score if score is not None and math.isfinite(score) else None
-            manifest = Manifest(step, self.lineage().last_commit + 1, world_size, torch.__version__, finite_score, files)
+            manifest = Manifest(step, self.history().last_commit + 1, world_size, torch.__version__, finite_score, files)
             write_manifest(aside, manifest)
             # Its checksum is inside the manifest, so this record is not kept. The call forces the file to disk.
             record_file(aside / MANIFEST)
@@ -153,16 +153,16 @@ class CheckpointStore:
             "then start again to resume."
         )
 
-    def lineage(self) -> Lineage:
+    def history(self) -> CheckpointHistory:
         """Return which checkpoints of the folder belong to this run, as they are on disk now."""
-        return read_lineage(self.root, self._folders())
+        return read_history(self.root, self._folders())
 
     def steps(self) -> list[int]:
         """Return the steps of this run's checkpoints, whole or not, oldest first.
 
         Steps of an earlier run that this one does not continue are not among them.
         """
-        return self.lineage().steps
+        return self.history().steps
 
     def newest(self, unreadable: Mapping[int, str] | None = None) -> Checkpoint | None:
         """Return the newest whole checkpoint, from which the run continues; None where there is no checkpoint at all.
@@ -175,7 +175,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: There are checkpoints, but none is whole.
         """
-        lineage, faults = self.lineage(), dict(unreadable or {})
+        lineage, faults = self.history(), dict(unreadable or {})
         if lineage.doubt is not None:
             logger.warning("%s", lineage.doubt)
         passed_over: list[str] = []
@@ -226,7 +226,7 @@ class CheckpointStore:
 
     def best(self) -> int | None:
         """Return the step with the best validation score, the newer of two equal ones; None if no step has a score."""
-        lineage = self.lineage()
+        lineage = self.history()
         scores = [(lineage.manifests[step].score, step) for step in lineage.steps if step in lineage.manifests]
         scored = [(score, step) for score, step in scores if score is not None]
         return max(scored, default=(0.0, None))[1]
@@ -379,7 +379,7 @@ def check_folder(run_dir: Path) -> int:
         UserError: The folder does not exist or has no checkpoint.
     """
     store = CheckpointStore(run_dir, None)
-    lineage = store.lineage()
+    lineage = store.history()
     if not lineage.commits:
         raise UserError(f"{run_dir}: holds no checkpoint. Give a folder with global_step_N folders.")
     if lineage.doubt is not None:
@@ -391,7 +391,7 @@ def check_folder(run_dir: Path) -> int:
     return 0 if all(fault is None for fault in faults.values()) else 1
 
 
-def _facts(store: CheckpointStore, lineage: Lineage, step: int) -> list[str]:
+def _facts(store: CheckpointStore, lineage: CheckpointHistory, step: int) -> list[str]:
     """Return what to print of a checkpoint besides whether it is whole."""
     facts = []
     manifest = lineage.manifests.get(step)

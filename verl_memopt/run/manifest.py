@@ -119,7 +119,7 @@ BEYOND = "belongs to an earlier run that the newest one does not continue"
 
 
 @dataclass(frozen=True)
-class Lineage:
+class CheckpointHistory:
     """The checkpoints of a folder, by step.
 
     Attributes:
@@ -139,7 +139,7 @@ class Lineage:
     doubt: str | None
 
 
-def read_lineage(root: Path, folders: Mapping[int, Path]) -> Lineage:
+def read_history(root: Path, folders: Mapping[int, Path]) -> CheckpointHistory:
     """Return which checkpoints of a run folder belong to the run.
 
     A run that starts again from an earlier checkpoint leaves later steps behind, with smaller commit numbers than its own. So a
@@ -160,7 +160,7 @@ def read_lineage(root: Path, folders: Mapping[int, Path]) -> Lineage:
     tracked = _tracked(root)
     newest = _newest(commits, numbered, tracked)
     steps = [step for step in sorted(commits) if (newest is None or step <= newest) and not _left_behind(step, commits)]
-    return Lineage(
+    return CheckpointHistory(
         commits=commits,
         manifests=manifests,
         steps=steps,

@@ -41,7 +41,6 @@ from verl_memopt.trainer.replay import NoPrompts
 from verl_memopt.trainer.rollouts import Generator, LogProbPass
 from verl_memopt.trainer.scoring import Conversations, Dapo, ModelScores, PreparedRecipe, Rewarder, Scorer, reward_budget
 from verl_memopt.trainer.step import (
-    Learner,
     OnPolicy,
     PolicyTraining,
     ReferenceSync,
@@ -49,6 +48,7 @@ from verl_memopt.trainer.step import (
     SeparatePass,
     StepMetrics,
     Supervised,
+    TrainingStep,
 )
 from verl_memopt.trainer.validate import LossValidator, Validator
 from verl_memopt.worker.group import TimedGroup
@@ -350,7 +350,7 @@ def _build_critic_training(context: RunContext, workers: TimedGroup, old_pass: L
     return CriticTraining(workers, critic, cutter, values_budget, trainer.critic_warmup, old_pass, context.store)
 
 
-def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner | None) -> Learner:
+def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner | None) -> TrainingStep:
     """Return what runs the training steps. Each part gets the settings that it reads."""
     settings, environment = context.settings, context.environment
     roles, data, algorithm = settings.actor_rollout_ref, settings.data, settings.algorithm
@@ -382,7 +382,7 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
     else:
         training = Supervised if mode.supervised else OnPolicy if on_policy else SeparatePass
         policy = training(workers, old_pass, policy_update, mismatch)
-    return Learner(
+    return TrainingStep(
         workers=workers,
         rollouts=Rollouts(
             prompts=_build_prefetcher(data, context.loader, environment, rollout.n, algorithm.expansion),

@@ -12,7 +12,7 @@ from verl_memopt.data.batch import RolloutBatch, scatter_tokens
 from verl_memopt.run.checkpoints import CheckpointStore
 from verl_memopt.trainer.micro_batching import Budget, MiniBatchCutter, global_metrics, learned_budget, refuse_partial
 from verl_memopt.trainer.rollouts import ForwardPass, LogProbPass
-from verl_memopt.trainer.update_guard import way_back
+from verl_memopt.trainer.update_guard import recovery_advice
 from verl_memopt.worker.group import TimedGroup
 from verl_memopt.worker.trained_model import CRITIC
 from verl_memopt.worker.worker import Worker
@@ -59,7 +59,7 @@ class CriticTraining:
         results = self.workers.each("update_critic", Worker.update_critic, [(minis,) for minis in per_rank])
         self.cutter.learn(per_rank, self.workers.figures)
         metrics = global_metrics(results, CRITIC)
-        refuse_partial(metrics, CRITIC, step, way_back(CRITIC, self.critic.optim.lr, self.store))
+        refuse_partial(metrics, CRITIC, step, recovery_advice(CRITIC, self.critic.optim.lr, self.store))
         return metrics
 
 

@@ -16,7 +16,7 @@ from verl_memopt.observe.metrics import length_metrics, reward_metrics, summary_
 from verl_memopt.run.environment import Environment
 from verl_memopt.trainer.replay import ROLLOUTS, Forge, NoPrompts, Replay, build_forge, build_replay, dump_folder
 from verl_memopt.trainer.rollouts import StepBatch
-from verl_memopt.trainer.step import Learner, StepResult
+from verl_memopt.trainer.step import StepResult, TrainingStep
 
 SEED = 0
 """``data.seed`` of the mode ``deterministic`` where it is null."""
@@ -95,14 +95,14 @@ def replayed_steps(settings: Settings, environment: Environment, done: int) -> i
     return done + steps
 
 
-def rollout_step(learner: Learner, step: int) -> StepResult:
+def rollout_step(learner: TrainingStep, step: int) -> StepResult:
     """Answer the prompts of a step, and nothing more."""
     rollouts = learner.rollouts
     assert not isinstance(rollouts.prompts, NoPrompts)
     return _described(learner, rollouts.generate(rollouts.prompts.next(), step))
 
 
-def score_step(learner: Learner, step: int) -> StepResult:
+def score_step(learner: TrainingStep, step: int) -> StepResult:
     """Score the answers of a step, and compute their log-probs."""
     batch = learner.scored(step)
     batch.metrics |= summary_of("critic/score", batch.scores)
@@ -115,7 +115,7 @@ def score_step(learner: Learner, step: int) -> StepResult:
     return _described(learner, batch)
 
 
-def _described(learner: Learner, batch: StepBatch) -> StepResult:
+def _described(learner: TrainingStep, batch: StepBatch) -> StepResult:
     """Return the result of a step that ends early."""
     limits = learner.step_metrics
     batch.metrics |= length_metrics(
@@ -124,5 +124,5 @@ def _described(learner: Learner, batch: StepBatch) -> StepResult:
     return learner.result(batch)
 
 
-STEPS: dict[str, Callable[[Learner, int], StepResult]] = {"rollout_only": rollout_step, "score_only": score_step}
+STEPS: dict[str, Callable[[TrainingStep, int], StepResult]] = {"rollout_only": rollout_step, "score_only": score_step}
 """Debug mode -> its step; every other mode runs whole training steps."""

@@ -24,7 +24,7 @@ from verl_memopt.run.resume import kept_settings, plain_shapes
 from verl_memopt.trainer.build import RunContext, build_learner, build_validator
 from verl_memopt.trainer.debug_run import STEPS, mode_of
 from verl_memopt.trainer.reporter import Reporter
-from verl_memopt.trainer.step import Learner, StepResult
+from verl_memopt.trainer.step import StepResult, TrainingStep
 from verl_memopt.trainer.update_guard import Health, UpdateGuard
 from verl_memopt.trainer.validate import Validation
 from verl_memopt.worker.group import LocalGroup, RayGroup, TimedGroup, WorkerGroup, start_ray_group
@@ -78,7 +78,7 @@ class Trainer:
         self.reporter = reporter
         self.interrupts = interrupts
         self.mode = mode_of(context.settings)
-        self.train_step = STEPS.get(context.settings.debug.mode, Learner.train_step)
+        self.train_step = STEPS.get(context.settings.debug.mode, TrainingStep.train_step)
         self.learner = build_learner(context, workers, runner)
         self.validator = build_validator(context, self.learner.rollouts.generator, self.learner.scorer)
         self.learner.before_update = self.begin_update

@@ -22,7 +22,7 @@ from verl_memopt.errors import TrainingError
 from verl_memopt.memory.adaptive_budget import LearnedBudget, PassFigures
 from verl_memopt.memory.token_packing import RowTokens, balance, pack_fixed, pack_groups_under, split_to_count
 from verl_memopt.run.checkpoints import CheckpointStore
-from verl_memopt.trainer.update_guard import way_back
+from verl_memopt.trainer.update_guard import recovery_advice
 from verl_memopt.worker.trained_model import ACTOR, MiniBatch, Role
 
 
@@ -312,7 +312,7 @@ class PolicyUpdate:
             TrainingError: A skipped update had already changed some weights.
         """
         metrics = global_metrics(per_rank, ACTOR)
-        refuse_partial(metrics, ACTOR, step, way_back(ACTOR, self.actor.optim.lr, self.store))
+        refuse_partial(metrics, ACTOR, step, recovery_advice(ACTOR, self.actor.optim.lr, self.store))
         if self.actor.use_kl_loss:
             metrics["actor/kl_coef"] = self.actor.kl_loss_coef
         return metrics

@@ -1,7 +1,7 @@
 """One training step, from prompts to weight sync, for every algorithm. What differs between algorithms is a named part.
 
-:class:`Learner` shows the order. Below it stand the parts that differ: where rollouts come from, and how a step gets the policy's
-log-probs before the update and updates the policy.
+:class:`TrainingStep` shows the order. Below it stand the parts that differ: where rollouts come from, and how a step gets the
+policy's log-probs before the update and updates the policy.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class StepResult:
 
 
 @dataclass
-class Learner:
+class TrainingStep:
     """Runs training steps.
 
     Attributes:

@@ -131,7 +131,7 @@ class UpdateGuard:
         return (
             f"{KEY}={self._max_skipped_steps}: {steps} applied no update{_of(updates.role)}, because the gradient norm was not "
             f"finite ({norm}). The weights are those of {weights}. {_cause(updates, metrics)} "
-            f"{way_back(updates.role, updates.lr, self._store)}"
+            f"{recovery_advice(updates.role, updates.lr, self._store)}"
         )
 
 
@@ -158,7 +158,7 @@ def _cause(updates: _Updates, metrics: Mapping[str, float]) -> str:
     return f"{symptom}: check {PATHS[updates.role]}."
 
 
-def way_back(role: Role, lr: float, store: CheckpointStore) -> str:
+def recovery_advice(role: Role, lr: float, store: CheckpointStore) -> str:
     """Return how to continue after an update that damaged the weights: from which checkpoint and with which settings."""
     lower = f"{role.key}.optim.lr=<less than {lr:g}>"
     proven = store.proven()
@@ -190,11 +190,11 @@ INVALID_SHARE = 0.1
 """Share of the answers of a step without a score from which a warning is given."""
 
 LOWER = "Lower actor_rollout_ref.actor.optim.lr and go back to a checkpoint from before, if it does not recover."
-ANSWERLESS = (
+NO_RESPONSE_TOKENS = (
     "the gradient has been exactly 0 for {steps} steps although the advantages are not. The weights no longer react to the loss. "
     + LOWER
 )
-ALIKE = (
+EQUAL_SCORES = (
     "the gradient has been exactly 0 for {steps} steps, because all answers to a prompt score the same. Nothing is learned. The "
     "mean score is {now}; in the first steps it was {first}. If it fell, the learning rate is too high: lower "
     "actor_rollout_ref.actor.optim.lr and go back to an earlier checkpoint. If it never rose, look at the answers in "
@@ -362,13 +362,13 @@ class Health:
         if state.zero_steps < ZERO_STEPS:
             return {}
         if state.zero_with_advantages == state.zero_steps:
-            return {"zero": ANSWERLESS.format(steps=state.zero_steps)}
+            return {"zero": NO_RESPONSE_TOKENS.format(steps=state.zero_steps)}
         recent = self._recent()
         solved = worst == state.highest > state.lowest
         risen = recent is not None and recent.above(state.first, VALIDATION_ERRORS)
         if solved or risen or state.zero_prompts < ZERO_PROMPTS:
             return {}
-        return {"zero": ALIKE.format(steps=state.zero_steps, now=f"{score.mean:.3f}", first=f"{state.first.mean:.3f}")}
+        return {"zero": EQUAL_SCORES.format(steps=state.zero_steps, now=f"{score.mean:.3f}", first=f"{state.first.mean:.3f}")}
 
     def _recent(self) -> Score | None:
         """Return the score of the last steps, apart from the first ones, or None while there are too few."""

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from verl_memopt.distributed.file_records import Records
 from verl_memopt.distributed.sharded_state import load_weights, save_weights
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.param_offload_torch import ParamHome
+from verl_memopt.memory.param_offload_torch import OffloadedParams
 from verl_memopt.model.policy_model import PolicyModel
 from verl_memopt.model.weights import named_weights
 from verl_memopt.observe.byte_tracker import HOST, scope
@@ -33,7 +33,7 @@ class MovingReference:
     """
 
     model: PolicyModel
-    home: ParamHome | None
+    home: OffloadedParams | None
     stays_on_host: bool
     policy: TrainedModel
 
@@ -75,7 +75,7 @@ class MovingReference:
 
 
 def moving_reference(
-    model: PolicyModel, home: ParamHome | None, stays_on_host: bool, policy: TrainedModel, folder: str
+    model: PolicyModel, home: OffloadedParams | None, stays_on_host: bool, policy: TrainedModel, folder: str
 ) -> MovingReference:
     """Return the reference as one that follows the policy.
 
@@ -101,7 +101,7 @@ def moving_reference(
 
 
 @contextmanager
-def _readable(home: ParamHome | None) -> Iterator[None]:
+def _readable(home: OffloadedParams | None) -> Iterator[None]:
     if home is None:
         yield
         return

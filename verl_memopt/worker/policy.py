@@ -301,7 +301,7 @@ def forward_pass(
 ) -> list[tuple[Sequence[int], Output]]:
     """Return (rows, output) of each micro-batch, without gradients. What the pass gathered is freed.
 
-    After an out-of-memory error the rows that are left are cut into smaller micro-batches, where :func:`recutting` allows it.
+    After an out-of-memory error the rows that are left are cut into smaller micro-batches, where :func:`oom_retry` allows it.
 
     Args:
         model: The model, which computes the prefix KV of prompts whose answers lie in several micro-batches.

@@ -14,7 +14,7 @@ from verl_memopt.distributed.device import is_gpu, training_mesh
 from verl_memopt.memory.activation_offload_torch import BYTES_MOVED, CRITIC_BYTES_MOVED, ActivationOffload
 from verl_memopt.memory.fused import compiler_works
 from verl_memopt.memory.lora_torch import initialize_adapters, load_adapter
-from verl_memopt.memory.param_offload_torch import ParamHome
+from verl_memopt.memory.param_offload_torch import OffloadedParams
 from verl_memopt.memory.quantized_frozen_torch import exact_weights
 from verl_memopt.memory.resharding_torch import reshard_units
 from verl_memopt.memory.residency import CRITIC, POLICY, REFERENCE, REWARD_MODEL, Residency
@@ -98,7 +98,7 @@ class RoleBuilder:
         policy = Policy(policy_model, actor, self.plan.optimizer_steps, world_size, self.device, offload)
         policy.bypass = self.plan.bypass
         if fsdp.param_offload:
-            policy.trained.home = ParamHome(POLICY, policy_model.parameters(), self.device)
+            policy.trained.home = OffloadedParams(POLICY, policy_model.parameters(), self.device)
             # With LoRA the reference is the policy without its adapters.
             self.residency.add(policy.trained.home, (REFERENCE, *self._also) if model.lora_rank > 0 else ())
         return policy
@@ -120,7 +120,7 @@ class RoleBuilder:
         offload = self._offload(value_model, model, CRITIC_BYTES_MOVED)
         critic = Critic(value_model, settings, self.plan.critic_steps, world_size, self.device, offload)
         if fsdp.param_offload:
-            critic.trained.home = ParamHome(CRITIC, value_model.parameters(), self.device)
+            critic.trained.home = OffloadedParams(CRITIC, value_model.parameters(), self.device)
             self.residency.add(critic.trained.home)
         return critic
 
@@ -158,7 +158,7 @@ class RoleBuilder:
         if quantization != "none":
             self._log_quantization_error(model, folder, plan.key, quantization)
         if fsdp.param_offload:
-            home = ParamHome(plan.part, model.parameters(), self.device, mapped)
+            home = OffloadedParams(plan.part, model.parameters(), self.device, mapped)
             self.residency.add(home, also)
             if mapped is not None:  # it gets its values on the device
                 home.to_host()
@@ -174,7 +174,7 @@ class RoleBuilder:
             ConfigError: The two models differ in their weights' names or shapes.
         """
         home = self.residency.find(REFERENCE)
-        assert home is None or isinstance(home, ParamHome), home
+        assert home is None or isinstance(home, OffloadedParams), home
         native = self.plan.settings.ref.fsdp_config.offload_policy
         return moving_reference(reference, home, native, policy.trained, str(self.plan.reference_folder))
 
@@ -195,7 +195,7 @@ class RoleBuilder:
             has_head = materialize_critic(reward_model, folder, self.device, fsdp.offload_policy, REWARD_KEY)
         assert has_head, f"{folder} was checked before the workers started"
         if fsdp.param_offload:
-            self.residency.add(ParamHome(REWARD_MODEL, reward_model.parameters(), self.device))
+            self.residency.add(OffloadedParams(REWARD_MODEL, reward_model.parameters(), self.device))
         refuse_sliding_window(reward_model.lm.config, self.plan.settings.actor)
         self._check_packing(reward_model, fsdp, folder, REWARD_KEY)
         return reward_model

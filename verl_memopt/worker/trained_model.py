@@ -20,7 +20,7 @@ from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW
 from verl_memopt.memory.optimizer_in_backward_torch import StepInBackward
 from verl_memopt.memory.out_of_memory import cut_again
-from verl_memopt.memory.param_offload_torch import ParamHome
+from verl_memopt.memory.param_offload_torch import OffloadedParams
 from verl_memopt.memory.resharding_torch import synced
 from verl_memopt.memory.token_packing import chains
 from verl_memopt.model.packed_model import PackedModel
@@ -219,7 +219,7 @@ class TrainedModel:
         self.world_size = world_size
         self.device = device
         self.offload = offload
-        self.home: ParamHome | None = None
+        self.home: OffloadedParams | None = None
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         key = f"{role.key}.optim"
         self.optimizer = build_optimizer(trained, optim, fsdp.optimizer_offload, fsdp.seed, key)

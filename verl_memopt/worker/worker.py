@@ -19,7 +19,7 @@ from verl_memopt.memory.fused import fused_statements
 from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.memory.limits_torch import available_bytes, limit_bytes, memory_limits
 from verl_memopt.memory.lora_torch import adapters_off
-from verl_memopt.memory.out_of_memory import MemorySnapshot, out_of_memory_report, recutting
+from verl_memopt.memory.out_of_memory import MemorySnapshot, oom_retry, out_of_memory_report
 from verl_memopt.memory.residency import Residency
 from verl_memopt.memory.weight_buckets_torch import weight_slices
 from verl_memopt.model.policy_model import PolicyModel, dtype_of
@@ -107,7 +107,7 @@ class Worker:
             self._report_out_of_memory(phase),
             self.residency.phase(phase),
             self.probe.phase(phase, counted) as report,
-            recutting(self.device, may_go_on) as recut,
+            oom_retry(self.device, may_go_on) as recut,
         ):
             # Host buffers are counted anew in each phase, as the device's bytes are.
             host_allocator().reset_peak()
@@ -196,12 +196,12 @@ class Worker:
             micro_batches: Rows of each forward.
             temperature: Divides the logits; None = as the rollouts.
         """
-        heat = self.temperature if temperature is None else temperature
+        used = self.temperature if temperature is None else temperature
         if self.reference is None:
             assert self.policy is not None
             with adapters_off(self.policy.model):
-                return self.policy.compute_log_probs(batch, micro_batches, heat, False)
-        return compute_log_probs(self.reference, batch, micro_batches, heat, False, self.device)
+                return self.policy.compute_log_probs(batch, micro_batches, used, False)
+        return compute_log_probs(self.reference, batch, micro_batches, used, False, self.device)
 
     def policy_log_probs(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], temperature: float) -> LogProbs:
         """Return the log-probs of a batch under the policy at a temperature of its own."""

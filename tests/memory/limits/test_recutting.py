@@ -14,7 +14,7 @@ from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.errors import DeviceMemoryError
 from verl_memopt.memory.activation_offload_torch import ActivationOffload
 from verl_memopt.memory.host_buffers import GIB
-from verl_memopt.memory.out_of_memory import recutting
+from verl_memopt.memory.out_of_memory import oom_retry
 
 MIDDLE = 34
 """A cap that makes several micro-batches of several rows each."""
@@ -60,7 +60,7 @@ def test_a_pass_that_fails_at_any_micro_batch_gives_what_it_would_have_given(unt
     policy, (mini,) = policy_for(untied_folder, one_rank, 1, dtype=dtype), shares(batch(), 1, MIDDLE)
     assert len(mini.micro_batches) > 3
     expected = policy.compute_log_probs(mini.batch, mini.micro_batches, 0.9, True)
-    with recutting(CPU, True) as record, out_of_memory(policy.model, number):
+    with oom_retry(CPU, True) as record, out_of_memory(policy.model, number):
         results = policy.compute_log_probs(mini.batch, mini.micro_batches, 0.9, True)
     assert record.retries == 1
     assert record.cap <= MIDDLE // 2
@@ -72,7 +72,7 @@ def test_a_pass_that_fails_at_any_micro_batch_gives_what_it_would_have_given(unt
 def test_what_was_computed_before_the_error_is_kept(untied_folder, one_rank):
     policy, (mini,) = policy_for(untied_folder, one_rank, 1), shares(batch(), 1, MIDDLE)
     num_bins = len(mini.micro_batches)
-    with recutting(CPU, True), out_of_memory(policy.model, num_bins - 1) as count:
+    with oom_retry(CPU, True), out_of_memory(policy.model, num_bins - 1) as count:
         policy.compute_log_probs(mini.batch, mini.micro_batches, 0.9, False)
     assert count[0] == num_bins + 2  # the last one failed, and its rows were computed in two
 
@@ -81,7 +81,7 @@ def test_values_of_prompts_that_are_computed_once_survive_an_error(untied_folder
     critic, whole = critic_for(untied_folder, one_rank), critic_batch(shared=True)
     cut = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
     expected = critic.values(whole, cut)
-    with recutting(CPU, True) as record, out_of_memory(critic.model, 2):
+    with oom_retry(CPU, True) as record, out_of_memory(critic.model, 2):
         values = critic.values(whole, cut)
     assert record.retries == 1
     torch.testing.assert_close(values, expected, rtol=0, atol=1e-5)
@@ -99,7 +99,7 @@ def test_an_update_that_fails_at_any_micro_batch_is_the_same_update(untied_folde
     metrics = clean.update([share(budget=MIDDLE)], 0.9)
     mini = share(budget=MIDDLE)
     num_bins = len(mini.micro_batches)
-    with recutting(CPU, True) as record, out_of_memory(policy.model, number, in_backward):
+    with oom_retry(CPU, True) as record, out_of_memory(policy.model, number, in_backward):
         again = policy.update([mini], 0.9)
     assert record.retries == 1
     assert len(mini.micro_batches) > num_bins
@@ -126,7 +126,7 @@ def test_no_gradient_of_the_failed_window_is_left(untied_folder, one_rank, in_ba
         if offloads:
             policy.trained.offload = ActivationOffload(policy.model, CPU, 1, 2)
         before = weights(policy.model)
-        with recutting(CPU, True) as record, out_of_memory(policy.model, 2 if fails else 10_000, in_backward):
+        with oom_retry(CPU, True) as record, out_of_memory(policy.model, 2 if fails else 10_000, in_backward):
             policy.update([mini], 0.9)
         assert record.retries == int(fails)
         after.append({name: before[name] - weight for name, weight in weights(policy.model).items()})
@@ -138,7 +138,7 @@ def test_no_gradient_of_the_failed_window_is_left(untied_folder, one_rank, in_ba
 def test_the_log_probs_of_a_restarted_update_are_those_of_its_second_forward(untied_folder, one_rank, in_backward):
     policy, mini = policy_of(untied_folder, one_rank), share(budget=MIDDLE)
     expected = policy.compute_log_probs(mini.batch, mini.micro_batches, 0.9, False).log_probs
-    with recutting(CPU, True), out_of_memory(policy.model, 1, in_backward):
+    with oom_retry(CPU, True), out_of_memory(policy.model, 1, in_backward):
         updated = policy.update_on_policy(mini, 0.9)
     torch.testing.assert_close(updated.log_probs, expected, rtol=0, atol=1e-5)
 
@@ -147,7 +147,7 @@ def test_an_update_may_fail_more_than_once(untied_folder, one_rank):
     policy, mini = policy_of(untied_folder, one_rank), share(budget=WHOLE)
     tokens = mini.batch.row_tokens().cost(range(mini.batch.num_rows))
     with (
-        recutting(CPU, True) as record,
+        oom_retry(CPU, True) as record,
         out_of_memory(policy.model, 0, in_backward=True),
         out_of_memory(policy.model, 1),
     ):
@@ -159,7 +159,7 @@ def test_an_update_may_fail_more_than_once(untied_folder, one_rank):
 
 def test_without_leave_an_error_is_raised(untied_folder, one_rank):
     policy, mini = policy_of(untied_folder, one_rank), share(budget=MIDDLE)
-    with recutting(CPU, False), out_of_memory(policy.model, 0), pytest.raises(torch.OutOfMemoryError):
+    with oom_retry(CPU, False), out_of_memory(policy.model, 0), pytest.raises(torch.OutOfMemoryError):
         policy.update([mini], 0.9)
 
 
@@ -169,7 +169,7 @@ def test_an_error_that_names_the_drivers_memory_counts_too(untied_folder, one_ra
             super().__init__("CUDA error: out of memory")
 
     policy, mini = policy_of(untied_folder, one_rank), share(budget=MIDDLE)
-    with recutting(CPU, True) as record, out_of_memory(policy.model, 0, error=DriverError):
+    with oom_retry(CPU, True) as record, out_of_memory(policy.model, 0, error=DriverError):
         policy.update([mini], 0.9)
     assert record.retries == 1
 
@@ -181,19 +181,19 @@ def test_an_error_about_something_else_is_raised(untied_folder, one_rank):
         def __init__(self, text):
             super().__init__("shapes differ")
 
-    with recutting(CPU, True), out_of_memory(policy.model, 0, error=OtherError), pytest.raises(OtherError):
+    with oom_retry(CPU, True), out_of_memory(policy.model, 0, error=OtherError), pytest.raises(OtherError):
         policy.update([mini], 0.9)
 
 
 def test_a_row_that_is_too_long_alone_is_raised(untied_folder, one_rank):
     policy, whole = policy_of(untied_folder, one_rank), batch()
-    with recutting(CPU, True), out_of_memory(policy.model, 3), pytest.raises(torch.OutOfMemoryError):
+    with oom_retry(CPU, True), out_of_memory(policy.model, 3), pytest.raises(torch.OutOfMemoryError):
         policy.compute_log_probs(whole, [[row] for row in range(16)], 0.9, False)
 
 
 def test_each_error_is_logged_with_the_new_cap(untied_folder, one_rank, caplog):
     policy, mini = policy_of(untied_folder, one_rank), share(budget=MIDDLE)
-    with recutting(CPU, True) as record, out_of_memory(policy.model, 0), caplog.at_level(logging.WARNING):
+    with oom_retry(CPU, True) as record, out_of_memory(policy.model, 0), caplog.at_level(logging.WARNING):
         policy.compute_log_probs(mini.batch, mini.micro_batches, 0.9, False)
     assert f"going on with at most {record.cap}" in caplog.text
 

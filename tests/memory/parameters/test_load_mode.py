@@ -9,7 +9,7 @@ from tests.workers.test_worker import AR, call, made, mini_batch  # noqa: F401 -
 from verl_memopt.config.schema import Fsdp, Model
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.host_buffers import host_allocator
-from verl_memopt.memory.param_offload_torch import ParamHome
+from verl_memopt.memory.param_offload_torch import OffloadedParams
 from verl_memopt.memory.residency import REFERENCE
 from verl_memopt.model.assembly import build_policy, materialize, materialize_mapped
 from verl_memopt.observe.byte_tracker import DEVICE, HOST, ByteTracker
@@ -49,7 +49,7 @@ def test_a_mapped_model_rests_in_its_file_and_takes_no_host_memory(untied_folder
         gc.collect()
         held = host_allocator().held_bytes
         model = empty(untied_folder, mesh)
-        home = ParamHome(REFERENCE, model.parameters(), CPU, materialize_mapped(model, untied_folder, CPU))
+        home = OffloadedParams(REFERENCE, model.parameters(), CPU, materialize_mapped(model, untied_folder, CPU))
         home.to_host()
         assert sum(sizes(model)) == 0
         assert tracker.kinds(HOST) == {"mapped file": sum(parameter.numel() for parameter in model.parameters()) * 4}
@@ -64,7 +64,7 @@ def test_a_mapped_model_rests_in_its_file_and_takes_no_host_memory(untied_folder
 def test_a_mapped_model_gives_the_log_probs_of_a_streamed_one(tiny_folder, one_rank):
     whole = batch()
     model, plain = empty(tiny_folder, one_rank), empty(tiny_folder, one_rank)
-    home = ParamHome(REFERENCE, model.parameters(), CPU, materialize_mapped(model, tiny_folder, CPU))
+    home = OffloadedParams(REFERENCE, model.parameters(), CPU, materialize_mapped(model, tiny_folder, CPU))
     materialize(plain, tiny_folder, CPU)
     expected = compute_log_probs(plain, whole, [range(16)], 0.9, False, CPU).log_probs
     for _ in range(2):
@@ -76,7 +76,7 @@ def test_a_mapped_model_gives_the_log_probs_of_a_streamed_one(tiny_folder, one_r
 def test_the_file_is_not_written_to(tiny_folder, one_rank):
     before = (tiny_folder / "model.safetensors").read_bytes()
     model = empty(tiny_folder, one_rank)
-    home = ParamHome(REFERENCE, model.parameters(), CPU, materialize_mapped(model, tiny_folder, CPU))
+    home = OffloadedParams(REFERENCE, model.parameters(), CPU, materialize_mapped(model, tiny_folder, CPU))
     home.to_host()
     home.to_device()
     for parameter in model.parameters():

@@ -11,7 +11,7 @@ from verl_memopt.distributed.device import training_mesh
 from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.host_buffers import host_allocator, host_limits
-from verl_memopt.memory.param_offload_torch import ParamHome
+from verl_memopt.memory.param_offload_torch import OffloadedParams
 from verl_memopt.memory.residency import POLICY, Residency
 from verl_memopt.model.weights import named_weights
 from verl_memopt.observe.byte_tracker import DEVICE, HOST, ByteTracker
@@ -19,7 +19,7 @@ from verl_memopt.rollout.weight_map import full_weights
 
 
 def home_of(policy):
-    return ParamHome(POLICY, policy.model.parameters(), CPU)
+    return OffloadedParams(POLICY, policy.model.parameters(), CPU)
 
 
 def resting_run(folder, mesh, rank=0, world_size=1):
@@ -171,7 +171,7 @@ def test_a_host_limit_that_is_too_low_leaves_the_parameters_where_they_are(untie
 
 def test_a_return_that_fails_half_way_leaves_nothing_on_the_device():
     parameters = [torch.nn.Parameter(torch.ones(4), requires_grad=False) for _ in range(3)]
-    home = ParamHome("broken", parameters, CPU, mapped=[torch.ones(4), torch.ones(9), torch.ones(4)])
+    home = OffloadedParams("broken", parameters, CPU, mapped=[torch.ones(4), torch.ones(9), torch.ones(4)])
     home.to_host()
     with pytest.raises(RuntimeError):
         home.to_device()
@@ -186,7 +186,7 @@ def test_a_cycle_runs_on_fake_tensors(untied_folder):
 
         settings = Model(path=str(untied_folder), attn_implementation="sdpa")
         model = build_policy(settings, TrainedFsdp(dtype="fp32"), untied_folder, mesh, CPU, "key", False, False)
-        home = ParamHome(POLICY, model.parameters(), CPU)
+        home = OffloadedParams(POLICY, model.parameters(), CPU)
         before = tracker.total(DEVICE)
         assert home.to_host() > 0
         assert tracker.total(DEVICE) == before - home.num_bytes
@@ -215,7 +215,7 @@ def test_a_shard_that_is_padded_returns_whole(tmp_path):
 def test_parameters_that_are_parts_of_one_storage_are_read_from_their_places_on_the_host():
     storage = torch.arange(10.0)
     parts = [torch.nn.Parameter(storage[4:8]), torch.nn.Parameter(storage[1:3])]
-    home = ParamHome("parts", [torch.nn.Parameter(torch.ones(3)), *parts], CPU)
+    home = OffloadedParams("parts", [torch.nn.Parameter(torch.ones(3)), *parts], CPU)
     assert home.num_bytes == 13 * 4
     home.to_host()
     with home.readable():
@@ -238,7 +238,7 @@ class Copies(TorchDispatchMode):
 
 
 def test_the_copies_of_a_move_do_not_wait_for_one_another():
-    home = ParamHome("two", [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))], CPU)
+    home = OffloadedParams("two", [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))], CPU)
     with Copies() as copies:
         home.to_host()
         home.to_device()
@@ -248,7 +248,7 @@ def test_the_copies_of_a_move_do_not_wait_for_one_another():
 def test_parameters_of_several_widths_start_at_multiples_of_their_width():
     narrow = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     wide = [torch.nn.Parameter(torch.full((3,), float(value))) for value in range(4)]
-    home = ParamHome("mixed", [narrow, *wide], CPU)
+    home = OffloadedParams("mixed", [narrow, *wide], CPU)
     home.to_host()
     with home.readable():
         assert [parameter.tolist() for parameter in (narrow, *wide)] == [[1.0], *([float(value)] * 3 for value in range(4))]
@@ -257,7 +257,7 @@ def test_parameters_of_several_widths_start_at_multiples_of_their_width():
 def test_parameters_of_odd_sizes_and_several_dtypes_are_read_where_they_rest():
     dtypes = (torch.bfloat16, torch.float32, torch.bfloat16, torch.float64, torch.bfloat16, torch.float32)
     parameters = [torch.nn.Parameter(torch.arange(1, 4).to(dtype)) for dtype in dtypes]
-    home = ParamHome("mixed", parameters, CPU)
+    home = OffloadedParams("mixed", parameters, CPU)
     home.to_host()
     with home.readable():
         assert all(parameter.tolist() == [1, 2, 3] for parameter in parameters)
@@ -268,7 +268,7 @@ def test_parameters_of_odd_sizes_and_several_dtypes_are_read_where_they_rest():
 def two_in_one_place():
     """Returns a frozen parameter and the homes of two models that use its storage, with the values 1 and 2."""
     parameter = torch.nn.Parameter(torch.ones(3), requires_grad=False)
-    one, two = (ParamHome(name, [parameter], CPU) for name in ("one", "two"))
+    one, two = (OffloadedParams(name, [parameter], CPU) for name in ("one", "two"))
     one.to_host()
     one.to_device()
     parameter.fill_(2)

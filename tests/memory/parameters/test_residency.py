@@ -5,7 +5,7 @@ import torch
 
 from tests.critics import critic_mini, critic_plan, critic_weights
 from tests.workers.test_worker import AR, call, made, mini_batch, same, weights  # noqa: F401 - made is a fixture
-from verl_memopt.memory.param_offload_torch import ParamHome
+from verl_memopt.memory.param_offload_torch import OffloadedParams
 from verl_memopt.memory.residency import CRITIC, NEEDS, POLICY, REFERENCE, REWARD_MODEL, Residency
 
 CPU = torch.device("cpu")
@@ -259,7 +259,7 @@ def test_the_turns_of_critic_and_policy_change_no_number(made, tiny_folder):  # 
 def two_in_one_place(residency):
     """Adds a reference of ones and a student of twos that share one parameter, and returns it and the student."""
     parameter = torch.nn.Parameter(torch.ones(3), requires_grad=False)
-    reference, student = (ParamHome(name, [parameter], CPU) for name in (REFERENCE, REWARD_MODEL))
+    reference, student = (OffloadedParams(name, [parameter], CPU) for name in (REFERENCE, REWARD_MODEL))
     reference.to_host()
     reference.to_device()
     parameter.fill_(2)

@@ -13,7 +13,7 @@ import yaml
 
 from verl_memopt.config.keys import flatten, value_at
 from verl_memopt.config.loader import PACKAGED, compose_mapping, load_settings, settings_from_mapping
-from verl_memopt.config.trl_names import Written
+from verl_memopt.config.trl_names import KeySources
 from verl_memopt.memory.profiles import PROFILES
 
 RECIPE = "recipe/rlt/config"
@@ -48,7 +48,7 @@ def composed(recipe, model, memory, debug):
     if recipe[STUDENT] == recipe[TEACHER]:  # it follows the teacher's
         recipe[STUDENT] = presets[TEACHER]
     tree = recipe | presets | {"debug.mode": preset_keys("debug", debug)["mode"]} | MORE.get(debug, {})
-    return settings_from_mapping(tree, presets.keys(), Written(frozenset()))
+    return settings_from_mapping(tree, presets.keys(), KeySources(frozenset()))
 
 
 def of_hydra(recipe, model, memory, debug):

@@ -6,7 +6,7 @@ import pytest
 
 from verl_memopt.config.keys import leaf_keys, value_at
 from verl_memopt.config.loader import load_settings, settings_from_mapping
-from verl_memopt.config.trl_names import ESTIMATORS, Table, Written
+from verl_memopt.config.trl_names import ESTIMATORS, KeySources, Table
 from verl_memopt.errors import ConfigError
 from verl_memopt.recipes.rlt.names import BATCH, OWN, PER_FORWARD, RLT_NO_EQUAL, RLT_SPELLINGS
 
@@ -28,7 +28,7 @@ RECIPE = "recipe/rlt/config"
 
 def settings(more):
     """Return settings of a run in which the user wrote ``more`` and a recipe the rest."""
-    return settings_from_mapping(LEAST | more, written=Written(more.keys()))
+    return settings_from_mapping(LEAST | more, written=KeySources(more.keys()))
 
 
 READ_AS = [

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_memopt.memory.quantized_frozen_torch import FORMATS
-from verl_memopt.recipes.rlt.rank_check import ACCEPTED, rank_agreement, spearman
+from verl_memopt.recipes.rlt.rank_check import ACCEPTED, rank_correlation, spearman
 
 KEY = "reward_model.model.quantization"
 
@@ -47,29 +47,29 @@ def test_ties_share_their_mean_rank(pairs):
 def test_groups_count_alike_whatever_their_size_and_their_mean():
     exact = torch.tensor([0.0, 1.0, 2.0, 3.0, 100.0, 101.0])
     rewards = torch.tensor([0.0, 1.0, 2.0, 3.0, 101.0, 100.0])
-    agreement = rank_agreement(rewards, exact, [0, 0, 0, 0, 1, 1])
+    agreement = rank_correlation(rewards, exact, [0, 0, 0, 0, 1, 1])
     assert (agreement.mean, agreement.lowest, agreement.num_groups) == (0.0, -1.0, 2)
 
 
 def test_rows_without_a_reward_and_groups_without_an_order_are_left_out():
     exact = torch.tensor([0.0, 1.0, 2.0, 5.0, 5.0, 7.0])
     rewards = torch.tensor([0.0, math.nan, 2.0, 1.0, 2.0, 3.0])
-    agreement = rank_agreement(rewards, exact, [0, 0, 0, 1, 1, 2])
+    agreement = rank_correlation(rewards, exact, [0, 0, 0, 1, 1, 2])
     assert (agreement.mean, agreement.num_groups) == (1.0, 1)
-    nothing = rank_agreement(rewards, exact, list(range(6)))
+    nothing = rank_correlation(rewards, exact, list(range(6)))
     assert nothing.num_groups == 0
     assert nothing.warning("nf4", KEY) is None
 
 
 def test_a_low_agreement_is_warned_of_with_the_way_out():
     rewards = torch.tensor([1.0, 3.0, 2.0, 4.0])
-    agreement = rank_agreement(rewards, torch.tensor([1.0, 2.0, 3.0, 4.0]), [0] * 4)
+    agreement = rank_correlation(rewards, torch.tensor([1.0, 2.0, 3.0, 4.0]), [0] * 4)
     text = agreement.warning("nf4", KEY)
     assert text.startswith(f"{KEY}=nf4: ")
     assert "0.800 only (mean over 1 groups; 0.95 is expected)" in text
     assert text.endswith(f"Set {KEY}=int8 or none.")
     assert agreement.warning("int8", KEY).endswith(f"Set {KEY}=none.")
-    assert rank_agreement(rewards, rewards, [0] * 4).warning("int8", KEY) is None
+    assert rank_correlation(rewards, rewards, [0] * 4).warning("int8", KEY) is None
 
 
 def test_each_quantisation_has_its_bound():

@@ -7,7 +7,7 @@ from tests.recipe.rlt.test_student_pass import CPU, HEAT, encode, random_samples
 from tests.workers.test_build_policy import built
 from verl_memopt.recipes.rlt import rank_check
 from verl_memopt.recipes.rlt.formula import rlt_scores
-from verl_memopt.recipes.rlt.rank_check import RankCheck, rank_agreement
+from verl_memopt.recipes.rlt.rank_check import RankCheck, rank_correlation
 from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student import compute_exact_log_probs, student_batch, student_micro_batches
 from verl_memopt.recipes.rlt.student_rows import THINK
@@ -48,7 +48,7 @@ def test_the_correlation_is_that_of_two_whole_scorings(tiny_folder, one_rank, ki
     _, metrics = scored_batch.check(kind)
     whole = scored_batch.scored(scored(built(tiny_folder, one_rank), scored_batch.rows))
     group = [place // 4 for place in range(24)]
-    expected = rank_agreement(scored_batch.scores.training_rewards(), whole.training_rewards(), group)
+    expected = rank_correlation(scored_batch.scores.training_rewards(), whole.training_rewards(), group)
     assert expected.num_groups == 6
     assert metrics == {"rank_correlation": pytest.approx(expected.mean, abs=1e-9)}
 

@@ -14,7 +14,7 @@ from tests.trainer.conftest import Member, group_of
 from verl_memopt.data.batch import Ragged
 from verl_memopt.observe.phase import PhaseClock
 from verl_memopt.recipes.rlt.dataset import FORMATS, RltPrompts
-from verl_memopt.recipes.rlt.scorer import Explained, RltScorer
+from verl_memopt.recipes.rlt.scorer import ExplanationBatch, RltScorer
 from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student import Student, StudentLogProbs, StudentReply
 from verl_memopt.recipes.rlt.student_rows import SKIPPED, SOLUTION, THINK, StudentEncoder
@@ -128,7 +128,7 @@ def test_log_probs_of_the_step_are_those_of_a_pass_of_the_teacher(toy, tmp_path,
     with learner_of(settings) as learner:
         batch = learner.scored(1)
         infos = [row.extra_info for row in batch.answers.rows]
-        scored = learner.scorer.score(Explained.of(infos, batch.answers.generation.response_ids, batch.names))
+        scored = learner.scorer.score(ExplanationBatch.of(infos, batch.answers.generation.response_ids, batch.names))
     torch.testing.assert_close(scored.scores.reward, torch.tensor([result.score for result in batch.results]), rtol=0, atol=1e-5)
 
 
@@ -138,7 +138,9 @@ def test_the_blank_line_after_the_tag_is_scored_by_both_models(toy, tmp_path, al
     more = {f"{RLT}.include_forced_prefix": True, f"{RLT}.align": align}
     with learner_of(settings_of(toy, tmp_path / "run", more)) as learner:
         rlt, tokenizer = learner.scorer, learner.scorer.prompts.tokenizer
-        explained = Explained(["1+2="], ["3"], Ragged.from_rows([ids(tokenizer, "1", "</explanation>")], torch.int64), ["f:1"])
+        explained = ExplanationBatch(
+            ["1+2="], ["3"], Ragged.from_rows([ids(tokenizer, "1", "</explanation>")], torch.int64), ["f:1"]
+        )
         scored = rlt.score(explained)
     thought = ids(tokenizer, "\n\n1")
     assert scored.rows.part(THINK).flat.tolist() == thought
@@ -178,7 +180,9 @@ def explained_of(tokenizer, *texts):
     responses = [ids(tokenizer, text, "</explanation>") for text in texts]
     questions = [f"{place // 2}+1=" for place in range(len(texts))]
     addresses = [f"f:{place + 1}" for place in range(len(texts))]
-    return Explained(questions, [str(place) for place in range(len(texts))], Ragged.from_rows(responses, torch.int64), addresses)
+    return ExplanationBatch(
+        questions, [str(place) for place in range(len(texts))], Ragged.from_rows(responses, torch.int64), addresses
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])

@@ -24,7 +24,7 @@ ACCEPTED = {"int8": 0.98, "nf4": 0.95}
 
 
 @dataclass(frozen=True)
-class RankAgreement:
+class RankCorrelation:
     """Spearman correlations of two scorings of the same rows.
 
     Attributes:
@@ -53,7 +53,7 @@ class RankAgreement:
         )
 
 
-def rank_agreement(rewards: Tensor, exact: Tensor, group: Sequence[int]) -> RankAgreement:
+def rank_correlation(rewards: Tensor, exact: Tensor, group: Sequence[int]) -> RankCorrelation:
     """Return the in-group rank correlations of two scorings. Rows without a reward (NaN) are left out.
 
     Args:
@@ -68,8 +68,8 @@ def rank_agreement(rewards: Tensor, exact: Tensor, group: Sequence[int]) -> Rank
     of_groups = [spearman(rewards[rows], exact[rows]) for rows in members.values()]
     ordered = [value for value in of_groups if math.isfinite(value)]
     if not ordered:
-        return RankAgreement(math.nan, math.nan, 0)
-    return RankAgreement(sum(ordered) / len(ordered), min(ordered), len(ordered))
+        return RankCorrelation(math.nan, math.nan, 0)
+    return RankCorrelation(sum(ordered) / len(ordered), min(ordered), len(ordered))
 
 
 def spearman(one: Tensor, other: Tensor) -> float:
@@ -137,7 +137,7 @@ class RankCheck:
         unquantised = rlt_scores(self.settings, subset, log_probs.think, of_teacher, log_probs.solution, names)
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         group = [numbers[name] for name in names]
-        agreement = rank_agreement(scores.training_rewards()[chosen], unquantised.training_rewards(), group)
+        agreement = rank_correlation(scores.training_rewards()[chosen], unquantised.training_rewards(), group)
         if not agreement.num_groups:
             return {}
         self.done = True

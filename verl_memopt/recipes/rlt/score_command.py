@@ -30,7 +30,7 @@ from verl_memopt.model.policy_model import PolicyModel, dtype_of
 from verl_memopt.observe.files import json_line, replace_text
 from verl_memopt.observe.phase import MemoryProbe, PhaseClock, PhaseMemory
 from verl_memopt.recipes.rlt.dataset import FORMATS, RltPrompts
-from verl_memopt.recipes.rlt.scorer import Explained, RltScored, RltScorer
+from verl_memopt.recipes.rlt.scorer import ExplanationBatch, RltScored, RltScorer
 from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student import Student, StudentPlan, check_same_tokenizer
 from verl_memopt.recipes.rlt.student_rows import NAMES, SKIPPED, StudentEncoder
@@ -321,7 +321,7 @@ def scorer(parsed: argparse.Namespace, settings: RltReward) -> Iterator[RltScore
         group.shutdown()
 
 
-def explained(rows: Sequence[StoredExplanation], score: RltScorer) -> Explained:
+def explained(rows: Sequence[StoredExplanation], score: RltScorer) -> ExplanationBatch:
     """Return stored explanations as the scorer reads them.
 
     Args:
@@ -336,7 +336,7 @@ def explained(rows: Sequence[StoredExplanation], score: RltScorer) -> Explained:
         if max(ids[-1], default=0) >= len(tokenizer):
             raise DataError(f"{row.address}: response_ids holds {max(ids[-1])}, which is no token of the student's tokenizer.")
     questions, solutions, addresses = ([getattr(row, name) for row in rows] for name in ("question", "solution", "address"))
-    return Explained(questions, solutions, Ragged.from_rows(ids, torch.int64), addresses)
+    return ExplanationBatch(questions, solutions, Ragged.from_rows(ids, torch.int64), addresses)
 
 
 def scored_rows(stored: Sequence[StoredExplanation], scored: RltScored) -> list[dict[str, Any]]:

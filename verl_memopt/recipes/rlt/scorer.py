@@ -57,7 +57,7 @@ PREFIX, MEASURED = "rlt/", "perf/student_"
 
 
 @dataclass(frozen=True)
-class Explained:
+class ExplanationBatch:
     """What is scored: N responses of a teacher.
 
     Attributes:
@@ -73,7 +73,9 @@ class Explained:
     addresses: Sequence[str]
 
     @classmethod
-    def of(cls, infos: Sequence[dict[str, Any]], response_ids: Sequence[Sequence[int]], addresses: Sequence[str]) -> Explained:
+    def of(
+        cls, infos: Sequence[dict[str, Any]], response_ids: Sequence[Sequence[int]], addresses: Sequence[str]
+    ) -> ExplanationBatch:
         """Return the rows of a dataset of RLT with their responses.
 
         Args:
@@ -168,14 +170,14 @@ class RltScorer:
             computed: The teacher's log-probs, and the names of the rows.
         """
         names = [row.address for row in answers.rows] if computed is None else computed.names
-        explained = Explained.of([row.extra_info for row in answers.rows], answers.generation.response_ids, names)
+        explained = ExplanationBatch.of([row.extra_info for row in answers.rows], answers.generation.response_ids, names)
         teacher = None
         if computed is not None:
             teacher = computed.rows.ref_log_probs if self.reads_reference else computed.rows.old_log_probs
         scored = self.score(explained, teacher)
         return Scored(scored.results(), scored.metrics())
 
-    def score(self, explained: Explained, response_log_probs: Tensor | None = None) -> RltScored:
+    def score(self, explained: ExplanationBatch, response_log_probs: Tensor | None = None) -> RltScored:
         """Return the rewards of some explanations.
 
         Args:
@@ -196,7 +198,7 @@ class RltScorer:
             performance |= {PREFIX + name: value for name, value in agreement.items()}
         return RltScored(scores, rows, student, teacher, performance)
 
-    def _teacher(self, explained: Explained, rows: StudentRows, response_log_probs: Tensor | None) -> Tensor | None:
+    def _teacher(self, explained: ExplanationBatch, rows: StudentRows, response_log_probs: Tensor | None) -> Tensor | None:
         """Return the teacher's log-probs of the explanations: those of the responses, or from a pass of its own."""
         if not self.settings.include_teacher_think_entropy:
             return None
@@ -205,7 +207,7 @@ class RltScorer:
         responses = explained.responses
         return reused_log_probs(Ragged(flat=response_log_probs, lengths=responses.lengths, batch_size=[]), rows.parts[:, THINK])
 
-    def _teacher_pass(self, explained: Explained, rows: StudentRows) -> Tensor:
+    def _teacher_pass(self, explained: ExplanationBatch, rows: StudentRows) -> Tensor:
         """Return the teacher's log-probs of the explanations from a pass of its own, fp32."""
         temperature = self.temperature if self.settings.unbias_teacher_log_probs else 1.0
         batch = teacher_batch(self._teacher_prompts(explained), rows)
@@ -218,7 +220,7 @@ class RltScorer:
         parts = zip(shares, self.workers.each(phase, method, arguments), strict=True)
         return scatter_tokens([(share, part.log_probs) for share, part in parts], batch.responses.sizes())
 
-    def _teacher_prompts(self, explained: Explained) -> Ragged:
+    def _teacher_prompts(self, explained: ExplanationBatch) -> Ragged:
         """Return the teacher's prompt of each row, which ends where the scored explanation begins."""
         rlt_format = self.prompts.rlt_format
         pairs = list(zip(explained.questions, explained.solutions, strict=True))
@@ -344,7 +346,7 @@ def warn_of_no_room(encoder: StudentEncoder, rlt: RltReward, datasets: Sequence[
         return
     for dataset in datasets:
         rows = [] if dataset is None else [dataset[index] for index in range(len(dataset))]
-        empty = Explained.of([row.extra_info for row in rows], [[]] * len(rows), [row.address for row in rows])
+        empty = ExplanationBatch.of([row.extra_info for row in rows], [[]] * len(rows), [row.address for row in rows])
         encoded = encoder.encode(empty.questions, empty.solutions, empty.responses, empty.addresses)
         without_room = (encoded.status == SKIPPED).nonzero().flatten().tolist()
         if without_room:

@@ -26,7 +26,7 @@ from verl_memopt.data.batch import Ragged, RolloutBatch, scatter_tokens, token_i
 from verl_memopt.data.encoder import TOKENIZER_PARTS, tokenizer_digests
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.lora_torch import adapters_off
-from verl_memopt.memory.param_offload_torch import ParamHome
+from verl_memopt.memory.param_offload_torch import OffloadedParams
 from verl_memopt.memory.quantized_frozen_torch import exact_weights
 from verl_memopt.memory.residency import REFERENCE, REWARD_MODEL
 from verl_memopt.memory.token_packing import RowTokens, pack_groups_under
@@ -398,12 +398,12 @@ def _swapped(roles: RoleBuilder, reference: PolicyModel, folder: Path) -> Policy
     with residency.phase("ref"):  # the storages must have their size
         is_mapped = roles.plan.settings.model.load_mode == "mmap"
         mapped = mapped_weights(reference, folder) if is_mapped else None
-        home = ParamHome(REWARD_MODEL, reference.parameters(), roles.device, mapped)
+        home = OffloadedParams(REWARD_MODEL, reference.parameters(), roles.device, mapped)
         if mapped is None:
             fill_from_folder(reference, folder, REWARD_KEY)
         home.to_host()
     residency.add(home)
     of_reference = residency.find(REFERENCE)
-    assert isinstance(of_reference, ParamHome)
+    assert isinstance(of_reference, OffloadedParams)
     residency.take_turns(home, of_reference)
     return reference
