@@ -133,9 +133,7 @@ def test_selective_keeps_of_a_shared_prompt_what_attention_over_it_gives_each_su
 
 
 def test_fake_tensors_give_the_bytes_of_real_ones(untied_folder):
-    options = {"recompute": True, **SELECTIVE}
-    with act.fake_ranks(4) as mesh:
-        assert act.fake_peaks(untied_folder, mesh, **options) == act.peaks(act.build(untied_folder, mesh, **options))
+    act.assert_fake_tensors_give_the_bytes_of_real_ones(untied_folder, recompute=True, **SELECTIVE)
 
 
 def test_names_and_classes_of_blocks_stay(untied_folder, one_rank):

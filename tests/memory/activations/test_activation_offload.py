@@ -439,6 +439,4 @@ def test_what_waits_for_a_copy_is_bounded_by_the_limit():
 
 
 def test_fake_tensors_give_the_bytes_of_real_ones_on_both_tiers(untied_folder):
-    options = {"offload": (LEAST, 2), "recompute": True}
-    with act.fake_ranks(4) as mesh:
-        assert act.fake_peaks(untied_folder, mesh, **options) == act.peaks(act.build(untied_folder, mesh, **options))
+    act.assert_fake_tensors_give_the_bytes_of_real_ones(untied_folder, offload=(LEAST, 2), recompute=True)

@@ -1,3 +1,4 @@
+import functools
 import logging
 
 import pytest
@@ -169,10 +170,16 @@ TILES = 6 * 2**16 * 4
 """Of elementwise statements."""
 
 
-def peak_of(folder, **options):
-    mini = act.mini_batch(response=RESPONSE)
-    with act.fake_ranks(2) as mesh:
-        return act.peaks(act.build(folder, mesh, logprob_chunk_tokens=256, **options), mini)[0]
+@pytest.fixture(scope="module")
+def peak_of(folder):
+    @functools.cache
+    def peak(elementwise, recompute=False):
+        mini = act.mini_batch(micro_batches=1, response=RESPONSE)
+        options = {"logprob_chunk_tokens": 256, "recompute_elementwise": elementwise, "recompute": recompute}
+        with act.fake_ranks(2) as mesh:
+            return act.peaks(act.build(folder, mesh, **options), mini)[0]
+
+    return peak
 
 
 def at_peak():
@@ -182,24 +189,23 @@ def at_peak():
     return max(*at_mlp, after + 3 * INPUT, AT_ATTENTION)
 
 
-def test_the_peak_of_a_step_falls_by_what_the_formula_says(folder):
+def test_the_peak_of_a_step_falls_by_what_the_formula_says(peak_of):
     before = ALL * (3 * (2 * WIDTH + QUERIES + KEYS) + KEYS + QUERIES + 4 * MLP) * 4
     # At the backward of the MLP lay two wide tensors and two of a block's width beside the block.
     fallen = before + 2 * ALL * MLP * 4 + 2 * INPUT - at_peak()
     others = (LAYERS - 1) * (before - KEPT - 2 * ALL * MLP * 4)
-    assert close(peak_of(folder, **OFF) - peak_of(folder, **ON), others + fallen)
+    assert close(peak_of(False) - peak_of(True), others + fallen)
 
 
-def test_with_checkpointing_the_last_block_never_holds_gate_and_up(folder):
+def test_with_checkpointing_the_last_block_never_holds_gate_and_up(peak_of):
     at_gate = KEPT + 2 * INPUT + ALL // 2 * (WIDTH + 3 * MLP) * 4 + 3 * WEIGHT + TILES
     fallen = at_peak() + TILES - max(at_gate, AT_ATTENTION)
     others = (LAYERS - 1) * (KEPT + 2 * ALL * MLP * 4 - INPUT)
-    assert close(peak_of(folder, **ON) - peak_of(folder, **ON, recompute=True), others + fallen)
+    assert close(peak_of(True) - peak_of(True, recompute=True), others + fallen)
 
 
 def test_fake_tensors_give_the_bytes_of_real_ones(untied_folder):
-    with act.fake_ranks(4) as mesh:
-        assert act.fake_peaks(untied_folder, mesh, **ON) == act.peaks(act.build(untied_folder, mesh, **ON))
+    act.assert_fake_tensors_give_the_bytes_of_real_ones(untied_folder, **ON)
 
 
 # What it leaves alone.

@@ -223,9 +223,7 @@ def test_a_pass_without_gradients_holds_one_tile_too():
 
 
 def test_fake_tensors_give_the_bytes_of_real_ones(untied_folder):
-    options = {"recompute": True, **TILED}
-    with act.fake_ranks(4) as mesh:
-        assert act.fake_peaks(untied_folder, mesh, **options) == act.peaks(act.build(untied_folder, mesh, **options))
+    act.assert_fake_tensors_give_the_bytes_of_real_ones(untied_folder, recompute=True, **TILED)
 
 
 # Refusals.
