@@ -84,7 +84,7 @@ BAD_COMMANDS = (
     ["train", "a,b"], ["report", "/nowhere"], ["check", "/nowhere"], ["score"], ["knobs", "nope"],
     ["knobs", "--measure"], ["toy"],
 )  # fmt: skip
-MEASURED = ("seconds", "timing", "load_after", "utc", "date")
+MEASURED = ("seconds", "runs", "timing", "load_after", "utc", "date")
 
 
 def python(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
