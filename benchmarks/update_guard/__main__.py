@@ -57,7 +57,7 @@ def policy_of(kind: type[TrainedModel], folder: Path, device: torch.device) -> P
     materialize(policy_model, folder, device)
     actor = Actor(fsdp_config=fsdp, clip_ratio_low=0.2, clip_ratio_high=0.2, use_prefix_grouper=False)
     policy = Policy(policy_model, actor, 1000, 1, device)
-    policy.trained = kind(ACTOR, policy_model, actor.optim, fsdp, 1000, 1, device)
+    policy.trained = kind(ACTOR, policy_model, actor, 1000, 1, device)
     return policy
 
 
