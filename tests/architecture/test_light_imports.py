@@ -13,6 +13,7 @@ import pytest
         ("verl_memopt.cli", {"torch", "vllm", "ray", "transformers", "hydra"}),
         ("verl_memopt.rewards.process", {"torch", "vllm", "ray", "transformers", "psutil"}),
         ("verl_memopt.config.loader", {"torch", "vllm", "ray", "transformers"}),
+        ("verl_memopt.worker.group", {"torch", "vllm", "ray", "transformers"}),
         ("verl_memopt.trainer.loop", {"vllm", "ray"}),
     ],
 )

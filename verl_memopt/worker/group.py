@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from verl_memopt.errors import ConfigError, UserError, WorkerError
 from verl_memopt.memory.adaptive_budget import PassFigures
-from verl_memopt.observe.phase import PhaseClock, PhaseMemory, combine, host_rss_bytes
 from verl_memopt.worker.ray_cluster import STOP_SIGNALS, Connection, Request, release, reserve
+
+if TYPE_CHECKING:
+    from verl_memopt.observe.phase import PhaseClock, PhaseMemory
 
 
 @dataclass(frozen=True)
@@ -177,8 +179,7 @@ class TimedGroup:
         self.in_process = in_process
         self.track = False
         self.figures = PassFigures()
-        init = combine(group.all("started"), 0 if in_process else host_rss_bytes())
-        self._memories: dict[str, list[PhaseMemory]] = {"init": [init]}
+        self._memories: dict[str, list[PhaseMemory]] = {"init": [_combined(group.all("started"), not in_process)]}
 
     @property
     def world_size(self) -> int:
@@ -202,8 +203,8 @@ class TimedGroup:
         name = method.__name__
         with self.clock.phase(phase):
             replies = self.group.each("call", [(phase, self.track, name, *args) for args in arguments])
-        driver = 0 if self.in_process else host_rss_bytes()
-        self._memories.setdefault(phase, []).append(combine([reply.memory for reply in replies], driver))
+        memory = _combined([reply.memory for reply in replies], not self.in_process)
+        self._memories.setdefault(phase, []).append(memory)
         self.figures = _figures(replies)
         return [reply.value for reply in replies]
 
@@ -227,10 +228,18 @@ def _figures(replies: Sequence[Any]) -> PassFigures:
     )
 
 
+def _combined(memories: Sequence[PhaseMemory], with_driver: bool = False) -> PhaseMemory:
+    # Imported here, as it brings torch: Ray imports this file in each worker process before the environment is set, from which
+    # torch takes its threads and devices.
+    from verl_memopt.observe.phase import combine, host_rss_bytes
+
+    return combine(memories, host_rss_bytes() if with_driver else 0)
+
+
 def _over_calls(calls: Sequence[PhaseMemory]) -> PhaseMemory:
     """Return the figures of a phase over its successive calls: the largest peaks, and the live bytes at both ends."""
     return replace(
-        combine(calls),
+        _combined(calls),
         seconds=sum(call.seconds for call in calls),
         allocated_bytes=calls[-1].allocated_bytes,
         entered_bytes=calls[0].entered_bytes,
