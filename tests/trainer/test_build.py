@@ -7,6 +7,7 @@ from tests.trainer.conftest import AR, write_rows
 from verl_memopt.errors import CheckpointError, ConfigError, DataError
 from verl_memopt.model.weights import load_model_config
 from verl_memopt.run.checkpoints import CheckpointStore
+from verl_memopt.run.resume import kept_settings, plain_shapes
 from verl_memopt.trainer.build import build_run
 
 
@@ -17,7 +18,8 @@ def leave_checkpoint(settings, step, **state):
         context.loader.next_step()
     store = CheckpointStore(context.environment.run_dir, None)
     store.begin(step)
-    return store.commit(step, {"seed": context.settings.data.seed, "loader": context.loader.state_dict() | state}, 1)
+    kept = {"settings": kept_settings(context.settings), "weights": plain_shapes(context.environment.weights)}
+    return store.commit(step, {"seed": context.settings.data.seed, "loader": context.loader.state_dict() | state, **kept}, 1)
 
 
 def texts(rows):
