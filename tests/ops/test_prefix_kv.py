@@ -59,12 +59,13 @@ def naive(policy, batch):
 
 
 def test_under_fsdp_in_half_precision_gradients_are_as_near_to_the_truth_as_naive_ones(untied_folder, one_rank):
-    plain, ratios = {"recompute_elementwise": False, "prune_last_block": False}, []
+    cut = {"logprob_chunk_tokens": 8}  # so small that both heads sum as many parts of a half-precision gradient
+    plain, ratios = {"recompute_elementwise": False, "prune_last_block": False, **cut}, []
     for seed in range(10):
         batch = sharing(grouped(40, [9, 5, 1, 12, 3, 7], seed=seed))
         truth = naive(act.build(untied_folder, one_rank, **plain), batch)
         rounded = naive(act.build(untied_folder, one_rank, dtype="bfloat16", **plain), batch)
-        prefix_kv = flat(results(act.build(untied_folder, one_rank, dtype="bfloat16", **OWN), batch, PARTS, True)[3:])
+        prefix_kv = flat(results(act.build(untied_folder, one_rank, dtype="bfloat16", **OWN, **cut), batch, PARTS, True)[3:])
         ratios.append(act.largest_difference([prefix_kv], [truth]) / act.largest_difference([rounded], [truth]))
     # Each is made of thousands of roundings, of different ones; where one falls on the other side of a clip it is far off.
     assert statistics.median(ratios) <= 1.01
