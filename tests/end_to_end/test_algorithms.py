@@ -128,9 +128,11 @@ def test_vllm_answers_greedily_for_remax_and_its_log_probs_are_corrected(toy, tm
         assert row["rollout_corr/rollout_rs_masked_fraction"] == 0
 
 
-def test_bypass_mode_leaves_the_pass_for_old_log_probs_out(toy, tmp_path):
-    more = ["algorithm.rollout_correction.preset=bypass_pg_is", f"{ACTOR}.policy_loss.loss_mode=vanilla"]
-    assert train_here(toy, tmp_path, *SHORT, *more, f"{ACTOR}.ppo_mini_batch_size=8") == 0
+def test_bypass_mode_with_vllm_leaves_the_pass_for_old_log_probs_out(toy, tmp_path):
+    more = ["algorithm.rollout_correction.preset=bypass_pg_is", "actor_rollout_ref.rollout.name=vllm"]
+    short = [setting for setting in SHORT if setting != "actor_rollout_ref.rollout.name=hf"]
+    more += [f"{ACTOR}.policy_loss.loss_mode=vanilla", f"{ACTOR}.ppo_mini_batch_size=8"]
+    succeeded(train(toy, tmp_path, *short, *more))
     rows = metrics(tmp_path)
     for step in (1, 2):
         assert "timing_s/old_log_prob" not in rows[step]

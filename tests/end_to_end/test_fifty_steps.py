@@ -1,4 +1,4 @@
-"""Twenty steps with every knob on: what they hold does not grow, and what they started is gone when they end."""
+"""Fifty steps with every knob on: what they hold does not grow, and what they started is gone when they end."""
 
 import gc
 import threading
@@ -22,8 +22,8 @@ from verl_memopt.observe.run_folder import RunFolder
 from verl_memopt.observe.timeline import read_timeline
 from verl_memopt.worker.worker import Worker
 
-STEPS, SETTLED = 20, 3
-LOOKED = (SETTLED, *range(5, STEPS + 1, 5))
+STEPS, SETTLED = 50, 3
+LOOKED = (SETTLED, *range(10, STEPS + 1, 10))
 """Steps after which all objects of the process are looked through, which takes as long as a step."""
 
 MODEL, ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{section}" for section in ("model", "actor", "ref", "rollout"))
@@ -120,7 +120,7 @@ def train(toy, run_dir, steps):
 
 @dataclass(frozen=True)
 class Run:
-    """What the steps held, and this process before and after them. left: bytes of tensors and of host buffers then."""
+    """What fifty steps held, and this process before and after them. left: bytes of tensors and of host buffers then."""
 
     held: list[Held]
     folder: Path
@@ -134,7 +134,7 @@ class Run:
 @pytest.fixture(scope="module")
 def run(toy, tmp_path_factory):
     """A short run, after which everything that is loaded once is there, and then the long one."""
-    folder = tmp_path_factory.mktemp("many")
+    folder = tmp_path_factory.mktemp("fifty")
     train(toy, folder / "first", 2)
     before, storages = Process.now(), live_bytes()
     held = train(toy, folder / "run", STEPS)
