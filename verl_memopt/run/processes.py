@@ -1,7 +1,7 @@
 """The processes that this one has started: how to end all of them, and the guardian that does so when this process is gone.
 
-It imports nothing heavy (psutil takes 15 ms), so that a command can watch for signals before anything else is imported. That
-import is not left to the first search: that is done while the process is being ended, whatever its other threads are in the middle of.
+It imports nothing heavy (psutil takes 15 ms), so that a command can watch for signals before anything else is imported.
+psutil is not first imported by a search, for that is done while the process is being ended, whatever its other threads do.
 """
 
 from __future__ import annotations
