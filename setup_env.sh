@@ -39,6 +39,14 @@ elif reply=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>&1) &
 else
     build=cpu found="nvidia-smi lists no GPU: $(head -n 1 <<<"$reply")"
 fi
+if [ "$build" = gpu ]; then
+    # vLLM compiles Triton kernels when it starts. Without a compiler the rollout engine can only be transformers' (rollout.name=hf).
+    missing=()
+    [ -n "${CC:-}" ] || command -v gcc >/dev/null || command -v clang >/dev/null || missing+=("a C compiler (apt install gcc)")
+    headers=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths(scheme="posix_prefix")["include"])' 2>/dev/null || true)
+    [ -z "$headers" ] || [ -f "$headers/Python.h" ] || missing+=("$headers/Python.h (apt install $(basename "$headers")-dev)")
+    [ ${#missing[@]} -eq 0 ] || echo "setup_env.sh: on a GPU vLLM does not start without ${missing[*]}" >&2
+fi
 [ -z "$check_only" ] || { echo "the $build build ($found)"; exit 0; }
 
 version=$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || {

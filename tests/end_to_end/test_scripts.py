@@ -361,6 +361,16 @@ def test_a_machine_without_nvidia_smi_gets_the_build_for_cpus(setup):
     assert setup("--check").stdout == "the cpu build (no nvidia-smi)\n"
 
 
+def test_a_gpu_without_the_headers_of_python_is_told_what_vllm_will_miss(setup, tmp_path):
+    headers = tmp_path / "python3.11"
+    found = setup("--check", reply="580.65.06", PYTHON=executable(tmp_path / "python", f"#!/bin/sh\necho {headers}\n"))
+    assert found.returncode == 0
+    assert found.stderr.endswith(f"vLLM does not start without {headers}/Python.h (apt install python3.11-dev)\n")
+    headers.mkdir()
+    (headers / "Python.h").touch()
+    assert setup("--check", reply="580.65.06", PYTHON=str(tmp_path / "python"), CC="cc").stderr == ""
+
+
 @pytest.mark.parametrize(("argument", "variables"), [("--what", {}), ("--check", {"VERL_MEMOPT_BUILD": "tpu"})])
 def test_setup_refuses_what_it_does_not_know(setup, argument, variables):
     assert setup(argument, **variables).returncode == 2

@@ -11,7 +11,14 @@ from tests.models.test_build import built, filled
 from tests.models.test_pack import packed
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activation_offload_torch import ActivationOffload
-from verl_memopt.model.attention import KERNELS, REGISTERED, AttentionArgs, WindowOverPrefixError, choose_attention
+from verl_memopt.model.attention import (
+    KERNELS,
+    REGISTERED,
+    AttentionArgs,
+    WindowOverPrefixError,
+    choose_attention,
+    flash_attn_problem,
+)
 from verl_memopt.model.decoder import BlockOptions
 from verl_memopt.model.packing import PrefixLayout
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
@@ -189,6 +196,25 @@ def test_an_unknown_kernel_is_refused_by_name():
 def test_flash_attention_on_a_cpu_is_refused():
     with pytest.raises(ConfigError, match=r"attn_implementation=flash_attention_2.*auto"):
         choose_attention("flash_attention_2", CPU, torch.float32)
+
+
+@pytest.fixture
+def broken_flash_attn(tmp_path, monkeypatch):
+    """A build of flash-attn for another torch: it is found, and fails at import."""
+    (tmp_path / "flash_attn.py").write_text('raise ImportError("flash_attn_2_cuda.so: undefined symbol: _ZN3c10")\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    flash_attn_problem.cache_clear()
+    yield
+    flash_attn_problem.cache_clear()
+
+
+def test_a_flash_attn_that_cannot_be_imported_is_left_by_auto_and_refused_by_name(broken_flash_attn, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    choice = choose_attention("auto", torch.device("cuda"), torch.bfloat16)
+    assert (choice.name, choice.registered) == ("varlen", REGISTERED["varlen"])
+    assert "flash-attn cannot be imported (ImportError: flash_attn_2_cuda.so: undefined symbol" in choice.reason
+    with pytest.raises(ConfigError, match=r"undefined symbol: _ZN3c10\)\. Install it \(.*no-build-isolation.*or use auto"):
+        choose_attention("flash_attention_2", torch.device("cuda"), torch.bfloat16)
 
 
 def test_no_registered_name_makes_transformers_fetch_a_kernel():

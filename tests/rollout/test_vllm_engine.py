@@ -6,9 +6,11 @@ import gc
 import itertools
 import logging
 import os
+import shutil
 import sys
 import threading
 import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,6 +84,75 @@ def test_a_sync_that_does_not_reset_the_cache_is_caught_by_the_check(
     monkeypatch.setattr(vllm_engine._llm, "reset_prefix_cache", lambda: True)
     with pytest.raises(RolloutError, match=r"took \d+ tokens of a prompt from its prefix cache"):
         sync()
+
+
+def test_weights_do_not_load_while_a_request_holds_blocks_of_the_cache(vllm_engine: VllmEngine, tied_folder: Path) -> None:
+    core = vllm_engine._llm.llm_engine
+    core.add_request("held", {"prompt_token_ids": prompts(1)[0]}, vllm_engine._parameters(sampling(), 0))
+    core.step()
+    with pytest.raises(RolloutError, match=r"did not reset its prefix cache.*enable_prefix_caching=false"):
+        vllm_engine.load_weights(weights_of(model_of(tied_folder)))
+    with pytest.raises(RolloutError, match="weights are incomplete"):
+        vllm_engine.generate(prompts(1), [0], sampling())
+    core.abort_request(["held"])
+    vllm_engine.load_weights(weights_of(model_of(tied_folder)))
+    vllm_engine.generate(prompts(1), [0], sampling())
+
+
+class _NoStream:
+    """Stands in for a CUDA stream and a CUDA event: on a CPU whatever was started has already ended."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def done(self, *args: Any) -> None: ...
+
+    record = synchronize = wait = wait_stream = wait_event = done
+
+
+@pytest.fixture
+def asynchronous(monkeypatch: pytest.MonkeyPatch, shared_vllm: SharedVllm) -> None:
+    """vLLM schedules as on a GPU: one batch ahead of the tokens it knows. Its CPU build switches this off."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    shared_vllm.close()
+    for name in ("Event", "Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, _NoStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    check = CpuPlatform.check_and_update_config
+
+    def checked(config: Any) -> None:
+        check(config)
+        config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", checked)
+
+
+def test_asynchronous_scheduling_gives_the_same_answers_and_leaves_no_batch_under_way(
+    vllm_engine: VllmEngine, tied_folder: Path, other_folder: Path, request: pytest.FixtureRequest
+) -> None:
+    # With so many sampled tokens some answers end early, with a batch under way that holds one more token of theirs.
+    settings = sampling(max_tokens=60, ignore_eos=False, temperature=2.0)
+    expected = vllm_engine.generate(prompts(12), list(range(12)), settings)
+    assert len({len(answer) for answer in expected.response_ids}) > 2
+    vllm_engine.load_weights(weights_of(model_of(other_folder)))
+    of_others = vllm_engine.generate(prompts(12), list(range(12)), settings)
+
+    request.getfixturevalue("asynchronous")
+    engine = engine_at("vllm", tied_folder)
+    try:
+        core = engine._llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+        assert core.batch_queue is not None
+        engine.load_weights(weights_of(model_of(tied_folder)))
+        assert engine.generate(prompts(12), list(range(12)), settings) == expected
+        assert not core.batch_queue
+        calls = itertools.count()
+        with pytest.raises(Stopped):
+            engine.generate(prompts(12), list(range(12)), settings, lambda: next(calls) > 4)
+        assert not core.batch_queue
+        engine.load_weights(weights_of(model_of(other_folder)))
+        assert engine.generate(prompts(12), list(range(12)), settings) == of_others
+    finally:
+        engine.shutdown()
 
 
 def test_answers_to_one_prompt_compute_it_once(vllm_engine: RolloutEngine) -> None:
@@ -206,6 +277,17 @@ def test_further_arguments_may_not_repeat_a_key_and_must_be_known(tied_folder: P
 def test_settings_that_vllm_refuses_are_a_config_error(tied_folder: Path) -> None:
     with pytest.raises(ConfigError, match="refuses"):
         engine_at("vllm", tied_folder, enable_chunked_prefill=False, max_num_batched_tokens=100)
+
+
+def test_any_error_of_the_start_is_one_sentence_with_a_way_out(
+    tied_folder: Path, shared_vllm: SharedVllm, tmp_path: Path
+) -> None:
+    shared_vllm.close()
+    damaged = shutil.copytree(tied_folder, tmp_path / "damaged")
+    (weights,) = damaged.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(RolloutError, match=r"rollout\.name=vllm: vLLM does not start on cpu \(\w+: .*\)\. .*name=hf\.$"):
+        engine_at("vllm", damaged, load_format="auto")
 
 
 UNUSUAL: dict[str, Any] = {

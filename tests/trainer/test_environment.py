@@ -63,6 +63,21 @@ def test_vllm_on_a_cpu_cannot_be_asked_to_sleep_but_hf_can(settled):
     assert not resolved(settled({f"{AR}.rollout.free_cache_engine": False})).free_engine
 
 
+def test_vllm_on_a_gpu_needs_a_compiler_and_the_headers_of_python(settled, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.syspath_prepend(installed(tmp_path / "gpu_build", vllm="0.32.0"))
+    with_vllm = settled({f"{AR}.rollout.name": "vllm", "trainer.device": "cuda"})
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"rollout\.name=vllm: .*no C compiler \(apt install gcc.*rollout\.name=hf"):
+        resolved(with_vllm)
+    (tmp_path / "gcc").touch(mode=0o755)
+    monkeypatch.setattr("sysconfig.get_paths", lambda **_: {"include": str(tmp_path)})
+    with pytest.raises(ConfigError, match=r"Python\.h \(apt install python3\.\d+-dev"):
+        resolved(with_vllm)
+
+
 @pytest.mark.parametrize("device", ["cpu", "auto"])
 def test_a_build_of_vllm_for_gpus_is_refused_on_the_cpu_by_name_with_two_ways_out(settled, tmp_path, monkeypatch, device):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

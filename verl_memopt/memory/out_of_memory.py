@@ -282,7 +282,13 @@ class MemorySnapshot:
 def _live_tensors(device: torch.device, kinds: dict[int, str]) -> list[dict[str, Any]]:
     """Return the tensors on a device, the largest first, each storage once."""
     by_storage: dict[int, dict[str, Any]] = {}
-    for tensor in gc.get_objects():
+    # gc.get_objects leaves out what gc.freeze has put aside. vLLM freezes the whole heap when it starts, weights included.
+    frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    objects = gc.get_objects()
+    if frozen:
+        gc.freeze()
+    for tensor in objects:
         if not isinstance(tensor, torch.Tensor):
             continue
         for storage in device_storages(tensor, device):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TypeAlias
 
 import numpy as np
@@ -123,10 +124,11 @@ def choose_attention(name: str, device: torch.device, dtype: torch.dtype, sectio
     key = f"{section}.attn_implementation={name}"
     if name not in ("auto", "flash_attention_2", "sdpa", "eager"):
         raise ConfigError(f"{key}: unknown. Use auto, flash_attention_2, sdpa or eager.")
-    installed, supported = importlib.util.find_spec("flash_attn") is not None, supports_flash(device, dtype)
+    supported = supports_flash(device, dtype)
+    problem = flash_attn_problem() if supported or name == "flash_attention_2" else None
     if name == "flash_attention_2":
-        if not installed:
-            raise ConfigError(f"{key}: the package flash-attn is not installed. Install the extra flash-attn, or use auto.")
+        if problem is not None:
+            raise ConfigError(f"{key}: flash-attn {problem}. Install it ({FLASH_ATTN_INSTALL}), or use auto.")
         if not supported:
             raise ConfigError(
                 f"{key}: flash kernels need a GPU of capability 8.0 and half precision, not {device} {dtype}. Use auto."
@@ -134,11 +136,31 @@ def choose_attention(name: str, device: torch.device, dtype: torch.dtype, sectio
         return AttentionChoice("flash_attention_2", REGISTERED["flash_attention_2"], "asked for")
     if name != "auto":
         return AttentionChoice(name, REGISTERED[name], "asked for")
-    if supported and installed:
+    if supported and problem is None:
         return AttentionChoice("flash_attention_2", REGISTERED["flash_attention_2"], f"installed, supports {device} {dtype}")
     if supported:
-        return AttentionChoice("varlen", REGISTERED["varlen"], "flash-attn is not installed; torch has a kernel of its own")
+        return AttentionChoice("varlen", REGISTERED["varlen"], f"flash-attn {problem}; torch has a kernel of its own")
     return AttentionChoice("sdpa", REGISTERED["sdpa"], f"no flash kernel for {device} {dtype}")
+
+
+FLASH_ATTN_INSTALL = ".venv/bin/pip install --no-build-isolation 'flash-attn>=2.8'"
+"""Without build isolation it is compiled against the torch of this environment; a build for another torch fails at import."""
+
+
+@cache
+def flash_attn_problem() -> str | None:
+    """Return why the package flash-attn cannot be used, to follow its name in a sentence; None if it can.
+
+    It is imported, because a build for another torch or CUDA is found and fails only then.
+    """
+    if importlib.util.find_spec("flash_attn") is None:
+        return "is not installed"
+    try:
+        importlib.import_module("flash_attn")
+    # Whatever a broken binary raises: a missing symbol, a missing library, a check of the package's own.
+    except Exception as error:  # noqa: BLE001
+        return f"cannot be imported ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+    return None
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch import nn
 
 from verl_memopt.config import schema
 from verl_memopt.distributed.device import is_gpu
-from verl_memopt.errors import ConfigError, RolloutError, Stopped
+from verl_memopt.errors import ConfigError, RolloutError, Stopped, UserError
 from verl_memopt.memory.limits_torch import DeviceCap
 from verl_memopt.memory.out_of_memory import is_out_of_memory, release_frames, wake_report
 from verl_memopt.memory.weight_buckets_torch import Weights, WeightSlice, joined
@@ -83,6 +83,7 @@ class VllmEngine:
 
     Raises:
         ConfigError: vLLM is not installed, refuses or ignores a setting, or a GPU has less free memory than the engine's share.
+        RolloutError: vLLM does not start for another reason.
     """
 
     def __init__(self, rollout: schema.Rollout, place: EnginePlace) -> None:
@@ -146,12 +147,24 @@ class VllmEngine:
         engine.step = checked_step
         try:
             yield
+            self._finish_started_batches()
         except Stopped:
             engine.abort_request(list(engine.output_processor.request_states), internal=True)
+            self._finish_started_batches()
             raise
         finally:
             # This removes the attribute of the instance, so that the method of the class is found again.
             del engine.step
+
+    def _finish_started_batches(self) -> None:
+        """Run the batches that vLLM has started to their end.
+
+        On a GPU vLLM schedules asynchronously: when the last answer is complete, one more batch is under way, and its kernels use
+        the weights and the KV cache. Both may be overwritten or put to sleep as soon as ``generate`` returns.
+        """
+        core = self._llm.llm_engine.engine_core.engine_core
+        while core.batch_queue:
+            core.step_fn()
 
     def load_weights(self, weights: Weights) -> None:
         """Copy each slice to its place, or reload whole modules where vLLM derives tensors from the weights."""
@@ -170,7 +183,12 @@ class VllmEngine:
             # to the end.
             assert next(checked, None) is None, "vLLM left some weights out"
             # Cached keys and values of prompts come from the old weights.
-            self._llm.reset_prefix_cache()
+            if not self._llm.reset_prefix_cache():
+                raise RolloutError(
+                    "rollout engine: vLLM did not reset its prefix cache, because requests still hold blocks of it. Keys and "
+                    "values of the old weights would answer for the new ones. Load weights when no rollout is under way, or set "
+                    f"{KEY}.enable_prefix_caching=false."
+                )
 
     def compare_weights(self, weights: Weights) -> WeightComparison:
         """Compare each slice with the place where vLLM stores it. Weights that vLLM has transformed are unknown."""
@@ -293,7 +311,13 @@ def _start(arguments: dict[str, Any], place: EnginePlace) -> Any:
             raise refused from error
         except BaseException as error:
             _free_failed_start(error, place.device)
-            raise
+            if not isinstance(error, Exception) or isinstance(error, UserError) or is_out_of_memory(error):
+                raise
+            reason = (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")
+            raise RolloutError(
+                f"{KEY}.name=vllm: vLLM does not start on {place.device} ({type(error).__name__}: {reason}). Mend that, change "
+                f"what it is about in {KEY}, or set {KEY}.name=hf."
+            ) from error
 
 
 def _free_failed_start(error: BaseException, device: torch.device) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
+import shutil
+import sys
+import sysconfig
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -172,6 +175,26 @@ def _check_engine(engine: str, device_setting: str, device: str) -> None:
             f"{wanted.upper()}, and the installed vLLM is a build for {build.upper()}s. Set "
             f"actor_rollout_ref.rollout.name=hf, or install the other build: VERL_MEMOPT_BUILD={wanted} ./setup_env.sh."
         )
+    missing = missing_build_tools() if device == "cuda" else None
+    if missing is not None:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.name=vllm: vLLM compiles Triton kernels when it starts on a GPU, and this machine has no "
+            f"{missing}. Install it, or set actor_rollout_ref.rollout.name=hf."
+        )
+
+
+def missing_build_tools() -> str | None:
+    """Return what Triton needs to build its launchers and this machine lacks, with the packages that bring it; None if nothing.
+
+    Triton takes the compiler of ``CC``, gcc or clang, and the headers of the running Python (``triton.runtime.build``).
+    """
+    python = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "C compiler (apt install gcc, dnf install gcc, or conda install gcc)"
+    headers = Path(sysconfig.get_paths(scheme="posix_prefix")["include"]) / "Python.h"
+    if not headers.is_file():
+        return f"{headers} (apt install {python}-dev, or dnf install {python}-devel)"
+    return None
 
 
 def frees_engine(rollout: Rollout, device: str) -> bool:

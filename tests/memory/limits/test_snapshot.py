@@ -1,3 +1,4 @@
+import gc
 import json
 
 import pytest
@@ -52,6 +53,13 @@ def test_tensors_that_share_memory_count_once(snapshot, weight):
     weight = weight[:10]
     run_out(snapshot, weight)
     assert sum(tensor["bytes"] == 200_000 for tensor in json.loads(snapshot.path.read_text())["tensors"]) == 1
+
+
+def test_tensors_of_a_frozen_heap_are_listed_and_stay_frozen(snapshot, weight):
+    gc.freeze()
+    run_out(snapshot, weight)
+    assert gc.get_freeze_count() > 0
+    assert any(tensor["kind"] == "params" for tensor in json.loads(snapshot.path.read_text())["tensors"])
 
 
 def test_another_error_leaves_no_snapshot(snapshot):
