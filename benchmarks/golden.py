@@ -35,35 +35,17 @@ from verl_memopt.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(verl_memopt.__file__).parent
-TESTS = tuple(
-    f"tests/config/test_{name}.py"
-    for name in (
-        *(
-            "checks",
-            "algorithm_rules",
-            "correction_rules",
-            "critic_rules",
-            "reference_rules",
-            "reward_rules",
-            "rlt_rules",
-            "allowed",
-        ),
-        *(
-            "sandbox_rules",
-            "build",
-            "aliases",
-            "rlt_spellings",
-            "trl",
-            "trl_values",
-            "adapter",
-            "links",
-            "idle",
-            "refusals",
-            "loader",
-        ),
-        *("correction_bounds", "correction_presets", "preset_budgets", "debug_modes", "bad_input"),
-    )
-)
+TESTS = (
+    *(
+        f"tests/config/test_{name}.py"
+        for name in (
+            "checks", "algorithm_rules", "correction_rules", "critic_rules", "reference_rules", "reward_rules", "allowed",
+            "sandbox_rules", "build", "aliases", "trl", "trl_values", "adapter", "links", "idle", "refusals", "loader",
+            "correction_bounds", "correction_presets", "preset_budgets", "debug_modes", "bad_input",
+        )
+    ),
+    "tests/recipe/rlt/test_rules.py", "tests/recipe/rlt/test_names.py",
+)  # fmt: skip
 """Tests that load many settings."""
 AR = "actor_rollout_ref"
 LEAST = {
@@ -120,7 +102,6 @@ class Heard(logging.Handler):
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a line."""
         self.lines.append(f"{record.levelname} {record.getMessage()}")
 
 
@@ -369,7 +350,6 @@ def compare(old: Path, new: Path, shown: int = 5) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", nargs="?", type=Path, help="folder to write")
     parser.add_argument("--cases", type=Path, metavar="OLD", help="answer the cases of this earlier output")

@@ -45,7 +45,6 @@ SECTIONS = (
 
 
 def name_of(path: Path) -> str:
-    """Return a file's path below the package."""
     return path.relative_to(PACKAGE).as_posix()
 
 
@@ -57,12 +56,10 @@ def files() -> tuple[Path, ...]:
 
 @cache
 def tree_of(path: Path) -> ast.Module:
-    """Return a file's syntax tree."""
     return ast.parse(path.read_text())
 
 
 def num_lines(path: Path) -> int:
-    """Return all lines of a file."""
     return len(path.read_text().splitlines())
 
 
@@ -103,12 +100,10 @@ def imported(path: Path) -> frozenset[Path]:
 
 @cache
 def importers(path: Path) -> list[Path]:
-    """Return the files of the package that import a file."""
     return [each for each in (*files(), *PACKAGE.rglob("__init__.py")) if each != path and path in imported(each)]
 
 
 def is_program(path: Path) -> bool:
-    """Return whether a file is started as a process."""
     return (
         "__name__" in {node.id for node in ast.walk(tree_of(path)) if isinstance(node, ast.Name)}
         and "__main__" in path.read_text()
@@ -116,7 +111,6 @@ def is_program(path: Path) -> bool:
 
 
 def is_knob(path: Path) -> bool:
-    """Return whether a file declares a knob."""
     return any(isinstance(node, ast.Assign) and "KNOB" in ast.unparse(node.targets[0]) for node in tree_of(path).body)
 
 
@@ -263,20 +257,12 @@ def traced(folder: Path, name: str, recipe: str, config: str, *overrides: str) -
     toy, out = folder / ("rlt" if "rlt" in recipe else "toy"), folder / f"{name}.json"
     model = toy / ("teacher" if "rlt" in recipe else "model")
     given = [
-        *("train", "--config-dir", f"recipe/{recipe}", "--config-name", config, f"data.train_files={toy}/train.parquet"),
-        *(
-            f"data.val_files={toy}/val.parquet",
-            f"actor_rollout_ref.model.path={model}",
-            f"trainer.default_local_dir={folder}/{name}",
-        ),
-        *(
-            "trainer.worker_group=local",
-            "actor_rollout_ref.rollout.name=hf",
-            "trainer.total_training_steps=1",
-            "trainer.logger=[jsonl]",
-        ),
-        *("trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=-1", "trainer.device=cpu", *overrides),
-    ]
+        "train", "--config-dir", f"recipe/{recipe}", "--config-name", config,
+        f"data.train_files={toy}/train.parquet", f"data.val_files={toy}/val.parquet", f"actor_rollout_ref.model.path={model}",
+        f"trainer.default_local_dir={folder}/{name}", "trainer.worker_group=local", "actor_rollout_ref.rollout.name=hf",
+        "trainer.total_training_steps=1", "trainer.logger=[jsonl]", "trainer.val_before_train=false",
+        "trainer.test_freq=-1", "trainer.save_freq=-1", "trainer.device=cpu", *overrides,
+    ]  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", TRACED, str(PACKAGE), str(out), *given], cwd=ROOT, capture_output=True, text=True
     )
@@ -298,13 +284,12 @@ def measured_rows(folder: Path) -> Iterator[tuple[str, Any, Any]]:
     grpo = traced(folder, "grpo", "rloo", "toy_grpo")
     rlt = traced(folder, "rlt_run", "rlt/config", "teacher_rlt_toy", f"reward_model.model.path={folder}/rlt/student")
     yield "files on the stack at backward()", len(rloo["stack"]), rloo["stack"]
-    for rooms in (("algorithms", "trainer", "workers", "worker"),):
-        near = [
-            name
-            for name in dict.fromkeys((*rloo["entered"].get("adv", ()), *rloo["entered"]["update_actor"]))
-            if name.split("/")[0] in rooms and not name.endswith("__init__.py")
-        ]
-        yield "files of algorithms, trainer, workers entered in adv and update_actor", len(near), near
+    near = [
+        name
+        for name in dict.fromkeys((*rloo["entered"].get("adv", ()), *rloo["entered"]["update_actor"]))
+        if name.split("/")[0] in ("algorithms", "trainer", "workers", "worker") and not name.endswith("__init__.py")
+    ]
+    yield "files of algorithms, trainer, workers entered in adv and update_actor", len(near), near
 
     def everything(run: dict[str, Any]) -> set[str]:
         return {name for part in run["entered"].values() for name in part}
@@ -316,7 +301,6 @@ def measured_rows(folder: Path) -> Iterator[tuple[str, Any, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table and return the exit code."""
     parser = argparse.ArgumentParser(
         description=inspect.cleandoc(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
     )

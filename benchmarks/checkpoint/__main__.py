@@ -1,13 +1,7 @@
 """``python -m benchmarks.checkpoint``: what checksums and syncs cost, against torch's own save of the same tensors.
 
-Contestants save the same model and AdamW state, one after another in turn, into folders that are removed again:
-
-* ``torch``: torch.distributed.checkpoint as it is (it forces its shards to disk too).
-* ``checked``: ours. Every file hashed while it is written, every file and folder forced to disk, a manifest, a rename.
-* ``unchecked``: ours without the checksums and without the syncs that torch does not make. The difference is what both cost.
-
-``verify`` is the time to hash the finished checkpoint again, as a resume does before anything starts.
-A last table holds the cost of what a step pays when nothing is saved: one call of ``CheckpointStore.prove``.
+README.md says what the contestants are. ``verify`` is the time to hash the finished checkpoint again, as a resume does before
+anything starts. The last figure is what a step pays that saves nothing: one call of ``CheckpointStore.prove``.
 """
 
 from __future__ import annotations
@@ -18,8 +12,6 @@ import os
 import shutil
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
@@ -30,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
+from benchmarks.common import CPU, seconds_of, write_json
 from verl_memopt.distributed import file_records
 from verl_memopt.distributed.device import join_process_group, leave_process_group
 from verl_memopt.distributed.sharded_state import save_training_state
@@ -39,7 +32,6 @@ from verl_memopt.run.manifest import find_fault
 
 CONTENTS = ["model", "optimizer", "extra"]
 QWEN3_06B = {"layers": 28, "hidden": 1024, "attention": 2048, "key_value": 1024, "mlp": 3072, "vocabulary": 151_936}
-CPU = torch.device("cpu")
 PROVE_CALLS = 2_000
 CONTESTANTS = ("torch", "checked", "unchecked")
 
@@ -49,15 +41,8 @@ def shaped_model(layers: int, vocabulary: int) -> torch.nn.Module:
     shape = QWEN3_06B
     hidden, attention, key_value, mlp = shape["hidden"], shape["attention"], shape["key_value"], shape["mlp"]
     model = torch.nn.Module()
-    sizes = [
-        (attention, hidden),
-        (key_value, hidden),
-        (key_value, hidden),
-        (hidden, attention),
-        (mlp, hidden),
-        (mlp, hidden),
-        (hidden, mlp),
-    ]
+    projections = [(attention, hidden), (key_value, hidden), (key_value, hidden), (hidden, attention)]
+    sizes = [*projections, (mlp, hidden), (mlp, hidden), (hidden, mlp)]
     model.register_parameter("embedding", torch.nn.Parameter(torch.empty(vocabulary, hidden).uniform_()))
     for layer in range(layers):
         for number, size in enumerate(sizes):
@@ -119,13 +104,6 @@ class Contest:
         assert find_fault(self.folder / "checked" / "global_step_1") is None
 
 
-def seconds(call: Callable[[], None]) -> float:
-    """Return the seconds of one call."""
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
 def measure(contest: Contest, rounds: int) -> dict[str, list[float]]:
     """Return the seconds of each contestant, one figure a round; the first round warms up and is not counted."""
     found: dict[str, list[float]] = {name: [] for name in (*CONTESTANTS, "verify")}
@@ -134,9 +112,9 @@ def measure(contest: Contest, rounds: int) -> dict[str, list[float]]:
         turn = number % len(CONTESTANTS)
         for name in CONTESTANTS[turn:] + CONTESTANTS[:turn]:
             os.sync()
-            spent = [(name, seconds(getattr(contest, name)))]
+            spent = [(name, seconds_of(getattr(contest, name)))]
             if name == "checked":
-                spent.append(("verify", seconds(contest.verify)))
+                spent.append(("verify", seconds_of(contest.verify)))
             shutil.rmtree(contest.folder / name)
             for key, value in spent if number else ():
                 found[key].append(value)
@@ -154,7 +132,7 @@ def prove_seconds(folder: Path) -> float:
     store.begin(1)
     store.commit(1, {}, 1)
     store.prove(1)
-    return seconds(lambda: [store.prove(1) for _ in range(PROVE_CALLS)] and None) / PROVE_CALLS
+    return seconds_of(lambda: [store.prove(1) for _ in range(PROVE_CALLS)] and None) / PROVE_CALLS
 
 
 def result_of(args: argparse.Namespace) -> dict[str, object]:
@@ -186,7 +164,6 @@ def result_of(args: argparse.Namespace) -> dict[str, object]:
 
 
 def parse() -> argparse.Namespace:
-    """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint", description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=QWEN3_06B["layers"], help="decoder blocks (default: all 28 of the 0.6B)")
     parser.add_argument("--vocabulary", type=int, default=QWEN3_06B["vocabulary"], help="rows of the embedding")
@@ -197,13 +174,11 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure and print."""
     args = parse()
     result = result_of(args)
-    text = json.dumps(result, indent=1) + "\n"
     if args.json is not None:
-        args.json.write_text(text)
-    print(text, end="")
+        write_json(args.json, result)
+    print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,20 +63,17 @@ def weights_and_kept(batch: Batch) -> tuple[Tensor, Tensor]:
     return log_ratio.exp().clamp(max=1.3), log_ratio.abs() < 0.4
 
 
-def advantages(name: str, by_std: bool = True, corrected: bool = False) -> Case:
-    def values(batch: Batch) -> Values:
-        result = estimate(
-            AdvantageInputs(
-                batch.scores, batch.group, ~torch.isnan(batch.scores), batch.row, batch.lengths,
-                token_rewards=batch.token_rewards, values=batch.values,
-                baselines=batch.baselines, old_log_probs=batch.old_log_probs, sum_pi_squared=batch.sum_pi_squared,
-                weights=weights_and_kept(batch)[0] if corrected else None,
-            ),
-            Algorithm(name.removesuffix("_vectorized"), gamma=GAMMA, lam=LAM, norm_adv_by_std_in_grpo=by_std),
-        )  # fmt: skip
-        return {"advantages": result.per_token, "returns": result.returns}
-
-    return values
+def advantages(name: str, batch: Batch, by_std: bool = True, corrected: bool = False) -> Values:
+    result = estimate(
+        AdvantageInputs(
+            batch.scores, batch.group, ~torch.isnan(batch.scores), batch.row, batch.lengths,
+            token_rewards=batch.token_rewards, values=batch.values,
+            baselines=batch.baselines, old_log_probs=batch.old_log_probs, sum_pi_squared=batch.sum_pi_squared,
+            weights=weights_and_kept(batch)[0] if corrected else None,
+        ),
+        Algorithm(name.removesuffix("_vectorized"), gamma=GAMMA, lam=LAM, norm_adv_by_std_in_grpo=by_std),
+    )  # fmt: skip
+    return {"advantages": result.per_token, "returns": result.returns}
 
 
 def unscored(case: Case) -> Case:
@@ -102,71 +100,52 @@ def settings(agg: str, **changes: float) -> LossSettings:
     return replace(LossSettings(CLIP_LOW, CLIP_HIGH, CLIP_C, agg, SCALE_FACTOR, COV_COEF, TAU_POS, TAU_NEG), **changes)
 
 
-def policy(mode: str, agg: str, **changes: float) -> Case:
-    def values(batch: Batch) -> Values:
-        near = mode.endswith("_cov")
-        leaf = (batch.near_log_probs if near else batch.log_probs).clone().requires_grad_()
-        per_token, selected = batch.advantages[batch.row], None
-        if mode == "clip_cov":
-            generator = torch.Generator().manual_seed(0)
-            selected = select_clip_cov(leaf, per_token, COV_RATIO, COV_LOWER, COV_UPPER, generator)
-        elif mode == "kl_cov":
-            selected = select_kl_cov(leaf, per_token, COV_RATIO)
-        return with_gradient(
-            batch, load(LOSSES[mode].function)(tokens(batch, leaf, selected=selected), settings(agg, **changes))[0], leaf
-        )
-
-    return values
+def policy(mode: str, agg: str, batch: Batch, **changes: float) -> Values:
+    near = mode.endswith("_cov")
+    leaf = (batch.near_log_probs if near else batch.log_probs).clone().requires_grad_()
+    per_token, selected = batch.advantages[batch.row], None
+    if mode == "clip_cov":
+        generator = torch.Generator().manual_seed(0)
+        selected = select_clip_cov(leaf, per_token, COV_RATIO, COV_LOWER, COV_UPPER, generator)
+    elif mode == "kl_cov":
+        selected = select_kl_cov(leaf, per_token, COV_RATIO)
+    return with_gradient(
+        batch, load(LOSSES[mode].function)(tokens(batch, leaf, selected=selected), settings(agg, **changes))[0], leaf
+    )
 
 
-def corrected(mode: str, agg: str) -> Case:
+def corrected(mode: str, agg: str, batch: Batch) -> Values:
     """Gives a loss with importance weights and rejected tokens. The mini-batch has the kept tokens alone."""
-
-    def values(batch: Batch) -> Values:
-        leaf = batch.log_probs.clone().requires_grad_()
-        weights, kept = weights_and_kept(batch)
-        counted = replace(counts(batch), tokens=float(kept.sum()))
-        options = {"weights": weights, "kept": kept, "lengths": kept_lengths(kept, batch.row, batch.lengths), "counts": counted}
-        return with_gradient(batch, load(LOSSES[mode].function)(replace(tokens(batch, leaf), **options), settings(agg))[0], leaf)
-
-    return values
+    leaf = batch.log_probs.clone().requires_grad_()
+    weights, kept = weights_and_kept(batch)
+    counted = replace(counts(batch), tokens=float(kept.sum()))
+    options = {"weights": weights, "kept": kept, "lengths": kept_lengths(kept, batch.row, batch.lengths), "counts": counted}
+    return with_gradient(batch, load(LOSSES[mode].function)(replace(tokens(batch, leaf), **options), settings(agg))[0], leaf)
 
 
-def kl(kind: str) -> Case:
-    def values(batch: Batch) -> Values:
-        leaf = batch.log_probs.clone().requires_grad_()
-        return with_gradient(batch, kl_estimate(leaf, batch.ref_log_probs, kind).sum(), leaf)
-
-    return values
+def kl(kind: str, batch: Batch) -> Values:
+    leaf = batch.log_probs.clone().requires_grad_()
+    return with_gradient(batch, kl_estimate(leaf, batch.ref_log_probs, kind).sum(), leaf)
 
 
-def kl_control(kind: str) -> Case:
-    def values(batch: Batch) -> Values:
-        controller = KlController(KlControl(type=kind, kl_coef=0.2, horizon=100, target_kl=0.1))
-        coefficients = []
-        for mean_kl in (0.5, 0.101, 0.02):
-            controller.update(mean_kl, 12)
-            coefficients.append(controller.coefficient)
-        return {"coefficients": torch.tensor(coefficients, dtype=torch.float64)}
-
-    return values
+def kl_control(kind: str, batch: Batch) -> Values:
+    controller = KlController(KlControl(type=kind, kl_coef=0.2, horizon=100, target_kl=0.1))
+    coefficients = []
+    for mean_kl in (0.5, 0.101, 0.02):
+        controller.update(mean_kl, 12)
+        coefficients.append(controller.coefficient)
+    return {"coefficients": torch.tensor(coefficients, dtype=torch.float64)}
 
 
-def aggregation(mode: str) -> Case:
-    def values(batch: Batch) -> Values:
-        return {"loss": aggregate(batch.values, batch.row, batch.lengths, mode, counts(batch), SCALE_FACTOR)}
-
-    return values
+def aggregation(mode: str, batch: Batch) -> Values:
+    return {"loss": aggregate(batch.values, batch.row, batch.lengths, mode, counts(batch), SCALE_FACTOR)}
 
 
-def value(mode: str) -> Case:
-    def values(batch: Batch) -> Values:
-        leaf = batch.predictions.clone().requires_grad_()
-        tokens = ValueTokens(leaf, batch.values, batch.returns, batch.row, batch.lengths, counts(batch))
-        loss, _ = value_loss(tokens, VALUE_CLIP, mode, SCALE_FACTOR)
-        return with_gradient(batch, loss, leaf)
-
-    return values
+def value(mode: str, batch: Batch) -> Values:
+    leaf = batch.predictions.clone().requires_grad_()
+    tokens = ValueTokens(leaf, batch.values, batch.returns, batch.row, batch.lengths, counts(batch))
+    loss, _ = value_loss(tokens, VALUE_CLIP, mode, SCALE_FACTOR)
+    return with_gradient(batch, loss, leaf)
 
 
 def correction_settings(**options: Any) -> RolloutCorrection:
@@ -188,18 +167,15 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def correction(name: str) -> Case:
-    def values(batch: Batch) -> Values:
-        result = correct(
-            batch.old_log_probs, batch.rollout_log_probs, batch.row, batch.lengths, correction_settings(**CORRECTIONS[name])
-        )
-        found: Values = {key: torch.tensor(number, dtype=torch.float64) for key, number in result.metrics.items()}
-        if result.weights is not None:
-            found["weights"] = result.weights
-        found["kept"] = torch.ones(len(batch.row)) if result.kept is None else result.kept.double()
-        return found
-
-    return values
+def correction(name: str, batch: Batch) -> Values:
+    result = correct(
+        batch.old_log_probs, batch.rollout_log_probs, batch.row, batch.lengths, correction_settings(**CORRECTIONS[name])
+    )
+    found: Values = {key: torch.tensor(number, dtype=torch.float64) for key, number in result.metrics.items()}
+    if result.weights is not None:
+        found["weights"] = result.weights
+    found["kept"] = torch.ones(len(batch.row)) if result.kept is None else result.kept.double()
+    return found
 
 
 BYPASS: dict[str, dict[str, Any]] = {
@@ -210,47 +186,42 @@ BYPASS: dict[str, dict[str, Any]] = {
 }
 
 
-def bypass(name: str) -> Case:
-    def values(batch: Batch) -> Values:
-        leaf = batch.log_probs.clone().requires_grad_()
-        options = correction_settings(**BYPASS[name], bypass_mode=True)
-        return with_gradient(batch, bypass_loss(tokens(batch, leaf), settings("token-mean"), options)[0], leaf)
-
-    return values
+def bypass(name: str, batch: Batch) -> Values:
+    leaf = batch.log_probs.clone().requires_grad_()
+    options = correction_settings(**BYPASS[name], bypass_mode=True)
+    return with_gradient(batch, bypass_loss(tokens(batch, leaf), settings("token-mean"), options)[0], leaf)
 
 
 def presets(batch: Batch) -> Values:
     return {name: asdict(PRESETS[name]) for name in PRESETS}
 
 
-def weights_of_pf_ppo(method: str) -> Case:
-    def values(batch: Batch) -> Values:
-        weights = pf_ppo_weights(batch.scores - 0.3, torch.ones_like(batch.scores, dtype=torch.bool), method, 2.0)
-        return {"weights": weights}
-
-    return values
+def weights_of_pf_ppo(method: str, batch: Batch) -> Values:
+    weights = pf_ppo_weights(batch.scores - 0.3, torch.ones_like(batch.scores, dtype=torch.bool), method, 2.0)
+    return {"weights": weights}
 
 
 CASES: dict[str, Case] = {
-    **{f"advantages {name}": advantages(name) for name in NAMES},
-    "advantages grpo, no std": advantages("grpo", by_std=False),
+    **{f"advantages {name}": partial(advantages, name) for name in NAMES},
+    "advantages grpo, no std": partial(advantages, "grpo", by_std=False),
     **{
-        f"advantages {name}{UNSCORED}": unscored(advantages(name.split(",")[0], "no std" not in name)) for name in TRLS_ADVANTAGES
+        f"advantages {name}{UNSCORED}": unscored(partial(advantages, name.split(",")[0], by_std="no std" not in name))
+        for name in TRLS_ADVANTAGES
     },
-    **{f"advantages {name}{ALONE}": advantages(name) for name in GROUPED},
-    **{f"loss {mode}, {agg_mode}": policy(mode, agg_mode) for mode in TOKEN_LOCAL for agg_mode in LOSS_AGG_MODES},
-    **{f"loss {mode}": policy(mode, "seq-mean-token-mean") for mode in SEQUENCE_MODES},
-    **{f"loss vanilla{NO_DUAL_CLIP}, {agg}": policy("vanilla", agg, clip_ratio_c=math.inf) for agg in TRLS_AGGREGATIONS},
-    f"loss cispo{NO_LOWER_CLIP}, token-mean": policy("cispo", "token-mean", clip_ratio_low=1.0),
-    **{f"aggregation {mode}": aggregation(mode) for mode in LOSS_AGG_MODES},
-    **{f"value loss, {mode}": value(mode) for mode in LOSS_AGG_MODES},
-    **{f"kl {kind}{plus}": kl(f"{kind}{plus}") for kind in KL_KINDS for plus in ("", "+")},
-    **{f"kl control {kind}": kl_control(kind) for kind in ("fixed", "adaptive")},
-    **{f"correction {name}": correction(name) for name in CORRECTIONS},
-    **{f"loss {name}": bypass(name) for name in BYPASS},
-    **{f"loss {mode}, {agg}{CORRECTED}": corrected(mode, agg) for mode, agg in CORRECTED_CASES},
-    f"advantages optimal_token_baseline{CORRECTED}": advantages("optimal_token_baseline", corrected=True),
+    **{f"advantages {name}{ALONE}": partial(advantages, name) for name in GROUPED},
+    **{f"loss {mode}, {agg_mode}": partial(policy, mode, agg_mode) for mode in TOKEN_LOCAL for agg_mode in LOSS_AGG_MODES},
+    **{f"loss {mode}": partial(policy, mode, "seq-mean-token-mean") for mode in SEQUENCE_MODES},
+    **{f"loss vanilla{NO_DUAL_CLIP}, {agg}": partial(policy, "vanilla", agg, clip_ratio_c=math.inf) for agg in TRLS_AGGREGATIONS},
+    f"loss cispo{NO_LOWER_CLIP}, token-mean": partial(policy, "cispo", "token-mean", clip_ratio_low=1.0),
+    **{f"aggregation {mode}": partial(aggregation, mode) for mode in LOSS_AGG_MODES},
+    **{f"value loss, {mode}": partial(value, mode) for mode in LOSS_AGG_MODES},
+    **{f"kl {kind}{plus}": partial(kl, f"{kind}{plus}") for kind in KL_KINDS for plus in ("", "+")},
+    **{f"kl control {kind}": partial(kl_control, kind) for kind in ("fixed", "adaptive")},
+    **{f"correction {name}": partial(correction, name) for name in CORRECTIONS},
+    **{f"loss {name}": partial(bypass, name) for name in BYPASS},
+    **{f"loss {mode}, {agg}{CORRECTED}": partial(corrected, mode, agg) for mode, agg in CORRECTED_CASES},
+    f"advantages optimal_token_baseline{CORRECTED}": partial(advantages, "optimal_token_baseline", corrected=True),
     "correction presets": presets,
-    **{f"weights of pf_ppo {method}": weights_of_pf_ppo(method) for method in PF_PPO_METHODS},
+    **{f"weights of pf_ppo {method}": partial(weights_of_pf_ppo, method) for method in PF_PPO_METHODS},
 }
 """Name of a case -> this project's values. Names with ``ALONE`` read the batch in which every row is a group."""

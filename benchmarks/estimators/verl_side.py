@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import types
 import warnings
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 from unittest import mock
@@ -55,21 +56,18 @@ with warnings.catch_warnings(), ray_or_stand_in():
 VERSION = version("verl")
 
 
-def advantages(name: str, by_std: bool = True, corrected: bool = False) -> Case:
-    def values(batch: Batch) -> Values:
-        function = core_algos.get_adv_estimator_fn(name)
-        given = {
-            "token_level_rewards": batch.pad(batch.token_rewards), "response_mask": batch.mask, "index": batch.group.numpy(),
-            "values": batch.pad(batch.values), "gamma": GAMMA, "lam": LAM, "norm_adv_by_std_in_grpo": by_std,
-            "config": AlgoConfig(gamma=GAMMA, lam=LAM, norm_adv_by_std_in_grpo=by_std), "reward_baselines": batch.baselines,
-            "old_log_probs": batch.pad(batch.old_log_probs), "sum_pi_squared": batch.pad(batch.sum_pi_squared),
-            "rollout_is_weights": batch.pad(weights_and_kept(batch)[0]) if corrected else None,
-        }  # fmt: skip
-        names = inspect.signature(function).parameters
-        found = function(**{key: value for key, value in given.items() if key in names})
-        return dict(zip(("advantages", "returns"), map(batch.flat, found), strict=True))
-
-    return values
+def advantages(name: str, batch: Batch, by_std: bool = True, corrected: bool = False) -> Values:
+    function = core_algos.get_adv_estimator_fn(name)
+    given = {
+        "token_level_rewards": batch.pad(batch.token_rewards), "response_mask": batch.mask, "index": batch.group.numpy(),
+        "values": batch.pad(batch.values), "gamma": GAMMA, "lam": LAM, "norm_adv_by_std_in_grpo": by_std,
+        "config": AlgoConfig(gamma=GAMMA, lam=LAM, norm_adv_by_std_in_grpo=by_std), "reward_baselines": batch.baselines,
+        "old_log_probs": batch.pad(batch.old_log_probs), "sum_pi_squared": batch.pad(batch.sum_pi_squared),
+        "rollout_is_weights": batch.pad(weights_and_kept(batch)[0]) if corrected else None,
+    }  # fmt: skip
+    names = inspect.signature(function).parameters
+    found = function(**{key: value for key, value in given.items() if key in names})
+    return dict(zip(("advantages", "returns"), map(batch.flat, found), strict=True))
 
 
 def actor(agg: str, batch: Batch, correction: dict[str, Any] | None = None) -> ActorConfig:
@@ -90,88 +88,66 @@ def info(batch: Batch) -> dict[str, Any]:
     return {"dp_size": 1, "batch_num_tokens": tokens, "global_batch_size": rows, "loss_scale_factor": SCALE_FACTOR}
 
 
-def policy(mode: str, agg: str, log_probs: str = "log_probs", correction: dict[str, Any] | None = None) -> Case:
-    def values(batch: Batch) -> Values:
-        leaf = batch.pad(getattr(batch, log_probs)).requires_grad_()
-        torch.manual_seed(0)
-        # clip_cov draws from the global generator.
-        loss, _ = core_algos.get_policy_loss_fn(mode)(
-            old_log_prob=batch.pad(batch.old_log_probs), log_prob=leaf, advantages=batch.advantages[:, None] * batch.mask,
-            response_mask=batch.mask, loss_agg_mode=agg, config=actor(agg, batch, correction), rollout_is_weights=None,
-        )  # fmt: skip
-        return with_gradient(batch, loss, leaf)
-
-    return values
+def policy(mode: str, agg: str, batch: Batch, log_probs: str = "log_probs", correction: dict[str, Any] | None = None) -> Values:
+    leaf = batch.pad(getattr(batch, log_probs)).requires_grad_()
+    torch.manual_seed(0)
+    # clip_cov draws from the global generator.
+    loss, _ = core_algos.get_policy_loss_fn(mode)(
+        old_log_prob=batch.pad(batch.old_log_probs), log_prob=leaf, advantages=batch.advantages[:, None] * batch.mask,
+        response_mask=batch.mask, loss_agg_mode=agg, config=actor(agg, batch, correction), rollout_is_weights=None,
+    )  # fmt: skip
+    return with_gradient(batch, loss, leaf)
 
 
-def corrected(mode: str, agg: str) -> Case:
+def corrected(mode: str, agg: str, batch: Batch) -> Values:
     """Gives a loss with importance weights, whose mask lacks the rejected tokens."""
-
-    def values(batch: Batch) -> Values:
-        leaf = batch.pad(batch.log_probs).requires_grad_()
-        weights, kept = weights_and_kept(batch)
-        config = actor(agg, batch)
-        config.global_batch_info["batch_num_tokens"] = int(kept.sum())
-        loss, _ = core_algos.get_policy_loss_fn(mode)(
-            old_log_prob=batch.pad(batch.old_log_probs), log_prob=leaf, advantages=batch.advantages[:, None] * batch.mask,
-            response_mask=batch.pad(kept.to(leaf)), loss_agg_mode=agg, config=config, rollout_is_weights=batch.pad(weights),
-        )  # fmt: skip
-        return with_gradient(batch, loss, leaf)
-
-    return values
+    leaf = batch.pad(batch.log_probs).requires_grad_()
+    weights, kept = weights_and_kept(batch)
+    config = actor(agg, batch)
+    config.global_batch_info["batch_num_tokens"] = int(kept.sum())
+    loss, _ = core_algos.get_policy_loss_fn(mode)(
+        old_log_prob=batch.pad(batch.old_log_probs), log_prob=leaf, advantages=batch.advantages[:, None] * batch.mask,
+        response_mask=batch.pad(kept.to(leaf)), loss_agg_mode=agg, config=config, rollout_is_weights=batch.pad(weights),
+    )  # fmt: skip
+    return with_gradient(batch, loss, leaf)
 
 
-def kl(kind: str) -> Case:
-    def values(batch: Batch) -> Values:
-        leaf = batch.log_probs.clone().requires_grad_()
-        return with_gradient(batch, core_algos.kl_penalty(leaf, batch.ref_log_probs, kind).sum(), leaf)
-
-    return values
+def kl(kind: str, batch: Batch) -> Values:
+    leaf = batch.log_probs.clone().requires_grad_()
+    return with_gradient(batch, core_algos.kl_penalty(leaf, batch.ref_log_probs, kind).sum(), leaf)
 
 
-def kl_control(kind: str) -> Case:
-    def values(batch: Batch) -> Values:
-        options = types.SimpleNamespace(type=kind, kl_coef=0.2, horizon=100, target_kl=0.1)
-        controller = core_algos.get_kl_controller(options)
-        coefficients = []
-        for mean_kl in (0.5, 0.101, 0.02):
-            controller.update(mean_kl, 12)
-            coefficients.append(float(controller.value))
-        return {"coefficients": torch.tensor(coefficients, dtype=torch.float64)}
-
-    return values
+def kl_control(kind: str, batch: Batch) -> Values:
+    options = types.SimpleNamespace(type=kind, kl_coef=0.2, horizon=100, target_kl=0.1)
+    controller = core_algos.get_kl_controller(options)
+    coefficients = []
+    for mean_kl in (0.5, 0.101, 0.02):
+        controller.update(mean_kl, 12)
+        coefficients.append(float(controller.value))
+    return {"coefficients": torch.tensor(coefficients, dtype=torch.float64)}
 
 
-def agg(mode: str) -> Case:
-    def values(batch: Batch) -> Values:
-        return {"loss": core_algos.agg_loss(batch.pad(batch.values), batch.mask, mode, **info(batch))}
-
-    return values
+def agg(mode: str, batch: Batch) -> Values:
+    return {"loss": core_algos.agg_loss(batch.pad(batch.values), batch.mask, mode, **info(batch))}
 
 
-def value(mode: str) -> Case:
-    def values(batch: Batch) -> Values:
-        leaf = batch.pad(batch.predictions).requires_grad_()
-        loss, _ = core_algos.compute_value_loss(
-            leaf, batch.pad(batch.returns), batch.pad(batch.values), batch.mask, VALUE_CLIP, mode, **info(batch)
-        )
-        return with_gradient(batch, loss, leaf)
-
-    return values
+def value(mode: str, batch: Batch) -> Values:
+    leaf = batch.pad(batch.predictions).requires_grad_()
+    loss, _ = core_algos.compute_value_loss(
+        leaf, batch.pad(batch.returns), batch.pad(batch.values), batch.mask, VALUE_CLIP, mode, **info(batch)
+    )
+    return with_gradient(batch, loss, leaf)
 
 
-def correction(name: str) -> Case:
-    def values(batch: Batch) -> Values:
-        weights, mask, metrics = rollout_corr_helper.compute_rollout_correction_and_rejection_mask(
-            batch.pad(batch.old_log_probs), batch.pad(batch.rollout_log_probs), batch.mask, **CORRECTIONS[name]
-        )
-        found: Values = {key: torch.tensor(number, dtype=torch.float64) for key, number in metrics.items()}
-        if weights is not None:
-            found["weights"] = batch.flat(weights.batch["rollout_is_weights"])
-        found["kept"] = batch.flat(mask)
-        return found
-
-    return values
+def correction(name: str, batch: Batch) -> Values:
+    weights, mask, metrics = rollout_corr_helper.compute_rollout_correction_and_rejection_mask(
+        batch.pad(batch.old_log_probs), batch.pad(batch.rollout_log_probs), batch.mask, **CORRECTIONS[name]
+    )
+    found: Values = {key: torch.tensor(number, dtype=torch.float64) for key, number in metrics.items()}
+    if weights is not None:
+        found["weights"] = batch.flat(weights.batch["rollout_is_weights"])
+    found["kept"] = batch.flat(mask)
+    return found
 
 
 def presets(batch: Batch) -> Values:
@@ -183,24 +159,18 @@ def presets(batch: Batch) -> Values:
     }
 
 
-def weights_of_pf_ppo(method: str) -> Case:
+def weights_of_pf_ppo(method: str, batch: Batch) -> Values:
     """Gives the weights that verl hands to its draw."""
+    data = types.SimpleNamespace(batch={"token_level_scores": (batch.scores - 0.3)[:, None]}, non_tensor_batch={}, meta_info={})
+    handed: list[Tensor] = []
 
-    def values(batch: Batch) -> Values:
-        data = types.SimpleNamespace(
-            batch={"token_level_scores": (batch.scores - 0.3)[:, None]}, non_tensor_batch={}, meta_info={}
-        )
-        handed: list[Tensor] = []
+    def draw(weights: Tensor, *_: Any, **__: Any) -> Tensor:
+        handed.append(weights)
+        raise _Handed
 
-        def draw(weights: Tensor, *_: Any, **__: Any) -> Tensor:
-            handed.append(weights)
-            raise _Handed
-
-        with mock.patch.object(torch, "multinomial", draw), contextlib.suppress(_Handed):
-            core_algos.compute_pf_ppo_reweight_data(data, method, 2.0)
-        return {"weights": handed[0]}
-
-    return values
+    with mock.patch.object(torch, "multinomial", draw), contextlib.suppress(_Handed):
+        core_algos.compute_pf_ppo_reweight_data(data, method, 2.0)
+    return {"weights": handed[0]}
 
 
 class _Handed(Exception):  # noqa: N818 - ends a call whose argument is all that is wanted
@@ -209,30 +179,32 @@ class _Handed(Exception):  # noqa: N818 - ends a call whose argument is all that
 
 def _case(name: str) -> Case | None:
     """Gives verl's values of a case by its name, None where verl has no such function."""
-    if name.endswith(UNSCORED):
+    if name.endswith(UNSCORED) or name == "advantages sft":
         return None
     kind, _, rest = name.removesuffix(ALONE).partition(" ")
     if name == "correction presets":
         return presets
     if name.startswith("kl control "):
-        return kl_control(rest.removeprefix("control "))
+        return partial(kl_control, rest.removeprefix("control "))
     if name.startswith("weights of pf_ppo "):
-        return weights_of_pf_ppo(name.rsplit(" ", 1)[1])
+        return partial(weights_of_pf_ppo, name.rsplit(" ", 1)[1])
     if kind == "advantages" and name.endswith(CORRECTED):
-        return advantages(rest.removesuffix(CORRECTED), corrected=True)
+        return partial(advantages, rest.removesuffix(CORRECTED), corrected=True)
     if name.endswith(CORRECTED):
-        return corrected(*rest.removesuffix(CORRECTED).split(", "))
+        return partial(corrected, *rest.removesuffix(CORRECTED).split(", "))
     if kind == "advantages":
-        return advantages(rest.removesuffix(", no std"), "no std" not in rest)
+        return partial(advantages, rest.removesuffix(", no std"), by_std="no std" not in rest)
     if name.startswith("loss bypass "):
-        return policy("bypass_mode", "token-mean", correction=BYPASS[rest])
+        return partial(policy, "bypass_mode", "token-mean", correction=BYPASS[rest])
     if kind == "loss":
         mode, _, agg_mode = rest.partition(", ")
         if mode == "sequence" or mode.endswith((NO_DUAL_CLIP, NO_LOWER_CLIP)):
             return None
-        return policy(mode, agg_mode or "seq-mean-token-mean", "near_log_probs" if mode.endswith("_cov") else "log_probs")
+        return partial(
+            policy, mode, agg_mode or "seq-mean-token-mean", log_probs="near_log_probs" if mode.endswith("_cov") else "log_probs"
+        )
     makers = {"aggregation": agg, "kl": kl, "correction": correction}
-    return value(rest.removeprefix("loss, ")) if kind == "value" else makers[kind](rest)
+    return partial(value, rest.removeprefix("loss, ")) if kind == "value" else partial(makers[kind], rest)
 
 
 VALUES: dict[str, Case] = {name: case for name in CASES if (case := _case(name)) is not None}

@@ -21,10 +21,8 @@
 # WHEELS (default: build/wheels) is the folder of wheels.sh: packages that this Python lacks are installed from it into a
 # temporary folder. PYTHON chooses the interpreter, COMMIT names the commit where there is no git.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-source benchmarks/gpu/machine.sh
+source "$(dirname "${BASH_SOURCE[0]}")/machine.sh"
 
-PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 WHEELS=${WHEELS:-build/wheels}
 PART_SECONDS=${PART_SECONDS:-480}
 PARTS=${ONLY:-1 2 3 4 5 6}

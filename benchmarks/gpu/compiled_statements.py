@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from verl_memopt.distributed.device import local_device, resolve_device, synchronize
+from benchmarks.common import seconds_of
+from verl_memopt.distributed.device import local_device, resolve_device
 from verl_memopt.memory import fused
 from verl_memopt.memory import recompute_elementwise_torch as ops
 from verl_memopt.model import rotary
@@ -69,14 +69,7 @@ def milliseconds(call: Callable[[], Any], device: torch.device, repeats: int) ->
     """Gives the median milliseconds of a call, after five that are not counted."""
     for _ in range(5):
         call()
-    found = []
-    for _ in range(repeats):
-        synchronize(device)
-        started = time.perf_counter()
-        call()
-        synchronize(device)
-        found.append((time.perf_counter() - started) * 1e3)
-    return statistics.median(found)
+    return 1e3 * statistics.median(seconds_of(call, device) for _ in range(repeats))
 
 
 if __name__ == "__main__":

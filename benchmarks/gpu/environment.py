@@ -1,19 +1,25 @@
-"""``python -m benchmarks.gpu.environment FILE``: what this machine has, as JSON; one line of it is printed."""
+"""What tests.sh writes beside what pytest prints, as JSON.
+
+``python -m benchmarks.gpu.environment FILE`` says what this machine has, and prints one line of it.
+``python -m benchmarks.gpu.environment FILE JUNIT_XML`` says what pytest ran, skipped and why, and what failed.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
 import subprocess
 import sys
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.common import write_json
 from verl_memopt.distributed.device import device_count, memory_info
 
 MISSING_ON_PURPOSE = ("ray", "vllm", "flash-attn")
@@ -57,12 +63,32 @@ def _first_line(*command: str) -> str | None:
 
 
 def main(path: Path) -> None:
-    """Writes the file and prints a line."""
     found = environment()
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    write_json(path, found)
     names = ", ".join(device["name"] for device in found["devices"]) or "no GPU"
     print(f"{names}; Python {found['python']}, torch {found['torch']}; not here: {', '.join(found['missing']) or 'nothing'}")
 
 
+def counts(report: Path) -> dict[str, Any]:
+    """Gives numbers of tests by outcome, reasons of skips with how often, and the first line of each failure by test."""
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    skips: Counter[str] = Counter()
+    failures = {}
+    for case in cases:
+        name = f"{case.get('classname')}::{case.get('name')}"
+        for found in case:
+            if found.tag == "skipped":
+                skips[found.get("message", "")] += 1
+            elif found.tag in ("failure", "error"):
+                failures[name] = (found.get("message") or "").split("\n")[0]
+    skipped = sum(skips.values())
+    passed = len(cases) - skipped - len(failures)
+    return {"passed": passed, "failed": len(failures), "skipped": skipped, "skips": dict(skips), "failures": failures}
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    file, *reports = map(Path, sys.argv[1:])
+    if reports:
+        write_json(file, counts(reports[0]))
+    else:
+        main(file)

@@ -8,18 +8,14 @@
 #   LAYERS=2 VOCABULARY=2048 PROMPT=64 RESPONSE=16 OUT=/tmp/ladder bash benchmarks/gpu/ladder.sh
 # Settings of every row go at the end of the command line.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-source benchmarks/gpu/machine.sh
+source "$(dirname "${BASH_SOURCE[0]}")/machine.sh"
 
-PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 SHAPE=${SHAPE:-qwen3-0.6b}
 ROWS=${ROWS:-8}
 PROMPT=${PROMPT:-1024}
 RESPONSE=${RESPONSE:-256}
 LIMIT_GB=${LIMIT_GB:-32}
-DEVICE=$("$PYTHON" -c 'from verl_memopt.distributed.device import resolve_device; print(resolve_device("auto"))')
-OUT=${OUT:-docs/evidence/$(date +%Y-%m-%d)-ladder-$DEVICE}
-mkdir -p "$OUT"
+evidence ladder
 
 command=(
     "$PYTHON" -m verl_memopt knobs --measure --shape "$SHAPE" ${LAYERS:+--layers "$LAYERS"} ${VOCABULARY:+--vocabulary "$VOCABULARY"}

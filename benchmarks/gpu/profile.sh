@@ -9,16 +9,12 @@
 # constrained", "off on"). Further options of `python -m benchmarks.gpu.profile_update`, and after -- settings of every profile, go
 # at the end of the command line. Exit code: 5 where a profile failed or was not begun.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-source benchmarks/gpu/machine.sh
+source "$(dirname "${BASH_SOURCE[0]}")/machine.sh"
 
-PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
-DEVICE=$("$PYTHON" -c 'from verl_memopt.distributed.device import resolve_device; print(resolve_device("auto"))')
-OUT=${OUT:-docs/evidence/$(date +%Y-%m-%d)-profile-$DEVICE}
-mkdir -p "$OUT"
+evidence profile
 
 command=(
-    "$PYTHON" -m benchmarks.gpu.profile_update --device "$DEVICE" --seconds "${BUDGET:-400}" --json "$OUT/profile.json" --png "$OUT/profile.png"
+    "$PYTHON" -m benchmarks.gpu.profile_update --seconds "${BUDGET:-400}" --json "$OUT/profile.json" --png "$OUT/profile.png"
     ${SHAPE:+--shape "$SHAPE"} ${LAYERS:+--layers "$LAYERS"} ${SHRINK:+--shrink "$SHRINK"} ${REPEATS:+--repeats "$REPEATS"}
     ${PROMPT:+--prompt "$PROMPT"} ${RESPONSE:+--response "$RESPONSE"} ${PROFILES:+--profiles $PROFILES} ${COMPILE:+--compile $COMPILE}
     "$@"

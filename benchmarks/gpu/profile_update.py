@@ -23,19 +23,20 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.device_peaks import measured_peak, stated_peak
-from benchmarks.gpu.profile_table import draw, render
-from benchmarks.gpu.traces import Launch, busy_seconds, by_group, longest, profiled, span_seconds
+from benchmarks.common import NONE, seconds_of, text_table, write_json
+from benchmarks.gpu.reach_cases import worker_plan
+from benchmarks.gpu.traces import GROUPS, PRODUCTS, Launch, busy_seconds, by_group, longest, profiled, span_seconds
 from benchmarks.update_pass.flops import count
+from benchmarks.update_pass.work import shrunk_shape
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.loader import load_settings
 from verl_memopt.config.schema import Settings
 from verl_memopt.distributed import device as device_room
 from verl_memopt.ladder.measure import Work, make_batch
 from verl_memopt.model.tiny import SHAPES, make_tiny_model
+from verl_memopt.observe.charts import INK, PALETTE, figure, save, style
 from verl_memopt.trainer.micro_batching import budgets, cut_ranks
 from verl_memopt.worker.group import LocalGroup
-from verl_memopt.worker.plan import WorkerPlan
 from verl_memopt.worker.trained_model import MiniBatch
 from verl_memopt.worker.worker import Worker
 
@@ -48,6 +49,22 @@ WARM_UPS = 2
 """Updates before any is timed: the first compiles and makes the optimizer's state, the second finds both there."""
 LONGEST = 20
 """Names of kernels in the record."""
+TERA = 1e12
+
+PEAKS = {
+    "H100 PCIe": {"bfloat16": 756.0, "tf32": 378.0, "fp32": 51.0},
+    "H100 NVL": {"bfloat16": 835.0, "tf32": 417.5, "fp32": 60.0},
+    "H100": {"bfloat16": 989.4, "tf32": 494.7, "fp32": 66.9},
+    "H200": {"bfloat16": 989.4, "tf32": 494.7, "fp32": 66.9},
+    "A100": {"bfloat16": 312.0, "tf32": 156.0, "fp32": 19.5},
+    "L40S": {"bfloat16": 362.0, "tf32": 183.0, "fp32": 91.6},
+    "RTX 5090": {"bfloat16": 209.5, "tf32": 104.8, "fp32": 104.8},
+    "RTX 4090": {"bfloat16": 165.2, "tf32": 82.6, "fp32": 82.6},
+    "RTX 3090": {"bfloat16": 71.0, "tf32": 35.6, "fp32": 35.6},
+}
+"""Dense TFLOP/s, half precision with fp32 accumulation. NVIDIA's data sheets of H100, H200, A100 and L40S, which give twice as
+much for sparse products, and its architecture papers of Ampere GA102, Ada and RTX Blackwell. The first name that a device's
+contains counts."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,15 +74,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as parent:
         folder = make_tiny_model(Path(parent) / "model", shape(asked))
         record = heading(asked, device)
+
+        def keep() -> None:
+            if asked.json is not None:
+                write_json(asked.json, record)
+
         for name in asked.profiles:
             for compiled in asked.compile:
                 print(f"profile_update: {name}, compile {compiled}", file=sys.stderr, flush=True)
                 spent = asked.seconds is not None and time.monotonic() - started > asked.seconds
                 found = left_out(asked, name, compiled) if spent else attempt(asked, folder, name, compiled, device)
                 record["profiles"].append(found)
-                write(asked.json, record)
+                keep()
     with_flops(record["profiles"])
-    write(asked.json, record)
+    keep()
     print(render(record))
     if asked.png is not None:
         draw(record, asked.png)
@@ -73,7 +95,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Gives the options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.profile_update", description=__doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-0.6b", help="of the model; its weights are random")
     parser.add_argument("--layers", type=int, help="in place of the shape's")
@@ -95,20 +116,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def shape(asked: argparse.Namespace) -> Any:
-    """Gives the model's shape, smaller where that is asked for. Heads stay; their size is at least 8."""
-    found, by = SHAPES[asked.shape], asked.shrink
-    return dataclasses.replace(
-        found,
-        num_layers=asked.layers or found.num_layers,
-        vocab_size=max(found.vocab_size // by, 320),
-        hidden_size=max(found.hidden_size // by, 16),
-        intermediate_size=max(found.intermediate_size // by, 16),
-        head_dim=max(found.head_dim // by, 8),
-    )
+    return shrunk_shape(SHAPES[asked.shape], asked.layers, asked.shrink)
 
 
 def work(asked: argparse.Namespace) -> Work:
-    """Gives the rows of an update."""
     lengths = (max(length // asked.shrink, 2) for length in (asked.prompt, asked.response))
     prompt, response = lengths
     return Work(rows=asked.groups * asked.group, prompt=prompt, response=response, group=asked.group)
@@ -154,8 +165,8 @@ def one(asked: argparse.Namespace, folder: Path, name: str, compiled: str, devic
     settings = settings_of(asked, folder, name, compiled)
     with updates(settings, folder, device, work(asked)) as (update, micro_batches, layers):
         for _ in range(WARM_UPS):
-            timed(update, device)
-        seconds = [timed(update, device) for _ in range(asked.repeats)]
+            update()
+        seconds = [seconds_of(update, device) for _ in range(asked.repeats)]
         found = profiled(update, device)
         # A compiled function runs uncompiled under a counter; the operations are the same.
         flops = None if COMPILED[compiled] else count(update)
@@ -182,7 +193,7 @@ def settings_of(asked: argparse.Namespace, folder: Path, name: str, compiled: st
 @contextmanager
 def updates(settings: Settings, folder: Path, device: torch.device, rows: Work) -> Iterator[tuple[Callable[[], Any], int, int]]:
     """Yields a call that takes one optimizer step, its number of micro-batches, and the model's of layers."""
-    group = LocalGroup(functools.partial(Worker, _plan(settings, folder)), device.type)
+    group = LocalGroup(functools.partial(Worker, worker_plan(settings, folder, with_reference=False)), device.type)
     try:
         roles = settings.actor_rollout_ref
         batch, budget = make_batch(rows, roles.actor), budgets(roles)[0]
@@ -197,31 +208,6 @@ def updates(settings: Settings, folder: Path, device: torch.device, rows: Work) 
         group.all("close")
     finally:
         group.shutdown()
-
-
-def _plan(settings: Settings, folder: Path) -> WorkerPlan:
-    text = str(folder)
-    return WorkerPlan(
-        settings=settings.actor_rollout_ref,
-        folder=text,
-        engine_folder=text,
-        reference_folder=None,
-        tokenizer_folder=text,
-        eos_token_ids=(0,),
-        optimizer_steps=100,
-        free_engine=True,
-        track_init=False,
-        memory=settings.memory,
-    )
-
-
-def timed(update: Callable[[], Any], device: torch.device) -> float:
-    """Gives the seconds of an update, from an idle device until it is idle again."""
-    device_room.synchronize(device)
-    started = time.perf_counter()
-    update()
-    device_room.synchronize(device)
-    return time.perf_counter() - started
 
 
 def summary(
@@ -255,12 +241,123 @@ def with_flops(profiles: Sequence[dict[str, Any]]) -> None:
             found["flops"] = found["flops"] or known.get(found["profile"])
 
 
-def write(path: Path | None, record: dict[str, Any]) -> None:
-    """Writes the record in one step, so that a run that is interrupted leaves the last whole one."""
-    if path is not None:
-        beside = path.with_name(f"{path.name}.part")
-        beside.write_text(json.dumps(record, indent=1) + "\n")
-        beside.replace(path)
+def render(record: dict[str, Any]) -> str:
+    """Gives the record as text: what ran on what, a line per profile, and launches and time per group."""
+    done = [found for found in record["profiles"] if "error" not in found]
+    failed = [f"{_name(found)}: {found['error']}" for found in record["profiles"] if "error" in found]
+    return "\n".join([*_head(record), "", *([_lines(record, done), "", _groups(done)] if done else ()), *failed])
+
+
+def _head(record: dict[str, Any]) -> list[str]:
+    model, work, stated = record["model"], record["work"], record["stated_flops_per_second"]
+    peak = "no stated figure is known" if stated is None else f"{stated / TERA:,.1f} TFLOP/s stated"
+    return [
+        f"One update on {record['device']}, torch {record['torch']}: {model['name']}, {model['num_layers']} layers, "
+        f"hidden {model['hidden_size']}, vocabulary {model['vocab_size']:,}, random weights.",
+        f"{work['rows']} answers in groups of {work['group']}, {work['prompt']} + {work['response']} tokens.",
+        f"Dense {record['dtype']} peak: {peak}, {record['measured_flops_per_second'] / TERA:,.3g} TFLOP/s measured on one "
+        "large product.",
+        *(["On a CPU operations stand for kernels, and nothing is compiled."] if record["device"] == "CPU" else ()),
+    ]
+
+
+def _lines(record: dict[str, Any], done: Sequence[dict[str, Any]]) -> str:
+    heads = (
+        "profile", "compile", "seconds", "micro-\nbatches", "launches", "per micro-\nbatch", "per layer", "products\n% of time",
+        "idle\n%", "TFLOP/s", "% of\nstated", "% of\nmeasured",
+    )  # fmt: skip
+    return text_table(heads, [_line(record, found) for found in done], left=(0, 1))
+
+
+def _line(record: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    products = found["groups"].get(PRODUCTS, {"seconds": 0.0})["seconds"] / found["group_seconds"]
+    speed = rate(found)
+    peaks = record["stated_flops_per_second"], record["measured_flops_per_second"]
+    return [
+        found["profile"], found["compile"], f"{found['seconds']:.3f}", str(found["micro_batches"]), f"{found['launches']:,}",
+        f"{found['launches_per_micro_batch']:,.0f}", f"{found['launches_per_layer']:,.1f}", f"{100 * products:.1f}",
+        NONE if found["idle_share"] is None else f"{100 * found['idle_share']:.1f}",
+        NONE if speed is None else f"{speed / TERA:,.3g}",
+        *(NONE if speed is None or peak is None else f"{100 * speed / peak:.1f}" for peak in peaks),
+    ]  # fmt: skip
+
+
+def rate(found: dict[str, Any]) -> float | None:
+    """Gives the FLOP/s of an update: its products and attention over the time it takes without the profiler."""
+    return None if found["flops"] is None else found["flops"] / found["seconds"]
+
+
+def _groups(done: Sequence[dict[str, Any]]) -> str:
+    heads = ["group", *(f"{_name(found)}\n{what}" for found in done for what in ("launches", "ms", "%"))]
+    lines = []
+    for group in GROUPS:
+        cells = []
+        for found in done:
+            share = found["groups"].get(group)
+            part = share and 100 * share["seconds"] / found["group_seconds"]
+            cells += [NONE] * 3 if share is None else [f"{share['launches']:,}", f"{1e3 * share['seconds']:,.2f}", f"{part:.1f}"]
+        if set(cells) != {NONE}:
+            lines.append([group, *cells])
+    return text_table(heads, lines)
+
+
+def _name(found: dict[str, Any]) -> str:
+    return found["profile"] + (" compiled" if found["compile"] == "on" else "")
+
+
+def draw(record: dict[str, Any], path: Path) -> Path | None:
+    """Writes a picture: time and launches of each group, a bar per profile. None where no profile was measured."""
+    done = [found for found in record["profiles"] if "error" not in found]
+    if not done:
+        return None
+    drawing = figure(12, 1.6 + 0.62 * len(done))
+    both = drawing.subplots(1, 2, sharey=True)
+    for axes, title, unit, figures in (
+        (both[0], "Time", "ms of the device" if done[0]["busy_seconds"] else "ms of operations themselves", ("seconds", 1e3)),
+        (both[1], "Launches", "kernels and copies" if done[0]["busy_seconds"] else "operations", ("launches", 1)),
+    ):
+        style(axes, title, unit, "", grid="x")
+        _stacked(axes, done, *figures)
+    both[0].set_yticks(range(len(done)), [_name(found) for found in done])
+    both[0].invert_yaxis()
+    drawing.legend(*both[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False, fontsize=9)
+    model, work = record["model"], record["work"]
+    drawing.suptitle(
+        f"One update on {record['device']}: {model['num_layers']} layers, hidden {model['hidden_size']}, "
+        f"{work['rows']} answers of {work['prompt']} + {work['response']} tokens",
+        x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK,
+    )  # fmt: skip
+    return save(drawing, path)
+
+
+def _stacked(axes: Any, done: Sequence[dict[str, Any]], name: str, scale: float) -> None:
+    ends = [0.0] * len(done)
+    for index, group in enumerate(one for one in GROUPS if any(one in found["groups"] for found in done)):
+        sizes = [scale * found["groups"][group][name] if group in found["groups"] else 0.0 for found in done]
+        colour = PALETTE[index % len(PALETTE)]
+        axes.barh(range(len(done)), sizes, left=ends, height=0.6, color=colour, label=group)
+        ends = [end + size for end, size in zip(ends, sizes, strict=True)]
+    for place, end in enumerate(ends):
+        axes.annotate(
+            f"{end:,.0f}", xy=(end, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9, color=INK
+        )
+    axes.set_xlim(0, 1.15 * max(ends))
+
+
+def stated_peak(device_name: str, dtype: str) -> float | None:
+    """Gives the FLOP/s that the maker states for a device; None for one that is not listed."""
+    words = set(device_name.replace("-", " ").split())
+    found = next((peaks for name, peaks in PEAKS.items() if set(name.split()) <= words), None)
+    return None if found is None or dtype not in found else found[dtype] * TERA
+
+
+def measured_peak(device: torch.device, dtype: torch.dtype, size: int | None = None, repeats: int = 10) -> float:
+    """Gives the FLOP/s that a product of two square matrices reaches; size: 8,192 on a GPU, 512 on a CPU."""
+    size = size or (8192 if device_room.is_gpu(device) else 512)
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    # The first two choose a kernel and raise the clock.
+    seconds = [seconds_of(lambda: left @ right, device) for _ in range(repeats + 2)]
+    return 2 * size**3 / statistics.median(seconds[2:])
 
 
 if __name__ == "__main__":

@@ -17,29 +17,36 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from benchmarks.gpu.reach_cases import SHAPES, WAYS, Case, case_settings, make_folder
-from benchmarks.gpu.reach_estimate import computed_host_bytes, computed_peak
-from benchmarks.gpu.reach_search import Known, next_length
+from benchmarks.common import text_table, write_json
+from benchmarks.gpu.reach_cases import (
+    SHAPES,
+    WAYS,
+    Case,
+    case_settings,
+    computed_host_bytes,
+    computed_peak,
+    make_folder,
+    worker_plan,
+)
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Settings
 from verl_memopt.distributed.device import empty_cache, resolve_device
 from verl_memopt.errors import DeviceMemoryError
 from verl_memopt.ladder.measure import Work, make_batch
 from verl_memopt.memory.host_buffers import host_allocator
+from verl_memopt.observe.charts import figure, save, style
 from verl_memopt.observe.log_setup import setup_logging
 from verl_memopt.observe.phase import GIB, PhaseMemory
 from verl_memopt.trainer.micro_batching import budgets, cut_ranks
 from verl_memopt.worker.group import LocalGroup
-from verl_memopt.worker.plan import WorkerPlan
 from verl_memopt.worker.trained_model import MiniBatch
 from verl_memopt.worker.worker import Worker
 
@@ -49,6 +56,16 @@ CASES = ("0.6b/lora", "0.6b/full", "1.7b/lora", "1.7b/full", "4b/lora", "8b/lora
 
 LEAST_SECONDS = 20.0
 """A case is not begun with less time left."""
+STEP = 64
+"""Lengths are multiples of this."""
+
+FINE = 16
+"""The search ends when what fits and what does not are within 1 / FINE of the length."""
+NOTE = """memory=constrained. A probe is one update of {rows} answers to a prompt of {prompt} tokens: old log-probs, reference
+log-probs, update, weight sync. The engine sleeps but for the sync, and generation is not part of a probe. Weights are zeros:
+bytes do not depend on values. computed: an estimate of the update's peak from the knobs' formulas, made without running it.
+error: computed against measured, of the update. lora: rank 16 on a bfloat16 base; full: fp32 masters; full_bf16: bfloat16
+masters."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,8 +75,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         setup_logging(level=logging.ERROR)  # every probe resolves its settings anew, and would say the same again
         search(asked, asked.case)
         return 0
-    from benchmarks.gpu.reach_report import write_report
-
     asked.out.mkdir(parents=True, exist_ok=True)
     ends, broken = time.monotonic() + asked.seconds, 0
     todo = [name for name in asked.cases if name.split("/")[0] in asked.shapes]
@@ -78,7 +93,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Gives the options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.reach", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the evidence")
     parser.add_argument("--case", help="search one case in this process: SHAPE/WAY")
@@ -222,29 +236,17 @@ class Prober:
 
     def _update(self, settings: Settings, response: int, phase: list[str]) -> list[PhaseMemory]:
         if self._group is None:
-            self._group = LocalGroup(functools.partial(Worker, _plan(settings, self.folder)), self.device)
+            # A policy with adapters is its own reference.
+            plan = worker_plan(settings, self.folder, with_reference=not settings.actor_rollout_ref.model.lora_rank)
+            self._group = LocalGroup(functools.partial(Worker, plan), self.device)
             # The first step makes the optimizer's state; a short one does.
-            with measured(self._group, []) as call:
-                _round(call, settings, make_batch(self._work(8), settings.actor_rollout_ref.actor), phase)
-        memories: list[PhaseMemory] = []
-        with measured(self._group, memories) as call:
-            _round(call, settings, make_batch(self._work(response), settings.actor_rollout_ref.actor), phase)
-        return memories
+            _round(self._group, settings, make_batch(self._work(8), settings.actor_rollout_ref.actor), phase)
+        return _round(self._group, settings, make_batch(self._work(response), settings.actor_rollout_ref.actor), phase)
 
 
-@contextmanager
-def measured(group: Any, memories: list[PhaseMemory]) -> Iterator[Any]:
-    """Gives a function that runs a worker's method as a phase and keeps the phase's memory."""
-
-    def call(phase: str, method: str, *args: Any) -> Any:
-        (reply,) = group.all("call", phase, True, method, *args)
-        memories.append(reply.memory)
-        return reply.value
-
-    yield call
-
-
-def _round(call: Any, settings: Settings, batch: Any, phase: list[str]) -> None:
+def _round(group: Any, settings: Settings, batch: Any, phase: list[str]) -> list[PhaseMemory]:
+    """Runs one update and gives the memory of each phase; ``phase`` holds the name of the one that runs."""
+    memories = []
     names = [f"row {row}" for row in range(batch.num_rows)]
     training, scoring, reference = (
         cut_ranks([batch.row_tokens()], [names], budget)[0] for budget in budgets(settings.actor_rollout_ref)
@@ -252,7 +254,9 @@ def _round(call: Any, settings: Settings, batch: Any, phase: list[str]) -> None:
 
     def step(name: str, method: str, *args: Any) -> Any:
         phase[0] = name
-        return call(name, method, *args)
+        (reply,) = group.all("call", name, True, method, *args)
+        memories.append(reply.memory)
+        return reply.value
 
     step("gen", "release_engine")
     batch.old_log_probs = step("old_log_prob", "old_log_probs", batch, scoring, False).log_probs
@@ -260,6 +264,7 @@ def _round(call: Any, settings: Settings, batch: Any, phase: list[str]) -> None:
     counts = GlobalCounts(float(batch.responses.lengths.sum()), float(batch.num_rows))
     step("update_actor", "update_actor", [MiniBatch(batch, training, counts)])
     step("update_weights", "update_weights")
+    return memories
 
 
 def largest_micro_batch(settings: Settings, work: Work) -> tuple[int, int]:
@@ -268,22 +273,6 @@ def largest_micro_batch(settings: Settings, work: Work) -> tuple[int, int]:
     update, computed = budgets(roles)[0], make_batch(work, roles.actor).row_tokens()
     rows = max(update.micro_batches(computed, [""] * work.rows), key=computed.cost)
     return computed.cost(rows), len(rows) * work.response
-
-
-def _plan(settings: Settings, folder: Path) -> WorkerPlan:
-    text = str(folder)
-    return WorkerPlan(
-        settings=settings.actor_rollout_ref,
-        folder=text,
-        engine_folder=text,
-        reference_folder=None if settings.actor_rollout_ref.model.lora_rank else text,
-        tokenizer_folder=text,
-        eos_token_ids=(0,),
-        optimizer_steps=1000,
-        free_engine=True,
-        track_init=False,
-        memory=settings.memory,
-    )
 
 
 def figures(memories: Sequence[PhaseMemory]) -> dict[str, Any]:
@@ -307,6 +296,118 @@ def line(probe: dict[str, Any]) -> str:
     if probe["status"] != FITS:
         return f"{head} in {probe.get('phase', 'init')}; {computed}"
     return f"{head}, {probe['peak_bytes'] / GIB:.3f} GiB in {probe['peak_phase']}, {probe['seconds']:.1f} s; {computed}"
+
+
+@dataclass(frozen=True)
+class Known:
+    """The longest length that fits (0 where none is known to), and the shortest that does not."""
+
+    fits: int
+    fails: int | None
+
+    @classmethod
+    def of(cls, outcomes: Iterable[tuple[int, bool]]) -> Known:
+        """Gives what outcomes (length, fits) say together."""
+        pairs = list(outcomes)
+        fits = max((length for length, fitted in pairs if fitted), default=0)
+        return cls(fits, min((length for length, fitted in pairs if not fitted and length > fits), default=None))
+
+
+def next_length(known: Known, start: int, most: int) -> int | None:
+    """Gives the length to try next: powers of two up, then halves of what is open; None when the search is done."""
+    start, most = min(start, most), most // STEP * STEP
+    if known.fails is None:
+        if known.fits >= most:
+            return None
+        return min(max(2 * known.fits, start), most)
+    if known.fits == 0:
+        return STEP if known.fails > STEP else None
+    if known.fails - known.fits <= max(STEP, known.fails // FINE):
+        return None
+    return (known.fits + known.fails) // (2 * STEP) * STEP
+
+
+def write_report(out: Path, cases: Sequence[Case]) -> None:
+    """Writes reach.json, reach.txt and reach.png from the probes on record."""
+    found = [summary(case, probes_of(out / "probes.jsonl", case)) for case in cases]
+    write_json(out / "reach.json", {"schema": 1, "cases": found})
+    first = cases[0]
+    (out / "reach.txt").write_text(f"{table(found)}\n\n{NOTE.format(rows=first.rows, prompt=first.prompt)}\n")
+    if any(case["longest"] for case in found):
+        draw(found, first.limit_gb, out / "reach.png")
+
+
+def summary(case: Case, probes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Gives what the probes of one case say. longest: tokens of the longest response that fits; 0 where none does."""
+    known = Known.of((probe["response"], probe["status"] == FITS) for probe in probes)
+    best = next((probe for probe in reversed(probes) if probe["status"] == FITS and probe["response"] == known.fits), None)
+    failed = next((probe for probe in reversed(probes) if probe["status"] != FITS), None)
+    return {
+        "name": case.name,
+        "case": asdict(case),
+        "status": _status(known, probes, failed),
+        "longest": known.fits,
+        "shortest_that_fails": known.fails,
+        "measured": best,
+        "fails_in": None if failed is None else failed.get("phase"),
+        "message": None if failed is None else failed.get("message"),
+        "error": None if best is None else best["computed_peak_bytes"] / best["update_peak_bytes"] - 1,
+        "probes": list(probes),
+    }
+
+
+def _status(known: Known, probes: Sequence[dict[str, Any]], failed: dict[str, Any] | None) -> str:
+    if not probes:
+        return "not tried"
+    if failed is not None and failed["status"] == NO_HOST_MEMORY:
+        return NO_HOST_MEMORY
+    if known.fits == 0:
+        return "does not fit"
+    if known.fails is None:
+        return "fits at every length tried"
+    return "found" if known.fails - known.fits <= max(STEP, known.fails // FINE) else "not searched to the end"
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    heads = ("case", "longest", "fails at", "GiB", "in", "update GiB", "computed", "error", "s", "probes", "status")
+    rows = []
+    for case in found:
+        best = case["measured"]
+        fails = f"{case['shortest_that_fails']:,}" if case["shortest_that_fails"] else "-"
+        measured = ["-"] * 6
+        if best is not None:
+            peak, update, computed = (
+                f"{best[name] / GIB:.4g}" for name in ("peak_bytes", "update_peak_bytes", "computed_peak_bytes")
+            )
+            measured = [peak, best["peak_phase"], update, computed, f"{case['error']:+.1%}", f"{best['seconds']:.1f}"]
+        longest = "-" if best is None else f"{case['longest']:,}"
+        rows.append([case["name"], longest, fails, *measured, str(len(case["probes"])), case["status"]])
+    return text_table(heads, rows, left=(0, 4, len(heads) - 1))
+
+
+def draw(found: Sequence[dict[str, Any]], limit_gb: float, path: Path) -> None:
+    """Draws the longest response of each case, and at that length the measured peak of the update beside the computed one."""
+    fitting = [case for case in found if case["longest"]]
+    drawing = figure(11.0, 1.8 + 0.55 * len(fitting))
+    lengths, peaks = drawing.subplots(1, 2)
+    places = range(len(fitting))
+    style(lengths, f"Longest response under {limit_gb:g} GiB", "tokens of a response", "", grid="x")
+    lengths.barh(places, [case["longest"] for case in fitting], height=0.6)
+    for place, case in zip(places, fitting, strict=True):
+        more = " or more" if case["shortest_that_fails"] is None else ""
+        lengths.text(case["longest"], place, f"  {case['longest']:,}{more}", va="center", fontsize=9)
+    lengths.set_yticks(list(places), [case["name"] for case in fitting])
+    lengths.margins(x=0.3)
+    lengths.invert_yaxis()
+    style(peaks, "Peak of the update at that length", "GiB", "", grid="x")
+    for offset, key, label in ((-0.2, "update_peak_bytes", "measured"), (0.2, "computed_peak_bytes", "computed")):
+        sizes = [case["measured"][key] / GIB for case in fitting]
+        peaks.barh([place + offset for place in places], sizes, height=0.36, label=label)
+    peaks.axvline(limit_gb, linestyle="--", linewidth=1, color="0.4", label="limit")
+    peaks.set_yticks(list(places), [""] * len(fitting))
+    peaks.invert_yaxis()
+    peaks.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=3, frameon=False, fontsize=9)
+    save(drawing, path)
 
 
 if __name__ == "__main__":

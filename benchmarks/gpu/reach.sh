@@ -6,12 +6,9 @@
 # Without a GPU it runs on the CPU, where the byte tracker holds the limit: make it small then, for example
 #   LAYERS=2 VOCABULARY=1024 SHRINK=32 SHAPES="0.6b 8b" MOST=512 START=64 PROMPT=32 LIMIT_GB=0.03 OUT=/tmp/reach bash benchmarks/gpu/reach.sh
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-source benchmarks/gpu/machine.sh
+source "$(dirname "${BASH_SOURCE[0]}")/machine.sh"
 
-PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
-OUT=${OUT:-docs/evidence/$(date +%Y-%m-%d)-reach-$(device_slug)}
-mkdir -p "$OUT"
+evidence reach
 
 # shellcheck disable=SC2086 # SHAPES and CASES are lists.
 command=(

@@ -4,12 +4,9 @@
 # pytest.txt has a line a test as it ends, so that a run that is cut off keeps its results.
 # TESTS chooses files or folders (default: tests). Options of pytest go at the end of the command line.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-source benchmarks/gpu/machine.sh
+source "$(dirname "${BASH_SOURCE[0]}")/machine.sh"
 
-PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
-OUT=${OUT:-docs/evidence/$(date +%Y-%m-%d)-tests-$(device_slug)}
-mkdir -p "$OUT"
+evidence tests
 
 # shellcheck disable=SC2086 # TESTS is a list.
 command=("$PYTHON" -m pytest -m gpu -vv -rs --tb=short -p no:cacheprovider --junitxml "$OUT/pytest.xml" ${TESTS:-tests} "$@")
@@ -18,7 +15,7 @@ machine "$PYTHON" "${command[@]}" > "$OUT/machine.txt"
 status=0
 "${command[@]}" 2>&1 | tee "$OUT/pytest.txt" || status=$?
 if [ -f "$OUT/pytest.xml" ]; then
-    "$PYTHON" benchmarks/gpu/pytest_counts.py "$OUT/pytest.xml" "$OUT/pytest.json"
+    "$PYTHON" -m benchmarks.gpu.environment "$OUT/pytest.json" "$OUT/pytest.xml"
     rm "$OUT/pytest.xml"
 fi
 exit "$status"

@@ -21,10 +21,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import ROOT, write_json
 from verl_memopt.model.tiny import SHAPES, make_tiny_model
 from verl_memopt.observe.phase import MIB
 
-ROOT = Path(__file__).parents[2]
 LOCAL = ("trainer.worker_group=local", "actor_rollout_ref.rollout.name=hf", "trainer.logger=[console,jsonl]")
 KEPT = ("config.yaml", "metrics.jsonl", "summary.json", "peak_memory_by_phase.png", "reward_and_validation.png")
 """Files of a run's folder that are evidence."""
@@ -39,14 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in asked.runs:
             record[name] = run(asked, name, Path(folder), RUNS[name])
             # Written after each run: the second may be cut off.
-            (asked.out / "train.json").write_text(json.dumps(record, indent=1) + "\n")
+            write_json(asked.out / "train.json", record)
             (asked.out / "train.txt").write_text("\n\n".join(table(*item) for item in record.items()) + "\n")
     print((asked.out / "train.txt").read_text())
     return 0 if all(not found["problems"] for found in record.values()) else 1
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Gives the options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.train", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the evidence")
     parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=list(RUNS))
@@ -163,7 +162,6 @@ def _finite(values: Sequence[float]) -> bool:
 
 
 def table(name: str, found: dict[str, Any]) -> str:
-    """Gives a run as text."""
     if "phases" not in found:
         return f"{name}: {'; '.join(found['problems'])}"
     before, after = found["validation"]

@@ -5,12 +5,9 @@
 #   LAYERS=2 VOCABULARY=1024 SHRINK=16 PROMPT=32 RESPONSE=16 ANSWERS=4 PROMPTS=2 STEPS=2 TOY_STEPS=8 OUT=/tmp/train bash benchmarks/gpu/train.sh
 # RUNS chooses one of them: toy or shape. Settings of the second run go at the end of the command line.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-source benchmarks/gpu/machine.sh
+source "$(dirname "${BASH_SOURCE[0]}")/machine.sh"
 
-PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
-OUT=${OUT:-docs/evidence/$(date +%Y-%m-%d)-train-$(device_slug)}
-mkdir -p "$OUT"
+evidence train
 
 # shellcheck disable=SC2086 # RUNS is a list.
 command=(

@@ -9,15 +9,14 @@
 # Further options of `python -m benchmarks.update_pass` go at the end of the command line.
 # Exit code: the first workload's that is not 0; 4 a gradient is wrong, 5 a contestant failed. The other workloads run anyway.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-source benchmarks/gpu/machine.sh
+peers=.venv-peers/bin/python
+[ -n "${PYTHON:-}" ] || [ ! -x "$(dirname "${BASH_SOURCE[0]}")/../../$peers" ] || PYTHON=$peers
+source "$(dirname "${BASH_SOURCE[0]}")/machine.sh"
 
-PYTHON=${PYTHON:-$(for python in .venv-peers .venv; do [ -x $python/bin/python ] && echo $python/bin/python && break; done || echo python3)}
 WORKLOADS=${WORKLOADS:-e a b c}
 BUDGET=${BUDGET:-440}
 DEVICE=$("$PYTHON" -c 'from verl_memopt.distributed.device import resolve_device; print(resolve_device("auto"))')
-OUT=${OUT:-docs/evidence/$(date +%Y-%m-%d)-update-pass-$DEVICE}
-mkdir -p "$OUT"
+evidence update-pass
 
 share() { case $1 in e) echo 3 ;; a | d) echo 2 ;; *) echo 1 ;; esac; }
 left=0 code=0

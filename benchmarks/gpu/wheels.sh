@@ -8,9 +8,8 @@
 #
 # Prints the size of the folder, and fails above MOST_MIB (default: 40). all.sh installs from the folder.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source "$(dirname "${BASH_SOURCE[0]}")/machine.sh"
 
-PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 PYTHON_VERSION=${PYTHON_VERSION:-3.12}
 PEERS=${PEERS:-1}
 MOST_MIB=${MOST_MIB:-40}

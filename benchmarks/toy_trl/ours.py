@@ -1,13 +1,52 @@
-"""The settings of a run of verl_memopt, and what its run folder says afterwards."""
+"""One run of verl_memopt, or its loss and gradient of the gate's batch.
+
+``python -m benchmarks.toy_trl.ours run PLAN RECORD`` does what ``verl_memopt train`` does; the run is put together here so that
+both clocks can be read where steps and phases begin. ``python -m benchmarks.toy_trl.ours gate TASK FOLDER`` writes findings.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.toy_trl.work import TRACKED_STEP, WORK, Peak, Plan, hash_of, peak_of
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from benchmarks.toy_trl.gate import CASES, MICRO_BATCHES, OUR_SIDE, Batch, Finding, file_of, slices
+from benchmarks.toy_trl.work import (
+    NOTHING,
+    OURS,
+    TRACKED_STEP,
+    WORK,
+    Contestant,
+    Moment,
+    Peak,
+    Plan,
+    Record,
+    hash_of,
+    peak_of,
+    store,
+    stored,
+)
+from verl_memopt.algorithms.rows import GlobalCounts
+from verl_memopt.config.loader import load_settings
+from verl_memopt.data.batch import Ragged, RolloutBatch
+from verl_memopt.model.weights import named_weights
+from verl_memopt.observe.phase import PhaseClock
 from verl_memopt.observe.timeline import read_timeline
+from verl_memopt.run.interrupts import Interrupts
+from verl_memopt.trainer.build import build_run
+from verl_memopt.trainer.loop import Trainer, start_rewards, start_workers
+from verl_memopt.trainer.reporter import Reporter
+from verl_memopt.worker.group import LOOPBACK, Placement, free_port
+from verl_memopt.worker.policy import Policy
+from verl_memopt.worker.trained_model import micro_batch
+from verl_memopt.worker.worker import Worker
 
 NAMES = {"gen": "rollout", "reward": "reward", "old_log_prob": "log_prob", "update_actor": "update", "update_weights": "sync"}
 """The benchmark's name of each phase."""
@@ -16,10 +55,6 @@ NEVER = 10**6
 
 def overrides(plan: Plan) -> list[str]:
     """Gives the settings of a run, on top of the packaged ``rloo_trainer``."""
-    return [*_work(plan), *_run(plan)]
-
-
-def _work(plan: Plan) -> list[str]:
     task, contestant = Path(plan.task), plan.contestant
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     return [
@@ -51,12 +86,6 @@ def _work(plan: Plan) -> list[str]:
         f"{rollout}.kv_cache_memory_gb=0.0625",
         # TRL does not ask its engine for log-probs.
         f"{rollout}.calculate_log_probs=false",
-    ]
-
-
-def _run(plan: Plan) -> list[str]:
-    kept = [f"trainer.rollout_data_dir={plan.folder}/samples"] if plan.track else []
-    return [
         "trainer.device=cpu",
         "trainer.worker_group=local",
         f"trainer.total_training_steps={plan.steps}",
@@ -67,7 +96,7 @@ def _run(plan: Plan) -> list[str]:
         "trainer.logger=[jsonl]",
         f"trainer.table_every_steps={NEVER}",
         f"trainer.default_local_dir={plan.folder}/run",
-        *kept,
+        *([f"trainer.rollout_data_dir={plan.folder}/samples"] if plan.track else ()),
     ]
 
 
@@ -93,3 +122,116 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class Clock(PhaseClock):
+    """The run's clock, which also reads the processor's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[dict[str, Moment]] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        began = Moment.now()
+        with super().phase(name):
+            yield
+        if self.steps and name in NAMES:
+            spent = self.steps[-1]
+            spent[NAMES[name]] = spent.get(NAMES[name], NOTHING) + (Moment.now() - began)
+
+
+class TimedTrainer(Trainer):
+    """The trainer, with a note of when each step began."""
+
+    def __init__(self, *args: Any, clock: Clock) -> None:
+        super().__init__(*args)
+        self.clock = clock
+        self.starts: list[Moment] = []
+
+    def one_step(self, step: int) -> None:
+        self.starts.append(Moment.now())
+        self.clock.steps.append({})
+        super().one_step(step)
+
+
+def run(plan: Plan) -> Record:
+    folder, clock = Path(plan.folder), Clock()
+    with Interrupts() as interrupts:
+        context = build_run(load_settings("rloo_trainer", overrides(plan)))
+        custom, reward_model = context.settings.custom_reward_function, context.settings.reward_model
+        with (
+            start_rewards(custom, reward_model, context.environment.run_dir) as runner,
+            Reporter(context, clock) as reporter,
+            start_workers(context, clock) as workers,
+        ):
+            trainer = TimedTrainer(context, workers, runner, reporter, interrupts, clock=clock)
+            trainer.run()
+    metrics = read_metrics(folder)
+    return Record(
+        starts=trainer.starts,
+        phases=clock.steps,
+        response_tokens=[round(row["response_length/mean"] * WORK.rows) for row in metrics],
+        rewards=[row["critic/score/mean"] for row in metrics],
+        accuracy=metrics[-1]["val-core/toy/arithmetic/reward/mean@1"],
+        peaks=read_bytes(folder) if plan.track else {},
+        prompt_ids=read_prompts(folder, plan.steps) if plan.track else "",
+    )
+
+
+def build_worker(task: Path, folder: Path) -> Worker:
+    """Gives the worker that a run of the benchmark would have."""
+    plan = Plan(Contestant(OURS, "hf", 1), str(task), str(folder), steps=1, seed=0, track=False)
+    context = build_run(load_settings("rloo_trainer", overrides(plan)))
+    return Worker(context.worker_plan, Placement(0, 1, 0, LOOPBACK, free_port(LOOPBACK), "cpu"))
+
+
+def to_batch(batch: Batch) -> RolloutBatch:
+    """Gives the rows as the trainer's batch, old log-probs left out."""
+    responses = Ragged.from_rows(batch.responses, torch.int64)
+    return RolloutBatch(
+        prompts=Ragged.from_rows(batch.prompts, torch.int64),
+        responses=responses,
+        group=torch.arange(WORK.rows) // WORK.samples,
+        advantages=torch.tensor(batch.advantages).repeat_interleave(responses.lengths),
+        batch_size=[],
+    )
+
+
+def find(policy: Policy, batch: Batch, case: str, micro_batches: int, folder: Path) -> None:
+    """Writes loss, gradient and log-probs of a case."""
+    policy.trained.optimizer.zero_grad()
+    whole, cuts = to_batch(batch), [list(rows) for rows in slices(micro_batches)]
+    scores = policy.compute_log_probs(whole, cuts, WORK.temperature, with_entropy=False).log_probs
+    lengths = whole.responses.lengths
+    shifts = torch.tensor([batch.shift(row, case) for row in range(WORK.rows)]) / lengths
+    whole.old_log_probs = scores + shifts.repeat_interleave(lengths)
+    counts = GlobalCounts(tokens=float(lengths.sum()), sequences=float(WORK.rows))
+    metrics = policy.accumulate((micro_batch(whole, rows) for rows in cuts), counts, WORK.temperature)
+    gradients = {name: _whole(parameter.grad) for name, parameter in named_weights(policy.model)}
+    log_probs = [row.tolist() for row in scores.split(lengths.tolist())]
+    store(Finding(metrics["actor/loss"].item(), log_probs, gradients), file_of(folder, case, micro_batches))
+
+
+def _whole(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return gradient.full_tensor().contiguous() if isinstance(gradient, DTensor) else gradient
+
+
+def gate(task: Path, folder: Path) -> None:
+    worker = build_worker(task, folder / OUR_SIDE)
+    try:
+        assert worker.policy is not None
+        for case in CASES:
+            for micro_batches in MICRO_BATCHES:
+                find(worker.policy, stored(folder / "batch.pickle"), case, micro_batches, folder / OUR_SIDE)
+    finally:
+        worker.close()
+
+
+if __name__ == "__main__":
+    what, *files = sys.argv[1:]
+    if what == "gate":
+        gate(*map(Path, files))
+    else:
+        store(run(stored(Path(files[0]))), Path(files[1]))

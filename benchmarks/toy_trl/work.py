@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,6 @@ class Work:
 
     @property
     def rows(self) -> int:
-        """Gives the rows of a step."""
         return self.prompts * self.samples
 
 
@@ -69,7 +69,6 @@ class Contestant:
 
     @property
     def slug(self) -> str:
-        """Gives a name for files."""
         return f"{self.trainer}-{self.rollout}-{self.micro_batches}{'-trimmed' if self.trimmed else ''}"
 
 
@@ -97,16 +96,6 @@ class Plan:
     seed: int
     track: bool
 
-    def write(self, path: Path) -> None:
-        """Writes the plan as JSON."""
-        path.write_text(json.dumps(asdict(self)))
-
-    @staticmethod
-    def read(path: Path) -> Plan:
-        """Gives the plan in a file."""
-        plan = json.loads(path.read_text())
-        return Plan(**{**plan, "contestant": Contestant(**plan["contestant"])})
-
 
 @dataclass(frozen=True)
 class Moment:
@@ -120,7 +109,6 @@ class Moment:
 
     @staticmethod
     def now() -> Moment:
-        """Gives the present reading."""
         return Moment(time.perf_counter(), time.process_time())
 
     def __add__(self, other: Moment) -> Moment:
@@ -159,22 +147,16 @@ class Record:
     prompt_ids: str = ""
     """Hash of the prompt ids of all steps, where the run was tracked."""
 
-    def write(self, path: Path) -> None:
-        """Writes the record as JSON."""
-        path.write_text(json.dumps(asdict(self)))
 
-    @staticmethod
-    def read(path: Path) -> Record:
-        """Gives the record in a file."""
-        record: dict[str, Any] = json.loads(path.read_text())
-        return Record(
-            **{
-                **record,
-                "starts": [Moment(**start) for start in record["starts"]],
-                "phases": [{name: Moment(**spent) for name, spent in phases.items()} for phases in record["phases"]],
-                "peaks": {phase: Peak(**peak) for phase, peak in record["peaks"].items()},
-            }
-        )
+def store(value: Any, path: Path) -> None:
+    """Writes what another process reads with :func:`stored`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(pickle.dumps(value))
+
+
+def stored(path: Path) -> Any:
+    """Gives what a process of this benchmark wrote."""
+    return pickle.loads(path.read_bytes())
 
 
 ENGINE_KINDS = ("rollout weights", "kv")

@@ -3,9 +3,8 @@
     python -m benchmarks.update_guard [--device cpu] [--layers 4] [--hidden 256] [--vocabulary 8192] [--rows 8] [--tokens 128]
                                       [--micro-batches 2] [--steps 150] [--json FILE]
 
-The look makes the host wait for the device once an optimizer step. Without it the update is launched before the norm is known,
-and the host waits after it, to read the metrics. Both sides have the same weights, rows and optimizer. Prints the median seconds
-of each side, their ratio, and the median over the steps of the ratio within a step, as a line of JSON.
+README.md says what is compared. Prints the median seconds of each side, their ratio, and the median over the steps of the ratio
+within a step, as a line of JSON.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,10 +20,11 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
+from benchmarks.common import seconds_of
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor, Model, TrainedFsdp
 from verl_memopt.data.batch import Ragged, RolloutBatch
-from verl_memopt.distributed.device import join_process_group, leave_process_group, local_device, synchronize, training_mesh
+from verl_memopt.distributed.device import join_process_group, leave_process_group, local_device, training_mesh
 from verl_memopt.model.assembly import build_policy, materialize
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.worker.policy import Policy
@@ -84,17 +83,13 @@ def in_turns(sides: Sequence[Policy], mini: MiniBatch, steps: int, device: torch
     seconds: list[list[float]] = [[] for _ in sides]
     for turn in range(steps + 2):
         for side in range(len(sides)) if turn % 2 else reversed(range(len(sides))):
-            synchronize(device)
-            began = time.perf_counter()
-            sides[side].update([mini], 1.0)
-            synchronize(device)
+            found = seconds_of(lambda policy=sides[side]: policy.update([mini], 1.0), device)
             if turn >= 2:
-                seconds[side].append(time.perf_counter() - began)
+                seconds[side].append(found)
     return seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the measurement and gives 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     for name, default in (("layers", 4), ("hidden", 256), ("vocabulary", 8192), ("rows", 8), ("tokens", 128)):

@@ -5,35 +5,34 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.update_pass.alone import TimeBudget, run_alone
-from benchmarks.update_pass.chart import draw, draw_growth
+from benchmarks.common import commit, load, processor, version_of, write_json
 from benchmarks.update_pass.contest import (
     CONTESTANTS,
     FAILED,
     OURS,
     WRONG_GRADIENT,
     Row,
+    TimeBudget,
     WrongGradientError,
-    available,
     make_job,
+    missing,
     run,
+    run_alone,
 )
+from benchmarks.update_pass.flops import floor
 from benchmarks.update_pass.naive import Reference
+from benchmarks.update_pass.report import draw, draw_growth, said, text
 from benchmarks.update_pass.sides import Job
-from benchmarks.update_pass.table import ratios, render, row_from, to_json
 from benchmarks.update_pass.work import WORKLOADS, Workload, make_batch, shrunk
 from verl_memopt.distributed.device import device_count, is_gpu, leave_process_group, local_device, memory_info, resolve_device
 from verl_memopt.errors import ConfigError
@@ -67,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder:
             record = heading(asked, work, device)
             record |= measure(asked, record, work, names, device, Path(folder))
-            record["machine"]["load_after"] = round(os.getloadavg()[0], 1)
+            record["machine"]["load_after"] = load()
     except WrongGradientError as error:
         print(f"update_pass: {error}", file=sys.stderr)
         return WRONG
@@ -83,7 +82,6 @@ def exit_code(statuses: set[str]) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Gives the options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.update_pass", description=__doc__)
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="b")
     parser.add_argument("--contestants", nargs="+", metavar="NAME", help=f"of {', '.join(CONTESTANTS)} (default: all there are)")
@@ -115,7 +113,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def device_asked(asked: argparse.Namespace, work: Workload) -> str:
-    """Gives the kind of device to run on."""
     return ("cuda" if work.gpu else "cpu") if asked.device == "auto" else asked.device
 
 
@@ -150,10 +147,10 @@ def contestants(asked: argparse.Namespace) -> list[str]:
     unknown = [name for name in names if name not in CONTESTANTS]
     if unknown:
         raise ConfigError(f"--contestants {' '.join(unknown)}: unknown. Use some of {', '.join(CONTESTANTS)}.")
-    there = [name for name in names if available(name)]
-    missing = [name for name in names if name not in there]
-    if missing and asked.contestants:
-        raise ConfigError(f"--contestants {' '.join(missing)}: their packages are missing. See benchmarks/update_pass/setup.sh.")
+    there = [name for name in names if missing(name) is None]
+    absent = [name for name in names if name not in there]
+    if absent and asked.contestants:
+        raise ConfigError(f"--contestants {' '.join(absent)}: their packages are missing. See benchmarks/update_pass/setup.sh.")
     return there if asked.growth else names
 
 
@@ -168,10 +165,10 @@ def measure(
     places = {name: place for place, name in enumerate(CONTESTANTS)}
     record["rows"] = []
     for row in all_rows(asked, work, names, device, folder):
-        record["rows"].append(to_json(row))
+        record["rows"].append(dataclasses.asdict(row))
         print(said(row), file=sys.stderr, flush=True)
         if asked.json is not None:
-            write(asked.json, {**record, "complete": False})
+            write_json(asked.json, {**record, "complete": False})
     rounds = {(row["checkpointing"], row["k"]): len(record["rows"]) for row in record["rows"]}
     order = list(rounds)
     rows = sorted(record["rows"], key=lambda row: (order.index((row["checkpointing"], row["k"])), places[row["contestant"]]))
@@ -227,14 +224,12 @@ def growth(
             grown = dataclasses.replace(work, **{field: size}, ks=(), more_ks=())
             job, expected = make_job(grown, folder / "model", settings(asked)[0], device, asked.seed)
             rows = list(round_of(asked, names, job, expected, TimeBudget(None, 1)))
-            points.append({"size": size, "rows": [to_json(row) for row in rows]})
+            points.append({"size": size, "rows": [dataclasses.asdict(row) for row in rows]})
         yield what, points
 
 
 def floors(work: Workload, seed: int) -> list[dict[str, int]]:
     """Gives the FLOP floor of each group size, without and with checkpointing."""
-    from benchmarks.update_pass.flops import floor
-
     found = []
     for k in work.series(ours=True):
         batch = make_batch(dataclasses.replace(work, k=k), seed)
@@ -246,7 +241,6 @@ def floors(work: Workload, seed: int) -> list[dict[str, int]]:
 
 def heading(asked: argparse.Namespace, work: Workload, device: torch.device) -> dict[str, Any]:
     """Gives what a record says about itself: the work, the machine and the versions."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     return {
         "schema": 1,
         "workload": asked.workload,
@@ -259,96 +253,24 @@ def heading(asked: argparse.Namespace, work: Workload, device: torch.device) -> 
         "date": datetime.date.today().isoformat(),
         "machine": {
             "device": torch.cuda.get_device_name(device) if is_gpu(device) else "cpu",
-            "processor": _processor(),
+            "processor": processor(),
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
-            "load_before": round(os.getloadavg()[0], 1),
+            "load_before": load(),
             "python": platform.python_version(),
         },
-        "versions": {name: found for name in PACKAGES if (found := _version(name))} | {"commit": commit},
+        "versions": {name: found for name in PACKAGES if (found := version_of(name))} | {"commit": commit()},
     }
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def report(record: dict[str, Any], json_file: Path | None, png_file: Path | None) -> None:
-    """Prints the record and writes the files that were asked for."""
     print(text(record))
     if json_file is not None:
-        write(json_file, record)
+        write_json(json_file, record)
     if png_file is not None and "rows" in record:
-        what = record["work"]["what"]
-        draw([row_from(row) for row in record["rows"]], what[:1].upper() + what[1:], source(record), png_file)
+        draw(record, png_file)
     if png_file is not None and "growth" in record:
-        draw_growth(_series(record), source(record), png_file)
-
-
-def write(path: Path, record: dict[str, Any]) -> None:
-    """Writes a record in one step, so that a run that is interrupted leaves the last whole one."""
-    beside = path.with_name(f"{path.name}.part")
-    beside.write_text(json.dumps(record, indent=1) + "\n")
-    beside.replace(path)
-
-
-def said(row: Row) -> str:
-    """Gives a row in a line, for whoever waits."""
-    found = f"{row.seconds:.3f} s, {len(row.runs)} rounds" if row.seconds is not None else row.status
-    return f"{row.contestant}, k = {row.k}, checkpointing {'on' if row.checkpointing else 'off'}: {found}"
-
-
-def text(record: dict[str, Any]) -> str:
-    """Gives a record as it is printed."""
-    head = [source(record), f"Workload {record['workload']}: {record['work']['what']}; ids {record['ids']}.", ""]
-    if "floors" in record:
-        lines = [
-            f"k = {floor['k']}: {floor['off'] / 1e9:,.1f} GFLOP, with checkpointing {floor['on'] / 1e9:,.1f}"
-            for floor in record["floors"]
-        ]
-        return "\n".join([*head, *lines])
-    if "growth" in record:
-        parts = [f"{what} = {size:,}\n{render(rows)}" for what, points in _series(record).items() for size, rows in points]
-        return "\n\n".join(["\n".join(head).rstrip(), *parts])
-    rows = [row_from(row) for row in record["rows"]]
-    return "\n".join([*head, render(rows), "", rounds(record, rows), *ratios(rows)])
-
-
-def rounds(record: dict[str, Any], rows: Sequence[Row]) -> str:
-    """Gives, in words, how the times were taken."""
-    kept = [len(row.runs) for row in rows if row.runs]
-    order = "one contestant after another" if record["order"] == ALONE else "contestants in turns"
-    limit = "" if record["budget_seconds"] is None else f", within {record['budget_seconds']:.0f} s for all"
-    made = f"{min(kept)} to {max(kept)}" if kept else "none"
-    return f"Timed rounds: {record['repeats']} asked for, {made} made{limit}; {order}, after one that is not kept."
-
-
-def _series(record: dict[str, Any]) -> dict[str, list[tuple[int, list[Row]]]]:
-    return {
-        what: [(point["size"], [row_from(row) for row in point["rows"]]) for point in points]
-        for what, points in record["growth"].items()
-    }
-
-
-def source(record: dict[str, Any]) -> str:
-    """Gives a line on when, where and with what the figures were measured."""
-    where = record["machine"]
-    load = f"load {where['load_before']} to {where['load_after']}"
-    packages = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
-    device = "" if where["device"] == "cpu" else f"{where['device']}, beside "
-    return (
-        f"Measured {record['date']} on {device}{where['processor']}, {where['cores']} cores ({load}), "
-        f"{where['threads']} threads; {packages}."
-    )
+        draw_growth(record, png_file)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""The contestants, and the contest in turns: every gradient checked, FLOPs and bytes counted, then all timed in turns.
+"""The contestants, and the contest: every gradient checked, FLOPs and bytes counted, then all timed.
 
-In turns, whatever else happens on the machine falls on all alike. :mod:`benchmarks.update_pass.alone` runs one after another.
+In turns, whatever else happens on the machine falls on all alike. On a GPU one contestant runs after another, each on an empty
+device. What befalls one there is a row of its own: a package that is not installed, memory that runs out, a wrong gradient, an
+error in a peer's code.
 """
 
 from __future__ import annotations
@@ -9,11 +11,12 @@ import dataclasses
 import functools
 import gc
 import importlib
+import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +24,28 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.common import seconds_of
 from benchmarks.update_pass import flops
-from benchmarks.update_pass.naive import Reference, reference
-from benchmarks.update_pass.pair import make_critic, pair_reference, with_values
-from benchmarks.update_pass.sides import Job, Side
+from benchmarks.update_pass.naive import Reference, make_critic, pair_reference, reference, with_values
+from benchmarks.update_pass.sides import Job, Side, pair_side
 from benchmarks.update_pass.work import Workload, make_batch
 from verl_memopt.distributed import device as device_room
 from verl_memopt.model.tiny import make_tiny_model
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
-from verl_memopt.observe.phase import GIB, MemoryProbe
+from verl_memopt.observe.phase import GIB, MIB, MemoryProbe
+
+logger = logging.getLogger(__name__)
 
 BOUND = 1e-4
 """Largest relative difference of the gradient in fp32."""
 HALF_BOUND = 0.5
 """The same in half precision, where rounding alone makes some hundredths: a factor left out is beyond it, rounding is not."""
-OURS = ("ours_no_sharing", "ours", "ours_ppo_no_sharing", "ours_ppo")
-
 ALLOCATOR_BLOCK = 512
 """A GPU's allocator rounds every tensor up to a multiple of this."""
+LEFT_OVER = 64 * MIB
+"""More than libraries keep for themselves; what is left on a device beyond it is a former contestant's."""
+ALLOCATION_FAILURES = ("out of memory", "ALLOC_FAILED")
+"""In the message of a RuntimeError: memory that ran out where the allocator was not the one to ask for it."""
 
 MEASURED, NOT_RUN = "measured", "not run"
 OUT_OF_MEMORY, WRONG_GRADIENT, NOT_INSTALLED, FAILED = "out of memory", "wrong gradient", "not installed", "failed"
@@ -51,26 +58,33 @@ class WrongGradientError(Exception):
 
 @dataclass(frozen=True)
 class Contestant:
-    """module, function: what builds the side; imported when asked for, as not every environment has every peer.
+    """Who takes part.
 
-    logit_bytes: most bytes of logits and of what is made of them, per position that has any and word of the vocabulary.
-    prompts: how often a prompt has logits as well: not at all, once per group (shared), or once per answer (repeated).
+    The module is imported when it is asked for, as not every environment has every peer. Its function builds the side from the
+    job and the options.
     """
 
     module: str
     function: str
+    options: Mapping[str, bool] = field(default_factory=dict)
+    critic: bool = False
+    """Whether it updates a critic as well. Its module's ``build_critic`` builds that side from the same job and options."""
+    builds_both: bool = False
+    """Whether the function builds the critic too."""
     logit_bytes: int = 0
+    """Most bytes of logits and of what is made of them, per position that has any and word of the vocabulary."""
     prompts: str = "none"
+    """How often a prompt has logits as well: not at all, once per group (shared), or once per answer (repeated)."""
     simulates: bool = False
     """Whether its update runs on tensors without values, which gives the peak of what does not fit."""
     cpu_only: bool = False
     """Whether it does on a CPU what another contestant does on a GPU anyway."""
-    critic: bool = False
-    """Whether it updates a critic as well."""
 
     def build(self, job: Job) -> Side:
         """Gives the side, ready to run."""
-        return getattr(importlib.import_module(f"benchmarks.update_pass.{self.module}"), self.function)(job)
+        room = importlib.import_module(f"benchmarks.update_pass.{self.module}")
+        side = getattr(room, self.function)(job, **self.options)
+        return pair_side(side, room.build_critic(job, **self.options)) if self.critic and not self.builds_both else side
 
     def least_bytes(self, job: Job) -> int:
         """Gives the bytes its logits alone will take at the peak, for the largest micro-batch."""
@@ -82,30 +96,38 @@ class Contestant:
         return self.logit_bytes * most * job.work.shape.vocab_size
 
 
-CONTESTANTS = {
+WITHOUT_CRITIC = {
     "naive": Contestant("naive", "build_naive", logit_bytes=16, prompts="repeated", simulates=True),
     "response_logits": Contestant("naive", "build_response_logits", logit_bytes=28, simulates=True),
     "trl_rloo": Contestant("trl_side", "build_rloo"),
     "trl_grpo": Contestant("trl_side", "build_grpo"),
-    "trl_rloo_trimmed": Contestant("trl_side", "build_rloo_trimmed", cpu_only=True),
-    "trl_grpo_trimmed": Contestant("trl_side", "build_grpo_trimmed", cpu_only=True),
+    "trl_rloo_trimmed": Contestant("trl_side", "build_rloo", {"trimmed": True}, cpu_only=True),
+    "trl_grpo_trimmed": Contestant("trl_side", "build_grpo", {"trimmed": True}, cpu_only=True),
     "liger": Contestant("liger_side", "build_liger"),
     "verl": Contestant("verl_side", "build_verl", logit_bytes=12, prompts="repeated"),
-    "verl_fused": Contestant("verl_side", "build_verl_fused"),
+    "verl_fused": Contestant("verl_side", "build_verl", {"fused": True}),
     "verl_prefix_grouper": Contestant("verl_side", "build_verl_prefix_grouper", logit_bytes=12, prompts="shared"),
-    "ours_no_sharing": Contestant("ours", "build_ours_no_sharing"),
-    "ours": Contestant("ours", "build_ours"),
-    "naive_ppo": Contestant("ppo_naive", "build_naive_ppo", logit_bytes=16, prompts="repeated", critic=True),
-    "response_logits_ppo": Contestant("ppo_naive", "build_response_logits_ppo", logit_bytes=28, critic=True),
-    "trl_ppo": Contestant("ppo_trl", "build_trl_ppo", logit_bytes=12, prompts="repeated", critic=True),
-    "verl_ppo": Contestant("ppo_verl", "build_verl_ppo", logit_bytes=12, prompts="repeated", critic=True),
-    "verl_ppo_fused": Contestant("ppo_verl", "build_verl_ppo_fused", critic=True),
-    "verl_ppo_prefix_grouper": Contestant(
-        "ppo_verl", "build_verl_ppo_prefix_grouper", logit_bytes=12, prompts="shared", critic=True
-    ),
-    "ours_ppo_no_sharing": Contestant("ppo_ours", "build_ours_ppo_no_sharing", critic=True),
-    "ours_ppo": Contestant("ppo_ours", "build_ours_ppo", critic=True),
+    "ours_no_sharing": Contestant("ours", "build_ours", {"shared": False}),
+    "ours": Contestant("ours", "build_ours", {"shared": True}),
 }
+
+
+def _with_critic(name: str) -> Contestant:
+    return dataclasses.replace(WITHOUT_CRITIC[name], critic=True, simulates=False)
+
+
+CONTESTANTS = {
+    **WITHOUT_CRITIC,
+    "naive_ppo": _with_critic("naive"),
+    "response_logits_ppo": _with_critic("response_logits"),
+    "trl_ppo": Contestant("ppo_trl", "build_trl_ppo", critic=True, builds_both=True, logit_bytes=12, prompts="repeated"),
+    "verl_ppo": _with_critic("verl"),
+    "verl_ppo_fused": _with_critic("verl_fused"),
+    "verl_ppo_prefix_grouper": _with_critic("verl_prefix_grouper"),
+    "ours_ppo_no_sharing": _with_critic("ours_no_sharing"),
+    "ours_ppo": _with_critic("ours"),
+}
+OURS = tuple(name for name, found in CONTESTANTS.items() if found.module == "ours")
 
 
 @dataclass(frozen=True)
@@ -134,11 +156,6 @@ class Row:
         return None if self.peak_bytes is None else self.peak_bytes - self.param_grad_bytes
 
 
-def available(name: str) -> bool:
-    """Says whether this environment has what a contestant needs."""
-    return missing(name) is None
-
-
 def missing(name: str) -> str | None:
     """Gives why a contestant cannot be imported here, in a line; None where it can."""
     try:
@@ -161,19 +178,27 @@ def make_job(work: Workload, folder: Path, checkpointing: bool, device: torch.de
 
 
 def run(
-    names: Sequence[str], job: Job, expected: Reference, repeats: int, most_bytes: float = 10 * GIB, until: float = math.inf
+    names: Sequence[str],
+    job: Job,
+    expected: Reference,
+    repeats: int,
+    most_bytes: float = 10 * GIB,
+    until: float = math.inf,
+    stage: Callable[[str], None] = lambda words: None,
 ) -> list[Row]:
-    """Gives a row per contestant, timed in turns. until: when no further round begins, by ``time.monotonic``; one is always kept.
+    """Gives a row per contestant, timed in turns.
 
+    until: when no further round begins, by ``time.monotonic``; one is always kept. stage: told what is done next.
     Errors: WrongGradientError naming the contestant.
     """
     absent = {name: reason for name in names if (reason := missing(name)) is not None}
     fits = [name for name in names if name not in absent and CONTESTANTS[name].least_bytes(job) <= most_bytes]
     sides = {name: CONTESTANTS[name].build(job) for name in fits}
-    made, errors = {}, {}
-    for name, side in sides.items():
-        made[name], errors[name] = checked(name, job, side, expected)
+    stage("computing the gradient")
+    found = {name: checked(name, job, side, expected) for name, side in sides.items()}
+    stage("counting bytes")
     peaks = {name: peak(side, job.device) for name, side in sides.items()}
+    stage("being timed")
     times = in_turns({name: functools.partial(timed, side, job.device) for name, side in sides.items()}, repeats, until)
     rows = {
         name: Row(
@@ -181,14 +206,15 @@ def run(
             **shared_fields(job),
             seconds=statistics.median(times[name]),
             peak_bytes=peaks[name],
-            param_grad_bytes=param_grad_bytes(side),
-            flops=made[name],
-            grad_rel_err=errors[name],
+            # Every update needs both.
+            param_grad_bytes=2 * parameter_bytes(side),
+            flops=found[name][0],
+            grad_rel_err=found[name][1],
             runs=tuple(times[name]),
         )
         for name, side in sides.items()
     }
-    rows |= {name: not_installed(name, job, expected, reason) for name, reason in absent.items()}
+    rows |= {name: unmeasured(name, job, expected, NOT_INSTALLED, f"not installed: {words}") for name, words in absent.items()}
     return [rows[name] if name in rows else too_large(name, job, expected, most_bytes) for name in names]
 
 
@@ -196,11 +222,6 @@ def shared_fields(job: Job) -> dict[str, Any]:
     """Gives what the rows of one job have in common."""
     floor = flops.floor(job.work.shape, job.batch, job.checkpointing, job.work.critic)
     return {"checkpointing": job.checkpointing, "k": job.batch.k, "floor_flops": floor}
-
-
-def not_installed(name: str, job: Job, expected: Reference, reason: str) -> Row:
-    """Gives the row of a contestant whose package this environment does not have."""
-    return unmeasured(name, job, expected, NOT_INSTALLED, f"not installed: {reason}")
 
 
 def too_large(name: str, job: Job, expected: Reference, most_bytes: float) -> Row:
@@ -292,23 +313,12 @@ def simulated_peak(name: str, job: Job) -> int:
 
 
 def parameter_bytes(side: Side) -> int:
-    """Gives the bytes of the parameters."""
     return sum(parameter.numel() * parameter.element_size() for parameter in side.model.parameters())
 
 
-def param_grad_bytes(side: Side) -> int:
-    """Gives the bytes of parameters and gradients, which every update needs."""
-    return 2 * parameter_bytes(side)
-
-
 def timed(side: Side, device: torch.device) -> float:
-    """Gives the seconds of an update, from an idle device until it is idle again."""
     gc.collect()
-    device_room.synchronize(device)
-    start = time.perf_counter()
-    side.update()
-    device_room.synchronize(device)
-    seconds = time.perf_counter() - start
+    seconds = seconds_of(side.update, device)
     side.clear()
     return seconds
 
@@ -318,16 +328,93 @@ def in_turns(calls: dict[str, Callable[[], float]], repeats: int, until: float =
 
     No round begins after ``until``, by ``time.monotonic``, but for the first that is kept.
     """
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn, order in enumerate(_orders(list(calls), repeats + 1)):
+    names = list(calls)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(repeats + 1):
         if turn > 1 and time.monotonic() > until:
             break
-        for name in order:
+        start = turn % max(len(names), 1)
+        for name in names[start:] + names[:start]:
             times[name].append(calls[name]())
     return {name: seconds[1:] for name, seconds in times.items()}
 
 
-def _orders(names: list[str], rounds: int) -> Iterator[list[str]]:
-    for turn in range(rounds):
-        start = turn % max(len(names), 1)
-        yield names[start:] + names[:start]
+@dataclass
+class TimeBudget:
+    """Wall time for the contestants that are still to run, shared evenly among them. seconds: None = no limit."""
+
+    seconds: float | None
+    entries: int
+    started: float = field(default_factory=time.monotonic)
+
+    def left(self) -> float:
+        """Gives the seconds that are left; infinite without a limit."""
+        return math.inf if self.seconds is None else self.started + self.seconds - time.monotonic()
+
+    def take(self) -> float:
+        """Gives until when, by ``time.monotonic``, the next contestant may begin another repeat."""
+        until = time.monotonic() + self.left() / max(self.entries, 1)
+        self.entries -= 1
+        return until
+
+
+def run_alone(
+    names: Sequence[str], job: Job, expected: Reference, repeats: int, most_bytes: float, budget: TimeBudget
+) -> Iterator[Row]:
+    """Yields a row per contestant, this project's first, so that they are there whatever a peer does to the device."""
+    empty = _held(job.device)
+    for name in sorted(names, key=lambda name: name not in OURS):
+        start, until = _held(job.device), budget.take()
+        row = _alone(name, job, expected, repeats, most_bytes, until, budget)
+        yield row if start is None or empty is None else with_start(row, start, start - empty)
+
+
+def with_start(row: Row, start: int, left_over: int) -> Row:
+    """Gives a row with what was on the device before its contestant, and a note where that is more than there should be."""
+    note = f"{left_over / MIB:.0f} MiB of former contestants were on the device" if left_over > LEFT_OVER else ""
+    return dataclasses.replace(row, start_bytes=start, note="; ".join(words for words in (row.note, note) if words))
+
+
+def _alone(name: str, job: Job, expected: Reference, repeats: int, most_bytes: float, until: float, budget: TimeBudget) -> Row:
+    if budget.left() <= 0 and missing(name) is None:
+        return unmeasured(name, job, expected, NOT_RUN, f"not run: the time budget of {budget.seconds:.0f} s was spent")
+    stage = ["building"]
+    try:
+        return run([name], job, expected, repeats, most_bytes, until, stage.append)[0]
+    except WrongGradientError as error:
+        status, words = WRONG_GRADIENT, str(error)
+    except Exception as error:
+        status, words = (OUT_OF_MEMORY if _is_out_of_memory(error) else FAILED), _line(error)
+        if not isinstance(error, torch.OutOfMemoryError):
+            logger.exception("%s failed while %s", name, stage[-1])
+    finally:
+        device_room.leave_process_group()  # libraries behave otherwise where there is one, and it holds buffers of its own
+        _emptied(job.device)
+    # Outside the handler: until it ends the error holds the frames of the update, and with them all its tensors.
+    _emptied(job.device)
+    note = f"{status} while {stage[-1]}: {words}"
+    return unmeasured(name, job, expected, status, note, lacks_memory=status == OUT_OF_MEMORY)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in ALLOCATION_FAILURES)
+
+
+def _line(error: Exception) -> str:
+    """Gives the first sentences of an error's message: what was asked for, and how much there was."""
+    words = " ".join(str(error).split()) or type(error).__name__
+    return words if len(words) <= 240 else f"{words[:240]}…"
+
+
+def _emptied(device: torch.device) -> None:
+    """Drops what nobody holds any more, and gives it back to the device."""
+    gc.collect()
+    device_room.empty_cache(device)
+
+
+def _held(device: torch.device) -> int | None:
+    """Gives what the GPU's allocator holds for tensors; None on a CPU."""
+    _emptied(device)
+    return device_room.memory_allocated(device) if device_room.is_gpu(device) else None

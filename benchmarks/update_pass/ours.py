@@ -1,35 +1,52 @@
-"""This project's own path: the sharded model of a worker on one rank, and ``Policy.accumulate``."""
+"""This project's own path: the sharded models of a worker on one rank, ``Policy.accumulate``, and the critic's."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from benchmarks.update_pass.sides import CLIP, TEMPERATURE, Job, Side
+from benchmarks.update_pass.sides import CLIP, CLIP_VALUE, TEMPERATURE, Job, Side
 from verl_memopt.algorithms.rows import GlobalCounts
-from verl_memopt.config.schema import Actor, Model, TrainedFsdp
+from verl_memopt.config.schema import Actor, CriticModel, Model, TrainedFsdp
+from verl_memopt.config.schema import Critic as CriticSettings
 from verl_memopt.data.batch import Ragged, RolloutBatch
 from verl_memopt.distributed.device import join_process_group, training_mesh
-from verl_memopt.model.assembly import build_policy, materialize
+from verl_memopt.model.assembly import build_critic as build_value_model
+from verl_memopt.model.assembly import build_policy, materialize, materialize_critic
 from verl_memopt.model.weights import named_weights
 from verl_memopt.trainer.micro_batching import Budget
+from verl_memopt.worker.critic import Critic
 from verl_memopt.worker.policy import Policy
 from verl_memopt.worker.trained_model import MicroBatch, micro_batches_of
 
 KEY = "actor_rollout_ref.actor"
 
 
-def build_ours_no_sharing(job: Job) -> Side:
-    """Gives the project's update with the prompt computed once per answer."""
-    return _side(job, cut(job, shared=False))
+def build_ours(job: Job, shared: bool = True) -> Side:
+    """Gives the project's update. shared: each prompt is computed once for the answers to it in a micro-batch."""
+    policy, micro_batches, counts = sharded_policy(job), cut(job, shared), counts_of(job)
+    assert policy.model.supports_prefix_kv
+
+    def update() -> None:
+        policy.accumulate(micro_batches, counts, TEMPERATURE)
+
+    return Side(policy.model, update, lambda: {name: whole(parameter.grad) for name, parameter in named_weights(policy.model)})
 
 
-def build_ours(job: Job) -> Side:
-    """Gives the project's update with each prompt computed once for the answers to it in a micro-batch."""
-    return _side(job, cut(job, shared=True))
+def build_critic(job: Job, shared: bool) -> Side:
+    """Gives the update of a worker's critic, on the same micro-batches."""
+    critic, micro_batches, counts = sharded_critic(job), cut(job, shared), counts_of(job)
+    assert critic.model.supports_prefix_kv
+
+    def update() -> None:
+        critic.trained.accumulate(micro_batches, counts, critic.loss)
+
+    return Side(
+        critic.model,
+        update,
+        lambda: {name.removeprefix("lm."): whole(parameter.grad) for name, parameter in critic.model.named_parameters()},
+    )
 
 
 def cut(job: Job, shared: bool) -> list[MicroBatch]:
@@ -41,17 +58,6 @@ def cut(job: Job, shared: bool) -> list[MicroBatch]:
         budget = Budget(True, job.work.token_budget, None, f"{KEY}.ppo_max_token_len_per_gpu")
         rows = budget.micro_batches(batch.row_tokens(), [str(row) for row in range(batch.num_rows)])
     return list(micro_batches_of(batch, rows, with_prefix_kv=True))
-
-
-def _side(job: Job, micro_batches: Sequence[MicroBatch]) -> Side:
-    policy = sharded_policy(job)
-    assert policy.model.supports_prefix_kv
-    counts = counts_of(job)
-
-    def update() -> None:
-        policy.accumulate(micro_batches, counts, TEMPERATURE)
-
-    return Side(policy.model, update, lambda: {name: whole(parameter.grad) for name, parameter in named_weights(policy.model)})
 
 
 def counts_of(job: Job) -> GlobalCounts:
@@ -75,6 +81,20 @@ def sharded_policy(job: Job) -> Policy:
     return Policy(policy, actor, optimizer_steps=1, world_size=1, device=job.device)
 
 
+def sharded_critic(job: Job) -> Critic:
+    """Return the critic as a worker builds it, on one rank."""
+    join_process_group(job.device, 0, 1, "", 0, 600)
+    fsdp = TrainedFsdp(model_dtype=job.work.dtype, dtype=job.work.dtype)
+    model = CriticModel(
+        path=str(job.critic_folder), enable_gradient_checkpointing=job.checkpointing, trust_remote_code=False,
+        attn_implementation="auto", fsdp_config=fsdp,
+    )  # fmt: skip
+    settings = CriticSettings(model=model, cliprange_value=CLIP_VALUE, loss_agg_mode="seq-mean-token-sum")
+    value_model = build_value_model(model, job.critic_folder, training_mesh(job.device.type, 1, -1), job.device)
+    assert materialize_critic(value_model, job.critic_folder, job.device)
+    return Critic(value_model, settings, optimizer_steps=1, world_size=1, device=torch.device(job.device))
+
+
 def to_batch(job: Job, shared: bool = False) -> RolloutBatch:
     """Gives the rows as the trainer's batch. Old log-probs are absent: the policy is its own."""
     batch = job.batch
@@ -94,6 +114,5 @@ def to_batch(job: Job, shared: bool = False) -> RolloutBatch:
 
 
 def whole(gradient: Tensor | None) -> Tensor:
-    """Return a gradient that is not sharded."""
     assert gradient is not None
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient

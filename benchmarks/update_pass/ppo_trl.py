@@ -14,10 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from benchmarks.update_pass.naive import padded_rows
-from benchmarks.update_pass.pair import critic_model, named
-from benchmarks.update_pass.ppo_naive import padded_values
-from benchmarks.update_pass.sides import CLIP, CLIP_VALUE, PAD, TEMPERATURE, Job, Side, plain_model
+from benchmarks.update_pass.naive import padded_rows, padded_values
+from benchmarks.update_pass.sides import CLIP, CLIP_VALUE, PAD, TEMPERATURE, Job, Side, critic_model, named, plain_model
 
 FOLDER = os.path.join(sys.prefix, "trl-with-ppo")
 if not os.path.isdir(FOLDER):

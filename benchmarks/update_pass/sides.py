@@ -66,8 +66,33 @@ class Side:
     gradients: Callable[[], dict[str, Tensor]]
 
     def clear(self) -> None:
-        """Drops the gradients."""
         self.model.zero_grad(set_to_none=True)
+
+
+class Pair(nn.Module):
+    """The two models of PPO, so that their parameters and gradients are counted together."""
+
+    def __init__(self, actor: nn.Module, critic: nn.Module) -> None:
+        super().__init__()
+        self.actor, self.critic = actor, critic
+
+
+def pair_side(actor: Side, critic: Side) -> Side:
+    """Gives the side of both models. The critic is updated first, as in verl's loop."""
+
+    def update() -> None:
+        critic.update()
+        actor.update()
+
+    def gradients() -> dict[str, Tensor]:
+        return named("actor", actor.gradients()) | named("critic", critic.gradients())
+
+    return Side(Pair(actor.model, critic.model), update, gradients)
+
+
+def named(role: str, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Gives gradients under names that begin with the role of their model."""
+    return {f"{role}.{name}": gradient for name, gradient in gradients.items()}
 
 
 def plain_model(job: Job, attention: str = "sdpa") -> nn.Module:
@@ -88,6 +113,14 @@ def plain_model(job: Job, attention: str = "sdpa") -> nn.Module:
     return in_training(model, job)
 
 
+def critic_model(job: Job) -> nn.Module:
+    """Gives transformers' token classifier of the critic's folder, as :func:`plain_model` gives the policy."""
+    from transformers import AutoModelForTokenClassification
+
+    options = {"dtype": job.dtype, "attn_implementation": "sdpa"}
+    return in_training(AutoModelForTokenClassification.from_pretrained(job.critic_folder, **options).to(job.device), job)
+
+
 def in_training(model: nn.Module, job: Job) -> nn.Module:
     """Return the model in training mode, with its blocks checkpointed where that is asked for."""
     model.train()
@@ -97,7 +130,6 @@ def in_training(model: nn.Module, job: Job) -> nn.Module:
 
 
 def plain_side(model: nn.Module, update: Callable[[], None]) -> Side:
-    """Gives the side of a transformers model."""
     return Side(model, update, lambda: {name: _gradient(parameter) for name, parameter in model.named_parameters()})
 
 

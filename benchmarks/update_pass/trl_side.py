@@ -39,16 +39,6 @@ def build_grpo(job: Job, trimmed: bool = False) -> Side:
     return _side(job, GRPOTrainer, config, trimmed, 1.0)
 
 
-def build_rloo_trimmed(job: Job) -> Side:
-    """Gives :func:`build_rloo` trimmed."""
-    return build_rloo(job, trimmed=True)
-
-
-def build_grpo_trimmed(job: Job) -> Side:
-    """Gives :func:`build_grpo` trimmed."""
-    return build_grpo(job, trimmed=True)
-
-
 def _config(kind: type, job: Job, **options: Any) -> Any:
     return kind(
         output_dir=str(job.folder / "trl"),

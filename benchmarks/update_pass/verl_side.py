@@ -28,27 +28,32 @@ with warnings.catch_warnings(), ray_or_stand_in():
     import verl.workers.engine.fsdp.transformer_impl as engine_room
     from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
     from verl.utils import tensordict_utils
-    from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-    from verl.workers.utils.losses import ppo_loss
+    from verl.workers.config import ActorConfig, CriticConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.utils.losses import ppo_loss, value_loss
 
-from benchmarks.update_pass.sides import CLIP, PAD, TEMPERATURE, Job, Side, padded, plain_model, plain_side
+from benchmarks.update_pass.sides import (
+    CLIP,
+    CLIP_VALUE,
+    PAD,
+    TEMPERATURE,
+    Job,
+    Side,
+    critic_model,
+    padded,
+    plain_model,
+    plain_side,
+)
 from verl_memopt.distributed.device import is_gpu, join_process_group
 
 AGGREGATION = "seq-mean-token-sum"
 ATTENTION = "padding_masked"
 
 
-def build_verl(job: Job) -> Side:
-    """Gives the engine as its defaults have it: whole logits."""
-    return _engine_side(job, fused=False)
+def build_verl(job: Job, fused: bool = False) -> Side:
+    """Gives the engine with whole logits, as its defaults have it.
 
-
-def build_verl_fused(job: Job) -> Side:
-    """Gives the engine with ``use_fused_kernels`` and their torch backend: logits in chunks of 512 positions."""
-    return _engine_side(job, fused=True)
-
-
-def _engine_side(job: Job, fused: bool) -> Side:
+    fused: with ``use_fused_kernels`` and their torch backend, logits in chunks of 512 positions.
+    """
     engine = _engine(job, fused)
     loss_of = functools.partial(ppo_loss, config=_actor())
     data = [micro_batch(job, rows, fused) for rows in job.cuts()]
@@ -59,6 +64,34 @@ def _engine_side(job: Job, fused: bool) -> Side:
             loss.backward()
 
     return plain_side(engine.module, update)
+
+
+def build_critic(job: Job, fused: bool = False) -> Side:
+    """Gives the engine with a value head. Nothing in it is fused.
+
+    Its own build of the module asks for flash-attn, so the module is transformers' token classifier, which that build would give.
+    """
+    engine: Any = engine_room.FSDPEngineWithValueHead(*settings_of_engine(job, job.critic_folder))
+    engine.module = critic_model(job)
+    engine._autocast_dtype = job.dtype
+    config = CriticConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=1, cliprange_value=CLIP_VALUE, loss_agg_mode=AGGREGATION)
+    loss_of = functools.partial(value_loss, config)
+    data = [with_values(job, rows) for rows in job.cuts()]
+
+    def update() -> None:
+        for micro in data:
+            loss, _ = engine.forward_step(micro, loss_function=lambda **given: loss_of(**given), forward_only=False)
+            loss.backward()
+
+    return plain_side(engine.module, update)
+
+
+def with_values(job: Job, rows: Sequence[int]) -> TensorDict:
+    """Gives a micro-batch with what the critic learns from."""
+    data = micro_batch(job, rows, fused=False)
+    data["values"] = nested([job.values[row] for row in rows], job.device)
+    data["returns"] = nested([job.returns[row] for row in rows], job.device)
+    return data
 
 
 def _engine(job: Job, fused: bool) -> Any:
@@ -130,7 +163,6 @@ def micro_batch(job: Job, rows: Sequence[int], fused: bool) -> TensorDict:
 
 
 def nested(rows: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return ragged rows as one nested tensor."""
     return torch.nested.as_nested_tensor([row.to(device) for row in rows], layout=torch.jagged)
 
 

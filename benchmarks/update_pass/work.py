@@ -101,7 +101,6 @@ class Batch:
         return len(self.answers) // len(self.prompts)
 
     def prompt_of(self, row: int) -> list[int]:
-        """Gives the prompt that a row answers."""
         return self.prompts[row // self.k]
 
     def hash(self) -> str:
@@ -126,19 +125,24 @@ def make_batch(work: Workload, seed: int = 0) -> Batch:
     )
 
 
-def shrunk(work: Workload, layers: int | None, shrink: int) -> Workload:
-    """Gives the workload with fewer layers, and lengths, widths and vocabulary divided by ``shrink``.
+def shrunk_shape(shape: TinyShape, layers: int | None, shrink: int) -> TinyShape:
+    """Gives a shape with fewer layers, and widths and vocabulary divided by ``shrink``.
 
     Heads stay; their size is at least 8. The vocabulary keeps room for the tokenizer.
     """
-    shape = dataclasses.replace(
-        work.shape,
-        num_layers=layers or work.shape.num_layers,
-        vocab_size=max(work.shape.vocab_size // shrink, 320),
-        hidden_size=max(work.shape.hidden_size // shrink, 8),
-        intermediate_size=max(work.shape.intermediate_size // shrink, 8),
-        head_dim=max(work.shape.head_dim // shrink, 8),
+    return dataclasses.replace(
+        shape,
+        num_layers=layers or shape.num_layers,
+        vocab_size=max(shape.vocab_size // shrink, 320),
+        hidden_size=max(shape.hidden_size // shrink, 8),
+        intermediate_size=max(shape.intermediate_size // shrink, 8),
+        head_dim=max(shape.head_dim // shrink, 8),
     )
+
+
+def shrunk(work: Workload, layers: int | None, shrink: int) -> Workload:
+    """Gives the workload with a smaller shape, and lengths divided by ``shrink``."""
+    shape = shrunk_shape(work.shape, layers, shrink)
     prompt, answer = max(work.prompt // shrink, 2), max(work.answer // shrink, 2)
     budget = None if work.token_budget is None else max(work.token_budget // shrink, prompt + answer)
     return dataclasses.replace(work, shape=shape, prompt=prompt, answer=answer, token_budget=budget)

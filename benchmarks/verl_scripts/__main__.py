@@ -2,6 +2,7 @@
 
     python -m benchmarks.verl_scripts verl/examples [--source TEXT] [--set NAME=VALUE ...] [--text FILE] [--json FILE]
 
+README.md says how a script is recorded, and which are counted.
 Exit codes: 0 the table is written, 2 the folder has no script that calls the trainer, or a script cannot be recorded.
 """
 
@@ -10,22 +11,66 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import logging
+import os
+import shutil
+import signal
+import subprocess
 import sys
+import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePath
 
-from benchmarks.verl_scripts.recorder import record
-from benchmarks.verl_scripts.scope import outside
-from benchmarks.verl_scripts.table import COMPOSES, NOT_COUNTED, REFUSED, Row, render
+from benchmarks.common import write_json
 from verl_memopt.cli import build_parser
 from verl_memopt.config.loader import load_settings
 from verl_memopt.errors import ConfigError, UserError
 
 SUFFIXES = (".sh", ".slurm")
 CALL = "main_ppo"
+COMPOSES, REFUSED, NOT_COUNTED = "composes", "refused", "not counted"
+_AR = "actor_rollout_ref"
+_BACKENDS = ("megatron", "veomni", "mlite", "torchtitan", "automodel")
+_SHARDED = ("fsdp", "fsdp2")
+_ENGINES = ("vllm", "hf")
+STAND_INS = ("python", "python3", "ray", "uv")
+"""Commands that are on PATH as files, so that a text tool such as env finds them too."""
+
+TEXT_TOOLS = (
+    *("bash", "sh", "env", "basename", "dirname", "cat", "date", "tr", "sed", "head", "tail", "cut", "grep", "seq", "wc"),
+    *("realpath", "readlink", "expr", "uname", "mkdir"),
+)
+"""Commands that really run: what they print goes into the arguments."""
+
+_STAND_IN = r"""#!/bin/bash
+printf '%s\0' "$#" "$@" >> "$ARGUMENTS_FILE"
+"""
+_BEFORE = r"""
+command_not_found_handle() { printf '%s\0' "$(($# - 1))" "${@:2}" >> "$ARGUMENTS_FILE"; }
+source() { [ ! -f "$1" ] || builtin source "$@"; }
+ulimit() { :; }
+tee() { cat > /dev/null; }
+mkdir() {
+    for path; do
+        case "$path" in "$HOME"/* | [!/-]*) command mkdir -p "$path" ;; esac
+    done
+}
+"""
+"""Read by every bash before a script. A missing command or file, or a limit that cannot be raised, does not end the script.
+Folders are made at home and in the working folder only. ``tee`` writes no file, but reads its input to the end, so that nothing
+before it in a pipe ends early."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One script."""
+
+    script: str
+    verdict: str
+    reasons: tuple[str, ...] = ()
+    """One sentence for each setting that is refused, or why the script is not counted."""
 
 
 def scripts_in(folder: Path) -> list[Path]:
@@ -63,6 +108,160 @@ def row_of(script: Path, folder: Path, seconds: float, variables: Mapping[str, s
     return Row(name.as_posix(), REFUSED if problems else COMPOSES, problems)
 
 
+class RecordError(UserError):
+    """A script that cannot be recorded."""
+
+
+def record(script: Path, seconds: float = 20.0, variables: Mapping[str, str] | None = None) -> list[list[str]]:
+    """Return the arguments of each call of ``main_ppo`` that a script makes, in their order.
+
+    The script's home folder is written as ``/home``, its working folder as ``/work``.
+
+    Args:
+        script: a bash script.
+        seconds: time limit.
+        variables: environment variables that the script asks its user to set.
+
+    Raises:
+        RecordError: the script ran into the time limit.
+    """
+    with tempfile.TemporaryDirectory(prefix="verl-script-") as name:
+        folder = Path(name)
+        arguments = folder / "arguments"
+        arguments.touch()
+        environment = {
+            "PATH": str(_make_commands(folder / "bin")),
+            "HOME": str(_make(folder / "home")),
+            "USER": "user",
+            "ARGUMENTS_FILE": str(arguments),
+            "BASH_ENV": str(folder / "before.sh"),
+            **(variables or {}),
+        }
+        (folder / "before.sh").write_text(_BEFORE)
+        process = subprocess.Popen(
+            ["bash", str(script.resolve())],
+            executable=shutil.which("bash"),
+            cwd=_make(folder / "work"),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise RecordError(f"{script}: it ran longer than {seconds:g} seconds. Raise --seconds.") from None
+        finally:
+            _end_group(process)
+        calls = [_of_trainer(call) for call in _calls(arguments.read_text().replace(name, ""))]
+    return [call for call in calls if call is not None]
+
+
+def _make(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def _make_commands(folder: Path) -> Path:
+    """Return a new folder that holds the stand-ins and links to the text tools."""
+    folder.mkdir()
+    for name in STAND_INS:
+        file = folder / name
+        file.write_text(_STAND_IN)
+        file.chmod(0o755)
+    for name in TEXT_TOOLS:
+        found = shutil.which(name)
+        if found is not None:
+            (folder / name).symlink_to(found)
+    return folder
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """End what is left of a script and of what it started in the background."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _calls(text: str) -> list[list[str]]:
+    """Return the argument lists that the stand-ins wrote: for each call a count and its arguments, each ended by a zero byte."""
+    words = text.split("\0")[:-1]
+    calls = []
+    position = 0
+    while position < len(words):
+        count = int(words[position])
+        calls.append(words[position + 1 : position + 1 + count])
+        position += 1 + count
+    return calls
+
+
+def _of_trainer(call: list[str]) -> list[str] | None:
+    """Return what follows ``-m ...main_ppo`` or ``.../main_ppo.py`` in a call, or None if the call does not start the trainer."""
+    for position, word in enumerate(call):
+        if word.removesuffix(".py").replace("/", ".").split(".")[-1] == CALL:
+            return call[position + 1 :]
+    return None
+
+
+def outside(script: PurePath, arguments: Sequence[str]) -> str:
+    """Return why a call of the trainer is not counted, or an empty text where it is.
+
+    Args:
+        script: path of the script below the examples.
+        arguments: of the call.
+    """
+    values = {key.lstrip("+"): value for key, _, value in (word.partition("=") for word in arguments)}
+    keys = " ".join(values)
+    backends = [word for word in _BACKENDS if any(word in argument for argument in arguments)]
+    backends += [
+        values[key] for key in (f"{_AR}.actor.strategy", f"{_AR}.ref.strategy") if values.get(key, _SHARDED[0]) not in _SHARDED
+    ]
+    if backends:
+        return f"backend {backends[0]}"
+    engine = values.get(f"{_AR}.rollout.name", _ENGINES[0])
+    if engine not in _ENGINES:
+        return f"engine {engine}"
+    if "multi_turn" in keys or "multiturn" in values.get("--config-name", ""):
+        return "several turns"
+    if any(word in keys for word in ("data.image", "vision", "video")):
+        return "images or video"
+    if any(word in script.as_posix() for word in ("npu", "ascend")) or values.get("trainer.device") == "npu":
+        return "an NPU"
+    return ""
+
+
+def address(reason: str) -> str:
+    """Return the ``key=value`` that a reason opens with."""
+    return reason.partition(": ")[0]
+
+
+def render(rows: Sequence[Row], source: str) -> str:
+    """Return the table as text.
+
+    Args:
+        rows: every script.
+        source: which scripts these are.
+    """
+    counted = [row for row in rows if row.verdict != NOT_COUNTED]
+    composed = sum(row.verdict == COMPOSES for row in counted)
+    lines = [f"{source}: {composed} of {len(counted)} scripts compose", ""]
+    for row in counted:
+        lines.append(f"{row.verdict:10}{row.script}")
+        lines += [f"{'':12}{address(reason)}" for reason in row.reasons]
+    reasons = [reason for row in counted for reason in dict.fromkeys(row.reasons)]
+    scripts_of = Counter(address(reason) for reason in reasons)
+    text_of = {address(reason): reason for reason in reversed(reasons)}
+    alone = Counter(address(row.reasons[0]) for row in counted if len(row.reasons) == 1)
+    lines += ["", f"{'scripts':>8}{'alone':>7}  reason (alone: scripts that nothing else stops)"]
+    for key, number in sorted(scripts_of.items(), key=lambda item: (-item[1], item[0])):
+        lines.append(f"{number:8}{alone[key]:7}  {text_of[key]}")
+    others = [row for row in rows if row.verdict == NOT_COUNTED]
+    lines += ["", f"{len(others)} scripts are not counted:"]
+    lines += [f"  {row.script}: {row.reasons[0]}" for row in others]
+    return "\n".join(lines)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Record and compose every script of a folder, print the table and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.verl_scripts", description=__doc__)
@@ -90,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if parsed.text:
         parsed.text.write_text(text + "\n")
     if parsed.json:
-        parsed.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        write_json(parsed.json, [asdict(row) for row in rows])
     return 0
 
 

@@ -4,10 +4,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.estimators.__main__ import PEERS, cases_of_ours_alone, main, peer_side, report
+from benchmarks.estimators.__main__ import PEERS, cases_of_ours_alone, compare, main, peer_side, report
 from benchmarks.estimators.batch import SIZES, make_batch
 from benchmarks.estimators.ours import ALONE, CASES
-from benchmarks.estimators.table import compare
 
 RECORD = Path(__file__).parents[2] / "docs" / "evidence" / "2026-11-22-estimators"
 

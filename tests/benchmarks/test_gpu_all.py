@@ -7,8 +7,8 @@ import tarfile
 
 import pytest
 
+from benchmarks.gpu.environment import counts
 from benchmarks.gpu.missing_wheels import missing
-from benchmarks.gpu.pytest_counts import counts
 from tests.end_to_end.runs import ROOT, script_environment
 
 TINY = {

@@ -6,11 +6,17 @@ import pytest
 import torch
 
 from benchmarks.gpu import reach
-from benchmarks.gpu.reach import FITS, OUT_OF_MEMORY, Prober, case_of, parse
-from benchmarks.gpu.reach_cases import SHAPES, WAYS, Case, case_settings, make_folder
-from benchmarks.gpu.reach_estimate import adapter_params, case_shapes, computed_peak
-from benchmarks.gpu.reach_report import table, write_report
-from benchmarks.gpu.reach_search import FINE, STEP, Known, next_length
+from benchmarks.gpu.reach import FINE, FITS, OUT_OF_MEMORY, STEP, Known, Prober, case_of, next_length, parse, table, write_report
+from benchmarks.gpu.reach_cases import (
+    SHAPES,
+    WAYS,
+    Case,
+    adapter_params,
+    case_settings,
+    case_shapes,
+    computed_peak,
+    make_folder,
+)
 from verl_memopt.model.weights import WeightFolder
 
 SMALL = {"prompt": 16, "layers": 2, "vocabulary": 512, "shrink": 32}

@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 
 from benchmarks.packing import __main__ as benchmark
-from benchmarks.packing.contest import even_parts, measure, next_fit
+from benchmarks.packing.__main__ import even_parts, measure, next_fit
 
 COMMITTED = Path(benchmark.__file__).parent / "results.json"
 

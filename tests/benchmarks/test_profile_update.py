@@ -6,11 +6,8 @@ import subprocess
 import pytest
 import torch
 
-from benchmarks.gpu.device_peaks import measured_peak, stated_peak
-from benchmarks.gpu.kernel_groups import kernel_group, operation_group
-from benchmarks.gpu.profile_table import rate
-from benchmarks.gpu.profile_update import summary, with_flops
-from benchmarks.gpu.traces import Launch, busy_seconds, by_group, launches, profiled, span_seconds
+from benchmarks.gpu.profile_update import measured_peak, rate, stated_peak, summary, with_flops
+from benchmarks.gpu.traces import Launch, busy_seconds, by_group, kernel_group, launches, operation_group, profiled, span_seconds
 from tests.end_to_end.runs import ROOT, script_environment
 
 NAMES = {

@@ -4,8 +4,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.rlt_student import __main__ as benchmark
-from benchmarks.rlt_student.__main__ import main
-from benchmarks.rlt_student.shapes import random_rows
+from benchmarks.rlt_student.__main__ import main, random_rows
 from verl_memopt.recipes.rlt.student_rows import END, SOLUTION, THINK
 
 SMALL = [

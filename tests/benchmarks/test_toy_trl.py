@@ -1,14 +1,11 @@
 import dataclasses
-import json
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from benchmarks.toy_trl import __main__ as command
-from benchmarks.toy_trl import contest, gate, ours
-from benchmarks.toy_trl.table import Spread, VoidError, check_same_prompts, own_peak, parts, ratios, row_of, spread
+from benchmarks.toy_trl import gate, ours
+from benchmarks.toy_trl.report import Spread, VoidError, check_same_prompts, own_peak, parts, ratios, row_of, spread
 from benchmarks.toy_trl.work import (
     CONTESTANTS,
     OURS,
@@ -22,10 +19,11 @@ from benchmarks.toy_trl.work import (
     Record,
     hash_of,
     peak_of,
+    store,
+    stored,
 )
 from verl_memopt.config.loader import load_settings
 
-HERE = Path(contest.__file__).parent
 HF, TRL_HF = Contestant(OURS, "hf", 1), Contestant(TRL, "hf", 1)
 MIB = 2**20
 
@@ -103,10 +101,9 @@ def test_shares_leave_out_the_bytes_of_an_engine():
 
 def test_plans_and_records_survive_their_files(tmp_path):
     plan = Plan(Contestant(TRL, "hf", 8, trimmed=True), "/task", "/folder", 5, 1, True)
-    plan.write(tmp_path / "plan.json")
-    assert Plan.read(tmp_path / "plan.json") == plan
-    record().write(tmp_path / "record.json")
-    assert Record.read(tmp_path / "record.json") == record()
+    for value in (plan, record()):
+        store(value, tmp_path / "file")
+        assert stored(tmp_path / "file") == value
 
 
 @pytest.mark.parametrize("contestant", [one for one in CONTESTANTS if one.trainer == OURS], ids=lambda one: one.slug)
@@ -131,20 +128,18 @@ def test_our_settings_are_those_of_the_work(contestant):
     assert settings.trainer.total_training_steps == 7
 
 
-def write_side(folder, loss=0.5, norm=5.0, gradient=(3.0, 4.0), log_prob=-1.0):
-    folder.mkdir()
+def write_side(folder, loss=0.5, gradient=(3.0, 4.0), log_prob=-1.0):
     for case in gate.CASES:
         for micro_batches in gate.MICRO_BATCHES:
-            name = gate.file_name(case, micro_batches)
-            (folder / f"{name}.json").write_text(json.dumps(dataclasses.asdict(gate.Finding(loss, norm, [[log_prob]]))))
-            save_file({"weight": torch.tensor(gradient)}, folder / f"{name}.safetensors")
+            finding = gate.Finding(loss, [[log_prob]], {"weight": torch.tensor(gradient)})
+            store(finding, gate.file_of(folder, case, micro_batches))
 
 
 @pytest.mark.parametrize(
     ("changed", "field", "expected"),
     [
         ({"loss": 0.6}, "loss", 0.05),
-        ({"norm": 5.5}, "grad_norm", 0.1),
+        ({"gradient": (3.3, 4.4)}, "grad_norm", 0.1),
         ({"gradient": (3.0, 4.5)}, "gradient", 0.1),
         ({"log_prob": -1.25}, "log_prob", 0.25),
     ],
@@ -173,17 +168,17 @@ def test_without_trl_the_benchmark_says_how_to_get_it(monkeypatch, tmp_path, cap
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not contest.TRL_PYTHON.exists(), reason="TRL's environment is missing: run benchmarks/toy_trl/setup.sh")
+@pytest.mark.skipif(not command.TRL_PYTHON.exists(), reason="TRL's environment is missing: run benchmarks/toy_trl/setup.sh")
 def test_both_trainers_compute_the_same_loss_and_gradient(tmp_path):
-    found = contest.Contest(tmp_path)
+    found = command.Contest(tmp_path)
     found.prepare()
     assert all(difference.passed for difference in found.differences())
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not contest.TRL_PYTHON.exists(), reason="TRL's environment is missing: run benchmarks/toy_trl/setup.sh")
+@pytest.mark.skipif(not command.TRL_PYTHON.exists(), reason="TRL's environment is missing: run benchmarks/toy_trl/setup.sh")
 def test_both_trainers_get_the_same_prompts(tmp_path):
-    found = contest.Contest(tmp_path)
+    found = command.Contest(tmp_path)
     found.prepare()
     plans = [Plan(one, str(found.task), str(tmp_path / one.slug), steps=3, seed=1, track=True) for one in (TRL_HF, HF)]
-    check_same_prompts([contest.run(plan) for plan in plans])
+    check_same_prompts([command.run(plan) for plan in plans])

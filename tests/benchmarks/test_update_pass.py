@@ -8,9 +8,9 @@ from benchmarks.update_pass import contest
 from benchmarks.update_pass.__main__ import main
 from benchmarks.update_pass.contest import WrongGradientError, difference, in_turns, make_job, run
 from benchmarks.update_pass.naive import reference
-from benchmarks.update_pass.ours import build_ours, build_ours_no_sharing, cut
+from benchmarks.update_pass.ours import build_ours, cut
+from benchmarks.update_pass.report import render
 from benchmarks.update_pass.sides import plain_model
-from benchmarks.update_pass.table import render
 from benchmarks.update_pass.work import WORKLOADS, Workload, make_batch, shrunk
 from tests.benchmarks.small_update import TINY
 from verl_memopt.distributed.device import leave_process_group
@@ -125,7 +125,7 @@ def test_a_shared_micro_batch_holds_each_prompt_once(folder):
 
 def test_gradients_are_dropped_between_rounds(folder):
     job, _ = make_job(WORK, folder, False, CPU)
-    side = build_ours_no_sharing(job)
+    side = build_ours(job, shared=False)
     side.update()
     once = {name: tensor.clone() for name, tensor in side.gradients().items()}
     side.clear()

@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch._guards import active_fake_mode
 
-from benchmarks.update_pass import alone, contest
+from benchmarks.update_pass import contest
 from benchmarks.update_pass.__main__ import main
-from benchmarks.update_pass.alone import TimeBudget, run_alone
-from benchmarks.update_pass.contest import Contestant, Row, make_job, simulated_peak
+from benchmarks.update_pass.contest import Contestant, Row, TimeBudget, in_turns, make_job, run_alone, simulated_peak
+from benchmarks.update_pass.report import render
 from benchmarks.update_pass.sides import Side
-from benchmarks.update_pass.table import render
 from benchmarks.update_pass.work import Workload
 from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.model.tiny import TinyShape
@@ -187,7 +186,6 @@ def test_a_contestant_that_is_not_installed_is_a_row(contestants, monkeypatch, t
     keep = {name: contest.CONTESTANTS[name] for name in ("absent", "response_logits")}
     monkeypatch.setattr(contest, "CONTESTANTS", keep)
     monkeypatch.setattr("benchmarks.update_pass.__main__.CONTESTANTS", keep)
-    monkeypatch.setattr(alone, "CONTESTANTS", keep)
     file = tmp_path / "rows.json"
     assert main([*SMALL, "--order", order, "--json", str(file), "--png", str(tmp_path / "rows.png")]) == 0
     rows = {row["contestant"]: row for row in json.loads(file.read_text())["rows"]}
@@ -209,7 +207,7 @@ def test_a_spent_budget_keeps_one_round_and_starts_no_further_contestant(given):
     (row,) = run_alone(["response_logits"], *given, 3, GIB, TimeBudget(0.0, 2))
     assert (row.status, row.seconds, row.peak_bytes) == ("not run", None, None)
     side = contest.CONTESTANTS["response_logits"].build(given[0])
-    assert len(alone._repeated(side, CPU, repeats=5, until=time.monotonic() - 1)) == 1
+    assert len(in_turns({"one": lambda: contest.timed(side, CPU)}, repeats=5, until=time.monotonic() - 1)["one"]) == 1
 
 
 def test_the_time_budget_is_shared_evenly_among_those_still_to_run():
@@ -230,6 +228,6 @@ def test_a_simulated_peak_for_a_gpu_is_counted_by_the_tracker(given, name):
 
 def test_what_a_former_contestant_left_on_the_device_is_said():
     row = Row("naive", False, 3, seconds=1.0, peak_bytes=9, param_grad_bytes=2, flops=1, grad_rel_err=0.0, floor_flops=1)
-    assert alone._with_start(row, start=10, left_over=alone.LEFT_OVER).note == ""
-    told = alone._with_start(row, start=10, left_over=alone.LEFT_OVER + 2**20)
+    assert contest.with_start(row, start=10, left_over=contest.LEFT_OVER).note == ""
+    told = contest.with_start(row, start=10, left_over=contest.LEFT_OVER + 2**20)
     assert (told.note, told.start_bytes) == ("65 MiB of former contestants were on the device", 10)

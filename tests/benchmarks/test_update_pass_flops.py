@@ -4,8 +4,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.update_pass.attention_flops import attended_in_window
-from benchmarks.update_pass.flops import attended, count, floor, forward_flops
+from benchmarks.update_pass.flops import attended, attended_in_window, count, floor, forward_flops
 from benchmarks.update_pass.work import Batch
 from verl_memopt.model.tiny import TinyShape
 

@@ -6,8 +6,7 @@ import torch
 from benchmarks.update_pass import contest
 from benchmarks.update_pass.__main__ import main
 from benchmarks.update_pass.contest import difference, make_job, run
-from benchmarks.update_pass.pair import critic_model
-from benchmarks.update_pass.sides import CLIP_VALUE
+from benchmarks.update_pass.sides import CLIP_VALUE, critic_model
 from benchmarks.update_pass.work import Workload, make_batch
 from tests.benchmarks.small_update import TINY
 from verl_memopt.distributed.device import leave_process_group

@@ -3,10 +3,7 @@ from pathlib import PurePath
 
 import pytest
 
-from benchmarks.verl_scripts.__main__ import main, refusals
-from benchmarks.verl_scripts.recorder import RecordError, record
-from benchmarks.verl_scripts.scope import outside
-from benchmarks.verl_scripts.table import COMPOSES, NOT_COUNTED, REFUSED
+from benchmarks.verl_scripts.__main__ import COMPOSES, NOT_COUNTED, REFUSED, RecordError, main, outside, record, refusals
 
 AR = "actor_rollout_ref"
 LEAST = (

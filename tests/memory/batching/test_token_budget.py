@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.packing.contest import SHAPES, batches, measure
+from benchmarks.packing.__main__ import SHAPES, batches, measure
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.token_packing import (
     FINEST,

@@ -1,7 +1,12 @@
-"""TRL's RLOOTrainer at the settings of the work, with its phases timed and counted. Runs in TRL's own environment."""
+"""TRL's RLOOTrainer at the settings of the work, with its phases timed and counted. Runs in TRL's own environment.
+
+``python -m benchmarks.toy_trl.trl_side run PLAN RECORD`` is one run. ``... gate TASK FOLDER SIDE`` writes its loss and gradient
+of the gate's batch.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -10,10 +15,27 @@ from typing import Any
 import torch
 import trl.trainer.utils
 from datasets import Dataset
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import RLOOConfig, RLOOTrainer
+from trl.trainer.utils import pad
 
-from benchmarks.toy_trl.work import NOTHING, WORK, Contestant, Moment, Peak, peak_of
+from benchmarks.toy_trl.gate import CASES, MICRO_BATCHES, TRL_SIDES, Batch, Finding, file_of, slices
+from benchmarks.toy_trl.work import (
+    NOTHING,
+    TRACKED_STEP,
+    TRL,
+    WORK,
+    Contestant,
+    Moment,
+    Peak,
+    Plan,
+    Record,
+    hash_of,
+    peak_of,
+    store,
+    stored,
+)
 from verl_memopt.observe.phase import MemoryProbe
 from verl_memopt.rewards.rules import exact_match
 
@@ -33,7 +55,6 @@ class Meter:
         self._updating = False
 
     def begin_step(self) -> None:
-        """Opens the record of a step."""
         self.starts.append(Moment.now())
         self.phases.append({})
         self.peaks.append({})
@@ -56,16 +77,15 @@ class Meter:
             self._updating = True
 
     def end_update(self) -> None:
-        """Closes the update."""
         self._update.close()
         self._updating = False
 
-    def _resident(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _resident(self) -> Iterator[tuple[str, Tensor]]:
         if self.model is not None:
             yield from (("params", parameter) for parameter in self.model.parameters())
         if self.optimizer is not None:
             states = (value for state in self.optimizer.state.values() for value in state.values())
-            yield from (("optimizer", value) for value in states if isinstance(value, torch.Tensor))
+            yield from (("optimizer", value) for value in states if isinstance(value, Tensor))
 
 
 class Steps(TrainerCallback):
@@ -118,7 +138,6 @@ class MeasuredTrainer(RLOOTrainer):
 
 
 def config(contestant: Contestant, folder: Path, steps: int, seed: int) -> RLOOConfig:
-    """Gives the settings of a run."""
     return RLOOConfig(
         output_dir=str(folder),
         use_cpu=True,
@@ -198,3 +217,86 @@ def greedy_accuracy(trainer: MeasuredTrainer, task: Path) -> float:
         made = trainer.model.generate(**prompts, do_sample=False, max_new_tokens=WORK.max_response_tokens)
     texts = tokenizer.batch_decode(made[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
     return sum(exact_match(text, row["ground_truth"]) for text, row in zip(texts, held_out, strict=True)) / len(held_out)
+
+
+def run(plan: Plan) -> Record:
+    task = Path(plan.task)
+    trainer = build(plan.contestant, task, Path(plan.folder) / "run", plan.steps, plan.seed, plan.track)
+    trainer.train()
+    meter = trainer.meter
+    return Record(
+        starts=meter.starts,
+        phases=meter.phases,
+        response_tokens=trainer.response_tokens,
+        rewards=trainer.rewards,
+        accuracy=greedy_accuracy(trainer, task),
+        peaks=meter.peaks[TRACKED_STEP - 1] if plan.track else {},
+        prompt_ids=hash_of(trainer.prompt_ids) if plan.track else "",
+    )
+
+
+def padded(rows: list[list[int]], value: int, side: str) -> tuple[Tensor, Tensor]:
+    """Gives ids and mask, int64 [B, T], as the trainer makes them."""
+    ids = [torch.tensor(row) for row in rows]
+    return pad(ids, padding_value=value, padding_side=side), pad(
+        [torch.ones_like(row) for row in ids], padding_value=0, padding_side=side
+    )
+
+
+def inputs(trainer: MeasuredTrainer, batch: Batch) -> dict[str, Tensor]:
+    """Gives what the trainer's loss takes, old log-probs left out."""
+    blank = trainer.processing_class.pad_token_id
+    prompt_ids, prompt_mask = padded(batch.prompts, blank, "left")
+    completion_ids, completion_mask = padded(batch.responses, blank, "right")
+    return {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": prompt_mask,
+        "completion_ids": completion_ids,
+        "completion_mask": completion_mask,
+        "advantages": torch.tensor(batch.advantages),
+    }
+
+
+def log_probs(trainer: MeasuredTrainer, given: dict[str, Tensor]) -> Tensor:
+    """Gives the policy's log-probs, [B, T] with zeros where there is no response token."""
+    ids = torch.cat([given["prompt_ids"], given["completion_ids"]], dim=1)
+    mask = torch.cat([given["prompt_mask"], given["completion_mask"]], dim=1)
+    with torch.no_grad():
+        found, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, given["completion_ids"].shape[1])
+    return found * given["completion_mask"]
+
+
+def find(trainer: MeasuredTrainer, batch: Batch, case: str, micro_batches: int, folder: Path) -> None:
+    """Writes loss, gradient and log-probs of a case."""
+    trainer.model.zero_grad()
+    trainer.model.train()
+    given = inputs(trainer, batch)
+    scores = log_probs(trainer, given)
+    given["old_logps"] = scores.sum(1) + torch.tensor([batch.shift(row, case) for row in range(WORK.rows)])
+    loss = 0.0
+    for rows_of_part in slices(micro_batches):
+        cut = {name: value[list(rows_of_part)] for name, value in given.items()}
+        # The trainer divides by the number of accumulation steps outside its loss function.
+        part = trainer._compute_loss(trainer.model, cut) / micro_batches
+        part.backward()
+        loss += part.item()
+    gradients = {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
+    kept = [row[: len(response)].tolist() for row, response in zip(scores, batch.responses, strict=True)]
+    store(Finding(loss, kept, gradients), file_of(folder, case, micro_batches))
+
+
+def gate(task: Path, folder: Path, side: str) -> None:
+    contestant = Contestant(TRL, "hf", 1, trimmed=TRL_SIDES[side])
+    trainer = build(contestant, task, folder / side / "run", steps=1, seed=0, track=False)
+    trainer.meter.begin_step()
+    for case in CASES:
+        for micro_batches in MICRO_BATCHES:
+            find(trainer, stored(folder / "batch.pickle"), case, micro_batches, folder / side)
+
+
+if __name__ == "__main__":
+    what, *words = sys.argv[1:]
+    if what == "gate":
+        gate(Path(words[0]), Path(words[1]), words[2])
+    else:
+        store(run(stored(Path(words[0]))), Path(words[1]))
