@@ -1,11 +1,16 @@
 """What all knobs of a block's activations leave as it is: numbers on two ranks, names and state, and bytes without values."""
 
+import logging
+
 import pytest
+from torch import nn
 
 from tests.memory import activation_cases as act
 from tests.ranks import run_ranks
 from verl_memopt.config.schema import TiledMlp
 from verl_memopt.distributed.device import training_mesh
+from verl_memopt.memory.prune_last_block_torch import can_prune
+from verl_memopt.memory.recompute_elementwise_torch import can_recompute
 from verl_memopt.model.decoder import class_name
 
 FULL = {"recompute": True}
@@ -47,6 +52,18 @@ def test_names_classes_and_state_of_blocks_stay(untied_folder, one_rank, options
     plain, changed = (act.build(untied_folder, one_rank, **off | more).model for more in ({}, options))
     assert list(plain.state_dict()) == list(changed.state_dict())
     assert [class_name(block) for block in plain.blocks()] == [class_name(block) for block in changed.blocks()]
+
+
+class Experts(nn.Module):
+    """A block of no known model."""
+
+
+def test_an_unknown_block_is_left_alone_and_a_warning_says_so(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert not can_prune(Experts())
+        assert not can_recompute([Experts()], trained=True)
+    for knob in ("prune_last_block", "recompute_elementwise"):
+        assert f"{knob}=true: Experts is not one of LlamaDecoderLayer" in caplog.text
 
 
 @pytest.mark.parametrize("options", [SELECTIVE, {"offload": (4096, 2), **FULL}, ELEMENTWISE, PRUNED, {**FULL, **TILED}], ids=str)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from benchmarks.update_pass.flops import count
 from tests.memory import activation_cases as act
@@ -15,7 +14,6 @@ from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import ActorRolloutRef, TiledMlp
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.memory.formulas import Shapes
-from verl_memopt.memory.prune_last_block_torch import can_prune
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.worker.trained_model import micro_batch
 
@@ -180,15 +178,6 @@ def test_the_last_block_alone_is_pruned(untied_folder, one_rank):
     plain, pruned = (act.build(untied_folder, one_rank, **PLAIN, **own).model for own in (OFF, ON))
     assert [block.options.prune for block in pruned.blocks()] == [False] * (len(pruned.blocks()) - 1) + [True]
     assert (plain.decoder.prunes, pruned.decoder.prunes) == (False, True)
-
-
-def test_an_unknown_block_is_left_alone_and_a_warning_says_so(caplog):
-    class Experts(nn.Module):
-        pass
-
-    with caplog.at_level(logging.WARNING):
-        assert not can_prune(Experts())
-    assert "prune_last_block=true: Experts is not one of LlamaDecoderLayer" in caplog.text
 
 
 def test_a_last_block_whose_attention_slides_computes_all_tokens(tmp_path, one_rank, caplog):

@@ -244,8 +244,7 @@ def test_every_kind_of_bytes_has_advice(kind):
 
 
 @pytest.mark.parametrize(
-    ("phase", "roles"),
-    [("update_actor", ["ref"]), ("old_log_prob", ["ref"]), ("ref", ["actor"]), ("gen", ["ref", "actor"])],
+    ("phase", "roles"), [("update_actor", ["ref"]), ("old_log_prob", ["ref"]), ("ref", ["actor"]), ("gen", ["ref", "actor"])]
 )
 def test_only_a_model_that_the_phase_does_not_use_is_advised_to_leave_the_device(phase, roles):
     ways = [f"set actor_rollout_ref.{role}.fsdp_config.param_offload=true" for role in roles]

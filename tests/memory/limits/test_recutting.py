@@ -150,11 +150,7 @@ def test_the_log_probs_of_a_restarted_update_are_those_of_its_second_forward(unt
 def test_an_update_may_fail_more_than_once(untied_folder, one_rank):
     policy, mini = policy_of(untied_folder, one_rank), share(budget=WHOLE)
     tokens = mini.batch.row_tokens().cost(range(mini.batch.num_rows))
-    with (
-        oom_retry(CPU, True) as record,
-        out_of_memory(policy.model, 0, in_backward=True),
-        out_of_memory(policy.model, 1),
-    ):
+    with oom_retry(CPU, True) as record, out_of_memory(policy.model, 0, in_backward=True), out_of_memory(policy.model, 1):
         metrics = policy.update([mini], 0.9)
     assert record.retries == 2
     assert record.cap <= tokens // 4
