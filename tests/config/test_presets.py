@@ -155,11 +155,16 @@ WORK = Work(rows=4, prompt=256, response=128, group=2)
 @pytest.mark.parametrize(
     ("shape", "more"),
     [
-        ({"vocab_size": 8192, "tie_embeddings": False}, (f"{AR}.actor.policy_loss.loss_mode=sequence",)),
-        ({"vocab_size": 512, "num_layers": 8}, (f"{AR}.model.enable_activation_offload=true",)),
-        ({"vocab_size": 512, "num_layers": 6}, (f"{AR}.model.lora_rank=8", f"{AR}.actor.fsdp_config.model_dtype=bfloat16")),
+        pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name != "vocabulary"))
+        for name, case in {
+            "vocabulary": ({"vocab_size": 8192, "tie_embeddings": False}, (f"{AR}.actor.policy_loss.loss_mode=sequence",)),
+            "blocks": ({"vocab_size": 512, "num_layers": 8}, (f"{AR}.model.enable_activation_offload=true",)),
+            "lora": (
+                {"vocab_size": 512, "num_layers": 6},
+                (f"{AR}.model.lora_rank=8", f"{AR}.actor.fsdp_config.model_dtype=bfloat16"),
+            ),
+        }.items()
     ],
-    ids=["vocabulary", "blocks", "lora"],
 )
 def test_the_arithmetic_holds_for_a_real_update(shape, more, tmp_path):
     """The bytes that a small model's phases hold on a CPU: never 4 % more than estimated, and at most 30 % less."""
