@@ -9,6 +9,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # threads for a few short texts take longer than the texts
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import pytest

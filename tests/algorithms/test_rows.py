@@ -5,7 +5,19 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
 from tests.algorithms.ragged import Ragged, ragged
-from verl_memopt.algorithms.rows import dense_ids, is_last, positions, reverse_scan
+from tests.tensors import row_of_each_token
+from verl_memopt.algorithms.kl import PF_PPO_METHODS, overlong_penalty, pf_ppo_weights, resample_rows
+from verl_memopt.algorithms.rows import (
+    LOSS_AGG_MODES,
+    GlobalCounts,
+    aggregate,
+    dense_ids,
+    is_last,
+    positions,
+    reverse_scan,
+    row_means,
+    row_sums,
+)
 
 
 @given(ragged())
@@ -53,3 +65,124 @@ def test_scans_run_without_tokens_and_on_fake_tensors():
     assert reverse_scan(torch.zeros(0), nothing, 0.9).shape == (0,)
     with FakeTensorMode():
         assert reverse_scan(torch.zeros(6), torch.zeros(6, dtype=torch.int64), 0.9).shape == (6,)
+
+
+LENGTHS = [3, 0, 5, 1, 2]
+SCALE = 7
+
+
+def naive_loss(rows, mode):
+    """Each mode from its name, over padded-free lists of token losses."""
+    if mode == "token-mean":
+        tokens = [loss for row in rows for loss in row]
+        return sum(tokens) / len(tokens)
+    if mode == "token-sum":
+        return sum(map(sum, rows))
+    per_row = [sum(row) / (len(row) or 1) if mode == "seq-mean-token-mean" else sum(row) for row in rows]
+    return sum(per_row) / len(rows) / (SCALE if mode == "seq-mean-token-sum-norm" else 1)
+
+
+def random_rows():
+    values = torch.randn(sum(LENGTHS), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return values, list(values.split(LENGTHS))
+
+
+def shares(rows, bins, mode, counts):
+    for indices in bins:
+        lengths = torch.tensor([LENGTHS[i] for i in indices])
+        values = torch.cat([rows[i] for i in indices])
+        yield aggregate(values, row_of_each_token(lengths, len(values)), lengths, mode, counts, SCALE)
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_shares_of_micro_batches_sum_to_the_naive_loss_of_the_whole_batch(mode):
+    _, rows = random_rows()
+    counts = GlobalCounts(tokens=sum(LENGTHS), sequences=len(LENGTHS))
+    expected = naive_loss([row.tolist() for row in rows], mode)
+    for bins in ([[0, 1, 2, 3, 4]], [[0], [1], [2], [3], [4]], [[2, 1], [4, 0, 3]]):
+        assert sum(shares(rows, bins, mode, counts)).item() == pytest.approx(expected, rel=1e-14)
+
+
+def test_row_sums_and_means_give_an_empty_row_zero():
+    values, rows = random_rows()
+    lengths = torch.tensor(LENGTHS)
+    row = row_of_each_token(lengths, len(values))
+    torch.testing.assert_close(row_sums(values, row, 5), torch.stack([r.sum() for r in rows]), rtol=0, atol=1e-15)
+    assert row_means(values, row, lengths)[1] == 0
+    assert row_means(values, row, lengths)[2].item() == pytest.approx(rows[2].mean().item(), rel=1e-14)
+
+
+def test_an_empty_micro_batch_contributes_zero():
+    empty = torch.zeros(0)
+    nothing = torch.zeros(0, dtype=torch.long)
+    for mode in LOSS_AGG_MODES:
+        assert aggregate(empty, nothing, nothing, mode, GlobalCounts(4, 2), SCALE).item() == 0
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_reductions_run_on_fake_tensors(mode):
+    with FakeTensorMode():
+        lengths = torch.full((3,), 2)
+        loss = aggregate(
+            torch.zeros(6, requires_grad=True), row_of_each_token(lengths, 6), lengths, mode, GlobalCounts(6, 3), SCALE
+        )
+        loss.backward()
+    assert loss.shape == ()
+
+
+def test_a_sum_norm_without_a_scale_factor_names_the_setting_it_needs():
+    one = torch.ones(1, dtype=torch.int64)
+    with pytest.raises(AssertionError, match=r"^seq-mean-token-sum-norm needs actor\.loss_scale_factor"):
+        aggregate(torch.ones(1), one - 1, one, "seq-mean-token-sum-norm", GlobalCounts(1, 1), None)
+
+
+NAN = float("nan")
+
+
+@given(st.lists(st.integers(0, 120), min_size=1), st.integers(1, 100), st.sampled_from([0.5, 1.0, 2.0]))
+def test_the_penalty_follows_the_three_cases_of_the_paper(lengths, buffer, factor):
+    expected = []
+    for length in lengths:
+        if length <= 100 - buffer:
+            expected.append(0.0)
+        elif length <= 100:
+            expected.append(((100 - buffer) - length) / buffer * factor)
+        else:
+            expected.append(-factor)
+    penalty = overlong_penalty(torch.tensor(lengths), 100, buffer, factor)
+    assert penalty.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_weights_of_each_method_by_hand():
+    scores, valid = torch.tensor([-2.0, 1.0, 3.0, NAN, 3.0]), torch.tensor([True, True, True, False, True])
+    expected = {"pow": [4.0, 1.0, 9.0, 0.0, 9.0], "max_min": [1.0, 0.0, 1.0, 0.0, 1.0], "max_random": [0.1, 0.1, 0.4, 0.0, 0.4]}
+    for method in PF_PPO_METHODS:
+        assert pf_ppo_weights(scores, valid, method, 2.0).tolist() == pytest.approx(expected[method], abs=2e-8)
+
+
+@pytest.mark.parametrize("method", PF_PPO_METHODS)
+@pytest.mark.parametrize("score", [0.0, 0.1])
+def test_equal_scores_are_drawn_alike(method, score):
+    weights = pf_ppo_weights(torch.full((4,), score), torch.ones(4, dtype=torch.bool), method, 2.0)
+    assert weights.unique().numel() == 1
+    assert weights[0] > 0
+
+
+def test_rows_are_drawn_in_proportion_to_their_weights_and_never_without_one():
+    weights = torch.tensor([3.0, 0.0, 1.0] * 1000, dtype=torch.float64)
+    drawn = resample_rows(weights, torch.Generator().manual_seed(0))
+    counts = torch.bincount(drawn % 3, minlength=3)
+    assert drawn.shape == (3000,)
+    assert counts[1] == 0
+    assert counts[0].item() == pytest.approx(2250, abs=4 * (3000 * 0.75 * 0.25) ** 0.5)
+    assert torch.equal(drawn, resample_rows(weights, torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize("method", PF_PPO_METHODS)
+def test_no_rows_have_no_weights(method):
+    assert pf_ppo_weights(torch.zeros(0), torch.zeros(0, dtype=torch.bool), method, 2.0).shape == (0,)
+
+
+def test_a_buffer_of_no_length_is_no_buffer():
+    with pytest.raises(AssertionError, match=r"\(100, 0\)|\(0, 100\)"):
+        overlong_penalty(torch.tensor([50]), 100, 0, 1.0)

@@ -3,17 +3,22 @@ import dataclasses
 import pytest
 
 from verl_memopt.config.keys import (
+    Problem,
     field_types,
     flatten,
     leaf_keys,
     leaf_types,
     leaf_values,
+    problem,
+    raise_together,
     replaced,
     section_keys,
+    shown,
     value_at,
     walk,
 )
 from verl_memopt.config.schema import Data, Settings
+from verl_memopt.errors import ConfigError
 
 AR = "actor_rollout_ref"
 
@@ -81,3 +86,28 @@ def test_what_no_section_has_is_kept_to_be_complained_of():
 def test_a_key_of_another_spelling_counts_as_the_one_it_means():
     spelled = {"override": f"{AR}.model.override_config"}
     assert flatten({"override": {"a": 1}}, lambda key: spelled.get(key, key)) == {"override": {"a": 1}}
+
+
+def test_a_problem_opens_with_every_key_and_its_value_and_ends_with_the_way_out():
+    found = problem({"a.b": 1, "c": None}, "they clash", "Remove c.")
+    assert found == Problem(("a.b", "c"), "a.b=1, c=null: they clash. Remove c.")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "null"), (True, "true"), (0.5, "0.5"), ("cpu", "cpu"), ("", "''"), (" ", "' '"), (["a", None, [1]], "[a,null,[1]]")],
+)
+def test_a_value_is_shown_as_it_would_be_written(value, text):
+    assert shown(value) == text
+
+
+def test_one_problem_is_its_own_message():
+    with pytest.raises(ConfigError) as caught:
+        raise_together([Problem(("a",), "a=1: wrong.")])
+    assert str(caught.value) == "a=1: wrong."
+
+
+def test_several_problems_are_told_together_and_each_once():
+    with pytest.raises(ConfigError) as caught:
+        raise_together([Problem(("a",), "a: wrong."), Problem(("b",), "b: wrong."), Problem(("a", "c"), "a: wrong.")])
+    assert str(caught.value) == "2 problems in the settings:\na: wrong.\nb: wrong."

@@ -1,3 +1,5 @@
+import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -5,7 +7,7 @@ import yaml
 from hydra.core.global_hydra import GlobalHydra
 
 from verl_memopt.config.keys import flatten, leaf_keys, leaf_values, value_at
-from verl_memopt.config.loader import PACKAGED, compose_mapping, load_settings, settings_from_mapping, to_yaml
+from verl_memopt.config.loader import PACKAGED, compose_mapping, load_settings, settings_from_mapping, to_plain, to_yaml
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Algorithm, Data, Model, PolicyLoss, Rollout, Settings
 from verl_memopt.config.values import followers_of, with_links
 from verl_memopt.errors import ConfigError
@@ -60,6 +62,11 @@ def set_by_files(name: str, folder: str | None) -> dict:
 
 def differing(one: Settings, other: Settings) -> set[str]:
     return {key for key in leaf_keys() if value_at(one, key) != value_at(other, key)}
+
+
+@cache
+def by_default(given: tuple[str, ...]) -> Settings:
+    return load_settings("ppo_trainer", list(given))
 
 
 def refused(overrides: list[str], name: str = "rloo_trainer", folder: Path | None = None) -> str:
@@ -202,10 +209,9 @@ def test_verls_rloo_command_trains_verls_loss_under_the_default_entry():
 @pytest.mark.parametrize("given", [VERL_COMMON + VERL_GRPO, VERL_COMMON + VERL_RLOO], ids=["grpo", "rloo"])
 @pytest.mark.parametrize(("name", "folder"), ENTRIES)
 def test_a_command_means_the_same_under_every_entry_but_for_the_keys_that_the_entry_writes_down(name, folder, given):
-    default = load_settings("ppo_trainer", given)
     settings = load_settings(name, given, folder)
     allowed = followers_of(set_by_files(name, folder)) - {line.split("=")[0] for line in given}
-    assert differing(settings, default) <= allowed
+    assert differing(settings, by_default(tuple(given))) <= allowed
 
 
 @pytest.mark.parametrize(("name", "folder"), ENTRIES)
@@ -309,3 +315,24 @@ def test_an_argument_of_spaces_alone_is_left_out_with_one_warning(caplog):
     assert [record.getMessage() for record in caplog.records if "spaces alone" in record.getMessage()] == [
         "an argument of spaces alone is left out: a backslash with a space after it does not continue a line"
     ]
+
+
+def test_the_plain_tree_holds_every_key_and_only_plain_values(settled):
+    plain = to_plain(settled({}))
+    assert list(flatten(plain)) == leaf_keys()
+    assert json.loads(json.dumps(plain)) == plain
+
+
+def test_yaml_reads_back_to_the_plain_tree(settled):
+    settings = settled({"trainer.experiment_name": "ünïcode: #1", "actor_rollout_ref.actor.optim.lr": 1e-6})
+    assert yaml.safe_load(to_yaml(settings)) == to_plain(settings)
+
+
+def test_changing_the_plain_tree_leaves_the_settings_alone(settled):
+    settings = settled({"ray_kwargs.ray_init": {"num_cpus": 2}})
+    to_plain(settings)["ray_kwargs"]["ray_init"]["num_cpus"] = 3
+    assert settings.ray_kwargs.ray_init == {"num_cpus": 2}
+
+
+def test_yaml_keeps_the_order_of_the_schema(settled):
+    assert list(yaml.safe_load(to_yaml(settled({})))) == list(dict.fromkeys(key.split(".")[0] for key in leaf_keys()))

@@ -12,25 +12,34 @@ import yaml
 
 from tests.config.card_memory import CARDS, GIB, MIB, MODELS, CardMemory, shapes_of
 from verl_memopt.config.keys import flatten, leaf_types, value_at
-from verl_memopt.config.loader import PACKAGED, load_settings
+from verl_memopt.config.loader import PACKAGED, compose_mapping, load_settings, settings_from_mapping
 from verl_memopt.ladder.measure import Work, measure_row, row_settings, shapes
 from verl_memopt.memory import profiles
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 
 AR = "actor_rollout_ref"
 FILES = ["data.train_files=train.jsonl", "data.val_files=null"]
+DYNAMIC = f"{AR}.actor.use_dynamic_bsz"
 LEAST_KV_TOKENS = 8192
 """Of the KV cache: eight sequences of the default lengths."""
 NAMES = ("tiny", *MODELS)
 
 
+@cache
 def keys_of(group, name):
     return flatten(yaml.safe_load((PACKAGED / group / f"{name}.yaml").read_text()) or {})
 
 
 @cache
-def settings_of(model, memory, *more):
-    return load_settings("rloo_trainer", [*FILES, f"model={model}", f"memory={memory}", *more])
+def recipe():
+    return flatten(compose_mapping("rloo_trainer", FILES))
+
+
+@cache
+def settings_of(model, memory, **more):
+    """The settings of a pair, of which a test of its own says that Hydra composes the same."""
+    presets = keys_of("memory", memory) | keys_of("model", model)
+    return settings_from_mapping(recipe() | presets | more, presets.keys())
 
 
 def on_card(card, model, lora=False):
@@ -49,11 +58,22 @@ def test_these_are_the_presets():
     assert tuple(CARDS) == profiles.CARDS
 
 
+def needed(memory):
+    return {DYNAMIC: True} if memory == "none" else {}
+
+
+@pytest.mark.parametrize(("model", "memory"), zip(NAMES, ("none", *profiles.PROFILES), strict=True))
+def test_hydra_puts_both_presets_over_the_recipe(model, memory, caplog):
+    more = [f"{key}={value}" for key, value in needed(memory).items()]
+    composed = load_settings("rloo_trainer", [*FILES, f"model={model}", f"memory={memory}", *more])
+    assert composed == settings_of(model, memory, **needed(memory))
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
 @pytest.mark.parametrize("memory", ["none", *profiles.PROFILES])
-def test_every_model_composes_with_every_profile_and_both_say_what_holds(memory, caplog):
-    needed = [f"{AR}.actor.use_dynamic_bsz=true"] if memory == "none" else []
+def test_every_model_goes_with_every_profile_and_both_say_what_holds(memory, caplog):
     for model in NAMES:
-        settings = settings_of(model, memory, *needed)
+        settings = settings_of(model, memory, **needed(memory))
         said = keys_of("memory", memory) | keys_of("model", model)
         # YAML 1.1 reads 2e-4 as text, hence the types.
         assert {key: value_at(settings, key) for key in said} == {
@@ -116,8 +136,8 @@ def test_what_a_cards_file_claims_follows_from_the_formulas(card):
 
 @pytest.mark.parametrize(("model", "cards", "card"), [("qwen3_8b", 8, "24g"), ("qwen3_8b", 2, "80g"), ("qwen2_5_7b", 4, "32g")])
 def test_large_multi_gpu_shares_a_model_over_cards(model, cards, card):
-    more = (f"trainer.n_gpus_per_node={cards}", f"{AR}.rollout.tensor_model_parallel_size=2")
-    settings = settings_of(model, "large_multi_gpu", *more)
+    more = {"trainer.n_gpus_per_node": cards, f"{AR}.rollout.tensor_model_parallel_size": 2}
+    settings = settings_of(model, "large_multi_gpu", **more)
     memory = CardMemory(shapes_of(MODELS[model], settings), settings, CARDS[card] * MIB, ranks=cards)
     assert memory.fits(LEAST_KV_TOKENS), memory.phases()
 
@@ -135,11 +155,16 @@ WORK = Work(rows=4, prompt=256, response=128, group=2)
 @pytest.mark.parametrize(
     ("shape", "more"),
     [
-        ({"vocab_size": 8192, "tie_embeddings": False}, (f"{AR}.actor.policy_loss.loss_mode=sequence",)),
-        ({"vocab_size": 512, "num_layers": 8}, (f"{AR}.model.enable_activation_offload=true",)),
-        ({"vocab_size": 512, "num_layers": 6}, (f"{AR}.model.lora_rank=8", f"{AR}.actor.fsdp_config.model_dtype=bfloat16")),
+        pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name != "vocabulary"))
+        for name, case in {
+            "vocabulary": ({"vocab_size": 8192, "tie_embeddings": False}, (f"{AR}.actor.policy_loss.loss_mode=sequence",)),
+            "blocks": ({"vocab_size": 512, "num_layers": 8}, (f"{AR}.model.enable_activation_offload=true",)),
+            "lora": (
+                {"vocab_size": 512, "num_layers": 6},
+                (f"{AR}.model.lora_rank=8", f"{AR}.actor.fsdp_config.model_dtype=bfloat16"),
+            ),
+        }.items()
     ],
-    ids=["vocabulary", "blocks", "lora"],
 )
 def test_the_arithmetic_holds_for_a_real_update(shape, more, tmp_path):
     """The bytes that a small model's phases hold on a CPU: never 4 % more than estimated, and at most 30 % less."""

@@ -1,6 +1,7 @@
 """Memory profiles: ordinary keys between a recipe and the command line, and nothing else."""
 
 import logging
+from functools import cache
 
 import pytest
 import yaml
@@ -15,6 +16,11 @@ LEAST = ["data.train_files=train.jsonl", "data.val_files=null", "actor_rollout_r
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
+@cache
+def plain(trainer):
+    return load_settings(trainer, [*LEAST, f"{ROLLOUT}.name=vllm", "actor_rollout_ref.actor.use_dynamic_bsz=true"])
+
+
 def keys_of(profile):
     return flatten(yaml.safe_load((PACKAGED / "memory" / f"{profile}.yaml").read_text()) or {})
 
@@ -26,13 +32,11 @@ def test_these_are_the_profiles():
 @pytest.mark.parametrize("trainer", ["rloo_trainer", "grpo_trainer", "ppo_trainer"])
 @pytest.mark.parametrize("profile", PROFILES[1:])
 def test_a_profile_sets_its_keys_in_every_trainer_and_no_other(trainer, profile, caplog):
-    least = [*LEAST, f"{ROLLOUT}.name=vllm"]
-    plain = load_settings(trainer, [*least, "actor_rollout_ref.actor.use_dynamic_bsz=true"])
-    settings = load_settings(trainer, [*least, f"memory={profile}"])
+    settings = load_settings(trainer, [*LEAST, f"{ROLLOUT}.name=vllm", f"memory={profile}"])
     profiled = keys_of(profile)
     assert all(value_at(settings, key) == value for key, value in profiled.items())
     # Keys that follow another are null until it is set; those follow the profile's.
-    others = {key for key in leaf_types() if value_at(settings, key) != value_at(plain, key)} - profiled.keys()
+    others = {key for key in leaf_types() if value_at(settings, key) != value_at(plain(trainer), key)} - profiled.keys()
     assert all(value_at(Settings(), key) is None for key in others)
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
 

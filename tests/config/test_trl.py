@@ -1,12 +1,14 @@
 """TRL's names where a user writes them: each becomes our key with one notice, and no two spellings meet."""
 
 import logging
+from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 
-from verl_memopt.config.keys import leaf_keys, value_at
-from verl_memopt.config.loader import load_settings
+from verl_memopt.config.keys import flatten, leaf_keys, shown, value_at
+from verl_memopt.config.loader import compose_mapping, load_settings, settings_from_mapping
 from verl_memopt.config.trl_names import ESTIMATORS, NAMES, NO_EQUAL, ONE_SETTING, SPELLINGS, KeySources, translate_trl
 from verl_memopt.errors import ConfigError
 
@@ -93,25 +95,37 @@ NEEDS_ANOTHER = {"gradient_accumulation_steps", "ref_model_sync_steps", "ref_mod
 """Names that mean something beside another name alone."""
 
 
-@pytest.fixture
-def load(tmp_path):
-    """Gives the settings of a recipe with some lines on top: overrides of the command line, and lines of the recipe itself."""
+@cache
+def recipe(entry):
+    """The keys of the recipe on top of a trainer, and those that it writes itself."""
+    own = flatten(yaml.safe_load(RECIPE.format(entry=entry)))
+    return flatten(compose_mapping(entry, [])) | {key: value for key, value in own.items() if key != "defaults"}, own.keys()
 
-    def settings(*overrides, entry="rloo_trainer", lines=""):
-        (tmp_path / "mine.yaml").write_text(RECIPE.format(entry=entry) + lines)
+
+def load(given, entry="rloo_trainer"):
+    """The settings of the recipe with some keys of a command line on top."""
+    values, own = recipe(entry)
+    return settings_from_mapping(values | given, written=KeySources(given.keys(), own))
+
+
+plain = cache(lambda: load({}))
+
+
+def refused(given, **more):
+    with pytest.raises(ConfigError) as caught:
+        load(given, **more)
+    return str(caught.value)
+
+
+@pytest.fixture
+def load_file(tmp_path):
+    """Gives what Hydra makes of the recipe with some lines more, and of overrides on top."""
+
+    def settings(*overrides, lines=""):
+        (tmp_path / "mine.yaml").write_text(RECIPE.format(entry="rloo_trainer") + lines)
         return load_settings("mine", list(overrides), str(tmp_path))
 
     return settings
-
-
-@pytest.fixture
-def refused(load):
-    def message(*overrides, **more):
-        with pytest.raises(ConfigError) as caught:
-            load(*overrides, **more)
-        return str(caught.value)
-
-    return message
 
 
 def test_every_name_is_tried():
@@ -123,10 +137,10 @@ def test_every_name_is_tried():
 
 
 @pytest.mark.parametrize("name", MEANINGS)
-def test_a_name_of_trl_wins_over_the_recipe_and_earns_one_notice(load, caplog, name):
+def test_a_name_of_trl_wins_over_the_recipe_and_earns_one_notice(caplog, name):
     value, expected = MEANINGS[name]
     caplog.set_level(logging.INFO)
-    settings = load(f"{name}={str(value).lower() if isinstance(value, bool) else value}")
+    settings = load({name: value})
     assert {key: value_at(settings, key) for key in expected} == expected
     (notice,) = [text for text in caplog.messages if "TRL's spelling" in text]
     assert notice.startswith(f"{name}=")
@@ -135,42 +149,44 @@ def test_a_name_of_trl_wins_over_the_recipe_and_earns_one_notice(load, caplog, n
 
 
 @pytest.mark.parametrize("name", IN_GRPO)
-def test_grpo_reads_the_names_in_its_own_way(load, refused, name):
+def test_grpo_reads_the_names_in_its_own_way(name):
     value, expected = IN_GRPO[name]
-    settings = load(f"{name}={value}", entry="grpo_trainer")
+    settings = load({name: value}, entry="grpo_trainer")
     assert {key: value_at(settings, key) for key in expected} == expected
     if name not in MEANINGS:
-        assert refused(f"{name}={value}") == f"{name}={value}: rloo has no such setting. Remove it."
+        assert refused({name: value}) == f"{name}={value}: rloo has no such setting. Remove it."
 
 
 @pytest.mark.parametrize(
     ("name", "key"), [(name, key) for row in SPELLINGS if "rloo" in row.estimators for name in row.names for key in row.keys]
 )
-def test_a_name_and_our_key_at_once_are_refused_even_if_they_agree(refused, name, key):
+def test_a_name_and_our_key_at_once_are_refused_even_if_they_agree(name, key):
     value = MEANINGS.get(name, (2, {}))[0]
-    text = str(value).lower() if isinstance(value, bool) else value
-    message = refused(f"{name}={text}", f"++{key}=null")
+    message = refused({name: value, key: None})
     assert any(
-        line.startswith(f"{name}={text}, ") and "two spellings of one setting. Keep " in line for line in message.splitlines()
+        line.startswith(f"{name}={shown(value)}, ") and "two spellings of one setting. Keep " in line
+        for line in message.splitlines()
     )
 
 
-def test_verls_other_spelling_of_our_key_is_refused_beside_a_name_too(refused):
-    assert "rloo_k=4, actor_rollout_ref.rollout.n=" in refused("rloo_k=4", f"{ACTOR}.rollout_n=4")
+def test_verls_other_spelling_of_our_key_is_refused_beside_a_name_too():
+    assert "rloo_k=4, actor_rollout_ref.rollout.n=" in refused({"rloo_k": 4, f"{ACTOR}.rollout_n": 4})
 
 
 @pytest.mark.parametrize("names", [names for names in ONE_SETTING if len(names) > 1], ids=" ".join)
-def test_an_old_and_a_new_name_at_once_are_refused(refused, names):
-    lines = [f"{name}={MEANINGS[name][0]}" for name in names]
-    message = refused(*lines)
-    assert ", ".join(line.replace("True", "true") for line in lines) + ": two spellings of one setting. Keep one." in message
+def test_an_old_and_a_new_name_at_once_are_refused(names):
+    given = {name: MEANINGS[name][0] for name in names}
+    address = ", ".join(f"{name}={shown(value)}" for name, value in given.items())
+    assert address + ": two spellings of one setting. Keep one." in refused(given)
 
 
-def test_a_recipe_may_use_the_names_and_may_not_have_both_spellings(load, refused):
-    assert "num_generations=2, actor_rollout_ref.rollout.n=4: two spellings" in refused(lines="num_generations: 2\n")
-    assert load(lines="temperature: 0.5\n").actor_rollout_ref.rollout.temperature == 0.5
-    assert load("rloo_k=2").actor_rollout_ref.rollout.n == 2
-    assert "temperature=0.5" in refused(f"{ROLLOUT}.temperature=0.7", lines="temperature: 0.5\n")
+def test_a_recipe_may_use_the_names_and_may_not_have_both_spellings(load_file):
+    with pytest.raises(ConfigError, match=r"num_generations=2, actor_rollout_ref\.rollout\.n=4: two spellings"):
+        load_file(lines="num_generations: 2\n")
+    assert load_file(lines="temperature: 0.5\n").actor_rollout_ref.rollout.temperature == 0.5
+    assert load_file("rloo_k=2").actor_rollout_ref.rollout.n == 2
+    with pytest.raises(ConfigError, match=r"temperature=0\.5"):
+        load_file(f"{ROLLOUT}.temperature=0.7", lines="temperature: 0.5\n")
 
 
 def test_a_mapping_is_one_place_where_no_two_spellings_meet():
@@ -189,22 +205,22 @@ def test_what_competes_with_a_name_depends_on_where_it_stands():
 
 
 @pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus"])
-def test_with_another_estimator_a_name_is_unknown_and_the_hint_says_where_it_is_read(refused, estimator):
-    message = refused("rloo_k=4", f"algorithm.adv_estimator={estimator}", entry="ppo_trainer")
+def test_with_another_estimator_a_name_is_unknown_and_the_hint_says_where_it_is_read(estimator):
+    message = refused({"rloo_k": 4, "algorithm.adv_estimator": estimator}, entry="ppo_trainer")
     assert f"rloo_k: no such key. Did you mean {N}? With algorithm.adv_estimator={' or '.join(ESTIMATORS)} " in message
 
 
 @pytest.mark.parametrize("name", NO_EQUAL)
-def test_a_name_without_an_equal_is_refused_with_the_way_out_or_asks_for_nothing(load, refused, caplog, name):
+def test_a_name_without_an_equal_is_refused_with_the_way_out_or_asks_for_nothing(caplog, name):
     refusal = NO_EQUAL[name]
     for value in refusal.inert or ():
         caplog.clear()
-        assert load(f"{name}={value}") == load()
+        assert load({name: value}) == plain()
         assert sum(f"{name}=" in text and "does nothing here" in text for text in caplog.messages) == 1
     if refusal.inert is None:
-        assert load(f"{name}=3") == load()
+        assert load({name: 3}) == plain()
     else:
-        assert refused(f"{name}=3") == f"{name}=3: {refusal.reason}."
+        assert refused({name: 3}) == f"{name}=3: {refusal.reason}."
 
 
 def test_the_shipped_recipes_read_the_names():
@@ -213,8 +229,8 @@ def test_the_shipped_recipes_read_the_names():
         assert load_settings(path.stem, files, RECIPES).actor_rollout_ref.rollout.n == 2
 
 
-def test_a_script_of_the_older_trainer_means_what_it_meant(load):
-    settings = load(
+def test_a_script_of_the_older_trainer_means_what_it_meant(load_file):
+    settings = load_file(
         "rloo_k=4", "cliprange=0.2", "kl_coef=0.03", "num_ppo_epochs=2", "num_mini_batches=2", "per_device_train_batch_size=8",
         "gradient_accumulation_steps=4", "response_length=53", "total_episodes=1000", "normalize_reward=true", "temperature=0.7",
     )  # fmt: skip
@@ -223,8 +239,8 @@ def test_a_script_of_the_older_trainer_means_what_it_meant(load):
     assert {key: value_at(settings, key) for key in expected} == expected
 
 
-def test_a_script_of_the_newer_trainer_means_what_it_meant(load):
-    settings = load(
+def test_a_script_of_the_newer_trainer_means_what_it_meant(load_file):
+    settings = load_file(
         "num_generations=8", "epsilon=0.2", "epsilon_high=0.28", "beta=0.0", "num_iterations=2", "steps_per_generation=8",
         "per_device_train_batch_size=16", "gradient_accumulation_steps=2", "max_completion_length=256", "max_steps=100",
         "normalize_advantages=true", "save_steps=16", "learning_rate=1e-6", "++trainer.n_gpus_per_node=2",

@@ -1,8 +1,6 @@
 import shlex
 from pathlib import Path
 
-import pytest
-
 from tools.trl_page import TRL_DEFAULTS, page
 from verl_memopt.config.loader import load_settings
 from verl_memopt.config.trl_names import NAMES, SPELLINGS
@@ -15,10 +13,9 @@ def test_the_committed_page_is_the_one_the_tables_give():
     assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m tools.trl_page > docs/from_trl.md"
 
 
-@pytest.mark.parametrize("name", sorted(NAMES))
-def test_every_name_has_its_row(name):
+def test_every_name_has_its_row():
     first_cells = [line.split(" | ")[0] for line in page().splitlines() if line.startswith("| `")]
-    assert any(f"`{name}`" in cell for cell in first_cells)
+    assert [name for name in NAMES if not any(f"`{name}`" in cell for cell in first_cells)] == []
 
 
 def test_a_default_belongs_to_the_key_that_the_name_sets():

@@ -3,15 +3,13 @@
 from contextlib import contextmanager, nullcontext
 
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.memory.sharded import fake_ranks
 from tests.tensors import whole_of
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor, Model, Optim, TrainedFsdp
 from verl_memopt.data.batch import Ragged, RolloutBatch
-from verl_memopt.distributed.device import leave_process_group, training_mesh
 from verl_memopt.memory.activation_offload_torch import ActivationOffload
 from verl_memopt.memory.lora_torch import initialize_adapters
 from verl_memopt.model.assembly import build_policy, materialize
@@ -116,13 +114,6 @@ def largest_difference(found, expected):
     return max(float((one - two).norm() / (two.norm() or 1.0)) for one, two in pairs)
 
 
-def two_rank_differences(rank, folder, variants):
-    """Gives, on one of two ranks, how far the gradients under each of the variants are from those under the first."""
-    mesh, mini = training_mesh("cpu", 2, -1), mini_batch(rank, 2)
-    found = [first_gradients(build(folder, mesh, 2, **variant), mini) for variant in variants]
-    return [largest_difference(one, found[0]) for one in found[1:]]
-
-
 def whole(tensor):
     return whole_of(tensor).detach().clone()
 
@@ -146,17 +137,6 @@ def assert_same_numbers(found, expected):
 
 
 @contextmanager
-def fake_ranks(world_size):
-    """Gives the mesh of rank 0 in a fake process group, whose collectives cost what real ones do and move nothing."""
-    leave_process_group()
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    try:
-        yield training_mesh("cpu", world_size, -1)
-    finally:
-        leave_process_group()
-
-
-@contextmanager
 def tracking(policy, *inputs):
     with ByteTracker() as tracker, fsdp_kinds():
         tracker.mark("params", [*policy.model.parameters(), *policy.model.buffers()])
@@ -165,10 +145,10 @@ def tracking(policy, *inputs):
         yield tracker
 
 
-def tracked_step(policy, micro, counts, steps=2):
+def tracked_step(policy, micro, counts):
     """Gives the tracker after two steps, with the peaks of the second step's micro-batches. Fake tensors need both steps."""
     with tracking(policy, *micro) as tracker:
-        for step in range(steps):
+        for step in range(2):
             tracker.enter(f"step {step}")
             policy.accumulate(micro, counts, 0.9)
             peaks = dict(tracker.peaks)
@@ -179,10 +159,9 @@ def tracked_step(policy, micro, counts, steps=2):
     return tracker
 
 
-def peaks(policy, mini=None, steps=1):
-    """Gives the (device, host) bytes at the peaks of the last step's forwards and backwards."""
-    mini = mini or mini_batch()
-    tracker = tracked_step(policy, micros(mini), mini.counts, steps)
+def peaks(policy, mini):
+    """Gives the (device, host) bytes at the peaks of the second step's forwards and backwards."""
+    tracker = tracked_step(policy, micros(mini), mini.counts)
     return tracker.peaks[DEVICE].bytes, tracker.peaks[HOST].bytes
 
 
@@ -208,16 +187,25 @@ def close(found, expected, share=0.05):
     return abs(found - expected) <= share * abs(expected)
 
 
+def fake_tracker(folder, mesh, micro, counts, **options):
+    """Gives the tracker after two steps of a policy on fake tensors, which have the bytes of real ones and compute nothing."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        policy = build(folder, mesh, fill=False, **options)
+        return tracked_step(policy, [_faked(fake, one) for one in micro], counts)
+
+
+def fake_peaks(folder, mesh, mini=None, **options):
+    """Gives the (device, host) bytes at the peaks of a second step's forwards and backwards, on fake tensors."""
+    mini = mini or mini_batch()
+    tracker = fake_tracker(folder, mesh, micros(mini), mini.counts, **options)
+    return tracker.peaks[DEVICE].bytes, tracker.peaks[HOST].bytes
+
+
 def assert_fake_tensors_give_the_bytes_of_real_ones(folder, **options):
     """Asserts that fake tensors alone reach the peaks of real ones, on the first of four ranks."""
     mini = mini_batch(response=16)
-    real = micros(mini)
     with fake_ranks(4) as mesh:
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-            micro = [_faked(fake, one) for one in real]
-            tracker = tracked_step(build(folder, mesh, fill=False, **options), micro, mini.counts)
-        found = tracker.peaks[DEVICE].bytes, tracker.peaks[HOST].bytes
-        assert found == peaks(build(folder, mesh, **options), mini, steps=2)
+        assert fake_peaks(folder, mesh, mini, **options) == peaks(build(folder, mesh, **options), mini)
 
 
 def _faked(fake, micro):

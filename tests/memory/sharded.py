@@ -80,7 +80,7 @@ def assert_equal_runs(found, expected):
 
 @contextmanager
 def fake_ranks(world_size, fsdp_size=-1, rank=0):
-    """Gives the mesh of one rank in a fake process group."""
+    """Gives the mesh of one rank in a fake process group, whose collectives cost what real ones do and move nothing."""
     leave_process_group()
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:

@@ -22,8 +22,8 @@ LIST = Path("tests/mutants/survivors.toml")
 
 PARTS = {
     "algorithms": ("algorithms/",),
-    "packing": ("model/packing.py", "memory/token_packing.py", "data/batch.py", "data/batch.py"),
-    "log-probs": ("memory/chunked_logprob_torch.py", "memory/logit_tiles.py", "memory/logit_tiles.py"),
+    "packing": ("model/packing.py", "memory/token_packing.py", "data/batch.py"),
+    "log-probs": ("memory/chunked_logprob_torch.py", "memory/logit_tiles.py"),
     "residency": ("memory/residency.py", "memory/param_offload_torch.py"),
     "checkpoints": ("run/", "distributed/"),
 }

@@ -13,7 +13,7 @@ from difflib import SequenceMatcher
 from typing import Any, Literal, Union, get_args, get_origin
 
 from verl_memopt.config.debug_modes import DATA_KEYS, WITHOUT_DATA
-from verl_memopt.config.keys import Problem, leaf_keys, leaf_types, leaf_values, problem, section_keys, walk
+from verl_memopt.config.keys import Problem, all_keys, leaf_types, leaf_values, problem, section_keys
 from verl_memopt.config.schema import REQUIRED, Settings
 from verl_memopt.config.trl_names import ESTIMATORS, SPELLINGS
 from verl_memopt.config.values import LINKED, with_links
@@ -55,7 +55,7 @@ def build(overrides: Mapping[str, Any]) -> tuple[Settings, dict[str, Any], list[
     values |= with_links({key: values[key] for key in LINKED})
 
     fields: dict[str, dict[str, Any]] = {}  # dotted key of a section -> its fields
-    for key, kind in reversed(list(walk())):  # a section comes after all its fields
+    for key, kind in reversed(all_keys()):  # a section comes after all its fields
         section, _, name = key.rpartition(".")
         fields.setdefault(section, {})[name] = values[key] if key in known else kind(**fields[key])
     return Settings(**fields[""]), values, problems
@@ -194,10 +194,14 @@ def hint(key: str) -> str:
 def nearest(key: str) -> str | None:
     """Return the known key most like an unknown one, by its last part first, then by the whole, or None."""
     last = key.rpartition(".")[2]
-    likeness = {known: _alike(last, known.rpartition(".")[2]) for known in leaf_keys()}
+    likeness = {known: _alike(last, known.rpartition(".")[2], _ALIKE) for known in leaf_types()}
     near = [known for known in likeness if likeness[known] >= _ALIKE]
     return max(near, key=lambda known: 2 * likeness[known] + _alike(key, known), default=None)
 
 
-def _alike(one: str, other: str) -> float:
-    return SequenceMatcher(None, one, other, autojunk=False).ratio()
+def _alike(one: str, other: str, least: float = 0.0) -> float:
+    """Return the share of letters in common, or 0 where it is below ``least``, which two cheap upper bounds often show."""
+    matcher = SequenceMatcher(None, one, other, autojunk=False)
+    if matcher.real_quick_ratio() < least or matcher.quick_ratio() < least:
+        return 0.0
+    return matcher.ratio()

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any, TypeVar, get_type_hints
 
 from verl_memopt.config.schema import Settings
@@ -39,9 +40,15 @@ def walk(section: type = Settings, prefix: str = "", annotated: bool = False) ->
 
 
 @cache
+def all_keys() -> tuple[tuple[str, Any], ...]:
+    """Return every (dotted key, type) of the settings, sections before their own keys."""
+    return tuple(walk())
+
+
+@cache
 def leaf_types() -> dict[str, Any]:
     """Return dotted key -> type of every key that holds a value."""
-    return {key: kind for key, kind in walk() if not dataclasses.is_dataclass(kind)}
+    return {key: kind for key, kind in all_keys() if not dataclasses.is_dataclass(kind)}
 
 
 @cache
@@ -53,7 +60,7 @@ def annotated_types() -> dict[str, Any]:
 @cache
 def section_keys() -> frozenset[str]:
     """Return the dotted keys that hold further keys."""
-    return frozenset(key for key, kind in walk() if dataclasses.is_dataclass(kind))
+    return frozenset(key for key, kind in all_keys() if dataclasses.is_dataclass(kind))
 
 
 def leaf_keys(section: type = Settings) -> list[str]:
@@ -63,14 +70,17 @@ def leaf_keys(section: type = Settings) -> list[str]:
 
 def leaf_values(settings: Settings) -> dict[str, Any]:
     """Return dotted key -> value of every key that holds a value."""
-    return {key: value_at(settings, key) for key in leaf_types()}
+    return dict(zip(leaf_types(), _leaves()(settings), strict=True))
+
+
+@cache
+def _leaves() -> Callable[[Settings], tuple[Any, ...]]:
+    return attrgetter(*leaf_types())
 
 
 def value_at(settings: Any, key: str) -> Any:
     """Return the value under a dotted key."""
-    for name in key.split("."):
-        settings = getattr(settings, name)
-    return settings
+    return attrgetter(key)(settings)
 
 
 def replaced(section: Section, values: Mapping[str, Any]) -> Section:

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Mapping, Set
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_memopt.algorithms.records import LOSSES, SFT
@@ -127,13 +128,14 @@ def _compose(config_name: str, overrides: list[str], config_dir: str | None) -> 
         ConfigError: there is no such config, or Hydra cannot read the config or an override.
     """
     folder = _folder(config_name, config_dir)
+    groups = _groups(folder)
     signed: list[str] = []
     presets: dict[str, Any] = {}
     problems: list[Problem] = []
     for line in overrides:
         try:
             override = OverridesParser.create().parse_override(line)
-            sign = _sign(override, folder)
+            sign = _sign(override, groups)
         except HydraException as error:
             mend = "Write key=value, and quote text with special characters."
             problems.append(Problem((), f"{shown(line)}: {_one_line(error)}. {mend}"))
@@ -152,16 +154,21 @@ def _compose(config_name: str, overrides: list[str], config_dir: str | None) -> 
     try:
         with initialize_config_dir(str(folder), version_base="1.3"):
             config = compose(config_name, [*signed, f"hydra.searchpath=['file://{packaged}']"])
-        # An interpolation may name a key that only the defaults have.
-        resolved = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(to_plain(Settings())), config), resolve=True)
+        given = OmegaConf.to_container(config, resolve=False)
+        resolved = _resolved(config) if "${" in str(given) else given
     except _COMPOSE_ERRORS as error:
         raise ConfigError(f"{config_name}: {_one_line(error)}. Mend the override or the file it names.") from error
     finally:
         GlobalHydra.instance().clear()
-    composed: dict[str, Any] = _part(resolved, OmegaConf.to_container(config, resolve=False))
+    composed: dict[str, Any] = _part(resolved, given)
     for group, name in presets.items():
         _log_preset(group, name, composed)
     return composed, presets
+
+
+def _resolved(config: DictConfig) -> Any:
+    """Return a config with its interpolations resolved. One may name a key that only the defaults have."""
+    return OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(to_plain(Settings())), config), resolve=True)
 
 
 def _folder(config_name: str, config_dir: str | None) -> Path:
@@ -182,13 +189,17 @@ def _folder(config_name: str, config_dir: str | None) -> Path:
     return folder
 
 
-def _sign(override: Override, folder: Path) -> str | None:
+def _sign(override: Override, groups: set[str]) -> str | None:
     """Return the sign with which Hydra takes an override, whether or not a file sets its key; None = as it is written.
+
+    Args:
+        override: One of the command line.
+        groups: The config groups of the recipe's folder.
 
     Raises:
         ConfigError: the override cannot have an effect.
     """
-    key, packaged = override.key_or_group, _groups(PACKAGED)
+    key, packaged = override.key_or_group, _packaged_groups()
     if key.split(".")[0] == "hydra":
         raise ConfigError("Hydra only composes the settings here, its own keys have no effect. Remove the override.")
     if override.is_sweep_override():
@@ -196,7 +207,7 @@ def _sign(override: Override, folder: Path) -> str | None:
     if not key:
         raise ConfigError("no key before the sign. Write key=value.")
     is_deleted = override.type is OverrideType.DEL
-    if key not in packaged | _groups(folder):
+    if key not in packaged | groups:
         return None if is_deleted or override.package else "++"
     if not is_deleted and not isinstance(override.value(), str | list):
         raise ConfigError(f"a group takes the name of one of its files. Write {key}=<name>.")
@@ -211,12 +222,18 @@ def _groups(folder: Path) -> set[str]:
     return {below.relative_to(folder).as_posix() for below in folder.rglob("*") if below.is_dir()}
 
 
+@cache
+def _packaged_groups() -> frozenset[str]:
+    return frozenset(_groups(PACKAGED))
+
+
 def _part(tree: Any, keys: Any) -> Any:
     """Return the part of a nested mapping that has the keys of another."""
     return {name: _part(tree[name], below) for name, below in keys.items()} if isinstance(keys, dict) else tree
 
 
-def _preset(group: str, name: str) -> dict[str, Any]:
+@cache
+def _preset(group: str, name: str) -> Mapping[str, Any]:
     """Return the keys that a preset sets."""
     return flatten(yaml.safe_load((PACKAGED / group / f"{name}.yaml").read_text()) or {})
 

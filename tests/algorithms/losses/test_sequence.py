@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 
 from tests.algorithms.ragged import ragged
-from verl_memopt.algorithms.losses import LossSettings, LossTokens, geo_mean_loss, gspo_loss, sequence_loss
+from verl_memopt.algorithms.losses import LossSettings, LossTokens, cispo_loss, geo_mean_loss, gspo_loss, sequence_loss
 from verl_memopt.algorithms.rows import GlobalCounts
 
 SETTINGS = LossSettings(0.2, 0.3, 3.0, "token-mean", None)
@@ -100,3 +100,20 @@ def test_geo_mean_counts_no_token_of_an_advantage_of_zero_and_small_ones_by_thei
     )
     _, metrics = geo_mean_loss(tokens, SETTINGS)
     assert (metrics["pg_clipfrac"].item(), metrics["pg_clipfrac_lower"].item()) == pytest.approx((0.4, 0.2))
+
+
+def one(loss_of, log_prob, old, advantage):
+    """Gives the loss and its gradient of a mini-batch of one token, and the metrics."""
+    leaf, zero = torch.tensor([log_prob], requires_grad=True), torch.tensor([0])
+    tokens = LossTokens(leaf, torch.tensor([old]), torch.tensor([advantage]), zero, zero + 1, GlobalCounts(1, 1))
+    loss, metrics = loss_of(tokens, SETTINGS)
+    loss.backward()
+    return loss.item(), leaf.grad.item(), {name: value.item() for name, value in metrics.items()}
+
+
+@pytest.mark.parametrize(("log_ratio", "factor"), [(math.log(2), 1.3), (math.log(0.5), 0.8), (0.0, 1.0)])
+def test_cispo_keeps_the_gradient_of_a_clipped_token_and_clips_its_weight(log_ratio, factor):
+    loss, gradient, metrics = one(cispo_loss, -1.0, -1.0 - log_ratio, 2.0)
+    assert loss == pytest.approx(2 * factor)
+    assert gradient == pytest.approx(-2 * factor)
+    assert metrics == {"pg_clipfrac": factor != 1.0, "ratio_clamped": 0.0}

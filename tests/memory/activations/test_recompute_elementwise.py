@@ -11,7 +11,6 @@ from tests.memory import activation_cases as act
 from tests.memory.activation_cases import KV, LAYERS, MLP, RESPONSES, TOKENS, WIDTH, close
 from tests.memory.activation_cases import D as HEAD_SIZE
 from tests.memory.activation_cases import H as HEADS
-from tests.ranks import run_ranks
 from verl_memopt.config.schema import TiledMlp
 from verl_memopt.memory.recompute_elementwise_torch import KNOWN, can_recompute
 from verl_memopt.model.decoder import class_name
@@ -57,11 +56,6 @@ def test_checkpointing_and_offload_change_no_bit(untied_folder, one_rank, option
     policy = act.build(untied_folder, one_rank, **options, **ON)
     policy = act.without_traffic(policy) if policy.trained.offload else policy
     act.assert_same_numbers(act.three_steps(policy, mini), act.three_steps(act.build(untied_folder, one_rank, **ON), mini))
-
-
-def test_the_gradients_of_two_ranks_differ_by_rounding_only(untied_folder):
-    variants = (OFF, ON, {"recompute": True, **ON})
-    assert max(max(found) for found in run_ranks(act.two_rank_differences, 2, untied_folder, variants)) <= BOUND
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
@@ -177,7 +171,7 @@ def peak_of(folder):
         mini = act.mini_batch(micro_batches=1, response=RESPONSE)
         options = {"logprob_chunk_tokens": 256, "recompute_elementwise": elementwise, "recompute": recompute}
         with act.fake_ranks(2) as mesh:
-            return act.peaks(act.build(folder, mesh, **options), mini)[0]
+            return act.fake_peaks(folder, mesh, mini, **options)[0]
 
     return peak
 
@@ -204,26 +198,7 @@ def test_with_checkpointing_the_last_block_never_holds_gate_and_up(peak_of):
     assert close(peak_of(True) - peak_of(True, recompute=True), others + fallen)
 
 
-def test_fake_tensors_give_the_bytes_of_real_ones(untied_folder):
-    act.assert_fake_tensors_give_the_bytes_of_real_ones(untied_folder, **ON)
-
-
 # What it leaves alone.
-
-
-def test_names_and_state_of_blocks_stay(untied_folder, one_rank):
-    plain, recomputed = (act.build(untied_folder, one_rank, **own).model for own in (OFF, ON))
-    assert list(plain.state_dict()) == list(recomputed.state_dict())
-    assert [class_name(block) for block in plain.blocks()] == [class_name(block) for block in recomputed.blocks()]
-
-
-def test_an_unknown_block_is_left_alone_and_a_warning_says_so(caplog):
-    class Experts(nn.Module):
-        pass
-
-    with caplog.at_level(logging.WARNING):
-        assert not can_recompute([Experts()], trained=True)
-    assert "recompute_elementwise=true: Experts is not one of LlamaDecoderLayer" in caplog.text
 
 
 def theirs(**config):

@@ -10,17 +10,21 @@ from hypothesis import strategies as st
 
 from benchmarks.packing.__main__ import SHAPES, batches, measure
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.adaptive_budget import GROWTH, HEAD_ROOM, LearnedBudget, PassFigures, budget_metrics
 from verl_memopt.memory.token_packing import (
     FINEST,
+    RowTokens,
     _best_fit_decreasing,
     _best_single_or_pair,
     _dearest_to_cheapest,
     _swap_once,
     _tight_fill,
     balance,
+    chains,
     lower_bound,
     pack,
     pack_fixed,
+    pack_groups_under,
     split_to_count,
 )
 
@@ -293,3 +297,201 @@ def test_candidates_spread_over_all_rows_find_a_perfect_packing_that_the_largest
     lengths = [draw.randint(1, 498) for _ in range(150)]
     assert min(len(_tight_fill(lengths, 997, candidates, False)) for candidates in (4, 16, 32, 64, 128, 256)) == 39
     assert len(pack(lengths, 997)) == lower_bound(lengths, 997) == 38
+
+
+BUDGET = 1_000_000
+
+
+def passes(budget, count, fixed, per_token, fill=lambda: 1.0, budget_bytes=BUDGET):
+    """Runs passes whose peak is ``fixed + per_token x tokens`` and gives the cap after each."""
+    caps = []
+    for _ in range(count):
+        fullest = max(int(budget.cap * fill()), 1)
+        budget.learn(fullest, PassFigures(int(fixed + per_token * fullest), budget_bytes))
+        caps.append(budget.cap)
+    return caps
+
+
+def test_the_first_cap_is_the_maximum():
+    assert LearnedBudget(4096).cap == 4096
+
+
+def test_the_next_cap_is_the_formula():
+    budget = LearnedBudget(4096, cap=1000)
+    budget.learn(1000, PassFigures(800_000, BUDGET))
+    assert budget.cap == int(1000 * 0.95 / 0.8)
+    budget = LearnedBudget(4096, cap=1000)
+    budget.learn(1000, PassFigures(100_000, BUDGET))
+    assert budget.cap == 1250
+    budget = LearnedBudget(4096, cap=1000)
+    budget.learn(1000, PassFigures(1_900_000, BUDGET))
+    assert budget.cap == 500
+    assert (GROWTH, HEAD_ROOM) == (1.25, 0.95)
+
+
+@pytest.mark.parametrize("fixed", [0, 300_000, 900_000])
+@pytest.mark.parametrize("first", [100, 60_000])
+def test_the_cap_approaches_the_budget_from_one_side(fixed, first):
+    per_token = 20
+    caps = passes(LearnedBudget(1_000_000, cap=first), 300, fixed, per_token)
+    best = (HEAD_ROOM * BUDGET - fixed) / per_token
+    assert caps[-1] == pytest.approx(best, rel=0.02)
+    assert caps == sorted(caps, reverse=first > best)
+
+
+def test_a_cap_that_has_settled_moves_by_less_than_a_tenth_under_noisy_batches():
+    draw = random.Random(3)
+    budget = LearnedBudget(1_000_000, cap=60_000)
+    caps = passes(budget, 400, 300_000, 20, fill=lambda: draw.uniform(0.93, 1.0))
+    settled = caps[100:]
+    steps = [abs(after - before) / before for before, after in itertools.pairwise(settled)]
+    assert max(steps) < 0.1
+    assert (max(settled) - min(settled)) / max(settled) < 0.1
+
+
+def test_the_maximum_is_never_passed():
+    assert max(passes(LearnedBudget(5000, cap=1000), 50, 0, 1)) == 5000
+
+
+def test_a_long_row_has_room_up_to_the_maximum():
+    budget = LearnedBudget(5000, cap=1000)
+    assert [budget.tokens(longest) for longest in (10, 3000, 9000)] == [1000, 3000, 5000]
+
+
+def test_micro_batches_that_are_not_full_raise_no_cap():
+    budget = LearnedBudget(5000, cap=1000)
+    budget.learn(400, PassFigures(100_000, BUDGET))
+    assert budget.cap == 1000
+    budget.learn(900, PassFigures(100_000, BUDGET))
+    assert budget.cap == 1125
+
+
+def test_a_peak_over_the_budget_lowers_the_cap_from_what_was_computed():
+    budget = LearnedBudget(5000)
+    budget.learn(1000, PassFigures(BUDGET, BUDGET))
+    assert budget.cap == 950
+
+
+def test_a_peak_that_is_not_of_the_micro_batches_lowers_the_cap_once():
+    """The optimizer step has the peak, whatever the cap is."""
+    budget = LearnedBudget(10_000)
+    caps = []
+    for _ in range(10):
+        budget.learn(budget.cap, PassFigures(990_000, BUDGET))
+        caps.append(budget.cap)
+    assert set(caps) == {int(10_000 * 0.95 / 0.99)}
+
+
+@pytest.mark.parametrize("figures", [PassFigures(), PassFigures(10, None), PassFigures(None, 10), PassFigures(0, 10)])
+def test_without_a_measured_peak_and_a_limit_nothing_is_learned(figures):
+    budget = LearnedBudget(5000, cap=1000)
+    budget.learn(1000, figures)
+    assert budget.cap == 1000
+
+
+def test_an_error_lowers_the_cap_to_where_the_pass_went_on():
+    budget = LearnedBudget(5000)
+    budget.learn(5000, PassFigures(10, BUDGET, cap_after_error=1200, retries=2))
+    assert budget.cap == 1200
+    assert budget_metrics({"ref": budget}) == {"perf/token_budget/ref": 1200.0, "perf/token_budget/ref_retries": 2.0}
+    assert budget_metrics({"ref": budget})["perf/token_budget/ref_retries"] == 0.0
+    budget.learn(1200, PassFigures(10, BUDGET))
+    assert budget.cap == 1500
+
+
+def test_a_restored_budget_goes_on_alike():
+    one = LearnedBudget(10_000)
+    passes(one, 3, 0, 200)
+    other = LearnedBudget(10_000)
+    other.load_state_dict(one.state_dict())
+    assert passes(other, 5, 990_000, 0) == passes(one, 5, 990_000, 0)
+    lower = LearnedBudget(100)
+    lower.load_state_dict(one.state_dict())
+    assert lower.cap == 100
+
+
+TOKENS = RowTokens(prompts=(10, 10, 10, 4, 0), answers=(3, 4, 5, 6, 0), groups=(0, 0, 0, 1, 1))
+
+
+def test_a_group_costs_its_prompt_once_and_every_answer():
+    assert TOKENS.cost([0, 1, 2]) == 10 + 3 + 4 + 5
+    assert TOKENS.cost([0, 3, 4]) == 10 + 3 + 4 + 6
+    assert TOKENS.cost([4]) == 0
+    assert TOKENS.each() == [13, 14, 15, 10, 0]
+
+
+def test_rows_that_share_nothing_cost_their_sum():
+    assert RowTokens.alone([7, 8]).cost([0, 1]) == 15
+
+
+def test_groups_stay_whole_where_the_budget_allows():
+    assert sorted(pack_groups_under(TOKENS, 22, "abcde")) == [[0, 1, 2], [3, 4]]
+    assert pack_groups_under(TOKENS, 32, "abcde") == [[0, 1, 2, 3, 4]]
+
+
+def test_a_group_over_the_budget_is_cut_and_each_part_pays_the_prompt():
+    bins = pack_groups_under(TOKENS, 18, "abcde")
+    assert sorted(bins) == [[0, 2], [1], [3, 4]]
+
+
+def test_parts_of_a_group_that_one_prompt_is_kept_to_stay_neighbours():
+    tokens = RowTokens(prompts=(10,) * 6, answers=(4, 4, 4, 5, 5, 3), groups=(0, 0, 0, 1, 1, 2))
+    assert pack_groups_under(tokens, 18, "abcdef") == [[5], [0, 1], [2], [3], [4]]
+
+
+def test_a_row_over_the_budget_is_named():
+    with pytest.raises(ConfigError, match=r"ppo_max_token_len_per_gpu=14: c has 15 tokens.*Raise it to at least 15"):
+        pack_groups_under(TOKENS, 14, "abcde")
+
+
+FAMILY = RowTokens(prompts=(10, 10), answers=(3, 5), groups=(0, 0))
+
+
+def test_a_group_that_fills_the_budget_to_the_last_token_stays_whole_and_one_token_more_is_cut():
+    assert pack_groups_under(FAMILY, 18, "ab") == [[0, 1]]
+    assert sorted(pack_groups_under(FAMILY, 17, "ab")) == [[0], [1]]
+
+
+def test_the_longest_row_of_a_group_may_fill_the_budget_and_one_token_more_is_refused():
+    assert sorted(pack_groups_under(FAMILY, 15, "ab")) == [[0], [1]]
+    with pytest.raises(ConfigError, match=r"=14: b has 15 tokens.*Raise it to at least 15"):
+        pack_groups_under(FAMILY, 14, "ab")
+
+
+def test_a_row_without_others_of_its_group_may_fill_the_budget_and_one_token_more_is_refused():
+    tokens = RowTokens(prompts=(10, 2), answers=(5, 1), groups=(0, 1))
+    assert sorted(pack_groups_under(tokens, 15, "ab")) == [[0], [1]]
+    with pytest.raises(ConfigError, match=r"=14: a has 15 tokens"):
+        pack_groups_under(tokens, 14, "ab")
+
+
+def test_answers_of_one_token_to_a_prompt_as_long_as_the_budget_fit_together():
+    tokens = RowTokens(prompts=(10, 10), answers=(0, 0), groups=(0, 0))
+    assert pack_groups_under(tokens, 10, "ab") == [[0, 1]]
+
+
+@given(st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(0, 20), min_size=1, max_size=6)), min_size=1, max_size=8))
+def test_no_micro_batch_computes_more_than_the_budget_and_every_row_is_in_one(groups):
+    rows = [(prompt, answer, number) for number, (prompt, answers) in enumerate(groups) for answer in answers]
+    tokens = RowTokens(*(tuple(part) for part in zip(*rows, strict=True)))
+    bins = pack_groups_under(tokens, 50, [str(row) for row in range(len(rows))])
+    assert sorted(row for members in bins for row in members) == list(range(len(rows)))
+    assert all(tokens.cost(members) <= 50 for members in bins)
+
+
+def test_only_answers_beside_another_of_their_group_are_suffixes():
+    assert TOKENS.suffixes([0, 1, 3]) == 3 + 4
+    assert TOKENS.suffixes([0, 3]) == 0
+    assert TOKENS.suffixes([]) == 0
+
+
+def test_neighbours_of_one_group_no_longer_than_the_prompt_are_a_chain():
+    tokens = RowTokens(prompts=(10,) * 10, answers=(5, 5, 11, 2, 0) * 2, groups=(0,) * 5 + (1,) * 5)
+    assert chains([[0, 1], [3, 4], [5, 6], [8]], tokens) == [[[0, 1], [3, 4]], [[5, 6], [8]]]
+    assert chains([[0, 1], [2], [3]], tokens) == [[[0, 1]], [[2]], [[3]]]  # 11 are more than the prompt's 10
+    assert chains([[0, 5], [1, 6]], tokens) == [[[0, 5]], [[1, 6]]]
+    assert chains([[0], [4], [1]], tokens) == [[[0]], [[4]], [[1]]]  # nothing to compute for an answer of one token
+
+
+def test_rows_that_compute_their_own_prompts_are_no_chain():
+    assert chains([[0], [1]], RowTokens(prompts=(10, 10), answers=(5, 5), groups=(0, 1))) == [[[0]], [[1]]]

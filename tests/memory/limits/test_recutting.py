@@ -1,5 +1,6 @@
 import logging
 from contextlib import contextmanager
+from itertools import product
 
 import pytest
 import torch
@@ -88,11 +89,14 @@ def test_values_of_prompts_that_are_computed_once_survive_an_error(untied_folder
 
 
 PLACES = [(0, False), (2, False), (0, True), (2, True)]
+FSDP = [{}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "gradient_sync": "last"}, {"offload_policy": True}]
+SOME = [(place, {}) for place in PLACES] + [((2, True), fsdp) for fsdp in FSDP[1:]]
+FURTHER = [case for case in product(PLACES, FSDP) if case not in SOME]
 
 
-@pytest.mark.parametrize(("number", "in_backward"), PLACES)
 @pytest.mark.parametrize(
-    "fsdp", [{}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "gradient_sync": "last"}, {"offload_policy": True}], ids=str
+    ("number", "in_backward", "fsdp"),
+    [pytest.param(*place, fsdp, marks=[pytest.mark.slow] * ((place, fsdp) in FURTHER)) for place, fsdp in [*SOME, *FURTHER]],
 )
 def test_an_update_that_fails_at_any_micro_batch_is_the_same_update(untied_folder, one_rank, number, in_backward, fsdp):
     clean, policy = (policy_of(untied_folder, one_rank, fsdp) for _ in range(2))
@@ -146,11 +150,7 @@ def test_the_log_probs_of_a_restarted_update_are_those_of_its_second_forward(unt
 def test_an_update_may_fail_more_than_once(untied_folder, one_rank):
     policy, mini = policy_of(untied_folder, one_rank), share(budget=WHOLE)
     tokens = mini.batch.row_tokens().cost(range(mini.batch.num_rows))
-    with (
-        oom_retry(CPU, True) as record,
-        out_of_memory(policy.model, 0, in_backward=True),
-        out_of_memory(policy.model, 1),
-    ):
+    with oom_retry(CPU, True) as record, out_of_memory(policy.model, 0, in_backward=True), out_of_memory(policy.model, 1):
         metrics = policy.update([mini], 0.9)
     assert record.retries == 2
     assert record.cap <= tokens // 4

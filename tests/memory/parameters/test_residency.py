@@ -179,10 +179,7 @@ def test_the_log_says_how_much_came_and_how_much_left(caplog):
 
 # The critic and the policy take turns.
 
-TURNS = {
-    f"{AR}.actor.fsdp_config.param_offload": True,
-    f"{AR}.actor.fsdp_config.optimizer_offload": True,
-}
+TURNS = {f"{AR}.actor.fsdp_config.param_offload": True, f"{AR}.actor.fsdp_config.optimizer_offload": True}
 
 
 def ppo_step(worker, with_critic):
@@ -192,10 +189,7 @@ def ppo_step(worker, with_critic):
         asked = [("old_log_prob", "old_log_probs", (mini.batch, mini.micro_batches, False))]
         if with_critic:
             learnt = critic_mini()
-            asked += [
-                ("values", "values", (learnt.batch, learnt.micro_batches)),
-                ("update_critic", "update_critic", ([learnt],)),
-            ]
+            asked += [("values", "values", (learnt.batch, learnt.micro_batches)), ("update_critic", "update_critic", ([learnt],))]
         asked += [("update_actor", "update_actor", ([mini],)), ("update_weights", "update_weights", ())]
         memories = {phase: worker.call(phase, True, method, *args).memory for phase, method, args in asked}
     return memories

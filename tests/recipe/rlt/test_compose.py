@@ -56,11 +56,13 @@ def of_hydra(recipe, model, memory, debug):
     return load_settings(recipe, [f"model={model}", f"memory={memory}", f"debug={debug}", *more], RECIPE)
 
 
+@pytest.mark.parametrize("profiles_of_a_model", [1, pytest.param(len(MEMORY), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("debug", DEBUG)
-def test_every_model_and_profile_composes_with_the_debug_mode(debug) -> None:
+def test_every_model_and_profile_composes_with_the_debug_mode(debug, profiles_of_a_model) -> None:
     logging.disable(logging.WARNING)
     try:
-        for model, memory in product(MODELS, MEMORY):
+        for (place, model), further in product(enumerate(MODELS, DEBUG.index(debug)), range(profiles_of_a_model)):
+            memory = MEMORY[(place + further) % len(MEMORY)]
             settings = composed("teacher_rlt_mono", model, memory, debug)
             assert settings.debug.mode == preset_keys("debug", debug)["mode"]
             assert settings.actor_rollout_ref.model.path == preset_keys("model", model)["actor_rollout_ref.model.path"]

@@ -1,13 +1,39 @@
 """What is read and what is learned in a lesson."""
 
+import json
+import logging
+import math
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from tests.recipe.rlt import naive
+from verl_memopt.config.schema import Data
 from verl_memopt.data.batch import Ragged
 from verl_memopt.data.encoder import tokenize
-from verl_memopt.recipes.rlt.dataset import FORMATS, STRATOS, RltPrompts, RltRecord
-from verl_memopt.recipes.rlt.lessons import student_lesson, teacher_lesson
+from verl_memopt.data.toy import ToyRecipe, split_problems
+from verl_memopt.errors import DataError
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.recipes.rlt.dataset import FORMATS, STRATOS, RltDataset, RltPrompts, RltRecord
+from verl_memopt.recipes.rlt.lessons import (
+    NO_TRACE,
+    Lesson,
+    RltToyRecipe,
+    RltWarmUp,
+    explanation,
+    lesson_loss,
+    make_rlt_toy,
+    solution,
+    student_lesson,
+    teacher_lesson,
+    teacher_lessons,
+    teacher_rows,
+    warm_up_on_lessons,
+)
 from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student_rows import END, PREFIX, StudentEncoder
 
@@ -44,3 +70,195 @@ def test_a_student_learns_the_tokens_that_the_reward_scores(tokenizer: PreTraine
     assert lesson.prompt + lesson.answer == rows.ids.flat.tolist()
     assert lesson.prompt == rows.part(PREFIX).flat.tolist()
     assert tokenizer.decode(rows.part(END).flat) == "</solution><|im_end|>\n"
+
+
+# Lessons of a warm-up, read from files of questions, solutions and traces.
+
+
+def write(tmp_path, *rows):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def row(number, **more):
+    return {"question": f"{number}?", "solution": f"{number}!", "reasoning_trace": f"because {number}", **more}
+
+
+def settings(**more):
+    return Data(**{"train_files": None, "val_files": None, "seed": 0, "max_prompt_length": 4000, **more})
+
+
+def test_each_row_with_a_trace_is_the_teachers_lesson(tmp_path, tokenizer: PreTrainedTokenizerFast, caplog) -> None:
+    path = write(tmp_path, row(1), row(2, reasoning_trace=None), row(3, solution=" "), row(4))
+    with caplog.at_level(logging.WARNING):
+        rows = teacher_rows(path, settings(), tokenizer, "train", "r1")
+    prompts = RltPrompts(tokenizer, FORMATS["r1"])
+    expected = [teacher_lesson(prompts, RltRecord(f"{n}?", f"{n}!", f"because {n}", "")) for n in (1, 4)]
+    ids = tokenize(tokenizer, [row.text for row in rows], [row.plain for row in rows])
+    assert [Lesson(prompt, list(row.response)) for prompt, row in zip(ids, rows, strict=True)] == expected
+    assert [row.address for row in rows] == [f"{path}:1", f"{path}:4"]
+    assert f"data.train_files: left out 1 rows: {NO_TRACE}" in caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("limit", "reason"),
+    [
+        ({"max_prompt_length": 60}, r"prompt has \d+ tokens, but data.max_prompt_length is 60"),
+        ({"max_response_length": 40}, r"response has \d+ tokens, but data.max_response_length is 40"),
+    ],
+)
+def test_a_long_row_is_refused_or_left_out(tmp_path, tokenizer: PreTrainedTokenizerFast, limit, reason) -> None:
+    path = write(tmp_path, row(1), row(2, question="?" * 50, reasoning_trace="x" * 50))
+    with pytest.raises(DataError, match=f"{path}:2: the {reason}.*filter_overlong_prompts=true"):
+        teacher_rows(path, settings(**limit), tokenizer, "train", "short")
+    rows = teacher_rows(path, settings(filter_overlong_prompts=True, **limit), tokenizer, "train", "short")
+    assert [row.address for row in rows] == [f"{path}:1"]
+
+
+def test_a_file_without_traces_is_refused(tmp_path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write(tmp_path, row(1, reasoning_trace=None), row(2, reasoning_trace=None))
+    with pytest.raises(DataError, match=r"data.val_files: no row can be learned from: there is no reasoning trace"):
+        teacher_rows(path, settings(), tokenizer, "val", "short")
+
+
+# The warm-up of a tiny model on lessons.
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    shape = TinyShape(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=1, initializer_range=0.06)
+    return make_tiny_model(tmp_path / "model", shape)
+
+
+def test_the_loss_is_that_of_each_lesson_alone_over_its_answer(model: Path) -> None:
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    lessons = [Lesson([5, 6, 7], [8, 9]), Lesson([10], [11]), Lesson([12, 13], [14, 15, 16, 17])]
+    total = 0.0
+    for lesson in lessons:
+        ids = torch.tensor([lesson.prompt + lesson.answer])
+        log_probs = lm(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        total -= log_probs[len(lesson.prompt) - 1 :].sum()
+    torch.testing.assert_close(lesson_loss(lm, lessons), total / 7, rtol=0, atol=1e-5)
+
+
+def test_a_warmed_up_model_gives_the_shares_of_its_lessons(model: Path) -> None:
+    lessons = [Lesson([5, 6], [7])] * 3 + [Lesson([5, 6], [8])]
+    loss = warm_up_on_lessons(model, lessons, RltWarmUp(steps=150, batch_size=16, lr=1e-2), seed=0)
+    logits = AutoModelForCausalLM.from_pretrained(model)(torch.tensor([[5, 6]])).logits[0, -1]
+    torch.testing.assert_close(logits.softmax(-1)[[7, 8]], torch.tensor([0.75, 0.25]), rtol=0, atol=0.1)
+    assert loss == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)), abs=0.25)
+
+
+def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
+    weights = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        folder = make_tiny_model(tmp_path / name, TinyShape(hidden_size=32, num_layers=1, num_heads=1))
+        warm_up_on_lessons(folder, [Lesson([5], [6]), Lesson([7], [8])], RltWarmUp(steps=2, batch_size=1), seed)
+        weights.append((folder / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1] != weights[2]
+
+
+# The toy task: true sums, true explanations, datasets of RLT, and a student that reads explanations.
+
+
+BRIEF = RltWarmUp(steps=1, batch_size=2)
+RECIPE = RltToyRecipe(num_validation=64, student=RltWarmUp(steps=150), teacher=BRIEF)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_rlt_toy(tmp_path_factory.mktemp("rlt") / "toy", recipe=RECIPE)
+
+
+@pytest.mark.parametrize(
+    ("problem", "text"),
+    [((47, 8), "7+8=15 4+1=5"), ((41, 8), "1+8=9 4+0=4"), ((19, 1), "9+1=10 1+1=2"), ((89, 9), "9+9=18 8+1=9")],
+)
+def test_an_explanation_adds_the_ones_then_the_tens(problem: tuple[int, int], text: str) -> None:
+    assert explanation(problem) == text
+
+
+def test_the_last_digits_of_the_steps_are_the_solution() -> None:
+    for problem in chain(*split_problems(ToyRecipe(), 0)):
+        ones, tens = explanation(problem).split(" ")
+        assert solution(problem) == tens.partition("=")[2] + ones[-1] == str(sum(problem))
+        assert all(eval(left) == int(right) for left, _, right in (step.partition("=") for step in (ones, tens)))
+
+
+def test_a_careless_explanation_forgets_the_carry_alone() -> None:
+    assert explanation((47, 8), carries=False) == "7+8=15 4+0=4"
+    assert explanation((41, 8), carries=False) == explanation((41, 8))
+
+
+def test_lessons_of_the_teacher_are_as_careless_as_the_recipe_says(tokenizer: PreTrainedTokenizerFast) -> None:
+    prompts = RltPrompts(tokenizer, FORMATS["short"])
+    lessons = list(teacher_lessons(prompts, [(47, 8)] * 400, RltToyRecipe(carelessness=0.65, endlessness=0.2), 0))
+    answers = [tokenizer.decode(lesson.answer) for lesson in lessons]
+    assert {tokenizer.decode(lesson.prompt) for lesson in lessons} == {prompts.teacher("47+8=", "55")[0]}
+    careless, ended = "7+8=15 4+0=4", "</explanation><|im_end|>\n"
+    assert sum(answer.startswith(careless) for answer in answers) / 400 == pytest.approx(0.65, abs=0.08)
+    assert sum(answer.endswith(ended) for answer in answers) / 400 == pytest.approx(0.8, abs=0.08)
+    assert set(answers) == {text + end for text in (careless, "7+8=15 4+1=5") for end in (ended, "<|im_end|>\n")}
+
+
+def test_the_files_are_datasets_without_rejected_rows_and_share_no_question(
+    folder: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    questions = {}
+    for split in ("train", "val"):
+        data = Data(train_files=None, val_files=None, seed=0, max_prompt_length=64)
+        rows = RltDataset(str(folder / f"{split}.parquet"), data, tokenizer, split, "short")
+        assert rows.rejected == {}
+        questions[split] = {row.extra_info["question"] for row in rows}
+    assert (len(questions["train"]), len(questions["val"])) == (720 - 64, 64)
+    assert not questions["train"] & questions["val"]
+
+
+@torch.no_grad()
+def solution_log_prob(student: AutoModelForCausalLM, tokenizer: PreTrainedTokenizerFast, problem: tuple[int, int], thought: str):
+    """Returns the student's mean log-prob of the solution's tokens after a thought."""
+    response = tokenizer(thought + "</explanation>")["input_ids"]
+    sample = naive.sample_of(tokenizer, FORMATS["short"], f"{problem[0]}+{problem[1]}=", solution(problem), response, set())
+    s, _, _ = naive.spans(student, student, sample, 1.0, 1.0)
+    return sum(s) / len(s)
+
+
+def test_the_right_explanation_helps_the_student_more_than_none_a_wrong_one_or_anothers(
+    folder: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    student = AutoModelForCausalLM.from_pretrained(folder / "student", dtype=torch.float32).eval()
+    _, held_out = split_problems(ToyRecipe(num_validation=64), 0)
+    with_carry = [problem for problem in held_out if problem[0] % 10 + problem[1] >= 10][:24]
+    others = [*with_carry[1:], with_carry[0]]
+    thoughts = {
+        "right": map(explanation, with_carry),
+        "none": [""] * 24,
+        "without carry": [explanation(problem, carries=False) for problem in with_carry],
+        "of another sum": map(explanation, others),
+    }
+    means = {
+        name: sum(solution_log_prob(student, tokenizer, *pair) for pair in zip(with_carry, texts, strict=True)) / 24
+        for name, texts in thoughts.items()
+    }
+    assert means["right"] > max(value for name, value in means.items() if name != "right") + 1, means
+
+
+def test_a_task_is_kept_or_made_anew_as_seed_and_recipe_say(tmp_path: Path) -> None:
+    brief = replace(RECIPE, student=BRIEF)
+    folder = make_rlt_toy(tmp_path / "toy", seed=1, recipe=brief)
+    model, stamp = (folder / "teacher" / "model.safetensors").read_bytes(), (folder / "val.parquet").stat().st_ino
+    assert (make_rlt_toy(folder, seed=1, recipe=brief) / "val.parquet").stat().st_ino == stamp
+    assert (make_rlt_toy(tmp_path / "again", seed=1, recipe=brief) / "teacher" / "model.safetensors").read_bytes() == model
+    make_rlt_toy(folder, seed=2, recipe=brief)
+    record = json.loads((folder / "rlt_toy.json").read_text())
+    assert (record["seed"], record["recipe"]["num_validation"]) == (2, 64)
+    assert (folder / "teacher" / "model.safetensors").read_bytes() != model
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "toy"]
+
+
+def test_a_folder_of_something_else_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("x")
+    with pytest.raises(DataError, match="is no toy task of RLT"):
+        make_rlt_toy(tmp_path)
+    assert (tmp_path / "mine").read_text() == "x"

@@ -2,6 +2,7 @@
 
 import math
 from contextlib import contextmanager
+from functools import cache
 
 import pytest
 import torch
@@ -47,6 +48,7 @@ def learner_of(settings):
             learner.close()
 
 
+@cache
 def lm(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 

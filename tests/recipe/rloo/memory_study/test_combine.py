@@ -4,10 +4,23 @@ import json
 
 import pytest
 
+from recipe.rloo.memory_study.arms import ARMS
 from recipe.rloo.memory_study.combine import combine, sample_rows
+from recipe.rloo.memory_study.controls import check, tolerance
 from recipe.rloo.memory_study.monitor import Reading, sample
-from recipe.rloo.memory_study.records import write_result
+from recipe.rloo.memory_study.records import (
+    EXIT_CODES,
+    Cell,
+    CellResult,
+    Failure,
+    OutOfMemory,
+    UpdateRecord,
+    read_result,
+    worst,
+    write_result,
+)
 from tests.recipe.rloo.memory_study.hand_made import GIB, MIB, completed, out_of_memory, published
+from tests.recipe.rloo.memory_study.stand_in import SAVING, STRING, TOKEN, cell, measure_cell
 from verl_memopt.errors import DataError
 
 
@@ -94,3 +107,143 @@ def test_arms_that_differ_are_diverged_in_every_file(results):
 def test_a_folder_without_results_says_how_to_make_some(tmp_path):
     with pytest.raises(DataError, match=r"no results\. Run the study first"):
         combine(tmp_path)
+
+
+def result(*arguments, **changes):
+    measured = cell(*arguments, **changes)
+    return CellResult(measured, "completed", tuple(measure_cell(measured)))
+
+
+def outcomes(results):
+    return {checked.cell.name: checked.outcome for checked in check(results)[0]}
+
+
+def with_records(result, **changes):
+    return dataclasses.replace(result, records=tuple(dataclasses.replace(record, **changes) for record in result.records))
+
+
+def test_arms_that_computed_the_same_pass():
+    results = [result(), result(STRING), result(SAVING), result(TOKEN, 1)]
+    checked, controls = check(results)
+    assert checked == results
+    assert (controls.ids_groups, controls.values_groups, controls.diverged) == (1, 1, {})
+    assert 0 <= controls.loss_error < 1e-6
+    assert 0 <= controls.grad_norm_error < 1e-6
+
+
+def test_other_ids_diverge_and_the_reason_names_both_cells():
+    checked, _ = check([result(), result(STRING, name="other_ids")])
+    assert [each.outcome for each in checked] == ["completed", "diverged"]
+    assert "ids" in checked[1].failure.message
+    assert "token_full_legacy_k2_r0" in checked[1].failure.message
+
+
+def test_the_published_token_arm_is_what_the_others_are_compared_with():
+    assert outcomes([result(SAVING, name="other_ids"), result(STRING), result()]) == {
+        "other_ids_k2_r0": "diverged",
+        "string_full_legacy_k2_r0": "completed",
+        "token_full_legacy_k2_r0": "completed",
+    }
+
+
+def test_another_loss_with_the_same_ids_diverges():
+    checked, controls = check([result(), result(SAVING, name="other_loss")])
+    assert [each.outcome for each in checked] == ["completed", "diverged"]
+    assert controls.loss_error == pytest.approx(0.5, rel=1e-5)
+
+
+def test_a_truncated_prompt_has_ids_of_its_own():
+    cut = result(prompt="truncated", name="token_truncated_legacy")
+    checked, controls = check([result(), cut])
+    assert [each.outcome for each in checked] == ["completed", "completed"]
+    assert controls.ids_groups == controls.values_groups == 2
+
+
+def test_micro_batches_change_neither_ids_nor_values():
+    checked, controls = check([result(k=4, micro_batch=4), result(k=4, micro_batch=1, name="one_row")])
+    assert [each.outcome for each in checked] == ["completed", "completed"]
+    assert controls.grad_norm_error < 1e-6
+
+
+def test_values_of_another_program_are_not_compared():
+    elsewhere = with_records(result(STRING), values_from="a smaller prompt", loss=100.0)
+    assert check([result(), elsewhere])[1].diverged == {}
+
+
+def test_values_of_the_same_run_in_float64_are_compared():
+    wide, narrow = (f"{dtype}, real tensors, prompt of 48" for dtype in ("float64", "float32"))
+    first = with_records(result(), values_from=wide)
+    assert check([first, with_records(result(STRING), values_from=narrow)])[1].diverged == {}
+    assert check([first, with_records(result(STRING), values_from=narrow, loss=100.0)])[1].diverged
+
+
+def test_a_missing_loss_is_not_an_equal_loss():
+    assert outcomes([result(), with_records(result(STRING), loss=None)])["string_full_legacy_k2_r0"] == "diverged"
+    assert set(outcomes([with_records(each, loss=None, grad_norm=None) for each in (result(), result(STRING))]).values()) == {
+        "completed"
+    }
+
+
+def test_a_repeat_with_other_bytes_diverges_unless_a_device_counted_them():
+    first, second = result(), result(TOKEN, 1)
+    more = with_records(second, allocated_peak=second.records[0].allocated_peak + 1)
+    assert outcomes([first, more])["token_full_legacy_k2_r1"] == "diverged"
+    device = [with_records(each, measured_by="device allocator") for each in (first, more)]
+    assert set(outcomes(device).values()) == {"completed"}
+
+
+def test_a_run_that_samples_its_answers_is_compared_with_none():
+    sampled = with_records(result(SAVING), ids_sha256="", loss=None, grad_norm=None)
+    checked, controls = check([result(), sampled])
+    assert [each.outcome for each in checked] == ["completed", "completed"]
+    assert controls.ids_groups == controls.values_groups == 1
+
+
+def test_a_cell_that_did_not_complete_is_left_as_it_is():
+    failed = CellResult(cell(name="raises"), "failed", (), Failure("ValueError", "no"))
+    assert check([failed, result()])[0][0] is failed
+
+
+def test_bf16_values_may_differ_more():
+    fp32 = result().records[0]
+    bf16 = dataclasses.replace(fp32, dtype="float32, autocast bfloat16")
+    assert (tolerance(fp32, fp32), tolerance(fp32, bf16), tolerance(bf16, fp32)) == (1e-5, 1e-2, 1e-2)
+    elsewhere = dataclasses.replace(bf16, values_from="float32, a short prompt")
+    assert tolerance(elsewhere, fp32) == 1e-5
+
+
+RECORD = UpdateRecord(
+    update=0, phase="backward", rows=2, prompt_len=3, response_len=4, total_tokens=14, dropped_tokens=1, vocab=5,
+    dtype="float32", ids_sha256="ab", allocated_enter=1, allocated_peak=9, allocated_exit=2, reserved_peak=None, loss=0.5,
+    grad_norm=1.5, seconds=0.25, measured_by="byte tracker", timeline=((0.0, 1, None), (0.1, 9, None)),
+)  # fmt: skip
+RESULT = CellResult(Cell(ARMS[0], 1, 7, "cpu", None), "completed", (RECORD,), None, 1.0, 2.0, 3, {"torch": "2"})
+
+
+@pytest.mark.parametrize(
+    "result",
+    [RESULT, dataclasses.replace(RESULT, outcome="oom", failure=Failure("OutOfMemory", "no room", "forward", 5, 6, "[2]", 6))],
+)
+def test_a_result_comes_back_from_its_file_as_it_was(result, tmp_path):
+    write_result(tmp_path / "cell.json", result)
+    assert read_result(tmp_path / "cell.json") == result
+    assert [path.name for path in tmp_path.iterdir()] == ["cell.json"]
+
+
+def test_a_study_ends_with_its_worst_outcome():
+    assert worst({"completed"}) == "completed"
+    assert worst({"completed", "oom"}) == "oom"
+    assert worst({"oom", "timeout", "diverged"}) == "diverged"
+    assert worst(set(EXIT_CODES)) == "failed"
+
+
+def test_a_cell_with_a_limit_has_a_file_of_its_own():
+    cell = RESULT.cell
+    assert cell.name != dataclasses.replace(cell, limit_bytes=1).name != dataclasses.replace(cell, repeat=2).name
+
+
+def test_running_out_of_memory_names_phase_tensor_and_bytes():
+    error = OutOfMemory("forward", 1000, 2000, "[2, 5] float32")
+    assert str(error) == "forward: no room for 1,000 bytes [2, 5] float32 beside the 2,000 that are held"
+    assert (error.phase, error.peak_bytes) == ("forward", 2000)
+    assert OutOfMemory("forward", 1, 2, peak_bytes=3).peak_bytes == 3

@@ -129,9 +129,8 @@ def printed(script, out, *options, **variables):
 
 
 def test_a_script_passes_on_the_exit_code_of_a_study(tmp_path):
-    ended = shell("run_study.sh", tmp_path, "--quick", "--k", "2", *FEW, *STAND_IN, PYTHON=sys.executable, DEVICE_LIMIT_GB=LIMIT)
-    assert ended.returncode == 3, ended.stderr
-    assert {path.name for path in tmp_path.iterdir()} == FILES
+    ended = shell("run_study.sh", tmp_path, "--expansion", "lazy", "--arm", "token_full_legacy", PYTHON=sys.executable)
+    assert (ended.returncode, "no arm has this" in ended.stderr) == (2, True), ended.stderr
 
 
 def shell(script, out, *options, **variables):

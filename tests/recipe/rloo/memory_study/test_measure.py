@@ -2,12 +2,14 @@ import dataclasses
 
 import pytest
 
-from recipe.rloo.memory_study.arms import FULL, LEGACY, TRUNCATED, Arm
+from recipe.rloo.memory_study.arms import FULL, LEGACY, TRUNCATED, Arm, saving_arms, whole_run_arms
 from recipe.rloo.memory_study.formula import DESKTOP_BYTES, IDLE_BYTES
 from recipe.rloo.memory_study.legacy import Options
 from recipe.rloo.memory_study.measure import measure_arm, run_arm
-from recipe.rloo.memory_study.records import BYTE_TRACKER, SIMULATED_ALLOCATOR, OutOfMemory
+from recipe.rloo.memory_study.measure_cell import measure_cell
+from recipe.rloo.memory_study.records import BYTE_TRACKER, SIMULATED_ALLOCATOR, Cell, OutOfMemory
 from recipe.rloo.memory_study.shapes import PUBLISHED, SMALL, make_model
+from recipe.rloo.memory_study.whole_run import measure_whole_run
 from verl_memopt.errors import ConfigError
 
 GIB, MIB = 2**30, 2**20
@@ -122,3 +124,51 @@ def test_large_groups_complete_under_two_gigabytes(k, folder):
     phases = run_arm(arm(OWN, k, k), shapes, "cpu", 2 * 10**9, 0, folder, Options(k)).phases
     assert phases[-1].update == 1
     assert max(phase.peak for phase in phases) < 400 * MIB
+
+
+SHARED = next(arm for arm in saving_arms([2]) if arm.update == "shared_prompt")
+
+
+def test_a_cell_is_measured_at_its_shapes():
+    records = measure_cell(Cell(SHARED, 0, 0, "cpu", None, shapes="small"))
+    assert {(record.prompt_len, record.response_len, record.rows) for record in records} == {(SMALL.prompt, SMALL.response, 2)}
+    assert {record.measured_by for record in records} == {"byte tracker"}
+    assert records[0].loss is not None
+    assert any(record.timeline for record in records)
+
+
+def test_a_documents_file_is_the_prompt(tmp_path):
+    path = tmp_path / "document.txt"
+    path.write_text("word " * 200)
+    cell = Cell(SHARED, 0, 0, "cpu", None, shapes="small")
+    ids = {each.ids_sha256 for cell in (cell, dataclasses.replace(cell, documents=str(path))) for each in measure_cell(cell)}
+    assert len(ids) == 2
+
+
+def test_a_whole_step_has_its_phases_and_no_ids_to_compare():
+    (arm,) = whole_run_arms()
+    arm = dataclasses.replace(arm, k=2, micro_batch=2)
+    records = measure_cell(Cell(arm, 0, 0, "cpu", None, shapes="small"))
+    assert [record.phase for record in records] == ["gen", "old_log_prob", "ref", "update_actor", "update_weights"]
+    assert all(record.allocated_peak > 0 for record in records)
+    assert {record.ids_sha256 for record in records} == {""}
+
+
+PHASES = ["gen", "old_log_prob", "ref", "update_actor", "update_weights"]
+
+
+def test_every_phase_of_a_step_is_counted_with_every_model():
+    run = measure_whole_run(dataclasses.replace(SMALL, epochs=1), 2)
+    assert [memory.name for memory in run.phases] == PHASES
+    assert run.dropped == 0
+    weights = 2 * 151_669 * 8 * 4  # embedding and head
+    policy_reference_engine = 3 * weights
+    assert all(memory.peak_allocated_bytes > policy_reference_engine for memory in run.phases)
+    assert run.peak_bytes == max(memory.peak_allocated_bytes for memory in run.phases)
+
+
+@pytest.mark.slow
+def test_a_whole_step_with_eight_answers_stays_under_a_gigabyte():
+    run = measure_whole_run(PUBLISHED, 8)
+    assert run.dropped == 0
+    assert run.peak_bytes < 10**9

@@ -3,7 +3,24 @@ import json
 
 import pytest
 
-from recipe.rloo.memory_study.arms import EXPANSIONS, FULL, TRUNCATED, Arm
+from recipe.rloo.memory_study import formula
+from recipe.rloo.memory_study.arms import (
+    ARMS,
+    EXPANSIONS,
+    FIXED_ROWS,
+    FULL,
+    KS,
+    TRUNCATED,
+    WHOLE_RUN,
+    Arm,
+    coupled_arms,
+    larger,
+    main_arms,
+    saving_arms,
+    select,
+    whole_run_arms,
+)
+from recipe.rloo.memory_study.plan import device_chooser
 from recipe.rloo.memory_study.shapes import PUBLISHED, SMALL, make_batch, prompt_text, read_documents
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.tiny import build_tokenizer
@@ -79,3 +96,84 @@ def test_a_document_that_is_too_short_is_refused(tmp_path, tokenizer):
     (tmp_path / "report.txt").write_text("")
     with pytest.raises(ConfigError, match="Name longer documents"):
         prompt_text(dataclasses.replace(PUBLISHED, documents=str(tmp_path)), tokenizer, 0)
+
+
+VOCAB = 151_669
+
+
+@pytest.mark.parametrize(
+    ("rows", "prompt", "mib"),
+    [(2, 3015, 13_488), (4, 3015, 26_335), (8, 3015, 52_030), (2, 1024, 5_425), (4, 1024, 10_208), (8, 1024, 19_776)],
+)
+def test_the_formula_gives_the_figures_of_the_reference(rows, prompt, mib):
+    assert round(formula.predicted_bytes(rows, prompt, 100, VOCAB) / formula.MIB) == mib
+
+
+@pytest.mark.parametrize("run", [run for run in formula.PUBLISHED_RUNS if run.peak_mib], ids=str)
+def test_the_formula_is_within_a_hundredth_of_every_completed_run(run):
+    predicted = formula.predicted_bytes(run.k, run.prompt, 100, VOCAB) / formula.MIB
+    assert abs(predicted / run.peak_mib - 1) < 0.01
+
+
+SHAPE = (3015, 100, 151_669)
+GIB = 2**30
+
+
+@pytest.mark.parametrize(("asked", "has_gpu"), [("cpu", True), ("fake", True), ("cuda", True), ("cpu", False)])
+def test_a_device_that_is_asked_for_is_taken(asked, has_gpu):
+    device = device_chooser(asked, has_gpu, 0, SHAPE)
+    assert {device(arm) for arm in ARMS if arm.update != WHOLE_RUN} == {asked}
+    # A worker samples and reads values, which fake tensors have not.
+    assert {device(arm) for arm in whole_run_arms()} == {"cpu" if asked == "fake" else asked}
+
+
+def test_without_a_gpu_the_published_trainer_is_always_simulated():
+    device = device_chooser("auto", False, 10**15, SHAPE)
+    assert {device(arm) for arm in main_arms()} == {"fake"}
+    assert {device(arm) for arm in saving_arms()} == {"cpu"}
+
+
+def test_without_a_gpu_what_saves_has_real_tensors_where_they_fit():
+    device = device_chooser("auto", False, GIB, SHAPE)
+    assert {(arm.update, device(arm)) for arm in saving_arms([8])} == {
+        ("no_retention", "fake"),
+        ("response_only", "fake"),
+        ("chunked", "cpu"),
+        ("shared_prompt", "cpu"),
+        ("shared_prompt_checkpointing", "cpu"),
+    }
+
+
+def test_the_main_table_has_every_expansion_prompt_and_group_size_with_as_many_rows_in_a_forward():
+    arms = main_arms()
+    assert {(arm.expansion, arm.prompt, arm.k) for arm in arms} == {
+        (expansion, prompt, k) for expansion in EXPANSIONS for prompt in ("full", "truncated") for k in KS
+    }
+    assert {(arm.update, arm.micro_batch) for arm in arms} == {("legacy", FIXED_ROWS)}
+
+
+def test_a_larger_group_is_tried_where_the_one_before_it_completed():
+    main, savings = main_arms([8]), saving_arms([8])
+    tried = larger([*main, *savings])
+    assert {arm.k for arm in tried} == {16}
+    assert [arm.name for arm in tried] == [arm.name for arm in main if arm.prompt == "full"] + [arm.name for arm in savings]
+    assert {arm.micro_batch for arm in tried if arm.update == "legacy"} == {FIXED_ROWS}
+    assert {arm.micro_batch for arm in tried if arm.update == "shared_prompt"} == {16}
+    assert {arm.k for arm in larger([*ARMS, *tried])} == {32}
+
+
+def test_the_projects_default_update_alone_goes_on_to_64():
+    last = larger([*main_arms([32]), *saving_arms([32])])
+    assert {(arm.update, arm.k) for arm in last} == {("shared_prompt", 64), ("shared_prompt_checkpointing", 64)}
+
+
+def test_no_larger_group_is_tried_where_one_did_not_complete_or_none_is_left():
+    assert larger(main_arms([2, 4])) == []
+    assert larger(coupled_arms()) == []
+    assert larger(saving_arms([64])) == []
+
+
+def test_a_selection_keeps_what_has_all_the_values():
+    assert [arm.cell for arm in select(ARMS, ["lazy"], ["lazy_full_legacy"], [4])] == ["lazy_full_legacy_k4"]
+    assert select(ARMS) == list(ARMS)
+    assert select(ARMS, ["string"], ["lazy_full_legacy"]) == []

@@ -1,0 +1,71 @@
+"""What all knobs of a block's activations leave as it is: numbers on two ranks, names and state, and bytes without values."""
+
+import logging
+
+import pytest
+from torch import nn
+
+from tests.memory import activation_cases as act
+from tests.ranks import run_ranks
+from verl_memopt.config.schema import TiledMlp
+from verl_memopt.distributed.device import training_mesh
+from verl_memopt.memory.prune_last_block_torch import can_prune
+from verl_memopt.memory.recompute_elementwise_torch import can_recompute
+from verl_memopt.model.decoder import class_name
+
+FULL = {"recompute": True}
+SELECTIVE = {**FULL, "gradient_checkpointing_mode": "selective"}
+EVERY_2 = {**FULL, "gradient_checkpointing_mode": "every_n", "gradient_checkpointing_every": 2}
+OFFLOAD = {"offload": (1, 2)}
+ELEMENTWISE = {"recompute_elementwise": True}
+PRUNED = {**ELEMENTWISE, "prune_last_block": True}
+TILED = {"tiled_mlp": TiledMlp(True, 4)}
+
+SAME_BITS = [FULL, EVERY_2, SELECTIVE, OFFLOAD, {**FULL, **OFFLOAD}]
+ROUNDED = [(ELEMENTWISE, 2e-6), ({**FULL, **ELEMENTWISE}, 2e-6), (TILED, 1e-6), ({**FULL, **TILED}, 1e-6)]
+"""With the most that a gradient may differ, relative to its norm."""
+
+
+def two_ranks(rank, folder):
+    """Asserts equality of what changes no bit, and gives how far the first gradients are from the plain ones of the others."""
+    mesh, mini = training_mesh("cpu", 2, -1), act.mini_batch(rank, 2, response=12)
+    expected = act.three_steps(act.build(folder, mesh, 2), mini)
+    for options in SAME_BITS:
+        policy = act.build(folder, mesh, 2, **options)
+        policy = act.without_traffic(policy) if "offload" in options else policy
+        act.assert_same_numbers(act.three_steps(policy, mini), expected)
+    mini = act.mini_batch(rank, 2)
+    plain, *found = (
+        act.first_gradients(act.build(folder, mesh, 2, **options), mini) for options in ({}, *(options for options, _ in ROUNDED))
+    )
+    return [act.largest_difference(one, plain) for one in found]
+
+
+def test_two_ranks_have_the_same_bits_or_differ_by_rounding(untied_folder):
+    for found in run_ranks(two_ranks, 2, untied_folder):
+        assert [one <= bound for one, (_, bound) in zip(found, ROUNDED, strict=True)] == [True] * len(ROUNDED), found
+
+
+@pytest.mark.parametrize("options", [FULL, ELEMENTWISE, PRUNED])
+def test_names_classes_and_state_of_blocks_stay(untied_folder, one_rank, options):
+    off = {"prune_last_block": False}
+    plain, changed = (act.build(untied_folder, one_rank, **off | more).model for more in ({}, options))
+    assert list(plain.state_dict()) == list(changed.state_dict())
+    assert [class_name(block) for block in plain.blocks()] == [class_name(block) for block in changed.blocks()]
+
+
+class Experts(nn.Module):
+    """A block of no known model."""
+
+
+def test_an_unknown_block_is_left_alone_and_a_warning_says_so(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert not can_prune(Experts())
+        assert not can_recompute([Experts()], trained=True)
+    for knob in ("prune_last_block", "recompute_elementwise"):
+        assert f"{knob}=true: Experts is not one of LlamaDecoderLayer" in caplog.text
+
+
+@pytest.mark.parametrize("options", [SELECTIVE, {"offload": (4096, 2), **FULL}, ELEMENTWISE, PRUNED, {**FULL, **TILED}], ids=str)
+def test_fake_tensors_give_the_bytes_of_real_ones(untied_folder, options):
+    act.assert_fake_tensors_give_the_bytes_of_real_ones(untied_folder, **options)
