@@ -8,7 +8,7 @@ from tests.critics import with_value_head
 from tests.models.architectures import tiny_config, tiny_folder
 from verl_memopt.config.schema import Actor, CriticModel, Fsdp, Model
 from verl_memopt.errors import ConfigError
-from verl_memopt.model.assembly import build_policy, materialize
+from verl_memopt.model.assembly import ModelUse, build_policy, materialize
 from verl_memopt.model.families import FAMILIES, TESTED, unsupported
 from verl_memopt.model.packing import pack_groups, pack_rows
 from verl_memopt.model.packing_check import check_architecture, check_packing
@@ -50,7 +50,7 @@ def trained(folder, mesh, shared):
     settings = Model(path=str(folder))
     actor = Actor(use_prefix_grouper=shared)
     check_architecture(settings, folder, 64, actor)
-    model = build_policy(settings, Fsdp(dtype="fp32"), folder, mesh, CPU, "actor_rollout_ref.actor", False, True, True)
+    model = build_policy(settings, Fsdp(dtype="fp32"), folder, mesh, CPU, ModelUse(recompute=True, trained=True))
     materialize(model, folder, CPU)
     check_packing(model, CPU, torch.float32, actor, str(folder))
     prompts, answers = rows()

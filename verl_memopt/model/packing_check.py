@@ -133,9 +133,10 @@ def check_packing(
         ConfigError: Packing changes log-probs, or a sliding window would cut a shared prompt. The message names the model type
             and the layers that mix rows, or the setting to change.
     """
+    config = packed_model.lm.config
+    refuse_sliding_window(config, actor)
     if any(isinstance(_local(parameter), FakeTensor) or parameter.is_meta for parameter in packed_model.parameters()):
         return
-    config = packed_model.lm.config
     try:
         differences = row_differences(packed_model, device, prompt_groups(GROUPS, actor))
     except WindowOverPrefixError as error:
