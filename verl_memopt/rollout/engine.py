@@ -222,19 +222,7 @@ def train_sampling(rollout: schema.Rollout) -> SamplingSettings:
     Raises:
         ConfigError: Sampling is on, and the temperature is not positive.
     """
-    return _checked(
-        "actor_rollout_ref.rollout",
-        SamplingSettings(
-            temperature=rollout.temperature,
-            top_k=rollout.top_k,
-            top_p=rollout.top_p,
-            repetition_penalty=rollout.repetition_penalty,
-            do_sample=rollout.do_sample,
-            max_tokens=_cap(rollout),
-            ignore_eos=rollout.ignore_eos,
-            log_probs=rollout.calculate_log_probs,
-        ),
-    )
+    return _sampling(rollout, rollout, KEY, rollout.calculate_log_probs)
 
 
 def validation_sampling(rollout: schema.Rollout) -> SamplingSettings:
@@ -243,19 +231,25 @@ def validation_sampling(rollout: schema.Rollout) -> SamplingSettings:
     Raises:
         ConfigError: Sampling is on, and the temperature is not positive.
     """
-    val = rollout.val_kwargs
-    return _checked(
-        "actor_rollout_ref.rollout.val_kwargs",
-        SamplingSettings(
-            temperature=val.temperature,
-            top_k=val.top_k,
-            top_p=val.top_p,
-            repetition_penalty=rollout.repetition_penalty,
-            do_sample=bool(val.do_sample),
-            max_tokens=_cap(rollout),
-            ignore_eos=rollout.ignore_eos,
-            log_probs=False,
-        ),
+    return _sampling(rollout, rollout.val_kwargs, f"{KEY}.val_kwargs", log_probs=False)
+
+
+def _sampling(rollout: schema.Rollout, drawn: schema.Rollout | schema.ValKwargs, key: str, log_probs: bool) -> SamplingSettings:
+    assert rollout.response_length is not None, "rollout.response_length is linked before an engine is built"
+    if drawn.do_sample and drawn.temperature <= 0:
+        raise ConfigError(
+            f"{key}.temperature={drawn.temperature}: sampling needs a temperature above 0. "
+            f"Raise it, or set {key}.do_sample=false to always take the most likely token."
+        )
+    return SamplingSettings(
+        temperature=drawn.temperature,
+        top_k=drawn.top_k,
+        top_p=drawn.top_p,
+        repetition_penalty=rollout.repetition_penalty,
+        do_sample=bool(drawn.do_sample),
+        max_tokens=rollout.response_length,
+        ignore_eos=rollout.ignore_eos,
+        log_probs=log_probs,
     )
 
 
@@ -263,20 +257,6 @@ def row_seed(seed: int, step: int, prompt_index: int, sample_index: int) -> int:
     """Return the seed of one row, 63 bits. It depends on the four arguments alone, on every machine and in every batch."""
     packed = struct.pack("<4q", seed, step, prompt_index, sample_index)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
-
-
-def _cap(rollout: schema.Rollout) -> int:
-    assert rollout.response_length is not None, "rollout.response_length is linked before an engine is built"
-    return rollout.response_length
-
-
-def _checked(key: str, sampling: SamplingSettings) -> SamplingSettings:
-    if sampling.do_sample and sampling.temperature <= 0:
-        raise ConfigError(
-            f"{key}.temperature={sampling.temperature}: sampling needs a temperature above 0. "
-            f"Raise it, or set {key}.do_sample=false to always take the most likely token."
-        )
-    return sampling
 
 
 # Which parts of an engine hold memory, and whether its weights are complete.
@@ -313,7 +293,7 @@ class EngineState:
         if not self._whole:
             raise RolloutError(
                 "rollout engine: its weights are incomplete. Load the trainer's weights before generating, or set "
-                "actor_rollout_ref.rollout.load_format=auto to read them from the model folder."
+                f"{KEY}.load_format=auto to read them from the model folder."
             )
 
     @contextmanager
@@ -393,7 +373,6 @@ class EngineState:
 # bytes and the whole cache while the trainer computes.
 
 
-_ROLLOUT = "actor_rollout_ref.rollout"
 KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2
 """Sleep levels, as vLLM numbers them."""
 

@@ -25,6 +25,7 @@ from verl_memopt.errors import ConfigError, RolloutError, Stopped
 from verl_memopt.memory.limits_torch import DeviceCap
 from verl_memopt.memory.out_of_memory import is_out_of_memory, release_frames, wake_report
 from verl_memopt.memory.weight_buckets_torch import Weights, WeightSlice, joined
+from verl_memopt.model.policy_model import dtype_of
 from verl_memopt.rollout.engine import (
     KEEP_WEIGHTS,
     KEY,
@@ -55,7 +56,6 @@ from verl_memopt.rollout.vllm_settings import (
     copies_in_place,
     engine_arguments,
     sampling_arguments,
-    weight_dtype,
 )
 from verl_memopt.rollout.weight_checks import ExpectedWeights, meta_model
 from verl_memopt.rollout.weight_map import WeightMap
@@ -91,7 +91,7 @@ class VllmEngine:
         arguments = engine_arguments(rollout, place)
         check_free_memory(arguments["gpu_memory_utilization"], rollout, place.device)
         self._place = place
-        self._dtype = weight_dtype(rollout)
+        self._dtype = dtype_of(rollout.dtype, f"{KEY}.dtype")
         self._longest = max_model_len(rollout)
         self._can_sleep = can_sleep(rollout, place)
         self._sleep_level = sleep_level(rollout)

@@ -101,13 +101,13 @@ def check_free_memory(utilization: float, rollout: schema.Rollout, device: torch
 
 
 def free_cached_memory(device: torch.device, with_pools: bool = False) -> None:
-    # What refers to itself in a circle is freed by the garbage collector only, and until then its blocks cannot be returned.
     """Collect garbage and return the allocator's unused blocks to the driver.
 
     Args:
         device: The engine's device.
         with_pools: Also release the pools of vLLM's sleeping allocator, after a start that failed.
     """
+    # What refers to itself in a circle is freed by the garbage collector only, and until then its blocks cannot be returned.
     gc.collect()
     allocator = sleeping_allocator() if with_pools else None
     if allocator is not None:
@@ -177,19 +177,11 @@ def default_group_kept(keep: bool) -> Iterator[None]:
         if group is not None:
             destroy(group)
 
-    with attribute_replaced(dist, "destroy_process_group", only_named if keep else destroy):
-        yield
-
-
-@contextmanager
-def attribute_replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute inside the body."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
+    dist.destroy_process_group = only_named if keep else destroy
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        dist.destroy_process_group = destroy
 
 
 def _restore_handlers(handlers: dict[signal.Signals, Callable[..., Any] | int | None]) -> None:

@@ -30,11 +30,6 @@ class _Place:
     target: Tensor
     starts: tuple[int, ...]
 
-    def write(self, part: WeightSlice) -> None:
-        """Copy the rows of the box that the slice contains."""
-        for stored, source in self.pairs(part):
-            stored.copy_(source)
-
     def pairs(self, part: WeightSlice) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield where rows of the slice are stored, with those rows; nothing where the box has none of them."""
         if not self.starts:
@@ -73,7 +68,12 @@ class WeightMap:
         A tensor that the loader does not simply copy has no place. It is passed to the loader as a whole tensor.
         """
         probes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
-        places = {name: boxes for name, probe in probes.items() if (boxes := _places_of(name, probe, load)) is not None}
+        places = {}
+        for name, probe in probes.items():
+            with torch.no_grad(), _Copies(probe) as copies:
+                load(iter([(name, probe)]))
+            if copies.places is not None:
+                places[name] = copies.places
         return cls(places, load, dtype)
 
     @torch.no_grad()
@@ -101,13 +101,8 @@ class WeightMap:
                 yield part
                 continue
             for place in self._places[part.name]:
-                place.write(part)
-
-
-def _places_of(name: str, probe: Tensor, load: Loader) -> list[_Place] | None:
-    with torch.no_grad(), _Copies(probe) as copies:
-        load(iter([(name, probe)]))
-    return copies.places
+                for stored, source in place.pairs(part):
+                    stored.copy_(source)
 
 
 class _Copies(TorchDispatchMode):
