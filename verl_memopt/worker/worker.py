@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,6 +42,11 @@ Result = TypeVar("Result")
 
 ENGINE_METHODS = ("generate",)
 """Methods that run the engine's own model."""
+
+
+def _built(role: Result | None) -> Result:
+    assert role is not None, "the plan of this worker has no such role"
+    return role
 
 
 class Worker:
@@ -148,9 +153,8 @@ class Worker:
 
     def wake_engine(self) -> None:
         """Let the engine allocate its KV cache, if it sleeps between rollouts."""
-        assert self.engine is not None
         if self.plan.free_engine:
-            self.engine.wake_up("kv_cache")
+            _built(self.engine).wake_up("kv_cache")
 
     def release_engine(self) -> None:
         """Put the engine to sleep, if it can sleep, so that it returns its device memory."""
@@ -181,8 +185,7 @@ class Worker:
         with_sum_pi_squared: bool = False,
     ) -> LogProbs:
         """Return the log-probs of a batch under the policy."""
-        assert self.policy is not None
-        return self.policy.compute_log_probs(batch, micro_batches, self.temperature, with_entropy, with_sum_pi_squared)
+        return _built(self.policy).compute_log_probs(batch, micro_batches, self.temperature, with_entropy, with_sum_pi_squared)
 
     def ref_log_probs(
         self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], temperature: float | None = None
@@ -205,8 +208,7 @@ class Worker:
 
     def policy_log_probs(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], temperature: float) -> LogProbs:
         """Return the log-probs of a batch under the policy at a temperature of its own."""
-        assert self.policy is not None
-        return self.policy.compute_log_probs(batch, micro_batches, temperature, False)
+        return _built(self.policy).compute_log_probs(batch, micro_batches, temperature, False)
 
     def of_role(self, method: Callable[..., Result], *args: Any) -> Result:
         """Return what a method of the recipe's role returns. The phase is ``reward``."""
@@ -214,85 +216,70 @@ class Worker:
 
     def sync_reference(self) -> None:
         """Move the reference towards the policy."""
-        assert self.moving_reference is not None
-        self.moving_reference.follow(self.settings.ref.sync_mixup_alpha)
+        _built(self.moving_reference).follow(self.settings.ref.sync_mixup_alpha)
 
     def update_actor(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
         """Take one optimizer step per mini-batch and return the mean of their metrics."""
-        assert self.policy is not None
-        return self.policy.update(mini_batches, self.temperature)
+        return _built(self.policy).update(mini_batches, self.temperature)
 
     def update_on_policy(self, mini: MiniBatch) -> Updated:
         """Take one optimizer step whose own forward computes the old log-probs."""
-        assert self.policy is not None
-        return self.policy.update_on_policy(mini, self.temperature)
+        return _built(self.policy).update_on_policy(mini, self.temperature)
 
     def values(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> torch.Tensor:
         """Return the critic's value of the state before each response token, fp32 [R] on the host, in batch order."""
-        assert self.critic is not None
-        return self.critic.values(batch, micro_batches)
+        return _built(self.critic).values(batch, micro_batches)
 
     def reward_scores(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> torch.Tensor:
         """Return the reward model's score of each conversation, fp32 [B]. As :func:`compute_scores`; the phase is ``reward``."""
-        assert self.reward_model is not None
-        return compute_scores(self.reward_model, batch, micro_batches, self.device)
+        return compute_scores(_built(self.reward_model), batch, micro_batches, self.device)
 
     def update_critic(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
         """Take one optimizer step of the critic per mini-batch and return the mean of their metrics."""
-        assert self.critic is not None
-        return self.critic.update(mini_batches)
+        return _built(self.critic).update(mini_batches)
 
     def update_bypass(self, mini_batches: Sequence[MiniBatch]) -> list[Updated]:
         """Take one optimizer step per mini-batch, and return the metrics of each with the log-probs of its forward."""
-        assert self.policy is not None
-        return [self.policy.update_on_policy(mini, self.temperature) for mini in mini_batches]
+        return [_built(self.policy).update_on_policy(mini, self.temperature) for mini in mini_batches]
 
     # Checkpoints and exported models.
 
     def save(self, folder: str, contents: Sequence[str]) -> Records:
         """Write this rank's part of the policy's checkpoint and return the record of each file. As :func:`save_trained`."""
-        assert self.policy is not None
-        return save_trained(self.policy.trained, self.plan, self.placement.rank, Path(folder), contents)
+        return save_trained(_built(self.policy).trained, self.plan, self.placement.rank, Path(folder), contents)
 
     def save_critic(self, folder: str, contents: Sequence[str]) -> Records:
         """Write this rank's part of the critic's checkpoint and return the record of each file. As :func:`save_trained`."""
-        assert self.critic is not None
-        return save_trained(self.critic.trained, self.plan, self.placement.rank, Path(folder), contents)
+        return save_trained(_built(self.critic).trained, self.plan, self.placement.rank, Path(folder), contents)
 
     def load(self, folder: str, contents: Sequence[str]) -> None:
         """Read this rank's part of the policy's checkpoint, written by any number of ranks."""
-        assert self.policy is not None
-        load_trained(self.policy.trained, Path(folder), contents)
+        load_trained(_built(self.policy).trained, Path(folder), contents)
 
     def load_critic(self, folder: str, contents: Sequence[str]) -> None:
         """Read this rank's part of the critic's checkpoint, written by any number of ranks.
 
         The phase ``load_checkpoint`` has the policy on the device. The critic takes its place.
         """
-        assert self.critic is not None
         with self.residency.phase("load_critic"):
-            load_trained(self.critic.trained, Path(folder), contents)
+            load_trained(_built(self.critic).trained, Path(folder), contents)
 
     def save_reference(self, folder: str, contents: Sequence[str]) -> Records:
         """Write this rank's part of a reference that follows the policy, and return the record of each file."""
-        assert self.moving_reference is not None
-        return self.moving_reference.save(Path(folder))
+        return _built(self.moving_reference).save(Path(folder))
 
     def load_reference(self, folder: str, contents: Sequence[str]) -> None:
         """Read this rank's part of a reference that follows the policy, written by any number of ranks."""
-        assert self.moving_reference is not None
         with self.residency.phase("sync_ref"):
-            self.moving_reference.load(Path(folder))
+            _built(self.moving_reference).load(Path(folder))
 
     def export(self, folder: str, weights: bool) -> None:
         """Write the policy in Hugging Face format, with or without its weights."""
-        assert self.policy is not None
-        export_trained(self.policy.trained, self.plan, self.placement.rank, Path(folder), weights)
+        export_trained(_built(self.policy).trained, self.plan, self.placement.rank, Path(folder), weights)
 
     def export_critic(self, folder: str, weights: bool) -> None:
         """Write the critic in Hugging Face format, as a token classifier with one label, with or without its weights."""
-        assert self.critic is not None
-        export_trained(self.critic.trained, self.plan, self.placement.rank, Path(folder), weights)
+        export_trained(_built(self.critic).trained, self.plan, self.placement.rank, Path(folder), weights)
 
     def close(self) -> None:
         """Free the models and the engine, and leave the process group. A second call does nothing.
@@ -375,11 +362,9 @@ class Worker:
     @contextmanager
     def _report_out_of_memory(self, phase: str) -> Iterator[None]:
         snapshot = nullcontext() if self.snapshot is None else self.snapshot.on_out_of_memory(phase)
-        with self._report(phase), snapshot:
+        limit, critic = self.device_limit, self.plan.critic
+        with out_of_memory_report(phase, self.device, self._resident, self.settings, limit, critic), snapshot:
             yield
-
-    def _report(self, phase: str) -> AbstractContextManager[None]:
-        return out_of_memory_report(phase, self.device, self._resident, self.settings, self.device_limit, self.plan.critic)
 
     @property
     def _counts_engine(self) -> bool:
