@@ -71,12 +71,7 @@ def load_tokenizer(folder: Path, model: Model, trust_remote_code: bool = False) 
     """
     key = f"actor_rollout_ref.model.{'path' if model.tokenizer_path is None else 'tokenizer_path'}={folder}"
     trusted = trust_remote_code or model.trust_remote_code
-    # Transformers returns an empty tokenizer for a folder without one, so look for the files first.
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES) and not (trusted and _has_tokenizer_code(folder)):
-        raise ConfigError(
-            f"{key}: it has no tokenizer ({', '.join(TOKENIZER_FILES)}). Add its files or set model.tokenizer_path."
-        )
-    tokenizer = read_tokenizer(folder, key, trusted)
+    tokenizer = existing_tokenizer(folder, key, trusted, "Add its files or set model.tokenizer_path.")
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"{key}: the tokenizer has no eos token, so no response could end. Set one in tokenizer_config.json.")
     if model.custom_chat_template is not None:
@@ -84,13 +79,24 @@ def load_tokenizer(folder: Path, model: Model, trust_remote_code: bool = False) 
     return tokenizer
 
 
-def read_tokenizer(folder: Path, key: str, trust_remote_code: bool) -> Any:
+def existing_tokenizer(folder: Path, key: str, trusted: bool, way_out: str) -> Any:
+    """Return the tokenizer of a folder as it is. As :func:`read_tokenizer`, which finds an empty one in a folder without any."""
+    # Transformers returns an empty tokenizer for a folder without one, so look for the files first.
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES) and not (trusted and _has_tokenizer_code(folder)):
+        raise ConfigError(f"{key}: it has no tokenizer ({', '.join(TOKENIZER_FILES)}). {way_out}")
+    return read_tokenizer(folder, key, trusted, way_out)
+
+
+def read_tokenizer(
+    folder: Path, key: str, trust_remote_code: bool, way_out: str = "Add tokenizer files or set model.tokenizer_path."
+) -> Any:
     """Return the tokenizer of a folder as it is.
 
     Args:
         folder: Folder with the tokenizer's files.
         key: The setting, to name in errors.
         trust_remote_code: Let it run code from its folder.
+        way_out: How errors end.
 
     Raises:
         ConfigError: The tokenizer cannot be read.
@@ -100,9 +106,7 @@ def read_tokenizer(folder: Path, key: str, trust_remote_code: bool) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # a tokenizer's own code may raise anything
-        raise ConfigError(
-            f"{key}: its tokenizer cannot be read: {error}. Add tokenizer files or set model.tokenizer_path."
-        ) from error
+        raise ConfigError(f"{key}: its tokenizer cannot be read: {error}. {way_out}") from error
 
 
 def check_vocabulary(tokenizer: Any, rows: int, source: str) -> None:

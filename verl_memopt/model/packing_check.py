@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from verl_memopt.config.schema import Actor, CriticModel, Model
@@ -36,6 +35,7 @@ from verl_memopt.model.weights import (
     check_tied_head,
     empty_model,
     load_model_config,
+    local_part,
     named_weights,
     rebuild_buffers,
 )
@@ -135,7 +135,7 @@ def check_packing(
     """
     config = packed_model.lm.config
     refuse_sliding_window(config, actor)
-    if any(isinstance(_local(parameter), FakeTensor) or parameter.is_meta for parameter in packed_model.parameters()):
+    if any(isinstance(local_part(parameter), FakeTensor) or parameter.is_meta for parameter in packed_model.parameters()):
         return
     try:
         differences = row_differences(packed_model, device, prompt_groups(GROUPS, actor))
@@ -182,11 +182,6 @@ def refuse_sliding_window(config: PretrainedConfig, actor: Actor) -> None:
 def _no_sharing(window: int, whose: str = "model's") -> str:
     key = "actor_rollout_ref.actor.use_prefix_grouper"
     return f"{key}=true: the {whose} sliding_window={window} would cut the prompt that answers share. Set {key}=false."
-
-
-def _local(parameter: Tensor) -> Tensor:
-    """Return this rank's part of a parameter."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _random_rows(packed_model: PackedModel, generator: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:

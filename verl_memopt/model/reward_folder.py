@@ -9,7 +9,7 @@ from typing import Any
 from verl_memopt.config.schema import Actor, CriticModel, Model, ModelKnobs, ScoringModel
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.families import check_lengths
-from verl_memopt.model.folder import TOKENIZER_FILES, check_vocabulary, resolve_folder
+from verl_memopt.model.folder import TOKENIZER_FILES, check_vocabulary, existing_tokenizer, resolve_folder
 from verl_memopt.model.packing_check import refuse_sliding_window
 from verl_memopt.model.value_model import STORED_HEADS, stored_head
 from verl_memopt.model.weights import load_model_config
@@ -74,29 +74,15 @@ def find_reward_model(model: ScoringModel, policy: Model, policy_tokenizer: Any,
             f"{REWARD_KEY}.path={folder}: the folder is not of a reward model: it has no {names} of shape [1, hidden size]. "
             "Give a sequence or token classifier with num_labels=1."
         )
-    if model.input_tokenizer is not None:
-        return RewardFolder(folder, _tokenizer(folder, model.trust_remote_code))
-    check_vocabulary(policy_tokenizer, config.get_text_config().vocab_size, f"{REWARD_KEY}.path={folder}")
-    if any((folder / name).is_file() for name in TOKENIZER_FILES):
-        own = _tokenizer(folder, model.trust_remote_code)
-        if own.get_vocab() != policy_tokenizer.get_vocab():
-            raise ConfigError(
-                f"{REWARD_KEY}.input_tokenizer=null, {REWARD_KEY}.path={folder}: its tokenizer is not the policy's, so it would "
-                f"misread the policy's ids. Set {REWARD_KEY}.input_tokenizer=policy."
-            )
-    return RewardFolder(folder, None)
-
-
-def _tokenizer(folder: Path, trusted: bool) -> Any:
-    """Return the tokenizer of a reward model."""
-    from transformers import AutoTokenizer
-
-    key = f"{REWARD_KEY}.path={folder}"
     way_out = f"Add its files, or set {REWARD_KEY}.input_tokenizer=null where the model shares the policy's tokenizer."
-    # Transformers returns an empty tokenizer for a folder without one, so look for the files first.
-    if not trusted and not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise ConfigError(f"{key}: it has no tokenizer ({', '.join(TOKENIZER_FILES)}). {way_out}")
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
-    except Exception as error:  # a tokenizer's own code may raise anything
-        raise ConfigError(f"{key}: its tokenizer cannot be read: {error}. {way_out}") from error
+    reading = f"{REWARD_KEY}.path={folder}", model.trust_remote_code, way_out
+    if model.input_tokenizer is not None:
+        return RewardFolder(folder, existing_tokenizer(folder, *reading))
+    check_vocabulary(policy_tokenizer, config.get_text_config().vocab_size, f"{REWARD_KEY}.path={folder}")
+    has_own = any((folder / name).is_file() for name in TOKENIZER_FILES)
+    if has_own and existing_tokenizer(folder, *reading).get_vocab() != policy_tokenizer.get_vocab():
+        raise ConfigError(
+            f"{REWARD_KEY}.input_tokenizer=null, {REWARD_KEY}.path={folder}: its tokenizer is not the policy's, so it would "
+            f"misread the policy's ids. Set {REWARD_KEY}.input_tokenizer=policy."
+        )
+    return RewardFolder(folder, None)

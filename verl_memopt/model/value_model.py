@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, PretrainedConfig, PreTrainedModel
 
 from verl_memopt.distributed.device import synchronize
@@ -25,7 +24,7 @@ from verl_memopt.model.decoder import BlockOptions
 from verl_memopt.model.packed_model import PackedModel
 from verl_memopt.model.packing import Pack
 from verl_memopt.model.prefix_kv import Prefix, PrefixRecorder
-from verl_memopt.model.weights import WeightFolder, local_region
+from verl_memopt.model.weights import WeightFolder, local_part, local_region
 
 logger = logging.getLogger(__name__)
 
@@ -144,12 +143,12 @@ def random_head(model: ValueModel, device: torch.device) -> Iterator[None]:
     """
     # After a forward the module may hold the gathered parameters instead of these.
     sharded = dict(model.score.named_parameters())
-    before = {name: _local(parameter).detach().clone() for name, parameter in sharded.items()}
+    before = {name: local_part(parameter).detach().clone() for name, parameter in sharded.items()}
     with torch.no_grad():
         for name, parameter in sharded.items():
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             whole = torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5
-            _local(parameter).copy_(whole[local_region(parameter)])
+            local_part(parameter).copy_(whole[local_region(parameter)])
         try:
             yield
         finally:
@@ -157,11 +156,7 @@ def random_head(model: ValueModel, device: torch.device) -> Iterator[None]:
             # Copies of weights that rest on the host may still be under way.
             synchronize(device)
             for name, parameter in sharded.items():
-                _local(parameter).copy_(before[name])
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                local_part(parameter).copy_(before[name])
 
 
 # One number per token: the product of states with one vector, computed in fp32 whatever dtype the states have.

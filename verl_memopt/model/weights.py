@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from verl_memopt.config.schema import CriticModel, Model
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.lora_torch import ADAPTERS
-from verl_memopt.memory.quantized_frozen_torch import QuantizedLinear, quantized_layers
+from verl_memopt.memory.quantized_frozen_torch import quantized_layers
 from verl_memopt.model.attention import AttentionChoice
 from verl_memopt.model.families import POLICY_KEY, impossible_size, refused, unsupported
 from verl_memopt.model.folder import files_of_index
@@ -221,33 +221,24 @@ def fill_from_folder(
     parameters = {renamed.get(name) or name: parameter for name, parameter in named.items()}
     layers = {f"{name}.qweight": layer for name, layer in quantized_layers(model).items()}
     ignored = TIED if stored is None else LM_HEAD
-    _check_names(weights, dict(_stored_shapes(parameters, layers)), folder, key, ignored)
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items() if name not in layers}
+    shapes |= {_stored(name): (layer.out_features, layer.in_features) for name, layer in layers.items()}
+    _check_names(weights, shapes, folder, key, ignored)
     for name, parameter in parameters.items():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
-        region = local_region(parameter)
+        local, region = local_part(parameter.detach()), local_region(parameter)
         # A rank may hold no row of a small tensor, where the file has nothing to read.
         if not local.numel():
             continue
         if name in layers:
             rows = weights.read(_stored(name), (region[0], slice(0, layers[name].in_features)))
-            local.detach().copy_(layers[name].quantize(rows))
+            local.copy_(layers[name].quantize(rows))
         else:
-            local.detach().copy_(weights.read(name, region))
+            local.copy_(weights.read(name, region))
 
 
 def _stored(name: str) -> str:
     """Return the name in a checkpoint of the weight that a quantised layer keeps as bytes."""
     return name.removesuffix("qweight") + "weight"
-
-
-def _stored_shapes(
-    parameters: dict[str, nn.Parameter], layers: dict[str, QuantizedLinear]
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for name, parameter in parameters.items():
-        if name in layers:
-            yield _stored(name), (layers[name].out_features, layers[name].in_features)
-        else:
-            yield name, tuple(parameter.shape)
 
 
 TIED = frozenset({"lm_head.weight"})
@@ -310,6 +301,11 @@ def mapped_weights(model: nn.Module, folder: Path, dtype_key: str = REFERENCE_DT
             )
         shards.append(part)
     return shards
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    """Return this rank's part of a parameter, plain or sharded."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def local_region(parameter: Tensor) -> tuple[slice, ...]:
