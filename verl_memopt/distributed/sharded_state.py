@@ -44,15 +44,8 @@ def save_training_state(
 ) -> Records:
     """Write the chosen parts into ``folder``: dcp/ (model, optimizer) and extra_rank_N.pt (schedule, random generators).
 
-    Each shard is written from its own device. Every file is forced to disk.
-
-    Args:
-        folder: The checkpoint's folder.
-        model: The sharded model.
-        optimizer: Its optimizer.
-        schedule: Its learning-rate schedule.
-        device: The device of the random generator and of the copies.
-        contents: Any of ``model``, ``optimizer``, ``extra``.
+    Each shard is written from its own device. Every file is forced to disk. ``contents`` are any of ``model``, ``optimizer`` and
+    ``extra``.
 
     Returns:
         The record of each file that this rank wrote, relative to ``folder``.
@@ -83,15 +76,8 @@ def load_training_state(
 ) -> None:
     """Read the chosen parts back, in place.
 
-    Schedule and random generators come from this rank's file, or from rank 0's if the number of ranks has grown.
-
-    Args:
-        folder: The checkpoint's folder.
-        model: The sharded model.
-        optimizer: Its optimizer.
-        schedule: Its learning-rate schedule.
-        device: The device of the random generator.
-        contents: Any of ``model``, ``optimizer``, ``extra``.
+    Schedule and random generators come from this rank's file, or from rank 0's if the number of ranks has grown. ``contents``
+    are as in :func:`save_training_state`.
 
     Raises:
         CheckpointError: A file is missing or damaged. The message names the folder and the error.
@@ -114,10 +100,7 @@ def load_training_state(
 def save_weights(folder: Path, model: nn.Module, device: torch.device) -> Records:
     """Write the weights of a model that no optimizer trains into ``folder``, sharded. Every file is forced to disk.
 
-    Args:
-        folder: The model's folder in the checkpoint.
-        model: The sharded model. All its parameters are written, whether or not they are frozen.
-        device: The device of the copies.
+    All parameters are written, whether or not they are frozen.
 
     Returns:
         The record of each file that this rank wrote, relative to ``folder``.
@@ -136,10 +119,6 @@ def save_weights(folder: Path, model: nn.Module, device: torch.device) -> Record
 
 def load_weights(folder: Path, model: nn.Module) -> None:
     """Read back what :func:`save_weights` wrote, in place, with any number of ranks.
-
-    Args:
-        folder: The model's folder in the checkpoint.
-        model: The sharded model.
 
     Raises:
         CheckpointError: A file is missing or damaged. The message names the folder and the error.
@@ -195,11 +174,7 @@ def _own_arguments(optimizer: Optimizer) -> Iterator[None]:
 
 
 class HashingFileSystem(FileSystem):
-    """Torch's file system for checkpoints, extended to keep the record of each file that it writes, relative to ``root``.
-
-    Args:
-        root: The checkpoint's folder.
-    """
+    """Torch's file system for checkpoints, extended to keep the record of each file that it writes, relative to ``root``."""
 
     def __init__(self, root: Path) -> None:
         """Start without records."""

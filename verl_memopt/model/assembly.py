@@ -77,13 +77,8 @@ def parallelize(
 ) -> None:
     """Apply LoRA, quantisation, checkpointing, FSDP2 and parameter offload to a model without weights.
 
-    Args:
-        packed: The model; its blocks already have their options.
-        model: Settings of the model.
-        fsdp: Settings of its sharding.
-        mesh: Device mesh of the ranks.
-        dtypes: Dtypes of the masters, of compute and of the gradient reduction.
-        use: What the run does with the model.
+    ``dtypes`` are those of the masters, of compute and of the gradient reduction. The blocks of ``packed`` have their options
+    already.
 
     Raises:
         ConfigError: The model has no modules for the adapters or units, or torch cannot shard its quantised blocks.
@@ -118,12 +113,6 @@ def block_options(lm: PreTrainedModel, model: Model | CriticModel, fsdp: Fsdp, u
     """Return the options of each block; None for an architecture that computes its blocks itself.
 
     A knob that such an architecture lacks is refused, or logged where the run is still correct without it.
-
-    Args:
-        lm: The model, as transformers made it.
-        model: Settings of the model.
-        fsdp: Settings of its sharding, whose units are what is checkpointed.
-        use: What the run does with the model.
 
     Raises:
         ConfigError: MLPs cannot run over tiles.

@@ -170,11 +170,7 @@ class _DenseAttention(torch.autograd.Function):
 def _backward_of_heads(kernel: Kernel, layout: PrefixLayout, scale: float, inputs: _Views) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries [Q, heads, D], and of the key and value [T, 1, D] that these heads share.
 
-    Args:
-        kernel: The fused kernel.
-        layout: Which tokens share a prefix.
-        scale: Factor of the products of queries and keys.
-        inputs: Queries, key, value, the output's gradient, the output, and its log-sum-exps.
+    ``inputs`` are queries, key, value, the output's gradient, the output, and its log-sum-exps.
     """
     q, k, v, grad, out, lse = inputs
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, *layout.at_queries(k, v)))

@@ -161,11 +161,8 @@ POLICY_KEY = "actor_rollout_ref.model"
 def refused(config: PretrainedConfig, source: str, reason: str, key: str = POLICY_KEY) -> ConfigError:
     """Return the error for a model that cannot be trained.
 
-    Args:
-        config: Config of the model.
-        source: The folder it was read from.
-        reason: Continues "models of type X ...".
-        key: The settings section of the model.
+    ``reason`` continues "models of type X ...". ``source`` is the folder of the config, and ``key`` the settings section of the
+    model.
     """
     return ConfigError(
         f"{key}.path={source}: models of type {config.model_type} {reason}. Types that are tested: {', '.join(TESTED)}."
@@ -225,9 +222,7 @@ def window(config: PretrainedConfig) -> int | None:
 def check_lengths(config: PretrainedConfig, longest: int) -> None:
     """Refuse rows so long that the rotary frequencies of one row would depend on the other rows of its pack.
 
-    Args:
-        config: Config of the model.
-        longest: Tokens of the longest prompt and response together.
+    ``longest`` counts the tokens of the longest prompt and response together.
 
     Raises:
         ConfigError: The rows are too long. The message names the kind of rotary embedding and the length it was trained for.

@@ -26,10 +26,7 @@ NOT_FETCHED = ("consolidated*", "original/*", "*/*.safetensors")
 def resolve_folder(path: str, key: str, trust_remote_code: bool = False) -> Path:
     """Return the folder of a model in Hugging Face format. A hub id is downloaded once, or read from the local cache.
 
-    Args:
-        path: A folder or a hub id.
-        key: The setting, to name in errors.
-        trust_remote_code: Download the repository's Python files as well.
+    ``key`` is the setting, to name in errors. With ``trust_remote_code`` the repository's Python files are downloaded too.
 
     Raises:
         ConfigError: There is no such folder, it has no config.json, or the hub cannot provide it.
@@ -61,10 +58,7 @@ def _from_hub(name: str, key: str, trust_remote_code: bool) -> Path:
 def load_tokenizer(folder: Path, model: Model, trust_remote_code: bool = False) -> Any:
     """Return the tokenizer of a folder, with ``model.custom_chat_template`` as its template if that is set.
 
-    Args:
-        folder: Folder with the tokenizer's files.
-        model: Settings of the model.
-        trust_remote_code: Let it run code from its folder, as ``model.trust_remote_code`` does too.
+    It may run code from its folder with ``trust_remote_code`` or ``model.trust_remote_code``.
 
     Raises:
         ConfigError: The tokenizer cannot be read, or has no token that ends a response.
@@ -92,12 +86,6 @@ def read_tokenizer(
 ) -> Any:
     """Return the tokenizer of a folder as it is.
 
-    Args:
-        folder: Folder with the tokenizer's files.
-        key: The setting, to name in errors.
-        trust_remote_code: Let it run code from its folder.
-        way_out: How errors end.
-
     Raises:
         ConfigError: The tokenizer cannot be read.
     """
@@ -112,10 +100,7 @@ def read_tokenizer(
 def check_vocabulary(tokenizer: Any, rows: int, source: str) -> None:
     """Refuse a tokenizer with tokens for which a model has no embedding.
 
-    Args:
-        tokenizer: Tokenizer of the run.
-        rows: Rows of the model's embedding.
-        source: ``key=value`` of the setting that named the model.
+    ``rows`` are those of the model's embedding. ``source`` is ``key=value`` of the setting that named the model.
 
     Raises:
         ConfigError: The tokenizer has tokens without a row. The message names both numbers and the first such token.
@@ -162,10 +147,6 @@ def _has_tokenizer_code(folder: Path) -> bool:
 
 def end_tokens(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     """Return the ids that end a response: those of generation_config.json, and the tokenizer's own.
-
-    Args:
-        folder: Folder of the model.
-        tokenizer: Tokenizer of the run.
 
     Raises:
         ConfigError: generation_config.json cannot be read.

@@ -94,9 +94,7 @@ class PackedModel(nn.Module):
     def predicting_states(self, pack: Pack, prefix: PrefixKV | None) -> Tensor:
         """Return the normed states [R, h] that predict the pack's targets.
 
-        Args:
-            pack: The tokens of a micro-batch, and its targets.
-            prefix: The prefix KV for a pack of ``pack_suffixes``.
+        ``prefix`` is the prefix KV for a pack of ``pack_suffixes``.
         """
         decoder = self.decoder
         if not isinstance(decoder, Decoder):
@@ -120,11 +118,8 @@ class PackedModel(nn.Module):
     def recorded(self, prompt: Pack, recorder: PrefixRecorder) -> tuple[Tensor, ...]:
         """Return the state [1, h] of a prompt's last token, then the outputs of the recorder.
 
-        The result is a flat tuple, so FSDP2 sees the tensors from which backward will start.
-
-        Args:
-            prompt: A pack of ``pack_prompt``.
-            recorder: Collects keys and values.
+        The result is a flat tuple, so FSDP2 sees the tensors from which backward will start. ``prompt`` is a pack of
+        ``pack_prompt``.
         """
         decoder = self.decoder
         needed = prompt.last_block.layout if decoder.prunes and prompt.last_block is not None else None
@@ -142,10 +137,7 @@ class PackedModel(nn.Module):
 def allocate(model: PackedModel, device: torch.device, on_host: bool = False) -> None:
     """Allocate the parameters of a model, uninitialised. Tied parameters stay one tensor.
 
-    Args:
-        model: A model without storage.
-        device: The device to compute on.
-        on_host: Put the shards on the host.
+    With ``on_host`` the shards lie on the host.
     """
     # Allocation gives every parameter memory of its own, so a tie has to be made again.
     tied = model.tied

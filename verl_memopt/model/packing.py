@@ -72,11 +72,7 @@ class Pack:
 def pack_rows(prompts: Tensor, prompt_sizes: Sequence[int], responses: Tensor, response_sizes: Sequence[int]) -> Pack:
     """Pack rows, each with its own prompt.
 
-    Args:
-        prompts: int64, the prompts of all rows, one after another.
-        prompt_sizes: Tokens of each prompt.
-        responses: int64, the responses of all rows, one after another.
-        response_sizes: Tokens of each response.
+    Arguments are as in :func:`pack_groups`.
     """
     return pack_groups(prompts, prompt_sizes, responses, response_sizes, range(len(response_sizes)))
 
@@ -146,11 +142,6 @@ def pack_suffixes(prompt_size: int, responses: Tensor, response_sizes: Sequence[
     """Pack the answers to a prompt whose keys and values are computed elsewhere.
 
     ``predicts`` counts the state of the prompt's last token as the first; the rest is as in :func:`pack_groups`.
-
-    Args:
-        prompt_size: Tokens of the prompt.
-        responses: int64, the responses of all rows, one after another.
-        response_sizes: Tokens of each response.
     """
     r = np.asarray(response_sizes, dtype=np.int64)
     own = np.maximum(r - 1, 0)
@@ -274,9 +265,7 @@ class PrefixLayout:
     def of(cls, groups: tuple[PrefixGroup, ...], skipped: tuple[int, ...] | None = None) -> PrefixLayout:
         """Build the layout of some groups on the CPU.
 
-        Args:
-            groups: Lengths of the queries of each group.
-            skipped: For each group, the number of tokens before these that are keys only; None for none.
+        ``skipped`` counts, for each group, the tokens before its queries that are keys only; None for none.
         """
         num_skipped = (0,) * len(groups) if skipped is None else skipped
         spans = tuple(prefix_spans(groups, num_skipped))

@@ -167,10 +167,6 @@ def check_packing(
 def refuse_sliding_window(config: PretrainedConfig, actor: Actor) -> None:
     """Refuse to share prompts in a model whose sliding window would cut them.
 
-    Args:
-        config: The model's config.
-        actor: The ``actor`` section of the settings. It says whether rows share their prompt.
-
     Raises:
         ConfigError: A layer of the model has a sliding window, and rows share their prompt.
     """

@@ -32,12 +32,7 @@ class RewardFolder:
 
 
 def frozen_value_model(model: ScoringModel, policy: Model) -> CriticModel:
-    """Return the settings of a value model that computes a reward model: the policy's knobs, without anything that trains.
-
-    Args:
-        model: The ``reward_model.model`` section of the settings.
-        policy: The policy's ``model`` section.
-    """
+    """Return the settings of a value model that computes a reward model: the policy's knobs, without anything that trains."""
     knobs = {field.name: getattr(policy, field.name) for field in fields(ModelKnobs)}
     knobs |= {"enable_gradient_checkpointing": False, "lora_rank": 0, "lora_adapter_path": None}
     return CriticModel(
@@ -53,12 +48,7 @@ def frozen_value_model(model: ScoringModel, policy: Model) -> CriticModel:
 def find_reward_model(model: ScoringModel, policy: Model, policy_tokenizer: Any, longest: int, actor: Actor) -> RewardFolder:
     """Return the reward model's folder and its own tokenizer, if it has one.
 
-    Args:
-        model: The ``reward_model.model`` section of the settings.
-        policy: The policy's ``model`` section.
-        policy_tokenizer: The policy's tokenizer.
-        longest: Tokens of the longest prompt and response together.
-        actor: The ``actor`` section of the settings, which says how rows are packed.
+    ``longest`` counts the tokens of the longest prompt and response together.
 
     Raises:
         ConfigError: There is no such folder, it has no head with one output, rows cannot be packed for it, it shares ids that it

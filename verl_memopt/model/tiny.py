@@ -140,9 +140,6 @@ def build_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
     Every text round-trips. Each digit is a token of its own, eos is the end of a turn and pad the end of text. The merges are
     used up at a few hundred tokens, so the tokenizer may have fewer than ``vocab_size``.
 
-    Args:
-        vocab_size: Size of the vocabulary, at least ``SMALLEST_VOCABULARY``.
-
     Raises:
         ValueError: ``vocab_size`` is smaller.
     """

@@ -45,9 +45,7 @@ class ValueHead(nn.Module):
     def __init__(self, like: Tensor, hidden_size: int) -> None:
         """Make the parameters, uninitialised.
 
-        Args:
-            like: A parameter of the model, whose dtype and device the head takes.
-            hidden_size: Size of a state, h.
+        They have the dtype and device of ``like``, a parameter of the model.
         """
         super().__init__()
         self.weight = nn.Parameter(like.new_empty(1, hidden_size))
@@ -82,11 +80,8 @@ class ValueModel(PackedModel):
     def forward(self, pack: Pack, prefix_kv: Prefix | None = None, unpacked: bool = False) -> Any:
         """Return values fp32 [R], one for each of ``pack.targets``.
 
-        Args:
-            pack: The tokens of a micro-batch.
-            prefix_kv: The prefix KV for a pack of ``pack_suffixes``; or a recorder for one of ``pack_prompt``, which returns what
-                :meth:`PackedModel.recorded` returns instead.
-            unpacked: Compute a pack of one row with eager attention, for comparisons.
+        ``prefix_kv`` is as in :class:`verl_memopt.model.policy_model.PolicyModel`. ``unpacked`` computes a pack of one row with
+        eager attention, for comparisons.
         """
         if isinstance(prefix_kv, PrefixRecorder):
             return self.recorded(pack, prefix_kv)
@@ -95,10 +90,6 @@ class ValueModel(PackedModel):
 
 def stored_head(folder: Path, key: str = CRITIC_KEY) -> dict[str, str | None]:
     """Return the names of the value head's parameters in a folder, by their names in the model. None = the folder has none.
-
-    Args:
-        folder: Folder of the model.
-        key: The settings section of the model, to name in errors.
 
     Raises:
         ConfigError: The folder's head has several outputs.
@@ -119,8 +110,7 @@ def stored_head(folder: Path, key: str = CRITIC_KEY) -> dict[str, str | None]:
 def classifier_config(config: PretrainedConfig) -> PretrainedConfig:
     """Return the config with which transformers loads a value model as a token classifier with one label.
 
-    Args:
-        config: Config of the causal LM. It is not changed.
+    The config of the causal LM is not changed.
     """
     # A copy, because the causal LM goes on with its own config.
     changed = type(config).from_dict(config.to_dict())
@@ -137,9 +127,7 @@ def classifier_config(config: PretrainedConfig) -> PretrainedConfig:
 def random_head(model: ValueModel, device: torch.device) -> Iterator[None]:
     """Give the head random weights inside the body, so that its values show differences of states.
 
-    Args:
-        model: The model, sharded and filled. Every rank draws the same weights.
-        device: The device that computes.
+    Every rank draws the same weights.
     """
     # After a forward the module may hold the gathered parameters instead of these.
     sharded = dict(model.score.named_parameters())

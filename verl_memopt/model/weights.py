@@ -31,11 +31,6 @@ from verl_memopt.observe.byte_tracker import HOST, declare_host, mark, scope
 def load_model_config(model: Model | CriticModel, folder: Path, key: str = POLICY_KEY) -> PretrainedConfig:
     """Return the model's config with ``override_config`` merged in.
 
-    Args:
-        model: Settings of the model.
-        folder: Folder of the model.
-        key: The settings section of the model, to name in errors.
-
     Raises:
         ConfigError: A library cannot be imported, the config cannot be read or does not have or take an override, or log-probs
             of this architecture would be wrong.
@@ -81,14 +76,8 @@ def empty_model(
 ) -> PreTrainedModel:
     """Return the model without storage (on meta), or with fake storage inside a fake mode. Computed buffers are real.
 
-    The model is in evaluation mode, because its log-probs must be the engine's, which has no dropout.
-
-    Args:
-        config: Config of the model.
-        attention: The kernel.
-        dtype: Dtype of the parameters at rest (the masters).
-        trust_remote_code: Run code from the model's folder.
-        key: The settings section of the model, to name in errors.
+    The model is in evaluation mode, because its log-probs must be the engine's, which has no dropout. ``dtype`` is that of the
+    parameters at rest (the masters).
 
     Raises:
         ConfigError: Transformers cannot build the model with attention over packs.
@@ -119,11 +108,6 @@ def empty_model(
 def rebuild_buffers(model: nn.Module, device: torch.device, key: str = POLICY_KEY) -> None:
     """Fill the buffers that no checkpoint holds (rotary frequencies) by building their module again on the CPU.
 
-    Args:
-        model: Its parameters have storage.
-        device: Where the buffers go.
-        key: The settings section of the model, to name in errors.
-
     Raises:
         ConfigError: A module's buffers cannot be computed from its config alone. The message names it.
     """
@@ -149,10 +133,6 @@ class WeightFolder:
 
     def __init__(self, folder: Path, key: str = POLICY_KEY) -> None:
         """Open the files of a folder.
-
-        Args:
-            folder: The folder.
-            key: The settings section of the model, to name in errors.
 
         Raises:
             ConfigError: The folder holds no safetensors, or its index names a file that is missing or outside of it.
@@ -183,9 +163,7 @@ class WeightFolder:
     def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
         """Return a region of one tensor in the file's dtype, as a view of the mapped file on the host.
 
-        Args:
-            name: Name of the tensor.
-            region: A slice for each dimension; empty for the whole tensor.
+        ``region`` has a slice for each dimension, and is empty for the whole tensor.
         """
         with mapping():
             part = self._files[self.names[name]].get_slice(name)
@@ -255,11 +233,6 @@ def check_tied_head(weights: WeightFolder, embedding: str, folder: Path) -> None
 
     Such a head would be ignored. Many folders hold one that is equal.
 
-    Args:
-        weights: Weights of the folder.
-        embedding: Name of the embedding in it.
-        folder: For the message.
-
     Raises:
         ConfigError: The weights differ. The message names the first rows that do.
     """
@@ -281,10 +254,7 @@ def check_tied_head(weights: WeightFolder, embedding: str, folder: Path) -> None
 def mapped_weights(model: nn.Module, folder: Path, dtype_key: str = REFERENCE_DTYPE) -> list[Tensor]:
     """Return each parameter's shard as a view of the mapped file. None of it is read yet.
 
-    Args:
-        model: The model, sharded or not.
-        folder: Folder with safetensors files.
-        dtype_key: The setting of the model's dtype, to name in errors.
+    ``dtype_key`` is the setting of the model's dtype, to name in errors.
 
     Raises:
         ConfigError: As in :func:`fill_from_folder`. Or a file has another dtype than the model.

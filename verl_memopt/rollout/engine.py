@@ -78,11 +78,7 @@ class RolloutEngine(Protocol):
         """
 
     def compare_weights(self, weights: Weights) -> WeightComparison:
-        """Compare the engine's weights with others, after a cast to the engine's dtype. The whole stream is read.
-
-        Args:
-            weights: As for :meth:`load_weights`.
-        """
+        """Compare the engine's weights with others, after a cast to the engine's dtype. The whole stream is read."""
 
     def sleep(self) -> None:
         """Free the device memory of weights and KV cache.
@@ -171,11 +167,7 @@ def max_model_len(rollout: schema.Rollout) -> int:
 def check_rows(prompt_ids: list[list[int]], seeds: list[int], max_tokens: int, longest: int) -> None:
     """Check that every prompt can be answered.
 
-    Args:
-        prompt_ids: Token ids of each row.
-        seeds: One seed per row.
-        max_tokens: Tokens that may be generated.
-        longest: The longest sequence that the engine supports.
+    ``longest`` is the longest sequence that the engine supports.
 
     Raises:
         RolloutError: A prompt is empty or leaves no room for ``max_tokens``. The message names the row.
@@ -268,10 +260,8 @@ PARTS = ("weights", "kv_cache")
 class EngineState:
     """Refuses calls that the engine cannot serve in its present state, and names the call that must come first.
 
-    ``awake -> sleep -> asleep -> wake_up(weights) -> load_weights -> wake_up(kv_cache) -> awake``
-
-    Args:
-        whole: The weights were read from a folder, so the engine can generate before the first load.
+    ``awake -> sleep -> asleep -> wake_up(weights) -> load_weights -> wake_up(kv_cache) -> awake`` ``whole`` says that the
+    weights were read from a folder, so the engine can generate before the first load.
     """
 
     def __init__(self, whole: bool) -> None:
@@ -313,8 +303,7 @@ class EngineState:
     def slept(self, keeps_weights: bool = False) -> None:
         """Record a sleep. An engine may be put to sleep again.
 
-        Args:
-            keeps_weights: The weights are kept elsewhere, and are complete as soon as they wake.
+        With ``keeps_weights`` they are kept elsewhere, and are complete as soon as they wake.
         """
         self._check_open()
         self._awake.clear()

@@ -41,10 +41,6 @@ class HfEngine:
 
     Its KV cache exists only while it generates.
 
-    Args:
-        rollout: The ``rollout`` section of the settings.
-        place: Device, ranks and folders.
-
     Raises:
         ConfigError: Tensor parallelism, an unknown logprobs_mode, or arguments for another engine.
     """
@@ -255,9 +251,7 @@ class RowSampler:
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return scores whose largest entry is the drawn token.
 
-        Args:
-            input_ids: [rows, width], prompt and response so far.
-            scores: [rows, vocab].
+        ``input_ids`` [rows, width] are prompt and response so far, ``scores`` are [rows, vocab].
         """
         raw = scores.float()
         logits = penalized(raw, self._present_tokens(input_ids, raw.shape[-1]), self._sampling.repetition_penalty)

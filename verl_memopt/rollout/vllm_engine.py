@@ -77,10 +77,6 @@ class VllmEngine:
 
     The ranks of one world start their engines together, after the default process group exists.
 
-    Args:
-        rollout: The ``rollout`` section of the settings.
-        place: Device, ranks and folders.
-
     Raises:
         ConfigError: vLLM is not installed, refuses or ignores a setting, or a GPU has less free memory than the engine's share.
     """
@@ -398,11 +394,7 @@ def agreed(stopped: Callable[[], bool], group: dist.ProcessGroup) -> Callable[[]
     """Return a function that says whether any rank wants to stop. Without it some ranks would wait for the others for ever.
 
     All ranks call it before each engine step. They exchange their answers once every ``STEPS_PER_AGREEMENT`` calls. The other
-    calls return False.
-
-    Args:
-        stopped: Whether this rank wants to stop.
-        group: The ranks of the engine, in a process group for host tensors.
+    calls return False. ``group`` holds the ranks of the engine, for host tensors.
     """
     calls = itertools.count(1)
 

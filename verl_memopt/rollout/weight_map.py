@@ -47,12 +47,7 @@ class _Place:
 class WeightMap:
     """The place of every weight. Create it with :meth:`of`.
 
-    It holds views of the engine's parameters, which must keep their memory.
-
-    Args:
-        places: The boxes of each name.
-        load: The engine's loader, for names without places.
-        dtype: Dtype of the tensors for the loader.
+    It holds views of the engine's parameters, which must keep their memory. The loader gets names without places, in ``dtype``.
     """
 
     def __init__(self, places: dict[str, list[_Place]], load: Loader, dtype: torch.dtype) -> None:

@@ -31,14 +31,8 @@ def plain_weights(model: PackedModel) -> Iterator[tuple[str, torch.Tensor]]:
 def save_trained(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path, contents: Sequence[str]) -> Records:
     """Write this rank's part of a checkpoint. With hf_model in ``contents``, also write the weights in Hugging Face format.
 
-    Parameters that are on the host are written from there. Every file is forced to disk.
-
-    Args:
-        trained: The policy's model or the critic's.
-        plan: What the worker was built from.
-        rank: This rank. Only rank 0 writes the Hugging Face files.
-        folder: Folder of the role in the checkpoint.
-        contents: Parts to write.
+    Parameters that are on the host are written from there. Every file is forced to disk. ``folder`` is that of the role in the
+    checkpoint. Only rank 0 writes the Hugging Face files.
 
     Returns:
         The record of each file that this rank wrote, relative to ``folder``.
@@ -69,14 +63,7 @@ def save_trained(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Pat
 def export_trained(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path, weights: bool) -> None:
     """Write a model in Hugging Face format: config, tokenizer and chat template, and weights tensor by tensor.
 
-    The critic is written as a token classifier of transformers with one label.
-
-    Args:
-        trained: The policy's model or the critic's.
-        plan: What the worker was built from.
-        rank: This rank. Only rank 0 writes.
-        folder: The folder to write.
-        weights: Write the weights too.
+    The critic is written as a token classifier of transformers with one label. Only rank 0 writes.
     """
     settings, model = plan.settings, trained.model
     masters = dtype_of(trained.fsdp.model_dtype, f"{trained.role.key}: model_dtype")
@@ -93,10 +80,7 @@ def export_trained(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: P
 def load_trained(trained: TrainedModel, folder: Path, contents: Sequence[str]) -> None:
     """Read this rank's part of a checkpoint, written by any number of ranks.
 
-    Args:
-        trained: The policy's model or the critic's. Its parameters are on the device.
-        folder: Folder of the role in the checkpoint.
-        contents: Parts to read.
+    The parameters are on the device.
     """
     load_training_state(folder, trained.model, trained.optimizer, trained.schedule, trained.device, contents)
     if trained.home is not None:

@@ -100,10 +100,6 @@ class LocalGroup:
     """One worker in the driver's process. Its environment variables are set for as long as the group lives.
 
     The worker's errors come through unchanged, so a debugger stops at their cause.
-
-    Args:
-        factory: Builds the worker.
-        device: Kind of its device.
     """
 
     world_size = 1
@@ -169,10 +165,7 @@ class TimedGroup:
     def __init__(self, group: WorkerGroup, clock: PhaseClock, in_process: bool) -> None:
         """Record the memory of the start.
 
-        Args:
-            group: The workers.
-            clock: Times each call as a phase.
-            in_process: The worker runs in this process, so its figures include the driver's resident memory.
+        ``in_process`` says that the worker runs in this process, so that its figures include the driver's resident memory.
         """
         self.group = group
         self.clock = clock
@@ -189,11 +182,7 @@ class TimedGroup:
     def all(self, phase: str, method: Callable[Concatenate[Any, P], Result], *args: P.args, **options: P.kwargs) -> list[Result]:
         """Call a method on each worker with the same arguments, and return the results in rank order.
 
-        Args:
-            phase: Name of the phase.
-            method: A method of the worker's class, such as ``Worker.generate``.
-            *args: Its arguments.
-            **options: None: arguments travel by position.
+        ``method`` is one of the worker's class, such as ``Worker.generate``. Arguments travel by position.
         """
         assert not options, f"{method.__name__}: give {', '.join(options)} by position"
         return self.each(phase, method, [args] * self.world_size)
@@ -292,11 +281,7 @@ class Home:
 
 
 class Member:
-    """The process of one worker. It starts empty, so that its environment is set before anything heavy is imported.
-
-    Args:
-        rank: Rank of the worker.
-    """
+    """The process of one worker. It starts empty, so that its environment is set before anything heavy is imported."""
 
     def __init__(self, rank: int) -> None:
         """Ignore the signals that stop a run."""
@@ -324,10 +309,7 @@ class Member:
     def build(self, pickled_factory: bytes, placement: Placement, environment: dict[str, str]) -> None:
         """Build the worker.
 
-        Args:
-            pickled_factory: The factory, pickled, because unpickling it imports modules that read the environment.
-            placement: The worker's place.
-            environment: Variables to set first.
+        The factory comes pickled, because unpickling it imports modules that read ``environment``.
         """
         from ray import cloudpickle
 
@@ -402,11 +384,7 @@ def visible_devices(homes: Sequence[Home], rank: int) -> dict[str, str]:
 
 
 class RayGroup:
-    """One actor per device. Created by :func:`start_ray_group`.
-
-    Args:
-        connection: The connection to Ray.
-    """
+    """One actor per device. Created by :func:`start_ray_group`."""
 
     def __init__(self, connection: Connection) -> None:
         """Start without members."""
@@ -420,9 +398,7 @@ class RayGroup:
     def start(self, request: Request, timeout_seconds: float) -> None:
         """Reserve room, and start an empty process in each bundle.
 
-        Args:
-            request: The room that the group needs.
-            timeout_seconds: Longest wait for room, and again for the processes.
+        ``timeout_seconds`` is the longest wait for room, and again for the processes.
         """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

@@ -79,13 +79,6 @@ def moving_reference(
 ) -> MovingReference:
     """Return the reference as one that follows the policy.
 
-    Args:
-        model: As in :class:`MovingReference`, with the next three.
-        home: Place on the host.
-        stays_on_host: With ``offload_policy``.
-        policy: The policy.
-        folder: Folder of the reference, for the error.
-
     Raises:
         ConfigError: The weights of the two models differ in their names or shapes.
     """

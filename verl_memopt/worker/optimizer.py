@@ -27,15 +27,9 @@ def build_optimizer(
 ) -> Optimizer:
     """Return the optimizer that ``optim`` names, fused where possible (its step then has no parameter-sized temporaries).
 
-    AdamW of torch.optim is torch's own, unless the settings need a feature of :class:`BucketedAdamW`. Without one, both are equal
-    bit for bit and equally fast, and torch's is better known.
-
-    Args:
-        parameters: The trained parameters.
-        optim: The optimizer's settings. ``betas`` go to classes that accept them.
-        offload: Keep the state on the host.
-        seed: Seed of the stochastic rounding.
-        key: The settings section of the optimizer, to name in errors.
+    AdamW of torch.optim is torch's own, unless the settings need a feature of :class:`BucketedAdamW`. Without one, both are
+    equal bit for bit and equally fast, and torch's is better known. With ``offload`` the state is on the host. ``seed`` is that
+    of the stochastic rounding. ``betas`` go to classes that accept them.
 
     Raises:
         ConfigError: The module or class is missing, or rejects an argument.
@@ -87,11 +81,7 @@ def _bucket_options(masters: torch.dtype, optim: Optim, offload: bool, seed: int
 def build_schedule(optimizer: Optimizer, optim: Optim, optimizer_steps: int, key: str = KEY) -> LambdaLR:
     """Return the schedule: a linear warm-up, then the shape that ``optim.lr_scheduler_type`` names.
 
-    Args:
-        optimizer: Holds ``lr`` of each parameter group.
-        optim: The optimizer's settings.
-        optimizer_steps: Optimizer steps of the whole run. ``optim.total_training_steps`` replaces it when given.
-        key: The settings section of the optimizer, to name in errors.
+    ``optim.total_training_steps`` replaces ``optimizer_steps``, those of the whole run, when given.
 
     Raises:
         ConfigError: The schedule rejects an argument.

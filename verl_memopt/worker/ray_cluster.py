@@ -69,10 +69,6 @@ class Request:
 class Connection:
     """This process's connection to Ray. It connects where there is no connection yet, and :meth:`close` undoes that.
 
-    Args:
-        ray_init: Arguments of ray.init from the settings.
-        request: The room that the group needs.
-
     Raises:
         ConfigError: Ray refuses ``ray_init`` or its address, or several nodes are requested without an address.
     """
@@ -311,10 +307,6 @@ def _does_not_answer(address: str) -> str | None:
 
 def reserve(request: Request, timeout_seconds: float) -> list[Any]:
     """Return one placement group per node, each with one bundle per device, all placed.
-
-    Args:
-        request: The room that the group needs.
-        timeout_seconds: Longest wait for room.
 
     Raises:
         ConfigError: The cluster is too small for the request.

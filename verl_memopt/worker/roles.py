@@ -229,11 +229,7 @@ class RoleBuilder:
 def start_adapters(packed_model: PackedModel, model: Model | CriticModel, seed: int, key: str) -> None:
     """Give the adapters of a model, if it has any, their first values: those of a folder, or a random A and a B of zeros.
 
-    Args:
-        packed_model: The model, sharded and filled.
-        model: Settings of the model.
-        seed: Seed of the random values.
-        key: The settings section of the model, to name in errors.
+    ``seed`` is that of the random values.
     """
     if model.lora_adapter_path is not None:
         load_adapter(Path(model.lora_adapter_path), packed_model, key)
@@ -244,10 +240,7 @@ def start_adapters(packed_model: PackedModel, model: Model | CriticModel, seed: 
 def compiles_functions(requested: bool, fsdp: Fsdp, device: torch.device) -> bool:
     """Return whether small functions are compiled: on a GPU with a working compiler, without full determinism.
 
-    Args:
-        requested: The role's ``use_torch_compile``.
-        fsdp: The ``fsdp_config`` section of the role.
-        device: The device of the worker.
+    ``requested`` is the role's ``use_torch_compile``.
     """
     return requested and is_gpu(device) and not fsdp.full_determinism and compiler_works(device)
 

@@ -78,10 +78,7 @@ def micro_batch(batch: RolloutBatch, rows: Sequence[int]) -> MicroBatch:
 def micro_batches_of(batch: RolloutBatch, rows: Sequence[Sequence[int]], with_prefix_kv: bool) -> Iterator[MicroBatch]:
     """Yield the micro-batches of the chosen rows.
 
-    Args:
-        batch: The batch.
-        rows: Rows of each micro-batch.
-        with_prefix_kv: Compute one prompt for neighbouring micro-batches, as :func:`chains` groups them.
+    ``rows`` are those of each micro-batch. ``with_prefix_kv`` computes one prompt for neighbours, as :func:`chains` groups them.
     """
     for chain in chains(rows, batch.row_tokens()) if with_prefix_kv else [[single] for single in rows]:
         if len(chain) == 1:
@@ -281,13 +278,9 @@ class TrainedModel:
         """Take one optimizer step, unless the gradient norm is not finite, and return its metrics as host tensors.
 
         A skipped step drops the gradient and leaves weights, optimizer state and schedule unchanged. The norm is the same on all
-        ranks, so they all decide alike. The host waits for the device once, between backward and update.
-
-        Args:
-            micro_batches: The micro-batches, read one at a time.
-            counts: Tokens and sequences of the mini-batch over all ranks.
-            loss_of: The loss.
-            restart: Cuts the mini-batch again after an out-of-memory error. None = the error is raised.
+        ranks, so they all decide alike. The host waits for the device once, between backward and update. ``counts`` are the
+        tokens and sequences of the mini-batch over all ranks. ``restart`` cuts the mini-batch again after an out-of-memory
+        error; None = the error is raised.
         """
         # The learning rate is read first, because apply() advances the schedule.
         role, learning_rate = self.role, self.schedule.get_last_lr()[0]
@@ -359,11 +352,7 @@ class TrainedModel:
     ) -> dict[str, Tensor]:
         """Add the gradient of one micro-batch and return its metrics. None of its tensors outlives the call.
 
-        Args:
-            micro: The micro-batch, on the device.
-            counts: Tokens and sequences of the mini-batch over all ranks.
-            loss_of: The loss.
-            prefix_kv: Keys and values of the prompt of its responses, computed before. Their own backward follows later.
+        ``prefix_kv`` holds the keys and values of the prompt of its responses. Their own backward follows later.
         """
         with self._offloaded():
             loss, metrics = loss_of(micro, counts, prefix_kv)

@@ -50,12 +50,7 @@ def _built(role: Result | None) -> Result:
 
 
 class Worker:
-    """The roles of one device. The driver calls :meth:`call`. All members of a group make the same calls in step.
-
-    Args:
-        plan: What to build.
-        placement: The worker's place in its group.
-    """
+    """The roles of one device. The driver calls :meth:`call`. All members of a group make the same calls in step."""
 
     def __init__(self, plan: WorkerPlan, placement: Placement) -> None:
         """Build the engine, the policy, the reference, the critic, the reward model, and a recipe's own role."""
@@ -100,11 +95,7 @@ class Worker:
     def call(self, phase: str, track: bool, method: str, *args: Any) -> Reply:
         """Run one method as a phase and return its result with the memory of the phase.
 
-        Args:
-            phase: Name of the phase.
-            track: Count live bytes on a CPU.
-            method: Name of the method.
-            *args: Its arguments.
+        ``track`` counts live bytes on a CPU.
         """
         counted = track and (method not in ENGINE_METHODS or self._counts_engine)
         may_go_on = phase in self.plan.adaptive_phases and self.placement.world_size == 1
@@ -192,12 +183,8 @@ class Worker:
     ) -> LogProbs:
         """Return the log-probs of a batch under the reference.
 
-        The reference is a model of its own, or with LoRA the policy without its adapters.
-
-        Args:
-            batch: The batch.
-            micro_batches: Rows of each forward.
-            temperature: Divides the logits; None = as the rollouts.
+        The reference is a model of its own, or with LoRA the policy without its adapters. ``temperature`` divides the logits;
+        None = as the rollouts.
         """
         used = self.temperature if temperature is None else temperature
         if self.reference is None:
