@@ -54,20 +54,15 @@ def save_training_state(
         CheckpointError: The disk refuses. The message names the folder and the disk's error.
     """
     records: Records = {}
-    try:
+    with _refused(folder, "checkpoint could not be written", WRITE_ERRORS), _one_checksum():
         state = _state(model, optimizer, contents)
-        with _one_checksum():
-            if state:
-                storage = HashingFileSystem(folder)
-                dcp.save(state, storage_writer=_writer(folder / "dcp", device, storage))
-                records |= storage.records
-            if "extra" in contents:
-                folder.mkdir(parents=True, exist_ok=True)
-                name = f"extra_rank_{dist.get_rank()}.pt"
-                with hashed_file(folder / name, records, name) as file:
-                    torch.save(_extra(schedule, device), cast("IO[bytes]", file))
-    except WRITE_ERRORS as error:
-        raise CheckpointError(f"{folder}: the checkpoint could not be written: {_root(error)}.") from error
+        if state:
+            records |= _save(folder, state, device)
+        if "extra" in contents:
+            folder.mkdir(parents=True, exist_ok=True)
+            name = f"extra_rank_{dist.get_rank()}.pt"
+            with hashed_file(folder / name, records, name) as file:
+                torch.save(_extra(schedule, device), cast("IO[bytes]", file))
     return records
 
 
@@ -82,7 +77,7 @@ def load_training_state(
     Raises:
         CheckpointError: A file is missing or damaged. The message names the folder and the error.
     """
-    try:
+    with _refused(folder, "checkpoint could not be read", READ_ERRORS):
         state = _state(model, optimizer, contents)
         if state:
             dcp.load(state, checkpoint_id=folder / "dcp")
@@ -93,8 +88,6 @@ def load_training_state(
             own = folder / f"extra_rank_{dist.get_rank()}.pt"
             source = own if own.is_file() else folder / "extra_rank_0.pt"
             _restore_extra(torch.load(source, weights_only=True), schedule, device)
-    except READ_ERRORS as error:
-        raise CheckpointError(f"{folder}: the checkpoint could not be read: {_root(error)}.") from error
 
 
 def save_weights(folder: Path, model: nn.Module, device: torch.device) -> Records:
@@ -108,13 +101,8 @@ def save_weights(folder: Path, model: nn.Module, device: torch.device) -> Record
     Raises:
         CheckpointError: The disk refuses. The message names the folder and the disk's error.
     """
-    storage = HashingFileSystem(folder)
-    try:
-        with _one_checksum():
-            dcp.save({"model": get_model_state_dict(model)}, storage_writer=_writer(folder / "dcp", device, storage))
-    except WRITE_ERRORS as error:
-        raise CheckpointError(f"{folder}: the weights could not be written: {_root(error)}.") from error
-    return storage.records
+    with _refused(folder, "weights could not be written", WRITE_ERRORS), _one_checksum():
+        return _save(folder, {"model": get_model_state_dict(model)}, device)
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:
@@ -123,10 +111,23 @@ def load_weights(folder: Path, model: nn.Module) -> None:
     Raises:
         CheckpointError: A file is missing or damaged. The message names the folder and the error.
     """
-    try:
+    with _refused(folder, "weights could not be read", READ_ERRORS):
         dcp.load({"model": get_model_state_dict(model)}, checkpoint_id=folder / "dcp")
-    except READ_ERRORS as error:
-        raise CheckpointError(f"{folder}: the weights could not be read: {_root(error)}.") from error
+
+
+@contextmanager
+def _refused(folder: Path, what: str, errors: tuple[type[BaseException], ...]) -> Iterator[None]:
+    try:
+        yield
+    except errors as error:
+        raise CheckpointError(f"{folder}: the {what}: {_root(error)}.") from error
+
+
+def _save(folder: Path, state: dict[str, Any], device: torch.device) -> Records:
+    """Write the state into dcp/ and return the record of each file."""
+    storage = HashingFileSystem(folder)
+    dcp.save(state, storage_writer=_writer(folder / "dcp", device, storage))
+    return storage.records
 
 
 def _state(model: nn.Module, optimizer: Optimizer, contents: Sequence[str]) -> dict[str, Any]:

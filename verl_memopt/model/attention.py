@@ -116,14 +116,14 @@ def choose_attention(name: str, device: torch.device, dtype: torch.dtype, sectio
             raise ConfigError(
                 f"{key}: flash kernels need a GPU of capability 8.0 and half precision, not {device} {dtype}. Use auto."
             )
-        return AttentionChoice("flash_attention_2", REGISTERED["flash_attention_2"], "asked for")
-    if name != "auto":
-        return AttentionChoice(name, REGISTERED[name], "asked for")
-    if supported and installed:
-        return AttentionChoice("flash_attention_2", REGISTERED["flash_attention_2"], f"installed, supports {device} {dtype}")
-    if supported:
-        return AttentionChoice("varlen", REGISTERED["varlen"], "flash-attn is not installed; torch has a kernel of its own")
-    return AttentionChoice("sdpa", REGISTERED["sdpa"], f"no flash kernel for {device} {dtype}")
+    reason = "asked for"
+    if name == "auto":
+        name, reason = "sdpa", f"no flash kernel for {device} {dtype}"
+        if supported and installed:
+            name, reason = "flash_attention_2", f"installed, supports {device} {dtype}"
+        elif supported:
+            name, reason = "varlen", "flash-attn is not installed; torch has a kernel of its own"
+    return AttentionChoice(name, REGISTERED[name], reason)
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ class PackedModel(nn.Module):
         assert row.num_rows == 1, row.num_rows
         decoder = self.decoder
         if not isinstance(decoder, Decoder):
-            return states_of_row(decoder, row)[row.predicts]
+            return _own_output(decoder, row).last_hidden_state[0, row.predicts]
         positions = torch.arange(row.input_ids.shape[1], device=row.input_ids.device)[None]
         hidden = decoder(row.input_ids, positions, row.layout, attend=KERNELS[REGISTERED["eager"]])
         return decoder.normed_rows(hidden, row.predicts)
@@ -163,15 +163,12 @@ def states_of_pack(decoder: nn.Module, pack: Pack) -> Tensor:
 
 def logits_of_row(lm: nn.Module, pack: Pack) -> Tensor:
     """Return the logits [T, V] of a pack of one row, by transformers' own forward and eager attention."""
-    with own_attention(lm):
-        return lm(input_ids=pack.input_ids, use_cache=False).logits[0]
+    return _own_output(lm, pack).logits[0]
 
 
-def states_of_row(decoder: nn.Module, pack: Pack) -> Tensor:
-    """Return the normed states [T, h] of a pack of one row, by transformers' own forward and eager attention."""
-    with own_attention(decoder):
-        output: Any = decoder(input_ids=pack.input_ids, use_cache=False)
-    return output.last_hidden_state[0]
+def _own_output(module: nn.Module, pack: Pack) -> Any:
+    with own_attention(module):
+        return module(input_ids=pack.input_ids, use_cache=False)
 
 
 @contextmanager

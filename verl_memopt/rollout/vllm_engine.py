@@ -130,8 +130,11 @@ class VllmEngine:
     @contextmanager
     def _stoppable(self, stopped: Callable[[], bool]) -> Iterator[None]:
         """Check before each engine step whether to stop. A stop aborts all requests and raises Stopped."""
-        engine = self._llm.llm_engine
-        any_stopped = stopped if self._place.tensor_parallel_size == 1 else agreed(stopped, _engine_group())
+        engine, any_stopped = self._llm.llm_engine, stopped
+        if self._place.tensor_parallel_size > 1:
+            from vllm.distributed.parallel_state import get_tp_group
+
+            any_stopped = agreed(stopped, get_tp_group().cpu_group)
         step = engine.step
 
         def checked_step() -> Any:
@@ -346,13 +349,6 @@ def _unlink_message_queues() -> None:
         if buffer.is_creator:
             buffer.shared_memory.unlink()
             buffer.is_creator = False
-
-
-def _engine_group() -> dist.ProcessGroup:
-    """Return the ranks that hold one engine together, as a process group for host tensors."""
-    from vllm.distributed.parallel_state import get_tp_group
-
-    return get_tp_group().cpu_group
 
 
 def _prefer_plain_torch(platform: type) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ from verl_memopt.model.value_model import ValueModel, classifier_config
 from verl_memopt.model.weights import named_weights
 from verl_memopt.rollout.weight_map import full_weights
 from verl_memopt.worker.plan import WorkerPlan
-from verl_memopt.worker.trained_model import ACTOR, TrainedModel
+from verl_memopt.worker.trained_model import ACTOR, TrainedModel, readable
 
 
 def plain_weights(model: PackedModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -43,9 +42,7 @@ def save_trained(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Pat
     section = plan.settings if trained.role is ACTOR else plan.critic
     assert section is not None
     model, exported, adapter = section.model, folder / "huggingface", folder / "lora_adapter"
-    with ExitStack() as stack:
-        if trained.home is not None:
-            stack.enter_context(trained.home.readable())
+    with readable(trained.home):
         records = save_training_state(folder, trained.model, trained.optimizer, trained.schedule, trained.device, contents)
         try:
             export_trained(trained, plan, rank, exported, weights="hf_model" in contents)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from verl_memopt.memory.param_offload_torch import OffloadedParams
 from verl_memopt.model.policy_model import PolicyModel
 from verl_memopt.model.weights import named_weights
 from verl_memopt.observe.byte_tracker import HOST, scope
-from verl_memopt.worker.trained_model import TrainedModel
+from verl_memopt.worker.trained_model import TrainedModel, readable
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class MovingReference:
     def follow(self, alpha: float) -> None:
         """Set each weight of the reference to ``alpha * policy + (1 - alpha) * reference``."""
         on_host = self.stays_on_host or (self.home is not None and not self.home.on_device)
-        with _readable(self.home), _readable(self.policy.home):
+        with readable(self.home), readable(self.policy.home):
             move_towards(self._pairs(), alpha, on_host)
         self._changed()
 
@@ -50,7 +49,7 @@ class MovingReference:
         Raises:
             CheckpointError: The disk refuses. The message names the folder.
         """
-        with _readable(self.home):
+        with readable(self.home):
             return save_weights(folder, self.model, self.policy.device)
 
     def load(self, folder: Path) -> None:
@@ -59,7 +58,7 @@ class MovingReference:
         Raises:
             CheckpointError: A file is missing or damaged. The message names the folder.
         """
-        with _readable(self.home):
+        with readable(self.home):
             load_weights(folder, self.model)
         self._changed()
 
@@ -91,15 +90,6 @@ def moving_reference(
             "Remove the key, or set actor_rollout_ref.ref.sync_every_steps=null."
         )
     return MovingReference(model, home, stays_on_host, policy)
-
-
-@contextmanager
-def _readable(home: OffloadedParams | None) -> Iterator[None]:
-    if home is None:
-        yield
-        return
-    with home.readable():
-        yield
 
 
 # Move the weights of one model towards those of another, shard by shard, where they rest.

@@ -35,7 +35,13 @@ def build_optimizer(
         ConfigError: The module or class is missing, or rejects an argument.
     """
     parameters = list(parameters)
-    kind = _named_class(optim, key)
+    try:
+        kind: type[Optimizer] = getattr(importlib.import_module(optim.optimizer_impl), optim.optimizer)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{key}.optimizer_impl={optim.optimizer_impl}, optimizer={optim.optimizer}: {error}. Name a module that is installed "
+            "and an optimizer class in it."
+        ) from error
     options: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
     optional = {"betas": tuple(optim.betas)} | ({"fused": True} if optim.optimizer_impl == "torch.optim" else {})
     buckets = _bucket_options(parameters[0].dtype, optim, offload, seed) if kind is AdamW else None
@@ -50,16 +56,6 @@ def build_optimizer(
         raise ConfigError(
             f"{key}.optimizer={optim.optimizer}, override_optimizer_config={optim.override_optimizer_config}: {error}. "
             "Change the arguments, or name another optimizer."
-        ) from error
-
-
-def _named_class(optim: Optim, key: str) -> type[Optimizer]:
-    try:
-        return getattr(importlib.import_module(optim.optimizer_impl), optim.optimizer)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"{key}.optimizer_impl={optim.optimizer_impl}, optimizer={optim.optimizer}: {error}. Name a module that is installed "
-            "and an optimizer class in it."
         ) from error
 
 

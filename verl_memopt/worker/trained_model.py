@@ -366,6 +366,11 @@ class TrainedModel:
         return nullcontext() if self.offload is None else self.offload.forward()
 
 
+def readable(home: OffloadedParams | None) -> AbstractContextManager[None]:
+    """Return a context in which parameters can be read where they rest."""
+    return nullcontext() if home is None else home.readable()
+
+
 def over_steps(steps: Sequence[Mapping[str, Tensor]], counts: Sequence[str]) -> dict[str, float]:
     """Return the mean of each metric over optimizer steps, or, for ``counts``, the sum over the steps that have it."""
     means = {name: torch.stack([step[name] for step in steps]).mean().item() for name in steps[0] if name not in counts}

@@ -188,9 +188,8 @@ class Worker:
         """
         used = self.temperature if temperature is None else temperature
         if self.reference is None:
-            assert self.policy is not None
-            with adapters_off(self.policy.model):
-                return self.policy.compute_log_probs(batch, micro_batches, used, False)
+            with adapters_off(_built(self.policy).model):
+                return self.policy_log_probs(batch, micro_batches, used)
         return compute_log_probs(self.reference, batch, micro_batches, used, False, self.device)
 
     def policy_log_probs(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], temperature: float) -> LogProbs:
