@@ -31,8 +31,7 @@ class Kernel:
     Attributes:
         forward: (q, k, v, causal, scale) -> output, log-sum-exp fp32 [batch, heads, length].
         backward: (gradient, q, k, v, output, log-sum-exp, causal, scale) -> gradients of q, k, v.
-        float_parts: Whether passes that are merged are computed in fp32 and rounded once. This costs no time where half precision
-            is no faster.
+        float_parts: Merged passes are computed in fp32 and rounded once, where half precision is no faster.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]

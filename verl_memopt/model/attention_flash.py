@@ -98,17 +98,7 @@ class _FlashAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Varlen:
-    """Which queries see which keys, as a kernel for sequences of different lengths takes it.
-
-    Attributes:
-        cu_seqlens_q: int32 [sequences + 1].
-        cu_seqlens_k: int32 [sequences + 1].
-        max_seqlen_q: Length of the longest sequence of queries.
-        max_seqlen_k: Length of the longest sequence of keys.
-        causal: A query sees no later key of its sequence.
-        left: Positions seen to the left; -1 for all.
-        right: Positions seen to the right; -1 for all.
-    """
+    """Which queries see which keys, for sequences of different lengths. ``left`` and ``right`` of -1 see all."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor

@@ -228,9 +228,7 @@ class Run:
 class PrefixSpan:
     """One call of the prefix pass: contiguous queries that each see contiguous keys whole.
 
-    Attributes:
-        keys: Places among the keys.
-        queries: Places among the queries. They differ from places among the keys where tokens are skipped.
+    Places among the queries differ from places among the keys where tokens are skipped.
     """
 
     keys: Run

@@ -223,12 +223,7 @@ ANY_ATTENTION = AttentionChoice("sdpa", REGISTERED["sdpa"], "nothing is computed
 
 
 class Checked(NamedTuple):
-    """What the files of a model say.
-
-    Attributes:
-        weights: name -> shape of each weight, without adapters.
-        embedding_rows: Rows of the token embedding.
-    """
+    """What the files of a model say: the shape of each weight without adapters, and the rows of the embedding."""
 
     weights: dict[str, tuple[int, ...]]
     embedding_rows: int

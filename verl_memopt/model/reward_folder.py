@@ -20,12 +20,7 @@ REWARD_KEY = "reward_model.model"
 
 @dataclass(frozen=True)
 class RewardFolder:
-    """A reward model that was found and checked.
-
-    Attributes:
-        folder: Its folder.
-        tokenizer: Its own tokenizer; None where it reads the policy's ids.
-    """
+    """A reward model that was found and checked. ``tokenizer`` is its own; None where it reads the policy's ids."""
 
     folder: Path
     tokenizer: Any

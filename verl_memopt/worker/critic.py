@@ -20,13 +20,7 @@ from verl_memopt.worker.trained_model import CRITIC, MicroBatch, MiniBatch, Save
 
 
 class Critic:
-    """The trained critic. All ranks call the same methods in the same order.
-
-    Arguments are as in :class:`TrainedModel`.
-
-    Attributes:
-        trained: The model with its optimizer.
-    """
+    """The trained critic. Arguments are as in :class:`TrainedModel`. All ranks call the same methods in step."""
 
     def __init__(
         self,

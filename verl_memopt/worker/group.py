@@ -61,11 +61,7 @@ class WorkerGroup(Protocol):
         """
 
     def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call member ``rank`` with ``arguments[rank]`` and return the results in rank order.
-
-        Raises:
-            UserError: As in :meth:`all`.
-        """
+        """Call member ``rank`` with ``arguments[rank]`` and return the results in rank order. Errors are as in :meth:`all`."""
 
     def shutdown(self) -> None:
         """End the members and all that was started for them. May be called again."""
@@ -436,20 +432,11 @@ class RayGroup:
         self._gather(calls)
 
     def all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Make the same call on each member and return the results in rank order.
-
-        Raises:
-            UserError: As a member raised it.
-            WorkerError: A member raised any other error, or died. The message names its rank.
-        """
+        """Make the same call on each member and return the results in rank order. As :meth:`WorkerGroup.all`."""
         return self._gather([member.call.remote(method, args, kwargs) for member in self._members])
 
     def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call member ``rank`` with ``arguments[rank]`` and return the results in rank order.
-
-        Raises:
-            UserError: As in :meth:`all`.
-        """
+        """Call member ``rank`` with ``arguments[rank]``. As :meth:`WorkerGroup.each`."""
         calls = zip(self._members, arguments, strict=True)
         return self._gather([member.call.remote(method, tuple(member_arguments), {}) for member, member_arguments in calls])
 

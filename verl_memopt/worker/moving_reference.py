@@ -24,11 +24,7 @@ from verl_memopt.worker.trained_model import TrainedModel, readable
 class MovingReference:
     """A reference whose weights are a moving average of the policy's. They are read and written where they rest.
 
-    Attributes:
-        model: The reference, sharded as the policy is.
-        home: The place of the reference on the host. None = it never moves.
-        stays_on_host: FSDP2 keeps the reference on the host (``offload_policy``).
-        policy: The policy.
+    ``home`` is its place on the host; None = it never moves. With ``stays_on_host`` FSDP2 keeps it there (``offload_policy``).
     """
 
     model: PolicyModel

@@ -48,13 +48,9 @@ class Updated:
 
 
 class Policy:
-    """The trained policy. All ranks call the same methods in the same order.
+    """The trained policy, in :attr:`trained`. Arguments are as in :class:`TrainedModel`. All ranks call the same methods in step.
 
-    Arguments are as in :class:`TrainedModel`.
-
-    Attributes:
-        trained: The model with its optimizer.
-        bypass: The rollout correction in bypass mode. None = decoupled mode, or no correction.
+    ``bypass`` is the rollout correction in bypass mode. None = decoupled mode, or no correction.
     """
 
     def __init__(
@@ -81,10 +77,7 @@ class Policy:
         with_entropy: bool,
         with_sum_pi_squared: bool = False,
     ) -> LogProbs:
-        """Return the log-probs of a batch under the present weights.
-
-        Arguments are as in :func:`compute_log_probs`.
-        """
+        """Return the log-probs of a batch under the present weights, as :func:`compute_log_probs`."""
         options = temperature, with_entropy, self.trained.device, with_sum_pi_squared
         return compute_log_probs(self.model, batch, micro_batches, *options)
 

@@ -51,14 +51,8 @@ logger = logging.getLogger(__name__)
 class FrozenModel:
     """A model that is never trained: the reference, or a recipe's own.
 
-    Attributes:
-        part: Its name in the residency table.
-        key: The section that says how it is stored, for errors.
-        model_key: The section that names its model, for errors.
-        model: Settings of the model.
-        fsdp: The ``fsdp_config`` section.
-        compiled: The settings ask for compiled functions.
-        quantization: Quantization of its blocks.
+    ``part`` is its name in the residency table. Errors name ``key``, the section that says how it is stored, and
+    ``model_key``, the section of its model. ``compiled`` asks for compiled functions.
     """
 
     part: str
@@ -74,11 +68,7 @@ class FrozenModel:
 class RoleBuilder:
     """Builds the roles of one worker. All members of a group build the same roles in step.
 
-    Attributes:
-        plan: What to build.
-        placement: The worker's place in its group.
-        device: The device of the worker.
-        residency: Gets each part that may rest on the host.
+    ``residency`` gets each part that may rest on the host.
     """
 
     plan: WorkerPlan

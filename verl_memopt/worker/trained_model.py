@@ -134,47 +134,24 @@ class SavedTensorHooks(Protocol):
         """Free what the next step does not need."""
 
 
-@dataclass(frozen=True)
 class Role:
-    """A role that is trained: its name in metrics, and its section of the settings.
+    """A role that is trained: the names of its metrics, and its section of the settings."""
 
-    Attributes:
-        name: Metrics are ``{name}/grad_norm`` and so on.
-        key: The section that errors name.
-    """
-
-    name: str
-    key: str
-
-    @property
-    def grad_norm(self) -> str:
-        """Metric: the global gradient norm before clipping."""
-        return f"{self.name}/grad_norm"
-
-    @property
-    def lr(self) -> str:
-        """Metric: the learning rate."""
-        return f"{self.name}/lr"
-
-    @property
-    def skipped(self) -> str:
-        """Metric: how many optimizer steps of an update were skipped."""
-        return f"{self.name}/skipped_updates"
-
-    @property
-    def partial(self) -> str:
-        """Metric of a skipped step: 1 if this rank had already changed parameters."""
-        return f"{self.name}/partial_updates"
-
-    @property
-    def counts(self) -> tuple[str, str]:
+    def __init__(self, name: str, key: str) -> None:
+        """Name the metrics ``{name}/...``. ``key`` is the section that errors name."""
+        self.name, self.key = name, key
+        self.grad_norm = f"{name}/grad_norm"
+        """The global gradient norm before clipping."""
+        self.lr = f"{name}/lr"
+        """The learning rate."""
+        self.skipped = f"{name}/skipped_updates"
+        """How many optimizer steps of an update were skipped."""
+        self.partial = f"{name}/partial_updates"
+        """In a skipped step: 1 if this rank had already changed parameters."""
+        self.counts = self.skipped, self.partial
         """Metrics that are summed over the optimizer steps of an update. The others are averaged."""
-        return self.skipped, self.partial
-
-    @property
-    def same_on_all_ranks(self) -> tuple[str, str, str]:
+        self.same_on_all_ranks = self.grad_norm, self.lr, self.skipped
         """Metrics with the same value on every rank. The others are each rank's share of a sum."""
-        return self.grad_norm, self.lr, self.skipped
 
 
 ACTOR = Role("actor", "actor_rollout_ref.actor")

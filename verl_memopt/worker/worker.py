@@ -120,16 +120,9 @@ class Worker:
     def generate(
         self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingSettings, may_stop: bool = False
     ) -> Generation | None:
-        """Return one response per prompt, under the weights of the last sync.
+        """Return one response per prompt, under the weights of the last sync; None if the rollout was abandoned.
 
-        Args:
-            prompt_ids: Token ids of each row.
-            seeds: One seed per row.
-            sampling: How tokens are drawn.
-            may_stop: The rollout may be abandoned when the run is asked to stop.
-
-        Returns:
-            The responses, or None if the rollout was abandoned.
+        Arguments are as in :meth:`RolloutEngine.generate`. With ``may_stop`` it is abandoned when the run is asked to stop.
         """
         assert self.engine is not None
         self.wake_engine()
@@ -374,12 +367,9 @@ class Worker:
 class Reply:
     """The result of a call and its memory.
 
-    Attributes:
-        value: The result.
-        memory: Memory of the phase.
-        budget_bytes: What the process may take of its device. None = there is no limit.
-        cap_after_error: Tokens of a micro-batch after the last out-of-memory error that the call survived. None = there was none.
-        retries: Number of such errors.
+    ``budget_bytes`` is what the process may take of its device; None = there is no limit. ``cap_after_error`` is the number of
+    tokens of a micro-batch after the last out-of-memory error that the call survived; None = there was none. ``retries`` counts
+    such errors.
     """
 
     value: Any
