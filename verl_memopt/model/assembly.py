@@ -202,13 +202,7 @@ def build_policy(
 ) -> PolicyModel:
     """Return the sharded model without weights. :func:`materialize` fills it.
 
-    Args:
-        model: The ``model`` section of the settings.
-        fsdp: The ``fsdp_config`` section of the role.
-        folder: Folder of the model.
-        mesh: The mesh to shard over.
-        device: The device to compute on.
-        use: What the run does with the model. None = a frozen model, with nothing to hold less memory.
+    ``use`` says what the run does with the model. None = a frozen model, with nothing to hold less memory.
     """
     use = use or ModelUse()
     head = {"chunk_tokens": model.logprob_chunk_tokens, "vocab_tile": model.logprob_vocab_tile, "compiled": use.compiled}
@@ -302,16 +296,9 @@ def shard_model(
     """Shard ``units``, then the rest of ``root``, over the mesh, in place.
 
     On one device there is nothing to shard, and a model whose storage dtype is its compute dtype stays plain: FSDP2 would gather
-    a copy of every unit.
-
-    Args:
-        root: The model.
-        units: The modules that are gathered together, such as decoder blocks, in the order of the forward.
-        mesh: The mesh of :func:`verl_memopt.distributed.device.training_mesh`.
-        precision: Dtypes of compute and of the gradient reduction.
-        offload: Where the shards are stored.
-        reshard_after_forward: As in FSDP2.
-        own_dtype: Small units that compute in the dtype in which they rest.
+    a copy of every unit. ``units`` are gathered together one by one, such as decoder blocks, in the order of the forward.
+    ``precision`` holds the dtypes of compute and of the gradient reduction. ``own_dtype`` are small units that compute in the
+    dtype in which they rest.
     """
     if stays_plain(mesh, precision, offload):
         return

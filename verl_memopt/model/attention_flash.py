@@ -98,7 +98,7 @@ class _FlashAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Varlen:
-    """Which queries see which keys, for sequences of different lengths. ``left`` and ``right`` of -1 see all."""
+    """Which queries see which keys. ``cu_seqlens`` are int32 [sequences + 1], ``left`` and ``right`` of -1 see all."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor

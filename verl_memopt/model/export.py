@@ -32,12 +32,8 @@ def export_folder(
 ) -> None:
     """Write config, generation config, tokenizer and, where given, weights.
 
-    Args:
-        folder: The folder to write.
-        config: Config of the model.
-        tokenizer_folder: Whose tokenizer files are copied.
-        weights: (name, whole tensor) pairs, consumed by every rank in step; None for no weights.
-        writes: Whether this rank writes anything.
+    ``weights`` are (name, whole tensor) pairs, which every rank consumes in step; None for no weights. Only a rank that
+    ``writes`` does so.
     """
     if writes:
         folder.mkdir(parents=True, exist_ok=True)

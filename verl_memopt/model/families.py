@@ -169,6 +169,11 @@ def refused(config: PretrainedConfig, source: str, reason: str, key: str = POLIC
     )
 
 
+def one_line(error: Exception) -> str:
+    """Return the text of an error of another library, without its line breaks."""
+    return " ".join(str(error).split())
+
+
 def unsupported(config: PretrainedConfig) -> str | None:
     """Return why packed rows or the chunked head would give wrong log-probs, as far as the config says; None if they would not.
 
@@ -190,17 +195,13 @@ def unsupported(config: PretrainedConfig) -> str | None:
         return f"change the logits after the head ({scales[0]}); log-probs are computed from the head's product alone"
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return "cap the scores of attention (attn_logit_softcapping); attention over packed rows does not"
-    tested, experts = config.model_type in TESTED, max(_number(config, name) for name in EXPERT_COUNTS)
+    counts = [getattr(config, name, None) for name in EXPERT_COUNTS]
+    tested, experts = config.model_type in TESTED, max((count for count in counts if isinstance(count, int)), default=0)
     if not tested and experts > 1:
         return f"are mixtures of experts ({experts} of them), which are not supported"
     if not tested and window(config) is not None:
         return f"slide attention over a window (sliding_window={window(config)}) in a way that is not tested here"
     return None
-
-
-def _number(config: PretrainedConfig, name: str) -> int:
-    value = getattr(config, name, 0)
-    return value if isinstance(value, int) else 0
 
 
 def layer_types(config: PretrainedConfig) -> list[str]:

@@ -41,11 +41,8 @@ class PackedModel(nn.Module):
     ) -> None:
         """Take over a model.
 
-        Args:
-            lm: Any causal LM with a decoder.
-            blocks: What each block does to hold less memory, only in the Llama family; None for nothing.
-            supports_prefix_kv: Answers may use the prefix KV of an earlier forward.
-            key: The settings section of the model, to name in errors.
+        ``blocks`` say what each block does to hold less memory, only in the Llama family; None for nothing. With
+        ``supports_prefix_kv`` answers may use the prefix KV of an earlier forward.
 
         Raises:
             ConfigError: The model has no list of decoder blocks.

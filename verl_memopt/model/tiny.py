@@ -64,11 +64,6 @@ def make_tiny_model(folder: str | Path, shape: TinyShape | None = None, *, seed:
     The same shape and seed give the same bytes. The folder is written under another name and renamed, so a folder that exists is
     complete. An older folder is replaced.
 
-    Args:
-        folder: The folder to write.
-        shape: None for the default.
-        seed: Seed of the weights.
-
     Returns:
         The folder.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.memory.lora_torch import ADAPTERS
 from verl_memopt.memory.quantized_frozen_torch import quantized_layers
 from verl_memopt.model.attention import AttentionChoice
-from verl_memopt.model.families import POLICY_KEY, impossible_size, refused, unsupported
+from verl_memopt.model.families import POLICY_KEY, impossible_size, one_line, refused, unsupported
 from verl_memopt.model.folder import files_of_index
 from verl_memopt.model.packed_model import register_kernels
 from verl_memopt.observe.byte_tracker import HOST, declare_host, mark, scope
@@ -46,7 +46,7 @@ def load_model_config(model: Model | CriticModel, folder: Path, key: str = POLIC
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
     except Exception as error:  # a folder's own code may raise anything
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise ConfigError(
             f"{key}.path={source}: its config.json cannot be read: {reason}. Mend or replace the folder."
         ) from error
@@ -56,7 +56,7 @@ def load_model_config(model: Model | CriticModel, folder: Path, key: str = POLIC
         try:
             setattr(config, name, value)
         except (TypeError, ValueError, StrictDataclassError) as error:
-            reason = " ".join(str(error).split())
+            reason = one_line(error)
             raise ConfigError(f"{key}.override_config.{name}={value}: {reason}. Give a value the field takes.") from error
     impossible = impossible_size(config)
     if impossible is not None:
@@ -90,18 +90,14 @@ def empty_model(
     config.name_or_path = source
     config._attn_implementation = attention.registered
     config.use_cache = False
-    with ExitStack() as stack:
-        if detect_fake_mode() is None:
-            stack.enter_context(torch.device("meta"))
+    with torch.device("meta") if detect_fake_mode() is None else nullcontext():
         try:
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=attention.registered, trust_remote_code=trust_remote_code
             )
         except Exception as error:
-            reason = " ".join(str(error).split())
-            raise refused(
-                config, source, f"cannot be built with attention over packed rows ({type(error).__name__}: {reason})", key
-            ) from error
+            reason = f"cannot be built with attention over packed rows ({type(error).__name__}: {one_line(error)})"
+            raise refused(config, source, reason, key) from error
     return model.eval()
 
 
@@ -181,11 +177,8 @@ def fill_from_folder(
 ) -> None:
     """Copy each parameter's own shard from safetensors into a model, one tensor at a time.
 
-    Args:
-        model: The model, sharded or not, with storage.
-        folder: Folder with safetensors files.
-        key: The settings section of the model, to name in errors.
-        stored: Name in the folder of each parameter that has another name there; None = it is not there, and starts with zeros.
+    ``stored`` has the name in the folder of each parameter that has another name there; None = it is not there, and starts with
+    zeros.
 
     Raises:
         ConfigError: A tensor is missing, left over, or of another shape. The message lists them all.

@@ -141,11 +141,7 @@ def full_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, whole tensor) in the order of ``weights``. Every rank gets every tensor.
 
-    All ranks must iterate in step. A yielded tensor may share memory with the parameter: use it before the next one.
-
-    Args:
-        weights: Named parameters, plain or sharded on their first dimension (DTensor).
-        dtype: Dtype of the tensors that are yielded.
-        bucket_megabytes: Largest amount that is gathered at once.
+    All ranks must iterate in step. A yielded tensor may share memory with the parameter: use it before the next one. The
+    parameters are plain or sharded on their first dimension (DTensor). They come in ``dtype``.
     """
     return joined(weight_slices(weights, dtype, bucket_megabytes), dtype)

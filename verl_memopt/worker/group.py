@@ -332,16 +332,9 @@ def start_ray_group(
 ) -> RayGroup:
     """Return a group of ``nnodes * devices_per_node`` workers, built and ready, with ranks in the order of the nodes.
 
-    If it fails, nothing that it started is left behind.
-
-    Args:
-        factory: Builds a worker.
-        nnodes: Number of nodes.
-        devices_per_node: Workers per node.
-        device: Kind of device, cuda or cpu.
-        timeout_seconds: Longest wait for placement, and again for the start of the processes.
-        ray_init: Arguments of ray.init, where this process is not connected yet.
-        num_threads: OMP_NUM_THREADS of each worker.
+    If it fails, nothing that it started is left behind. ``timeout_seconds`` is the longest wait for placement, and again for the
+    start of the processes. ``ray_init`` are arguments of ray.init, where this process is not connected yet. ``num_threads`` is
+    OMP_NUM_THREADS of each worker.
 
     Raises:
         ConfigError: The cluster is too small for the group, or Ray refuses ``ray_init``.
