@@ -46,9 +46,8 @@ def load_model_config(model: Model | CriticModel, folder: Path, key: str = POLIC
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
     except Exception as error:  # a folder's own code may raise anything
-        reason = one_line(error)
         raise ConfigError(
-            f"{key}.path={source}: its config.json cannot be read: {reason}. Mend or replace the folder."
+            f"{key}.path={source}: its config.json cannot be read: {one_line(error)}. Mend or replace the folder."
         ) from error
     for name, value in model.override_config.items():
         if not hasattr(config, name):
