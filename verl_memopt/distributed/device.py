@@ -257,10 +257,9 @@ def join_process_group(device: torch.device, rank: int, world_size: int, address
     if dist.is_initialized():
         return
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    if world_size == 1:
-        dist.init_process_group(backend(device), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        return
-    store = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout)
+    store: dist.Store = dist.HashStore()
+    if world_size > 1:
+        store = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout)
     dist.init_process_group(backend(device), store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 

@@ -45,7 +45,7 @@ def save_trained(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Pat
     with readable(trained.home):
         records = save_training_state(folder, trained.model, trained.optimizer, trained.schedule, trained.device, contents)
         try:
-            export_trained(trained, plan, rank, exported, weights="hf_model" in contents)
+            _export(trained, plan, rank, exported, weights="hf_model" in contents)
             if model.lora_rank > 0:
                 save_adapter(adapter, trained.model, str(model.path), model.lora_rank, model.lora_alpha, rank == 0)
             if rank == 0:
@@ -57,8 +57,8 @@ def save_trained(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Pat
             raise CheckpointError(f"{folder}: the model could not be written: {error}.") from error
 
 
-def export_trained(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path, weights: bool) -> None:
-    """Write a model in Hugging Face format: config, tokenizer and chat template, and weights tensor by tensor.
+def _export(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path, weights: bool) -> None:
+    """Write a model in Hugging Face format: config, tokenizer and chat template, and, if asked, weights tensor by tensor.
 
     The critic is written as a token classifier of transformers with one label. Only rank 0 writes.
     """

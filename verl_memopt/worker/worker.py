@@ -29,7 +29,7 @@ from verl_memopt.observe.phase import MemoryProbe, PhaseMemory
 from verl_memopt.rollout.engine import EnginePlace, Generation, RolloutEngine, SamplingSettings, build_engine, max_model_len
 from verl_memopt.rollout.weight_checks import SyncCheck
 from verl_memopt.run.interrupts import StopFile, never
-from verl_memopt.worker.checkpoint import export_trained, load_trained, plain_weights, save_trained
+from verl_memopt.worker.checkpoint import load_trained, plain_weights, save_trained
 from verl_memopt.worker.critic import Critic
 from verl_memopt.worker.group import Placement
 from verl_memopt.worker.moving_reference import MovingReference
@@ -251,14 +251,6 @@ class Worker:
         """Read this rank's part of a reference that follows the policy, written by any number of ranks."""
         with self.residency.phase("sync_ref"):
             _built(self.moving_reference).load(Path(folder))
-
-    def export(self, folder: str, weights: bool) -> None:
-        """Write the policy in Hugging Face format, with or without its weights."""
-        export_trained(_built(self.policy).trained, self.plan, self.placement.rank, Path(folder), weights)
-
-    def export_critic(self, folder: str, weights: bool) -> None:
-        """Write the critic in Hugging Face format, as a token classifier with one label, with or without its weights."""
-        export_trained(_built(self.critic).trained, self.plan, self.placement.rank, Path(folder), weights)
 
     def close(self) -> None:
         """Free the models and the engine, and leave the process group. A second call does nothing.
