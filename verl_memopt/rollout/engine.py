@@ -260,8 +260,9 @@ PARTS = ("weights", "kv_cache")
 class EngineState:
     """Refuses calls that the engine cannot serve in its present state, and names the call that must come first.
 
-    ``awake -> sleep -> asleep -> wake_up(weights) -> load_weights -> wake_up(kv_cache) -> awake`` ``whole`` says that the
-    weights were read from a folder, so the engine can generate before the first load.
+    ``awake -> sleep -> asleep -> wake_up(weights) -> load_weights -> wake_up(kv_cache) -> awake``
+
+    ``whole`` says that the weights were read from a folder, so the engine can generate before the first load.
     """
 
     def __init__(self, whole: bool) -> None:
