@@ -205,8 +205,9 @@ def build_policy(
     ``use`` says what the run does with the model. None = a frozen model, with nothing to hold less memory.
     """
     use = use or ModelUse()
-    head = {"chunk_tokens": model.logprob_chunk_tokens, "vocab_tile": model.logprob_vocab_tile, "compiled": use.compiled}
-    return _build(partial(PolicyModel, **head), model, fsdp, folder, mesh, device, use)
+    chunk, tile = model.logprob_chunk_tokens, model.logprob_vocab_tile
+    take_over = partial(PolicyModel, chunk_tokens=chunk, compiled=use.compiled, vocab_tile=tile)
+    return _build(take_over, model, fsdp, folder, mesh, device, use)
 
 
 def build_critic(model: CriticModel, folder: Path, mesh: DeviceMesh, device: torch.device) -> ValueModel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,8 @@ def empty_model(
     config.name_or_path = source
     config._attn_implementation = attention.registered
     config.use_cache = False
-    with torch.device("meta") if detect_fake_mode() is None else nullcontext():
+    storage: AbstractContextManager[Any] = torch.device("meta") if detect_fake_mode() is None else nullcontext()
+    with storage:
         try:
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=attention.registered, trust_remote_code=trust_remote_code
