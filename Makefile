@@ -4,7 +4,7 @@
 # make proofs  the slow proofs (kill -9, many seeds)
 # make gpu-tests  what only a GPU can show (skipped without one; VERL_MEMOPT_GPU_TESTS_ON=cpu rehearses it on a CPU)
 # make mutants  plant faults in the code that must never be wrong, one at a time, and count those that a test finds (an hour or two)
-# make docs    docs/configuration.md from the settings, docs/memory.md from the knobs, and the site
+# make docs    docs/configuration.md from the settings, docs/memory.md from the knobs, docs/models.md from the families, and the site
 # ARGS are passed on: make train ARGS="trainer.total_training_steps=20"
 .PHONY: setup train test quick gpu-tests lint types proofs mutants docs clean
 .DEFAULT_GOAL := help
@@ -53,6 +53,7 @@ docs: setup
 	.venv/bin/python -m tools.settings_page > docs/configuration.md
 	.venv/bin/python -m tools.trl_page > docs/from_trl.md
 	.venv/bin/python -m tools.knobs_page > docs/memory.md
+	.venv/bin/python -m tools.models_page > docs/models.md
 	@if [ -x .venv/bin/mkdocs ]; then NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict && echo "the site: build/docs/index.html"; \
 	else echo "For the site as well: .venv/bin/pip install -e '.[docs]', then make docs again"; fi
 

@@ -76,7 +76,6 @@ def naive_values(model, whole):
 
 CRITIC_PHASES = {
     "values": "values", "update_critic": "update_critic", "save_critic": "save_checkpoint", "load_critic": "load_checkpoint",
-    "export_critic": "save_checkpoint",
 }  # fmt: skip
 """Method of a worker -> the phase in which the trainer calls it."""
 

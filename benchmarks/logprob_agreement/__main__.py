@@ -103,9 +103,7 @@ def measure(folder: Path, case: dict[str, Any]) -> dict[str, float]:
     answers = engine.generate(prompts.tolist(), list(range(case["rows"])), sampling)
     engine.shutdown()
     join_process_group(CPU, 0, 1, "", 0, 60)
-    policy = build_policy(
-        Model(path=str(at)), Fsdp(dtype=case["trainer"]), at, training_mesh("cpu", 1, -1), CPU, "trainer", False, False
-    )
+    policy = build_policy(Model(path=str(at)), Fsdp(dtype=case["trainer"]), at, training_mesh("cpu", 1, -1), CPU)
     materialize(policy, at, CPU)
     differences, entropies = [], []
     for prompt, response, engine_log_probs in zip(prompts, answers.response_ids, answers.log_probs or [], strict=True):

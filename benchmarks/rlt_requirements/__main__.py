@@ -34,7 +34,7 @@ from verl_memopt.data.batch import Ragged, RolloutBatch, rollout_batch
 from verl_memopt.distributed.device import leave_process_group, training_mesh
 from verl_memopt.memory.formulas import width
 from verl_memopt.memory.fused import NARROW_TILE_ELEMENTS, TILE_ELEMENTS
-from verl_memopt.model.assembly import build_policy
+from verl_memopt.model.assembly import ModelUse, build_policy
 from verl_memopt.model.packed_model import allocate
 from verl_memopt.model.packing import Pack
 from verl_memopt.model.policy_model import PolicyModel
@@ -96,14 +96,14 @@ def measure_passes(shape: ModelShape, settings: Settings, rows: Rows) -> PassPea
         model = replace(roles.model, path=name, enable_activation_offload=False)
         own, chunk = settings.reward_model.model.fsdp_config, rlt.logits_chunk_tokens
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-            trained = _built(build_policy(model, roles.actor.fsdp_config, folder, mesh, CPU, "actor", False, True, True))
+            trained = _built(build_policy(model, roles.actor.fsdp_config, folder, mesh, CPU, ModelUse(recompute=True, trained=True)))
             micros = [_faked(micro, fake) for micro in update_micros]
             update = _update(Policy(trained, roles.actor, 10, 1, CPU), micros, roles.rollout.temperature)
             packs = [micro.pack.map(fake.from_tensor) for micro in old_micros]
             log_probs = _forward(trained, packs)
             del trained
             # A frozen model whose weights rest in the dtype of compute is no FSDP module, and fake tensors are its storage.
-            student = build_policy(replace(model, logprob_chunk_tokens=chunk), own, folder, mesh, CPU, "student", False, False)
+            student = build_policy(replace(model, logprob_chunk_tokens=chunk), own, folder, mesh, CPU)
             score = _forward(student, [student_pack.map(fake.from_tensor)])
     return PassPeaks(log_probs, score, update)
 

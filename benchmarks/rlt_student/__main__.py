@@ -32,7 +32,7 @@ from verl_memopt.data.dataset import read_rows
 from verl_memopt.data.encoder import tokenize
 from verl_memopt.distributed.device import join_process_group, leave_process_group, training_mesh
 from verl_memopt.memory.quantized_frozen_torch import quantized_layers
-from verl_memopt.model.assembly import build_policy, materialize
+from verl_memopt.model.assembly import ModelUse, build_policy, materialize
 from verl_memopt.model.policy_model import PolicyModel
 from verl_memopt.model.tiny import SHAPES, make_tiny_model
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
@@ -126,7 +126,7 @@ def student_of(folder: Path, kind: str, chunk: int = 512) -> PolicyModel:
     fsdp, model = Fsdp(dtype=computes, model_dtype=rests), Model(path=str(folder), logprob_chunk_tokens=chunk)
     quantization = kind if kind in ("int8", "nf4") else "none"
     mesh = training_mesh("cpu", 1, -1)
-    student = build_policy(model, fsdp, folder, mesh, CPU, "benchmark", False, False, quantization=quantization)
+    student = build_policy(model, fsdp, folder, mesh, CPU, ModelUse(quantization=quantization))
     student.requires_grad_(False)
     materialize(student, folder, CPU)
     return student

@@ -25,13 +25,12 @@ from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor, Model, TrainedFsdp
 from verl_memopt.data.batch import Ragged, RolloutBatch
 from verl_memopt.distributed.device import join_process_group, leave_process_group, local_device, training_mesh
-from verl_memopt.model.assembly import build_policy, materialize
+from verl_memopt.model.assembly import ModelUse, build_policy, materialize
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.worker.policy import Policy
 from verl_memopt.worker.trained_model import ACTOR, LossOf, MicroBatch, MiniBatch, Restart, TrainedModel, on_host
 
 HEAD_DIM = 64
-KEY = "actor_rollout_ref.actor"
 
 
 class Unguarded(TrainedModel):
@@ -52,7 +51,7 @@ def policy_of(kind: type[TrainedModel], folder: Path, device: torch.device) -> P
     """Gives a policy whose optimizer steps are of a kind, on its own copy of the model."""
     fsdp = TrainedFsdp(dtype="bfloat16" if device.type != "cpu" else "fp32")
     mesh = training_mesh(device.type, 1, -1)
-    policy_model = build_policy(Model(path=str(folder)), fsdp, folder, mesh, device, KEY, False, recompute=False, trained=True)
+    policy_model = build_policy(Model(path=str(folder)), fsdp, folder, mesh, device, ModelUse(trained=True))
     materialize(policy_model, folder, device)
     actor = Actor(fsdp_config=fsdp, clip_ratio_low=0.2, clip_ratio_high=0.2, use_prefix_grouper=False)
     policy = Policy(policy_model, actor, 1000, 1, device)

@@ -13,7 +13,7 @@ from verl_memopt.config.schema import Critic as CriticSettings
 from verl_memopt.data.batch import Ragged, RolloutBatch
 from verl_memopt.distributed.device import join_process_group, training_mesh
 from verl_memopt.model.assembly import build_critic as build_value_model
-from verl_memopt.model.assembly import build_policy, materialize, materialize_critic
+from verl_memopt.model.assembly import ModelUse, build_policy, materialize, materialize_critic
 from verl_memopt.model.weights import named_weights
 from verl_memopt.trainer.micro_batching import Budget
 from verl_memopt.worker.critic import Critic
@@ -76,7 +76,7 @@ def sharded_policy(job: Job) -> Policy:
         use_dynamic_bsz=True, use_torch_compile=False, loss_agg_mode="seq-mean-token-sum", clip_ratio_low=CLIP,
         clip_ratio_high=CLIP, fsdp_config=fsdp,
     )  # fmt: skip
-    policy = build_policy(model, fsdp, job.folder, mesh, job.device, KEY, False, job.checkpointing, trained=True)
+    policy = build_policy(model, fsdp, job.folder, mesh, job.device, ModelUse(recompute=job.checkpointing, trained=True))
     materialize(policy, job.folder, job.device)
     return Policy(policy, actor, optimizer_steps=1, world_size=1, device=job.device)
 

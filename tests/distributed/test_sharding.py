@@ -10,7 +10,7 @@ CPU = torch.device("cpu")
 
 
 def sharded(folder, mesh, **fsdp):
-    policy = build_policy(Model(path=str(folder)), Fsdp(**fsdp), folder, mesh, CPU, "actor_rollout_ref.actor", False, False)
+    policy = build_policy(Model(path=str(folder)), Fsdp(**fsdp), folder, mesh, CPU)
     materialize(policy, folder, CPU)
     return policy
 

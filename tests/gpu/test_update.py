@@ -17,7 +17,7 @@ from verl_memopt.config.schema import Fsdp, Model
 from verl_memopt.distributed.device import device_rng_state, set_device_rng_state
 from verl_memopt.memory.activation_offload_torch import ActivationOffload
 from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW
-from verl_memopt.model.assembly import build_policy, materialize
+from verl_memopt.model.assembly import ModelUse, build_policy, materialize
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.model.weights import named_weights
 from verl_memopt.worker.policy import Policy
@@ -40,7 +40,9 @@ def folder(tmp_path_factory):
 def policy_on(device, folder, mesh, dtype="fp32", attention="auto", compiled=False, recompute=False, offload=None, **model):
     """Gives a policy on a device. offload: (min_bytes, in_flight) of activation offload; model: settings of the model."""
     settings = Model(path=str(folder), **{"attn_implementation": attention, "logprob_chunk_tokens": 8, **model})
-    policy_model = build_policy(settings, Fsdp(dtype=dtype), folder, mesh, device, "actor_rollout_ref.actor", compiled, recompute)
+    policy_model = build_policy(
+        settings, Fsdp(dtype=dtype), folder, mesh, device, ModelUse(recompute=recompute, compiled=compiled)
+    )
     materialize(policy_model, folder, device)
     moved = None if offload is None else ActivationOffload(policy_model, device, *offload)
     return Policy(policy_model, ACTOR, 10, 1, device, moved)

@@ -12,7 +12,7 @@ from verl_memopt.config.schema import Actor, Model, Optim, TrainedFsdp
 from verl_memopt.data.batch import Ragged, RolloutBatch
 from verl_memopt.memory.activation_offload_torch import ActivationOffload
 from verl_memopt.memory.lora_torch import initialize_adapters
-from verl_memopt.model.assembly import build_policy, materialize
+from verl_memopt.model.assembly import ModelUse, build_policy, materialize
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.observe.byte_tracker import DEVICE, HOST, ByteTracker
 from verl_memopt.observe.device_ledger import fsdp_kinds, optimizer_scope
@@ -45,7 +45,7 @@ def build(folder, mesh, world_size=1, offload=None, recompute=False, dtype="fp32
     asked = {"attn_implementation": "sdpa", "logprob_chunk_tokens": 64, "recompute_elementwise": False, **model}
     settings = Model(path=str(folder), **asked)
     fsdp = TrainedFsdp(dtype=dtype)
-    policy_model = build_policy(settings, fsdp, folder, mesh, CPU, "actor_rollout_ref.actor", False, recompute, trained=True)
+    policy_model = build_policy(settings, fsdp, folder, mesh, CPU, ModelUse(recompute=recompute, trained=True))
     if fill:
         materialize(policy_model, folder, CPU)
         initialize_adapters(policy_model, 1)
@@ -57,9 +57,7 @@ def quantised(folder, mesh, kind, **model):
     """Gives a frozen model whose blocks hold quantised weights. model: settings of the model."""
     asked = {"attn_implementation": "sdpa", "logprob_chunk_tokens": 64, **model}
     settings = Model(path=str(folder), **asked)
-    policy_model = build_policy(
-        settings, TrainedFsdp(dtype="fp32"), folder, mesh, CPU, "actor_rollout_ref.ref", False, False, quantization=kind
-    )
+    policy_model = build_policy(settings, TrainedFsdp(dtype="fp32"), folder, mesh, CPU, ModelUse(quantization=kind))
     policy_model.requires_grad_(False)
     materialize(policy_model, folder, CPU)
     return policy_model

@@ -10,7 +10,7 @@ from tests.workers.test_policy import ACTOR, CPU, batch, micro_batches, shares
 from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import Model, TrainedFsdp
 from verl_memopt.distributed.device import leave_process_group, training_mesh
-from verl_memopt.model.assembly import build_policy, materialize
+from verl_memopt.model.assembly import ModelUse, build_policy, materialize
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.observe.byte_tracker import ByteTracker
 from verl_memopt.observe.device_ledger import fsdp_kinds, optimizer_scope
@@ -30,7 +30,7 @@ def policy_of(folder, mesh, fsdp=None, world_size=1, recompute=False, prune=True
     """Gives a policy whose sharding and precision are ``fsdp``; fp32 compute unless it says otherwise."""
     fsdp = replaced(TrainedFsdp(dtype="fp32"), fsdp or {})
     settings = Model(path=str(folder), attn_implementation="sdpa", logprob_chunk_tokens=8, prune_last_block=prune)
-    model = build_policy(settings, fsdp, folder, mesh, CPU, "actor_rollout_ref.actor", False, recompute)
+    model = build_policy(settings, fsdp, folder, mesh, CPU, ModelUse(recompute=recompute))
     materialize(model, folder, CPU, fsdp.offload_policy)
     return Policy(model, replaced(ACTOR, {"fsdp_config": fsdp, "entropy_coeff": 0.0}), 10, world_size, CPU)
 

@@ -156,7 +156,7 @@ def test_without_trust_no_code_is_fetched_and_with_it_all_of_it_is(repository):
 def trained(folder, mesh):
     settings, cpu = Model(path="someone/own", trust_remote_code=True), torch.device("cpu")
     check_architecture(settings, folder, 64, Actor())
-    policy = build_policy(settings, Fsdp(dtype="fp32"), folder, mesh, cpu, "actor_rollout_ref.actor", False, False)
+    policy = build_policy(settings, Fsdp(dtype="fp32"), folder, mesh, cpu)
     materialize(policy, folder, cpu)
     check_packing(policy, cpu, torch.float32, Actor(), str(folder))
     return policy
@@ -209,4 +209,4 @@ def test_knobs_that_know_blocks_by_class_leave_a_models_own_code_alone_or_are_re
     assert {type(block).__name__ for block in policy.blocks()} == {"Qwen3DecoderLayer"}
     settings = Model(path="someone/own", trust_remote_code=True, tiled_mlp=TiledMlp(enabled=True))
     with pytest.raises(ConfigError, match=r"tiled_mlp\.enabled=true: OwnForCausalLM runs code of its own"):
-        build_policy(settings, Fsdp(), folder, one_rank, torch.device("cpu"), "actor_rollout_ref.actor", False, False)
+        build_policy(settings, Fsdp(), folder, one_rank, torch.device("cpu"))

@@ -15,7 +15,7 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.memory.lora_torch import initialize_adapters
 from verl_memopt.memory.token_packing import prompt_groups
 from verl_memopt.model import packing_check
-from verl_memopt.model.assembly import build_policy, materialize
+from verl_memopt.model.assembly import ModelUse, build_policy, materialize
 from verl_memopt.model.attention import choose_attention
 from verl_memopt.model.packed_model import allocate
 from verl_memopt.model.packing_check import (
@@ -49,7 +49,8 @@ def unchecked(at, model_type, deviation=0.06, **more):
 
 def built(folder, mesh, dtype="fp32", trained=True, quantization="none", **settings):
     model, fsdp = Model(path=str(folder), **settings.pop("model", {})), Fsdp(dtype=dtype, **settings)
-    policy = build_policy(model, fsdp, folder, mesh, CPU, "actor_rollout_ref.actor", False, True, trained, quantization)
+    use = ModelUse(recompute=True, trained=trained, quantization=quantization)
+    policy = build_policy(model, fsdp, folder, mesh, CPU, use)
     if not trained:
         policy.requires_grad_(False)
     materialize(policy, folder, CPU, fsdp.offload_policy)

@@ -27,13 +27,13 @@ def folder(tmp_path_factory):
 def options(folder, checkpoints=False, trained=True, wanted=None, **model):
     settings, fsdp = Model(path=str(folder), **model), Fsdp(wrap_policy=WrapPolicy(wanted))
     lm = empty_model(load_model_config(settings, folder), choose_attention("sdpa", CPU, torch.float32), torch.float32, False)
-    return block_options(lm, settings, fsdp, checkpoints, trained)
+    return block_options(lm, settings, fsdp, ModelUse(recompute=checkpoints, trained=trained))
 
 
 def built(folder, mesh, checkpoints=False, trained=True, quantization="none", wanted=None, dtype=torch.float32, **model):
     settings, fsdp = Model(path=str(folder), **model), Fsdp(wrap_policy=WrapPolicy(wanted))
     lm = empty_model(load_model_config(settings, folder), choose_attention("sdpa", CPU, torch.float32), torch.float32, False)
-    policy = PolicyModel(lm, 8, False, 0, block_options(lm, settings, fsdp, checkpoints, trained))
+    policy = PolicyModel(lm, 8, False, 0, block_options(lm, settings, fsdp, ModelUse(recompute=checkpoints, trained=trained)))
     dtypes = torch.float32, dtype, torch.float32
     keys = "actor_rollout_ref.model", "actor_rollout_ref.actor.fsdp_config"
     parallelize(policy, settings, fsdp, mesh, dtypes, ModelUse(*keys, checkpoints, trained, quantization))

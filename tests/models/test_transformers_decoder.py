@@ -11,7 +11,7 @@ from tests.models.test_pack import packed
 from verl_memopt.config.schema import Fsdp, Model, TiledMlp
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activation_checkpointing_torch import Checkpointed
-from verl_memopt.model.assembly import build_policy, materialize
+from verl_memopt.model.assembly import ModelUse, build_policy, materialize
 from verl_memopt.model.attention import KERNELS
 from verl_memopt.model.decoder import Decoder
 from verl_memopt.model.packed_model import logits_of_row, own_attention, register_kernels, states_of_pack
@@ -34,9 +34,7 @@ def folder(tmp_path_factory):
 
 def built(folder, mesh, recompute=False, **model):
     settings = Model(path=str(folder), attn_implementation="sdpa", **model)
-    policy = build_policy(
-        settings, Fsdp(dtype="fp32"), folder, mesh, CPU, "actor_rollout_ref.actor", False, recompute, trained=True
-    )
+    policy = build_policy(settings, Fsdp(dtype="fp32"), folder, mesh, CPU, ModelUse(recompute=recompute, trained=True))
     materialize(policy, folder, CPU)
     return policy
 

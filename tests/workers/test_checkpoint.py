@@ -147,14 +147,15 @@ def test_an_exported_critic_gives_its_values_in_transformers_and_here(made, tiny
     whole = critic_batch(rows=4)
     expected = call_critic(worker, "values", whole, [[0, 1, 2, 3]]).value
     assert expected.abs().mean() > 1e-4
-    call_critic(worker, "export_critic", str(tmp_path / "exported"), True)
-    theirs = AutoModelForTokenClassification.from_pretrained(tmp_path / "exported").eval()
+    call_critic(worker, "save_critic", str(tmp_path), ["hf_model"])
+    exported = tmp_path / "huggingface"
+    theirs = AutoModelForTokenClassification.from_pretrained(exported).eval()
     assert theirs.config.num_labels == 1
     with torch.no_grad():
         torch.testing.assert_close(naive_values(theirs, whole), expected, rtol=0, atol=1e-5)
     made.close()
     leave_process_group()
-    again = made(**critic_plan(tmp_path / "exported"))
+    again = made(**critic_plan(exported))
     torch.testing.assert_close(call_critic(again, "values", whole, [[0, 1, 2, 3]]).value, expected, rtol=0, atol=1e-5)
 
 

@@ -18,7 +18,7 @@ from verl_memopt.data.batch import Ragged, RolloutBatch
 from verl_memopt.distributed.device import leave_process_group, training_mesh
 from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
 from verl_memopt.memory.lora_torch import initialize_adapters
-from verl_memopt.model.assembly import build_policy, materialize
+from verl_memopt.model.assembly import ModelUse, build_policy, materialize
 from verl_memopt.model.weights import named_weights
 from verl_memopt.observe.device_ledger import state_tensors
 from verl_memopt.rollout.weight_map import full_weights
@@ -65,7 +65,7 @@ def batch(rows=16, seed=0):
 
 def policy_for(folder, mesh, world_size, attention="sdpa", recompute=False, dtype="fp32", actor=ACTOR, fill=True, prune=True):
     settings = Model(path=str(folder), attn_implementation=attention, logprob_chunk_tokens=8, prune_last_block=prune)
-    model = build_policy(settings, Fsdp(dtype=dtype), folder, mesh, CPU, "actor_rollout_ref.actor", False, recompute)
+    model = build_policy(settings, Fsdp(dtype=dtype), folder, mesh, CPU, ModelUse(recompute=recompute))
     if fill:
         materialize(model, folder, CPU)
     return Policy(model, actor, 10, world_size, CPU)
@@ -330,7 +330,7 @@ def policy_with_knobs(folder, mesh, world_size=1, fsdp=None, lora_rank=0, **opti
     fsdp = TrainedFsdp(**{"dtype": "fp32", **(fsdp or {})})
     actor = dataclasses.replace(ACTOR, entropy_coeff=0.0, fsdp_config=fsdp, optim=dataclasses.replace(ACTOR.optim, **optim))
     model = Model(path=str(folder), attn_implementation="sdpa", logprob_chunk_tokens=8, lora_rank=lora_rank, lora_alpha=8)
-    policy_model = build_policy(model, fsdp, folder, mesh, CPU, "actor_rollout_ref.actor", False, False, trained=True)
+    policy_model = build_policy(model, fsdp, folder, mesh, CPU, ModelUse(trained=True))
     materialize(policy_model, folder, CPU, fsdp.offload_policy)
     initialize_adapters(policy_model, 5)
     return Policy(policy_model, actor, 10, world_size, CPU)

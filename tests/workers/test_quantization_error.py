@@ -5,14 +5,14 @@ from tests.tensors import local_of
 from tests.workers.test_policy import CPU
 from verl_memopt.config.schema import Fsdp, Model
 from verl_memopt.distributed.device import training_mesh
-from verl_memopt.model.assembly import build_policy, materialize
+from verl_memopt.model.assembly import ModelUse, build_policy, materialize
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.worker.roles import quantization_error
 
 
 def quantised(folder, mesh, kind, dtype="fp32"):
     settings, fsdp = Model(path=str(folder)), Fsdp(dtype=dtype)
-    policy = build_policy(settings, fsdp, folder, mesh, CPU, "actor_rollout_ref.ref", False, False, quantization=kind)
+    policy = build_policy(settings, fsdp, folder, mesh, CPU, ModelUse(quantization=kind))
     policy.requires_grad_(False)
     materialize(policy, folder, CPU)
     return policy

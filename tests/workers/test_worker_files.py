@@ -16,6 +16,6 @@ def test_a_saved_policy_comes_back_bit_for_bit(made, tmp_path):  # noqa: F811
 
 @pytest.mark.parametrize("with_weights", [False, True])
 def test_an_export_has_weights_where_they_are_asked_for(made, tmp_path, with_weights):  # noqa: F811
-    made().call("save_checkpoint", False, "export", str(tmp_path), with_weights)
-    assert (tmp_path / "config.json").is_file()
-    assert bool(list(tmp_path.glob("*.safetensors"))) is with_weights
+    call(made(), "save", str(tmp_path), ["hf_model"] if with_weights else [])
+    assert (tmp_path / "huggingface" / "config.json").is_file()
+    assert bool(list(tmp_path.glob("huggingface/*.safetensors"))) is with_weights

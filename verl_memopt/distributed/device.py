@@ -220,11 +220,7 @@ def wait_on_host(device: torch.device) -> None:
 
 
 class CopyStream:
-    """Copies that run beside the computation. On a CPU a copy is done when it returns, and waiting does nothing.
-
-    Args:
-        device: The device whose tensors are copied.
-    """
+    """Copies that run beside the computation. On a CPU a copy is done when it returns, and waiting does nothing."""
 
     def __init__(self, device: torch.device) -> None:
         """Create the stream, where the device has streams."""
@@ -255,23 +251,15 @@ class CopyStream:
 def join_process_group(device: torch.device, rank: int, world_size: int, address: str, port: int, timeout_seconds: float) -> None:
     """Join the default process group.
 
-    Does nothing where this process is already in one, such as the fake group of a planner or a test.
-
-    Args:
-        device: Decides the backend.
-        rank: This process's rank.
-        world_size: Number of processes. One process needs neither address nor port.
-        address: Address of rank 0's node.
-        port: Free port on that node.
-        timeout_seconds: Longest wait for a collective.
+    Does nothing where this process is already in one, such as the fake group of a planner or a test. One process needs neither
+    ``address`` (of rank 0's node) nor ``port`` (free there). ``timeout_seconds`` is the longest wait for a collective.
     """
     if dist.is_initialized():
         return
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    if world_size == 1:
-        dist.init_process_group(backend(device), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        return
-    store = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout)
+    store: dist.Store = dist.HashStore()
+    if world_size > 1:
+        store = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout)
     dist.init_process_group(backend(device), store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 

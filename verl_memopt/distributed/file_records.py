@@ -47,9 +47,6 @@ class HashedFile:
 
     Use as a context manager that closes the file. If the disk refused a write, the body ends with the disk's own error: torch's
     writer drops that error, and later complains that its archive is incomplete.
-
-    Args:
-        file: The open file.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -151,10 +148,7 @@ def record_folder(folder: Path, root: Path) -> Records:
 def file_fault(path: Path, record: FileRecord, contents: bool = True) -> str | None:
     """Return how a file differs from its record, in words, or None if it does not.
 
-    Args:
-        path: The file.
-        record: Its expected size and checksum.
-        contents: Compare the checksum, not only the size.
+    ``contents`` compares the checksum, not only the size.
     """
     try:
         size = path.stat().st_size

@@ -44,15 +44,8 @@ def save_training_state(
 ) -> Records:
     """Write the chosen parts into ``folder``: dcp/ (model, optimizer) and extra_rank_N.pt (schedule, random generators).
 
-    Each shard is written from its own device. Every file is forced to disk.
-
-    Args:
-        folder: The checkpoint's folder.
-        model: The sharded model.
-        optimizer: Its optimizer.
-        schedule: Its learning-rate schedule.
-        device: The device of the random generator and of the copies.
-        contents: Any of ``model``, ``optimizer``, ``extra``.
+    Each shard is written from its own device. Every file is forced to disk. ``contents`` are any of ``model``, ``optimizer`` and
+    ``extra``.
 
     Returns:
         The record of each file that this rank wrote, relative to ``folder``.
@@ -61,20 +54,15 @@ def save_training_state(
         CheckpointError: The disk refuses. The message names the folder and the disk's error.
     """
     records: Records = {}
-    try:
+    with _refused(folder, "checkpoint could not be written", WRITE_ERRORS), _one_checksum():
         state = _state(model, optimizer, contents)
-        with _one_checksum():
-            if state:
-                storage = HashingFileSystem(folder)
-                dcp.save(state, storage_writer=_writer(folder / "dcp", device, storage))
-                records |= storage.records
-            if "extra" in contents:
-                folder.mkdir(parents=True, exist_ok=True)
-                name = f"extra_rank_{dist.get_rank()}.pt"
-                with hashed_file(folder / name, records, name) as file:
-                    torch.save(_extra(schedule, device), cast("IO[bytes]", file))
-    except WRITE_ERRORS as error:
-        raise CheckpointError(f"{folder}: the checkpoint could not be written: {_root(error)}.") from error
+        if state:
+            records |= _save(folder, state, device)
+        if "extra" in contents:
+            folder.mkdir(parents=True, exist_ok=True)
+            name = f"extra_rank_{dist.get_rank()}.pt"
+            with hashed_file(folder / name, records, name) as file:
+                torch.save(_extra(schedule, device), cast("IO[bytes]", file))
     return records
 
 
@@ -83,20 +71,13 @@ def load_training_state(
 ) -> None:
     """Read the chosen parts back, in place.
 
-    Schedule and random generators come from this rank's file, or from rank 0's if the number of ranks has grown.
-
-    Args:
-        folder: The checkpoint's folder.
-        model: The sharded model.
-        optimizer: Its optimizer.
-        schedule: Its learning-rate schedule.
-        device: The device of the random generator.
-        contents: Any of ``model``, ``optimizer``, ``extra``.
+    Schedule and random generators come from this rank's file, or from rank 0's if the number of ranks has grown. ``contents``
+    are as in :func:`save_training_state`.
 
     Raises:
         CheckpointError: A file is missing or damaged. The message names the folder and the error.
     """
-    try:
+    with _refused(folder, "checkpoint could not be read", READ_ERRORS):
         state = _state(model, optimizer, contents)
         if state:
             dcp.load(state, checkpoint_id=folder / "dcp")
@@ -107,17 +88,12 @@ def load_training_state(
             own = folder / f"extra_rank_{dist.get_rank()}.pt"
             source = own if own.is_file() else folder / "extra_rank_0.pt"
             _restore_extra(torch.load(source, weights_only=True), schedule, device)
-    except READ_ERRORS as error:
-        raise CheckpointError(f"{folder}: the checkpoint could not be read: {_root(error)}.") from error
 
 
 def save_weights(folder: Path, model: nn.Module, device: torch.device) -> Records:
     """Write the weights of a model that no optimizer trains into ``folder``, sharded. Every file is forced to disk.
 
-    Args:
-        folder: The model's folder in the checkpoint.
-        model: The sharded model. All its parameters are written, whether or not they are frozen.
-        device: The device of the copies.
+    All parameters are written, whether or not they are frozen.
 
     Returns:
         The record of each file that this rank wrote, relative to ``folder``.
@@ -125,29 +101,33 @@ def save_weights(folder: Path, model: nn.Module, device: torch.device) -> Record
     Raises:
         CheckpointError: The disk refuses. The message names the folder and the disk's error.
     """
-    storage = HashingFileSystem(folder)
-    try:
-        with _one_checksum():
-            dcp.save({"model": get_model_state_dict(model)}, storage_writer=_writer(folder / "dcp", device, storage))
-    except WRITE_ERRORS as error:
-        raise CheckpointError(f"{folder}: the weights could not be written: {_root(error)}.") from error
-    return storage.records
+    with _refused(folder, "weights could not be written", WRITE_ERRORS), _one_checksum():
+        return _save(folder, {"model": get_model_state_dict(model)}, device)
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:
     """Read back what :func:`save_weights` wrote, in place, with any number of ranks.
 
-    Args:
-        folder: The model's folder in the checkpoint.
-        model: The sharded model.
-
     Raises:
         CheckpointError: A file is missing or damaged. The message names the folder and the error.
     """
-    try:
+    with _refused(folder, "weights could not be read", READ_ERRORS):
         dcp.load({"model": get_model_state_dict(model)}, checkpoint_id=folder / "dcp")
-    except READ_ERRORS as error:
-        raise CheckpointError(f"{folder}: the weights could not be read: {_root(error)}.") from error
+
+
+@contextmanager
+def _refused(folder: Path, what: str, errors: tuple[type[BaseException], ...]) -> Iterator[None]:
+    try:
+        yield
+    except errors as error:
+        raise CheckpointError(f"{folder}: the {what}: {_root(error)}.") from error
+
+
+def _save(folder: Path, state: dict[str, Any], device: torch.device) -> Records:
+    """Write the state into dcp/ and return the record of each file."""
+    storage = HashingFileSystem(folder)
+    dcp.save(state, storage_writer=_writer(folder / "dcp", device, storage))
+    return storage.records
 
 
 def _state(model: nn.Module, optimizer: Optimizer, contents: Sequence[str]) -> dict[str, Any]:
@@ -195,11 +175,7 @@ def _own_arguments(optimizer: Optimizer) -> Iterator[None]:
 
 
 class HashingFileSystem(FileSystem):
-    """Torch's file system for checkpoints, extended to keep the record of each file that it writes, relative to ``root``.
-
-    Args:
-        root: The checkpoint's folder.
-    """
+    """Torch's file system for checkpoints, extended to keep the record of each file that it writes, relative to ``root``."""
 
     def __init__(self, root: Path) -> None:
         """Start without records."""

@@ -27,13 +27,11 @@ from torch.nn.functional import linear, silu
 from verl_memopt.memory.formulas import ROWS_OF_BACKWARD
 from verl_memopt.memory.fused import over_rows, runs_compiled
 from verl_memopt.memory.lora_torch import LoraLinear
+from verl_memopt.model.families import OWN_DECODER
 
 KEY = "actor_rollout_ref.model.recompute_elementwise"
 
-FAMILY = ("Llama", "Mistral", "Qwen2", "Qwen3")
-"""Models that our own decoder computes, as transformers begins the names of their classes."""
-
-KNOWN = tuple(f"{name}DecoderLayer" for name in FAMILY)
+KNOWN = tuple(f"{name}DecoderLayer" for name in OWN_DECODER)
 """Blocks of two RMS norms, rotary attention with or without norms of queries and keys, and down(silu(gate(x)) * up(x))."""
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,6 @@ from torch.autograd.function import once_differentiable
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.lora_torch import LoraLinear
 from verl_memopt.memory.recompute_elementwise_torch import (
-    FAMILY,
     RMSNorm,
     SwiGLU,
     WeightSum,
@@ -32,10 +31,11 @@ from verl_memopt.memory.recompute_elementwise_torch import (
     product_tiles,
     zeros_to_sum,
 )
+from verl_memopt.model.families import OWN_DECODER
 
 KEY = "actor_rollout_ref.model.tiled_mlp"
 
-KNOWN = tuple(f"{name}MLP" for name in FAMILY)
+KNOWN = tuple(f"{name}MLP" for name in OWN_DECODER)
 """Classes that compute down(act(gate(x)) * up(x))."""
 
 LAYERS = ("gate_proj", "up_proj", "down_proj")

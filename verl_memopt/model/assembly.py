@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,21 +51,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModelUse:
-    """What a run does with one model, and the settings sections that errors about it name.
+    """What a run does with one model, and the settings sections that errors about it name."""
 
-    Attributes:
-        model_key: The section of the model itself.
-        fsdp_key: The section of its sharding.
-        recompute: Activation checkpointing is on.
-        trained: A model that is trained, which has adapters if LoRA is on.
-        quantization: Quantization of a frozen model's blocks.
-    """
-
-    model_key: str
-    fsdp_key: str
+    model_key: str = POLICY_KEY
+    """The section of the model itself."""
+    fsdp_key: str = "actor_rollout_ref.actor.fsdp_config"
+    """The section of its sharding."""
     recompute: bool = False
+    """Activation checkpointing is on."""
     trained: bool = False
+    """A model that is trained, which has adapters if LoRA is on."""
     quantization: str = "none"
+    """Quantization of a frozen model's blocks."""
+    compiled: bool = False
+    """Compile the functions of a chunk of the LM head."""
 
 
 def parallelize(
@@ -77,16 +77,11 @@ def parallelize(
 ) -> None:
     """Apply LoRA, quantisation, checkpointing, FSDP2 and parameter offload to a model without weights.
 
-    Args:
-        packed: The model; its blocks already have their options.
-        model: Settings of the model.
-        fsdp: Settings of its sharding.
-        mesh: Device mesh of the ranks.
-        dtypes: Dtypes of the masters, of compute and of the gradient reduction.
-        use: What the run does with the model.
+    ``dtypes`` are those of the masters, of compute and of the gradient reduction. The blocks of ``packed`` have their options
+    already.
 
     Raises:
-        ConfigError: The model has no modules for the adapters or units.
+        ConfigError: The model has no modules for the adapters or units, or torch cannot shard its quantised blocks.
     """
     if use.trained and model.lora_rank > 0:
         apply_lora(packed.lm, model.lora_rank, model.lora_alpha, model.target_modules, model.exclude_modules, use.model_key)
@@ -106,31 +101,23 @@ def parallelize(
         checkpoint_blocks(others, model.gradient_checkpointing_mode, model.gradient_checkpointing_every)
     # The value head is tiny and its product runs in fp32, so a cast to the compute dtype would only lose digits.
     own_dtype = [packed.head] if isinstance(packed.head, ValueHead) else []
-    large_head = None if own_dtype else packed.head
-    sharded = sharding_units(packed.lm.get_input_embeddings(), units, large_head, packed.tied, fsdp.own_units)
-    shard_model(packed, sharded, mesh, precision, offload, fsdp.reshard_after_forward, own_dtype)
-    if fsdp.forward_prefetch:
-        prefetch_forward(sharded)
+    if fsdp.own_units and not packed.tied:
+        units = [packed.lm.get_input_embeddings(), *units, *([] if own_dtype else [packed.head])]
+    shard_model(packed, units, mesh, precision, offload, fsdp.reshard_after_forward, own_dtype)
+    for unit, following in pairwise(units) if fsdp.forward_prefetch else ():
+        if isinstance(unit, FSDPModule) and isinstance(following, FSDPModule):
+            unit.set_modules_to_forward_prefetch([following])
 
 
-def block_options(
-    lm: PreTrainedModel, model: Model | CriticModel, fsdp: Fsdp, checkpoints: bool, trained: bool, key: str = POLICY_KEY
-) -> list[BlockOptions] | None:
+def block_options(lm: PreTrainedModel, model: Model | CriticModel, fsdp: Fsdp, use: ModelUse) -> list[BlockOptions] | None:
     """Return the options of each block; None for an architecture that computes its blocks itself.
 
     A knob that such an architecture lacks is refused, or logged where the run is still correct without it.
 
-    Args:
-        lm: The model, as transformers made it.
-        model: Settings of the model.
-        fsdp: Settings of its sharding, whose units are what is checkpointed.
-        checkpoints: Activation checkpointing is on.
-        trained: false for a model that only ever runs without gradients.
-        key: The settings section of the model, to name in errors.
-
     Raises:
         ConfigError: MLPs cannot run over tiles.
     """
+    key = use.model_key
     blocks: Any = getattr(lm.get_decoder(), "layers", None)
     if not isinstance(blocks, nn.ModuleList):
         return None  # PackedModel refuses it by name
@@ -139,14 +126,14 @@ def block_options(
         return None
     tiles = model.tiled_mlp.num_shards if model.tiled_mlp.enabled else None
     if tiles is not None:
-        check_mlps(blocks, trained, f"{key}.tiled_mlp")
-    recompute = model.recompute_elementwise and can_recompute(blocks, trained, f"{key}.recompute_elementwise")
+        check_mlps(blocks, use.trained, f"{key}.tiled_mlp")
+    recompute = model.recompute_elementwise and can_recompute(blocks, use.trained, f"{key}.recompute_elementwise")
     prunes = model.prune_last_block and can_prune(blocks[-1], f"{key}.prune_last_block")
     if not of_llama_family(lm):
         assert tiles is None, f"{class_name(blocks[0])} has an MLP that is known in a block that is not"
         return None
     mode, wanted = model.gradient_checkpointing_mode, fsdp.wrap_policy.transformer_layer_cls_to_wrap
-    among_units = checkpoints and (wanted is None or class_name(blocks[0]) in wanted)
+    among_units = use.recompute and (wanted is None or class_name(blocks[0]) in wanted)
     chosen = chosen_blocks(len(blocks), mode, model.gradient_checkpointing_every) if among_units else ()
     return [
         BlockOptions(
@@ -208,87 +195,39 @@ def _refuse_units_inside_blocks(packed: PackedModel, fsdp: Fsdp, use: ModelUse) 
 # Build a sharded model, and fill it with the weights of a folder: the policy, the reference and the critic alike.
 
 AnyModel = TypeVar("AnyModel", bound=PackedModel)
-TakeOver = Callable[[PreTrainedModel, list[BlockOptions] | None, bool], AnyModel]
-"""Makes a packed model of a model of transformers, the options of its blocks, and whether answers may use a prefix KV."""
 
 
 def build_policy(
-    model: Model,
-    fsdp: Fsdp,
-    folder: Path,
-    mesh: DeviceMesh,
-    device: torch.device,
-    key: str,
-    compile_head: bool,
-    recompute: bool,
-    trained: bool = False,
-    quantization: str = "none",
+    model: Model, fsdp: Fsdp, folder: Path, mesh: DeviceMesh, device: torch.device, use: ModelUse | None = None
 ) -> PolicyModel:
     """Return the sharded model without weights. :func:`materialize` fills it.
 
-    Args:
-        model: The ``model`` section of the settings.
-        fsdp: The ``fsdp_config`` section of the role.
-        folder: Folder of the model.
-        mesh: The mesh to shard over.
-        device: The device to compute on.
-        key: The settings section to name in errors.
-        compile_head: Compile the per-chunk functions.
-        recompute: Gradient checkpointing.
-        trained: The policy, which has adapters if LoRA is on.
-        quantization: Quantization of a frozen model's blocks.
+    ``use`` says what the run does with the model. None = a frozen model, with nothing to hold less memory.
     """
-
-    def take_over(lm: PreTrainedModel, blocks: list[BlockOptions] | None, supports_prefix_kv: bool) -> PolicyModel:
-        chunk, tile = model.logprob_chunk_tokens, model.logprob_vocab_tile
-        return PolicyModel(lm, chunk, compile_head, tile, blocks, supports_prefix_kv)
-
-    use = ModelUse(POLICY_KEY, f"{key}.fsdp_config", recompute, trained, quantization)
+    use = use or ModelUse()
+    chunk, tile = model.logprob_chunk_tokens, model.logprob_vocab_tile
+    take_over = partial(PolicyModel, chunk_tokens=chunk, compiled=use.compiled, vocab_tile=tile)
     return _build(take_over, model, fsdp, folder, mesh, device, use)
 
 
-def build_critic(
-    model: CriticModel, folder: Path, mesh: DeviceMesh, device: torch.device, trained: bool = True, key: str = CRITIC_KEY
-) -> ValueModel:
-    """Return the sharded value model without weights. :func:`materialize_critic` fills it.
-
-    Args:
-        model: The ``critic.model`` section of the settings.
-        folder: Folder of the model.
-        mesh: The mesh to shard over.
-        device: The device to compute on.
-        trained: Add adapters if LoRA is on.
-        key: The settings section to name in errors.
-    """
-
-    def take_over(lm: PreTrainedModel, blocks: list[BlockOptions] | None, supports_prefix_kv: bool) -> ValueModel:
-        return ValueModel(lm, blocks, supports_prefix_kv, key)
-
-    use = ModelUse(key, f"{key}.fsdp_config", model.enable_gradient_checkpointing, trained)
-    return _build(take_over, model, model.fsdp_config, folder, mesh, device, use)
+def build_critic(model: CriticModel, folder: Path, mesh: DeviceMesh, device: torch.device) -> ValueModel:
+    """Return the sharded value model without weights. :func:`materialize_critic` fills it."""
+    use = ModelUse(CRITIC_KEY, f"{CRITIC_KEY}.fsdp_config", model.enable_gradient_checkpointing, trained=True)
+    return _build(ValueModel, model, model.fsdp_config, folder, mesh, device, use)
 
 
 def build_reward_model(model: ScoringModel, policy: Model, folder: Path, mesh: DeviceMesh, device: torch.device) -> ValueModel:
     """Return the sharded reward model without weights. :func:`materialize_critic` fills it.
 
-    Args:
-        model: The ``reward_model.model`` section of the settings.
-        policy: The policy's ``model`` section, whose knobs act in the reward model too.
-        folder: Folder of the model.
-        mesh: The mesh to shard over.
-        device: The device to compute on.
+    ``policy`` is the policy's ``model`` section, whose knobs act in the reward model too.
     """
-
-    def take_over(lm: PreTrainedModel, blocks: list[BlockOptions] | None, supports_prefix_kv: bool) -> ValueModel:
-        return ValueModel(lm, blocks, supports_prefix_kv, REWARD_KEY)
-
     use = ModelUse(REWARD_KEY, f"{REWARD_KEY}.fsdp_config", quantization=model.quantization)
     as_critic = frozen_value_model(model, policy)
-    return _build(take_over, as_critic, model.fsdp_config, folder, mesh, device, use)
+    return _build(partial(ValueModel, key=REWARD_KEY), as_critic, model.fsdp_config, folder, mesh, device, use)
 
 
 def _build(
-    take_over: TakeOver[AnyModel],
+    take_over: Callable[..., AnyModel],
     model: Model | CriticModel,
     fsdp: Fsdp,
     folder: Path,
@@ -296,29 +235,22 @@ def _build(
     device: torch.device,
     use: ModelUse,
 ) -> AnyModel:
+    """Return the model that ``take_over`` makes of a model of transformers, sharded."""
     masters = dtype_of(fsdp.model_dtype, f"{use.fsdp_key}.model_dtype")
     compute = dtype_of(fsdp.dtype, f"{use.fsdp_key}.dtype")
     reduce = dtype_of(fsdp.mixed_precision.reduce_dtype, f"{use.fsdp_key}.mixed_precision.reduce_dtype")
     attention = choose_attention(model.attn_implementation or "auto", device, compute, use.model_key)
     config = load_model_config(model, folder, use.model_key)
     lm = empty_model(config, attention, masters, bool(model.trust_remote_code), use.model_key)
-    blocks = block_options(lm, model, fsdp, use.recompute, use.trained, use.model_key)
+    blocks = block_options(lm, model, fsdp, use)
     # Only one rank alone can reuse a prefix KV: several ranks must run the same forwards, but cut their groups differently.
-    supports_prefix_kv = blocks is not None and blocks[0].recompute and mesh.size() == 1
-    packed = take_over(lm, blocks, supports_prefix_kv)
+    packed = take_over(lm, blocks=blocks, supports_prefix_kv=blocks is not None and blocks[0].recompute and mesh.size() == 1)
     parallelize(packed, model, fsdp, mesh, (masters, compute, reduce), use)
     return packed
 
 
 def materialize(policy: PolicyModel, folder: Path, device: torch.device, on_host: bool = False) -> None:
-    """Allocate the model's storage and fill it from the folder, shard by shard.
-
-    Args:
-        policy: A model without weights.
-        folder: Folder of the weights.
-        device: The device to compute on.
-        on_host: Allocate on the host instead of the device.
-    """
+    """Allocate the model's storage, on the host if ``on_host``, and fill it from the folder, shard by shard."""
     allocate(policy, device, on_host)
     rebuild_buffers(policy, device)
     fill_from_folder(policy, folder)
@@ -327,18 +259,7 @@ def materialize(policy: PolicyModel, folder: Path, device: torch.device, on_host
 def materialize_critic(
     critic: ValueModel, folder: Path, device: torch.device, on_host: bool = False, key: str = CRITIC_KEY
 ) -> bool:
-    """Allocate the critic's storage and fill it from the folder. A head that the folder lacks starts with zeros.
-
-    Args:
-        critic: A model without weights.
-        folder: Folder of the weights.
-        device: The device to compute on.
-        on_host: Allocate on the host instead of the device.
-        key: The settings section to name in errors.
-
-    Returns:
-        Whether the folder has a value head.
-    """
+    """Do as :func:`materialize` and return whether the folder has a value head. One that it lacks starts with zeros."""
     stored = stored_head(folder, key)
     allocate(critic, device, on_host)
     rebuild_buffers(critic, device, key)
@@ -347,16 +268,9 @@ def materialize_critic(
 
 
 def materialize_mapped(policy: PolicyModel, folder: Path, device: torch.device, dtype_key: str = REFERENCE_DTYPE) -> list[Tensor]:
-    """Allocate the model's storage on the device, unfilled.
+    """Allocate the model's storage on the device, unfilled, and return the mapped values of each parameter.
 
-    Args:
-        policy: A model without weights.
-        folder: Folder of the weights.
-        device: The device to compute on.
-        dtype_key: The setting of the model's dtype, to name in errors.
-
-    Returns:
-        For each parameter its values in the memory-mapped folder.
+    As :func:`verl_memopt.model.weights.mapped_weights`, which raises for another dtype than the file's and names ``dtype_key``.
     """
     allocate(policy, device)
     rebuild_buffers(policy, device)
@@ -383,16 +297,9 @@ def shard_model(
     """Shard ``units``, then the rest of ``root``, over the mesh, in place.
 
     On one device there is nothing to shard, and a model whose storage dtype is its compute dtype stays plain: FSDP2 would gather
-    a copy of every unit.
-
-    Args:
-        root: The model.
-        units: The modules that are gathered together, such as decoder blocks, in the order of the forward.
-        mesh: The mesh of :func:`verl_memopt.distributed.device.training_mesh`.
-        precision: Dtypes of compute and of the gradient reduction.
-        offload: Where the shards are stored.
-        reshard_after_forward: As in FSDP2.
-        own_dtype: Small units that compute in the dtype in which they rest.
+    a copy of every unit. ``units`` are gathered together one by one, such as decoder blocks, in the order of the forward.
+    ``precision`` holds the dtypes of compute and of the gradient reduction. ``own_dtype`` are small units that compute in the
+    dtype in which they rest.
     """
     if stays_plain(mesh, precision, offload):
         return
@@ -408,17 +315,6 @@ def shard_model(
             fully_shard(unit, **{**options, "mp_policy": in_own_dtype, "reshard_after_forward": False})
         # The root's parameters are used until the end of the forward, and again from the start of the backward.
         fully_shard(root, **{**options, "reshard_after_forward": False})
-
-
-def prefetch_forward(units: Sequence[nn.Module]) -> None:
-    """Let each sharded unit gather the next one while it computes. Units that are not sharded are left alone.
-
-    Args:
-        units: In the order of the forward.
-    """
-    for unit, following in pairwise(units):
-        if isinstance(unit, FSDPModule) and isinstance(following, FSDPModule):
-            unit.set_modules_to_forward_prefetch([following])
 
 
 # The precision of parameters at rest, of compute, and of the reduction of gradients.
@@ -443,12 +339,3 @@ def mixed_precision(masters: torch.dtype, compute: torch.dtype, reduce: torch.dt
 # b_r + b_r / W) bytes, if the gather of both matrices was the peak and the reduction of the head's gradient is the peak after it
 # (b_r is 4 for fp32 reduction over W ranks). The chunked head is gathered once an update, not once a chunk. So is the embedding.
 # Backward reads neither.
-
-
-def sharding_units(
-    embedding: nn.Module, blocks: Sequence[nn.Module], head: nn.Module | None, tied: bool, own_units: bool
-) -> list[nn.Module]:
-    """Return the modules to shard before the root, in the order of the forward. The head is None where it is no large matrix."""
-    if tied or not own_units:
-        return list(blocks)
-    return [embedding, *blocks, *([] if head is None else [head])]

@@ -50,13 +50,7 @@ def eager_attention(query: Tensor, key: Tensor, value: Tensor, layout: PrefixLay
 def windowed_attention(query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, scale: float, window: int) -> Tensor:
     """Return sliding-window attention [1, heads, T, D] by torch's SDPA, one sequence after another.
 
-    Args:
-        query: [1, heads, T, D].
-        key: [1, kv heads, T, D].
-        value: As ``key``.
-        layout: Sequences that share no prefix.
-        scale: Factor of the products of queries and keys.
-        window: How many positions back a token sees, itself included.
+    Arguments are as in :func:`eager_attention`. The sequences of ``layout`` share no prefix.
     """
     assert not layout.prefix_spans, layout.groups
     grouped, outputs = query.shape[1] != key.shape[1], []
@@ -70,10 +64,7 @@ def windowed_attention(query: Tensor, key: Tensor, value: Tensor, layout: Prefix
 def group_mask(group: PrefixGroup, window: int | None, device: torch.device) -> Tensor:
     """Return bool [tokens, tokens] of one group: which token (row) sees which (column).
 
-    Args:
-        group: Lengths of the prefix and of each suffix.
-        window: A token at position p sees positions p - window + 1 to p; None for all positions up to p.
-        device: Where the mask is needed.
+    A token at position p sees positions p - window + 1 to p, or all up to p where ``window`` is None.
     """
     prefix, suffixes = group
     sizes, first_places = [prefix, *suffixes], [0] + [prefix] * len(suffixes)
@@ -112,12 +103,6 @@ def choose_attention(name: str, device: torch.device, dtype: torch.dtype, sectio
     ``auto`` takes flash-attn where it is installed and supports device and dtype. Without flash-attn it takes torch's own flash
     kernels under the same conditions, and else SDPA's other kernels.
 
-    Args:
-        name: The setting.
-        device: Where the model computes.
-        dtype: In which it computes.
-        section: The settings section of the model, to name in errors.
-
     Raises:
         ConfigError: For an unknown name, or for a kernel that cannot run here.
     """
@@ -133,14 +118,14 @@ def choose_attention(name: str, device: torch.device, dtype: torch.dtype, sectio
             raise ConfigError(
                 f"{key}: flash kernels need a GPU of capability 8.0 and half precision, not {device} {dtype}. Use auto."
             )
-        return AttentionChoice("flash_attention_2", REGISTERED["flash_attention_2"], "asked for")
-    if name != "auto":
-        return AttentionChoice(name, REGISTERED[name], "asked for")
-    if supported and problem is None:
-        return AttentionChoice("flash_attention_2", REGISTERED["flash_attention_2"], f"installed, supports {device} {dtype}")
-    if supported:
-        return AttentionChoice("varlen", REGISTERED["varlen"], f"flash-attn {problem}; torch has a kernel of its own")
-    return AttentionChoice("sdpa", REGISTERED["sdpa"], f"no flash kernel for {device} {dtype}")
+    reason = "asked for"
+    if name == "auto":
+        name, reason = "sdpa", f"no flash kernel for {device} {dtype}"
+        if supported and problem is None:
+            name, reason = "flash_attention_2", f"installed, supports {device} {dtype}"
+        elif supported:
+            name, reason = "varlen", f"flash-attn {problem}; torch has a kernel of its own"
+    return AttentionChoice(name, REGISTERED[name], reason)
 
 
 FLASH_ATTN_INSTALL = ".venv/bin/pip install --no-build-isolation 'flash-attn>=2.8'"

@@ -31,8 +31,7 @@ class Kernel:
     Attributes:
         forward: (q, k, v, causal, scale) -> output, log-sum-exp fp32 [batch, heads, length].
         backward: (gradient, q, k, v, output, log-sum-exp, causal, scale) -> gradients of q, k, v.
-        float_parts: Whether passes that are merged are computed in fp32 and rounded once. This costs no time where half precision
-            is no faster.
+        float_parts: Merged passes are computed in fp32 and rounded once, where half precision is no faster.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -170,11 +169,7 @@ class _DenseAttention(torch.autograd.Function):
 def _backward_of_heads(kernel: Kernel, layout: PrefixLayout, scale: float, inputs: _Views) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries [Q, heads, D], and of the key and value [T, 1, D] that these heads share.
 
-    Args:
-        kernel: The fused kernel.
-        layout: Which tokens share a prefix.
-        scale: Factor of the products of queries and keys.
-        inputs: Queries, key, value, the output's gradient, the output, and its log-sum-exps.
+    ``inputs`` are queries, key, value, the output's gradient, the output, and its log-sum-exps.
     """
     q, k, v, grad, out, lse = inputs
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, *layout.at_queries(k, v)))

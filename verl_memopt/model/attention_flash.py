@@ -29,16 +29,9 @@ def flash_attention(
 ) -> Tensor:
     """Return attention [Q, heads, D], computed by torch's own flash kernels.
 
-    Saves its arguments, its output and one log-sum-exp for each token and head.
-
-    Args:
-        query: [Q, heads, D], of the queries of the layout.
-        key: [T, kv heads, D], of all tokens. The last stride must be 1.
-        value: As ``key``.
-        layout: Which tokens share a prefix.
-        scale: Factor of the products of queries and keys.
-        window: How many positions back a token sees, itself included; None for all. Only where no prefix is shared.
-        rotary: Rotates queries and keys here, and again in backward. Backward then overwrites the arguments with their gradients.
+    Saves its arguments, its output and one log-sum-exp for each token and head. Arguments are as in
+    :func:`verl_memopt.model.attention_dense.dense_attention`. ``window`` counts how many positions back a token sees, itself
+    included; None for all. A window is for sequences that share no prefix.
     """
     assert window is None or not layout.prefix_spans, (window, layout.groups)
     return _FlashAttention.apply(query, key, value, *rotary_arguments(rotary), layout, scale, window)
@@ -105,17 +98,7 @@ class _FlashAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Varlen:
-    """Which queries see which keys, as a kernel for sequences of different lengths takes it.
-
-    Attributes:
-        cu_seqlens_q: int32 [sequences + 1].
-        cu_seqlens_k: int32 [sequences + 1].
-        max_seqlen_q: Length of the longest sequence of queries.
-        max_seqlen_k: Length of the longest sequence of keys.
-        causal: A query sees no later key of its sequence.
-        left: Positions seen to the left; -1 for all.
-        right: Positions seen to the right; -1 for all.
-    """
+    """Which queries see which keys. ``cu_seqlens`` are int32 [sequences + 1], ``left`` and ``right`` of -1 see all."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor

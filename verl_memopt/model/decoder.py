@@ -209,13 +209,7 @@ class Decoder(nn.Module):
     """Embedding, rotary tables, blocks and the final norm, in place of a Hugging Face decoder of the family."""
 
     def __init__(self, source: Any, blocks: Sequence[BlockOptions], attend: Attend) -> None:
-        """Take over the submodules of a Hugging Face decoder.
-
-        Args:
-            source: The decoder.
-            blocks: The options of each block.
-            attend: The attention kernel.
-        """
+        """Take over the submodules of a Hugging Face decoder."""
         super().__init__()
         self.options = tuple(blocks)
         self.recompute, self.prunes, self.attend = all(block.recompute for block in blocks), blocks[-1].prune, attend

@@ -32,19 +32,17 @@ def export_folder(
 ) -> None:
     """Write config, generation config, tokenizer and, where given, weights.
 
-    Args:
-        folder: The folder to write.
-        config: Config of the model.
-        tokenizer_folder: Whose tokenizer files are copied.
-        weights: (name, whole tensor) pairs, consumed by every rank in step; None for no weights.
-        writes: Whether this rank writes anything.
+    ``weights`` are (name, whole tensor) pairs, which every rank consumes in step; None for no weights. Only a rank that
+    ``writes`` does so.
     """
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
         _write_config(folder, config)
         _copy_tokenizer(tokenizer_folder, folder)
         if getattr(config, "auto_map", None):
-            _copy_code(Path(str(config.name_or_path)), folder)
+            # A model with code of its own brings its Python files, so that the written folder loads as its source does.
+            for file in Path(str(config.name_or_path)).glob("*.py"):
+                shutil.copyfile(file, folder / file.name)
     if weights is not None:
         _write_weights(folder, weights, writes)
 
@@ -63,12 +61,6 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
         for file in source.glob(pattern):
             if file.is_file() and not file.name.endswith(".safetensors"):
                 shutil.copyfile(file, folder / file.name)
-
-
-def _copy_code(source: Path, folder: Path) -> None:
-    """Copy the Python files of a model with code of its own, so that the written folder loads as its source does."""
-    for file in source.glob("*.py"):
-        shutil.copyfile(file, folder / file.name)
 
 
 def _write_weights(folder: Path, weights: Iterator[tuple[str, Tensor]], writes: bool) -> None:

@@ -1,19 +1,124 @@
-"""Which architectures can be trained, as far as the config and the model without weights say."""
+"""What is known of model families by name, and what a config says of any model. Free of torch.
+
+A type without a row is probed: by its config here, and by a trial build and packed rows in ``packing_check.py``.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
-from transformers import PretrainedConfig
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from verl_memopt.errors import ConfigError
 
-TESTED = (
-    *("arcee", "bitnet", "cwm", "diffllama", "ernie4_5", "exaone4", "glm", "glm4", "granite", "hunyuan_v1_dense"),
-    *("hyperclovax", "jais2", "jetmoe", "llama", "ministral", "ministral3", "mistral", "olmo", "olmo2", "olmo3", "persimmon"),
-    *("phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2"),
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is known of the models of one type. Tests compare each row with tiny models of the type."""
+
+    model_type: str
+    """The type in config.json."""
+    models: str
+    """Names under which such models are published."""
+    classes: str | None = None
+    """Beginning of the names of its classes in transformers, where our own decoder computes its blocks."""
+    slides: bool = False
+    """Its config can set a sliding window. Such a model trains, but its rows cannot share a prompt."""
+    note: str = ""
+    """What else a user must know, as a sentence."""
+    refused: str | None = None
+    """How the error goes on after "models of type X". None = packed log-probs and gradients equal those of transformers."""
+
+
+STATE = "have layers of type linear_attention"
+EXPERTS = "are mixtures of experts"
+SCALED = "change the logits after the head"
+FIXED = "cannot be built with attention over packed rows"
+NO_LIST = "do not keep their decoder blocks in a list named layers"
+RENAMED = "name their weights in a checkpoint otherwise than in the model"
+OWN_WAY = "cannot compute packed rows"
+
+FAMILIES = (
+    Family("arcee", "Arcee AFM"),
+    Family("bitnet", "BitNet b1.58"),
+    Family("cwm", "Code World Model", slides=True),
+    Family("diffllama", "DiffLlama"),
+    Family("ernie4_5", "ERNIE 4.5, dense"),
+    Family("exaone4", "EXAONE 4", slides=True),
+    Family("glm", "GLM-4-9B and GLM-Edge"),
+    Family("glm4", "GLM-4-0414"),
+    Family("granite", "Granite, dense", note="It is refused where `logits_scaling` is not 1."),
+    Family("hunyuan_v1_dense", "Hunyuan, dense"),
+    Family("hyperclovax", "HyperCLOVA X"),
+    Family("jais2", "Jais 2"),
+    Family("jetmoe", "JetMoE", note="It is the only mixture of experts that is tested."),
+    Family("llama", "Llama 2 and 3, SmolLM2, Yi, DeepSeek LLM", "Llama"),
+    Family("ministral", "Ministral", slides=True),
+    Family("ministral3", "Ministral 3", slides=True),
+    Family("mistral", "Mistral 7B, Nemo, Small", "Mistral", slides=True),
+    Family("olmo", "OLMo"),
+    Family("olmo2", "OLMo 2"),
+    Family("olmo3", "OLMo 3", slides=True),
+    Family("persimmon", "Persimmon"),
+    Family("phi", "Phi-1, Phi-1.5, Phi-2"),
+    Family("phi3", "Phi-3, Phi-4", slides=True, note="Rows beyond a LongRoPE model's trained length are refused."),
+    Family("qwen2", "Qwen2, Qwen2.5", "Qwen2", slides=True),
+    Family("qwen3", "Qwen3, dense", "Qwen3", slides=True),
+    Family("seed_oss", "Seed-OSS", note="Dropout in its config drops nothing."),
+    Family("smollm3", "SmolLM3", slides=True),
+    Family("starcoder2", "StarCoder2", slides=True),
+    Family("apertus", "Apertus", refused=RENAMED),
+    Family("bamba", "Bamba", refused=STATE),
+    Family("bart", "BART", refused="have an encoder"),
+    Family("bert", "BERT", refused=NO_LIST),
+    Family("bloom", "BLOOM", refused=FIXED),
+    Family("cohere", "Command R", refused=SCALED),
+    Family("cohere2", "Command R7B, Command A", refused=SCALED),
+    Family("deepseek_v3", "DeepSeek-V3, DeepSeek-R1", refused=EXPERTS),
+    Family("falcon_h1", "Falcon-H1", refused="have layers of type hybrid"),
+    Family("falcon_mamba", "Falcon Mamba", refused=STATE),
+    Family("gemma", "Gemma", refused="have buffers that cannot be computed from the config"),
+    Family("gemma2", "Gemma 2", refused=SCALED),
+    Family("gemma3", "Gemma 3 with images", refused="take more than text"),
+    Family("gemma3_text", "Gemma 3", refused="slide attention over a window"),
+    Family("glm4_moe", "GLM-4.5", refused=EXPERTS),
+    Family("gpt2", "GPT-2", refused=NO_LIST),
+    Family("gpt_bigcode", "StarCoder", refused=NO_LIST),
+    Family("gpt_neox", "Pythia, GPT-NeoX", refused=RENAMED),
+    Family("gpt_oss", "gpt-oss", refused=EXPERTS),
+    Family("granitemoe", "Granite, mixture of experts", refused=EXPERTS),
+    Family("jamba", "Jamba", refused=STATE),
+    Family("kimi_linear", "Kimi Linear", refused=STATE),
+    Family("llama4_text", "Llama 4", refused="have layers of type chunked_attention"),
+    Family("mamba", "Mamba", refused=STATE),
+    Family("minimax", "MiniMax", refused=STATE),
+    Family("mixtral", "Mixtral", refused=EXPERTS),
+    Family("mpt", "MPT", refused=FIXED),
+    Family("nanochat", "nanochat", refused=SCALED),
+    Family("nemotron", "Nemotron-4, Minitron", refused=OWN_WAY),
+    Family("olmo_hybrid", "OLMo Hybrid", refused=STATE),
+    Family("olmoe", "OLMoE", refused=EXPERTS),
+    Family("phimoe", "Phi-3.5-MoE", refused=EXPERTS),
+    Family("qwen2_moe", "Qwen1.5-MoE, Qwen2-57B-A14B", refused=EXPERTS),
+    Family("qwen3_5", "Qwen3.5, dense", refused=STATE),
+    Family("qwen3_5_moe", "Qwen3.5, mixture of experts", refused=STATE),
+    Family("qwen3_moe", "Qwen3, mixture of experts", refused=EXPERTS),
+    Family("qwen3_next", "Qwen3-Next", refused=STATE),
+    Family("recurrent_gemma", "RecurrentGemma", refused="have layers of type recurrent"),
+    Family("rwkv", "RWKV", refused=FIXED),
+    Family("stablelm", "StableLM", refused=OWN_WAY),
+    Family("t5", "T5", refused="have an encoder"),
+    Family("xlm", "XLM", refused=FIXED),
 )
+"""Each family that is known by name: first those that train, then those that are refused."""
+
+TESTED = tuple(family.model_type for family in FAMILIES if family.refused is None)
 """Model types whose packed log-probs a test compares with those of transformers' own forward."""
+
+OWN_DECODER = tuple(family.classes for family in FAMILIES if family.classes is not None)
+"""Beginnings of the class names of the models that our own decoder computes."""
 
 PACKED_LAYERS = ("full_attention", "sliding_attention")
 """Names in ``layer_types`` of layers that packed attention computes."""
@@ -56,15 +161,17 @@ POLICY_KEY = "actor_rollout_ref.model"
 def refused(config: PretrainedConfig, source: str, reason: str, key: str = POLICY_KEY) -> ConfigError:
     """Return the error for a model that cannot be trained.
 
-    Args:
-        config: Config of the model.
-        source: The folder it was read from.
-        reason: Continues "models of type X ...".
-        key: The settings section of the model.
+    ``reason`` continues "models of type X ...". ``source`` is the folder of the config, and ``key`` the settings section of the
+    model.
     """
     return ConfigError(
         f"{key}.path={source}: models of type {config.model_type} {reason}. Types that are tested: {', '.join(TESTED)}."
     )
+
+
+def one_line(error: Exception) -> str:
+    """Return the text of an error of another library, without its line breaks."""
+    return " ".join(str(error).split())
 
 
 def unsupported(config: PretrainedConfig) -> str | None:
@@ -88,17 +195,13 @@ def unsupported(config: PretrainedConfig) -> str | None:
         return f"change the logits after the head ({scales[0]}); log-probs are computed from the head's product alone"
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return "cap the scores of attention (attn_logit_softcapping); attention over packed rows does not"
-    tested, experts = config.model_type in TESTED, max(_number(config, name) for name in EXPERT_COUNTS)
+    counts = [getattr(config, name, None) for name in EXPERT_COUNTS]
+    tested, experts = config.model_type in TESTED, max((count for count in counts if isinstance(count, int)), default=0)
     if not tested and experts > 1:
         return f"are mixtures of experts ({experts} of them), which are not supported"
     if not tested and window(config) is not None:
         return f"slide attention over a window (sliding_window={window(config)}) in a way that is not tested here"
     return None
-
-
-def _number(config: PretrainedConfig, name: str) -> int:
-    value = getattr(config, name, 0)
-    return value if isinstance(value, int) else 0
 
 
 def layer_types(config: PretrainedConfig) -> list[str]:
@@ -120,9 +223,7 @@ def window(config: PretrainedConfig) -> int | None:
 def check_lengths(config: PretrainedConfig, longest: int) -> None:
     """Refuse rows so long that the rotary frequencies of one row would depend on the other rows of its pack.
 
-    Args:
-        config: Config of the model.
-        longest: Tokens of the longest prompt and response together.
+    ``longest`` counts the tokens of the longest prompt and response together.
 
     Raises:
         ConfigError: The rows are too long. The message names the kind of rotary embedding and the length it was trained for.

@@ -26,10 +26,7 @@ NOT_FETCHED = ("consolidated*", "original/*", "*/*.safetensors")
 def resolve_folder(path: str, key: str, trust_remote_code: bool = False) -> Path:
     """Return the folder of a model in Hugging Face format. A hub id is downloaded once, or read from the local cache.
 
-    Args:
-        path: A folder or a hub id.
-        key: The setting, to name in errors.
-        trust_remote_code: Download the repository's Python files as well.
+    ``key`` is the setting, to name in errors. With ``trust_remote_code`` the repository's Python files are downloaded too.
 
     Raises:
         ConfigError: There is no such folder, it has no config.json, or the hub cannot provide it.
@@ -61,22 +58,14 @@ def _from_hub(name: str, key: str, trust_remote_code: bool) -> Path:
 def load_tokenizer(folder: Path, model: Model, trust_remote_code: bool = False) -> Any:
     """Return the tokenizer of a folder, with ``model.custom_chat_template`` as its template if that is set.
 
-    Args:
-        folder: Folder with the tokenizer's files.
-        model: Settings of the model.
-        trust_remote_code: Let it run code from its folder, as ``model.trust_remote_code`` does too.
+    It may run code from its folder with ``trust_remote_code`` or ``model.trust_remote_code``.
 
     Raises:
         ConfigError: The tokenizer cannot be read, or has no token that ends a response.
     """
     key = f"actor_rollout_ref.model.{'path' if model.tokenizer_path is None else 'tokenizer_path'}={folder}"
     trusted = trust_remote_code or model.trust_remote_code
-    # Transformers returns an empty tokenizer for a folder without one, so look for the files first.
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES) and not (trusted and _has_tokenizer_code(folder)):
-        raise ConfigError(
-            f"{key}: it has no tokenizer ({', '.join(TOKENIZER_FILES)}). Add its files or set model.tokenizer_path."
-        )
-    tokenizer = read_tokenizer(folder, key, trusted)
+    tokenizer = existing_tokenizer(folder, key, trusted, "Add its files or set model.tokenizer_path.")
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"{key}: the tokenizer has no eos token, so no response could end. Set one in tokenizer_config.json.")
     if model.custom_chat_template is not None:
@@ -84,13 +73,18 @@ def load_tokenizer(folder: Path, model: Model, trust_remote_code: bool = False) 
     return tokenizer
 
 
-def read_tokenizer(folder: Path, key: str, trust_remote_code: bool) -> Any:
-    """Return the tokenizer of a folder as it is.
+def existing_tokenizer(folder: Path, key: str, trusted: bool, way_out: str) -> Any:
+    """Return the tokenizer of a folder as it is. As :func:`read_tokenizer`, which finds an empty one in a folder without any."""
+    # Transformers returns an empty tokenizer for a folder without one, so look for the files first.
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES) and not (trusted and _has_tokenizer_code(folder)):
+        raise ConfigError(f"{key}: it has no tokenizer ({', '.join(TOKENIZER_FILES)}). {way_out}")
+    return read_tokenizer(folder, key, trusted, way_out)
 
-    Args:
-        folder: Folder with the tokenizer's files.
-        key: The setting, to name in errors.
-        trust_remote_code: Let it run code from its folder.
+
+def read_tokenizer(
+    folder: Path, key: str, trust_remote_code: bool, way_out: str = "Add tokenizer files or set model.tokenizer_path."
+) -> Any:
+    """Return the tokenizer of a folder as it is.
 
     Raises:
         ConfigError: The tokenizer cannot be read.
@@ -100,18 +94,13 @@ def read_tokenizer(folder: Path, key: str, trust_remote_code: bool) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # a tokenizer's own code may raise anything
-        raise ConfigError(
-            f"{key}: its tokenizer cannot be read: {error}. Add tokenizer files or set model.tokenizer_path."
-        ) from error
+        raise ConfigError(f"{key}: its tokenizer cannot be read: {error}. {way_out}") from error
 
 
 def check_vocabulary(tokenizer: Any, rows: int, source: str) -> None:
     """Refuse a tokenizer with tokens for which a model has no embedding.
 
-    Args:
-        tokenizer: Tokenizer of the run.
-        rows: Rows of the model's embedding.
-        source: ``key=value`` of the setting that named the model.
+    ``rows`` are those of the model's embedding. ``source`` is ``key=value`` of the setting that named the model.
 
     Raises:
         ConfigError: The tokenizer has tokens without a row. The message names both numbers and the first such token.
@@ -158,10 +147,6 @@ def _has_tokenizer_code(folder: Path) -> bool:
 
 def end_tokens(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     """Return the ids that end a response: those of generation_config.json, and the tokenizer's own.
-
-    Args:
-        folder: Folder of the model.
-        tokenizer: Tokenizer of the run.
 
     Raises:
         ConfigError: generation_config.json cannot be read.

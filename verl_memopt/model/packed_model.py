@@ -41,11 +41,8 @@ class PackedModel(nn.Module):
     ) -> None:
         """Take over a model.
 
-        Args:
-            lm: Any causal LM with a decoder.
-            blocks: What each block does to hold less memory, only in the Llama family; None for nothing.
-            supports_prefix_kv: Answers may use the prefix KV of an earlier forward.
-            key: The settings section of the model, to name in errors.
+        ``blocks`` say what each block does to hold less memory, only in the Llama family; None for nothing. With
+        ``supports_prefix_kv`` answers may use the prefix KV of an earlier forward.
 
         Raises:
             ConfigError: The model has no list of decoder blocks.
@@ -94,9 +91,7 @@ class PackedModel(nn.Module):
     def predicting_states(self, pack: Pack, prefix: PrefixKV | None) -> Tensor:
         """Return the normed states [R, h] that predict the pack's targets.
 
-        Args:
-            pack: The tokens of a micro-batch, and its targets.
-            prefix: The prefix KV for a pack of ``pack_suffixes``.
+        ``prefix`` is the prefix KV for a pack of ``pack_suffixes``.
         """
         decoder = self.decoder
         if not isinstance(decoder, Decoder):
@@ -112,7 +107,7 @@ class PackedModel(nn.Module):
         assert row.num_rows == 1, row.num_rows
         decoder = self.decoder
         if not isinstance(decoder, Decoder):
-            return states_of_row(decoder, row)[row.predicts]
+            return _own_output(decoder, row).last_hidden_state[0, row.predicts]
         positions = torch.arange(row.input_ids.shape[1], device=row.input_ids.device)[None]
         hidden = decoder(row.input_ids, positions, row.layout, attend=KERNELS[REGISTERED["eager"]])
         return decoder.normed_rows(hidden, row.predicts)
@@ -120,11 +115,8 @@ class PackedModel(nn.Module):
     def recorded(self, prompt: Pack, recorder: PrefixRecorder) -> tuple[Tensor, ...]:
         """Return the state [1, h] of a prompt's last token, then the outputs of the recorder.
 
-        The result is a flat tuple, so FSDP2 sees the tensors from which backward will start.
-
-        Args:
-            prompt: A pack of ``pack_prompt``.
-            recorder: Collects keys and values.
+        The result is a flat tuple, so FSDP2 sees the tensors from which backward will start. ``prompt`` is a pack of
+        ``pack_prompt``.
         """
         decoder = self.decoder
         needed = prompt.last_block.layout if decoder.prunes and prompt.last_block is not None else None
@@ -142,10 +134,7 @@ class PackedModel(nn.Module):
 def allocate(model: PackedModel, device: torch.device, on_host: bool = False) -> None:
     """Allocate the parameters of a model, uninitialised. Tied parameters stay one tensor.
 
-    Args:
-        model: A model without storage.
-        device: The device to compute on.
-        on_host: Put the shards on the host.
+    With ``on_host`` the shards lie on the host.
     """
     # Allocation gives every parameter memory of its own, so a tie has to be made again.
     tied = model.tied
@@ -171,15 +160,12 @@ def states_of_pack(decoder: nn.Module, pack: Pack) -> Tensor:
 
 def logits_of_row(lm: nn.Module, pack: Pack) -> Tensor:
     """Return the logits [T, V] of a pack of one row, by transformers' own forward and eager attention."""
-    with own_attention(lm):
-        return lm(input_ids=pack.input_ids, use_cache=False).logits[0]
+    return _own_output(lm, pack).logits[0]
 
 
-def states_of_row(decoder: nn.Module, pack: Pack) -> Tensor:
-    """Return the normed states [T, h] of a pack of one row, by transformers' own forward and eager attention."""
-    with own_attention(decoder):
-        output: Any = decoder(input_ids=pack.input_ids, use_cache=False)
-    return output.last_hidden_state[0]
+def _own_output(module: nn.Module, pack: Pack) -> Any:
+    with own_attention(module):
+        return module(input_ids=pack.input_ids, use_cache=False)
 
 
 @contextmanager

@@ -72,11 +72,7 @@ class Pack:
 def pack_rows(prompts: Tensor, prompt_sizes: Sequence[int], responses: Tensor, response_sizes: Sequence[int]) -> Pack:
     """Pack rows, each with its own prompt.
 
-    Args:
-        prompts: int64, the prompts of all rows, one after another.
-        prompt_sizes: Tokens of each prompt.
-        responses: int64, the responses of all rows, one after another.
-        response_sizes: Tokens of each response.
+    Arguments are as in :func:`pack_groups`.
     """
     return pack_groups(prompts, prompt_sizes, responses, response_sizes, range(len(response_sizes)))
 
@@ -126,21 +122,12 @@ def pack_groups(
             suffix_start[row] = token
             token += int(r[row]) - 1
     first, sizes, positions = np.array(pieces, dtype=np.int64).T
-    present = r > 0
-    # Two predictors a response: its first token is predicted by the prompt's last token, the others by the answer itself.
-    predictors = np.stack([prompt_end[present] - 1, suffix_start[present]], axis=1).reshape(-1)
-    predicted = np.stack([np.ones_like(r[present]), r[present] - 1], axis=1).reshape(-1)
-    predicts = ranges(predictors, predicted)
-    return Pack(
-        input_ids=torch.cat([prompts, responses])[_host(ranges(first, sizes))][None],
-        position_ids=_host(ranges(positions, sizes))[None],
-        layout=PrefixLayout.of(tuple(prefix_groups)),
-        predicts=_host(predicts),
-        targets=responses,
-        row=_host(np.repeat(np.arange(len(r)), r)),
-        row_lengths=_host(r),
-        last_block=_last_block(last_block_groups, skipped, predicts) if skipped_if_many(sum(skipped), token) else None,
-    )
+    tokens = torch.cat([prompts, responses])[_host(ranges(first, sizes))]
+    layout, predicts = PrefixLayout.of(tuple(prefix_groups)), _predicts(prompt_end - 1, suffix_start, r)
+    pack = _pack(tokens, ranges(positions, sizes), layout, predicts, responses, r)
+    if not skipped_if_many(sum(skipped), token):
+        return pack
+    return replace(pack, last_block=_last_block(last_block_groups, skipped, predicts))
 
 
 def pack_prompt(prompt: Tensor) -> Pack:
@@ -155,27 +142,30 @@ def pack_suffixes(prompt_size: int, responses: Tensor, response_sizes: Sequence[
     """Pack the answers to a prompt whose keys and values are computed elsewhere.
 
     ``predicts`` counts the state of the prompt's last token as the first; the rest is as in :func:`pack_groups`.
-
-    Args:
-        prompt_size: Tokens of the prompt.
-        responses: int64, the responses of all rows, one after another.
-        response_sizes: Tokens of each response.
     """
     r = np.asarray(response_sizes, dtype=np.int64)
     own = np.maximum(r - 1, 0)
     start = np.cumsum(own) - own
+    tokens = responses[_host(ranges(np.cumsum(r) - r, own))]
+    layout = PrefixLayout.of(((0, tuple(own[own > 0].tolist())),), (prompt_size,))
+    predicts = _predicts(np.zeros_like(r), 1 + start, r)
+    return _pack(tokens, ranges(np.full_like(own, prompt_size), own), layout, predicts, responses, r)
+
+
+def _predicts(prompt_end: np.ndarray, suffix_start: np.ndarray, r: np.ndarray) -> np.ndarray:
+    """Return the place that predicts each response token, from two places and the response tokens of each row."""
     present = r > 0
-    predictors = np.stack([np.zeros_like(r[present]), 1 + start[present]], axis=1).reshape(-1)
-    predicted = np.stack([np.ones_like(r[present]), own[present]], axis=1).reshape(-1)
-    return Pack(
-        input_ids=responses[_host(ranges(np.cumsum(r) - r, own))][None],
-        position_ids=_host(ranges(np.full_like(own, prompt_size), own))[None],
-        layout=PrefixLayout.of(((0, tuple(own[own > 0].tolist())),), (prompt_size,)),
-        predicts=_host(ranges(predictors, predicted)),
-        targets=responses,
-        row=_host(np.repeat(np.arange(len(r)), r)),
-        row_lengths=_host(r),
-    )
+    # Two predictors a response: its first token is predicted by the prompt's last token, the others by the answer itself.
+    predictors = np.stack([prompt_end[present], suffix_start[present]], axis=1).reshape(-1)
+    predicted = np.stack([np.ones_like(r[present]), r[present] - 1], axis=1).reshape(-1)
+    return ranges(predictors, predicted)
+
+
+def _pack(
+    tokens: Tensor, positions: np.ndarray, layout: PrefixLayout, predicts: np.ndarray, targets: Tensor, r: np.ndarray
+) -> Pack:
+    rows = np.repeat(np.arange(len(r)), r)
+    return Pack(tokens[None], _host(positions)[None], layout, _host(predicts), targets, _host(rows), _host(r))
 
 
 def _last_block(groups: Sequence[PrefixGroup], skipped: Sequence[int], predicts: np.ndarray) -> LastBlockQueries:
@@ -200,10 +190,8 @@ def _prefix_group(prefix: int, suffixes: list[int]) -> PrefixGroup:
 
 
 def _nothing(responses: Tensor, num_rows: int) -> Pack:
-    none = _host(np.zeros(0, dtype=np.int64))
-    token = _host(np.zeros((1, 1), dtype=np.int64))
-    row_lengths = _host(np.zeros(num_rows, dtype=np.int64))
-    return Pack(token, token, PrefixLayout.of(((1, ()),)), none, responses, none, row_lengths)
+    zero, none = np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    return _pack(_host(zero), zero, PrefixLayout.of(((1, ()),)), none, responses, np.zeros(num_rows, dtype=np.int64))
 
 
 def _host(values: np.ndarray) -> Tensor:
@@ -240,9 +228,7 @@ class Run:
 class PrefixSpan:
     """One call of the prefix pass: contiguous queries that each see contiguous keys whole.
 
-    Attributes:
-        keys: Places among the keys.
-        queries: Places among the queries. They differ from places among the keys where tokens are skipped.
+    Places among the queries differ from places among the keys where tokens are skipped.
     """
 
     keys: Run
@@ -277,9 +263,7 @@ class PrefixLayout:
     def of(cls, groups: tuple[PrefixGroup, ...], skipped: tuple[int, ...] | None = None) -> PrefixLayout:
         """Build the layout of some groups on the CPU.
 
-        Args:
-            groups: Lengths of the queries of each group.
-            skipped: For each group, the number of tokens before these that are keys only; None for none.
+        ``skipped`` counts, for each group, the tokens before its queries that are keys only; None for none.
         """
         num_skipped = (0,) * len(groups) if skipped is None else skipped
         spans = tuple(prefix_spans(groups, num_skipped))
@@ -289,11 +273,11 @@ class PrefixLayout:
             groups,
             num_skipped,
             cu_seqlens=_cumulative(segments(groups)),
-            prefix_index_q=_places(queries),
-            prefix_index_k=_places(keys),
+            prefix_index_q=_host(_places(queries)),
+            prefix_index_k=_host(_places(keys)),
             prefix_cu_seqlens_q=_cumulative(run.length for run in queries),
             prefix_cu_seqlens_k=_cumulative(run.length for run in keys),
-            query_index=_places(_query_runs(groups, num_skipped)) if any(num_skipped) else None,
+            query_index=_host(_places(_query_runs(groups, num_skipped))) if any(num_skipped) else None,
         )
 
     def map(self, change: Callable[[Tensor], Tensor]) -> PrefixLayout:
@@ -345,7 +329,7 @@ class PrefixLayout:
     @cached_property
     def query_places(self) -> np.ndarray:
         """The places of the queries among the keys, int64 [Q] on the host."""
-        return _host_places(_query_runs(self.groups, self.skipped))
+        return _places(_query_runs(self.groups, self.skipped))
 
     @cached_property
     def tokens(self) -> tuple[int, ...]:
@@ -390,10 +374,6 @@ def _cumulative(lengths: Iterable[int]) -> Tensor:
     return torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
 
 
-def _places(runs: Iterable[Run]) -> Tensor:
-    return torch.tensor(_host_places(runs))
-
-
-def _host_places(runs: Iterable[Run]) -> np.ndarray:
+def _places(runs: Iterable[Run]) -> np.ndarray:
     places = [np.arange(run.start, run.start + run.length) for run in runs]
     return np.concatenate([np.zeros(0, dtype=np.int64), *places])

@@ -6,7 +6,7 @@ the log-probs of a row depend on the rows before it. Nothing fails, and training
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from verl_memopt.config.schema import Actor, CriticModel, Model
@@ -24,7 +23,7 @@ from verl_memopt.memory.resharding_torch import reshard_units
 from verl_memopt.memory.token_packing import prompt_groups
 from verl_memopt.model.attention import REGISTERED, AttentionChoice, WindowOverPrefixError
 from verl_memopt.model.decoder import class_name
-from verl_memopt.model.families import PACKED_LAYERS, POLICY_KEY, TESTED, check_lengths, layer_types, refused, window
+from verl_memopt.model.families import PACKED_LAYERS, POLICY_KEY, TESTED, check_lengths, layer_types, one_line, refused, window
 from verl_memopt.model.packed_model import PackedModel
 from verl_memopt.model.packing import Pack, pack_groups, pack_rows
 from verl_memopt.model.policy_model import PolicyModel
@@ -36,6 +35,7 @@ from verl_memopt.model.weights import (
     check_tied_head,
     empty_model,
     load_model_config,
+    local_part,
     named_weights,
     rebuild_buffers,
 )
@@ -91,12 +91,8 @@ class RowDifferences:
 def row_differences(packed_model: PackedModel, device: torch.device, prompt_groups: Sequence[int]) -> RowDifferences:
     """Return how far packing changes one row, by three forwards of fewer than a hundred random tokens.
 
-    A value model is read by a random head: a head of zeros would hide every difference.
-
-    Args:
-        packed_model: The model, sharded and filled. All ranks call in step.
-        device: The device of its parameters.
-        prompt_groups: A number for each row. Rows with the same number compute their prompt once, together.
+    A value model is read by a random head: a head of zeros would hide every difference. All ranks call in step. Rows with the
+    same number in ``prompt_groups`` compute their prompt once, together.
     """
     generator = torch.Generator().manual_seed(0)
     prompts, answers = _random_rows(packed_model, generator)
@@ -134,55 +130,42 @@ def check_packing(
 ) -> None:
     """Refuse a model whose log-probs or values of a row depend on how rows are packed.
 
-    Args:
-        packed_model: The model, sharded and filled. All ranks call in step. Fake and meta tensors have no values, so
-            nothing is compared.
-        device: The device of its parameters.
-        dtype: The dtype that the model computes in. It bounds what rounding may do.
-        actor: The ``actor`` section of the settings. It says whether rows share their prompt.
-        source: The folder of the model, for errors.
-        key: The settings section of the model, to name in errors.
+    All ranks call in step. Fake and meta tensors have no values, so nothing is compared. ``dtype`` is that of compute, which
+    bounds what rounding may do. ``actor`` says whether rows share their prompt.
 
     Raises:
         ConfigError: Packing changes log-probs, or a sliding window would cut a shared prompt. The message names the model type
             and the layers that mix rows, or the setting to change.
     """
-    if any(isinstance(_local(parameter), FakeTensor) or parameter.is_meta for parameter in packed_model.parameters()):
-        return
     config = packed_model.lm.config
+    refuse_sliding_window(config, actor)
+    if any(isinstance(local_part(parameter), FakeTensor) or parameter.is_meta for parameter in packed_model.parameters()):
+        return
     try:
         differences = row_differences(packed_model, device, prompt_groups(GROUPS, actor))
     except WindowOverPrefixError as error:
         raise ConfigError(_no_sharing(error.window)) from error
     except (AssertionError, AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise refused(config, source, f"cannot compute packed rows ({type(error).__name__}: {reason})", key) from error
+        reason = f"cannot compute packed rows ({type(error).__name__}: {one_line(error)})"
+        raise refused(config, source, reason, key) from error
     what, unit = ("values", "") if isinstance(packed_model, ValueModel) else ("log-probs", " nats")
     if not differences.mixing <= MIXING_BOUND:
-        raise refused(
-            config,
-            source,
+        reason = (
             f"mix the tokens of different rows in {_mixing_layers(packed_model)}: other rows in a pack change a row's {what} by "
-            f"{differences.mixing:.2g}{unit} on average",
-            key,
+            f"{differences.mixing:.2g}{unit} on average"
         )
+        raise refused(config, source, reason, key)
     bound = packing_bound(dtype, config.num_hidden_layers)
     if not differences.packing <= bound:
-        raise refused(
-            config,
-            source,
+        reason = (
             f"give a row in a pack {what} that are {differences.packing:.2g}{unit} on average from those of the row alone; "
-            f"rounding in {str(dtype).removeprefix('torch.')} explains {bound:.2g}. They compute {_mixing_layers(packed_model)}",
-            key,
+            f"rounding in {str(dtype).removeprefix('torch.')} explains {bound:.2g}. They compute {_mixing_layers(packed_model)}"
         )
+        raise refused(config, source, reason, key)
 
 
 def refuse_sliding_window(config: PretrainedConfig, actor: Actor) -> None:
     """Refuse to share prompts in a model whose sliding window would cut them.
-
-    Args:
-        config: The model's config.
-        actor: The ``actor`` section of the settings. It says whether rows share their prompt.
 
     Raises:
         ConfigError: A layer of the model has a sliding window, and rows share their prompt.
@@ -195,11 +178,6 @@ def refuse_sliding_window(config: PretrainedConfig, actor: Actor) -> None:
 def _no_sharing(window: int, whose: str = "model's") -> str:
     key = "actor_rollout_ref.actor.use_prefix_grouper"
     return f"{key}=true: the {whose} sliding_window={window} would cut the prompt that answers share. Set {key}=false."
-
-
-def _local(parameter: Tensor) -> Tensor:
-    """Return this rank's part of a parameter."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _random_rows(packed_model: PackedModel, generator: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
@@ -245,12 +223,7 @@ ANY_ATTENTION = AttentionChoice("sdpa", REGISTERED["sdpa"], "nothing is computed
 
 
 class Checked(NamedTuple):
-    """What the files of a model say.
-
-    Attributes:
-        weights: name -> shape of each weight, without adapters.
-        embedding_rows: Rows of the token embedding.
-    """
+    """What the files of a model say: the shape of each weight without adapters, and the rows of the embedding."""
 
     weights: dict[str, tuple[int, ...]]
     embedding_rows: int
@@ -259,51 +232,33 @@ class Checked(NamedTuple):
 def check_architecture(model: Model | CriticModel, folder: Path, longest: int, actor: Actor) -> Checked:
     """Refuse a model that cannot be trained, as far as its files say without loading the weights, and return what they say.
 
-    Args:
-        model: The settings of the policy's model, with which a reference is read too, or of the critic's. A critic's folder may
-            have a value head, and need not have a language model's.
-        folder: Folder of the model.
-        longest: Tokens of the longest prompt and response together.
-        actor: The ``actor`` section of the settings. It says how rows are packed.
+    A reference is read with the policy's settings too. A critic's folder may have a value head, and need not have a language
+    model's. ``longest`` counts the tokens of the longest prompt and response together.
 
     Raises:
         ConfigError: The model cannot be trained. The message names the model type, what is not supported and the types that are
             tested. Or it names what the folder lacks, or a head of its own that the config ties to the embedding.
     """
-    packed_model, stored = _empty(model, folder)
-    config = packed_model.lm.config
+    key = CRITIC_KEY if isinstance(model, CriticModel) else POLICY_KEY
+    config = load_model_config(model, folder, key)
+    lm = empty_model(config, ANY_ATTENTION, torch.float32, bool(model.trust_remote_code), key)
+    packed_model = ValueModel(lm, key=key) if isinstance(model, CriticModel) else PolicyModel(lm, 0, False)
+    # The names in the folder of weights that have another name there.
+    stored = stored_head(folder, key) if isinstance(model, CriticModel) else {}
     check_lengths(config, longest)
     refuse_sliding_window(config, actor)
-    rebuild_buffers(packed_model, torch.device("cpu"), _key(model))
+    rebuild_buffers(packed_model, torch.device("cpu"), key)
     shapes = {name: tuple(parameter.shape) for name, parameter in named_weights(packed_model)}
-    weights = WeightFolder(folder, _key(model))
+    weights = WeightFolder(folder, key)
     read = {there for name in shapes if (there := stored.get(name, name)) is not None}
     missing = sorted(read - weights.names.keys())
     left_over = sorted(weights.names.keys() - read - (LM_HEAD if stored else TIED))
     if config.model_type not in TESTED and (missing or left_over):
         one, has, other = (missing[0], "model", "checkpoint") if missing else (left_over[0], "checkpoint", "model")
-        raise refused(
-            config,
-            str(folder),
-            f"name their weights in a checkpoint otherwise than in the model (the {has} has {one}, the {other} not)",
-            _key(model),
-        )
+        reason = f"name their weights in a checkpoint otherwise than in the model (the {has} has {one}, the {other} not)"
+        raise refused(config, str(folder), reason, key)
     embedding = packed_model.embedding_weight
     if packed_model.tied:
         name = next(name for name, parameter in named_weights(packed_model) if parameter is embedding)
         check_tied_head(weights, name, folder)
     return Checked(shapes, int(embedding.shape[0]))
-
-
-def _key(model: Model | CriticModel) -> str:
-    return CRITIC_KEY if isinstance(model, CriticModel) else POLICY_KEY
-
-
-def _empty(model: Model | CriticModel, folder: Path) -> tuple[PackedModel, Mapping[str, str | None]]:
-    """Return the model without weights, and the names in the folder of those that have another name there."""
-    key = _key(model)
-    config = load_model_config(model, folder, key)
-    lm = empty_model(config, ANY_ATTENTION, torch.float32, bool(model.trust_remote_code), key)
-    if isinstance(model, CriticModel):
-        return ValueModel(lm, key=key), stored_head(folder, key)
-    return PolicyModel(lm, 0, False), {}

@@ -85,13 +85,7 @@ class PolicyModel(PackedModel):
     ) -> None:
         """Take over a model.
 
-        Args:
-            lm: Any causal LM with a decoder and a linear head.
-            chunk_tokens: Response tokens per chunk of the head, 0 = all.
-            compiled: Compile the per-chunk functions.
-            vocab_tile: Vocabulary entries per tile of a chunk, 0 = where they are free.
-            blocks: As in :class:`PackedModel`.
-            supports_prefix_kv: As in :class:`PackedModel`.
+        Arguments are as in :class:`LogProbHead` and :class:`PackedModel`.
 
         Raises:
             ConfigError: The model has no list of decoder blocks, or its head is no plain linear layer.
@@ -157,10 +151,6 @@ DTYPES = {
 
 def dtype_of(name: str, key: str) -> torch.dtype:
     """Return the torch dtype for a setting's spelling.
-
-    Args:
-        name: The spelling.
-        key: The setting, to name in errors.
 
     Raises:
         ConfigError: The dtype is unknown.

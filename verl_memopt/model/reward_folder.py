@@ -9,7 +9,7 @@ from typing import Any
 from verl_memopt.config.schema import Actor, CriticModel, Model, ModelKnobs, ScoringModel
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.families import check_lengths
-from verl_memopt.model.folder import TOKENIZER_FILES, check_vocabulary, resolve_folder
+from verl_memopt.model.folder import TOKENIZER_FILES, check_vocabulary, existing_tokenizer, resolve_folder
 from verl_memopt.model.packing_check import refuse_sliding_window
 from verl_memopt.model.value_model import STORED_HEADS, stored_head
 from verl_memopt.model.weights import load_model_config
@@ -20,24 +20,14 @@ REWARD_KEY = "reward_model.model"
 
 @dataclass(frozen=True)
 class RewardFolder:
-    """A reward model that was found and checked.
-
-    Attributes:
-        folder: Its folder.
-        tokenizer: Its own tokenizer; None where it reads the policy's ids.
-    """
+    """A reward model that was found and checked. ``tokenizer`` is its own; None where it reads the policy's ids."""
 
     folder: Path
     tokenizer: Any
 
 
 def frozen_value_model(model: ScoringModel, policy: Model) -> CriticModel:
-    """Return the settings of a value model that computes a reward model: the policy's knobs, without anything that trains.
-
-    Args:
-        model: The ``reward_model.model`` section of the settings.
-        policy: The policy's ``model`` section.
-    """
+    """Return the settings of a value model that computes a reward model: the policy's knobs, without anything that trains."""
     knobs = {field.name: getattr(policy, field.name) for field in fields(ModelKnobs)}
     knobs |= {"enable_gradient_checkpointing": False, "lora_rank": 0, "lora_adapter_path": None}
     return CriticModel(
@@ -53,12 +43,7 @@ def frozen_value_model(model: ScoringModel, policy: Model) -> CriticModel:
 def find_reward_model(model: ScoringModel, policy: Model, policy_tokenizer: Any, longest: int, actor: Actor) -> RewardFolder:
     """Return the reward model's folder and its own tokenizer, if it has one.
 
-    Args:
-        model: The ``reward_model.model`` section of the settings.
-        policy: The policy's ``model`` section.
-        policy_tokenizer: The policy's tokenizer.
-        longest: Tokens of the longest prompt and response together.
-        actor: The ``actor`` section of the settings, which says how rows are packed.
+    ``longest`` counts the tokens of the longest prompt and response together.
 
     Raises:
         ConfigError: There is no such folder, it has no head with one output, rows cannot be packed for it, it shares ids that it
@@ -74,29 +59,15 @@ def find_reward_model(model: ScoringModel, policy: Model, policy_tokenizer: Any,
             f"{REWARD_KEY}.path={folder}: the folder is not of a reward model: it has no {names} of shape [1, hidden size]. "
             "Give a sequence or token classifier with num_labels=1."
         )
-    if model.input_tokenizer is not None:
-        return RewardFolder(folder, _tokenizer(folder, model.trust_remote_code))
-    check_vocabulary(policy_tokenizer, config.get_text_config().vocab_size, f"{REWARD_KEY}.path={folder}")
-    if any((folder / name).is_file() for name in TOKENIZER_FILES):
-        own = _tokenizer(folder, model.trust_remote_code)
-        if own.get_vocab() != policy_tokenizer.get_vocab():
-            raise ConfigError(
-                f"{REWARD_KEY}.input_tokenizer=null, {REWARD_KEY}.path={folder}: its tokenizer is not the policy's, so it would "
-                f"misread the policy's ids. Set {REWARD_KEY}.input_tokenizer=policy."
-            )
-    return RewardFolder(folder, None)
-
-
-def _tokenizer(folder: Path, trusted: bool) -> Any:
-    """Return the tokenizer of a reward model."""
-    from transformers import AutoTokenizer
-
-    key = f"{REWARD_KEY}.path={folder}"
     way_out = f"Add its files, or set {REWARD_KEY}.input_tokenizer=null where the model shares the policy's tokenizer."
-    # Transformers returns an empty tokenizer for a folder without one, so look for the files first.
-    if not trusted and not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise ConfigError(f"{key}: it has no tokenizer ({', '.join(TOKENIZER_FILES)}). {way_out}")
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
-    except Exception as error:  # a tokenizer's own code may raise anything
-        raise ConfigError(f"{key}: its tokenizer cannot be read: {error}. {way_out}") from error
+    reading = f"{REWARD_KEY}.path={folder}", model.trust_remote_code, way_out
+    if model.input_tokenizer is not None:
+        return RewardFolder(folder, existing_tokenizer(folder, *reading))
+    check_vocabulary(policy_tokenizer, config.get_text_config().vocab_size, f"{REWARD_KEY}.path={folder}")
+    has_own = any((folder / name).is_file() for name in TOKENIZER_FILES)
+    if has_own and existing_tokenizer(folder, *reading).get_vocab() != policy_tokenizer.get_vocab():
+        raise ConfigError(
+            f"{REWARD_KEY}.input_tokenizer=null, {REWARD_KEY}.path={folder}: its tokenizer is not the policy's, so it would "
+            f"misread the policy's ids. Set {REWARD_KEY}.input_tokenizer=policy."
+        )
+    return RewardFolder(folder, None)

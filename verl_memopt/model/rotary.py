@@ -83,12 +83,7 @@ def rotary_arguments(rotary: Rotary | None) -> tuple[Tensor | None, Tensor | Non
 def apply_rotary(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor | None, sin: Tensor | None) -> Tensor:
     """Return what :func:`rotary_embedding` returns, as a new tensor outside any graph.
 
-    Args:
-        x: [T, heads, D] of any strides. Returned itself where there are no tables.
-        weight: [D], of the norm; None for no norm.
-        eps: The norm's epsilon.
-        cos: [T, D], or None.
-        sin: [T, D], or None.
+    Arguments are as there. ``x`` may have any strides, and is returned itself where there are no tables.
     """
     if cos is None or sin is None:
         return x

@@ -64,11 +64,6 @@ def make_tiny_model(folder: str | Path, shape: TinyShape | None = None, *, seed:
     The same shape and seed give the same bytes. The folder is written under another name and renamed, so a folder that exists is
     complete. An older folder is replaced.
 
-    Args:
-        folder: The folder to write.
-        shape: None for the default.
-        seed: Seed of the weights.
-
     Returns:
         The folder.
     """
@@ -139,9 +134,6 @@ def build_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
 
     Every text round-trips. Each digit is a token of its own, eos is the end of a turn and pad the end of text. The merges are
     used up at a few hundred tokens, so the tokenizer may have fewer than ``vocab_size``.
-
-    Args:
-        vocab_size: Size of the vocabulary, at least ``SMALLEST_VOCABULARY``.
 
     Raises:
         ValueError: ``vocab_size`` is smaller.

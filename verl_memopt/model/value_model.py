@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, PretrainedConfig, PreTrainedModel
 
 from verl_memopt.distributed.device import synchronize
@@ -25,7 +24,7 @@ from verl_memopt.model.decoder import BlockOptions
 from verl_memopt.model.packed_model import PackedModel
 from verl_memopt.model.packing import Pack
 from verl_memopt.model.prefix_kv import Prefix, PrefixRecorder
-from verl_memopt.model.weights import WeightFolder, local_region
+from verl_memopt.model.weights import WeightFolder, local_part, local_region
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +45,7 @@ class ValueHead(nn.Module):
     def __init__(self, like: Tensor, hidden_size: int) -> None:
         """Make the parameters, uninitialised.
 
-        Args:
-            like: A parameter of the model, whose dtype and device the head takes.
-            hidden_size: Size of a state, h.
+        They have the dtype and device of ``like``, a parameter of the model.
         """
         super().__init__()
         self.weight = nn.Parameter(like.new_empty(1, hidden_size))
@@ -83,11 +80,8 @@ class ValueModel(PackedModel):
     def forward(self, pack: Pack, prefix_kv: Prefix | None = None, unpacked: bool = False) -> Any:
         """Return values fp32 [R], one for each of ``pack.targets``.
 
-        Args:
-            pack: The tokens of a micro-batch.
-            prefix_kv: The prefix KV for a pack of ``pack_suffixes``; or a recorder for one of ``pack_prompt``, which returns what
-                :meth:`PackedModel.recorded` returns instead.
-            unpacked: Compute a pack of one row with eager attention, for comparisons.
+        ``prefix_kv`` is as in :class:`verl_memopt.model.policy_model.PolicyModel`. ``unpacked`` computes a pack of one row with
+        eager attention, for comparisons.
         """
         if isinstance(prefix_kv, PrefixRecorder):
             return self.recorded(pack, prefix_kv)
@@ -96,10 +90,6 @@ class ValueModel(PackedModel):
 
 def stored_head(folder: Path, key: str = CRITIC_KEY) -> dict[str, str | None]:
     """Return the names of the value head's parameters in a folder, by their names in the model. None = the folder has none.
-
-    Args:
-        folder: Folder of the model.
-        key: The settings section of the model, to name in errors.
 
     Raises:
         ConfigError: The folder's head has several outputs.
@@ -120,8 +110,7 @@ def stored_head(folder: Path, key: str = CRITIC_KEY) -> dict[str, str | None]:
 def classifier_config(config: PretrainedConfig) -> PretrainedConfig:
     """Return the config with which transformers loads a value model as a token classifier with one label.
 
-    Args:
-        config: Config of the causal LM. It is not changed.
+    The config of the causal LM is not changed.
     """
     # A copy, because the causal LM goes on with its own config.
     changed = type(config).from_dict(config.to_dict())
@@ -138,18 +127,16 @@ def classifier_config(config: PretrainedConfig) -> PretrainedConfig:
 def random_head(model: ValueModel, device: torch.device) -> Iterator[None]:
     """Give the head random weights inside the body, so that its values show differences of states.
 
-    Args:
-        model: The model, sharded and filled. Every rank draws the same weights.
-        device: The device that computes.
+    Every rank draws the same weights.
     """
     # After a forward the module may hold the gathered parameters instead of these.
     sharded = dict(model.score.named_parameters())
-    before = {name: _local(parameter).detach().clone() for name, parameter in sharded.items()}
+    before = {name: local_part(parameter).detach().clone() for name, parameter in sharded.items()}
     with torch.no_grad():
         for name, parameter in sharded.items():
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             whole = torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5
-            _local(parameter).copy_(whole[local_region(parameter)])
+            local_part(parameter).copy_(whole[local_region(parameter)])
         try:
             yield
         finally:
@@ -157,11 +144,7 @@ def random_head(model: ValueModel, device: torch.device) -> Iterator[None]:
             # Copies of weights that rest on the host may still be under way.
             synchronize(device)
             for name, parameter in sharded.items():
-                _local(parameter).copy_(before[name])
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                local_part(parameter).copy_(before[name])
 
 
 # One number per token: the product of states with one vector, computed in fp32 whatever dtype the states have.

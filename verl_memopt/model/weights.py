@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from verl_memopt.config.schema import CriticModel, Model
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.lora_torch import ADAPTERS
-from verl_memopt.memory.quantized_frozen_torch import QuantizedLinear, quantized_layers
+from verl_memopt.memory.quantized_frozen_torch import quantized_layers
 from verl_memopt.model.attention import AttentionChoice
-from verl_memopt.model.families import POLICY_KEY, impossible_size, refused, unsupported
+from verl_memopt.model.families import POLICY_KEY, impossible_size, one_line, refused, unsupported
 from verl_memopt.model.folder import files_of_index
 from verl_memopt.model.packed_model import register_kernels
 from verl_memopt.observe.byte_tracker import HOST, declare_host, mark, scope
@@ -30,11 +30,6 @@ from verl_memopt.observe.byte_tracker import HOST, declare_host, mark, scope
 
 def load_model_config(model: Model | CriticModel, folder: Path, key: str = POLICY_KEY) -> PretrainedConfig:
     """Return the model's config with ``override_config`` merged in.
-
-    Args:
-        model: Settings of the model.
-        folder: Folder of the model.
-        key: The settings section of the model, to name in errors.
 
     Raises:
         ConfigError: A library cannot be imported, the config cannot be read or does not have or take an override, or log-probs
@@ -51,9 +46,8 @@ def load_model_config(model: Model | CriticModel, folder: Path, key: str = POLIC
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
     except Exception as error:  # a folder's own code may raise anything
-        reason = " ".join(str(error).split())
         raise ConfigError(
-            f"{key}.path={source}: its config.json cannot be read: {reason}. Mend or replace the folder."
+            f"{key}.path={source}: its config.json cannot be read: {one_line(error)}. Mend or replace the folder."
         ) from error
     for name, value in model.override_config.items():
         if not hasattr(config, name):
@@ -61,7 +55,7 @@ def load_model_config(model: Model | CriticModel, folder: Path, key: str = POLIC
         try:
             setattr(config, name, value)
         except (TypeError, ValueError, StrictDataclassError) as error:
-            reason = " ".join(str(error).split())
+            reason = one_line(error)
             raise ConfigError(f"{key}.override_config.{name}={value}: {reason}. Give a value the field takes.") from error
     impossible = impossible_size(config)
     if impossible is not None:
@@ -81,14 +75,8 @@ def empty_model(
 ) -> PreTrainedModel:
     """Return the model without storage (on meta), or with fake storage inside a fake mode. Computed buffers are real.
 
-    The model is in evaluation mode, because its log-probs must be the engine's, which has no dropout.
-
-    Args:
-        config: Config of the model.
-        attention: The kernel.
-        dtype: Dtype of the parameters at rest (the masters).
-        trust_remote_code: Run code from the model's folder.
-        key: The settings section of the model, to name in errors.
+    The model is in evaluation mode, because its log-probs must be the engine's, which has no dropout. ``dtype`` is that of the
+    parameters at rest (the masters).
 
     Raises:
         ConfigError: Transformers cannot build the model with attention over packs.
@@ -101,28 +89,20 @@ def empty_model(
     config.name_or_path = source
     config._attn_implementation = attention.registered
     config.use_cache = False
-    with ExitStack() as stack:
-        if detect_fake_mode() is None:
-            stack.enter_context(torch.device("meta"))
+    storage: AbstractContextManager[Any] = torch.device("meta") if detect_fake_mode() is None else nullcontext()
+    with storage:
         try:
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=attention.registered, trust_remote_code=trust_remote_code
             )
         except Exception as error:
-            reason = " ".join(str(error).split())
-            raise refused(
-                config, source, f"cannot be built with attention over packed rows ({type(error).__name__}: {reason})", key
-            ) from error
+            reason = f"cannot be built with attention over packed rows ({type(error).__name__}: {one_line(error)})"
+            raise refused(config, source, reason, key) from error
     return model.eval()
 
 
 def rebuild_buffers(model: nn.Module, device: torch.device, key: str = POLICY_KEY) -> None:
     """Fill the buffers that no checkpoint holds (rotary frequencies) by building their module again on the CPU.
-
-    Args:
-        model: Its parameters have storage.
-        device: Where the buffers go.
-        key: The settings section of the model, to name in errors.
 
     Raises:
         ConfigError: A module's buffers cannot be computed from its config alone. The message names it.
@@ -149,10 +129,6 @@ class WeightFolder:
 
     def __init__(self, folder: Path, key: str = POLICY_KEY) -> None:
         """Open the files of a folder.
-
-        Args:
-            folder: The folder.
-            key: The settings section of the model, to name in errors.
 
         Raises:
             ConfigError: The folder holds no safetensors, or its index names a file that is missing or outside of it.
@@ -183,9 +159,7 @@ class WeightFolder:
     def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
         """Return a region of one tensor in the file's dtype, as a view of the mapped file on the host.
 
-        Args:
-            name: Name of the tensor.
-            region: A slice for each dimension; empty for the whole tensor.
+        ``region`` has a slice for each dimension, and is empty for the whole tensor.
         """
         with mapping():
             part = self._files[self.names[name]].get_slice(name)
@@ -203,11 +177,8 @@ def fill_from_folder(
 ) -> None:
     """Copy each parameter's own shard from safetensors into a model, one tensor at a time.
 
-    Args:
-        model: The model, sharded or not, with storage.
-        folder: Folder with safetensors files.
-        key: The settings section of the model, to name in errors.
-        stored: Name in the folder of each parameter that has another name there; None = it is not there, and starts with zeros.
+    ``stored`` has the name in the folder of each parameter that has another name there; None = it is not there, and starts with
+    zeros.
 
     Raises:
         ConfigError: A tensor is missing, left over, or of another shape. The message lists them all.
@@ -221,33 +192,24 @@ def fill_from_folder(
     parameters = {renamed.get(name) or name: parameter for name, parameter in named.items()}
     layers = {f"{name}.qweight": layer for name, layer in quantized_layers(model).items()}
     ignored = TIED if stored is None else LM_HEAD
-    _check_names(weights, dict(_stored_shapes(parameters, layers)), folder, key, ignored)
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items() if name not in layers}
+    shapes |= {_stored(name): (layer.out_features, layer.in_features) for name, layer in layers.items()}
+    _check_names(weights, shapes, folder, key, ignored)
     for name, parameter in parameters.items():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
-        region = local_region(parameter)
+        local, region = local_part(parameter.detach()), local_region(parameter)
         # A rank may hold no row of a small tensor, where the file has nothing to read.
         if not local.numel():
             continue
         if name in layers:
             rows = weights.read(_stored(name), (region[0], slice(0, layers[name].in_features)))
-            local.detach().copy_(layers[name].quantize(rows))
+            local.copy_(layers[name].quantize(rows))
         else:
-            local.detach().copy_(weights.read(name, region))
+            local.copy_(weights.read(name, region))
 
 
 def _stored(name: str) -> str:
     """Return the name in a checkpoint of the weight that a quantised layer keeps as bytes."""
     return name.removesuffix("qweight") + "weight"
-
-
-def _stored_shapes(
-    parameters: dict[str, nn.Parameter], layers: dict[str, QuantizedLinear]
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for name, parameter in parameters.items():
-        if name in layers:
-            yield _stored(name), (layers[name].out_features, layers[name].in_features)
-        else:
-            yield name, tuple(parameter.shape)
 
 
 TIED = frozenset({"lm_head.weight"})
@@ -263,11 +225,6 @@ def check_tied_head(weights: WeightFolder, embedding: str, folder: Path) -> None
     """Refuse a folder whose config ties the LM head to the embedding while its files hold a head that differs.
 
     Such a head would be ignored. Many folders hold one that is equal.
-
-    Args:
-        weights: Weights of the folder.
-        embedding: Name of the embedding in it.
-        folder: For the message.
 
     Raises:
         ConfigError: The weights differ. The message names the first rows that do.
@@ -290,10 +247,7 @@ def check_tied_head(weights: WeightFolder, embedding: str, folder: Path) -> None
 def mapped_weights(model: nn.Module, folder: Path, dtype_key: str = REFERENCE_DTYPE) -> list[Tensor]:
     """Return each parameter's shard as a view of the mapped file. None of it is read yet.
 
-    Args:
-        model: The model, sharded or not.
-        folder: Folder with safetensors files.
-        dtype_key: The setting of the model's dtype, to name in errors.
+    ``dtype_key`` is the setting of the model's dtype, to name in errors.
 
     Raises:
         ConfigError: As in :func:`fill_from_folder`. Or a file has another dtype than the model.
@@ -310,6 +264,11 @@ def mapped_weights(model: nn.Module, folder: Path, dtype_key: str = REFERENCE_DT
             )
         shards.append(part)
     return shards
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    """Return this rank's part of a parameter, plain or sharded."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def local_region(parameter: Tensor) -> tuple[slice, ...]:

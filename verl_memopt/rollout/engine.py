@@ -78,11 +78,7 @@ class RolloutEngine(Protocol):
         """
 
     def compare_weights(self, weights: Weights) -> WeightComparison:
-        """Compare the engine's weights with others, after a cast to the engine's dtype. The whole stream is read.
-
-        Args:
-            weights: As for :meth:`load_weights`.
-        """
+        """Compare the engine's weights with others, after a cast to the engine's dtype. The whole stream is read."""
 
     def sleep(self) -> None:
         """Free the device memory of weights and KV cache.
@@ -171,11 +167,7 @@ def max_model_len(rollout: schema.Rollout) -> int:
 def check_rows(prompt_ids: list[list[int]], seeds: list[int], max_tokens: int, longest: int) -> None:
     """Check that every prompt can be answered.
 
-    Args:
-        prompt_ids: Token ids of each row.
-        seeds: One seed per row.
-        max_tokens: Tokens that may be generated.
-        longest: The longest sequence that the engine supports.
+    ``longest`` is the longest sequence that the engine supports.
 
     Raises:
         RolloutError: A prompt is empty or leaves no room for ``max_tokens``. The message names the row.
@@ -222,19 +214,7 @@ def train_sampling(rollout: schema.Rollout) -> SamplingSettings:
     Raises:
         ConfigError: Sampling is on, and the temperature is not positive.
     """
-    return _checked(
-        "actor_rollout_ref.rollout",
-        SamplingSettings(
-            temperature=rollout.temperature,
-            top_k=rollout.top_k,
-            top_p=rollout.top_p,
-            repetition_penalty=rollout.repetition_penalty,
-            do_sample=rollout.do_sample,
-            max_tokens=_cap(rollout),
-            ignore_eos=rollout.ignore_eos,
-            log_probs=rollout.calculate_log_probs,
-        ),
-    )
+    return _sampling(rollout, rollout, KEY, rollout.calculate_log_probs)
 
 
 def validation_sampling(rollout: schema.Rollout) -> SamplingSettings:
@@ -243,19 +223,25 @@ def validation_sampling(rollout: schema.Rollout) -> SamplingSettings:
     Raises:
         ConfigError: Sampling is on, and the temperature is not positive.
     """
-    val = rollout.val_kwargs
-    return _checked(
-        "actor_rollout_ref.rollout.val_kwargs",
-        SamplingSettings(
-            temperature=val.temperature,
-            top_k=val.top_k,
-            top_p=val.top_p,
-            repetition_penalty=rollout.repetition_penalty,
-            do_sample=bool(val.do_sample),
-            max_tokens=_cap(rollout),
-            ignore_eos=rollout.ignore_eos,
-            log_probs=False,
-        ),
+    return _sampling(rollout, rollout.val_kwargs, f"{KEY}.val_kwargs", log_probs=False)
+
+
+def _sampling(rollout: schema.Rollout, drawn: schema.Rollout | schema.ValKwargs, key: str, log_probs: bool) -> SamplingSettings:
+    assert rollout.response_length is not None, "rollout.response_length is linked before an engine is built"
+    if drawn.do_sample and drawn.temperature <= 0:
+        raise ConfigError(
+            f"{key}.temperature={drawn.temperature}: sampling needs a temperature above 0. "
+            f"Raise it, or set {key}.do_sample=false to always take the most likely token."
+        )
+    return SamplingSettings(
+        temperature=drawn.temperature,
+        top_k=drawn.top_k,
+        top_p=drawn.top_p,
+        repetition_penalty=rollout.repetition_penalty,
+        do_sample=bool(drawn.do_sample),
+        max_tokens=rollout.response_length,
+        ignore_eos=rollout.ignore_eos,
+        log_probs=log_probs,
     )
 
 
@@ -263,20 +249,6 @@ def row_seed(seed: int, step: int, prompt_index: int, sample_index: int) -> int:
     """Return the seed of one row, 63 bits. It depends on the four arguments alone, on every machine and in every batch."""
     packed = struct.pack("<4q", seed, step, prompt_index, sample_index)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
-
-
-def _cap(rollout: schema.Rollout) -> int:
-    assert rollout.response_length is not None, "rollout.response_length is linked before an engine is built"
-    return rollout.response_length
-
-
-def _checked(key: str, sampling: SamplingSettings) -> SamplingSettings:
-    if sampling.do_sample and sampling.temperature <= 0:
-        raise ConfigError(
-            f"{key}.temperature={sampling.temperature}: sampling needs a temperature above 0. "
-            f"Raise it, or set {key}.do_sample=false to always take the most likely token."
-        )
-    return sampling
 
 
 # Which parts of an engine hold memory, and whether its weights are complete.
@@ -290,8 +262,7 @@ class EngineState:
 
     ``awake -> sleep -> asleep -> wake_up(weights) -> load_weights -> wake_up(kv_cache) -> awake``
 
-    Args:
-        whole: The weights were read from a folder, so the engine can generate before the first load.
+    ``whole`` says that the weights were read from a folder, so the engine can generate before the first load.
     """
 
     def __init__(self, whole: bool) -> None:
@@ -313,7 +284,7 @@ class EngineState:
         if not self._whole:
             raise RolloutError(
                 "rollout engine: its weights are incomplete. Load the trainer's weights before generating, or set "
-                "actor_rollout_ref.rollout.load_format=auto to read them from the model folder."
+                f"{KEY}.load_format=auto to read them from the model folder."
             )
 
     @contextmanager
@@ -333,8 +304,7 @@ class EngineState:
     def slept(self, keeps_weights: bool = False) -> None:
         """Record a sleep. An engine may be put to sleep again.
 
-        Args:
-            keeps_weights: The weights are kept elsewhere, and are complete as soon as they wake.
+        With ``keeps_weights`` they are kept elsewhere, and are complete as soon as they wake.
         """
         self._check_open()
         self._awake.clear()
@@ -393,7 +363,6 @@ class EngineState:
 # bytes and the whole cache while the trainer computes.
 
 
-_ROLLOUT = "actor_rollout_ref.rollout"
 KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2
 """Sleep levels, as vLLM numbers them."""
 

@@ -41,10 +41,6 @@ class HfEngine:
 
     Its KV cache exists only while it generates.
 
-    Args:
-        rollout: The ``rollout`` section of the settings.
-        place: Device, ranks and folders.
-
     Raises:
         ConfigError: Tensor parallelism, an unknown logprobs_mode, or arguments for another engine.
     """
@@ -151,11 +147,17 @@ class HfEngine:
         # would draw all rows from one generator.
         sampler = RowSampler(sampling, seeds, mask, self._processed)
         stops = [] if sampling.ignore_eos else list(self._place.eos_token_ids)
+
+        def check_stop(input_ids: Tensor, scores: Tensor) -> Tensor:
+            if stopped():  # between two tokens
+                raise Stopped
+            return scores
+
         generate: Any = self._model.generate  # typed by transformers for its own classes only
         output = generate(
             ids,
             attention_mask=mask,
-            logits_processor=[sampler, StopCheck(stopped)],
+            logits_processor=[sampler, check_stop],
             do_sample=False,
             max_new_tokens=sampling.max_tokens,
             eos_token_id=stops or None,
@@ -166,32 +168,6 @@ class HfEngine:
             return responses, [[] for _ in responses]
         table = torch.stack(sampler.log_probs, dim=1).tolist()
         return responses, [row[: len(response)] for row, response in zip(table, responses, strict=True)]
-
-
-class StopCheck:
-    """A logits processor for transformers that abandons a generation between two tokens once a stop is requested.
-
-    Args:
-        stopped: Returns True once a stop is requested.
-    """
-
-    def __init__(self, stopped: Callable[[], bool]) -> None:
-        """Remember the function to call."""
-        self._stopped = stopped
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return the scores unchanged.
-
-        Args:
-            input_ids: [rows, width], prompt and response so far.
-            scores: [rows, vocab].
-
-        Raises:
-            Stopped: A stop is requested.
-        """
-        if self._stopped():
-            raise Stopped
-        return scores
 
 
 def left_padded(prompts: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -275,9 +251,7 @@ class RowSampler:
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return scores whose largest entry is the drawn token.
 
-        Args:
-            input_ids: [rows, width], prompt and response so far.
-            scores: [rows, vocab].
+        ``input_ids`` [rows, width] are prompt and response so far, ``scores`` are [rows, vocab].
         """
         raw = scores.float()
         logits = penalized(raw, self._present_tokens(input_ids, raw.shape[-1]), self._sampling.repetition_penalty)

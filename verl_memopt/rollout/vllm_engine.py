@@ -25,6 +25,7 @@ from verl_memopt.errors import ConfigError, RolloutError, Stopped, UserError
 from verl_memopt.memory.limits_torch import DeviceCap
 from verl_memopt.memory.out_of_memory import is_out_of_memory, release_frames, wake_report
 from verl_memopt.memory.weight_buckets_torch import Weights, WeightSlice, joined
+from verl_memopt.model.policy_model import dtype_of
 from verl_memopt.rollout.engine import (
     KEEP_WEIGHTS,
     KEY,
@@ -55,7 +56,6 @@ from verl_memopt.rollout.vllm_settings import (
     copies_in_place,
     engine_arguments,
     sampling_arguments,
-    weight_dtype,
 )
 from verl_memopt.rollout.weight_checks import ExpectedWeights, meta_model
 from verl_memopt.rollout.weight_map import WeightMap
@@ -77,10 +77,6 @@ class VllmEngine:
 
     The ranks of one world start their engines together, after the default process group exists.
 
-    Args:
-        rollout: The ``rollout`` section of the settings.
-        place: Device, ranks and folders.
-
     Raises:
         ConfigError: vLLM is not installed, refuses or ignores a setting, or a GPU has less free memory than the engine's share.
         RolloutError: vLLM does not start for another reason.
@@ -92,7 +88,7 @@ class VllmEngine:
         arguments = engine_arguments(rollout, place)
         check_free_memory(arguments["gpu_memory_utilization"], rollout, place.device)
         self._place = place
-        self._dtype = weight_dtype(rollout)
+        self._dtype = dtype_of(rollout.dtype, f"{KEY}.dtype")
         self._longest = max_model_len(rollout)
         self._can_sleep = can_sleep(rollout, place)
         self._sleep_level = sleep_level(rollout)
@@ -135,8 +131,11 @@ class VllmEngine:
     @contextmanager
     def _stoppable(self, stopped: Callable[[], bool]) -> Iterator[None]:
         """Check before each engine step whether to stop. A stop aborts all requests and raises Stopped."""
-        engine = self._llm.llm_engine
-        any_stopped = stopped if self._place.tensor_parallel_size == 1 else agreed(stopped, _engine_group())
+        engine, any_stopped = self._llm.llm_engine, stopped
+        if self._place.tensor_parallel_size > 1:
+            from vllm.distributed.parallel_state import get_tp_group
+
+            any_stopped = agreed(stopped, get_tp_group().cpu_group)
         step = engine.step
 
         def checked_step() -> Any:
@@ -376,13 +375,6 @@ def _unlink_message_queues() -> None:
             buffer.is_creator = False
 
 
-def _engine_group() -> dist.ProcessGroup:
-    """Return the ranks that hold one engine together, as a process group for host tensors."""
-    from vllm.distributed.parallel_state import get_tp_group
-
-    return get_tp_group().cpu_group
-
-
 def _prefer_plain_torch(platform: type) -> None:
     """Keep weights as torch tensors and avoid the compiler, on a CPU.
 
@@ -422,11 +414,7 @@ def agreed(stopped: Callable[[], bool], group: dist.ProcessGroup) -> Callable[[]
     """Return a function that says whether any rank wants to stop. Without it some ranks would wait for the others for ever.
 
     All ranks call it before each engine step. They exchange their answers once every ``STEPS_PER_AGREEMENT`` calls. The other
-    calls return False.
-
-    Args:
-        stopped: Whether this rank wants to stop.
-        group: The ranks of the engine, in a process group for host tensors.
+    calls return False. ``group`` holds the ranks of the engine, for host tensors.
     """
     calls = itertools.count(1)
 

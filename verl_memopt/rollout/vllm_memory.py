@@ -79,10 +79,7 @@ def check_no_other_sleeper() -> None:
 def check_free_memory(utilization: float, rollout: schema.Rollout, device: torch.device) -> None:
     """Check that a GPU has the engine's share free.
 
-    Args:
-        utilization: The engine's share of the whole device.
-        rollout: Holds the setting that the error names.
-        device: The engine's device.
+    ``utilization`` is the engine's share of the whole device.
 
     Raises:
         ConfigError: The device has less free memory than the share.
@@ -101,13 +98,11 @@ def check_free_memory(utilization: float, rollout: schema.Rollout, device: torch
 
 
 def free_cached_memory(device: torch.device, with_pools: bool = False) -> None:
-    # What refers to itself in a circle is freed by the garbage collector only, and until then its blocks cannot be returned.
     """Collect garbage and return the allocator's unused blocks to the driver.
 
-    Args:
-        device: The engine's device.
-        with_pools: Also release the pools of vLLM's sleeping allocator, after a start that failed.
+    With ``with_pools`` also release the pools of vLLM's sleeping allocator, after a start that failed.
     """
+    # What refers to itself in a circle is freed by the garbage collector only, and until then its blocks cannot be returned.
     gc.collect()
     allocator = sleeping_allocator() if with_pools else None
     if allocator is not None:
@@ -143,11 +138,8 @@ def process_state_kept(device: torch.device, own_prefix: str) -> Iterator[None]:
     """Restore, besides the random state, all process-wide state that the start of an engine changes.
 
     These are environment variables (child processes inherit them), the number of threads and the function that sets it, matmul
-    precision, default dtype, exception hook, signal handlers and warning filters.
-
-    Args:
-        device: The engine's device.
-        own_prefix: Variables that begin with this belong to the engine and stay.
+    precision, default dtype, exception hook, signal handlers and warning filters. Variables that begin with ``own_prefix``
+    belong to the engine and stay.
     """
     environment = dict(os.environ)
     threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
@@ -177,19 +169,11 @@ def default_group_kept(keep: bool) -> Iterator[None]:
         if group is not None:
             destroy(group)
 
-    with attribute_replaced(dist, "destroy_process_group", only_named if keep else destroy):
-        yield
-
-
-@contextmanager
-def attribute_replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute inside the body."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
+    dist.destroy_process_group = only_named if keep else destroy
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        dist.destroy_process_group = destroy
 
 
 def _restore_handlers(handlers: dict[signal.Signals, Callable[..., Any] | int | None]) -> None:

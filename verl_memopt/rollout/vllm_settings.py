@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from verl_memopt.config import schema
 from verl_memopt.distributed.device import is_gpu, memory_info
 from verl_memopt.errors import ConfigError
@@ -32,6 +30,21 @@ SET_BY = {
 """The setting behind each engine argument that has another name."""
 
 
+SAME_NAME = (
+    *("load_format", "max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "enable_prefix_caching"),
+    *("enforce_eager", "logprobs_mode", "disable_log_stats", "scheduling_policy", "kv_cache_dtype"),
+)
+"""Rollout keys that vLLM knows under the same name."""
+
+ARRIVED_IN = {
+    "model_config": ("seed", "max_model_len", "enforce_eager", "logprobs_mode", "enable_sleep_mode"),
+    "scheduler_config": ("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill"),
+    "cache_config": ("enable_prefix_caching", "gpu_memory_utilization", "kv_cache_memory_bytes"),
+    "parallel_config": ("tensor_parallel_size", "distributed_executor_backend"),
+}
+"""Part of vLLM's resolved settings -> the arguments that it holds under their own names."""
+
+
 def engine_arguments(rollout: schema.Rollout, place: EnginePlace) -> dict[str, Any]:
     """Return vLLM's keyword arguments. Those of ``engine_kwargs.vllm`` come last.
 
@@ -49,23 +62,14 @@ def engine_arguments(rollout: schema.Rollout, place: EnginePlace) -> dict[str, A
         "generation_config": "vllm",
         "trust_remote_code": place.trust_remote_code,
         "dtype": str(dtype_of(rollout.dtype, f"{KEY}.dtype")).removeprefix("torch."),
-        "load_format": rollout.load_format,
         "seed": (rollout.seed or 0) % (1 << 32),
         "max_model_len": max_model_len(rollout),
-        "max_num_seqs": rollout.max_num_seqs,
-        "max_num_batched_tokens": rollout.max_num_batched_tokens,
-        "enable_chunked_prefill": rollout.enable_chunked_prefill,
-        "enable_prefix_caching": rollout.enable_prefix_caching,
-        "enforce_eager": rollout.enforce_eager,
-        "logprobs_mode": rollout.logprobs_mode,
-        "disable_log_stats": rollout.disable_log_stats,
-        "scheduling_policy": rollout.scheduling_policy,
         "gpu_memory_utilization": _share(rollout, place),
-        "kv_cache_dtype": rollout.kv_cache_dtype,
         "enable_sleep_mode": can_sleep(rollout, place),
         "tensor_parallel_size": place.tensor_parallel_size,
         "distributed_executor_backend": "uni" if place.world_size == 1 else "external_launcher",
         "use_tqdm_on_load": False,
+        **{name: getattr(rollout, name) for name in SAME_NAME},
     }
     kv_cache_gb = rollout.kv_cache_memory_gb
     if kv_cache_gb is None and not is_gpu(place.device):
@@ -74,7 +78,13 @@ def engine_arguments(rollout: schema.Rollout, place: EnginePlace) -> dict[str, A
         arguments["kv_cache_memory_bytes"] = int(kv_cache_gb * GIB)
     if rollout.cudagraph_capture_sizes is not None:
         arguments["compilation_config"] = {"cudagraph_capture_sizes": list(rollout.cudagraph_capture_sizes)}
-    return _with_further(arguments, rollout.engine_kwargs.vllm)
+    further = rollout.engine_kwargs.vllm
+    for name in further:
+        if name in arguments or name == "kv_cache_memory_bytes":
+            raise ConfigError(
+                f"{KEY}.engine_kwargs.vllm.{name}: {SET_BY.get(name, f'{KEY}.{name}')} sets it already. Use that key alone."
+            )
+    return arguments | further
 
 
 def can_sleep(rollout: schema.Rollout, place: EnginePlace) -> bool:
@@ -95,26 +105,16 @@ def check_arrived(arguments: dict[str, Any], resolved: Any, log_stats: bool) -> 
     Raises:
         ConfigError: A setting differs. The message names the first one.
     """
-    model, scheduler, cache = resolved.model_config, resolved.scheduler_config, resolved.cache_config
     arrived: dict[str, Any] = {
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "load_format": getattr(resolved.load_config.load_format, "value", resolved.load_config.load_format),
-        "seed": model.seed,
-        "max_model_len": model.max_model_len,
-        "max_num_seqs": scheduler.max_num_seqs,
-        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
-        "enable_chunked_prefill": scheduler.enable_chunked_prefill,
-        "enable_prefix_caching": cache.enable_prefix_caching,
-        "enforce_eager": model.enforce_eager,
-        "logprobs_mode": model.logprobs_mode,
+        name: getattr(getattr(resolved, part), name) for part, names in ARRIVED_IN.items() for name in names
+    }
+    load_format = resolved.load_config.load_format
+    arrived |= {
+        "dtype": str(resolved.model_config.dtype).removeprefix("torch."),
+        "load_format": getattr(load_format, "value", load_format),
         "disable_log_stats": not log_stats,
-        "scheduling_policy": scheduler.policy,
-        "gpu_memory_utilization": cache.gpu_memory_utilization,
-        "kv_cache_memory_bytes": cache.kv_cache_memory_bytes,
-        "kv_cache_dtype": cache.cache_dtype,
-        "enable_sleep_mode": model.enable_sleep_mode,
-        "tensor_parallel_size": resolved.parallel_config.tensor_parallel_size,
-        "distributed_executor_backend": resolved.parallel_config.distributed_executor_backend,
+        "scheduling_policy": resolved.scheduler_config.policy,
+        "kv_cache_dtype": resolved.cache_config.cache_dtype,
         "compilation_config": {"cudagraph_capture_sizes": resolved.compilation_config.cudagraph_capture_sizes},
     }
     for name, value in arrived.items():
@@ -123,11 +123,6 @@ def check_arrived(arguments: dict[str, Any], resolved: Any, log_stats: bool) -> 
                 f"{SET_BY.get(name, f'{KEY}.{name}')}: vLLM was given {name}={arguments[name]} and uses {value}. "
                 "Change the setting to what vLLM can use here, or unset the VLLM_ environment variable that overrides it."
             )
-
-
-def weight_dtype(rollout: schema.Rollout) -> torch.dtype:
-    """Return the dtype of the engine's weights."""
-    return dtype_of(rollout.dtype, f"{KEY}.dtype")
 
 
 def sampling_arguments(sampling: SamplingSettings, seed: int, eos_token_ids: Sequence[int]) -> dict[str, Any]:
@@ -160,12 +155,3 @@ def cache_advice(error: BaseException) -> str:
     if "KV cache" not in str(error) and "cache blocks" not in str(error):
         return ""
     return f" Here: raise {KEY}.gpu_memory_utilization or {KEY}.kv_cache_memory_gb, or lower data.max_response_length."
-
-
-def _with_further(arguments: dict[str, Any], further: dict[str, Any]) -> dict[str, Any]:
-    for name in further:
-        if name in arguments or name == "kv_cache_memory_bytes":
-            raise ConfigError(
-                f"{KEY}.engine_kwargs.vllm.{name}: {SET_BY.get(name, f'{KEY}.{name}')} sets it already. Use that key alone."
-            )
-    return arguments | further

@@ -88,10 +88,7 @@ class BitComparison:
     def add(self, name: str, own: Tensor, other: Tensor) -> None:
         """Compare a slice.
 
-        Args:
-            name: The weight it belongs to.
-            own: The slice as the engine stores it.
-            other: The slice as it should be, in any dtype.
+        ``own`` is as the engine stores it, ``other`` as it should be, in any dtype.
         """
         is_equal = torch.equal(_bits(own), _bits(other.to(own.dtype)))
         self._is_equal[name] = is_equal and self._is_equal.get(name, True)
@@ -137,11 +134,7 @@ class SyncCheck:
     """
 
     def __init__(self, max_model_len: int) -> None:
-        """Make the probe.
-
-        Args:
-            max_model_len: Longest sequence of the engine, in tokens.
-        """
+        """Make the probe."""
         length = min(max_model_len - 1, LONGEST_PROBE)
         self.probe = [place % NUM_IDS for place in range(length)]
         self._is_synced = False
@@ -171,9 +164,6 @@ class SyncCheck:
 
     def check_cache(self, engine: RolloutEngine) -> None:
         """Check the prefix cache before the first rollout after a sync.
-
-        Args:
-            engine: The engine, awake.
 
         Raises:
             RolloutError: Tokens of the probe come from the cache.

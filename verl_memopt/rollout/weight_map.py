@@ -30,11 +30,6 @@ class _Place:
     target: Tensor
     starts: tuple[int, ...]
 
-    def write(self, part: WeightSlice) -> None:
-        """Copy the rows of the box that the slice contains."""
-        for stored, source in self.pairs(part):
-            stored.copy_(source)
-
     def pairs(self, part: WeightSlice) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield where rows of the slice are stored, with those rows; nothing where the box has none of them."""
         if not self.starts:
@@ -52,12 +47,7 @@ class _Place:
 class WeightMap:
     """The place of every weight. Create it with :meth:`of`.
 
-    It holds views of the engine's parameters, which must keep their memory.
-
-    Args:
-        places: The boxes of each name.
-        load: The engine's loader, for names without places.
-        dtype: Dtype of the tensors for the loader.
+    It holds views of the engine's parameters, which must keep their memory. The loader gets names without places, in ``dtype``.
     """
 
     def __init__(self, places: dict[str, list[_Place]], load: Loader, dtype: torch.dtype) -> None:
@@ -73,7 +63,12 @@ class WeightMap:
         A tensor that the loader does not simply copy has no place. It is passed to the loader as a whole tensor.
         """
         probes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
-        places = {name: boxes for name, probe in probes.items() if (boxes := _places_of(name, probe, load)) is not None}
+        places = {}
+        for name, probe in probes.items():
+            with torch.no_grad(), _Copies(probe) as copies:
+                load(iter([(name, probe)]))
+            if copies.places is not None:
+                places[name] = copies.places
         return cls(places, load, dtype)
 
     @torch.no_grad()
@@ -101,13 +96,8 @@ class WeightMap:
                 yield part
                 continue
             for place in self._places[part.name]:
-                place.write(part)
-
-
-def _places_of(name: str, probe: Tensor, load: Loader) -> list[_Place] | None:
-    with torch.no_grad(), _Copies(probe) as copies:
-        load(iter([(name, probe)]))
-    return copies.places
+                for stored, source in place.pairs(part):
+                    stored.copy_(source)
 
 
 class _Copies(TorchDispatchMode):
@@ -151,11 +141,7 @@ def full_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, whole tensor) in the order of ``weights``. Every rank gets every tensor.
 
-    All ranks must iterate in step. A yielded tensor may share memory with the parameter: use it before the next one.
-
-    Args:
-        weights: Named parameters, plain or sharded on their first dimension (DTensor).
-        dtype: Dtype of the tensors that are yielded.
-        bucket_megabytes: Largest amount that is gathered at once.
+    All ranks must iterate in step. A yielded tensor may share memory with the parameter: use it before the next one. The
+    parameters are plain or sharded on their first dimension (DTensor). They come in ``dtype``.
     """
     return joined(weight_slices(weights, dtype, bucket_megabytes), dtype)

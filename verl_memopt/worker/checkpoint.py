@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ from verl_memopt.model.value_model import ValueModel, classifier_config
 from verl_memopt.model.weights import named_weights
 from verl_memopt.rollout.weight_map import full_weights
 from verl_memopt.worker.plan import WorkerPlan
-from verl_memopt.worker.trained_model import ACTOR, TrainedModel
+from verl_memopt.worker.trained_model import ACTOR, TrainedModel, readable
 
 
 def plain_weights(model: PackedModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -31,14 +30,8 @@ def plain_weights(model: PackedModel) -> Iterator[tuple[str, torch.Tensor]]:
 def save_trained(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path, contents: Sequence[str]) -> Records:
     """Write this rank's part of a checkpoint. With hf_model in ``contents``, also write the weights in Hugging Face format.
 
-    Parameters that are on the host are written from there. Every file is forced to disk.
-
-    Args:
-        trained: The policy's model or the critic's.
-        plan: What the worker was built from.
-        rank: This rank. Only rank 0 writes the Hugging Face files.
-        folder: Folder of the role in the checkpoint.
-        contents: Parts to write.
+    Parameters that are on the host are written from there. Every file is forced to disk. ``folder`` is that of the role in the
+    checkpoint. Only rank 0 writes the Hugging Face files.
 
     Returns:
         The record of each file that this rank wrote, relative to ``folder``.
@@ -49,12 +42,10 @@ def save_trained(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Pat
     section = plan.settings if trained.role is ACTOR else plan.critic
     assert section is not None
     model, exported, adapter = section.model, folder / "huggingface", folder / "lora_adapter"
-    with ExitStack() as stack:
-        if trained.home is not None:
-            stack.enter_context(trained.home.readable())
+    with readable(trained.home):
         records = save_training_state(folder, trained.model, trained.optimizer, trained.schedule, trained.device, contents)
         try:
-            export_trained(trained, plan, rank, exported, weights="hf_model" in contents)
+            _export(trained, plan, rank, exported, weights="hf_model" in contents)
             if model.lora_rank > 0:
                 save_adapter(adapter, trained.model, str(model.path), model.lora_rank, model.lora_alpha, rank == 0)
             if rank == 0:
@@ -66,17 +57,10 @@ def save_trained(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Pat
             raise CheckpointError(f"{folder}: the model could not be written: {error}.") from error
 
 
-def export_trained(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path, weights: bool) -> None:
-    """Write a model in Hugging Face format: config, tokenizer and chat template, and weights tensor by tensor.
+def _export(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path, weights: bool) -> None:
+    """Write a model in Hugging Face format: config, tokenizer and chat template, and, if asked, weights tensor by tensor.
 
-    The critic is written as a token classifier of transformers with one label.
-
-    Args:
-        trained: The policy's model or the critic's.
-        plan: What the worker was built from.
-        rank: This rank. Only rank 0 writes.
-        folder: The folder to write.
-        weights: Write the weights too.
+    The critic is written as a token classifier of transformers with one label. Only rank 0 writes.
     """
     settings, model = plan.settings, trained.model
     masters = dtype_of(trained.fsdp.model_dtype, f"{trained.role.key}: model_dtype")
@@ -93,10 +77,7 @@ def export_trained(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: P
 def load_trained(trained: TrainedModel, folder: Path, contents: Sequence[str]) -> None:
     """Read this rank's part of a checkpoint, written by any number of ranks.
 
-    Args:
-        trained: The policy's model or the critic's. Its parameters are on the device.
-        folder: Folder of the role in the checkpoint.
-        contents: Parts to read.
+    The parameters are on the device.
     """
     load_training_state(folder, trained.model, trained.optimizer, trained.schedule, trained.device, contents)
     if trained.home is not None:

@@ -20,19 +20,7 @@ from verl_memopt.worker.trained_model import CRITIC, MicroBatch, MiniBatch, Save
 
 
 class Critic:
-    """The trained critic. All ranks call the same methods in the same order.
-
-    Args:
-        model: The model, sharded and filled.
-        settings: The ``critic`` section of the settings.
-        optimizer_steps: Optimizer steps of the critic in the whole run, for the schedule.
-        world_size: Number of ranks.
-        device: The device of the model.
-        offload: Offloads its activations. None = they stay on the device.
-
-    Attributes:
-        trained: The model with its optimizer.
-    """
+    """The trained critic. Arguments are as in :class:`TrainedModel`. All ranks call the same methods in step."""
 
     def __init__(
         self,
@@ -51,9 +39,7 @@ class Critic:
     def values(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> Tensor:
         """Return the value of the state before each response token, fp32 [R] on the host, in batch order.
 
-        Args:
-            batch: The batch of this rank.
-            micro_batches: Rows of each forward. Together they hold every row once, and all ranks have the same number of them.
+        ``micro_batches`` are as in :func:`forward_pass`.
         """
 
         def forward(pack: Pack, prefix_kv: PrefixKV | None, rows: Sequence[int]) -> Tensor:
@@ -65,8 +51,7 @@ class Critic:
     def update(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
         """Take one optimizer step per mini-batch and return the mean of their metrics, as :meth:`TrainedModel.update`.
 
-        Args:
-            mini_batches: One per optimizer step. Their batches have ``old_values`` and ``returns``.
+        The batches have ``old_values`` and ``returns``.
         """
         return self.trained.update(mini_batches, self.loss)
 

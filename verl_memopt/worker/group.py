@@ -61,11 +61,7 @@ class WorkerGroup(Protocol):
         """
 
     def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call member ``rank`` with ``arguments[rank]`` and return the results in rank order.
-
-        Raises:
-            UserError: As in :meth:`all`.
-        """
+        """Call member ``rank`` with ``arguments[rank]`` and return the results in rank order. Errors are as in :meth:`all`."""
 
     def shutdown(self) -> None:
         """End the members and all that was started for them. May be called again."""
@@ -100,10 +96,6 @@ class LocalGroup:
     """One worker in the driver's process. Its environment variables are set for as long as the group lives.
 
     The worker's errors come through unchanged, so a debugger stops at their cause.
-
-    Args:
-        factory: Builds the worker.
-        device: Kind of its device.
     """
 
     world_size = 1
@@ -169,10 +161,7 @@ class TimedGroup:
     def __init__(self, group: WorkerGroup, clock: PhaseClock, in_process: bool) -> None:
         """Record the memory of the start.
 
-        Args:
-            group: The workers.
-            clock: Times each call as a phase.
-            in_process: The worker runs in this process, so its figures include the driver's resident memory.
+        ``in_process`` says that the worker runs in this process, so that its figures include the driver's resident memory.
         """
         self.group = group
         self.clock = clock
@@ -189,11 +178,7 @@ class TimedGroup:
     def all(self, phase: str, method: Callable[Concatenate[Any, P], Result], *args: P.args, **options: P.kwargs) -> list[Result]:
         """Call a method on each worker with the same arguments, and return the results in rank order.
 
-        Args:
-            phase: Name of the phase.
-            method: A method of the worker's class, such as ``Worker.generate``.
-            *args: Its arguments.
-            **options: None: arguments travel by position.
+        ``method`` is one of the worker's class, such as ``Worker.generate``. Arguments travel by position.
         """
         assert not options, f"{method.__name__}: give {', '.join(options)} by position"
         return self.each(phase, method, [args] * self.world_size)
@@ -292,11 +277,7 @@ class Home:
 
 
 class Member:
-    """The process of one worker. It starts empty, so that its environment is set before anything heavy is imported.
-
-    Args:
-        rank: Rank of the worker.
-    """
+    """The process of one worker. It starts empty, so that its environment is set before anything heavy is imported."""
 
     def __init__(self, rank: int) -> None:
         """Ignore the signals that stop a run."""
@@ -324,10 +305,7 @@ class Member:
     def build(self, pickled_factory: bytes, placement: Placement, environment: dict[str, str]) -> None:
         """Build the worker.
 
-        Args:
-            pickled_factory: The factory, pickled, because unpickling it imports modules that read the environment.
-            placement: The worker's place.
-            environment: Variables to set first.
+        The factory comes pickled, because unpickling it imports modules that read ``environment``.
         """
         from ray import cloudpickle
 
@@ -354,16 +332,9 @@ def start_ray_group(
 ) -> RayGroup:
     """Return a group of ``nnodes * devices_per_node`` workers, built and ready, with ranks in the order of the nodes.
 
-    If it fails, nothing that it started is left behind.
-
-    Args:
-        factory: Builds a worker.
-        nnodes: Number of nodes.
-        devices_per_node: Workers per node.
-        device: Kind of device, cuda or cpu.
-        timeout_seconds: Longest wait for placement, and again for the start of the processes.
-        ray_init: Arguments of ray.init, where this process is not connected yet.
-        num_threads: OMP_NUM_THREADS of each worker.
+    If it fails, nothing that it started is left behind. ``timeout_seconds`` is the longest wait for placement, and again for the
+    start of the processes. ``ray_init`` are arguments of ray.init, where this process is not connected yet. ``num_threads`` is
+    OMP_NUM_THREADS of each worker.
 
     Raises:
         ConfigError: The cluster is too small for the group, or Ray refuses ``ray_init``.
@@ -402,11 +373,7 @@ def visible_devices(homes: Sequence[Home], rank: int) -> dict[str, str]:
 
 
 class RayGroup:
-    """One actor per device. Created by :func:`start_ray_group`.
-
-    Args:
-        connection: The connection to Ray.
-    """
+    """One actor per device. Created by :func:`start_ray_group`."""
 
     def __init__(self, connection: Connection) -> None:
         """Start without members."""
@@ -420,9 +387,7 @@ class RayGroup:
     def start(self, request: Request, timeout_seconds: float) -> None:
         """Reserve room, and start an empty process in each bundle.
 
-        Args:
-            request: The room that the group needs.
-            timeout_seconds: Longest wait for room, and again for the processes.
+        ``timeout_seconds`` is the longest wait for room, and again for the processes.
         """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -460,20 +425,11 @@ class RayGroup:
         self._gather(calls)
 
     def all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Make the same call on each member and return the results in rank order.
-
-        Raises:
-            UserError: As a member raised it.
-            WorkerError: A member raised any other error, or died. The message names its rank.
-        """
+        """Make the same call on each member and return the results in rank order. As :meth:`WorkerGroup.all`."""
         return self._gather([member.call.remote(method, args, kwargs) for member in self._members])
 
     def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call member ``rank`` with ``arguments[rank]`` and return the results in rank order.
-
-        Raises:
-            UserError: As in :meth:`all`.
-        """
+        """Call member ``rank`` with ``arguments[rank]``. As :meth:`WorkerGroup.each`."""
         calls = zip(self._members, arguments, strict=True)
         return self._gather([member.call.remote(method, tuple(member_arguments), {}) for member, member_arguments in calls])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,18 +17,14 @@ from verl_memopt.memory.param_offload_torch import OffloadedParams
 from verl_memopt.model.policy_model import PolicyModel
 from verl_memopt.model.weights import named_weights
 from verl_memopt.observe.byte_tracker import HOST, scope
-from verl_memopt.worker.trained_model import TrainedModel
+from verl_memopt.worker.trained_model import TrainedModel, readable
 
 
 @dataclass(frozen=True)
 class MovingReference:
     """A reference whose weights are a moving average of the policy's. They are read and written where they rest.
 
-    Attributes:
-        model: The reference, sharded as the policy is.
-        home: The place of the reference on the host. None = it never moves.
-        stays_on_host: FSDP2 keeps the reference on the host (``offload_policy``).
-        policy: The policy.
+    ``home`` is its place on the host; None = it never moves. With ``stays_on_host`` FSDP2 keeps it there (``offload_policy``).
     """
 
     model: PolicyModel
@@ -40,7 +35,7 @@ class MovingReference:
     def follow(self, alpha: float) -> None:
         """Set each weight of the reference to ``alpha * policy + (1 - alpha) * reference``."""
         on_host = self.stays_on_host or (self.home is not None and not self.home.on_device)
-        with _readable(self.home), _readable(self.policy.home):
+        with readable(self.home), readable(self.policy.home):
             move_towards(self._pairs(), alpha, on_host)
         self._changed()
 
@@ -50,7 +45,7 @@ class MovingReference:
         Raises:
             CheckpointError: The disk refuses. The message names the folder.
         """
-        with _readable(self.home):
+        with readable(self.home):
             return save_weights(folder, self.model, self.policy.device)
 
     def load(self, folder: Path) -> None:
@@ -59,7 +54,7 @@ class MovingReference:
         Raises:
             CheckpointError: A file is missing or damaged. The message names the folder.
         """
-        with _readable(self.home):
+        with readable(self.home):
             load_weights(folder, self.model)
         self._changed()
 
@@ -79,13 +74,6 @@ def moving_reference(
 ) -> MovingReference:
     """Return the reference as one that follows the policy.
 
-    Args:
-        model: As in :class:`MovingReference`, with the next three.
-        home: Place on the host.
-        stays_on_host: With ``offload_policy``.
-        policy: The policy.
-        folder: Folder of the reference, for the error.
-
     Raises:
         ConfigError: The weights of the two models differ in their names or shapes.
     """
@@ -98,15 +86,6 @@ def moving_reference(
             "Remove the key, or set actor_rollout_ref.ref.sync_every_steps=null."
         )
     return MovingReference(model, home, stays_on_host, policy)
-
-
-@contextmanager
-def _readable(home: OffloadedParams | None) -> Iterator[None]:
-    if home is None:
-        yield
-        return
-    with home.readable():
-        yield
 
 
 # Move the weights of one model towards those of another, shard by shard, where they rest.

@@ -27,21 +27,21 @@ def build_optimizer(
 ) -> Optimizer:
     """Return the optimizer that ``optim`` names, fused where possible (its step then has no parameter-sized temporaries).
 
-    AdamW of torch.optim is torch's own, unless the settings need a feature of :class:`BucketedAdamW`. Without one, both are equal
-    bit for bit and equally fast, and torch's is better known.
-
-    Args:
-        parameters: The trained parameters.
-        optim: The optimizer's settings. ``betas`` go to classes that accept them.
-        offload: Keep the state on the host.
-        seed: Seed of the stochastic rounding.
-        key: The settings section of the optimizer, to name in errors.
+    AdamW of torch.optim is torch's own, unless the settings need a feature of :class:`BucketedAdamW`. Without one, both are
+    equal bit for bit and equally fast, and torch's is better known. With ``offload`` the state is on the host. ``seed`` is that
+    of the stochastic rounding. ``betas`` go to classes that accept them.
 
     Raises:
         ConfigError: The module or class is missing, or rejects an argument.
     """
     parameters = list(parameters)
-    kind = _named_class(optim, key)
+    try:
+        kind: type[Optimizer] = getattr(importlib.import_module(optim.optimizer_impl), optim.optimizer)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{key}.optimizer_impl={optim.optimizer_impl}, optimizer={optim.optimizer}: {error}. Name a module that is installed "
+            "and an optimizer class in it."
+        ) from error
     options: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
     optional = {"betas": tuple(optim.betas)} | ({"fused": True} if optim.optimizer_impl == "torch.optim" else {})
     buckets = _bucket_options(parameters[0].dtype, optim, offload, seed) if kind is AdamW else None
@@ -56,16 +56,6 @@ def build_optimizer(
         raise ConfigError(
             f"{key}.optimizer={optim.optimizer}, override_optimizer_config={optim.override_optimizer_config}: {error}. "
             "Change the arguments, or name another optimizer."
-        ) from error
-
-
-def _named_class(optim: Optim, key: str) -> type[Optimizer]:
-    try:
-        return getattr(importlib.import_module(optim.optimizer_impl), optim.optimizer)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"{key}.optimizer_impl={optim.optimizer_impl}, optimizer={optim.optimizer}: {error}. Name a module that is installed "
-            "and an optimizer class in it."
         ) from error
 
 
@@ -87,11 +77,7 @@ def _bucket_options(masters: torch.dtype, optim: Optim, offload: bool, seed: int
 def build_schedule(optimizer: Optimizer, optim: Optim, optimizer_steps: int, key: str = KEY) -> LambdaLR:
     """Return the schedule: a linear warm-up, then the shape that ``optim.lr_scheduler_type`` names.
 
-    Args:
-        optimizer: Holds ``lr`` of each parameter group.
-        optim: The optimizer's settings.
-        optimizer_steps: Optimizer steps of the whole run. ``optim.total_training_steps`` replaces it when given.
-        key: The settings section of the optimizer, to name in errors.
+    ``optim.total_training_steps`` replaces ``optimizer_steps``, those of the whole run, when given.
 
     Raises:
         ConfigError: The schedule rejects an argument.

@@ -34,10 +34,7 @@ class RolePlan(Protocol):
     def build(self, roles: RoleBuilder, policy: PolicyModel, reference: PolicyModel | None) -> FrozenRole:
         """Return the role.
 
-        Args:
-            roles: Builds models.
-            policy: The policy's model.
-            reference: The reference's; None where it has no model of its own.
+        ``reference`` is None where it has no model of its own.
         """
 
 

@@ -48,19 +48,9 @@ class Updated:
 
 
 class Policy:
-    """The trained policy. All ranks call the same methods in the same order.
+    """The trained policy, in :attr:`trained`. Arguments are as in :class:`TrainedModel`. All ranks call the same methods in step.
 
-    Args:
-        model: The model, sharded and filled.
-        actor: The ``actor`` section of the settings.
-        optimizer_steps: Optimizer steps of the whole run, for the schedule.
-        world_size: Number of ranks.
-        device: The device of the model.
-        offload: Offloads its activations. None = they stay on the device.
-
-    Attributes:
-        trained: The model with its optimizer.
-        bypass: The rollout correction in bypass mode. None = decoupled mode, or no correction.
+    ``bypass`` is the rollout correction in bypass mode. None = decoupled mode, or no correction.
     """
 
     def __init__(
@@ -87,35 +77,18 @@ class Policy:
         with_entropy: bool,
         with_sum_pi_squared: bool = False,
     ) -> LogProbs:
-        """Return the log-probs of a batch under the present weights.
-
-        Args:
-            batch: The batch of this rank.
-            micro_batches: Rows of each forward.
-            temperature: Divides the logits.
-            with_entropy: Compute entropies too.
-            with_sum_pi_squared: Compute the sums of squared probabilities too.
-        """
+        """Return the log-probs of a batch under the present weights, as :func:`compute_log_probs`."""
         options = temperature, with_entropy, self.trained.device, with_sum_pi_squared
         return compute_log_probs(self.model, batch, micro_batches, *options)
 
     def update(self, mini_batches: Sequence[MiniBatch], temperature: float) -> dict[str, float]:
-        """Take one optimizer step per mini-batch and return the mean of their metrics, as :meth:`TrainedModel.update`.
-
-        Args:
-            mini_batches: One per optimizer step.
-            temperature: Divides the logits.
-        """
+        """Take one optimizer step per mini-batch and return the mean of their metrics, as :meth:`TrainedModel.update`."""
         return self.trained.update(mini_batches, self.loss_at(temperature))
 
     def update_on_policy(self, mini: MiniBatch, temperature: float) -> Updated:
         """Take one optimizer step, and return its metrics with the log-probs of its forward.
 
         A mini-batch without old log-probs is strictly on-policy.
-
-        Args:
-            mini: The mini-batch.
-            temperature: Divides the logits.
         """
         self._log_probs = []
         metrics = self.update([mini], temperature)
@@ -126,10 +99,7 @@ class Policy:
     def accumulate(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, temperature: float) -> dict[str, Tensor]:
         """Add the gradient of a mini-batch, micro-batch by micro-batch, and return the summed metrics.
 
-        Args:
-            micro_batches: The micro-batches, read one at a time.
-            counts: Tokens and sequences of the mini-batch over all ranks.
-            temperature: Divides the logits.
+        ``counts`` are the tokens and sequences of the mini-batch over all ranks.
         """
         return self.trained.accumulate(micro_batches, counts, self.loss_at(temperature))
 
@@ -395,14 +365,8 @@ def compute_log_probs(
 ) -> LogProbs:
     """Return the log-probs of every response token, without gradients.
 
-    Args:
-        policy: The model.
-        batch: The batch of this rank.
-        micro_batches: Rows of each forward. Together they hold every row once, and all ranks have the same number of them.
-        temperature: Divides the logits.
-        with_entropy: Compute entropies too.
-        device: The device of the model.
-        with_sum_pi_squared: Compute the sums of squared probabilities too.
+    ``micro_batches`` are as in :func:`forward_pass`. The logits are divided by ``temperature``. Entropies and sums of squared
+    probabilities are computed if asked for.
     """
 
     def forward(pack: Pack, prefix_kv: PrefixKV | None, rows: Sequence[int]) -> LogProbs:
@@ -416,9 +380,7 @@ def compute_log_probs(
 def in_batch_order(parts: Sequence[tuple[Sequence[int], LogProbs]], sizes: Sequence[int]) -> LogProbs:
     """Return the results of parts of a batch as one, in batch order.
 
-    Args:
-        parts: (rows, result) of each part. All parts have the same statistics.
-        sizes: Response tokens of each row of the batch.
+    ``sizes`` are the response tokens of each row of the batch. All parts have the same statistics.
     """
 
     def together(values: Sequence[Tensor | None]) -> Tensor | None:
@@ -441,13 +403,8 @@ def compute_scores(
     """Return the score of each row, fp32 [B] on the host, in batch order.
 
     A score belongs to the last token of its conversation, as in transformers' sequence classifiers. A value belongs to the token
-    after its state, so each response ends with one token more, whose value is the score. No model sees that token.
-
-    Args:
-        model: A value model with the head of a classifier.
-        batch: The conversations of this rank, each with one token more at its end.
-        micro_batches: Rows of each forward. Together they hold every row once, and all ranks have the same number of them.
-        device: The device of the model.
+    after its state, so each response ends with one token more, whose value is the score. No model sees that token. ``batch``
+    holds the conversations of this rank, each with one token more at its end. ``micro_batches`` are as in :func:`forward_pass`.
     """
     assert all(batch.responses.sizes()), "each conversation ends with one token more"
 

@@ -69,10 +69,6 @@ class Request:
 class Connection:
     """This process's connection to Ray. It connects where there is no connection yet, and :meth:`close` undoes that.
 
-    Args:
-        ray_init: Arguments of ray.init from the settings.
-        request: The room that the group needs.
-
     Raises:
         ConfigError: Ray refuses ``ray_init`` or its address, or several nodes are requested without an address.
     """
@@ -174,7 +170,14 @@ class Connection:
                 "Start Ray on the nodes and set ray_kwargs.ray_init.address, or set trainer.nnodes=1."
             )
         if joins:
-            _check_answers(str(arguments.get("address") or os.environ["RAY_ADDRESS"]))
+            address = str(arguments.get("address") or os.environ["RAY_ADDRESS"])
+            # Ray itself would retry for a quarter of an hour.
+            reason = _does_not_answer(address)
+            if reason is not None:
+                raise ConfigError(
+                    f"ray_kwargs.ray_init.address={address}: nothing answers there ({reason}). Start Ray there "
+                    "(ray start --head), or remove the key (and the variable RAY_ADDRESS) to start a cluster on this machine."
+                )
         num_cpus = max(request.nnodes * request.devices_per_node, os.cpu_count() or 1)
         folder = arguments.get("_temp_dir") or ("" if joins else str(own_folder() / "ray"))
         defaults = {} if joins else {**LOCAL_CLUSTER, "num_cpus": num_cpus, "_temp_dir": folder}
@@ -283,20 +286,6 @@ def _bytes_too_long(parent: Path) -> int:
     return len(os.fsencode(_own(parent))) + len(SESSION) - SOCKET_BYTES
 
 
-def _check_answers(address: str) -> None:
-    """Check that something listens at a ``host:port``. Ray itself would retry for a quarter of an hour.
-
-    Raises:
-        ConfigError: Nothing listens.
-    """
-    reason = _does_not_answer(address)
-    if reason is not None:
-        raise ConfigError(
-            f"ray_kwargs.ray_init.address={address}: nothing answers there ({reason}). Start Ray there (ray start --head), "
-            "or remove the key (and the variable RAY_ADDRESS) to start a cluster on this machine."
-        )
-
-
 def _does_not_answer(address: str) -> str | None:
     """Return why nothing can be reached at a ``host:port``. None if something answers, or for another form."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
@@ -311,10 +300,6 @@ def _does_not_answer(address: str) -> str | None:
 
 def reserve(request: Request, timeout_seconds: float) -> list[Any]:
     """Return one placement group per node, each with one bundle per device, all placed.
-
-    Args:
-        request: The room that the group needs.
-        timeout_seconds: Longest wait for room.
 
     Raises:
         ConfigError: The cluster is too small for the request.

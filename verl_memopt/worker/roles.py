@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from verl_memopt.config.schema import CriticModel, Fsdp, Model
 from verl_memopt.distributed.device import is_gpu, training_mesh
@@ -19,6 +22,7 @@ from verl_memopt.memory.quantized_frozen_torch import exact_weights
 from verl_memopt.memory.resharding_torch import reshard_units
 from verl_memopt.memory.residency import CRITIC, POLICY, REFERENCE, REWARD_MODEL, Residency
 from verl_memopt.model.assembly import (
+    ModelUse,
     build_critic,
     build_policy,
     build_reward_model,
@@ -29,7 +33,7 @@ from verl_memopt.model.assembly import (
 from verl_memopt.model.families import POLICY_KEY
 from verl_memopt.model.packed_model import PackedModel
 from verl_memopt.model.packing import pack_rows
-from verl_memopt.model.packing_check import check_packing, refuse_sliding_window
+from verl_memopt.model.packing_check import check_packing
 from verl_memopt.model.policy_model import PolicyModel, dtype_of
 from verl_memopt.model.reward_folder import REWARD_KEY
 from verl_memopt.model.value_model import CRITIC_KEY, ValueModel
@@ -47,14 +51,8 @@ logger = logging.getLogger(__name__)
 class FrozenModel:
     """A model that is never trained: the reference, or a recipe's own.
 
-    Attributes:
-        part: Its name in the residency table.
-        key: The section that says how it is stored, for errors.
-        model_key: The section that names its model, for errors.
-        model: Settings of the model.
-        fsdp: The ``fsdp_config`` section.
-        compiled: The settings ask for compiled functions.
-        quantization: Quantization of its blocks.
+    ``part`` is its name in the residency table. Errors name ``key``, the section that says how it is stored, and
+    ``model_key``, the section of its model. ``compiled`` asks for compiled functions.
     """
 
     part: str
@@ -70,11 +68,7 @@ class FrozenModel:
 class RoleBuilder:
     """Builds the roles of one worker. All members of a group build the same roles in step.
 
-    Attributes:
-        plan: What to build.
-        placement: The worker's place in its group.
-        device: The device of the worker.
-        residency: Gets each part that may rest on the host.
+    ``residency`` gets each part that may rest on the host.
     """
 
     plan: WorkerPlan
@@ -86,49 +80,42 @@ class RoleBuilder:
         """Return the policy with its optimizer."""
         actor, model = self.plan.settings.actor, self.plan.settings.model
         fsdp, folder = actor.fsdp_config, Path(self.plan.folder)
-        mesh = training_mesh(self.device.type, self.placement.world_size, fsdp.fsdp_size)
-        compiles = compiles_functions(actor.use_torch_compile, fsdp, self.device)
-        recompute, key = model.enable_gradient_checkpointing, "actor_rollout_ref.actor"
-        policy_model = build_policy(model, fsdp, folder, mesh, self.device, key, compiles, recompute, trained=True)
-        refuse_sliding_window(policy_model.lm.config, actor)
+        compiled = compiles_functions(actor.use_torch_compile, fsdp, self.device)
+        use = ModelUse(recompute=model.enable_gradient_checkpointing, trained=True, compiled=compiled)
+        policy_model = build_policy(model, fsdp, folder, self._mesh(fsdp), self.device, use)
         materialize(policy_model, folder, self.device, fsdp.offload_policy)
         start_adapters(policy_model, model, fsdp.seed, POLICY_KEY)
-        self._check_packing(policy_model, fsdp, folder)
+        self._check_packing(policy_model, fsdp, folder, POLICY_KEY)
         offload, world_size = self._offload(policy_model, model, BYTES_MOVED), self.placement.world_size
         policy = Policy(policy_model, actor, self.plan.optimizer_steps, world_size, self.device, offload)
         policy.bypass = self.plan.bypass
         if fsdp.param_offload:
-            policy.trained.home = OffloadedParams(POLICY, policy_model.parameters(), self.device)
             # With LoRA the reference is the policy without its adapters.
-            self.residency.add(policy.trained.home, (REFERENCE, *self._also) if model.lora_rank > 0 else ())
+            also = (REFERENCE, *self._also) if model.lora_rank > 0 else ()
+            policy.trained.home = self._home(POLICY, policy_model, also)
         return policy
 
     def critic(self, folder: Path) -> Critic:
         """Return the critic with its optimizer."""
-        settings, world_size = self.plan.critic, self.placement.world_size
+        settings = self.plan.critic
         assert settings is not None
         model, fsdp = settings.model, settings.model.fsdp_config
-        mesh = training_mesh(self.device.type, world_size, fsdp.fsdp_size)
-        with torch.random.fork_rng(devices=[]):
-            make_deterministic(fsdp, self.placement.rank)
-            value_model = build_critic(model, folder, mesh, self.device)
-        refuse_sliding_window(value_model.lm.config, self.plan.settings.actor)
+        with self._own_seed(fsdp):
+            value_model = build_critic(model, folder, self._mesh(fsdp), self.device)
         has_head = materialize_critic(value_model, folder, self.device, fsdp.offload_policy)
         logger.info("the critic's value head %s", f"is that of {folder}" if has_head else f"starts at 0: {folder} has none")
         start_adapters(value_model, model, fsdp.seed, CRITIC_KEY)
         self._check_packing(value_model, fsdp, folder, CRITIC_KEY)
-        offload = self._offload(value_model, model, CRITIC_BYTES_MOVED)
+        offload, world_size = self._offload(value_model, model, CRITIC_BYTES_MOVED), self.placement.world_size
         critic = Critic(value_model, settings, self.plan.critic_steps, world_size, self.device, offload)
         if fsdp.param_offload:
-            critic.trained.home = OffloadedParams(CRITIC, value_model.parameters(), self.device)
-            self.residency.add(critic.trained.home)
+            critic.trained.home = self._home(CRITIC, value_model)
         return critic
 
     def reference(self, folder: Path) -> PolicyModel:
         """Return the frozen reference."""
-        settings = self.plan.settings
-        ref = settings.ref
-        compiled, key = bool(ref.use_torch_compile), "actor_rollout_ref.ref"
+        settings, ref, key = self.plan.settings, self.plan.settings.ref, "actor_rollout_ref.ref"
+        compiled = bool(ref.use_torch_compile)
         plan = FrozenModel(REFERENCE, key, POLICY_KEY, settings.model, ref.fsdp_config, compiled, ref.quantization)
         return self.frozen(plan, folder, self._also)
 
@@ -140,30 +127,24 @@ class RoleBuilder:
             folder: Folder of its model.
             also: Names of further parts that are this model, so that it is on the device in their phases.
         """
-        fsdp, actor = plan.fsdp, self.plan.settings.actor
-        compiles = compiles_functions(plan.compiled, fsdp, self.device)
-        with torch.random.fork_rng(devices=[]):
-            make_deterministic(fsdp, self.placement.rank)
-            mesh = training_mesh(self.device.type, self.placement.world_size, fsdp.fsdp_size)
-            quantization = plan.quantization
-            model = build_policy(
-                plan.model, fsdp, folder, mesh, self.device, plan.key, compiles, False, quantization=quantization
-            )
+        fsdp, key = plan.fsdp, f"{plan.key}.fsdp_config"
+        compiled = compiles_functions(plan.compiled, fsdp, self.device)
+        use = ModelUse(fsdp_key=key, quantization=plan.quantization, compiled=compiled)
+        with self._own_seed(fsdp):
+            model = build_policy(plan.model, fsdp, folder, self._mesh(fsdp), self.device, use)
             model.requires_grad_(False)
             mapped = None  # the weights of a mapped model, which stays unfilled
             if self.plan.settings.model.load_mode == "mmap" and fsdp.param_offload:
-                mapped = materialize_mapped(model, folder, self.device, f"{plan.key}.fsdp_config.model_dtype")
+                mapped = materialize_mapped(model, folder, self.device, f"{key}.model_dtype")
             else:
                 materialize(model, folder, self.device, fsdp.offload_policy)
-        if quantization != "none":
-            self._log_quantization_error(model, folder, plan.key, quantization)
+        if plan.quantization != "none":
+            self._log_quantization_error(model, folder, plan)
         if fsdp.param_offload:
-            home = OffloadedParams(plan.part, model.parameters(), self.device, mapped)
-            self.residency.add(home, also)
+            home = self._home(plan.part, model, also, mapped)
             if mapped is not None:  # it gets its values on the device
                 home.to_host()
                 home.to_device()
-        refuse_sliding_window(model.lm.config, actor)
         self._check_packing(model, fsdp, folder, plan.model_key)
         return model
 
@@ -179,26 +160,37 @@ class RoleBuilder:
         return moving_reference(reference, home, native, policy.trained, str(self.plan.reference_folder))
 
     def reward_model(self, folder: Path) -> ValueModel:
-        """Return the frozen reward model.
-
-        Args:
-            folder: Folder of its model, which has a scalar head.
-        """
+        """Return the frozen reward model, whose folder has a scalar head."""
         settings = self.plan.reward_model
         assert settings is not None
         fsdp = settings.fsdp_config
-        with torch.random.fork_rng(devices=[]):
-            make_deterministic(fsdp, self.placement.rank)
-            mesh = training_mesh(self.device.type, self.placement.world_size, fsdp.fsdp_size)
-            reward_model = build_reward_model(settings, self.plan.settings.model, folder, mesh, self.device)
+        with self._own_seed(fsdp):
+            reward_model = build_reward_model(settings, self.plan.settings.model, folder, self._mesh(fsdp), self.device)
             reward_model.requires_grad_(False)
             has_head = materialize_critic(reward_model, folder, self.device, fsdp.offload_policy, REWARD_KEY)
         assert has_head, f"{folder} was checked before the workers started"
         if fsdp.param_offload:
-            self.residency.add(OffloadedParams(REWARD_MODEL, reward_model.parameters(), self.device))
-        refuse_sliding_window(reward_model.lm.config, self.plan.settings.actor)
+            self._home(REWARD_MODEL, reward_model)
         self._check_packing(reward_model, fsdp, folder, REWARD_KEY)
         return reward_model
+
+    def _mesh(self, fsdp: Fsdp) -> DeviceMesh:
+        return training_mesh(self.device.type, self.placement.world_size, fsdp.fsdp_size)
+
+    @contextmanager
+    def _own_seed(self, fsdp: Fsdp) -> Iterator[None]:
+        """Seed torch for a model in the body, and leave the policy's random state as it was."""
+        with torch.random.fork_rng(devices=[]):
+            make_deterministic(fsdp, self.placement.rank)
+            yield
+
+    def _home(
+        self, part: str, model: PackedModel, also: tuple[str, ...] = (), mapped: list[torch.Tensor] | None = None
+    ) -> OffloadedParams:
+        """Give a model's parameters a place on the host, under its name in the residency table."""
+        home = OffloadedParams(part, model.parameters(), self.device, mapped)
+        self.residency.add(home, also)
+        return home
 
     @property
     def _also(self) -> tuple[str, ...]:
@@ -212,27 +204,22 @@ class RoleBuilder:
         min_bytes, in_flight = model.activation_offload_min_bytes, model.activation_offload_in_flight
         return ActivationOffload(packed_model, self.device, min_bytes, in_flight, metric=metric)
 
-    def _check_packing(self, packed_model: PackedModel, fsdp: Fsdp, folder: Path, key: str = POLICY_KEY) -> None:
+    def _check_packing(self, packed_model: PackedModel, fsdp: Fsdp, folder: Path, key: str) -> None:
         dtype = dtype_of(fsdp.dtype, "fsdp_config.dtype")
         check_packing(packed_model, self.device, dtype, self.plan.settings.actor, str(folder), key)
 
-    def _log_quantization_error(self, model: PolicyModel, folder: Path, key: str, quantization: str) -> None:
-        temperature = scoring_temperature(self.plan.settings.rollout)
-        mean, largest = quantization_error(model, folder, self.device, temperature)
+    def _log_quantization_error(self, model: PolicyModel, folder: Path, plan: FrozenModel) -> None:
+        mean, largest = quantization_error(model, folder, self.device, scoring_temperature(self.plan.settings.rollout))
         logger.info(
             "%s.quantization=%s: log-probs differ from the unquantised model's by %.2g nats on average, %.2g at most "
-            "(256 random tokens)", key, quantization, mean, largest,
+            "(256 random tokens)", plan.key, plan.quantization, mean, largest,
         )  # fmt: skip
 
 
 def start_adapters(packed_model: PackedModel, model: Model | CriticModel, seed: int, key: str) -> None:
     """Give the adapters of a model, if it has any, their first values: those of a folder, or a random A and a B of zeros.
 
-    Args:
-        packed_model: The model, sharded and filled.
-        model: Settings of the model.
-        seed: Seed of the random values.
-        key: The settings section of the model, to name in errors.
+    ``seed`` is that of the random values.
     """
     if model.lora_adapter_path is not None:
         load_adapter(Path(model.lora_adapter_path), packed_model, key)
@@ -243,10 +230,7 @@ def start_adapters(packed_model: PackedModel, model: Model | CriticModel, seed: 
 def compiles_functions(requested: bool, fsdp: Fsdp, device: torch.device) -> bool:
     """Return whether small functions are compiled: on a GPU with a working compiler, without full determinism.
 
-    Args:
-        requested: The role's ``use_torch_compile``.
-        fsdp: The ``fsdp_config`` section of the role.
-        device: The device of the worker.
+    ``requested`` is the role's ``use_torch_compile``.
     """
     return requested and is_gpu(device) and not fsdp.full_determinism and compiler_works(device)
 

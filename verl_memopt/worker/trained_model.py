@@ -78,10 +78,7 @@ def micro_batch(batch: RolloutBatch, rows: Sequence[int]) -> MicroBatch:
 def micro_batches_of(batch: RolloutBatch, rows: Sequence[Sequence[int]], with_prefix_kv: bool) -> Iterator[MicroBatch]:
     """Yield the micro-batches of the chosen rows.
 
-    Args:
-        batch: The batch.
-        rows: Rows of each micro-batch.
-        with_prefix_kv: Compute one prompt for neighbouring micro-batches, as :func:`chains` groups them.
+    ``rows`` are those of each micro-batch. ``with_prefix_kv`` computes one prompt for neighbours, as :func:`chains` groups them.
     """
     for chain in chains(rows, batch.row_tokens()) if with_prefix_kv else [[single] for single in rows]:
         if len(chain) == 1:
@@ -137,47 +134,24 @@ class SavedTensorHooks(Protocol):
         """Free what the next step does not need."""
 
 
-@dataclass(frozen=True)
 class Role:
-    """A role that is trained: its name in metrics, and its section of the settings.
+    """A role that is trained: the names of its metrics, and its section of the settings."""
 
-    Attributes:
-        name: Metrics are ``{name}/grad_norm`` and so on.
-        key: The section that errors name.
-    """
-
-    name: str
-    key: str
-
-    @property
-    def grad_norm(self) -> str:
-        """Metric: the global gradient norm before clipping."""
-        return f"{self.name}/grad_norm"
-
-    @property
-    def lr(self) -> str:
-        """Metric: the learning rate."""
-        return f"{self.name}/lr"
-
-    @property
-    def skipped(self) -> str:
-        """Metric: how many optimizer steps of an update were skipped."""
-        return f"{self.name}/skipped_updates"
-
-    @property
-    def partial(self) -> str:
-        """Metric of a skipped step: 1 if this rank had already changed parameters."""
-        return f"{self.name}/partial_updates"
-
-    @property
-    def counts(self) -> tuple[str, str]:
+    def __init__(self, name: str, key: str) -> None:
+        """Name the metrics ``{name}/...``. ``key`` is the section that errors name."""
+        self.name, self.key = name, key
+        self.grad_norm = f"{name}/grad_norm"
+        """The global gradient norm before clipping."""
+        self.lr = f"{name}/lr"
+        """The learning rate."""
+        self.skipped = f"{name}/skipped_updates"
+        """How many optimizer steps of an update were skipped."""
+        self.partial = f"{name}/partial_updates"
+        """In a skipped step: 1 if this rank had already changed parameters."""
+        self.counts = self.skipped, self.partial
         """Metrics that are summed over the optimizer steps of an update. The others are averaged."""
-        return self.skipped, self.partial
-
-    @property
-    def same_on_all_ranks(self) -> tuple[str, str, str]:
+        self.same_on_all_ranks = self.grad_norm, self.lr, self.skipped
         """Metrics with the same value on every rank. The others are each rank's share of a sum."""
-        return self.grad_norm, self.lr, self.skipped
 
 
 ACTOR = Role("actor", "actor_rollout_ref.actor")
@@ -281,13 +255,9 @@ class TrainedModel:
         """Take one optimizer step, unless the gradient norm is not finite, and return its metrics as host tensors.
 
         A skipped step drops the gradient and leaves weights, optimizer state and schedule unchanged. The norm is the same on all
-        ranks, so they all decide alike. The host waits for the device once, between backward and update.
-
-        Args:
-            micro_batches: The micro-batches, read one at a time.
-            counts: Tokens and sequences of the mini-batch over all ranks.
-            loss_of: The loss.
-            restart: Cuts the mini-batch again after an out-of-memory error. None = the error is raised.
+        ranks, so they all decide alike. The host waits for the device once, between backward and update. ``counts`` are the
+        tokens and sequences of the mini-batch over all ranks. ``restart`` cuts the mini-batch again after an out-of-memory
+        error; None = the error is raised.
         """
         # The learning rate is read first, because apply() advances the schedule.
         role, learning_rate = self.role, self.schedule.get_last_lr()[0]
@@ -359,11 +329,7 @@ class TrainedModel:
     ) -> dict[str, Tensor]:
         """Add the gradient of one micro-batch and return its metrics. None of its tensors outlives the call.
 
-        Args:
-            micro: The micro-batch, on the device.
-            counts: Tokens and sequences of the mini-batch over all ranks.
-            loss_of: The loss.
-            prefix_kv: Keys and values of the prompt of its responses, computed before. Their own backward follows later.
+        ``prefix_kv`` holds the keys and values of the prompt of its responses. Their own backward follows later.
         """
         with self._offloaded():
             loss, metrics = loss_of(micro, counts, prefix_kv)
@@ -375,6 +341,11 @@ class TrainedModel:
 
     def _offloaded(self) -> AbstractContextManager[None]:
         return nullcontext() if self.offload is None else self.offload.forward()
+
+
+def readable(home: OffloadedParams | None) -> AbstractContextManager[None]:
+    """Return a context in which parameters can be read where they rest."""
+    return nullcontext() if home is None else home.readable()
 
 
 def over_steps(steps: Sequence[Mapping[str, Tensor]], counts: Sequence[str]) -> dict[str, float]:

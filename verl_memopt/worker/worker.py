@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ from verl_memopt.observe.phase import MemoryProbe, PhaseMemory
 from verl_memopt.rollout.engine import EnginePlace, Generation, RolloutEngine, SamplingSettings, build_engine, max_model_len
 from verl_memopt.rollout.weight_checks import SyncCheck
 from verl_memopt.run.interrupts import StopFile, never
-from verl_memopt.worker.checkpoint import export_trained, load_trained, plain_weights, save_trained
+from verl_memopt.worker.checkpoint import load_trained, plain_weights, save_trained
 from verl_memopt.worker.critic import Critic
 from verl_memopt.worker.group import Placement
 from verl_memopt.worker.moving_reference import MovingReference
@@ -44,13 +44,13 @@ ENGINE_METHODS = ("generate",)
 """Methods that run the engine's own model."""
 
 
-class Worker:
-    """The roles of one device. The driver calls :meth:`call`. All members of a group make the same calls in step.
+def _built(role: Result | None) -> Result:
+    assert role is not None, "the plan of this worker has no such role"
+    return role
 
-    Args:
-        plan: What to build.
-        placement: The worker's place in its group.
-    """
+
+class Worker:
+    """The roles of one device. The driver calls :meth:`call`. All members of a group make the same calls in step."""
 
     def __init__(self, plan: WorkerPlan, placement: Placement) -> None:
         """Build the engine, the policy, the reference, the critic, the reward model, and a recipe's own role."""
@@ -95,11 +95,7 @@ class Worker:
     def call(self, phase: str, track: bool, method: str, *args: Any) -> Reply:
         """Run one method as a phase and return its result with the memory of the phase.
 
-        Args:
-            phase: Name of the phase.
-            track: Count live bytes on a CPU.
-            method: Name of the method.
-            *args: Its arguments.
+        ``track`` counts live bytes on a CPU.
         """
         counted = track and (method not in ENGINE_METHODS or self._counts_engine)
         may_go_on = phase in self.plan.adaptive_phases and self.placement.world_size == 1
@@ -124,16 +120,9 @@ class Worker:
     def generate(
         self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingSettings, may_stop: bool = False
     ) -> Generation | None:
-        """Return one response per prompt, under the weights of the last sync.
+        """Return one response per prompt, under the weights of the last sync; None if the rollout was abandoned.
 
-        Args:
-            prompt_ids: Token ids of each row.
-            seeds: One seed per row.
-            sampling: How tokens are drawn.
-            may_stop: The rollout may be abandoned when the run is asked to stop.
-
-        Returns:
-            The responses, or None if the rollout was abandoned.
+        Arguments are as in :meth:`RolloutEngine.generate`. With ``may_stop`` it is abandoned when the run is asked to stop.
         """
         assert self.engine is not None
         self.wake_engine()
@@ -148,9 +137,8 @@ class Worker:
 
     def wake_engine(self) -> None:
         """Let the engine allocate its KV cache, if it sleeps between rollouts."""
-        assert self.engine is not None
         if self.plan.free_engine:
-            self.engine.wake_up("kv_cache")
+            _built(self.engine).wake_up("kv_cache")
 
     def release_engine(self) -> None:
         """Put the engine to sleep, if it can sleep, so that it returns its device memory."""
@@ -181,32 +169,25 @@ class Worker:
         with_sum_pi_squared: bool = False,
     ) -> LogProbs:
         """Return the log-probs of a batch under the policy."""
-        assert self.policy is not None
-        return self.policy.compute_log_probs(batch, micro_batches, self.temperature, with_entropy, with_sum_pi_squared)
+        return _built(self.policy).compute_log_probs(batch, micro_batches, self.temperature, with_entropy, with_sum_pi_squared)
 
     def ref_log_probs(
         self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], temperature: float | None = None
     ) -> LogProbs:
         """Return the log-probs of a batch under the reference.
 
-        The reference is a model of its own, or with LoRA the policy without its adapters.
-
-        Args:
-            batch: The batch.
-            micro_batches: Rows of each forward.
-            temperature: Divides the logits; None = as the rollouts.
+        The reference is a model of its own, or with LoRA the policy without its adapters. ``temperature`` divides the logits;
+        None = as the rollouts.
         """
         used = self.temperature if temperature is None else temperature
         if self.reference is None:
-            assert self.policy is not None
-            with adapters_off(self.policy.model):
-                return self.policy.compute_log_probs(batch, micro_batches, used, False)
+            with adapters_off(_built(self.policy).model):
+                return self.policy_log_probs(batch, micro_batches, used)
         return compute_log_probs(self.reference, batch, micro_batches, used, False, self.device)
 
     def policy_log_probs(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], temperature: float) -> LogProbs:
         """Return the log-probs of a batch under the policy at a temperature of its own."""
-        assert self.policy is not None
-        return self.policy.compute_log_probs(batch, micro_batches, temperature, False)
+        return _built(self.policy).compute_log_probs(batch, micro_batches, temperature, False)
 
     def of_role(self, method: Callable[..., Result], *args: Any) -> Result:
         """Return what a method of the recipe's role returns. The phase is ``reward``."""
@@ -214,85 +195,62 @@ class Worker:
 
     def sync_reference(self) -> None:
         """Move the reference towards the policy."""
-        assert self.moving_reference is not None
-        self.moving_reference.follow(self.settings.ref.sync_mixup_alpha)
+        _built(self.moving_reference).follow(self.settings.ref.sync_mixup_alpha)
 
     def update_actor(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
         """Take one optimizer step per mini-batch and return the mean of their metrics."""
-        assert self.policy is not None
-        return self.policy.update(mini_batches, self.temperature)
+        return _built(self.policy).update(mini_batches, self.temperature)
 
     def update_on_policy(self, mini: MiniBatch) -> Updated:
         """Take one optimizer step whose own forward computes the old log-probs."""
-        assert self.policy is not None
-        return self.policy.update_on_policy(mini, self.temperature)
+        return _built(self.policy).update_on_policy(mini, self.temperature)
 
     def values(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> torch.Tensor:
         """Return the critic's value of the state before each response token, fp32 [R] on the host, in batch order."""
-        assert self.critic is not None
-        return self.critic.values(batch, micro_batches)
+        return _built(self.critic).values(batch, micro_batches)
 
     def reward_scores(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> torch.Tensor:
         """Return the reward model's score of each conversation, fp32 [B]. As :func:`compute_scores`; the phase is ``reward``."""
-        assert self.reward_model is not None
-        return compute_scores(self.reward_model, batch, micro_batches, self.device)
+        return compute_scores(_built(self.reward_model), batch, micro_batches, self.device)
 
     def update_critic(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
         """Take one optimizer step of the critic per mini-batch and return the mean of their metrics."""
-        assert self.critic is not None
-        return self.critic.update(mini_batches)
+        return _built(self.critic).update(mini_batches)
 
     def update_bypass(self, mini_batches: Sequence[MiniBatch]) -> list[Updated]:
         """Take one optimizer step per mini-batch, and return the metrics of each with the log-probs of its forward."""
-        assert self.policy is not None
-        return [self.policy.update_on_policy(mini, self.temperature) for mini in mini_batches]
+        return [_built(self.policy).update_on_policy(mini, self.temperature) for mini in mini_batches]
 
     # Checkpoints and exported models.
 
     def save(self, folder: str, contents: Sequence[str]) -> Records:
         """Write this rank's part of the policy's checkpoint and return the record of each file. As :func:`save_trained`."""
-        assert self.policy is not None
-        return save_trained(self.policy.trained, self.plan, self.placement.rank, Path(folder), contents)
+        return save_trained(_built(self.policy).trained, self.plan, self.placement.rank, Path(folder), contents)
 
     def save_critic(self, folder: str, contents: Sequence[str]) -> Records:
         """Write this rank's part of the critic's checkpoint and return the record of each file. As :func:`save_trained`."""
-        assert self.critic is not None
-        return save_trained(self.critic.trained, self.plan, self.placement.rank, Path(folder), contents)
+        return save_trained(_built(self.critic).trained, self.plan, self.placement.rank, Path(folder), contents)
 
     def load(self, folder: str, contents: Sequence[str]) -> None:
         """Read this rank's part of the policy's checkpoint, written by any number of ranks."""
-        assert self.policy is not None
-        load_trained(self.policy.trained, Path(folder), contents)
+        load_trained(_built(self.policy).trained, Path(folder), contents)
 
     def load_critic(self, folder: str, contents: Sequence[str]) -> None:
         """Read this rank's part of the critic's checkpoint, written by any number of ranks.
 
         The phase ``load_checkpoint`` has the policy on the device. The critic takes its place.
         """
-        assert self.critic is not None
         with self.residency.phase("load_critic"):
-            load_trained(self.critic.trained, Path(folder), contents)
+            load_trained(_built(self.critic).trained, Path(folder), contents)
 
     def save_reference(self, folder: str, contents: Sequence[str]) -> Records:
         """Write this rank's part of a reference that follows the policy, and return the record of each file."""
-        assert self.moving_reference is not None
-        return self.moving_reference.save(Path(folder))
+        return _built(self.moving_reference).save(Path(folder))
 
     def load_reference(self, folder: str, contents: Sequence[str]) -> None:
         """Read this rank's part of a reference that follows the policy, written by any number of ranks."""
-        assert self.moving_reference is not None
         with self.residency.phase("sync_ref"):
-            self.moving_reference.load(Path(folder))
-
-    def export(self, folder: str, weights: bool) -> None:
-        """Write the policy in Hugging Face format, with or without its weights."""
-        assert self.policy is not None
-        export_trained(self.policy.trained, self.plan, self.placement.rank, Path(folder), weights)
-
-    def export_critic(self, folder: str, weights: bool) -> None:
-        """Write the critic in Hugging Face format, as a token classifier with one label, with or without its weights."""
-        assert self.critic is not None
-        export_trained(self.critic.trained, self.plan, self.placement.rank, Path(folder), weights)
+            _built(self.moving_reference).load(Path(folder))
 
     def close(self) -> None:
         """Free the models and the engine, and leave the process group. A second call does nothing.
@@ -375,11 +333,9 @@ class Worker:
     @contextmanager
     def _report_out_of_memory(self, phase: str) -> Iterator[None]:
         snapshot = nullcontext() if self.snapshot is None else self.snapshot.on_out_of_memory(phase)
-        with self._report(phase), snapshot:
+        limit, critic = self.device_limit, self.plan.critic
+        with out_of_memory_report(phase, self.device, self._resident, self.settings, limit, critic), snapshot:
             yield
-
-    def _report(self, phase: str) -> AbstractContextManager[None]:
-        return out_of_memory_report(phase, self.device, self._resident, self.settings, self.device_limit, self.plan.critic)
 
     @property
     def _counts_engine(self) -> bool:
@@ -403,12 +359,9 @@ class Worker:
 class Reply:
     """The result of a call and its memory.
 
-    Attributes:
-        value: The result.
-        memory: Memory of the phase.
-        budget_bytes: What the process may take of its device. None = there is no limit.
-        cap_after_error: Tokens of a micro-batch after the last out-of-memory error that the call survived. None = there was none.
-        retries: Number of such errors.
+    ``budget_bytes`` is what the process may take of its device; None = there is no limit. ``cap_after_error`` is the number of
+    tokens of a micro-batch after the last out-of-memory error that the call survived; None = there was none. ``retries`` counts
+    such errors.
     """
 
     value: Any

@@ -33,7 +33,7 @@ from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import ActorRolloutRef
 from verl_memopt.data.batch import Ragged, RolloutBatch, rollout_batch
 from verl_memopt.distributed.device import join_process_group, leave_process_group, training_mesh
-from verl_memopt.model.assembly import build_policy, materialize
+from verl_memopt.model.assembly import ModelUse, build_policy, materialize
 from verl_memopt.model.weights import named_weights
 from verl_memopt.trainer.micro_batching import budgets
 from verl_memopt.worker.policy import Policy
@@ -179,7 +179,7 @@ def own_policy(settings: ActorRolloutRef, epochs: int, device: torch.device) -> 
     try:
         mesh = training_mesh(device.type, 1, fsdp.fsdp_size)
         recompute = model.enable_gradient_checkpointing
-        policy_model = build_policy(model, fsdp, folder, mesh, device, ACTOR, False, recompute, trained=True)
+        policy_model = build_policy(model, fsdp, folder, mesh, device, ModelUse(recompute=recompute, trained=True))
         materialize(policy_model, folder, device)
         yield Policy(policy_model, actor, epochs, 1, device)
     finally:

@@ -21,7 +21,7 @@ MAPPED = {f"{AR}.model.load_mode": "mmap", f"{AR}.ref.fsdp_config.param_offload"
 
 def empty(folder, mesh, **fsdp):
     settings = Model(path=str(folder), attn_implementation="sdpa", logprob_chunk_tokens=8)
-    model = build_policy(settings, Fsdp(dtype="fp32", **fsdp), folder, mesh, CPU, "actor_rollout_ref.ref", False, False)
+    model = build_policy(settings, Fsdp(dtype="fp32", **fsdp), folder, mesh, CPU)
     return model.requires_grad_(False)
 
 

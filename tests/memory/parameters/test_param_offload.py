@@ -185,7 +185,7 @@ def test_a_cycle_runs_on_fake_tensors(untied_folder):
         from verl_memopt.model.assembly import build_policy
 
         settings = Model(path=str(untied_folder), attn_implementation="sdpa")
-        model = build_policy(settings, TrainedFsdp(dtype="fp32"), untied_folder, mesh, CPU, "key", False, False)
+        model = build_policy(settings, TrainedFsdp(dtype="fp32"), untied_folder, mesh, CPU)
         home = OffloadedParams(POLICY, model.parameters(), CPU)
         before = tracker.total(DEVICE)
         assert home.to_host() > 0

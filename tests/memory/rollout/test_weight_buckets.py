@@ -186,7 +186,7 @@ def large_vocabulary(tmp_path_factory):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_syncing_a_large_vocabulary_with_a_64_mib_bucket_peaks_at_64_mib_above_the_models(fake_ranks, large_vocabulary, ranks):
     mesh = fake_ranks(ranks)
-    policy = build_policy(Model(path=""), Fsdp(), large_vocabulary, mesh, CPU, "actor", False, False)
+    policy = build_policy(Model(path=""), Fsdp(), large_vocabulary, mesh, CPU)
     allocate(policy, CPU)
     engine = engine_of(large_vocabulary)
     embedding = next(parameter for parameter in policy.parameters())

@@ -383,7 +383,7 @@ def test_scoring_takes_a_tenth_of_whole_logits_at_most(tiny_folder, one_rank):
             packs.append(targets_at(micro_batch(batch, members).pack, read))
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
             model = Model(path=str(tiny_folder), override_config=shape, logprob_chunk_tokens=chunk)
-            student = build_policy(model, Fsdp(dtype="fp32"), tiny_folder, one_rank, CPU, "key", False, False)
+            student = build_policy(model, Fsdp(dtype="fp32"), tiny_folder, one_rank, CPU)
             with ByteTracker() as tracker:
                 tracker.mark("params", student.parameters())
                 tracker.enter("score")

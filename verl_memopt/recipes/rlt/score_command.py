@@ -23,7 +23,7 @@ from verl_memopt.data.dataset import RawRow, read_rows
 from verl_memopt.distributed.device import join_process_group, leave_process_group, local_device, resolve_device, training_mesh
 from verl_memopt.errors import ConfigError, DataError
 from verl_memopt.memory.precision import Precision
-from verl_memopt.model.assembly import build_policy, materialize
+from verl_memopt.model.assembly import ModelUse, build_policy, materialize
 from verl_memopt.model.folder import check_vocabulary, end_tokens, load_tokenizer, resolve_folder
 from verl_memopt.model.packing_check import check_architecture, check_packing
 from verl_memopt.model.policy_model import PolicyModel, dtype_of
@@ -120,7 +120,7 @@ class ScoringWorker:
         model = Model(path=folder, trust_remote_code=self.plan.trust_remote_code, enable_gradient_checkpointing=False)
         fsdp = Fsdp(model_dtype=self.plan.dtype, dtype=self.plan.dtype)
         mesh = training_mesh(self.device.type, 1, -1)
-        built = build_policy(model, fsdp, Path(folder), mesh, self.device, key, False, False)
+        built = build_policy(model, fsdp, Path(folder), mesh, self.device, ModelUse(fsdp_key=f"{key}.fsdp_config"))
         built.requires_grad_(False)
         materialize(built, Path(folder), self.device)
         check_packing(built, self.device, dtype_of(self.plan.dtype, "--dtype"), Actor(), folder, key)

@@ -1,0 +1,73 @@
+"""Write ``docs/models.md`` from the table of families: ``python -m tools.models_page > docs/models.md``."""
+
+from __future__ import annotations
+
+import sys
+
+from verl_memopt.model.families import FAMILIES, Family
+
+HEAD = """# Which models
+
+Written by `python -m tools.models_page` from `FAMILIES` in `verl_memopt/model/families.py`; edit that table, not this page.
+
+This page says which models of transformers can be trained. A model is found by the `model_type` in its `config.json`. You
+need none of this if your model is in the first table: set `actor_rollout_ref.model.path` to its folder or its name on the
+hub.
+
+## Models that work
+
+A test compares the log-probs and the gradients of each of these types with those of transformers' own forward, for rows
+alone and for rows that share a prompt. *Shared prompts* says whether the answers to one prompt can compute it once ([shared
+prompts](shared_prompt.md)). A sliding window would cut the prompt that they share, so a model whose config sets one needs
+`actor_rollout_ref.actor.use_prefix_grouper=false`. *Knobs inside blocks* says whether our own decoder computes the model.
+There `recompute_elementwise`, `prune_last_block` and `tiled_mlp` act, which are listed with the other [knobs](memory.md). In
+the other models `tiled_mlp` is refused, and the other two leave the blocks as they are and say so in the log.
+
+| `model_type` | models | shared prompts | knobs inside blocks | also |
+|---|---|---|---|---|
+"""
+
+REFUSED = """
+## Models that are refused
+
+A model is refused where its log-probs would be wrong or could not be computed. The error names the type and the reason,
+which the table repeats as a sentence that begins with "models of this type". Layers that carry a state from token to token
+would carry it from one row of a pack into the next. Logits that are scaled or capped after the head would differ from those
+that are computed chunk by chunk. Mixtures of experts are not supported, except for the one in the first table.
+
+| `model_type` | models | models of this type |
+|---|---|---|
+"""
+
+FOOT = """
+## Any other model
+
+A type that is in neither table is not refused for that reason. Three checks decide, and each comes as early as it can.
+
+1. The config is read. It shows encoders, other inputs than text, layers that carry state, scaled logits, capped scores,
+   mixtures of experts and windows. Rows longer than the trained length of a LongRoPE or dynamic rotary embedding are refused
+   too.
+2. The model is built without weights, before any worker starts. This shows whether transformers can build it with attention
+   over packed rows, where its blocks and its head are, and whether its checkpoint names the weights as the model does.
+3. The model with its weights computes a few random rows in each worker: packed, packed beside other rows, and alone. The
+   results must agree.
+
+A model that passes all three trains. [Check packed rows when a model is loaded](decisions/packed_rows_are_compared.md) has
+the bounds and the reasons. To add a type to the tables, see [A model family](extend.md#a-model-family).
+"""
+
+
+def page() -> str:
+    """Return the page's text."""
+    works = "".join(_works(family) for family in FAMILIES if family.refused is None)
+    refused = (f"| `{one.model_type}` | {one.models} | {one.refused} |\n" for one in FAMILIES if one.refused is not None)
+    return f"{HEAD}{works}{REFUSED}{''.join(refused)}{FOOT}"
+
+
+def _works(family: Family) -> str:
+    shared = "unless the config sets a window" if family.slides else "yes"
+    return f"| `{family.model_type}` | {family.models} | {shared} | {'yes' if family.classes else ''} | {family.note} |\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
