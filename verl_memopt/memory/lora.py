@@ -60,8 +60,6 @@ def adapter_params(shapes: Shapes) -> int:
 
 
 KNOB = Knob(
-    name="lora",
-    place=190,
     cost="low-rank updates only",
     settings={"model": Lora},
     known_as={

@@ -54,8 +54,6 @@ def not_beside_native_offload(role: Literal["actor", "ref"], name: str, is_on: P
 
 
 KNOB = Knob(
-    name="native_offload",
-    place=150,
     cost="host memory, slow steps",
     settings={"fsdp": NativeOffload},
     refuses=(

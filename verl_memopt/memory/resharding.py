@@ -70,8 +70,6 @@ def _refusal(role: Literal["actor", "ref"]) -> Refusal:
 
 
 KNOB = Knob(
-    name="resharding",
-    place=160,
     cost="one more gather per block",
     settings={"fsdp": Resharding, "trained_fsdp": GradientSync},
     refuses=(_refusal("actor"), _refusal("ref")),

@@ -81,8 +81,6 @@ def _advice() -> Iterator[Advice]:
 
 
 KNOB = Knob(
-    name="rollout_memory",
-    place=220,
     cost="a wake-up per step",
     settings={"rollout": RolloutMemory},
     known_as={

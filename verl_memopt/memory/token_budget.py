@@ -189,8 +189,6 @@ def _counts_tokens(settings: Settings) -> bool:
 
 
 KNOB = Knob(
-    name="token_budget",
-    place=80,
     cost="more, smaller micro-batches",
     settings={"actor": UpdateBudget, "critic": CriticBudget, "log_prob_pass": LogProbBudget},
     known_as={
