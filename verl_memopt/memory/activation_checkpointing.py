@@ -21,6 +21,7 @@ _MODEL = "actor_rollout_ref.model"
 _ON, _MODE, _EVERY = (
     f"{_MODEL}.{key}" for key in ("enable_gradient_checkpointing", "gradient_checkpointing_mode", "gradient_checkpointing_every")
 )
+_ONE_IN_TWO = {_ON: True, _MODE: "every_n", _EVERY: 2}
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,7 @@ KNOB = Knob(
     factors=(
         Factor(
             "checkpointing",
-            {
-                "off": {_ON: False},
-                "full": {_ON: True},
-                "every_n": {_ON: True, _MODE: "every_n", _EVERY: 2},
-                "selective": {_ON: True, _MODE: "selective"},
-            },
+            {"off": {_ON: False}, "full": {_ON: True}, "every_n": _ONE_IN_TWO, "selective": {_ON: True, _MODE: "selective"}},
         ),
     ),
 )

@@ -1,7 +1,6 @@
 import dataclasses
 import pickle
 import weakref
-from functools import partial
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Critic, Model, Rollout
 from verl_memopt.errors import ConfigError, DeviceMemoryError
 from verl_memopt.memory.host_buffers import GIB, host_buffer
-from verl_memopt.memory.out_of_memory import _bytes_by_kind, _error, _requested_bytes, advice, out_of_memory_report, wake_report
+from verl_memopt.memory.out_of_memory import Shortage, _bytes_by_kind, _requested_bytes, advice, out_of_memory_report, wake_report
 from verl_memopt.observe.byte_tracker import ByteTracker, DeviceLimitError, mark, scope
 from verl_memopt.observe.device_ledger import Asleep, ledger_of
 from verl_memopt.observe.phase import MemoryProbe
@@ -192,7 +191,7 @@ def test_other_errors_pass_unchanged():
 
 
 def test_the_error_reaches_the_driver_and_ends_the_run_with_a_failure():
-    error = _error("gen", {"kv": GIB, "params": 2 * GIB}, 3 * GIB, 2 * GIB, "aten.zeros", partial(advice, settings=SETTINGS))
+    error = Shortage({"kv": GIB, "params": 2 * GIB}, 3 * GIB, 2 * GIB, "aten.zeros").error("gen", SETTINGS)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
     assert str(error).startswith("gen: out of device memory at 3 of 2 GiB (aten.zeros): params 2, kv 1 GiB.")
     assert error.exit_code != 0
