@@ -58,7 +58,9 @@ def checkpointed(function: Callable[..., Any], *args: Any, mode: str) -> Any:
 
     Tensors to be offloaded must be arguments of their own, because checkpoint() saves only those for autograd.
     """
-    contexts = partial(create_selective_checkpoint_contexts, _keeps) if mode == "selective" else noop_context_fn
+    contexts: Callable[[], Any] = (
+        partial(create_selective_checkpoint_contexts, _keeps) if mode == "selective" else noop_context_fn
+    )
     # There is no dropout, so the generator's state need not be kept.
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 

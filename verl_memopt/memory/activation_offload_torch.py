@@ -68,7 +68,8 @@ class ActivationOffload:
         """
         record = _Forward(self)
         with ExitStack() as hooks:
-            for module in fsdp_units(self._model) or [self._model]:  # those whose forward gathers weights
+            gathering: Sequence[Any] = fsdp_units(self._model) or [self._model]
+            for module in gathering:
                 hooks.callback(module.register_forward_pre_hook(record.note_weights).remove)
             hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(record.pack, record.unpack))
             try:

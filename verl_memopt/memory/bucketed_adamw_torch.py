@@ -11,7 +11,6 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -146,8 +145,10 @@ class BucketedAdamW(Optimizer):
         ]
         total = sum(aligned(size) for planes in sizes for _, size in planes)
         with scope(kind=KIND):
-            on_device = partial(torch.zeros, total, dtype=torch.uint8, device=self._device)
-            buffer = host_buffer(total, self._device, KIND).zero_() if self._offload else on_device()
+            if self._offload:
+                buffer = host_buffer(total, self._device, KIND).zero_()
+            else:
+                buffer = torch.zeros(total, dtype=torch.uint8, device=self._device)
             steps = torch.zeros(len(self._section_of), dtype=torch.float32, device=self._device)
         offset = 0
         for section, planes in zip(self._sections, sizes, strict=True):

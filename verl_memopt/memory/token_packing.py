@@ -273,10 +273,10 @@ def skipped_if_many(skipped: int, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class RowTokens:
-    """The tokens that a pass computes for some rows, one entry a row. None for a row with an empty response."""
+    """The tokens that a pass computes for some rows, one entry a row."""
 
     prompts: tuple[int, ...]
-    """Tokens of the prompt."""
+    """Tokens of the prompt. This and ``answers`` are 0 for a row with an empty response, which is not computed."""
     answers: tuple[int, ...]
     """Tokens of the response without its last, which predicts nothing."""
     groups: tuple[int, ...]
