@@ -96,7 +96,9 @@ def measure_passes(shape: ModelShape, settings: Settings, rows: Rows) -> PassPea
         model = replace(roles.model, path=name, enable_activation_offload=False)
         own, chunk = settings.reward_model.model.fsdp_config, rlt.logits_chunk_tokens
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-            trained = _built(build_policy(model, roles.actor.fsdp_config, folder, mesh, CPU, ModelUse(recompute=True, trained=True)))
+            trained = _built(
+                build_policy(model, roles.actor.fsdp_config, folder, mesh, CPU, ModelUse(recompute=True, trained=True))
+            )
             micros = [_faked(micro, fake) for micro in update_micros]
             update = _update(Policy(trained, roles.actor, 10, 1, CPU), micros, roles.rollout.temperature)
             packs = [micro.pack.map(fake.from_tensor) for micro in old_micros]

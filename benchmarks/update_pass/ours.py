@@ -12,8 +12,8 @@ from verl_memopt.config.schema import Actor, CriticModel, Model, TrainedFsdp
 from verl_memopt.config.schema import Critic as CriticSettings
 from verl_memopt.data.batch import Ragged, RolloutBatch
 from verl_memopt.distributed.device import join_process_group, training_mesh
-from verl_memopt.model.assembly import build_critic as build_value_model
 from verl_memopt.model.assembly import ModelUse, build_policy, materialize, materialize_critic
+from verl_memopt.model.assembly import build_critic as build_value_model
 from verl_memopt.model.weights import named_weights
 from verl_memopt.trainer.micro_batching import Budget
 from verl_memopt.worker.critic import Critic

@@ -124,7 +124,7 @@ def test_in_half_precision_gradients_that_are_summed_over_tiles_are_wide():
     half = replaced(tiled.settings.actor.fsdp_config, {"dtype": "bfloat16"})
     actor = replaced(tiled.settings.actor, {"fsdp_config": half})
     tiled = dataclasses.replace(tiled, settings=replaced(tiled.settings, {"actor": actor}))
-    assert tiled.mlp_backward_bytes == 10 * 2 * 40 + 2 * 10 * 8 * 2 + 5 * 2 * (8 + 3 * 16) + 3 * 8 * 16 * 4 + 6 * 2**16 * 4
+    assert tiled.mlp_bytes(tiled.tokens) == 10 * 2 * 40 + 2 * 10 * 8 * 2 + 5 * 2 * (8 + 3 * 16) + 3 * 8 * 16 * 4 + 6 * 2**16 * 4
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,6 @@ class Toy:
 
 
 KNOB = Knob(
-    name="toy",
-    place=15,
     cost="a toy's worth",
     settings={"model": Toy},
     unused_keys=(UnusedKey(KEY, lambda settings: settings.actor_rollout_ref.model.toy_tiles == 5, "five is right out"),),

@@ -11,19 +11,17 @@ Works with: every knob. With FSDP a block is gathered once for recomputation and
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from verl_memopt.memory.formulas import activation_saving
 from verl_memopt.memory.knob import Advice, Claim, Factor, Knob, LadderRow, UnusedKey
 from verl_memopt.memory.ranges import PositiveInt
 
-if TYPE_CHECKING:
-    from verl_memopt.config.schema import Settings
-
 _MODEL = "actor_rollout_ref.model"
 _ON, _MODE, _EVERY = (
     f"{_MODEL}.{key}" for key in ("enable_gradient_checkpointing", "gradient_checkpointing_mode", "gradient_checkpointing_every")
 )
+_ONE_IN_TWO = {_ON: True, _MODE: "every_n", _EVERY: 2}
 
 
 @dataclass(frozen=True)
@@ -39,25 +37,26 @@ class ActivationCheckpointing:
     """With every_n: one block in n is computed again, counted back from the last but one. Raise it while memory lasts: a block
     that keeps everything is faster."""
 
-
-def _checkpoints(settings: Settings) -> bool:
-    return settings.actor_rollout_ref.model.enable_gradient_checkpointing
+    @property
+    def checkpointing(self) -> str | None:
+        """The mode; None where no block is computed again."""
+        return self.gradient_checkpointing_mode if self.enable_gradient_checkpointing else None
 
 
 KNOB = Knob(
-    name="activation_checkpointing",
-    place=50,
     cost="one more forward",
     settings={"model": ActivationCheckpointing},
     same_numbers=True,
     known_as={"gradient_checkpointing": "actor_rollout_ref.model.enable_gradient_checkpointing"},
     unused_keys=(
-        UnusedKey(_MODE, lambda settings: not _checkpoints(settings), "model.enable_gradient_checkpointing is false"),
+        UnusedKey(
+            _MODE,
+            lambda settings: settings.actor_rollout_ref.model.checkpointing is None,
+            "model.enable_gradient_checkpointing is false",
+        ),
         UnusedKey(
             _EVERY,
-            lambda settings: (
-                not _checkpoints(settings) or settings.actor_rollout_ref.model.gradient_checkpointing_mode != "every_n"
-            ),
+            lambda settings: settings.actor_rollout_ref.model.checkpointing != "every_n",
             "model.gradient_checkpointing_mode is not every_n",
         ),
     ),
@@ -67,12 +66,7 @@ KNOB = Knob(
     factors=(
         Factor(
             "checkpointing",
-            {
-                "off": {_ON: False},
-                "full": {_ON: True},
-                "every_n": {_ON: True, _MODE: "every_n", _EVERY: 2},
-                "selective": {_ON: True, _MODE: "selective"},
-            },
+            {"off": {_ON: False}, "full": {_ON: True}, "every_n": _ONE_IN_TWO, "selective": {_ON: True, _MODE: "selective"}},
         ),
     ),
 )

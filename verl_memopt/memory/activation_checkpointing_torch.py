@@ -15,6 +15,7 @@ x I x b more in the last block. ``memory/formulas.py`` has A, X and the whole fo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,7 +58,9 @@ def checkpointed(function: Callable[..., Any], *args: Any, mode: str) -> Any:
 
     Tensors to be offloaded must be arguments of their own, because checkpoint() saves only those for autograd.
     """
-    contexts = create_selective_contexts if mode == "selective" else noop_context_fn
+    contexts: Callable[[], Any] = (
+        partial(create_selective_checkpoint_contexts, _keeps) if mode == "selective" else noop_context_fn
+    )
     # There is no dropout, so the generator's state need not be kept.
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
@@ -89,22 +92,12 @@ class Checkpointed(nn.Module):
 def checkpoint_blocks(blocks: Sequence[nn.Module], mode: str = "full", every: int = 1) -> None:
     """Make blocks of any architecture recompute their forward in backward, under their own names and with their own state.
 
-    Each chosen block gets a class that mixes :class:`Checkpointed` into its own. Call this before sharding, so that FSDP hooks
-    stay outside the recomputed region.
-
-    Args:
-        blocks: Blocks of the model.
-        mode: As in :func:`chosen_blocks`.
-        every: As in :func:`chosen_blocks`.
+    Each block that :func:`chosen_blocks` chooses gets a class that mixes :class:`Checkpointed` into its own. Call this before
+    sharding, so that FSDP hooks stay outside the recomputed region.
     """
     for place in chosen_blocks(len(blocks), mode, every):
         block, own = blocks[place], type(blocks[place])
         block.__class__ = type(own.__name__, (Checkpointed, own), {"checkpoint_mode": mode})
-
-
-def create_selective_contexts() -> Any:
-    """Return the contexts of a forward that keeps the outputs of products and attention, and of the second one."""
-    return create_selective_checkpoint_contexts(_keeps)
 
 
 def _keeps(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

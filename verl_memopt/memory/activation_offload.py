@@ -20,7 +20,6 @@ _MODEL = "actor_rollout_ref.model"
 _ON, _LEAST, _IN_FLIGHT = (
     f"{_MODEL}.{key}" for key in ("enable_activation_offload", "activation_offload_min_bytes", "activation_offload_in_flight")
 )
-_OFF = "model.enable_activation_offload is false"
 
 
 @dataclass(frozen=True)
@@ -34,16 +33,21 @@ class ActivationOffload:
     activation_offload_in_flight: PositiveInt = 2
     """Tensors whose copies may be under way at once, either way; more hides copies better and holds as many on the device."""
 
+    @property
+    def in_flight(self) -> int | None:
+        """Tensors whose copies may be under way at once; None where activations stay on the device."""
+        return self.activation_offload_in_flight if self.enable_activation_offload else None
+
 
 KNOB = Knob(
-    name="activation_offload",
-    place=60,
     cost="host memory, copies",
     settings={"model": ActivationOffload},
     same_numbers=True,
     known_as={"activation_offloading": "actor_rollout_ref.model.enable_activation_offload"},
     unused_keys=tuple(
-        UnusedKey(key, lambda settings: not settings.actor_rollout_ref.model.enable_activation_offload, _OFF)
+        UnusedKey(
+            key, lambda settings: settings.actor_rollout_ref.model.in_flight is None, "model.enable_activation_offload is false"
+        )
         for key in (_LEAST, _IN_FLIGHT)
     ),
     advice=(Advice("activations", _ON, True, phases=("update_actor",)),),

@@ -14,18 +14,18 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from verl_memopt.distributed.device import CopyStream
-from verl_memopt.memory.host_buffers import CHUNK_BYTES, HostArena, Slot
+from verl_memopt.memory.host_buffers import CHUNK_BYTES, HostArena, Slot, whole_storage
+from verl_memopt.memory.resharding_torch import fsdp_units
 
 BYTES_MOVED = "memory/activation_offload/bytes_moved"
 """Metric: bytes that an update of the policy moved to the host."""
@@ -48,20 +48,13 @@ class ActivationOffload:
         chunk_bytes: int = CHUNK_BYTES,
         metric: str = BYTES_MOVED,
     ) -> None:
-        """Prepare the arena and the copy stream.
+        """Prepare the arena, in chunks of ``chunk_bytes``, and the copy stream for the activations of a model on a device.
 
-        Args:
-            model: Whose activations are moved.
-            device: Device of its activations.
-            min_bytes: Smaller storages stay on the device.
-            in_flight: Storages copied at once, in either direction.
-            chunk_bytes: Bytes of a chunk of the host arena.
-            metric: Name of the metric that says how much was moved.
+        Storages of less than ``min_bytes`` stay there. ``in_flight`` are copied at once, in either direction. ``metric`` is the
+        name of the metric that says how much was moved.
         """
-        self.arena = HostArena(device, "activations", chunk_bytes)
-        self.stream = CopyStream(device)
-        self.bytes_moved = 0
-        self.metric = metric
+        self.arena, self.stream = HostArena(device, "activations", chunk_bytes), CopyStream(device)
+        self.bytes_moved, self.metric = 0, metric
         self._model, self._device = model, device
         self._min_bytes, self._in_flight = min_bytes, in_flight
         self._leaving: deque[weakref.ref[_Stored]] = deque()
@@ -75,7 +68,8 @@ class ActivationOffload:
         """
         record = _Forward(self)
         with ExitStack() as hooks:
-            for module in _units(self._model):
+            gathering: Sequence[Any] = fsdp_units(self._model) or [self._model]
+            for module in gathering:
                 hooks.callback(module.register_forward_pre_hook(record.note_weights).remove)
             hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(record.pack, record.unpack))
             try:
@@ -108,7 +102,7 @@ class ActivationOffload:
     def send(self, tensor: Tensor) -> _Stored:
         """Start the copy of a tensor's storage to the host."""
         self._let_go(but_for=self._in_flight - 1)
-        stored = _Stored(self, _whole_storage(tensor))
+        stored = _Stored(self, whole_storage(tensor))
         self._leaving.append(weakref.ref(stored))
         return stored
 
@@ -120,12 +114,7 @@ class ActivationOffload:
 
 
 class _Stored:
-    """One storage at rest on the host.
-
-    Attributes:
-        on_device: Its bytes (uint8) while they are on the device too.
-        used: Backward has asked for it.
-    """
+    """One storage at rest on the host, and ``on_device`` (uint8) while it is there too. ``used``: backward has asked for it."""
 
     def __init__(self, offload: ActivationOffload, source: Tensor) -> None:
         self.offload = offload
@@ -136,31 +125,27 @@ class _Stored:
         self.slot = offload.arena.take(self.num_bytes)
         self.on_device: Tensor | None = source
         self._version = source._version
-        self._done = self._copy(list(zip(self.slot.parts, self._cut(source), strict=True)))
+        self._copy(self.slot.parts, self._cut(source))
 
     def fetch(self) -> None:
         """Start the copy back, unless the bytes are on the device."""
         assert self.slot is not None, "the forward that saved this tensor has failed; it has no backward"
         if self.on_device is None:
             self.on_device = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.offload._device)
-            self._done = self._copy(list(zip(self._cut(self.on_device), self.slot.parts, strict=True)))
+            self._copy(self._cut(self.on_device), self.slot.parts)
             self._version = self.on_device._version
 
     def ready(self) -> Tensor:
         """Return the bytes on the device, for work that is queued from here on."""
         self.fetch()
-        assert self.on_device is not None
-        self._check_unwritten(self.on_device)
-        self._wait()
-        self.used = True
-        return self.on_device
+        held, self.used = self._copied(), True
+        assert held is not None
+        return held
 
     def leave_device(self) -> None:
         """Free the device memory as soon as the copy is done."""
-        if self.on_device is not None:
-            self._check_unwritten(self.on_device)
-            self._wait()
-            self.on_device = None
+        self._copied()
+        self.on_device = None
 
     def release(self) -> None:
         """Free both copies."""
@@ -172,17 +157,21 @@ class _Stored:
 
     __del__ = release
 
-    def _check_unwritten(self, held: Tensor) -> None:
-        # The copy may run as late as this. Autograd refuses saved tensors that were written to, too.
-        assert held._version == self._version, "a tensor saved for backward was written to in place"
+    def _copied(self) -> Tensor | None:
+        """Wait for the copy, and return the bytes on the device if they are there."""
+        if self.on_device is not None:
+            # The copy may run as late as this. Autograd refuses saved tensors that were written to, too.
+            assert self.on_device._version == self._version, "a tensor saved for backward was written to in place"
+            self._wait()
+        return self.on_device
 
     def _cut(self, flat: Tensor) -> tuple[Tensor, ...]:
         assert self.slot is not None
         return flat.split([part.numel() for part in self.slot.parts])
 
-    def _copy(self, pairs: list[tuple[Tensor, Tensor]]) -> Any:
+    def _copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         self.offload.bytes_moved += self.num_bytes
-        return [self.offload.stream.copy(target, source) for target, source in pairs][-1]
+        self._done = list(map(self.offload.stream.copy, targets, sources))[-1]
 
     def _wait(self) -> None:
         self.offload.stream.wait(self._done)
@@ -238,10 +227,8 @@ class _Forward:
 
     def abandon(self) -> None:
         """Release what is left of the forward."""
-        for reference in self._order:
-            stored = reference()
-            if stored is not None:
-                stored.release()
+        for stored in filter(None, (reference() for reference in self._order)):
+            stored.release()
 
     def _is_weight(self, tensor: Tensor) -> bool:
         base = tensor if tensor._base is None else tensor._base
@@ -269,14 +256,3 @@ class _Forward:
             if stored is not None and not stored.used:
                 stored.fetch()
                 num_fetched += 1
-
-
-def _units(model: nn.Module) -> list[nn.Module]:
-    """Return the modules whose forward gathers weights, or the whole model where none does."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)] or [model]
-
-
-def _whole_storage(tensor: Tensor) -> Tensor:
-    """Return the storage of a tensor as uint8."""
-    count = tensor.untyped_storage().nbytes() // tensor.itemsize
-    return tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)

@@ -22,36 +22,30 @@ HEAD_ROOM = 0.95
 
 @dataclass(frozen=True)
 class PassFigures:
-    """What a pass took of the devices, over all ranks.
-
-    Attributes:
-        peak_bytes: Largest peak of live tensors. None = it was not measured.
-        budget_bytes: Least that a process may take of its device. None = there is no limit to compare with.
-        cap_after_error: Lowest cap to which a rank went down after out-of-memory errors. None = there was none.
-        retries: Out-of-memory errors after which the pass went on, summed over ranks.
-    """
+    """What a pass took of the devices, over all ranks."""
 
     peak_bytes: int | None = None
+    """Largest peak of live tensors. None = it was not measured."""
     budget_bytes: int | None = None
+    """Least that a process may take of its device. None = there is no limit to compare with."""
     cap_after_error: int | None = None
+    """Lowest cap to which a rank went down after out-of-memory errors. None = there was none."""
     retries: int = 0
+    """Out-of-memory errors after which the pass went on, summed over ranks."""
 
 
 @dataclass
 class LearnedBudget:
-    """The cap of one pass. The driver has it and cuts the micro-batches of all ranks by it, so they always agree.
-
-    Attributes:
-        maximum: The cap of the settings: the first cap, and the largest.
-        cap: Tokens of a micro-batch in the next pass. A longer row goes alone.
-        retries: Out-of-memory errors since the metrics were last read.
-        too_high: (tokens, peak) of the pass before the cap was last lowered. None = the last peak was within the budget.
-    """
+    """The cap of one pass. The driver has it and cuts the micro-batches of all ranks by it, so they always agree."""
 
     maximum: int
+    """The cap of the settings: the first cap, and the largest."""
     cap: int = 0
+    """Tokens of a micro-batch in the next pass. A longer row goes alone."""
     retries: int = 0
+    """Out-of-memory errors since the metrics were last read."""
     too_high: tuple[int, int] | None = None
+    """(tokens, peak) of the pass before the cap was last lowered. None = the last peak was within the budget."""
 
     def __post_init__(self) -> None:
         """Start at the maximum."""
@@ -69,11 +63,8 @@ class LearnedBudget:
 
         A pass that did not fill its micro-batches says little about larger ones. So a cap never grows beyond what the fullest
         micro-batch supports, and a peak over the budget lowers the cap from the fullest micro-batch. A peak that smaller
-        micro-batches left as it was is not theirs (the optimizer step may have it), and lowers nothing more.
-
-        Args:
-            fullest: Tokens of the fullest micro-batch of the pass.
-            figures: What the pass took.
+        micro-batches left as it was is not theirs (the optimizer step may have it), and lowers nothing more. ``fullest`` is in
+        tokens.
         """
         self.retries += figures.retries
         if figures.cap_after_error is not None:
@@ -101,11 +92,7 @@ class LearnedBudget:
 
 
 def budget_metrics(budgets: Mapping[str, LearnedBudget]) -> dict[str, float]:
-    """Return ``perf/token_budget/PHASE`` and ``perf/token_budget/PHASE_retries``, and count retries anew.
-
-    Args:
-        budgets: Phase -> its budget.
-    """
+    """Return ``perf/token_budget/PHASE`` and ``perf/token_budget/PHASE_retries`` of each phase, and count retries anew."""
     metrics: dict[str, float] = {}
     for phase, budget in budgets.items():
         metrics[f"perf/token_budget/{phase}"] = float(budget.cap)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from verl_memopt.memory.knob import LOWER, Advice, Claim, Factor, Knob, LadderRow, Predicate, Refusal, switch
+from verl_memopt.memory.knob import LOWER, Advice, Claim, Factor, Knob, LadderRow, Predicate, Refusal, UnusedKey, switch
 from verl_memopt.memory.ranges import PositiveFloat
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ _OPTIM = "actor_rollout_ref.actor.optim"
 OPTIMIZER, IMPL, OVERRIDES = (f"{_OPTIM}.{name}" for name in ("optimizer", "optimizer_impl", "override_optimizer_config"))
 BUCKET = f"{_OPTIM}.bucket_megabytes"
 _ARGUMENTS = {"lr", "betas", "eps", "weight_decay"}
+_IN_BUCKETS: list[Predicate] = []
+"""Whether each knob is on with which the step walks the state in buckets."""
 
 
 @dataclass(frozen=True)
@@ -41,21 +43,17 @@ class BucketedAdamW:
 
 
 def only_with_adamw(key: str, is_on: Predicate) -> tuple[Refusal, ...]:
-    """Return the refusals of a knob that only this AdamW can do.
+    """Return the refusals of a knob that only this AdamW can do, and note that it does its step in buckets.
 
     Args:
         key: of the knob.
         is_on: whether the knob is on.
     """
-
-    def another_class(settings: Settings) -> bool:
-        optim = settings.actor_rollout_ref.actor.optim
-        return is_on(settings) and (optim.optimizer, optim.optimizer_impl) != ("AdamW", "torch.optim")
-
+    _IN_BUCKETS.append(is_on)
     return (
         Refusal(
             (key, OPTIMIZER, IMPL),
-            another_class,
+            lambda settings: is_on(settings) and _class(settings) != ("torch.optim", "AdamW"),
             "only AdamW of torch.optim can",
             f"Remove {key}, or {OPTIMIZER} and optimizer_impl.",
         ),
@@ -68,10 +66,9 @@ def only_with_adamw(key: str, is_on: Predicate) -> tuple[Refusal, ...]:
     )
 
 
-def has_state_dtype(settings: Settings) -> bool:
-    """Return whether the optimizer state has another dtype than the parameters."""
-    actor = settings.actor_rollout_ref.actor
-    return actor.optim.state_dtype != actor.fsdp_config.model_dtype
+def _class(settings: Settings) -> tuple[str, str]:
+    optim = settings.actor_rollout_ref.actor.optim
+    return optim.optimizer_impl, optim.optimizer
 
 
 def _unknown(settings: Settings) -> list[str]:
@@ -79,26 +76,25 @@ def _unknown(settings: Settings) -> list[str]:
     return sorted(set(settings.actor_rollout_ref.actor.optim.override_optimizer_config or {}) - _ARGUMENTS)
 
 
-def _is_torchao(settings: Settings) -> bool:
-    return settings.actor_rollout_ref.actor.optim.optimizer_impl == "torchao.optim"
-
-
 def _is_compiled_while_counted(settings: Settings) -> bool:
-    trainer = settings.trainer
-    return _is_torchao(settings) and trainer.device != "cuda" and trainer.track_memory_every_steps > 0
+    counted = settings.trainer.device != "cuda" and settings.trainer.track_memory_every_steps > 0
+    return counted and _class(settings)[0] == "torchao.optim"
 
 
 KNOB = Knob(
-    name="bucketed_adamw",
-    place=90,
     cost="nothing",
     settings={"optim": BucketedAdamW},
+    unused_keys=(
+        UnusedKey(
+            BUCKET,
+            lambda settings: not any(is_on(settings) for is_on in _IN_BUCKETS),
+            "the whole state is updated at once where it is neither offloaded, quantised nor rounded",
+        ),
+    ),
     refuses=(
         Refusal(
             (IMPL, OPTIMIZER),
-            lambda settings: (
-                _is_torchao(settings) and settings.actor_rollout_ref.actor.optim.optimizer not in ("AdamW8bit", "Adam8bit")
-            ),
+            lambda settings: _class(settings)[0] == "torchao.optim" and _class(settings)[1] not in ("AdamW8bit", "Adam8bit"),
             "it does not update sharded parameters",
             f"Remove both and set {_OPTIM}.state_dtype=int4 (or int8), or set {OPTIMIZER}=AdamW8bit.",
         ),

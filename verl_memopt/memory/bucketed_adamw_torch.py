@@ -34,10 +34,10 @@ from verl_memopt.memory.optimizer_state_dtype_torch import (
 )
 from verl_memopt.memory.stochastic_rounding_torch import round_to_bfloat16_
 from verl_memopt.observe.byte_tracker import scope
+from verl_memopt.observe.phase import MIB
 
 logger = logging.getLogger(__name__)
 
-MIB = 2**20
 KIND = "optimizer"
 KEPT = "optim.state_dtype=%s: %d of %d elements keep fp32 moments, as their rows have no blocks of %d elements or more"
 
@@ -64,19 +64,10 @@ class BucketedAdamW(Optimizer):
         bucket_megabytes: float = 64,
         seed: int = 0,
     ) -> None:
-        """Allocate the state.
+        """Allocate the state, whose moments have ``state_dtype`` and which rests on the host if ``offload``.
 
-        Args:
-            params: fp32 or bfloat16, plain or sharded on their first dimension.
-            lr: As in torch's AdamW.
-            betas: As in torch's AdamW.
-            eps: As in torch's AdamW.
-            weight_decay: As in torch's AdamW.
-            state_dtype: Dtype of the moments.
-            offload: The state rests on the host.
-            stochastic_rounding: Round bfloat16 weights stochastically.
-            bucket_megabytes: Size of a bucket in MiB.
-            seed: Seed of the rounding.
+        ``params`` are fp32 or bfloat16, plain or sharded on their first dimension. ``lr``, ``betas``, ``eps`` and
+        ``weight_decay`` are as in torch's AdamW. bfloat16 weights are rounded stochastically if asked for, from ``seed``.
         """
         # Groups have the names of torch's AdamW, so that either can load the other's checkpoint.
         beta1, beta2 = betas
@@ -108,7 +99,7 @@ class BucketedAdamW(Optimizer):
         return loss
 
     @torch.no_grad()
-    def step_parameter(self, parameter: nn.Parameter, stopped: Tensor | None = None) -> None:
+    def step_parameter(self, parameter: Tensor, stopped: Tensor | None = None) -> None:
         """Update one parameter before :meth:`step`, which must then not find its gradient any more.
 
         Args:
@@ -154,11 +145,10 @@ class BucketedAdamW(Optimizer):
         ]
         total = sum(aligned(size) for planes in sizes for _, size in planes)
         with scope(kind=KIND):
-            buffer = (
-                host_buffer(total, self._device, KIND).zero_()
-                if self._offload
-                else torch.zeros(total, dtype=torch.uint8, device=self._device)
-            )
+            if self._offload:
+                buffer = host_buffer(total, self._device, KIND).zero_()
+            else:
+                buffer = torch.zeros(total, dtype=torch.uint8, device=self._device)
             steps = torch.zeros(len(self._section_of), dtype=torch.float32, device=self._device)
         offset = 0
         for section, planes in zip(self._sections, sizes, strict=True):
@@ -246,9 +236,7 @@ class BucketedAdamW(Optimizer):
     def _bucket_elements(self, section: Section, may_stop: bool) -> int:
         """Return the elements of a bucket, so that slots, decoded moments and scratch together are three buckets.
 
-        Args:
-            section: Section of the bucket.
-            may_stop: The previous state is scratch too, where encoding it again would change it.
+        If the update ``may_stop``, the previous state is scratch too where encoding it again would change it.
         """
         itemsize = torch.float32.itemsize
         room = itemsize * (2 * section.format.decodes + self._scratch_count(section))
@@ -258,11 +246,10 @@ class BucketedAdamW(Optimizer):
         return max(elements // section.cut, 1) * section.cut
 
     def _work(self, section: Section, elements: int) -> Work:
-        def room(needed: bool) -> Tensor:
-            return torch.empty(elements if needed else 0, dtype=torch.float32, device=self._device)
-
-        decodes = section.format.decodes
-        return Work(room(decodes), room(decodes), tuple(room(True) for _ in range(self._scratch_count(section))))
+        decoded = elements if section.format.decodes else 0
+        sizes = (decoded, decoded, *(elements,) * self._scratch_count(section))
+        exp_avg, exp_avg_sq, *scratch = (torch.empty(size, dtype=torch.float32, device=self._device) for size in sizes)
+        return Work(exp_avg, exp_avg_sq, tuple(scratch))
 
     def _seeded(self, section: Section, first: Slice) -> torch.Generator:
         """Return the generator in a state that depends on the step and the place only, so that a resumed run rounds alike.
@@ -300,13 +287,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter of a section.
-
-    Attributes:
-        parameter: The parameter, sharded or not.
-        start: Start of its local elements among those of the section.
-        numel: Number of its local elements.
-    """
+    """One parameter of a section, sharded or not. Its ``numel`` local elements begin at ``start`` among those of the section."""
 
     parameter: nn.Parameter
     start: int
@@ -326,12 +307,7 @@ class Slice:
 class Section:
     """Parameters of one group with one dtype and one format of moments: one flat range of elements.
 
-    Attributes:
-        group: Group of the optimizer.
-        format: Format of the moments.
-        dtype: Dtype of the parameters.
-        members: The parameters, in order.
-        planes: The flat tensors of their state.
+    ``members`` are the parameters, in order, and ``planes`` the flat tensors of their state.
     """
 
     group: dict[str, Any]
@@ -357,12 +333,9 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def cut_buckets(members: Sequence[Member], elements: int, cut: int) -> list[list[Slice]]:
-    """Return consecutive buckets of at most ``elements`` elements. Each is one unbroken range of its section.
+    """Return consecutive buckets of at most ``elements`` elements, cut at multiples of ``cut`` elements of a member.
 
-    Args:
-        members: Members of the section. A bucket takes as many of them as fit.
-        elements: Number of elements of a bucket.
-        cut: Members are cut at multiples of so many of their elements.
+    Each is one unbroken range of its section, with as many members as fit.
     """
     buckets: list[list[Slice]] = []
     room, following = 0, -1
@@ -385,18 +358,14 @@ def sections(groups: Sequence[dict[str, Any]], state_dtype: str) -> list[Section
     by_key: dict[tuple[int, torch.dtype, int], Section] = {}
     for number, group in enumerate(groups):
         for parameter in group["params"]:
-            assert _sharded_on_rows(parameter), getattr(parameter, "placements", None)
+            placements = parameter.placements if isinstance(parameter, DTensor) else ()
+            assert all(isinstance(placement, Replicate) or placement == Shard(0) for placement in placements), placements
             rows = parameter.shape[0] if parameter.ndim else 1
             kind = moment_format(state_dtype, parameter.numel() // max(rows, 1))
             key = (number, parameter.dtype, kind.block)
             section = by_key.setdefault(key, Section(group, kind, parameter.dtype))
             section.members.append(Member(parameter, section.numel, local(parameter).numel()))
     return list(by_key.values())
-
-
-def _sharded_on_rows(parameter: Tensor) -> bool:
-    placements = parameter.placements if isinstance(parameter, DTensor) else ()
-    return all(isinstance(placement, Replicate) or placement == Shard(0) for placement in placements)
 
 
 def shard_place(parameter: Tensor) -> tuple[int, ...]:

@@ -51,8 +51,6 @@ def _saved(update: bool) -> Callable[[Shapes, Shapes], float]:
 
 
 KNOB = Knob(
-    name="chunked_logprob",
-    place=10,
     cost="nothing, mostly",
     settings={"policy_model": ChunkedLogprob},
     known_as={"use_liger_kernel": "actor_rollout_ref.model.logprob_chunk_tokens"},

@@ -34,17 +34,12 @@ those of the log-probs and of the entropies, fp32 each."""
 
 
 class SumPiSquared:
-    """Where a pass without gradients leaves the sum of squared probabilities of each token.
+    """Where a pass without gradients leaves the sum of squared probabilities of each token: fp32 [R]; None before the pass.
 
     FSDP2 casts the tensors and copies the dataclasses among the inputs of a forward, so this is neither.
-
-    Attributes:
-        values: fp32 [R]; None before the pass.
     """
 
-    def __init__(self) -> None:
-        """Hold nothing yet."""
-        self.values: Tensor | None = None
+    values: Tensor | None = None
 
 
 def head_log_probs(
@@ -89,14 +84,19 @@ def head_log_probs(
 def _without_gradients(
     head: Head, hidden: Tensor, targets: Tensor, sum_pi_squared: SumPiSquared | None
 ) -> tuple[Tensor, Tensor | None]:
+    tokens = _statistics(head, hidden, targets)
+    if sum_pi_squared is not None:
+        sum_pi_squared.values = tokens.sum_pi_squared
+    return tokens.log_probs, tokens.entropy
+
+
+def _statistics(head: Head, hidden: Tensor, targets: Tensor) -> Tokens:
     tokens = _room_for_tokens(head, hidden)
     with scope(kind="logits"):
         logits = LogitTiles(head, hidden)
         for rows in head.chunks(hidden.shape[0]):
             _keep(logits.statistics(hidden[rows], targets[rows]), tokens, rows)
-    if sum_pi_squared is not None:
-        sum_pi_squared.values = tokens.sum_pi_squared
-    return tokens.log_probs, tokens.entropy
+    return tokens
 
 
 class _Recomputed(torch.autograd.Function):
@@ -106,11 +106,7 @@ class _Recomputed(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head, in_place: bool
     ) -> tuple[Tensor, Tensor]:
-        tokens = _room_for_tokens(head, hidden)
-        with scope(kind="logits"):
-            logits = LogitTiles(head, hidden)
-            for rows in head.chunks(hidden.shape[0]):
-                _keep(logits.statistics(hidden[rows], targets[rows]), tokens, rows)
+        tokens = _statistics(head, hidden, targets)
         entropy = _or_nothing(tokens.entropy, hidden)
         # Without the weight: it is a parameter, which FSDP2 frees and gathers again under the same tensor.
         ctx.save_for_backward(hidden, targets, tokens.log_normalizer, entropy)
@@ -121,14 +117,14 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         hidden, targets, log_normalizer, entropy = ctx.saved_tensors
         head, (grad_log_probs, grad_entropy) = ctx.head, grads
-        # The log-probs of the targets are not needed for the gradient. The normalizer only fills their place.
-        tokens = Tokens(log_normalizer, log_normalizer, entropy)
         into, handed = _gradient_room(head, hidden, ctx.needs_input_grad, ctx.in_place)
         with scope(kind="logits"):
             logits = LogitTiles(head, hidden)
             for rows in head.chunks(hidden.shape[0]):
                 above = grad_log_probs[rows], grad_entropy[rows] if head.with_entropy else None
-                logits.differentiate(hidden[rows], targets[rows], _cut(tokens, rows), *above, _at(into, rows), False)
+                # The log-probs of the targets are not needed for the gradient. The normalizer only fills their place.
+                tokens = Tokens(log_normalizer[rows], log_normalizer[rows], entropy[rows])
+                logits.differentiate(hidden[rows], targets[rows], tokens, *above, _at(into, rows), False)
         return into.hidden, *handed, None, None, None
 
 
@@ -217,17 +213,9 @@ def _room_for_tokens(head: Head, hidden: Tensor) -> Tokens:
 
 
 def _keep(part: Tokens, whole: Tokens, rows: slice) -> None:
-    whole.log_probs[rows], whole.log_normalizer[rows] = part.log_probs, part.log_normalizer
-    if whole.entropy is not None:
-        assert part.entropy is not None
-        whole.entropy[rows] = part.entropy
-    if whole.sum_pi_squared is not None:
-        assert part.sum_pi_squared is not None
-        whole.sum_pi_squared[rows] = part.sum_pi_squared
-
-
-def _cut(tokens: Tokens, rows: slice) -> Tokens:
-    return Tokens(tokens.log_probs[rows], tokens.log_normalizer[rows], None if tokens.entropy is None else tokens.entropy[rows])
+    for name, into in vars(whole).items():
+        if into is not None:
+            into[rows] = getattr(part, name)
 
 
 def _at(into: Gradients, rows: slice) -> Gradients:

@@ -80,11 +80,11 @@ def twin_refusal(refusal: Refusal) -> Refusal:
 
 def twin_unused(unused: UnusedKey) -> UnusedKey:
     """Return the rule of the critic's key. Without a critic none of its keys has an effect, which another rule says."""
-
-    def when(settings: Settings) -> bool:
-        return has_critic(settings) and unused.when(as_critic(settings))
-
-    return UnusedKey(twin(unused.key), when, twin_text(unused.because))
+    return UnusedKey(
+        twin(unused.key),
+        lambda settings: has_critic(settings) and unused.when(as_critic(settings)),
+        twin_text(unused.because),
+    )
 
 
 def twin_advice(advice: Advice) -> Advice:

@@ -62,12 +62,9 @@ class _LookUp(torch.autograd.Function):
 
 
 def add_rows_(into: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """Add rows to some rows of a matrix. The rows of a repeated id are summed in fp32, in the same order in every run.
+    """Add rows [T, h] to the rows at ids, int64 [T], of a matrix [V, h].
 
-    Args:
-        into: [V, h].
-        ids: int64 [T].
-        rows: [T, h].
+    The rows of a repeated id are summed in fp32, in the same order in every run.
     """
     if into.dtype == torch.float32:
         _add(into, ids, rows)
@@ -98,14 +95,8 @@ def _add(into: Tensor, ids: Tensor, rows: Tensor) -> None:
 def room_for(parameter: Tensor | None, needed: bool, in_place: bool) -> tuple[Tensor | None, Tensor | None]:
     """Return the tensor to add a parameter's gradient to, and the gradient to return to autograd.
 
-    Args:
-        parameter: A weight, or None for one that a layer does not have.
-        needed: Whether it needs a gradient.
-        in_place: Whether its ``.grad`` may be used.
-
-    Returns:
-        The tensor to add to, zeros if it is new, or None where no gradient is needed; then the same tensor for autograd, or None
-        where it is ``.grad`` itself.
+    The first is new zeros, or ``.grad`` where that may be used (``in_place``), or None where no gradient is needed. The second is
+    the same tensor, or None where it is ``.grad`` itself. ``parameter`` is None for a weight that a layer does not have.
     """
     if parameter is None or not needed:
         return None, None

@@ -60,11 +60,8 @@ class Shapes:
 
     @property
     def state_bytes(self) -> float:
-        """b_o, of both moments of a parameter; without a dtype of their own they have the masters'."""
-        dtype, quantized = self.settings.actor.optim.state_dtype, {"int8": 1 + 4 / 256, "int4": 0.5 + 4 / 128}
-        if dtype is None:
-            return 2.0 * self.master_bytes
-        return 2 * quantized[dtype] if dtype in quantized else 2.0 * width(dtype)
+        """b_o, of both moments of a parameter."""
+        return self.settings.actor.optim.state_bytes(self.master_bytes)
 
     @property
     def input_bytes(self) -> int:
@@ -75,35 +72,37 @@ class Shapes:
     def activation_bytes(self) -> int:
         """Bytes of activations at the peak of backward: what all blocks keep, and what the block in backward holds."""
         model, others = self.settings.model, self._of_others(self.layers - 1)
-        if self.skipped and model.prune_last_block:
+        if model.left_out(self.skipped):
             before = self._of_others(self.layers - 2) + self.backward_bytes if self.layers > 1 else 0
             return max(before, others + self.pruned_backward_bytes)
         if not model.recompute_elementwise:
-            return max(others + self.backward_bytes, self.norm_backward_bytes if model.tiled_mlp.enabled else 0)
+            return max(others + self.backward_bytes, 0 if model.mlp_tiles is None else self.norm_backward_bytes)
         return others + max(self.final_norm_bytes, self.backward_bytes)
 
     def _of_others(self, blocks: int) -> int:
         """Return what some blocks keep while another's backward runs."""
-        model = self.settings.model
-        if model.enable_gradient_checkpointing and model.enable_activation_offload:
-            blocks = min(blocks, model.activation_offload_in_flight)
-        return blocks * (self.input_bytes if model.enable_gradient_checkpointing else self.block_bytes)
+        checkpointing, ahead = self.settings.model.checkpointing, self.settings.model.in_flight
+        return (blocks if checkpointing is None or ahead is None else min(blocks, ahead)) * self.kept_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """What a block keeps until its backward."""
+        return self.block_bytes if self.settings.model.checkpointing is None else self.input_bytes
 
     @property
     def final_norm_bytes(self) -> int:
         """Bytes at the backward of the final norm, which covers the response tokens alone, with the last block's own."""
-        kept = self.input_bytes if self.settings.model.enable_gradient_checkpointing else self.block_bytes
-        return kept + 3 * self.responses * self.hidden * self.compute_bytes + ELEMENTWISE_BYTES
+        return self.kept_bytes + 3 * self.responses * self.hidden * self.compute_bytes + ELEMENTWISE_BYTES
 
     @property
     def backward_bytes(self) -> int:
         """What a block holds at the peak of its own backward."""
         model, wide, inputs = self.settings.model, self.tokens * self.mlp * self.compute_bytes, self.input_bytes
         if model.recompute_elementwise:
-            return max(self.mlp_backward_bytes, self.attention_backward_bytes)
-        if not model.tiled_mlp.enabled:
+            return max(self.mlp_bytes(self.tokens), self.attention_backward_bytes)
+        if model.mlp_tiles is None:
             return self.block_bytes + 2 * wide + 2 * inputs
-        return self.block_bytes + 6 * wide + 2 * inputs - self.tiled_bytes
+        return self.block_bytes + 6 * wide + 2 * inputs - self.tiled_bytes(model.mlp_tiles)
 
     @property
     def pruned_backward_bytes(self) -> int:
@@ -115,10 +114,7 @@ class Shapes:
             norm = (4 + 2 * b) * self.skipped * self.hidden + b * queries.tokens * self.hidden
             return queries.backward_bytes + norm + 2 * b * self.skipped * key - (4 + b) * queries.tokens * (query + key)
         beside = b * self.skipped * (self.hidden + 2 * key)  # inputs, keys and values of U more
-        if model.enable_gradient_checkpointing:
-            normal = self.input_bytes + 3 * self.responses * self.hidden * b + ELEMENTWISE_BYTES
-        else:
-            normal = beside + queries.final_norm_bytes
+        normal = self.final_norm_bytes if model.checkpointing is not None else beside + queries.final_norm_bytes
         # One head's: its keys turned, gradients of keys and values, over all tokens in place of those that are read.
         head = b * self.head_dim * (3 * self.skipped + 4 * queries.tokens)
         call = b * (3 * self.heads // self.kv_heads * self.head_dim) * max(self.skipped - queries.tokens, 0)
@@ -132,21 +128,14 @@ class Shapes:
     def recomputes_mlp(self) -> bool:
         """Whether MLPs keep their input alone and are computed again in backward, tile by tile."""
         model = self.settings.model
-        again = model.enable_gradient_checkpointing and model.gradient_checkpointing_mode == "full"
-        return model.recompute_elementwise and (again or model.tiled_mlp.enabled)
-
-    @property
-    def mlp_backward_bytes(self) -> int:
-        """What a block of recomputed norms holds, itself included, at the backward of its MLP."""
-        return self.mlp_bytes(self.tokens)
+        return model.recompute_elementwise and (model.checkpointing == "full" or model.mlp_tiles is not None)
 
     def mlp_bytes(self, cut: int) -> int:
-        """Return the bytes held at the backward of the MLP, in tiles as ``cut`` tokens are cut.
+        """Return what a block of recomputed norms holds at the backward of its MLP, in tiles as ``cut`` tokens are cut.
 
         A weight's gradient that is summed over tiles is among it; once inputs to its parameter it is of another kind.
         """
-        model, b, inputs = self.settings.model, self.compute_bytes, self.input_bytes
-        least = model.tiled_mlp.num_shards if model.tiled_mlp.enabled else 1
+        b, inputs, least = self.compute_bytes, self.input_bytes, self.settings.model.mlp_tiles or 1
         tiles = max(-(-cut // ROWS_OF_BACKWARD), least if self.recomputes_mlp else 1)
         normal, wide = (round(self.tokens / tiles) * size * b for size in (self.hidden, self.mlp))
         whole = self.hidden * self.mlp * (b if tiles == 1 else max(b, 4))
@@ -178,16 +167,14 @@ class Shapes:
     def norm_backward_bytes(self) -> int:
         """What is held, with checkpointing, when the backward of the last block comes to the norm of its queries."""
         model, b, query, key = self.settings.model, self.compute_bytes, self.heads * self.head_dim, self.kv_heads * self.head_dim
-        ahead = model.activation_offload_in_flight + 1 if model.enable_activation_offload else self.layers
-        others = min(self.layers - 1, ahead) * self.input_bytes
+        others = min(self.layers - 1, self.layers if model.in_flight is None else model.in_flight + 1) * self.input_bytes
         kept = (4 + 2 * b) * (self.hidden + query + key) + b * (query + key)
         passing = b * (self.hidden + 4 * query + 2 * key + 2 * self.head_dim)
         return others + self.tokens * (kept + passing) + b * (self.suffix_tokens * query + 2 * self.responses * self.hidden)
 
-    @property
-    def tiled_bytes(self) -> int:
-        """What a tiled MLP saves at its own backward, where its block is computed again."""
-        n, wide = self.settings.model.tiled_mlp.num_shards, self.mlp * self.compute_bytes
+    def tiled_bytes(self, n: int) -> int:
+        """Return what an MLP in n tiles saves at its own backward, where its block is computed again."""
+        wide = self.mlp * self.compute_bytes
         return round(6 * self.tokens * wide * (1 - 1 / n) - 2 * self.hidden * wide - self.input_bytes * (1 + 1 / n))
 
     @property
@@ -201,9 +188,9 @@ class Shapes:
         """A, of what a block of Qwen3 keeps for its backward."""
         b, query, key, model = self.compute_bytes, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.settings.model
         if model.recompute_elementwise:
-            return self.attention_bytes + (0 if model.tiled_mlp.enabled else 2 * self.tokens * self.mlp * b)
+            return self.attention_bytes + (2 * self.tokens * self.mlp * b if model.mlp_tiles is None else 0)
         norms = (4 + 2 * b) * (2 * self.hidden + query + key)  # of each input, norm and output the first is fp32
-        return self.tokens * (norms + b * (query + key + (0 if model.tiled_mlp.enabled else 4 * self.mlp)))
+        return self.tokens * (norms + b * (query + key + (4 * self.mlp if model.mlp_tiles is None else 0)))
 
 
 def width(dtype: str) -> int:

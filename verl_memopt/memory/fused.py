@@ -58,12 +58,9 @@ def fused_statements(on: bool) -> Iterator[None]:
 def over_rows(statement: Callable[..., None], tensors: Sequence[Tensor | None], *others: Any, narrow: bool = False) -> None:
     """Run ``statement(*tensors, *others)`` over all rows of ``tensors``. The statement writes into some of its tensors.
 
-    Args:
-        statement: Takes tensors of some rows, then ``others``.
-        tensors: Tensors with the same number of rows, or None. The first is a tensor, and its size decides the tiles. Two tensors
-            that share memory must be the same rows of the same tensor.
-        others: Further arguments, the same for every tile.
-        narrow: The statement creates nothing in fp32, so its tiles may be larger.
+    The tensors have the same number of rows, or are None. The first is a tensor, and its size decides the tiles. Two tensors that
+    share memory must be the same rows of the same tensor. The others are the same for every tile. ``narrow``: the statement
+    creates nothing in fp32, so its tiles may be larger.
     """
     first = tensors[0]
     assert first is not None
@@ -119,18 +116,18 @@ def _run_compiled(statement: Callable[..., None], tensors: Sequence[Tensor | Non
     global _on
     try:
         compiled_for_width(statement, _once_each(tensors), others)
+        return
     except FailOnRecompileLimitHit:
         # Raised before anything ran. Without it Dynamo runs the statement uncompiled and over all rows.
         logger.warning(
             "%s has more than %d compiled variants. It runs uncompiled from now on.", statement.__name__, RECOMPILE_LIMIT
         )
         _in_tiles.add(statement)
-        over_rows(statement, tensors, *others, narrow=narrow)
     except TorchDynamoException as error:
         # Raised before anything ran.
         _warn_once(error)
         _on = False
-        over_rows(statement, tensors, *others, narrow=narrow)
+    over_rows(statement, tensors, *others, narrow=narrow)
 
 
 def compiled_for_width(function: Callable[..., Any], tensors: Sequence[Tensor | None], others: Sequence[Any]) -> Any:

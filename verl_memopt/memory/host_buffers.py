@@ -43,13 +43,7 @@ class HostArena:
     """Hands out slots and takes them back. Chunks come from the process's host allocator and stay until :meth:`shrink`."""
 
     def __init__(self, device: torch.device, kind: str, chunk_bytes: int = CHUNK_BYTES) -> None:
-        """Start without chunks.
-
-        Args:
-            device: Whose bytes rest here.
-            kind: Kind of these bytes, for the byte tracker.
-            chunk_bytes: A multiple of 512.
-        """
+        """Start without chunks, for bytes of a device and of a kind. ``chunk_bytes`` is a multiple of 512."""
         assert chunk_bytes % ALIGNMENT == 0, chunk_bytes
         self._device, self._kind, self._chunk_bytes = device, kind, chunk_bytes
         self._chunks: list[Tensor] = []
@@ -129,36 +123,25 @@ class HostAllocator:
     """Allocates host buffers and counts them. There is one a process: :func:`host_allocator`."""
 
     def __init__(self, limit_bytes: int | None = None, pinned_limit_bytes: int | None = None) -> None:
-        """Start with nothing allocated.
+        """Start with nothing allocated. At most ``limit_bytes`` are held at once; None for no limit.
 
-        Args:
-            limit_bytes: Most bytes held at once; None for no limit.
-            pinned_limit_bytes: Most page-locked bytes among them. A buffer beyond it is ordinary memory, whose copies block.
+        At most ``pinned_limit_bytes`` of them are page-locked. A buffer beyond it is ordinary memory, whose copies block.
         """
-        self.limit_bytes = limit_bytes
-        self.pinned_limit_bytes = pinned_limit_bytes
-        self.held_bytes = 0
-        self.pinned_bytes = 0
-        self.peak_bytes = 0
+        self.limit_bytes, self.pinned_limit_bytes = limit_bytes, pinned_limit_bytes
+        self.held_bytes = self.pinned_bytes = self.peak_bytes = 0
 
     def empty(self, num_bytes: int, device: torch.device, kind: str) -> Tensor:
         """Return uint8 [num_bytes] on the host, uninitialised; page-locked where ``device`` is a GPU and the limit allows.
 
-        Its bytes (whole pages if locked) count until the last tensor on it is gone. Then the system gets them back.
-
-        Args:
-            num_bytes: Size of the buffer.
-            device: Whose data it will hold.
-            kind: Kind of the data, for the byte tracker.
+        Its bytes (whole pages if locked) count until the last tensor on it is gone. Then the system gets them back. The data is
+        the device's, of a kind for the byte tracker.
 
         Raises:
             ConfigError: The limit is too small. The message names it and what is held already.
         """
-        counted_bytes = num_bytes
         pages = -(-num_bytes // PAGE) * PAGE
         pinned = is_gpu(device) and num_bytes > 0 and self.may_pin(pages)
-        if pinned:
-            counted_bytes = pages
+        counted_bytes = pages if pinned else num_bytes
         self.check_room(counted_bytes, kind)
         # Fake tensors have no memory to lock, but their bytes are counted as if they had.
         fake = isinstance(torch.empty(0), FakeTensor)
@@ -192,12 +175,7 @@ class HostAllocator:
             )
 
     def count_elsewhere(self, num_bytes: int, pinned: bool, kind: str) -> Callable[[], None]:
-        """Count host memory that others allocate, until the returned function is called.
-
-        Args:
-            num_bytes: Number of bytes of that memory.
-            pinned: It is page-locked.
-            kind: Kind of its data, for errors.
+        """Count host memory that others allocate, page-locked if ``pinned``, until the returned function is called.
 
         Raises:
             ConfigError: The limit does not allow it.
@@ -276,6 +254,12 @@ def host_limits(limit_bytes: int | None, pinned_limit_bytes: int | None) -> Iter
         yield _allocator
     finally:
         _allocator.limit_bytes, _allocator.pinned_limit_bytes = before
+
+
+def whole_storage(tensor: Tensor) -> Tensor:
+    """Return the storage of a tensor as uint8."""
+    count = tensor.untyped_storage().nbytes() // tensor.itemsize
+    return tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)
 
 
 def host_buffer(num_bytes: int, device: torch.device, kind: str) -> Tensor:

@@ -25,12 +25,13 @@ Sentence = Callable[["Settings"], str]
 """A sentence with numbers of the settings."""
 
 KNOBS = (
-    "activation_checkpointing", "activation_offload", "bucketed_adamw", "chunked_logprob", "limits", "load_mode", "lora",
-    "native_offload", "optimizer_in_backward", "optimizer_offload", "optimizer_state_dtype", "param_offload", "precision",
-    "profiles", "prune_last_block", "quantized_frozen", "recompute_elementwise", "resharding", "rollout_memory",
-    "sharding_units", "shared_prompt", "stochastic_rounding", "tiled_mlp", "token_budget", "weight_buckets",
+    "chunked_logprob", "recompute_elementwise", "prune_last_block", "tiled_mlp", "activation_checkpointing", "activation_offload",
+    "shared_prompt", "token_budget", "bucketed_adamw", "optimizer_offload", "optimizer_state_dtype", "stochastic_rounding",
+    "optimizer_in_backward", "param_offload", "native_offload", "resharding", "sharding_units", "precision", "lora",
+    "quantized_frozen", "weight_buckets", "rollout_memory", "load_mode", "limits", "profiles",
 )  # fmt: skip
-"""Files of this folder that end with a ``KNOB``. Their mechanisms import torch, so they are named here and not searched."""
+"""Files of this folder that end with a ``KNOB``, in the order of lists: first what costs least, within training, then the engine,
+then the host. Their mechanisms import torch, so they are named here and not searched."""
 
 PARTS = ("Use it when", "Saves", "Costs", "Works with")
 """What the docstring of a knob's file says, after one sentence on what the knob does."""
@@ -154,11 +155,10 @@ class Factor:
 class Knob:
     """One memory knob. Its text is the docstring of its file."""
 
-    name: str
-    place: int
-    """Position in lists: first what costs least, within training, then the engine, then the host."""
     cost: str
     """What it costs, in at most five words."""
+    name: str = ""
+    """Of its file; :func:`knobs` fills it in."""
     settings: Mapping[str, type] = field(default_factory=dict)
     """Section -> frozen dataclass whose fields join it."""
     shared_keys: tuple[str, ...] = ()
@@ -224,7 +224,7 @@ def for_roles(name: str, *, roles: tuple[str, ...] = ("actor", "ref"), lossy: bo
 @cache
 def knobs() -> tuple[Knob, ...]:
     """Return every knob, in the order of the lists."""
-    return tuple(sorted((module.KNOB for module in _modules()), key=lambda knob: knob.place))
+    return tuple(dataclasses.replace(_module(name).KNOB, name=name) for name in KNOBS)
 
 
 def knob_named(name: str) -> Knob:
@@ -262,10 +262,6 @@ def in_yaml(value: object) -> str:
     return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
 
 
-def _modules() -> list[Any]:
-    return [_module(name) for name in KNOBS]
-
-
 def _module(name: str) -> Any:
     return importlib.import_module(f"verl_memopt.memory.{name}")
 
@@ -283,8 +279,13 @@ class SettingsView:
     def __getattr__(self, name: str) -> Any:
         """Return the value of a key, or a view of a section."""
         key = f"{self._prefix}{name}"
-        value: Any = self._settings
-        for part in self._address(key).split("."):
-            value = getattr(value, part)
+        *sections, last = self._address(key).split(".")
+        section: Any = self._settings
+        for part in sections:
+            section = getattr(section, part)
+        derived = getattr(type(section), last, None)
+        if isinstance(derived, property):  # it reads keys, which go through the function too
+            return derived.__get__(self)
+        value = getattr(section, last)
         is_section = dataclasses.is_dataclass(value) or isinstance(value, SettingsView)
         return SettingsView(self._settings, self._address, f"{key}.") if is_section else value

@@ -33,8 +33,6 @@ class Limits:
 
 
 KNOB = Knob(
-    name="limits",
-    place=240,
     cost="nothing",
     settings={"memory": Limits},
     besides=("ALLOCATOR=tcmalloc", "ALLOCATOR=jemalloc", "PYTORCH_ALLOC_CONF"),

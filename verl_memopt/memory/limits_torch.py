@@ -28,8 +28,8 @@ def limit_bytes(gigabytes: float | None) -> int | None:
 @contextmanager
 def memory_limits(memory: schema.Memory, device: torch.device) -> Iterator[None]:
     """Set this process's limits inside the body, and restore the earlier ones after it."""
-    limit = limit_bytes(memory.device_limit_gb)
-    with device_limit(device, limit), host_limits(limit_bytes(memory.host_limit_gb), limit_bytes(memory.pinned_limit_gb)):
+    limit, *of_host = map(limit_bytes, (memory.device_limit_gb, memory.host_limit_gb, memory.pinned_limit_gb))
+    with device_limit(device, limit), host_limits(*of_host):
         yield
 
 
@@ -74,8 +74,7 @@ class DeviceCap:
 
     def __init__(self, device: torch.device, limit: int | None) -> None:
         """Keep ``limit`` bytes of the device for this process; None for no limit. On a CPU nothing is done."""
-        self._device = device
-        self._limit = limit
+        self._device, self._limit = device, limit
 
     @contextmanager
     def changing(self, read: AsleepReader, refuse: bool = True) -> Iterator[None]:

@@ -59,8 +59,6 @@ def _without_frozen(settings: Settings) -> bool:
 
 
 KNOB = Knob(
-    name="load_mode",
-    place=230,
     cost="reads from disk",
     settings={"policy_model": LoadMode},
     same_numbers=True,

@@ -22,21 +22,14 @@ SCRATCH_COLUMNS = 4096
 
 @dataclass(frozen=True)
 class Head:
-    """The LM head and how it is cut. Logits are divided by ``temperature`` in fp32.
+    """The LM head and how it is cut: so many tokens and vocabulary entries have logits at once; 0 for all.
 
-    Attributes:
-        weight: [V, H].
-        bias: [V], or None.
-        temperature: Temperature of the log-probs.
-        chunk_tokens: Tokens whose logits exist at once; 0 for all.
-        vocab_tile: Vocabulary entries whose logits exist at once; 0 for all.
-        with_entropy: Compute entropies too.
-        compiled: Compile what runs between the products.
-        with_sum_pi_squared: Compute the sum of squared probabilities of each token's distribution too.
+    Logits are divided by ``temperature`` in fp32. Entropies, and sums of squared probabilities of each token's distribution, are
+    computed if asked for. ``compiled``: compile what runs between the products.
     """
 
-    weight: Tensor
-    bias: Tensor | None
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
     temperature: float
     chunk_tokens: int
     vocab_tile: int
@@ -70,46 +63,28 @@ class Head:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Statistics of some tokens, fp32 [c] each.
+    """Statistics of some tokens, fp32 [c] each. None = not requested."""
 
-    Attributes:
-        log_probs: Log-probs of the targets.
-        log_normalizer: Log of the sum of exponentials of the logits.
-        entropy: Entropy of the distribution. None = not requested.
-        sum_pi_squared: Sum of the squared probabilities over the vocabulary. None = not requested.
-    """
-
-    log_probs: Tensor
-    log_normalizer: Tensor
+    log_probs: Tensor  # of the targets
+    log_normalizer: Tensor  # log of the sum of exponentials of the logits
     entropy: Tensor | None
     sum_pi_squared: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """Where gradients go; None where one is not needed.
+    """Where gradients go; None where one is not needed."""
 
-    Attributes:
-        hidden: Written.
-        weight: Added to.
-        bias: Added to.
-    """
-
-    hidden: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
+    hidden: Tensor | None  # written
+    weight: Tensor | None  # added to
+    bias: Tensor | None  # added to
 
 
 class LogitTiles:
     """The buffers for chunks of one head and one hidden dtype, to be kept for one pass."""
 
     def __init__(self, head: Head, hidden: Tensor) -> None:
-        """Allocate the buffers.
-
-        Args:
-            head: The LM head.
-            hidden: [R, H], all hidden states of the pass.
-        """
+        """Allocate the buffers for all hidden states of the pass, [R, H]."""
         self.head = head
         size = min(head.chunk_tokens or hidden.shape[0], hidden.shape[0]) * head.tile
         self._wide = hidden.new_empty(size, dtype=torch.float32)
@@ -125,10 +100,7 @@ class LogitTiles:
         """Return the statistics of a chunk of tokens.
 
         With whole rows the buffer then holds log-probs if entropies are requested, else probabilities, for :meth:`differentiate`.
-
-        Args:
-            hidden: [c, H].
-            targets: int64 [c].
+        ``hidden`` is [c, H], ``targets`` int64 [c].
         """
         parts = [self._tile_statistics(hidden, targets, columns) for columns in self.head.tiles()]
         together = parts[0]
@@ -149,16 +121,10 @@ class LogitTiles:
         into: Gradients,
         in_buffer: bool,
     ) -> None:
-        """Add the gradients of a chunk.
+        """Add the gradients of a chunk ``into`` their places, from its hidden states [c, H], targets int64 [c] and statistics.
 
-        Args:
-            hidden: [c, H].
-            targets: int64 [c].
-            tokens: Statistics of the chunk.
-            grad_log_probs: fp32 [c].
-            grad_entropy: fp32 [c], or None.
-            into: Where the gradients go.
-            in_buffer: The last call was :meth:`statistics` of this chunk, so whole rows are still in the buffer.
+        The gradients of log-probs and entropies are fp32 [c]. ``in_buffer``: the last call was :meth:`statistics` of this chunk,
+        so whole rows are still in the buffer.
         """
         tiles = self.head.tiles()
         # Several tiles are added up in fp32 whatever the compute dtype.
@@ -180,12 +146,8 @@ class LogitTiles:
             into.hidden.copy_(total)
 
     def _tile_statistics(self, hidden: Tensor, targets: Tensor, columns: slice) -> tuple[Any, ...]:
-        """Return the statistics that :func:`_merged` puts together.
-
-        Returns:
-            The largest logit, the log of the sum of exponentials relative to it, the target's logit, the entropy or None, and the
-            sum of squares or None, [c] each.
-        """
+        # The largest logit, the log of the sum of exponentials relative to it, the target's logit, the entropy or None, and the
+        # sum of squares or None, [c] each.
         logits = self._logits(hidden, columns)
         local = targets if self.head.whole_rows else targets - columns.start
         scratch, picked = self._scratch_for(logits), target_logits(logits, local)
@@ -258,24 +220,16 @@ class LogitTiles:
 
 
 def target_logits(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the logit of each target [c], or 0 where it lies outside of these columns.
-
-    Args:
-        logits: fp32 [c, v].
-        targets: int64 [c], as columns; they may lie outside of 0 to v - 1.
-    """
+    """Return the logit, in fp32 [c, v], of each target, int64 [c]; 0 where the target lies outside of columns 0 to v - 1."""
     # gather needs a valid column for every token. What it reads for a target outside is replaced by 0 in the next line.
     picked = logits.gather(-1, clamped(targets, logits)).squeeze(-1)
     return torch.where(is_inside(targets, logits), picked, 0.0)
 
 
 def add_target_terms_(gradient: Tensor, targets: Tensor, grad: Tensor) -> None:
-    """Add the targets' terms to the gradient of the logits, in place: ``grad * onehot``.
+    """Add the targets' terms to the gradient of the logits, fp32 [c, v], in place: ``grad * onehot``.
 
-    Args:
-        gradient: fp32 [c, v].
-        targets: int64 [c], as columns; those outside of 0 to v - 1 add nothing.
-        grad: fp32 [c], the gradient of the log-probs.
+    ``targets`` int64 [c] are columns; those outside of 0 to v - 1 add nothing. ``grad`` fp32 [c] is that of the log-probs.
     """
     gradient.scatter_add_(-1, clamped(targets, gradient), (grad * is_inside(targets, gradient))[:, None])
 
@@ -283,8 +237,7 @@ def add_target_terms_(gradient: Tensor, targets: Tensor, grad: Tensor) -> None:
 def softmax_(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Turn logits [c, v] into probabilities, in place.
 
-    Returns:
-        The largest logit, and the log of the sum of exponentials relative to it, [c] each.
+    Returns the largest logit, and the log of the sum of exponentials relative to it, [c] each.
     """
     top = logits.amax(-1)
     if logits.device.type == "cpu":
@@ -347,11 +300,9 @@ def sum_of_exponentials(logits: Tensor) -> Tensor:
 
 
 def sum_of_squares(log_p: Tensor, scratch: Tensor | None) -> Tensor:
-    """Return the sum of squared probabilities [c] from log-probs [c, v], which stay unchanged.
+    """Return the sum of squared probabilities [c] from fp32 log-probs [c, v], which stay unchanged.
 
-    Args:
-        log_p: fp32 [c, v].
-        scratch: [c, any number of columns]; None to allocate it.
+    ``scratch`` is [c, any number of columns]; None to allocate it.
     """
     total = torch.zeros_like(log_p[:, 0])
     for part, room in _parts(log_p, scratch):
@@ -360,11 +311,9 @@ def sum_of_squares(log_p: Tensor, scratch: Tensor | None) -> Tensor:
 
 
 def log_prob_gradient_(log_p: Tensor, grad: Tensor) -> None:
-    """Turn log-probs [c, v] into the gradient of the logits without the targets' terms, in place: ``-grad * p``.
+    """Turn fp32 log-probs [c, v] into the gradient of the logits without the targets' terms, in place: ``-grad * p``.
 
-    Args:
-        log_p: fp32 [c, v].
-        grad: fp32 [c], the gradient of the log-probs.
+    ``grad`` fp32 [c] is the gradient of the log-probs.
     """
     probability_gradient_(log_p.exp_(), grad)
 

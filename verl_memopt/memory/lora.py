@@ -23,6 +23,7 @@ _MODEL = "actor_rollout_ref.model"
 _RANK, _ALPHA, _TARGETS, _EXCLUDED, _PATH = (
     f"{_MODEL}.{key}" for key in ("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
 )
+_SOME = {_RANK: 2, _ALPHA: 8, _TARGETS: ["q_proj", "k_proj", "o_proj"], _EXCLUDED: ["k_proj"]}
 _REFERENCE, _QUANTIZATION = "actor_rollout_ref.ref.model.path", "actor_rollout_ref.ref.quantization"
 
 
@@ -60,8 +61,6 @@ def adapter_params(shapes: Shapes) -> int:
 
 
 KNOB = Knob(
-    name="lora",
-    place=190,
     cost="low-rank updates only",
     settings={"model": Lora},
     known_as={
@@ -98,16 +97,6 @@ KNOB = Knob(
         Claim("update_actor", "optimizer", lambda before, after: before.state_bytes * (before.params - adapter_params(after))),
     ),
     row=LadderRow(210, on=(f"{_RANK}=8",), off=(f"{_RANK}=0",), on_top_of="rollout_memory"),
-    factors=(
-        Factor(
-            "lora",
-            {
-                "off": {_RANK: 0},
-                "all": {_RANK: 4},
-                "some": {_RANK: 2, _ALPHA: 8, _TARGETS: ["q_proj", "k_proj", "o_proj"], _EXCLUDED: ["k_proj"]},
-            },
-            lossy=True,
-        ),
-    ),
+    factors=(Factor("lora", {"off": {_RANK: 0}, "all": {_RANK: 4}, "some": _SOME}, lossy=True),),
     no_factor={_PATH: "names a file to start from"},
 )

@@ -60,16 +60,10 @@ def apply_lora(
     exclude_modules: str | Sequence[str] | None,
     key: str = KEY,
 ) -> list[str]:
-    """Freeze a model and give each chosen linear layer an adapter. Call this before sharding.
+    """Freeze a model and give each chosen linear layer an adapter, scaled by ``alpha / rank``. Call this before sharding.
 
-    Args:
-        model: Without shards.
-        rank: Rank of the adapters.
-        alpha: The adapters are scaled by ``alpha / rank``.
-        target_modules: ``all-linear`` = every linear layer but the head; a list of name endings; or a regular expression for the
-            whole name.
-        exclude_modules: The same for layers to leave out.
-        key: The settings section of the model, to name in errors.
+    ``target_modules`` are ``all-linear`` = every linear layer but the head; a list of name endings; or a regular expression for
+    the whole name. So are ``exclude_modules``, the layers to leave out. ``key`` is the settings section, to name in errors.
 
     Returns:
         The names of the chosen layers.
@@ -85,8 +79,7 @@ def apply_lora(
         endings = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in linears}))
         raise ConfigError(f"{key}.target_modules={target_modules}: no linear layer is chosen. Its layers end in {endings}.")
     for name in chosen:
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, LoraLinear(linears[name], rank, alpha / rank))
+        model.set_submodule(name, LoraLinear(linears[name], rank, alpha / rank))
     return chosen
 
 
@@ -121,16 +114,10 @@ def _copy_whole(parameter: Tensor, whole: Tensor) -> None:
     if not isinstance(parameter, DTensor):
         parameter.detach().copy_(whole)
         return
-    local = parameter.to_local()
-    start = _first_row(parameter)
-    local.detach().copy_(whole[start : start + local.shape[0]])
-
-
-def _first_row(parameter: DTensor) -> int:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return int(offset[0])
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    parameter.to_local().detach().copy_(whole[offset[0] : offset[0] + shape[0]])
 
 
 @contextmanager
@@ -151,10 +138,6 @@ def merged_weights(weights: Iterator[tuple[str, Tensor]], model: nn.Module) -> I
 
     A merged tensor is sharded as its base is, and computed when it is asked for. All ranks must consume in step, because the
     small A of a layer is gathered.
-
-    Args:
-        weights: (name, parameter) pairs, sharded or not.
-        model: The model with the adapters.
     """
     layers = {f"{name}.weight": layer for name, layer in adapters(model).items()}
     for name, weight in weights:
@@ -177,26 +160,13 @@ def _merged(weight: Tensor, layer: LoraLinear) -> Tensor:
 
 
 def save_adapter(folder: Path, model: nn.Module, base: str, rank: int, alpha: float, writes: bool) -> None:
-    """Write the adapters in the peft format: adapter_config.json and adapter_model.safetensors.
+    """Write the adapters of a model to a folder in the peft format: adapter_config.json and adapter_model.safetensors.
 
-    A module that is trained as a whole, such as the critic's head, is written beside them (``modules_to_save``). Every rank
-    gathers in step; the rank that ``writes`` writes.
-
-    Args:
-        folder: The folder to write.
-        model: The model with the adapters.
-        base: Name of the base model.
-        rank: Rank of the adapters.
-        alpha: Alpha of the adapters.
-        writes: Whether this rank writes.
+    A module that is trained as a whole, such as the critic's head, is written beside them (``modules_to_save``). ``base`` is the
+    name of the base model. Every rank gathers in step; the rank that ``writes`` writes.
     """
-    tensors = {}
-    for name, layer in adapters(model).items():
-        for part in ADAPTERS:
-            parameter = getattr(layer, part)
-            tensors[f"base_model.model.{name}.{part}.weight"] = _on_host(parameter, writes)
     trained = whole_parameters(model)
-    tensors |= {f"base_model.model.{name}": _on_host(parameter, writes) for name, parameter in trained.items()}
+    tensors = {name: _on_host(parameter, writes) for name, parameter in (_stored(model) | _beside(trained)).items()}
     if not writes:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -209,6 +179,16 @@ def save_adapter(folder: Path, model: nn.Module, base: str, rank: int, alpha: fl
         "modules_to_save": sorted({name.rsplit(".", 1)[0] for name in trained}) or None,
     }  # fmt: skip
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _stored(model: nn.Module) -> dict[str, Tensor]:
+    """Return the adapters by their names in the peft format."""
+    layers = adapters(model).items()
+    return {f"base_model.model.{name}.{part}.weight": getattr(layer, part) for name, layer in layers for part in ADAPTERS}
+
+
+def _beside(trained: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {f"base_model.model.{name}": parameter for name, parameter in trained.items()}
 
 
 def _on_host(parameter: Tensor, wanted: bool) -> Tensor:
@@ -227,11 +207,6 @@ def whole_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def load_adapter(folder: Path, model: nn.Module, key: str = KEY) -> None:
     """Fill the adapters from a folder in the peft format, and the modules beside them that are trained as a whole if it has them.
 
-    Args:
-        folder: Folder with adapter_model.safetensors.
-        model: The model with the adapters.
-        key: The settings section of the model, to name in errors.
-
     Raises:
         ConfigError: A tensor is missing, left over or of another shape. The message lists them.
     """
@@ -239,13 +214,8 @@ def load_adapter(folder: Path, model: nn.Module, key: str = KEY) -> None:
     if not path.is_file():
         raise ConfigError(f"{setting}: it has no adapter_model.safetensors. Give a folder in the peft format.")
     tensors = load_file(path)
-    wanted = {
-        f"base_model.model.{name}.{part}.weight": getattr(layer, part)
-        for name, layer in adapters(model).items()
-        for part in ADAPTERS
-    }
-    beside = {f"base_model.model.{name}": parameter for name, parameter in whole_parameters(model).items()}
-    wanted |= {name: parameter for name, parameter in beside.items() if name in tensors}
+    beside = _beside(whole_parameters(model))
+    wanted = _stored(model) | {name: parameter for name, parameter in beside.items() if name in tensors}
     problems = [f"missing {name}" for name in wanted if name not in tensors]
     problems += [f"unexpected {name}" for name in tensors if name not in wanted]
     problems += [

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from verl_memopt.memory.knob import Claim, Knob, LadderRow, Predicate, Refusal, for_roles
-from verl_memopt.memory.ranges import needs_reference
+from verl_memopt.memory.ranges import fsdp_of, needs_reference
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings
@@ -31,19 +31,12 @@ class NativeOffload:
 
 
 def not_beside_native_offload(role: Literal["actor", "ref"], name: str, is_on: Predicate) -> Refusal:
-    """Return the refusal of another offload beside this one.
-
-    Args:
-        role: whose offload it is.
-        name: the other offload's setting in ``fsdp_config``.
-        is_on: whether the other offload is on.
-    """
+    """Return the refusal of a role's other offload, by its name in ``fsdp_config``, beside this one."""
     prefix = f"actor_rollout_ref.{role}.fsdp_config"
 
     def both(settings: Settings) -> bool:
-        roles = settings.actor_rollout_ref
-        native = roles.actor.fsdp_config.offload_policy if role == "actor" else roles.ref.fsdp_config.offload_policy
-        return native and is_on(settings) and (role == "actor" or needs_reference(settings))
+        both_on = fsdp_of(settings, role).offload_policy and is_on(settings)
+        return both_on and (role == "actor" or needs_reference(settings))
 
     return Refusal(
         (f"{prefix}.offload_policy", f"{prefix}.{name}"),
@@ -54,17 +47,11 @@ def not_beside_native_offload(role: Literal["actor", "ref"], name: str, is_on: P
 
 
 KNOB = Knob(
-    name="native_offload",
-    place=150,
     cost="host memory, slow steps",
     settings={"fsdp": NativeOffload},
     refuses=(
-        not_beside_native_offload(
-            "actor", "param_offload", lambda settings: settings.actor_rollout_ref.actor.fsdp_config.param_offload
-        ),
-        not_beside_native_offload(
-            "ref", "param_offload", lambda settings: settings.actor_rollout_ref.ref.fsdp_config.param_offload
-        ),
+        not_beside_native_offload("actor", "param_offload", lambda settings: fsdp_of(settings, "actor").param_offload),
+        not_beside_native_offload("ref", "param_offload", lambda settings: fsdp_of(settings, "ref").param_offload),
     ),
     claims=(
         Claim("update_actor", "params", lambda before, _: before.params * before.master_bytes + before.reference_bytes),

@@ -7,16 +7,16 @@ that are gathered.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from verl_memopt.distributed.device import is_gpu
 from verl_memopt.memory.host_buffers import host_allocator, host_buffer
+from verl_memopt.memory.resharding_torch import fsdp_params, fsdp_units
 
 KIND = "params"
 
@@ -38,8 +38,9 @@ def allocate_on_host(model: nn.Module, device: torch.device) -> None:
         model: The model, sharded, without storage.
         device: The device to compute on.
     """
-    sharded = {id(param.sharded_param): param for param in _fsdp_params(model)}
-    sizes = {id(parameter): _padded_numel(parameter, sharded) * parameter.itemsize for parameter in model.parameters()}
+    sharded = {id(param.sharded_param): param for unit in fsdp_units(model) for param in fsdp_params(unit)}
+    sizes = {id(parameter): _shard(parameter).numel() * parameter.itemsize for parameter in model.parameters()}
+    sizes |= {key: param.padded_sharded_param_size.numel() * param.sharded_param.itemsize for key, param in sharded.items()}
     locked_before = host_allocator().pinned_bytes
     buffer = host_buffer(sum(sizes.values()), device, KIND)
     locked = host_allocator().pinned_bytes > locked_before
@@ -63,17 +64,6 @@ def allocate_on_host(model: nn.Module, device: torch.device) -> None:
         trained = [param for param in sharded.values() if param.sharded_param.requires_grad]
         _count_gradients(model, trained, locked)
     model._apply(place)
-
-
-def _fsdp_params(model: nn.Module) -> Iterator[FSDPParam]:
-    for module in model.modules():
-        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
-        yield from () if group is None else group.fsdp_params
-
-
-def _padded_numel(parameter: Tensor, sharded: dict[int, FSDPParam]) -> int:
-    param = sharded.get(id(parameter))
-    return _shard(parameter).numel() if param is None else param.padded_sharded_param_size.numel()
 
 
 def _count_gradients(model: nn.Module, trained: list[FSDPParam], shards_are_locked: bool) -> None:

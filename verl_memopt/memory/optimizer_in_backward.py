@@ -58,8 +58,6 @@ def _accumulates(settings: Settings) -> bool:
 
 
 KNOB = Knob(
-    name="optimizer_in_backward",
-    place=130,
     cost="no clipping, no accumulation",
     settings={"optim": OptimizerInBackward},
     shared_keys=(_CLIP,),

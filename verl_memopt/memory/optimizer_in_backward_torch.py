@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from verl_memopt.distributed.device import wait_on_host
 from verl_memopt.errors import ConfigError
@@ -25,23 +25,24 @@ class StepInBackward:
     """Updates each parameter as its gradient comes. FSDP2 calls the hooks once a unit's gradients are reduced and sharded."""
 
     def __init__(self, optimizer: BucketedAdamW, key: str = ACTOR, backward_on: torch.device | None = None) -> None:
-        """Register the hooks of all parameters of an optimizer.
+        """Register the hooks of all parameters of an optimizer, whose model errors name by the settings section ``key``.
 
-        Args:
-            optimizer: The optimizer.
-            key: The settings section of the model that it updates, to name in errors.
-            backward_on: The device that computes gradients; None for that of the parameters.
+        ``backward_on`` is the device that computes gradients; None for that of the parameters.
         """
         self._optimizer, self._key = optimizer, key
         self._norms: dict[int, Tensor] = {}
         device = local(optimizer.param_groups[0]["params"][0]).device
         self._copied_from = None if backward_on is None or backward_on.type == device.type else backward_on
         # All three stay on the device: reading one in backward would make the host wait at each parameter.
-        self._sum = torch.zeros((), device=device)
-        self._stopped = torch.zeros((), device=device)
-        self._moved = torch.zeros((), device=device)
+        self._sum, self._stopped, self._moved = (torch.zeros((), device=device) for _ in range(3))
         # The garbage collector does not see the hook of a parameter, so the hook must not refer to the optimizer.
-        hook = _WeakHook(self)
+        update = weakref.WeakMethod(self.update)
+
+        def hook(parameter: Tensor) -> None:
+            method = update()
+            assert method is not None, "the optimizer lives as long as backward runs"
+            method(parameter)
+
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.register_post_accumulate_grad_hook(hook)
@@ -73,7 +74,7 @@ class StepInBackward:
         return moved
 
     @torch.no_grad()
-    def update(self, parameter: nn.Parameter) -> None:
+    def update(self, parameter: Tensor) -> None:
         """Update a parameter from its gradient and free the gradient. Nothing moves after a gradient that was not finite."""
         # A parameter that has a norm already got a gradient in this step, so this is a second micro-batch.
         self.check(1 + (id(parameter) in self._norms))
@@ -89,13 +90,3 @@ class StepInBackward:
             self._moved.copy_(torch.maximum(self._moved, 1 - self._stopped))
             self._optimizer.step_parameter(parameter, self._stopped)
         parameter.grad = None
-
-
-class _WeakHook:
-    def __init__(self, owner: StepInBackward) -> None:
-        self._owner = weakref.ref(owner)
-
-    def __call__(self, parameter: nn.Parameter) -> None:
-        owner = self._owner()
-        assert owner is not None, "the optimizer lives as long as backward runs"
-        owner.update(parameter)

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from verl_memopt.memory.bucketed_adamw import BUCKET, has_state_dtype, only_with_adamw
-from verl_memopt.memory.knob import Advice, Claim, Knob, LadderRow, UnusedKey, for_roles
+from verl_memopt.memory.bucketed_adamw import only_with_adamw
+from verl_memopt.memory.knob import Advice, Claim, Knob, LadderRow, for_roles
 from verl_memopt.memory.native_offload import not_beside_native_offload
 
 if TYPE_CHECKING:
@@ -35,24 +35,10 @@ def _offloads(settings: Settings) -> bool:
     return settings.actor_rollout_ref.actor.fsdp_config.optimizer_offload
 
 
-def _steps_in_buckets(settings: Settings) -> bool:
-    optim = settings.actor_rollout_ref.actor.optim
-    return optim.stochastic_rounding or optim.in_backward or has_state_dtype(settings)
-
-
 KNOB = Knob(
-    name="optimizer_offload",
-    place=100,
     cost="host memory, copies per step",
     settings={"trained_fsdp": OptimizerOffload},
     known_as={"offload_optimizer": "actor_rollout_ref.actor.fsdp_config.optimizer_offload"},
-    unused_keys=(
-        UnusedKey(
-            BUCKET,
-            lambda settings: not (_offloads(settings) or _steps_in_buckets(settings)),
-            "the whole state is updated at once where it is neither offloaded, quantised nor rounded",
-        ),
-    ),
     refuses=(*only_with_adamw(_KEY, _offloads), not_beside_native_offload("actor", "optimizer_offload", _offloads)),
     advice=(Advice("optimizer", _KEY, True),),
     claims=(Claim("update_actor", "optimizer", lambda before, _: before.state_bytes * before.params),),

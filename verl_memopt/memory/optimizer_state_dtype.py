@@ -10,11 +10,14 @@ Works with: ``optimizer_offload`` (fewer bytes cross the bus) and ``optim.stocha
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from verl_memopt.memory.bucketed_adamw import has_state_dtype, only_with_adamw
+from verl_memopt.memory.bucketed_adamw import only_with_adamw
 from verl_memopt.memory.formulas import Shapes
 from verl_memopt.memory.knob import Claim, Knob, LadderRow, switch
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
 
 _KEY = "actor_rollout_ref.actor.optim.state_dtype"
 
@@ -27,14 +30,24 @@ class OptimizerStateDtype:
     """dtype in which AdamW's two moments rest: fp32, bfloat16, int8, int4 (8, 4, 2.03, 1.06 bytes a parameter). Go down when
     optimizer state does not fit and ``optimizer_offload`` costs too much time; the last two are block-wise quantised."""
 
+    def state_bytes(self, master_bytes: int) -> float:
+        """Return the bytes of both moments of a parameter; without a dtype of their own they have the masters'."""
+        if self.state_dtype is None:
+            return 2.0 * master_bytes
+        return 2.0 * {"fp32": 4, "bfloat16": 2, "int8": 1 + 4 / 256, "int4": 0.5 + 4 / 128}[self.state_dtype]
+
+
+def has_state_dtype(settings: Settings) -> bool:
+    """Return whether the optimizer state has another dtype than the parameters."""
+    actor = settings.actor_rollout_ref.actor
+    return actor.optim.state_dtype != actor.fsdp_config.model_dtype
+
 
 def _saved(before: Shapes, after: Shapes) -> float:
     return (before.state_bytes - after.state_bytes) * after.params
 
 
 KNOB = Knob(
-    name="optimizer_state_dtype",
-    place=110,
     cost="inexact moments",
     settings={"optim": OptimizerStateDtype},
     known_as={

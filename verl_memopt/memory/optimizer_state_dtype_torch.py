@@ -57,15 +57,10 @@ class Work:
 
 @dataclass(frozen=True)
 class MomentFormat:
-    """How the moments of some parameters are stored.
+    """How the moments of some parameters are stored, in which tensors (``planes``).
 
-    Attributes:
-        planes: The stored tensors.
-        block: A bucket is cut at multiples of so many elements.
-        decodes: The moments need room in fp32.
-        scratch: Number of fp32 tensors that encoding needs.
-        decode: Returns the two moments in fp32.
-        encode: Writes the moments back, with a generator for rounding.
+    A bucket is cut at multiples of ``block`` elements. ``decodes``: the moments need room in fp32, which ``decode`` fills.
+    ``encode`` writes them back, with a generator for rounding and ``scratch`` fp32 tensors.
     """
 
     planes: tuple[Plane, ...]

@@ -8,9 +8,9 @@ import logging
 import re
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +34,13 @@ OUT_OF_MEMORY = re.compile(r"CUDA (driver )?error: out of memory|CUBLAS_STATUS_A
 """Messages of libraries that allocate from the driver. vLLM's sleeping allocator says ``CUDA Error: out of memory``."""
 
 
-Advise = Callable[[str, Iterable[str]], list[str]]
-"""Returns what can be set to make room in a phase, for its kinds in their order."""
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error is about device memory, whoever allocated it."""
     return isinstance(error, torch.OutOfMemoryError) or OUT_OF_MEMORY.search(str(error)) is not None
 
 
 class PartDoesNotFitError(torch.OutOfMemoryError):
-    """A part of the engine could not wake.
-
-    Attributes:
-        kind: What the part holds.
-        num_bytes: Its size.
-        held_bytes: Bytes of live tensors before it.
-    """
+    """A part of the engine, ``num_bytes`` of a kind, could not wake beside ``held_bytes`` of live tensors."""
 
     def __init__(self, kind: str, num_bytes: int, held_bytes: int, cause: str) -> None:
         """Build the message from the part and the cause."""
@@ -92,41 +82,32 @@ def out_of_memory_report(
         limit: Bytes that the process may take; None for no limit.
         critic: The section ``critic``; None in a run without a critic.
     """
-    advise = partial(advice, settings=settings, critic=critic)
     try:
         yield
-    except DeviceLimitError as error:
-        requested = error.asked_bytes
-        report = _error(phase, error.kinds, error.num_bytes, limit, error.op, advise, requested, error.num_bytes - requested)
-        release_frames(error)
-        raise report from None
     except RuntimeError as error:
-        if not is_gpu(device) or not is_out_of_memory(error):
+        if isinstance(error, DeviceLimitError):
+            before = error.num_bytes - error.asked_bytes
+            short = Shortage(error.kinds, error.num_bytes, limit, error.op, error.asked_bytes, before)
+        elif is_gpu(device) and is_out_of_memory(error):
+            short = _refused_by_allocator(device, resident(), memory_info(device)[1] if limit is None else limit, error)
+        else:
             raise
-        report = _allocator_error(phase, device, resident(), advise, limit, error)
+        report = short.error(phase, settings, critic)
         release_frames(error)
-        raise report from error
+        raise report from (None if isinstance(error, DeviceLimitError) else error)
 
 
-def _allocator_error(
-    phase: str,
-    device: torch.device,
-    resident: Iterable[tuple[str, torch.Tensor]],
-    advise: Advise,
-    limit: int | None,
-    error: RuntimeError,
-) -> DeviceMemoryError:
-    kinds = _bytes_by_kind(resident, device)
-    cap = memory_info(device)[1] if limit is None else limit
-    if not isinstance(error, PartDoesNotFitError):
-        held = ledger_of(device).peak_allocated()
-        # No list says what the rest of the allocator's peak was. What is not resident is what passes have made.
-        kinds["activations"] += max(held - sum(kinds.values()), 0)
-        return _error(phase, kinds, held, cap, str(error).split(". ")[0], advise, _requested_bytes(str(error)), held)
-    requested, before = error.num_bytes, error.held_bytes
+def _refused_by_allocator(
+    device: torch.device, resident: Iterable[tuple[str, torch.Tensor]], limit: int, error: RuntimeError
+) -> Shortage:
+    kinds, part = _bytes_by_kind(resident, device), error if isinstance(error, PartDoesNotFitError) else None
+    before = ledger_of(device).peak_allocated() if part is None else part.held_bytes
+    # No list says what the rest of the allocator's peak was. What is not resident is what passes have made.
     kinds["activations"] += max(before - sum(kinds.values()), 0)
-    kinds[error.kind] += requested
-    return _error(phase, kinds, before + requested, cap, str(error), advise, requested, before, first=error.kind)
+    if part is None:
+        return Shortage(kinds, before, limit, str(error).split(". ")[0], _requested_bytes(str(error)), before)
+    kinds[part.kind] += part.num_bytes
+    return Shortage(kinds, before + part.num_bytes, limit, str(error), part.num_bytes, before, part.kind)
 
 
 def _requested_bytes(message: str) -> int | None:
@@ -154,37 +135,38 @@ def _bytes_by_kind(resident: Iterable[tuple[str, torch.Tensor]], device: torch.d
     return kinds
 
 
-def _error(
-    phase: str,
-    kinds: dict[str, int],
-    held: int,
-    limit: int | None,
-    what: str,
-    advise: Advise,
-    requested: int | None = None,
-    held_before: int | None = None,
-    first: str | None = None,
-) -> DeviceMemoryError:
-    """Return the error. first: the kind to make smaller before any other; without it, the largest."""
-    largest = sorted(kinds, key=lambda kind: -kinds[kind])
-    terms = ", ".join(f"{kind} {_gib(kinds[kind])}" for kind in largest if kinds[kind])
-    ways = advise(phase, largest if first is None else [first, *largest])
-    why = "" if not largest else f"Most of it is {largest[0]}: " if first is None else "To make room: "
-    out = f" {why}{ways[0]}." if largest and ways else ""
-    more = f" Also: {'; '.join(ways[1:4])}." if len(ways) > 1 else ""
-    of = "" if limit is None else f" of {_gib(limit)}"
-    text = f"{phase}: out of device memory at {_gib(held)}{of} GiB ({what}): {terms} GiB.{out}{more}"
-    return DeviceMemoryError(text, phase, requested, held_before, limit)
+@dataclass(frozen=True)
+class Shortage:
+    """What was on the device (kind -> bytes, ``held`` together) when it had no room for ``what``.
+
+    ``first`` is the kind to make smaller before any other; without it, the largest.
+    """
+
+    kinds: Mapping[str, int]
+    held: int
+    limit: int | None
+    what: str
+    requested: int | None = None
+    held_before: int | None = None
+    first: str | None = None
+
+    def error(self, phase: str, settings: schema.ActorRolloutRef, critic: schema.Critic | None = None) -> DeviceMemoryError:
+        """Return the error, whose message says how to make room in the phase."""
+        largest = sorted(self.kinds, key=lambda kind: -self.kinds[kind])
+        ways = advice(phase, largest if self.first is None else [self.first, *largest], settings, critic)
+        terms = ", ".join(f"{kind} {_gib(self.kinds[kind])}" for kind in largest if self.kinds[kind])
+        why = "" if not largest else f"Most of it is {largest[0]}: " if self.first is None else "To make room: "
+        out = f" {why}{ways[0]}." if largest and ways else ""
+        more = f" Also: {'; '.join(ways[1:4])}." if len(ways) > 1 else ""
+        of = "" if self.limit is None else f" of {_gib(self.limit)}"
+        text = f"{phase}: out of device memory at {_gib(self.held)}{of} GiB ({self.what}): {terms} GiB.{out}{more}"
+        return DeviceMemoryError(text, phase, self.requested, self.held_before, self.limit)
 
 
 def advice(phase: str, kinds: Iterable[str], settings: schema.ActorRolloutRef, critic: schema.Critic | None = None) -> list[str]:
     """Return what can be set to make room in a phase, for its kinds in their order; what is set already is left out.
 
-    Args:
-        phase: Phase of the step.
-        kinds: Kinds of bytes, the most important first.
-        settings: The section ``actor_rollout_ref``.
-        critic: The section ``critic``; None in a run without a critic, where no key of it is named.
+    ``settings`` is the section ``actor_rollout_ref``. Without the section ``critic`` no key of it is named.
     """
     seen = schema.Settings(actor_rollout_ref=settings, critic=critic or schema.Critic())
     ways: dict[str, None] = {}
@@ -222,13 +204,9 @@ def snapshot_path(folder: Path, rank: int) -> Path:
 
 
 class MemorySnapshot:
-    """Writes a snapshot when memory runs out inside :meth:`on_out_of_memory`.
+    """Writes a snapshot of this process to a folder when memory runs out inside :meth:`on_out_of_memory`.
 
-    Args:
-        folder: Where to write.
-        rank: Of this process.
-        device: Of this process.
-        resident: Returns (kind, tensor) pairs of what exists between phases.
+    ``resident`` returns (kind, tensor) pairs of what exists between phases.
     """
 
     def __init__(
@@ -243,11 +221,7 @@ class MemorySnapshot:
 
     @contextmanager
     def on_out_of_memory(self, phase: str) -> Iterator[None]:
-        """Write the snapshot when the body runs out of device memory, and let the error pass.
-
-        Args:
-            phase: Phase of the step.
-        """
+        """Write the snapshot when the body, a phase of the step, runs out of device memory. The error passes."""
         try:
             yield
         except RuntimeError as error:
@@ -311,19 +285,13 @@ def _live_tensors(device: torch.device, kinds: dict[int, str]) -> list[dict[str,
 _active: list[OomRetry] = []
 
 
+@dataclass
 class OomRetry:
-    """What happened to the micro-batches of one call.
+    """What happened to the micro-batches of one call: its lowest cap (None = no error), and the errors after which it went on."""
 
-    Attributes:
-        cap: The lowest cap so far. None = no error.
-        retries: Errors after which the call went on.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        """Start without errors."""
-        self.device = device
-        self.cap: int | None = None
-        self.retries = 0
+    device: torch.device
+    cap: int | None = None
+    retries: int = 0
 
 
 @contextmanager

@@ -36,8 +36,6 @@ class ParamOffload:
 
 
 KNOB = Knob(
-    name="param_offload",
-    place=140,
     cost="host memory, copies per phase",
     settings={"fsdp": ParamOffload},
     same_numbers=True,

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from verl_memopt.distributed.device import synchronize
-from verl_memopt.memory.host_buffers import host_buffer
+from verl_memopt.memory.host_buffers import host_buffer, whole_storage
 from verl_memopt.observe.byte_tracker import mark
 
 KIND = "params"
@@ -24,13 +24,9 @@ KIND = "params"
 
 @dataclass
 class _Place:
-    """A storage and its place on the host, both uint8.
+    """A storage (``flat``) and its place on the host (``slot``; None before the first move), both uint8.
 
-    Attributes:
-        flat: The storage.
-        frozen: Its parameter is not trained.
-        slot: Its place on the host; None before the first move.
-        copied: The host has its values already.
+    ``frozen``: its parameter is not trained. ``copied``: the host has its values already.
     """
 
     flat: Tensor
@@ -49,14 +45,10 @@ class OffloadedParams:
     def __init__(
         self, name: str, parameters: Iterable[Tensor], device: torch.device, mapped: Sequence[Tensor] | None = None
     ) -> None:
-        """Take note of the storages of a model's parameters.
+        """Take note of the storages of all parameters of a model, on the device.
 
-        Args:
-            name: Name of the model.
-            parameters: All of the model's, on the device. Those without ``requires_grad`` are copied to the host once.
-            device: Device of the parameters.
-            mapped: The values of each parameter in a mapped file, for a model that is frozen as a whole. They are never copied to
-                the host, and the parameters need not be filled.
+        Those without ``requires_grad`` are copied to the host once. ``mapped`` are the values of each parameter in a mapped file,
+        for a model that is frozen as a whole. They are never copied to the host, and the parameters need not be filled.
         """
         self.name = name
         self.on_device = True
@@ -68,7 +60,8 @@ class OffloadedParams:
                 place = self._places.get(_storage_key(parameter))
                 if place is not None:
                     assert place.frozen, name
-                    place.slot, place.copied = _bytes_of(part), True
+                    assert part.is_contiguous(), part.shape
+                    place.slot, place.copied = part.reshape(-1).view(torch.uint8), True
 
     @property
     def num_bytes(self) -> int:
@@ -103,10 +96,8 @@ class OffloadedParams:
     def take_over(self, other: OffloadedParams) -> int:
         """Copy these parameters over those of another model that uses the same storages, and return the bytes moved.
 
-        The other model then rests on the host. No device memory is freed or allocated. If this fails, neither is on the device.
-
-        Args:
-            other: The home that is on the device now.
+        The other model, which is on the device now, then rests on the host. No device memory is freed or allocated. If it fails,
+        neither is on the device.
         """
         assert other.on_device, other.name
         assert not self.on_device, self.name
@@ -194,7 +185,7 @@ def _places(parameters: Iterable[Tensor]) -> dict[int, _Place]:
                 storages.setdefault(plain.untyped_storage()._cdata, (plain, not parameter.requires_grad))
     mark(KIND, (plain for plain, _ in storages.values()))
     ordered = sorted(storages.items(), key=lambda item: -item[1][0].itemsize)
-    return {key: _Place(_flat(plain), frozen) for key, (plain, frozen) in ordered}
+    return {key: _Place(whole_storage(plain), frozen) for key, (plain, frozen) in ordered}
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
@@ -208,18 +199,8 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
             yield from _plain(inner)
 
 
-def _flat(plain: Tensor) -> Tensor:
-    count = plain.untyped_storage().nbytes() // plain.itemsize
-    return torch.as_strided(plain, (count,), (1,), 0).view(torch.uint8)
-
-
 def _storage_key(tensor: Tensor) -> int:
     return next(_plain(tensor)).untyped_storage()._cdata
-
-
-def _bytes_of(part: Tensor) -> Tensor:
-    assert part.is_contiguous(), part.shape
-    return part.reshape(-1).view(torch.uint8)
 
 
 def _shard(parameter: Tensor) -> Tensor:

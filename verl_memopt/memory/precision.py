@@ -51,8 +51,6 @@ def _narrower(before: Shapes, after: Shapes) -> float:
 
 
 KNOB = Knob(
-    name="precision",
-    place=180,
     cost="rounding",
     settings={"fsdp": PrecisionSettings},
     known_as={"bf16": "actor_rollout_ref.actor.fsdp_config.dtype"},

@@ -15,4 +15,4 @@ CARDS = ("12g", "16g", "24g", "32g", "48g", "80g", "141g")
 """Profiles for one card of so many GB. Each file says which models fit it."""
 PROFILES = ("constrained", "balanced", "large_multi_gpu", *CARDS)
 
-KNOB = Knob(name="profiles", place=250, cost="what its keys cost", besides=tuple(f"memory={name}" for name in PROFILES))
+KNOB = Knob(cost="what its keys cost", besides=tuple(f"memory={name}" for name in PROFILES))

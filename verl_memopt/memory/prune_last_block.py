@@ -24,10 +24,12 @@ class PruneLastBlock:
     prune_last_block: bool = True
     """The last block skips prompt outputs that nothing reads. Set it to false only to compare."""
 
+    def left_out(self, unread: int) -> int:
+        """Return how many of so many tokens, which nothing reads, the last block leaves out."""
+        return unread if self.prune_last_block else 0
+
 
 KNOB = Knob(
-    name="prune_last_block",
-    place=30,
     cost="nothing",
     settings={"model": PruneLastBlock},
     claims=(Claim("update_actor", "activations", activation_saving),),

@@ -23,24 +23,16 @@ logger = logging.getLogger(__name__)
 
 
 def can_prune(block: nn.Module, key: str = KEY) -> bool:
-    """Return whether a Hugging Face model's last block can skip the outputs that nothing uses; warn where it cannot.
-
-    Args:
-        block: The block, as transformers made it.
-        key: The setting to name in the warning.
-    """
-    reason = _unlike(block)
-    if reason is not None:
-        logger.warning("%s=true: %s; the last block computes all tokens", key, reason)
-    return reason is None
-
-
-def _unlike(block: Any) -> str | None:
+    """Return whether a block, as transformers made it, can skip the outputs that nothing uses; warn, naming ``key``, if not."""
     name = type(block).__name__
     if name not in KNOWN:
-        return f"{name} is not one of {', '.join(KNOWN)}"
-    window = window_of(block.self_attn)
-    return None if window is None else f"attention of {name} slides over a window of {window} tokens"
+        reason = f"{name} is not one of {', '.join(KNOWN)}"
+    elif (window := window_of(block.self_attn)) is not None:
+        reason = f"attention of {name} slides over a window of {window} tokens"
+    else:
+        return True
+    logger.warning("%s=true: %s; the last block computes all tokens", key, reason)
+    return False
 
 
 def window_of(attention: Any) -> int | None:

@@ -27,8 +27,6 @@ class QuantizedFrozen:
 
 
 KNOB = Knob(
-    name="quantized_frozen",
-    place=200,
     cost="inexact reference",
     settings={"ref": QuantizedFrozen, "scoring_model": QuantizedFrozen},
     known_as={"load_in_8bit": "actor_rollout_ref.ref.quantization", "load_in_4bit": "actor_rollout_ref.ref.quantization"},

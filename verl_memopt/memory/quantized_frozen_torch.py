@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +26,8 @@ NF4_LEVELS = (
 """Quantiles of a normal distribution, scaled to [-1, 1]."""
 
 
-@dataclass(frozen=True)
-class Format:
-    """How a group of weights is stored.
-
-    Attributes:
-        bits: Bits of a code.
-        group: Weights along the input that share an fp32 scale.
-    """
+class Format(NamedTuple):
+    """How weights are stored: bits of a code, and how many weights along the input share an fp32 scale."""
 
     bits: int
     group: int
@@ -114,19 +109,14 @@ def _decode(codes: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
 
 
 def quantize_blocks(blocks: list[nn.Module], kind: str) -> None:
-    """Replace every linear layer of the blocks by a :class:`QuantizedLinear`. Call this before sharding.
+    """Replace every linear layer of the blocks by a :class:`QuantizedLinear` of a kind in ``FORMATS``. Call this before sharding.
 
     The new layers hold no values until their bytes are filled.
-
-    Args:
-        blocks: Blocks of the model.
-        kind: A key of ``FORMATS``.
     """
     for block in blocks:
         layers = [(name, module) for name, module in block.named_modules() if isinstance(module, nn.Linear)]
         for name, layer in layers:
-            parent, _, last = name.rpartition(".")
-            setattr(block.get_submodule(parent), last, QuantizedLinear(layer, kind))
+            block.set_submodule(name, QuantizedLinear(layer, kind))
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
@@ -138,19 +128,13 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
 def exact_weights(model: nn.Module, read: Callable[[str], Tensor]) -> Iterator[None]:
     """Make each layer compute with its unquantised weight inside the body. A weight is read when needed and dropped afterwards.
 
-    Args:
-        model: The model with quantised layers.
-        read: Returns a whole tensor by its name in the checkpoint.
+    ``read`` returns a whole tensor by its name in the checkpoint.
     """
     layers = quantized_layers(model)
     for name, layer in layers.items():
-        layer.exact = _reader(read, f"{name}.weight")
+        layer.exact = partial(read, f"{name}.weight")
     try:
         yield
     finally:
         for layer in layers.values():
             layer.exact = None
-
-
-def _reader(read: Callable[[str], Tensor], name: str) -> Callable[[], Tensor]:
-    return lambda: read(name)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Fsdp, Settings
@@ -22,6 +22,12 @@ KL = ("algorithm.use_kl_in_reward", "actor_rollout_ref.actor.use_kl_loss")
 def num_devices(settings: Settings) -> int:
     """Return the devices of the run, which is also the number of ranks that share a batch."""
     return settings.trainer.nnodes * settings.trainer.n_gpus_per_node
+
+
+def fsdp_of(settings: Settings, role: Literal["actor", "ref"]) -> Fsdp:
+    """Return how a role is sharded."""
+    roles = settings.actor_rollout_ref
+    return roles.actor.fsdp_config if role == "actor" else roles.ref.fsdp_config
 
 
 def uneven_shards(settings: Settings, fsdp: Fsdp) -> bool:

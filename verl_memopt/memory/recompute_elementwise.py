@@ -27,8 +27,6 @@ class RecomputeElementwise:
 
 
 KNOB = Knob(
-    name="recompute_elementwise",
-    place=20,
     cost="elementwise work in backward",
     settings={"model": RecomputeElementwise},
     claims=(Claim("update_actor", "activations", activation_saving),),

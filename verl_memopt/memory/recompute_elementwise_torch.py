@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -52,7 +52,6 @@ def can_recompute(blocks: Iterable[nn.Module], trained: bool, key: str = KEY) ->
 
 
 def _unlike(block: Any, trained: bool) -> str | None:
-    """Return what keeps a block from being recomputed, if anything."""
     name = type(block).__name__
     if name not in KNOWN:
         return f"{name} is not one of {', '.join(KNOWN)}"
@@ -71,33 +70,30 @@ def recomputed_outputs(
     rows: Rows | None = None,
     row_layers: Sequence[Any] = (),
 ) -> list[Tensor]:
-    """Return the output [T, m] of each linear layer over one value, which backward computes again.
+    """Return the output [T, m] of each linear layer over one value [T, n], which backward computes again.
 
-    Args:
-        recomputable: Computes the value [T, n] from the sources [T, n] and the parameters [n].
-        sources: What is kept in place of the value.
-        parameters: Parameters of the recomputable.
-        layers: The linear layers, with adapters or without. Without gradients they may be of any kind.
-        rows: The rows of ``row_layers``, which then return [R, m]; None for all.
-        row_layers: Some of the layers.
+    The value is computed from sources [T, n], which are kept in its place, and parameters [n]. Layers may have adapters; without
+    gradients they may be of any kind. Those among ``row_layers`` return [R, m], of the ``rows`` alone; None for all.
     """
-    of_rows = [any(layer is one for one in row_layers) for layer in layers]
+
+    def on_rows(some: Sequence[Any]) -> list[bool]:
+        return [any(layer is one for one in row_layers) for layer in some]
+
     if not torch.is_grad_enabled():
         # Without gradients nothing reads the sources again, so the value may be written over the first of them.
         value = recomputable.compute(sources, parameters, sources[0] if recomputable.overwrites else None)
         part = value if rows is None else value[rows.index]
-        return [layer(part if on_rows else value) for layer, on_rows in zip(layers, of_rows, strict=True)]
+        return [layer(part if marked else value) for layer, marked in zip(layers, on_rows(layers), strict=True)]
     adapted = [layer for layer in layers if isinstance(layer, LoraLinear) and layer.active]
     weights = [layer.weight for layer in layers] + [layer.lora_A for layer in adapted]
-    marked = of_rows + [any(layer is one for one in row_layers) for layer in adapted]
-    outs = list(recomputed_products(recomputable, sources, parameters, weights, rows, marked))
+    outs = list(recomputed_products(recomputable, sources, parameters, weights, rows, on_rows([*layers, *adapted])))
     thin = dict(zip(map(id, adapted), outs[len(layers) :], strict=True))
-    return [_finished(layer, out, thin.get(id(layer))) for layer, out in zip(layers, outs, strict=False)]
-
-
-def _finished(layer: Any, out: Tensor, thin: Tensor | None) -> Tensor:
-    out = out if layer.bias is None else out + layer.bias
-    return out if thin is None else out + layer.scale * linear(thin, layer.lora_B)
+    for place, layer in enumerate(layers):
+        if layer.bias is not None:
+            outs[place] = outs[place] + layer.bias
+        if id(layer) in thin:
+            outs[place] = outs[place] + layer.scale * linear(thin[id(layer)], layer.lora_B)
+    return outs[: len(layers)]
 
 
 # Recomputation of cheap values: products keep what a value is computed from, and compute it again in backward.
@@ -112,40 +108,20 @@ PRODUCT_ROWS = {"cpu": ROWS_OF_BACKWARD, "cuda": 8192}
 Tensors: TypeAlias = tuple[Tensor, ...]
 
 
-class Recomputable(Protocol):
-    """How a value [T, n] is computed from sources [T, n] and parameters [n], and how its gradient becomes theirs."""
-
-    @property
-    def sources(self) -> int:
-        """Number of sources."""
-        ...
-
-    @property
-    def overwrites(self) -> bool:
-        """Whether the gradients of the sources overwrite the sources."""
-        ...
-
-    def compute(self, sources: Tensors, parameters: Tensors, out: Tensor | None = None) -> Tensor:
-        """Return the value, written into ``out`` if that is not None. ``out`` may be a source."""
-        ...
-
-    def differentiate(
-        self, grad: Tensor, sources: Tensors, parameters: Tensors, into: Tensors, sums: Sequence[Tensor | None]
-    ) -> None:
-        """Write the gradients of the sources into ``into``, and add those of the parameters to ``sums`` where it is not None."""
-        ...
-
-
 @dataclass(frozen=True)
 class RMSNorm:
-    """RMS norm of x under a weight, with the same statements as transformers. Source: arXiv 1910.07467."""
+    """RMS norm of x under a weight, with the same statements as transformers. Source: arXiv 1910.07467.
+
+    Like :class:`SwiGLU` it says how a value [T, n] is computed from ``sources`` tensors [T, n] and from parameters [n], and how
+    its gradient becomes theirs. ``overwrites``: the gradients of the sources overwrite the sources.
+    """
 
     eps: float
     sources: int = 1
     overwrites: bool = False
 
     def compute(self, sources: Tensors, parameters: Tensors, out: Tensor | None = None) -> Tensor:
-        """Return the value, as :meth:`Recomputable.compute` says."""
+        """Return the value, written into ``out`` if that is not None. ``out`` may be a source."""
         (x,), (weight,) = sources, parameters
         out = torch.empty_like(x) if out is None else out
         over_rows(_norm, (x, out), weight, self.eps)
@@ -154,7 +130,7 @@ class RMSNorm:
     def differentiate(
         self, grad: Tensor, sources: Tensors, parameters: Tensors, into: Tensors, sums: Sequence[Tensor | None]
     ) -> None:
-        """Write and add gradients, as :meth:`Recomputable.differentiate` says."""
+        """Write the gradients of the sources into ``into``, and add those of the parameters to ``sums`` where it is not None."""
         (x,), (weight,) = sources, parameters
         total = sums[0]
         if total is not None and runs_compiled(grad):
@@ -173,7 +149,7 @@ class SwiGLU:
     overwrites: bool = True
 
     def compute(self, sources: Tensors, parameters: Tensors, out: Tensor | None = None) -> Tensor:
-        """Return the value, as :meth:`Recomputable.compute` says."""
+        """Return the value, as :meth:`RMSNorm.compute` does."""
         gate, up = sources
         out = torch.empty_like(gate) if out is None else out
         over_rows(_gate, (gate, up, out), narrow=True)
@@ -182,17 +158,15 @@ class SwiGLU:
     def differentiate(
         self, grad: Tensor, sources: Tensors, parameters: Tensors, into: Tensors, sums: Sequence[Tensor | None]
     ) -> None:
-        """Write and add gradients, as :meth:`Recomputable.differentiate` says."""
+        """Write gradients, as :meth:`RMSNorm.differentiate` does."""
         over_rows(_gate_gradient, (grad, *sources, *into), narrow=True)
 
 
-def product_tiles(tensor: Tensor, least: int = 1) -> list[slice]:
-    """Return slices of a tensor's rows for products, as equal as they can be; one slice where there are no rows.
+Recomputable: TypeAlias = RMSNorm | SwiGLU
 
-    Args:
-        tensor: [rows, ...].
-        least: Least number of slices.
-    """
+
+def product_tiles(tensor: Tensor, least: int = 1) -> list[slice]:
+    """Return at least so many slices of a tensor's rows for products, as equal as they can be; one where there are no rows."""
     rows = tensor.shape[0]
     count = max(-(-rows // PRODUCT_ROWS.get(tensor.device.type, 8192)), least)
     size = max(-(-rows // count), 1)
@@ -208,15 +182,10 @@ def normalized(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def norm_gradient(grad: Tensor, x: Tensor, into: Tensor, weight: Tensor, eps: float, sums: Tensor | None) -> None:
-    """Write the gradient of x into ``into``, and add that of the norm's weight to ``sums``.
+    """Write the gradient of the norm's input x [..., n] into ``into``, and add that of its weight [n] to ``sums``.
 
-    Args:
-        grad: [..., n], the gradient of the norm's output.
-        x: [..., n], the norm's input.
-        into: [..., n], may be ``grad``.
-        weight: [n].
-        eps: The norm's epsilon.
-        sums: [n] in fp32 or wider; None where the weight's gradient is not needed.
+    ``grad`` [..., n] is that of the norm's output; ``into`` may be it. ``sums`` is [n] in fp32 or wider; None where the weight's
+    gradient is not needed.
     """
     normal, inverse = normalized(x, eps)
     above = grad.to(normal.dtype)
@@ -256,12 +225,7 @@ def _gate_gradient(grad: Tensor, gate: Tensor, up: Tensor, into_gate: Tensor, in
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a tensor, in order.
-
-    Attributes:
-        index: int64 [R], on the device of the tensor.
-        places: The same on the host.
-    """
+    """Some rows of a tensor, in order: int64 [R], on the device of the tensor and (``places``) on the host."""
 
     index: Tensor
     places: np.ndarray
@@ -282,19 +246,12 @@ def recomputed_products(
 ) -> Tensors:
     """Return the products of a value with some weights; backward computes the value again.
 
-    Keeps sources, parameters and weights for backward, and not the value. The gradient of a weight is summed over tiles of rows,
-    in fp32 where its dtype is narrower.
-
-    Args:
-        recomputable: Computes the value [T, n].
-        sources: [T, n] each. Nothing else may use sources that the recomputable overwrites.
-        parameters: [n] each.
-        weights: [m, n] each.
-        rows: The rows of the value that marked weights are multiplied with; None for all.
-        of_rows: Marks the weights that are multiplied with ``rows`` only. At least one weight is not marked.
+    Keeps sources [T, n], parameters [n] and weights [m, n] for backward, and not the value [T, n]. Nothing else may use sources
+    that the recomputable overwrites. The gradient of a weight is summed over tiles of rows, in fp32 where its dtype is narrower.
 
     Returns:
-        One product for each weight: [T, m], or [R, m] for a marked weight.
+        One product for each weight: [T, m], or [R, m] for a weight marked in ``of_rows``, which is multiplied with the ``rows``
+        of the value only. At least one weight is not marked.
     """
     tensors, marked = (*sources, *parameters, *weights), tuple(of_rows) if rows is not None else (False,) * len(weights)
     assert len(marked) == len(weights), (marked, len(weights))
@@ -302,24 +259,8 @@ def recomputed_products(
     return _RecomputedProducts.apply(recomputable, len(parameters), rows, marked, keep(*tensors), *tensors)
 
 
-@dataclass(frozen=True)
-class Kept:
-    """Tensors that a node of the graph holds for the backward of another node.
-
-    The output of the node stands for it: before torch 2.13 a node drops its tensors once no tensor refers to it, even if
-    something else refers to the node.
-    """
-
-    output: Tensor  # of no elements, so that it costs nothing
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Return the tensors."""
-        node: Any = self.output.grad_fn
-        return node.saved_tensors
-
-
-def keep(first: Tensor, *others: Tensor | None) -> Kept | None:
-    """Save tensors in the graph for the backward of another node.
+def keep(first: Tensor, *others: Tensor | None) -> tuple[Tensor] | None:
+    """Save tensors in the graph for the backward of another node, which reads them with :func:`kept`.
 
     An autograd function saves its tensors after its forward. A node of their own saves them before anything is computed from
     them. So the second forward of a checkpointed block stops before the product, if nothing is saved after these.
@@ -329,10 +270,11 @@ def keep(first: Tensor, *others: Tensor | None) -> Kept | None:
         others: More tensors; None stays None.
 
     Returns:
-        What holds the tensors; None where none of them needs a gradient.
+        The output of that node, of no elements, in a tuple, so that the other node does not take it for an input. Before torch
+        2.13 a node drops its tensors once no tensor refers to it. None where none of the tensors needs a gradient.
     """
     output = _Keep.apply(first, *others)
-    return None if output.grad_fn is None else Kept(output)
+    return None if output.grad_fn is None else (output,)
 
 
 class _Keep(torch.autograd.Function):
@@ -349,28 +291,21 @@ class _Keep(torch.autograd.Function):
 def kept(ctx: Any) -> tuple[Tensor, ...]:
     """Return the tensors of ``ctx.kept``, and drop them there. A second backward is an assertion error."""
     assert ctx.kept is not None, "this graph runs backward once"
-    held, ctx.kept = ctx.kept, None
-    return held.tensors()
+    (output,), ctx.kept = ctx.kept, None
+    return output.grad_fn.saved_tensors
 
 
 class _RecomputedProducts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        recomputable: Recomputable,
-        parameters: int,
-        rows: Rows | None,
-        marked: Sequence[bool],
-        node: Any,
-        *tensors: Tensor,
+        ctx: Any, recomputable: Recomputable, parameters: int, rows: Rows | None, marked: Sequence[bool], node: Any, *tensors: Any
     ) -> Tensors:
         ctx.recomputable, ctx.parameters, ctx.rows, ctx.marked, ctx.kept = recomputable, parameters, rows, marked, node
         first, second = recomputable.sources, recomputable.sources + parameters
         value = recomputable.compute(tensors[:first], tensors[first:second])
         part = value if rows is None else value[rows.index]
-        return tuple(
-            torch.mm(part if of_rows else value, weight.t()) for weight, of_rows in zip(tensors[second:], marked, strict=True)
-        )
+        weights = zip(tensors[second:], marked, strict=True)
+        return tuple(torch.mm(part if of_rows else value, weight.t()) for weight, of_rows in weights)
 
     @staticmethod
     @once_differentiable
@@ -405,8 +340,8 @@ def _through(
     grads: Sequence[Tensor], weights: Sequence[Tensor], marked: Sequence[bool], places: Tensor | None, out: Tensor
 ) -> None:
     """Write the sum of the products of gradients and weights into ``out``; marked ones are of the rows at ``places``."""
-    pairs = list(zip(grads, weights, marked, strict=True))
-    whole, part = ([(grad, weight) for grad, weight, of_rows in pairs if of_rows is wanted] for wanted in (False, True))
+    triples = list(zip(grads, weights, marked, strict=True))
+    whole, part = ([(grad, weight) for grad, weight, of_rows in triples if of_rows is wanted] for wanted in (False, True))
     torch.mm(*whole[0], out=out)
     for grad, weight in whole[1:]:
         torch.addmm(out, grad, weight, out=out)
@@ -418,21 +353,15 @@ def _through(
 
 
 class WeightSum:
-    """The gradient of a weight [m, n], summed over tiles of rows."""
+    """The gradient of a weight [m, n], summed over tiles of rows. The first tile allocates it."""
 
     def __init__(self, weight: Tensor) -> None:
-        """Start without a gradient for ``weight``; its first tile allocates one."""
+        """Start without a gradient for ``weight``."""
         self.dtype, self.total = weight.dtype, weight.new_empty(0)
         self.wide = torch.promote_types(weight.dtype, torch.float32)
 
     def add(self, grad: Tensor, value: Tensor, alone: bool) -> None:
-        """Add the product of a tile's gradient and value.
-
-        Args:
-            grad: [t, m].
-            value: [t, n].
-            alone: There is no other tile.
-        """
+        """Add the product of a tile's gradient [t, m] and value [t, n]. ``alone``: there is no other tile."""
         if not self.total.numel():
             product = torch.mm(grad.t(), value)
             # One tile needs no sum, so it stays in the dtype of the product and is rounded once.
@@ -478,14 +407,10 @@ def zeros_to_sum(parameter: Tensor) -> Tensor:
 
 
 def select_rows(x: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return x [T, n] and its rows at ``rows``, [R, n].
+    """Return x [T, n] and its rows [R, n] at ``rows``, int64 [R], none twice; None returns x twice.
 
     The gradient of the rows is added in place to the gradient of the whole. So the first result may be used by one function only,
     and this function must return a gradient that nothing else uses.
-
-    Args:
-        x: [T, n].
-        rows: int64 [R], none twice; None returns x twice.
     """
     return (x, x) if rows is None else _SelectRows.apply(x, rows)
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from verl_memopt.memory.knob import Advice, Knob, LadderRow, Refusal, for_roles
-from verl_memopt.memory.ranges import CountOrMinusOne, needs_reference, num_devices
+from verl_memopt.memory.ranges import CountOrMinusOne, fsdp_of, needs_reference, num_devices
 
 if TYPE_CHECKING:
-    from verl_memopt.config.schema import Fsdp, Settings
+    from verl_memopt.config.schema import Settings
 
 _RESHARD = tuple(f"actor_rollout_ref.{role}.fsdp_config.reshard_after_forward" for role in ("actor", "ref"))
 _SYNC = "actor_rollout_ref.actor.fsdp_config.gradient_sync"
@@ -45,17 +45,13 @@ class GradientSync:
 def _refusal(role: Literal["actor", "ref"]) -> Refusal:
     prefix = f"actor_rollout_ref.{role}.fsdp_config"
 
-    def fsdp(settings: Settings) -> Fsdp:
-        roles = settings.actor_rollout_ref
-        return roles.actor.fsdp_config if role == "actor" else roles.ref.fsdp_config
-
     def ranks(settings: Settings) -> int:
         """Return the ranks of a shard group."""
-        size, devices = fsdp(settings).fsdp_size, num_devices(settings)
+        size, devices = fsdp_of(settings, role).fsdp_size, num_devices(settings)
         return devices if size == -1 else size
 
     def does_not_divide(settings: Settings) -> bool:
-        number = fsdp(settings).reshard_after_forward
+        number = fsdp_of(settings, role).reshard_after_forward
         if isinstance(number, bool) or (role == "ref" and not needs_reference(settings)):
             return False
         return not (1 < number < ranks(settings) and ranks(settings) % number == 0)
@@ -70,8 +66,6 @@ def _refusal(role: Literal["actor", "ref"]) -> Refusal:
 
 
 KNOB = Knob(
-    name="resharding",
-    place=160,
     cost="one more gather per block",
     settings={"fsdp": Resharding, "trained_fsdp": GradientSync},
     refuses=(_refusal("actor"), _refusal("ref")),

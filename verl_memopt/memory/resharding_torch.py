@@ -13,12 +13,25 @@ Bytes saved: let N count the parameters, N_u those of the units that are gathere
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import TypeVar
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 Item = TypeVar("Item")
+
+
+def fsdp_units(model: nn.Module) -> list[FSDPModule]:
+    """Return the FSDP2 units of a model."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def fsdp_params(unit: FSDPModule) -> list[FSDPParam]:
+    """Return what FSDP2 knows about each parameter of a unit."""
+    group = unit._get_fsdp_state()._fsdp_param_group
+    return [] if group is None else group.fsdp_params
 
 
 def reshard_units(model: nn.Module) -> None:
@@ -27,10 +40,9 @@ def reshard_units(model: nn.Module) -> None:
     With ``reshard_after_forward`` false or a number, a unit waits for a backward to free them, and until then the module's
     parameters are the gathered ones.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-            _free_post_forward_shards(module)
+    for unit in fsdp_units(model):
+        unit.reshard()
+        _free_post_forward_shards(unit)
 
 
 def can_abandon(model: nn.Module) -> bool:
@@ -47,20 +59,17 @@ def abandon_pass(model: nn.Module) -> None:
     if not isinstance(model, FSDPModule):
         return
     model.reset_iter_state()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            _free_post_forward_shards(module)
-            group = module._get_fsdp_state()._fsdp_param_group
-            for parameter in () if group is None else group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
+    for unit in fsdp_units(model):
+        _free_post_forward_shards(unit)
+        for parameter in fsdp_params(unit):
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
 
 
 def _free_post_forward_shards(unit: FSDPModule) -> None:
     """Free the larger shards that a number as ``reshard_after_forward`` leaves; FSDP2 keeps them for a backward."""
-    group = unit._get_fsdp_state()._fsdp_param_group
-    for parameter in () if group is None else group.fsdp_params:
+    for parameter in fsdp_params(unit):
         parameter._sharded_post_forward_param = None
         parameter._sharded_post_forward_param_data = None
 
@@ -68,11 +77,8 @@ def _free_post_forward_shards(unit: FSDPModule) -> None:
 def gathered_for_forward(unit: nn.Module, again_in_backward: bool) -> None:
     """Free the buffer through which a unit with a large weight was gathered. Call this in the unit's forward.
 
-    FSDP2 would keep the buffer until the next gather, beside the weight itself.
-
-    Args:
-        unit: A module; nothing is done where it is no FSDP2 unit.
-        again_in_backward: Whether backward reads the weight.
+    FSDP2 would keep the buffer until the next gather, beside the weight itself. Nothing is done where it is no FSDP2 unit.
+    ``again_in_backward``: backward reads the weight.
     """
     if not isinstance(unit, FSDPModule):
         return
@@ -88,34 +94,18 @@ def gathered_for_forward(unit: nn.Module, again_in_backward: bool) -> None:
 def synced(micro_batches: Iterable[Item], model: nn.Module, gradient_sync: str) -> Iterator[Item]:
     """Yield the micro-batches of one optimizer step, after telling FSDP2 whether to reduce in the backward of each.
 
-    A model that is not sharded reduces nothing.
-
-    Args:
-        micro_batches: The micro-batches, as many on all ranks.
-        model: The model, sharded or not.
-        gradient_sync: ``every`` or ``last``, as in the settings.
+    A model that is not sharded reduces nothing. There are as many micro-batches on all ranks. ``gradient_sync`` is ``every`` or
+    ``last``, as in the settings.
     """
     if not isinstance(model, FSDPModule):
         yield from micro_batches
         return
-    for item, is_last in _with_last(micro_batches):
-        reduce = is_last or gradient_sync == "every"
+    iterator = iter(micro_batches)
+    following = list(islice(iterator, 1))
+    while following:
+        item, following = following.pop(), list(islice(iterator, 1))
+        reduce = not following or gradient_sync == "every"
         model.set_requires_gradient_sync(reduce)
         model.set_is_last_backward(reduce)
         yield item
-
-
-def _with_last(items: Iterable[Item]) -> Iterator[tuple[Item, bool]]:
-    """Yield (item, whether it is the last), one item ahead, without keeping items that were yielded."""
-    iterator = iter(items)
-    following = list(_next(iterator))
-    while following:
-        item, following = following.pop(), list(_next(iterator))
-        yield item, not following
-        del item
-
-
-def _next(iterator: Iterator[Item]) -> Iterator[Item]:
-    for item in iterator:
-        yield item
-        return
+        del item  # an item that was yielded is not kept while the next one is made

@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
 from verl_memopt.distributed.device import empty_cache
 from verl_memopt.memory.param_offload_torch import OffloadedParams
+from verl_memopt.observe.phase import MIB
 
 logger = logging.getLogger(__name__)
 
-MIB = 2**20
 
 POLICY = "policy params"
 REFERENCE = "reference params"
@@ -45,21 +44,6 @@ and the reference follows the policy where both rest.
 """
 
 
-class Part(Protocol):
-    """Something that may rest on the host. A move does nothing where the part is there already."""
-
-    name: str
-    on_device: bool
-
-    def to_host(self) -> int:
-        """Move the part to the host, and return the bytes moved."""
-        ...
-
-    def to_device(self) -> int:
-        """Move the part to the device, and return the bytes moved."""
-        ...
-
-
 class Residency:
     """Moves the parts of one worker between the phases of a step.
 
@@ -70,11 +54,11 @@ class Residency:
     def __init__(self, device: torch.device) -> None:
         """Start without parts."""
         self._device = device
-        self._parts: list[tuple[Part, frozenset[str]]] = []
+        self._parts: list[tuple[OffloadedParams, frozenset[str]]] = []
         self._turns: list[tuple[OffloadedParams, OffloadedParams]] = []
         self._logged: set[str] = set()
 
-    def add(self, part: Part, also: Iterable[str] = ()) -> None:
+    def add(self, part: OffloadedParams, also: Iterable[str] = ()) -> None:
         """Add a part. It is needed where the table says its name, or one of the names in ``also``."""
         self._parts.append((part, frozenset({part.name, *also})))
 
@@ -82,7 +66,7 @@ class Residency:
         """Note that two parts use the same storages. Where a phase needs the one that is away, it takes over from the other."""
         self._turns += [(one, other), (other, one)]
 
-    def find(self, name: str) -> Part | None:
+    def find(self, name: str) -> OffloadedParams | None:
         """Return the part of that name; None where it never leaves the device."""
         return next((part for part, _ in self._parts if part.name == name), None)
 

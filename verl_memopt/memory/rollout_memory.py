@@ -11,7 +11,6 @@ Works with: ``memory.device_limit_gb``, of which the engine takes its share, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -61,28 +60,7 @@ def _is_hf(settings: Settings) -> bool:
     return settings.actor_rollout_ref.rollout.name == "hf"
 
 
-def _unused_keys() -> Iterator[UnusedKey]:
-    yield UnusedKey(
-        _LEVEL,
-        lambda settings: settings.actor_rollout_ref.rollout.free_cache_engine is False,
-        "actor_rollout_ref.rollout.free_cache_engine is false",
-    )
-    for key in _VLLM_ALONE:
-        yield UnusedKey(f"{_ROLLOUT}.{key}", _is_hf, "it belongs to actor_rollout_ref.rollout.name=vllm")
-
-
-def _advice() -> Iterator[Advice]:
-    yield Advice("kv", _SHARE, LOWER, lambda settings: settings.actor_rollout_ref.rollout.kv_cache_memory_gb is None)
-    yield Advice("kv", _CACHE, LOWER)
-    for kind in ("kv", "rollout weights"):
-        yield Advice(kind, _SLEEP, True)
-    for kind in ("activations", "logits"):
-        yield Advice(kind, _SEQUENCES, LOWER, phases=("gen", "testing"))
-
-
 KNOB = Knob(
-    name="rollout_memory",
-    place=220,
     cost="a wake-up per step",
     settings={"rollout": RolloutMemory},
     known_as={
@@ -92,7 +70,10 @@ KNOB = Knob(
         "vllm_max_model_length": "actor_rollout_ref.rollout.max_model_len",
         "vllm_max_model_len": "actor_rollout_ref.rollout.max_model_len",
     },
-    unused_keys=tuple(_unused_keys()),
+    unused_keys=(
+        UnusedKey(_LEVEL, lambda settings: settings.actor_rollout_ref.rollout.free_cache_engine is False, f"{_SLEEP} is false"),
+        *(UnusedKey(f"{_ROLLOUT}.{key}", _is_hf, f"it belongs to {_ENGINE}=vllm") for key in _VLLM_ALONE),
+    ),
     refuses=(
         Refusal(
             (_ENGINE, _CACHE_DTYPE),
@@ -101,7 +82,12 @@ KNOB = Knob(
             f"Set {_ENGINE}=vllm, or auto.",
         ),
     ),
-    advice=tuple(_advice()),
+    advice=(
+        Advice("kv", _SHARE, LOWER, lambda settings: settings.actor_rollout_ref.rollout.kv_cache_memory_gb is None),
+        Advice("kv", _CACHE, LOWER),
+        *(Advice(kind, _SLEEP, True) for kind in ("kv", "rollout weights")),
+        *(Advice(kind, _SEQUENCES, LOWER, phases=("gen", "testing")) for kind in ("activations", "logits")),
+    ),
     claims=(Claim("update_actor", "rollout weights", lambda _, after: after.params * width(str(after.settings.rollout.dtype))),),
     row=LadderRow(100, on=(f"{_SLEEP}=true",), off=(f"{_SLEEP}=false",)),
     factors=(

@@ -26,8 +26,6 @@ class ShardingUnits:
 
 
 KNOB = Knob(
-    name="sharding_units",
-    place=170,
     cost="three small collectives",
     settings={"fsdp": ShardingUnits},
     row=LadderRow(140, on=tuple(f"{key}=true" for key in _KEYS), off=tuple(f"{key}=false" for key in _KEYS)),

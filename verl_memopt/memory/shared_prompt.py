@@ -27,8 +27,6 @@ class SharedPrompt:
 
 
 KNOB = Knob(
-    name="shared_prompt",
-    place=70,
     cost="nothing",
     settings={"actor": SharedPrompt},
     claims=(Claim("update_actor", "activations", activation_saving),),

@@ -36,8 +36,6 @@ def _rounds(settings: Settings) -> bool:
 
 
 KNOB = Knob(
-    name="stochastic_rounding",
-    place=120,
     cost="weights rounded by chance",
     settings={"optim": StochasticRounding},
     refuses=(

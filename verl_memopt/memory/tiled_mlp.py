@@ -36,16 +36,19 @@ class TiledMlpSettings:
     tiled_mlp: TiledMlp = field(default_factory=TiledMlp)
     """The MLP of each block over tiles of tokens."""
 
+    @property
+    def mlp_tiles(self) -> int | None:
+        """Tiles of an MLP's tokens; None where it is computed whole."""
+        return self.tiled_mlp.num_shards if self.tiled_mlp.enabled else None
+
 
 KNOB = Knob(
-    name="tiled_mlp",
-    place=40,
     cost="MLP forward once more",
     settings={"model": TiledMlpSettings},
     unused_keys=(
         UnusedKey(
             f"{_KEY}.num_shards",
-            lambda settings: not settings.actor_rollout_ref.model.tiled_mlp.enabled,
+            lambda settings: settings.actor_rollout_ref.model.mlp_tiles is None,
             "model.tiled_mlp.enabled is false",
         ),
     ),

@@ -42,44 +42,30 @@ LAYERS = ("gate_proj", "up_proj", "down_proj")
 
 
 def check_mlps(blocks: Iterable[nn.Module], trained: bool, key: str = KEY) -> None:
-    """Refuse blocks of a Hugging Face model whose MLPs cannot run over tiles.
+    """Refuse blocks of a Hugging Face model, as transformers made them, whose MLPs cannot run over tiles.
 
-    Args:
-        blocks: The blocks, as transformers made them.
-        trained: false for a model that only ever runs without gradients; its layers may then be of any kind (quantised).
-        key: The setting to name in errors.
+    Unless it is ``trained``, a model only ever runs without gradients; its layers may then be of any kind (quantised).
 
     Raises:
         ConfigError: This file does not know the mathematics of an MLP class, or of a layer in it. The message names it.
     """
     for block in blocks:
-        _check(block, getattr(block, "mlp", None), trained, key)
-
-
-def _check(block: nn.Module, mlp: Any, trained: bool, key: str) -> None:
-    if type(mlp).__name__ not in KNOWN:
-        actual = "has no mlp" if mlp is None else f"computes {type(mlp).__name__}"
-        raise ConfigError(
-            f"{key}.enabled=true: {type(block).__name__} {actual}; tiles are known for {', '.join(KNOWN)}. "
-            f"Set {key}.enabled=false."
-        )
-    for name in LAYERS if trained else ():
-        layer = getattr(mlp, name)
-        if type(layer) not in (nn.Linear, LoraLinear):
-            raise ConfigError(
-                f"{key}.enabled=true: {name} of {type(mlp).__name__} is {type(layer).__name__}, no linear layer whose gradient "
-                f"tiles can sum. Set {key}.enabled=false."
-            )
+        mlp: Any = getattr(block, "mlp", None)
+        layers = {name: type(getattr(mlp, name)) for name in LAYERS} if trained and type(mlp).__name__ in KNOWN else {}
+        unlike = next((name for name, kind in layers.items() if kind not in (nn.Linear, LoraLinear)), None)
+        if type(mlp).__name__ not in KNOWN:
+            actual = "has no mlp" if mlp is None else f"computes {type(mlp).__name__}"
+            problem = f"{type(block).__name__} {actual}; tiles are known for {', '.join(KNOWN)}"
+        elif unlike is not None:
+            kind = layers[unlike].__name__
+            problem = f"{unlike} of {type(mlp).__name__} is {kind}, no linear layer whose gradient tiles can sum"
+        else:
+            continue
+        raise ConfigError(f"{key}.enabled=true: {problem}. Set {key}.enabled=false.")
 
 
 def tiled_mlp(mlp: Any, x: Tensor, num_shards: int) -> Tensor:
-    """Return ``mlp.gated(x)`` [T, h] of a normed input x [T, h], computed over ``num_shards`` tiles; keep only x.
-
-    Args:
-        mlp: An MLP with ``gate_proj``, ``up_proj``, ``down_proj``, ``act_fn`` and ``gated``.
-        x: [T, h].
-        num_shards: Tiles of tokens.
-    """
+    """Return ``mlp.gated(x)`` [T, h] of a normed input x [T, h], computed over ``num_shards`` tiles; keep only x."""
     if torch.is_grad_enabled():
         names, weights = zip(*mlp.named_parameters(), strict=True)
         # In a checkpointed block nothing is saved after this, so the block's second forward stops here.
@@ -177,28 +163,19 @@ SWIGLU = SwiGLU()
 
 
 def recomputed_mlp(x: Tensor, norm: RMSNorm, weight: Tensor, layers: Sequence[Any], tiles: int = 1) -> Tensor:
-    """Return down(silu(gate(y)) * up(y)) [T, h], where y is the norm of x.
+    """Return down(silu(gate(y)) * up(y)) [T, h], where y is the norm of x [T, h] under a weight [h].
 
-    Keeps x and the parameters for backward where something needs a gradient.
-
-    Args:
-        x: [T, h].
-        norm: Norm of the MLP's input.
-        weight: [h], of the norm.
-        layers: The linear layers gate, up and down, with adapters or without.
-        tiles: Least number of tiles. There are more where a tile would have more rows than fast products need.
+    Keeps x and the parameters for backward where something needs a gradient. ``layers`` are gate, up and down, with adapters or
+    without. There are more than ``tiles`` tiles where one would have more rows than fast products need.
     """
     if not torch.is_grad_enabled():
         return _whole(x, norm, weight, layers, tiles)
-    tensors = [tensor for layer in layers for tensor in _tensors(layer)]
+    tensors: list[Tensor | None] = []
+    for layer in layers:
+        adapted = isinstance(layer, LoraLinear) and layer.active
+        tensors += [layer.weight, layer.bias, *((layer.lora_A, layer.lora_B) if adapted else (None, None))]
     scales = [layer.scale if isinstance(layer, LoraLinear) else 0.0 for layer in layers]
     return _RecomputedMlp.apply(norm, tiles, scales, keep(x, weight, *tensors), x, weight, *tensors)
-
-
-def _tensors(layer: Any) -> tuple[Tensor | None, ...]:
-    """Return weight, bias, and an adapter's A and B."""
-    adapted = isinstance(layer, LoraLinear) and layer.active
-    return layer.weight, layer.bias, layer.lora_A if adapted else None, layer.lora_B if adapted else None
 
 
 def _whole(x: Tensor, norm: RMSNorm, weight: Tensor, layers: Sequence[Callable[[Tensor], Tensor]], tiles: int) -> Tensor:
@@ -215,10 +192,7 @@ def _whole(x: Tensor, norm: RMSNorm, weight: Tensor, layers: Sequence[Callable[[
 class _Linear:
     """A linear layer [m, n] in an autograd function: its output over a tile, and its gradients summed over tiles.
 
-    Args:
-        tensors: Weight, bias, and an adapter's A and B; None for what the layer lacks.
-        scale: Scale of the adapter.
-        needed: Which of the tensors need a gradient.
+    Of its four tensors (weight, bias, an adapter's A and B; None for what it lacks) those that are ``needed`` get a gradient.
     """
 
     def __init__(self, tensors: Sequence[Tensor | None], scale: float, needed: Sequence[bool] = (False,) * 4) -> None:
@@ -226,12 +200,12 @@ class _Linear:
         assert weight is not None
         self.weight, self.scale = weight, scale
         learning = [one if wanted else None for one, wanted in zip(tensors, needed, strict=True)]
-        self._of_bias = None if learning[1] is None else zeros_to_sum(learning[1])
-        weights = learning[0], learning[2], learning[3]
+        of_weight, of_bias, *of_adapter = learning
+        self._of_bias = None if of_bias is None else zeros_to_sum(of_bias)
+        weights = (of_weight, *of_adapter)
         self._of_weight, self._of_down, self._of_up = (None if one is None else WeightSum(one) for one in weights)
 
     def output(self, x: Tensor) -> Tensor:
-        """Return the output [t, m] over x [t, n]."""
         # Written into ``out``: selective checkpointing keeps the outputs of products, and these are to be recomputed.
         out = x.new_empty(x.shape[0], self.weight.shape[0])
         torch.mm(x, self.weight.t(), out=out)
@@ -242,13 +216,7 @@ class _Linear:
         return out
 
     def add(self, grad: Tensor, x: Tensor, alone: bool) -> None:
-        """Add the gradients of a tile.
-
-        Args:
-            grad: [t, m], of the output.
-            x: [t, n], the input.
-            alone: There is no other tile.
-        """
+        """Add the gradients of a tile from that of the output, [t, m], and the input, [t, n]. alone: there is no other tile."""
         if self._of_weight is not None:
             self._of_weight.add(grad, x, alone)
         if self._of_bias is not None:
@@ -269,11 +237,9 @@ class _Linear:
 
     def gradients(self) -> tuple[Tensor | None, ...]:
         """Return the gradients of weight, bias, A and B in their dtypes; None for what needs none."""
-        of_bias = None if self._of_bias is None else self._of_bias.to(self.weight.dtype)
-        of_weight, of_down, of_up = (
-            None if one is None else one.gradient() for one in (self._of_weight, self._of_down, self._of_up)
-        )
-        return of_weight, of_bias, of_down, of_up
+        sums = (self._of_weight, self._of_down, self._of_up)
+        of_weight, *of_adapter = (None if one is None else one.gradient() for one in sums)
+        return of_weight, None if self._of_bias is None else self._of_bias.to(self.weight.dtype), *of_adapter
 
     @staticmethod
     def _product(x: Tensor, y: Tensor) -> Tensor:
@@ -283,17 +249,10 @@ class _Linear:
 class _RecomputedMlp(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        norm: RMSNorm,
-        tiles: int,
-        scales: Sequence[float],
-        node: Any,
-        x: Tensor,
-        weight: Tensor,
-        *tensors: Tensor | None,
+        ctx: Any, norm: RMSNorm, tiles: int, scales: Sequence[float], node: Any, x: Tensor, weight: Tensor, *tensors: Any
     ) -> Tensor:
         ctx.norm, ctx.tiles, ctx.scales, ctx.kept = norm, tiles, scales, node
-        gate, up, down = (_Linear(four, scale) for four, scale in zip(_fours(tensors), scales, strict=True))
+        gate, up, down = map(_Linear, _fours(tensors), scales)
         out = torch.empty_like(x)
         for rows in product_tiles(x, tiles):
             normal = norm.compute((x[rows],), (weight,))
@@ -307,48 +266,36 @@ class _RecomputedMlp(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, *tensors = kept(ctx)
         needed = ctx.needs_input_grad[4:]
-        layers = [
-            _Linear(four, scale, learn)
-            for four, scale, learn in zip(_fours(tensors), ctx.scales, _fours(needed[2:]), strict=True)
-        ]
+        layers = list(map(_Linear, _fours(tensors), ctx.scales, _fours(needed[2:])))
         of_x = torch.empty_like(x) if any(needed[:2]) else None
         of_norm = zeros_to_sum(weight) if needed[1] else None
         cuts = product_tiles(x, ctx.tiles)
+        alone = len(cuts) == 1
+
+        def of_tile(rows: slice) -> None:
+            """Add a tile's part of the gradients of layers and norm, and write that of x. Its tensors go with the call."""
+            gate, up, down = layers
+            normal = ctx.norm.compute((x[rows],), (weight,))
+            sources = gate.output(normal), up.output(normal)
+            value = SWIGLU.compute(sources, ())
+            down.add(grad[rows], value, alone)
+            # The value is not read any more, so its memory takes its own gradient. The next line turns gate and up into theirs.
+            down.through(grad[rows], value, add=False)
+            SWIGLU.differentiate(value, sources, (), sources, ())
+            del value
+            for layer, above in zip((gate, up), sources, strict=True):
+                layer.add(above, normal, alone)
+            if of_x is None:
+                return
+            for layer, above in zip((gate, up), sources, strict=True):
+                # A loop of its own: it overwrites `normal`, which the sums of both weights have read above.
+                layer.through(above, normal, add=layer is up)
+            ctx.norm.differentiate(normal, (x[rows],), (weight,), (of_x[rows],), (of_norm,))
+
         for rows in cuts:
-            into = None if of_x is None else of_x[rows]
-            _tile_backward(ctx.norm, grad[rows], x[rows], weight, layers, into, of_norm, alone=len(cuts) == 1)
+            of_tile(rows)
         gradients = (gradient for layer in layers for gradient in layer.gradients())
         return *(None,) * 4, of_x, None if of_norm is None else of_norm.to(weight.dtype), *gradients
-
-
-def _tile_backward(
-    norm: RMSNorm,
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    layers: Sequence[_Linear],
-    into: Tensor | None,
-    of_norm: Tensor | None,
-    alone: bool,
-) -> None:
-    """Add a tile's part of the gradients of the layers and the norm, and write that of x into ``into`` if it is not None."""
-    gate, up, down = layers
-    normal = norm.compute((x,), (weight,))
-    sources = gate.output(normal), up.output(normal)
-    value = SWIGLU.compute(sources, ())
-    down.add(grad, value, alone)
-    # The value is not read any more, so its memory takes its own gradient. The next line turns gate and up into theirs.
-    down.through(grad, value, add=False)
-    SWIGLU.differentiate(value, sources, (), sources, ())
-    del value
-    for layer, above in zip((gate, up), sources, strict=True):
-        layer.add(above, normal, alone)
-    if into is None:
-        return
-    for layer, above in zip((gate, up), sources, strict=True):
-        # A loop of its own: it overwrites `normal`, which the sums of both weights have read above.
-        layer.through(above, normal, add=layer is up)
-    norm.differentiate(normal, (x,), (weight,), (into,), (of_norm,))
 
 
 def _fours(values: Sequence[Any]) -> list[Sequence[Any]]:

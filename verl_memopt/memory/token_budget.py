@@ -83,38 +83,16 @@ def _keys(role: Role) -> tuple[str, str, str]:
     return rows, by_tokens, tokens
 
 
-def _rows(settings: Settings, role: Role) -> int | None:
-    """Return the most sequences of a role's micro-batch."""
+def _sizes(settings: Settings, role: Role) -> tuple[int | None, bool | None, int | None]:
+    """Return the most sequences of a role's micro-batch, whether tokens are counted instead, and the most tokens."""
     roles, critic = settings.actor_rollout_ref, settings.critic
     if role == "actor":
-        return roles.actor.ppo_micro_batch_size_per_gpu
+        actor = roles.actor
+        return actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu
     if role == "values":
-        return critic.forward_micro_batch_size_per_gpu
-    return (roles.rollout if role == "rollout" else roles.ref).log_prob_micro_batch_size_per_gpu
-
-
-def _by_tokens(settings: Settings, role: Role) -> bool:
-    """Return whether tokens are counted in place of sequences."""
-    roles, critic = settings.actor_rollout_ref, settings.critic
-    if role == "actor":
-        return roles.actor.use_dynamic_bsz
-    if role == "values":
-        return bool(critic.use_dynamic_bsz)
-    return bool((roles.rollout if role == "rollout" else roles.ref).log_prob_use_dynamic_bsz)
-
-
-def _tokens(settings: Settings, role: Role) -> int:
-    """Return the most tokens of a role's micro-batch."""
-    roles, critic = settings.actor_rollout_ref, settings.critic
-    if role == "actor":
-        return roles.actor.ppo_max_token_len_per_gpu
-    if role == "values":
-        return critic.forward_max_token_len_per_gpu or 0
-    return (roles.rollout if role == "rollout" else roles.ref).log_prob_max_token_len_per_gpu or 0
-
-
-def _sizes(settings: Settings, role: Role) -> tuple[int | None, bool, int]:
-    return _rows(settings, role), _by_tokens(settings, role), _tokens(settings, role)
+        return critic.forward_micro_batch_size_per_gpu, critic.use_dynamic_bsz, critic.forward_max_token_len_per_gpu
+    own = roles.rollout if role == "rollout" else roles.ref
+    return own.log_prob_micro_batch_size_per_gpu, own.log_prob_use_dynamic_bsz, own.log_prob_max_token_len_per_gpu
 
 
 def _is_checked(settings: Settings, role: Role) -> bool:
@@ -130,11 +108,12 @@ def _refusals(role: Role) -> Iterator[Refusal]:
     rows_key, by_tokens_key, tokens_key = _keys(role)
 
     def has_no_size(settings: Settings) -> bool:
-        return not _by_tokens(settings, role) and _rows(settings, role) is None and _is_checked(settings, role)
+        rows, by_tokens, _ = _sizes(settings, role)
+        return not by_tokens and rows is None and _is_checked(settings, role)
 
     def is_too_small(settings: Settings) -> bool:
-        too_small = _by_tokens(settings, role) and _tokens(settings, role) < longest_sample(settings)
-        return too_small and _is_checked(settings, role)
+        _, by_tokens, tokens = _sizes(settings, role)
+        return bool(by_tokens) and (tokens or 0) < longest_sample(settings) and _is_checked(settings, role)
 
     yield Refusal(
         (rows_key, by_tokens_key), has_no_size, "a micro-batch has no size", f"Set {rows_key}, or {by_tokens_key}=true."
@@ -152,7 +131,7 @@ def _refusals(role: Role) -> Iterator[Refusal]:
 
 def _counts(role: Role, tokens: bool) -> Predicate:
     """Return the question whether a role's micro-batches are cut by tokens, or by sequences."""
-    return lambda settings: _by_tokens(settings, role) == tokens
+    return lambda settings: bool(_sizes(settings, role)[1]) == tokens
 
 
 def _advice() -> Iterator[Advice]:
@@ -171,6 +150,7 @@ def _log_prob_factor(role: Role, name: str) -> Factor:
 
 
 _ACTOR_ROWS, _ACTOR_BY_TOKENS, BUDGET_KEY = _keys("actor")
+_WHOLE = {_ACTOR_BY_TOKENS: True}
 ADAPTIVE_KEY, _IN_BACKWARD = f"{_AR}.actor.adaptive_token_budget", f"{_AR}.actor.optim.in_backward"
 _ADAPTIVE_KEYS = (ADAPTIVE_KEY, *(f"{_AR}.{role}.log_prob_adaptive_token_budget" for role in ("rollout", "ref")))
 
@@ -189,8 +169,6 @@ def _counts_tokens(settings: Settings) -> bool:
 
 
 KNOB = Knob(
-    name="token_budget",
-    place=80,
     cost="more, smaller micro-batches",
     settings={"actor": UpdateBudget, "critic": CriticBudget, "log_prob_pass": LogProbBudget},
     known_as={
@@ -203,24 +181,14 @@ KNOB = Knob(
         UnusedKey(BUDGET_KEY, lambda settings: not _counts_tokens(settings), "actor.use_dynamic_bsz is false"),
         UnusedKey(ADAPTIVE_KEY, lambda settings: not _counts_tokens(settings), "actor.use_dynamic_bsz is false"),
     ),
-    refuses=(
-        *_refusals("actor"),
-        *_refusals("rollout"),
-        *_refusals("ref"),
-        *_refusals("values"),
-        _STEPS_IN_BACKWARD,
-    ),  # fmt: skip,
+    refuses=(*_refusals("actor"), *_refusals("rollout"), *_refusals("ref"), *_refusals("values"), _STEPS_IN_BACKWARD),
     advice=tuple(_advice()),
     claims=(Claim("update_actor", "activations", activation_saving),),
     row=LadderRow(40, on=(f"{BUDGET_KEY}={{pair}}",), off=(f"{BUDGET_KEY}={{all}}",)),
     factors=(
         Factor(
             "batching",
-            {
-                "whole": {_ACTOR_BY_TOKENS: True},
-                "tokens": {_ACTOR_BY_TOKENS: True, BUDGET_KEY: 20},
-                "rows": {_ACTOR_BY_TOKENS: False, _ACTOR_ROWS: 3},
-            },
+            {"whole": _WHOLE, "tokens": _WHOLE | {BUDGET_KEY: 20}, "rows": {_ACTOR_BY_TOKENS: False, _ACTOR_ROWS: 3}},
         ),
         Factor(
             "adaptive budget", {"fixed": dict.fromkeys(_ADAPTIVE_KEYS, False), "learned": dict.fromkeys(_ADAPTIVE_KEYS, True)}

@@ -11,8 +11,9 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
@@ -48,8 +49,8 @@ def pack(
         lengths: Tokens of each row.
         budget: Tokens of a bin.
         num_bins_at_least: Least number of bins. With fewer rows than this the last bins are empty.
-        names: Names of the rows, for errors. None = their indices.
-        key: The setting, to name in errors.
+        names: Names of the rows, for errors, which also name ``key``. None = their indices.
+        key: The setting.
 
     Raises:
         ConfigError: A row exceeds the budget. The message names ``key``, the row, its length and the smallest budget that works.
@@ -78,25 +79,27 @@ def pack_fixed(num_rows: int, rows_per_bin: int) -> list[list[int]]:
 def split_to_count(bins: Sequence[Sequence[int]], count: int, lengths: Sequence[int] | None = None) -> list[list[int]]:
     """Return exactly ``count`` bins by splitting the largest, so that every rank runs as many micro-batches as the busiest.
 
-    A bin of one row cannot be split: with fewer rows than ``count`` the last bins are empty lists.
-
-    Args:
-        bins: Rows of each.
-        count: Number of bins, at least as many as there are.
-        lengths: Lengths of the rows. The size of a bin is their sum, or its number of rows if None.
+    A bin of one row cannot be split: with fewer rows than ``count``, which is at least the number of bins, the last bins are
+    empty lists. The size of a bin is the sum of its rows' ``lengths``, or its number of rows if None.
     """
     assert count >= len(bins), (count, len(bins))
     result = [list(rows) for rows in bins]
-    heap = [_bin_entry(rows, position, lengths) for position, rows in enumerate(result) if len(rows) > 1]
+
+    def size(row: int) -> int:
+        return 1 if lengths is None else int(lengths[row])
+
+    def entry(position: int) -> tuple[int, int]:
+        return -sum(map(size, result[position])), position
+
+    heap = [entry(position) for position, rows in enumerate(result) if len(rows) > 1]
     heapq.heapify(heap)
     while len(result) < count and heap:
         position = heapq.heappop(heap)[1]
-        kept, moved = _halve(result[position], lengths)
-        result[position] = kept
+        result[position], moved = _halve(result[position], size)
         result.append(moved)
         for place in (position, len(result) - 1):
             if len(result[place]) > 1:
-                heapq.heappush(heap, _bin_entry(result[place], place, lengths))
+                heapq.heappush(heap, entry(place))
     return result + [[] for _ in range(count - len(result))]
 
 
@@ -243,23 +246,15 @@ def _best_single_or_pair(left: list[int], room: int, candidates: int, spread: bo
     return choice
 
 
-def _bin_entry(rows: list[int], position: int, lengths: Sequence[int] | None) -> tuple[float, int]:
-    return -_size(rows, lengths), position
-
-
-def _size(rows: list[int], lengths: Sequence[int] | None) -> float:
-    return len(rows) if lengths is None else sum(int(lengths[row]) for row in rows)
-
-
-def _halve(rows: list[int], lengths: Sequence[int] | None) -> tuple[list[int], list[int]]:
+def _halve(rows: list[int], size: Callable[[int], int]) -> tuple[list[int], list[int]]:
     """Cut a bin of at least two rows into two non-empty halves of nearly equal size, the heavier first."""
     halves: tuple[list[int], list[int]] = ([], [])
     sizes = [0, 0]
-    for row in sorted(rows, key=lambda row: (-_size([row], lengths), row)):
+    for row in sorted(rows, key=lambda row: (-size(row), row)):
         # The last clause keeps the second half from staying empty where the first row weighs nothing.
         lighter = 0 if sizes[0] <= sizes[1] and not (halves[0] and not halves[1]) else 1
         halves[lighter].append(row)
-        sizes[lighter] += int(_size([row], lengths))
+        sizes[lighter] += size(row)
     return sorted(halves[0]), sorted(halves[1])
 
 
@@ -278,17 +273,14 @@ def skipped_if_many(skipped: int, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class RowTokens:
-    """The tokens that a pass computes for some rows, one entry a row.
-
-    Attributes:
-        prompts: Tokens of the prompt. This and ``answers`` are 0 for a row with an empty response, which is not computed.
-        answers: Tokens of the response without its last, which predicts nothing.
-        groups: Rows with the same number compute their prompt once, together.
-    """
+    """The tokens that a pass computes for some rows, one entry a row."""
 
     prompts: tuple[int, ...]
+    """Tokens of the prompt. This and ``answers`` are 0 for a row with an empty response, which is not computed."""
     answers: tuple[int, ...]
+    """Tokens of the response without its last, which predicts nothing."""
     groups: tuple[int, ...]
+    """Rows with the same number compute their prompt once, together."""
 
     @classmethod
     def alone(cls, tokens: Sequence[int]) -> RowTokens:
@@ -336,12 +328,6 @@ def pack_groups_under(tokens: RowTokens, budget: int, names: Sequence[str], key:
 
     A group stays whole where it fits. Otherwise it is cut into as few parts as its answers allow, each with the prompt.
 
-    Args:
-        tokens: Tokens of the rows.
-        budget: Largest number of tokens in a micro-batch.
-        names: Names of the rows, for errors.
-        key: The setting to name in errors.
-
     Raises:
         ConfigError: One row alone exceeds the budget. The message names ``key`` and the row.
     """
@@ -361,27 +347,15 @@ def chains(micro_batches: Sequence[Sequence[int]], tokens: RowTokens) -> list[li
 
     A chain consists of neighbours of one group whose answers are no longer than the prompt, so that each would compute more
     prompt than answers.
-
-    Args:
-        micro_batches: Rows of each micro-batch.
-        tokens: Tokens of the rows.
     """
 
-    def prompt_of(rows: Sequence[int]) -> int | None:
+    def prompt_of(rows: Sequence[int]) -> object:
         groups = {tokens.groups[row] for row in rows}
         answers = sum(tokens.answers[row] for row in rows)
-        return groups.pop() if len(groups) == 1 and 0 < answers <= max(tokens.prompts[row] for row in rows) else None
+        reused = len(groups) == 1 and 0 < answers <= max(tokens.prompts[row] for row in rows)
+        return groups.pop() if reused else object()  # which equals no other, so that these rows stay alone
 
-    chained: list[list[Sequence[int]]] = []
-    before: int | None = None
-    for rows in micro_batches:
-        group = prompt_of(rows)
-        if chained and group is not None and group == before:
-            chained[-1].append(rows)
-        else:
-            chained.append([rows])
-        before = group
-    return chained
+    return [list(chain) for _, chain in groupby(micro_batches, prompt_of)]
 
 
 def _parts(tokens: RowTokens, family: list[int], budget: int, names: Sequence[str], key: str) -> list[list[int]]:
@@ -414,8 +388,6 @@ def _parts(tokens: RowTokens, family: list[int], budget: int, names: Sequence[st
 def prompt_groups(groups: Sequence[int], actor: Actor) -> Sequence[int]:
     """Return a number for each row. Rows with the same number compute their prompt once, together.
 
-    Args:
-        groups: A number for each row. Rows with the same number have the same prompt.
-        actor: The ``actor`` section of the settings.
+    Those that have the same prompt have the same number in ``groups``.
     """
     return groups if actor.use_prefix_grouper else range(len(groups))

@@ -34,8 +34,6 @@ class WeightBuckets:
 
 
 KNOB = Knob(
-    name="weight_buckets",
-    place=210,
     cost="one collective per bucket",
     settings={"rollout": WeightBuckets},
     same_numbers=True,

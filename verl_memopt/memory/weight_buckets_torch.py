@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from verl_memopt.observe.byte_tracker import scope
+from verl_memopt.observe.phase import MIB
 
-MIB = 2**20
 KIND = "sync bucket"
 
 
@@ -60,15 +60,7 @@ def as_slice(item: tuple[str, Tensor] | WeightSlice) -> WeightSlice:
 
 @dataclass(frozen=True)
 class _Part:
-    """Some rows of every rank's shard of one tensor in a bucket.
-
-    Attributes:
-        name: Name of the tensor.
-        weight: The tensor.
-        shard_rows: Rows of the largest shard.
-        first: First of these rows in a shard.
-        rows: Number of these rows.
-    """
+    """``rows`` rows, from ``first`` on, of every rank's shard of one tensor in a bucket. The largest shard has ``shard_rows``."""
 
     name: str
     weight: DTensor
@@ -112,19 +104,10 @@ def weight_slices(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, buc
 
 
 class _Bucket:
-    """Parts that are gathered together.
-
-    Args:
-        group: Group of the ranks.
-        ranks: Their number.
-        dtype: Dtype of the buffer.
-        limit: Elements of the buffer, sent and received ones together.
-    """
+    """Parts that are gathered together, in a buffer of at most ``limit`` elements, sent and received ones together."""
 
     def __init__(self, group: dist.ProcessGroup | None, ranks: int, dtype: torch.dtype, limit: int) -> None:
-        self._group = group
-        self._ranks = ranks
-        self._dtype = dtype
+        self._group, self._ranks, self._dtype = group, ranks, dtype
         self._limit = limit // (ranks + 1)
         self._parts: list[_Part] = []
         self._held = 0
@@ -145,17 +128,18 @@ class _Bucket:
             first += rows
 
     def flush(self, expected: int = 0) -> Iterator[WeightSlice]:
-        """Gather what was added and yield it, the ranks' rows of one tensor after another.
-
-        Args:
-            expected: Elements a later bucket may hold, for which the first one makes room.
-        """
+        """Gather what was added and yield it, the ranks' rows of one tensor after another, in room for ``expected`` elements."""
         if not self._parts:
             return
         parts, length = self._parts, self._held
         self._parts, self._held = [], 0
         received, sent = self._room(parts[0].weight.device, length, expected)
-        _fill(sent, parts)
+        start = 0
+        for part in parts:
+            own = part.weight.to_local()[part.first : part.first + part.rows]
+            # Where this rank's shard is short, the rest is left as it is and never read.
+            sent[start : start + own.numel()].view(own.shape).copy_(own)
+            start += part.elements
         dist.all_gather_into_tensor(received, sent, group=self._group)
         start = 0
         for part in parts:
@@ -170,15 +154,6 @@ class _Bucket:
                 elements = (self._ranks + 1) * max(length, expected)
                 self._buffer = torch.empty(elements, dtype=self._dtype, device=device)
         return self._buffer[: self._ranks * length], self._buffer[self._ranks * length : (self._ranks + 1) * length]
-
-
-def _fill(sent: Tensor, parts: Iterable[_Part]) -> None:
-    """Cast this rank's rows into the buffer that is sent. Where its shard is short, the rest is left as it is and never read."""
-    start = 0
-    for part in parts:
-        own = part.weight.to_local()[part.first : part.first + part.rows]
-        sent[start : start + own.numel()].view(own.shape).copy_(own)
-        start += part.elements
 
 
 def _slices(part: _Part, gathered: Tensor) -> Iterator[WeightSlice]:
@@ -212,9 +187,8 @@ def joined(slices: Weights, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
             pending[part.name] = torch.empty(part.shape, dtype=dtype, device=part.tensor.device), part.shape[0]
         whole, missing = pending.pop(part.name)
         whole[part.start : part.stop].copy_(part.tensor)
-        missing -= part.stop - part.start
-        if missing:
-            pending[part.name] = whole, missing
+        if part.stop - part.start < missing:
+            pending[part.name] = whole, missing - (part.stop - part.start)
         else:
             yield part.name, whole
         # Otherwise this name would keep the tensor alive while the next one is allocated.

@@ -3,7 +3,6 @@ import gc
 import json
 import pickle
 import weakref
-from functools import partial
 
 import pytest
 import torch
@@ -17,8 +16,8 @@ from verl_memopt.memory.host_buffers import GIB, host_buffer
 from verl_memopt.memory.out_of_memory import (
     MOST_TENSORS,
     MemorySnapshot,
+    Shortage,
     _bytes_by_kind,
-    _error,
     _requested_bytes,
     advice,
     out_of_memory_report,
@@ -204,7 +203,7 @@ def test_other_errors_pass_unchanged():
 
 
 def test_the_error_reaches_the_driver_and_ends_the_run_with_a_failure():
-    error = _error("gen", {"kv": GIB, "params": 2 * GIB}, 3 * GIB, 2 * GIB, "aten.zeros", partial(advice, settings=SETTINGS))
+    error = Shortage({"kv": GIB, "params": 2 * GIB}, 3 * GIB, 2 * GIB, "aten.zeros").error("gen", SETTINGS)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
     assert str(error).startswith("gen: out of device memory at 3 of 2 GiB (aten.zeros): params 2, kv 1 GiB.")
     assert error.exit_code != 0
