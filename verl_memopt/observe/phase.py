@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import psutil
 import torch
@@ -83,13 +84,13 @@ class MemoryProbe:
         started = time.perf_counter()
         on_gpu = device_room.is_gpu(self.device)
         tracked = track and (self.kinds_on_gpu or not on_gpu)
-        tracker = self._tracker(name, kind) if tracked else nullcontext({})
-        allocator = self._allocator(name) if on_gpu else nullcontext({})
+        tracker: AbstractContextManager[dict] = self._tracker(name, kind) if tracked else nullcontext({})
+        allocator: AbstractContextManager[dict] = self._allocator(name) if on_gpu else nullcontext({})
         with tracker as counted, allocator as read:
             yield lambda: measured[0]
             # Work that is still queued on the GPU belongs to this phase, and would count to the next one.
             device_room.synchronize(self.device)
-        figures = {**dict.fromkeys(DEVICE_FIGURES), **counted, **read}
+        figures: dict[str, Any] = {**dict.fromkeys(DEVICE_FIGURES), **counted, **read}
         memory = PhaseMemory(name, time.perf_counter() - started, **figures, host_rss_bytes=host_rss_bytes())
         measured.append(memory)
         logger.debug("%s: %.3f s %s", name, memory.seconds, memory_words(memory))
@@ -143,13 +144,14 @@ def combine(memories: Sequence[PhaseMemory], driver_rss_bytes: int = 0) -> Phase
     def largest(name: str) -> int | None:
         return max((value for memory in memories if (value := getattr(memory, name)) is not None), default=None)
 
+    device: dict[str, Any] = {name: largest(name) for name in (*DEVICE_FIGURES, "entered_bytes")}
     return PhaseMemory(
         name=memories[0].name,
         seconds=max(memory.seconds for memory in memories),
         host_rss_bytes=sum(memory.host_rss_bytes for memory in memories) + driver_rss_bytes,
         kinds=max(memories, key=lambda memory: memory.peak_allocated_bytes or 0).kinds,
         host_buffer_bytes=sum(memory.host_buffer_bytes for memory in memories),
-        **{name: largest(name) for name in (*DEVICE_FIGURES, "entered_bytes")},
+        **device,
     )
 
 

@@ -62,10 +62,10 @@ def timeline_rows(step: int, spans: Sequence[Span], memories: Mapping[str, Phase
     """
     rows = []
     for span in sorted((span for span in spans if span.name not in _CONTAINERS), key=lambda span: span.started):
-        memory, figures = memories.get(span.name), {}
+        memory, figures = memories.get(span.name), dict[str, Any]()
         if memory is not None:
             counter = "tracker" if memory.peak_reserved_bytes is None else "allocator"
-            figures = {name: getattr(memory, name) for name in (*_INTEGERS, "kinds")}
+            figures |= {name: getattr(memory, name) for name in (*_INTEGERS, "kinds")}
             figures["counter"] = "" if memory.peak_allocated_bytes is None else counter
         rows.append(TimelineRow(span.started, 0.0, step, span.name, span.seconds, **figures))
     return rows
@@ -98,10 +98,10 @@ def read_timeline(path: Path) -> list[TimelineRow]:
 
 def _parsed(path: Path, line: int, cells: dict[str, Any]) -> TimelineRow:
     try:
-        sizes = {name: int(cells[name]) if cells[name] else None for name in _INTEGERS}
-        times = {name: float(cells[name]) for name in _TIMES}
+        figures: dict[str, Any] = {name: int(cells[name]) if cells[name] else None for name in _INTEGERS}
+        figures |= {name: float(cells[name]) for name in _TIMES}
         kinds = json.loads(cells["kinds"] or "{}")
-        return TimelineRow(step=int(cells["step"]), phase=cells["phase"], counter=cells["counter"], kinds=kinds, **times, **sizes)
+        return TimelineRow(step=int(cells["step"]), phase=cells["phase"], counter=cells["counter"], kinds=kinds, **figures)
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path}:{line}: not a timeline row ({error}). Correct or delete this line.") from error
 

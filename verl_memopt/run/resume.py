@@ -37,7 +37,7 @@ def checkpoint_store(trainer: Trainer, has_validation: bool, run_dir: Path) -> C
 
 def loaded_parts(actor: Actor, critic: Critic | None) -> dict[str, list[str]]:
     """Return the setting of each trained role that lists what it loads from a checkpoint, with its value."""
-    roles = {"actor_rollout_ref.actor": actor, "critic": critic}
+    roles: dict[str, Actor | Critic | None] = {"actor_rollout_ref.actor": actor, "critic": critic}
     return {f"{name}.checkpoint.load_contents": list(role.checkpoint.load_contents or []) for name, role in roles.items() if role}
 
 

@@ -196,7 +196,9 @@ class Rewarder:
             return self.dapo.shaped(results, [len(ids) for ids in answers.generation.response_ids])
 
     def _by_function(self, answers: Answers, model_scores: list[float] | None) -> list[RewardResult]:
-        read = [{}] * len(answers.rows) if model_scores is None else [{RM_SCORE: score} for score in model_scores]
+        read: list[dict[str, float]] = [{}] * len(answers.rows)
+        if model_scores is not None:
+            read = [{RM_SCORE: score} for score in model_scores]
         rows = [
             RewardRow(row.data_source, text, row.ground_truth, {**row.extra_info, **score}, row.address)
             for row, text, score in zip(answers.rows, answers.texts, read, strict=True)
