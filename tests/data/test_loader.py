@@ -19,7 +19,7 @@ def rows(count: int) -> Any:
 
 
 def take(loader: StepLoader, steps: int) -> list[list[int]]:
-    return [[row.index for row in map(loader.dataset.__getitem__, loader.next_indices())] for _ in range(steps)]
+    return [[row.index for row in loader.next_step()] for _ in range(steps)]
 
 
 @given(st.integers(1, 30), st.integers(1, 30), st.booleans(), st.integers(0, 2**31), st.integers(0, 12), st.integers(0, 12))
