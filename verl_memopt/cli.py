@@ -8,7 +8,7 @@ import logging
 import pkgutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings
 
 
+def _parser(command: str, description: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(prog=f"verl-memopt {command}", description=description)
+
+
 def report_command(arguments: Sequence[str]) -> int:
     """Run ``verl-memopt report``."""
-    parser = argparse.ArgumentParser(
-        prog="verl-memopt report", description="Make a run's summary and charts again, or compare runs."
-    )
+    parser = _parser("report", "Make a run's summary and charts again, or compare runs.")
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="folder that a run printed as its last line")
     parser.add_argument("--out", type=Path, default=None, help="where to put the charts (default: the run's own folder)")
     parsed = parser.parse_args(arguments)
@@ -38,10 +40,7 @@ def report_command(arguments: Sequence[str]) -> int:
 
 def check_command(arguments: Sequence[str]) -> int:
     """Run ``verl-memopt check``."""
-    parser = argparse.ArgumentParser(
-        prog="verl-memopt check",
-        description="Verify every checkpoint of a run, file by file. The exit code is 1 where one is not whole.",
-    )
+    parser = _parser("check", "Verify every checkpoint of a run, file by file. The exit code is 1 where one is not whole.")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder that a run printed as its last line")
     parsed = parser.parse_args(arguments)
     from verl_memopt.run.checkpoints import check_folder
@@ -51,9 +50,7 @@ def check_command(arguments: Sequence[str]) -> int:
 
 def toy_command(arguments: Sequence[str]) -> int:
     """Run ``verl-memopt toy``."""
-    parser = argparse.ArgumentParser(
-        prog="verl-memopt toy", description="Make the toy task: a tiny warmed-up model and its data."
-    )
+    parser = _parser("toy", "Make the toy task: a tiny warmed-up model and its data.")
     parser.add_argument("folder", type=Path, help="where to put model/, train.parquet and val.parquet")
     parser.add_argument("--seed", type=int, default=0, help="seed of data, weights and warm-up (default: 0)")
     parsed = parser.parse_args(arguments)
@@ -67,7 +64,7 @@ def toy_command(arguments: Sequence[str]) -> int:
 
 def knobs_command(arguments: Sequence[str]) -> int:
     """Run ``verl-memopt knobs``."""
-    parser = argparse.ArgumentParser(prog="verl-memopt knobs", description="List the memory knobs, or measure them on a model.")
+    parser = _parser("knobs", "List the memory knobs, or measure them on a model.")
     parser.add_argument(
         "--json",
         nargs="?",
@@ -185,18 +182,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The command line without the program's name. None = that of this process, whose signals are then watched to its end.
     """
-    watch = SignalWatch() if argv is None else None
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in COMMANDS:
-        try:
-            exit_code: int = pkgutil.resolve_name(COMMANDS[arguments[0]][0])(arguments[1:])
-            return exit_code
-        except UserError as error:
-            sys.stderr.write(f"{type(error).__name__}: {error}\n")
-            return error.exit_code
-        finally:
-            if watch is not None:
-                watch.hold_while_ending()
+        return guarded(lambda: pkgutil.resolve_name(COMMANDS[arguments[0]][0])(arguments[1:]), watched=argv is None)
     lines = "\n".join(f"  {name:8} {text}" for name, (_, text) in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="verl-memopt",
@@ -209,39 +197,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def guarded(command: Callable[[], int], watched: bool) -> int:
+    """Run a command and return its exit code. A user's error is printed as its message, without a traceback.
+
+    Args:
+        command: Returns the exit code.
+        watched: Watch for signals until the process ends.
+    """
+    watch = SignalWatch() if watched else None
+    try:
+        return command()
+    except UserError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return error.exit_code
+    finally:
+        if watch is not None:
+            watch.hold_while_ending()
+
+
 # A run, from its command line to its exit code. Heavy packages are imported only where a run starts: a dry run needs none.
 
 
-USAGE = "%(prog)s [--config-name NAME] [--config-dir FOLDER] [--cfg job] [key=value ...]"
-
-
-DESCRIPTION = "Train a policy with PPO, RLOO, GRPO and others."
 ENTRIES = "ppo_trainer (the default: verl's defaults), rloo_trainer, grpo_trainer, or a file of --config-dir"
 
 
 def build_parser(
-    prog: str, description: str = DESCRIPTION, config_name: str = "ppo_trainer", entries: str = ENTRIES
+    prog: str,
+    description: str = "Train a policy with PPO, RLOO, GRPO and others.",
+    config_name: str = "ppo_trainer",
+    entries: str = ENTRIES,
 ) -> argparse.ArgumentParser:
     """Return the parser of a training entry."""
-    parser = argparse.ArgumentParser(prog=prog, usage=USAGE, description=description)
+    usage = "%(prog)s [--config-name NAME] [--config-dir FOLDER] [--cfg job] [key=value ...]"
+    parser = argparse.ArgumentParser(prog=prog, usage=usage, description=description)
     parser.add_argument("--config-name", default=config_name, help=entries)
     parser.add_argument("--config-dir", "--config-path", default=None, help="folder of a recipe's YAML")
     parser.add_argument("--cfg", choices=["job"], help="print the resolved settings as YAML and exit")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="any setting, under verl's key names")
     return parser
-
-
-def run(arguments: Sequence[str] | None, prog: str = "verl-memopt train") -> int:
-    """Run the training entry and return its exit code.
-
-    Args:
-        arguments: of the command line; None = those of this process.
-        prog: name of the program in its help.
-
-    Raises:
-        UserError: for what the user must mend.
-    """
-    return _run(build_parser(prog), arguments)
 
 
 def sft(
@@ -266,14 +259,24 @@ def sft(
     parser.set_defaults(config_dir=config_dir)
     from verl_memopt.algorithms.records import SFT
 
-    return _run(parser, arguments, estimator=SFT)
+    return run(arguments, parser, estimator=SFT)
 
 
-def _run(parser: argparse.ArgumentParser, arguments: Sequence[str] | None, estimator: str | None = None) -> int:
-    """Run what a command line asks for, and return the exit code. Settings with another estimator are refused."""
+def run(arguments: Sequence[str] | None, parser: argparse.ArgumentParser | None = None, estimator: str | None = None) -> int:
+    """Run the training that a command line asks for, and return its exit code.
+
+    Args:
+        arguments: of the command line; None = those of this process.
+        parser: of the entry; None = that of ``verl-memopt train``.
+        estimator: the only estimator that the entry takes; None = any.
+
+    Raises:
+        UserError: for what the user must mend.
+    """
     from verl_memopt.config.loader import load_settings, log_objective, to_yaml
     from verl_memopt.observe.log_setup import setup_logging
 
+    parser = parser or build_parser("verl-memopt train")
     parsed = parser.parse_intermixed_args(arguments)
     setup_logging(level=logging.INFO)
     settings = load_settings(parsed.config_name, parsed.overrides, parsed.config_dir)

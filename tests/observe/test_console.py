@@ -34,7 +34,7 @@ def test_without_a_terminal_each_step_is_one_plain_line_and_the_table_comes_ever
     console = plain()
     with RunConsole(4, table_every=2, console=console) as run:
         for step in (1, 2, 3, 4):
-            run.step(step, STEP)
+            run.log(step, STEP)
     text = printed(console)
     assert "\x1b" not in text
     assert "\r" not in text
@@ -47,15 +47,15 @@ def test_without_a_terminal_each_step_is_one_plain_line_and_the_table_comes_ever
 def test_a_step_line_names_memory_and_says_where_there_is_no_counter() -> None:
     assert memory_words(STEP) == "mem_alloc_mb=512.0 mem_reserved_mb=n/a mem_max_alloc_mb=140800.0"
     console = plain()
-    RunConsole(4, console=console).step(1, {})
+    RunConsole(4, console=console).log(1, {})
     assert "mem_alloc_mb=n/a mem_reserved_mb=n/a mem_max_alloc_mb=n/a" in printed(console)
 
 
 def test_on_a_terminal_the_bar_shows_reward_speed_and_the_highest_peak_so_far() -> None:
     console = Console(file=StringIO(), width=80, force_terminal=True)
     with RunConsole(4, table_every=10, console=console) as run:
-        run.step(1, STEP)
-        run.step(2, {"critic/score/mean": 0.5})
+        run.log(1, STEP)
+        run.log(2, {"critic/score/mean": 0.5})
     last = printed(console).split("\r")[-1]
     assert "2/4" in last
     assert "reward 0.500" in last
@@ -66,15 +66,15 @@ def test_steps_that_no_table_has_shown_are_shown_at_the_end() -> None:
     console = plain()
     with RunConsole(3, table_every=2, console=console) as run:
         for step in (1, 2, 3):
-            run.step(step, STEP)
+            run.log(step, STEP)
     assert printed(console).splitlines()[-1].split()[0] == "3"
 
 
 def test_no_table_is_printed_in_between_when_it_is_switched_off() -> None:
     console = plain()
     run = RunConsole(2, table_every=0, console=console)
-    run.step(1, STEP)
-    run.step(2, STEP)
+    run.log(1, STEP)
+    run.log(2, STEP)
     assert "logprob" not in printed(console)
 
 

@@ -47,7 +47,7 @@ def result_of(count=6, **metrics):
 
 
 def validation_of(score):
-    return Validation({"val-core/toy/arithmetic/reward/mean@1": score}, score, [answers_of(2), answers_of(1)])
+    return Validation({"val-core/toy/arithmetic/reward/mean@1": score}, [answers_of(2), answers_of(1)])
 
 
 def finish_step(reporter, step, validation=None, epoch=0, **metrics):

@@ -115,11 +115,7 @@ def rollout_batch(
 
 
 def shares_prompts(actor: Actor) -> bool:
-    """Return whether rows with the same prompt compute it once, together.
-
-    Args:
-        actor: The ``actor`` section of the settings.
-    """
+    """Return whether rows with the same prompt compute it once, together, under these settings."""
     return len(set(prompt_groups((0, 0), actor))) == 1
 
 
@@ -243,14 +239,10 @@ def prompt_rows(rows: Sequence[list[int]]) -> Ragged | SharedRows:
     Returns:
         Rows with an index where a list appears more than once, else plain rows.
     """
-    places: dict[int, int] = {}  # identity of a list -> its place among the stored ones
-    stored: list[list[int]] = []
-    for row in rows:
-        if id(row) not in places:
-            places[id(row)] = len(stored)
-            stored.append(row)
-    different = Ragged.from_rows(stored, torch.int64)
+    stored = {id(row): row for row in rows}
+    different = Ragged.from_rows(list(stored.values()), torch.int64)
     if len(stored) == len(rows):
         return different
+    places = {identity: place for place, identity in enumerate(stored)}
     index = torch.tensor([places[id(row)] for row in rows], dtype=torch.int64)
     return SharedRows(stored=different, index=index, batch_size=[])

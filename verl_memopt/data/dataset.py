@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
-from jinja2 import TemplateError
 
 from verl_memopt.config import schema
-from verl_memopt.data.encoder import Spans, decode, overlong, special_tokens_of, tokenize
+from verl_memopt.data.encoder import RENDER_ERRORS, Spans, decode, overlong, special_tokens_of, tokenize
 from verl_memopt.data.plugin import load_from_file, users_code
 from verl_memopt.errors import DataError
 
@@ -63,8 +62,8 @@ class PromptRows(Protocol):
         """Return the prompt at ``index``."""
 
 
-class PromptDataset:
-    """The rows of the dataset files, rendered and checked. Supports ``len``, indexing and iteration.
+class PromptDataset(list[PromptRow]):
+    """The rows of the dataset files, rendered and checked.
 
     Args:
         files: One path or a list of paths.
@@ -88,19 +87,7 @@ class PromptDataset:
         rows = [self._row(address, prepare(address, columns) if prepare else columns) for address, columns in chosen]
         self._log_special_tokens()
         # Numbered after long prompts were dropped, because the number seeds the samples and counts the rows that are left.
-        self._rows = [replace(row, index=index) for index, row in enumerate(self._checked(rows))]
-
-    def __len__(self) -> int:
-        """Return the number of prompts."""
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> PromptRow:
-        """Return the prompt at ``index``."""
-        return self._rows[index]
-
-    def __iter__(self) -> Iterator[PromptRow]:
-        """Iterate over the prompts in order."""
-        return iter(self._rows)
+        super().__init__(replace(row, index=index) for index, row in enumerate(self._checked(rows)))
 
     def _row(self, address: str, columns: dict[str, Any]) -> PromptRow:
         for name in REFUSED_COLUMNS:
@@ -114,12 +101,18 @@ class PromptDataset:
         text, plain = (decode(self._tokenizer, ids), ()) if ids else self._render(address, prompt)
         if not text and ids is None:
             raise DataError(f"{address}: the prompt is empty. Remove the row, or add a prompt.")
+        truth = _column(address, columns, "reward_model", "Add {ground_truth: ...} under that name")
+        if not isinstance(truth, dict) or truth.get("ground_truth") is None:
+            raise DataError(f"{address}: reward_model has no ground_truth. It is {truth!r:.200}. Add {{ground_truth: ...}}.")
+        extra = columns.get("extra_info")
+        if not isinstance(extra, dict | None):
+            raise DataError(f"{address}: extra_info must be an object, but it is {extra!r:.200}. Correct the row.")
         return PromptRow(
             index=-1,
             text=text,
             data_source=source,
-            ground_truth=_ground_truth(address, columns),
-            extra_info=_extra_info(address, columns),
+            ground_truth=truth["ground_truth"],
+            extra_info=extra or {},
             address=address,
             plain=plain,
             messages=None if isinstance(prompt, str) or ids else prompt,
@@ -127,10 +120,7 @@ class PromptDataset:
         )
 
     def _render(self, address: str, prompt: Any) -> tuple[str, Spans]:
-        """Return the prompt as text, and the spans of special tokens that must be encoded as plain text.
-
-        A list of messages goes through the chat template. A text stays as it is.
-        """
+        """Return the prompt as text, and the spans of special tokens that must be encoded as plain text."""
         num_special = self._special.count(prompt)
         if num_special:
             self._special_counts.append((address, num_special))
@@ -143,11 +133,9 @@ class PromptDataset:
                 f"token ids, but it is {prompt!r:.200}. Correct the row."
             )
         arguments = self._data.apply_chat_template_kwargs
-        shown = self._special.hide(prompt) if hides else prompt
         try:
-            text = self._tokenizer.apply_chat_template(shown, tokenize=False, add_generation_prompt=True, **arguments)
-            return self._special.reveal(text) if hides else (text, ())
-        except (TemplateError, ValueError, TypeError) as problem:
+            return self._special.render(self._tokenizer, prompt, hides, add_generation_prompt=True, **arguments)
+        except RENDER_ERRORS as problem:
             raise DataError(
                 f"{address}: the chat template cannot render this prompt ({problem}). Set another template with "
                 "actor_rollout_ref.model.custom_chat_template, or correct the row or data.apply_chat_template_kwargs."
@@ -168,10 +156,7 @@ class PromptDataset:
                        encoding)  # fmt: skip
 
     def _checked(self, rows: list[PromptRow]) -> list[PromptRow]:
-        """Return the rows within ``max_prompt_length``.
-
-        ``filter_overlong_prompts`` and ``truncation`` decide what happens to longer ones.
-        """
+        """Return the rows within ``max_prompt_length``, and others as ``filter_overlong_prompts`` and ``truncation`` say."""
         data = self._data
         if data.truncation != "error" and not data.filter_overlong_prompts:
             return rows
@@ -180,14 +165,12 @@ class PromptDataset:
         if not too_long:
             return rows
         first = too_long[0]
-        if not data.filter_overlong_prompts:
+        if data.filter_overlong_prompts:
+            logger.info("%s: dropped %d of %d prompts over data.max_prompt_length=%d tokens", self._split, len(too_long),
+                        len(rows), data.max_prompt_length)  # fmt: skip
+        if not data.filter_overlong_prompts or len(too_long) == len(rows):
             raise overlong(rows[first].address, lengths[first], data.max_prompt_length, others=len(too_long) - 1)
-        logger.info("%s: dropped %d of %d prompts over data.max_prompt_length=%d tokens", self._split, len(too_long),
-                    len(rows), data.max_prompt_length)  # fmt: skip
-        rows_within_limit = [row for row, length in zip(rows, lengths, strict=True) if length <= data.max_prompt_length]
-        if not rows_within_limit:
-            raise overlong(rows[first].address, lengths[first], data.max_prompt_length, others=len(too_long) - 1)
-        return rows_within_limit
+        return [row for row, length in zip(rows, lengths, strict=True) if length <= data.max_prompt_length]
 
 
 def build_dataset(files: Any, data: schema.Data, tokenizer: Any, split: str) -> PromptDataset | CustomRows:
@@ -284,22 +267,6 @@ def _column(address: str, columns: dict[str, Any], name: str, remedy: str) -> An
     return columns[name]
 
 
-def _ground_truth(address: str, columns: dict[str, Any]) -> Any:
-    reward_model = _column(address, columns, "reward_model", "Add {ground_truth: ...} under that name")
-    if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
-        raise DataError(f"{address}: reward_model has no ground_truth. It is {reward_model!r:.200}. Add {{ground_truth: ...}}.")
-    return reward_model["ground_truth"]
-
-
-def _extra_info(address: str, columns: dict[str, Any]) -> dict[str, Any]:
-    extra = columns.get("extra_info")
-    if extra is None:
-        return {}
-    if not isinstance(extra, dict):
-        raise DataError(f"{address}: extra_info must be an object, but it is {extra!r:.200}. Correct the row.")
-    return extra
-
-
 def _token_ids(address: str, prompt: Any) -> tuple[int, ...] | None:
     """Return a prompt that is a list of token ids, or None for any other prompt."""
     if not isinstance(prompt, list) or not prompt or not all(isinstance(token, int) for token in prompt):
@@ -376,12 +343,35 @@ def _parquet(path: Path) -> Iterator[RawRow]:
         yield f"{path}:{number}", row
 
 
+def math_row(data_source: str, prompt: str, ground_truth: str, **extra_info: Any) -> dict[str, Any]:
+    """Return a row in verl's schema: a mathematical question whose answer a rule checks."""
+    return {
+        "data_source": data_source,
+        "prompt": [{"role": "user", "content": prompt}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": ground_truth},
+        "extra_info": extra_info,
+    }
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """Write rows to a temporary name and rename it, so that an existing file is always complete. Return the path."""
+    import pyarrow
+    from pyarrow import parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".partial")
+    parquet.write_table(pyarrow.Table.from_pylist(rows), aside)
+    aside.rename(path)
+    return path
+
+
 def _lines(path: Path) -> Iterator[RawRow]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            text = line.removeprefix(BOM_UTF8).strip() if number == 1 else line.strip()
+            address, text = f"{path}:{number}", line.removeprefix(BOM_UTF8).strip() if number == 1 else line.strip()
             if text:
-                yield f"{path}:{number}", _object(f"{path}:{number}", text)
+                yield address, _checked_object(address, _parse(address, text), text)
 
 
 def _json(path: Path) -> Iterator[RawRow]:
@@ -393,17 +383,7 @@ def _json(path: Path) -> Iterator[RawRow]:
         return
     text = path.read_bytes().removeprefix(BOM_UTF8)
     for number, row in enumerate(_parse(str(path), text), start=1):
-        address = f"{path}:{number}"
-        if rb"\u" in text:
-            _refuse_surrogates(address, row)
-        yield address, _is_object(address, row)
-
-
-def _object(address: str, line: bytes) -> dict[str, Any]:
-    row = _is_object(address, _parse(address, line))
-    if rb"\u" in line:
-        _refuse_surrogates(address, row)
-    return row
+        yield f"{path}:{number}", _checked_object(f"{path}:{number}", row, text)
 
 
 def _parse(address: str, text: bytes) -> Any:
@@ -421,35 +401,29 @@ def _parse(address: str, text: bytes) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object as a dict.
-
-    A name that appears twice is refused: the parser would keep the last value and drop the others.
-    """
+    """Return an object as a dict. A name that appears twice is refused."""
     row = dict(pairs)
+    # The parser would keep the last value and drop the others.
     if len(row) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} appears twice in one object")
     return row
 
 
-def _refuse_surrogates(address: str, row: Any) -> None:
-    r"""Raise DataError for half of a surrogate pair.
-
-    JSON can spell one (``\ud800``), but no file and no tokenizer accepts it.
-    """
+def _checked_object(address: str, row: Any, text: bytes) -> dict[str, Any]:
+    """Return a row that is an object without half of a surrogate pair."""
+    if not isinstance(row, dict):
+        raise DataError(f"{address}: a row must be a JSON object, but this is a {type(row).__name__}. Correct it or remove it.")
     try:
-        json.dumps(row, ensure_ascii=False).encode("utf-8")
+        # JSON can spell half of a pair, but no file and no tokenizer accepts it.
+        if rb"\u" in text:
+            json.dumps(row, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as problem:
         escape = f"\\u{ord(problem.object[problem.start]):04x}"
         raise DataError(
             f"{address}: a string contains {escape}, half of a surrogate pair, which is not a character. Correct it."
         ) from problem
-
-
-def _is_object(address: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise DataError(f"{address}: a row must be a JSON object, but this is a {type(value).__name__}. Correct it or remove it.")
-    return value
+    return row
 
 
 READERS: dict[str, Callable[[Path], Iterable[RawRow]]] = {".parquet": _parquet, ".json": _json, ".jsonl": _lines}

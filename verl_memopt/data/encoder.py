@@ -9,32 +9,25 @@ import re
 import secrets
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
+
+from jinja2 import TemplateError
 
 from verl_memopt.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 
 
-def _keep_end(ids: list[int], limit: int) -> list[int]:
-    return ids[len(ids) - limit :]
-
-
-def _keep_start(ids: list[int], limit: int) -> list[int]:
-    return ids[:limit]
-
-
-def _keep_both_ends(ids: list[int], limit: int) -> list[int]:
-    head = limit // 2
-    return ids[:head] + ids[len(ids) - (limit - head) :]
-
+RENDER_ERRORS = (TemplateError, ValueError, TypeError)
+"""What a chat template raises that cannot render a conversation."""
 
 TRUNCATIONS: dict[str, Callable[[list[int], int], list[int]] | None] = {
     "error": None,
-    "left": _keep_end,
-    "right": _keep_start,
-    "middle": _keep_both_ends,
+    "left": lambda ids, limit: ids[len(ids) - limit :],
+    "right": lambda ids, limit: ids[:limit],
+    "middle": lambda ids, limit: ids[: limit // 2] + ids[len(ids) - (limit - limit // 2) :],
 }
 """How to cut a prompt over the limit, by the name of the part that is lost. None refuses the prompt."""
 
@@ -61,12 +54,13 @@ def decode(tokenizer: Any, ids: Sequence[int]) -> str:
     return text
 
 
+@dataclass
 class PromptEncoder:
     """Encodes prompts and counts what truncation removes.
 
     ``rows_truncated`` and ``tokens_dropped`` grow over the encoder's life. A prompt that is repeated n times counts once.
 
-    Args:
+    Attributes:
         tokenizer: A Hugging Face tokenizer.
         max_prompt_length: Largest number of tokens of a prompt.
         truncation: What to do with longer prompts, a key of ``TRUNCATIONS``.
@@ -76,16 +70,17 @@ class PromptEncoder:
         ConfigError: ``truncation`` is unknown.
     """
 
-    def __init__(self, tokenizer: Any, max_prompt_length: int, truncation: str, embedding_rows: int | None = None) -> None:
-        """Check ``truncation`` and start both counts at 0."""
-        if truncation not in TRUNCATIONS:
-            raise ConfigError(f"data.truncation={truncation}: unknown truncation. Use one of {', '.join(TRUNCATIONS)}.")
-        self.tokenizer = tokenizer
-        self.max_prompt_length = max_prompt_length
-        self.truncation = truncation
-        self.embedding_rows = embedding_rows
-        self.rows_truncated = 0
-        self.tokens_dropped = 0
+    tokenizer: Any
+    max_prompt_length: int
+    truncation: str
+    embedding_rows: int | None = None
+    rows_truncated: int = 0
+    tokens_dropped: int = 0
+
+    def __post_init__(self) -> None:
+        """Check ``truncation``."""
+        if self.truncation not in TRUNCATIONS:
+            raise ConfigError(f"data.truncation={self.truncation}: unknown truncation. Use one of {', '.join(TRUNCATIONS)}.")
 
     def encode(
         self, texts: Sequence[str], addresses: Sequence[str], copies: int = 1, plain: Sequence[Spans] = ()
@@ -219,15 +214,9 @@ class SpecialTokens:
 
     def count(self, value: Any) -> int:
         """Return how many special tokens the strings of a nested value contain."""
-        total = 0
-
-        def look(text: str) -> str:
-            nonlocal total
-            total += len(self.find(text))
-            return text
-
-        _map_texts(value, look)
-        return total
+        found: list[tuple[int, int]] = []
+        _map_texts(value, lambda text: found.extend(self.find(text)))
+        return len(found)
 
     def hide(self, value: Any) -> Any:
         """Return a nested value with stand-ins for the special tokens in its strings, for a chat template."""
@@ -251,6 +240,22 @@ class SpecialTokens:
         if f"{_OPEN}{self._number}" in whole:
             raise ValueError("it changes the text of a message that contains a special token")
         return whole, tuple(spans)
+
+    def render(self, tokenizer: Any, messages: Any, hides: bool, /, **arguments: Any) -> tuple[str, Spans]:
+        """Return messages as the chat template renders them, and the spans of special tokens that are plain text.
+
+        Args:
+            tokenizer: Has the template.
+            messages: A conversation.
+            hides: Special tokens in the messages are plain text. False = they become tokens.
+            arguments: Of the template.
+
+        Raises:
+            TemplateError, ValueError, TypeError: ``RENDER_ERRORS``, the template cannot render the messages.
+        """
+        shown = self.hide(messages) if hides else messages
+        text = tokenizer.apply_chat_template(shown, tokenize=False, **arguments)
+        return self.reveal(text) if hides else (text, ())
 
     def encode(self, texts: Sequence[str], plain: Sequence[Spans]) -> list[list[int]]:
         """Return the ids of each text in one call. Special tokens in the spans ``plain`` are text, all others are tokens.
@@ -287,10 +292,7 @@ class SpecialTokens:
         return stands_alone or not self._merges
 
     def _blinded(self) -> Any:
-        """Return a copy of the tokenizer in which each special token is spelled as its stand-in, with the same id.
-
-        It treats the usual spelling as text like any other, which merges with the text around it.
-        """
+        """Return a copy of the tokenizer that spells each special token as its stand-in, and reads its usual spelling as text."""
         if self._backend is None:
             raise DataError(
                 f"data.allow_special_tokens=false: the tokenizer ({self._kind}) has no fast version, so special tokens in a "
@@ -320,10 +322,8 @@ def _in_word(character: str) -> bool:
 
 
 def _rename(model: dict[str, Any], names: dict[str, str]) -> None:
-    """Rename entries of a tokenizer model's vocabulary.
-
-    Entries that are results of merges keep their names, because plain text produces them anyway.
-    """
+    """Rename entries of a tokenizer model's vocabulary."""
+    # Entries that are results of merges keep their names, because plain text produces them anyway.
     merged = {merge.replace(" ", "") if isinstance(merge, str) else "".join(merge) for merge in model.get("merges", ())}
     new = {name: stand_in for name, stand_in in names.items() if name not in merged}
     vocabulary = model.get("vocab", {})
@@ -335,7 +335,7 @@ def _rename(model: dict[str, Any], names: dict[str, str]) -> None:
         model["unk_token"] = new[model["unk_token"]]
 
 
-def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+def _map_texts(value: Any, change: Callable[[str], Any]) -> Any:
     """Return a nested value with every string in it changed."""
     if isinstance(value, str):
         return change(value)

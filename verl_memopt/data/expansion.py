@@ -13,18 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any
 
-from verl_memopt.data.dataset import PromptRow
+from verl_memopt.data.dataset import PromptRow, PromptRows
 from verl_memopt.data.encoder import PromptEncoder, decode, tokenize
 from verl_memopt.errors import ConfigError, DataError
-
-
-class PromptSource(Protocol):
-    """A data set, as far as an expansion reads it."""
-
-    def __getitem__(self, index: int, /) -> PromptRow:
-        """Return the prompt at ``index``."""
 
 
 @dataclass(frozen=True)
@@ -40,48 +33,44 @@ class Expanded:
     ids: list[list[int]]
 
 
-Expansion = Callable[[PromptSource, Sequence[int], int, PromptEncoder], Expanded]
-
-
-def _token(dataset: PromptSource, indices: Sequence[int], n: int, encoder: PromptEncoder) -> Expanded:
+def _token(rows: Sequence[PromptRow], n: int, encoder: PromptEncoder) -> list[list[int]]:
     """Tokenize each prompt once, then repeat its ids. Each row has its own list."""
-    prompts = [dataset[index] for index in indices]
-    return Expanded(prompts, [list(ids) for ids in _encoded(prompts, encoder) for _ in range(n)])
+    return [list(ids) for ids in _lazy(rows, n, encoder)]
 
 
-def _lazy(dataset: PromptSource, indices: Sequence[int], n: int, encoder: PromptEncoder) -> Expanded:
+def _lazy(rows: Sequence[PromptRow], n: int, encoder: PromptEncoder) -> list[list[int]]:
     """Tokenize each prompt once and keep its ids once. A batch stores one list once, and a micro-batch repeats its ids."""
-    prompts = [dataset[index] for index in indices]
-    return Expanded(prompts, [ids for ids in _encoded(prompts, encoder) for _ in range(n)])
+    return [ids for ids in _encoded(rows[::n], encoder) for _ in range(n)]
 
 
-def _repeat_sampler(dataset: PromptSource, indices: Sequence[int], n: int, encoder: PromptEncoder) -> Expanded:
-    """Repeat each index n times in a row, read a record for each, and tokenize all records."""
-    records = [dataset[index] for index in indices for _ in range(n)]
-    prompts = records[::n]
-    for place, record in enumerate(records):
-        first = prompts[place // n]
+def _repeat_sampler(rows: Sequence[PromptRow], n: int, encoder: PromptEncoder) -> list[list[int]]:
+    """Tokenize the record of each row. The data set was read for each row."""
+    for place, record in enumerate(rows):
+        first = rows[place - place % n]
         if (record.text, record.plain, record.ids) != (first.text, first.plain, first.ids):
             raise DataError(
                 f"{record.address}: the data set returned another prompt when this row was read again. The samples of a group "
                 "must have one prompt: return the same one each time, or set algorithm.expansion=token."
             )
-    return Expanded(prompts, _encoded(records, encoder, n))
+    return _encoded(rows, encoder, n)
 
 
-def _string(dataset: PromptSource, indices: Sequence[int], n: int, encoder: PromptEncoder) -> Expanded:
-    """Repeat each prompt's text n times in a row, then tokenize all texts in one call."""
-    prompts = [dataset[index] for index in indices]
-    copies = [row for row in prompts for _ in range(n)]
-    ids = _ids_of_texts(copies, encoder.tokenizer)
-    return Expanded(prompts, [encoder.fit(ids[i], row.address, counted=i % n == 0) for i, row in enumerate(copies)])
+def _string(rows: Sequence[PromptRow], n: int, encoder: PromptEncoder) -> list[list[int]]:
+    """Tokenize each row's text, all in one call."""
+    ids = _ids_of_texts(rows, encoder.tokenizer)
+    return [encoder.fit(ids[i], row.address, counted=i % n == 0) for i, row in enumerate(rows)]
 
 
-EXPANSIONS: dict[str, Expansion] = {"token": _token, "lazy": _lazy, "repeat_sampler": _repeat_sampler, "string": _string}
-"""``algorithm.expansion`` by name."""
+EXPANSIONS: dict[str, Callable[[Sequence[PromptRow], int, PromptEncoder], list[list[int]]]] = {
+    "token": _token,
+    "lazy": _lazy,
+    "repeat_sampler": _repeat_sampler,
+    "string": _string,
+}
+"""``algorithm.expansion`` by name: gives the ids of each row, from the record of each row and n."""
 
 
-def expand(dataset: PromptSource, indices: Sequence[int], n: int, method: str, encoder: PromptEncoder) -> Expanded:
+def expand(dataset: PromptRows, indices: Sequence[int], n: int, method: str, encoder: PromptEncoder) -> Expanded:
     """Return the prompts at some indices of a data set, and the ids of all their samples, prompt-major.
 
     Args:
@@ -98,7 +87,11 @@ def expand(dataset: PromptSource, indices: Sequence[int], n: int, method: str, e
     """
     if method not in EXPANSIONS:
         raise ConfigError(f"algorithm.expansion={method}: unknown method. Use one of {', '.join(EXPANSIONS)}.")
-    return EXPANSIONS[method](dataset, indices, n, encoder)
+    if method == "repeat_sampler":
+        rows = [dataset[index] for index in indices for _ in range(n)]
+    else:
+        rows = [row for row in map(dataset.__getitem__, indices) for _ in range(n)]
+    return Expanded(rows[::n], EXPANSIONS[method](rows, n, encoder))
 
 
 def check_prompts(rows: Iterable[PromptRow], method: str, tokenizer: Any) -> None:
@@ -123,24 +116,17 @@ def _encoded(records: Sequence[PromptRow], encoder: PromptEncoder, copies: int =
 
 
 def _ids_of_texts(rows: Sequence[PromptRow], tokenizer: Any) -> list[list[int]]:
-    """Return the ids of each row's text, with no length limit. A prompt that is ids goes through text and back.
-
-    Raises:
-        DataError: The text of ids does not give them back.
-    """
+    """Return the ids of each row's text, with no length limit. A prompt that is ids goes through text and must come back."""
     texts = [row.text if row.ids is None else decode(tokenizer, row.ids) for row in rows]
     encoded = tokenize(tokenizer, texts, [row.plain for row in rows])
     for row, ids in zip(rows, encoded, strict=True):
         if row.ids is not None and tuple(ids) != row.ids:
             pairs = enumerate(zip_longest(row.ids, ids))
             position, (own, other) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
-            difference = f"the prompt has {_token_or_end(own)}, and its text gives {_token_or_end(other)}"
+            said, got = ("its end" if token is None else f"the token id {token}" for token in (own, other))
+            difference = f"the prompt has {said}, and its text gives {got}"
             raise DataError(
                 f"{row.address}: position {position}: {difference}. With algorithm.expansion=string a prompt of ids must come "
                 "back from its text. Set algorithm.expansion=token, or give the prompt as text."
             )
     return encoded
-
-
-def _token_or_end(token: int | None) -> str:
-    return "its end" if token is None else f"the token id {token}"

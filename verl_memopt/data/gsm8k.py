@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from verl_memopt.data.dataset import READERS, RawRow, read_rows
+from verl_memopt.data.dataset import READERS, RawRow, math_row, read_rows, write_parquet
 from verl_memopt.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -29,9 +29,10 @@ def prepare_gsm8k(out: str | Path, *, local_dir: str | Path | None = None, hub_i
     """
     paths = {}
     for split in SPLITS:
-        records = local_records(Path(local_dir).expanduser(), split) if local_dir else hub_records(hub_id, split)
+        folder = Path(local_dir).expanduser() if local_dir else _downloaded(hub_id, split)
+        records = local_records(folder, split)
         rows = [as_row(address, record, split, index) for index, (address, record) in enumerate(records)]
-        paths[split] = _write(Path(out).expanduser() / f"{split}.parquet", rows)
+        paths[split] = write_parquet(Path(out).expanduser() / f"{split}.parquet", rows)
         logger.info("gsm8k: wrote %d rows to %s", len(rows), paths[split])
     return paths
 
@@ -51,23 +52,18 @@ def local_records(folder: Path, split: str) -> list[RawRow]:
     return read_rows(files, "local_dir")
 
 
-def hub_records(hub_id: str, split: str) -> list[RawRow]:
-    """Return the records in the folder ``main`` of a hub dataset, downloaded once or read from the local cache.
-
-    Raises:
-        DataError: The hub cannot deliver the files.
-    """
+def _downloaded(hub_id: str, split: str) -> Path:
+    """Return the folder ``main`` of a hub dataset, downloaded once or read from the local cache."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        folder = snapshot_download(hub_id, repo_type="dataset", allow_patterns=[f"main/{split}*"])
+        return Path(snapshot_download(hub_id, repo_type="dataset", allow_patterns=[f"main/{split}*"])) / "main"
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as problem:
         raise DataError(
             f"{hub_id}: the hub could not deliver it ({type(problem).__name__}: {problem}). Make the hub reachable, or download "
             "the files and pass their folder."
         ) from problem
-    return local_records(Path(folder) / "main", split)
 
 
 def as_row(address: str, record: dict[str, Any], split: str, index: int) -> dict[str, Any]:
@@ -88,13 +84,8 @@ def as_row(address: str, record: dict[str, Any], split: str, index: int) -> dict
                 f"{address}: there is no string {column!r}. The row has {', '.join(sorted(record))}. Use files of GSM8K."
             )
     question, answer = record["question"].strip(), record["answer"].strip()
-    return {
-        "data_source": DATA_SOURCE,
-        "prompt": [{"role": "user", "content": f"{question}\n{INSTRUCTION}"}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": final_number(address, answer)},
-        "extra_info": {"split": split, "index": index, "answer": answer, "question": question},
-    }
+    prompt, truth = f"{question}\n{INSTRUCTION}", final_number(address, answer)
+    return math_row(DATA_SOURCE, prompt, truth, split=split, index=index, answer=answer, question=question)
 
 
 def final_number(address: str, answer: str) -> str:
@@ -108,15 +99,3 @@ def final_number(address: str, answer: str) -> str:
     if not mark or not number:
         raise DataError(f"{address}: the answer does not end in '#### number'. Correct the row, or remove it.")
     return number
-
-
-def _write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """Write to a temporary name and rename, so that an existing file is always complete."""
-    import pyarrow
-    from pyarrow import parquet
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".partial")
-    parquet.write_table(pyarrow.Table.from_pylist(rows), aside)
-    aside.rename(path)
-    return path

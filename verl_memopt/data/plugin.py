@@ -28,7 +28,9 @@ def load_from_file(path: str, name: str | None, *, key: str, error: type[UserErr
     file = Path(path).expanduser()
     if not file.is_file():
         raise error(f"{key}={path}: there is no such file. Set the path of a Python file.")
-    module = _module_of(file.resolve(), key, error)
+    file = file.resolve()
+    module_name = f"verl_memopt_plugin_{file.stem}_{abs(hash(str(file))):x}"
+    module = sys.modules.get(module_name) or _run_module(module_name, file, key, error)
     if name is None or not hasattr(module, name):
         public = sorted(entry for entry in vars(module) if not entry.startswith("_"))
         raise error(f"{key}={path}: the file has no {name!r}. It defines {', '.join(public) or 'nothing'}. Name one of these.")
@@ -52,10 +54,7 @@ def users_code(what: str, error: type[UserError]) -> Iterator[None]:
         raise error(f"{what} raised {raised(problem)}. Correct it.") from problem
 
 
-def _module_of(file: Path, key: str, error: type[UserError]) -> Any:
-    module_name = f"verl_memopt_plugin_{file.stem}_{abs(hash(str(file))):x}"
-    if module_name in sys.modules:
-        return sys.modules[module_name]
+def _run_module(module_name: str, file: Path, key: str, error: type[UserError]) -> Any:
     spec = importlib.util.spec_from_file_location(module_name, file)
     if spec is None or spec.loader is None:
         raise error(f"{key}={file}: this is not a Python file. Use a file that ends in .py.")

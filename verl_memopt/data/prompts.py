@@ -20,17 +20,6 @@ Sampler = Callable[[int, int, int], Iterable[int]]
 """(num_rows, seed, epoch) -> row indices of that epoch."""
 
 
-def in_order(num_rows: int, seed: int, epoch: int) -> Iterable[int]:
-    """Return the rows in file order."""
-    return range(num_rows)
-
-
-def shuffled(num_rows: int, seed: int, epoch: int) -> Iterable[int]:
-    """Return a permutation of the rows that depends on seed and epoch alone."""
-    # Seeded by both numbers, so that a resumed run draws its epoch without drawing those before it.
-    return np.random.default_rng([seed, epoch]).permutation(num_rows).tolist()
-
-
 def load_sampler(settings: schema.CustomSampler) -> Sampler | None:
     """Return the sampler class that ``data.sampler`` names, or None."""
     if settings.class_path is None:
@@ -77,7 +66,8 @@ class StepLoader:
         self._key = key
         self.dataset = dataset
         self._batch_size = batch_size
-        self._sampler = sampler if sampler is not None else shuffled if shuffle else in_order
+        self._shuffle = shuffle
+        self._sampler = sampler
         self.seed = seed
         self.epoch = 0
         self._position = 0
@@ -117,12 +107,18 @@ class StepLoader:
 
     def _order_of(self, epoch: int) -> list[int]:
         num_rows = len(self.dataset)
-        order = list(self._sampler(num_rows, self.seed, epoch))
-        if not all(isinstance(index, int) and 0 <= index < num_rows for index in order):
-            wrong = next(index for index in order if not (isinstance(index, int) and 0 <= index < num_rows))
-            raise DataError(
-                f"data.sampler: epoch {epoch} has an index outside of 0..{num_rows - 1}: {wrong!r}. Correct the sampler."
-            )
+        if self._sampler is not None:
+            order = list(self._sampler(num_rows, self.seed, epoch))
+        elif self._shuffle:
+            # Seeded by both numbers, so that a resumed run draws its epoch without drawing those before it.
+            order = np.random.default_rng([self.seed, epoch]).permutation(num_rows).tolist()
+        else:
+            order = list(range(num_rows))
+        for index in order:
+            if not (isinstance(index, int) and 0 <= index < num_rows):
+                raise DataError(
+                    f"data.sampler: epoch {epoch} has an index outside of 0..{num_rows - 1}: {index!r}. Correct the sampler."
+                )
         if len(order) < self._batch_size:
             raise DataError(
                 f"{self._key}={self._batch_size}: an epoch has only {len(order)} rows. "

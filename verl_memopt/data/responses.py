@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jinja2 import TemplateError
-
 from verl_memopt.config import schema
 from verl_memopt.data.dataset import CustomRows, PromptDataset, PromptRow, build_dataset, is_chat
-from verl_memopt.data.encoder import special_tokens_of, tokenize
+from verl_memopt.data.encoder import RENDER_ERRORS, special_tokens_of, tokenize
 from verl_memopt.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -47,7 +45,9 @@ def build_supervised_dataset(files: Any, data: schema.Data, tokenizer: Any, spli
     prompts = PromptDataset(files, data, tokenizer, split, lambda address, columns: as_prompt_row(address, columns, data))
     end = of_chat = tokenizer.eos_token or ""
     if any(row.messages for row in prompts):
-        of_chat = _up_to(end, end_of_turn(tokenizer, data.apply_chat_template_kwargs))
+        # Up to its first end token, after which an engine stops. A text without one gets it.
+        text = end_of_turn(tokenizer, data.apply_chat_template_kwargs)
+        of_chat = text.partition(end)[0] + end if end else text
     ends = [(row.ground_truth, of_chat if row.messages else end) for row in prompts]
     return with_responses(list(prompts), ends, data, tokenizer, split)
 
@@ -137,7 +137,7 @@ def end_of_turn(tokenizer: Any, chat_kwargs: Mapping[str, Any]) -> str:
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False, **chat_kwargs)
-    except (TemplateError, ValueError, TypeError) as problem:
+    except RENDER_ERRORS as problem:
         raise DataError(
             f"data.apply_chat_template_kwargs: the chat template cannot render an answer ({problem}). Correct them, or set "
             "another template with actor_rollout_ref.model.custom_chat_template."
@@ -148,14 +148,9 @@ def end_of_turn(tokenizer: Any, chat_kwargs: Mapping[str, Any]) -> str:
     return after
 
 
-def _up_to(token: str, text: str) -> str:
-    """Return a text up to its first end token, after which an engine stops. A text without one gets it."""
-    return text.partition(token)[0] + token if token else text
-
-
 def _at(columns: Any, key: str) -> Any:
     """Return the value of a column, or of ``column.name`` in an object; None where there is none."""
-    if not isinstance(columns, dict) or key in columns:
-        return columns.get(key) if isinstance(columns, dict) else None
+    if not isinstance(columns, dict):
+        return None
     column, _, rest = key.partition(".")
-    return _at(columns.get(column), rest) if rest else None
+    return _at(columns.get(column), rest) if rest and key not in columns else columns.get(key)

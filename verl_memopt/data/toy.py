@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl_memopt.data.dataset import math_row, write_parquet
 from verl_memopt.data.encoder import tokenize
 from verl_memopt.errors import DataError
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
@@ -124,9 +125,8 @@ def greedy_accuracy(folder: Path, problems: Sequence[tuple[str, str]]) -> float:
     with one_thread(), torch.no_grad():
         sequences = prompts
         for _ in range(answers.shape[1]):
-            sequences = torch.cat(
-                [sequences, model(sequences, logits_to_keep=1).logits[:, -1].argmax(dim=-1, keepdim=True)], dim=1
-            )
+            chosen = model(sequences, logits_to_keep=1).logits[:, -1].argmax(dim=-1, keepdim=True)
+            sequences = torch.cat([sequences, chosen], dim=1)
     return (sequences[:, prompts.shape[1] :] == answers).all(dim=1).double().mean().item()
 
 
@@ -195,10 +195,13 @@ def make_toy(folder: str | Path, seed: int = 0, recipe: ToyRecipe | None = None)
     """
     recipe = ToyRecipe() if recipe is None else recipe
     folder = Path(folder)
-    if _holds(folder, seed, recipe):
+    # The record is written last, so a folder with a record is complete.
+    has_record = (folder / RECORD).is_file()
+    if has_record and _identity(seed, recipe).items() <= json.loads((folder / RECORD).read_text()).items():
         logger.info("toy task: %s is ready", folder)
         return folder
-    _refuse_foreign(folder)
+    if folder.exists() and not has_record and (not folder.is_dir() or any(folder.iterdir())):
+        raise DataError(f"{folder}: it exists and is not a toy task, so it is not replaced. Choose another folder, or remove it.")
     aside = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     try:
         _build(aside, seed, recipe)
@@ -239,21 +242,15 @@ def question(problem: Problem) -> str:
 def as_row(problem: Problem, split: str, index: int) -> dict[str, Any]:
     """Return the dataset row of a sum."""
     answer = str(sum(problem))
-    return {
-        "data_source": DATA_SOURCE,
-        "prompt": [{"role": "user", "content": question(problem)}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": answer},
-        "extra_info": {"split": split, "index": index, "answer": answer, "question": question(problem)},
-    }
+    return math_row(DATA_SOURCE, question(problem), answer, split=split, index=index, answer=answer, question=question(problem))
 
 
 def _build(folder: Path, seed: int, recipe: ToyRecipe) -> None:
     train, validation = split_problems(recipe, seed)
     logger.info("toy task: %d training and %d held-out sums, warming up a tiny model", len(train), len(validation))
     folder.mkdir(parents=True)
-    _write_rows(folder / TRAIN, train, "train")
-    _write_rows(folder / VALIDATION, validation, "val")
+    for path, problems, split in ((TRAIN, train, "train"), (VALIDATION, validation, "val")):
+        write_parquet(folder / path, [as_row(problem, split, index) for index, problem in enumerate(problems)])
     model = make_tiny_model(folder / MODEL, SHAPE, seed=seed)
     loss = warm_up(model, [(question(p), str(careless_answer(p)), str(sum(p))) for p in train], recipe.warm_up, seed)
     accuracy = greedy_accuracy(model, [(question(p), str(sum(p))) for p in validation])
@@ -262,26 +259,5 @@ def _build(folder: Path, seed: int, recipe: ToyRecipe) -> None:
     (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
 
 
-def _write_rows(path: Path, problems: list[Problem], split: str) -> None:
-    import pyarrow
-    from pyarrow import parquet
-
-    rows = [as_row(problem, split, index) for index, problem in enumerate(problems)]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-
-
 def _identity(seed: int, recipe: ToyRecipe) -> dict[str, Any]:
     return {"seed": seed, "recipe": asdict(recipe), "shape": asdict(SHAPE)}
-
-
-def _holds(folder: Path, seed: int, recipe: ToyRecipe) -> bool:
-    """Return whether the folder holds this task. The record is written last, so a folder with a record is complete."""
-    if not (folder / RECORD).is_file():
-        return False
-    record = json.loads((folder / RECORD).read_text())
-    return {name: record[name] for name in ("seed", "recipe", "shape") if name in record} == _identity(seed, recipe)
-
-
-def _refuse_foreign(folder: Path) -> None:
-    if folder.exists() and not (folder / RECORD).is_file() and (not folder.is_dir() or any(folder.iterdir())):
-        raise DataError(f"{folder}: it exists and is not a toy task, so it is not replaced. Choose another folder, or remove it.")

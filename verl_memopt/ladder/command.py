@@ -7,13 +7,12 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TimeElapsedColumn
 from rich.table import Table
 
 from verl_memopt.errors import DeviceMemoryError
@@ -22,7 +21,6 @@ from verl_memopt.ladder.measure import (
     OUT_OF_MEMORY,
     OutOfMemory,
     Row,
-    Saving,
     Work,
     as_json,
     choose_rows,
@@ -30,13 +28,10 @@ from verl_memopt.ladder.measure import (
     split,
 )
 from verl_memopt.observe.charts import figure, save, stack_kinds, style
+from verl_memopt.observe.console import progress_bar, slim_table
 from verl_memopt.observe.files import replace_text
 from verl_memopt.observe.phase import MIB
 from verl_memopt.run.interrupts import Interrupts
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 
 logger = logging.getLogger(__name__)
 
@@ -44,25 +39,24 @@ WIDTH = 200
 """Columns of the tables in a file, and the least on the screen."""
 
 
+@dataclass
 class LadderRecord:
-    """The rows measured so far, and the files that hold them. Each new row rewrites the files."""
+    """The rows measured so far, and the files that hold them. Each new row rewrites the files.
 
-    def __init__(self, name: str, work: Work, json_path: Path | None, text_path: Path | None, png_path: Path | None) -> None:
-        """Start without rows.
+    Attributes:
+        name: Name of the model, for the files.
+        work: The update that every row runs.
+        json_path: File for the rows as JSON; None for none.
+        text_path: File for the tables; None for none.
+        png_path: File for the picture; None for none.
+    """
 
-        Args:
-            name: Name of the model, for the files.
-            work: The update that every row runs.
-            json_path: File for the rows as JSON; None for none.
-            text_path: File for the tables; None for none.
-            png_path: File for the picture; None for none.
-        """
-        self.rows: list[Row] = []
-        self._name = name
-        self._work = work
-        self._json_path = json_path
-        self._text_path = text_path
-        self._png_path = png_path
+    name: str
+    work: Work
+    json_path: Path | None
+    text_path: Path | None
+    png_path: Path | None
+    rows: list[Row] = field(default_factory=list)
 
     def add(self, row: Row) -> None:
         """Add a measured row and write the files.
@@ -71,17 +65,20 @@ class LadderRecord:
             UserError: A file cannot be written.
         """
         self.rows.append(row)
-        if self._json_path is not None:
-            replace_text(self._json_path, json.dumps(as_json(self.rows, self._work, self._name), indent=2) + "\n")
-        if self._text_path is not None:
-            replace_text(self._text_path, _as_text(ladder_tables(self.rows)))
+        if self.json_path is not None:
+            replace_text(self.json_path, json.dumps(as_json(self.rows, self.work, self.name), indent=2) + "\n")
+        if self.text_path is not None:
+            console = Console(highlight=False, width=WIDTH, no_color=True, force_terminal=False)
+            with console.capture() as captured:
+                console.print(*ladder_tables(self.rows), sep="\n")
+            replace_text(self.text_path, captured.get())
 
     def draw(self) -> None:
         """Draw the rows of the ablation, where a picture is wanted and there is such a row."""
         ablation, _ = split(self.rows)
-        if self._png_path is not None and ablation:
-            title = f"Memory knobs on {self._name}, {self._work.rows} x ({self._work.prompt} + {self._work.response}) tokens"
-            draw_ladder(ablation, self._png_path, title)
+        if self.png_path is not None and ablation:
+            title = f"Memory knobs on {self.name}, {self.work.rows} x ({self.work.prompt} + {self.work.response}) tokens"
+            draw_ladder(ablation, self.png_path, title)
 
 
 class LadderProgress(AbstractContextManager["LadderProgress"]):
@@ -98,16 +95,7 @@ class LadderProgress(AbstractContextManager["LadderProgress"]):
         self._total = total
         self._number = 0
         self._started = time.monotonic()
-        self._bar = Progress(
-            TextColumn("row"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=None),
-            TextColumn("{task.description}", markup=False),
-            TimeElapsedColumn(),
-            console=self._console,
-            disable=not self._console.is_interactive,
-            expand=True,
-        )
+        self._bar = progress_bar("row", TimeElapsedColumn(), self._console)
         self._task = self._bar.add_task("", total=total)
 
     def __enter__(self) -> LadderProgress:
@@ -186,13 +174,6 @@ def measure_ladder(
     return 0
 
 
-def _as_text(parts: Sequence[RenderableType]) -> str:
-    console = Console(highlight=False, width=WIDTH, no_color=True, force_terminal=False)
-    with console.capture() as captured:
-        console.print(*parts, sep="\n")
-    return captured.get()
-
-
 # What ``verl-memopt knobs`` shows: the index of the knobs, and a measured ladder as tables and a chart.
 
 
@@ -226,17 +207,16 @@ def ladder_table(rows: Sequence[Row], all_off: Row | None = None) -> Table:
         rows: Rows of the ladder.
         all_off: The first row of the ladder; without its peak no share is shown.
     """
-    table = _table("+ knob")
     phases = list(dict.fromkeys(name for row in rows for name in row.phases))
-    for head in ("peak\nMiB", "of\nall off", *(f"{name}\nMiB" for name in phases), *KINDS, "other", "host\nMiB", "s"):
-        table.add_column(head, justify="right", no_wrap=True)
+    heads = ("peak\nMiB", "of\nall off", *(f"{name}\nMiB" for name in phases), *KINDS, "other", "host\nMiB", "s")
+    table = slim_table("+ knob", right=heads)
     table.add_column("status", no_wrap=True)
     whole = None if all_off is None else all_off.peak_device_bytes
     for row in rows:
         table.add_row(
             row.knob,
             _mib(row.peak_device_bytes),
-            "-" if whole is None or row.peak_device_bytes is None else f"{row.peak_device_bytes / whole:.2f}",
+            _share(row.peak_device_bytes, whole, 2),
             *(_mib(row.phases.get(name)) for name in phases),
             *map(_mib, _kind_sizes(row)),
             _mib(row.host_bytes),
@@ -256,20 +236,16 @@ def _kind_sizes(row: Row) -> list[int | None]:
 
 def failures_table(rows: Sequence[Row]) -> Table:
     """Return the table of the rows that ran out of memory: phase, and in MiB what was held, what was asked for, and the limit."""
-    table = _table("+ knob", "phase")
-    for head in ("held\nMiB", "asked for\nMiB", "limit\nMiB"):
-        table.add_column(head, justify="right", no_wrap=True)
+    table = slim_table("+ knob", "phase", right=(f"{word}\nMiB" for word in OutOfMemory.WORDS))
     for row in rows:
         if row.out_of_memory:
-            ran_out = row.out_of_memory
-            sizes = (ran_out.held_bytes, ran_out.asked_bytes, ran_out.limit_bytes)
-            table.add_row(row.knob, ran_out.phase, *map(_mib, sizes))
+            table.add_row(row.knob, row.out_of_memory.phase, *map(_mib, row.out_of_memory.sizes))
     return table
 
 
 def ran_out_words(ran_out: OutOfMemory) -> str:
     """Return one line that says where a row ran out of memory, what it held, what it asked for, and the limit."""
-    figures = (("held", ran_out.held_bytes), ("asked for", ran_out.asked_bytes), ("limit", ran_out.limit_bytes))
+    figures = zip(OutOfMemory.WORDS, ran_out.sizes, strict=True)
     known = ", ".join(f"{word} {_mib(size)}" for word, size in figures if size is not None)
     return f"{OUT_OF_MEMORY} in {ran_out.phase}" + (f": {known} MiB" if known else "")
 
@@ -286,24 +262,21 @@ def savings_table(rows: Sequence[Row]) -> Table:
 
     A saving cannot be measured where one of the two rows ran out of memory; the last column says which.
     """
-    table = _table("+ knob", "on", "phase", "kind")
-    for head in ("formula\nMiB", "measured\nMiB", "of\nformula"):
-        table.add_column(head, justify="right", no_wrap=True)
+    table = slim_table("+ knob", "on", "phase", "kind", right=("formula\nMiB", "measured\nMiB", "of\nformula"))
     table.add_column("", no_wrap=True)
     failed = {row.knob for row in rows if row.out_of_memory}
     for row in rows:
         culprits = " and ".join(knob for knob in (row.base, row.knob) if knob in failed)
         reason = f"not measurable: {culprits} ran out of memory" if culprits else ""
         for saving in row.savings:
-            sizes = (_mib(saving.formula_bytes), _mib(saving.measured_bytes))
-            table.add_row(row.knob, row.base, saving.phase, saving.kind, *sizes, _share(saving), reason)
+            formula, measured = saving.formula_bytes, saving.measured_bytes
+            figures = (_mib(formula), _mib(measured), _share(measured, formula, 3))
+            table.add_row(row.knob, row.base, saving.phase, saving.kind, *figures, reason)
     return table
 
 
-def _share(saving: Saving) -> str:
-    if saving.measured_bytes is None or not saving.formula_bytes:
-        return "-"
-    return f"{saving.measured_bytes / saving.formula_bytes:.3f}"
+def _share(part: int | None, whole: int | None, digits: int) -> str:
+    return "-" if part is None or not whole else f"{part / whole:.{digits}f}"
 
 
 def draw_ladder(rows: Sequence[Row], path: Path, title: str) -> Path:
@@ -311,35 +284,19 @@ def draw_ladder(rows: Sequence[Row], path: Path, title: str) -> Path:
     drawing = figure(9.0, 1.8 + 0.42 * len(rows))
     axes = drawing.add_subplot()
     style(axes, title, "peak live tensor bytes of the update, MiB", "", grid="x")
-    measured = [(place, row) for place, row in enumerate(rows) if not row.out_of_memory]
-    _draw_bars(axes, measured)
-    _draw_failures(axes, rows)
+    measured = [place for place, row in enumerate(rows) if not row.out_of_memory]
+    ends = iter(stack_kinds(axes, measured, [rows[place].kinds for place in measured], MIB, 0.7))
+    for place, row in enumerate(rows):
+        if row.out_of_memory:
+            words = f"  {ran_out_words(row.out_of_memory)}"
+            axes.text(0, place, words, va="center", fontsize=9, color=FAILED, fontstyle="italic")
+        else:
+            axes.text(next(ends), place, f"  {_mib(row.peak_device_bytes)}", va="center", fontsize=9)
     axes.set_yticks(range(len(rows)), [row.knob if place == 0 else f"+ {row.knob}" for place, row in enumerate(rows)])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     if measured:
         axes.legend(loc="lower right", frameon=False, fontsize=9)
     return save(drawing, path)
-
-
-def _draw_bars(axes: Axes, measured: Sequence[tuple[int, Row]]) -> None:
-    ends = stack_kinds(axes, [place for place, _ in measured], [row.kinds for _, row in measured], MIB, 0.7)
-    for end, (place, row) in zip(ends, measured, strict=True):
-        axes.text(end, place, f"  {_mib(row.peak_device_bytes)}", va="center", fontsize=9)
-
-
-def _draw_failures(axes: Axes, rows: Sequence[Row]) -> None:
-    """Write the failure of each row that ran out of memory where its bar would be."""
-    for place, row in enumerate(rows):
-        if row.out_of_memory:
-            words = f"  {ran_out_words(row.out_of_memory)}"
-            axes.text(0, place, words, va="center", fontsize=9, color=FAILED, fontstyle="italic")
-
-
-def _table(*heads: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for head in heads:
-        table.add_column(head, no_wrap=True)
-    return table
 
 
 def _mib(size: float | None) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import yaml
@@ -24,7 +24,7 @@ from verl_memopt.errors import ConfigError, DeviceMemoryError
 from verl_memopt.memory.critic_rules import has_critic, twin
 from verl_memopt.memory.formulas import Shapes
 from verl_memopt.memory.host_buffers import host_allocator
-from verl_memopt.memory.knob import Claim, knob_named, knobs
+from verl_memopt.memory.knob import knob_named, knobs
 from verl_memopt.model.attention import choose_attention
 from verl_memopt.model.folder import resolve_folder
 from verl_memopt.model.policy_model import PolicyModel
@@ -114,7 +114,6 @@ def measure_row(folder: Path, work: Work, knob: str, overrides: tuple[str, ...],
             grad_norm=metrics["actor/grad_norm"],
             phase_kinds={memory.name: {**memory.kind_peaks, HOST: host_bytes[memory.name]} for memory in memories},
         )
-    # The error is gone here, and with it the frames of its traceback, which held the tensors of the row.
     leave_process_group()
     _free(device)
     return Row(knob, overrides, phases=_peaks(memories), out_of_memory=ran_out)
@@ -153,35 +152,31 @@ def make_batch(work: Work, actor: Actor) -> RolloutBatch:
     """
     generator = torch.Generator().manual_seed(work.seed)
 
-    def random_ids(rows: int, length: int) -> torch.Tensor:
-        return torch.randint(0, 256, (rows, length), generator=generator)
-
-    def ragged(tokens: torch.Tensor) -> Ragged:
-        return Ragged(flat=tokens.reshape(-1), lengths=torch.full((tokens.shape[0],), tokens.shape[1]), batch_size=[])
+    def random_rows(rows: int, length: int, copies: int) -> Ragged:
+        ids = torch.randint(0, 256, (rows, length), generator=generator).repeat_interleave(copies, 0)
+        return Ragged.from_rows(list(ids), torch.int64)
 
     advantages = torch.randn(work.rows, generator=generator).repeat_interleave(work.response)
-    prompts = ragged(random_ids(work.rows // work.group, work.prompt).repeat_interleave(work.group, 0))
-    batch = rollout_batch(prompts, ragged(random_ids(work.rows, work.response)), torch.arange(work.rows) // work.group, actor)
+    prompts = random_rows(work.rows // work.group, work.prompt, work.group)
+    batch = rollout_batch(prompts, random_rows(work.rows, work.response, 1), torch.arange(work.rows) // work.group, actor)
     batch.advantages = advantages
     return batch
 
 
 def _plan(settings: Settings, folder: Path) -> WorkerPlan:
-    text = str(folder)
-    with_reference = settings.actor_rollout_ref.model.lora_rank == 0
-    with_critic = has_critic(settings)
+    text, roles, with_critic = str(folder), settings.actor_rollout_ref, has_critic(settings)
     return WorkerPlan(
-        settings=settings.actor_rollout_ref,
+        settings=roles,
         folder=text,
         engine_folder=text,
-        reference_folder=text if with_reference else None,
+        reference_folder=text if roles.model.lora_rank == 0 else None,
         critic=settings.critic if with_critic else None,
         critic_folder=text if with_critic else None,
         critic_steps=ROUNDS,
         tokenizer_folder=text,
         eos_token_ids=(0,),
         optimizer_steps=ROUNDS,
-        free_engine=bool(settings.actor_rollout_ref.rollout.free_cache_engine),
+        free_engine=bool(roles.rollout.free_cache_engine),
         track_init=False,
         memory=settings.memory,
         kinds_on_gpu=True,
@@ -427,6 +422,14 @@ class OutOfMemory:
         """Return the figures of an error. The error itself is not kept: its traceback holds the tensors of the row."""
         return cls(error.phase, error.asked_bytes, error.held_bytes, error.limit_bytes)
 
+    WORDS: ClassVar = ("held", "asked for", "limit")
+    """What each of ``sizes`` is."""
+
+    @property
+    def sizes(self) -> tuple[int | None, int | None, int | None]:
+        """Return the figures in the order in which they are shown."""
+        return self.held_bytes, self.asked_bytes, self.limit_bytes
+
 
 @dataclass(frozen=True)
 class Row:
@@ -477,26 +480,14 @@ def with_savings(row: Row, base: Row, before: Shapes, after: Shapes) -> Row:
         before: Sizes that the formulas read, under the settings of ``base``.
         after: The same, under the settings of ``row``.
     """
-    savings = [
-        Saving(
-            claim.phase,
-            claim.kind,
-            formula_bytes=round(claim.num_bytes(before, after)),
-            measured_bytes=_measured_bytes(row, base, claim),
-        )
-        for claim in knob_named(row.knob).claims
-    ]
+    savings = []
+    for claim in knob_named(row.knob).claims:
+        measured = None
+        if not (row.out_of_memory or base.out_of_memory):
+            was, now = (each.phase_kinds[claim.phase].get(claim.kind, 0) for each in (base, row))
+            measured = was - now
+        savings.append(Saving(claim.phase, claim.kind, round(claim.num_bytes(before, after)), measured))
     return replace(row, savings=tuple(savings), base=base.knob)
-
-
-def _measured_bytes(row: Row, base: Row, claim: Claim) -> int | None:
-    if row.out_of_memory or base.out_of_memory:
-        return None
-    return _peak_of_kind(base, claim) - _peak_of_kind(row, claim)
-
-
-def _peak_of_kind(row: Row, claim: Claim) -> int:
-    return row.phase_kinds[claim.phase].get(claim.kind, 0)
 
 
 def as_json(rows: Sequence[Row], work: Work, model: str) -> dict[str, Any]:
@@ -504,18 +495,8 @@ def as_json(rows: Sequence[Row], work: Work, model: str) -> dict[str, Any]:
 
     Key ``rungs`` has the rows of the ablation, from all off to all on; ``branches`` has the alternatives.
     """
-    ablation, alternatives = split(rows)
-    return {
-        "schema": 3,
-        "model": model,
-        "work": asdict(work),
-        "rungs": _plain(ablation),
-        "branches": _plain(alternatives),
-    }
-
-
-def _plain(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    return [{"knob": row.knob, "status": row.status, **asdict(row)} for row in rows]
+    rungs, branches = ([{"knob": row.knob, "status": row.status, **asdict(row)} for row in part] for part in split(rows))
+    return {"schema": 3, "model": model, "work": asdict(work), "rungs": rungs, "branches": branches}
 
 
 def split(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:

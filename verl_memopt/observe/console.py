@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from verl_memopt.observe.metrics import LOSS, VAL_LOSS, headline_score
-from verl_memopt.observe.phase import GIB, MIB, PhaseMemory
+from verl_memopt.observe.phase import GIB, MIB, PhaseMemory, size_words
 
 Metrics = Mapping[str, float]
 
@@ -52,10 +52,9 @@ STEP_COLUMNS: tuple[tuple[str, Callable[[Metrics], float | None], Callable[[floa
 
 def step_table(rows: Sequence[Metrics]) -> Table:
     """Return a compact table of steps that fits 80 columns. A cell without a value is a dash."""
-    table, unused = _table(), "reward" if any(LOSS in row or VAL_LOSS in row for row in rows) else "loss"
+    unused = "reward" if any(LOSS in row or VAL_LOSS in row for row in rows) else "loss"
     columns = [column for column in STEP_COLUMNS if column[0] != unused]
-    for head, _, _ in columns:
-        table.add_column(head, justify="right", no_wrap=True)
+    table = slim_table(right=[head for head, _, _ in columns])
     for row in rows:
         table.add_row(*(form(read(row)) for _, read, form in columns))
     return table
@@ -69,30 +68,25 @@ def headline_words(metrics: Metrics, sign: str) -> str:
 
 def step_words(metrics: Metrics) -> str:
     """Return a step's reward or loss, speed and device memory (MiB) as words of one line. ``n/a`` = not counted."""
-    return " ".join(
-        (
-            headline_words(metrics, "="),
-            f"tokens/s={_as('{:,.0f}')(named('perf/throughput')(metrics))}",
-            f"s/step={_as('{:.2f}')(named('perf/time_per_step')(metrics))}",
-            memory_words(metrics),
-        )
-    )
+    speed, seconds = _as("{:,.0f}")(named("perf/throughput")(metrics)), _as("{:.2f}")(named("perf/time_per_step")(metrics))
+    return f"{headline_words(metrics, '=')} tokens/s={speed} s/step={seconds} {memory_words(metrics)}"
 
 
 def memory_words(metrics: Metrics) -> str:
     """Return ``mem_alloc_mb`` (live at the step's end), ``mem_reserved_mb`` and ``mem_max_alloc_mb`` (peaks) as words."""
-    names = {
-        "mem_alloc_mb": "perf/memory_allocated_gb",
-        "mem_reserved_mb": "perf/max_memory_reserved_gb",
-        "mem_max_alloc_mb": "perf/max_memory_allocated_gb",
-    }
-    return " ".join(
-        f"{word}={metrics[name] * GIB / MIB:.1f}" if name in metrics else f"{word}=n/a" for word, name in names.items()
-    )
+    names = ("perf/memory_allocated_gb", "perf/max_memory_reserved_gb", "perf/max_memory_allocated_gb")
+    return size_words(*(metrics[name] * GIB if name in metrics else None for name in names))
+
+
+def progress_bar(unit: str, clock: ProgressColumn, console: Console) -> Progress:
+    """Return a bar of counted units with a description and a clock, which only a terminal shows."""
+    words = TextColumn("{task.description}", markup=False)
+    columns = (TextColumn(unit), MofNCompleteColumn(), BarColumn(bar_width=None), words, clock)
+    return Progress(*columns, console=console, disable=not console.is_interactive, expand=True)
 
 
 class RunConsole:
-    """Shows a run's progress: a moving bar on a terminal, one plain line per step elsewhere.
+    """Shows a run's progress: a moving bar on a terminal, one plain line per step elsewhere. It is the logger ``console``.
 
     Use as a context manager, so that the bar is removed however the run ends.
 
@@ -110,16 +104,7 @@ class RunConsole:
         self._every = table_every
         self._rows: list[dict[str, float]] = []
         self._peak: float | None = None
-        self._bar = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=None),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(compact=True),
-            console=self.console,
-            disable=not self.console.is_interactive,
-            expand=True,
-        )
+        self._bar = progress_bar("step", TimeRemainingColumn(compact=True), self.console)
         self._task = self._bar.add_task("", total=total_steps, completed=first_step)
 
     def __enter__(self) -> RunConsole:
@@ -131,11 +116,13 @@ class RunConsole:
         """Print the last table and remove the bar."""
         self.close()
 
-    def step(self, step: int, metrics: Metrics) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         """Show a finished step, and every ``table_every`` steps the table of the steps since the last one."""
         self._peak = max((peak for peak in (self._peak, _peak_bytes(metrics)) if peak is not None), default=None)
         self._rows.append({**metrics, "step": float(step)})
-        self._bar.update(self._task, completed=step, description=self._bar_words(metrics))
+        speed = _as("{:,.0f}")(named("perf/throughput")(metrics))
+        words = f"{headline_words(metrics, ' ')}  {speed} tokens/s  peak {_mib(self._peak)} MiB"
+        self._bar.update(self._task, completed=step, description=words)
         if not self.console.is_interactive:
             self.say(f"step {step}/{self._total} {step_words(metrics)}")
         if self._every > 0 and step % self._every == 0 and step > 0:
@@ -153,50 +140,21 @@ class RunConsole:
         """Print a line above the bar, neither wrapped nor styled."""
         self.console.print(text, markup=False, soft_wrap=True)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         """Print the table of the last steps and remove the bar. A second call does nothing."""
         self.flush_table()
         self._bar.stop()
 
-    def _bar_words(self, metrics: Metrics) -> str:
-        speed = _as("{:,.0f}")(named("perf/throughput")(metrics))
-        return f"{headline_words(metrics, ' ')}  {speed} tokens/s  peak {_mib(self._peak)} MiB"
-
-
-class ConsoleLogger:
-    """The ``console`` logger. It passes each step to the run's console.
-
-    Args:
-        console: The console of the run.
-    """
-
-    def __init__(self, console: RunConsole) -> None:
-        """Remember the console."""
-        self._console = console
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        """Show a finished step."""
-        self._console.step(step, metrics)
-
-    def close(self, failed: bool = False) -> None:
-        """Close the console."""
-        self._console.close()
-
 
 def summary_tables(summary: Mapping[str, Any]) -> list[Table]:
-    """Return the summary of a run as two tables: the run in one row, and its phases with share of time and peaks."""
-    run = _table()
+    """Return the summary of a run as two tables: the run in one row; its phases with seconds, share of time, peaks in MiB."""
+    run = slim_table()
     for head in ("steps", "seconds", "validation before", "validation after"):
         run.add_column(head, justify="right")
     scores = (_as("{:.3f}")(summary[f"validation_{when}"]) for when in ("before", "after"))
     run.add_row(str(summary["steps"]), f"{summary['seconds']:,.1f}", *scores)
-    return [run, phase_table(summary)]
-
-
-def phase_table(summary: Mapping[str, Any]) -> Table:
-    """Return each phase's seconds, share of all phases' seconds, and peaks in MiB. The header names the counter."""
-    counter = f"\n({summary['counter']})" if summary.get("counter") else ""
-    table = _table()
+    counter = f"\n({summary['counter']})" if summary.get("counter") else ""  # of the live bytes
+    table = slim_table()
     table.add_column("phase", overflow="fold")
     for head in ("seconds", "share", f"peak live\nMiB{counter}", "reserved\nMiB", "device\nused MiB", "host RSS\nMiB"):
         table.add_column(head, justify="right", no_wrap=True)
@@ -205,20 +163,20 @@ def phase_table(summary: Mapping[str, Any]) -> Table:
         sizes = (phase[key] for key in ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "host_rss_bytes"))
         share = f"{100 * phase['seconds'] / total:.1f} %"
         table.add_row(name, f"{phase['seconds']:,.2f}", share, *map(_mib, sizes))
-    return table
+    return [run, table]
 
 
 def print_end(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
     """Print the summary of a run and then, as the last line, its folder."""
-    for table in summary_tables(summary):
-        console.print(table)
-        console.print()
-    print_warnings(console, summary)
+    print_summary(console, summary)
     print_folder(console, folder)
 
 
-def print_warnings(console: Console, summary: Mapping[str, Any]) -> None:
-    """Print the warnings of a run with their steps, and the number of skipped updates. Prints nothing if there are none."""
+def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
+    """Print the tables of a run, its warnings with their steps, and the number of skipped updates, if there are any."""
+    for table in summary_tables(summary):
+        console.print(table)
+        console.print()
     lines = [f"WARNING, step {row['step']}: {row['warning']}" for row in summary.get("warnings", [])]
     if summary.get("skipped_updates"):
         lines.append(f"WARNING: {summary['skipped_updates']} updates were skipped, because their gradient norm was not finite.")
@@ -231,8 +189,14 @@ def print_folder(console: Console, folder: Path) -> None:
     console.print(str(folder), markup=False, highlight=False, soft_wrap=True)
 
 
-def _table() -> Table:
-    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+def slim_table(*left: str, right: Iterable[str] = ()) -> Table:
+    """Return a table without edges that has columns of words with these heads, then columns of figures."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for head in left:
+        table.add_column(head, no_wrap=True)
+    for head in right:
+        table.add_column(head, justify="right", no_wrap=True)
+    return table
 
 
 def _mib(size: float | None) -> str:

@@ -71,11 +71,17 @@ class DeviceLedger:
 
     def peak_allocated(self) -> int:
         """Return the peak of :meth:`allocated` since :meth:`reset_peaks`."""
-        return max(self._peak_allocated, device_room.max_memory_allocated(self._device) - self.asleep.allocated_bytes)
+        return self._peaks(self.asleep)[0]
 
     def peak_reserved(self) -> int:
         """Return the peak of :meth:`reserved` since :meth:`reset_peaks`."""
-        return max(self._peak_reserved, device_room.max_memory_reserved(self._device) - self.asleep.reserved_bytes)
+        return self._peaks(self.asleep)[1]
+
+    def _peaks(self, asleep: Asleep) -> tuple[int, int]:
+        """Return both peaks, allocated and reserved, where so much slept in the present stretch."""
+        allocated = device_room.max_memory_allocated(self._device) - asleep.allocated_bytes
+        reserved = device_room.max_memory_reserved(self._device) - asleep.reserved_bytes
+        return max(self._peak_allocated, allocated), max(self._peak_reserved, reserved)
 
     def reset_peaks(self) -> None:
         """Start new peaks at the present values."""
@@ -103,7 +109,8 @@ class DeviceLedger:
             # A cached block that returns to the driver frees memory too, and the allocator stops counting it.
             unmapped = freed + device_room.memory_reserved(self._device) - reserved
             self.asleep = self._agreed(read(), before.reserved_bytes + unmapped)
-            self._end_stretch(_less(before, self.asleep))
+            reserved = min(before.reserved_bytes, self.asleep.reserved_bytes)
+            self._end_stretch(Asleep(reserved, min(before.allocated_bytes, self.asleep.allocated_bytes)))
 
     def check(self, phase: str) -> None:
         """Compare the ledger with the driver, and warn once if their difference has grown since the first call."""
@@ -134,10 +141,7 @@ class DeviceLedger:
         return reported
 
     def _end_stretch(self, asleep: Asleep) -> None:
-        allocated = device_room.max_memory_allocated(self._device) - asleep.allocated_bytes
-        reserved = device_room.max_memory_reserved(self._device) - asleep.reserved_bytes
-        self._peak_allocated = max(self._peak_allocated, allocated)
-        self._peak_reserved = max(self._peak_reserved, reserved)
+        self._peak_allocated, self._peak_reserved = self._peaks(asleep)
         device_room.reset_peak_memory(self._device)
 
     def _warn_once(self, kind: str, words: str) -> None:
@@ -145,11 +149,6 @@ class DeviceLedger:
         if kind not in self._warned:
             self._warned.add(kind)
             logger.warning(words)
-
-
-def _less(one: Asleep, other: Asleep) -> Asleep:
-    reserved = min(one.reserved_bytes, other.reserved_bytes)
-    return Asleep(reserved, min(one.allocated_bytes, other.allocated_bytes))
 
 
 _ledgers: dict[torch.device, DeviceLedger] = {}

@@ -36,15 +36,19 @@ def replace_text(path: Path, text: str) -> None:
     Raises:
         UserError: The disk refused.
     """
-    aside = path.with_name(f".{path.name}.partial")
     with disk_refusals(path):
-        with aside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            # Without this a power failure could leave the new name with an empty file, since the rename may reach the disk
-            # first.
-            os.fsync(file.fileno())
-        aside.replace(path)
+        write_whole(path, text)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Do as :func:`replace_text` does, but let the disk's errors through."""
+    aside = path.with_name(f".{path.name}.partial")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        # Without this a power failure could leave the new name with an empty file, since the rename may reach the disk first.
+        os.fsync(file.fileno())
+    aside.replace(path)
 
 
 def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import warnings
-from typing import TextIO
 
 NOISY = ("transformers", "ray", "matplotlib", "PIL", "urllib3", "httpx", "httpcore", "filelock", "asyncio", "tensorboard")
 """Packages that log warnings and errors only."""
 
 
-class _StandardError(logging.StreamHandler):
+class _StandardError(logging._StderrHandler):  # type: ignore[name-defined]
     """Writes to the present standard error, so that a progress bar or a test that replaces it receives the lines."""
-
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
-
-    @property
-    def stream(self) -> TextIO:
-        return sys.stderr
-
-    @stream.setter
-    def stream(self, value: TextIO) -> None:
-        raise AssertionError("the stream is always sys.stderr")
 
 
 def is_set_up() -> bool:

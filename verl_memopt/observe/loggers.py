@@ -8,12 +8,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from numbers import Number
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import yaml
 
 from verl_memopt.errors import ConfigError
-from verl_memopt.observe.console import ConsoleLogger, RunConsole
+from verl_memopt.observe.console import RunConsole
 from verl_memopt.observe.files import append_rows, replace_text
 from verl_memopt.observe.run_folder import RunFolder
 from verl_memopt.observe.samples import Sample
@@ -22,7 +22,6 @@ STEP = "training/global_step"
 """Metric that is the x axis of every other one in wandb."""
 SAMPLES = "val/generations"
 """Name of the table of validation samples in wandb."""
-SAMPLE_COLUMNS = ("step", "data_source", "input", "output", "ground_truth", "score")
 
 
 class StepLogger(Protocol):
@@ -33,14 +32,6 @@ class StepLogger(Protocol):
 
     def close(self, failed: bool = False) -> None:
         """Write what is buffered and close."""
-
-
-@runtime_checkable
-class SampleLogger(Protocol):
-    """A logger that shows samples as a table."""
-
-    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Record some samples of a validation."""
 
 
 @dataclass(frozen=True)
@@ -55,22 +46,15 @@ class LoggingPlace:
     """The step after which the run continues. None = a new run."""
 
 
+@dataclass(frozen=True)
 class JsonlLogger:
-    """Appends ``{"step": ..., "run_id": ..., <metrics>}`` to metrics.jsonl and passes it to the operating system at once.
+    """Appends ``{"step": ..., "run_id": ..., <metrics>}`` to metrics.jsonl and passes it to the operating system at once."""
 
-    Args:
-        path: The file.
-        run_id: Identifies this start of the run.
-    """
-
-    def __init__(self, path: Path, run_id: str) -> None:
-        """Remember the file; nothing is written yet."""
-        self._path = path
-        self._run_id = run_id
+    folder: RunFolder
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the metrics of a step."""
-        append_rows(self._path, [{"step": step, "run_id": self._run_id, **metrics}])
+        append_rows(self.folder.metrics, [{"step": step, "run_id": self.folder.run_id, **metrics}])
 
     def close(self, failed: bool = False) -> None:
         """Do nothing: every row is written when it is logged."""
@@ -154,7 +138,8 @@ class WandbLogger:
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Send samples of a validation as a table."""
         rows = [[step, each.data_source, each.input, each.output, str(each.gts), each.score] for each in samples]
-        self._run.log({SAMPLES: self._wandb.Table(columns=list(SAMPLE_COLUMNS), data=rows), STEP: step})
+        columns = ["step", "data_source", "input", "output", "ground_truth", "score"]
+        self._run.log({SAMPLES: self._wandb.Table(columns=columns, data=rows), STEP: step})
 
     def close(self, failed: bool = False) -> None:
         """Finish the wandb run. One that failed is shown as such."""
@@ -162,40 +147,35 @@ class WandbLogger:
 
 
 LOGGERS: dict[str, Callable[[LoggingPlace], StepLogger]] = {
-    "console": lambda place: ConsoleLogger(place.console),
-    "jsonl": lambda place: JsonlLogger(place.folder.metrics, place.folder.run_id),
+    "console": lambda place: place.console,
+    "jsonl": lambda place: JsonlLogger(place.folder),
     "tensorboard": lambda place: TensorBoardLogger(place.folder.tensorboard, place.resumed_step),
     "wandb": WandbLogger,
 }
 
 
+@dataclass(frozen=True)
 class StepLoggers:
-    """Several loggers as one.
+    """Several loggers as one, in order."""
 
-    Args:
-        loggers: The loggers, in order.
-    """
-
-    def __init__(self, loggers: Sequence[StepLogger]) -> None:
-        """Remember the loggers."""
-        self._loggers = loggers
+    loggers: Sequence[StepLogger]
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Pass the metrics of a step to each logger."""
-        for each in self._loggers:
+        for each in self.loggers:
             each.log(step, metrics)
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Pass samples of a validation to each logger that shows them."""
-        for each in self._loggers:
-            if isinstance(each, SampleLogger):
+        for each in self.loggers:
+            if isinstance(each, WandbLogger):
                 each.log_samples(step, samples)
 
     def close(self, failed: bool = False) -> None:
         """Close each logger, also where another one fails to close."""
         with ExitStack() as closing:
             # An exit stack calls back in reverse, so the loggers are closed in their order.
-            for each in reversed(self._loggers):
+            for each in reversed(self.loggers):
                 closing.callback(each.close, failed)
 
 

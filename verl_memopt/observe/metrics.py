@@ -123,21 +123,20 @@ def memory_metrics(phases: Sequence[PhaseMemory]) -> dict[str, float]:
     Args:
         phases: Figures of each phase, already combined over ranks.
     """
+    sizes = [
+        (f"memory/{phase.name}/{figure}_gb", getattr(phase, f"{figure}_bytes"))
+        for phase in phases
+        for figure in ("peak_allocated", "peak_reserved", "device_used", "host_rss")
+    ]
+    sizes += [("perf/memory_allocated_gb", phase.allocated_bytes) for phase in phases[-1:]]
+    sizes += [("perf/max_memory_allocated_gb", phase.peak_allocated_bytes) for phase in phases]
+    sizes += [("perf/max_memory_reserved_gb", phase.peak_reserved_bytes) for phase in phases]
+    sizes += [("perf/cpu_memory_used_gb", phase.host_rss_bytes) for phase in phases]
     metrics: dict[str, float] = {}
-    for phase in phases:
-        for figure in ("peak_allocated", "peak_reserved", "device_used", "host_rss"):
-            _set_gib(metrics, f"memory/{phase.name}/{figure}_gb", [getattr(phase, f"{figure}_bytes")])
-    _set_gib(metrics, "perf/memory_allocated_gb", [phase.allocated_bytes for phase in phases[-1:]])
-    _set_gib(metrics, "perf/max_memory_allocated_gb", [phase.peak_allocated_bytes for phase in phases])
-    _set_gib(metrics, "perf/max_memory_reserved_gb", [phase.peak_reserved_bytes for phase in phases])
-    _set_gib(metrics, "perf/cpu_memory_used_gb", [phase.host_rss_bytes for phase in phases])
+    for name, size in sizes:
+        if size is not None:
+            metrics[name] = max(size / GIB, metrics.get(name, 0.0))
     return metrics
-
-
-def _set_gib(metrics: dict[str, float], name: str, sizes: Iterable[int | None]) -> None:
-    known = [size for size in sizes if size is not None]
-    if known:
-        metrics[name] = max(max(known) / GIB, metrics.get(name, 0.0))
 
 
 # Validation scores by data source: mean, spread, best, worst and majority of the N samples of each prompt.
@@ -210,14 +209,11 @@ def _statistics(rows: Sequence[ValidationRow], numbers: Sequence[float]) -> dict
 
     result = {f"mean@{n}": over_prompts(statistics.fmean)}
     if n > 1:
-        result |= {f"std@{n}": over_prompts(_spread), f"best@{n}/mean": over_prompts(max), f"worst@{n}/mean": over_prompts(min)}
+        spread = over_prompts(lambda numbers: statistics.stdev(numbers) if len(numbers) > 1 else 0.0)
+        result |= {f"std@{n}": spread, f"best@{n}/mean": over_prompts(max), f"worst@{n}/mean": over_prompts(min)}
         if all("pred" in row.extra for row in rows):
             result[f"maj@{n}/mean"] = statistics.fmean(map(_majority, samples))
     return result
-
-
-def _spread(numbers: list[float]) -> float:
-    return statistics.stdev(numbers) if len(numbers) > 1 else 0.0
 
 
 def _majority(group: Sequence[tuple[float, Any]]) -> float:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
+import psutil
 import torch
 from codetiming import Timer
 
@@ -49,10 +50,15 @@ class PhaseMemory:
     """Live tensors at the start of the phase, without a sleeping engine's."""
 
 
+DEVICE_FIGURES = ("peak_allocated_bytes", "allocated_bytes", "peak_reserved_bytes", "device_used_bytes")
+"""Figures of a device, of which one that is not measured is None."""
+
+
+@dataclass(frozen=True)
 class MemoryProbe:
     """Measures the phases of one process on one device.
 
-    Args:
+    Attributes:
         device: The device.
         resident: Yields (kind, tensor) for all tensors that exist before a phase. Called only where the tracker runs.
         limit_bytes: On a CPU the largest live bytes of a tracked phase, on a GPU the largest reserved bytes of any phase. A GPU's
@@ -60,18 +66,10 @@ class MemoryProbe:
         kinds_on_gpu: Run the tracker beside a GPU's allocator in tracked phases, for the bytes by kind. Compile must be off.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        resident: Callable[[], Iterable[tuple[str, torch.Tensor]]],
-        limit_bytes: int | None = None,
-        kinds_on_gpu: bool = False,
-    ) -> None:
-        """Remember the arguments; nothing is measured yet."""
-        self._device = device
-        self._resident = resident
-        self._limit_bytes = limit_bytes
-        self._kinds_on_gpu = kinds_on_gpu
+    device: torch.device
+    resident: Callable[[], Iterable[tuple[str, torch.Tensor]]]
+    limit_bytes: int | None = None
+    kinds_on_gpu: bool = False
 
     @contextmanager
     def phase(self, name: str, track: bool, kind: str = "activations") -> Iterator[Callable[[], PhaseMemory]]:
@@ -84,23 +82,24 @@ class MemoryProbe:
         """
         measured: list[PhaseMemory] = []
         started = time.perf_counter()
-        on_gpu = device_room.is_gpu(self._device)
-        tracked = track and (self._kinds_on_gpu or not on_gpu)
-        tracker, allocator = self._tracker if tracked else _nothing, self._allocator if on_gpu else _nothing
-        with tracker(name, kind) as counted, allocator(name, kind) as read:
+        on_gpu = device_room.is_gpu(self.device)
+        tracked = track and (self.kinds_on_gpu or not on_gpu)
+        tracker: AbstractContextManager[dict] = self._tracker(name, kind) if tracked else nullcontext({})
+        allocator: AbstractContextManager[dict] = self._allocator(name) if on_gpu else nullcontext({})
+        with tracker as counted, allocator as read:
             yield lambda: measured[0]
             # Work that is still queued on the GPU belongs to this phase, and would count to the next one.
-            device_room.synchronize(self._device)
-        figures = {**counted, **read} if on_gpu else counted
+            device_room.synchronize(self.device)
+        figures: dict[str, Any] = {**dict.fromkeys(DEVICE_FIGURES), **counted, **read}
         memory = PhaseMemory(name, time.perf_counter() - started, **figures, host_rss_bytes=host_rss_bytes())
         measured.append(memory)
         logger.debug("%s: %.3f s %s", name, memory.seconds, memory_words(memory))
 
     @contextmanager
-    def _allocator(self, name: str, kind: str) -> Iterator[dict]:
-        ledger = ledger_of(self._device)
+    def _allocator(self, name: str) -> Iterator[dict]:
+        ledger = ledger_of(self.device)
         # Queued work of the phase before could still raise the peak after the reset.
-        device_room.synchronize(self._device)
+        device_room.synchronize(self.device)
         ledger.reset_peaks()
         figures: dict = {"entered_bytes": ledger.allocated()}
         yield figures
@@ -112,35 +111,25 @@ class MemoryProbe:
         )
         ledger.check(name)
         # Torch's cap is at most the device's size and counts sleeping memory, so it cannot express every limit near that size.
-        if self._limit_bytes is not None and ledger.peak_reserved() > self._limit_bytes:
-            raise torch.OutOfMemoryError(f"the allocator held {ledger.peak_reserved()} bytes of {self._limit_bytes}")
+        if self.limit_bytes is not None and ledger.peak_reserved() > self.limit_bytes:
+            raise torch.OutOfMemoryError(f"the allocator held {ledger.peak_reserved()} bytes of {self.limit_bytes}")
 
     @contextmanager
     def _tracker(self, name: str, kind: str) -> Iterator[dict]:
         figures: dict = {}
-        with ByteTracker(self._device, default_kind=kind, limit_bytes=self._limit_bytes) as tracker, fsdp_kinds():
+        with ByteTracker(self.device, default_kind=kind, limit_bytes=self.limit_bytes) as tracker, fsdp_kinds():
             self._mark_resident(tracker)
             entered = tracker.total()
             tracker.enter(name)
             yield figures
         peak = tracker.peaks[DEVICE]
-        figures.update(_no_figures())
         figures.update(peak_allocated_bytes=peak.bytes, allocated_bytes=tracker.total(), kinds=peak.kinds)
         figures.update(kind_peaks=tracker.most(), entered_bytes=entered)
 
     def _mark_resident(self, tracker: ByteTracker) -> None:
         # A function of its own, so that no local variable keeps alive a tensor that the phase frees.
-        for kind, tensor in self._resident():
+        for kind, tensor in self.resident():
             tracker.mark(kind, [tensor])
-
-
-@contextmanager
-def _nothing(name: str, kind: str) -> Iterator[dict]:
-    yield _no_figures()
-
-
-def _no_figures() -> dict[str, None]:
-    return dict.fromkeys(("peak_allocated_bytes", "allocated_bytes", "peak_reserved_bytes", "device_used_bytes"))
 
 
 def combine(memories: Sequence[PhaseMemory], driver_rss_bytes: int = 0) -> PhaseMemory:
@@ -155,45 +144,35 @@ def combine(memories: Sequence[PhaseMemory], driver_rss_bytes: int = 0) -> Phase
     def largest(name: str) -> int | None:
         return max((value for memory in memories if (value := getattr(memory, name)) is not None), default=None)
 
+    device: dict[str, Any] = {name: largest(name) for name in (*DEVICE_FIGURES, "entered_bytes")}
     return PhaseMemory(
         name=memories[0].name,
         seconds=max(memory.seconds for memory in memories),
-        peak_allocated_bytes=largest("peak_allocated_bytes"),
-        allocated_bytes=largest("allocated_bytes"),
-        peak_reserved_bytes=largest("peak_reserved_bytes"),
-        device_used_bytes=largest("device_used_bytes"),
         host_rss_bytes=sum(memory.host_rss_bytes for memory in memories) + driver_rss_bytes,
         kinds=max(memories, key=lambda memory: memory.peak_allocated_bytes or 0).kinds,
         host_buffer_bytes=sum(memory.host_buffer_bytes for memory in memories),
-        entered_bytes=largest("entered_bytes"),
+        **device,
     )
 
 
 def host_rss_bytes() -> int:
-    """Return the resident memory of this process in bytes. Without /proc this is its peak.
+    """Return the resident memory of this process in bytes.
 
     It includes shared pages and freed blocks that the allocator keeps. Use it for the size of the host, never for a ratio.
     """
-    status = Path("/proc/self/status")
-    if status.exists():
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmRSS:"))
-        return int(line.split()[1]) * 1024
-    import resource
-    import sys
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return psutil.Process().memory_info().rss
 
 
 def memory_words(memory: PhaseMemory) -> str:
     """Return a phase's figures in MiB as words of a log line. ``n/a`` where the device has none."""
-    figures = {
-        "mem_alloc_mb": memory.allocated_bytes,
-        "mem_reserved_mb": memory.peak_reserved_bytes,
-        "mem_max_alloc_mb": memory.peak_allocated_bytes,
-        "host_rss_mb": memory.host_rss_bytes,
-    }
-    return " ".join(f"{name}={'n/a' if size is None else f'{size / MIB:.1f}'}" for name, size in figures.items())
+    sizes = size_words(memory.allocated_bytes, memory.peak_reserved_bytes, memory.peak_allocated_bytes)
+    return f"{sizes} host_rss_mb={memory.host_rss_bytes / MIB:.1f}"
+
+
+def size_words(live: float | None, reserved: float | None, peak: float | None) -> str:
+    """Return live bytes, reserved bytes and peak live bytes in MiB as words of a log line. ``n/a`` for None."""
+    sizes = {"mem_alloc_mb": live, "mem_reserved_mb": reserved, "mem_max_alloc_mb": peak}
+    return " ".join(f"{name}={'n/a' if size is None else f'{size / MIB:.1f}'}" for name, size in sizes.items())
 
 
 # Seconds of each phase of a step, and when it began, on the driver.

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -16,6 +15,7 @@ from verl_memopt.observe.charts import (
     counted_by,
     draw_charts,
     figure,
+    name_bars,
     note,
     plot_reward,
     reward_points,
@@ -26,7 +26,7 @@ from verl_memopt.observe.charts import (
     validation_points,
     whole_steps,
 )
-from verl_memopt.observe.console import print_folder, print_warnings, summary_tables
+from verl_memopt.observe.console import print_folder, print_summary, slim_table
 from verl_memopt.observe.phase import MIB
 from verl_memopt.observe.run_folder import RunFolder, open_run_folder
 
@@ -46,7 +46,21 @@ def report(run_dirs: Sequence[Path], out: Path | None = None, console: Console |
     """
     shown = console or Console(highlight=False)
     folders = [open_run_folder(Path(path)) for path in run_dirs]
-    return _report_one(folders[0], out, shown) if len(folders) == 1 else _report_many(folders, out, shown)
+    if len(folders) == 1:
+        target = RunFolder(out or folders[0].path)
+        paths = [*draw_charts(folders[0], target.path), target.summary]
+        summary = folders[0].read_summary() | _built(folders[0])
+        target.write_summary(summary)
+        print_summary(shown, summary)
+    else:
+        named = dict(zip(run_names(folders), folders, strict=True))
+        summaries = {name: build_summary(folder.read_metrics(), folder.read_timeline()) for name, folder in named.items()}
+        shown.print(comparison_table(summaries))
+        shown.print()
+        paths = draw_comparison(named, summaries, out or folders[0].path.resolve().parent / "comparison")
+    for path in paths:
+        print_folder(shown, path)
+    return paths
 
 
 def finish_summary(folder: RunFolder, environment: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -63,32 +77,6 @@ def finish_summary(folder: RunFolder, environment: dict[str, Any] | None = None)
 
 def _built(folder: RunFolder) -> dict[str, Any]:
     return build_summary(folder.read_metrics(), folder.read_timeline()) | {"warnings": folder.read_warnings()}
-
-
-def _report_one(folder: RunFolder, out: Path | None, console: Console) -> list[Path]:
-    target = RunFolder(out or folder.path)
-    charts = draw_charts(folder, target.path)
-    summary = folder.read_summary() | _built(folder)
-    target.write_summary(summary)
-    for table in summary_tables(summary):
-        console.print(table)
-        console.print()
-    print_warnings(console, summary)
-    return _listed([*charts, target.summary], console)
-
-
-def _report_many(folders: Sequence[RunFolder], out: Path | None, console: Console) -> list[Path]:
-    named = dict(zip(run_names(folders), folders, strict=True))
-    summaries = {name: build_summary(folder.read_metrics(), folder.read_timeline()) for name, folder in named.items()}
-    console.print(comparison_table(summaries))
-    console.print()
-    return _listed(draw_comparison(named, summaries, out or folders[0].path.resolve().parent / "comparison"), console)
-
-
-def _listed(paths: list[Path], console: Console) -> list[Path]:
-    for path in paths:
-        print_folder(console, path)
-    return paths
 
 
 # Several runs side by side: one table, one chart of scores, one of peaks.
@@ -112,16 +100,17 @@ def comparison_table(summaries: Summaries) -> Table:
 
     Peaks show the change against the first run where both were counted in the same way.
     """
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table = slim_table()
     table.add_column("")
     for name in summaries:
         table.add_column(name, justify="right", overflow="fold")
-    for label, key, form in (("steps", "steps", "{:,}"), ("seconds", "seconds", "{:,.1f}")):
-        table.add_row(label, *(form.format(summary[key]) for summary in summaries.values()))
-    for label in ("validation_before", "validation_after"):
-        table.add_row(label.replace("_", " "), *(_score(summary[label]) for summary in summaries.values()))
+    forms = {"steps": "{:,}", "seconds": "{:,.1f}", "validation_before": "{:.3f}", "validation_after": "{:.3f}"}
+    for key, form in forms.items():
+        values = [summary[key] for summary in summaries.values()]
+        table.add_row(key.replace("_", " "), *("-" if value is None else form.format(value) for value in values))
     for phase in phases_of(summaries):
-        table.add_row(f"{phase}, s", *(_seconds(summary, phase) for summary in summaries.values()))
+        phases = [summary["phases"].get(phase) for summary in summaries.values()]
+        table.add_row(f"{phase}, s", *("-" if each is None else f"{each['seconds']:,.1f}" for each in phases))
     for phase in phases_of(summaries):
         peaks = [peak_of(summary, phase) for summary in summaries.values()]
         if any(peak is not None for peak in peaks):
@@ -158,9 +147,8 @@ def _draw_scores(folders: Mapping[str, RunFolder], path: Path) -> Path:
         metrics, colour = folder.read_metrics(), PALETTE[place % len(PALETTE)]
         plot_reward(reward, reward_points(metrics), colour, name)
         validation.plot(*validation_points(metrics), color=colour, marker="o", markersize=4.5, linewidth=1.7, label=name)
-    for axes in (reward, validation):
-        whole_steps(axes)
-        axes.margins(y=0.1)
+    whole_steps(reward)
+    whole_steps(validation)
     drawing.legend(*validation.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return save(drawing, path)
 
@@ -171,8 +159,7 @@ def _draw_peaks(summaries: Summaries, path: Path) -> Path:
     axes = drawing.add_subplot()
     divisor, unit = unit_of(peak_of(summary, phase) for summary in summaries.values() for phase in phases)
     counters = sorted({summary["counter"] for summary in summaries.values() if summary["counter"]})
-    counter = counted_by(counters[0]) if len(counters) == 1 else f"live tensor bytes ({' or '.join(counters)})"
-    style(axes, "Peak memory by phase", f"peak {counter}, {unit}", "", grid="x")
+    style(axes, "Peak memory by phase", f"peak {counted_by(' or '.join(counters))}, {unit}", "", grid="x")
     if not phases:
         note(axes, "No phase of these runs counted its bytes.")
         return save(drawing, path)
@@ -182,20 +169,8 @@ def _draw_peaks(summaries: Summaries, path: Path) -> Path:
         offsets = [row - 0.4 + (place + 0.5) * height for row, _ in known]
         bars = axes.barh(offsets, [size for _, size in known], height * 0.9, color=PALETTE[place % len(PALETTE)], label=name)
         axes.bar_label(bars, fmt=size_text, padding=3, fontsize=8.5)
-    axes.set_yticks(range(len(phases)), phases)
-    axes.tick_params(axis="y", length=0)
-    axes.invert_yaxis()
-    axes.set_xlim(right=axes.get_xlim()[1] * 1.06)
-    axes.legend(frameon=False, fontsize=8.5, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    name_bars(axes, phases, 1.06)
     return save(drawing, path)
-
-
-def _score(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
-def _seconds(summary: Mapping[str, Any], phase: str) -> str:
-    return f"{summary['phases'][phase]['seconds']:,.1f}" if phase in summary["phases"] else "-"
 
 
 def _peak(peak: int | None, first: int | None, place: int, comparable: bool) -> str:

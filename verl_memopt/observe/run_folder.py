@@ -138,8 +138,9 @@ class RunFolder:
         for path in (path for path in record if path.exists()):
             target = self.path / "previous" / path.name
             target.parent.mkdir(exist_ok=True)
-            # A rename replaces no folder that has files, so what an earlier run left there goes first.
-            _remove(target)
+            # A rename replaces a file but no folder that has files, so one that an earlier run left there goes first.
+            if target.is_dir():
+                shutil.rmtree(target)
             path.rename(target)
 
 
@@ -155,10 +156,3 @@ def open_run_folder(path: Path) -> RunFolder:
     if not folder.metrics.exists() and not folder.timeline.exists():
         raise UserError(f"{path}: it contains neither metrics.jsonl nor memory_timeline.csv. Use the folder of a run.")
     return folder
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

@@ -6,7 +6,7 @@ A dump is a folder with one ``{step}.jsonl`` per step, one row per response. The
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -61,34 +61,16 @@ def sample_row(step: int, sample: Sample) -> dict[str, Any]:
 
     A key of the reward function that is already used appears as ``reward_extra/<key>``.
     """
-    log_probs = sample.rollout_log_probs
-    row = {
-        "input": sample.input,
-        "output": sample.output,
-        "gts": sample.gts,
-        "score": sample.score,
-        "step": step,
-        "uid": sample.uid,
-        "data_source": sample.data_source,
-        "prompt_ids": list(sample.prompt_ids),
-        "response_ids": list(sample.response_ids),
-        "finish_reason": sample.finish_reason,
-        "rollout_log_probs": None if log_probs is None else list(log_probs),
-        "extra_info": dict(sample.extra_info),
-        "failed": sample.failed,
-        "messages": sample.messages,
-        "schema": SCHEMA,
-    }
+    own = {name: getattr(sample, name) for name in FIELDS}
+    row = {**{name: own[name] for name in ("input", "output", "gts", "score")}, "step": step, **own, "schema": SCHEMA}
     return row | {f"reward_extra/{key}" if key in row or key in OF_FILE else key: value for key, value in sample.extra.items()}
 
 
+FIELDS = tuple(field.name for field in fields(Sample) if field.name != "extra")
+"""What a dump row has of its sample, under the same names."""
+
 OF_FILE = ("tokenizer", "row", "rows")
 """Keys of a dump row that belong to its file: a hash of the tokenizer, the row's number from 1, and the number of rows."""
-
-
-def dump_path(folder: Path, step: int) -> Path:
-    """Return the file of a step in a dump."""
-    return folder / f"{step}.jsonl"
 
 
 def dump_samples(folder: Path, step: int, samples: Sequence[Sample], tokenizer: str = "") -> Path:
@@ -101,7 +83,7 @@ def dump_samples(folder: Path, step: int, samples: Sequence[Sample], tokenizer: 
         tokenizer: Hash of the tokenizer that the ids belong to.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = dump_path(folder, step)
+    path = folder / f"{step}.jsonl"
     rows = (
         sample_row(step, sample) | {"tokenizer": tokenizer, "row": number, "rows": len(samples)}
         for number, sample in enumerate(samples, start=1)
@@ -127,19 +109,18 @@ def read_samples(folder: Path, step: int, tokenizer: str, num_tokens: int) -> li
     Raises:
         DataError: The file is missing or incomplete, has another schema or tokenizer, or a row is malformed.
     """
-    path = dump_path(folder, step)
+    path = folder / f"{step}.jsonl"
     if not path.is_file():
         raise DataError(
             f"{path}: there is no such file, so step {step} cannot be replayed. Set actor_rollout_ref.rollout.skip_dump_dir to "
             "the folder of a dump, and trainer.total_training_steps to its steps."
         )
     rows = read_rows(path)
-    addresses = [f"{path}, row {number}" for number in range(1, len(rows) + 1)]
-    samples = [_read(row, address, tokenizer, num_tokens) for row, address in zip(rows, addresses, strict=True)]
+    samples = [_read(row, f"{path}, row {number}", tokenizer, num_tokens) for number, row in enumerate(rows, start=1)]
     for number, row in enumerate(rows, start=1):
         if (row["row"], row["rows"]) != (number, rows[0]["rows"]):
             raise DataError(
-                f"{addresses[number - 1]}: the file should have row {number} of {rows[0]['rows']} here, and has row {row['row']} "
+                f"{path}, row {number}: the file should have row {number} of {rows[0]['rows']} here, and has row {row['row']} "
                 f"of {row['rows']}. A row is missing or moved. Write the dump again."
             )
     if not rows or len(rows) != rows[0]["rows"]:
@@ -173,8 +154,7 @@ def _read(row: dict[str, Any], address: str, tokenizer: str, num_tokens: int) ->
         raise DataError(f"{address}: it has no prompt, or not one log-prob for each response token. Write the dump again.")
     prefix = "reward_extra/"
     extra = {key.removeprefix(prefix): value for key, value in row.items() if key not in own and key not in OF_FILE}
-    fields = {name: row[name] for name in Sample.__dataclass_fields__ if name != "extra"}
-    return ReadSample(Sample(**fields, extra=extra), address)
+    return ReadSample(Sample(**{name: row[name] for name in FIELDS}, extra=extra), address)
 
 
 EMPTY = Sample("", "", "", "", None, None, [], [])

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ class TimelineRow:
 
 
 COLUMNS = tuple(column.name for column in fields(TimelineRow))
+_TIMES = ("timestamp", "elapsed_seconds", "seconds")
 _INTEGERS = ("allocated_bytes", "peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "host_rss_bytes")
 _CONTAINERS = ("step", "epoch", "run")
 """Spans that contain other phases. They are timed but have no row in the timeline."""
@@ -59,22 +60,15 @@ def timeline_rows(step: int, spans: Sequence[Span], memories: Mapping[str, Phase
         spans: The phases of the step.
         memories: Figures of each phase over all processes. A phase without figures has empty cells.
     """
-    ordered = sorted((span for span in spans if span.name not in _CONTAINERS), key=lambda span: span.started)
-    return [_row(step, span, memories.get(span.name)) for span in ordered]
-
-
-def _row(step: int, span: Span, memory: PhaseMemory | None) -> TimelineRow:
-    row = TimelineRow(span.started, 0.0, step, span.name, span.seconds)
-    if memory is None:
-        return row
-    sizes: dict[str, Any] = {name: getattr(memory, name) for name in _INTEGERS}
-    return replace(row, counter=_counter(memory), kinds=dict(memory.kinds), **sizes)
-
-
-def _counter(memory: PhaseMemory) -> str:
-    if memory.peak_allocated_bytes is None:
-        return ""
-    return "tracker" if memory.peak_reserved_bytes is None else "allocator"
+    rows = []
+    for span in sorted((span for span in spans if span.name not in _CONTAINERS), key=lambda span: span.started):
+        memory, figures = memories.get(span.name), dict[str, Any]()
+        if memory is not None:
+            counter = "tracker" if memory.peak_reserved_bytes is None else "allocator"
+            figures |= {name: getattr(memory, name) for name in (*_INTEGERS, "kinds")}
+            figures["counter"] = "" if memory.peak_allocated_bytes is None else counter
+        rows.append(TimelineRow(span.started, 0.0, step, span.name, span.seconds, **figures))
+    return rows
 
 
 def append_timeline(path: Path, rows: Sequence[TimelineRow]) -> None:
@@ -104,17 +98,10 @@ def read_timeline(path: Path) -> list[TimelineRow]:
 
 def _parsed(path: Path, line: int, cells: dict[str, Any]) -> TimelineRow:
     try:
-        sizes = {name: int(cells[name]) if cells[name] else None for name in _INTEGERS}
-        return TimelineRow(
-            timestamp=float(cells["timestamp"]),
-            elapsed_seconds=float(cells["elapsed_seconds"]),
-            step=int(cells["step"]),
-            phase=cells["phase"],
-            seconds=float(cells["seconds"]),
-            counter=cells["counter"],
-            kinds=json.loads(cells["kinds"] or "{}"),
-            **sizes,
-        )
+        figures: dict[str, Any] = {name: int(cells[name]) if cells[name] else None for name in _INTEGERS}
+        figures |= {name: float(cells[name]) for name in _TIMES}
+        kinds = json.loads(cells["kinds"] or "{}")
+        return TimelineRow(step=int(cells["step"]), phase=cells["phase"], counter=cells["counter"], kinds=kinds, **figures)
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path}:{line}: not a timeline row ({error}). Correct or delete this line.") from error
 
@@ -126,6 +113,6 @@ def _csv_text(rows: Sequence[TimelineRow], header: bool) -> str:
         writer.writeheader()
     for row in rows:
         cells = asdict(row) | {"kinds": json.dumps(row.kinds, sort_keys=True) if row.kinds else ""}
-        cells |= {name: round(cells[name], 6) for name in ("timestamp", "elapsed_seconds", "seconds")}
+        cells |= {name: round(cells[name], 6) for name in _TIMES}
         writer.writerow(cells)
     return text.getvalue()

@@ -56,11 +56,7 @@ class LongAnswerError(RewardError):
 
 
 class _PassingError(Exception):
-    """An attempt failed in a way that another one may mend."""
-
-    def __init__(self, reason: str, pause_seconds: float = 0.0) -> None:
-        super().__init__(reason)
-        self.pause_seconds = pause_seconds
+    """An attempt failed in a way that another one may mend. Its arguments are the reason, and the least pause in seconds."""
 
 
 def ask(url: str, body: Any, patience: Patience = Patience(), pause: Callable[[float], None] = time.sleep) -> Any:
@@ -87,8 +83,8 @@ def ask(url: str, body: Any, patience: Patience = Patience(), pause: Callable[[f
         try:
             return _attempt(url, text, patience, min(patience.attempt_seconds, left))
         except _PassingError as problem:
-            last = str(problem)
-            wait = max(patience.backoff_seconds * 2 ** (attempts - 1) * random.uniform(1, 1.5), problem.pause_seconds)
+            last, pause_seconds = problem.args
+            wait = max(patience.backoff_seconds * 2 ** (attempts - 1) * random.uniform(1, 1.5), pause_seconds)
         if attempts < patience.attempts:
             if wait >= end - time.monotonic():
                 break
@@ -111,12 +107,7 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _attempt(url: str, text: bytes, patience: Patience, seconds: float) -> Any:
-    """Return the answer to one request.
-
-    Raises:
-        _PassingError: Another attempt may do better.
-        RewardError: No attempt can do better.
-    """
+    """Return the answer to one request. A _PassingError says that another attempt may do better, a RewardError that none can."""
     end = time.monotonic() + seconds
     place = urlsplit(url)
     connect = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
@@ -138,11 +129,11 @@ def _attempt(url: str, text: bytes, patience: Patience, seconds: float) -> Any:
         if answer.status // 100 == 2:
             return json.loads(received)
     except TimeoutError as error:
-        raise _PassingError(f"no answer within {seconds:.3g} s") from error
+        raise _PassingError(f"no answer within {seconds:.3g} s", 0.0) from error
     except (OSError, http.client.HTTPException) as error:
-        raise _PassingError(f"{type(error).__name__}: {error}") from error
+        raise _PassingError(f"{type(error).__name__}: {error}", 0.0) from error
     except ValueError as error:
-        raise _PassingError(f"its answer is no JSON ({error})") from error
+        raise _PassingError(f"its answer is no JSON ({error})", 0.0) from error
     quoted = " ".join(received[: 4 * QUOTED_CHARACTERS].decode(errors="replace").split())[:QUOTED_CHARACTERS]
     reason = f"HTTP status {answer.status} {answer.reason}{f' ({quoted})' if quoted else ''}"
     if answer.status not in PASSING_STATUS:
@@ -152,10 +143,7 @@ def _attempt(url: str, text: bytes, patience: Patience, seconds: float) -> Any:
 
 
 def _read(answer: http.client.HTTPResponse, socket: socket_module.socket, end: float) -> bytes:
-    """Return the whole answer, or raise TimeoutError at ``end``, also where it comes in drops.
-
-    Of an answer that is too long, a little more than ``LARGEST_ANSWER_BYTES`` is returned.
-    """
+    """Return the whole answer, or the start of one that is too long. Raise TimeoutError at ``end``, even if it comes in drops."""
     parts: list[bytes] = []
     size = 0
     while part := answer.read1(PART_BYTES):

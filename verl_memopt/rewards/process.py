@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -56,7 +56,9 @@ class RewardProcess:
         fds = (process_end.fileno(), lifeline_end, self._progress.fileno())
         arguments = (*fds, None if log is None else str(log.absolute()), astuple(limits))
         program = f"import sys; sys.path[:] = {sys.path!r}; from verl_memopt.rewards.supervisor import main; main{arguments!r}"
-        with _blocked(RUN_SIGNALS):  # until the supervisor has its handlers
+        # In this thread, and in the process until the supervisor has its handlers.
+        previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, RUN_SIGNALS)
+        try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program],
                 pass_fds=fds,
@@ -64,13 +66,16 @@ class RewardProcess:
                 start_new_session=True,
                 env={**os.environ, MARK: self._mark.partition("=")[2]},
             )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
         # Otherwise this process would itself hold the other end open and never see the connection close.
         process_end.close()
         os.close(lifeline_end)
         self.connection = Connection(run_end.detach())
         self.connection.send(call)
         self._started = time.monotonic()
-        self._loaded = False
+        self.loaded = False
+        """The function is imported."""
 
     @property
     def pid(self) -> int:
@@ -83,7 +88,7 @@ class RewardProcess:
         Raises:
             RewardError: It could not be imported. The message gives the reason.
         """
-        if self._loaded:
+        if self.loaded:
             return
         if not self.connection.poll(max(0.0, self._started + LOAD_SECONDS - time.monotonic())):
             raise RewardError(
@@ -98,7 +103,7 @@ class RewardProcess:
             )
         if problem is not None:
             raise RewardError(problem)
-        self._loaded = True
+        self.loaded = True
 
     def send(self, first: int, rows: Sequence[RewardRow]) -> None:
         """Send rows, whose indices count from ``first``.
@@ -128,13 +133,6 @@ class RewardProcess:
     def is_alive(self) -> bool:
         """Return whether the supervisor is running."""
         return self._process.poll() is None
-
-    def died_idle(self) -> bool:
-        """Return whether the process died after it had loaded the function.
-
-        A process that could not load it reports the reason in :meth:`wait_until_loaded`.
-        """
-        return self._loaded and not self.is_alive()
 
     def ending(self) -> str:
         """Return, in words, how the process ended, followed by its last output."""
@@ -179,13 +177,3 @@ class RewardProcess:
         killed = kill_marked(self._mark, END_SECONDS)
         if killed:
             logger.warning("killed %d processes that a reward function had started and left behind", len(killed))
-
-
-@contextlib.contextmanager
-def _blocked(signals: Sequence[signal.Signals]) -> Iterator[None]:
-    """Block signals in this thread, and in processes started meanwhile."""
-    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)

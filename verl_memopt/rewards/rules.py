@@ -107,9 +107,7 @@ def check_sources(sources: Iterable[tuple[str, str]], sandbox: bool = False) -> 
         DataError: A data source has no rule, or what its rule needs is missing. The message names the first such row.
     """
     for source, address in sources:
-        if source in CODE_SOURCES:
-            if not sandbox:
-                raise DataError(f"{address}: {_no_sandbox(source)}")
+        if source in CODE_SOURCES and sandbox:
             continue
         if source not in RULES:
             raise DataError(f"{address}: {_no_rule(source)}")
@@ -127,8 +125,7 @@ def score_by_rule(data_source: str, solution_str: str, ground_truth: Any, extra_
         RewardError: There is no such rule.
     """
     if data_source not in RULES:
-        missing = _no_sandbox(data_source) if data_source in CODE_SOURCES else _no_rule(data_source)
-        raise RewardError(f"cannot score this row: {missing}")
+        raise RewardError(f"cannot score this row: {_no_rule(data_source)}")
     return RULES[data_source](solution_str, ground_truth)
 
 
@@ -144,16 +141,14 @@ def score_batch_by_rule(
 
 
 def _no_rule(source: str) -> str:
+    if source in CODE_SOURCES:
+        return (
+            f"data_source {source!r} is of code tasks, and programs of responses are run by a sandbox service only. Set {URL} to "
+            "the address of a SandboxFusion service, or set custom_reward_function.path."
+        )
     return (
         f"data_source {source!r} has no rule. There are rules for {', '.join([*RULES, *CODE_SOURCES])}. "
         "Use one of these, or set custom_reward_function.path."
-    )
-
-
-def _no_sandbox(source: str) -> str:
-    return (
-        f"data_source {source!r} is of code tasks, and programs of responses are run by a sandbox service only. Set {URL} to the "
-        "address of a SandboxFusion service, or set custom_reward_function.path."
     )
 
 
@@ -221,10 +216,15 @@ class CodeTask:
         Raises:
             RewardError: The ground truth is something else, or has no test case. verl gives 0 to every response then.
         """
-        task = _dict_of(ground_truth)
+        try:
+            task = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+        except ValueError as error:
+            raise _unreadable(f"it is no JSON ({error})") from error
+        if not isinstance(task, Mapping):
+            raise _unreadable(f"it is of type {type(task).__name__}")
         assertions = task.get("assert_case")
         if isinstance(assertions, list):
-            task = {"inputs": [""] * len(assertions), "outputs": [None] * len(assertions)} | task
+            task = {"inputs": [""] * len(assertions), "outputs": [None] * len(assertions), **task}
         inputs, outputs, function = (task.get(name) for name in ("inputs", "outputs", "fn_name"))
         if not (isinstance(inputs, list) and isinstance(outputs, list) and inputs):
             raise _unreadable("it has no test case (inputs and outputs, or assert_case)")
@@ -305,17 +305,6 @@ def _went_wrong(result: Mapping[str, Any]) -> bool:
     """Return whether a command did not end well."""
     status = result.get("status")
     return status in ("Error", "TimeLimitExceeded") or (status == "Finished" and result.get("return_code") != 0)
-
-
-def _dict_of(ground_truth: Any) -> dict[str, Any]:
-    if isinstance(ground_truth, str):
-        try:
-            ground_truth = json.loads(ground_truth)
-        except ValueError as error:
-            raise _unreadable(f"it is no JSON ({error})") from error
-    if not isinstance(ground_truth, Mapping):
-        raise _unreadable(f"it is of type {type(ground_truth).__name__}")
-    return dict(ground_truth)
 
 
 def _unreadable(why: str) -> RewardError:

@@ -59,19 +59,15 @@ class RewardRunner:
         sandbox: schema.SandboxFusion | None = None,
     ) -> None:
         """Start the processes."""
-        num_workers = num_processes(manager, num_workers)
-        self._sandboxes: list[Sandbox] = []
-        if sandbox is not None:
-            self._sandboxes = share_out(sandbox, num_workers)
-            num_workers = len(self._sandboxes)
+        number = num_processes(manager, num_workers)
+        self._sandboxes: Sequence[Sandbox | None] = [None] * number if sandbox is None else share_out(sandbox, number)
         self._custom = custom
         self._manager = MANAGERS[manager]
         self._max_concurrent = max_concurrent
-        self._num_workers = num_workers
         self._logs = logs
         self.stopped: Callable[[], bool] = lambda: False
         """Called while rows are scored. Once it returns True, the rows are abandoned and ``score`` raises Stopped."""
-        self._processes = [self._start(index) for index in range(num_workers)]
+        self._processes = [self._start(index) for index in range(len(self._sandboxes))]
 
     def __enter__(self) -> Self:
         """Return the runner itself."""
@@ -99,13 +95,17 @@ class RewardRunner:
         """
         try:
             if not self._processes:
-                self._processes = [self._start(index) for index in range(self._num_workers)]
+                self._processes = [self._start(index) for index in range(len(self._sandboxes))]
             round_ = _Round(rows, self)
             results = round_.run()
         except BaseException:
             self.close()
             raise
-        self._log_failures(round_.failures, rows)
+        failures, fallback = round_.failures, self._custom.fallback_score
+        if failures:
+            first = min(failures)
+            logger.warning("the reward function failed on %d of %d rows, which get the fallback score %s; the first is %s: %s",
+                           len(failures), len(rows), fallback, rows[first].address, failures[first])  # fmt: skip
         return results
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class RewardRunner:
     def _start(self, index: int) -> RewardProcess:
         custom = self._custom
         log = None if self._logs is None else self._logs / f"process_{index}.log"
-        sandbox = self._sandboxes[index] if self._sandboxes else None
+        sandbox = self._sandboxes[index]
         rows = self._max_concurrent if sandbox is None else min(self._max_concurrent, rows_at_a_time(sandbox.slots))
         call = FunctionCall(
             path=custom.path,
@@ -133,13 +133,6 @@ class RewardRunner:
             sandbox=sandbox,
         )
         return RewardProcess(call, Limits.of(custom), log)
-
-    def _log_failures(self, failures: dict[int, str], rows: Sequence[RewardRow]) -> None:
-        if not failures:
-            return
-        first = min(failures)
-        logger.warning("the reward function failed on %d of %d rows, which get the fallback score %s; the first is %s: %s",
-                       len(failures), len(rows), self._custom.fallback_score, rows[first].address, failures[first])  # fmt: skip
 
 
 class _Round:
@@ -162,7 +155,7 @@ class _Round:
             if self._stopped():
                 raise Stopped
             self._hand_out()
-            wait([process.connection for process in self._at_work], timeout=self._patience())
+            wait([process.connection for process in self._at_work], min(CHECK_SECONDS, self._custom.timeout_seconds / 4))
             for process in list(self._at_work):
                 self._collect(process)
         return [self._results[index] for index in range(len(self._rows))]
@@ -181,15 +174,13 @@ class _Round:
     def _hand_out(self) -> None:
         idle = [process for process in self._processes if process not in self._at_work]
         for process in idle[: len(self._waiting)]:
-            if process.died_idle():
+            # A process that could not load the function says why when rows are sent to it.
+            if process.loaded and not process.is_alive():
                 # The function's own process may live a moment longer, and would take a row with it.
                 process = self._start_again(process)
             first, end = self._waiting.popleft()
             self._at_work[process] = (first, end)
             process.send(first, self._rows[first:end])
-
-    def _patience(self) -> float:
-        return min(CHECK_SECONDS, self._custom.timeout_seconds / 4)
 
     def _collect(self, process: RewardProcess) -> None:
         """Record what ``process`` has sent. Replace it if it has died or is over the time limit."""
@@ -236,17 +227,13 @@ class _Round:
             self._results[index] = RewardResult(score, extra)
             return
         if self._custom.on_error != "score":
+            of = "of the rules" if self._custom.path is None else f"{self._custom.name} of {self._custom.path}"
             raise RewardError(
-                f"{self._rows[index].address}: the reward function {describe(self._custom)} {failure}\nCorrect it, or set "
+                f"{self._rows[index].address}: the reward function {of} {failure}\nCorrect it, or set "
                 "custom_reward_function.on_error=score to continue with custom_reward_function.fallback_score."
             )
         self.failures[index] = failure
         self._results[index] = RewardResult(self._custom.fallback_score, {}, failed=True)
-
-
-def describe(custom: schema.CustomReward) -> str:
-    """Return name and file of the reward function, for messages."""
-    return "of the rules" if custom.path is None else f"{custom.name} of {custom.path}"
 
 
 def _chunks(num_rows: int, num_processes: int) -> list[Chunk]:
@@ -269,9 +256,7 @@ class Manager:
     whole_batch: bool = False
     """The function is called once, with the lists of all rows."""
     row_by_row: bool = False
-    """A process gets one row at a time, so that a slow row delays no other."""
-    uses_every_core: bool = False
-    """There is one process per core at least."""
+    """A process gets one row at a time, so that a slow row delays no other, and there is one process per core at least."""
     calls_function: bool = True
     """There is a reward function. False = a recipe's model in the workers scores, and there are no reward processes."""
 
@@ -280,7 +265,7 @@ MANAGERS = {
     "naive": Manager(),
     "batch": Manager(whole_batch=True),
     "dapo": Manager(),
-    "prime": Manager(row_by_row=True, uses_every_core=True),
+    "prime": Manager(row_by_row=True),
     **dict.fromkeys(RECIPES, Manager(calls_function=False)),
 }
 """Managers by the value of ``reward_model.reward_manager``. DAPO's penalty is subtracted by the trainer, which knows lengths."""
@@ -295,6 +280,5 @@ def num_processes(manager: str, num_workers: int) -> int:
     """
     if not MANAGERS[manager].calls_function:
         return 0
-    if not MANAGERS[manager].uses_every_core:
-        return num_workers
-    return max(num_workers, min(MOST_PROCESSES, len(os.sched_getaffinity(0))))
+    cores = len(os.sched_getaffinity(0)) if MANAGERS[manager].row_by_row else 0
+    return max(num_workers, min(MOST_PROCESSES, cores))

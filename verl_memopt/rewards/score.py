@@ -41,8 +41,10 @@ def failure(index: int, problem: BaseException, limits: Limits, frames: int = 1)
     for _ in range(frames):
         trace = trace and trace.tb_next
     within = traceback.format_exception(type(problem), problem, trace)
-    no_memory = isinstance(problem, MemoryError) or "allocate memory" in str(problem)  # torch raises a RuntimeError
-    hint = f"\n{limits.broken_by_memory()}" if no_memory else ""
+    hint = ""
+    if isinstance(problem, MemoryError) or "allocate memory" in str(problem):  # torch raises a RuntimeError
+        limit = f"{KEY}.memory_gb={limits.memory_gb:g}"
+        hint = f"\n{limit} limits the memory of a reward process. Raise it if the function needs more."
     return index, 0.0, {}, f"raised:\n{''.join(within).rstrip()}{hint}"
 
 
@@ -181,7 +183,3 @@ class Limits:
             hard = resource.getrlimit(kind)[1]
             limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
             resource.setrlimit(kind, (limit, limit))
-
-    def broken_by_memory(self) -> str:
-        """Return advice for a process that ran out of memory, for messages."""
-        return f"{KEY}.memory_gb={self.memory_gb:g} limits the memory of a reward process. Raise it if the function needs more."

@@ -12,12 +12,12 @@ import inspect
 import os
 import struct
 import time
-from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 from verl_memopt.data.plugin import load_from_file
 from verl_memopt.errors import RewardError
@@ -74,89 +74,80 @@ def main(pipe: int, progress: int, limits: Limits) -> None:
                 connection.send((str(problem), False))
                 return
             connection.send((None, is_async(function) and not call.whole_batch))
-            serving = Serving(connection, function, progress, limits, call)
-            ended_with_the_pipe.callback(serving.close)
+            loop = ended_with_the_pipe.enter_context(asyncio.Runner()) if is_async(function) else None
+            serving = Serving(connection, function, progress, limits, call, loop)
             while True:
                 serving.serve(*connection.recv())
         except (EOFError, ConnectionError):
             return
 
 
+@dataclass
 class Serving:
-    """Scores the rows that arrive, and sends their outcomes in batches, each within a few milliseconds."""
+    """Scores the rows that arrive, and sends their outcomes in batches, each within a few milliseconds.
 
-    def __init__(
-        self, connection: Connection, function: RewardFunction, progress: int, limits: Limits, call: FunctionCall
-    ) -> None:
-        """Keep what each chunk of rows needs.
+    Attributes:
+        connection: To the run.
+        function: The reward function.
+        progress: File descriptor of the shared file.
+        limits: Limits of this process, for messages.
+        call: How the function is called.
+        loop: Runs an async function; None where the function is none.
+        outcomes: Outcomes that are not sent yet.
+        sent_at: When the last ones were sent.
+    """
 
-        Args:
-            connection: To the run.
-            function: The reward function.
-            progress: File descriptor of the shared file.
-            limits: Limits of this process, for messages.
-            call: How the function is called.
-        """
-        self._connection = connection
-        self._function = function
-        self._progress = progress
-        self._limits = limits
-        self._call = call
-        self._loop = asyncio.Runner() if is_async(function) else None
-        self._outcomes: list[Outcome] = []
-        self._sent_at = time.monotonic()
-
-    def close(self) -> None:
-        """End the event loop of an async function."""
-        if self._loop is not None:
-            self._loop.close()
+    connection: Connection
+    function: RewardFunction
+    progress: int
+    limits: Limits
+    call: FunctionCall
+    loop: asyncio.Runner | None
+    outcomes: list[Outcome] = field(default_factory=list)
+    sent_at: float = 0.0
 
     def serve(self, first: int, rows: list[Row]) -> None:
         """Score ``rows``, whose indices count from ``first``."""
-        self._sent_at = time.monotonic()
-        if self._call.whole_batch:
-            self._outcomes += self._batch(first, rows)
-        elif self._loop is not None:
-            arguments = {index: _arguments(row) for index, row in enumerate(rows, start=first)}
-            self._loop.run(score_concurrently(self._function, arguments, self._limits, self._call, self._mark, self._report))
+        self.sent_at = time.monotonic()
+        numbered = enumerate(rows, start=first)
+        if self.call.whole_batch:
+            self.outcomes += self._batch(first, rows)
+        elif self.loop is not None:
+            arguments = {index: _arguments(row) for index, row in numbered}
+            self.loop.run(score_concurrently(self.function, arguments, self.limits, self.call, self.mark, self._report))
         else:
-            for outcome in self._one_by_one(first, rows):
-                self._report(outcome)
-        self._mark(-1, 0.0)
+            for index, row in numbered:
+                self.mark(index, time.monotonic())
+                self._report(score_row(self.function, self.limits, index, row))
+        self.mark(-1, 0.0)
         self._flush()
-
-    def _one_by_one(self, first: int, rows: list[Row]) -> Iterator[Outcome]:
-        for index, row in enumerate(rows, start=first):
-            self._mark(index, time.monotonic())
-            yield score_row(self._function, self._limits, index, row)
 
     def _batch(self, first: int, rows: list[Row]) -> list[Outcome]:
         """Score all rows in one call. What goes wrong with it goes wrong with each row."""
         indices = range(first, first + len(rows))
-        self._mark(first, time.monotonic())
-        sources, solutions, truths, infos = ([row[part] for row in rows] for part in range(4))
+        self.mark(first, time.monotonic())
         try:
-            values = self._function(data_sources=sources, solution_strs=solutions, ground_truths=truths, extra_infos=infos)
-            if self._loop is not None:
+            values = self.function(**dict(zip(BATCH_ARGUMENTS, map(list, zip(*rows, strict=True)), strict=True)))
+            if self.loop is not None:
                 # A batch function may be async. It was called like any other, and what it gave is a coroutine that still has
                 # to run.
-                values = self._loop.run(values)
+                values = self.loop.run(values)
         except (Exception, SystemExit) as problem:  # noqa: BLE001 - the user's function may raise anything, and all of it is reported
-            return [failure(index, problem, self._limits) for index in indices]
+            return [failure(index, problem, self.limits) for index in indices]
         return outcomes_of_batch(indices, values)
 
-    def _mark(self, index: int, since: float) -> None:
-        """Write which row the process is at."""
-        os.pwrite(self._progress, PROGRESS.pack(index, since), 0)
+    def mark(self, index: int, since: float) -> None:
+        """Write which row the process is at (-1 = none), and since when."""
+        os.pwrite(self.progress, PROGRESS.pack(index, since), 0)
 
     def _report(self, outcome: Outcome) -> None:
-        self._outcomes.append(outcome)
-        if time.monotonic() - self._sent_at > FLUSH_SECONDS:
+        self.outcomes.append(outcome)
+        if time.monotonic() - self.sent_at > FLUSH_SECONDS:
             self._flush()
 
     def _flush(self) -> None:
-        self._connection.send(self._outcomes)
-        self._outcomes, self._sent_at = [], time.monotonic()
+        self.connection.send(self.outcomes)
+        self.outcomes, self.sent_at = [], time.monotonic()
 
 
 def score_row(function: RewardFunction, limits: Limits, index: int, row: Row) -> Outcome:
@@ -170,7 +161,7 @@ def score_row(function: RewardFunction, limits: Limits, index: int, row: Row) ->
 
 def _arguments(row: Row) -> dict[str, Any]:
     """Return the arguments of a reward function by name."""
-    return dict(zip(("data_source", "solution_str", "ground_truth", "extra_info"), row, strict=True))
+    return dict(zip(ARGUMENTS, row, strict=True))
 
 
 # The reward function of a run: the user's own, loaded from a file, or the rules.
@@ -244,18 +235,6 @@ Mark = Callable[[int, float], None]
 """Writes the row that the process is at (-1 = none), and since when."""
 
 
-class Concurrency(Protocol):
-    """How many rows run at a time, and for how long each may."""
-
-    @property
-    def max_concurrent(self) -> int:
-        """Most rows under way at a time."""
-
-    @property
-    def timeout_seconds(self) -> float:
-        """Longest time of a row."""
-
-
 def is_async(function: Callable[..., Any]) -> bool:
     """Return whether a function, a ``partial`` of one, or an object's ``__call__`` is ``async def``."""
     while isinstance(function, partial):
@@ -267,7 +246,7 @@ async def score_concurrently(
     function: Callable[..., Coroutine[Any, Any, Any]],
     rows: Mapping[int, Mapping[str, Any]],
     limits: Limits,
-    concurrency: Concurrency,
+    call: FunctionCall,
     mark: Mark,
     report: Callable[[Outcome], None],
 ) -> None:
@@ -277,45 +256,38 @@ async def score_concurrently(
         function: The reward function.
         rows: Row index -> the arguments of its call.
         limits: Limits of this process, for messages.
-        concurrency: How many rows run at a time, and for how long each may.
+        call: How many rows run at a time, and for how long each may.
         mark: Writes the row that the process is at.
         report: Called with each outcome as soon as it is known, in any order.
     """
     under_way = _UnderWay(mark)
-    gate = asyncio.Semaphore(concurrency.max_concurrent)
+    gate = asyncio.Semaphore(call.max_concurrent)
+
+    async def outcome(index: int, arguments: Mapping[str, Any]) -> Outcome:
+        try:
+            async with asyncio.timeout(call.timeout_seconds) as limit:
+                value = await _Noted(function(**arguments), index, under_way)
+        except (Exception, SystemExit, asyncio.CancelledError) as problem:  # noqa: BLE001 - all that a user's function raises is reported
+            if isinstance(problem, TimeoutError) and limit.expired():
+                return index, 0.0, {}, f"took longer than {KEY}.timeout_seconds={call.timeout_seconds:g}"
+            return failure(index, problem, limits, frames=2)
+        return outcome_of(index, value)
 
     async def score(index: int, arguments: Mapping[str, Any]) -> None:
         async with gate:
             under_way.begin(index)
             try:
-                outcome = await _outcome(function, index, arguments, limits, concurrency.timeout_seconds, under_way)
+                scored = await outcome(index, arguments)
             finally:
                 under_way.end(index)
-        report(outcome)
+        report(scored)
 
     async with asyncio.TaskGroup() as tasks:
         for index, arguments in rows.items():
             tasks.create_task(score(index, arguments))
 
 
-async def _outcome(
-    function: Callable[..., Coroutine[Any, Any, Any]],
-    index: int,
-    arguments: Mapping[str, Any],
-    limits: Limits,
-    timeout_seconds: float,
-    under_way: _UnderWay,
-) -> Outcome:
-    try:
-        async with asyncio.timeout(timeout_seconds) as limit:
-            value = await _Noted(function(**arguments), index, under_way)
-    except (Exception, SystemExit, asyncio.CancelledError) as problem:  # noqa: BLE001 - all that a user's function raises is reported
-        if isinstance(problem, TimeoutError) and limit.expired():
-            return index, 0.0, {}, f"took longer than {KEY}.timeout_seconds={timeout_seconds:g}"
-        return failure(index, problem, limits, frames=2)
-    return outcome_of(index, value)
-
-
+@dataclass
 class _UnderWay:
     """The rows under way, and the note of the one at which the process would hang.
 
@@ -323,45 +295,46 @@ class _UnderWay:
     time, something has stopped the event loop.
     """
 
-    def __init__(self, mark: Mark) -> None:
-        self._mark = mark
-        self._begun: dict[int, float] = {}
+    mark: Mark
+    begun: dict[int, float] = field(default_factory=dict)
 
     def begin(self, index: int) -> None:
-        self._begun[index] = time.monotonic()
+        self.begun[index] = time.monotonic()
         self.leave()
 
     def end(self, index: int) -> None:
-        del self._begun[index]
+        del self.begun[index]
         self.leave()
 
     def enter(self, index: int) -> None:
         """Note that the code of a row runs from now on."""
-        self._mark(index, time.monotonic())
+        self.mark(index, time.monotonic())
 
     def leave(self) -> None:
         """Note that no row's own code runs."""
-        oldest = next(iter(self._begun), -1)
-        self._mark(oldest, self._begun[oldest] + GRACE_SECONDS if oldest >= 0 else 0.0)
+        oldest = next(iter(self.begun), -1)
+        self.mark(oldest, self.begun[oldest] + GRACE_SECONDS if oldest >= 0 else 0.0)
 
 
+@dataclass
 class _Noted:
     """An awaitable that runs a row's coroutine, and notes the row whenever its code runs."""
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], index: int, under_way: _UnderWay) -> None:
-        self._coroutine, self._index, self._under_way = coroutine, index, under_way
+    coroutine: Coroutine[Any, Any, Any]
+    index: int
+    under_way: _UnderWay
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        steps = self._coroutine.__await__()
+        steps = self.coroutine.__await__()
         error: BaseException | None = None
         while True:
-            self._under_way.enter(self._index)
+            self.under_way.enter(self.index)
             try:
                 waits_for = steps.send(None) if error is None else steps.throw(error)
             except StopIteration as done:
                 return done.value
             finally:
-                self._under_way.leave()
+                self.under_way.leave()
             try:
                 yield waits_for
                 error = None

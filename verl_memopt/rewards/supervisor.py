@@ -18,6 +18,7 @@ import signal
 import struct
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from verl_memopt.rewards import scorer
@@ -183,12 +184,12 @@ class _Watch:
         if self._output < 0 or self._log is None or not select.select([self._output], [], [], 0)[0]:
             return False
         data = os.read(self._output, 65536)
-        if not data:  # every writer has closed the pipe
+        if data:
+            self._log.write(data)
+        else:  # every writer has closed the pipe
             os.close(self._output)
             self._output = -1
-            return False
-        self._log.write(data)
-        return True
+        return bool(data)
 
     def _passed_limit(self) -> str:
         """Return what limit the processes have passed, in words; empty for none."""
@@ -230,13 +231,12 @@ QUOTED_LINES = 5
 QUOTED_BYTES = 2000
 
 
+@dataclass
 class OutputLog:
     """A file that keeps the end of its text. The first write creates it."""
 
-    def __init__(self, path: Path) -> None:
-        """Remember the path; nothing is created yet."""
-        self.path = path
-        self._warned = False
+    path: Path
+    _warned: bool = False
 
     def write(self, data: bytes) -> None:
         """Append ``data``. If the disk refuses, only this output is lost."""
@@ -246,18 +246,14 @@ class OutputLog:
                 file.write(data)
                 size = file.tell()
             if size > LOG_BYTES:
-                self._drop_older_half()
+                newer_half = _end_of(self.path, LOG_BYTES // 2)
+                aside = self.path.with_name(f".{self.path.name}.partial")
+                aside.write_bytes(newer_half.partition(b"\n")[2] or newer_half)
+                aside.replace(self.path)
         except OSError as error:
-            if self._warned:
-                return
+            if not self._warned:
+                os.write(2, f"{self.path}: the output of a reward function cannot be written ({error.strerror}).\n".encode())
             self._warned = True
-            os.write(2, f"{self.path}: the output of a reward function cannot be written ({error.strerror}).\n".encode())
-
-    def _drop_older_half(self) -> None:
-        newer_half = _end_of(self.path, LOG_BYTES // 2)
-        aside = self.path.with_name(f".{self.path.name}.partial")
-        aside.write_bytes(newer_half.partition(b"\n")[2] or newer_half)
-        aside.replace(self.path)
 
 
 def last_lines(path: Path | None, since: int = 0) -> str:

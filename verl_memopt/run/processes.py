@@ -69,10 +69,9 @@ def kill_descendants() -> list[int]:
 def wait_until_gone(pids: Iterable[int], seconds: float) -> list[int]:
     """Wait until none of these processes runs, at most ``seconds``, and return those that still run."""
     deadline = time.monotonic() + seconds
-    left = [pid for pid in pids if is_alive(pid)]
-    while left and time.monotonic() < deadline:
+    left = list(pids)
+    while (left := [pid for pid in left if is_alive(pid)]) and time.monotonic() < deadline:
         time.sleep(ROUND_SECONDS)
-        left = [pid for pid in left if is_alive(pid)]
     return left
 
 
@@ -122,17 +121,13 @@ class Guardian:
             [sys.executable, "-S", "-E", "-c", program],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
+        self.pid = self._process.pid
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._pipe = self._process.stdin
         # The guardian says that it watches. Before that, a process born now would count as one that existed already.
         self._process.stdout.readline()
         os.environ[MARK] = value
-
-    @property
-    def pid(self) -> int:
-        """Process id of the guardian."""
-        return self._process.pid
 
     def all_started(self) -> None:
         """Report that all processes to be guarded have started.
@@ -159,26 +154,21 @@ def guard(starter: int, value: str) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     # Processes are equal if id and start time are. An id alone may be used again.
-    # What exists already is not the guardian's: it belongs to the program that starts Ray.
-    others, guarded = _below(starter), set[psutil.Process]()
+    # What exists already is not the guardian's: it belongs to the program that starts Ray, or is the guardian itself.
+    others, guarded = set(process_tree.descendants(starter)), set[psutil.Process]()
     os.write(1, b"ready\n")
     starting = True
     while True:
         ready, _, _ = select.select([0], [], [], LOOK_SECONDS if starting else None)
         if ready and not os.read(0, len(STARTED)):
             break
-        guarded |= _below(starter) - others
+        guarded |= set(process_tree.descendants(starter)) - others
         starting = starting and not ready
     for _ in range(GUARDIAN_ROUNDS):
-        below = [_below(process.pid) for process in guarded if process.is_running()]
+        below = [process_tree.descendants(process.pid) for process in guarded if process.is_running()]
         guarded |= {*process_tree.marked(f"{MARK}={value}")}.union(*below)
         alive = [process.pid for process in guarded if process.is_running() and is_alive(process.pid)]
         if not alive:
             break
         kill(alive)
         time.sleep(GUARDIAN_ROUND_SECONDS)
-
-
-def _below(pid: int) -> set[psutil.Process]:
-    """Return the processes below another, without this process."""
-    return {process for process in process_tree.descendants(pid) if process.pid != os.getpid()}

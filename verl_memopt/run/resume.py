@@ -37,10 +37,8 @@ def checkpoint_store(trainer: Trainer, has_validation: bool, run_dir: Path) -> C
 
 def loaded_parts(actor: Actor, critic: Critic | None) -> dict[str, list[str]]:
     """Return the setting of each trained role that lists what it loads from a checkpoint, with its value."""
-    roles: dict[str, Actor | Critic] = {"actor_rollout_ref.actor": actor}
-    if critic is not None:
-        roles["critic"] = critic
-    return {f"{name}.checkpoint.load_contents": list(role.checkpoint.load_contents or []) for name, role in roles.items()}
+    roles: dict[str, Actor | Critic | None] = {"actor_rollout_ref.actor": actor, "critic": critic}
+    return {f"{name}.checkpoint.load_contents": list(role.checkpoint.load_contents or []) for name, role in roles.items() if role}
 
 
 def find_checkpoint(
@@ -88,7 +86,11 @@ def compare_settings(settings: Settings, environment: Environment, checkpoint: C
         ConfigError: the run cannot continue with such a change.
     """
     driver, folder = checkpoint.driver, checkpoint.folder
-    _check_seed(settings, checkpoint)
+    if driver["seed"] != settings.data.seed:
+        raise ConfigError(
+            f"data.seed={settings.data.seed}: the run in {folder.parent} was made with {driver['seed']}. Leave data.seed out to "
+            "go on with it, or start another: trainer.experiment_name=..., or trainer.resume_mode=disable."
+        )
     differences = changes(driver["settings"], settings)
     for change in differences:
         logger.log(logging.INFO if change.kind == HARMLESS else logging.WARNING, "since %s: %s", folder.name, change)
@@ -137,15 +139,6 @@ def plain_shapes(weights: Shapes) -> dict[str, list[int]]:
     return {name: list(shape) for name, shape in weights.items()}
 
 
-def _check_seed(settings: Settings, checkpoint: Checkpoint) -> None:
-    """Refuse another ``data.seed`` than the checkpoint's."""
-    if checkpoint.driver["seed"] != settings.data.seed:
-        raise ConfigError(
-            f"data.seed={settings.data.seed}: the run in {checkpoint.folder.parent} was made with {checkpoint.driver['seed']}. "
-            "Leave data.seed out to go on with it, or start another: trainer.experiment_name=..., or trainer.resume_mode=disable."
-        )
-
-
 def _different(before: Mapping[str, Any], now: Shapes) -> str:
     """Return a text that names weights whose shapes differ or that one side lacks; empty where all are equal."""
     shapes = {name: (_shape(before.get(name)), _shape(now.get(name))) for name in sorted(before.keys() | now.keys())}
@@ -171,58 +164,37 @@ HARMLESS = "harmless"
 TRAJECTORY = "changes the trajectory"
 REFUSED = "refused"
 
-HARMLESS_KEYS = {
-    **dict.fromkeys(
-        (
-            *("trainer.logger", "trainer.table_every_steps", "trainer.track_memory_every_steps"),
-            *("trainer.log_val_generations", "trainer.rollout_data_dir", "trainer.validation_data_dir"),
-            *("trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir"),
-        ),
-        "it says what is recorded, and where",
+_BY_REASON = {
+    "it says what is recorded, and where": (
+        *("trainer.logger", "trainer.table_every_steps", "trainer.track_memory_every_steps"),
+        *("trainer.log_val_generations", "trainer.rollout_data_dir", "trainer.validation_data_dir"),
+        *("trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir"),
     ),
-    **dict.fromkeys(
-        (
-            *("trainer.save_freq", "trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep", "trainer.keep_best"),
-            *("trainer.resume_mode", "trainer.resume_from_path"),
-            *(f"{role}.checkpoint.save_contents" for role in _TRAINED),
-        ),
-        "it says which checkpoints are kept and read",
+    "it says which checkpoints are kept and read": (
+        *("trainer.save_freq", "trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep", "trainer.keep_best"),
+        *("trainer.resume_mode", "trainer.resume_from_path"),
+        *(f"{role}.checkpoint.save_contents" for role in _TRAINED),
     ),
-    **dict.fromkeys(
-        (
-            *("trainer.test_freq", "trainer.val_before_train", "trainer.val_only", "data.val_files", "data.val_max_samples"),
-            *("data.val_batch_size", "data.validation_shuffle", f"{_AR}.rollout.val_kwargs.n"),
-            *(f"{_AR}.rollout.val_kwargs.do_sample", f"{_AR}.rollout.val_kwargs.temperature"),
-            *(f"{_AR}.rollout.val_kwargs.top_p", f"{_AR}.rollout.val_kwargs.top_k"),
-        ),
-        "training does not read it; validation scores before and after may not be comparable",
+    "training does not read it; validation scores before and after may not be comparable": (
+        *("trainer.test_freq", "trainer.val_before_train", "trainer.val_only", "data.val_files", "data.val_max_samples"),
+        *("data.val_batch_size", "data.validation_shuffle"),
+        *(f"{_AR}.rollout.val_kwargs.{key}" for key in ("n", "do_sample", "temperature", "top_p", "top_k")),
     ),
-    **dict.fromkeys(
-        (
-            *("trainer.ray_wait_register_center_timeout", "trainer.stop_deadline_seconds", "trainer.max_skipped_steps"),
-            *("ray_kwargs.ray_init", "ray_kwargs.timeline_json_file", "debug.mode"),
-            *(
-                f"{_AR}.nccl_timeout",
-                "reward_model.num_workers",
-                "reward_model.max_concurrent",
-                "reward_model.sandbox_fusion.max_concurrent",
-                f"{_AR}.rollout.disable_log_stats",
-                f"{_AR}.rollout.mode",
-            ),
-            *("memory.host_limit_gb", "memory.pinned_limit_gb", f"{_AR}.rollout.max_logprob_diff"),
-        ),
-        "it says how processes run and when they stop",
+    "it says how processes run and when they stop": (
+        *("trainer.ray_wait_register_center_timeout", "trainer.stop_deadline_seconds", "trainer.max_skipped_steps"),
+        *("ray_kwargs.ray_init", "ray_kwargs.timeline_json_file", "debug.mode", f"{_AR}.nccl_timeout"),
+        *(f"reward_model.{key}" for key in ("num_workers", "max_concurrent", "sandbox_fusion.max_concurrent")),
+        *(f"{_AR}.rollout.{key}" for key in ("disable_log_stats", "mode", "max_logprob_diff")),
+        *("memory.host_limit_gb", "memory.pinned_limit_gb"),
     ),
-    **dict.fromkeys(
-        (
-            *(key for knob in knobs() if knob.same_numbers for key in knob.keys),
-            *(f"{role}.fsdp_config.forward_prefetch" for role in _SHARDED),
-        ),
-        "the same values are kept elsewhere, or computed again",
+    "the same values are kept elsewhere, or computed again": (
+        *(key for knob in knobs() if knob.same_numbers for key in knob.keys),
+        *(f"{role}.fsdp_config.forward_prefetch" for role in _SHARDED),
     ),
-    "reward_model.residency": "the same weights lie elsewhere",
-    **{f"{model}.lora_adapter_path": "the adapters come from the checkpoint" for model in _TRAINED.values()},
+    "the same weights lie elsewhere": ("reward_model.residency",),
+    "the adapters come from the checkpoint": [f"{model}.lora_adapter_path" for model in _TRAINED.values()],
 }
+HARMLESS_KEYS = {key: reason for reason, keys in _BY_REASON.items() for key in keys}
 """Key -> why no number of the training can depend on it. A key that is neither here nor refused changes the trajectory."""
 
 ADAPTERS = dict.fromkeys(
@@ -267,9 +239,7 @@ def changes(before: Mapping[str, Any], settings: Settings) -> list[Change]:
         before: as :func:`kept_settings` gave it.
         settings: of the run that goes on.
     """
-    defaults, now = kept_settings(Settings()), kept_settings(settings)
-    # A checkpoint of an older version lacks keys that came later.
-    old = {key: before.get(key, defaults[key]) for key in now}
+    now, old = kept_settings(settings), {**kept_settings(Settings()), **before}
     has_critic = now["algorithm.adv_estimator"] in WITH_CRITIC
     changed = [key for key in now if old[key] != now[key] and (has_critic or not key.startswith("critic."))]
     return [Change(key, old[key], now[key], *_meaning(key, old, now)) for key in changed]
@@ -286,22 +256,18 @@ def _meaning(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[
 
 def _length(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
     """Return the kind of a change in the run's length. It matters where the schedule has no length of its own and needs one."""
-    if any(_reads_length(f"{role}.optim", now) for role in _TRAINED):
-        return TRAJECTORY, "the learning rate depends on the length of the run"
+    for optim in (f"{role}.optim" for role in _TRAINED):
+        flat = now[f"{optim}.lr_scheduler_type"] in ("constant", "constant_with_warmup", "inverse_sqrt")
+        warm = now[f"{optim}.lr_warmup_steps"] >= 0 or now[f"{optim}.lr_warmup_steps_ratio"] == 0
+        if not (now[f"{optim}.total_training_steps"] > 0 or (flat and warm)):
+            return TRAJECTORY, "the learning rate depends on the length of the run"
     return HARMLESS, "the learning rate does not depend on it"
 
 
-def _reads_length(optim: str, now: Mapping[str, Any]) -> bool:
-    """Return whether the schedule of a section ``optim`` depends on the length of the run."""
-    flat = now[f"{optim}.lr_scheduler_type"] in ("constant", "constant_with_warmup", "inverse_sqrt")
-    warm = now[f"{optim}.lr_warmup_steps"] >= 0 or now[f"{optim}.lr_warmup_steps_ratio"] == 0
-    return not (now[f"{optim}.total_training_steps"] > 0 or (flat and warm))
-
-
 def _another_optimizer(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
-    if not _optimizer_is_loaded(key, now):
-        return TRAJECTORY, ""
-    return REFUSED, "the optimizer's state in the checkpoint does not fit"
+    role = next(role for role in _TRAINED if key.startswith(role + "."))
+    is_loaded = "optimizer" in (now[f"{role}.checkpoint.load_contents"] or [])
+    return (REFUSED, "the optimizer's state in the checkpoint does not fit") if is_loaded else (TRAJECTORY, "")
 
 
 def _state_dtype(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
@@ -313,12 +279,6 @@ def _optimizer_arguments(key: str, old: Mapping[str, Any], now: Mapping[str, Any
     one, other = old[key] or {}, now[key] or {}
     changed = {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
     return (TRAJECTORY, "") if changed <= STATE_FREE else _another_optimizer(key, old, now)
-
-
-def _optimizer_is_loaded(key: str, now: Mapping[str, Any]) -> bool:
-    """Return whether the state of the optimizer that a key is about is read from the checkpoint."""
-    role = next(role for role in _TRAINED if key.startswith(role + "."))
-    return "optimizer" in (now[f"{role}.checkpoint.load_contents"] or [])
 
 
 def _reference_sync(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:

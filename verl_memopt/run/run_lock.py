@@ -81,9 +81,16 @@ class RunLock:
         except OSError as error:
             if error.errno in LOCKED_BY_ANOTHER:
                 os.close(descriptor)
-                raise self._refused() from error
+                raise ConfigError(
+                    f"trainer.default_local_dir={self.folder}: another run writes here ({_holder(self.path)}). Wait until it "
+                    "ends or stop it, or give this run a folder of its own with trainer.experiment_name=..."
+                ) from error
             logger.warning("%s: this file system has no locks (%s); nothing stops a second run here", self.path, error.strerror)
-        if not _is_file(descriptor, self.path):
+        try:
+            is_in_folder = os.path.samestat(os.fstat(descriptor), self.path.stat())
+        except FileNotFoundError:
+            is_in_folder = False
+        if not is_in_folder:
             os.close(descriptor)
             return None
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
@@ -91,12 +98,6 @@ class RunLock:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, (json.dumps(holder) + "\n").encode(), 0)
         return descriptor
-
-    def _refused(self) -> ConfigError:
-        return ConfigError(
-            f"trainer.default_local_dir={self.folder}: another run writes here ({_holder(self.path)}). Wait until it ends or "
-            "stop it, or give this run a folder of its own with trainer.experiment_name=..."
-        )
 
 
 _HELD: dict[Path, RunLock] = {}
@@ -114,14 +115,6 @@ def hold(folder: Path) -> RunLock:
     if lock is None or not lock.is_own:
         lock = _HELD[folder / LOCK] = RunLock(folder)
     return lock
-
-
-def _is_file(descriptor: int, path: Path) -> bool:
-    """Return whether an open descriptor is of the file at ``path``."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _holder(path: Path) -> str:

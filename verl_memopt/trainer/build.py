@@ -14,7 +14,7 @@ from verl_memopt.algorithms.custom import check_custom
 from verl_memopt.algorithms.kl import KlController
 from verl_memopt.algorithms.records import WITH_GREEDY_RESPONSES, WITHOUT_BASELINE
 from verl_memopt.config.keys import replaced
-from verl_memopt.config.schema import ActorRolloutRef, Critic, Data, FilterGroups, Model, Settings
+from verl_memopt.config.schema import Critic, Data, Model, Settings
 from verl_memopt.data.dataset import PromptDataset, PromptRows, build_dataset
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.expansion import check_prompts
@@ -115,14 +115,16 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
     trainer, mode = settings.trainer, mode_of(settings)
     check_custom(settings)
     critic = settings.critic if mode.updates and has_critic(settings) else None
-    environment = _environment(settings, critic)
+    # What this machine has for the models that the run needs.
+    roles, with_reference = settings.actor_rollout_ref, mode.computes_log_probs and needs_reference(settings)
+    reference = str(roles.ref.model.path) if with_reference and roles.model.lora_rank == 0 else None
+    environment = resolve_environment(trainer, settings.ray_kwargs, settings.data, roles, reference, critic)
     folder = record_folder(settings, environment.run_dir)
     with ExitStack() as released_on_error:
         lock = released_on_error.enter_context(hold(folder))
         settings, store, checkpoint = _resumed(settings, environment, critic, unreadable)
         data = settings.data
-        by_rules = mode.scores and settings.custom_reward_function.path is None and not settings.reward_model.enable
-        train, validation = _datasets(data, environment, by_rules, settings) if mode.reads_data else (None, None)
+        train, validation = _datasets(settings, environment) if mode.reads_data else (None, None)
         recipe = settings.reward_model.recipe if _scores_with_model(settings) else None
         prepared = None if recipe is None else recipe.hooks().prepare(settings, environment, (train, validation))
         reward_folder, conversations = _reward_model(settings, environment, (train, validation))
@@ -143,14 +145,6 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
         critic_updates_per_step=0 if critic is None else role_updates(critic, data.train_batch_size),
         stop_file=environment.run_dir / STOP_FILE, worker_plan=plan, conversations=conversations, recipe=prepared,
     )  # fmt: skip
-
-
-def _environment(settings: Settings, critic: Critic | None) -> Environment:
-    """Return what this machine has for the models that the run needs."""
-    roles = settings.actor_rollout_ref
-    with_reference = mode_of(settings).computes_log_probs and needs_reference(settings)
-    reference = str(roles.ref.model.path) if with_reference and roles.model.lora_rank == 0 else None
-    return resolve_environment(settings.trainer, settings.ray_kwargs, settings.data, roles, reference, critic)
 
 
 def _resumed(
@@ -183,9 +177,11 @@ def _worker_plan(
     engine_folder = None
     if mode_of(settings).has_engine:
         engine_folder = str(_engine_folder(roles.model, roles.rollout.load_format, environment, folder))
-    correction = settings.algorithm.rollout_correction
+    correction, loss = settings.algorithm.rollout_correction, roles.actor.policy_loss.custom.path
+    if loss is not None:  # its path must not depend on a worker's working directory
+        roles = replaced(roles, {"actor.policy_loss.custom.path": str(Path(loss).expanduser().resolve())})
     return WorkerPlan(
-        settings=_with_absolute_paths(roles),
+        settings=roles,
         folder=str(environment.folder),
         engine_folder=engine_folder,
         reference_folder=None if environment.reference_folder is None else str(environment.reference_folder),
@@ -209,26 +205,20 @@ def _worker_plan(
     )
 
 
-def _with_absolute_paths(roles: ActorRolloutRef) -> ActorRolloutRef:
-    """Return the settings with a path of the user's loss that does not depend on a worker's working directory."""
-    path = roles.actor.policy_loss.custom.path
-    return roles if path is None else replaced(roles, {"actor.policy_loss.custom.path": str(Path(path).expanduser().resolve())})
-
-
-def _datasets(data: Data, environment: Environment, by_rules: bool, settings: Settings) -> tuple[PromptRows, PromptRows | None]:
+def _datasets(settings: Settings, environment: Environment) -> tuple[PromptRows, PromptRows | None]:
     """Return the training rows and the held-out rows."""
-    recipe = settings.reward_model.recipe
-    if recipe is not None:
-        return recipe.hooks().datasets(settings, environment.tokenizer)
-    read = build_supervised_dataset if mode_of(settings).supervised else build_dataset
+    data, rewards, mode = settings.data, settings.reward_model, mode_of(settings)
+    if rewards.recipe is not None:
+        return rewards.recipe.hooks().datasets(settings, environment.tokenizer)
+    read = build_supervised_dataset if mode.supervised else build_dataset
     train = read(data.train_files, data, environment.tokenizer, "train")
     validation = None if data.val_files is None else read(data.val_files, data, environment.tokenizer, "val")
     for split in (train, validation):
         if isinstance(split, PromptDataset):  # rows of another class are checked when they are read
             check_prompts(split, settings.algorithm.expansion, environment.tokenizer)
-    if by_rules:
+    if mode.scores and settings.custom_reward_function.path is None and not rewards.enable:
         rows = (row for split in (train, validation or ()) for row in split)
-        check_sources(((row.data_source, row.address) for row in rows), settings.reward_model.sandbox_fusion.url is not None)
+        check_sources(((row.data_source, row.address) for row in rows), rewards.sandbox_fusion.url is not None)
     return train, validation
 
 
@@ -265,10 +255,8 @@ def _build_loader(data: Data, rows: PromptRows, checkpoint: Checkpoint | None) -
 
 
 def _engine_folder(model: Model, load_format: str, environment: Environment, run_folder: Path) -> Path:
-    """Return the folder whose config the engine reads.
-
-    With overrides of the config this is a new folder in the run's, so that engine and trainer build the same model.
-    """
+    """Return the folder whose config the engine reads."""
+    # With overrides of the config it is a new folder in the run's, so that engine and trainer build the same model.
     if not model.override_config and model.hf_config_path is None:
         return environment.folder
     if load_format != "dummy":
@@ -299,12 +287,11 @@ def scorer_of(context: RunContext, workers: TimedGroup, runner: RewardRunner | N
     """Return what scores the answers of training and validation."""
     if context.recipe is not None:
         return context.recipe.scorer(workers)
-    settings, model = context.settings, None
+    settings, rewards, model = context.settings, context.settings.reward_model, None
     if context.conversations is not None:
         actor, balance = settings.actor_rollout_ref.actor, settings.trainer.balance_batch
-        model = ModelScores(workers, context.conversations, reward_budget(settings.reward_model), actor, balance)
-    by_model_alone = settings.custom_reward_function.path is None
-    return Rewarder(runner, Dapo.of(settings.reward_model), model, by_model_alone, workers.clock)
+        model = ModelScores(workers, context.conversations, reward_budget(rewards), actor, balance)
+    return Rewarder(runner, Dapo.of(rewards), model, settings.custom_reward_function.path is None, workers.clock)
 
 
 def build_validator(context: RunContext, generator: Generator, scorer: Scorer) -> Validator | LossValidator | None:
@@ -333,20 +320,14 @@ def _build_prefetcher(
     return PromptPrefetcher(loader, n, expansion, encoder)
 
 
-def _build_group_filter(settings: FilterGroups, num_prompts: int, samples: int) -> GroupFilter | None:
-    """Return what leaves out groups without a signal; None where all are kept."""
-    return GroupFilter(num_prompts, samples, settings.metric, settings.max_num_gen_batches) if settings.enable else None
-
-
 def _build_critic_training(context: RunContext, workers: TimedGroup, old_pass: LogProbPass) -> CriticTraining | None:
     """Return what a step does with the critic; None without a critic."""
-    settings = context.settings
-    if context.worker_plan.critic is None:
+    critic, trainer = context.worker_plan.critic, context.settings.trainer
+    if critic is None:
         return None
-    critic, trainer = settings.critic, settings.trainer
     update_budget, values_budget = critic_budgets(critic)
-    samples, balance = settings.actor_rollout_ref.rollout.n, trainer.balance_batch
-    cutter = MiniBatchCutter(workers.world_size, critic, samples, update_budget, balance)
+    samples = context.settings.actor_rollout_ref.rollout.n
+    cutter = MiniBatchCutter(workers.world_size, critic, samples, update_budget, trainer.balance_batch)
     return CriticTraining(workers, critic, cutter, values_budget, trainer.critic_warmup, old_pass, context.store)
 
 
@@ -361,9 +342,11 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
         )  # fmt: skip
     actor, rollout, balance = roles.actor, roles.rollout, settings.trainer.balance_batch
     update_budget, old_budget, ref_budget = budgets(roles)
-    correction = algorithm.rollout_correction
+    correction, filters = algorithm.rollout_correction, algorithm.filter_groups
     scorer = scorer_of(context, workers, runner)
     mode, replay = mode_of(settings), replay_of(settings, environment)
+    frees_engine = environment.free_engine and mode.has_engine
+    group_filter = GroupFilter(data.train_batch_size, rollout.n, filters.metric, filters.max_num_gen_batches)
     bypasses = correction.bypass_mode and mode.updates and not mode.supervised
     # A scorer that reads log-probs runs before the update, so that they cannot come from it.
     on_policy = mode.updates and not scorer.reads and update_gives_old_log_probs(actor, data.train_batch_size, algorithm)
@@ -386,11 +369,11 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
         workers=workers,
         rollouts=Rollouts(
             prompts=_build_prefetcher(data, context.loader, environment, rollout.n, algorithm.expansion),
-            generator=Generator(rollout, environment.tokenizer, workers, environment.free_engine, mode.has_engine),
+            generator=Generator(rollout, environment.tokenizer, workers, frees_engine, mode.has_engine),
             scorer=scorer,
             actor=actor,
             greedy_baseline=algorithm.adv_estimator in WITH_GREEDY_RESPONSES,
-            group_filter=_build_group_filter(algorithm.filter_groups, data.train_batch_size, rollout.n),
+            group_filter=group_filter if filters.enable else None,
             replay=replay,
             learns_dataset=mode.supervised,
         ),

@@ -89,7 +89,12 @@ class BypassUpdate:
         metrics = self.policy_update.metrics
         batch.metrics |= _over_mini_batches([metrics([each.metrics for each in ranks], batch.step) for ranks in updates])
         log_probs, first = self._log_probs(rows, updates, batch.step)
-        batch.metrics |= self._corrections(rows, log_probs, first, batch.step)
+        engine = rows.rollout_log_probs
+        assert engine is not None, "bypass mode needs the engine's log-probs"
+        batch.metrics |= self.mismatch.compare(engine[first], log_probs[first], batch.step)
+        if engine.numel():
+            settings = replace(self.settings, rollout_is_batch_normalize=False)
+            batch.metrics |= correct(log_probs, engine, rows.response_row(), rows.responses.lengths, settings).metrics
         if mean_weights:
             batch.metrics["rollout_corr/rollout_is_batch_norm_factor"] = sum(mean_weights) / len(mean_weights)
         batch.keep_log_probs(log_probs)
@@ -99,16 +104,15 @@ class BypassUpdate:
         settings = self.settings
         if settings.loss_type != "reinforce" or settings.rollout_is is None or not settings.rollout_is_batch_normalize:
             arguments = [(list(minis),) for minis in zip(*mini_batches, strict=True)]
-            return [list(ranks) for ranks in zip(*self._call(arguments), strict=True)], []
+            updates = self.workers.each("update_actor", Worker.update_bypass, arguments)
+            return [list(ranks) for ranks in zip(*updates, strict=True)], []
         updates, means = [], []
         for ranks in mini_batches:
             means.append(self.mean_weight(ranks))
             normalised = [replace(mini, counts=replace(mini.counts, mean_weight=means[-1])) for mini in ranks]
-            updates.append([updated for (updated,) in self._call([([mini],) for mini in normalised])])
+            arguments = [([mini],) for mini in normalised]
+            updates.append([updated for (updated,) in self.workers.each("update_actor", Worker.update_bypass, arguments)])
         return updates, means
-
-    def _call(self, arguments: Sequence[tuple[list[MiniBatch]]]) -> list[list[Updated]]:
-        return self.workers.each("update_actor", Worker.update_bypass, arguments)
 
     def mean_weight(self, ranks: Sequence[MiniBatch]) -> float:
         """Return the mean importance weight of a mini-batch under the present policy."""
@@ -141,16 +145,6 @@ class BypassUpdate:
             parts += [(share, updated.log_probs) for share, updated in zip(shares, ranks, strict=True)]
         sizes = rows.responses.sizes()
         return scatter_tokens(parts, sizes), token_index(sizes, mini_batches[0])
-
-    def _corrections(self, rows: RolloutBatch, log_probs: Tensor, first: Tensor, step: int) -> dict[str, float]:
-        """Return how engine and trainer differ, and the metrics ``rollout_corr/*`` over all rows."""
-        engine = rows.rollout_log_probs
-        assert engine is not None, "bypass mode needs the engine's log-probs"
-        metrics = self.mismatch.compare(engine[first], log_probs[first], step)
-        if not engine.numel():
-            return metrics
-        settings = replace(self.settings, rollout_is_batch_normalize=False)
-        return metrics | correct(log_probs, engine, rows.response_row(), rows.responses.lengths, settings).metrics
 
 
 def _over_mini_batches(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -252,14 +246,11 @@ class MismatchCheck:
         limit, mean = log_prob_limit(self.rollout, self.fsdp), metrics["rollout/logprob_diff_mean"]
         weights_at_fault = not bool(trainer.isfinite().all())
         if limit is not None and not weights_at_fault and not mean <= limit and same_distribution(self.rollout):
-            raise RolloutError(self._message(limit, mean, step))
+            shown = f"auto ({limit} for these dtypes)" if self.rollout.max_logprob_diff == "auto" else str(limit)
+            raise RolloutError(
+                f"actor_rollout_ref.rollout.max_logprob_diff={shown}: in step {step} the engine's log-probs "
+                f"are {mean:.4g} nats from the trainer's on average: the weight sync is stale or wrong, or their precisions "
+                "differ too much. Compare rollout.dtype with actor.fsdp_config.dtype; raise the limit only if the difference is "
+                "expected."
+            )
         return metrics
-
-    def _message(self, limit: float, mean: float, step: int) -> str:
-        shown = f"auto ({limit} for these dtypes)" if self.rollout.max_logprob_diff == "auto" else str(limit)
-        return (
-            f"actor_rollout_ref.rollout.max_logprob_diff={shown}: in step {step} the engine's log-probs "
-            f"are {mean:.4g} nats from the trainer's on average: the weight sync is stale or wrong, or their precisions "
-            "differ too much. Compare rollout.dtype with actor.fsdp_config.dtype; raise the limit only if the difference is "
-            "expected."
-        )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from verl_memopt.config.schema import Critic
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
 from verl_memopt.run.checkpoints import CheckpointStore
-from verl_memopt.trainer.micro_batching import Budget, MiniBatchCutter, global_metrics, learned_budget, refuse_partial
+from verl_memopt.trainer.micro_batching import Budget, MiniBatchCutter, global_metrics, refuse_partial
 from verl_memopt.trainer.rollouts import ForwardPass, LogProbPass
 from verl_memopt.trainer.update_guard import recovery_advice
 from verl_memopt.worker.group import TimedGroup
@@ -65,19 +65,8 @@ class CriticTraining:
 
 def critic_budgets(critic: Critic) -> tuple[Budget, Budget]:
     """Return the budgets of the critic's update and of the values pass."""
-    update = Budget(
-        bool(critic.use_dynamic_bsz),
-        critic.ppo_max_token_len_per_gpu,
-        critic.ppo_micro_batch_size_per_gpu,
-        "critic.ppo_max_token_len_per_gpu",
-        learned_budget(critic.adaptive_token_budget, bool(critic.use_dynamic_bsz), critic.ppo_max_token_len_per_gpu),
-    )
-    values_tokens = critic.forward_max_token_len_per_gpu or 0
-    values = replace(
-        update,
-        max_tokens=values_tokens,
-        rows=critic.forward_micro_batch_size_per_gpu,
-        key="critic.forward_max_token_len_per_gpu",
-        learned=learned_budget(critic.adaptive_token_budget, bool(critic.use_dynamic_bsz), values_tokens),
-    )
-    return update, values
+    by_tokens, adaptive = critic.use_dynamic_bsz, critic.adaptive_token_budget
+    update_tokens, update_rows = critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu
+    update = Budget.of(by_tokens, update_tokens, update_rows, "critic.ppo_max_token_len_per_gpu", adaptive)
+    tokens, rows = critic.forward_max_token_len_per_gpu, critic.forward_micro_batch_size_per_gpu
+    return update, Budget.of(by_tokens, tokens, rows, "critic.forward_max_token_len_per_gpu", adaptive)

@@ -12,7 +12,7 @@ from verl_memopt.algorithms.records import SFT
 from verl_memopt.config.debug_modes import MODES, DebugMode, of_mode
 from verl_memopt.config.keys import replaced, shown, value_at
 from verl_memopt.config.schema import Settings
-from verl_memopt.observe.metrics import length_metrics, reward_metrics, summary_of
+from verl_memopt.observe.metrics import reward_metrics, summary_of
 from verl_memopt.run.environment import Environment
 from verl_memopt.trainer.replay import ROLLOUTS, Forge, NoPrompts, Replay, build_forge, build_replay, dump_folder
 from verl_memopt.trainer.rollouts import StepBatch
@@ -117,10 +117,7 @@ def score_step(learner: TrainingStep, step: int) -> StepResult:
 
 def _described(learner: TrainingStep, batch: StepBatch) -> StepResult:
     """Return the result of a step that ends early."""
-    limits = learner.step_metrics
-    batch.metrics |= length_metrics(
-        batch.rows.prompts.lengths, batch.rows.responses.lengths, limits.max_prompt_length, limits.max_response_length
-    )
+    batch.metrics |= learner.step_metrics.lengths(batch)
     return learner.result(batch)
 
 

@@ -63,9 +63,16 @@ class GroupFilter:
         num_kept = num_generated = 0
         while num_kept < self.num_prompts:
             if len(rounds) == self.max_rounds > 0:
-                raise TrainingError(self._message(step, num_kept, num_generated))
+                raise TrainingError(
+                    f"algorithm.filter_groups.max_num_gen_batches={self.max_rounds}: in step {step} only {num_kept} of "
+                    f"{num_generated} groups had responses that differ, and data.train_batch_size asks for {self.num_prompts}. "
+                    "Raise the limit or data.gen_batch_size, set 0 for no limit, or use prompts that are neither too easy nor "
+                    "too hard."
+                )
             batch = scored(len(rounds))
-            chosen = self.prompts_with_signal(batch)
+            values, valid = self.values(batch), check_rewards(batch.scores, batch.names)
+            keeps = has_signal(values, batch.rows.group, valid & ~values.isnan())
+            chosen = keeps[:: self.samples].nonzero().flatten().tolist()
             num_generated += len(batch.prompts.prompts)
             rounds.append(select(batch, chosen[: self.num_prompts - num_kept], self.samples))
             num_kept += len(chosen)
@@ -75,17 +82,6 @@ class GroupFilter:
         }
         return joined(rounds), metrics
 
-    def prompts_with_signal(self, batch: StepBatch) -> list[int]:
-        """Return the indices of the prompts whose groups have a signal.
-
-        Raises:
-            RewardError: A score is infinite, or a result does not have the metric.
-        """
-        valid = check_rewards(batch.scores, batch.names)
-        values = self.values(batch)
-        keeps = has_signal(values, batch.rows.group, valid & ~values.isnan())
-        return keeps[:: self.samples].nonzero().flatten().tolist()
-
     def values(self, batch: StepBatch) -> Tensor:
         """Return the metric of each row, fp32 [B], NaN for a row whose reward function failed.
 
@@ -94,9 +90,8 @@ class GroupFilter:
         """
         if self.metric is None or self.metric in SCORES:
             return batch.scores
-        return torch.tensor(
-            [self._value(result, name) for result, name in zip(batch.results, batch.names, strict=True)], dtype=torch.float32
-        )
+        values = [self._value(result, name) for result, name in zip(batch.results, batch.names, strict=True)]
+        return torch.tensor(values, dtype=torch.float32)
 
     def _value(self, result: RewardResult, name: str) -> float:
         if result.failed:
@@ -108,13 +103,6 @@ class GroupFilter:
                 "the reward function, or set score."
             )
         return float(value)
-
-    def _message(self, step: int, num_kept: int, num_generated: int) -> str:
-        return (
-            f"algorithm.filter_groups.max_num_gen_batches={self.max_rounds}: in step {step} only {num_kept} of {num_generated} "
-            f"groups had responses that differ, and data.train_batch_size asks for {self.num_prompts}. Raise the limit or "
-            "data.gen_batch_size, set 0 for no limit, or use prompts that are neither too easy nor too hard."
-        )
 
 
 def select(batch: StepBatch, prompts: Sequence[int], samples: int) -> Kept:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_memopt.config.schema import CheckpointContents, CustomReward, RewardModel, SandboxFusion
+from verl_memopt.config.schema import CheckpointContents, CustomReward, RewardModel
 from verl_memopt.distributed.file_records import Records
 from verl_memopt.errors import CheckpointError, Stopped, UnreadableCheckpointError
 from verl_memopt.observe.metrics import checkpoint_score
@@ -83,7 +83,8 @@ class Trainer:
         self.validator = build_validator(context, self.learner.rollouts.generator, self.learner.scorer)
         self.learner.before_update = self.begin_update
         if runner is not None:
-            runner.stopped = self.must_abandon
+            # It is time to abandon the present step while its answers are scored.
+            runner.stopped = lambda: not self.weights_changed and interrupts.out_of_time()
         self.stop_file = StopFile(context.stop_file)
         actor, critic = context.settings.actor_rollout_ref.actor, context.worker_plan.critic
         self.guard = UpdateGuard(
@@ -118,8 +119,11 @@ class Trainer:
         self.note_saved()
         self.track(0)
         self.learner.sync_weights()
-        if self.settings.val_only or (self.settings.val_before_train and self.step == 0):
-            self.validate_first()
+        validates_first = self.settings.val_only or (self.settings.val_before_train and self.step == 0)
+        if validates_first and self.validator is not None:
+            validation = self.validator.validate(self.step)
+            self.reporter.first_validation(self.step, validation, self.workers.take_memories())
+            self.judge_validation(validation)
         self.reporter.started(self.step, self.workers.take_memories())
         if self.settings.val_only:
             return
@@ -132,7 +136,7 @@ class Trainer:
                 self.learner.rollouts.prompts.give_back()
                 self.reporter.say(f"step {self.step + 1} was abandoned for lack of time; the next start runs it again")
         if self.interrupts.requested and self.saved_step < self.step and self.mode.is_whole:
-            self.timed_save()
+            self.save()
 
     def one_step(self, step: int) -> None:
         """Run one step, and validate, log and save it as the settings say."""
@@ -147,9 +151,9 @@ class Trainer:
         self.reporter.step(step, self.learner.rollouts.prompts.epoch, result, validation, self.workers.take_memories())
         if self.mode.updates:
             self.judge(result, validation)
-        if self.due(self.settings.save_freq):
+        if self.due(self.settings.save_freq, step):
             # Save after logging. A run that is killed in between resumes before this step and then drops its rows.
-            self.timed_save()
+            self.save()
 
     def begin_update(self) -> None:
         """Abandon the step if a stop was requested and the update would leave no time to save.
@@ -157,15 +161,12 @@ class Trainer:
         Raises:
             Stopped: the step is abandoned.
         """
-        validation = self.validation_seconds if self.validation_due(self.step + 1) else 0.0
+        # No time is known where nothing validates.
+        validation = self.validation_seconds if self.due(self.settings.test_freq, self.step + 1) else 0.0
         if self.interrupts.too_late_for(self.update_seconds + validation):
             raise Stopped
         self.weights_changed = True
         self.update_began = time.monotonic()
-
-    def must_abandon(self) -> bool:
-        """Return whether it is time to abandon the present step while its answers are scored."""
-        return not self.weights_changed and self.interrupts.out_of_time()
 
     def write_stop_file(self, moment: float) -> None:
         """Write for the workers when to abandon a rollout, in seconds since the epoch."""
@@ -179,17 +180,9 @@ class Trainer:
         if self.saved_step:
             self.interrupts.last_saved = f"The last whole checkpoint is that of step {self.saved_step}; a new start resumes there"
 
-    def timed_save(self) -> None:
-        """Save, and note how long it took and where a new start would resume, for a later stop."""
-        began = time.monotonic()
-        self.save()
-        self.interrupts.save_seconds = time.monotonic() - began
-        self.note_saved()
-
-    def validation_due(self, step: int) -> bool:
-        """Return whether a step ends with a validation."""
-        every = self.settings.test_freq
-        return every > 0 and (step == self.context.total_steps or step % every == 0) and self.validator is not None
+    def due(self, every: int, step: int) -> bool:
+        """Return whether something that is done every ``every`` steps, and after the last, is due."""
+        return every > 0 and (step % every == 0 or step == self.context.total_steps)
 
     def judge(self, result: StepResult, validation: Validation | None) -> None:
         """Warn of problems that a finished step shows, each once.
@@ -212,23 +205,12 @@ class Trainer:
 
     def validation(self, step: int) -> Validation | None:
         """Validate if it is due after this step, and return the result."""
-        if self.validator is None or not self.validation_due(step):
+        if self.validator is None or not self.due(self.settings.test_freq, step):
             return None
         began = time.monotonic()
         validation = self.validator.validate(step)
         self.validation_seconds = time.monotonic() - began
         return validation
-
-    def validate_first(self) -> None:
-        """Validate before the first step, if there are validation files."""
-        if self.validator is not None:
-            validation = self.validator.validate(self.step)
-            self.reporter.first_validation(self.step, validation, self.workers.take_memories())
-            self.judge_validation(validation)
-
-    def due(self, every: int) -> bool:
-        """Return whether something that is done every ``every`` steps, and after the last, is due."""
-        return every > 0 and (self.step % every == 0 or self.step == self.context.total_steps)
 
     def track(self, step: int) -> None:
         """Decide whether the bytes of a step are tracked on a CPU."""
@@ -244,7 +226,10 @@ class Trainer:
         """
         checkpoint = self.context.checkpoint
         if checkpoint is None:
-            self.set_aside()
+            # A fresh start must not delete the checkpoints of an earlier run.
+            is_fresh = self.step == 0 and not self.settings.val_only and self.mode.is_whole
+            if is_fresh and (aside := self.context.store.set_aside()) is not None:
+                self.reporter.say(f"the checkpoints of the earlier run are in {aside}; delete it to free its space")
             return
         for fault in checkpoint.passed_over:
             self.reporter.say(f"passed over {fault}")
@@ -259,31 +244,20 @@ class Trainer:
             text = f"{checkpoint.folder}: looks whole and cannot be loaded: {error} Name another step, or use resume_mode=auto."
             raise UnreadableCheckpointError(text, checkpoint.step, str(error)) from error
         self.step = self.saved_step = checkpoint.step
-        self.learner.kl_control.load_state_dict(checkpoint.driver["kl_control"])
-        if self.learner.reference_sync is not None and "reference_sync" in checkpoint.driver:
-            self.learner.reference_sync.load_state_dict(checkpoint.driver["reference_sync"])
-        for phase, budget in self.learner.learned_budgets().items():
-            if phase in checkpoint.driver.get("token_budgets", {}):
-                budget.load_state_dict(checkpoint.driver["token_budgets"][phase])
-        self.guard.load_state_dict(checkpoint.driver["guard"])
-        self.health.load_state_dict(checkpoint.driver["health"])
+        # The run may have other parts than the one that saved them.
+        saved = checkpoint.driver
+        for parts, states in ((self.stateful(), saved), (self.learner.learned_budgets(), saved["token_budgets"])):
+            for name in parts.keys() & states.keys():
+                parts[name].load_state_dict(states[name])
         self.reporter.say(f"resumed from {checkpoint.folder} (step {checkpoint.step} of {self.context.total_steps})")
 
-    def set_aside(self) -> None:
-        """Move the checkpoints of an earlier run to ``previous/``, so that a fresh start does not delete them."""
-        if self.step > 0 or self.settings.val_only or not self.mode.is_whole:
-            return
-        aside = self.context.store.set_aside()
-        if aside is not None:
-            self.reporter.say(f"the checkpoints of the earlier run are in {aside}; delete it to free its space")
-
     def save(self) -> None:
-        """Save the present step. Earlier checkpoints stay until this one is whole.
+        """Save the present step, and note how long it took. Earlier checkpoints stay until this one is whole.
 
         Raises:
             CheckpointError: A file cannot be written.
         """
-        store, step = self.context.store, self.step
+        store, step, began = self.context.store, self.step, time.monotonic()
         aside = store.begin(step)
         records: Records = {}
         try:
@@ -297,6 +271,8 @@ class Trainer:
             store.commit(step, self.driver_state(), self.workers.world_size, records, self.score)
         self.saved_step = step
         self.reporter.saved(step, self.workers.take_memories())
+        self.interrupts.save_seconds = time.monotonic() - began
+        self.note_saved()
 
     def parts(self) -> list[SavedRole]:
         """Return the roles whose weights change, each of which has a part of every checkpoint."""
@@ -308,18 +284,20 @@ class Trainer:
             parts.append(SavedRole(REFERENCE, Worker.save_reference, Worker.load_reference, CheckpointContents()))
         return parts
 
+    def stateful(self) -> dict[str, Any]:
+        """Return the parts of the driver whose state a checkpoint keeps, by name."""
+        sync = self.learner.reference_sync  # None where the reference keeps its weights
+        parts = {"kl_control": self.learner.kl_control, "guard": self.guard, "health": self.health}
+        return parts if sync is None else {**parts, "reference_sync": sync}
+
     def driver_state(self) -> dict[str, Any]:
         """Return the state of the driver for a checkpoint."""
-        sync = self.learner.reference_sync  # None where the reference keeps its weights
         return {
             "step": self.step,
             "seed": self.context.settings.data.seed,
             "loader": self.learner.rollouts.prompts.state_dict(),
-            "kl_control": self.learner.kl_control.state_dict(),
-            "guard": self.guard.state_dict(),
-            "health": self.health.state_dict(),
             "token_budgets": {phase: budget.state_dict() for phase, budget in self.learner.learned_budgets().items()},
-            **({} if sync is None else {"reference_sync": sync.state_dict()}),
+            **{name: part.state_dict() for name, part in self.stateful().items()},
             "settings": kept_settings(self.context.settings),
             "weights": plain_shapes(self.context.environment.weights),
             "critic_weights": plain_shapes(self.context.environment.critic_weights),
@@ -342,18 +320,14 @@ def start_rewards(custom: CustomReward, reward_model: RewardModel, run_dir: Path
         RewardError: the function cannot be loaded, or the sandbox service does not answer.
     """
     workers, manager, concurrent = reward_model.num_workers, reward_model.reward_manager, reward_model.max_concurrent
-    sandbox = _sandbox(custom, reward_model)
+    sandbox = None  # the service that runs programs for the rules
+    if custom.path is None and not reward_model.enable and reward_model.sandbox_fusion.url is not None:
+        sandbox = reward_model.sandbox_fusion
     with RewardRunner(custom, workers, run_dir / "reward_logs", manager, concurrent, sandbox) as runner:
         if sandbox is not None:
             check_service(sandbox)
         runner.check()
         yield runner
-
-
-def _sandbox(custom: CustomReward, reward_model: RewardModel) -> SandboxFusion | None:
-    """Return the settings of the service that runs programs for the rules; None where there is none, or no rule decides."""
-    by_rules = custom.path is None and not reward_model.enable
-    return reward_model.sandbox_fusion if by_rules and reward_model.sandbox_fusion.url is not None else None
 
 
 @contextmanager

@@ -6,18 +6,18 @@ import heapq
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
+from typing import Self
 
 import torch
-from torch import Tensor
 
 from verl_memopt.algorithms.custom import needed_inputs
 from verl_memopt.algorithms.records import LOSSES, load
 from verl_memopt.algorithms.rollout_correction import corrects_before_update
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Algorithm, Critic, PolicyLoss, Ref, Rollout
-from verl_memopt.data.batch import RolloutBatch, scatter_tokens, token_index
+from verl_memopt.data.batch import RolloutBatch, token_index
 from verl_memopt.errors import TrainingError
 from verl_memopt.memory.adaptive_budget import LearnedBudget, PassFigures
 from verl_memopt.memory.token_packing import RowTokens, balance, pack_fixed, pack_groups_under, split_to_count
@@ -44,6 +44,12 @@ class Budget:
     key: str
     learned: LearnedBudget | None = None
 
+    @classmethod
+    def of(cls, by_tokens: bool | None, max_tokens: int | None, rows: int | None, key: str, adaptive: bool | None) -> Self:
+        """Return the budget of some settings. ``adaptive``: a limit by tokens learns."""
+        tokens = max_tokens or 0
+        return cls(bool(by_tokens), tokens, rows, key, LearnedBudget(tokens) if adaptive and by_tokens else None)
+
     def micro_batches(self, tokens: RowTokens, names: Sequence[str]) -> list[list[int]]:
         """Return the rows of each micro-batch of one rank.
 
@@ -68,33 +74,26 @@ class Budget:
             self.learned.learn(fullest, figures)
 
 
-def learned_budget(adaptive: bool | None, by_tokens: bool, max_tokens: int) -> LearnedBudget | None:
-    """Return the learned limit of a budget; None where the settings ask for none."""
-    return LearnedBudget(max_tokens) if adaptive and by_tokens else None
-
-
 def budgets(roles: ActorRolloutRef) -> tuple[Budget, Budget, Budget]:
     """Return the budgets of the update, of the pass for old log-probs and of the reference pass."""
     actor = roles.actor
-    update = Budget(
+    update = Budget.of(
         actor.use_dynamic_bsz,
         actor.ppo_max_token_len_per_gpu,
         actor.ppo_micro_batch_size_per_gpu,
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
-        learned_budget(actor.adaptive_token_budget, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu),
+        actor.adaptive_token_budget,
     )
-    return update, _log_prob_budget(update, roles.rollout, "rollout"), _log_prob_budget(update, roles.ref, "ref")
+    return update, _log_prob_budget(roles.rollout, "rollout"), _log_prob_budget(roles.ref, "ref")
 
 
-def _log_prob_budget(update: Budget, role: Rollout | Ref, name: str) -> Budget:
-    by_tokens, max_tokens = bool(role.log_prob_use_dynamic_bsz), role.log_prob_max_token_len_per_gpu or 0
-    return replace(
-        update,
-        by_tokens=by_tokens,
-        max_tokens=max_tokens,
-        rows=role.log_prob_micro_batch_size_per_gpu,
-        key=f"actor_rollout_ref.{name}.log_prob_max_token_len_per_gpu",
-        learned=learned_budget(role.log_prob_adaptive_token_budget, by_tokens, max_tokens),
+def _log_prob_budget(role: Rollout | Ref, name: str) -> Budget:
+    return Budget.of(
+        role.log_prob_use_dynamic_bsz,
+        role.log_prob_max_token_len_per_gpu,
+        role.log_prob_micro_batch_size_per_gpu,
+        f"actor_rollout_ref.{name}.log_prob_max_token_len_per_gpu",
+        role.log_prob_adaptive_token_budget,
     )
 
 
@@ -143,17 +142,13 @@ def rows_per_rank(tokens: RowTokens, rows: Sequence[int], world_size: int, even_
     share = len(rows) // world_size
     if not even_out:
         return [list(rows[rank * share : (rank + 1) * share]) for rank in range(world_size)]
-    unit = _together(tokens, rows, share)
+    # So many rows can stay together: the greatest common divisor of a rank's share and of all group sizes.
+    sizes = [len(list(members)) for _, members in groupby(rows, key=lambda row: tokens.groups[row])]
+    unit = math.gcd(share, *sizes)
     # Units of equal size, because each rank must have the same number of rows.
     units = [rows[start : start + unit] for start in range(0, len(rows), unit)]
     parts = balance([tokens.cost(members) for members in units], world_size)
     return [sorted(row for index in part for row in units[index]) for part in parts]
-
-
-def _together(tokens: RowTokens, rows: Sequence[int], share: int) -> int:
-    """Return how many rows can stay together: the greatest common divisor of a rank's share and of all group sizes."""
-    sizes = [len(list(members)) for _, members in groupby(rows, key=lambda row: tokens.groups[row])]
-    return math.gcd(share, *sizes)
 
 
 def uneven_shares(tokens: RowTokens, world_size: int) -> list[list[int]]:
@@ -291,19 +286,8 @@ class PolicyUpdate:
     store: CheckpointStore
 
     def cut(self, batch: RolloutBatch, names: Sequence[str], step: int) -> list[list[MiniBatch]]:
-        """Return for each rank its shares of the mini-batches, in the order of the optimizer steps.
-
-        Args:
-            batch: Batch of the training step.
-            names: Names of the rows, for errors.
-            step: Number of the training step; seeds the shuffle.
-        """
+        """Return what :meth:`MiniBatchCutter.cut` returns, with the tokens that a loss selects."""
         return self.cutter.cut(batch, names, step, lambda rows, seed: with_selection(batch, rows, self.actor.policy_loss, seed))
-
-    def gather_log_probs(self, batch: RolloutBatch, per_rank: Sequence[Tensor], step: int) -> Tensor:
-        """Return the log-probs of the whole batch, fp32 [R], from those of each rank's share of the only mini-batch."""
-        (rows,) = self.cutter.mini_batch_rows(batch, step)
-        return scatter_tokens(list(zip(self.cutter.shares(batch, rows), per_rank, strict=True)), batch.responses.sizes())
 
     def metrics(self, per_rank: Sequence[dict[str, float]], step: int) -> dict[str, float]:
         """Return the metrics of the update over all ranks.

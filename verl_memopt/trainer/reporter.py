@@ -96,7 +96,11 @@ class Reporter:
         metrics |= phases | token_timings(phases, result.response_tokens, result.total_tokens)
         metrics |= throughput_metrics(result.total_tokens, phases["timing_s/step"], self.context.environment.world_size)
         self.loggers.log(step, metrics)
-        self._keep_samples(step, result)
+        every = self.context.settings.trainer.table_every_steps
+        if every > 0 and step % every == 0:
+            self.folder.add_generations(step, samples_of(result.answers, result.results)[:SHOWN_SAMPLES])
+        if self.dump is not None:
+            dump_samples(self.dump, step, samples_of(result.answers, result.results), self._digest)
 
     def saved(self, step: int, memories: Sequence[PhaseMemory]) -> None:
         """Add a save to the timeline. Its time and memory become metrics of the next step that is logged."""
@@ -121,22 +125,11 @@ class Reporter:
         draw_charts(self.folder)
         self.console.close()
         print_end(self.console.console, summary, self.folder.path)
-        self._name_model()
-
-    def _name_model(self) -> None:
-        """Print the folder of the model that a supervised run leaves, from which RL starts."""
         mode, store = mode_of(self.context.settings), self.context.store
         saved = self.context.settings.actor_rollout_ref.actor.checkpoint.save_contents
         steps = store.steps() if mode.supervised and mode.is_whole and "hf_model" in saved else []
         if steps:
             print_folder(self.console.console, store.folder(max(steps)) / "actor" / "huggingface")
-
-    def _keep_samples(self, step: int, result: StepResult) -> None:
-        every, folder = self.context.settings.trainer.table_every_steps, self.dump
-        if every > 0 and step % every == 0:
-            self.folder.add_generations(step, samples_of(result.answers, result.results)[:SHOWN_SAMPLES])
-        if folder is not None:
-            dump_samples(folder, step, samples_of(result.answers, result.results), self._digest)
 
     def _keep_validation(self, step: int, validation: Validation) -> None:
         samples = [sample for answers, results in validation.answers for sample in samples_of(answers, results)]

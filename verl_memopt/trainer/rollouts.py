@@ -62,28 +62,23 @@ def _join_generations(parts: Sequence[Generation], with_log_probs: bool) -> Gene
     )
 
 
+@dataclass(frozen=True)
 class Generator:
-    """Generates responses under the settings of ``rollout``."""
+    """Generates responses under the settings of ``rollout``.
 
-    def __init__(
-        self, rollout: Rollout, tokenizer: Any, workers: TimedGroup, frees_engine: bool, has_engine: bool = True
-    ) -> None:
-        """Keep what later calls need.
+    Attributes:
+        rollout: How many samples of a prompt, and how they are drawn; with a concrete seed.
+        tokenizer: Decodes the responses.
+        workers: Workers that hold the engines.
+        frees_engine: There is an engine that releases its memory after each rollout.
+        has_engine: The workers have an engine. False = another source gives the responses.
+    """
 
-        Args:
-            rollout: How many samples of a prompt, and how they are drawn; with a concrete seed.
-            tokenizer: Decodes the responses.
-            workers: Workers that hold the engines.
-            frees_engine: The engine releases its memory after each rollout.
-            has_engine: The workers have an engine. False = another source gives the responses.
-        """
-        assert rollout.seed is not None
-        self.rollout = rollout
-        self.tokenizer = tokenizer
-        self.workers = workers
-        self.frees_engine = frees_engine and has_engine
-        self.has_engine = has_engine
-        self.seed: int = rollout.seed
+    rollout: Rollout
+    tokenizer: Any
+    workers: TimedGroup
+    frees_engine: bool
+    has_engine: bool = True
 
     def generate(self, prompts: StepPrompts, step: int, earlier_rounds: int = 0, stays_awake: bool = False) -> Answers:
         """Return ``rollout.n`` answers to each prompt of a training step. The engine releases its memory afterwards.
@@ -97,18 +92,16 @@ class Generator:
         Raises:
             Stopped: a stop was requested and the rollout abandoned.
         """
-        n = self.rollout.n
         # Another round must not repeat the samples of an earlier one, so it counts its samples on from there.
-        seeds = sampling_seeds(prompts.prompts, n, self.seed, step, first_sample=earlier_rounds * n)
-        sampling, tensor_parallel = train_sampling(self.rollout), self.rollout.tensor_model_parallel_size
+        first, sampling = earlier_rounds * self.rollout.n, train_sampling(self.rollout)
         try:
-            generation = generate(self.workers, "gen", prompts.prompt_ids, seeds, sampling, tensor_parallel, may_stop=True)
+            answers = self._answers("gen", prompts.prompts, self.rollout.n, prompts.prompt_ids, sampling, step, first)
         except Stopped:
             self.release_engine()
             raise
         if not stays_awake:
             self.release_engine()
-        return self._decoded(prompts.prompts, n, prompts.prompt_ids, generation)
+        return answers
 
     def generate_validation(self, rows: Sequence[PromptRow], prompt_ids: list[list[int]], step: int) -> Answers:
         """Return ``val_kwargs.n`` answers to each held-out row.
@@ -118,11 +111,8 @@ class Generator:
             prompt_ids: Tokens of the prompt of each sample; row = prompt * n + sample.
             step: Seeds the sampling.
         """
-        samples = self.rollout.val_kwargs.n
-        seeds = sampling_seeds(rows, samples, self.seed, step)
-        sampling, tensor_parallel = validation_sampling(self.rollout), self.rollout.tensor_model_parallel_size
-        generation = generate(self.workers, "testing", prompt_ids, seeds, sampling, tensor_parallel)
-        return self._decoded(rows, samples, prompt_ids, generation)
+        sampling = validation_sampling(self.rollout)
+        return self._answers("testing", rows, self.rollout.val_kwargs.n, prompt_ids, sampling, step, may_stop=False)
 
     def generate_greedy(self, prompts: StepPrompts, step: int) -> Answers:
         """Return one greedy answer to each prompt of a training step. The engine releases its memory afterwards.
@@ -134,15 +124,11 @@ class Generator:
         Raises:
             Stopped: a stop was requested and the rollout abandoned.
         """
-        prompt_ids = prompts.prompt_ids[:: self.rollout.n]
-        seeds = sampling_seeds(prompts.prompts, 1, self.seed, step)
         sampling = replace(train_sampling(self.rollout), do_sample=False, log_probs=False)
-        tensor_parallel = self.rollout.tensor_model_parallel_size
         try:
-            generation = generate(self.workers, "gen", prompt_ids, seeds, sampling, tensor_parallel, may_stop=True)
+            return self._answers("gen", prompts.prompts, 1, prompts.prompt_ids[:: self.rollout.n], sampling, step)
         finally:
             self.release_engine()
-        return self._decoded(prompts.prompts, 1, prompt_ids, generation)
 
     def wake_and_release(self) -> None:
         """Let the engine take all its memory, as for a rollout, and release it."""
@@ -159,7 +145,21 @@ class Generator:
         if self.frees_engine:
             self.workers.all("update_weights", Worker.update_weights)
 
-    def _decoded(self, rows: Sequence[PromptRow], samples: int, prompt_ids: list[list[int]], generation: Generation) -> Answers:
+    def _answers(
+        self,
+        phase: str,
+        rows: Sequence[PromptRow],
+        samples: int,
+        prompt_ids: list[list[int]],
+        sampling: SamplingSettings,
+        step: int,
+        first_sample: int = 0,
+        may_stop: bool = True,
+    ) -> Answers:
+        assert self.rollout.seed is not None
+        seeds = sampling_seeds(rows, samples, self.rollout.seed, step, first_sample)
+        tensor_parallel = self.rollout.tensor_model_parallel_size
+        generation = generate(self.workers, phase, prompt_ids, seeds, sampling, tensor_parallel, may_stop)
         texts = self.tokenizer.batch_decode(generation.response_ids, skip_special_tokens=True)
         return Answers([row for row in rows for _ in range(samples)], prompt_ids, generation, texts)
 

@@ -11,13 +11,12 @@ from itertools import accumulate
 from typing import Any, Protocol, Self
 
 import torch
-from jinja2 import TemplateError
 
 from verl_memopt.algorithms.kl import overlong_penalty
 from verl_memopt.config.schema import Actor, RewardKwargs, RewardModel, Settings
 from verl_memopt.data.batch import Ragged, RolloutBatch, rollout_batch
 from verl_memopt.data.dataset import PromptRow, PromptRows
-from verl_memopt.data.encoder import Spans, special_tokens_of, tokenize
+from verl_memopt.data.encoder import RENDER_ERRORS, Spans, special_tokens_of, tokenize
 from verl_memopt.errors import ConfigError, DataError, RewardError
 from verl_memopt.memory.adaptive_budget import LearnedBudget
 from verl_memopt.model.reward_folder import REWARD_KEY
@@ -25,7 +24,7 @@ from verl_memopt.observe.phase import PhaseClock
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.rewards.score import RewardResult, RewardRow
 from verl_memopt.run.environment import Environment
-from verl_memopt.trainer.micro_batching import Budget, learned_budget
+from verl_memopt.trainer.micro_batching import Budget
 from verl_memopt.trainer.rollouts import Answers, ForwardPass
 from verl_memopt.worker.group import TimedGroup
 from verl_memopt.worker.plan import RolePlan
@@ -139,13 +138,9 @@ class Dapo:
             penalties = overlong_penalty(tokens, longest, buffer.len, buffer.penalty_factor).tolist()
         shaped = []
         for result, penalty in zip(results, penalties, strict=True):
-            if result.failed:
-                shaped.append(result)
-                continue
-            extra = result.extra or {"acc": result.score}
-            if buffer.enable and buffer.log:
-                extra = {**extra, "overlong_reward": penalty, "overlong": penalty < 0}
-            shaped.append(replace(result, score=result.score + penalty, extra=extra))
+            logged = {"overlong_reward": penalty, "overlong": penalty < 0} if buffer.enable and buffer.log else {}
+            extra = {**(result.extra or {"acc": result.score}), **logged}
+            shaped.append(result if result.failed else replace(result, score=result.score + penalty, extra=extra))
         return shaped
 
 
@@ -201,20 +196,16 @@ class Rewarder:
             return self.dapo.shaped(results, [len(ids) for ids in answers.generation.response_ids])
 
     def _by_function(self, answers: Answers, model_scores: list[float] | None) -> list[RewardResult]:
-        infos = [row.extra_info for row in answers.rows]
+        read: list[dict[str, float]] = [{}] * len(answers.rows)
         if model_scores is not None:
-            infos = [{**info, RM_SCORE: score} for info, score in zip(infos, model_scores, strict=True)]
+            read = [{RM_SCORE: score} for score in model_scores]
         rows = [
-            RewardRow(row.data_source, text, row.ground_truth, info, row.address)
-            for row, text, info in zip(answers.rows, answers.texts, infos, strict=True)
+            RewardRow(row.data_source, text, row.ground_truth, {**row.extra_info, **score}, row.address)
+            for row, text, score in zip(answers.rows, answers.texts, read, strict=True)
         ]
         assert self.runner is not None, "this debug mode scores nothing"
         results = self.runner.score(rows)
-        if model_scores is None:
-            return results
-        return [
-            replace(result, extra={RM_SCORE: score, **result.extra}) for result, score in zip(results, model_scores, strict=True)
-        ]
+        return [replace(result, extra={**score, **result.extra}) for result, score in zip(results, read, strict=True)]
 
 
 # The reward model's score of each answer, computed by the workers.
@@ -280,10 +271,8 @@ class ModelScores:
 
 def reward_budget(reward_model: RewardModel) -> Budget:
     """Return the budget of the reward model's pass."""
-    rows, tokens = reward_model.micro_batch_size_per_gpu, reward_model.forward_max_token_len_per_gpu or 0
-    by_tokens = bool(reward_model.use_dynamic_bsz)
-    learned = learned_budget(reward_model.adaptive_token_budget, by_tokens, tokens)
-    return Budget(by_tokens, tokens, rows, BUDGET_KEY, learned)
+    rows, tokens = reward_model.micro_batch_size_per_gpu, reward_model.forward_max_token_len_per_gpu
+    return Budget.of(reward_model.use_dynamic_bsz, tokens, rows, BUDGET_KEY, reward_model.adaptive_token_budget)
 
 
 # Prompts and answers as the reward model reads them: the policy's ids, or text rendered with the model's own chat template.
@@ -317,12 +306,15 @@ class Conversations:
         Raises:
             DataError: A conversation cannot be rendered.
         """
-        groups = _groups(answers.rows)
+        # Neighbours with the same prompt have the same number.
+        starts = [index == 0 or answers.rows[index - 1] is not row for index, row in enumerate(answers.rows)]
+        groups = [number - 1 for number in accumulate(map(int, starts))]
         if self.tokenizer is None:
             pairs = zip(answers.prompt_ids, answers.generation.response_ids, strict=True)
             whole = self._cut([[*prompt, *response] for prompt, response in pairs])
         else:
-            whole = self._cut(self._encoded(answers))
+            rendered = [self._rendered(row, text) for row, text in zip(answers.rows, answers.texts, strict=True)]
+            whole = self._cut(tokenize(self.tokenizer, [text for text, _ in rendered], [plain for _, plain in rendered]))
         members: dict[int, list[Ids]] = {}
         for group, ids in zip(groups, whole, strict=True):
             members.setdefault(group, []).append(ids)
@@ -342,10 +334,6 @@ class Conversations:
             )
         return [ids[:longest] for ids in rows]
 
-    def _encoded(self, answers: Answers) -> list[Ids]:
-        rendered = [self._rendered(row, text) for row, text in zip(answers.rows, answers.texts, strict=True)]
-        return tokenize(self.tokenizer, [text for text, _ in rendered], [plain for _, plain in rendered])
-
     def _rendered(self, row: PromptRow, answer: str) -> tuple[str, Spans]:
         """Return a conversation as text, and the spans of special tokens that are plain text: those of messages and answers.
 
@@ -353,15 +341,11 @@ class Conversations:
         """
         special = special_tokens_of(self.tokenizer)
         if row.messages is None:
-            text = row.text + answer
-            return text, special.find(text) if special.count(text) else ()
+            return row.text + answer, special.find(row.text + answer)
         messages = [*row.messages, {"role": "assistant", "content": answer}]
-        hides = special.count(messages) > 0
-        shown = special.hide(messages) if hides else messages
         try:
-            text = self.tokenizer.apply_chat_template(shown, tokenize=False, add_generation_prompt=False)
-            return special.reveal(text) if hides else (text, ())
-        except (TemplateError, ValueError, TypeError) as problem:
+            return special.render(self.tokenizer, messages, special.count(messages) > 0, add_generation_prompt=False)
+        except RENDER_ERRORS as problem:
             raise DataError(
                 f"{row.address}: the chat template of the reward model cannot render this conversation ({problem}). "
                 "Correct the row, or use another reward model."
@@ -386,9 +370,3 @@ def _shared(rows: Sequence[Ids]) -> int:
     """Return how many ids at their start all rows share."""
     first, last = min(rows), max(rows)  # in the order of lists, so that all others lie between
     return next((place for place, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))
-
-
-def _groups(rows: Sequence[PromptRow]) -> list[int]:
-    """Return a number for each row. Neighbours with the same prompt have the same number."""
-    starts = [index == 0 or rows[index - 1] is not row for index, row in enumerate(rows)]
-    return [number - 1 for number in accumulate(map(int, starts))]

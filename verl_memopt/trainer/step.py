@@ -15,7 +15,7 @@ from verl_memopt.algorithms.kl import KlController
 from verl_memopt.algorithms.losses import explained_variance
 from verl_memopt.algorithms.rollout_correction import corrects_before_update
 from verl_memopt.config.schema import Actor, Algorithm
-from verl_memopt.data.batch import RolloutBatch
+from verl_memopt.data.batch import RolloutBatch, scatter_tokens
 from verl_memopt.data.prompts import PromptPrefetcher, StepPrompts
 from verl_memopt.memory.adaptive_budget import LearnedBudget, budget_metrics
 from verl_memopt.observe.metrics import LOSS, critic_metrics, length_metrics, reward_metrics, summary_of
@@ -149,7 +149,7 @@ class TrainingStep:
         if self.rollouts.generator.has_engine:
             self.workers.all("update_weights", Worker.update_weights)
 
-    def metrics(self, batch: StepBatch) -> StepBatch:
+    def metrics(self, batch: StepBatch) -> None:
         """Add the metrics of the batch, and adapt the coefficient of the KL to the KL that was measured."""
         assert batch.advantages is not None
         batch.metrics |= budget_metrics(self.learned_budgets())
@@ -157,7 +157,6 @@ class TrainingStep:
         if batch.advantages.kl_mean is not None:
             # Adapted after the metrics, which report the coefficient that this step has used.
             self.kl_control.update(batch.advantages.kl_mean, batch.rows.num_rows)
-        return batch
 
     def learned_budgets(self) -> dict[str, LearnedBudget]:
         """Return the token budgets that learn, by phase."""
@@ -173,8 +172,8 @@ class TrainingStep:
 
     def result(self, batch: StepBatch) -> StepResult:
         """Return the result of a finished step."""
-        num_response_tokens = int(batch.rows.responses.lengths.sum())
-        num_tokens = sum(batch.rows.prompts.sizes()) + sum(batch.rows.responses.sizes())
+        num_response_tokens = sum(batch.rows.responses.sizes())
+        num_tokens = sum(batch.rows.prompts.sizes()) + num_response_tokens
         return StepResult(batch.metrics, batch.answers, batch.results, num_response_tokens, num_tokens)
 
     def close(self) -> None:
@@ -353,9 +352,11 @@ class OnPolicy(PolicyTraining):
         # Strictly on-policy the gradient of each token is known in the forward. So the head computes it there, and returns
         # the log-probs of the same forward.
         updates = self.workers.each("update_actor", Worker.update_on_policy, [tuple(minis) for minis in per_rank])
-        log_probs = [update.log_probs for update in updates]
-        batch.rows.old_log_probs = self.policy_update.gather_log_probs(batch.rows, log_probs, batch.step)
-        self.policy_update.cutter.learn(per_rank, self.workers.figures)
+        cutter = self.policy_update.cutter
+        (rows,) = cutter.mini_batch_rows(batch.rows, batch.step)  # of the only mini-batch
+        parts = [(share, update.log_probs) for share, update in zip(cutter.shares(batch.rows, rows), updates, strict=True)]
+        batch.rows.old_log_probs = scatter_tokens(parts, batch.rows.responses.sizes())
+        cutter.learn(per_rank, self.workers.figures)
         batch.metrics |= self.policy_update.metrics([update.metrics for update in updates], batch.step)
         self.compare_log_probs(batch)
 
@@ -428,14 +429,18 @@ class StepMetrics:
 
     def describe(self, batch: StepBatch, kl_coefficient: float) -> dict[str, float]:
         """Return metrics of rewards, advantages, lengths and counts."""
-        lengths = batch.rows.prompts.lengths, batch.rows.responses.lengths
-        metrics = length_metrics(*lengths, self.max_prompt_length, self.max_response_length)
+        metrics = self.lengths(batch)
         if self.rewards:
             metrics |= self._rewards(batch, kl_coefficient)
         if self.truncates:
             metrics["data/tokens_dropped"] = float(batch.prompts.tokens_dropped)
             metrics["data/rows_truncated"] = float(batch.prompts.rows_truncated)
         return metrics
+
+    def lengths(self, batch: StepBatch) -> dict[str, float]:
+        """Return metrics of the lengths of prompts and responses."""
+        lengths = batch.rows.prompts.lengths, batch.rows.responses.lengths
+        return length_metrics(*lengths, self.max_prompt_length, self.max_response_length)
 
     def _rewards(self, batch: StepBatch, kl_coefficient: float) -> dict[str, float]:
         """Return metrics of the rollouts, rewards and advantages. A row without a score (NaN) counts in no mean."""
@@ -484,10 +489,9 @@ class ReferenceSync:
 
         A step whose optimizer steps were all skipped is not counted: the policy is what it was.
         """
-        is_due = False
-        if metrics[ACTOR.skipped] < self.optimizer_steps:
-            self.steps += 1
-            is_due = self.steps % self.every == 0
+        counts = metrics[ACTOR.skipped] < self.optimizer_steps
+        self.steps += counts
+        is_due = counts and self.steps % self.every == 0
         if is_due:
             self.workers.all("sync_ref", Worker.sync_reference)
         return {"ref/sync": float(is_due)}

@@ -5,6 +5,7 @@ It also watches the scores for signs that nothing is learned, and says what to c
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -276,17 +277,16 @@ class _State:
     warned: list[str] = field(default_factory=list)
 
 
+@dataclass
 class Health:
     """Checks each step and each validation, and returns new warnings.
 
-    Args:
+    Attributes:
         validates: The run validates regularly, so its training reward is not checked instead.
     """
 
-    def __init__(self, validates: bool) -> None:
-        """Start without scores."""
-        self._validates = validates
-        self._state = _State()
+    validates: bool
+    _state: _State = field(default_factory=_State)
 
     @property
     def collapsed(self) -> bool:
@@ -314,7 +314,7 @@ class Health:
                 del state.recent[0]
         self._count_zero(score, metrics)
         warnings = self._zero(min(known), score) if known else {}
-        if not self._validates and self.collapsed:
+        if not self.validates and self.collapsed:
             warnings["reward"] = WORSE.format(what="training reward", now=self._recent(), step=step, first=state.first)
         invalid = metrics.get("reward/invalid_rows", 0.0)
         if invalid > INVALID_SHARE * len(scores):
@@ -342,8 +342,7 @@ class Health:
             "recent": [Score(**score) for score in state["recent"]],
             "validation": None if state["validation"] is None else Score(**state["validation"]),
         }
-        others = {("warned" if name == "told" else name): value for name, value in state.items()}  # as old checkpoints say
-        self._state = _State(**{**others, **scores})
+        self._state = _State(**{**state, **scores})
 
     def _count_zero(self, score: Score, metrics: Mapping[str, float]) -> None:
         state, norm = self._state, metrics.get("actor/grad_norm")
@@ -372,9 +371,7 @@ class Health:
 
     def _recent(self) -> Score | None:
         """Return the score of the last steps, apart from the first ones, or None while there are too few."""
-        total = Score()
-        for score in self._state.recent:
-            total = total.plus(score)
+        total = functools.reduce(Score.plus, self._state.recent, Score())
         return total if total.prompts >= WINDOW_PROMPTS else None
 
     def _new(self, warnings: Mapping[str, str]) -> list[str]:

@@ -23,12 +23,10 @@ class Validation:
 
     Attributes:
         metrics: Metrics under verl's names.
-        score: Mean over all answers.
         answers: Answers with their rewards, call by call.
     """
 
     metrics: dict[str, float]
-    score: float
     answers: list[tuple[Answers, list[RewardResult]]]
 
 
@@ -54,41 +52,31 @@ class Validator:
 
     def validate(self, step: int) -> Validation:
         """Answer the whole validation set and score it. A row without a score (NaN) counts in no mean."""
-        answered = self._scored_at_the_end(step) if self.scorer.reads else self._scored_by_call(step)
+        samples, scorer = self.generator.rollout.val_kwargs.n, self.scorer
+        calls = (
+            self.generator.generate_validation(expanded.prompts, expanded.ids, step)
+            for indices in _batches(len(self.rows), self.batch_size)
+            for expanded in [expand(self.rows, indices, samples, self.expansion, self.encoder)]
+        )
+        if scorer.reads:
+            answered = self._scored_at_the_end(list(calls))
+        else:
+            answered = [(answers, scorer.score_answers(answers, None).results) for answers in calls]
         rows = [
             ValidationRow(str(answers.rows[index].index), answers.rows[index].data_source, result.score, result.extra)
             for answers, results in answered
             for index, result in enumerate(results)
         ]
-        samples = self.generator.rollout.val_kwargs.n
         assert len(rows) == len(self.rows) * samples, (len(rows), len(self.rows), samples)
-        scored = [row for row in rows if not math.isnan(row.score)]
-        mean = sum(row.score for row in scored) / len(scored) if scored else math.nan
-        return Validation(validation_metrics(scored), mean, answered)
+        return Validation(validation_metrics([row for row in rows if not math.isnan(row.score)]), answered)
 
-    def _scored_by_call(self, step: int) -> list[tuple[Answers, list[RewardResult]]]:
-        """Return the answers of each call with their rewards."""
-        answered = []
-        for indices in _batches(len(self.rows), self.batch_size):
-            answers = self._answer(indices, step)
-            answered.append((answers, self.scorer.score_answers(answers, None).results))
-        return answered
-
-    def _scored_at_the_end(self, step: int) -> list[tuple[Answers, list[RewardResult]]]:
-        """Return the answers of each call with their rewards, from a scorer that computes the log-probs that it reads.
-
-        All prompts are answered first. Then the engine sleeps while the models of the scorer come to the device, each once. It
-        wakes with the policy's weights.
-        """
-        answers = [self._answer(indices, step) for indices in _batches(len(self.rows), self.batch_size)]
+    def _scored_at_the_end(self, answers: list[Answers]) -> list[tuple[Answers, list[RewardResult]]]:
+        """Return the answers of each call with their rewards, from a scorer that computes the log-probs that it reads."""
+        # The engine sleeps while the models of the scorer come to the device, each once. It wakes with the policy's weights.
         self.generator.release_engine()
         results = iter(self.scorer.score_answers(join_answers(answers), None).results)
         self.generator.restore_engine()
         return [(each, list(islice(results, len(each.rows)))) for each in answers]
-
-    def _answer(self, indices: Sequence[int], step: int) -> Answers:
-        expanded = expand(self.rows, indices, self.generator.rollout.val_kwargs.n, self.expansion, self.encoder)
-        return self.generator.generate_validation(expanded.prompts, expanded.ids, step)
 
 
 @dataclass(frozen=True)
@@ -123,7 +111,7 @@ class LossValidator:
             of_rows = log_probs.split([sizes[row] for row in rows])[:count]
             total, tokens = total - sum(float(row.sum()) for row in of_rows), tokens + sum(sizes)
             answered.append((answers, [RewardResult(float(row.mean())) for row in of_rows]))
-        return Validation({VAL_LOSS: total / tokens}, -total / tokens, answered)
+        return Validation({VAL_LOSS: total / tokens}, answered)
 
 
 def _batches(num_rows: int, size: int | None) -> Iterator[Sequence[int]]:
