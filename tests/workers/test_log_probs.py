@@ -3,11 +3,13 @@ import torch
 
 from tests.workers.test_build_policy import built
 from tests.workers.test_policy import CPU, batch
+from verl_memopt.algorithms.records import STATISTICS
 from verl_memopt.config.schema import Rollout
 from verl_memopt.data.batch import Ragged, RolloutBatch
 from verl_memopt.worker.policy import compute_log_probs, scoring_temperature
 
 HEAT = 0.7
+SQUARES = {"sum_pi_squared": STATISTICS["sum_pi_squared"].function}
 
 
 @pytest.fixture
@@ -45,11 +47,11 @@ def test_sums_of_squared_probabilities_are_those_of_whole_logits(tiny_folder, on
     whole, model = batch(rows=6), built(tiny_folder, one_rank, dtype)
     _, _, squares = naive(tiny_folder, whole)
     for cut in ([range(6)], [[0, 3], [5, 1], [2, 4]]):
-        found = compute_log_probs(model, whole, cut, HEAT, with_entropy, CPU, True)
-        torch.testing.assert_close(found.sum_pi_squared, squares, rtol=0, atol=tolerance)
-        assert found.sum_pi_squared.dtype == torch.float32
+        found = compute_log_probs(model, whole, cut, HEAT, with_entropy, CPU, SQUARES)
+        torch.testing.assert_close(found.statistics["sum_pi_squared"], squares, rtol=0, atol=tolerance)
+        assert found.statistics["sum_pi_squared"].dtype == torch.float32
         assert (found.entropy is not None) == with_entropy
-    assert compute_log_probs(model, whole, [range(6)], HEAT, with_entropy, CPU).sum_pi_squared is None
+    assert compute_log_probs(model, whole, [range(6)], HEAT, with_entropy, CPU).statistics == {}
 
 
 def test_how_rows_are_cut_does_not_show(model):

@@ -40,8 +40,8 @@ class Estimator:
     """Dotted name. Called by parameter name with ``inputs`` and ``options``. Returns one advantage a row, [B]; with ``per_token``
     one a token, [R], or a pair of advantages and returns per token."""
     inputs: tuple[str, ...]
-    """Parameters filled from the fields of :class:`verl_memopt.algorithms.estimators.AdvantageInputs`. Those in ``COSTLY`` need a
-    pass of their own."""
+    """Parameters filled from the fields of :class:`verl_memopt.algorithms.estimators.AdvantageInputs`, or with a statistic that
+    ``STATISTICS`` names."""
     options: Mapping[str, str] = field(default_factory=dict)
     """Parameter -> key below ``algorithm``. Setting the key under another estimator earns a warning."""
     per_token: bool = False
@@ -54,18 +54,39 @@ class Estimator:
     unused_keys: tuple[UnusedKey, ...] = ()
 
 
-COSTLY = ("values", "baselines", "old_log_probs", "sum_pi_squared")
-"""Inputs that cost a pass: of a critic, of a greedy rollout, or for old log-probs."""
+@dataclass(frozen=True)
+class TokenStatistic:
+    """A number of each token's distribution, which the pass for old log-probs computes where the estimator reads it."""
+
+    name: str
+    """The input of estimators, fp32 [R]."""
+    help: str
+    """What it is, for errors."""
+    function: str
+    """Dotted name of its :class:`verl_memopt.memory.logit_tiles.Statistic`."""
+    key: str | None = None
+    """verl's switch below ``actor_rollout_ref.actor`` that an estimator which reads it requires."""
+
 
 _ROW = ("rewards", "group", "valid")
 _TOKEN = ("token_rewards", "row", "valid")
 _BY_STD = {"normalize_by_std": "norm_adv_by_std_in_grpo"}
-_TOKEN_BASELINE = (*_TOKEN, "group", "lengths", "old_log_probs", "sum_pi_squared", "weights")
+_TOKEN_BASELINE = (*_TOKEN, "group", "old_log_probs", "sum_pi_squared", "weights")
 
 
 def _by_name(*records: Any) -> dict[str, Any]:
     return {record.name: record for record in records}
 
+
+STATISTICS: dict[str, TokenStatistic] = _by_name(
+    TokenStatistic(
+        "sum_pi_squared",
+        "the sum of squared probabilities",
+        f"{_HERE}.estimators.SUM_PI_SQUARED",
+        "calculate_sum_pi_squared",
+    ),
+)
+"""Name -> record of every statistic of the head that estimators read."""
 
 ESTIMATORS: dict[str, Estimator] = _by_name(
     Estimator(
@@ -164,7 +185,7 @@ class Loss:
     ratio: str
     """Its ratios, for the line that says what a run trains."""
     function: str
-    """Dotted name. Called with a :class:`verl_memopt.algorithms.losses.LossTokens` and a ``LossSettings``; returns the
+    """Dotted name. Called with a :class:`verl_memopt.algorithms.losses.LossTokens` and the section ``actor``; returns the
     micro-batch's share of the loss, and metrics."""
     options: tuple[str, ...] = ()
     """Keys below ``actor_rollout_ref.actor`` that it reads. Setting one that only other losses read earns a warning."""
@@ -258,7 +279,7 @@ LOSSES: dict[str, Loss] = _by_name(
         "one clipped ratio per token, some tokens without a gradient",
         f"{_HERE}.losses.clip_cov_loss",
         (*_CLIP, "policy_loss.clip_cov_ratio", "policy_loss.clip_cov_lb", "policy_loss.clip_cov_ub"),
-        selects=f"{_HERE}.losses.clip_cov_selection",
+        selects=f"{_HERE}.losses.select_clip_cov",
         refuses=(
             Refusal(
                 (f"{_LOSS}.clip_cov_lb", f"{_LOSS}.clip_cov_ub"),
@@ -274,7 +295,7 @@ LOSSES: dict[str, Loss] = _by_name(
         "one ratio per token, a KL penalty on some",
         f"{_HERE}.losses.kl_cov_loss",
         ("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef"),
-        selects=f"{_HERE}.losses.kl_cov_selection",
+        selects=f"{_HERE}.losses.select_kl_cov",
         unused_keys=(
             UnusedKey(
                 f"{_LOSS}.loss_mode",
@@ -378,8 +399,8 @@ WITH_CRITIC = with_input("values")
 WITH_GREEDY_RESPONSES = with_input("baselines")
 """Estimators that read the score of a greedy response to each prompt."""
 
-WITH_SUM_PI_SQUARED = with_input("sum_pi_squared")
-"""Estimators that read the sum of squared probabilities, which the pass for old log-probs computes."""
+WITH_STATISTICS = tuple(name for statistic in STATISTICS for name in with_input(statistic))
+"""Estimators that read a statistic of the head, which the pass for old log-probs computes."""
 
 WITHOUT_GROUPS = tuple(each.name for each in ESTIMATORS.values() if not each.compares)
 """Estimators that do not compare the responses to one prompt, so that a single one is enough."""

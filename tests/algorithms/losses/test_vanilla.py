@@ -3,10 +3,11 @@ import math
 import pytest
 import torch
 
-from verl_memopt.algorithms.losses import LossSettings, LossTokens, cispo_loss
+from verl_memopt.algorithms.losses import LossTokens, cispo_loss
 from verl_memopt.algorithms.rows import GlobalCounts
+from verl_memopt.config.schema import Actor
 
-SETTINGS = LossSettings(0.2, 0.3, 3.0, "token-mean", None)
+SETTINGS = Actor(clip_ratio_low=0.2, clip_ratio_high=0.3)
 
 
 def one(loss_of, log_prob, old, advantage):
