@@ -139,9 +139,6 @@ def translate(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
 
     A key without effect here is left out, with a warning.
 
-    Args:
-        tree: settings, nested or with dotted keys.
-
     Returns:
         Dotted key -> value, and the problems: two spellings of one key that disagree, a spelling whose value means nothing, and a
         key of a feature that does not exist here.
@@ -310,9 +307,6 @@ def with_preset(written: Mapping[str, Any]) -> tuple[dict[str, Any], list[Proble
     """Return the given settings with a preset's values in the place of its name, and what is wrong with the name.
 
     Keys of the section that are given beside the name keep their own values. Null is no preset.
-
-    Args:
-        written: dotted key -> value, as the user wrote them.
     """
     settings = {key: value for key, value in written.items() if key not in (KEY, PRESET)}
     names = {key: written[key] for key in (KEY, PRESET) if written.get(key) is not None}

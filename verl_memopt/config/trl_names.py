@@ -72,11 +72,7 @@ class Table:
 
     @classmethod
     def of(cls, flat: Mapping[str, Any]) -> Table:
-        """Return TRL's names, and before them those of the recipe that scores.
-
-        Args:
-            flat: Dotted key -> value, of all that is set.
-        """
+        """Return TRL's names, and before them those of the recipe that scores."""
         recipe = RECIPES.get(str(effective(MANAGER, flat)))
         if recipe is None:
             return cls(SPELLINGS, NO_EQUAL, NAMES)
@@ -100,9 +96,7 @@ def translate_trl(tree: Mapping[str, Any], written: KeySources | None = None) ->
     A name of TRL stands alone, outside of all sections. It is read where the estimator is one of :data:`ESTIMATORS`; with any
     other the tree is returned as it is. In a run of a recipe the names of its published settings are read too.
 
-    Args:
-        tree: Settings, nested or with dotted keys.
-        written: The keys that the user wrote; None = all keys of the tree.
+    ``written``: The keys that the user wrote; None = all keys of the tree.
     """
     flat = flatten(tree, our_key)
     table = Table.of(flat)
@@ -211,9 +205,7 @@ def copied(*keys: str) -> Convert:
 def words(key: str, meanings: Mapping[str, Any]) -> Convert:
     """Return the conversion of a value that is one of a few.
 
-    Args:
-        key: Our key.
-        meanings: Value of TRL, in lower case -> our value.
+    ``meanings``: Value of TRL, in lower case -> our value.
     """
 
     def convert(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from verl_memopt.algorithms.records import CUSTOM, ESTIMATORS, LOSSES, RECORDS, WITH_GREEDY_RESPONSES, WITHOUT_GROUPS, with_option
 from verl_memopt.config.correction_rules import CORRECTION_UNUSED
-from verl_memopt.config.keys import Problem, field_types, problem, shown
+from verl_memopt.config.keys import IS_SET, Problem, above, field_types, idle, other_than, problem, refused, shown
 from verl_memopt.config.reward_rules import SANDBOX_UNUSED
 from verl_memopt.config.schema import Fsdp, Settings, TrainedFsdp
 from verl_memopt.memory.critic_rules import twin_unused, unused_keys
@@ -248,11 +248,6 @@ _RANK, _QUANTIZATION, _LOAD = f"{_AR}.model.lora_rank", f"{_AR}.ref.quantization
 _SIZE, _OFFLOAD = f"{_AR}.ref.fsdp_config.fsdp_size", f"{_AR}.ref.fsdp_config.param_offload"
 
 
-def _follows(settings: Settings) -> bool:
-    """Return whether the reference follows the policy."""
-    return settings.actor_rollout_ref.ref.sync_every_steps is not None
-
-
 def _has_other_shards(settings: Settings) -> bool:
     roles = settings.actor_rollout_ref
     return num_devices(settings) > 1 and roles.ref.fsdp_config.fsdp_size != roles.actor.fsdp_config.fsdp_size
@@ -261,30 +256,23 @@ def _has_other_shards(settings: Settings) -> bool:
 def _rules() -> Iterator[Rule]:
     """Yield what a reference must be so that it can follow the policy."""
     keep = f"or {EVERY}=null to keep the reference as it is."
-    yield Rule(
-        (EVERY, _RANK),
-        lambda settings: _follows(settings) and settings.actor_rollout_ref.model.lora_rank > 0,
+    yield refused(
+        {EVERY: IS_SET, _RANK: above(0)},
         "with LoRA the reference is the policy's own base, and has no weights that could follow the policy",
         f"Set {_RANK}=0, {keep}",
     )
-    yield Rule(
-        (EVERY, _QUANTIZATION),
-        lambda settings: _follows(settings) and settings.actor_rollout_ref.ref.quantization != "none",
+    yield refused(
+        {EVERY: IS_SET, _QUANTIZATION: other_than("none")},
         "the codes of a quantised reference cannot take a small move",
         f"Set {_QUANTIZATION}=none with {_OFFLOAD}=true, {keep}",
     )
-    yield Rule(
-        (EVERY, _LOAD),
-        lambda settings: _follows(settings) and settings.actor_rollout_ref.model.load_mode == "mmap",
+    yield refused(
+        {EVERY: IS_SET, _LOAD: "mmap"},
         "a mapped file cannot be written to, and the reference would change the model's folder",
         f"Set {_LOAD}=stream, {keep}",
     )
-    yield Rule(
-        (EVERY, _SIZE),
-        lambda settings: _follows(settings) and _has_other_shards(settings),
-        "the shards of the reference are not those of the policy",
-        f"Set {_SIZE} to {_AR}.actor.fsdp_config.fsdp_size.",
-    )
+    way_out, shards = f"Set {_SIZE} to {_AR}.actor.fsdp_config.fsdp_size.", {EVERY: IS_SET, _SIZE: other_than()}
+    yield refused(shards, "the shards of the reference are not those of the policy", way_out, _has_other_shards)
 
 
 REFERENCE_RULES: tuple[Rule, ...] = tuple(_rules())
@@ -292,7 +280,7 @@ REFERENCE_RULES: tuple[Rule, ...] = tuple(_rules())
 
 REFERENCE_UNUSED: tuple[UnusedKey, ...] = (
     UnusedKey(EVERY, lambda settings: not needs_reference(settings), "no KL is asked for, so there is no reference"),
-    UnusedKey(ALPHA, lambda settings: not _follows(settings), f"{EVERY} is null"),
+    *idle(EVERY, None, ALPHA),
 )
 """When giving one of its keys asks for something that does not happen."""
 
@@ -327,21 +315,13 @@ def _of_advantages() -> Iterator[UnusedKey]:
     for key in dict.fromkeys(key for record in ESTIMATORS.values() for key in record.options.values()):
         owners = with_option(key)
         yield UnusedKey(f"algorithm.{key}", partial(_has_other_estimator, owners=owners), f"it belongs to {' and '.join(owners)}")
-    section = "algorithm.custom_estimator"
-    yield UnusedKey(
-        f"{section}.name", lambda settings: settings.algorithm.custom_estimator.path is None, f"{section}.path is null"
-    )
+    yield from idle("algorithm.custom_estimator.path", None, "algorithm.custom_estimator.name")
     yield UnusedKey(
         f"{_FILTER}.enable", lambda settings: settings.actor_rollout_ref.rollout.n < 2, "a group of one is always kept"
     )
-    for key in ("metric", "max_num_gen_batches"):
-        yield UnusedKey(
-            f"{_FILTER}.{key}", lambda settings: not settings.algorithm.filter_groups.enable, f"{_FILTER}.enable is false"
-        )
-    for key in ("algorithm.kl_penalty", f"{_KL}.type", f"{_KL}.kl_coef"):
-        yield UnusedKey(key, lambda settings: not settings.algorithm.use_kl_in_reward, "algorithm.use_kl_in_reward is false")
-    for key in ("horizon", "target_kl"):
-        yield UnusedKey(f"{_KL}.{key}", lambda settings: settings.algorithm.kl_ctrl.type == "fixed", f"{_KL}.type is fixed")
+    yield from idle(f"{_FILTER}.enable", False, f"{_FILTER}.metric", f"{_FILTER}.max_num_gen_batches")
+    yield from idle("algorithm.use_kl_in_reward", False, "algorithm.kl_penalty", f"{_KL}.type", f"{_KL}.kl_coef")
+    yield from idle(f"{_KL}.type", "fixed", f"{_KL}.horizon", f"{_KL}.target_kl")
     for key in ("kl_loss_coef", "kl_loss_type"):
         yield UnusedKey(
             f"{_AR}.actor.{key}", lambda settings: not settings.actor_rollout_ref.actor.use_kl_loss, "actor.use_kl_loss is false"
@@ -368,12 +348,7 @@ def _of_losses() -> Iterator[UnusedKey]:
             partial(_has_other_loss, owners=owners),
             f"it belongs to {_LOSS_MODE}={owners[0]}" if len(owners) == 1 else "this loss has no clip",
         )
-    section = f"{_AR}.actor.policy_loss.custom"
-    yield UnusedKey(
-        f"{section}.name",
-        lambda settings: settings.actor_rollout_ref.actor.policy_loss.custom.path is None,
-        f"{section}.path is null",
-    )
+    yield from idle(f"{_AR}.actor.policy_loss.custom.path", None, f"{_AR}.actor.policy_loss.custom.name")
     yield from (unused for record in RECORDS for unused in record.unused_keys)
     yield UnusedKey(_AGG_MODE, _averages_sequences, "actor.policy_loss.loss_mode averages over sequences")
 
@@ -404,20 +379,15 @@ def _never_ranks_checkpoints(settings: Settings) -> bool:
 
 def _of_rewards_and_runs() -> Iterator[UnusedKey]:
     """Yield the rules of reward functions, validation and checkpoints."""
-    yield UnusedKey(f"{_REWARD}.name", lambda settings: settings.custom_reward_function.path is None, f"{_REWARD}.path is null")
-    yield UnusedKey(
-        f"{_REWARD}.fallback_score",
-        lambda settings: settings.custom_reward_function.on_error == "raise",
-        f"{_REWARD}.on_error is raise",
+    yield from idle(f"{_REWARD}.path", None, f"{_REWARD}.name")
+    yield from idle(f"{_REWARD}.on_error", "raise", f"{_REWARD}.fallback_score")
+    of_penalty = (
+        *(f"{_OVERLONG}.{name}" for name in ("len", "penalty_factor", "log")),
+        "reward_model.reward_kwargs.max_resp_len",
     )
-    for key in (f"{_OVERLONG}.len", f"{_OVERLONG}.penalty_factor", f"{_OVERLONG}.log", "reward_model.reward_kwargs.max_resp_len"):
-        yield UnusedKey(
-            key,
-            lambda settings: not settings.reward_model.reward_kwargs.overlong_buffer_cfg.enable,
-            f"{_OVERLONG}.enable is false",
-        )
+    yield from idle(f"{_OVERLONG}.enable", False, *of_penalty)
     yield from SANDBOX_UNUSED
-    yield UnusedKey("trainer.test_freq", lambda settings: settings.data.val_files is None, "data.val_files is null")
+    yield from idle("data.val_files", None, "trainer.test_freq")
     yield UnusedKey(
         "trainer.keep_best",
         _never_ranks_checkpoints,
@@ -438,10 +408,7 @@ UNUSED_KEYS = {
 def warn_unused(unused: UnusedKey, value: Any, if_not_given: Any) -> None:
     """Log that a key which the user set has no effect, unless it holds what it would hold anyway.
 
-    Args:
-        unused: says why the key has no effect.
-        value: of the key.
-        if_not_given: what the key would hold if the user had not set it.
+    ``if_not_given``: what the key would hold if the user had not set it.
     """
     if value != if_not_given or unused.key == _NAMED_ON_SIGHT:
         logger.warning("%s=%s has no effect here: %s.", unused.key, shown(value), unused.because)
