@@ -20,8 +20,7 @@ from jinja2 import TemplateError
 
 from verl_memopt.config import schema
 from verl_memopt.data.dataset import READERS, PromptRow, RawRow, chosen_rows, read_rows
-from verl_memopt.data.encoder import Spans, overlong, special_tokens_of, tokenize
-from verl_memopt.data.responses import end_of_turn
+from verl_memopt.data.encoder import Spans, end_of_turn, overlong, special_tokens_of, tokenize
 from verl_memopt.errors import DataError
 
 
@@ -254,9 +253,7 @@ class Records:
 def read_records(rows: Iterable[RawRow], rlt_format: RltFormat) -> Records:
     """Return the records of rows, and how many rows were rejected for which reason.
 
-    Args:
-        rows: Rows with their addresses.
-        rlt_format: Its tags must not appear inside a text.
+    ``rlt_format``: Its tags must not appear inside a text.
 
     Raises:
         DataError: A row has not the columns of any accepted form, or every row is rejected.
@@ -354,10 +351,8 @@ NAMES_OF_SPLITS = {"train": ("train",), "val": ("validation", "val", "test")}
 def read_source(files: Any, split: str, key: str) -> list[RawRow]:
     """Return the rows of local files or of a hub dataset.
 
-    Args:
-        files: One path, a list of paths, or ``hub:`` and the id of a dataset.
-        split: ``train`` or ``val``. It selects the files of a hub dataset.
-        key: The setting that names the files, for errors.
+    ``files``: One path, a list of paths, or ``hub:`` and the id of a dataset. ``split``: ``train`` or ``val``. It selects the
+    files of a hub dataset.
 
     Raises:
         DataError: A file is missing or malformed, or the hub cannot deliver the dataset.
@@ -369,11 +364,6 @@ def read_source(files: Any, split: str, key: str) -> list[RawRow]:
 
 def hub_rows(hub_id: str, split: str, key: str) -> list[RawRow]:
     """Return the rows of one split of a hub dataset, downloaded once or read from the local cache.
-
-    Args:
-        hub_id: Id of the dataset.
-        split: ``train`` or ``val``.
-        key: The setting that names the dataset, for errors.
 
     Raises:
         DataError: The hub cannot deliver the dataset, or it has no file of the split.
@@ -394,11 +384,6 @@ def hub_rows(hub_id: str, split: str, key: str) -> list[RawRow]:
 
 def files_of_split(folder: Path, split: str, source: str) -> list[Path]:
     """Return the files of a split in a folder and in the folders inside it, sorted.
-
-    Args:
-        folder: Where the dataset lies.
-        split: ``train`` or ``val``.
-        source: Names the dataset in errors.
 
     Raises:
         DataError: There is no such file.

@@ -155,13 +155,8 @@ def rlt_scores(
 ) -> RltScores:
     """Return the reward of each row.
 
-    Args:
-        settings: Weights, reductions, transforms and clips.
-        rows: The rows that were scored.
-        student_think: u, fp32 [tokens of all explanations].
-        teacher_think: v, fp32 in the same form. None is allowed where ``include_teacher_think_entropy`` is False.
-        solution: s, fp32 [tokens of all solutions].
-        addresses: File and row of each question, for errors.
+    ``student_think``: u, fp32 [tokens of all explanations]. ``teacher_think``: v, fp32 in the same form. None is allowed where
+    ``include_teacher_think_entropy`` is False. ``solution``: s, fp32 [tokens of all solutions].
 
     Raises:
         RewardError: A log-prob is not finite. The message names the row.

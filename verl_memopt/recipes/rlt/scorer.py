@@ -76,13 +76,7 @@ class ExplanationBatch:
     def of(
         cls, infos: Sequence[dict[str, Any]], response_ids: Sequence[Sequence[int]], addresses: Sequence[str]
     ) -> ExplanationBatch:
-        """Return the rows of a dataset of RLT with their responses.
-
-        Args:
-            infos: ``extra_info`` of each row.
-            response_ids: Tokens of each response.
-            addresses: File and row of each question.
-        """
+        """Return the rows of a dataset of RLT with their responses."""
         questions, solutions = ([info[name] for info in infos] for name in ("question", "solution"))
         return cls(questions, solutions, Ragged.from_rows(list(response_ids), torch.int64), addresses)
 
@@ -165,9 +159,7 @@ class RltScorer:
     def score_answers(self, answers: Answers, computed: Computed | None) -> Scored:
         """Return the reward of each answer as an explanation. Without log-probs of a step the teacher computes its own.
 
-        Args:
-            answers: Prompts and explanations.
-            computed: The teacher's log-probs, and the names of the rows.
+        ``computed``: The teacher's log-probs, and the names of the rows.
         """
         names = [row.address for row in answers.rows] if computed is None else computed.names
         explained = ExplanationBatch.of([row.extra_info for row in answers.rows], answers.generation.response_ids, names)
@@ -180,10 +172,8 @@ class RltScorer:
     def score(self, explained: ExplanationBatch, response_log_probs: Tensor | None = None) -> RltScored:
         """Return the rewards of some explanations.
 
-        Args:
-            explained: Questions, solutions and responses.
-            response_log_probs: fp32 [tokens of all responses], the teacher's at the temperature of the rollouts. None = the
-                teacher computes them in a pass of its own.
+        ``response_log_probs``: fp32 [tokens of all responses], the teacher's at the temperature of the rollouts. None = the
+        teacher computes them in a pass of its own.
 
         Raises:
             ConfigError: A sequence is longer than ``max_student_len``, and ``overlong`` is ``error``.
@@ -272,10 +262,6 @@ logger = logging.getLogger(__name__)
 def student_plan(settings: Settings, environment: Environment) -> StudentPlan:
     """Return what the workers build to score explanations.
 
-    Args:
-        settings: Settings of the run.
-        environment: Folders and tokenizer on this machine.
-
     Raises:
         ConfigError: The student cannot be computed here, its tokenizer is not the policy's, or it cannot take the place of the
             reference.
@@ -318,10 +304,6 @@ def _check_tokenizer(environment: Environment, folder: Path | None, trusted: boo
 def student_encoder(settings: Settings, environment: Environment) -> StudentEncoder:
     """Return what builds the student's sequences.
 
-    Args:
-        settings: Settings of the run.
-        environment: Tokenizer and end tokens.
-
     Raises:
         ConfigError: The tokenizer is not byte-level.
         DataError: The chat template cannot render an answer.
@@ -333,11 +315,6 @@ def student_encoder(settings: Settings, environment: Environment) -> StudentEnco
 
 def warn_of_no_room(encoder: StudentEncoder, rlt: RltReward, datasets: Sequence[PromptRows | None]) -> None:
     """Warn of rows whose question and solution alone leave no room under ``max_student_len``. They are never scored.
-
-    Args:
-        encoder: Builds the student's sequences.
-        rlt: Settings of the reward.
-        datasets: The rows of each split.
 
     Raises:
         ConfigError: There is such a row, and ``overlong`` is ``error``. The message names its file and its place.
@@ -357,25 +334,13 @@ def warn_of_no_room(encoder: StudentEncoder, rlt: RltReward, datasets: Sequence[
 
 
 def rlt_prompts(settings: Settings, tokenizer: Any) -> RltPrompts:
-    """Return what renders the prompts of teacher and student.
-
-    Args:
-        settings: Settings of the run.
-        tokenizer: The policy's tokenizer.
-    """
+    """Return what renders the prompts of teacher and student."""
     data, rlt_format = settings.data, FORMATS[settings.reward_model.rlt.tag_format]
     return RltPrompts(tokenizer, rlt_format, data.apply_chat_template_kwargs, data.allow_special_tokens)
 
 
 def build_rlt_scorer(settings: Settings, tokenizer: Any, encoder: StudentEncoder, workers: TimedGroup) -> RltScorer:
-    """Return what scores explanations.
-
-    Args:
-        settings: Settings of the run.
-        tokenizer: The policy's tokenizer.
-        encoder: Builds the student's sequences.
-        workers: Workers that hold the student.
-    """
+    """Return what scores explanations."""
     rlt, roles, quantization = settings.reward_model.rlt, settings.actor_rollout_ref, settings.reward_model.model.quantization
     check = None if quantization == "none" else RankCheck(rlt, quantization, f"{REWARD_KEY}.quantization")
     adaptive = settings.reward_model.adaptive_token_budget
