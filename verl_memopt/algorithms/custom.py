@@ -138,8 +138,8 @@ def load_function(
     unknown = [each.name for each in parameters if each.kind is each.POSITIONAL_ONLY]
     required = [each.name for each in parameters if each.name in named and each.default is each.empty]
     asked = [name for name in required if name not in (*arguments, *extras)]
-    beside = getattr(function, "__globals__", {})
-    own = {name: _of_head(TokenStatistic(name, "", f"{custom.path}:{name}")) for name in asked if extras and name in beside}
+    beside = getattr(function, "__globals__", {}) if extras else {}
+    own = {name: _of_head(TokenStatistic(name, "", f"{custom.path}:{name}")) for name in asked if callable(beside.get(name))}
     unknown += [name for name in asked if name not in own]
     if unknown:
         further = f", and may ask for {', '.join(extras)}" if extras else ""
@@ -157,19 +157,17 @@ def custom_estimator(algorithm: Algorithm) -> UserFunction:
 
 
 def inputs_of(algorithm: Algorithm) -> tuple[str, ...]:
-    """Return the inputs that the estimator reads, of a user's own only those that it asks for."""
+    """Return the inputs that the estimator reads, of a user's own those of the package that it asks for."""
     if algorithm.adv_estimator != CUSTOM:
         return ESTIMATORS[algorithm.adv_estimator].inputs
-    user = custom_estimator(algorithm)
-    return (*(EXTRAS[name].input for name in user.arguments if name in EXTRAS), *user.own)
+    return tuple(EXTRAS[name].input for name in custom_estimator(algorithm).arguments if name in EXTRAS)
 
 
 def statistics_of(algorithm: Algorithm) -> dict[str, str]:
     """Return name -> address, for :func:`load_statistic`, of the statistics of the head that the estimator reads."""
-    of_file = f"{algorithm.custom_estimator.path}:"
     own = custom_estimator(algorithm).own if algorithm.adv_estimator == CUSTOM else ()
     known = {name: STATISTICS[name].function for name in inputs_of(algorithm) if name in STATISTICS}
-    return known | {name: of_file + name for name in own}
+    return known | {name: f"{algorithm.custom_estimator.path}:{name}" for name in own}
 
 
 def load_statistic(address: str) -> Statistic:

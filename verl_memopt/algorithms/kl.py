@@ -17,10 +17,6 @@ MAX_LOW_VARIANCE_KL = 10.0
 """Upper limit of one token's k3, as in verl. Beyond it the token has no gradient."""
 
 
-def _k1(log_ratio: Tensor) -> Tensor:
-    return log_ratio
-
-
 def _k2(log_ratio: Tensor) -> Tensor:
     return 0.5 * log_ratio.square()
 
@@ -32,8 +28,7 @@ def _k3(log_ratio: Tensor) -> Tensor:
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "kl": _k1,
-    "k1": _k1,
+    **dict.fromkeys(("kl", "k1"), lambda log_ratio: log_ratio),
     "abs": torch.abs,
     "mse": _k2,
     "k2": _k2,

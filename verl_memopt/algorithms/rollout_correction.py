@@ -131,17 +131,24 @@ def importance_metrics(
         "rollout_is_eff_sample_size": mean.square() / weights.square().mean().clamp(min=EPSILON**2),
         "rollout_is_ratio_fraction_high": (compared > upper).double().mean(),
         "rollout_is_ratio_fraction_low": (compared < floor).double().mean(),
-        "rollout_is_seq_mean": per_row.mean(),
-        "rollout_is_seq_std": per_row.std() if per_row.numel() > 1 else torch.zeros(()),
-        "rollout_is_seq_max": per_row.max(),
-        "rollout_is_seq_min": per_row.min(),
-        "rollout_is_seq_max_deviation": (per_row - 1).abs().max(),
-        "rollout_is_seq_fraction_high": (raw_per_row > upper).double().mean(),
-        "rollout_is_seq_fraction_low": (raw_per_row < floor).double().mean(),
+        **{f"rollout_is_{name}": value for name, value in _over_rows(per_row, 1, raw_per_row, floor, upper).items()},
     }
     if lower is not None:
         metrics["rollout_is_oob_ratio"] = ((raw < lower) | (raw > upper)).double().mean()
     return {name: float(value) for name, value in metrics.items()}
+
+
+def _over_rows(values: Tensor, centre: float, compared: Tensor, lower: float, upper: float) -> dict[str, Tensor]:
+    """Return the distribution of one value per row, and the shares of compared ones beyond the bounds."""
+    return {
+        "seq_mean": values.mean(),
+        "seq_std": values.std() if values.numel() > 1 else torch.zeros(()),
+        "seq_max": values.max(),
+        "seq_min": values.min(),
+        "seq_max_deviation": (values - centre).abs().max(),
+        "seq_fraction_high": (compared > upper).double().mean(),
+        "seq_fraction_low": (compared < lower).double().mean(),
+    }
 
 
 # Rejection: tokens or whole responses that trainer and rollout engine see too differently are left out of the update.
@@ -231,15 +238,10 @@ def _rejection_metrics(
         "min": compared.min(),
         "fraction_high": (compared > upper).double().mean(),
         "fraction_low": (compared < lower).double().mean(),
-        "seq_mean": per_row.mean(),
-        "seq_std": per_row.std() if per_row.numel() > 1 else torch.zeros(()),
-        "seq_max": per_row.max(),
-        "seq_min": per_row.min(),
-        "seq_max_deviation": per_row.abs().max(),
-        "seq_fraction_high": (per_row > upper).double().mean(),
+        **_over_rows(per_row, 0, per_row, lower, upper),
     }
-    if not math.isinf(lower):
-        metrics["seq_fraction_low"] = (per_row < lower).double().mean()
+    if math.isinf(lower):
+        del metrics["seq_fraction_low"]
     return {f"{prefix}_{name}": float(value) for name, value in metrics.items()}
 
 

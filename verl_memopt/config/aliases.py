@@ -222,7 +222,7 @@ def _per_device(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
     if value is None:
         return ours, None, []
     counts = [flat.get("trainer.nnodes", Trainer.nnodes), flat.get("trainer.n_gpus_per_node", Trainer.n_gpus_per_node)]
-    if not all(_is_count(number) for number in (value, *counts)):
+    if not all(is_count(number) for number in (value, *counts)):
         what = "expected a whole number of sequences over all devices"
         return ours, None, [problem({key: value}, what, f"Set {ours} instead.")]
     devices = counts[0] * counts[1]
@@ -231,7 +231,8 @@ def _per_device(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
     return ours, value // devices, []
 
 
-def _is_count(value: Any) -> bool:
+def is_count(value: Any) -> bool:
+    """Return whether a value is a whole number above 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 

@@ -249,14 +249,9 @@ def _runs() -> Iterator[Refusal]:
     yield refused(missing, "no path is given", f"Set {path} to a global_step_N folder.")
 
 
-def _recipes() -> Iterator[Refusal]:
-    """Yield the rules of every recipe."""
-    for recipe in RECIPES.values():
-        yield from recipe.rules()
-
-
 RULES: tuple[Refusal, ...] = (
-    *_files(), *_batches(), *ALGORITHM_RULES, *CORRECTION_RULES, *REWARD_RULES, *_recipes(), *SANDBOX_RULES, *_devices(),
+    *_files(), *_batches(), *ALGORITHM_RULES, *CORRECTION_RULES, *REWARD_RULES,
+    *(rule for recipe in RECIPES.values() for rule in recipe.rules()), *SANDBOX_RULES, *_devices(),
     *CRITIC_RULES, *REFERENCE_RULES, *SUPERVISED_RULES, *_runs(), *debug_rules(),
 )  # fmt: skip
 """The rules that belong to no knob."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
-from verl_memopt.algorithms.records import CUSTOM, STATISTICS, WITH_STATISTICS, with_input
-from verl_memopt.config.keys import idle, other_than, refused
+from verl_memopt.algorithms.records import STATISTICS, WITH_STATISTICS, with_input
+from verl_memopt.config.keys import belongs, idle, other_than, refused
 from verl_memopt.config.schema import Settings
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.knob import Refusal, UnusedKey
@@ -126,10 +125,6 @@ def _bypasses(settings: Settings) -> bool:
     return settings.algorithm.rollout_correction.bypass_mode
 
 
-def _reads_none(estimators: tuple[str, ...], settings: Settings) -> bool:
-    return settings.algorithm.adv_estimator not in (*estimators, CUSTOM)
-
-
 def _refusals() -> Iterator[Refusal]:
     """Yield the rules that refuse."""
     yield Refusal(
@@ -180,7 +175,7 @@ def _unused() -> Iterator[UnusedKey]:
     for key in ("calculate_entropy", "old_log_prob_pass"):
         yield UnusedKey(f"{_ACTOR}.{key}", _bypasses, f"{_BYPASS} leaves out the pass for old log-probs")
     for switch, estimators, _ in _SWITCHED:
-        yield UnusedKey(switch, partial(_reads_none, estimators), f"it belongs to {' and '.join(estimators)}")
+        yield belongs(switch, _ESTIMATOR, estimators, f"it belongs to {' and '.join(estimators)}")
     yield from idle("algorithm.use_pf_ppo", False, "algorithm.pf_ppo.reweight_method", "algorithm.pf_ppo.weight_pow")
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
+from verl_memopt.algorithms.records import CUSTOM
 from verl_memopt.config.schema import Settings
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.knob import Predicate, Refusal, Sentence, UnusedKey
@@ -186,3 +187,8 @@ def idle(switch: str, off: Any, *keys: str) -> Iterator[UnusedKey]:
     """Yield the rules of keys that have no effect while a switch has one value."""
     for key in keys:
         yield UnusedKey(key, lambda settings: value_at(settings, switch) == off, f"{switch} is {shown(off)}")
+
+
+def belongs(key: str, choice: str, owners: tuple[str, ...], because: str) -> UnusedKey:
+    """Return the rule of a key that has an effect only where a choice is one of its owners, or a function of the user's own."""
+    return UnusedKey(key, lambda settings: value_at(settings, choice) not in (*owners, CUSTOM), because)

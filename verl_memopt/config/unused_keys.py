@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from verl_memopt.algorithms.records import CUSTOM, ESTIMATORS, LOSSES, RECORDS, WITH_GREEDY_RESPONSES, WITHOUT_GROUPS, with_option
+from verl_memopt.algorithms.records import ESTIMATORS, LOSSES, RECORDS, WITH_GREEDY_RESPONSES, WITHOUT_GROUPS, with_option
 from verl_memopt.config.correction_rules import CORRECTION_UNUSED
-from verl_memopt.config.keys import IS_SET, Problem, above, field_types, idle, other_than, problem, refused, shown
+from verl_memopt.config.keys import IS_SET, Problem, above, belongs, field_types, idle, other_than, problem, refused, shown
 from verl_memopt.config.reward_rules import SANDBOX_UNUSED
 from verl_memopt.config.schema import Fsdp, Settings, TrainedFsdp
 from verl_memopt.memory.critic_rules import twin_unused, unused_keys
@@ -61,6 +60,13 @@ _LORA_DROPOUT = (
 )
 _LORA_KEYS = "of the LoRA settings, rank, alpha, target_modules, exclude_modules and adapter_path have an effect. Remove this one"
 
+
+def _absent(*switches: str) -> dict[str, Refusal]:
+    """Return the rows of a feature that does not exist here: its switches, which may be off, and whatever else it has."""
+    section = switches[0].rpartition(".")[0]
+    return {**dict.fromkeys(switches, Refusal((False,), _NOT_HERE)), f"{section}.*": Refusal(ANY, _NOT_HERE)}
+
+
 _FSDP = {
     "wrap_policy.min_num_params": Refusal(ANY, _WRAP),
     "ulysses_sequence_parallel_size": Refusal((1,), "a sequence is not split over devices. Set 1"),
@@ -86,8 +92,7 @@ _MODEL = {
     "lora.*": Refusal((False,), _LORA_KEYS),
     "use_liger": Refusal(EITHER, f"the model is computed without Liger's kernels. {_CHUNKED}"),
     "fused_kernel_options.impl_backend": Refusal(("torch", "triton"), f"the log-prob is computed with PyTorch. {_CHUNKED}"),
-    "mtp.enable": Refusal((False,), _NOT_HERE),
-    "mtp.*": Refusal(ANY, _NOT_HERE),
+    **_absent("mtp.enable"),
     "use_shm": Refusal(EITHER, "weights are streamed from the model folder, which is not copied to shared memory"),
 }
 
@@ -95,8 +100,7 @@ _ACTOR = {
     "freeze_vision_tower": Refusal((False,), _TEXT_ONLY),
     "router_replay.mode": Refusal(("disabled",), _NOT_HERE),
     "router_replay.*": Refusal((), _NOT_HERE),
-    "qat.enable": Refusal((False,), _NOT_HERE),
-    "qat.*": Refusal(ANY, _NOT_HERE),
+    **_absent("qat.enable"),
 }
 
 _CHECKPOINT = {"checkpoint.async_save": Refusal(EITHER, "a checkpoint is always written whole before the next step")}
@@ -117,15 +121,11 @@ _ROLLOUT = {
     ),
     "layered_summon": Refusal(EITHER, "weights always move tensor by tensor, with LoRA too"),
     "checkpoint_engine.backend": Refusal(("naive",), "trainer and engine share a process. Remove the key"),
-    "multi_turn.enable": Refusal((False,), _NOT_HERE),
-    "multi_turn.*": Refusal(ANY, _NOT_HERE),
-    "prometheus.enable": Refusal((False,), _NOT_HERE),
-    "prometheus.*": Refusal(ANY, _NOT_HERE),
+    **_absent("multi_turn.enable"),
+    **_absent("prometheus.enable"),
     "trace.backend": Refusal((), _NOT_HERE),
     "trace.*": Refusal(ANY, _NOT_HERE),
-    "disaggregation.enable": Refusal((False,), _NOT_HERE),
-    "disaggregation.enabled": Refusal((False,), _NOT_HERE),
-    "disaggregation.*": Refusal(ANY, _NOT_HERE),
+    **_absent("disaggregation.enable", "disaggregation.enabled"),
     "quantization": Refusal((), "the engine runs in rollout.dtype. Remove the key"),
     "quantization_config_file": Refusal((), "the engine runs in rollout.dtype. Remove the key"),
     "pipeline_model_parallel_size": Refusal((1,), _TENSOR_PARALLEL),
@@ -185,11 +185,9 @@ _TRAINER = {
 _TOP = {
     "reward_manager.source": Refusal(("register",), _OWN_REWARD),
     "reward_manager.module.*": Refusal((), _OWN_REWARD),
-    "distillation.enabled": Refusal((False,), _NOT_HERE),
-    "distillation.*": Refusal(ANY, _NOT_HERE),
+    **_absent("distillation.enabled"),
     "model_engine": Refusal(("dp",), _ONE_BACKEND),
-    "transfer_queue.enable": Refusal((False,), _NOT_HERE),
-    "transfer_queue.*": Refusal(ANY, _NOT_HERE),
+    **_absent("transfer_queue.enable"),
     "global_profiler.*": Refusal(ANY, _PHASE_TABLE),
 }
 
@@ -298,23 +296,11 @@ def _estimator(settings: Settings) -> str:
     return settings.algorithm.adv_estimator
 
 
-def _loss(settings: Settings) -> str:
-    return settings.actor_rollout_ref.actor.policy_loss.loss_mode
-
-
-def _has_other_estimator(settings: Settings, owners: tuple[str, ...]) -> bool:
-    return _estimator(settings) not in (*owners, CUSTOM)
-
-
-def _has_other_loss(settings: Settings, owners: tuple[str, ...]) -> bool:
-    return _loss(settings) not in (*owners, CUSTOM)
-
-
 def _of_advantages() -> Iterator[UnusedKey]:
     """Yield the rules of estimators, groups and the KL."""
     for key in dict.fromkeys(key for record in ESTIMATORS.values() for key in record.options.values()):
         owners = with_option(key)
-        yield UnusedKey(f"algorithm.{key}", partial(_has_other_estimator, owners=owners), f"it belongs to {' and '.join(owners)}")
+        yield belongs(f"algorithm.{key}", "algorithm.adv_estimator", owners, f"it belongs to {' and '.join(owners)}")
     yield from idle("algorithm.custom_estimator.path", None, "algorithm.custom_estimator.name")
     yield UnusedKey(
         f"{_FILTER}.enable", lambda settings: settings.actor_rollout_ref.rollout.n < 2, "a group of one is always kept"
@@ -330,7 +316,7 @@ def _of_advantages() -> Iterator[UnusedKey]:
 
 def _averages_sequences(settings: Settings) -> bool:
     actor = settings.actor_rollout_ref.actor
-    return LOSSES[_loss(settings)].by_sequence and not actor.use_kl_loss and actor.entropy_coeff == 0
+    return LOSSES[actor.policy_loss.loss_mode].by_sequence and not actor.use_kl_loss and actor.entropy_coeff == 0
 
 
 def _of_losses() -> Iterator[UnusedKey]:
@@ -343,11 +329,8 @@ def _of_losses() -> Iterator[UnusedKey]:
     yield from (scale_factor, twin_unused(scale_factor))
     for key in dict.fromkeys(key for record in LOSSES.values() for key in record.options):
         owners = with_option(key)
-        yield UnusedKey(
-            f"{_AR}.actor.{key}",
-            partial(_has_other_loss, owners=owners),
-            f"it belongs to {_LOSS_MODE}={owners[0]}" if len(owners) == 1 else "this loss has no clip",
-        )
+        because = f"it belongs to {_LOSS_MODE}={owners[0]}" if len(owners) == 1 else "this loss has no clip"
+        yield belongs(f"{_AR}.actor.{key}", _LOSS_MODE, owners, because)
     yield from idle(f"{_AR}.actor.policy_loss.custom.path", None, f"{_AR}.actor.policy_loss.custom.name")
     yield from (unused for record in RECORDS for unused in record.unused_keys)
     yield UnusedKey(_AGG_MODE, _averages_sequences, "actor.policy_loss.loss_mode averages over sequences")

@@ -90,33 +90,21 @@ class RltFormat:
         return self.thought.end + self.delimiter + self.solution.begin
 
 
-def _teacher_system(solution: TagPair, explanation: TagPair) -> str:
-    return (
+def _with_tags(solution: TagPair, explanation: TagPair, thought: TagPair) -> RltFormat:
+    teacher = (
         "You are a teacher. You state the solution of a question first, and then explain how to reach it. Your answer has two "
         f"sections. The solution section is exact and complete: {solution.wrap(' the solution ')}. The explanation section leads "
         "a student from the question to the solution, step by step, with a blank line between steps: it says what is known, "
         "tries ideas, checks each step, corrects mistakes, and never relies on having seen the solution: "
         f"{explanation.wrap(' the explanation ')}."
     )
-
-
-def _student_system(thought: TagPair, solution: TagPair) -> str:
-    return (
+    student = (
         "You think at length before you answer a question. Your answer has two sections. In the thought section you reason step "
         "by step, with a blank line between steps: you say what is known, try ideas, check each step and correct mistakes: "
         f"{thought.wrap(' the thought ')}. In the solution section you give the final solution, exact and complete: "
         f"{solution.wrap(' the solution ')}."
     )
-
-
-def _with_tags(solution: TagPair, explanation: TagPair, thought: TagPair) -> RltFormat:
-    return RltFormat(
-        teacher_system=_teacher_system(solution, explanation),
-        student_system=_student_system(thought, solution),
-        explanation=explanation,
-        thought=thought,
-        solution=solution,
-    )
+    return RltFormat(teacher, student, explanation, thought, solution)
 
 
 STRATOS = _with_tags(

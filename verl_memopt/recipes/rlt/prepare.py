@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_memopt.data.dataset import RawRow, read_rows
+from verl_memopt.data.dataset import read_rows
 from verl_memopt.data.encoder import tokenize
 from verl_memopt.errors import DataError
 from verl_memopt.recipes.rlt.dataset import FORMATS, RltPrompts, RltRecord, hub_rows, read_records
@@ -84,14 +84,6 @@ def token_lengths(records: Sequence[RltRecord], tokenizer: Any, tag_format: str)
     }
 
 
-def raw_rows(records: Sequence[RltRecord]) -> list[RawRow]:
-    """Return records as rows with the columns of RLT."""
-    return [
-        (each.address, {"question": each.question, "solution": each.solution, "reasoning_trace": each.reasoning_trace})
-        for each in records
-    ]
-
-
 def _split(records: list[RltRecord], num_validation: int, seed: int) -> tuple[list[RltRecord], list[RltRecord]]:
     """Return the rows to train on and those to hold out, both in file order."""
     if num_validation < 1 or num_validation >= len(records):
@@ -108,5 +100,6 @@ def _write(path: Path, records: Sequence[RltRecord]) -> Path:
     from pyarrow import parquet
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    parquet.write_table(pyarrow.Table.from_pylist([columns for _, columns in raw_rows(records)]), path)
+    columns = ("question", "solution", "reasoning_trace")
+    parquet.write_table(pyarrow.Table.from_pylist([{name: getattr(each, name) for name in columns} for each in records]), path)
     return path

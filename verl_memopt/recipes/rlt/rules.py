@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
 from verl_memopt.algorithms.records import WITH_GREEDY_RESPONSES
-from verl_memopt.config.keys import IS_SET, above, other_than, refused
+from verl_memopt.config.keys import IS_SET, above, other_than, refused, value_at
 from verl_memopt.config.reward_rules import ENABLE, MANAGER, RESIDENCY, RLT
 from verl_memopt.config.schema import Settings
 from verl_memopt.config.trl_names import (
@@ -21,66 +21,49 @@ from verl_memopt.config.trl_names import (
     Values,
     copied,
     effective,
+    same,
     unless_none,
     words,
 )
 from verl_memopt.config.unused_keys import ANY
 from verl_memopt.config.unused_keys import Refusal as Inert
 from verl_memopt.memory.knob import Refusal
-from verl_memopt.memory.ranges import KL, needs_reference
+from verl_memopt.memory.ranges import KL
 from verl_memopt.recipes.rlt.settings import RltReward
 
 _AR, _MODEL, _RLT = "actor_rollout_ref", "reward_model.model", "reward_model.rlt"
 _FSDP, _PATH, _QUANTIZATION = f"{_MODEL}.fsdp_config", f"{_MODEL}.path", f"{_MODEL}.quantization"
 _REF_OFFLOAD, _RANK = f"{_AR}.ref.fsdp_config.param_offload", f"{_AR}.model.lora_rank"
 _TEACHER = f"{_RLT}.kl_teacher"
-
-_Lists = Callable[[RltReward], tuple[Sequence[float], Sequence[str]]]
-"""Gives the weights and the reductions of one sum of the reward."""
+_NO_KL = dict.fromkeys(KL, False)
+"""Settings that ask for no reference."""
 
 
 def _with_student(settings: Settings) -> bool:
     return settings.reward_model.enable and settings.reward_model.reward_manager == RLT
 
 
-def _shares_reference(settings: Settings) -> bool:
-    """Return whether no student is named, so that the reference is the student."""
-    return _with_student(settings) and settings.reward_model.model.path is None
-
-
-def _swaps(settings: Settings) -> bool:
-    return _with_student(settings) and settings.reward_model.residency == "swap"
-
-
-def _weighted(weights: str, reductions: str, lists: _Lists) -> Iterator[Refusal]:
+def _weighted(weights: str, reductions: str) -> Iterator[Refusal]:
     """Yield the rules of one sum of the reward."""
 
     def counts(settings: Settings) -> tuple[int, int]:
-        values, names = lists(settings.reward_model.rlt)
-        return len(values), len(names)
-
-    def has_twice(settings: Settings) -> bool:
-        names = lists(settings.reward_model.rlt)[1]
-        return len(set(names)) < len(names)
+        return len(value_at(settings, weights)), len(value_at(settings, reductions))
 
     yield Refusal(
-        (f"{_RLT}.{weights}", f"{_RLT}.{reductions}"),
+        (weights, reductions),
         lambda settings: len(set(counts(settings))) > 1,
         "weights and reductions differ in number",
         "Give one weight for each reduction.",
         lambda settings: "there are {} weights for {} reductions".format(*counts(settings)),
     )
-    yield Refusal((f"{_RLT}.{reductions}",), has_twice, "a reduction appears twice", "Name it once, with the sum of its weights.")
+    twice = {reductions: lambda names: len(set(names)) < len(names)}
+    yield refused(twice, "a reduction appears twice", "Name it once, with the sum of its weights.")
 
 
 def _formula() -> Iterator[Refusal]:
     """Yield the rules of weights, reductions and temperatures."""
-    yield from _weighted(
-        "answer_log_prob_coeff", "reduction_log_prob_fn", lambda rlt: (rlt.answer_log_prob_coeff, rlt.reduction_log_prob_fn)
-    )
-    yield from _weighted(
-        "kl_penalty_reward_coeff", "reduction_kl_fn", lambda rlt: (rlt.kl_penalty_reward_coeff, rlt.reduction_kl_fn)
-    )
+    yield from _weighted(f"{_RLT}.answer_log_prob_coeff", f"{_RLT}.reduction_log_prob_fn")
+    yield from _weighted(f"{_RLT}.kl_penalty_reward_coeff", f"{_RLT}.reduction_kl_fn")
 
     def differs(settings: Settings) -> bool:
         student, rollout = settings.reward_model.rlt.unbias_student_log_probs_temp, settings.actor_rollout_ref.rollout
@@ -111,20 +94,10 @@ def _student() -> Iterator[Refusal]:
         f"Remove {_PATH}, or set {RESIDENCY}=separate.",
         _with_student,
     )
-    yield Refusal(
-        (_PATH, *KL),
-        lambda settings: _shares_reference(settings) and not needs_reference(settings),
-        f"the reference is the student, and {no_reference}",
-        f"Set {_PATH} to the student's folder, or {kl_in_loss}=true.",
-    )
-    yield Refusal(
-        (_TEACHER, *KL),
-        lambda settings: (
-            _with_student(settings) and settings.reward_model.rlt.kl_teacher == "reference" and not needs_reference(settings)
-        ),
-        no_reference,
-        f"Set {_TEACHER}=policy, or {kl_in_loss}=true.",
-    )
+    way_out = f"Set {_PATH} to the student's folder, or {kl_in_loss}=true."
+    yield refused({_PATH: None, **_NO_KL}, f"the reference is the student, and {no_reference}", way_out, _with_student)
+    compared = {_TEACHER: "reference", **_NO_KL}
+    yield refused(compared, no_reference, f"Set {_TEACHER}=policy, or {kl_in_loss}=true.", _with_student)
     yield refused(
         {_QUANTIZATION: other_than("none"), _PATH: None},
         "the reference is the student",
@@ -136,12 +109,8 @@ def _student() -> Iterator[Refusal]:
 def _swap() -> Iterator[Refusal]:
     """Yield the rules of a student that takes turns with the reference."""
     separate = f"Set {RESIDENCY}=separate."
-    yield Refusal(
-        (RESIDENCY, *KL),
-        lambda settings: _swaps(settings) and not needs_reference(settings),
-        "without a KL there is no reference to take turns with",
-        separate,
-    )
+    alone = "without a KL there is no reference to take turns with"
+    yield refused({RESIDENCY: "swap", **_NO_KL}, alone, separate, _with_student)
     own_base = "with LoRA the reference is the policy's own base, and has no place of its own on the device"
     stays, quantized = "a reference that stays on the device leaves its place to nothing", "quantized weights have another shape"
     for key, fault, because, way_out in (
@@ -235,19 +204,15 @@ def dumps(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
     return {DUMPS: f"{folder}/rollouts" if trl[name] else None}
 
 
-def _same(name: str, key: str, note: str = "") -> Spelling:
-    return Spelling((name,), (key,), copied(key), note)
-
-
 RLT_SPELLINGS: tuple[Spelling, ...] = (
     Spelling((BATCH,), (PROMPTS, MINI_BATCH), sequences, "RLT counts responses, we count prompts"),
-    _same("student_model", f"{_MODEL}.path", "null = the reference is the student"),
+    same("student_model", f"{_MODEL}.path", note="null = the reference is the student"),
     Spelling(
         ("offload_untrained_models",), OFFLOADED, copied(*OFFLOADED),
         "reference and student move once for each phase, not for each forward",
     ),
-    _same("enable_prefix_caching", f"{_ROLLOUT}.enable_prefix_caching", "each weight sync clears the cache"),
-    _same("enforce_eager", f"{_ROLLOUT}.enforce_eager"),
+    same("enable_prefix_caching", f"{_ROLLOUT}.enable_prefix_caching", note="each weight sync clears the cache"),
+    same("enforce_eager", f"{_ROLLOUT}.enforce_eager"),
     Spelling(("vllm_max_model_len",), (f"{_ROLLOUT}.max_model_len",), unless_none(f"{_ROLLOUT}.max_model_len")),
     Spelling(("vllm_sleep_level",), (f"{_ROLLOUT}.free_cache_engine",), sleep_level, "the level follows from what must be kept"),
     Spelling(
@@ -256,7 +221,7 @@ RLT_SPELLINGS: tuple[Spelling, ...] = (
     ),
     Spelling(("use_reference_teacher_model",), ("reward_model.rlt.kl_teacher",), kl_teacher),
     *(
-        _same(field.name, f"reward_model.rlt.{field.name}")
+        same(field.name, f"reward_model.rlt.{field.name}")
         for field in fields(RltReward)
         if field.name not in OWN
     ),

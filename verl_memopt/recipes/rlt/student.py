@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -224,7 +224,7 @@ def compute_exact_log_probs(
 ) -> StudentLogProbs:
     """Return the log-probs of a quantised student under its unquantised weights. Each weight is read when a layer needs it.
 
-    ``micro_batches``: Rows of each forward, with the next three as for :func:`compute_student_log_probs`. ``share_prefixes``:
+    ``micro_batches``: Rows of each forward, as the next two :func:`compute_student_log_probs`. ``share_prefixes``:
     Rows with the same prompt compute it once.
     """
     weights = WeightFolder(folder)
@@ -255,28 +255,21 @@ class Student:
     plan: StudentPlan
     device: torch.device
 
-    def log_probs(self, rows: StudentRows, micro_batches: Sequence[Sequence[int]], temperature: float) -> StudentReply:
+    def log_probs(
+        self, rows: StudentRows, micro_batches: Sequence[Sequence[int]], temperature: float, exact: bool = False
+    ) -> StudentReply:
         """Return the log-probs of explanations and solutions, with the time that they took.
 
-        ``micro_batches``: Rows of each forward. All ranks have the same number of them.
+        ``micro_batches``: Rows of each forward. All ranks have the same number of them. ``exact``: Of a quantised student, under
+        its unquantised weights.
         """
-        began = time.perf_counter()
-        with ExitStack() as scope:
-            scope.enter_context(logits_in_chunks(self.model, self.plan.rlt.logits_chunk_tokens))
-            scope.enter_context(adapters_off(self.model))
-            log_probs = compute_student_log_probs(
-                self.model, rows, micro_batches, temperature, self.device, self.plan.shares_prompts
-            )
-        return StudentReply(log_probs, time.perf_counter() - began)
-
-    def exact_log_probs(self, rows: StudentRows, micro_batches: Sequence[Sequence[int]], temperature: float) -> StudentReply:
-        """Return the log-probs of a quantised student under its unquantised weights. Arguments as for :meth:`log_probs`."""
-        assert self.plan.folder is not None, "a quantised student is a model of its own"
-        began = time.perf_counter()
-        with logits_in_chunks(self.model, self.plan.rlt.logits_chunk_tokens):
-            log_probs = compute_exact_log_probs(
-                self.model, Path(self.plan.folder), rows, micro_batches, temperature, self.device, self.plan.shares_prompts
-            )
+        began, options = time.perf_counter(), (rows, micro_batches, temperature, self.device, self.plan.shares_prompts)
+        with logits_in_chunks(self.model, self.plan.rlt.logits_chunk_tokens), adapters_off(self.model):
+            if exact:
+                assert self.plan.folder is not None, "a quantised student is a model of its own"
+                log_probs = compute_exact_log_probs(self.model, Path(self.plan.folder), *options)
+            else:
+                log_probs = compute_student_log_probs(self.model, *options)
         return StudentReply(log_probs, time.perf_counter() - began)
 
 
