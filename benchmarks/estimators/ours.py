@@ -25,13 +25,13 @@ from benchmarks.estimators.batch import (
 )
 from verl_memopt.algorithms.estimators import AdvantageInputs, estimate
 from verl_memopt.algorithms.kl import PF_PPO_METHODS, KlController, kl_estimate, pf_ppo_weights
-from verl_memopt.algorithms.losses import LossSettings, LossTokens, ValueTokens, select_clip_cov, select_kl_cov, value_loss
+from verl_memopt.algorithms.losses import LossTokens, ValueTokens, select_clip_cov, select_kl_cov, value_loss
 from verl_memopt.algorithms.records import CUSTOM, ESTIMATORS, LOSSES, load
 from verl_memopt.algorithms.rollout_correction import bypass_loss, correct, kept_lengths
 from verl_memopt.algorithms.rows import LOSS_AGG_MODES, GlobalCounts, aggregate
 from verl_memopt.config.aliases import PRESETS
 from verl_memopt.config.correction_rules import REJECTIONS
-from verl_memopt.config.schema import Algorithm, KlControl, RolloutCorrection
+from verl_memopt.config.schema import Actor, Algorithm, KlControl, PolicyLoss, RolloutCorrection
 
 Values = dict[str, Any]
 Case = Callable[[Batch], Values]
@@ -68,7 +68,7 @@ def advantages(name: str, batch: Batch, by_std: bool = True, corrected: bool = F
         AdvantageInputs(
             batch.scores, batch.group, ~torch.isnan(batch.scores), batch.row, batch.lengths,
             token_rewards=batch.token_rewards, values=batch.values,
-            baselines=batch.baselines, old_log_probs=batch.old_log_probs, sum_pi_squared=batch.sum_pi_squared,
+            baselines=batch.baselines, old_log_probs=batch.old_log_probs, statistics={"sum_pi_squared": batch.sum_pi_squared},
             weights=weights_and_kept(batch)[0] if corrected else None,
         ),
         Algorithm(name.removesuffix("_vectorized"), gamma=GAMMA, lam=LAM, norm_adv_by_std_in_grpo=by_std),
@@ -96,8 +96,17 @@ def tokens(batch: Batch, log_probs: Tensor, **options: Any) -> LossTokens:
     return LossTokens(log_probs, batch.old_log_probs, per_token, batch.row, batch.lengths, counts(batch), **options)
 
 
-def settings(agg: str, **changes: float) -> LossSettings:
-    return replace(LossSettings(CLIP_LOW, CLIP_HIGH, CLIP_C, agg, SCALE_FACTOR, COV_COEF, TAU_POS, TAU_NEG), **changes)
+SELECTS = PolicyLoss(
+    clip_cov_ratio=COV_RATIO, clip_cov_lb=COV_LOWER, clip_cov_ub=COV_UPPER, kl_cov_ratio=COV_RATIO, ppo_kl_coef=COV_COEF
+)
+
+
+def settings(agg: str, **changes: float) -> Actor:
+    actor = Actor(
+        clip_ratio_low=CLIP_LOW, clip_ratio_high=CLIP_HIGH, clip_ratio_c=CLIP_C, loss_agg_mode=agg,
+        loss_scale_factor=SCALE_FACTOR, policy_loss=SELECTS, tau_pos=TAU_POS, tau_neg=TAU_NEG,
+    )  # fmt: skip
+    return replace(actor, **changes)
 
 
 def policy(mode: str, agg: str, batch: Batch, **changes: float) -> Values:
@@ -106,9 +115,9 @@ def policy(mode: str, agg: str, batch: Batch, **changes: float) -> Values:
     per_token, selected = batch.advantages[batch.row], None
     if mode == "clip_cov":
         generator = torch.Generator().manual_seed(0)
-        selected = select_clip_cov(leaf, per_token, COV_RATIO, COV_LOWER, COV_UPPER, generator)
+        selected = select_clip_cov(leaf, per_token, SELECTS, generator)
     elif mode == "kl_cov":
-        selected = select_kl_cov(leaf, per_token, COV_RATIO)
+        selected = select_kl_cov(leaf, per_token, SELECTS, torch.Generator())
     return with_gradient(
         batch, load(LOSSES[mode].function)(tokens(batch, leaf, selected=selected), settings(agg, **changes))[0], leaf
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.algorithms.ragged import Ragged
-from verl_memopt.algorithms.custom import check_custom, custom_advantages, needed_inputs
+from verl_memopt.algorithms.custom import check_custom, custom_advantages, inputs_of, load_statistic, statistics_of
 from verl_memopt.algorithms.estimators import AdvantageInputs, grpo_advantages
 from verl_memopt.algorithms.kl import token_level_rewards
 from verl_memopt.algorithms.losses import LossTokens, policy_loss
@@ -80,9 +80,21 @@ def test_an_input_is_asked_for_by_its_name(tmp_path):
     kl = {"actor_rollout_ref.actor.use_kl_loss": True}
     chosen = settings(tmp_path, "estimator", text, **kl)
     check_custom(chosen)
-    assert needed_inputs(chosen.algorithm) == ("old_log_probs",)
+    assert inputs_of(chosen.algorithm) == ("old_log_probs", "ref_log_probs")
+    assert statistics_of(chosen.algorithm) == {}
     old = torch.linspace(-2, -1, 10)
     assert torch.equal(custom_advantages(inputs(old_log_probs=old, ref_log_probs=old), chosen.algorithm)[0], old)
+
+
+def test_an_input_of_its_own_is_a_function_beside_it(tmp_path):
+    text = "def mine(token_level_rewards, response_mask, surprise):\n    return surprise * response_mask, token_level_rewards\n"
+    text += "def surprise(log_probs):\n    return -log_probs.amax(-1)\n"
+    chosen = settings(tmp_path, "estimator", text)
+    check_custom(chosen)
+    assert statistics_of(chosen.algorithm) == {"surprise": f"{tmp_path}/mine.py:surprise"}
+    log_probs = torch.linspace(0, 3, 40).view(10, 4).log_softmax(-1)
+    found = {"surprise": load_statistic(f"{tmp_path}/mine.py:surprise").of_columns(log_probs, None)}
+    assert torch.equal(custom_advantages(inputs(statistics=found), chosen.algorithm)[0], -log_probs.amax(-1))
 
 
 @pytest.mark.parametrize("kept", [None, torch.tensor([True, True, False, True, True, True, True, False, True, True])])
@@ -111,6 +123,8 @@ def mine(log_prob, old_log_prob, advantages, response_mask, config):
 
 E, L = "estimator", "loss"
 ESTIMATOR = "def mine(token_level_rewards, response_mask, index, config):\n    "
+A_STATISTIC = "def mine(token_level_rewards, surprise):\n    return surprise, token_level_rewards\n"
+A_STATISTIC += "def surprise(log_probs):\n    "
 A_LOSS = "def mine(log_prob, old_log_prob, advantages):\n    "
 MISTAKES = {
     "no such file": (E, "", {"file": "other.py"}, "there is no such file. Set the path"),
@@ -120,6 +134,16 @@ MISTAKES = {
     "an argument of another kind": (L, "def mine(log_prob, values): ...", {}, "it asks for values, .*Use these names"),
     "an input that the run lacks": (
         E, "def mine(token_level_rewards, ref_log_probs): ...", {}, "does not compute ref_log_probs. Set .*use_kl_loss=true",
+    ),
+    "a statistic without its pass": (
+        E, f"{A_STATISTIC}return log_probs[:, 0]", {"algorithm.rollout_correction.bypass_mode": True},
+        "does not compute surprise. Set .*bypass_mode=false",
+    ),
+    "a statistic of another shape": (
+        E, f"{A_STATISTIC}return log_probs", {}, r"the statistic must be a tensor float32 \[15\], .* float32 \[15, 5\]",
+    ),
+    "an exception in a statistic": (
+        E, f"{A_STATISTIC}return log_probs[99]", {}, r"raised IndexError: .*mine.py:4. It was given log_probs float32 \[15, 5\]",
     ),
     "an exception in an estimator": (
         E, f"{ESTIMATOR}return response_mask[99]", {},

@@ -1,6 +1,6 @@
 import pytest
 
-from verl_memopt.algorithms.records import WITH_SUM_PI_SQUARED, WITHOUT_BASELINE, WITHOUT_GROUPS
+from verl_memopt.algorithms.records import WITH_STATISTICS, WITHOUT_BASELINE, WITHOUT_GROUPS
 from verl_memopt.config.algorithm_rules import ALGORITHM_RULES
 from verl_memopt.config.checks import RULES
 from verl_memopt.config.values import choices
@@ -10,7 +10,7 @@ LIMITS = {
     **{
         f"a group of {name} has two answers": ({"algorithm.adv_estimator": name}, f"{AR}.rollout.n", [2], [1])
         for name in choices()["algorithm.adv_estimator"]
-        if name not in (*WITHOUT_BASELINE, *WITHOUT_GROUPS, *WITH_SUM_PI_SQUARED)
+        if name not in (*WITHOUT_BASELINE, *WITHOUT_GROUPS, *WITH_STATISTICS)
     },
     "RLOO does without a baseline": ({"algorithm.adv_estimator": "rloo"}, f"{AR}.rollout.n", [1, 2], []),
     "GRPO does without a baseline": ({"algorithm.adv_estimator": "grpo"}, f"{AR}.rollout.n", [1, 2], []),

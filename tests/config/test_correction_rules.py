@@ -1,6 +1,6 @@
 import pytest
 
-from verl_memopt.algorithms.records import WITH_SUM_PI_SQUARED
+from verl_memopt.algorithms.records import WITH_STATISTICS
 from verl_memopt.config.checks import RULES
 from verl_memopt.config.correction_rules import CORRECTION_RULES, CORRECTION_UNUSED
 from verl_memopt.config.unused_keys import UNUSED_KEYS
@@ -60,5 +60,5 @@ def test_the_rules_are_asked_when_settings_are_loaded():
 def test_remax_takes_one_response_and_every_token_baseline_a_group(settled, complaint):
     one = {f"{AR}.rollout.n": 1}
     assert settled({"algorithm.adv_estimator": "remax"} | one)
-    for name in WITH_SUM_PI_SQUARED:
+    for name in WITH_STATISTICS:
         assert "a group of one has no baseline" in complaint(OTB | {"algorithm.adv_estimator": name} | one)

@@ -5,7 +5,8 @@ import logging
 import pytest
 
 from verl_memopt.config.schema import CustomClass, Data
-from verl_memopt.data.responses import build_supervised_dataset, end_of_turn
+from verl_memopt.data.encoder import end_of_turn
+from verl_memopt.data.responses import build_supervised_dataset
 from verl_memopt.errors import DataError
 
 CHAT = [{"role": "user", "content": "1+1="}]

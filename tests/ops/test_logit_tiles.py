@@ -5,6 +5,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from verl_memopt.algorithms.estimators import sum_of_squares
 from verl_memopt.memory.logit_tiles import (
     ROWS_AT_ONCE,
     SCRATCH_COLUMNS,
@@ -18,7 +19,6 @@ from verl_memopt.memory.logit_tiles import (
     log_softmax_,
     softmax_,
     sum_of_exponentials,
-    sum_of_squares,
     target_logits,
 )
 

@@ -54,11 +54,11 @@ def test_an_incomplete_group_is_no_batch():
 class Reader(Member):
     """Scores a token as itself and as its negative, micro-batch by micro-batch, as a pass puts it together."""
 
-    def read(self, batch, micro_batches, with_entropy=False, with_sums=False):
+    def read(self, batch, micro_batches, with_entropy=False, statistics=()):
         assert sorted(row for rows in micro_batches for row in rows) == list(range(batch.num_rows))
         assert all(sum(batch.row_tokens().each()[row] for row in rows) <= 8 for rows in micro_batches)
         values = batch.responses.flat.float()
-        return LogProbs(values, -values if with_entropy else None, values / 16 if with_sums else None)
+        return LogProbs(values, -values if with_entropy else None, dict.fromkeys(statistics, values / 16))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -66,10 +66,10 @@ class Reader(Member):
 def test_scores_come_back_in_batch_order_however_rows_were_spread(ranks, even_out):
     batch, budget = batch_of(RESPONSES), Budget(True, 8, None, "key")
     workers = group_of(*map(Reader, range(ranks)))
-    read = LogProbPass(workers, "old", Reader.read, budget, even_out, (True, True)).compute(batch, "abcd")
+    read = LogProbPass(workers, "old", Reader.read, budget, even_out, (True, {"sums": ""})).compute(batch, "abcd")
     assert read.log_probs.tolist() == [5, 6, 7, 8, 9, 10]
     assert read.entropy.tolist() == [-5, -6, -7, -8, -9, -10]
-    assert (16 * read.sum_pi_squared).tolist() == [5, 6, 7, 8, 9, 10]
+    assert (16 * read.statistics["sums"]).tolist() == [5, 6, 7, 8, 9, 10]
     counts = {len(member.asked[0][3][1]) for member in workers.group.members}
     assert len(counts) == 1
 
@@ -78,7 +78,7 @@ def test_what_is_not_requested_is_none():
     log_prob_pass = LogProbPass(group_of(Reader(0)), "old", Reader.read, Budget(True, 8, None, "key"), True)
     read = log_prob_pass.compute(batch_of(RESPONSES), "abcd")
     assert read.entropy is None
-    assert read.sum_pi_squared is None
+    assert read.statistics == {}
 
 
 RLOO = Algorithm(adv_estimator="rloo")

@@ -121,9 +121,9 @@ def whole_loss(batch, rows, actor, seed):
     chosen = batch.select(rows)
     old, advantages, selected = chosen.old_log_probs, chosen.advantages, None
     if actor.policy_loss.loss_mode == "clip_cov":
-        selected = select_clip_cov(old, advantages, 0.25, -0.05, 10.0, torch.Generator().manual_seed(seed))
+        selected = select_clip_cov(old, advantages, actor.policy_loss, torch.Generator().manual_seed(seed))
     elif actor.policy_loss.loss_mode == "kl_cov":
-        selected = select_kl_cov(old, advantages, 0.25)
+        selected = select_kl_cov(old, advantages, actor.policy_loss, torch.Generator())
     counts = GlobalCounts(float(chosen.responses.lengths.sum()), float(len(rows)))
     row, lengths = chosen.response_row(), chosen.responses.lengths
     tokens = LossTokens(chosen.ref_log_probs, old, advantages, row, lengths, counts, selected=selected)

@@ -3,11 +3,13 @@ import torch
 
 from tests.workers.test_build_policy import built
 from tests.workers.test_policy import CPU, batch
+from verl_memopt.algorithms.records import STATISTICS
 from verl_memopt.config.schema import Rollout
 from verl_memopt.data.batch import Ragged, RolloutBatch
 from verl_memopt.worker.policy import compute_log_probs, scoring_temperature
 
 HEAT = 0.7
+SQUARES = {"sum_pi_squared": STATISTICS["sum_pi_squared"].function}
 
 
 @pytest.fixture
@@ -17,7 +19,7 @@ def model(tiny_folder, one_rank):
 
 @torch.no_grad()
 def naive(folder, whole):
-    """Gives log-probs, entropies, sums of squared probabilities [R] from whole logits of a row at a time, in transformers."""
+    """Gives log-probs, entropies, sums of squared probabilities and largest ones [R] from whole logits, in transformers."""
     from transformers import AutoModelForCausalLM
 
     lm = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -26,14 +28,14 @@ def naive(folder, whole):
         logits = lm(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1] / HEAT
         log_p = logits.log_softmax(-1)[: len(response)]
         p = log_p.exp()
-        parts.append((log_p.gather(-1, response[:, None])[:, 0], -(p * log_p).sum(-1), p.square().sum(-1)))
+        parts.append((log_p.gather(-1, response[:, None])[:, 0], -(p * log_p).sum(-1), p.square().sum(-1), p.amax(-1)))
     return tuple(torch.cat(each) for each in zip(*parts, strict=True))
 
 
 def test_scores_are_those_of_whole_logits(model, tiny_folder):
     whole = batch(rows=6)
     found = compute_log_probs(model, whole, [[0, 3], [5, 1], [2, 4]], HEAT, True, CPU)
-    log_probs, entropy, _ = naive(tiny_folder, whole)
+    log_probs, entropy, *_ = naive(tiny_folder, whole)
     torch.testing.assert_close(found.log_probs, log_probs, rtol=0, atol=2e-6)
     torch.testing.assert_close(found.entropy, entropy, rtol=0, atol=4e-6)
     assert (found.log_probs.dtype, found.log_probs.requires_grad) == (torch.float32, False)
@@ -43,13 +45,23 @@ def test_scores_are_those_of_whole_logits(model, tiny_folder):
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_sums_of_squared_probabilities_are_those_of_whole_logits(tiny_folder, one_rank, with_entropy, dtype, tolerance):
     whole, model = batch(rows=6), built(tiny_folder, one_rank, dtype)
-    _, _, squares = naive(tiny_folder, whole)
+    _, _, squares, _ = naive(tiny_folder, whole)
     for cut in ([range(6)], [[0, 3], [5, 1], [2, 4]]):
-        found = compute_log_probs(model, whole, cut, HEAT, with_entropy, CPU, True)
-        torch.testing.assert_close(found.sum_pi_squared, squares, rtol=0, atol=tolerance)
-        assert found.sum_pi_squared.dtype == torch.float32
+        found = compute_log_probs(model, whole, cut, HEAT, with_entropy, CPU, SQUARES)
+        torch.testing.assert_close(found.statistics["sum_pi_squared"], squares, rtol=0, atol=tolerance)
+        assert found.statistics["sum_pi_squared"].dtype == torch.float32
         assert (found.entropy is not None) == with_entropy
-    assert compute_log_probs(model, whole, [range(6)], HEAT, with_entropy, CPU).sum_pi_squared is None
+    assert compute_log_probs(model, whole, [range(6)], HEAT, with_entropy, CPU).statistics == {}
+
+
+def test_a_function_of_the_users_own_is_a_statistic(model, tiny_folder, tmp_path):
+    (tmp_path / "mine.py").write_text("def largest(log_probs):\n    return log_probs.exp().amax(-1)\n")
+    asked = SQUARES | {"largest": f"{tmp_path}/mine.py:largest"}
+    whole = batch(rows=6)
+    found = compute_log_probs(model, whole, [[0, 3], [5, 1], [2, 4]], HEAT, False, CPU, asked)
+    _, _, squares, largest = naive(tiny_folder, whole)
+    torch.testing.assert_close(found.statistics["largest"], largest, rtol=0, atol=2e-6)
+    torch.testing.assert_close(found.statistics["sum_pi_squared"], squares, rtol=0, atol=2e-6)
 
 
 def test_how_rows_are_cut_does_not_show(model):

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl_memopt.algorithms.estimators import AdvantageInputs
-from verl_memopt.algorithms.losses import LossAndMetrics, LossSettings, LossTokens, beyond_clamp
-from verl_memopt.algorithms.records import COSTLY, CUSTOM, ESTIMATORS, CustomEstimator, CustomLoss
+from verl_memopt.algorithms.losses import LossAndMetrics, LossTokens, beyond_clamp
+from verl_memopt.algorithms.records import CUSTOM, ESTIMATORS, STATISTICS, CustomEstimator, CustomLoss, TokenStatistic, load
 from verl_memopt.algorithms.rows import positions
 from verl_memopt.config.schema import Actor, Algorithm, Settings
 from verl_memopt.data.plugin import load_from_file, raised
 from verl_memopt.errors import ConfigError, TrainingError, UserError
+from verl_memopt.memory.logit_tiles import Statistic
 from verl_memopt.memory.ranges import needs_reference
 
 ESTIMATOR_KEY = "algorithm.custom_estimator"
@@ -33,7 +34,7 @@ class Extra:
     """A further argument that an estimator may ask for by its name."""
 
     input: str
-    """The field of ``AdvantageInputs``, fp32 [R]."""
+    """The statistic or the field of ``AdvantageInputs``, fp32 [R]."""
     is_there: Callable[[Settings], bool]
     """Return whether the run computes it."""
     way_out: str
@@ -42,6 +43,18 @@ class Extra:
 
 def _decoupled(settings: Settings) -> bool:
     return not settings.algorithm.rollout_correction.bypass_mode
+
+
+def _of_head(statistic: TokenStatistic) -> Extra:
+    """Return the argument that a statistic of the head fills."""
+    key = statistic.key
+    if key is None:
+        return Extra(statistic.name, _decoupled, "Set algorithm.rollout_correction.bypass_mode=false")
+    return Extra(
+        statistic.name,
+        lambda settings: _decoupled(settings) and getattr(settings.actor_rollout_ref.actor, key),
+        f"Set actor_rollout_ref.actor.{key}=true, without bypass mode",
+    )
 
 
 EXTRAS: dict[str, Extra] = {
@@ -54,11 +67,7 @@ EXTRAS: dict[str, Extra] = {
         lambda settings: settings.actor_rollout_ref.rollout.calculate_log_probs,
         "Set actor_rollout_ref.rollout.calculate_log_probs=true",
     ),
-    "sum_pi_squared": Extra(
-        "sum_pi_squared",
-        lambda settings: _decoupled(settings) and settings.actor_rollout_ref.actor.calculate_sum_pi_squared,
-        "Set actor_rollout_ref.actor.calculate_sum_pi_squared=true, without bypass mode",
-    ),
+    **{each.name: _of_head(each) for each in STATISTICS.values()},
     "rollout_is_weights": Extra(
         "weights",
         lambda settings: _decoupled(settings) and settings.algorithm.rollout_correction.rollout_is is not None,
@@ -77,6 +86,8 @@ class UserFunction:
     """Setting, file and name, for errors."""
     arguments: tuple[str, ...]
     """The arguments that it takes, of those that are offered."""
+    own: dict[str, Extra] = field(default_factory=dict)
+    """Those of them that functions of its own file compute from each token's distribution."""
 
     def call(self, offered: Mapping[str, Any]) -> Any:
         """Return what the function returns.
@@ -106,15 +117,12 @@ def shape(value: Any) -> str:
 
 
 def load_function(
-    custom: CustomEstimator | CustomLoss, key: str, arguments: tuple[str, ...], extras: tuple[str, ...] = ()
+    custom: CustomEstimator | CustomLoss, key: str, arguments: tuple[str, ...], extras: Collection[str] = ()
 ) -> UserFunction:
     """Return the function of a file.
 
-    Args:
-        custom: Path and name.
-        key: The section that holds them.
-        arguments: Arguments that every such function may take.
-        extras: Further arguments that it may ask for.
+    ``extras``: Further arguments that it may ask for. With some, it may also ask for what a function of that name in its own
+    file computes from each token's distribution.
 
     Raises:
         ConfigError: The file or the name is missing, or the function asks for an argument that there is not.
@@ -128,31 +136,55 @@ def load_function(
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
     named = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     unknown = [each.name for each in parameters if each.kind is each.POSITIONAL_ONLY]
-    unknown += [
-        each.name for each in parameters
-        if each.name in named and each.default is each.empty and each.name not in (*arguments, *extras)
-    ]  # fmt: skip
+    required = [each.name for each in parameters if each.name in named and each.default is each.empty]
+    asked = [name for name in required if name not in (*arguments, *extras)]
+    beside = getattr(function, "__globals__", {}) if extras else {}
+    own = {name: _of_head(TokenStatistic(name, "", f"{custom.path}:{name}")) for name in asked if callable(beside.get(name))}
+    unknown += [name for name in asked if name not in own]
     if unknown:
         further = f", and may ask for {', '.join(extras)}" if extras else ""
         raise ConfigError(
             f"{address}: it asks for {', '.join(unknown)}, which is not an argument that it is given. It is called by name with "
             f"{', '.join(arguments)}{further}. Use these names, or give others a default."
         )
-    taken = [name for name in (*arguments, *extras) if name in named or (takes_any and name in arguments)]
-    return UserFunction(function, address, tuple(taken))
+    taken = [name for name in (*arguments, *extras, *own) if name in named or (takes_any and name in arguments)]
+    return UserFunction(function, address, tuple(taken), own)
 
 
 def custom_estimator(algorithm: Algorithm) -> UserFunction:
     """Return the estimator of the user's own."""
-    return load_function(algorithm.custom_estimator, ESTIMATOR_KEY, ESTIMATOR_ARGUMENTS, tuple(EXTRAS))
+    return load_function(algorithm.custom_estimator, ESTIMATOR_KEY, ESTIMATOR_ARGUMENTS, EXTRAS)
 
 
-def needed_inputs(algorithm: Algorithm) -> tuple[str, ...]:
-    """Return the inputs of the estimator that cost a pass of their own."""
+def inputs_of(algorithm: Algorithm) -> tuple[str, ...]:
+    """Return the inputs that the estimator reads, of a user's own those of the package that it asks for."""
     if algorithm.adv_estimator != CUSTOM:
-        return tuple(name for name in ESTIMATORS[algorithm.adv_estimator].inputs if name in COSTLY)
-    asked = (EXTRAS[name].input for name in custom_estimator(algorithm).arguments if name in EXTRAS)
-    return tuple(name for name in asked if name in COSTLY)
+        return ESTIMATORS[algorithm.adv_estimator].inputs
+    return tuple(EXTRAS[name].input for name in custom_estimator(algorithm).arguments if name in EXTRAS)
+
+
+def statistics_of(algorithm: Algorithm) -> dict[str, str]:
+    """Return name -> address, for :func:`load_statistic`, of the statistics of the head that the estimator reads."""
+    own = custom_estimator(algorithm).own if algorithm.adv_estimator == CUSTOM else ()
+    known = {name: STATISTICS[name].function for name in inputs_of(algorithm) if name in STATISTICS}
+    return known | {name: f"{algorithm.custom_estimator.path}:{name}" for name in own}
+
+
+def load_statistic(address: str) -> Statistic:
+    """Return a statistic of the head: the one of a dotted name, or the function ``path:name`` of a user's own."""
+    path, _, name = address.rpartition(":")
+    if not path:
+        statistic: Statistic = load(address)
+        return statistic
+    function = load_from_file(path, name, key=f"{ESTIMATOR_KEY}.path", error=ConfigError)
+    user = UserFunction(lambda log_probs: function(log_probs), f"{ESTIMATOR_KEY}.path={path}: {name}", ("log_probs",))
+
+    def of_rows(log_probs: Tensor, scratch: Tensor | None) -> Tensor:
+        found = user.call({"log_probs": log_probs})
+        _check_tensor(user, "the statistic", found, log_probs[:, 0])
+        return found.float()
+
+    return Statistic(of_rows)
 
 
 def custom_advantages(inputs: AdvantageInputs, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
@@ -160,10 +192,6 @@ def custom_advantages(inputs: AdvantageInputs, algorithm: Algorithm) -> tuple[Te
 
     The function gets padded tensors [rows, longest response], as verl's estimators do. Rows without a reward are left out of the
     call and get 0.
-
-    Args:
-        inputs: All rows of a step.
-        algorithm: Names the function, and is its ``config``.
 
     Raises:
         TrainingError: The function raised an error, or returned something else than two such tensors.
@@ -181,18 +209,18 @@ def custom_advantages(inputs: AdvantageInputs, algorithm: Algorithm) -> tuple[Te
     def pad(values: Tensor | None) -> Tensor | None:
         return None if values is None else padded.index_put((row, place), values[tokens].to(padded))
 
-    mask = pad(torch.ones_like(nothing))
+    mask, extras = pad(torch.ones_like(nothing)), EXTRAS | estimator.own
     assert mask is not None
     offered = {
         "token_level_rewards": pad(inputs.token_rewards),
         "response_mask": mask.long(),
         "index": inputs.group[known].numpy(),
         "config": algorithm,
-        **{name: pad(getattr(inputs, extra.input)) for name, extra in EXTRAS.items()},
+        **{name: pad(inputs.named(extra.input)) for name, extra in extras.items()},
     }
     missing = [name for name in estimator.arguments if offered[name] is None]
     if missing:
-        raise estimator.error(f"this run does not compute {missing[0]}", f"{EXTRAS[missing[0]].way_out}.")
+        raise estimator.error(f"this run does not compute {missing[0]}", f"{extras[missing[0]].way_out}.")
     result = estimator.call(offered)
     if not isinstance(result, tuple) or len(result) != 2:
         found = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
@@ -214,26 +242,20 @@ def _check_tensor(user: UserFunction, name: str, values: Any, like: Tensor) -> N
         raise user.error(f"{name} must be a tensor float32 {list(like.shape)}, but it returned {shape(values)}")
 
 
-def custom_loss(tokens: LossTokens, settings: LossSettings) -> LossAndMetrics:
+def custom_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
     """Return the user's loss, aggregated as ``actor.loss_agg_mode`` says.
 
-    Args:
-        tokens: Of the micro-batch, or of a chunk of it.
-        settings: Name the function, and the section that is its ``config``.
-
-    Returns:
-        The loss, and ``ratio_clamped``, the share of log-ratios beyond plus or minus 20, where an exp is no longer exact.
+    Metrics: ``ratio_clamped``, the share of log-ratios beyond plus or minus 20, where an exp is no longer exact.
 
     Raises:
         TrainingError: The function raised an error, or returned something else than one loss per token.
     """
-    assert settings.actor is not None
     kept = torch.ones_like(tokens.row, dtype=torch.bool) if tokens.kept is None else tokens.kept
     losses = _token_losses(
-        load_function(settings.actor.policy_loss.custom, LOSS_KEY, LOSS_ARGUMENTS),
-        tokens.log_probs, tokens.old_log_probs, tokens.advantages, kept, settings.actor,
+        load_function(actor.policy_loss.custom, LOSS_KEY, LOSS_ARGUMENTS),
+        tokens.log_probs, tokens.old_log_probs, tokens.advantages, kept, actor,
     )  # fmt: skip
-    return settings.aggregate(losses, tokens), {"ratio_clamped": tokens.share(beyond_clamp(tokens.log_ratio))}
+    return tokens.aggregated(losses, actor), {"ratio_clamped": tokens.share(beyond_clamp(tokens.log_ratio))}
 
 
 def _token_losses(
@@ -269,17 +291,24 @@ def check_custom(settings: Settings) -> None:
 def _try_estimator(settings: Settings, samples: int) -> None:
     estimator = custom_estimator(settings.algorithm)
     for name in estimator.arguments:
-        if name in EXTRAS and not EXTRAS[name].is_there(settings):
-            raise ConfigError(f"{estimator.address}: this run does not compute {name}. {EXTRAS[name].way_out}.")
+        extra = (EXTRAS | estimator.own).get(name)
+        if extra is not None and not extra.is_there(settings):
+            raise ConfigError(f"{estimator.address}: this run does not compute {name}. {extra.way_out}.")
     num_rows = 2 * samples
     lengths = 1 + torch.arange(num_rows) % 3
     row = torch.arange(num_rows).repeat_interleave(lengths)
     rewards = torch.arange(num_rows) % 2 * 1.0
     last = torch.cat([row[1:] != row[:-1], torch.ones(1, dtype=torch.bool)])
-    extras = {extra.input: torch.full(row.shape, -0.5 if "log" in name else 0.5) for name, extra in EXTRAS.items()}
+    made_up = {
+        extra.input: torch.full(row.shape, -0.5 if "log" in name else 0.5)
+        for name, extra in EXTRAS.items() if name not in STATISTICS
+    }  # fmt: skip
+    log_probs = torch.linspace(0.0, 1.0, 5).log_softmax(-1).repeat(row.shape[0], 1)
+    asked = statistics_of(settings.algorithm)
+    statistics = {name: load_statistic(address).of_columns(log_probs, None) for name, address in asked.items()}
     inputs = AdvantageInputs(
         rewards, torch.arange(num_rows) // samples, torch.ones(num_rows, dtype=torch.bool), row, lengths,
-        token_rewards=torch.where(last, rewards[row], 0.0), **extras,
+        token_rewards=torch.where(last, rewards[row], 0.0), statistics=statistics, **made_up,
     )  # fmt: skip
     custom_advantages(inputs, settings.algorithm)
 

@@ -1,8 +1,10 @@
 """Advantage estimators: functions from the rewards of a step to advantages. ``records.py`` names each and says what it reads.
 
-``rewards [B]`` is fp32. ``group [B]`` is int64: equal for the samples of one prompt, with any values in any order. ``valid [B]``
-is bool: a row that is not valid gets advantage 0 and counts in no sum; its rewards may be NaN. Tokens lie flat, row after row:
-``token_rewards [R]`` is fp32, ``row [R]`` is int64. Arithmetic is fp64, results are fp32.
+``rewards [B]`` is fp32. ``group [B]`` is int64: equal for the samples of one prompt, with any values in any order. ``valid
+[B]`` is bool: a row that is not valid gets advantage 0 and counts in no sum; its rewards may be NaN. Tokens lie flat, row after
+row: ``token_rewards [R]`` is fp32, ``row [R]`` int64 is the row of each token, ``lengths [B]`` int64 its number of tokens,
+``values [R]`` fp32 the critic's value before each token. ``gamma`` discounts one token, ``lam`` is the decay of GAE's sum.
+Arithmetic is fp64, results are fp32.
 
 A group that cannot compare gets exactly 0: one valid member, or valid members with equal rewards. verl gives a group of one its
 reward itself as advantage, and so does :func:`without_baseline` in a step whose prompts were all sampled once.
@@ -10,8 +12,8 @@ reward itself as advantage, and so does :func:`without_baseline` in a step whose
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from verl_memopt.algorithms.records import CUSTOM, ESTIMATORS, load
 from verl_memopt.algorithms.rows import dense_ids, is_last, normalize_rows, positions, reverse_scan, row_sums, whiten
 from verl_memopt.config.schema import Algorithm
 from verl_memopt.errors import RewardError
+from verl_memopt.memory.logit_tiles import Statistic, column_parts
 
 # Statistics of the samples of each prompt, and the groups that carry a training signal.
 
@@ -37,13 +40,7 @@ class GroupStatistics:
 
 
 def group_statistics(rewards: Tensor, group: Tensor, valid: Tensor) -> GroupStatistics:
-    """Return the statistics of each row's group over its valid members. ``group`` alone decides the membership.
-
-    Args:
-        rewards: fp32 [B].
-        group: int64 [B], the prompt of each row.
-        valid: bool [B].
-    """
+    """Return the statistics of each row's group over its valid members. ``group`` alone decides the membership."""
     member = dense_ids(group)
     # where and not a product: the reward of an invalid row may be NaN, and 0 times NaN is NaN.
     values = torch.where(valid, rewards.double(), 0.0)
@@ -61,9 +58,7 @@ def group_statistics(rewards: Tensor, group: Tensor, valid: Tensor) -> GroupStat
 def check_rewards(rewards: Tensor, addresses: Sequence[str]) -> Tensor:
     """Return the valid mask, bool [B] on the driver: a NaN reward (no reward function applied) makes a row invalid.
 
-    Args:
-        rewards: fp32 [B].
-        addresses: File and row of each prompt, for errors.
+    ``addresses``: File and row of each prompt, for errors.
 
     Raises:
         RewardError: A reward is infinite. The message names the first such row.
@@ -84,10 +79,7 @@ def has_signal(metric: Tensor, group: Tensor, valid: Tensor) -> Tensor:
     is kept as well. A group of several rows of which one or none is valid is not. Source: dynamic sampling of DAPO, arXiv
     2503.14476, and its trainer in verl.
 
-    Args:
-        metric: fp32 [B], the score or another number of each row.
-        group: int64 [B], the prompt of each row.
-        valid: bool [B].
+    ``metric``: fp32 [B], the score or another number of each row.
     """
     member = dense_ids(group)
     ones, zeros = torch.ones_like(metric, dtype=torch.float64), torch.zeros_like(metric, dtype=torch.float64)
@@ -98,11 +90,6 @@ def has_signal(metric: Tensor, group: Tensor, valid: Tensor) -> Tensor:
 
 def group_counts(rewards: Tensor, group: Tensor, valid: Tensor) -> dict[str, float]:
     """Count the rows and groups without a training signal, on the driver.
-
-    Args:
-        rewards: fp32 [B].
-        group: int64 [B], the prompt of each row.
-        valid: bool [B].
 
     Returns:
         ``invalid_rows``; ``single_valid_groups``, the groups with one valid member; and ``equal_groups_share``, the share of
@@ -129,12 +116,8 @@ def rloo_advantages(rewards: Tensor, group: Tensor, valid: Tensor, normalize: bo
 
     This equals n / (n - 1) * (reward - mean). Source: RLOO, arXiv 2402.14740.
 
-    Args:
-        rewards: fp32 [B].
-        group: int64 [B], the prompt of each row.
-        valid: bool [B].
-        normalize: Give the valid rows of the whole step mean 0 and standard deviation 1, as :func:`normalize_rows` does. The
-            mean is 0 already, since the advantages of a group sum to 0.
+    ``normalize``: Give the valid rows of the whole step mean 0 and standard deviation 1, as :func:`normalize_rows` does. The
+    mean is 0 already, since the advantages of a group sum to 0.
 
     Returns:
         fp32 [B]. Exactly 0 where all members are equal or only one is valid.
@@ -150,11 +133,7 @@ def grpo_advantages(rewards: Tensor, group: Tensor, valid: Tensor, normalize_by_
 
     The standard deviation is unbiased. Source: GRPO, arXiv 2402.03300; without the division, Dr. GRPO, arXiv 2503.20783.
 
-    Args:
-        rewards: fp32 [B].
-        group: int64 [B], the prompt of each row.
-        valid: bool [B].
-        normalize_by_std: Divide by the standard deviation.
+    ``normalize_by_std``: Divide by the standard deviation.
 
     Returns:
         fp32 [B]. Exactly 0 where all members are equal or only one is valid.
@@ -170,11 +149,7 @@ def grpo_passk_advantages(rewards: Tensor, group: Tensor, valid: Tensor, normali
     Source: arXiv 2503.19595, and ``compute_grpo_passk_outcome_advantage`` in verl. Two best members with equal rewards have no
     lead: the whole group gets 0.
 
-    Args:
-        rewards: fp32 [B].
-        group: int64 [B], the prompt of each row.
-        valid: bool [B].
-        normalize_by_std: Divide by (std + 1e-6) of the group.
+    ``normalize_by_std``: Divide by (std + 1e-6) of the group.
 
     Returns:
         fp32 [B].
@@ -196,11 +171,6 @@ def gpg_advantages(rewards: Tensor, group: Tensor, valid: Tensor) -> Tensor:
     alpha = valid rows / rows of groups whose rewards differ. Source: GPG, arXiv 2504.02546, with F_norm = 1. verl divides by the
     number of rows with a score other than 0 instead.
 
-    Args:
-        rewards: fp32 [B].
-        group: int64 [B], the prompt of each row.
-        valid: bool [B].
-
     Returns:
         fp32 [B]. Exactly 0 where all members are equal or only one is valid.
     """
@@ -214,12 +184,6 @@ def opo_advantages(rewards: Tensor, group: Tensor, valid: Tensor, lengths: Tenso
 
     Source: OPO, arXiv 2505.23585. The weights are those of the baseline with the least variance if all tokens have gradients of
     one size.
-
-    Args:
-        rewards: fp32 [B].
-        group: int64 [B], the prompt of each row.
-        valid: bool [B].
-        lengths: int64 [B], response tokens of each row.
 
     Returns:
         fp32 [B]. Exactly 0 where all members are equal or only one is valid.
@@ -235,11 +199,8 @@ def opo_advantages(rewards: Tensor, group: Tensor, valid: Tensor, lengths: Tenso
 def without_baseline(rewards: Tensor, valid: Tensor, normalize_by_std: bool = False, normalize: bool = False) -> Tensor:
     """Return the advantages of responses that have nothing to compare with: the rewards themselves, as in verl.
 
-    Args:
-        rewards: fp32 [B].
-        valid: bool [B].
-        normalize_by_std: Divide by (1 + 1e-6), the standard deviation that verl gives a group of one.
-        normalize: As in :func:`rloo_advantages`.
+    ``normalize_by_std``: Divide by (1 + 1e-6), the standard deviation that verl gives a group of one. ``normalize``: As in
+    :func:`rloo_advantages`.
 
     Returns:
         fp32 [B].
@@ -269,14 +230,6 @@ def gae(token_rewards: Tensor, values: Tensor, row: Tensor, lengths: Tensor, gam
 
     With delta[t] = reward[t] + gamma * value[t + 1] - value[t] and value 0 after a row's last token, the advantage is the sum
     over l of (gamma * lam)^l * delta[t + l], and the return is advantage + value. Source: GAE, arXiv 1506.02438.
-
-    Args:
-        token_rewards: fp32 [R].
-        values: fp32 [R], the critic's value before each token.
-        row: int64 [R], the row of each token.
-        lengths: int64 [rows].
-        gamma: Discount of one token.
-        lam: Decay of the sum.
     """
     current = values.double()
     # The roll also brings the first value of the next row, which belongs to another response. It is 0 at the last token.
@@ -293,14 +246,7 @@ def gae_advantages(
     The tokens of a row that is not valid get advantage 0, and their value as return, so that the critic's loss there is 0 too.
     They count in no statistic. Source: arXiv 1506.02438 and ``compute_gae_advantage_return`` in verl, which whitens as well.
 
-    Args:
-        token_rewards: fp32 [R]. NaN in rows that are not valid.
-        values: fp32 [R].
-        row: int64 [R].
-        lengths: int64 [rows].
-        valid: bool [rows].
-        gamma: Discount of one token.
-        lam: Decay of the sum.
+    ``token_rewards``: fp32 [R]. NaN in rows that are not valid.
     """
     known = valid[row]
     advantages, returns = gae(torch.where(known, token_rewards, 0.0), values, row, lengths, gamma, lam)
@@ -311,14 +257,7 @@ def gae_advantages(
 
 
 def discounted_returns(token_rewards: Tensor, row: Tensor, valid: Tensor, gamma: float) -> Tensor:
-    """Return the discounted sum of the rewards from each token to the end of its row, fp64 [R].
-
-    Args:
-        token_rewards: fp32 [R].
-        row: int64 [R].
-        valid: bool [rows].
-        gamma: Discount of one token.
-    """
+    """Return the discounted sum of the rewards from each token to the end of its row, fp64 [R]."""
     return reverse_scan(torch.where(valid[row], token_rewards, 0.0), row, gamma)
 
 
@@ -326,12 +265,6 @@ def reinforce_plus_plus_advantages(token_rewards: Tensor, row: Tensor, valid: Te
     """Return REINFORCE++'s advantages, the discounted returns whitened over all tokens, and the returns, both fp32 [R].
 
     Source: REINFORCE++, arXiv 2501.03262.
-
-    Args:
-        token_rewards: fp32 [R].
-        row: int64 [R].
-        valid: bool [rows].
-        gamma: Discount of one token.
     """
     returns = discounted_returns(token_rewards, row, valid, gamma)
     return whiten(returns, valid[row]).float(), returns.float()
@@ -342,12 +275,6 @@ def reinforce_plus_plus_baseline_advantages(rewards: Tensor, group: Tensor, vali
 
     A group of one is its own mean: its centred reward is 0, as that of a group with equal rewards. Both count in the whitening.
     verl keeps the reward itself for a group of one. Source: REINFORCE++-baseline, arXiv 2501.03262.
-
-    Args:
-        rewards: fp32 [rows].
-        group: int64 [rows], the prompt of each row.
-        valid: bool [rows].
-        row: int64 [R].
     """
     stats = group_statistics(rewards, group, valid)
     centred = torch.where(stats.informative, rewards.double() - stats.mean, 0.0)
@@ -361,11 +288,7 @@ def remax_advantages(token_rewards: Tensor, baselines: Tensor, row: Tensor, vali
     A group of one is no special case: its baseline comes from the greedy response. A row whose baseline is NaN has nothing to
     compare with and counts as not valid. Source: ReMax, arXiv 2310.10505.
 
-    Args:
-        token_rewards: fp32 [R].
-        baselines: fp32 [rows], the score of the greedy response to each row's prompt.
-        row: int64 [R].
-        valid: bool [rows].
+    ``baselines``: fp32 [rows], the score of the greedy response to each row's prompt.
     """
     known = valid & ~torch.isnan(baselines)
     returns = discounted_returns(token_rewards, row, known, 1.0)
@@ -376,48 +299,56 @@ def remax_advantages(token_rewards: Tensor, baselines: Tensor, row: Tensor, vali
 # The optimal token baseline: one baseline per prompt and place in the response, weighted by the size of the gradients so far.
 
 
+def sum_of_squares(log_p: Tensor, scratch: Tensor | None) -> Tensor:
+    """Return the sum of squared probabilities [c] from log-probs [c, v], which stay unchanged.
+
+    Args:
+        log_p: fp32 [c, v].
+        scratch: [c, any number of columns]; None to allocate it.
+    """
+    total = torch.zeros_like(log_p[:, 0])
+    for part, room in column_parts(log_p, scratch):
+        total += torch.mul(part, 2, out=room).exp_().sum(-1)
+    return total
+
+
+SUM_PI_SQUARED = Statistic(sum_of_squares, lambda squares, share: share.square() * squares)
+"""The sum of squared probabilities over the vocabulary."""
+
+
 def optimal_token_baseline_advantages(
     token_rewards: Tensor,
     group: Tensor,
     valid: Tensor,
     row: Tensor,
-    lengths: Tensor,
     old_log_probs: Tensor,
     sum_pi_squared: Tensor,
     weights: Tensor | None = None,
-    zero_tail: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Return the rewards from each token on, G, minus a baseline per group and place, and G itself, both fp32 [R].
 
     The baseline at place t of a group is sum(G[t] * W[t]) / sum(W[t]) over the valid rows that reach place t, where W[t] is the
     sum of (1 - 2 * p + sum of p^2 over the vocabulary) from the first token to t, a stand-in for the squared norm of the
     gradients. Source: ``compute_optimal_token_baseline_advantage`` in verl. A group with one valid row gets 0, and so does a
-    place where all G are equal.
+    place where all G are equal. A place that only one row of the group reaches has baseline 0, the default of verl 0.9.
 
-    Args:
-        token_rewards: fp32 [R].
-        group: int64 [rows], the prompt of each row.
-        valid: bool [rows].
-        row: int64 [R].
-        lengths: int64 [rows].
-        old_log_probs: fp32 [R], log p of each sampled token.
-        sum_pi_squared: fp32 [R], the sum of p^2 over the vocabulary at each token.
-        weights: fp32 [R], importance weights of the rollout correction, whose squares multiply the terms of W. None = 1.
-        zero_tail: At places that only one row of the group reaches, use baseline 0 (True, the default of verl 0.9) or that row's
-            own G (False), which makes its advantage 0.
+    ``old_log_probs``: fp32 [R], log p of each sampled token. ``sum_pi_squared``: fp32 [R], the sum of p^2 over the vocabulary
+    at each token. ``weights``: fp32 [R], importance weights of the rollout correction, whose squares multiply the terms of W.
+    None = 1.
     """
-    known = valid[row]
+    known, num_rows = valid[row], valid.shape[0]
     returns = discounted_returns(token_rewards, row, valid, 1.0)
     energy = 1 - 2 * old_log_probs.double().exp() + sum_pi_squared.double()
     if weights is not None:
         energy = energy * weights.double().square()
     after = reverse_scan(energy, row, 1.0)
     # The sum up to a token: the row's sum without what comes after the token, because reverse_scan sums from the end only.
-    energy_so_far = row_sums(energy, row, lengths.shape[0])[row] - after + energy
+    energy_so_far = row_sums(energy, row, num_rows)[row] - after + energy
     # Rounding can make a sum of terms near 0 slightly negative, and a negative weight would turn the baseline round.
     energy_so_far = torch.where(known, energy_so_far.clamp(min=0), 0.0)
 
     # One number for each pair of group and place. The factor is larger than any place.
+    lengths = row_sums(torch.ones_like(row), row, num_rows)
     place = dense_ids(dense_ids(group)[row] * row.shape[0] + positions(row, lengths))
     zeros = torch.zeros_like(returns)
     total = zeros.index_add(0, place, energy_so_far)[place]
@@ -425,11 +356,8 @@ def optimal_token_baseline_advantages(
     baseline = zeros.index_add(0, place, returns * energy_so_far)[place] / total.where(total > 0, 1.0)
     lowest = torch.full_like(returns, torch.inf).scatter_reduce(0, place, returns.where(known, torch.inf), "amin")[place]
     highest = torch.full_like(returns, -torch.inf).scatter_reduce(0, place, returns.where(known, -torch.inf), "amax")[place]
-    num_rows_here = zeros.index_add(0, place, known.double())[place]
-    alone = num_rows_here == 1
-    advantages = torch.where(lowest < highest, returns - baseline, 0.0)
-    if zero_tail:
-        advantages = torch.where(alone, returns, advantages)
+    alone = zeros.index_add(0, place, known.double())[place] == 1
+    advantages = torch.where(alone, returns, torch.where(lowest < highest, returns - baseline, 0.0))
     has_peers = group_statistics(valid.double(), group, valid).count[row] > 1
     return torch.where(known & has_peers, advantages, 0.0).float(), returns.float()
 
@@ -463,10 +391,14 @@ class AdvantageInputs:
     """fp32 [R], of the reference."""
     rollout_log_probs: Tensor | None = None
     """fp32 [R], of the rollout engine."""
-    sum_pi_squared: Tensor | None = None
-    """fp32 [R], the sum of squared probabilities over the vocabulary."""
     weights: Tensor | None = None
     """fp32 [R], importance weights of the rollout correction."""
+    statistics: Mapping[str, Tensor] = field(default_factory=dict)
+    """fp32 [R] each, further numbers of each token's distribution, by name."""
+
+    def named(self, name: str) -> Tensor | None:
+        """Return an input: a statistic or a field; None where the run does not compute it."""
+        return self.statistics[name] if name in self.statistics else getattr(self, name, None)
 
 
 @dataclass(frozen=True)
@@ -480,16 +412,11 @@ class TokenAdvantages:
 
 
 def estimate(inputs: AdvantageInputs, algorithm: Algorithm) -> TokenAdvantages:
-    """Return the advantages that ``algorithm.adv_estimator`` names.
-
-    Args:
-        inputs: All rows of a step, with what the estimator's record names.
-        algorithm: The estimator and its options.
-    """
+    """Return the advantages that ``algorithm.adv_estimator`` names."""
     record = ESTIMATORS[algorithm.adv_estimator]
     if record.name == CUSTOM:
         return TokenAdvantages(*load(record.function)(inputs, algorithm))
-    given = {name: getattr(inputs, name) for name in record.inputs}
+    given = {name: inputs.named(name) for name in record.inputs}
     missing = [name for name, value in given.items() if value is None and name not in OPTIONAL]
     assert not missing, f"{record.name} needs {', '.join(missing)}"
     options = {name: getattr(algorithm, key) for name, key in record.options.items()}

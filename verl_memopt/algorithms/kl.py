@@ -17,10 +17,6 @@ MAX_LOW_VARIANCE_KL = 10.0
 """Upper limit of one token's k3, as in verl. Beyond it the token has no gradient."""
 
 
-def _k1(log_ratio: Tensor) -> Tensor:
-    return log_ratio
-
-
 def _k2(log_ratio: Tensor) -> Tensor:
     return 0.5 * log_ratio.square()
 
@@ -32,8 +28,7 @@ def _k3(log_ratio: Tensor) -> Tensor:
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "kl": _k1,
-    "k1": _k1,
+    **dict.fromkeys(("kl", "k1"), lambda log_ratio: log_ratio),
     "abs": torch.abs,
     "mse": _k2,
     "k2": _k2,
@@ -50,10 +45,8 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     never negative. A trailing ``+`` keeps the value and uses the gradient of ``k2``, whose expectation is the gradient of the KL.
     Source: Schulman, "Approximating KL divergence" (2020).
 
-    Args:
-        log_probs: fp32, of the policy.
-        ref_log_probs: fp32, of the reference, in the same shape.
-        kind: A key of ``KL_ESTIMATORS``, optionally with a trailing ``+``.
+    ``ref_log_probs``: fp32, of the reference, in the same shape. ``kind``: A key of ``KL_ESTIMATORS``, optionally with a
+    trailing ``+``.
 
     Returns:
         fp32 in the same shape.
@@ -71,11 +64,7 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
 def shaped_rewards(scores: Tensor, kl: Tensor, row: Tensor, beta: float) -> Tensor:
     """Return ``score - beta * sum of the row's KL``, fp32 [rows], without a gradient.
 
-    Args:
-        scores: fp32 [rows].
-        kl: fp32 [R], the per-token estimates. A row without tokens keeps its score.
-        row: int64 [R], the row of each token.
-        beta: Coefficient of the KL.
+    ``kl``: fp32 [R], the per-token estimates. A row without tokens keeps its score.
     """
     return scores - beta * row_sums(kl.detach(), row, scores.shape[0])
 
@@ -85,12 +74,7 @@ def token_level_rewards(scores: Tensor, row: Tensor, lengths: Tensor, kl: Tensor
 
     A row without tokens has no place for its score. Source: Ziegler et al., arXiv 1909.08593, and ``apply_kl_penalty`` in verl.
 
-    Args:
-        scores: fp32 [rows].
-        row: int64 [R].
-        lengths: int64 [rows].
-        kl: fp32 [R], the per-token estimates; None without a KL in the reward.
-        beta: Coefficient of the KL.
+    ``kl``: fp32 [R], the per-token estimates; None without a KL in the reward.
 
     Returns:
         fp32 [R], without a gradient.
@@ -115,9 +99,7 @@ class KlController:
     def update(self, mean_kl: float, num_sequences: int) -> None:
         """Move an adaptive coefficient by at most 20 % of ``num_sequences / horizon``. A fixed one stays.
 
-        Args:
-            mean_kl: The step's mean KL in nats, compared with ``target_kl``.
-            num_sequences: Sequences of the step.
+        ``mean_kl``: The step's mean KL in nats, compared with ``target_kl``.
         """
         if self._settings.type == "fixed":
             return
@@ -146,11 +128,8 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer_length: int, penal
     With e = max_length - buffer_length it is -(length - e) / buffer_length * penalty_factor inside the buffer. Source: soft
     overlong punishment of DAPO, arXiv 2503.14476, equation 13, and ``overlong_buffer_cfg`` in verl.
 
-    Args:
-        lengths: int64 [B], response tokens of each row.
-        max_length: ``data.max_response_length``.
-        buffer_length: ``overlong_buffer_cfg.len``.
-        penalty_factor: ``overlong_buffer_cfg.penalty_factor``.
+    ``max_length``: ``data.max_response_length``. ``buffer_length``: ``overlong_buffer_cfg.len``. ``penalty_factor``:
+    ``overlong_buffer_cfg.penalty_factor``.
 
     Returns:
         fp32 [B], 0 or less.
@@ -167,11 +146,7 @@ def pf_ppo_weights(scores: Tensor, valid: Tensor, method: str, power: float) -> 
     for the best, 0.1 for the others. 1e-8 is added to each. Equal scores have equal weights: every row is drawn alike. Source:
     PF-PPO, arXiv 2409.06957, and ``compute_pf_ppo_reweight_data`` in verl.
 
-    Args:
-        scores: fp32 [B].
-        valid: bool [B].
-        method: ``algorithm.pf_ppo.reweight_method``.
-        power: ``algorithm.pf_ppo.weight_pow``.
+    ``method``: ``algorithm.pf_ppo.reweight_method``. ``power``: ``algorithm.pf_ppo.weight_pow``.
     """
     assert method in PF_PPO_METHODS, method
     known = scores.double()
@@ -193,8 +168,6 @@ PF_PPO_METHODS = ("pow", "max_min", "max_random")
 def resample_rows(weights: Tensor, generator: torch.Generator) -> Tensor:
     """Return the rows that take the places of a batch, drawn with replacement by weight, int64 [B].
 
-    Args:
-        weights: fp64 [B], of which one is above 0.
-        generator: Source of the draw, on the host.
+    ``weights``: fp64 [B], of which one is above 0.
     """
     return torch.multinomial(weights, weights.shape[0], replacement=True, generator=generator)

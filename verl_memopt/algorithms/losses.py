@@ -2,7 +2,7 @@
 
 ``log_probs``, ``old_log_probs``, ``advantages`` are ``[R]`` fp32. ``row [R]`` is the row of each token, ``lengths [rows]`` the
 response length of each row. Loss and metrics are shares of the mini-batch: sum them over micro-batches and ranks, never
-average them.
+average them. Each policy loss takes the ``tokens`` of a micro-batch and the section ``actor``, with its clips and aggregation.
 """
 
 from __future__ import annotations
@@ -66,53 +66,20 @@ class LossTokens:
         """Return this micro-batch's part of the share of tokens that are flagged, a scalar without a gradient."""
         return self.masked(flags.detach()).sum() / self.counts.tokens
 
+    def aggregated(self, token_losses: Tensor, actor: Actor) -> Tensor:
+        """Return the micro-batch's share of the mini-batch loss under ``actor.loss_agg_mode``, a scalar.
 
-@dataclass(frozen=True)
-class LossSettings:
-    """The settings of ``actor_rollout_ref.actor`` that policy losses read."""
-
-    clip_ratio_low: float | None
-    clip_ratio_high: float | None
-    clip_ratio_c: float
-    loss_agg_mode: str
-    loss_scale_factor: int | None
-    ppo_kl_coef: float | None = None
-    """``policy_loss.ppo_kl_coef``, the weight of the penalty in ``kl_cov``."""
-    tau_pos: float | None = None
-    """``actor.tau_pos``, of sapo."""
-    tau_neg: float | None = None
-    """``actor.tau_neg``, of sapo."""
-    actor: Actor | None = None
-    """The whole section, for further options."""
-
-    @classmethod
-    def of(cls, actor: Actor) -> LossSettings:
-        """Take the settings from their section.
-
-        Args:
-            actor: The section ``actor_rollout_ref.actor``.
+        ``token_losses`` is fp32 [R], before importance weights and rejection.
         """
-        return cls(
-            actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c, actor.loss_agg_mode, actor.loss_scale_factor,
-            actor.policy_loss.ppo_kl_coef, actor.tau_pos, actor.tau_neg, actor,
-        )  # fmt: skip
+        losses = self.weighted(token_losses)
+        return aggregate(losses, self.row, self.lengths, actor.loss_agg_mode, self.counts, actor.loss_scale_factor)
 
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """Return how far the ratio may fall below 1 and rise above it."""
-        assert self.clip_ratio_low is not None, "clip_ratio_low follows clip_ratio when settings are loaded"
-        assert self.clip_ratio_high is not None, "clip_ratio_high follows clip_ratio when settings are loaded"
-        return self.clip_ratio_low, self.clip_ratio_high
 
-    def aggregate(self, token_losses: Tensor, tokens: LossTokens) -> Tensor:
-        """Return the micro-batch's share of the mini-batch loss under ``loss_agg_mode``, a scalar.
-
-        Args:
-            token_losses: fp32 [R], before importance weights and rejection.
-            tokens: What the losses were made from.
-        """
-        losses = tokens.weighted(token_losses)
-        return aggregate(losses, tokens.row, tokens.lengths, self.loss_agg_mode, tokens.counts, self.loss_scale_factor)
+def clip_bounds(actor: Actor) -> tuple[float, float]:
+    """Return how far the ratio may fall below 1 and rise above it."""
+    assert actor.clip_ratio_low is not None, "clip_ratio_low follows clip_ratio when settings are loaded"
+    assert actor.clip_ratio_high is not None, "clip_ratio_high follows clip_ratio when settings are loaded"
+    return actor.clip_ratio_low, actor.clip_ratio_high
 
 
 def safe_ratio(log_ratio: Tensor) -> Tensor:
@@ -125,15 +92,9 @@ def beyond_clamp(log_ratio: Tensor) -> Tensor:
     return log_ratio.abs() > MAX_LOG_RATIO
 
 
-def clipped_loss(ratio: Tensor, advantages: Tensor, bounds: tuple[float, float]) -> tuple[Tensor, Tensor]:
-    """Return max(-A * ratio, -A * clipped ratio), and True where the second is larger.
-
-    Args:
-        ratio: fp32, per token or per row.
-        advantages: A, fp32 in the same shape.
-        bounds: How far the ratio may fall below 1 and rise above it.
-    """
-    low, high = bounds
+def clipped_loss(ratio: Tensor, advantages: Tensor, actor: Actor) -> tuple[Tensor, Tensor]:
+    """Return max(-A * ratio, -A * clipped ratio), and True where the second is larger. All fp32 [R], or [rows]."""
+    low, high = clip_bounds(actor)
     free = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - low, 1 + high)
     return clipped.maximum(free), clipped > free
@@ -142,83 +103,61 @@ def clipped_loss(ratio: Tensor, advantages: Tensor, bounds: tuple[float, float])
 # Losses with one ratio per token, or none: PPO, CISPO, GPG and REINFORCE. A token's gradient depends on that token alone.
 
 
-def vanilla_loss(tokens: LossTokens, settings: LossSettings) -> LossAndMetrics:
+def vanilla_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
     """Return PPO's loss: max(-A * ratio, -A * clipped ratio), at most -A * ``clip_ratio_c`` for negative A.
 
     The upper and the lower clip are settings of their own (clip-higher of DAPO, arXiv 2503.14476). Sources: PPO, arXiv
     1707.06347; dual clip, arXiv 1912.09729.
 
-    Args:
-        tokens: Of the micro-batch.
-        settings: Clips and aggregation.
-
-    Returns:
-        The loss, and ``pg_clipfrac``, ``pg_clipfrac_lower`` (the share bounded by ``clip_ratio_c``) and ``ratio_clamped``.
+    Metrics: ``pg_clipfrac``, ``pg_clipfrac_lower`` (the share bounded by ``clip_ratio_c``) and ``ratio_clamped``.
     """
-    losses, clipped = clipped_loss(safe_ratio(tokens.log_ratio), tokens.advantages, settings.bounds)
-    bound = -tokens.advantages * settings.clip_ratio_c
+    losses, clipped = clipped_loss(safe_ratio(tokens.log_ratio), tokens.advantages, actor)
+    bound = -tokens.advantages * actor.clip_ratio_c
     bounded = (tokens.advantages < 0) & (losses > bound)
     shares = {
         "pg_clipfrac": tokens.share(clipped),
         "pg_clipfrac_lower": tokens.share(bounded),
         "ratio_clamped": tokens.share(beyond_clamp(tokens.log_ratio)),
     }
-    return settings.aggregate(torch.where(bounded, bound, losses), tokens), shares
+    return tokens.aggregated(torch.where(bounded, bound, losses), actor), shares
 
 
-def cispo_loss(tokens: LossTokens, settings: LossSettings) -> LossAndMetrics:
+def cispo_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
     """Return CISPO's loss: -A * log-prob, times the clipped ratio without its gradient.
 
     Every token keeps a gradient, also where its ratio is clipped. Source: CISPO (MiniMax-M1), arXiv 2506.13585.
 
-    Args:
-        tokens: Of the micro-batch.
-        settings: Clips and aggregation.
-
-    Returns:
-        The loss, and ``pg_clipfrac`` and ``ratio_clamped``.
+    Metrics: ``pg_clipfrac`` and ``ratio_clamped``.
     """
-    low, high = settings.bounds
+    low, high = clip_bounds(actor)
     ratio = safe_ratio(tokens.log_ratio.detach())
     factor = ratio.clamp(1 - low, 1 + high)
     shares = {"pg_clipfrac": tokens.share(ratio != factor), "ratio_clamped": tokens.share(beyond_clamp(tokens.log_ratio))}
-    return settings.aggregate(-factor * tokens.advantages * tokens.log_probs, tokens), shares
+    return tokens.aggregated(-factor * tokens.advantages * tokens.log_probs, actor), shares
 
 
-def gpg_loss(tokens: LossTokens, settings: LossSettings) -> LossAndMetrics:
+def gpg_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
     """Return the loss of REINFORCE and GPG: -A * log-prob, without a ratio and without a clip.
 
-    Sources: REINFORCE (Williams, 1992); GPG, arXiv 2504.02546.
-
-    Args:
-        tokens: Of the micro-batch.
-        settings: Aggregation.
-
-    Returns:
-        The loss, and no metrics of its own.
+    Sources: REINFORCE (Williams, 1992); GPG, arXiv 2504.02546. It has no metrics of its own.
     """
-    return settings.aggregate(-tokens.advantages * tokens.log_probs, tokens), {}
+    return tokens.aggregated(-tokens.advantages * tokens.log_probs, actor), {}
 
 
 # SAPO: a smooth gate on each token's ratio in the place of a clip, averaged over responses whatever ``loss_agg_mode`` is.
 
 
-def sapo_loss(tokens: LossTokens, settings: LossSettings) -> LossAndMetrics:
+def sapo_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
     """Return SAPO's loss: -A * 4 / tau * sigmoid(tau * (ratio - 1)), averaged over tokens, then over responses.
 
     tau is ``tau_pos`` where A > 0, else ``tau_neg``. At a ratio of 1 the gradient is that of -A * ratio; away from it the
     gradient falls smoothly to 0, faster for a larger tau. Source: SAPO, arXiv 2511.20347.
 
-    Args:
-        tokens: Of the micro-batch.
-        settings: The two steepnesses.
-
-    Returns:
-        The loss, and ``ratio_clamped``, the share of log-ratios beyond plus or minus 20.
+    Metrics: ``ratio_clamped``, the share of log-ratios beyond plus or minus 20.
     """
-    assert settings.tau_pos is not None, "sapo needs actor.tau_pos"
-    assert settings.tau_neg is not None, "sapo needs actor.tau_neg"
-    tau = torch.full_like(tokens.advantages, settings.tau_neg).masked_fill(tokens.advantages > 0, settings.tau_pos)
+    assert actor.tau_pos is not None, "sapo needs actor.tau_pos"
+    assert actor.tau_neg is not None, "sapo needs actor.tau_neg"
+    tau = torch.full_like(tokens.advantages, actor.tau_neg).masked_fill(tokens.advantages > 0, actor.tau_pos)
     gate = 4 / tau * torch.sigmoid(tau * (safe_ratio(tokens.log_ratio) - 1))
     loss = tokens.row_means(tokens.weighted(-tokens.advantages * gate)).sum() / tokens.counts.sequences
     return loss, {"ratio_clamped": tokens.share(beyond_clamp(tokens.log_ratio))}
@@ -230,62 +169,47 @@ SMALLEST_WEIGHT = 1e-10
 """Importance weights are raised to this before a logarithm."""
 
 
-def sequence_loss(tokens: LossTokens, settings: LossSettings) -> LossAndMetrics:
+def sequence_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
     """Return RLOO's clipped loss: one ratio per response, exp of the summed log-ratio.
 
     Source: RLOO, arXiv 2402.14740. Advantage and importance weight of a response are the means over its tokens.
 
-    Args:
-        tokens: Of the micro-batch.
-        settings: Clips.
-
-    Returns:
-        The loss, and the shares of responses ``pg_clipfrac``, ``pg_clipfrac_lower`` (0) and ``ratio_clamped``.
+    Metrics: the shares of responses ``pg_clipfrac``, ``pg_clipfrac_lower`` (0) and ``ratio_clamped``.
     """
     # Rejected tokens leave the sum before the exponential, because one of them could otherwise decide the whole ratio.
     log_ratio = row_sums(tokens.masked(tokens.log_ratio), tokens.row, tokens.lengths.shape[0])
-    losses, clipped = clipped_loss(safe_ratio(log_ratio), tokens.row_means(tokens.advantages), settings.bounds)
+    losses, clipped = clipped_loss(safe_ratio(log_ratio), tokens.row_means(tokens.advantages), actor)
     if tokens.weights is not None:
         losses = losses * tokens.row_means(tokens.weights)
     return losses.sum() / tokens.counts.sequences, _row_shares(tokens, clipped, beyond_clamp(log_ratio))
 
 
-def gspo_loss(tokens: LossTokens, settings: LossSettings) -> LossAndMetrics:
+def gspo_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
     """Return GSPO's clipped loss: one ratio per response, exp of the mean log-ratio.
 
     It is GSPO's form per token: the value of each token's ratio is the response's, its gradient is the token's own, so that
     advantages and importance weights may differ inside a response. Where they do not, it equals the form per response. Source:
     GSPO, arXiv 2507.18071.
 
-    Args:
-        tokens: Of the micro-batch.
-        settings: Clips.
-
-    Returns:
-        The loss, and the shares of responses ``pg_clipfrac``, ``pg_clipfrac_lower`` (0) and ``ratio_clamped``.
+    Metrics: the shares of responses ``pg_clipfrac``, ``pg_clipfrac_lower`` (0) and ``ratio_clamped``.
     """
     log_ratio = tokens.row_means(tokens.log_ratio.detach())
     # Its value is 0 and its gradient is the token's. So every token has the ratio of the response and a gradient of its own.
     own = tokens.log_probs - tokens.log_probs.detach()
-    losses, clipped = clipped_loss(safe_ratio(log_ratio[tokens.row] + own), tokens.advantages, settings.bounds)
+    losses, clipped = clipped_loss(safe_ratio(log_ratio[tokens.row] + own), tokens.advantages, actor)
     loss = tokens.row_means(tokens.weighted(losses)).sum() / tokens.counts.sequences
     return loss, _row_shares(tokens, tokens.row_means(clipped.to(losses)), beyond_clamp(log_ratio))
 
 
-def geo_mean_loss(tokens: LossTokens, settings: LossSettings) -> LossAndMetrics:
+def geo_mean_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
     """Return GMPO's loss: -A times the geometric mean of a response's ratios, each clipped in the log on the side that binds.
 
     The log-ratio of a token is held to [-``clip_ratio_low``, ``clip_ratio_high``]: from above where A > 0, from below where
     A < 0. Source: GMPO, arXiv 2507.20673. The importance weight of a response is the geometric mean of its tokens' weights.
 
-    Args:
-        tokens: Of the micro-batch.
-        settings: Clips, of the log-ratio.
-
-    Returns:
-        The loss, and the shares of tokens ``pg_clipfrac`` (outside the clips, A > 0) and ``pg_clipfrac_lower`` (A < 0).
+    Metrics: the shares of tokens ``pg_clipfrac`` (outside the clips, A > 0) and ``pg_clipfrac_lower`` (A < 0).
     """
-    low, high = settings.bounds
+    low, high = clip_bounds(actor)
     sign, log_ratio = tokens.advantages.sign(), tokens.log_ratio
     held = log_ratio.clamp(-low, high)
     binding = sign * torch.minimum(sign * log_ratio, sign * held)
@@ -320,23 +244,14 @@ def policy_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
     ``pg_clipfrac``, the share of ratios where the clip is active; ``pg_clipfrac_lower``, the share that is bounded by
     ``clip_ratio_c``; ``ratio_clamped``, the share of log-ratios beyond plus or minus 20. Shares are of tokens, or of sequences in
     modes with one ratio per sequence.
-
-    Args:
-        tokens: Of the micro-batch. Losses whose record has ``selects`` require ``selected``.
-        actor: Clip ratios and loss modes.
+    Losses whose record has ``selects`` require ``tokens.selected``.
     """
     loss = load(LOSSES[actor.policy_loss.loss_mode].function)
-    return with_shared_metrics(tokens, *loss(tokens, LossSettings.of(actor)))
+    return with_shared_metrics(tokens, *loss(tokens, actor))
 
 
 def with_shared_metrics(tokens: LossTokens, loss: Tensor, metrics: dict[str, Tensor]) -> LossAndMetrics:
-    """Return a loss with its metrics and those that all losses report: ``pg_loss`` and ``ppo_kl``.
-
-    Args:
-        tokens: What the loss was made from.
-        loss: Scalar, with gradient.
-        metrics: The loss's own.
-    """
+    """Return a loss of some tokens with its own metrics and those that all losses report: ``pg_loss`` and ``ppo_kl``."""
     token_kl = (-tokens.log_ratio).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return loss, {"pg_loss": loss.detach(), "ppo_kl": tokens.share(token_kl), **metrics}
 
@@ -372,11 +287,8 @@ def value_loss(tokens: ValueTokens, clip: float, mode: str, scale_factor: int | 
 
     Source: the reference implementation of PPO, arXiv 1707.06347, and ``compute_value_loss`` in verl.
 
-    Args:
-        tokens: Of the micro-batch.
-        clip: ``critic.cliprange_value``, how far a prediction may move from the old value.
-        mode: ``critic.loss_agg_mode``.
-        scale_factor: The constant length of ``seq-mean-token-sum-norm``.
+    ``clip``: ``critic.cliprange_value``, how far a prediction may move from the old value. ``mode``: ``critic.loss_agg_mode``.
+    ``scale_factor``: The constant length of ``seq-mean-token-sum-norm``.
 
     Returns:
         This micro-batch's share of the loss (scalar, with gradient), and its shares of ``vf_loss``, ``vf_clipfrac`` and
@@ -398,12 +310,7 @@ def value_loss(tokens: ValueTokens, clip: float, mode: str, scale_factor: int | 
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """Return 1 - var(returns - values) / (var(returns) + 1e-5) over all tokens of a step. 0 for fewer than two tokens.
-
-    Args:
-        values: fp32 [R].
-        returns: fp32 [R].
-    """
+    """Return 1 - var(returns - values) / (var(returns) + 1e-5) over all tokens of a step. 0 for fewer than two tokens."""
     if returns.numel() < 2:
         return 0.0
     # fp64, because the difference of two almost equal variances loses most of its digits in fp32.
@@ -419,94 +326,56 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
 
 
 def token_covariance(log_probs: Tensor, advantages: Tensor) -> Tensor:
-    """Return (A - mean A) * (log-prob - mean log-prob) of each token, fp64 [R].
-
-    Args:
-        log_probs: fp32 [R], of all tokens of a mini-batch.
-        advantages: fp32 [R].
-    """
+    """Return (A - mean A) * (log-prob - mean log-prob) of each token, fp64 [R]."""
     advantages, log_probs = advantages.double(), log_probs.detach().double()
     return (advantages - advantages.mean()) * (log_probs - log_probs.mean())
 
 
-def select_clip_cov(
-    log_probs: Tensor, advantages: Tensor, ratio: float, lower: float, upper: float, generator: torch.Generator
-) -> Tensor:
-    """Return True for the tokens whose gradient ``clip_cov`` removes, bool [R].
+def select_clip_cov(log_probs: Tensor, advantages: Tensor, loss: PolicyLoss, generator: torch.Generator) -> Tensor:
+    """Return True for the tokens of a mini-batch whose gradient ``clip_cov`` removes, bool [R].
 
-    They are a random choice of ``ratio`` of all tokens, at least one, among those with a covariance between the bounds.
-
-    Args:
-        log_probs: fp32 [R], of all tokens of a mini-batch.
-        advantages: fp32 [R].
-        ratio: ``policy_loss.clip_cov_ratio``.
-        lower: ``policy_loss.clip_cov_lb``.
-        upper: ``policy_loss.clip_cov_ub``.
-        generator: Source of the choice, on the host.
+    They are a random choice of ``loss.clip_cov_ratio`` of all tokens, at least one, among those with a covariance between
+    ``clip_cov_lb`` and ``clip_cov_ub``. ``generator`` lies on the host.
     """
     covariance = token_covariance(log_probs, advantages)
-    candidates = ((covariance > lower) & (covariance < upper)).nonzero().flatten()
-    number = max(int(ratio * covariance.shape[0]), 1)
+    candidates = ((covariance > loss.clip_cov_lb) & (covariance < loss.clip_cov_ub)).nonzero().flatten()
+    number = max(int(loss.clip_cov_ratio * covariance.shape[0]), 1)
     order = torch.randperm(candidates.shape[0], generator=generator).to(candidates.device)
     selected = torch.zeros_like(covariance, dtype=torch.bool)
     selected[candidates[order[:number]]] = True
     return selected
 
 
-def select_kl_cov(log_probs: Tensor, advantages: Tensor, ratio: float) -> Tensor:
-    """Return True for the tokens that ``kl_cov`` penalises, bool [R]: ``ratio`` of all, at least one, by largest covariance.
+def select_kl_cov(log_probs: Tensor, advantages: Tensor, loss: PolicyLoss, generator: torch.Generator) -> Tensor:
+    """Return True for the tokens of a mini-batch that ``kl_cov`` penalises, bool [R].
 
-    Args:
-        log_probs: fp32 [R], of all tokens of a mini-batch.
-        advantages: fp32 [R].
-        ratio: ``policy_loss.kl_cov_ratio``.
+    They are ``loss.kl_cov_ratio`` of all, at least one, by largest covariance. Chance, and so ``generator``, has no part in it.
     """
     covariance = token_covariance(log_probs, advantages)
-    number = min(max(int(ratio * covariance.shape[0]), 1), covariance.shape[0])
+    number = min(max(int(loss.kl_cov_ratio * covariance.shape[0]), 1), covariance.shape[0])
     selected = torch.zeros_like(covariance, dtype=torch.bool)
     selected[covariance.topk(number).indices] = True
     return selected
 
 
-def clip_cov_loss(tokens: LossTokens, settings: LossSettings) -> LossAndMetrics:
+def clip_cov_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
     """Return PPO's loss without its dual clip, and 0 for the selected tokens whose ratio is not clipped anyway.
 
-    Args:
-        tokens: Of the micro-batch, with ``selected`` from :func:`select_clip_cov`.
-        settings: Clips and aggregation.
-
-    Returns:
-        The loss, and ``pg_clipfrac``, the share of tokens that the selection sets to 0.
+    ``tokens.selected`` comes from :func:`select_clip_cov`; ``pg_clipfrac`` is the share of tokens that it sets to 0.
     """
     assert tokens.selected is not None, "clip_cov needs the tokens that select_clip_cov chose over the mini-batch"
-    losses, clipped = clipped_loss(safe_ratio(tokens.log_ratio), tokens.advantages, settings.bounds)
+    losses, clipped = clipped_loss(safe_ratio(tokens.log_ratio), tokens.advantages, actor)
     removed = tokens.selected & ~clipped
-    return settings.aggregate(losses.where(~removed, 0.0), tokens), {"pg_clipfrac": tokens.share(removed)}
+    return tokens.aggregated(losses.where(~removed, 0.0), actor), {"pg_clipfrac": tokens.share(removed)}
 
 
-def kl_cov_loss(tokens: LossTokens, settings: LossSettings) -> LossAndMetrics:
+def kl_cov_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
     """Return -A * ratio without a clip, plus ``ppo_kl_coef`` * abs(log-ratio) for the selected tokens.
 
-    Args:
-        tokens: Of the micro-batch, with ``selected`` from :func:`select_kl_cov`.
-        settings: Coefficient and aggregation.
-
-    Returns:
-        The loss, and ``ppo_kl_abs``, the mean absolute log-ratio.
+    ``tokens.selected`` comes from :func:`select_kl_cov`. The metric ``ppo_kl_abs`` is the mean absolute log-ratio.
     """
     assert tokens.selected is not None, "kl_cov needs the tokens that select_kl_cov chose over the mini-batch"
-    assert settings.ppo_kl_coef is not None, "kl_cov needs actor.policy_loss.ppo_kl_coef"
     distance = tokens.log_ratio.abs()
-    penalty = torch.where(tokens.selected, settings.ppo_kl_coef * distance, 0.0)
+    penalty = torch.where(tokens.selected, actor.policy_loss.ppo_kl_coef * distance, 0.0)
     losses = -tokens.advantages * safe_ratio(tokens.log_ratio) + penalty
-    return settings.aggregate(losses, tokens), {"ppo_kl_abs": tokens.share(distance)}
-
-
-def clip_cov_selection(log_probs: Tensor, advantages: Tensor, loss: PolicyLoss, generator: torch.Generator) -> Tensor:
-    """Return :func:`select_clip_cov` of the settings."""
-    return select_clip_cov(log_probs, advantages, loss.clip_cov_ratio, loss.clip_cov_lb, loss.clip_cov_ub, generator)
-
-
-def kl_cov_selection(log_probs: Tensor, advantages: Tensor, loss: PolicyLoss, generator: torch.Generator) -> Tensor:
-    """Return :func:`select_kl_cov` of the settings."""
-    return select_kl_cov(log_probs, advantages, loss.kl_cov_ratio)
+    return tokens.aggregated(losses, actor), {"ppo_kl_abs": tokens.share(distance)}

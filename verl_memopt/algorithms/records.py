@@ -1,8 +1,8 @@
 """Every advantage estimator and policy loss: one record each, and the settings that they read. Free of torch.
 
 A record says what the rest of the package knows about its function: the words of the settings page, the inputs that cost a pass,
-the keys it reads, what it refuses. The functions stand beside this file, in ``estimators.py``, ``losses.py`` and
-``covariance.py``. To add one, write the function there and its record here.
+the keys it reads, what it refuses. The functions stand beside this file, in ``estimators.py`` and ``losses.py``. To add one,
+write the function there and its record here.
 """
 
 from __future__ import annotations
@@ -36,12 +36,9 @@ class Estimator:
     """Value of ``algorithm.adv_estimator``, in verl's spelling."""
     help: str
     """What it does, for the page of settings."""
-    function: str
-    """Dotted name. Called by parameter name with ``inputs`` and ``options``. Returns one advantage a row, [B]; with ``per_token``
-    one a token, [R], or a pair of advantages and returns per token."""
     inputs: tuple[str, ...]
-    """Parameters filled from the fields of :class:`verl_memopt.algorithms.estimators.AdvantageInputs`. Those in ``COSTLY`` need a
-    pass of their own."""
+    """Parameters filled from the fields of :class:`verl_memopt.algorithms.estimators.AdvantageInputs`, or with a statistic that
+    ``STATISTICS`` names."""
     options: Mapping[str, str] = field(default_factory=dict)
     """Parameter -> key below ``algorithm``. Setting the key under another estimator earns a warning."""
     per_token: bool = False
@@ -52,104 +49,85 @@ class Estimator:
     """Where every prompt has a single response, the reward itself is the advantage, as in verl."""
     refuses: tuple[Refusal, ...] = ()
     unused_keys: tuple[UnusedKey, ...] = ()
+    named: str | None = None
+    """Where its function stands below this folder; None = in ``estimators.py``, under its own name and ``_advantages``."""
+
+    @property
+    def function(self) -> str:
+        """Dotted name of the function, which is called by parameter name with ``inputs`` and ``options``.
+
+        It returns one advantage a row, [B]; with ``per_token`` one a token, [R], or a pair of advantages and returns per token.
+        """
+        return f"{_HERE}.{self.named or f'estimators.{self.name}_advantages'}"
 
 
-COSTLY = ("values", "baselines", "old_log_probs", "sum_pi_squared")
-"""Inputs that cost a pass: of a critic, of a greedy rollout, or for old log-probs."""
+@dataclass(frozen=True)
+class TokenStatistic:
+    """A number of each token's distribution, which the pass for old log-probs computes where the estimator reads it."""
+
+    name: str
+    """The input of estimators, fp32 [R]."""
+    help: str
+    """What it is, for errors."""
+    function: str
+    """Dotted name of its :class:`verl_memopt.memory.logit_tiles.Statistic`."""
+    key: str | None = None
+    """verl's switch below ``actor_rollout_ref.actor`` that an estimator which reads it requires."""
+
 
 _ROW = ("rewards", "group", "valid")
 _TOKEN = ("token_rewards", "row", "valid")
-_BY_STD = {"normalize_by_std": "norm_adv_by_std_in_grpo"}
-_TOKEN_BASELINE = (*_TOKEN, "group", "lengths", "old_log_probs", "sum_pi_squared", "weights")
+_BY_STD, _NORMALIZED = {"normalize_by_std": "norm_adv_by_std_in_grpo"}, {"normalize": "normalize_advantages"}
+_TOKEN_BASELINE = (*_TOKEN, "group", "old_log_probs", "sum_pi_squared", "weights")
 
 
 def _by_name(*records: Any) -> dict[str, Any]:
     return {record.name: record for record in records}
 
 
+_SUM = f"{_HERE}.estimators.SUM_PI_SQUARED"
+STATISTICS: dict[str, TokenStatistic] = _by_name(
+    TokenStatistic("sum_pi_squared", "the sum of squared probabilities", _SUM, "calculate_sum_pi_squared"),
+)
+"""Name -> record of every statistic of the head that estimators read."""
+
 ESTIMATORS: dict[str, Estimator] = _by_name(
     Estimator(
-        "gae",
-        "generalised advantage estimation over the values of a critic (PPO), whitened over the batch",
-        f"{_HERE}.estimators.gae_advantages",
-        (*_TOKEN, "values", "lengths"),
-        {"gamma": "gamma", "lam": "lam"},
-        per_token=True,
-        compares=False,
+        "gae", "generalised advantage estimation over the values of a critic (PPO), whitened over the batch",
+        (*_TOKEN, "values", "lengths"), {"gamma": "gamma", "lam": "lam"}, per_token=True, compares=False,
+    ),
+    Estimator("rloo", "reward minus the mean of the others in the group", _ROW, _NORMALIZED, alone=True),
+    Estimator("grpo", "minus the group's mean, over its standard deviation", _ROW, _BY_STD, alone=True),
+    Estimator("grpo_passk", "the best of a group gets its lead over the second", _ROW, _BY_STD),
+    Estimator(
+        "reinforce_plus_plus", "discounted rewards of each token, whitened over the batch, without groups",
+        _TOKEN, {"gamma": "gamma"}, per_token=True, compares=False,
     ),
     Estimator(
-        "rloo",
-        "reward minus the mean of the others in the group",
-        f"{_HERE}.estimators.rloo_advantages",
-        _ROW,
-        {"normalize": "normalize_advantages"},
-        alone=True,
+        "reinforce_plus_plus_baseline", "reward minus the group's mean, whitened over the batch", (*_ROW, "row"), per_token=True
     ),
+    Estimator("opo", "minus the mean weighted by length", (*_ROW, "lengths")),
+    Estimator("gpg", "minus the mean, scaled up for groups without a signal", _ROW),
     Estimator(
-        "grpo",
-        "minus the group's mean, over its standard deviation",
-        f"{_HERE}.estimators.grpo_advantages",
-        _ROW,
-        _BY_STD,
-        alone=True,
-    ),
-    Estimator(
-        "grpo_passk",
-        "the best of a group gets its lead over the second",
-        f"{_HERE}.estimators.grpo_passk_advantages",
-        _ROW,
-        _BY_STD,
-    ),
-    Estimator(
-        "reinforce_plus_plus",
-        "discounted rewards of each token, whitened over the batch, without groups",
-        f"{_HERE}.estimators.reinforce_plus_plus_advantages",
-        _TOKEN,
-        {"gamma": "gamma"},
-        per_token=True,
-        compares=False,
-    ),
-    Estimator(
-        "reinforce_plus_plus_baseline",
-        "reward minus the group's mean, whitened over the batch",
-        f"{_HERE}.estimators.reinforce_plus_plus_baseline_advantages",
-        (*_ROW, "row"),
-        per_token=True,
-    ),
-    Estimator("opo", "minus the mean weighted by length", f"{_HERE}.estimators.opo_advantages", (*_ROW, "lengths")),
-    Estimator("gpg", "minus the mean, scaled up for groups without a signal", f"{_HERE}.estimators.gpg_advantages", _ROW),
-    Estimator(
-        "remax",
-        "reward minus that of a greedy response to the prompt, which is generated besides",
-        f"{_HERE}.estimators.remax_advantages",
-        (*_TOKEN, "baselines"),
-        per_token=True,
-        compares=False,
+        "remax", "reward minus that of a greedy response to the prompt, which is generated besides",
+        (*_TOKEN, "baselines"), per_token=True, compares=False,
     ),
     Estimator(
         "optimal_token_baseline",
         "rewards from each token on, minus a baseline for each place in the response, "
         "weighted by the size of the gradients so far",
-        f"{_HERE}.estimators.optimal_token_baseline_advantages",
-        _TOKEN_BASELINE,
-        per_token=True,
+        _TOKEN_BASELINE, per_token=True,
     ),
     Estimator(
-        "tir_optimal_token_baseline",
-        "the same for responses of one turn",
-        f"{_HERE}.estimators.optimal_token_baseline_advantages",
-        _TOKEN_BASELINE,
-        per_token=True,
+        "tir_optimal_token_baseline", "the same for responses of one turn", _TOKEN_BASELINE, per_token=True,
+        named="estimators.optimal_token_baseline_advantages",
     ),
     Estimator(
-        SFT,
-        "1 for every token of the dataset's own responses: supervised fine-tuning, without rollouts and rewards",
-        f"{_HERE}.estimators.sft_advantages",
-        ("rewards",),
-        compares=False,
+        SFT, "1 for every token of the dataset's own responses: supervised fine-tuning, without rollouts and rewards",
+        ("rewards",), compares=False,
     ),
-    Estimator(CUSTOM, "the function that custom_estimator names", f"{_HERE}.custom.custom_advantages", (), compares=False),
-)
+    Estimator(CUSTOM, "the function that custom_estimator names", (), compares=False, named="custom.custom_advantages"),
+)  # fmt: skip
 """Name -> record of every estimator."""
 
 
@@ -163,9 +141,6 @@ class Loss:
     """What it does, for the page of settings."""
     ratio: str
     """Its ratios, for the line that says what a run trains."""
-    function: str
-    """Dotted name. Called with a :class:`verl_memopt.algorithms.losses.LossTokens` and a ``LossSettings``; returns the
-    micro-batch's share of the loss, and metrics."""
     options: tuple[str, ...] = ()
     """Keys below ``actor_rollout_ref.actor`` that it reads. Setting one that only other losses read earns a warning."""
     token_local: bool = True
@@ -178,6 +153,16 @@ class Loss:
     """Dotted name of the function that chooses, from the old log-probs of a whole mini-batch, the tokens that it acts on."""
     refuses: tuple[Refusal, ...] = ()
     unused_keys: tuple[UnusedKey, ...] = ()
+    named: str | None = None
+    """Where its function stands below this folder; None = in ``losses.py``, under its own name and ``_loss``."""
+
+    @property
+    def function(self) -> str:
+        """Dotted name of the function, which takes a :class:`verl_memopt.algorithms.losses.LossTokens` and the section ``actor``.
+
+        It returns the micro-batch's share of the loss, and metrics.
+        """
+        return f"{_HERE}.{self.named or f'losses.{self.name}_loss'}"
 
 
 _CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
@@ -197,100 +182,56 @@ def _has_flat_penalty(settings: Settings) -> bool:
 
 
 LOSSES: dict[str, Loss] = _by_name(
+    Loss("vanilla", "clipped ratio per token (PPO)", "one clipped ratio per token", (*_CLIP, "clip_ratio_c")),
     Loss(
-        "vanilla",
-        "clipped ratio per token (PPO)",
-        "one clipped ratio per token",
-        f"{_HERE}.losses.vanilla_loss",
-        (*_CLIP, "clip_ratio_c"),
+        "sequence", "clipped ratio per sequence, exp of the summed log-ratio, averaged over sequences (RLOO)",
+        "one clipped ratio per sequence", _CLIP, token_local=False, by_sequence=True,
     ),
     Loss(
-        "sequence",
-        "clipped ratio per sequence, exp of the summed log-ratio, averaged over sequences (RLOO)",
-        "one clipped ratio per sequence",
-        f"{_HERE}.losses.sequence_loss",
-        _CLIP,
-        token_local=False,
-        by_sequence=True,
+        "gspo", "the same, length-normalised", "one clipped ratio per sequence, length-normalised",
+        _CLIP, token_local=False, by_sequence=True,
     ),
     Loss(
-        "gspo",
-        "the same, length-normalised",
-        "one clipped ratio per sequence, length-normalised",
-        f"{_HERE}.losses.gspo_loss",
-        _CLIP,
-        token_local=False,
-        by_sequence=True,
+        "geo_mean", "geometric mean of a sequence's ratios, each clipped, averaged over sequences (GMPO)",
+        "one ratio per sequence, the geometric mean of clipped ones", _CLIP, token_local=False, by_sequence=True,
     ),
     Loss(
-        "geo_mean",
-        "geometric mean of a sequence's ratios, each clipped, averaged over sequences (GMPO)",
-        "one ratio per sequence, the geometric mean of clipped ones",
-        f"{_HERE}.losses.geo_mean_loss",
-        _CLIP,
-        token_local=False,
-        by_sequence=True,
+        "cispo", "the clipped ratio of a token weighs its log-prob and has no gradient",
+        "log-probs weighted by one clipped ratio per token", _CLIP,
+    ),
+    Loss("gpg", "log-prob times advantage, without a ratio (REINFORCE, GPG)", "log-probs without a ratio"),
+    Loss(
+        "sapo", "a smooth gate on the ratio of a token in the place of the clip, averaged over sequences",
+        "one gated ratio per token", ("tau_pos", "tau_neg"), by_sequence=True,
     ),
     Loss(
-        "cispo",
-        "the clipped ratio of a token weighs its log-prob and has no gradient",
-        "log-probs weighted by one clipped ratio per token",
-        f"{_HERE}.losses.cispo_loss",
-        _CLIP,
-    ),
-    Loss(
-        "gpg",
-        "log-prob times advantage, without a ratio (REINFORCE, GPG)",
-        "log-probs without a ratio",
-        f"{_HERE}.losses.gpg_loss",
-    ),
-    Loss(
-        "sapo",
-        "a smooth gate on the ratio of a token in the place of the clip, averaged over sequences",
-        "one gated ratio per token",
-        f"{_HERE}.losses.sapo_loss",
-        ("tau_pos", "tau_neg"),
-        by_sequence=True,
-    ),
-    Loss(
-        "clip_cov",
-        "clipped ratio per token, without the gradient of some tokens whose log-prob and advantage vary together",
+        "clip_cov", "clipped ratio per token, without the gradient of some tokens whose log-prob and advantage vary together",
         "one clipped ratio per token, some tokens without a gradient",
-        f"{_HERE}.losses.clip_cov_loss",
         (*_CLIP, "policy_loss.clip_cov_ratio", "policy_loss.clip_cov_lb", "policy_loss.clip_cov_ub"),
-        selects=f"{_HERE}.losses.clip_cov_selection",
+        selects=f"{_HERE}.losses.select_clip_cov",
         refuses=(
             Refusal(
-                (f"{_LOSS}.clip_cov_lb", f"{_LOSS}.clip_cov_ub"),
-                _has_empty_bounds,
-                "no covariance lies between the bounds",
-                f"Set {_LOSS}.clip_cov_lb below clip_cov_ub.",
+                (f"{_LOSS}.clip_cov_lb", f"{_LOSS}.clip_cov_ub"), _has_empty_bounds,
+                "no covariance lies between the bounds", f"Set {_LOSS}.clip_cov_lb below clip_cov_ub.",
             ),
         ),
     ),
     Loss(
-        "kl_cov",
-        "unclipped ratio per token, and a KL penalty on such tokens",
-        "one ratio per token, a KL penalty on some",
-        f"{_HERE}.losses.kl_cov_loss",
+        "kl_cov", "unclipped ratio per token, and a KL penalty on such tokens", "one ratio per token, a KL penalty on some",
         ("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef"),
-        selects=f"{_HERE}.losses.kl_cov_selection",
+        selects=f"{_HERE}.losses.select_kl_cov",
         unused_keys=(
             UnusedKey(
-                f"{_LOSS}.loss_mode",
-                _has_flat_penalty,
+                f"{_LOSS}.loss_mode", _has_flat_penalty,
                 "with one optimizer step a rollout every ratio is 1, where its penalty has no gradient",
             ),
         ),
     ),
     Loss(
-        CUSTOM,
-        "the function that custom names, per token",
-        "a function of the user's own",
-        f"{_HERE}.custom.custom_loss",
-        of_ratio=False,
+        CUSTOM, "the function that custom names, per token", "a function of the user's own",
+        of_ratio=False, named="custom.custom_loss",
     ),
-)
+)  # fmt: skip
 """Name -> record of every policy loss."""
 
 RECORDS: tuple[Estimator | Loss, ...] = (*ESTIMATORS.values(), *LOSSES.values())
@@ -378,8 +319,8 @@ WITH_CRITIC = with_input("values")
 WITH_GREEDY_RESPONSES = with_input("baselines")
 """Estimators that read the score of a greedy response to each prompt."""
 
-WITH_SUM_PI_SQUARED = with_input("sum_pi_squared")
-"""Estimators that read the sum of squared probabilities, which the pass for old log-probs computes."""
+WITH_STATISTICS = tuple(name for statistic in STATISTICS for name in with_input(statistic))
+"""Estimators that read a statistic of the head, which the pass for old log-probs computes."""
 
 WITHOUT_GROUPS = tuple(each.name for each in ESTIMATORS.values() if not each.compares)
 """Estimators that do not compare the responses to one prompt, so that a single one is enough."""

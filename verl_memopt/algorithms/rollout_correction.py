@@ -1,7 +1,10 @@
 """The correction for a rollout engine whose probabilities differ from the trainer's: weights, rejection and metrics.
 
-Log-ratios are log trainer - log engine, fp32 ``[R]``, flat, row after row. In decoupled mode the correction is made once a
-step (:func:`correct`). In bypass mode the engine's log-probs stand in for the old ones, and :func:`bypass_loss` corrects.
+Log-ratios are log trainer - log engine, fp32 ``[R]``, flat, row after row, and so are the log-probs of both. ``row [R]`` int64
+is the row of each token, ``lengths [rows]`` int64 its number of tokens. ``level`` is ``token`` or ``sequence``, a ``threshold``
+that of the settings, ``names`` the setting ``rollout_rs``. Weights are fp64 ``[R]``; ``raw`` ones are before their bounds. In
+decoupled mode the correction is made once a step (:func:`correct`). In bypass mode the engine's log-probs stand in for the old
+ones, and :func:`bypass_loss` corrects.
 """
 
 from __future__ import annotations
@@ -14,10 +17,10 @@ import torch
 from torch import Tensor
 
 from verl_memopt.algorithms.kl import MAX_LOG_RATIO
-from verl_memopt.algorithms.losses import LossAndMetrics, LossSettings, LossTokens, gpg_loss, vanilla_loss
+from verl_memopt.algorithms.losses import LossAndMetrics, LossTokens, gpg_loss, vanilla_loss
 from verl_memopt.algorithms.rows import row_means, row_sums
 from verl_memopt.config.correction_rules import importance_bounds, rejection_bounds
-from verl_memopt.config.schema import RolloutCorrection
+from verl_memopt.config.schema import Actor, RolloutCorrection
 
 # How far the trainer's probabilities are from the rollout engine's: divergences and perplexities.
 
@@ -27,12 +30,6 @@ def mismatch_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor, row: Tens
 
     ``kl`` and ``k3_kl`` estimate KL(engine || trainer) per token. Perplexities are means over rows of exp(-mean log-prob).
     ``chi2_token`` and ``chi2_seq`` are mean r^2 - 1 over tokens and rows, with r = trainer / engine.
-
-    Args:
-        old_log_probs: fp32 [R], of the trainer.
-        rollout_log_probs: fp32 [R], of the engine.
-        row: int64 [R].
-        lengths: int64 [rows]. Rows without tokens do not count.
     """
     if not row.numel():
         return {}
@@ -77,14 +74,6 @@ def importance_weights(
     importance sampling); a lower and an upper one set a weight outside to 0 (IcePop). Normalised weights have mean 1 over the
     tokens, or over the rows for ``sequence``. Sources: ``compute_rollout_correction_weights`` in verl; "Your Efficient RL
     Framework Secretly Brings You Off-Policy RL Training" (Yao et al., 2025).
-
-    Args:
-        log_ratio: fp32 [R].
-        row: int64 [R].
-        lengths: int64 [rows].
-        level: ``token`` or ``sequence``.
-        threshold: ``rollout_is_threshold``.
-        batch_normalize: ``rollout_is_batch_normalize``.
     """
     raw, weights = bounded_weights(log_ratio, row, lengths, level, threshold)
     metrics = importance_metrics(raw, weights, row, lengths, level, *importance_bounds(threshold))
@@ -111,14 +100,7 @@ def bounded_weights(log_ratio: Tensor, row: Tensor, lengths: Tensor, level: str,
 
 
 def mean_weight(weights: Tensor, row: Tensor, lengths: Tensor, level: str) -> float:
-    """Return the mean weight over tokens, or over rows with tokens for ``sequence``. 1 where that is 0 or there are none.
-
-    Args:
-        weights: fp64 [R].
-        row: int64 [R].
-        lengths: int64 [rows].
-        level: ``token`` or ``sequence``.
-    """
+    """Return the mean weight over tokens, or over rows with tokens for ``sequence``. 1 where that is 0 or there are none."""
     values = weights if level == "token" else row_means(weights, row, lengths)[lengths > 0]
     mean = float(values.mean()) if values.numel() else 0.0
     return mean if mean > EPSILON else 1.0
@@ -132,15 +114,6 @@ def importance_metrics(
     Means, deviations and the effective sample size are of the applied weights before normalisation, the shares above and below
     the bounds of the raw ones. Without a lower bound, 1 / upper takes its place. ``rollout_is_eff_sample_size`` is a share:
     1 / mean of the squared weights with mean 1.
-
-    Args:
-        raw: fp64 [R], before the bounds.
-        weights: fp64 [R], after them.
-        row: int64 [R].
-        lengths: int64 [rows].
-        level: ``token`` or ``sequence``.
-        lower: Lower bound, or None.
-        upper: Upper bound.
     """
     if not weights.numel():
         return {}
@@ -158,17 +131,24 @@ def importance_metrics(
         "rollout_is_eff_sample_size": mean.square() / weights.square().mean().clamp(min=EPSILON**2),
         "rollout_is_ratio_fraction_high": (compared > upper).double().mean(),
         "rollout_is_ratio_fraction_low": (compared < floor).double().mean(),
-        "rollout_is_seq_mean": per_row.mean(),
-        "rollout_is_seq_std": per_row.std() if per_row.numel() > 1 else torch.zeros(()),
-        "rollout_is_seq_max": per_row.max(),
-        "rollout_is_seq_min": per_row.min(),
-        "rollout_is_seq_max_deviation": (per_row - 1).abs().max(),
-        "rollout_is_seq_fraction_high": (raw_per_row > upper).double().mean(),
-        "rollout_is_seq_fraction_low": (raw_per_row < floor).double().mean(),
+        **{f"rollout_is_{name}": value for name, value in _over_rows(per_row, 1, raw_per_row, floor, upper).items()},
     }
     if lower is not None:
         metrics["rollout_is_oob_ratio"] = ((raw < lower) | (raw > upper)).double().mean()
     return {name: float(value) for name, value in metrics.items()}
+
+
+def _over_rows(values: Tensor, centre: float, compared: Tensor, lower: float, upper: float) -> dict[str, Tensor]:
+    """Return the distribution of one value per row, and the shares of compared ones beyond the bounds."""
+    return {
+        "seq_mean": values.mean(),
+        "seq_std": values.std() if values.numel() > 1 else torch.zeros(()),
+        "seq_max": values.max(),
+        "seq_min": values.min(),
+        "seq_max_deviation": (values - centre).abs().max(),
+        "seq_fraction_high": (compared > upper).double().mean(),
+        "seq_fraction_low": (compared < lower).double().mean(),
+    }
 
 
 # Rejection: tokens or whole responses that trainer and rollout engine see too differently are left out of the update.
@@ -200,13 +180,6 @@ def rejection(
     """Return True for the tokens that every rejection keeps, bool [R], and the metrics of the rejections.
 
     A rejection per response keeps or drops all its tokens. The source is ``compute_rollout_rejection_mask`` in verl.
-
-    Args:
-        log_ratio: fp32 [R].
-        row: int64 [R].
-        lengths: int64 [rows].
-        names: ``rollout_rs``.
-        threshold: ``rollout_rs_threshold``.
 
     Raises:
         ConfigError: The names or the thresholds cannot be read.
@@ -244,13 +217,7 @@ def _statistic(log_ratio: Tensor, row: Tensor, lengths: Tensor, name: str) -> Te
 
 
 def kept_lengths(kept: Tensor, row: Tensor, lengths: Tensor) -> Tensor:
-    """Return the number of kept tokens of each row, int64 [rows].
-
-    Args:
-        kept: bool [R].
-        row: int64 [R].
-        lengths: int64 [rows].
-    """
+    """Return the number of kept tokens of each row, int64 [rows]."""
     return row_sums(kept.long(), row, lengths.shape[0])
 
 
@@ -271,15 +238,10 @@ def _rejection_metrics(
         "min": compared.min(),
         "fraction_high": (compared > upper).double().mean(),
         "fraction_low": (compared < lower).double().mean(),
-        "seq_mean": per_row.mean(),
-        "seq_std": per_row.std() if per_row.numel() > 1 else torch.zeros(()),
-        "seq_max": per_row.max(),
-        "seq_min": per_row.min(),
-        "seq_max_deviation": per_row.abs().max(),
-        "seq_fraction_high": (per_row > upper).double().mean(),
+        **_over_rows(per_row, 0, per_row, lower, upper),
     }
-    if not math.isinf(lower):
-        metrics["seq_fraction_low"] = (per_row < lower).double().mean()
+    if math.isinf(lower):
+        del metrics["seq_fraction_low"]
     return {f"{prefix}_{name}": float(value) for name, value in metrics.items()}
 
 
@@ -323,12 +285,7 @@ def correct(
     Call it with all tokens of a step: normalisation and metrics are over what it is given. The weights count rejected tokens as
     well, as in verl: rejection changes which tokens are used, not their weights.
 
-    Args:
-        log_probs: fp32 [R], of the trainer before the update.
-        rollout_log_probs: fp32 [R], of the engine.
-        row: int64 [R].
-        lengths: int64 [rows].
-        settings: ``bypass_mode`` and ``loss_type`` are not read here.
+    ``settings``: ``bypass_mode`` and ``loss_type`` are not read here.
 
     Raises:
         ConfigError: A threshold cannot be read.
@@ -350,7 +307,7 @@ def correct(
 # The policy loss of bypass mode, in which the rollout engine's log-probs stand in for the old ones.
 
 
-def bypass_loss(tokens: LossTokens, settings: LossSettings, correction: RolloutCorrection) -> LossAndMetrics:
+def bypass_loss(tokens: LossTokens, actor: Actor, correction: RolloutCorrection) -> LossAndMetrics:
     """Return the loss of bypass mode, and its metrics as shares to sum over micro-batches.
 
     ``ppo_clip``: PPO's loss, whose ratio to the engine is the correction; no importance weights. ``reinforce``: -A * log-prob
@@ -361,10 +318,7 @@ def bypass_loss(tokens: LossTokens, settings: LossSettings, correction: RolloutC
     ``rollout_is_batch_normalize`` divides the weights by ``counts.mean_weight``, their mean over the mini-batch. Where that is
     None it takes the mean of these tokens, as verl does: the loss then depends on how the mini-batch is cut.
 
-    Args:
-        tokens: Of the micro-batch; ``old_log_probs`` are the engine's, ``weights`` and ``kept`` are not read.
-        settings: Clips and aggregation.
-        correction: The section ``algorithm.rollout_correction``.
+    ``tokens``: Of the micro-batch; ``old_log_probs`` are the engine's, ``weights`` and ``kept`` are not read.
     """
     kept, lengths = None, tokens.lengths
     if correction.rollout_rs is not None:
@@ -372,19 +326,15 @@ def bypass_loss(tokens: LossTokens, settings: LossSettings, correction: RolloutC
         kept = kept_tokens(tokens.log_ratio, tokens.row, tokens.lengths, *rejections)
         lengths = kept_lengths(kept, tokens.row, tokens.lengths)
     if correction.loss_type == "ppo_clip":
-        return vanilla_loss(replace(tokens, lengths=lengths, kept=kept, weights=None), settings)
+        return vanilla_loss(replace(tokens, lengths=lengths, kept=kept, weights=None), actor)
     assert correction.loss_type == "reinforce", correction.loss_type
-    return gpg_loss(replace(tokens, lengths=lengths, kept=kept, weights=_weights(tokens, correction)), settings)
+    return gpg_loss(replace(tokens, lengths=lengths, kept=kept, weights=_weights(tokens, correction)), actor)
 
 
 def is_token_local(correction: RolloutCorrection, loss_agg_mode: str) -> bool:
     """Return whether the gradient of a token depends on no other token's log-prob.
 
     It does where a weight or a rejection is that of a whole response, or where a row's mean counts its kept tokens.
-
-    Args:
-        correction: The section ``algorithm.rollout_correction``.
-        loss_agg_mode: ``actor.loss_agg_mode``.
     """
     if correction.loss_type == "reinforce" and correction.rollout_is == "sequence":
         return False

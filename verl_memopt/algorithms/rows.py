@@ -15,23 +15,13 @@ from torch import Tensor
 
 
 def positions(row: Tensor, lengths: Tensor) -> Tensor:
-    """Return the place of each token in its row, int64 [R], from 0.
-
-    Args:
-        row: int64 [R].
-        lengths: int64 [rows].
-    """
+    """Return the place of each token in its row, int64 [R], from 0."""
     starts = lengths.cumsum(0) - lengths
     return torch.arange(row.shape[0], device=row.device) - starts[row]
 
 
 def is_last(row: Tensor, lengths: Tensor) -> Tensor:
-    """Return True for the last token of each row, bool [R].
-
-    Args:
-        row: int64 [R].
-        lengths: int64 [rows].
-    """
+    """Return True for the last token of each row, bool [R]."""
     return positions(row, lengths) == lengths[row] - 1
 
 
@@ -41,10 +31,7 @@ def reverse_scan(values: Tensor, row: Tensor, decay: float) -> Tensor:
     The scan doubles its reach: after step k, ``s[t]`` holds the terms of the next 2^k tokens. It takes log2(R) steps of whole
     tensors, no loop over tokens and no padding.
 
-    Args:
-        values: fp32 or fp64 [R].
-        row: int64 [R].
-        decay: Factor of one step, from 0 to 1.
+    ``decay``: Factor of one step, from 0 to 1.
     """
     sums, size, reach = values.double(), values.shape[0], 1
     # Once the factor underflows to 0, no later token can change a sum any more.
@@ -106,13 +93,7 @@ def aggregate(
     means / sequences. ``seq-mean-token-sum-norm``: sum / (sequences * ``scale_factor``), with one constant length for all rows
     (Dr. GRPO, arXiv 2503.20783).
 
-    Args:
-        token_losses: fp32 [R].
-        row: int64 [R].
-        lengths: int64 [rows].
-        mode: One of ``LOSS_AGG_MODES``.
-        counts: Tokens and sequences of the mini-batch over all ranks.
-        scale_factor: The constant length of ``seq-mean-token-sum-norm``.
+    ``mode``: One of ``LOSS_AGG_MODES``. ``scale_factor``: The constant length of ``seq-mean-token-sum-norm``.
     """
     assert mode in LOSS_AGG_MODES, mode
     if mode == "token-mean":

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import Any
 
 from verl_memopt.algorithms.records import CUSTOM, RECORDS, SFT, WITHOUT_BASELINE, WITHOUT_GROUPS
-from verl_memopt.config.keys import leaf_types
-from verl_memopt.config.reward_rules import ENABLE
+from verl_memopt.config.keys import IS_SET, leaf_types, other_than, refused, shown
+from verl_memopt.config.reward_rules import ENABLE, even_shards
 from verl_memopt.config.schema import Settings
 from verl_memopt.memory.critic_rules import has_critic, with_critic
-from verl_memopt.memory.knob import Predicate, Refusal, UnusedKey
-from verl_memopt.memory.ranges import DEVICES, num_devices, uneven_shards
+from verl_memopt.memory.knob import Refusal, UnusedKey
+from verl_memopt.memory.ranges import DEVICES, num_devices
 from verl_memopt.recipes.registry import RECIPES
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -22,98 +24,51 @@ def _filters(settings: Settings) -> bool:
     return settings.algorithm.filter_groups.enable
 
 
-def _masks(settings: Settings) -> bool:
-    return settings.algorithm.mask_truncated_responses
-
-
 def _groups() -> Iterator[Refusal]:
     """Yield the rules of groups, and of steps that leave groups out."""
     batch, round_batch, n = "data.train_batch_size", "data.gen_batch_size", f"{_ROLLOUT}.n"
     on, metric, kl = "algorithm.filter_groups.enable", "algorithm.filter_groups.metric", "algorithm.use_kl_in_reward"
-    yield Refusal(
-        (n, "algorithm.adv_estimator"),
-        lambda settings: (
-            settings.actor_rollout_ref.rollout.n < 2
-            and settings.algorithm.adv_estimator not in (*WITHOUT_GROUPS, *WITHOUT_BASELINE)
-        ),
-        "a group of one has no baseline to compare with",
-        f"Set {n} to 2 or more.",
-    )
+    compared = {n: 1, _ESTIMATOR: other_than(*WITHOUT_GROUPS, *WITHOUT_BASELINE)}
+    yield refused(compared, "a group of one has no baseline to compare with", f"Set {n} to 2 or more.")
     yield Refusal(
         (round_batch, batch),
         lambda settings: settings.data.gen_batch_size != settings.data.train_batch_size and not _filters(settings),
         "without algorithm.filter_groups a step has one round of generation",
         f"Remove {round_batch}, or set {on}=true.",
     )
-    yield Refusal(
-        (on, f"{_ROLLOUT}.do_sample"),
-        lambda settings: (
-            _filters(settings) and not settings.actor_rollout_ref.rollout.do_sample and settings.actor_rollout_ref.rollout.n > 1
-        ),
+    yield refused(
+        {on: True, f"{_ROLLOUT}.do_sample": False},
         "greedy samples of one prompt are all alike, so every group would be left out",
         f"Set {_ROLLOUT}.do_sample=true, or {on}=false.",
+        lambda settings: settings.actor_rollout_ref.rollout.n > 1,
     )
-    yield Refusal(
-        (metric, kl),
-        lambda settings: (
-            _filters(settings)
-            and settings.algorithm.use_kl_in_reward
-            and settings.algorithm.filter_groups.metric == "seq_final_reward"
-        ),
-        "groups are filtered before the KL is known",
-        f"Set {metric}=score.",
-    )
+    filtered = {metric: "seq_final_reward", kl: True}
+    yield refused(filtered, "groups are filtered before the KL is known", f"Set {metric}=score.", _filters)
 
 
 def _losses() -> Iterator[Refusal]:
     """Yield the rules of the policy's loss."""
     mask, bypass = "algorithm.mask_truncated_responses", f"{_CORRECTION}.bypass_mode"
-    yield Refusal(
-        (mask, bypass),
-        lambda settings: _masks(settings) and settings.algorithm.rollout_correction.bypass_mode,
-        "the losses of bypass mode read every token",
-        f"Set {mask}=false, or {bypass}=false.",
-    )
-    yield Refusal(
-        (mask, f"{_ROLLOUT}.ignore_eos"),
-        lambda settings: _masks(settings) and settings.actor_rollout_ref.rollout.ignore_eos,
-        "no response ends by itself, so nothing would be learned",
-        f"Set {mask}=false.",
-    )
+    way_out = f"Set {mask}=false, or {bypass}=false."
+    yield refused({mask: True, bypass: True}, "the losses of bypass mode read every token", way_out)
+    endless = "no response ends by itself, so nothing would be learned"
+    yield refused({mask: True, f"{_ROLLOUT}.ignore_eos": True}, endless, f"Set {mask}=false.")
 
 
-def _custom(choice: str, section: str, is_chosen: Predicate, has_file: Predicate) -> Iterator[Refusal]:
+def _custom(choice: str, section: str) -> Iterator[Refusal]:
     """Yield the rules of a function of the user's own."""
-    keys = (choice, f"{section}.path")
-    yield Refusal(
-        keys,
-        lambda settings: is_chosen(settings) and not has_file(settings),
-        "a function of your own needs its file",
-        f"Set {section}.path=/path/to/file.py and {section}.name, or choose another {choice}.",
-    )
-    yield Refusal(
-        keys,
-        lambda settings: not is_chosen(settings) and has_file(settings),
-        "a file is named, but its function is not chosen",
-        f"Set {choice}=custom, or remove {section}.path.",
-    )
+    path = f"{section}.path"
+    way_out = f"Set {path}=/path/to/file.py and {section}.name, or choose another {choice}."
+    yield refused({choice: CUSTOM, path: None}, "a function of your own needs its file", way_out)
+    unchosen, way_out = {choice: other_than(CUSTOM), path: IS_SET}, f"Set {choice}=custom, or remove {path}."
+    yield refused(unchosen, "a file is named, but its function is not chosen", way_out)
 
 
 ALGORITHM_RULES: tuple[Refusal, ...] = (
     *_groups(),
     *_losses(),
-    *_custom(
-        "algorithm.adv_estimator",
-        "algorithm.custom_estimator",
-        lambda settings: settings.algorithm.adv_estimator == CUSTOM,
-        lambda settings: settings.algorithm.custom_estimator.path is not None,
-    ),
-    *_custom(
-        f"{_LOSS}.loss_mode",
-        f"{_LOSS}.custom",
-        lambda settings: settings.actor_rollout_ref.actor.policy_loss.loss_mode == CUSTOM,
-        lambda settings: settings.actor_rollout_ref.actor.policy_loss.custom.path is not None,
-    ),
+    *_custom(_ESTIMATOR, "algorithm.custom_estimator"),
+    *_custom(f"{_LOSS}.loss_mode", f"{_LOSS}.custom"),
     *(refusal for record in RECORDS for refusal in record.refuses),
 )
 """The rules above and those of the records, for :mod:`verl_memopt.config.checks`."""
@@ -140,17 +95,11 @@ def _sequences(settings: Settings) -> int:
     return (settings.critic.ppo_mini_batch_size or 0) * settings.actor_rollout_ref.rollout.n
 
 
-def _never_updates_policy(settings: Settings) -> bool:
-    steps = settings.trainer.total_training_steps
-    return steps is not None and settings.trainer.critic_warmup >= steps > 0
-
-
 def _rules() -> Iterator[Refusal]:
     """Yield the rules of runs with a critic."""
     batch, mini, samples = "data.train_batch_size", "critic.ppo_mini_batch_size", f"{_ROLLOUT}.n"
-    yield Refusal(
-        (_ENABLE,),
-        lambda settings: settings.critic.enable is False,
+    yield refused(
+        {_ENABLE: False},
         "algorithm.adv_estimator=gae reads the values of a critic",
         f"Remove {_ENABLE}, or set algorithm.adv_estimator=rloo, grpo or another estimator without a critic.",
     )
@@ -169,12 +118,7 @@ def _rules() -> Iterator[Refusal]:
         "the sequences do not divide over the devices",
         lambda settings: f"Make {mini} x {settings.actor_rollout_ref.rollout.n} a multiple of {num_devices(settings)}.",
     )
-    yield Refusal(
-        ("critic.model.fsdp_config.fsdp_size", *DEVICES),
-        lambda settings: uneven_shards(settings, settings.critic.model.fsdp_config),
-        "does not divide the devices",
-        lambda settings: f"Set a divisor of {num_devices(settings)}, or -1.",
-    )
+    yield even_shards("critic.model.fsdp_config")
     yield Refusal(
         (_KEPT, "trainer.max_actor_ckpt_to_keep"),
         lambda settings: settings.trainer.max_critic_ckpt_to_keep != settings.trainer.max_actor_ckpt_to_keep,
@@ -183,7 +127,7 @@ def _rules() -> Iterator[Refusal]:
     )
     yield Refusal(
         (_WARMUP, "trainer.total_training_steps"),
-        _never_updates_policy,
+        lambda settings: settings.trainer.critic_warmup >= (settings.trainer.total_training_steps or math.inf),
         "the policy would never be updated",
         f"Set {_WARMUP} below the steps of the run.",
     )
@@ -208,26 +152,19 @@ WITHOUT_CRITIC = {unused.key: unused for unused in _unused()}
 
 
 OTHER_LOSS, NO_ROLLOUT = "the loss would not be the mean negative log-prob of the responses", "there is no rollout, and no reward"
-_ONLY: tuple[tuple[str, str, str, Predicate], ...] = (
-    (f"{_ACTOR}.use_kl_loss", "false", OTHER_LOSS, lambda run: run.actor_rollout_ref.actor.use_kl_loss),
-    ("algorithm.use_kl_in_reward", "false", OTHER_LOSS, lambda run: run.algorithm.use_kl_in_reward),
-    (f"{_LOSS}.loss_mode", "gpg", OTHER_LOSS, lambda run: run.actor_rollout_ref.actor.policy_loss.loss_mode != "gpg"),
-    (f"{_ACTOR}.loss_agg_mode", "token-mean", OTHER_LOSS, lambda run: run.actor_rollout_ref.actor.loss_agg_mode != "token-mean"),
-    (f"{_ACTOR}.entropy_coeff", "0.0", OTHER_LOSS, lambda run: run.actor_rollout_ref.actor.entropy_coeff != 0),
-    (f"{_ROLLOUT}.temperature", "1.0", OTHER_LOSS, lambda run: run.actor_rollout_ref.rollout.temperature != 1),
-    (f"{_ROLLOUT}.n", "1", "the dataset has one response to a prompt", lambda run: run.actor_rollout_ref.rollout.n != 1),
-    (f"{_ROLLOUT}.skip_rollout", "false", NO_ROLLOUT, lambda run: bool(run.actor_rollout_ref.rollout.skip_rollout)),
-    (f"{_CORRECTION}.bypass_mode", "false", NO_ROLLOUT, lambda run: run.algorithm.rollout_correction.bypass_mode),
-    (f"{_CORRECTION}.rollout_is", "null", NO_ROLLOUT, lambda run: run.algorithm.rollout_correction.rollout_is is not None),
-    (f"{_CORRECTION}.rollout_rs", "null", NO_ROLLOUT, lambda run: run.algorithm.rollout_correction.rollout_rs is not None),
-    ("custom_reward_function.path", "null", NO_ROLLOUT, lambda run: run.custom_reward_function.path is not None),
-    ("algorithm.filter_groups.enable", "false", NO_ROLLOUT, _filters),
-    ("algorithm.use_pf_ppo", "false", NO_ROLLOUT, lambda run: run.algorithm.use_pf_ppo),
-    # The recipe of reward_manager brings the dataset, and a recipe is switched on by the same key as a reward model.
-    (ENABLE, "false", NO_ROLLOUT, lambda run: run.reward_model.enable and run.reward_model.reward_manager not in RECIPES),
-    ("algorithm.mask_truncated_responses", "false", NO_ROLLOUT, _masks),
-)
-"""Key, the one value that makes sense, why, and whether the key has another."""
+_ONLY: dict[str, tuple[tuple[str, Any], ...]] = {
+    OTHER_LOSS: (
+        (f"{_ACTOR}.use_kl_loss", False), ("algorithm.use_kl_in_reward", False), (f"{_LOSS}.loss_mode", "gpg"),
+        (f"{_ACTOR}.loss_agg_mode", "token-mean"), (f"{_ACTOR}.entropy_coeff", 0.0), (f"{_ROLLOUT}.temperature", 1.0),
+    ),
+    "the dataset has one response to a prompt": ((f"{_ROLLOUT}.n", 1),),
+    NO_ROLLOUT: (
+        (f"{_ROLLOUT}.skip_rollout", False), (f"{_CORRECTION}.bypass_mode", False), (f"{_CORRECTION}.rollout_is", None),
+        (f"{_CORRECTION}.rollout_rs", None), ("custom_reward_function.path", None), ("algorithm.filter_groups.enable", False),
+        ("algorithm.use_pf_ppo", False), (ENABLE, False), ("algorithm.mask_truncated_responses", False),
+    ),
+}  # fmt: skip
+"""Why a key has but one value that makes sense -> each such key with its value."""
 _MODES = ("rollout_only", "score_only", "train_only", "sync_check")
 _READ = ("temperature", "n", "skip_rollout", "name", "mode", "seed", "do_sample")
 """Keys of ``rollout`` that a supervised run reads, or refuses."""
@@ -238,13 +175,9 @@ def is_supervised(settings: Settings) -> bool:
     return settings.algorithm.adv_estimator == SFT
 
 
-def _only(key: str, wanted: str, why: str, differs: Predicate) -> Refusal:
-    return Refusal(
-        (key, _ESTIMATOR),
-        lambda settings: is_supervised(settings) and differs(settings),
-        why,
-        f"Set {key}={wanted}, or remove it.",
-    )
+def _brings_no_dataset(settings: Settings) -> bool:
+    """Return whether no recipe brings the dataset. A recipe is switched on by the same key as a reward model."""
+    return settings.reward_model.reward_manager not in RECIPES
 
 
 def _without_engine() -> Iterator[UnusedKey]:
@@ -255,10 +188,18 @@ def _without_engine() -> Iterator[UnusedKey]:
 
 
 SUPERVISED_RULES: tuple[Refusal, ...] = (
-    *(_only(*row) for row in _ONLY),
-    Refusal(
-        ("debug.mode", _ESTIMATOR),
-        lambda settings: is_supervised(settings) and settings.debug.mode in _MODES,
+    *(
+        refused(
+            {key: other_than(wanted), _ESTIMATOR: SFT},
+            why,
+            f"Set {key}={shown(wanted)}, or remove it.",
+            _brings_no_dataset if key == ENABLE else None,
+        )
+        for why, rows in _ONLY.items()
+        for key, wanted in rows
+    ),
+    refused(
+        {"debug.mode": _MODES.__contains__, _ESTIMATOR: SFT},
         "this mode looks at rollouts",
         "Set debug.mode=off, dry, forge, memory or deterministic.",
     ),

@@ -139,9 +139,6 @@ def translate(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
 
     A key without effect here is left out, with a warning.
 
-    Args:
-        tree: settings, nested or with dotted keys.
-
     Returns:
         Dotted key -> value, and the problems: two spellings of one key that disagree, a spelling whose value means nothing, and a
         key of a feature that does not exist here.
@@ -225,7 +222,7 @@ def _per_device(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
     if value is None:
         return ours, None, []
     counts = [flat.get("trainer.nnodes", Trainer.nnodes), flat.get("trainer.n_gpus_per_node", Trainer.n_gpus_per_node)]
-    if not all(_is_count(number) for number in (value, *counts)):
+    if not all(is_count(number) for number in (value, *counts)):
         what = "expected a whole number of sequences over all devices"
         return ours, None, [problem({key: value}, what, f"Set {ours} instead.")]
     devices = counts[0] * counts[1]
@@ -234,7 +231,8 @@ def _per_device(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
     return ours, value // devices, []
 
 
-def _is_count(value: Any) -> bool:
+def is_count(value: Any) -> bool:
+    """Return whether a value is a whole number above 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
@@ -310,9 +308,6 @@ def with_preset(written: Mapping[str, Any]) -> tuple[dict[str, Any], list[Proble
     """Return the given settings with a preset's values in the place of its name, and what is wrong with the name.
 
     Keys of the section that are given beside the name keep their own values. Null is no preset.
-
-    Args:
-        written: dotted key -> value, as the user wrote them.
     """
     settings = {key: value for key, value in written.items() if key not in (KEY, PRESET)}
     names = {key: written[key] for key in (KEY, PRESET) if written.get(key) is not None}

@@ -118,13 +118,9 @@ def _sequence(value: Any, origin: Any, arguments: tuple[Any, ...]) -> Any:
 
 
 def _kind(value: Any) -> str:
-    if value is None:
-        return "null"
     if isinstance(value, Mapping):
         return "a mapping"
-    if isinstance(value, list | tuple):
-        return "a list"
-    return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}.get(type(value), type(value).__name__)
+    return "a list" if isinstance(value, list | tuple) else EXPECTED.get(type(value), type(value).__name__)
 
 
 def _type_hint(key: str, value: Any) -> str:
@@ -138,12 +134,9 @@ def _type_hint(key: str, value: Any) -> str:
 
 def _no_such_key(key: str, value: Any) -> Problem:
     if key in section_keys():
-        return problem({key: value}, "this is a section, not a key", f"Set the keys below it, as in {_first_below(key)}=...")
+        first = next(below for below in leaf_types() if below.startswith(f"{key}."))
+        return problem({key: value}, "this is a section, not a key", f"Set the keys below it, as in {first}=...")
     return Problem((key,), f"{key}: no such key. {hint(key)}")
-
-
-def _first_below(section: str) -> str:
-    return next(key for key in leaf_types() if key.startswith(section + "."))
 
 
 # Suggest a key for an unknown one: the nearest known key, or the one that does what a key of TRL or of a recipe does.

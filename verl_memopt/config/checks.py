@@ -5,21 +5,23 @@ A rule is a :class:`verl_memopt.memory.knob.Refusal`, as the knobs declare their
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
+import operator
+from collections.abc import Iterator, Mapping, Set
 from contextlib import suppress
+from functools import partial
 from typing import Any, cast
 
 from verl_memopt.config.algorithm_rules import ALGORITHM_RULES, CRITIC_RULES, SUPERVISED_RULES, WITHOUT_CRITIC, WITHOUT_ENGINE
 from verl_memopt.config.correction_rules import CORRECTION_RULES
 from verl_memopt.config.debug_modes import WITHOUT_DATA, debug_rules
-from verl_memopt.config.keys import Problem, leaf_values, problem
-from verl_memopt.config.reward_rules import REWARD_RULES, SANDBOX_RULES, WITHOUT_REWARD_MODEL
+from verl_memopt.config.keys import IS_SET, Problem, above, leaf_values, other_than, problem, refused, value_at
+from verl_memopt.config.reward_rules import REWARD_RULES, SANDBOX_RULES, WITHOUT_REWARD_MODEL, even_shards
 from verl_memopt.config.schema import Settings
 from verl_memopt.config.unused_keys import REFERENCE_RULES, UNUSED_KEYS, warn_unused
 from verl_memopt.config.values import LARGEST_SCORE, LINKS, check_values, followers_of
 from verl_memopt.memory.critic_rules import refusals
-from verl_memopt.memory.knob import Predicate, Refusal, SettingsView
-from verl_memopt.memory.ranges import DEVICES, needs_reference, num_devices, uneven_shards
+from verl_memopt.memory.knob import Refusal, SettingsView
+from verl_memopt.memory.ranges import DEVICES, needs_reference, num_devices
 from verl_memopt.recipes.registry import RECIPES
 
 _AR = "actor_rollout_ref"
@@ -65,11 +67,7 @@ def check(settings: Settings, values: Mapping[str, Any], user_keys: frozenset[st
 
     A value that is wrong by itself is reported alone: no rule about several keys looks at it.
 
-    Args:
-        settings: typed, with the default of each key whose value is of a wrong type.
-        values: dotted key -> value of the settings, of every key.
-        user_keys: the keys that the user set.
-        wrong: keys that have a problem already.
+    ``settings``: typed, with the default of each key whose value is of a wrong type.
     """
     wrong = followers_of(wrong)
     problems = [each for each in check_values(values) if wrong.isdisjoint(each.keys)]
@@ -120,38 +118,31 @@ def _files() -> Iterator[Refusal]:
     """Yield the rules of paths and names. Names become folders and must not lead anywhere else."""
     folder = "this is one part of the run folder's path, and cannot be empty, a dot, or hold a slash"
     plain = "Give a plain name; trainer.default_local_dir sets the run folder itself."
-    project, experiment = "trainer.project_name", "trainer.experiment_name"
-    yield Refusal((project,), lambda settings: _is_no_folder_name(settings.trainer.project_name), folder, plain)
-    yield Refusal((experiment,), lambda settings: _is_no_folder_name(settings.trainer.experiment_name), folder, plain)
-    yield Refusal(
-        ("data.train_files",),
-        lambda settings: settings.debug.mode not in WITHOUT_DATA and _is_no_path(settings.data.train_files),
-        "expected a path or a list of paths",
+    for key in ("trainer.project_name", "trainer.experiment_name"):
+        yield refused({key: _is_no_folder_name}, folder, plain)
+    no_path = "expected a path or a list of paths"
+    yield refused(
+        {"data.train_files": _is_no_path},
+        no_path,
         "Set data.train_files=/path/to/file.parquet.",
+        lambda settings: settings.debug.mode not in WITHOUT_DATA,
     )
-    yield Refusal(
-        ("data.val_files",),
-        lambda settings: settings.data.val_files is not None and _is_no_path(settings.data.val_files),
-        "expected a path or a list of paths",
-        "Set data.val_files=/path/to/file.parquet.",
-    )
-    yield Refusal(
-        ("trainer.logger",),
-        lambda settings: not isinstance(settings.trainer.logger, str | list | tuple),
-        "expected a name or a list of names",
-        "Set trainer.logger=[console,jsonl].",
-    )
-    a_class = ("a class needs its file and its name", "Set both, or neither.")
-    yield Refusal(
-        ("data.custom_cls.path", "data.custom_cls.name"),
-        lambda settings: (settings.data.custom_cls.path is None) != (settings.data.custom_cls.name is None),
-        *a_class,
-    )
-    yield Refusal(
-        ("data.sampler.class_path", "data.sampler.class_name"),
-        lambda settings: (settings.data.sampler.class_path is None) != (settings.data.sampler.class_name is None),
-        *a_class,
-    )
+    no_val_path = {"data.val_files": lambda files: files is not None and _is_no_path(files)}
+    yield refused(no_val_path, no_path, "Set data.val_files=/path/to/file.parquet.")
+    no_names = {"trainer.logger": lambda names: not isinstance(names, str | list | tuple)}
+    yield refused(no_names, "expected a name or a list of names", "Set trainer.logger=[console,jsonl].")
+    for file, name in (("data.custom_cls.path", "data.custom_cls.name"), ("data.sampler.class_path", "data.sampler.class_name")):
+        yield Refusal(
+            (file, name),
+            partial(_is_half, file, name),
+            "a class needs its file and its name",
+            "Set both, or neither.",
+        )
+
+
+def _is_half(one: str, other: str, settings: Settings) -> bool:
+    """Return whether one of two keys is set without the other."""
+    return (value_at(settings, one) is None) != (value_at(settings, other) is None)
 
 
 def _engine_tokens(settings: Settings) -> int:
@@ -160,12 +151,12 @@ def _engine_tokens(settings: Settings) -> int:
     return (rollout.prompt_length or 0) + (rollout.response_length or 0)
 
 
-def _over_devices(key: str, prompts: Callable[[Settings], int]) -> Refusal:
+def _over_devices(key: str) -> Refusal:
     """Return the rule that the sequences of a number of prompts divide over the devices."""
     samples = f"{_ROLLOUT}.n"
 
     def sequences(settings: Settings) -> int:
-        return prompts(settings) * settings.actor_rollout_ref.rollout.n
+        return value_at(settings, key) * settings.actor_rollout_ref.rollout.n
 
     return Refusal(
         (key, samples, *DEVICES),
@@ -186,8 +177,8 @@ def _batches() -> Iterator[Refusal]:
         "the prompts of a step do not divide into mini-batches",
         f"Set {mini} to a divisor of {batch}.",
     )
-    yield _over_devices(batch, lambda settings: settings.data.train_batch_size)
-    yield _over_devices(mini, lambda settings: settings.actor_rollout_ref.actor.ppo_mini_batch_size)
+    yield _over_devices(batch)
+    yield _over_devices(mini)
     yield Refusal(
         (prompt, "data.max_prompt_length"),
         lambda settings: (settings.actor_rollout_ref.rollout.prompt_length or 0) < settings.data.max_prompt_length,
@@ -209,10 +200,6 @@ def _batches() -> Iterator[Refusal]:
     )
 
 
-def _is_local(settings: Settings) -> bool:
-    return settings.trainer.worker_group == "local"
-
-
 def _devices() -> Iterator[Refusal]:
     """Yield the rules of devices and how models are split over them."""
     group, parts = "trainer.worker_group", f"{_ROLLOUT}.tensor_model_parallel_size"
@@ -227,113 +214,44 @@ def _devices() -> Iterator[Refusal]:
         lambda settings: f"Set {parts} to a divisor of {num_devices(settings)}.",
         uneven_here,
     )
-    shards: dict[str, Predicate] = {
-        "actor": lambda settings: uneven_shards(settings, settings.actor_rollout_ref.actor.fsdp_config),
-        "ref": lambda settings: uneven_shards(settings, settings.actor_rollout_ref.ref.fsdp_config) and needs_reference(settings),
-    }
-    for role, is_uneven in shards.items():
-        yield Refusal(
-            (f"{_AR}.{role}.fsdp_config.fsdp_size", *DEVICES),
-            is_uneven,
-            "does not divide the devices",
-            lambda settings: f"Set a divisor of {num_devices(settings)}, or -1.",
-            uneven_here,
-        )
+    yield even_shards(f"{_AR}.actor.fsdp_config", here=uneven_here)
+    yield even_shards(f"{_AR}.ref.fsdp_config", needs_reference, uneven_here)
     yield Refusal(
         (group, *DEVICES),
-        lambda settings: _is_local(settings) and num_devices(settings) > 1,
+        lambda settings: settings.trainer.worker_group == "local" and num_devices(settings) > 1,
         "the local worker group has one device",
         f"Set {group}=ray, or one device.",
     )
-    init, timeline = "ray_kwargs.ray_init", "ray_kwargs.timeline_json_file"
-    yield Refusal(
-        (init, group),
-        lambda settings: bool(settings.ray_kwargs.ray_init) and _is_local(settings),
-        "Ray is not started",
-        f"Remove {init}, or set {group}=ray.",
-    )
-    yield Refusal(
-        (timeline, group),
-        lambda settings: bool(settings.ray_kwargs.timeline_json_file) and _is_local(settings),
-        "Ray is not started",
-        f"Remove {timeline}, or set {group}=ray.",
-    )
-    yield Refusal(
-        (f"{_ROLLOUT}.name", parts),
-        lambda settings: (
-            settings.actor_rollout_ref.rollout.name == "hf" and settings.actor_rollout_ref.rollout.tensor_model_parallel_size > 1
-        ),
-        "this engine runs on one device",
-        f"Set {_ROLLOUT}.name=vllm, or 1.",
-    )
-    yield Refusal(
-        (f"{_AR}.hybrid_engine",),
-        lambda settings: not settings.actor_rollout_ref.hybrid_engine,
-        "trainer and engine always share their devices",
-        "Set true, or remove the key.",
-    )
-
-
-def _is_greedy_with_temperature(settings: Settings) -> bool:
-    validation = settings.actor_rollout_ref.rollout.val_kwargs
-    return not validation.do_sample and validation.temperature > 0
-
-
-def _samples_without_temperature(settings: Settings) -> bool:
-    validation = settings.actor_rollout_ref.rollout.val_kwargs
-    return bool(validation.do_sample) and validation.temperature == 0
+    for key in ("ray_kwargs.ray_init", "ray_kwargs.timeline_json_file"):
+        yield refused({key: bool, group: "local"}, "Ray is not started", f"Remove {key}, or set {group}=ray.")
+    engine = f"{_ROLLOUT}.name"
+    yield refused({engine: "hf", parts: above(1)}, "this engine runs on one device", f"Set {engine}=vllm, or 1.")
+    hybrid = {f"{_AR}.hybrid_engine": False}
+    yield refused(hybrid, "trainer and engine always share their devices", "Set true, or remove the key.")
 
 
 def _runs() -> Iterator[Refusal]:
     """Yield the rules of scores, validation and resuming."""
-    sample, temperature = (f"{_ROLLOUT}.val_kwargs.{key}" for key in ("do_sample", "temperature"))
-    yield Refusal(
-        ("custom_reward_function.fallback_score",),
-        lambda settings: abs(settings.custom_reward_function.fallback_score) > LARGEST_SCORE,
+    yield refused(
+        {"custom_reward_function.fallback_score": lambda score: abs(score) > LARGEST_SCORE},
         f"scores beyond {LARGEST_SCORE:g} would train nothing",
         f"Give a score between -{LARGEST_SCORE:g} and {LARGEST_SCORE:g}.",
     )
-    yield Refusal(
-        (sample, temperature),
-        _is_greedy_with_temperature,
-        "greedy decoding has no temperature",
-        f"Set {sample}=true, or {temperature}=0.",
-    )
-    yield Refusal(
-        (sample, temperature),
-        _samples_without_temperature,
-        "sampling needs a temperature",
-        f"Set {temperature} above 0, or {sample}=false.",
-    )
-    yield Refusal(
-        ("trainer.val_only", "data.val_files"),
-        lambda settings: settings.trainer.val_only and settings.data.val_files is None,
-        "there is nothing to validate on",
-        "Set data.val_files, or trainer.val_only=false.",
-    )
-    resume = ("trainer.resume_mode", "trainer.resume_from_path")
-    yield Refusal(
-        resume,
-        lambda settings: settings.trainer.resume_from_path is not None and settings.trainer.resume_mode != "resume_path",
-        "the path is not used in this mode",
-        "Set trainer.resume_mode=resume_path, or remove the path.",
-    )
-    yield Refusal(
-        resume,
-        lambda settings: settings.trainer.resume_from_path is None and settings.trainer.resume_mode == "resume_path",
-        "no path is given",
-        "Set trainer.resume_from_path to a global_step_N folder.",
-    )
-
-
-def _recipes() -> Iterator[Refusal]:
-    """Yield the rules of every recipe."""
-    for recipe in RECIPES.values():
-        yield from recipe.rules()
+    sample, heat = (f"{_ROLLOUT}.val_kwargs.{key}" for key in ("do_sample", "temperature"))
+    greedy, warm = {sample: operator.not_, heat: above(0)}, {sample: bool, heat: 0}
+    yield refused(greedy, "greedy decoding has no temperature", f"Set {sample}=true, or {heat}=0.")
+    yield refused(warm, "sampling needs a temperature", f"Set {heat} above 0, or {sample}=false.")
+    nothing = {"trainer.val_only": True, "data.val_files": None}
+    yield refused(nothing, "there is nothing to validate on", "Set data.val_files, or trainer.val_only=false.")
+    mode, path = "trainer.resume_mode", "trainer.resume_from_path"
+    unused, missing = {mode: other_than("resume_path"), path: IS_SET}, {mode: "resume_path", path: None}
+    yield refused(unused, "the path is not used in this mode", f"Set {mode}=resume_path, or remove the path.")
+    yield refused(missing, "no path is given", f"Set {path} to a global_step_N folder.")
 
 
 RULES: tuple[Refusal, ...] = (
-    *_files(), *_batches(), *ALGORITHM_RULES, *CORRECTION_RULES, *REWARD_RULES, *_recipes(), *SANDBOX_RULES, *_devices(),
+    *_files(), *_batches(), *ALGORITHM_RULES, *CORRECTION_RULES, *REWARD_RULES,
+    *(rule for recipe in RECIPES.values() for rule in recipe.rules()), *SANDBOX_RULES, *_devices(),
     *CRITIC_RULES, *REFERENCE_RULES, *SUPERVISED_RULES, *_runs(), *debug_rules(),
 )  # fmt: skip
 """The rules that belong to no knob."""

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from verl_memopt.algorithms.records import CUSTOM, WITH_SUM_PI_SQUARED
+from verl_memopt.algorithms.records import STATISTICS, WITH_STATISTICS, with_input
+from verl_memopt.config.keys import belongs, idle, other_than, refused
 from verl_memopt.config.schema import Settings
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.knob import Refusal, UnusedKey
@@ -91,7 +92,9 @@ _ROLLOUT, _ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 _WEIGHTS, _WEIGHTS_BOUND = f"{KEY}.rollout_is", f"{KEY}.rollout_is_threshold"
 _REJECTION, _REJECTION_BOUND = f"{KEY}.rollout_rs", f"{KEY}.rollout_rs_threshold"
 _BYPASS, _BYPASS_LOSS = f"{KEY}.bypass_mode", f"{KEY}.loss_type"
-_ESTIMATOR, _SQUARES = "algorithm.adv_estimator", f"{_ACTOR}.calculate_sum_pi_squared"
+_ESTIMATOR = "algorithm.adv_estimator"
+_SWITCHED = tuple((f"{_ACTOR}.{each.key}", with_input(each.name), each.help) for each in STATISTICS.values() if each.key)
+"""Key, the estimators that require it, and what it makes a pass compute."""
 
 
 def _fault(read: Callable[..., Any], *values: Any) -> str | None:
@@ -122,10 +125,6 @@ def _bypasses(settings: Settings) -> bool:
     return settings.algorithm.rollout_correction.bypass_mode
 
 
-def _has_token_baseline(settings: Settings) -> bool:
-    return settings.algorithm.adv_estimator in WITH_SUM_PI_SQUARED
-
-
 def _refusals() -> Iterator[Refusal]:
     """Yield the rules that refuse."""
     yield Refusal(
@@ -143,34 +142,19 @@ def _refusals() -> Iterator[Refusal]:
         lambda settings: str(_rejection_fault(settings)),
     )
     returned, mode, temperature = (f"{_ROLLOUT}.{key}" for key in ("calculate_log_probs", "logprobs_mode", "temperature"))
-    yield Refusal(
-        (returned,),
-        lambda settings: not settings.actor_rollout_ref.rollout.calculate_log_probs and _corrects(settings),
-        f"{KEY} compares with the engine's log-probs",
-        f"Set {returned}=true, or remove the correction.",
-    )
-    yield Refusal(
-        (mode, temperature),
-        lambda settings: (
-            settings.actor_rollout_ref.rollout.logprobs_mode == "raw_logprobs"
-            and settings.actor_rollout_ref.rollout.temperature != 1
-            and _corrects(settings)
-        ),
+    compared, way_out = f"{KEY} compares with the engine's log-probs", f"Set {returned}=true, or remove the correction."
+    yield refused({returned: False}, compared, way_out, _corrects)
+    yield refused(
+        {mode: "raw_logprobs", temperature: other_than(1)},
         f"{KEY} needs the log-probs of the distribution that was sampled, and raw ones are of temperature 1",
         f"Set {mode}=processed_logprobs.",
+        _corrects,
     )
-    yield Refusal(
-        (_ESTIMATOR, _SQUARES),
-        lambda settings: _has_token_baseline(settings) and not settings.actor_rollout_ref.actor.calculate_sum_pi_squared,
-        "this estimator reads the sum of squared probabilities at each token",
-        f"Set {_SQUARES}=true.",
-    )
-    yield Refusal(
-        (_ESTIMATOR, _BYPASS),
-        lambda settings: _has_token_baseline(settings) and _bypasses(settings),
-        "this estimator reads a log-prob pass, which bypass mode leaves out",
-        f"Set {_BYPASS}=false.",
-    )
+    for switch, estimators, what in _SWITCHED:
+        reads = {_ESTIMATOR: estimators.__contains__, switch: False}
+        yield refused(reads, f"this estimator reads {what} at each token", f"Set {switch}=true.")
+    left_out = "this estimator reads a log-prob pass, which bypass mode leaves out"
+    yield refused({_ESTIMATOR: WITH_STATISTICS.__contains__, _BYPASS: True}, left_out, f"Set {_BYPASS}=false.")
 
 
 def _reports_weights_alone(settings: Settings) -> bool:
@@ -180,12 +164,9 @@ def _reports_weights_alone(settings: Settings) -> bool:
 
 def _unused() -> Iterator[UnusedKey]:
     """Yield the rules about settings without effect."""
-    for key in (_WEIGHTS_BOUND, f"{KEY}.rollout_is_batch_normalize"):
-        yield UnusedKey(key, lambda settings: settings.algorithm.rollout_correction.rollout_is is None, f"{_WEIGHTS} is null")
-    yield UnusedKey(
-        _REJECTION_BOUND, lambda settings: settings.algorithm.rollout_correction.rollout_rs is None, f"{_REJECTION} is null"
-    )
-    yield UnusedKey(_BYPASS_LOSS, lambda settings: not _bypasses(settings), f"{_BYPASS} is false")
+    yield from idle(_WEIGHTS, None, _WEIGHTS_BOUND, f"{KEY}.rollout_is_batch_normalize")
+    yield from idle(_REJECTION, None, _REJECTION_BOUND)
+    yield from idle(_BYPASS, False, _BYPASS_LOSS)
     yield UnusedKey(
         _WEIGHTS,
         _reports_weights_alone,
@@ -193,15 +174,9 @@ def _unused() -> Iterator[UnusedKey]:
     )
     for key in ("calculate_entropy", "old_log_prob_pass"):
         yield UnusedKey(f"{_ACTOR}.{key}", _bypasses, f"{_BYPASS} leaves out the pass for old log-probs")
-    yield UnusedKey(
-        _SQUARES,
-        lambda settings: settings.algorithm.adv_estimator not in (*WITH_SUM_PI_SQUARED, CUSTOM),
-        f"it belongs to {' and '.join(WITH_SUM_PI_SQUARED)}",
-    )
-    for key in ("reweight_method", "weight_pow"):
-        yield UnusedKey(
-            f"algorithm.pf_ppo.{key}", lambda settings: not settings.algorithm.use_pf_ppo, "algorithm.use_pf_ppo is false"
-        )
+    for switch, estimators, _ in _SWITCHED:
+        yield belongs(switch, _ESTIMATOR, estimators, f"it belongs to {' and '.join(estimators)}")
+    yield from idle("algorithm.use_pf_ppo", False, "algorithm.pf_ppo.reweight_method", "algorithm.pf_ppo.weight_pow")
 
 
 CORRECTION_RULES: tuple[Refusal, ...] = tuple(_refusals())

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl_memopt.algorithms.records import WITH_GREEDY_RESPONSES
+from verl_memopt.config.keys import refused
 from verl_memopt.memory.knob import Refusal
-
-if TYPE_CHECKING:
-    from verl_memopt.config.schema import Settings
 
 _MODE = "debug.mode"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -67,11 +66,7 @@ DATA_KEYS = ("data.train_files", "data.val_files")
 
 
 def of_mode(mode: str) -> dict[str, Any]:
-    """Return dotted key -> value of the settings that a mode decides.
-
-    Args:
-        mode: Value of ``debug.mode``.
-    """
+    """Return dotted key -> value of the settings that a mode decides."""
     if mode in NOT_WHOLE:
         off = {"data.val_files": None, "trainer.val_before_train": False, "trainer.save_freq": -1, "trainer.test_freq": -1}
         return off if MODES[mode].updates else {**off, "actor_rollout_ref.actor.checkpoint.load_contents": ["model"]}
@@ -85,61 +80,25 @@ def of_mode(mode: str) -> dict[str, Any]:
     return {"trainer.track_memory_every_steps": 1} if mode == "memory" else {}
 
 
-def _replays(settings: Settings) -> bool:
-    return bool(settings.actor_rollout_ref.rollout.skip_rollout)
-
-
-def _checks_sync(settings: Settings) -> bool:
-    return settings.debug.mode == "sync_check"
-
-
 def debug_rules() -> Iterator[Refusal]:
     """Yield what a debug mode, or a replay, cannot be combined with."""
-    yield Refusal(
-        (_MODE, "trainer.val_only"),
-        lambda settings: settings.trainer.val_only and settings.debug.mode in NOT_WHOLE,
+    skip, estimator, groups = f"{_ROLLOUT}.skip_rollout", "algorithm.adv_estimator", "algorithm.filter_groups.enable"
+    no_greedy, remove, off = WITH_GREEDY_RESPONSES.__contains__, f"Remove {skip}.", operator.not_
+    yield refused(
+        {_MODE: NOT_WHOLE.__contains__, "trainer.val_only": True},
         "a validation alone runs none of what this mode looks at",
         "Set trainer.val_only=false, or debug.mode=off.",
     )
-    yield Refusal(
-        (f"{_ROLLOUT}.skip_rollout", _MODE),
-        lambda settings: not _replays(settings) and settings.debug.mode in REPLAYING,
-        "this mode replays stored rollouts",
-        f"Remove {_ROLLOUT}.skip_rollout.",
-    )
-    yield Refusal(
-        (f"{_ROLLOUT}.skip_rollout", _MODE),
-        lambda settings: _replays(settings) and settings.debug.mode in ("rollout_only", "forge", "sync_check"),
-        "this mode does not replay stored rollouts",
-        f"Remove {_ROLLOUT}.skip_rollout.",
-    )
-    yield Refusal(
-        (f"{_ROLLOUT}.skip_rollout", "algorithm.adv_estimator"),
-        lambda settings: _replays(settings) and settings.algorithm.adv_estimator in WITH_GREEDY_RESPONSES,
-        "a dump has no greedy responses",
-        "Choose another estimator.",
-    )
-    yield Refusal(
-        (f"{_ROLLOUT}.skip_rollout", "algorithm.filter_groups.enable"),
-        lambda settings: _replays(settings) and settings.algorithm.filter_groups.enable,
-        "a dump holds the groups that were kept, and no further ones",
-        "Set algorithm.filter_groups.enable=false.",
-    )
-    yield Refusal(
-        (_MODE, f"{_ROLLOUT}.calculate_log_probs"),
-        lambda settings: _checks_sync(settings) and not settings.actor_rollout_ref.rollout.calculate_log_probs,
-        "the check compares the engine's log-probs with the trainer's",
-        f"Set {_ROLLOUT}.calculate_log_probs=true.",
-    )
-    yield Refusal(
-        (_MODE, f"{_ROLLOUT}.max_logprob_diff"),
-        lambda settings: _checks_sync(settings) and settings.actor_rollout_ref.rollout.max_logprob_diff is None,
-        "the check needs a limit for the difference of log-probs",
-        f"Set {_ROLLOUT}.max_logprob_diff=auto.",
-    )
-    yield Refusal(
-        (_MODE, "algorithm.adv_estimator"),
-        lambda settings: settings.debug.mode == "forge" and settings.algorithm.adv_estimator in WITH_GREEDY_RESPONSES,
-        "forged rows have no greedy responses",
-        "Choose another estimator.",
-    )
+    yield refused({skip: off, _MODE: REPLAYING.__contains__}, "this mode replays stored rollouts", remove)
+    generating = {skip: bool, _MODE: ("rollout_only", "forge", "sync_check").__contains__}
+    yield refused(generating, "this mode does not replay stored rollouts", remove)
+    yield refused({skip: bool, estimator: no_greedy}, "a dump has no greedy responses", "Choose another estimator.")
+    kept = "a dump holds the groups that were kept, and no further ones"
+    yield refused({skip: bool, groups: True}, kept, f"Set {groups}=false.")
+    returned, limit = f"{_ROLLOUT}.calculate_log_probs", f"{_ROLLOUT}.max_logprob_diff"
+    compared = "the check compares the engine's log-probs with the trainer's"
+    yield refused({_MODE: "sync_check", returned: False}, compared, f"Set {returned}=true.")
+    unlimited = "the check needs a limit for the difference of log-probs"
+    yield refused({_MODE: "sync_check", limit: None}, unlimited, f"Set {limit}=auto.")
+    forged = {_MODE: "forge", estimator: no_greedy}
+    yield refused(forged, "forged rows have no greedy responses", "Choose another estimator.")

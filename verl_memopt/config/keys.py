@@ -9,8 +9,10 @@ from functools import cache
 from operator import attrgetter
 from typing import Any, TypeVar, get_type_hints
 
+from verl_memopt.algorithms.records import CUSTOM
 from verl_memopt.config.schema import Settings
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.knob import Predicate, Refusal, Sentence, UnusedKey
 
 Section = TypeVar("Section")
 
@@ -19,9 +21,7 @@ Section = TypeVar("Section")
 def field_types(section: type, annotated: bool = False) -> dict[str, Any]:
     """Return field name -> resolved type of one section class: its own fields, then those of its knobs if it has any.
 
-    Args:
-        section: a frozen dataclass.
-        annotated: keep ``Annotated`` with its ranges.
+    ``annotated``: keep ``Annotated`` with its ranges.
     """
     hints = get_type_hints(section, include_extras=annotated)
     fields = [field.name for field in dataclasses.fields(section)]
@@ -149,3 +149,56 @@ def raise_together(problems: Iterable[Problem]) -> None:
         raise ConfigError(lines[0])
     if lines:
         raise ConfigError(f"{len(lines)} problems in the settings:\n" + "\n".join(lines))
+
+
+# Rules as rows of a table: each key that a rule shows, with the value that takes part in it.
+
+Ask = Callable[[Any], bool]
+"""A question about the value of one key."""
+
+
+def other_than(*values: Any) -> Ask:
+    """Return the question whether a value is none of some."""
+    return lambda value: value not in values
+
+
+def above(limit: float) -> Ask:
+    """Return the question whether a number is above a limit. Null is not."""
+    return lambda value: value is not None and value > limit
+
+
+IS_SET = other_than(None)
+
+
+def refused(
+    where: Mapping[str, Any], because: str, way_out: str | Sentence, given: Predicate | None = None, here: Sentence | None = None
+) -> Refusal:
+    """Return the rule that some values cannot stand together.
+
+    Args:
+        where: Dotted key -> its value, or a question about it. All must hold.
+        because: As in :class:`Refusal`, and so is ``way_out``.
+        way_out: What to set.
+        given: A further question about the settings.
+        here: The reason with the numbers of the settings.
+    """
+    assert leaf_types().keys() >= where.keys(), where
+
+    def when(settings: Settings) -> bool:
+        values = ((value_at(settings, key), asked) for key, asked in where.items())
+        return all(asked(value) if callable(asked) else value == asked for value, asked in values) and (
+            given is None or given(settings)
+        )
+
+    return Refusal(tuple(where), when, because, way_out, here)
+
+
+def idle(switch: str, off: Any, *keys: str) -> Iterator[UnusedKey]:
+    """Yield the rules of keys that have no effect while a switch has one value."""
+    for key in keys:
+        yield UnusedKey(key, lambda settings: value_at(settings, switch) == off, f"{switch} is {shown(off)}")
+
+
+def belongs(key: str, choice: str, owners: tuple[str, ...], because: str) -> UnusedKey:
+    """Return the rule of a key that has an effect only where a choice is one of its owners, or a function of the user's own."""
+    return UnusedKey(key, lambda settings: value_at(settings, choice) not in (*owners, CUSTOM), because)

@@ -44,10 +44,7 @@ _COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 def load_settings(config_name: str, overrides: list[str], config_dir: str | None = None) -> Settings:
     """Return the settings of a named config with overrides on top, typed, linked and checked.
 
-    Args:
-        config_name: a packaged config, or a file of ``config_dir``.
-        overrides: ``key=value`` as on a command line.
-        config_dir: a recipe's folder; its files may name the packaged configs in their ``defaults`` list.
+    ``config_dir``: a recipe's folder; its files may name the packaged configs in their ``defaults`` list.
 
     Raises:
         ConfigError: one, that lists everything wrong, before anything is started.
@@ -82,11 +79,9 @@ def settings_from_mapping(
 
     Spellings are translated, keys without effect are dropped with a warning, typed sections are built and then checked.
 
-    Args:
-        tree: the mapping.
-        of_presets: keys that a preset set and the user did not. They earn no warning where they have no effect: a profile serves
-            runs with a critic or a reference and runs without.
-        written: the keys that the user wrote, which a name of TRL must not meet; None = all keys of the mapping.
+    ``of_presets``: keys that a preset set and the user did not. They earn no warning where they have no effect: a profile
+    serves runs with a critic or a reference and runs without. ``written``: the keys that the user wrote, which a name of TRL
+    must not meet; None = all keys of the mapping.
 
     Raises:
         ConfigError: one, that lists everything wrong.
@@ -109,11 +104,6 @@ def settings_from_mapping(
 
 def compose_mapping(config_name: str, overrides: list[str], config_dir: str | None = None) -> dict[str, Any]:
     """Return what Hydra makes of a config name and overrides, interpolations resolved, as a plain nested mapping.
-
-    Args:
-        config_name: a packaged config, or a file of ``config_dir``.
-        overrides: ``key=value`` as on a command line.
-        config_dir: a recipe's folder.
 
     Raises:
         ConfigError: there is no such config, or Hydra cannot read the config or an override.
@@ -293,12 +283,7 @@ BUDGETS = (
 
 
 def with_room_for_samples(values: Mapping[str, Any], of_presets: Set[str]) -> dict[str, Any]:
-    """Return the settings with the budgets of presets raised to the longest sample that the lengths allow.
-
-    Args:
-        values: Dotted key -> value, of the keys that are set.
-        of_presets: Keys whose value is a preset's.
-    """
+    """Return the settings with the budgets of presets raised to the longest sample that the lengths allow."""
     lengths = [values.get(key, value_at(Settings(), key)) for key in LENGTHS]
     if not all(isinstance(length, int) for length in lengths):
         return dict(values)  # reported elsewhere
@@ -329,9 +314,7 @@ def adapter_settings(model: str, user_values: Mapping[str, Any]) -> tuple[dict[s
 
     The folder is read if ``lora_rank`` is not given and it has an ``adapter_config.json``. A key that is given is left out.
 
-    Args:
-        model: One of :data:`MODELS`.
-        user_values: Dotted key -> value of the keys that the user set, under our names.
+    ``user_values``: Dotted key -> value of the keys that the user set, under our names.
     """
     key, rank = f"{model}.lora_adapter_path", f"{model}.lora_rank"
     path = user_values.get(key)
@@ -361,10 +344,7 @@ _BYPASS = {"ppo_clip": "one clipped ratio to the engine per token", "reinforce":
 def objective(algorithm: Algorithm, loss: str, kl_in_loss: str | None) -> str:
     """Return the estimator, the loss and every KL of a run, and whether groups are left out, in words.
 
-    Args:
-        algorithm: The section ``algorithm``.
-        loss: ``policy_loss.loss_mode``.
-        kl_in_loss: coefficient and kind of the KL in the loss; None = there is none.
+    ``kl_in_loss``: coefficient and kind of the KL in the loss; None = there is none.
     """
     if algorithm.adv_estimator == SFT:
         return "supervised, the mean negative log-prob of the tokens of the dataset's responses"
@@ -391,13 +371,7 @@ def objective(algorithm: Algorithm, loss: str, kl_in_loss: str | None) -> str:
 
 
 def log_objective(algorithm: Algorithm, loss: str, kl_in_loss: str | None) -> None:
-    """Log the objective, and a warning where another estimator than RLOO's meets the loss that the RLOO recipe sets.
-
-    Args:
-        algorithm: as in :func:`objective`, like the others.
-        loss: ``policy_loss.loss_mode``.
-        kl_in_loss: coefficient and kind of the KL in the loss.
-    """
+    """Log the objective, and a warning where another estimator than RLOO's meets the loss that the RLOO recipe sets."""
     logger.info("objective: %s", objective(algorithm, loss, kl_in_loss))
     bypass_loss = algorithm.rollout_correction.loss_type if algorithm.rollout_correction.bypass_mode else None
     if bypass_loss is not None and loss != "vanilla":

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator
 from functools import partial
 from urllib.parse import urlsplit
 
-from verl_memopt.config.keys import leaf_types
+from verl_memopt.config.keys import idle, leaf_types, other_than, refused, value_at
 from verl_memopt.config.schema import POLICY_TOKENIZER, Settings
-from verl_memopt.memory.knob import Refusal, UnusedKey
+from verl_memopt.memory.knob import Predicate, Refusal, Sentence, UnusedKey
 from verl_memopt.memory.ranges import DEVICES, longest_sample, num_devices, uneven_shards
 
 ENABLE, MANAGER = "reward_model.enable", "reward_model.reward_manager"
@@ -28,6 +29,17 @@ def _has_classifier(settings: Settings) -> bool:
     return settings.reward_model.enable and settings.reward_model.reward_manager != RLT
 
 
+def even_shards(section: str, given: Predicate = lambda settings: True, here: Sentence | None = None) -> Refusal:
+    """Return the rule that the devices divide into the shard groups of a section, ``fsdp_config`` of a model."""
+    return Refusal(
+        (f"{section}.fsdp_size", *DEVICES),
+        lambda settings: uneven_shards(settings, value_at(settings, section)) and given(settings),
+        "does not divide the devices",
+        lambda settings: f"Set a divisor of {num_devices(settings)}, or -1.",
+        here,
+    )
+
+
 def _longest_conversation(settings: Settings) -> int:
     longest = longest_sample(settings)
     return min(longest, settings.reward_model.max_length or longest)
@@ -44,9 +56,8 @@ def _has_no_buffer(settings: Settings) -> bool:
 
 def _overlong() -> Iterator[Refusal]:
     """Yield the rules of DAPO's penalty for long responses."""
-    yield Refusal(
-        (f"{_OVERLONG}.enable", MANAGER),
-        lambda settings: _penalises_length(settings) and settings.reward_model.reward_manager != "dapo",
+    yield refused(
+        {f"{_OVERLONG}.enable": True, MANAGER: other_than("dapo")},
         "the penalty for long responses belongs to the manager dapo",
         f"Set {MANAGER}=dapo, or {_OVERLONG}.enable=false.",
     )
@@ -70,62 +81,38 @@ def _is_too_small(settings: Settings) -> bool:
     return reads_ids and (reward.forward_max_token_len_per_gpu or 0) < _longest_conversation(settings)
 
 
-def _offloads_twice(settings: Settings) -> bool:
-    fsdp = settings.reward_model.model.fsdp_config
-    return settings.reward_model.enable and fsdp.offload_policy and fsdp.param_offload
-
-
 def _model() -> Iterator[Refusal]:
     """Yield the rules of runs with a reward model."""
     path, tokenizer, longest = f"{_MODEL}.path", f"{_MODEL}.input_tokenizer", "reward_model.max_length"
-    yield Refusal(
-        (ENABLE, path),
-        lambda settings: _has_classifier(settings) and settings.reward_model.model.path is None,
-        "no reward model is named",
-        f"Set {path} to the folder of a sequence classifier with one label.",
-    )
+    folder = f"Set {path} to the folder of a sequence classifier with one label."
+    yield refused({ENABLE: True, path: None}, "no reward model is named", folder, _has_classifier)
     yield Refusal(
         (tokenizer,),
         _has_foreign_tokenizer,
         "responses are decoded with the policy's own tokenizer",
         f"Set {POLICY_TOKENIZER}, or null where the reward model shares that tokenizer.",
     )
-    yield Refusal(
-        (_ROWS, _BY_TOKENS),
-        lambda settings: (
-            _has_classifier(settings)
-            and settings.reward_model.micro_batch_size_per_gpu is None
-            and not settings.reward_model.use_dynamic_bsz
-        ),
-        "a micro-batch of the reward model has no size",
-        f"Set {_ROWS}, or {_BY_TOKENS}=true.",
-    )
+    without_size, way_out = "a micro-batch of the reward model has no size", f"Set {_ROWS}, or {_BY_TOKENS}=true."
+    yield refused({_ROWS: None, _BY_TOKENS: operator.not_}, without_size, way_out, _has_classifier)
     yield Refusal(
         (_TOKENS,),
         _is_too_small,
         "a sample may have more tokens (data.max_prompt_length + data.max_response_length)",
         lambda settings: f"Raise it to at least {_longest_conversation(settings)}, or lower {longest}.",
     )
-    yield Refusal(
-        (f"{_FSDP}.fsdp_size", *DEVICES),
-        lambda settings: settings.reward_model.enable and uneven_shards(settings, settings.reward_model.model.fsdp_config),
-        "does not divide the devices",
-        lambda settings: f"Set a divisor of {num_devices(settings)}, or -1.",
-    )
-    yield Refusal(
-        (f"{_FSDP}.offload_policy", f"{_FSDP}.param_offload"),
-        _offloads_twice,
+    yield even_shards(_FSDP, lambda settings: settings.reward_model.enable)
+    yield refused(
+        {f"{_FSDP}.offload_policy": True, f"{_FSDP}.param_offload": True},
         "with offload_policy parameters never leave the host",
         "Set one of the two to false; param_offload is the faster one.",
+        lambda settings: settings.reward_model.enable,
     )
 
 
 def _lacks_own_student(settings: Settings, in_place: bool) -> bool:
     """Return whether a key of the student's model has no effect.
 
-    Args:
-        settings: of the run.
-        in_place: the key says how the weights lie, which is as in the reference where the two take turns in one place.
+    ``in_place``: the key says how the weights lie, which is as in the reference where the two take turns in one place.
     """
     reward = settings.reward_model
     if not reward.enable or reward.reward_manager != RLT:
@@ -142,7 +129,7 @@ def _unused() -> Iterator[UnusedKey]:
     for key in (_BY_TOKENS, "reward_model.max_length", tokenizer):
         yield UnusedKey(key, lambda settings: not _has_classifier(settings), without_model)
     path = f"{_MODEL}.path"
-    yield UnusedKey(path, lambda settings: not settings.reward_model.enable, f"{ENABLE} is false")
+    yield from idle(ENABLE, False, path)
     for key in (key for key in leaf_types() if key.startswith(f"{_MODEL}.") and key not in (tokenizer, path)):
         in_place = key.startswith(f"{_FSDP}.")
         yield UnusedKey(
@@ -182,9 +169,6 @@ def rows_at_a_time(slots: int) -> int:
 
     With 4 slots or more their test cases are at most 2.5 times the slots. So other rows use the slots of a row whose last
     case is slow, and no case waits for more than two programs that never end.
-
-    Args:
-        slots: Programs that the process may have under way.
     """
     return max(1, slots // 4)
 
@@ -209,11 +193,6 @@ def _is_http(address: str) -> bool:
         return False
 
 
-def _has_no_address(settings: Settings) -> bool:
-    address = settings.reward_model.sandbox_fusion.url
-    return address is not None and not _is_http(address)
-
-
 def _is_bypassed(settings: Settings) -> bool:
     """Return whether a function or a model decides the reward."""
     return settings.custom_reward_function.path is not None or settings.reward_model.enable
@@ -230,12 +209,8 @@ def _is_too_short(settings: Settings) -> bool:
 
 def _refusals() -> Iterator[Refusal]:
     """Yield the rules that refuse."""
-    yield Refusal(
-        (URL,),
-        _has_no_address,
-        "it is no http or https address",
-        "Set it to that of the service's run_code, such as http://localhost:8080/run_code.",
-    )
+    way_out = "Set it to that of the service's run_code, such as http://localhost:8080/run_code."
+    yield refused({URL: lambda url: url is not None and not _is_http(url)}, "it is no http or https address", way_out)
     yield Refusal(
         (_LIMIT, MAX_CONCURRENT),
         _is_too_short,
@@ -256,9 +231,6 @@ SANDBOX_RULES: tuple[Refusal, ...] = tuple(_refusals())
 
 SANDBOX_UNUSED: tuple[UnusedKey, ...] = (
     UnusedKey(URL, _is_bypassed, f"custom_reward_function.path or {ENABLE} decides the reward, and no rule does"),
-    *(
-        UnusedKey(key, lambda settings: settings.reward_model.sandbox_fusion.url is None, f"{URL} is null")
-        for key in (MAX_CONCURRENT, f"{KEY}.memory_limit_mb")
-    ),
+    *idle(URL, None, MAX_CONCURRENT, f"{KEY}.memory_limit_mb"),
 )
 """When giving a key of the service has no effect, for :mod:`verl_memopt.config.checks`."""

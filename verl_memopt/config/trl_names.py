@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from verl_memopt.config.aliases import VALUES, our_key
+from verl_memopt.config.aliases import VALUES, is_count, our_key
 from verl_memopt.config.keys import Problem, flatten, problem, shown, value_at
 from verl_memopt.config.schema import Settings
 from verl_memopt.config.unused_keys import ANY, EITHER, Refusal, refuse
@@ -72,11 +72,7 @@ class Table:
 
     @classmethod
     def of(cls, flat: Mapping[str, Any]) -> Table:
-        """Return TRL's names, and before them those of the recipe that scores.
-
-        Args:
-            flat: Dotted key -> value, of all that is set.
-        """
+        """Return TRL's names, and before them those of the recipe that scores."""
         recipe = RECIPES.get(str(effective(MANAGER, flat)))
         if recipe is None:
             return cls(SPELLINGS, NO_EQUAL, NAMES)
@@ -100,9 +96,7 @@ def translate_trl(tree: Mapping[str, Any], written: KeySources | None = None) ->
     A name of TRL stands alone, outside of all sections. It is read where the estimator is one of :data:`ESTIMATORS`; with any
     other the tree is returned as it is. In a run of a recipe the names of its published settings are read too.
 
-    Args:
-        tree: Settings, nested or with dotted keys.
-        written: The keys that the user wrote; None = all keys of the tree.
+    ``written``: The keys that the user wrote; None = all keys of the tree.
     """
     flat = flatten(tree, our_key)
     table = Table.of(flat)
@@ -211,9 +205,7 @@ def copied(*keys: str) -> Convert:
 def words(key: str, meanings: Mapping[str, Any]) -> Convert:
     """Return the conversion of a value that is one of a few.
 
-    Args:
-        key: Our key.
-        meanings: Value of TRL, in lower case -> our value.
+    ``meanings``: Value of TRL, in lower case -> our value.
     """
 
     def convert(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
@@ -288,15 +280,15 @@ def _divided(whole: int, part: int, what: str, names: tuple[str, ...]) -> int:
 
 def _number(key: str, values: Values) -> int:
     """Return the value of one of our keys, which must be a whole number above 0 for the name of TRL to be converted."""
-    value = effective(key, values)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    value: int = effective(key, values)
+    if not is_count(value):
         raise NotConvertibleError(f"{key} is no whole number above 0", f"Correct {key}.")
     return value
 
 
 def _count(name: str, trl: TrlSettings) -> int:
-    value = trl[name]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    value: int = trl[name]
+    if not is_count(value):
         raise NotConvertibleError("expected a whole number above 0", "Correct it.", (name,))
     return value
 
@@ -411,7 +403,8 @@ class Spelling:
     """Estimators under which it means something."""
 
 
-def _same(name: str, key: str, *older: str, note: str = "") -> Spelling:
+def same(name: str, key: str, *older: str, note: str = "") -> Spelling:
+    """Return the spelling of a key that takes the same values."""
     return Spelling((name, *older), (key,), copied(key), note)
 
 
@@ -420,9 +413,9 @@ _GROUPS = "the samples of a prompt stay together in one optimizer step"
 _BY_STEPS = "TRL counts optimizer steps; a training step here is a rollout with all its optimizer steps"
 
 SPELLINGS: tuple[Spelling, ...] = (
-    _same("num_generations", SAMPLES, "rloo_k"),
+    same("num_generations", SAMPLES, "rloo_k"),
     Spelling(("num_generations_eval",), (f"{_ROLLOUT}.val_kwargs.n",), unless_none(f"{_ROLLOUT}.val_kwargs.n")),
-    _same("num_iterations", EPOCHS, "num_ppo_epochs"),
+    same("num_iterations", EPOCHS, "num_ppo_epochs"),
     Spelling(
         ("per_device_train_batch_size",), (PROMPTS, MINI_BATCH), batch,
         "TRL counts responses of a forward on one device, and derives the batch from them; micro-batches are cut by tokens here "
@@ -439,13 +432,13 @@ SPELLINGS: tuple[Spelling, ...] = (
     Spelling(("num_train_epochs",), (TOTAL_EPOCHS, STEPS), passes_over_data, f"{STEPS} of a recipe no longer counts"),
     Spelling(("save_steps",), ("trainer.save_freq",), every("trainer.save_freq"), _BY_STEPS),
     Spelling(("eval_steps",), ("trainer.test_freq",), every("trainer.test_freq"), _BY_STEPS),
-    _same("logging_steps", "trainer.table_every_steps", note="every step is logged; the console prints a table of the last ones"),
-    _same("max_completion_length", "data.max_response_length"),
-    _same(
+    same("logging_steps", "trainer.table_every_steps", note="every step is logged; the console prints a table of the last ones"),
+    same("max_completion_length", "data.max_response_length"),
+    same(
         "response_length", "data.max_response_length",
         note=f"the older trainer generated past the end of a response; set {_ROLLOUT}.ignore_eos=true for that",
     ),
-    _same(
+    same(
         "max_prompt_length", "data.max_prompt_length",
         note="TRL cuts longer prompts; here data.truncation decides, and error is its default",
     ),
@@ -491,30 +484,30 @@ SPELLINGS: tuple[Spelling, ...] = (
     Spelling(
         ("mask_truncated_completions",), ("algorithm.mask_truncated_responses",), copied("algorithm.mask_truncated_responses"),
     ),
-    _same("temperature", f"{_ROLLOUT}.temperature"),
-    _same("top_p", f"{_ROLLOUT}.top_p"),
+    same("temperature", f"{_ROLLOUT}.temperature"),
+    same("top_p", f"{_ROLLOUT}.top_p"),
     Spelling(("top_k",), (f"{_ROLLOUT}.top_k",), off_at_zero(f"{_ROLLOUT}.top_k", -1), "-1 is off"),
-    _same("repetition_penalty", f"{_ROLLOUT}.repetition_penalty"),
-    _same("learning_rate", f"{_OPTIM}.lr"),
-    _same("weight_decay", f"{_OPTIM}.weight_decay"),
+    same("repetition_penalty", f"{_ROLLOUT}.repetition_penalty"),
+    same("learning_rate", f"{_OPTIM}.lr"),
+    same("weight_decay", f"{_OPTIM}.weight_decay"),
     Spelling(("adam_beta1",), (BETAS,), beta(0)),
     Spelling(("adam_beta2",), (BETAS,), beta(1)),
     Spelling(("max_grad_norm",), (f"{_OPTIM}.clip_grad",), off_at_zero(f"{_OPTIM}.clip_grad", None), "null is off"),
-    _same("lr_scheduler_type", f"{_OPTIM}.lr_scheduler_type"),
-    _same("warmup_steps", f"{_OPTIM}.lr_warmup_steps"),
-    _same("warmup_ratio", f"{_OPTIM}.lr_warmup_steps_ratio"),
-    _same("gradient_checkpointing", f"{_AR}.model.enable_gradient_checkpointing"),
+    same("lr_scheduler_type", f"{_OPTIM}.lr_scheduler_type"),
+    same("warmup_steps", f"{_OPTIM}.lr_warmup_steps"),
+    same("warmup_ratio", f"{_OPTIM}.lr_warmup_steps_ratio"),
+    same("gradient_checkpointing", f"{_AR}.model.enable_gradient_checkpointing"),
     Spelling(("use_vllm",), (f"{_ROLLOUT}.name",), words(f"{_ROLLOUT}.name", {"true": "vllm", "false": "hf"})),
-    _same("vllm_gpu_memory_utilization", f"{_ROLLOUT}.gpu_memory_utilization"),
-    _same("vllm_tensor_parallel_size", f"{_ROLLOUT}.tensor_model_parallel_size"),
+    same("vllm_gpu_memory_utilization", f"{_ROLLOUT}.gpu_memory_utilization"),
+    same("vllm_tensor_parallel_size", f"{_ROLLOUT}.tensor_model_parallel_size"),
     Spelling(("vllm_max_model_length",), (f"{_ROLLOUT}.max_model_len",), unless_none(f"{_ROLLOUT}.max_model_len")),
-    _same("vllm_enable_sleep_mode", f"{_ROLLOUT}.free_cache_engine"),
-    _same("shuffle_dataset", "data.shuffle"),
-    _same("seed", "data.seed", note="the initial weights come from the model's folder"),
-    _same("model_name_or_path", f"{_AR}.model.path", "sft_model_path"),
+    same("vllm_enable_sleep_mode", f"{_ROLLOUT}.free_cache_engine"),
+    same("shuffle_dataset", "data.shuffle"),
+    same("seed", "data.seed", note="the initial weights come from the model's folder"),
+    same("model_name_or_path", f"{_AR}.model.path", "sft_model_path"),
     Spelling(("reward_model_path",), ("reward_model.enable", "reward_model.model.path"), reward_model),
-    _same("output_dir", "trainer.default_local_dir"),
-    _same("run_name", "trainer.experiment_name", "exp_name"),
+    same("output_dir", "trainer.default_local_dir"),
+    same("run_name", "trainer.experiment_name", "exp_name"),
     Spelling(("report_to",), ("trainer.logger",), loggers, "console and jsonl are always there"),
 )  # fmt: skip
 """In the order in which they are read: a conversion sees what those before it have set."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from verl_memopt.algorithms.records import CUSTOM, ESTIMATORS, LOSSES, RECORDS, WITH_GREEDY_RESPONSES, WITHOUT_GROUPS, with_option
+from verl_memopt.algorithms.records import ESTIMATORS, LOSSES, RECORDS, WITH_GREEDY_RESPONSES, WITHOUT_GROUPS, with_option
 from verl_memopt.config.correction_rules import CORRECTION_UNUSED
-from verl_memopt.config.keys import Problem, field_types, problem, shown
+from verl_memopt.config.keys import IS_SET, Problem, above, belongs, field_types, idle, other_than, problem, refused, shown
 from verl_memopt.config.reward_rules import SANDBOX_UNUSED
 from verl_memopt.config.schema import Fsdp, Settings, TrainedFsdp
 from verl_memopt.memory.critic_rules import twin_unused, unused_keys
@@ -61,6 +60,13 @@ _LORA_DROPOUT = (
 )
 _LORA_KEYS = "of the LoRA settings, rank, alpha, target_modules, exclude_modules and adapter_path have an effect. Remove this one"
 
+
+def _absent(*switches: str) -> dict[str, Refusal]:
+    """Return the rows of a feature that does not exist here: its switches, which may be off, and whatever else it has."""
+    section = switches[0].rpartition(".")[0]
+    return {**dict.fromkeys(switches, Refusal((False,), _NOT_HERE)), f"{section}.*": Refusal(ANY, _NOT_HERE)}
+
+
 _FSDP = {
     "wrap_policy.min_num_params": Refusal(ANY, _WRAP),
     "ulysses_sequence_parallel_size": Refusal((1,), "a sequence is not split over devices. Set 1"),
@@ -86,8 +92,7 @@ _MODEL = {
     "lora.*": Refusal((False,), _LORA_KEYS),
     "use_liger": Refusal(EITHER, f"the model is computed without Liger's kernels. {_CHUNKED}"),
     "fused_kernel_options.impl_backend": Refusal(("torch", "triton"), f"the log-prob is computed with PyTorch. {_CHUNKED}"),
-    "mtp.enable": Refusal((False,), _NOT_HERE),
-    "mtp.*": Refusal(ANY, _NOT_HERE),
+    **_absent("mtp.enable"),
     "use_shm": Refusal(EITHER, "weights are streamed from the model folder, which is not copied to shared memory"),
 }
 
@@ -95,8 +100,7 @@ _ACTOR = {
     "freeze_vision_tower": Refusal((False,), _TEXT_ONLY),
     "router_replay.mode": Refusal(("disabled",), _NOT_HERE),
     "router_replay.*": Refusal((), _NOT_HERE),
-    "qat.enable": Refusal((False,), _NOT_HERE),
-    "qat.*": Refusal(ANY, _NOT_HERE),
+    **_absent("qat.enable"),
 }
 
 _CHECKPOINT = {"checkpoint.async_save": Refusal(EITHER, "a checkpoint is always written whole before the next step")}
@@ -117,15 +121,11 @@ _ROLLOUT = {
     ),
     "layered_summon": Refusal(EITHER, "weights always move tensor by tensor, with LoRA too"),
     "checkpoint_engine.backend": Refusal(("naive",), "trainer and engine share a process. Remove the key"),
-    "multi_turn.enable": Refusal((False,), _NOT_HERE),
-    "multi_turn.*": Refusal(ANY, _NOT_HERE),
-    "prometheus.enable": Refusal((False,), _NOT_HERE),
-    "prometheus.*": Refusal(ANY, _NOT_HERE),
+    **_absent("multi_turn.enable"),
+    **_absent("prometheus.enable"),
     "trace.backend": Refusal((), _NOT_HERE),
     "trace.*": Refusal(ANY, _NOT_HERE),
-    "disaggregation.enable": Refusal((False,), _NOT_HERE),
-    "disaggregation.enabled": Refusal((False,), _NOT_HERE),
-    "disaggregation.*": Refusal(ANY, _NOT_HERE),
+    **_absent("disaggregation.enable", "disaggregation.enabled"),
     "quantization": Refusal((), "the engine runs in rollout.dtype. Remove the key"),
     "quantization_config_file": Refusal((), "the engine runs in rollout.dtype. Remove the key"),
     "pipeline_model_parallel_size": Refusal((1,), _TENSOR_PARALLEL),
@@ -185,11 +185,9 @@ _TRAINER = {
 _TOP = {
     "reward_manager.source": Refusal(("register",), _OWN_REWARD),
     "reward_manager.module.*": Refusal((), _OWN_REWARD),
-    "distillation.enabled": Refusal((False,), _NOT_HERE),
-    "distillation.*": Refusal(ANY, _NOT_HERE),
+    **_absent("distillation.enabled"),
     "model_engine": Refusal(("dp",), _ONE_BACKEND),
-    "transfer_queue.enable": Refusal((False,), _NOT_HERE),
-    "transfer_queue.*": Refusal(ANY, _NOT_HERE),
+    **_absent("transfer_queue.enable"),
     "global_profiler.*": Refusal(ANY, _PHASE_TABLE),
 }
 
@@ -248,11 +246,6 @@ _RANK, _QUANTIZATION, _LOAD = f"{_AR}.model.lora_rank", f"{_AR}.ref.quantization
 _SIZE, _OFFLOAD = f"{_AR}.ref.fsdp_config.fsdp_size", f"{_AR}.ref.fsdp_config.param_offload"
 
 
-def _follows(settings: Settings) -> bool:
-    """Return whether the reference follows the policy."""
-    return settings.actor_rollout_ref.ref.sync_every_steps is not None
-
-
 def _has_other_shards(settings: Settings) -> bool:
     roles = settings.actor_rollout_ref
     return num_devices(settings) > 1 and roles.ref.fsdp_config.fsdp_size != roles.actor.fsdp_config.fsdp_size
@@ -261,30 +254,23 @@ def _has_other_shards(settings: Settings) -> bool:
 def _rules() -> Iterator[Rule]:
     """Yield what a reference must be so that it can follow the policy."""
     keep = f"or {EVERY}=null to keep the reference as it is."
-    yield Rule(
-        (EVERY, _RANK),
-        lambda settings: _follows(settings) and settings.actor_rollout_ref.model.lora_rank > 0,
+    yield refused(
+        {EVERY: IS_SET, _RANK: above(0)},
         "with LoRA the reference is the policy's own base, and has no weights that could follow the policy",
         f"Set {_RANK}=0, {keep}",
     )
-    yield Rule(
-        (EVERY, _QUANTIZATION),
-        lambda settings: _follows(settings) and settings.actor_rollout_ref.ref.quantization != "none",
+    yield refused(
+        {EVERY: IS_SET, _QUANTIZATION: other_than("none")},
         "the codes of a quantised reference cannot take a small move",
         f"Set {_QUANTIZATION}=none with {_OFFLOAD}=true, {keep}",
     )
-    yield Rule(
-        (EVERY, _LOAD),
-        lambda settings: _follows(settings) and settings.actor_rollout_ref.model.load_mode == "mmap",
+    yield refused(
+        {EVERY: IS_SET, _LOAD: "mmap"},
         "a mapped file cannot be written to, and the reference would change the model's folder",
         f"Set {_LOAD}=stream, {keep}",
     )
-    yield Rule(
-        (EVERY, _SIZE),
-        lambda settings: _follows(settings) and _has_other_shards(settings),
-        "the shards of the reference are not those of the policy",
-        f"Set {_SIZE} to {_AR}.actor.fsdp_config.fsdp_size.",
-    )
+    way_out, shards = f"Set {_SIZE} to {_AR}.actor.fsdp_config.fsdp_size.", {EVERY: IS_SET, _SIZE: other_than()}
+    yield refused(shards, "the shards of the reference are not those of the policy", way_out, _has_other_shards)
 
 
 REFERENCE_RULES: tuple[Rule, ...] = tuple(_rules())
@@ -292,7 +278,7 @@ REFERENCE_RULES: tuple[Rule, ...] = tuple(_rules())
 
 REFERENCE_UNUSED: tuple[UnusedKey, ...] = (
     UnusedKey(EVERY, lambda settings: not needs_reference(settings), "no KL is asked for, so there is no reference"),
-    UnusedKey(ALPHA, lambda settings: not _follows(settings), f"{EVERY} is null"),
+    *idle(EVERY, None, ALPHA),
 )
 """When giving one of its keys asks for something that does not happen."""
 
@@ -310,38 +296,18 @@ def _estimator(settings: Settings) -> str:
     return settings.algorithm.adv_estimator
 
 
-def _loss(settings: Settings) -> str:
-    return settings.actor_rollout_ref.actor.policy_loss.loss_mode
-
-
-def _has_other_estimator(settings: Settings, owners: tuple[str, ...]) -> bool:
-    return _estimator(settings) not in (*owners, CUSTOM)
-
-
-def _has_other_loss(settings: Settings, owners: tuple[str, ...]) -> bool:
-    return _loss(settings) not in (*owners, CUSTOM)
-
-
 def _of_advantages() -> Iterator[UnusedKey]:
     """Yield the rules of estimators, groups and the KL."""
     for key in dict.fromkeys(key for record in ESTIMATORS.values() for key in record.options.values()):
         owners = with_option(key)
-        yield UnusedKey(f"algorithm.{key}", partial(_has_other_estimator, owners=owners), f"it belongs to {' and '.join(owners)}")
-    section = "algorithm.custom_estimator"
-    yield UnusedKey(
-        f"{section}.name", lambda settings: settings.algorithm.custom_estimator.path is None, f"{section}.path is null"
-    )
+        yield belongs(f"algorithm.{key}", "algorithm.adv_estimator", owners, f"it belongs to {' and '.join(owners)}")
+    yield from idle("algorithm.custom_estimator.path", None, "algorithm.custom_estimator.name")
     yield UnusedKey(
         f"{_FILTER}.enable", lambda settings: settings.actor_rollout_ref.rollout.n < 2, "a group of one is always kept"
     )
-    for key in ("metric", "max_num_gen_batches"):
-        yield UnusedKey(
-            f"{_FILTER}.{key}", lambda settings: not settings.algorithm.filter_groups.enable, f"{_FILTER}.enable is false"
-        )
-    for key in ("algorithm.kl_penalty", f"{_KL}.type", f"{_KL}.kl_coef"):
-        yield UnusedKey(key, lambda settings: not settings.algorithm.use_kl_in_reward, "algorithm.use_kl_in_reward is false")
-    for key in ("horizon", "target_kl"):
-        yield UnusedKey(f"{_KL}.{key}", lambda settings: settings.algorithm.kl_ctrl.type == "fixed", f"{_KL}.type is fixed")
+    yield from idle(f"{_FILTER}.enable", False, f"{_FILTER}.metric", f"{_FILTER}.max_num_gen_batches")
+    yield from idle("algorithm.use_kl_in_reward", False, "algorithm.kl_penalty", f"{_KL}.type", f"{_KL}.kl_coef")
+    yield from idle(f"{_KL}.type", "fixed", f"{_KL}.horizon", f"{_KL}.target_kl")
     for key in ("kl_loss_coef", "kl_loss_type"):
         yield UnusedKey(
             f"{_AR}.actor.{key}", lambda settings: not settings.actor_rollout_ref.actor.use_kl_loss, "actor.use_kl_loss is false"
@@ -350,7 +316,7 @@ def _of_advantages() -> Iterator[UnusedKey]:
 
 def _averages_sequences(settings: Settings) -> bool:
     actor = settings.actor_rollout_ref.actor
-    return LOSSES[_loss(settings)].by_sequence and not actor.use_kl_loss and actor.entropy_coeff == 0
+    return LOSSES[actor.policy_loss.loss_mode].by_sequence and not actor.use_kl_loss and actor.entropy_coeff == 0
 
 
 def _of_losses() -> Iterator[UnusedKey]:
@@ -363,17 +329,9 @@ def _of_losses() -> Iterator[UnusedKey]:
     yield from (scale_factor, twin_unused(scale_factor))
     for key in dict.fromkeys(key for record in LOSSES.values() for key in record.options):
         owners = with_option(key)
-        yield UnusedKey(
-            f"{_AR}.actor.{key}",
-            partial(_has_other_loss, owners=owners),
-            f"it belongs to {_LOSS_MODE}={owners[0]}" if len(owners) == 1 else "this loss has no clip",
-        )
-    section = f"{_AR}.actor.policy_loss.custom"
-    yield UnusedKey(
-        f"{section}.name",
-        lambda settings: settings.actor_rollout_ref.actor.policy_loss.custom.path is None,
-        f"{section}.path is null",
-    )
+        because = f"it belongs to {_LOSS_MODE}={owners[0]}" if len(owners) == 1 else "this loss has no clip"
+        yield belongs(f"{_AR}.actor.{key}", _LOSS_MODE, owners, because)
+    yield from idle(f"{_AR}.actor.policy_loss.custom.path", None, f"{_AR}.actor.policy_loss.custom.name")
     yield from (unused for record in RECORDS for unused in record.unused_keys)
     yield UnusedKey(_AGG_MODE, _averages_sequences, "actor.policy_loss.loss_mode averages over sequences")
 
@@ -404,20 +362,15 @@ def _never_ranks_checkpoints(settings: Settings) -> bool:
 
 def _of_rewards_and_runs() -> Iterator[UnusedKey]:
     """Yield the rules of reward functions, validation and checkpoints."""
-    yield UnusedKey(f"{_REWARD}.name", lambda settings: settings.custom_reward_function.path is None, f"{_REWARD}.path is null")
-    yield UnusedKey(
-        f"{_REWARD}.fallback_score",
-        lambda settings: settings.custom_reward_function.on_error == "raise",
-        f"{_REWARD}.on_error is raise",
+    yield from idle(f"{_REWARD}.path", None, f"{_REWARD}.name")
+    yield from idle(f"{_REWARD}.on_error", "raise", f"{_REWARD}.fallback_score")
+    of_penalty = (
+        *(f"{_OVERLONG}.{name}" for name in ("len", "penalty_factor", "log")),
+        "reward_model.reward_kwargs.max_resp_len",
     )
-    for key in (f"{_OVERLONG}.len", f"{_OVERLONG}.penalty_factor", f"{_OVERLONG}.log", "reward_model.reward_kwargs.max_resp_len"):
-        yield UnusedKey(
-            key,
-            lambda settings: not settings.reward_model.reward_kwargs.overlong_buffer_cfg.enable,
-            f"{_OVERLONG}.enable is false",
-        )
+    yield from idle(f"{_OVERLONG}.enable", False, *of_penalty)
     yield from SANDBOX_UNUSED
-    yield UnusedKey("trainer.test_freq", lambda settings: settings.data.val_files is None, "data.val_files is null")
+    yield from idle("data.val_files", None, "trainer.test_freq")
     yield UnusedKey(
         "trainer.keep_best",
         _never_ranks_checkpoints,
@@ -438,10 +391,7 @@ UNUSED_KEYS = {
 def warn_unused(unused: UnusedKey, value: Any, if_not_given: Any) -> None:
     """Log that a key which the user set has no effect, unless it holds what it would hold anyway.
 
-    Args:
-        unused: says why the key has no effect.
-        value: of the key.
-        if_not_given: what the key would hold if the user had not set it.
+    ``if_not_given``: what the key would hold if the user had not set it.
     """
     if value != if_not_given or unused.key == _NAMED_ON_SIGHT:
         logger.warning("%s=%s has no effect here: %s.", unused.key, shown(value), unused.because)

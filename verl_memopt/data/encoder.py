@@ -8,7 +8,7 @@ import logging
 import re
 import secrets
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -352,3 +352,27 @@ def special_tokens_of(tokenizer: Any) -> SpecialTokens:
     if tokenizer not in _KNOWN:
         _KNOWN[tokenizer] = SpecialTokens(tokenizer)
     return _KNOWN[tokenizer]
+
+
+_MARK = "\ufdd3"
+"""A noncharacter in place of an answer, to see what a chat template writes after it."""
+
+
+def end_of_turn(tokenizer: Any, chat_kwargs: Mapping[str, Any]) -> str:
+    """Return what the chat template writes after an answer, such as ``<|im_end|>`` and a line break.
+
+    Raises:
+        DataError: The chat template drops or changes an answer.
+    """
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False, **chat_kwargs)
+    except RENDER_ERRORS as problem:
+        raise DataError(
+            f"data.apply_chat_template_kwargs: the chat template cannot render an answer ({problem}). Correct them, or set "
+            "another template with actor_rollout_ref.model.custom_chat_template."
+        ) from problem
+    before, mark, after = text.partition(_MARK)
+    if not mark or not before:
+        raise DataError("the chat template does not write the answer of an assistant. Use the template of a chat model.")
+    return after

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from verl_memopt.config import schema
 from verl_memopt.data.dataset import CustomRows, PromptDataset, PromptRow, build_dataset, is_chat
-from verl_memopt.data.encoder import RENDER_ERRORS, special_tokens_of, tokenize
+from verl_memopt.data.encoder import end_of_turn, special_tokens_of, tokenize
 from verl_memopt.errors import DataError
 
 logger = logging.getLogger(__name__)
 
 SOURCE = "sft"
 """``data_source`` of a row that has none."""
-
-_MARK = "\ufdd3"
-"""A noncharacter in place of an answer, to see what a chat template writes after it."""
 
 
 def build_supervised_dataset(files: Any, data: schema.Data, tokenizer: Any, split: str) -> list[PromptRow] | CustomRows:
@@ -128,24 +125,9 @@ def with_responses(
     return kept
 
 
-def end_of_turn(tokenizer: Any, chat_kwargs: Mapping[str, Any]) -> str:
-    """Return what the chat template writes after an answer, such as ``<|im_end|>`` and a line break.
-
-    Raises:
-        DataError: The chat template drops or changes an answer.
-    """
-    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
-    try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False, **chat_kwargs)
-    except RENDER_ERRORS as problem:
-        raise DataError(
-            f"data.apply_chat_template_kwargs: the chat template cannot render an answer ({problem}). Correct them, or set "
-            "another template with actor_rollout_ref.model.custom_chat_template."
-        ) from problem
-    before, mark, after = text.partition(_MARK)
-    if not mark or not before:
-        raise DataError("the chat template does not write the answer of an assistant. Use the template of a chat model.")
-    return after
+def _up_to(token: str, text: str) -> str:
+    """Return a text up to its first end token, after which an engine stops. A text without one gets it."""
+    return text.partition(token)[0] + token if token else text
 
 
 def _at(columns: Any, key: str) -> Any:

@@ -2,8 +2,8 @@
 
 Bytes saved: let R be the response tokens of a micro-batch, V the vocabulary, c = ``logprob_chunk_tokens`` and t =
 ``logprob_vocab_tile``. The logits of a pass are one buffer of min(R, c) x min(V, t) x (4 + n) bytes. n is 0 in fp32, else the b
-bytes of the compute dtype. Entropy needs another buffer of min(R, c) x min(V, t, 4,096) x 4 bytes, and so do sums of squared
-probabilities, and a GPU where t < V and functions are not compiled.
+bytes of the compute dtype. Entropy needs another buffer of min(R, c) x min(V, t, 4,096) x 4 bytes, and so do statistics for an
+estimator, and a GPU where t < V and functions are not compiled.
 
 ``logprob_chunk_tokens=0`` disables chunking. ``logprob_vocab_tile=0`` then takes the whole vocabulary. With chunks it chooses
 by the pass: an update whose loss has a gradient per token, or that is strictly on-policy, takes the whole vocabulary; log-prob
@@ -16,7 +16,7 @@ V x h x b bytes if there is a gradient already, as in the second micro-batch of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from verl_memopt.memory.chunked_logprob import FREE_TILE
 from verl_memopt.memory.embedding_gradient import room_for
-from verl_memopt.memory.logit_tiles import Gradients, Head, LogitTiles, Tokens
+from verl_memopt.memory.logit_tiles import Gradients, Head, LogitTiles, Statistic, Tokens
 from verl_memopt.observe.byte_tracker import scope
 
 TokenGradient = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
@@ -33,13 +33,20 @@ TokenGradient = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Tensor | 
 those of the log-probs and of the entropies, fp32 each."""
 
 
-class SumPiSquared:
-    """Where a pass without gradients leaves the sum of squared probabilities of each token: fp32 [R]; None before the pass.
+class TokenStatistics:
+    """Further statistics of each token's distribution: which ones, and where a pass without gradients leaves them.
 
     FSDP2 casts the tensors and copies the dataclasses among the inputs of a forward, so this is neither.
+
+    Attributes:
+        asked: Name -> how it is computed.
+        values: Name -> fp32 [R]; empty before the pass.
     """
 
-    values: Tensor | None = None
+    def __init__(self, asked: Mapping[str, Statistic]) -> None:
+        """Hold no values yet."""
+        self.asked = asked
+        self.values: dict[str, Tensor] = {}
 
 
 def head_log_probs(
@@ -48,7 +55,7 @@ def head_log_probs(
     targets: Tensor,
     token_gradient: TokenGradient | None = None,
     in_place: bool = False,
-    sum_pi_squared: SumPiSquared | None = None,
+    statistics: TokenStatistics | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the log-prob of each target and, if requested, the entropy of its distribution.
 
@@ -56,23 +63,30 @@ def head_log_probs(
 
     Args:
         head: The LM head and how it is cut. ``vocab_tile=0`` takes the whole vocabulary if there are no chunks or if the forward
-            computes the gradients (``token_gradient``). Otherwise it takes ``FREE_TILE``.
+            computes the gradients (``token_gradient``). Otherwise it takes ``FREE_TILE``. A statistic of whole rows takes the
+            whole vocabulary, whatever it is.
         hidden: [R, H] in the compute dtype.
         targets: int64 [R].
         token_gradient: Computes the gradients in the forward. Backward asserts that it would have computed the same.
         in_place: Add to ``.grad`` of weight and bias without autograd (with ``token_gradient`` in the forward), if they are
             leaves without hooks. For callers that call ``backward`` once per forward, and not ``torch.autograd.grad``.
-        sum_pi_squared: Is filled with the sum of squared probabilities of each token's distribution. Only without gradients.
+        statistics: Is filled. Only without gradients.
 
     Returns:
         Log-probs fp32 [R]; entropies fp32 [R], or None.
     """
     once = token_gradient is not None and torch.is_grad_enabled()
     tile = FREE_TILE if head.vocab_tile == 0 and head.chunk_tokens > 0 and not once else head.vocab_tile
-    head = replace(head, vocab_tile=tile, with_sum_pi_squared=sum_pi_squared is not None)
+    asked = {} if statistics is None else statistics.asked
+    if any(each.rescaled is None for each in asked.values()):
+        tile = 0
+    head = replace(head, vocab_tile=tile, statistics=asked)
     if not torch.is_grad_enabled():
-        return _without_gradients(head, hidden, targets, sum_pi_squared)
-    assert sum_pi_squared is None, "sums of squared probabilities have no gradient"
+        tokens = _without_gradients(head, hidden, targets)
+        if statistics is not None:
+            statistics.values = tokens.further
+        return tokens.log_probs, tokens.entropy
+    assert not asked, f"{', '.join(asked)}: statistics have no gradient"
     if token_gradient is None:
         log_probs, entropy = _Recomputed.apply(hidden, head.weight, head.bias, targets, head, in_place)
     else:
@@ -81,16 +95,7 @@ def head_log_probs(
     return log_probs, entropy if head.with_entropy else None
 
 
-def _without_gradients(
-    head: Head, hidden: Tensor, targets: Tensor, sum_pi_squared: SumPiSquared | None
-) -> tuple[Tensor, Tensor | None]:
-    tokens = _statistics(head, hidden, targets)
-    if sum_pi_squared is not None:
-        sum_pi_squared.values = tokens.sum_pi_squared
-    return tokens.log_probs, tokens.entropy
-
-
-def _statistics(head: Head, hidden: Tensor, targets: Tensor) -> Tokens:
+def _without_gradients(head: Head, hidden: Tensor, targets: Tensor) -> Tokens:
     tokens = _room_for_tokens(head, hidden)
     with scope(kind="logits"):
         logits = LogitTiles(head, hidden)
@@ -106,7 +111,7 @@ class _Recomputed(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head, in_place: bool
     ) -> tuple[Tensor, Tensor]:
-        tokens = _statistics(head, hidden, targets)
+        tokens = _without_gradients(head, hidden, targets)
         entropy = _or_nothing(tokens.entropy, hidden)
         # Without the weight: it is a parameter, which FSDP2 frees and gathers again under the same tensor.
         ctx.save_for_backward(hidden, targets, tokens.log_normalizer, entropy)
@@ -209,13 +214,16 @@ def _room_for_tokens(head: Head, hidden: Tensor) -> Tokens:
     def room() -> Tensor:
         return hidden.new_empty(count, dtype=torch.float32)
 
-    return Tokens(room(), room(), room() if head.with_entropy else None, room() if head.with_sum_pi_squared else None)
+    return Tokens(room(), room(), room() if head.with_entropy else None, {name: room() for name in head.statistics})
 
 
 def _keep(part: Tokens, whole: Tokens, rows: slice) -> None:
-    for name, into in vars(whole).items():
-        if into is not None:
-            into[rows] = getattr(part, name)
+    whole.log_probs[rows], whole.log_normalizer[rows] = part.log_probs, part.log_normalizer
+    if whole.entropy is not None:
+        assert part.entropy is not None
+        whole.entropy[rows] = part.entropy
+    for name, values in part.further.items():
+        whole.further[name][rows] = values
 
 
 def _at(into: Gradients, rows: slice) -> Gradients:

@@ -6,8 +6,8 @@ exists; in half precision there is one more in the compute dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,10 +21,21 @@ SCRATCH_COLUMNS = 4096
 
 
 @dataclass(frozen=True)
+class Statistic:
+    """A number of each token's distribution, which a pass without gradients computes while the logits exist."""
+
+    of_columns: Callable[[Tensor, Tensor | None], Tensor]
+    """From log-probs fp32 [c, v], which stay unchanged, and a scratch [c, any number of columns] or None: fp32 [c]."""
+    rescaled: Callable[[Tensor, Tensor], Tensor] | None = None
+    """Where the number is a sum over the vocabulary: from its value [c], what it is if all probabilities are multiplied by a
+    share [c], so that values of several tiles add up. None = it needs the whole vocabulary in one tile."""
+
+
+@dataclass(frozen=True)
 class Head:
     """The LM head and how it is cut: so many tokens and vocabulary entries have logits at once; 0 for all.
 
-    Logits are divided by ``temperature`` in fp32. Entropies, and sums of squared probabilities of each token's distribution, are
+    Logits are divided by ``temperature`` in fp32. Entropies, and ``statistics`` of each token's distribution by name, are
     computed if asked for. ``compiled``: compile what runs between the products.
     """
 
@@ -35,7 +46,7 @@ class Head:
     vocab_tile: int
     with_entropy: bool = False
     compiled: bool = False
-    with_sum_pi_squared: bool = False
+    statistics: Mapping[str, Statistic] = field(default_factory=dict)
 
     @property
     def vocabulary(self) -> int:
@@ -68,7 +79,7 @@ class Tokens:
     log_probs: Tensor  # of the targets
     log_normalizer: Tensor  # log of the sum of exponentials of the logits
     entropy: Tensor | None
-    sum_pi_squared: Tensor | None = None
+    further: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -89,11 +100,12 @@ class LogitTiles:
         size = min(head.chunk_tokens or hidden.shape[0], hidden.shape[0]) * head.tile
         self._wide = hidden.new_empty(size, dtype=torch.float32)
         self._narrow = None if hidden.dtype == torch.float32 else hidden.new_empty(size)
-        scratch = (head.with_entropy or head.with_sum_pi_squared) and not head.compiled
+        in_parts = head.with_entropy or bool(head.statistics)
+        scratch = in_parts and not head.compiled
         columns = min(SCRATCH_COLUMNS, head.tile) if scratch else 0
         self._scratch = hidden.new_empty(size // head.tile * columns, dtype=torch.float32)
         self._columns = columns
-        self._soft = head.whole_rows and not head.with_entropy and not head.with_sum_pi_squared
+        self._soft = head.whole_rows and not in_parts
         self._run: Callable[..., Any] = _compiled if head.compiled else _plain
 
     def statistics(self, hidden: Tensor, targets: Tensor) -> Tokens:
@@ -105,11 +117,11 @@ class LogitTiles:
         parts = [self._tile_statistics(hidden, targets, columns) for columns in self.head.tiles()]
         together = parts[0]
         for part in parts[1:]:
-            together = _merged(together, part)
-        top, log_sum, picked, entropy, squares = together
+            together = _merged(together, part, self.head.statistics)
+        top, log_sum, picked, entropy, further = together
         # The target's logit and the largest one are subtracted first, because they are close. The sum of top and log_sum
         # would be rounded at the size of the logits, and the log-prob would lose these digits.
-        return Tokens((picked - top) - log_sum, top + log_sum, entropy, squares)
+        return Tokens((picked - top) - log_sum, top + log_sum, entropy, further)
 
     def differentiate(
         self,
@@ -147,15 +159,19 @@ class LogitTiles:
 
     def _tile_statistics(self, hidden: Tensor, targets: Tensor, columns: slice) -> tuple[Any, ...]:
         # The largest logit, the log of the sum of exponentials relative to it, the target's logit, the entropy or None, and the
-        # sum of squares or None, [c] each.
+        # further statistics by name, [c] each.
         logits = self._logits(hidden, columns)
         local = targets if self.head.whole_rows else targets - columns.start
         scratch, picked = self._scratch_for(logits), target_logits(logits, local)
         if self._soft:
-            return *self._run(softmax_, logits), picked, None, None
+            return *self._run(softmax_, logits), picked, None, {}
         top, log_sum, entropy = self._run(log_softmax_, logits, scratch, self.head.with_entropy)
-        squares = self._run(sum_of_squares, logits, scratch) if self.head.with_sum_pi_squared else None
-        return top, log_sum, picked, entropy, squares
+        further = {
+            # What needs whole rows may be a user's own code, which is never compiled.
+            name: (_plain if each.rescaled is None else self._run)(each.of_columns, logits, scratch)
+            for name, each in self.head.statistics.items()
+        }
+        return top, log_sum, picked, entropy, further
 
     def _logits(self, hidden: Tensor, columns: slice) -> Tensor:
         """Return fp32 [c, tile] logits over temperature, in the buffer."""
@@ -281,7 +297,7 @@ def log_softmax_(logits: Tensor, scratch: Tensor | None, with_entropy: bool) -> 
     if not with_entropy:
         return top, log_sum, None
     entropy = torch.zeros_like(top)
-    for part, room in _parts(logits, scratch):
+    for part, room in column_parts(logits, scratch):
         entropy -= torch.exp(part, out=room).mul_(part).sum(-1) if room is not None else (part.exp() * part).sum(-1)
     return top, log_sum, entropy
 
@@ -296,17 +312,6 @@ def sum_of_exponentials(logits: Tensor) -> Tensor:
     total = torch.zeros_like(logits[:, 0])
     for part in logits.split(SCRATCH_COLUMNS, -1):
         total += part.exp().sum(-1)
-    return total
-
-
-def sum_of_squares(log_p: Tensor, scratch: Tensor | None) -> Tensor:
-    """Return the sum of squared probabilities [c] from fp32 log-probs [c, v], which stay unchanged.
-
-    ``scratch`` is [c, any number of columns]; None to allocate it.
-    """
-    total = torch.zeros_like(log_p[:, 0])
-    for part, room in _parts(log_p, scratch):
-        total += torch.mul(part, 2, out=room).exp_().sum(-1) if room is not None else (part * 2).exp().sum(-1)
     return total
 
 
@@ -330,30 +335,30 @@ def both_gradients_(log_p: Tensor, entropy: Tensor, grad_log_probs: Tensor, grad
     :func:`add_target_terms_` adds ``onehot``.
     """
     constant = grad_log_probs + grad_entropy * entropy
-    for part, room in _parts(log_p, scratch):
+    for part, room in column_parts(log_p, scratch):
         # -p (grad_entropy * log p + constant)
         factor = torch.mul(part, -grad_entropy[:, None], out=room) if room is not None else part * -grad_entropy[:, None]
         part.exp_().mul_(factor.sub_(constant[:, None]))
 
 
-def _merged(one: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[Any, ...]:
+def _merged(one: tuple[Any, ...], other: tuple[Any, ...], statistics: Mapping[str, Statistic]) -> tuple[Any, ...]:
     """Return for two sets of columns together what one of them has."""
     top = torch.maximum(one[0], other[0])
     first, second = one[0] - top + one[1], other[0] - top + other[1]
     log_sum = torch.logaddexp(first, second)
     shares = (first - log_sum).exp(), (second - log_sum).exp()
-    entropy = squares = None
+    entropy, further = None, {}
     if one[3] is not None:
         # The entropy of a mixture: the mean of each part's own entropy and of the negative log of its share.
         entropy = shares[0] * (one[3] + log_sum - first) + shares[1] * (other[3] + log_sum - second)
-    if one[4] is not None:
-        # Each part's sum is relative to its own normalizer. So its probabilities shrink by the share, and their squares by
-        # its square.
-        squares = shares[0].square() * one[4] + shares[1].square() * other[4]
-    return top, log_sum, one[2] + other[2], entropy, squares
+    for name, each in statistics.items():
+        assert each.rescaled is not None, f"{name} needs the whole vocabulary in one tile"
+        # Each part's value is relative to its own normalizer. So its probabilities shrink by the share.
+        further[name] = each.rescaled(one[4][name], shares[0]) + each.rescaled(other[4][name], shares[1])
+    return top, log_sum, one[2] + other[2], entropy, further
 
 
-def _parts(wide: Tensor, scratch: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+def column_parts(wide: Tensor, scratch: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Yield groups of columns, each with as much of the scratch as it needs."""
     if scratch is None:
         yield wide, None

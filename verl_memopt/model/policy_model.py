@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.chunked_logprob_torch import SumPiSquared, TokenGradient, head_log_probs
+from verl_memopt.memory.chunked_logprob_torch import TokenGradient, TokenStatistics, head_log_probs
 from verl_memopt.memory.logit_tiles import Head
 from verl_memopt.memory.resharding_torch import gathered_for_forward
 from verl_memopt.model.decoder import BlockOptions, Decoder
@@ -50,7 +50,7 @@ class LogProbHead(nn.Module):
         temperature: float = 1.0,
         with_entropy: bool = False,
         token_gradient: TokenGradient | None = None,
-        sum_pi_squared: SumPiSquared | None = None,
+        statistics: TokenStatistics | None = None,
     ) -> Any:
         """Return log-probs and entropies, fp32 [R] each, the latter or None.
 
@@ -60,7 +60,7 @@ class LogProbHead(nn.Module):
             temperature: Temperature of the log-probs.
             with_entropy: Compute entropies too.
             token_gradient: Gives the gradients of log-probs and entropies before backward.
-            sum_pi_squared: Is filled with the sums of squared probabilities, in a pass without gradients.
+            statistics: Is filled, in a pass without gradients.
         """
         if targets is None:
             return linear(hidden, self.weight, self.bias)
@@ -68,7 +68,7 @@ class LogProbHead(nn.Module):
         gathered_for_forward(self, again_in_backward=token_gradient is None)
         chunk, tile = self.chunk_tokens, self.vocab_tile
         head = Head(self.weight, self.bias, temperature, chunk, tile, with_entropy, self.compiled)
-        return head_log_probs(head, hidden, targets, token_gradient, in_place=True, sum_pi_squared=sum_pi_squared)
+        return head_log_probs(head, hidden, targets, token_gradient, in_place=True, statistics=statistics)
 
 
 class PolicyModel(PackedModel):
@@ -110,7 +110,7 @@ class PolicyModel(PackedModel):
         token_gradient: TokenGradient | None = None,
         prefix_kv: Prefix | None = None,
         unpacked: bool = False,
-        sum_pi_squared: SumPiSquared | None = None,
+        statistics: TokenStatistics | None = None,
     ) -> Any:
         """Return log-probs fp32 [R] of ``pack.targets``, and their entropies fp32 [R] if requested.
 
@@ -122,14 +122,14 @@ class PolicyModel(PackedModel):
             prefix_kv: The prefix KV for a pack of ``pack_suffixes``; or a recorder for one of ``pack_prompt``, which returns what
                 :meth:`PackedModel.recorded` returns instead.
             unpacked: Compute a pack of one row with eager attention and whole logits, for comparisons.
-            sum_pi_squared: As in :class:`LogProbHead`.
+            statistics: As in :class:`LogProbHead`.
         """
         if unpacked:
             return self._unpacked(pack, temperature)
         if isinstance(prefix_kv, PrefixRecorder):
             return self.recorded(pack, prefix_kv)
         states = self.predicting_states(pack, prefix_kv)
-        return self.head(states, pack.targets, temperature, with_entropy, token_gradient, sum_pi_squared)
+        return self.head(states, pack.targets, temperature, with_entropy, token_gradient, statistics)
 
     def _unpacked(self, row: Pack, temperature: float) -> tuple[Tensor, None]:
         """Return the log-probs of a row alone, in eager attention and from whole logits."""

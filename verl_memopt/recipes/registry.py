@@ -57,7 +57,7 @@ RECIPES: dict[str, Recipe] = {
     "rlt": Recipe(
         title="RLT",
         rules_at="verl_memopt.recipes.rlt.rules:RLT_RULES",
-        names_at="verl_memopt.recipes.rlt.names:NAMES",
+        names_at="verl_memopt.recipes.rlt.rules:NAMES",
         hooks_at="verl_memopt.recipes.rlt.scorer:HOOKS",
         commands={
             "score": (

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from verl_memopt.algorithms.custom import check_custom
+from verl_memopt.algorithms.custom import check_custom, statistics_of
 from verl_memopt.algorithms.kl import KlController
 from verl_memopt.algorithms.records import WITH_GREEDY_RESPONSES, WITHOUT_BASELINE
 from verl_memopt.config.keys import replaced
@@ -350,8 +350,8 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
     bypasses = correction.bypass_mode and mode.updates and not mode.supervised
     # A scorer that reads log-probs runs before the update, so that they cannot come from it.
     on_policy = mode.updates and not scorer.reads and update_gives_old_log_probs(actor, data.train_batch_size, algorithm)
-    statistics = actor.calculate_entropy, actor.calculate_sum_pi_squared
-    old_pass = LogProbPass(workers, "old_log_prob", Worker.old_log_probs, old_budget, balance, statistics)
+    options = actor.calculate_entropy, statistics_of(algorithm)
+    old_pass = LogProbPass(workers, "old_log_prob", Worker.old_log_probs, old_budget, balance, options)
     cutter = MiniBatchCutter(workers.world_size, actor, rollout.n, update_budget, balance)
     policy_update = PolicyUpdate(cutter, actor, context.store)
     # The engine's log-probs of a dump may belong to other weights, so a difference is no fault.

@@ -12,7 +12,7 @@ from typing import Self
 
 import torch
 
-from verl_memopt.algorithms.custom import needed_inputs
+from verl_memopt.algorithms.custom import inputs_of, statistics_of
 from verl_memopt.algorithms.records import LOSSES, load
 from verl_memopt.algorithms.rollout_correction import corrects_before_update
 from verl_memopt.algorithms.rows import GlobalCounts
@@ -102,7 +102,7 @@ def update_gives_old_log_probs(actor: Actor, train_batch_size: int, algorithm: A
     once = actor.ppo_epochs == 1 and train_batch_size == actor.ppo_mini_batch_size
     read_before = algorithm.use_kl_in_reward or algorithm.use_pf_ppo or corrects_before_update(algorithm.rollout_correction)
     read_before |= actor.calculate_entropy or LOSSES[actor.policy_loss.loss_mode].selects is not None
-    read_before |= "old_log_probs" in needed_inputs(algorithm)
+    read_before |= "old_log_probs" in inputs_of(algorithm) or bool(statistics_of(algorithm))
     return actor.old_log_prob_pass == "auto" and once and not read_before
 
 

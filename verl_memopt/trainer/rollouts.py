@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -260,7 +261,7 @@ class StepBatch:
         advantages: None before the phase that computes them.
         metrics: Metrics of the phases so far.
         baselines: fp32 [B], the score of the greedy response to each row's prompt; None without ReMax.
-        sum_pi_squared: fp32 [R], the sum of squared probabilities at each token; None where no estimator reads it.
+        statistics: fp32 [R] each, what the estimator reads of each token's distribution, by name.
         drawn: The rows of the update, where PF-PPO draws them; None = all rows, once each.
     """
 
@@ -273,7 +274,7 @@ class StepBatch:
     advantages: Advantages | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     baselines: Tensor | None = None
-    sum_pi_squared: Tensor | None = None
+    statistics: dict[str, Tensor] = field(default_factory=dict)
     drawn: list[int] | None = None
 
     def for_update(self) -> tuple[RolloutBatch, list[str]]:
@@ -325,7 +326,7 @@ class ForwardPass(Generic[Result]):
     method: Callable[..., Result]
     budget: Budget
     balance: bool
-    options: tuple[bool, ...] = ()
+    options: tuple[Any, ...] = ()
 
     def run(self, batch: RolloutBatch, names: Sequence[str]) -> list[tuple[list[int], Result]]:
         """Return each rank's rows with its result. Errors call the rows by their ``names``."""
@@ -374,7 +375,7 @@ def compute_advantages(
     algorithm: Algorithm,
     controller: KlController,
     baselines: Tensor | None = None,
-    sum_pi_squared: Tensor | None = None,
+    statistics: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Advantages:
     """Return the advantages of a batch.
 
@@ -387,7 +388,7 @@ def compute_advantages(
         algorithm: Estimator of the advantages, and the KL in the reward.
         controller: Coefficient of that KL.
         baselines: As in :class:`StepBatch`.
-        sum_pi_squared: As in :class:`StepBatch`.
+        statistics: As in :class:`StepBatch`.
 
     Raises:
         RewardError: A score is infinite.
@@ -413,7 +414,7 @@ def compute_advantages(
         old_log_probs=batch.old_log_probs,
         ref_log_probs=batch.ref_log_probs,
         rollout_log_probs=batch.rollout_log_probs,
-        sum_pi_squared=sum_pi_squared,
+        statistics=statistics,
         weights=batch.weights,
     )
     estimated = estimate(inputs, algorithm)

@@ -136,7 +136,7 @@ class TrainingStep:
                 batch.metrics |= correct_before_update(batch.rows, algorithm.rollout_correction)
             if algorithm.mask_truncated_responses:
                 batch.metrics |= mask_truncated(batch.rows, batch.answers.generation.finish_reasons)
-            own = batch.baselines, batch.sum_pi_squared
+            own = batch.baselines, batch.statistics
             batch.advantages = compute_advantages(batch.rows, batch.scores, batch.names, algorithm, self.kl_control, *own)
             batch.rows.advantages = batch.advantages.per_token
             batch.rows.returns = None if self.critic is None else batch.advantages.returns
@@ -316,7 +316,7 @@ class PolicyTraining:
     def add_old_log_probs(self, batch: StepBatch) -> None:
         """Add the log-probs and statistics of a pass over the batch, and compare them with the engine's log-probs."""
         old = self.old_pass.compute(batch.rows, batch.names)
-        batch.rows.old_log_probs, batch.entropy, batch.sum_pi_squared = old.log_probs, old.entropy, old.sum_pi_squared
+        batch.rows.old_log_probs, batch.entropy, batch.statistics = old.log_probs, old.entropy, old.statistics
         self.compare_log_probs(batch)
 
     def compare_log_probs(self, batch: StepBatch) -> None:

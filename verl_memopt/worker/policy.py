@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from verl_memopt.algorithms.custom import load_statistic
 from verl_memopt.algorithms.kl import kl_estimate
-from verl_memopt.algorithms.losses import LossAndMetrics, LossSettings, LossTokens, policy_loss, with_shared_metrics
+from verl_memopt.algorithms.losses import LossAndMetrics, LossTokens, policy_loss, with_shared_metrics
 from verl_memopt.algorithms.records import LOSSES
 from verl_memopt.algorithms.rollout_correction import bypass_loss, is_token_local, kept_lengths
 from verl_memopt.algorithms.rows import GlobalCounts, aggregate
 from verl_memopt.config.schema import Actor, Rollout, RolloutCorrection
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
-from verl_memopt.memory.chunked_logprob_torch import SumPiSquared, TokenGradient
+from verl_memopt.memory.chunked_logprob_torch import TokenGradient, TokenStatistics
 from verl_memopt.memory.out_of_memory import cut_again
 from verl_memopt.memory.resharding_torch import reshard_units
 from verl_memopt.model.packed_model import PackedModel
@@ -34,6 +36,8 @@ from verl_memopt.worker.trained_model import (
     TrainedModel,
     micro_batches_of,
 )
+
+NO_STATISTICS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -75,10 +79,10 @@ class Policy:
         micro_batches: Sequence[Sequence[int]],
         temperature: float,
         with_entropy: bool,
-        with_sum_pi_squared: bool = False,
+        statistics: Mapping[str, str] = NO_STATISTICS,
     ) -> LogProbs:
         """Return the log-probs of a batch under the present weights, as :func:`compute_log_probs`."""
-        options = temperature, with_entropy, self.trained.device, with_sum_pi_squared
+        options = temperature, with_entropy, self.trained.device, statistics
         return compute_log_probs(self.model, batch, micro_batches, *options)
 
     def update(self, mini_batches: Sequence[MiniBatch], temperature: float) -> dict[str, float]:
@@ -202,7 +206,7 @@ class Objective:
             tokens = LossTokens(log_probs, old, advantages, row, self._lengths, counts, weights, kept, selected)
             return policy_loss(tokens, self.actor)
         tokens = LossTokens(log_probs, old, advantages, row, self._lengths, counts)
-        return with_shared_metrics(tokens, *bypass_loss(tokens, LossSettings.of(self.actor), self.bypass))
+        return with_shared_metrics(tokens, *bypass_loss(tokens, self.actor, self.bypass))
 
     @property
     def _is_token_local(self) -> bool:
@@ -323,13 +327,13 @@ def _forward_each(
 class LogProbs:
     """The result of a log-prob pass.
 
-    ``log_probs`` is fp32 [R] on the host, in batch order. ``entropy`` and ``sum_pi_squared``, the sum of squared probabilities
-    over the vocabulary, have the same form, and are None if not requested.
+    ``log_probs`` is fp32 [R] on the host, in batch order. ``entropy``, None if not requested, and the further ``statistics`` by
+    name have the same form.
     """
 
     log_probs: Tensor
     entropy: Tensor | None
-    sum_pi_squared: Tensor | None = None
+    statistics: dict[str, Tensor] = field(default_factory=dict)
 
 
 def scoring_temperature(rollout: Rollout) -> float:
@@ -344,14 +348,14 @@ def pack_log_probs(
     temperature: float,
     with_entropy: bool,
     prefix_kv: PrefixKV | None = None,
-    sums: SumPiSquared | None = None,
+    statistics: TokenStatistics | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probs fp32 [R] of a pack's targets and, if requested, their entropies, without gradients.
 
-    ``sums`` is filled with the sums of squared probabilities; None where they are not requested.
+    ``statistics`` is filled; None where none is requested.
     """
     with torch.no_grad():
-        return policy(pack, temperature, with_entropy, None, prefix_kv, sum_pi_squared=sums)
+        return policy(pack, temperature, with_entropy, None, prefix_kv, statistics=statistics)
 
 
 def compute_log_probs(
@@ -361,18 +365,19 @@ def compute_log_probs(
     temperature: float,
     with_entropy: bool,
     device: torch.device,
-    with_sum_pi_squared: bool = False,
+    statistics: Mapping[str, str] = NO_STATISTICS,
 ) -> LogProbs:
     """Return the log-probs of every response token, without gradients.
 
-    ``micro_batches`` are as in :func:`forward_pass`. The logits are divided by ``temperature``. Entropies and sums of squared
-    probabilities are computed if asked for.
+    ``micro_batches`` are as in :func:`forward_pass`. The logits are divided by ``temperature``. Entropies are computed if
+    asked for, and so are ``statistics``: name -> address, as :func:`verl_memopt.algorithms.custom.statistics_of` gives them.
     """
+    asked = {name: load_statistic(address) for name, address in statistics.items()}
 
     def forward(pack: Pack, prefix_kv: PrefixKV | None, rows: Sequence[int]) -> LogProbs:
-        sums = SumPiSquared() if with_sum_pi_squared else None
-        log_probs, entropy = pack_log_probs(policy, pack, temperature, with_entropy, prefix_kv, sums)
-        return LogProbs(log_probs, entropy, None if sums is None else sums.values)
+        found = TokenStatistics(asked)
+        log_probs, entropy = pack_log_probs(policy, pack, temperature, with_entropy, prefix_kv, found)
+        return LogProbs(log_probs, entropy, found.values)
 
     return in_batch_order(forward_pass(policy, batch, micro_batches, device, forward), batch.responses.sizes())
 
@@ -382,15 +387,12 @@ def in_batch_order(parts: Sequence[tuple[Sequence[int], LogProbs]], sizes: Seque
 
     ``sizes`` are the response tokens of each row of the batch. All parts have the same statistics.
     """
-
-    def together(values: Sequence[Tensor | None]) -> Tensor | None:
-        present = [(rows, value) for (rows, _), value in zip(parts, values, strict=True) if value is not None]
-        return scatter_tokens(present, sizes) if present else None
-
+    entropies = [(rows, part.entropy) for rows, part in parts if part.entropy is not None]
+    names = dict.fromkeys(name for _, part in parts for name in part.statistics)
     return LogProbs(
         scatter_tokens([(rows, part.log_probs) for rows, part in parts], sizes),
-        together([part.entropy for _, part in parts]),
-        together([part.sum_pi_squared for _, part in parts]),
+        scatter_tokens(entropies, sizes) if entropies else None,
+        {name: scatter_tokens([(rows, part.statistics[name]) for rows, part in parts], sizes) for name in names},
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,10 +166,10 @@ class Worker:
         batch: RolloutBatch,
         micro_batches: Sequence[Sequence[int]],
         with_entropy: bool,
-        with_sum_pi_squared: bool = False,
+        statistics: Mapping[str, str],
     ) -> LogProbs:
         """Return the log-probs of a batch under the policy."""
-        return _built(self.policy).compute_log_probs(batch, micro_batches, self.temperature, with_entropy, with_sum_pi_squared)
+        return _built(self.policy).compute_log_probs(batch, micro_batches, self.temperature, with_entropy, statistics)
 
     def ref_log_probs(
         self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], temperature: float | None = None

@@ -16,7 +16,7 @@ from verl_memopt.algorithms.estimators import (
     without_baseline,
 )
 from verl_memopt.algorithms.kl import token_level_rewards
-from verl_memopt.algorithms.records import COSTLY, CUSTOM, ESTIMATORS, SFT, load
+from verl_memopt.algorithms.records import CUSTOM, ESTIMATORS, SFT, STATISTICS, load
 from verl_memopt.config.schema import Algorithm
 
 NAN = float("nan")
@@ -33,7 +33,7 @@ def inputs(rewards=(1.0, 0.0, 0.5, 0.0, 2.0)):
         scores, torch.tensor([0, 0, 1, 1, 1]), valid, SAMPLE.row, SAMPLE.lengths,
         token_rewards=token_level_rewards(scores, SAMPLE.row, SAMPLE.lengths),
         values=SAMPLE.tokens(0).float(), baselines=torch.full((5,), 0.25), old_log_probs=-SAMPLE.tokens(1).abs().float(),
-        sum_pi_squared=torch.full((10,), 0.5),
+        statistics={"sum_pi_squared": torch.full((10,), 0.5)},
     )  # fmt: skip
 
 
@@ -52,21 +52,26 @@ def test_a_record_names_the_parameters_of_its_function_and_where_each_comes_from
     parameters = inspect.signature(load(record.function)).parameters
     assert {*record.inputs, *record.options} <= parameters.keys()
     assert {name for name, each in parameters.items() if each.default is each.empty} <= {*record.inputs, *record.options}
-    assert set(record.inputs) <= {field.name for field in fields(AdvantageInputs)}
+    assert set(record.inputs) <= {field.name for field in fields(AdvantageInputs)} | STATISTICS.keys()
     assert set(record.options.values()) <= {field.name for field in fields(Algorithm)}
 
 
 @pytest.mark.parametrize("name", sorted(VERLS))
 def test_an_estimator_gives_one_number_a_token_from_the_inputs_it_names(name):
-    bare = replace(inputs(), **dict.fromkeys(("values", "baselines", "old_log_probs", "sum_pi_squared")))
-    needed = {field: getattr(inputs(), field) for field in ESTIMATORS[name].inputs if field in COSTLY}
-    result = estimated(name, replace(bare, **needed))
+    costly = ("values", "baselines", "old_log_probs")
+    bare = replace(inputs(), statistics={}, **dict.fromkeys(costly))
+    needed = {field: getattr(inputs(), field) for field in ESTIMATORS[name].inputs if field in costly}
+    statistics = {field: inputs().statistics[field] for field in ESTIMATORS[name].inputs if field in STATISTICS}
+    result = estimated(name, replace(bare, statistics=statistics, **needed))
     assert result.per_token.shape == result.returns.shape == SAMPLE.row.shape
     assert result.per_token.dtype == result.returns.dtype == torch.float32
     assert result.per_token.abs().sum() > 0
     for field in needed.keys() | {"token_rewards"} & set(ESTIMATORS[name].inputs):
         with pytest.raises(AssertionError, match=f"^{name} needs {field}"):
-            estimated(name, replace(bare, **needed | {field: None}))
+            estimated(name, replace(bare, statistics=statistics, **needed | {field: None}))
+    if statistics:
+        with pytest.raises(AssertionError, match=f"^{name} needs sum_pi_squared"):
+            estimated(name, replace(bare, **needed))
 
 
 @pytest.mark.parametrize("name", sorted(VERLS))
@@ -121,7 +126,7 @@ def test_importance_weights_reach_the_token_baseline():
     given, weights = inputs(), torch.linspace(0.2, 2.0, 10)
     result = estimated("optimal_token_baseline", replace(given, weights=weights))
     expected = optimal_token_baseline_advantages(
-        given.token_rewards, given.group, given.valid, SAMPLE.row, SAMPLE.lengths, given.old_log_probs, given.sum_pi_squared,
+        given.token_rewards, given.group, given.valid, SAMPLE.row, given.old_log_probs, given.statistics["sum_pi_squared"],
         weights,
     )  # fmt: skip
     assert torch.equal(result.per_token, expected[0])

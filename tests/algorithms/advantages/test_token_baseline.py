@@ -1,6 +1,5 @@
 import math
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +10,7 @@ from verl_memopt.algorithms.estimators import optimal_token_baseline_advantages
 NAN = float("nan")
 
 
-def naive_baseline(sample, rewards, groups, valid, log_probs, squares, weights, zero_tail):
+def naive_baseline(sample, rewards, groups, valid, log_probs, squares, weights):
     """Row by row and place by place, from lists: A = G - sum(G W) / sum(W) over the rows of the group that are as long."""
     count = len(sample.sizes)
     parts = zip(*(sample.lists(values) for values in (rewards, log_probs, squares, weights)), strict=True)
@@ -28,53 +27,50 @@ def naive_baseline(sample, rewards, groups, valid, log_probs, squares, weights, 
             if not valid[i] or len(members) < 2:
                 result.append(0.0)
             elif len({gains[j][t] for j in here}) == 1:
-                result.append(gains[i][t] if zero_tail and len(here) == 1 else 0.0)
+                result.append(gains[i][t] if len(here) == 1 else 0.0)
             else:
                 total = sum(energies[j][t] for j in here)
                 result.append(gains[i][t] - sum(gains[j][t] * energies[j][t] for j in here) / total)
     return torch.tensor(result, dtype=torch.float32)
 
 
-@given(ragged(), st.booleans(), st.booleans())
-def test_the_baseline_equals_the_weighted_mean_of_each_group_at_each_place(sample, zero_tail, weighted):
+@given(ragged(), st.booleans())
+def test_the_baseline_equals_the_weighted_mean_of_each_group_at_each_place(sample, weighted):
     rewards, groups, valid = sample.tokens(0), sample.groups(1, 3), sample.rows(2, (0.0, 1.0, 1.0)).bool()
     log_probs = -sample.tokens(3).abs() - 0.1
     squares = log_probs.exp().square() + 0.1 * sample.tokens(4).abs()
     weights = sample.tokens(5).exp() if weighted else torch.ones_like(rewards)
     ours, _ = optimal_token_baseline_advantages(
-        rewards.where(valid[sample.row], NAN), groups, valid, sample.row, sample.lengths, log_probs, squares,
-        weights if weighted else None, zero_tail,
+        rewards.where(valid[sample.row], NAN), groups, valid, sample.row, log_probs, squares, weights if weighted else None,
     )  # fmt: skip
-    expected = naive_baseline(sample, rewards, groups, valid, log_probs, squares, weights, zero_tail)
+    expected = naive_baseline(sample, rewards, groups, valid, log_probs, squares, weights)
     torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("zero_tail", [True, False])
-def test_equal_rewards_and_groups_of_one_give_exactly_zero(zero_tail):
+def test_equal_rewards_and_groups_of_one_give_exactly_zero():
     sample = Ragged((2, 2, 3), 0)
     rewards = torch.tensor([0.0, 0.1, 0.0, 0.1, 0.0, 0.0, 0.7])
     advantages, returns = optimal_token_baseline_advantages(
-        rewards, torch.tensor([0, 0, 1]), torch.ones(3, dtype=torch.bool), sample.row, sample.lengths, torch.full((7,), -1.3),
-        torch.full((7,), 0.4), None, zero_tail,
+        rewards, torch.tensor([0, 0, 1]), torch.ones(3, dtype=torch.bool), sample.row, torch.full((7,), -1.3),
+        torch.full((7,), 0.4),
     )  # fmt: skip
     assert torch.equal(advantages, torch.zeros(7))
     torch.testing.assert_close(returns, torch.tensor([0.1, 0.1, 0.1, 0.1, 0.7, 0.7, 0.7]))
 
 
-def test_a_tail_that_one_row_reaches_has_no_baseline_or_no_advantage():
+def test_a_tail_that_one_row_reaches_has_no_baseline():
     sample = Ragged((1, 3), 0)
-    arguments = (
+    advantages, _ = optimal_token_baseline_advantages(
         torch.tensor([1.0, 0.0, 0.0, 0.5]), torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool), sample.row,
-        sample.lengths, torch.full((4,), -1.0), torch.full((4,), 0.5), None,
+        torch.full((4,), -1.0), torch.full((4,), 0.5),
     )  # fmt: skip
-    assert optimal_token_baseline_advantages(*arguments, True)[0].tolist() == [0.25, -0.25, 0.5, 0.5]
-    assert optimal_token_baseline_advantages(*arguments, False)[0].tolist() == [0.25, -0.25, 0.0, 0.0]
+    assert advantages.tolist() == [0.25, -0.25, 0.5, 0.5]
 
 
 def test_a_place_of_certain_tokens_has_a_baseline_of_zero():
     sample = Ragged((1, 1), 0)  # p = 1 and a sum of squares of 1: no gradient, no weight
     advantages, _ = optimal_token_baseline_advantages(
-        torch.tensor([1.0, 3.0]), torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool), sample.row, sample.lengths,
+        torch.tensor([1.0, 3.0]), torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool), sample.row,
         torch.zeros(2), torch.ones(2),
     )  # fmt: skip
     assert advantages.tolist() == [1.0, 3.0]
@@ -84,16 +80,6 @@ def test_equal_returns_give_exactly_zero_whatever_their_weights():
     sample = Ragged((1, 1, 1, 1), 0)
     advantages, _ = optimal_token_baseline_advantages(
         torch.full((4,), 0.1), torch.zeros(4, dtype=torch.int64), torch.tensor([True, True, True, False]), sample.row,
-        sample.lengths, torch.tensor([-0.3, -1.1, -2.7, -1.0]), torch.tensor([0.61, 0.37, 0.13, 0.5]),
+        torch.tensor([-0.3, -1.1, -2.7, -1.0]), torch.tensor([0.61, 0.37, 0.13, 0.5]),
     )  # fmt: skip
     assert torch.equal(advantages, torch.zeros(4))
-
-
-def test_a_tail_has_no_baseline_unless_it_is_asked_for():
-    sample = Ragged((1, 3), 0)
-    arguments = (
-        torch.tensor([1.0, 0.0, 0.0, 0.5]), torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool), sample.row,
-        sample.lengths, torch.full((4,), -1.0), torch.full((4,), 0.5),
-    )  # fmt: skip
-    by_default, _ = optimal_token_baseline_advantages(*arguments)
-    assert torch.equal(by_default, optimal_token_baseline_advantages(*arguments, None, True)[0])

@@ -5,17 +5,18 @@ import pytest
 import torch
 
 from tests.algorithms.ragged import Ragged
-from verl_memopt.algorithms.losses import LossSettings, LossTokens, vanilla_loss
+from verl_memopt.algorithms.losses import LossTokens, vanilla_loss
 from verl_memopt.algorithms.rollout_correction import bypass_loss, is_token_local
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.aliases import PRESETS
+from verl_memopt.config.schema import Actor
 
 SAMPLE = Ragged((3, 2, 4), 6)
 ENGINE = -SAMPLE.tokens(0).abs()
 NEW = ENGINE + 0.4 * SAMPLE.tokens(1)
 ADVANTAGES = SAMPLE.rows(2, (1.0, -0.5))[SAMPLE.row]
 COUNTS = GlobalCounts(9, 3)
-SETTINGS = LossSettings(0.2, 0.3, 3.0, "token-mean", None)
+SETTINGS = Actor(clip_ratio_low=0.2, clip_ratio_high=0.3)
 
 
 def tokens(leaf, mean_weight=None):

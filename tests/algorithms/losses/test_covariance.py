@@ -5,20 +5,21 @@ from hypothesis import strategies as st
 
 from tests.algorithms.ragged import ragged
 from verl_memopt.algorithms.losses import (
-    LossSettings,
     LossTokens,
     clip_cov_loss,
-    clip_cov_selection,
     kl_cov_loss,
-    kl_cov_selection,
     select_clip_cov,
     select_kl_cov,
     token_covariance,
 )
 from verl_memopt.algorithms.rows import GlobalCounts
-from verl_memopt.config.schema import PolicyLoss
+from verl_memopt.config.schema import Actor, PolicyLoss
 
-SETTINGS = LossSettings(0.2, 0.3, 3.0, "token-mean", None, 0.5)
+SETTINGS = Actor(clip_ratio_low=0.2, clip_ratio_high=0.3, policy_loss=PolicyLoss(ppo_kl_coef=0.5))
+
+
+def between(ratio, lower, upper):
+    return PolicyLoss(clip_cov_ratio=ratio, clip_cov_lb=lower, clip_cov_ub=upper)
 
 
 def naive_covariance(log_probs, advantages):
@@ -33,7 +34,7 @@ def test_kl_cov_selects_the_tokens_with_the_largest_covariance(sample, ratio):
     torch.testing.assert_close(token_covariance(log_probs, advantages), torch.tensor(covariance, dtype=torch.float64))
     number = max(int(ratio * len(covariance)), 1)
     expected = sorted(range(len(covariance)), key=lambda i: -covariance[i])[:number]
-    selected = select_kl_cov(log_probs, advantages, ratio)
+    selected = select_kl_cov(log_probs, advantages, PolicyLoss(kl_cov_ratio=ratio), torch.Generator())
     if len(set(covariance)) == len(covariance):
         assert set(selected.nonzero().flatten().tolist()) == set(expected)
     assert selected.sum() == number
@@ -47,10 +48,10 @@ def test_clip_cov_selects_at_random_among_covariances_between_the_bounds(sample,
     candidates = {i for i, value in enumerate(covariance) if 0.1 < value < 2.0}
 
     def choose(seed):
-        chosen = select_clip_cov(log_probs, advantages, ratio, 0.1, 2.0, torch.Generator().manual_seed(seed))
+        chosen = select_clip_cov(log_probs, advantages, between(ratio, 0.1, 2.0), torch.Generator().manual_seed(seed))
         return set(chosen.nonzero().flatten().tolist())
 
-    assert select_clip_cov(log_probs, advantages, ratio, 0.1, 2.0, torch.Generator()).dtype == torch.bool
+    assert select_clip_cov(log_probs, advantages, between(ratio, 0.1, 2.0), torch.Generator()).dtype == torch.bool
     assert choose(0) == choose(0) <= candidates
     assert len(choose(0)) == min(max(int(ratio * len(covariance)), 1), len(candidates))
 
@@ -59,7 +60,7 @@ def test_another_seed_chooses_other_tokens():
     generator = torch.Generator().manual_seed(0)
     log_probs, advantages = (torch.randn(400, generator=generator) for _ in range(2))
     first, second = (
-        select_clip_cov(log_probs, advantages, 0.05, 0.1, 5.0, torch.Generator().manual_seed(seed)) for seed in (1, 2)
+        select_clip_cov(log_probs, advantages, between(0.05, 0.1, 5.0), torch.Generator().manual_seed(seed)) for seed in (1, 2)
     )
     assert first.sum() == second.sum() == 20
     assert not torch.equal(first, second)
@@ -67,7 +68,7 @@ def test_another_seed_chooses_other_tokens():
 
 def test_equal_advantages_give_no_covariance_to_clip():
     log_probs = torch.tensor([-1.0, -2.0, -3.0])
-    assert not select_clip_cov(log_probs, torch.ones(3), 1.0, 0.1, 5.0, torch.Generator()).any()
+    assert not select_clip_cov(log_probs, torch.ones(3), between(1.0, 0.1, 5.0), torch.Generator()).any()
 
 
 def tokens(new, selected):
@@ -109,25 +110,15 @@ def test_the_penalty_of_kl_cov_has_no_gradient_where_every_ratio_is_one():
     assert torch.equal(*gradients)
 
 
-def test_kl_cov_without_its_coefficient_names_the_setting():
-    with pytest.raises(AssertionError, match=r"^kl_cov needs actor\.policy_loss\.ppo_kl_coef"):
-        kl_cov_loss(tokens([0.2], [True]), LossSettings(0.2, 0.3, 3.0, "token-mean", None))
-
-
 def test_a_mode_selects_by_its_settings():
     generator = torch.Generator().manual_seed(0)
     log_probs, advantages = (torch.randn(400, generator=generator) for _ in range(2))
     loss = PolicyLoss(clip_cov_ratio=0.05, clip_cov_lb=0.1, clip_cov_ub=2.0, kl_cov_ratio=0.1)
-    chosen = clip_cov_selection(log_probs, advantages, loss, torch.Generator().manual_seed(3))
-    expected = select_clip_cov(log_probs, advantages, 0.05, 0.1, 2.0, torch.Generator().manual_seed(3))
-    assert torch.equal(chosen, expected)
-    assert chosen.sum() == 20
-    chosen = kl_cov_selection(log_probs, advantages, loss, generator)
-    assert torch.equal(chosen, select_kl_cov(log_probs, advantages, 0.1))
-    assert chosen.sum() == 40
+    assert select_clip_cov(log_probs, advantages, loss, generator).sum() == 20
+    assert select_kl_cov(log_probs, advantages, loss, generator).sum() == 40
 
 
 def test_a_covariance_at_a_bound_of_clip_cov_is_no_candidate():
     log_probs, advantages = torch.tensor([-1.0, -3.0]), torch.tensor([1.0, -1.0])  # both covariances are 1
     for bounds, chosen in (((1.0, 2.0), 0), ((0.5, 1.0), 0), ((0.5, 1.5), 2)):
-        assert select_clip_cov(log_probs, advantages, 1.0, *bounds, torch.Generator()).sum() == chosen
+        assert select_clip_cov(log_probs, advantages, between(1.0, *bounds), torch.Generator()).sum() == chosen

@@ -6,10 +6,11 @@ import torch
 from hypothesis import given
 
 from tests.algorithms.ragged import ragged
-from verl_memopt.algorithms.losses import LossSettings, LossTokens, sapo_loss, vanilla_loss
+from verl_memopt.algorithms.losses import LossTokens, sapo_loss, vanilla_loss
 from verl_memopt.algorithms.rows import GlobalCounts
+from verl_memopt.config.schema import Actor
 
-SETTINGS = LossSettings(0.2, 0.3, 3.0, "token-mean", None, tau_pos=1.5, tau_neg=4.0)
+SETTINGS = Actor(clip_ratio_low=0.2, clip_ratio_high=0.3, tau_pos=1.5, tau_neg=4.0)
 
 
 def naive(rows):
@@ -40,7 +41,7 @@ def test_at_a_ratio_of_one_the_gradient_is_ppos():
     advantages, gradients = torch.tensor([1.0, -2.0, 0.5]), []
     for loss_of in (sapo_loss, vanilla_loss):
         leaf = torch.full((3,), -1.0, requires_grad=True)
-        settings = LossSettings(0.2, 0.3, 3.0, "seq-mean-token-mean", None, tau_pos=1.5, tau_neg=4.0)
+        settings = replace(SETTINGS, loss_agg_mode="seq-mean-token-mean")
         loss_of(LossTokens(leaf, leaf.detach(), advantages, row, lengths, GlobalCounts(3, 2)), settings)[0].backward()
         gradients.append(leaf.grad)
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-6, atol=0)

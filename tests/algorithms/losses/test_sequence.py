@@ -5,10 +5,11 @@ import torch
 from hypothesis import given
 
 from tests.algorithms.ragged import ragged
-from verl_memopt.algorithms.losses import LossSettings, LossTokens, cispo_loss, geo_mean_loss, gspo_loss, sequence_loss
+from verl_memopt.algorithms.losses import LossTokens, cispo_loss, geo_mean_loss, gspo_loss, sequence_loss
 from verl_memopt.algorithms.rows import GlobalCounts
+from verl_memopt.config.schema import Actor
 
-SETTINGS = LossSettings(0.2, 0.3, 3.0, "token-mean", None)
+SETTINGS = Actor(clip_ratio_low=0.2, clip_ratio_high=0.3)
 
 
 def padded_gspo(new, old, advantages, mask):

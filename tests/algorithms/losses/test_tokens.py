@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from verl_memopt.algorithms.losses import LossSettings, LossTokens
+from verl_memopt.algorithms.losses import LossTokens, clip_bounds
 from verl_memopt.algorithms.rows import GlobalCounts
-from verl_memopt.config.schema import Actor, PolicyLoss
+from verl_memopt.config.schema import Actor
 
 
 def tokens(**options):
@@ -32,18 +32,7 @@ def test_a_rejected_token_may_hold_anything():
     assert masked.masked(torch.tensor([1.0, float("nan"), 2.0])).tolist() == [1, 0, 2]
 
 
-def test_settings_come_from_the_actors_section():
-    actor = Actor(
-        clip_ratio_low=0.1,
-        clip_ratio_high=0.3,
-        clip_ratio_c=4.0,
-        loss_agg_mode="token-mean",
-        loss_scale_factor=5,
-        policy_loss=PolicyLoss(ppo_kl_coef=0.5),
-        tau_pos=1.5,
-        tau_neg=2.5,
-    )
-    settings = LossSettings.of(actor)
-    assert settings == LossSettings(0.1, 0.3, 4.0, "token-mean", 5, 0.5, 1.5, 2.5, actor)
-    assert settings.bounds == (0.1, 0.3)
-    assert settings.aggregate(torch.ones(3), tokens()).item() == 1
+def test_clips_and_aggregation_come_from_the_actors_section():
+    actor = Actor(clip_ratio_low=0.1, clip_ratio_high=0.3, loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=5)
+    assert clip_bounds(actor) == (0.1, 0.3)
+    assert tokens().aggregated(torch.ones(3), actor).item() == pytest.approx(0.3)

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.memory.recomputed import relative
+from verl_memopt.algorithms.estimators import SUM_PI_SQUARED
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Model, PolicyLoss, TrainedFsdp
 from verl_memopt.memory.chunked_logprob import FREE_TILE, KNOB, _saved, logit_bytes
-from verl_memopt.memory.chunked_logprob_torch import SumPiSquared, _assert_as_precomputed, head_log_probs
+from verl_memopt.memory.chunked_logprob_torch import TokenStatistics, _assert_as_precomputed, head_log_probs
 from verl_memopt.memory.formulas import Shapes
-from verl_memopt.memory.logit_tiles import Head
+from verl_memopt.memory.logit_tiles import Head, Statistic
 from verl_memopt.observe.byte_tracker import ByteTracker
 
 VOCAB, WIDTH = 37, 5
@@ -341,17 +342,31 @@ def test_a_bias_is_added_to_in_place_too(precomputed):
     assert handed == [[True, True], [False, False]]
 
 
+SQUARES = {"squares": SUM_PI_SQUARED}
+
+
+@pytest.mark.parametrize("cut", [Cut(3), Cut(0, 7), Cut(4, 5)])
+def test_a_statistic_of_whole_rows_sees_the_whole_vocabulary_however_it_is_cut(cut):
+    hidden, weight, bias, targets = inputs(9)
+    largest = TokenStatistics({"largest": Statistic(lambda log_p, scratch: log_p.exp().amax(-1)), **SQUARES})
+    with torch.no_grad():
+        head_log_probs(Head(weight, bias, 0.7, cut.chunk, cut.tile), hidden, targets, statistics=largest)
+        probs = torch.nn.functional.linear(hidden, weight, bias).div(0.7).softmax(-1)
+    torch.testing.assert_close(largest.values["largest"], probs.amax(-1).float(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(largest.values["squares"], probs.square().sum(-1).float(), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("cut", [Cut(), Cut(3), Cut(0, 7), Cut(4, 5), Cut(1, 1)])
 @pytest.mark.parametrize("entropy", [False, True])
 def test_sums_of_squared_probabilities_equal_those_of_whole_logits(cut, entropy):
     hidden, weight, bias, targets = inputs(9)
-    sums = SumPiSquared()
+    sums = TokenStatistics(SQUARES)
     with torch.no_grad():
         head = Head(weight, bias, 0.7, cut.chunk, cut.tile, entropy)
-        found = head_log_probs(head, hidden, targets, sum_pi_squared=sums)
+        found = head_log_probs(head, hidden, targets, statistics=sums)
         probs = torch.nn.functional.linear(hidden, weight, bias).div(0.7).softmax(-1)
         plain = head_log_probs(head, hidden, targets)
-    torch.testing.assert_close(sums.values, probs.square().sum(-1).float(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(sums.values["squares"], probs.square().sum(-1).float(), rtol=1e-6, atol=0)
     for one, other in zip(found, plain, strict=True):
         assert (one is None and other is None) or torch.allclose(one, other, rtol=1e-6, atol=1e-6)
 
@@ -364,7 +379,7 @@ def test_sums_of_squared_probabilities_take_the_bytes_of_an_entropy_and_no_logit
     )
     with ByteTracker() as tracker, torch.no_grad():
         tracker.mark("params", [weight, hidden, targets])
-        head_log_probs(Head(weight, None, 1.0, CHUNK, 0), hidden, targets, sum_pi_squared=SumPiSquared())
+        head_log_probs(Head(weight, None, 1.0, CHUNK, 0), hidden, targets, statistics=TokenStatistics(SQUARES))
         found = tracker.peaks["device"].kinds["logits"]
     expected = CHUNK * (FREE_TILE + 4096) * 4
     assert expected <= found <= expected * 1.01
@@ -373,5 +388,5 @@ def test_sums_of_squared_probabilities_take_the_bytes_of_an_entropy_and_no_logit
 def test_sums_of_squared_probabilities_are_refused_where_there_are_gradients():
     hidden, weight, bias, targets = inputs(2)
     with pytest.raises(AssertionError) as error:
-        head_log_probs(Head(weight, bias, 1.0, 0, 0), hidden, targets, sum_pi_squared=SumPiSquared())
-    assert str(error.value).splitlines()[0] == "sums of squared probabilities have no gradient"
+        head_log_probs(Head(weight, bias, 1.0, 0, 0), hidden, targets, statistics=TokenStatistics(SQUARES))
+    assert str(error.value).splitlines()[0] == "squares: statistics have no gradient"

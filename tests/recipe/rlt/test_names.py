@@ -8,7 +8,7 @@ from verl_memopt.config.keys import leaf_keys, value_at
 from verl_memopt.config.loader import load_settings, settings_from_mapping
 from verl_memopt.config.trl_names import ESTIMATORS, KeySources, Table
 from verl_memopt.errors import ConfigError
-from verl_memopt.recipes.rlt.names import BATCH, OWN, PER_FORWARD, RLT_NO_EQUAL, RLT_SPELLINGS
+from verl_memopt.recipes.rlt.rules import BATCH, OWN, PER_FORWARD, RLT_NO_EQUAL, RLT_SPELLINGS
 
 AR = "actor_rollout_ref"
 LEAST = {

@@ -20,8 +20,7 @@ from jinja2 import TemplateError
 
 from verl_memopt.config import schema
 from verl_memopt.data.dataset import READERS, PromptRow, RawRow, chosen_rows, read_rows
-from verl_memopt.data.encoder import Spans, overlong, special_tokens_of, tokenize
-from verl_memopt.data.responses import end_of_turn
+from verl_memopt.data.encoder import Spans, end_of_turn, overlong, special_tokens_of, tokenize
 from verl_memopt.errors import DataError
 
 
@@ -91,33 +90,21 @@ class RltFormat:
         return self.thought.end + self.delimiter + self.solution.begin
 
 
-def _teacher_system(solution: TagPair, explanation: TagPair) -> str:
-    return (
+def _with_tags(solution: TagPair, explanation: TagPair, thought: TagPair) -> RltFormat:
+    teacher = (
         "You are a teacher. You state the solution of a question first, and then explain how to reach it. Your answer has two "
         f"sections. The solution section is exact and complete: {solution.wrap(' the solution ')}. The explanation section leads "
         "a student from the question to the solution, step by step, with a blank line between steps: it says what is known, "
         "tries ideas, checks each step, corrects mistakes, and never relies on having seen the solution: "
         f"{explanation.wrap(' the explanation ')}."
     )
-
-
-def _student_system(thought: TagPair, solution: TagPair) -> str:
-    return (
+    student = (
         "You think at length before you answer a question. Your answer has two sections. In the thought section you reason step "
         "by step, with a blank line between steps: you say what is known, try ideas, check each step and correct mistakes: "
         f"{thought.wrap(' the thought ')}. In the solution section you give the final solution, exact and complete: "
         f"{solution.wrap(' the solution ')}."
     )
-
-
-def _with_tags(solution: TagPair, explanation: TagPair, thought: TagPair) -> RltFormat:
-    return RltFormat(
-        teacher_system=_teacher_system(solution, explanation),
-        student_system=_student_system(thought, solution),
-        explanation=explanation,
-        thought=thought,
-        solution=solution,
-    )
+    return RltFormat(teacher, student, explanation, thought, solution)
 
 
 STRATOS = _with_tags(
@@ -254,9 +241,7 @@ class Records:
 def read_records(rows: Iterable[RawRow], rlt_format: RltFormat) -> Records:
     """Return the records of rows, and how many rows were rejected for which reason.
 
-    Args:
-        rows: Rows with their addresses.
-        rlt_format: Its tags must not appear inside a text.
+    ``rlt_format``: Its tags must not appear inside a text.
 
     Raises:
         DataError: A row has not the columns of any accepted form, or every row is rejected.
@@ -354,10 +339,8 @@ NAMES_OF_SPLITS = {"train": ("train",), "val": ("validation", "val", "test")}
 def read_source(files: Any, split: str, key: str) -> list[RawRow]:
     """Return the rows of local files or of a hub dataset.
 
-    Args:
-        files: One path, a list of paths, or ``hub:`` and the id of a dataset.
-        split: ``train`` or ``val``. It selects the files of a hub dataset.
-        key: The setting that names the files, for errors.
+    ``files``: One path, a list of paths, or ``hub:`` and the id of a dataset. ``split``: ``train`` or ``val``. It selects the
+    files of a hub dataset.
 
     Raises:
         DataError: A file is missing or malformed, or the hub cannot deliver the dataset.
@@ -369,11 +352,6 @@ def read_source(files: Any, split: str, key: str) -> list[RawRow]:
 
 def hub_rows(hub_id: str, split: str, key: str) -> list[RawRow]:
     """Return the rows of one split of a hub dataset, downloaded once or read from the local cache.
-
-    Args:
-        hub_id: Id of the dataset.
-        split: ``train`` or ``val``.
-        key: The setting that names the dataset, for errors.
 
     Raises:
         DataError: The hub cannot deliver the dataset, or it has no file of the split.
@@ -394,11 +372,6 @@ def hub_rows(hub_id: str, split: str, key: str) -> list[RawRow]:
 
 def files_of_split(folder: Path, split: str, source: str) -> list[Path]:
     """Return the files of a split in a folder and in the folders inside it, sorted.
-
-    Args:
-        folder: Where the dataset lies.
-        split: ``train`` or ``val``.
-        source: Names the dataset in errors.
 
     Raises:
         DataError: There is no such file.

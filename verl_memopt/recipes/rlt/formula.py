@@ -19,6 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from verl_memopt.algorithms.rows import row_means, row_sums
 from verl_memopt.config.values import LARGEST_SCORE
 from verl_memopt.errors import RewardError
 from verl_memopt.recipes.rlt.settings import RltReward
@@ -38,15 +39,6 @@ def reduce_rows(name: str, values: Tensor, lengths: Tensor) -> Tensor:
     """
     row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     return REDUCTIONS[name](values.double(), (row, lengths))
-
-
-def _sum(values: Tensor, rows: Rows) -> Tensor:
-    row, lengths = rows
-    return values.new_zeros(len(lengths)).index_add(0, row, values)
-
-
-def _mean(values: Tensor, rows: Rows) -> Tensor:
-    return _sum(values, rows) / rows[1].clamp(min=1)
 
 
 def _extreme(kind: str, values: Tensor, rows: Rows) -> Tensor:
@@ -79,8 +71,8 @@ def _ordered(values: Tensor, rows: Rows, place: Tensor) -> Tensor:
 
 
 REDUCTIONS: dict[str, Callable[[Tensor, Rows], Tensor]] = {
-    "mean": _mean,
-    "sum": _sum,
+    "mean": lambda values, rows: row_means(values, *rows),
+    "sum": lambda values, rows: row_sums(values, rows[0], len(rows[1])),
     "min": partial(_extreme, "amin"),
     "max": partial(_extreme, "amax"),
     "median": _median,
@@ -155,13 +147,8 @@ def rlt_scores(
 ) -> RltScores:
     """Return the reward of each row.
 
-    Args:
-        settings: Weights, reductions, transforms and clips.
-        rows: The rows that were scored.
-        student_think: u, fp32 [tokens of all explanations].
-        teacher_think: v, fp32 in the same form. None is allowed where ``include_teacher_think_entropy`` is False.
-        solution: s, fp32 [tokens of all solutions].
-        addresses: File and row of each question, for errors.
+    ``student_think``: u, fp32 [tokens of all explanations]. ``teacher_think``: v, fp32 in the same form. None is allowed where
+    ``include_teacher_think_entropy`` is False. ``solution``: s, fp32 [tokens of all solutions].
 
     Raises:
         RewardError: A log-prob is not finite. The message names the row.

@@ -52,10 +52,7 @@ def teacher_lesson(prompts: RltPrompts, record: RltRecord, ends: bool = True) ->
 
     Everything up to the forced prefix is read only. A record without a trace teaches its solution instead.
 
-    Args:
-        prompts: Renders the prompts.
-        record: The worked example.
-        ends: Write the end tag. False = the explanation runs on to the end of the turn.
+    ``ends``: Write the end tag. False = the explanation runs on to the end of the turn.
     """
     text, plain = prompts.teacher(record.question, record.solution)
     end = prompts.rlt_format.explanation.end if ends else ""
@@ -68,10 +65,6 @@ def student_lesson(prompts: RltPrompts, record: RltRecord) -> Lesson:
     """Return how a student answers a question: with the reasoning trace as its thought, then the solution.
 
     The parts are tokenized one by one, as the reward puts them together.
-
-    Args:
-        prompts: Renders the prompts.
-        record: The worked example.
     """
     text, plain = prompts.student(record.question)
     rlt_format = prompts.rlt_format
@@ -95,12 +88,8 @@ NO_TRACE = "there is no reasoning trace to learn from"
 def teacher_rows(files: Any, data: schema.Data, tokenizer: Any, split: str, tag_format: str) -> list[PromptRow]:
     """Return the rows that have a reasoning trace, with the teacher's lesson as response: what a warm-up learns.
 
-    Args:
-        files: As :func:`read_source` takes them: paths, or ``hub:`` and the id of a dataset.
-        data: The ``data`` section of the settings.
-        tokenizer: The teacher's tokenizer, with a chat template.
-        split: ``train`` or ``val``. It selects ``{split}_max_samples`` and the keys that errors name.
-        tag_format: A key of ``FORMATS``.
+    ``files``: As :func:`read_source` takes them: paths, or ``hub:`` and the id of a dataset. ``split``: ``train`` or ``val``.
+    It selects ``{split}_max_samples`` and the keys that errors name.
 
     Raises:
         DataError: A file is wrong, no row is left, or a lesson is too long and ``data.filter_overlong_prompts`` is false.
@@ -141,11 +130,7 @@ def warm_up_on_lessons(folder: Path, lessons: Sequence[Lesson], recipe: RltWarmU
 
     The same seed gives the same weights.
 
-    Args:
-        folder: Holds model and tokenizer.
-        lessons: What to learn. Each step draws some with replacement.
-        recipe: Settings of the warm-up.
-        seed: Seed of the batches.
+    ``lessons``: What to learn. Each step draws some with replacement.
     """
     model, _ = load_model(folder)
 
@@ -161,9 +146,7 @@ def warm_up_on_lessons(folder: Path, lessons: Sequence[Lesson], recipe: RltWarmU
 def lesson_loss(model: Any, lessons: Sequence[Lesson]) -> Tensor:
     """Return the mean cross entropy over the answer tokens of some lessons, a scalar.
 
-    Args:
-        model: A causal LM of transformers.
-        lessons: The lessons, padded on the right where they are shorter than the longest.
+    ``lessons``: The lessons, padded on the right where they are shorter than the longest.
     """
     ids = [torch.tensor(lesson.prompt + lesson.answer) for lesson in lessons]
     labels = [torch.tensor([IGNORED] * len(lesson.prompt) + lesson.answer) for lesson in lessons]
@@ -202,9 +185,7 @@ def solution(problem: Problem) -> str:
 def explanation(problem: Problem, carries: bool = True) -> str:
     """Return the steps to the sum: the ones, then the tens with the carry. For 47 + 8: ``7+8=15 4+1=5``.
 
-    Args:
-        problem: The two numbers.
-        carries: Carry the one. False = forget it, which gives a wrong number of tens where there is one.
+    ``carries``: Carry the one. False = forget it, which gives a wrong number of tens where there is one.
     """
     tens, ones = divmod(problem[0], 10)
     carry = (ones + problem[1]) // 10 if carries else 0
@@ -223,10 +204,8 @@ def make_rlt_toy(folder: str | Path, seed: int = 0, recipe: RltToyRecipe | None 
     losses of both warm-ups). It is built in a temporary folder, which is then renamed, so the result is always complete. A folder
     with the same seed and recipe is kept.
 
-    Args:
-        folder: Where to put the task.
-        seed: Decides the held-out sums, the initial weights and the lessons.
-        recipe: Settings of the task. None = the defaults.
+    ``seed``: Decides the held-out sums, the initial weights and the lessons. ``recipe``: Settings of the task. None = the
+    defaults.
 
     Raises:
         DataError: The folder exists and holds something else.
@@ -254,14 +233,7 @@ def make_rlt_toy(folder: str | Path, seed: int = 0, recipe: RltToyRecipe | None 
 
 
 def teacher_lessons(prompts: RltPrompts, problems: Sequence[Problem], recipe: RltToyRecipe, seed: int) -> Iterator[Lesson]:
-    """Yield a lesson of the careless teacher for each problem.
-
-    Args:
-        prompts: Renders the prompts.
-        problems: The sums.
-        recipe: How careless the lessons are.
-        seed: Decides which lessons are.
-    """
+    """Yield a lesson of the careless teacher for each problem."""
     draw = random.Random(seed)
     for problem in problems:
         trace = explanation(problem, carries=draw.random() >= recipe.carelessness)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_memopt.data.dataset import RawRow, read_rows
+from verl_memopt.data.dataset import read_rows
 from verl_memopt.data.encoder import tokenize
 from verl_memopt.errors import DataError
 from verl_memopt.recipes.rlt.dataset import FORMATS, RltPrompts, RltRecord, hub_rows, read_records
@@ -44,14 +44,9 @@ def prepare_rlt(
 ) -> Prepared:
     """Write ``train.parquet`` and ``val.parquet`` with the columns question, solution and reasoning_trace.
 
-    Args:
-        out: The folder to write to.
-        files: Local files with the rows. None = the train split of the hub's dataset.
-        val_files: Local files with the held-out rows. None = ``num_validation`` rows are held out at random.
-        hub_id: The dataset on the hub.
-        tag_format: A key of ``FORMATS``. A row that contains one of its tags is rejected.
-        num_validation: How many rows to hold out.
-        seed: Decides which.
+    ``files``: Local files with the rows. None = the train split of the hub's dataset. ``val_files``: Local files with the held-
+    out rows. None = ``num_validation`` rows are held out at random. ``tag_format``: A key of ``FORMATS``. A row that contains
+    one of its tags is rejected.
 
     Raises:
         DataError: A file is wrong, every row is rejected, or there are too few rows to hold some out.
@@ -77,13 +72,7 @@ def prepare_rlt(
 
 
 def token_lengths(records: Sequence[RltRecord], tokenizer: Any, tag_format: str) -> dict[str, dict[str, int]]:
-    """Return how many tokens the rows have: ``prompt`` of the teacher, ``trace``, and each one's median, 95 % and maximum.
-
-    Args:
-        records: The rows.
-        tokenizer: The teacher's tokenizer, with a chat template.
-        tag_format: A key of ``FORMATS``.
-    """
+    """Return how many tokens the rows have: ``prompt`` of the teacher, ``trace``, and each one's median, 95 % and maximum."""
     prompts = RltPrompts(tokenizer, FORMATS[tag_format])
     texts = {"prompt": [prompts.teacher(record.question, record.solution)[0] for record in records]}
     texts["trace"] = [record.reasoning_trace for record in records if record.reasoning_trace]
@@ -93,14 +82,6 @@ def token_lengths(records: Sequence[RltRecord], tokenizer: Any, tag_format: str)
         name: {word: each[min(int(share * len(each)), len(each) - 1)] for word, share in shares.items()}
         for name, each in lengths.items()
     }
-
-
-def raw_rows(records: Sequence[RltRecord]) -> list[RawRow]:
-    """Return records as rows with the columns of RLT."""
-    return [
-        (each.address, {"question": each.question, "solution": each.solution, "reasoning_trace": each.reasoning_trace})
-        for each in records
-    ]
 
 
 def _split(records: list[RltRecord], num_validation: int, seed: int) -> tuple[list[RltRecord], list[RltRecord]]:
@@ -119,5 +100,6 @@ def _write(path: Path, records: Sequence[RltRecord]) -> Path:
     from pyarrow import parquet
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    parquet.write_table(pyarrow.Table.from_pylist([columns for _, columns in raw_rows(records)]), path)
+    columns = ("question", "solution", "reasoning_trace")
+    parquet.write_table(pyarrow.Table.from_pylist([{name: getattr(each, name) for name in columns} for each in records]), path)
     return path

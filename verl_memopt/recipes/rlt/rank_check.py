@@ -38,12 +38,7 @@ class RankCorrelation:
     num_groups: int
 
     def warning(self, quantization: str, key: str) -> str | None:
-        """Return a warning where the agreement is too low; None where it is high enough, or no group has an order.
-
-        Args:
-            quantization: A key of :data:`ACCEPTED`.
-            key: The setting that chose it.
-        """
+        """Return a warning where the agreement is too low; None where it is high enough, or no group has an order."""
         if not self.num_groups or self.mean >= ACCEPTED[quantization]:
             return None
         return (
@@ -56,10 +51,7 @@ class RankCorrelation:
 def rank_correlation(rewards: Tensor, exact: Tensor, group: Sequence[int]) -> RankCorrelation:
     """Return the in-group rank correlations of two scorings. Rows without a reward (NaN) are left out.
 
-    Args:
-        rewards: [N], by the quantised student.
-        exact: [N], by its unquantised weights.
-        group: The group of each row.
+    ``rewards``: [N], by the quantised student. ``exact``: [N], by its unquantised weights.
     """
     members: dict[int, list[int]] = {}
     for row, number in enumerate(group):
@@ -121,12 +113,9 @@ class RankCheck:
 
         A batch without a group of two scored rows, or whose rewards are all equal in each group, is left to the next.
 
-        Args:
-            rows: What the student read.
-            scores: The rewards of these rows.
-            teacher: fp32 [tokens of all explanations]; None where the reward does not read it.
-            addresses: File and row of the question of each row. Rows with the same address are a group.
-            exact: Returns the log-probs of some rows under the unquantised weights.
+        ``teacher``: fp32 [tokens of all explanations]; None where the reward does not read it. ``addresses``: File and row of
+        the question of each row. Rows with the same address are a group. ``exact``: Returns the log-probs of some rows under
+        the unquantised weights.
         """
         chosen = [] if self.done else _some_groups(rows, addresses)
         if not chosen:

@@ -1,71 +1,69 @@
-"""Combinations of RLT's settings that are refused."""
+"""Combinations of RLT's settings that are refused, and the names of its published recipes: which of our keys each sets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
 
 from verl_memopt.algorithms.records import WITH_GREEDY_RESPONSES
+from verl_memopt.config.keys import IS_SET, above, other_than, refused, value_at
 from verl_memopt.config.reward_rules import ENABLE, MANAGER, RESIDENCY, RLT
 from verl_memopt.config.schema import Settings
+from verl_memopt.config.trl_names import (
+    MINI_BATCH,
+    PROMPTS,
+    SAMPLES,
+    NotConvertibleError,
+    RecipeNames,
+    Spelling,
+    TrlSettings,
+    Values,
+    copied,
+    effective,
+    same,
+    unless_none,
+    words,
+)
+from verl_memopt.config.unused_keys import ANY
+from verl_memopt.config.unused_keys import Refusal as Inert
 from verl_memopt.memory.knob import Refusal
-from verl_memopt.memory.ranges import KL, needs_reference
+from verl_memopt.memory.ranges import KL
 from verl_memopt.recipes.rlt.settings import RltReward
 
 _AR, _MODEL, _RLT = "actor_rollout_ref", "reward_model.model", "reward_model.rlt"
 _FSDP, _PATH, _QUANTIZATION = f"{_MODEL}.fsdp_config", f"{_MODEL}.path", f"{_MODEL}.quantization"
 _REF_OFFLOAD, _RANK = f"{_AR}.ref.fsdp_config.param_offload", f"{_AR}.model.lora_rank"
 _TEACHER = f"{_RLT}.kl_teacher"
-
-_Lists = Callable[[RltReward], tuple[Sequence[float], Sequence[str]]]
-"""Gives the weights and the reductions of one sum of the reward."""
-
-
-def _is_rlt(settings: Settings) -> bool:
-    return settings.reward_model.reward_manager == RLT
+_NO_KL = dict.fromkeys(KL, False)
+"""Settings that ask for no reference."""
 
 
 def _with_student(settings: Settings) -> bool:
-    return settings.reward_model.enable and _is_rlt(settings)
+    return settings.reward_model.enable and settings.reward_model.reward_manager == RLT
 
 
-def _shares_reference(settings: Settings) -> bool:
-    """Return whether no student is named, so that the reference is the student."""
-    return _with_student(settings) and settings.reward_model.model.path is None
-
-
-def _swaps(settings: Settings) -> bool:
-    return _with_student(settings) and settings.reward_model.residency == "swap"
-
-
-def _weighted(weights: str, reductions: str, lists: _Lists) -> Iterator[Refusal]:
+def _weighted(weights: str, reductions: str) -> Iterator[Refusal]:
     """Yield the rules of one sum of the reward."""
 
     def counts(settings: Settings) -> tuple[int, int]:
-        values, names = lists(settings.reward_model.rlt)
-        return len(values), len(names)
-
-    def has_twice(settings: Settings) -> bool:
-        names = lists(settings.reward_model.rlt)[1]
-        return len(set(names)) < len(names)
+        return len(value_at(settings, weights)), len(value_at(settings, reductions))
 
     yield Refusal(
-        (f"{_RLT}.{weights}", f"{_RLT}.{reductions}"),
+        (weights, reductions),
         lambda settings: len(set(counts(settings))) > 1,
         "weights and reductions differ in number",
         "Give one weight for each reduction.",
         lambda settings: "there are {} weights for {} reductions".format(*counts(settings)),
     )
-    yield Refusal((f"{_RLT}.{reductions}",), has_twice, "a reduction appears twice", "Name it once, with the sum of its weights.")
+    twice = {reductions: lambda names: len(set(names)) < len(names)}
+    yield refused(twice, "a reduction appears twice", "Name it once, with the sum of its weights.")
 
 
 def _formula() -> Iterator[Refusal]:
     """Yield the rules of weights, reductions and temperatures."""
-    yield from _weighted(
-        "answer_log_prob_coeff", "reduction_log_prob_fn", lambda rlt: (rlt.answer_log_prob_coeff, rlt.reduction_log_prob_fn)
-    )
-    yield from _weighted(
-        "kl_penalty_reward_coeff", "reduction_kl_fn", lambda rlt: (rlt.kl_penalty_reward_coeff, rlt.reduction_kl_fn)
-    )
+    yield from _weighted(f"{_RLT}.answer_log_prob_coeff", f"{_RLT}.reduction_log_prob_fn")
+    yield from _weighted(f"{_RLT}.kl_penalty_reward_coeff", f"{_RLT}.reduction_kl_fn")
 
     def differs(settings: Settings) -> bool:
         student, rollout = settings.reward_model.rlt.unbias_student_log_probs_temp, settings.actor_rollout_ref.rollout
@@ -81,125 +79,170 @@ def _formula() -> Iterator[Refusal]:
 
 def _student() -> Iterator[Refusal]:
     """Yield the rules of the student's model and of where it lies."""
-    kl_in_loss = f"{_AR}.actor.use_kl_loss"
-    yield Refusal(
-        (MANAGER, ENABLE),
-        lambda settings: _is_rlt(settings) and not settings.reward_model.enable,
-        "the manager rlt scores with a student, and no model scores",
-        f"Set {ENABLE}=true.",
-    )
-    yield Refusal(
-        (_PATH, RESIDENCY),
-        lambda settings: _shares_reference(settings) and settings.reward_model.residency not in ("auto", "alias_ref"),
+    kl_in_loss, no_reference = f"{_AR}.actor.use_kl_loss", "without a KL there is no reference"
+    unscored = "the manager rlt scores with a student, and no model scores"
+    yield refused({MANAGER: RLT, ENABLE: False}, unscored, f"Set {ENABLE}=true.")
+    yield refused(
+        {_PATH: None, RESIDENCY: other_than("auto", "alias_ref")},
         "no student is named, so the reference is the student",
         f"Set {_PATH}, or {RESIDENCY}=auto.",
+        _with_student,
     )
-    yield Refusal(
-        (_PATH, RESIDENCY),
-        lambda settings: (
-            _with_student(settings)
-            and settings.reward_model.model.path is not None
-            and settings.reward_model.residency == "alias_ref"
-        ),
+    yield refused(
+        {_PATH: IS_SET, RESIDENCY: "alias_ref"},
         "the reference is the student, and another one is named",
         f"Remove {_PATH}, or set {RESIDENCY}=separate.",
+        _with_student,
     )
-    yield Refusal(
-        (_PATH, *KL),
-        lambda settings: _shares_reference(settings) and not needs_reference(settings),
-        "the reference is the student, and without a KL there is no reference",
-        f"Set {_PATH} to the student's folder, or {kl_in_loss}=true.",
-    )
-    yield Refusal(
-        (_TEACHER, *KL),
-        lambda settings: (
-            _with_student(settings) and settings.reward_model.rlt.kl_teacher == "reference" and not needs_reference(settings)
-        ),
-        "without a KL there is no reference",
-        f"Set {_TEACHER}=policy, or {kl_in_loss}=true.",
-    )
-    yield Refusal(
-        (_QUANTIZATION, _PATH),
-        lambda settings: _shares_reference(settings) and settings.reward_model.model.quantization != "none",
+    way_out = f"Set {_PATH} to the student's folder, or {kl_in_loss}=true."
+    yield refused({_PATH: None, **_NO_KL}, f"the reference is the student, and {no_reference}", way_out, _with_student)
+    compared = {_TEACHER: "reference", **_NO_KL}
+    yield refused(compared, no_reference, f"Set {_TEACHER}=policy, or {kl_in_loss}=true.", _with_student)
+    yield refused(
+        {_QUANTIZATION: other_than("none"), _PATH: None},
         "the reference is the student",
         f"Set {_AR}.ref.quantization={{int8,nf4}} to store the reference in fewer bits, or {_PATH} to the student's folder.",
+        _with_student,
     )
 
 
 def _swap() -> Iterator[Refusal]:
     """Yield the rules of a student that takes turns with the reference."""
-    yield Refusal(
-        (RESIDENCY, *KL),
-        lambda settings: _swaps(settings) and not needs_reference(settings),
-        "without a KL there is no reference to take turns with",
-        f"Set {RESIDENCY}=separate.",
-    )
-    yield Refusal(
-        (RESIDENCY, _RANK),
-        lambda settings: _swaps(settings) and settings.actor_rollout_ref.model.lora_rank > 0,
-        "with LoRA the reference is the policy's own base, and has no place of its own on the device",
-        f"Set {RESIDENCY}=separate.",
-    )
-    yield Refusal(
-        (RESIDENCY, _REF_OFFLOAD),
-        lambda settings: _swaps(settings) and not settings.actor_rollout_ref.ref.fsdp_config.param_offload,
-        "a reference that stays on the device leaves its place to nothing",
-        f"Set {_REF_OFFLOAD}=true, or {RESIDENCY}=separate.",
-    )
-    quantized = "quantized weights have another shape"
-    yield Refusal(
-        (RESIDENCY, _QUANTIZATION),
-        lambda settings: _swaps(settings) and settings.reward_model.model.quantization != "none",
-        quantized,
-        f"Set {_QUANTIZATION}=none, or {RESIDENCY}=separate.",
-    )
-    yield Refusal(
-        (RESIDENCY, f"{_AR}.ref.quantization"),
-        lambda settings: _swaps(settings) and settings.actor_rollout_ref.ref.quantization != "none",
-        quantized,
-        f"Set {_AR}.ref.quantization=none, or {RESIDENCY}=separate.",
-    )
+    separate = f"Set {RESIDENCY}=separate."
+    alone = "without a KL there is no reference to take turns with"
+    yield refused({RESIDENCY: "swap", **_NO_KL}, alone, separate, _with_student)
+    own_base = "with LoRA the reference is the policy's own base, and has no place of its own on the device"
+    stays, quantized = "a reference that stays on the device leaves its place to nothing", "quantized weights have another shape"
+    for key, fault, because, way_out in (
+        (_RANK, above(0), own_base, separate),
+        (_REF_OFFLOAD, False, stays, f"Set {_REF_OFFLOAD}=true, or {RESIDENCY}=separate."),
+        *(
+            (key, other_than("none"), quantized, f"Set {key}=none, or {RESIDENCY}=separate.")
+            for key in (_QUANTIZATION, f"{_AR}.ref.quantization")
+        ),
+    ):
+        yield refused({RESIDENCY: "swap", key: fault}, because, way_out, _with_student)
 
 
-def _step() -> Iterator[Refusal]:
-    """Yield what a step of RLT cannot do. The student scores after the log-probs of the whole rollout."""
-    yield Refusal(
-        ("algorithm.filter_groups.enable", MANAGER),
-        lambda settings: _is_rlt(settings) and settings.algorithm.filter_groups.enable,
-        "explanations are scored after the rollout is complete",
-        "Set algorithm.filter_groups.enable=false.",
-    )
-    yield Refusal(
-        ("algorithm.rollout_correction.bypass_mode", MANAGER),
-        lambda settings: _is_rlt(settings) and settings.algorithm.rollout_correction.bypass_mode,
-        "the KL of the reward needs the trainer's own log-probs of the explanations",
-        "Set algorithm.rollout_correction.bypass_mode=false.",
-    )
-    yield Refusal(
-        ("custom_reward_function.path", MANAGER),
-        lambda settings: _is_rlt(settings) and settings.custom_reward_function.path is not None,
-        "the student's score is the reward",
-        "Set custom_reward_function.path=null.",
-    )
-    yield Refusal(
-        ("data.custom_cls.path", MANAGER),
-        lambda settings: _is_rlt(settings) and settings.data.custom_cls.path is not None,
-        "the rows of RLT have columns of their own",
-        "Set data.custom_cls.path=null.",
-    )
-    yield Refusal(
-        ("algorithm.adv_estimator", MANAGER),
-        lambda settings: _is_rlt(settings) and settings.algorithm.adv_estimator in WITH_GREEDY_RESPONSES,
+_FILTER, _BYPASS = "algorithm.filter_groups.enable", "algorithm.rollout_correction.bypass_mode"
+_STEP: tuple[tuple[str, Any, str, str], ...] = (
+    (_FILTER, True, "explanations are scored after the rollout is complete", f"Set {_FILTER}=false."),
+    (_BYPASS, True, "the KL of the reward needs the trainer's own log-probs of the explanations", f"Set {_BYPASS}=false."),
+    ("custom_reward_function.path", IS_SET, "the student's score is the reward", "Set custom_reward_function.path=null."),
+    ("data.custom_cls.path", IS_SET, "the rows of RLT have columns of their own", "Set data.custom_cls.path=null."),
+    (
+        "algorithm.adv_estimator",
+        WITH_GREEDY_RESPONSES.__contains__,
         "its greedy responses would need log-probs and scores of their own",
         "Use grpo or rloo.",
-    )
-    yield Refusal(
-        ("data.truncation", MANAGER),
-        lambda settings: _is_rlt(settings) and settings.data.truncation != "error",
+    ),
+    (
+        "data.truncation",
+        other_than("error"),
         "a teacher's prompt ends with the solution and a tag, and cannot be cut",
         "Set data.truncation=error, and data.filter_overlong_prompts=true to drop long prompts.",
-    )
+    ),
+)
+"""What a step of RLT cannot do, since the student scores after the log-probs of the whole rollout."""
 
 
-RLT_RULES: tuple[Refusal, ...] = (*_formula(), *_student(), *_swap(), *_step())
+RLT_RULES: tuple[Refusal, ...] = (
+    *_formula(), *_student(), *_swap(),
+    *(refused({key: fault, MANAGER: RLT}, because, way_out) for key, fault, because, way_out in _STEP),
+)  # fmt: skip
 """All rules of this file, for :mod:`verl_memopt.config.checks`."""
+
+
+# The names of the published recipes, which are read beside TRL's in a run of RLT. Some mean something else than in TRL:
+# ``train_batch_size`` counts the responses of a step, of all devices.
+
+_ROLLOUT = f"{_AR}.rollout"
+SAMPLES_NAME, BATCH = "num_generations", "train_batch_size"
+OFFLOADED = (f"{_AR}.ref.fsdp_config.param_offload", f"{_MODEL}.fsdp_config.param_offload")
+OWN = (
+    *("align", "empty_think_kl", "include_forced_prefix", "kl_teacher", "logits_chunk_tokens", "max_student_len"),
+    *("max_tokens_per_micro_batch", "overlong", "tag_format"),
+)
+"""Fields of ``reward_model.rlt`` that the published recipes do not have."""
+DUMPS, FOLDER = "trainer.rollout_data_dir", "trainer.default_local_dir"
+
+
+def sequences(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+    """Return the prompts of a step, all of which are in one optimizer step, from its number of responses.
+
+    Raises:
+        NotConvertibleError: The responses do not divide into groups.
+    """
+    responses, samples = trl[name], trl.get(SAMPLES_NAME, effective(SAMPLES, values))
+    if not all(isinstance(number, int) and number > 0 for number in (responses, samples)):
+        raise NotConvertibleError("expected a whole number above 0", "Correct it.")
+    if responses % samples:
+        raise NotConvertibleError(f"{responses} responses do not divide into groups of {samples}", f"Set {PROMPTS}, in prompts.")
+    return {PROMPTS: responses // samples, MINI_BATCH: responses // samples}
+
+
+def sleep_level(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+    """Return whether the engine sleeps. Which of the two levels it uses follows from what it must keep."""
+    return {f"{_ROLLOUT}.free_cache_engine": trl[name] not in (0, None)}
+
+
+def kl_teacher(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+    """Return whose log-probs the student's are compared with."""
+    return {"reward_model.rlt.kl_teacher": "reference" if trl[name] else "policy"}
+
+
+def debug_mode(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+    """Return the debug mode that prints the memory of each phase, where logs for debugging are asked for."""
+    return {"debug.mode": "memory"} if trl[name] else {}
+
+
+def dumps(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+    """Return where training samples are written; 0 = nowhere."""
+    folder = effective(FOLDER, values)
+    if folder is None:
+        folder = "/".join(["checkpoints", *(effective(f"trainer.{part}_name", values) for part in ("project", "experiment"))])
+    return {DUMPS: f"{folder}/rollouts" if trl[name] else None}
+
+
+RLT_SPELLINGS: tuple[Spelling, ...] = (
+    Spelling((BATCH,), (PROMPTS, MINI_BATCH), sequences, "RLT counts responses, we count prompts"),
+    same("student_model", f"{_MODEL}.path", note="null = the reference is the student"),
+    Spelling(
+        ("offload_untrained_models",), OFFLOADED, copied(*OFFLOADED),
+        "reference and student move once for each phase, not for each forward",
+    ),
+    same("enable_prefix_caching", f"{_ROLLOUT}.enable_prefix_caching", note="each weight sync clears the cache"),
+    same("enforce_eager", f"{_ROLLOUT}.enforce_eager"),
+    Spelling(("vllm_max_model_len",), (f"{_ROLLOUT}.max_model_len",), unless_none(f"{_ROLLOUT}.max_model_len")),
+    Spelling(("vllm_sleep_level",), (f"{_ROLLOUT}.free_cache_engine",), sleep_level, "the level follows from what must be kept"),
+    Spelling(
+        ("use_ray",), ("trainer.worker_group",), words("trainer.worker_group", {"true": "ray", "false": "local"}),
+        "false = the worker lives in this process",
+    ),
+    Spelling(("use_reference_teacher_model",), ("reward_model.rlt.kl_teacher",), kl_teacher),
+    *(
+        same(field.name, f"reward_model.rlt.{field.name}")
+        for field in fields(RltReward)
+        if field.name not in OWN
+    ),
+    Spelling(("activate_debugging_logs",), ("debug.mode",), debug_mode),
+    Spelling(
+        ("save_completions_probability",), (DUMPS,), dumps, "any number above 0 writes all rows",
+    ),
+)  # fmt: skip
+"""In the order in which they are read, before TRL's own: TRL's numbers of steps depend on the batch."""
+
+RLT_NO_EQUAL: dict[str, Inert] = {
+    "generation_aggregation_steps": Inert(ANY, "a whole step is generated at once. Remove the key"),
+    "use_vllm_server": Inert((False,), f"the engine lives in the worker's process. Set {_ROLLOUT}.name=vllm alone"),
+}
+"""Names without an equal here -> the values that ask for nothing, why, and the way out."""
+
+PER_FORWARD: dict[str, Inert] = {
+    name: Inert(ANY, f"forwards are cut by tokens. Use {_AR}.actor.ppo_max_token_len_per_gpu")
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
+}
+"""Names of TRL that say nothing more where ``train_batch_size`` gives the batch."""
+
+NAMES = RecipeNames(RLT_SPELLINGS, RLT_NO_EQUAL, {BATCH: PER_FORWARD})
+"""All names of this file, for :mod:`verl_memopt.config.trl_names`."""

@@ -230,10 +230,8 @@ def run(arguments: Sequence[str]) -> int:
 def reward_settings(words: Sequence[str], has_teacher: bool, temperature: float) -> RltReward:
     """Return the settings of the reward, checked as those of a run are.
 
-    Args:
-        words: ``key=value`` pairs, keys of ``reward_model.rlt``.
-        has_teacher: A teacher is given. Without one the comparison with it has no weight, unless the student alone gives it.
-        temperature: Divides the logits.
+    ``words``: ``key=value`` pairs, keys of ``reward_model.rlt``. ``has_teacher``: A teacher is given. Without one the
+    comparison with it has no weight, unless the student alone gives it.
 
     Raises:
         ConfigError: A key or a value is wrong.
@@ -288,10 +286,6 @@ def _stored(row: RawRow) -> StoredExplanation:
 def scorer(parsed: argparse.Namespace, settings: RltReward) -> Iterator[RltScorer]:
     """Yield what scores explanations, with its models loaded in this process.
 
-    Args:
-        parsed: The command line.
-        settings: Settings of the reward.
-
     Raises:
         ConfigError: A folder holds no model that can be computed here, or the models read different tokens.
     """
@@ -322,12 +316,7 @@ def scorer(parsed: argparse.Namespace, settings: RltReward) -> Iterator[RltScore
 
 
 def explained(rows: Sequence[StoredExplanation], score: RltScorer) -> ExplanationBatch:
-    """Return stored explanations as the scorer reads them.
-
-    Args:
-        rows: The explanations.
-        score: Has the tokenizer and the tags.
-    """
+    """Return stored explanations as the scorer reads them."""
     tokenizer, tag = score.prompts.tokenizer, score.prompts.rlt_format.explanation.end
     ids = []
     for row in rows:
@@ -376,12 +365,7 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def summary_lines(rows: Sequence[dict[str, Any]], best: Sequence[dict[str, Any]]) -> list[str]:
-    """Return what the command prints: how many rows there are, their mean reward, and that of the best of each question.
-
-    Args:
-        rows: All rows.
-        best: Those of rank 1.
-    """
+    """Return what the command prints: how many rows there are, their mean reward, and that of the best of each question."""
     rewards = [row["reward"] for row in rows if row["reward"] is not None]
     lines = [f"{len(rows)} explanations of {len(best)} questions"]
     if rewards:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,6 @@ from verl_memopt.worker.group import TimedGroup
 from verl_memopt.worker.policy import scoring_temperature
 from verl_memopt.worker.worker import Worker
 
-StudentPass = Callable[[Student, StudentRows, Sequence[Sequence[int]], float], StudentReply]
-"""A method of the student that computes log-probs of rows, cut into micro-batches, at a temperature."""
 PREFIX, MEASURED = "rlt/", "perf/student_"
 """Starts of the names of RLT's metrics: of what a step computed, and of what was measured of it."""
 
@@ -76,13 +74,7 @@ class ExplanationBatch:
     def of(
         cls, infos: Sequence[dict[str, Any]], response_ids: Sequence[Sequence[int]], addresses: Sequence[str]
     ) -> ExplanationBatch:
-        """Return the rows of a dataset of RLT with their responses.
-
-        Args:
-            infos: ``extra_info`` of each row.
-            response_ids: Tokens of each response.
-            addresses: File and row of each question.
-        """
+        """Return the rows of a dataset of RLT with their responses."""
         questions, solutions = ([info[name] for info in infos] for name in ("question", "solution"))
         return cls(questions, solutions, Ragged.from_rows(list(response_ids), torch.int64), addresses)
 
@@ -134,7 +126,7 @@ class RltScorer:
         teacher_budget: How a pass of the teacher is cut into micro-batches.
         shares_prompts: Explanations of one question compute their prompts once.
         rank_check: Compares a quantised student with its unquantised weights in the first batch; None where it is not quantised.
-        learned: The token budget of the student's pass, where it learns. None = the budget of the settings.
+        learned_budget: The token budget of the student's pass, where it learns. None = the budget of the settings.
     """
 
     workers: TimedGroup
@@ -145,7 +137,7 @@ class RltScorer:
     teacher_budget: Budget
     shares_prompts: bool = True
     rank_check: RankCheck | None = None
-    learned: LearnedBudget | None = None
+    learned_budget: LearnedBudget | None = None
 
     @property
     def reads_reference(self) -> bool:
@@ -157,17 +149,10 @@ class RltScorer:
         """The teacher's log-probs, which the step has computed before."""
         return frozenset({"ref_log_probs" if self.reads_reference else "old_log_probs"})
 
-    @property
-    def learned_budget(self) -> LearnedBudget | None:
-        """The token budget of the student's pass, where it learns."""
-        return self.learned
-
     def score_answers(self, answers: Answers, computed: Computed | None) -> Scored:
         """Return the reward of each answer as an explanation. Without log-probs of a step the teacher computes its own.
 
-        Args:
-            answers: Prompts and explanations.
-            computed: The teacher's log-probs, and the names of the rows.
+        ``computed``: The teacher's log-probs, and the names of the rows.
         """
         names = [row.address for row in answers.rows] if computed is None else computed.names
         explained = ExplanationBatch.of([row.extra_info for row in answers.rows], answers.generation.response_ids, names)
@@ -180,10 +165,8 @@ class RltScorer:
     def score(self, explained: ExplanationBatch, response_log_probs: Tensor | None = None) -> RltScored:
         """Return the rewards of some explanations.
 
-        Args:
-            explained: Questions, solutions and responses.
-            response_log_probs: fp32 [tokens of all responses], the teacher's at the temperature of the rollouts. None = the
-                teacher computes them in a pass of its own.
+        ``response_log_probs``: fp32 [tokens of all responses], the teacher's at the temperature of the rollouts. None = the
+        teacher computes them in a pass of its own.
 
         Raises:
             ConfigError: A sequence is longer than ``max_student_len``, and ``overlong`` is ``error``.
@@ -233,20 +216,22 @@ class RltScorer:
 
     def _exact(self, rows: StudentRows) -> StudentLogProbs:
         """Return the log-probs of some rows under the unquantised weights of a quantised student."""
-        return self._student(rows, Student.exact_log_probs)[0]
+        return self._student(rows, exact=True)[0]
 
-    def _student(self, rows: StudentRows, method: StudentPass = Student.log_probs) -> tuple[StudentLogProbs, dict[str, float]]:
+    def _student(self, rows: StudentRows, exact: bool = False) -> tuple[StudentLogProbs, dict[str, float]]:
         """Return the student's log-probs of all rows, and the performance of the pass."""
         tokens = student_batch(rows, self.shares_prompts).row_tokens()
         shares = uneven_shares(tokens, self.workers.world_size)
         of_ranks = [tokens.select(share) for share in shares]
         bins = self._micro_batches(of_ranks)
         began = time.perf_counter()
-        arguments = [(method, rows.select(share), cut, self.temperature) for share, cut in zip(shares, bins, strict=True)]
+        arguments = [
+            (Student.log_probs, rows.select(share), cut, self.temperature, exact) for share, cut in zip(shares, bins, strict=True)
+        ]
         replies: list[StudentReply] = self.workers.each("reward", Worker.of_role, arguments)
-        if self.learned is not None and method is Student.log_probs:
+        if self.learned_budget is not None and not exact:
             fullest = max((part.cost(members) for part, cut in zip(of_ranks, bins, strict=True) for members in cut), default=0)
-            self.learned.learn(fullest, self.workers.figures)
+            self.learned_budget.learn(fullest, self.workers.figures)
         seconds, forward = time.perf_counter() - began, max(reply.seconds for reply in replies)
         computed = sum(tokens.select(share).cost(members) for share, cut in zip(shares, bins, strict=True) for members in cut)
         parts = [(share, reply.log_probs) for share, reply in zip(shares, replies, strict=True)]
@@ -260,7 +245,7 @@ class RltScorer:
 
     def _micro_batches(self, per_rank: Sequence[RowTokens]) -> list[list[list[int]]]:
         """Return the micro-batches of each rank under the hard cap. All ranks get the same number."""
-        limit = self.settings.max_tokens_per_micro_batch if self.learned is None else self.learned.cap
+        limit = self.settings.max_tokens_per_micro_batch if self.learned_budget is None else self.learned_budget.cap
         cut = [student_micro_batches(tokens, limit) for tokens in per_rank]
         count = max(map(len, cut))
         return [split_to_count(bins, count, tokens.each()) for bins, tokens in zip(cut, per_rank, strict=True)]
@@ -271,10 +256,6 @@ logger = logging.getLogger(__name__)
 
 def student_plan(settings: Settings, environment: Environment) -> StudentPlan:
     """Return what the workers build to score explanations.
-
-    Args:
-        settings: Settings of the run.
-        environment: Folders and tokenizer on this machine.
 
     Raises:
         ConfigError: The student cannot be computed here, its tokenizer is not the policy's, or it cannot take the place of the
@@ -318,10 +299,6 @@ def _check_tokenizer(environment: Environment, folder: Path | None, trusted: boo
 def student_encoder(settings: Settings, environment: Environment) -> StudentEncoder:
     """Return what builds the student's sequences.
 
-    Args:
-        settings: Settings of the run.
-        environment: Tokenizer and end tokens.
-
     Raises:
         ConfigError: The tokenizer is not byte-level.
         DataError: The chat template cannot render an answer.
@@ -333,11 +310,6 @@ def student_encoder(settings: Settings, environment: Environment) -> StudentEnco
 
 def warn_of_no_room(encoder: StudentEncoder, rlt: RltReward, datasets: Sequence[PromptRows | None]) -> None:
     """Warn of rows whose question and solution alone leave no room under ``max_student_len``. They are never scored.
-
-    Args:
-        encoder: Builds the student's sequences.
-        rlt: Settings of the reward.
-        datasets: The rows of each split.
 
     Raises:
         ConfigError: There is such a row, and ``overlong`` is ``error``. The message names its file and its place.
@@ -357,25 +329,13 @@ def warn_of_no_room(encoder: StudentEncoder, rlt: RltReward, datasets: Sequence[
 
 
 def rlt_prompts(settings: Settings, tokenizer: Any) -> RltPrompts:
-    """Return what renders the prompts of teacher and student.
-
-    Args:
-        settings: Settings of the run.
-        tokenizer: The policy's tokenizer.
-    """
+    """Return what renders the prompts of teacher and student."""
     data, rlt_format = settings.data, FORMATS[settings.reward_model.rlt.tag_format]
     return RltPrompts(tokenizer, rlt_format, data.apply_chat_template_kwargs, data.allow_special_tokens)
 
 
 def build_rlt_scorer(settings: Settings, tokenizer: Any, encoder: StudentEncoder, workers: TimedGroup) -> RltScorer:
-    """Return what scores explanations.
-
-    Args:
-        settings: Settings of the run.
-        tokenizer: The policy's tokenizer.
-        encoder: Builds the student's sequences.
-        workers: Workers that hold the student.
-    """
+    """Return what scores explanations."""
     rlt, roles, quantization = settings.reward_model.rlt, settings.actor_rollout_ref, settings.reward_model.model.quantization
     check = None if quantization == "none" else RankCheck(rlt, quantization, f"{REWARD_KEY}.quantization")
     adaptive = settings.reward_model.adaptive_token_budget
@@ -388,7 +348,7 @@ def build_rlt_scorer(settings: Settings, tokenizer: Any, encoder: StudentEncoder
         teacher_budget=budgets(roles)[1],
         shares_prompts=shares_prompts(roles.actor),
         rank_check=check,
-        learned=LearnedBudget(rlt.max_tokens_per_micro_batch) if adaptive else None,
+        learned_budget=LearnedBudget(rlt.max_tokens_per_micro_batch) if adaptive else None,
     )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,12 +53,7 @@ _WITHOUT_EFFECT = frozenset(
 
 
 def student_model(student: ScoringModel, policy: Model) -> Model:
-    """Return the settings of the student's model: the policy's knobs, without anything that trains.
-
-    Args:
-        student: The ``reward_model.model`` section of the settings.
-        policy: The policy's ``model`` section.
-    """
+    """Return the settings of the student's model: the policy's knobs, without anything that trains."""
     without_training = {"enable_gradient_checkpointing": False, "lora_rank": 0, "lora_adapter_path": None}
     own = {name: getattr(student, name) for name in ("trust_remote_code", "external_lib", "override_config")}
     changes: dict[str, Any] = {"path": str(student.path), "hf_config_path": None, **own, **without_training}
@@ -68,12 +63,8 @@ def student_model(student: ScoringModel, policy: Model) -> Model:
 def find_student(student: ScoringModel, policy: Model, policy_tokenizer: Any, longest: int, actor: Actor) -> Path:
     """Return the folder of the student's model.
 
-    Args:
-        student: The ``reward_model.model`` section of the settings.
-        policy: The policy's ``model`` section.
-        policy_tokenizer: The policy's tokenizer, whose ids the student reads.
-        longest: Tokens of the longest student sequence, as far as it is known.
-        actor: The ``actor`` section of the settings, which says how rows are packed.
+    ``policy_tokenizer``: The policy's tokenizer, whose ids the student reads. ``longest``: Tokens of the longest student
+    sequence, as far as it is known. ``actor``: The ``actor`` section of the settings, which says how rows are packed.
 
     Raises:
         ConfigError: There is no such folder, it does not hold a causal LM that can be computed here, or its embedding is smaller
@@ -87,12 +78,6 @@ def find_student(student: ScoringModel, policy: Model, policy_tokenizer: Any, lo
 
 def check_same_shape(student: ScoringModel, folder: Path, policy: Model, reference: Path) -> None:
     """Check that the reference's module computes the student once it holds the student's weights.
-
-    Args:
-        student: The ``reward_model.model`` section of the settings.
-        folder: Folder of the student's model.
-        policy: The policy's ``model`` section, with which the reference is built.
-        reference: Folder of the reference's model.
 
     Raises:
         ConfigError: The configs of the models differ. The message names each entry that does.
@@ -111,11 +96,6 @@ def check_same_shape(student: ScoringModel, folder: Path, policy: Model, referen
 
 def check_same_tokenizer(teacher: Any, student: Any, student_path: str) -> None:
     """Check that both tokenizers give every text the same ids.
-
-    Args:
-        teacher: The tokenizer of the policy.
-        student: The tokenizer of the student's folder.
-        student_path: The student's folder or hub id, for errors.
 
     Raises:
         ConfigError: A part of the tokenizers differs. The message names each.
@@ -140,9 +120,7 @@ class StudentLogProbs:
 def student_batch(rows: StudentRows, share_prefixes: bool = True) -> RolloutBatch:
     """Return the rows as prompts and responses. A response is explanation, bridge and solution.
 
-    Args:
-        rows: The student's sequences.
-        share_prefixes: Rows with the same prompt compute it once, together.
+    ``share_prefixes``: Rows with the same prompt compute it once, together.
     """
     part = rows.part_of_token()
     is_response = (part != PREFIX) & (part != END)
@@ -161,9 +139,7 @@ def student_batch(rows: StudentRows, share_prefixes: bool = True) -> RolloutBatc
 def teacher_batch(prompts: Ragged, rows: StudentRows) -> RolloutBatch:
     """Return the explanations as responses to the teacher's prompts, for a log-prob pass of the teacher.
 
-    Args:
-        prompts: int64, the teacher's prompt of each row. It ends where the explanation of ``rows`` begins.
-        rows: The student's sequences.
+    ``prompts``: int64, the teacher's prompt of each row. It ends where the explanation of ``rows`` begins.
     """
     number = torch.arange(rows.num_rows)
     return RolloutBatch(prompts=prompts, responses=rows.part(THINK), group=number, prompt_group=number, batch_size=[])
@@ -172,9 +148,7 @@ def teacher_batch(prompts: Ragged, rows: StudentRows) -> RolloutBatch:
 def student_micro_batches(tokens: RowTokens, max_tokens: int) -> list[list[int]]:
     """Return micro-batches, as lists of rows, that compute at most ``max_tokens`` tokens each. A longer row goes alone.
 
-    Args:
-        tokens: Tokens of the rows, as ``student_batch(rows).row_tokens()`` gives them.
-        max_tokens: Hard cap of a micro-batch.
+    ``tokens``: Tokens of the rows, as ``student_batch(rows).row_tokens()`` gives them.
     """
     lengths = tokens.each()
     long = [[row] for row, length in enumerate(lengths) if length > max_tokens]
@@ -195,13 +169,7 @@ def compute_student_log_probs(
 ) -> StudentLogProbs:
     """Return the student's log-probs of explanations and solutions.
 
-    Args:
-        student: The frozen student.
-        rows: Its sequences.
-        micro_batches: Rows of each forward. Together they hold every row once, and all ranks have the same number of them.
-        temperature: Divides the logits.
-        device: The device of the student.
-        share_prefixes: As for :func:`student_batch`.
+    ``micro_batches``: Rows of each forward. Together they hold every row once, and all ranks have the same number of them.
     """
     batch = student_batch(rows, share_prefixes)
     part = rows.part_of_token()
@@ -221,9 +189,7 @@ def compute_student_log_probs(
 def join_log_probs(parts: Sequence[tuple[Sequence[int], StudentLogProbs]], rows: StudentRows) -> StudentLogProbs:
     """Return the log-probs of all rows from those of each rank's share.
 
-    Args:
-        parts: (rows of the share, their log-probs). Together they hold every row once.
-        rows: All rows.
+    ``parts``: (rows of the share, their log-probs). Together they hold every row once.
     """
     return StudentLogProbs(
         think=scatter_tokens([(share, part.think) for share, part in parts], rows.parts[:, THINK].tolist()),
@@ -234,9 +200,7 @@ def join_log_probs(parts: Sequence[tuple[Sequence[int], StudentLogProbs]], rows:
 def targets_at(pack: Pack, places: Tensor) -> Pack:
     """Return a pack that computes the log-probs of some of its targets only. Its tokens stay the same.
 
-    Args:
-        pack: A pack of any rows.
-        places: int64, the places of the targets to keep, ascending.
+    ``places``: int64, the places of the targets to keep, ascending.
     """
     row, last = pack.row[places], pack.last_block
     return replace(
@@ -260,14 +224,8 @@ def compute_exact_log_probs(
 ) -> StudentLogProbs:
     """Return the log-probs of a quantised student under its unquantised weights. Each weight is read when a layer needs it.
 
-    Args:
-        student: The quantised student.
-        folder: Folder of its model.
-        rows: Its sequences.
-        micro_batches: Rows of each forward, with the next three as for :func:`compute_student_log_probs`.
-        temperature: Divides the logits.
-        device: The device of the student.
-        share_prefixes: Rows with the same prompt compute it once.
+    ``micro_batches``: Rows of each forward, as the next two :func:`compute_student_log_probs`. ``share_prefixes``:
+    Rows with the same prompt compute it once.
     """
     weights = WeightFolder(folder)
     with exact_weights(student, lambda name: weights.read(name, ()).to(device)):
@@ -297,42 +255,27 @@ class Student:
     plan: StudentPlan
     device: torch.device
 
-    def log_probs(self, rows: StudentRows, micro_batches: Sequence[Sequence[int]], temperature: float) -> StudentReply:
+    def log_probs(
+        self, rows: StudentRows, micro_batches: Sequence[Sequence[int]], temperature: float, exact: bool = False
+    ) -> StudentReply:
         """Return the log-probs of explanations and solutions, with the time that they took.
 
-        Args:
-            rows: The rows of this rank.
-            micro_batches: Rows of each forward. All ranks have the same number of them.
-            temperature: Divides the logits.
+        ``micro_batches``: Rows of each forward. All ranks have the same number of them. ``exact``: Of a quantised student, under
+        its unquantised weights.
         """
-        began = time.perf_counter()
-        with ExitStack() as scope:
-            scope.enter_context(logits_in_chunks(self.model, self.plan.rlt.logits_chunk_tokens))
-            scope.enter_context(adapters_off(self.model))
-            log_probs = compute_student_log_probs(
-                self.model, rows, micro_batches, temperature, self.device, self.plan.shares_prompts
-            )
-        return StudentReply(log_probs, time.perf_counter() - began)
-
-    def exact_log_probs(self, rows: StudentRows, micro_batches: Sequence[Sequence[int]], temperature: float) -> StudentReply:
-        """Return the log-probs of a quantised student under its unquantised weights. Arguments as for :meth:`log_probs`."""
-        assert self.plan.folder is not None, "a quantised student is a model of its own"
-        began = time.perf_counter()
-        with logits_in_chunks(self.model, self.plan.rlt.logits_chunk_tokens):
-            log_probs = compute_exact_log_probs(
-                self.model, Path(self.plan.folder), rows, micro_batches, temperature, self.device, self.plan.shares_prompts
-            )
+        began, options = time.perf_counter(), (rows, micro_batches, temperature, self.device, self.plan.shares_prompts)
+        with logits_in_chunks(self.model, self.plan.rlt.logits_chunk_tokens), adapters_off(self.model):
+            if exact:
+                assert self.plan.folder is not None, "a quantised student is a model of its own"
+                log_probs = compute_exact_log_probs(self.model, Path(self.plan.folder), *options)
+            else:
+                log_probs = compute_student_log_probs(self.model, *options)
         return StudentReply(log_probs, time.perf_counter() - began)
 
 
 @contextmanager
 def logits_in_chunks(model: PolicyModel, tokens: int) -> Iterator[None]:
-    """Let the logits of at most ``tokens`` tokens exist at a time inside the body.
-
-    Args:
-        model: Any model with a log-prob head.
-        tokens: Tokens of a chunk.
-    """
+    """Let the logits of at most ``tokens`` tokens exist at a time inside the body."""
     before = model.head.chunk_tokens
     model.head.chunk_tokens = tokens
     try:
@@ -364,10 +307,7 @@ class StudentPlan:
     def build(self, roles: RoleBuilder, policy: PolicyModel, reference: PolicyModel | None) -> Student:
         """Return the student. Without a folder its module is the reference, with LoRA the policy's base.
 
-        Args:
-            roles: Builds models.
-            policy: The policy's model.
-            reference: The reference's; None where it has no model of its own.
+        ``reference``: The reference's; None where it has no model of its own.
         """
         if self.folder is None:
             model = policy if reference is None else reference

@@ -151,11 +151,7 @@ def locate_explanations(responses: Ragged, token_bytes: TokenBytes, end_tag: str
 
     Only what comes before the first stop token counts. The first end tag decides. Without one, all of it is the explanation.
 
-    Args:
-        responses: int64, the tokens after the forced prefix.
-        token_bytes: The bytes of the tokens.
-        end_tag: The end tag of an explanation.
-        stop_ids: Tokens that end a response, and padding.
+    ``responses``: int64, the tokens after the forced prefix.
     """
     tag = end_tag.encode()
     stops = torch.isin(responses.flat, torch.tensor(sorted(stop_ids), dtype=torch.int64)).split(responses.sizes())
@@ -198,11 +194,7 @@ def retokenized_parts(
 
     A token that reaches over the border of the explanation or of the solution belongs to the part beside it.
 
-    Args:
-        tokenizer: A Hugging Face tokenizer.
-        token_bytes: The bytes of its tokens.
-        texts: The texts of the parts.
-        plain: For each text, the spans whose special tokens are encoded as plain text.
+    ``plain``: For each text, the spans whose special tokens are encoded as plain text.
     """
     starts = np.cumsum([0, *map(len, texts)])
     spans = tuple(
@@ -312,11 +304,7 @@ class StudentEncoder:
     ) -> StudentRows:
         """Return the student's sequence of each response.
 
-        Args:
-            questions: The question of each row.
-            solutions: Its solution, without tags.
-            responses: int64, the teacher's tokens after the forced prefix.
-            addresses: File and row of each question, for errors.
+        ``responses``: int64, the teacher's tokens after the forced prefix.
 
         Raises:
             ConfigError: A sequence is longer than ``max_student_len``, and ``overlong`` is ``error``.
@@ -387,12 +375,7 @@ class StudentEncoder:
 
 
 def needs_teacher_pass(settings: RltReward, temperature: float) -> bool:
-    """Return whether the teacher's log-probs of the explanation are others than those that the rollouts were scored with.
-
-    Args:
-        settings: Settings of the reward.
-        temperature: Temperature of the rollouts.
-    """
+    """Return whether the teacher's log-probs of the explanation are others than those that the rollouts were scored with."""
     own_tokens = settings.align == "concat" and not settings.include_forced_prefix
     own_temperature = settings.unbias_teacher_log_probs or temperature == 1
     return settings.include_teacher_think_entropy and not (own_tokens and own_temperature)
