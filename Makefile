@@ -29,7 +29,8 @@ lint: setup
 types: setup
 	.venv/bin/mypy
 
-# Tests that wait for a run leave cores idle. So mypy runs beside them, and there is one test process more than two cores need.
+# Tests that wait for a run leave cores idle, so mypy runs beside them. Two test processes are what two cores can feed: most
+# tests start processes of their own.
 test: lint
 	@mkdir -p build; .venv/bin/mypy > build/mypy.txt 2>&1 & types=$$!; \
 	$(RUN) -n 2 --dist loadfile --no-loadscope-reorder $(ARGS); tests=$$?; \

@@ -153,6 +153,7 @@ def _start_server():
 
 def serve(address):
     """Forks a process for each connection and tells it the process id, then the exit code; ends when standard input does."""
+    import pyarrow.dataset  # noqa: F401
     import transformers.models.auto.tokenization_auto
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 

@@ -28,9 +28,8 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("update_pass_ppo") / "model"
 
 
-@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_all_compute_the_gradients_of_both_models(folder, checkpointing):
-    job, expected = make_job(WORK, folder, checkpointing, CPU)
+def test_all_compute_the_gradients_of_both_models(folder):
+    job, expected = make_job(WORK, folder, True, CPU)
     assert {name.split(".")[0] for name in expected.gradients} == {"actor", "critic"}
     for row in run(HERE, job, expected, repeats=1):
         assert row.grad_rel_err <= 2e-6, row.contestant

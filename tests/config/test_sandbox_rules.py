@@ -2,7 +2,9 @@ import pytest
 
 from verl_memopt.config.checks import RULES
 from verl_memopt.config.keys import value_at
-from verl_memopt.config.reward_rules import CASES, KEY, SANDBOX_RULES, SANDBOX_UNUSED, longest_row_seconds, rows_at_a_time
+from verl_memopt.config.reward_limits import CASES
+from verl_memopt.config.reward_limits import SANDBOX as KEY
+from verl_memopt.config.reward_rules import SANDBOX_RULES, SANDBOX_UNUSED, longest_row_seconds, rows_at_a_time
 from verl_memopt.config.unused_keys import UNUSED_KEYS
 
 URL = {f"{KEY}.url": "http://localhost:8080/run_code"}

@@ -42,9 +42,9 @@ def settings_of(toy, run_dir):
     ]
 
 
-def arguments(toy, run_dir, *overrides, config="toy"):
+def arguments(toy, run_dir, *overrides):
     """Gives the training command for the toy task with ``overrides`` on top."""
-    entry = [sys.executable, "-m", "verl_memopt.trainer.main_ppo", "--config-dir", "recipe/rloo", "--config-name", config]
+    entry = [sys.executable, "-m", "verl_memopt.trainer.main_ppo", "--config-dir", "recipe/rloo", "--config-name", "toy"]
     return [*entry, *settings_of(toy, run_dir), *overrides]
 
 
@@ -54,12 +54,9 @@ def train_here(toy, run_dir, *overrides):
     return main([*entry, *settings_of(toy, run_dir), *overrides])
 
 
-def train(toy, run_dir, *overrides, config="toy", timeout=240, env=None):
-    """Gives a training run that has ended, forked from a process that has imported torch; with an env, one of its own."""
-    asked = arguments(toy, run_dir, *overrides, config=config)
-    if env is None:
-        return shared_server().fork(asked[1:], apart=True).wait(timeout)
-    return subprocess.run(asked, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
+def train(toy, run_dir, *overrides, timeout=240):
+    """Gives a training run that has ended, forked from a process that has imported torch."""
+    return shared_server().fork(arguments(toy, run_dir, *overrides)[1:], apart=True).wait(timeout)
 
 
 def succeeded(process):
@@ -84,16 +81,24 @@ def learned(row):
     return {name: value for name, value in row.items() if not name.startswith((*MEASURED, STARTED))}
 
 
-def start(toy, run_dir, *overrides, config="toy"):
+def assert_equal_runs(run_dir, other):
+    """Two runs have computed the same in the same steps."""
+    one, two = metrics(run_dir), metrics(other)
+    assert list(one) == list(two)
+    for step in one:
+        assert learned(one[step]) == learned(two[step]), step
+
+
+def start(toy, run_dir, *overrides):
     """Starts a training run at the head of a process group of its own, forked from a process that has imported torch."""
-    return shared_server().fork(arguments(toy, run_dir, *overrides, config=config)[1:])
+    return shared_server().fork(arguments(toy, run_dir, *overrides)[1:])
 
 
-def start_command(toy, run_dir, *overrides, env=None):
+def start_command(toy, run_dir, *overrides):
     """Starts a training run as a shell does, imports included, at the head of a process group of its own."""
     return subprocess.Popen(
         arguments(toy, run_dir, *overrides),
-        cwd=ROOT, env=env or environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
 
 

@@ -9,9 +9,9 @@ import pyarrow
 import pytest
 import torch
 from pyarrow import parquet
-from safetensors.torch import load_file, save_file
 
-from tests.end_to_end.runs import LOCAL, ROOT, environment, train
+from tests.end_to_end.runs import LOCAL, ROOT, arguments, environment
+from tests.forked import shared_server
 
 AR = "actor_rollout_ref"
 ONE_STEP = ["trainer.total_training_steps=1", "trainer.test_freq=-1", "trainer.val_before_train=false"]
@@ -22,31 +22,19 @@ UNREADABLE = "/proc/self/mem"
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["trainer.total_trainig_steps=3"], ["trainer.total_trainig_steps: no such key", "trainer.total_training_steps?"]),
-        (["trainer.save_freq=often"], ["trainer.save_freq=often", "expected a whole number, got text"]),
+        (
+            ["trainer.save_freq=often", "trainer.total_trainig_steps=3", "algorithm.adv_estimator=opo", f"{AR}.rollout.n=1"],
+            ["3 problems in the settings:\n", "trainer.save_freq=often", "trainer.total_training_steps?", f"{AR}.rollout.n=1"],
+        ),
         (
             [f"{AR}.actor.grad_clip=2", f"{AR}.actor.optim.clip_grad=1"],
             [f"{AR}.actor.grad_clip=2", f"{AR}.actor.optim.clip_grad=1"],
         ),
         ([f"{AR}.rollout.n=4,8"], [f"{AR}.rollout.n=4,8: several values for one key", f"{AR}.rollout.n=[a,b]"]),
-        ([f"{AR}.actor.ppo_mini_batch_size=5"], [f"{AR}.actor.ppo_mini_batch_size=5", "data.train_batch_size=32", "divisor"]),
-        (
-            ["data.train_batch_size=3", f"{AR}.actor.ppo_mini_batch_size=3", f"{AR}.rollout.n=3", "trainer.n_gpus_per_node=2"],
-            ["data.train_batch_size=3", "9 sequences do not divide over 2 devices", "a multiple of 2"],
-        ),
-        (
-            [f"{AR}.actor.ppo_max_token_len_per_gpu=19"],
-            [f"{AR}.actor.ppo_max_token_len_per_gpu=19: a sample may have 20 tokens", "at least 20"],
-        ),
         ([f"{AR}.rollout.tensor_model_parallel_size=2"], [f"{AR}.rollout.tensor_model_parallel_size=2", "1 devices"]),
         (["trainer.n_gpus_per_node=2", *LOCAL], ["trainer.worker_group=local", "trainer.n_gpus_per_node=2"]),
-        (["trainer.device=tpu"], ["trainer.device=tpu", "auto, cuda, cpu"]),
-        ([f"{AR}.rollout.name=sglang"], [f"{AR}.rollout.name=sglang", "vllm or hf"]),
         ([f"{AR}.model.external_lib=nowhere_to_be_found"], [f"{AR}.model.external_lib=nowhere_to_be_found", "Install"]),
         (["trainer.experiment_name=../.."], ["trainer.experiment_name=../..: this is one part of the run folder's path"]),
-        ([f"data.seed={2**63}"], [f"data.seed={2**63}: must be at most {2**63 - 1}"]),
-        ([f"{AR}.model.override_config.num_hidden_layers=-1"], ["num_hidden_layers=-1: it must be a whole number from 1 to"]),
-        ([f"{AR}.model.override_config.vocab_size=300"], ["its embedding has 300 rows, and the tokenizer has 320 tokens"]),
         ([f"{AR}.model.override_config.hidden_size=wide"], [f"{AR}.model.override_config.hidden_size=wide", "expected int"]),
     ],
 )
@@ -56,23 +44,10 @@ def test_settings_that_cannot_be_are_refused_under_their_keys(refused, overrides
         assert part in message
 
 
-def test_all_mistakes_are_told_at_once(refused):
-    alone = ("algorithm.adv_estimator=opo", f"{AR}.rollout.n=1")
-    message = refused("trainer.save_freq=often", "trainer.total_trainig_steps=3", *alone)
-    assert message.startswith("3 problems in the settings:\n")
-    assert len(message.strip().splitlines()) == 4
-
-
 def test_more_gpus_than_there_are_are_refused(refused):
     some, none = "trainer.n_gpus_per_node=256: this machine has", "trainer.device=cuda: no CUDA device is visible"
     message = refused("trainer.device=cuda", "trainer.n_gpus_per_node=256")
     assert message.startswith(some if torch.cuda.is_available() else none)
-
-
-def test_more_workers_than_the_ray_cluster_holds_are_refused_with_both_numbers(refused):
-    message = refused("ray_kwargs.ray_init.num_cpus=1", "trainer.n_gpus_per_node=2", leaves=["config.yaml"])
-    assert "trainer.n_gpus_per_node=2 needs 2 CPU on each node, but the cluster's nodes have: 1 CPU" in message
-    assert "raise ray_kwargs.ray_init.num_cpus" in message
 
 
 def test_a_ray_address_where_nothing_answers_is_refused_at_once(refused):
@@ -100,25 +75,16 @@ def test_vllm_that_is_not_installed_is_named_with_the_way_to_get_it_and_the_way_
 def test_vllm_that_cannot_be_imported_is_told_with_its_own_reason(toy, tmp_path):
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('libnothing.so.1: cannot open shared object file')\n")
-    env = environment(PYTHONPATH=f"{tmp_path}:{ROOT}")
-    process = train(toy, tmp_path / "run", "trainer.worker_group=local", *ONE_STEP, env=env)
+    asked = arguments(toy, tmp_path / "run", "trainer.worker_group=local", *ONE_STEP)[1:]
+    process = shared_server().fork(asked, environment(PYTHONPATH=f"{tmp_path}:{ROOT}"), apart=True).wait()
     assert process.returncode == 2, process.stderr[-3000:]
     assert f"ConfigError: {AR}.rollout.name=vllm: vLLM cannot be imported (libnothing.so.1" in process.stderr
     assert "Traceback" not in process.stderr
 
 
-def emptied(folder):
-    for path in folder.iterdir():
-        path.unlink()
-
-
 def torn(name):
     """Cuts the end off a file of a model folder."""
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-2])
-
-
-def gone(name):
-    return lambda folder: (folder / name).unlink()
 
 
 def unreadable(name):
@@ -129,37 +95,12 @@ def unreadable(name):
     return damage
 
 
-def indexed(text):
-    """Gives the folder an index of weights."""
-    return lambda folder: (folder / "model.safetensors.index.json").write_text(text)
-
-
-def with_another_head(folder):
-    """Adds a head that differs from the embedding to which the config ties it."""
-    weights = load_file(folder / "model.safetensors")
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-
-
-def of_no_known_kind(folder):
-    settings = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(settings | {"model_type": "abacus"}))
-
-
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (shutil.rmtree, "no such folder"),
-        (emptied, "the folder has no config.json"),
         (torn("config.json"), "its config.json cannot be read"),
         (unreadable("config.json"), "its config.json cannot be read"),
-        (of_no_known_kind, "`abacus`"),
-        (gone("model.safetensors"), "model.safetensors is missing"),
         (torn("model.safetensors"), "model.safetensors: not a whole safetensors file"),
-        (indexed("{"), "model.safetensors.index.json: not an index of weights"),
-        (indexed('{"weight_map": {"a": "../../x.safetensors"}}'), "it names the file '../../x.safetensors'"),
-        (with_another_head, "lm_head.weight that differs from model.embed_tokens.weight"),
-        (gone("tokenizer.json"), "it has no tokenizer"),
         (torn("tokenizer.json"), "its tokenizer cannot be read"),
         (torn("generation_config.json"), "its generation_config.json cannot be read"),
         (unreadable("generation_config.json"), "its generation_config.json cannot be read"),
@@ -198,32 +139,15 @@ def as_lines(rows):
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-@pytest.mark.parametrize("key", ["data.train_files", "data.val_files"])
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("rows.jsonl", None, "there is no such file"),
-        ("rows.jsonl", "", "the file has no rows"),
-        ("rows.csv", "a,b\n", "the suffix '.csv' is unknown"),
-        ("rows.parquet", "PAR1", "not a readable parquet file"),
-    ],
-)
-def test_a_dataset_that_is_missing_empty_or_of_another_kind_is_named(refused, tmp_path, key, name, content, said):
-    path = tmp_path / name
-    if content is not None:
-        path.write_text(content)
-    message = refused(f"{key}={path}", kind="DataError")
-    assert str(path) in message
-    assert said in message
-
-
-def test_a_parquet_file_without_rows_is_named(refused, rows, tmp_path):
+def test_a_dataset_that_is_no_parquet_file_or_has_no_rows_is_named_under_its_key(refused, rows, tmp_path):
     path = tmp_path / "rows.parquet"
+    path.write_text("PAR1")
+    assert f"{path}: this is not a readable parquet file" in refused(f"data.val_files={path}", kind="DataError")
     parquet.write_table(pyarrow.Table.from_pylist(rows).slice(0, 0), path)
     assert refused(f"data.train_files={path}", kind="DataError").startswith(f"data.train_files: {path}: the file has no rows")
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_a_dataset_that_cannot_be_read_is_named(refused, tmp_path, suffix):
     path = tmp_path / f"rows.{suffix}"
     path.symlink_to(UNREADABLE)
@@ -232,25 +156,11 @@ def test_a_dataset_that_cannot_be_read_is_named(refused, tmp_path, suffix):
     assert "read" in message
 
 
-def test_a_malformed_line_is_named_by_file_and_line(refused, rows, tmp_path):
-    lines = as_lines(rows).splitlines()
-    lines[16] = lines[16][:-3]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(lines))
-    assert refused(f"data.train_files={path}", kind="DataError").startswith(f"{path}:17: not valid JSON")
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"prompt": None}, "the column 'prompt' is null in this row"),
         ({"reward_model": None}, "the column 'reward_model' is null in this row"),
-        ({"data_source": None}, "the column 'data_source' is null in this row"),
-        ({"prompt": [{"role": "user", "content": "1\ud800"}]}, "a string contains \\ud800, half of a surrogate pair"),
-        ({"extra_info": {"note": "\udfff"}}, "a string contains \\udfff, half of a surrogate pair"),
-        ({"reward_model": {"style": "rule"}}, "reward_model has no ground_truth"),
         ({"prompt": ""}, "the prompt is empty"),
-        ({"prompt": [{"role": "user"}]}, "prompt must be a string or a list of {role, content}"),
         ({"prompt": "1+" * 30}, "the prompt has 60 tokens, but data.max_prompt_length is 16"),
     ],
 )
@@ -271,13 +181,8 @@ def test_a_source_without_a_rule_is_named_with_the_rules_there_are(refused, rows
     assert "custom_reward_function.path" in message
 
 
-@pytest.mark.parametrize("template", ["{{ messages[", '{{ raise_exception("no turns here") }}'])
-def test_a_chat_template_that_does_not_render_is_named(refused, template):
+def test_a_chat_template_that_does_not_render_is_named(refused):
+    template = '{{ raise_exception("no turns here") }}'
     message = refused(f"{AR}.model.custom_chat_template='{template}'", kind="DataError")
     assert "train.parquet:1: the chat template cannot render this prompt" in message
     assert f"{AR}.model.custom_chat_template" in message
-
-
-def test_fewer_rows_than_a_batch_are_refused(refused):
-    message = refused("data.train_batch_size=1024", f"{AR}.actor.ppo_mini_batch_size=1024", kind="DataError")
-    assert message.startswith("data.train_batch_size=1024: an epoch has only 592 rows. Lower it to at most 592")

@@ -23,17 +23,10 @@ def function(tmp_path):
     return write
 
 
-def test_a_file_that_is_not_there_is_named(refused):
-    message = refused("custom_reward_function.path=/nowhere/reward.py", *ONE_STEP, kind="RewardError")
-    assert message.startswith("custom_reward_function.path=/nowhere/reward.py: there is no such file")
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("def score(): pass\n", "the file has no 'compute_score'. It defines score"),
         ("def compute_score(:\n", "SyntaxError: invalid syntax"),
-        ("import os; os._exit(3)\n", "the process that imports the file exited with code 3"),
         (
             "def compute_score(prompt, completion): return 1.0\n",
             "defines compute_score(prompt, completion), which does not accept the arguments of a reward function "
@@ -51,9 +44,7 @@ def test_a_file_without_a_function_that_can_be_called_is_refused_before_a_worker
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("raise ZeroDivisionError('seven over nothing')", "raised:\nTraceback"),
         ("import time; time.sleep(1000)", "took longer than custom_reward_function.timeout_seconds=0.5"),
-        ("return 3e38", "returned 3e+38, which is beyond 1e+12: training could not compute finite numbers from it"),
         ("import os; os._exit(3)", "ended its process, which exited with code 3"),
     ],
 )

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.end_to_end.runs import LOCAL, ROOT, environment
+from tests.forked import shared_server
 
 AR = "actor_rollout_ref"
 SHORT = [
@@ -23,16 +24,20 @@ KNOBS = [
 
 @pytest.fixture
 def run(tiny_folder, tmp_path):
-    """Trains in a process of its own that sees a GPU."""
+    """Trains in a process that sees a GPU: one of its own, or one forked from a process that has imported torch."""
     row = {"data_source": "toy/arithmetic", "prompt": "1+2=", "reward_model": {"ground_truth": "3"}}
     (tmp_path / "train.jsonl").write_text((json.dumps(row) + "\n") * 4)
 
-    def go(*overrides):
+    def go(*overrides, forked=False):
         module = ["tests.end_to_end.gpu_in_sight", "verl_memopt.trainer.main_ppo"]
         recipe = ["--config-dir", "recipe/rloo", "--config-name", "toy", f"data.train_files={tmp_path}/train.jsonl"]
         files = ["data.val_files=null", f"{AR}.model.path={tiny_folder}", f"trainer.default_local_dir={tmp_path}/run"]
-        command = [sys.executable, "-m", *module, *recipe, *files, "trainer.logger=[jsonl]", *LOCAL, *SHORT, *overrides]
-        return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+        command = ["-m", *module, *recipe, *files, "trainer.logger=[jsonl]", *LOCAL, *SHORT, *overrides]
+        if forked:
+            return shared_server().fork(command, apart=True).wait()
+        return subprocess.run(
+            [sys.executable, *command], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300
+        )
 
     return go
 
@@ -45,6 +50,6 @@ def test_a_run_on_the_cpu_touches_no_gpu_and_pins_no_memory(run, tmp_path):
 
 
 def test_the_gpu_in_sight_is_one_that_auto_takes(run):
-    found = run("trainer.device=auto")
+    found = run("trainer.device=auto", forked=True)
     assert found.returncode != 0
     assert "touched: torch.cuda." in found.stderr

@@ -6,7 +6,9 @@ import pytest
 
 from tests.end_to_end.runs import LOCAL, metrics, train_here
 
-TWO_STEPS = [*LOCAL, "trainer.total_training_steps=2", "trainer.val_before_train=false", "trainer.save_freq=-1"]
+TWO_STEPS = [
+    *LOCAL, "trainer.total_training_steps=2", "trainer.val_before_train=false", "trainer.save_freq=-1", "trainer.test_freq=-1",
+]  # fmt: skip
 SYNCED = [
     "debug=sync_check", "trainer.worker_group=local", "actor_rollout_ref.rollout.name=vllm",
     "actor_rollout_ref.rollout.max_model_len=96", "actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32",
@@ -38,7 +40,8 @@ def test_a_sync_to_the_wrong_place_ends_a_checked_run(here, tmp_path, capsys, mo
     )
 
 
-@pytest.mark.parametrize("resets", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow  # tests/rollout/test_vllm_engine.py checks a sync without a reset in every run of the tests
+@pytest.mark.parametrize("resets", [True, False])
 def test_a_prefix_cache_that_is_not_reset_ends_a_checked_run_with_vllm(here, capsys, monkeypatch, resets):
     import vllm
 

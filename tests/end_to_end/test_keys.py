@@ -72,13 +72,13 @@ def common(toy, folder):
         f"actor_rollout_ref.model.path={toy}/model", "actor_rollout_ref.actor.ppo_mini_batch_size=4",
         "actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.n=2", f"trainer.default_local_dir={folder}",
         "data.max_prompt_length=16", "data.max_response_length=4", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64",
-        "trainer.worker_group=local", "trainer.save_freq=1", "trainer.test_freq=1", "trainer.logger=[jsonl]",
+        "trainer.worker_group=local", "trainer.save_freq=2", "trainer.test_freq=2", "trainer.logger=[jsonl]",
         "trainer.device=cpu", "actor_rollout_ref.rollout.dtype=fp32", "data.val_max_samples=8",
     ]  # fmt: skip
 
 
 def runs(toy, folder):
-    """Gives the settings of three starts: a run, one with everything set otherwise, and a resume of that one."""
+    """Gives the settings of short runs that turn every key between them."""
     plugins = folder / "plugins.py"
     plugins.write_text(PLUGINS)
     plain = [
@@ -101,10 +101,9 @@ def runs(toy, folder):
         "algorithm.rollout_correction.rollout_rs=token_k1", "algorithm.rollout_correction.rollout_rs_threshold=9",
         f"custom_reward_function.path={plugins}", "custom_reward_function.name=score", "custom_reward_function.on_error=score",
         "reward_model.reward_manager=dapo", "reward_model.reward_kwargs.overlong_buffer_cfg.enable=true",
-        "reward_model.reward_kwargs.overlong_buffer_cfg.len=2", "actor_rollout_ref.ref.sync_every_steps=1",
+        "reward_model.reward_kwargs.overlong_buffer_cfg.len=2", "actor_rollout_ref.ref.sync_every_steps=1", "trainer.save_freq=1",
     ]  # fmt: skip
     resumed = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}/other/global_step_1"]
-    yield load_settings("rloo_trainer", common(toy, folder / "plain") + plain)
     yield load_settings("grpo_trainer", common(toy, folder / "other") + other)
     yield load_settings("grpo_trainer", common(toy, folder / "other") + other + resumed)
     dump = [f"trainer.rollout_data_dir={folder}/dump", "trainer.total_training_steps=1"]

@@ -22,11 +22,8 @@ OFFLOADED = [
     *(f"{fsdp}.{key}=true" for fsdp in (FSDP, f"{AR}.actor.fsdp_config") for key in ("param_offload", "optimizer_offload")),
     f"{AR}.rollout.free_cache_engine=true",
 ]
-"""Policy and critic take turns on the device, and the engine sleeps outside of the rollout."""
-PLACES = pytest.mark.parametrize(
-    "place", [pytest.param([], marks=pytest.mark.slow), OFFLOADED], ids=["on the device", "offloaded"]
-)
-"""Where the models rest changes no number, so that the proofs alone have both."""
+"""Policy and critic take turns on the device, and the engine sleeps outside of the rollout. It changes no number, so most tests
+have it on."""
 
 
 def command(toy, run_dir, *overrides):
@@ -43,10 +40,9 @@ def weights(folder):
     return load_file(folder / "model.safetensors")
 
 
-@PLACES
-def test_the_toy_task_is_learned_in_few_steps_with_a_critic_that_learns_its_returns(toy, tmp_path, place):
+def test_the_toy_task_is_learned_in_few_steps_with_a_critic_that_learns_its_returns(toy, tmp_path):
     rows = train_ppo(
-        toy, tmp_path, *LOCAL, *place, "trainer.total_training_steps=6", "trainer.test_freq=6", "trainer.save_freq=-1"
+        toy, tmp_path, *LOCAL, *OFFLOADED, "trainer.total_training_steps=6", "trainer.test_freq=6", "trainer.save_freq=-1"
     )
     score = "val-core/toy/arithmetic/reward/mean@1"
     assert rows[0][score] <= 0.5
@@ -79,9 +75,8 @@ def test_where_the_critic_rests_changes_no_number(toy, tmp_path):
             assert moved[step][name] == pytest.approx(kept[step][name], rel=1e-6), name
 
 
-@PLACES
-def test_a_resumed_run_equals_an_uninterrupted_one(toy, tmp_path, place):
-    more = [*SHORT, *place, f"{AR}.rollout.temperature=1.5", "trainer.save_freq=2"]
+def test_a_resumed_run_equals_an_uninterrupted_one(toy, tmp_path):
+    more = [*SHORT, *OFFLOADED, f"{AR}.rollout.temperature=1.5", "trainer.save_freq=2"]
     whole = train_ppo(toy, tmp_path / "whole", *more, "trainer.total_training_steps=4")
     train_ppo(toy, tmp_path / "parts", *more, "trainer.total_training_steps=2")
     parts = train_ppo(toy, tmp_path / "parts", *more, "trainer.total_training_steps=4")
@@ -93,9 +88,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(toy, tmp_path, place):
     assert any(name.startswith("critic/") for name in files)
 
 
-@PLACES
-def test_a_warm_up_trains_the_critic_and_leaves_the_policy_as_it_is(toy, tmp_path, place):
-    more = [*SHORT, *place, "trainer.critic_warmup=2", "trainer.save_freq=1", "trainer.total_training_steps=3"]
+def test_a_warm_up_trains_the_critic_and_leaves_the_policy_as_it_is(toy, tmp_path):
+    more = [*SHORT, *OFFLOADED, "trainer.critic_warmup=2", "trainer.save_freq=1", "trainer.total_training_steps=3"]
     more.append("trainer.max_actor_ckpt_to_keep=null")
     parts = [f"{role}.checkpoint.save_contents=[model,optimizer,extra,hf_model]" for role in (f"{AR}.actor", "critic")]
     rows = train_ppo(toy, tmp_path, *more, *parts)

@@ -89,66 +89,55 @@ def checkpoints(trained):
     return {block.options.checkpoint for block in trained.model.blocks()}
 
 
+def is_offloaded(trained):
+    return isinstance(trained.optimizer, BucketedAdamW) and trained.optimizer._offload
+
+
+def features(it):
+    """Gives, for policy and critic each, checkpointing, and whether activations, parameters and optimizer rest on the host."""
+    return [
+        (checkpoints(trained), trained.offload is not None, trained.home is not None, is_offloaded(trained))
+        for trained in models(it)
+    ]
+
+
+ON, OFF = ({"full"}, True, True, True), ({None}, False, False, False)
+
+
+def changed(role, fsdp):
+    """Gives the changes that turn every feature of one model off."""
+    keys = (f"{role}.model.enable_gradient_checkpointing", f"{role}.model.enable_activation_offload")
+    keys += (f"{fsdp}.fsdp_config.param_offload", f"{fsdp}.fsdp_config.optimizer_offload")
+    return [f"{key}=false" for key in keys]
+
+
 def test_every_feature_is_on_unless_the_command_line_says_otherwise(worker):
     with worker(f"{AR}.rollout.free_cache_engine=true") as it:
-        for trained in models(it):
-            assert checkpoints(trained) == {"full"}
-            assert trained.offload is not None
-            assert isinstance(trained.optimizer, BucketedAdamW)
-            assert trained.optimizer._offload
+        assert features(it) == [ON, ON]
         assert (it.policy.trained.home.on_device, it.critic.trained.home.on_device) == (True, False)
         assert it.policy.model.head.chunk_tokens == 256
         assert (it.actor_cut, set(it.critic_cut)) == ([1], {1})
+        it.release_engine()
+        assert not it.engine._state.is_awake("weights")
 
 
-@pytest.mark.parametrize("role", [AR, "critic"])
-def test_gradient_checkpointing(worker, role):
-    with worker(f"{role}.model.enable_gradient_checkpointing=false") as it:
-        seen = [checkpoints(trained) for trained in models(it)]
-    assert seen == ([{None}, {"full"}] if role == AR else [{"full"}, {None}])
-
-
-@pytest.mark.parametrize("role", [AR, "critic"])
-def test_activation_offload(worker, role):
-    with worker(f"{role}.model.enable_activation_offload=false") as it:
-        seen = [trained.offload is None for trained in models(it)]
-    assert seen == [role == AR, role == "critic"]
-
-
-@pytest.mark.parametrize("role", [f"{AR}.actor", "critic.model"])
-def test_parameter_offload(worker, role):
-    with worker(f"{role}.fsdp_config.param_offload=false") as it:
-        seen = [trained.home is None for trained in models(it)]
-    assert seen == [role != "critic.model", role == "critic.model"]
-
-
-@pytest.mark.parametrize("role", [f"{AR}.actor", "critic.model"])
-def test_optimizer_offload(worker, role):
-    with worker(f"{role}.fsdp_config.optimizer_offload=false") as it:
-        seen = [isinstance(trained.optimizer, BucketedAdamW) and trained.optimizer._offload for trained in models(it)]
-    assert seen == [role == "critic.model", role != "critic.model"]
-
-
-@pytest.mark.parametrize("role", [f"{AR}.actor", "critic"])
-def test_token_budget(worker, role):
-    with worker(f"{role}.ppo_max_token_len_per_gpu=64") as it:
-        more = [max(cut) > 1 for cut in (it.actor_cut, it.critic_cut)]
-    assert more == [role != "critic", role == "critic"]
-
-
-def test_log_prob_chunks(worker):
-    with worker(f"{AR}.model.logprob_chunk_tokens=7") as it:
+def test_keys_of_the_policy_arrive_at_the_policy_alone(worker):
+    """Each key is seen in a place of its own, so all are changed in one run."""
+    own = [f"{AR}.actor.ppo_max_token_len_per_gpu=64", f"{AR}.model.logprob_chunk_tokens=7"]
+    with worker(*changed(AR, f"{AR}.actor"), *own, f"{AR}.rollout.free_cache_engine=false") as it:
+        assert features(it) == [OFF, ON]
+        assert (max(it.actor_cut) > 1, set(it.critic_cut)) == (True, {1})
         assert it.policy.model.head.chunk_tokens == 7
+        it.release_engine()
+        assert it.engine._state.is_awake("weights")
+
+
+def test_keys_of_the_critic_arrive_at_the_critic_alone(worker):
+    with worker(*changed("critic", "critic.model"), "critic.ppo_max_token_len_per_gpu=64") as it:
+        assert features(it) == [ON, OFF]
+        assert (it.actor_cut, max(it.critic_cut) > 1) == ([1], True)
 
 
 def test_the_engines_memory(worker):
-    local = LOCAL[:1]
-    with worker(f"{AR}.rollout.gpu_memory_utilization=0.37", local=local) as it:
+    with worker(f"{AR}.rollout.gpu_memory_utilization=0.37", local=LOCAL[:1]) as it:
         assert it.engine._llm.llm_engine.vllm_config.cache_config.gpu_memory_utilization == 0.37
-
-
-@pytest.mark.parametrize("sleeps", [True, False])
-def test_the_engine_gives_its_memory_back(worker, sleeps):
-    with worker(f"{AR}.rollout.free_cache_engine={str(sleeps).lower()}") as it:
-        it.release_engine()
-        assert it.engine._state.is_awake("weights") != sleeps

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from tests.end_to_end.runs import LOCAL, metrics, succeeded, train, train_here
+from tests.end_to_end.runs import LOCAL, metrics, train_here
 from tests.workers.test_reward_scores import classifier
 
 MODEL = "reward_model.model"
@@ -95,19 +95,6 @@ def test_a_function_combines_a_rule_with_the_score_of_a_model_that_has_a_templat
     assert rows[1]["reward/right/mean"] == pytest.approx(mean)
     assert rows[1]["reward/rm_score/mean"] == pytest.approx(rows[1]["critic/score/mean"] - mean)
     assert "val-aux/toy/arithmetic/rm_score/mean@1" in rows[2]
-
-
-@pytest.mark.slow  # tests/workers/test_reward_scores.py has two ranks, and test_rlt two workers, in every run of the tests
-def test_two_workers_give_the_rewards_of_one(toy, tmp_path, reward_model):
-    """Five held-out prompts do not divide over two workers, and the rollouts of the first step are the same."""
-    more = [*SHORT, *scoring(reward_model[0], f"{MODEL}.input_tokenizer=null"), "trainer.total_training_steps=1"]
-    succeeded(train(toy, tmp_path / "one", *more))
-    succeeded(train(toy, tmp_path / "two", *more, "trainer.worker_group=ray", "trainer.n_gpus_per_node=2"))
-    one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
-    for name in ("critic/score/mean", "critic/score/max", "critic/score/min"):
-        assert two[1][name] == pytest.approx(one[1][name], rel=1e-4)
-    held_out = "val-core/toy/arithmetic/reward/mean@1"
-    assert two[0][held_out] == pytest.approx(one[0][held_out], rel=1e-4)
 
 
 def test_a_folder_without_a_head_ends_the_run_before_a_worker_starts(toy, tmp_path, capfd):

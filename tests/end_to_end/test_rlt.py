@@ -35,7 +35,9 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("all offloaded", "alias with LoRA") else ()) for name in RUNS]
+)
 def test_a_run_trains_validates_and_reports_the_parts_of_the_reward(toy, tmp_path, name):
     more = {**RUNS[name], "trainer.test_freq": 2, "data.val_batch_size": 4, "trainer.rollout_data_dir": str(tmp_path / "rows")}
     assert train(settings_of(toy, tmp_path / "run", more)) == 0
@@ -64,20 +66,19 @@ def test_a_row_without_room_for_its_solution_leaves_its_group(toy, tmp_path):
     assert rows[1]["actor/skipped_updates"] == 0
 
 
-@pytest.mark.parametrize("more", [pytest.param({}, marks=pytest.mark.slow), ALIAS], ids=["separate", "alias_ref"])
-def test_a_resumed_run_is_the_run_without_a_break(toy, tmp_path, more):
-    assert train(settings_of(toy, tmp_path / "whole", more)) == 0
+def test_a_resumed_run_is_the_run_without_a_break(toy, tmp_path):
+    assert train(settings_of(toy, tmp_path / "whole", ALIAS)) == 0
     for steps in (1, 2):
         saves = {"trainer.total_training_steps": steps, "trainer.save_freq": 1}
-        assert train(settings_of(toy, tmp_path / "broken", {**more, **saves})) == 0
+        assert train(settings_of(toy, tmp_path / "broken", {**ALIAS, **saves})) == 0
     whole, broken = (learned(metrics(tmp_path / name)[2]) for name in ("whole", "broken"))
     assert broken == whole
 
 
-@pytest.mark.parametrize("more", [pytest.param({}, marks=pytest.mark.slow), SWAP], ids=["separate", "swap"])
-def test_two_workers_give_the_rewards_of_one(toy, tmp_path, more):
+@pytest.mark.slow  # tests/recipe/rlt has two ranks in every run of the tests
+def test_two_workers_give_the_rewards_of_one(toy, tmp_path):
     """Nine held-out rows do not divide over two workers, and the rollouts of the first step are the same."""
-    short = {**more, "trainer.total_training_steps": 1, "trainer.test_freq": 1, "trainer.val_before_train": True}
+    short = {**SWAP, "trainer.total_training_steps": 1, "trainer.test_freq": 1, "trainer.val_before_train": True}
     two = {"trainer.worker_group": "ray", "trainer.n_gpus_per_node": 2}
     assert train(settings_of(toy, tmp_path / "one", short)) == 0
     assert train(settings_of(toy, tmp_path / "two", {**short, **two})) == 0

@@ -196,10 +196,10 @@ def test_a_seed_is_the_runs_seed_and_names_its_folder(tmp_path):
     assert settings["trainer.default_local_dir"].endswith("_seed3")
 
 
-def test_a_model_path_takes_the_gsm8k_recipe(resolved, script):
-    settings = resolved(MODEL_PATH="/models/mine", DEVICE="cpu", **FILES)
+def test_a_model_path_takes_the_gsm8k_recipe(tmp_path):
+    settings = printed(FOLDER / GRPO, tmp_path, MODEL_PATH="/models/mine", DEVICE="cpu", **FILES)
     assert settings[f"{AR}.model.path"] == "/models/mine"
-    assert settings["trainer.experiment_name"] == ("grpo_gsm8k" if script.name == GRPO else "rloo_gsm8k")
+    assert settings["trainer.experiment_name"] == "grpo_gsm8k"
     assert settings["data.train_files"] == "/data/train.parquet"
 
 
@@ -248,10 +248,10 @@ def test_a_gpu_takes_the_gsm8k_recipe_and_its_model(tmp_path):
     assert settings[f"{AR}.rollout.dtype"] == "bfloat16"
 
 
-def test_a_gpu_out_of_reach_of_the_hub_trains_the_toy_task_in_a_gpus_precision(resolved, script, toy, gpu, capfd):
-    settings = resolved(TOY_DIR=str(toy), HF_HUB_OFFLINE="1", **gpu)
+def test_a_gpu_out_of_reach_of_the_hub_trains_the_toy_task_in_a_gpus_precision(tmp_path, toy, gpu, capfd):
+    settings = printed(PLAIN[0], tmp_path, TOY_DIR=str(toy), HF_HUB_OFFLINE="1", **gpu)
     assert settings[f"{AR}.model.path"] == f"{toy}/model"
-    assert settings["trainer.experiment_name"] == ("grpo_toy" if script.name == GRPO else "rloo_toy")
+    assert settings["trainer.experiment_name"] == "rloo_toy"
     assert (settings["trainer.device"], settings[f"{AR}.rollout.name"]) == ("auto", "vllm")
     assert {settings[f"{AR}.{place}"] for place in ("rollout.dtype", *(f"{r}.fsdp_config.dtype" for r in ("actor", "ref")))} == {
         "bfloat16"

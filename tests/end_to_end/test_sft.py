@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.end_to_end.runs import LOCAL, learned, metrics, succeeded, train_here, wait_for_step
+from tests.end_to_end.runs import LOCAL, assert_equal_runs, metrics, succeeded, train_here, wait_for_step
 from tests.forked import shared_server
 from verl_memopt.cli import main
 from verl_memopt.config.loader import load_settings
@@ -117,9 +117,7 @@ def test_after_kill_9_the_rerun_ends_as_an_uninterrupted_run(toy, raw, tmp_path)
     process.wait()
     assert max(metrics(killed)) < 12
     assert main(["sft", *told(toy, raw, killed, *short)]) == 0
-    one, two = metrics(killed), metrics(whole)
-    assert list(one) == list(two)
-    assert {step: learned(row) for step, row in one.items()} == {step: learned(row) for step, row in two.items()}
+    assert_equal_runs(killed, whole)
     last = Path("global_step_12") / "actor" / "huggingface" / "model.safetensors"
     resumed, other = load_file(killed / last), load_file(whole / last)
     assert all(torch.equal(resumed[name], tensor) for name, tensor in other.items())

@@ -9,7 +9,7 @@ from collections import Counter
 import psutil
 import pytest
 
-from tests.end_to_end.runs import learned, metrics
+from tests.end_to_end.runs import assert_equal_runs
 from tests.faults.conftest import QUIET, SHORT
 from tests.faults.kills import KILL, members
 from tests.faults.machine import left
@@ -24,28 +24,14 @@ def moment(who, phase, edge, time=2):
     return {KILL: json.dumps({"who": who, "phase": phase, "edge": edge, "time": time})}
 
 
-def assert_equal_runs(run_dir, other):
-    one, two = metrics(run_dir), metrics(other)
-    assert list(one) == list(two)
-    assert [learned(row) for row in one.values()] == [learned(row) for row in two.values()]
-
-
 def assert_ends_the_same(machine, toy, run_dir, settings, reference):
     rerun = machine.train(toy, run_dir, *settings)
     assert rerun.returncode == 0, rerun.stdout[-3000:]
     assert_equal_runs(run_dir, reference)
 
 
-IN_EVERY_RUN = (("gen", "after"), ("update_actor", "after"), ("save_checkpoint", "before"))
-"""The boundaries that are not left to the slow proofs."""
-BOUNDARIES = [
-    pytest.param(phase, edge, marks=() if (phase, edge) in IN_EVERY_RUN else pytest.mark.slow)
-    for phase in PHASES
-    for edge in EDGES
-]
-
-
-@pytest.mark.parametrize(("phase", "edge"), BOUNDARIES)
+# The slow proof below has every process at every boundary.
+@pytest.mark.parametrize(("phase", "edge"), [("update_actor", "after"), ("save_checkpoint", "before")])
 def test_a_driver_that_is_killed_between_two_phases_is_not_missed(healthy, toy, run_dir, uninterrupted, phase, edge):
     run = healthy.train(toy, run_dir, *SHORT, **moment("driver", phase, edge))
     assert run.returncode == -signal.SIGKILL, run.stdout[-3000:]

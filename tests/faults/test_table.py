@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.end_to_end.runs import learned, metrics
+from tests.end_to_end.runs import assert_equal_runs, metrics
 from tests.faults.conftest import QUIET, SHORT
 from tests.faults.machine import left
 
@@ -119,7 +119,7 @@ def test_12_a_special_token_in_a_users_text_is_text(healthy, toy, run_dir, tmp_p
 def test_15_a_home_that_cannot_be_written_is_survived_or_named(healthy, toy, run_dir, uninterrupted):
     run = healthy.train(toy, run_dir, *SHORT, HOME="/proc", XDG_CACHE_HOME="/proc/cache")
     assert run.returncode == 0, run.stdout[-3000:]
-    assert [learned(row) for row in metrics(run_dir).values()] == [learned(row) for row in metrics(uninterrupted).values()]
+    assert_equal_runs(run_dir, uninterrupted)
 
 
 def test_15_a_long_temporary_folder_is_survived_or_named(healthy, toy, run_dir, tmp_path):

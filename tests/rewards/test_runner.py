@@ -45,8 +45,6 @@ def test_the_function_gets_what_the_row_holds_and_its_fixed_arguments(custom: Ca
     [
         ("return 1 / (solution_str != 'bad')", "compute_score of .*reward.py raised:.*Traceback.*ZeroDivisionError"),
         ("return float('nan') if solution_str == 'bad' else 0", "returned nan, not a finite number"),
-        ("return '1' if solution_str == 'bad' else 1", "returned '1' of type str, not a number"),
-        ("return {'acc': 1} if solution_str == 'bad' else 1", "returned a dict without 'score'"),
         ("import os\nif solution_str == 'bad': os._exit(7)\nreturn 1", "ended its process, which exited with code 7"),
         ("import os\nif solution_str == 'bad': os.kill(os.getpid(), 11)\nreturn 1", "which was killed by SIGSEGV"),
         ("import sys\nif solution_str == 'bad': sys.exit(3)\nreturn 1", "SystemExit: 3"),

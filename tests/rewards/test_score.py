@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_memopt.config.values import LARGEST_SCORE
+from verl_memopt.config.reward_limits import LARGEST_SCORE
 from verl_memopt.errors import RewardError
 from verl_memopt.rewards.score import Limits, failure, outcome_of, outcomes_of_batch, read_score
 

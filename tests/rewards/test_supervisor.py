@@ -45,9 +45,9 @@ FOUR_THAT_HOLD_MEMORY = """
 import os, time
 for _ in range(4):
     if not os.fork():
-        held = bytearray(2**26)
+        held = bytearray(2**27)
         for number in range(600):  # a page that rests may be taken out of memory by the machine
-            held[::4096] = bytes([number % 256]) * 2**14
+            held[::4096] = bytes([number % 256]) * 2**15
             time.sleep(0.1)
 time.sleep(60)
 """

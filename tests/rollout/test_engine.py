@@ -12,9 +12,9 @@ import torch
 
 from tests.rollout.tools import (
     EOS,
+    difference_from_naive,
     largest_difference,
     model_of,
-    naive_log_probs,
     place_at,
     prompts,
     rollout_settings,
@@ -29,10 +29,7 @@ from verl_memopt.rollout.engine import ENGINES, Generation, RolloutEngine, build
 def test_log_probs_are_those_of_one_forward_of_the_row(engine: RolloutEngine, tied_folder: Path, temperature: float) -> None:
     rows = prompts(20)
     answer = engine.generate(rows, list(range(20)), sampling(temperature=temperature))
-    model = model_of(tied_folder)
-    naive = [naive_log_probs(model, row, ids, temperature) for row, ids in zip(rows, answer.response_ids, strict=True)]
-    assert answer.log_probs is not None
-    assert largest_difference(answer.log_probs, naive) <= 1e-5
+    assert difference_from_naive(model_of(tied_folder), rows, answer, temperature) <= 1e-5
 
 
 def test_a_row_depends_on_its_prompt_and_seed_and_not_on_the_other_rows(engine: RolloutEngine) -> None:
@@ -126,10 +123,8 @@ def test_loaded_weights_are_the_ones_that_generate(engine: RolloutEngine, other_
     before = engine.generate(prompts(8), [0] * 8, sampling(do_sample=False))
     engine.load_weights(weights_of(other))
     after = engine.generate(prompts(8), [0] * 8, sampling(do_sample=False))
-    naive = [naive_log_probs(other, row, ids, 1.0) for row, ids in zip(prompts(8), after.response_ids, strict=True)]
     assert after.response_ids != before.response_ids
-    assert after.log_probs is not None
-    assert largest_difference(after.log_probs, naive) <= 1e-5
+    assert difference_from_naive(other, prompts(8), after) <= 1e-5
 
 
 def test_loaded_weights_are_equal_in_every_bit_and_one_element_that_changes_is_named(

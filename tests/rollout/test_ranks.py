@@ -13,9 +13,8 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.ranks import run_ranks
 from tests.rollout.tools import (
-    largest_difference,
+    difference_from_naive,
     model_of,
-    naive_log_probs,
     place_at,
     prompts,
     rollout_settings,
@@ -39,12 +38,11 @@ def answer_of_rank(rank: int, folder: Path, world_size: int, tensor_parallel_siz
     model.load_state_dict({name: tensor.full_tensor() for name, tensor in sharded.state_dict().items()})
     rows = prompts(6)[: 6 - rank // tensor_parallel_size]
     answer: Generation = engine.generate(rows, list(range(len(rows))), sampling(max_tokens=6))
-    naive = [naive_log_probs(model, row, ids, 1.0) for row, ids in zip(rows, answer.response_ids, strict=True)]
+    difference = difference_from_naive(model, rows, answer)
     engine.shutdown()
     total = torch.ones(1)
     dist.all_reduce(total)
-    assert answer.log_probs is not None
-    return answer.response_ids, largest_difference(answer.log_probs, naive), total.item()
+    return answer.response_ids, difference, total.item()
 
 
 def trained_beside(folder: Path, world_size: int) -> Any:

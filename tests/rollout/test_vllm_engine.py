@@ -23,10 +23,10 @@ from tests.observe.simulated_device import GIB, MIB, SimulatedDevice
 from tests.rollout.conftest import SharedVllm
 from tests.rollout.sleeping import CumemExtension, on_simulated_gpu, simulated_gpu_worker, sleeping_allocator
 from tests.rollout.tools import (
+    difference_from_naive,
     engine_at,
     largest_difference,
     model_of,
-    naive_log_probs,
     prompts,
     rollout_settings,
     sampling,
@@ -63,9 +63,7 @@ def test_a_cached_prefix_of_the_old_weights_is_never_used_with_the_new(vllm_engi
     other = model_of(other_folder)
     vllm_engine.load_weights(weights_of(other))
     after = vllm_engine.generate([long_prompt], [0], greedy)
-    naive = naive_log_probs(other, long_prompt, after.response_ids[0], 1.0)
-    assert after.log_probs is not None
-    assert largest_difference(after.log_probs, [naive]) <= 1e-5
+    assert difference_from_naive(other, [long_prompt], after) <= 1e-5
 
 
 def test_a_sync_that_does_not_reset_the_cache_is_caught_by_the_check(
@@ -178,13 +176,8 @@ def test_rebuilding_each_module_loads_the_same_weights_as_copying_in_place(
 
 
 def test_the_kv_cache_has_the_size_asked_for(vllm_engine: RolloutEngine) -> None:
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for kind, tensor in vllm_engine.resident_tensors()
-        if kind == "kv"
-    }
     asked = int(0.02 * 2**30)
-    assert 0.98 * asked <= sum(storages.values()) <= asked
+    assert 0.98 * asked <= kv_bytes(vllm_engine) <= asked
 
 
 def kv_bytes(engine: RolloutEngine) -> int:
@@ -214,12 +207,7 @@ def test_an_fp8_cache_takes_one_byte_an_element(tied_folder: Path, shared_vllm: 
         assert kv_bytes(engine) == kv_tokens(engine) * kv_bytes_per_token(2, 1, 32, 1)
         assert 0.98 * 0.02 * 2**30 <= kv_bytes(engine) <= 0.02 * 2**30
         answer = engine.generate(prompts(4), [0] * 4, sampling())
-        naive = [
-            naive_log_probs(model_of(tied_folder), row, ids, 1.0)
-            for row, ids in zip(prompts(4), answer.response_ids, strict=True)
-        ]
-        assert answer.log_probs is not None
-        assert 1e-5 < largest_difference(answer.log_probs, naive) <= 0.5
+        assert 1e-5 < difference_from_naive(model_of(tied_folder), prompts(4), answer) <= 0.5
     finally:
         engine.shutdown()
 
@@ -314,10 +302,7 @@ def test_an_engine_that_is_shut_down_leaves_no_tensor_thread_or_group(
         engine = engine_at("vllm", untied_folder, **UNUSUAL)
         engine.load_weights(weights_of(model_of(untied_folder)))
         answer = engine.generate(prompts(4), [0] * 4, sampling(temperature=0.5))
-        model = model_of(untied_folder)
-        naive = [naive_log_probs(model, row, ids, 1.0) for row, ids in zip(prompts(4), answer.response_ids, strict=True)]
-        assert answer.log_probs is not None
-        assert largest_difference(answer.log_probs, naive) <= 1e-5
+        assert difference_from_naive(model_of(untied_folder), prompts(4), answer) <= 1e-5
         alive = [weakref.ref(tensor) for _, tensor in engine.resident_tensors()]
         engine.shutdown()
         engine.shutdown()
@@ -353,11 +338,7 @@ class Sleeping:
         engine.load_weights(weights_of(model_of(self.folder)))
         engine.wake_up("kv_cache")
         answer = engine.generate(prompts(2), [0, 1], sampling())
-        naive = [
-            naive_log_probs(model_of(self.folder), row, ids, 1.0)
-            for row, ids in zip(prompts(2), answer.response_ids, strict=True)
-        ]
-        assert largest_difference(answer.log_probs, naive) <= 1e-5
+        assert difference_from_naive(model_of(self.folder), prompts(2), answer) <= 1e-5
 
 
 GPU = torch.device("cuda", 0)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from verl_memopt.config import schema
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
-from verl_memopt.rollout.engine import EnginePlace, RolloutEngine, SamplingSettings, build_engine
+from verl_memopt.rollout.engine import EnginePlace, Generation, RolloutEngine, SamplingSettings, build_engine
 
 EOS = 2
 SHAPE = {"initializer_range": 0.2, "max_positions": 256}
@@ -87,6 +87,13 @@ def naive_log_probs(model: Any, prompt: list[int], response: list[int], temperat
     """Log-probs of the response from one forward of the whole row."""
     logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float() / temperature
     return logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0].tolist()
+
+
+def difference_from_naive(model: Any, rows: list[list[int]], answer: Generation, temperature: float = 1.0) -> float:
+    """The largest difference of an answer's log-probs from those of one forward of each row."""
+    naive = [naive_log_probs(model, row, ids, temperature) for row, ids in zip(rows, answer.response_ids, strict=True)]
+    assert answer.log_probs is not None
+    return largest_difference(answer.log_probs, naive)
 
 
 def largest_difference(left: list[list[float]], right: list[list[float]]) -> float:

@@ -15,10 +15,11 @@ from verl_memopt.config.algorithm_rules import ALGORITHM_RULES, CRITIC_RULES, SU
 from verl_memopt.config.correction_rules import CORRECTION_RULES
 from verl_memopt.config.debug_modes import WITHOUT_DATA, debug_rules
 from verl_memopt.config.keys import IS_SET, Problem, above, leaf_values, other_than, problem, refused, value_at
+from verl_memopt.config.reward_limits import LARGEST_SCORE
 from verl_memopt.config.reward_rules import REWARD_RULES, SANDBOX_RULES, WITHOUT_REWARD_MODEL, even_shards
 from verl_memopt.config.schema import Settings
 from verl_memopt.config.unused_keys import REFERENCE_RULES, UNUSED_KEYS, warn_unused
-from verl_memopt.config.values import LARGEST_SCORE, LINKS, check_values, followers_of
+from verl_memopt.config.values import LINKS, check_values, followers_of
 from verl_memopt.memory.critic_rules import refusals
 from verl_memopt.memory.knob import Refusal, SettingsView
 from verl_memopt.memory.ranges import DEVICES, needs_reference, num_devices

@@ -9,6 +9,7 @@ from functools import partial
 from urllib.parse import urlsplit
 
 from verl_memopt.config.keys import idle, leaf_types, other_than, refused, value_at
+from verl_memopt.config.reward_limits import CASE_SECONDS, CASES, SANDBOX, URL
 from verl_memopt.config.schema import POLICY_TOKENIZER, Settings
 from verl_memopt.memory.knob import Predicate, Refusal, Sentence, UnusedKey
 from verl_memopt.memory.ranges import DEVICES, longest_sample, num_devices, uneven_shards
@@ -150,15 +151,8 @@ WITHOUT_REWARD_MODEL = {unused.key: unused for unused in _unused()}
 
 # Combinations of the settings of a sandbox service that are refused or have no effect.
 
-KEY = "reward_model.sandbox_fusion"
-URL, MAX_CONCURRENT = f"{KEY}.url", f"{KEY}.max_concurrent"
+MAX_CONCURRENT = f"{SANDBOX}.max_concurrent"
 _LIMIT = "custom_reward_function.timeout_seconds"
-
-CASES = 10
-"""Most test cases of a task that count, as in verl."""
-
-CASE_SECONDS = 10
-"""Longest time of a program on one test case, as in verl. The service stops it then."""
 
 ROUND_SECONDS = CASE_SECONDS + 5
 """Longest time of a call with a margin for the service itself."""
@@ -231,6 +225,6 @@ SANDBOX_RULES: tuple[Refusal, ...] = tuple(_refusals())
 
 SANDBOX_UNUSED: tuple[UnusedKey, ...] = (
     UnusedKey(URL, _is_bypassed, f"custom_reward_function.path or {ENABLE} decides the reward, and no rule does"),
-    *idle(URL, None, MAX_CONCURRENT, f"{KEY}.memory_limit_mb"),
+    *idle(URL, None, MAX_CONCURRENT, f"{SANDBOX}.memory_limit_mb"),
 )
 """When giving a key of the service has no effect, for :mod:`verl_memopt.config.checks`."""

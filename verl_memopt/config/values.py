@@ -29,10 +29,6 @@ WHY_NOT: dict[tuple[str, str], str] = {
 }
 """(key, word) -> why a word that verl knows is not among the choices."""
 
-LARGEST_SCORE = 1e12
-"""Largest size of a score. Advantages are at most twice as large, so in fp32 (up to 3.4e38) the sum of their squares is finite
-for 8e13 tokens, and so is the squared norm of a gradient of up to 9e6 for an advantage of 1."""
-
 LARGEST = 2**63 - 1
 """Largest whole number that random generators, tensors and files take."""
 

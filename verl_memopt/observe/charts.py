@@ -207,7 +207,7 @@ def figure(width: float, height: float) -> Figure:
     """Return an empty figure that needs no window system."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    return Figure(figsize=(width, height), dpi=130, layout="constrained", facecolor="white")
 
 
 def style(axes: Axes, title: str, x: str, y: str, grid: Literal["both", "x", "y"] = "y") -> None:
@@ -244,8 +244,13 @@ def save(drawing: Figure, path: Path) -> Path:
         UserError: The disk refused.
     """
     aside = path.with_name(f".{path.name}.partial")
+    layout = drawing.get_layout_engine()
+    if layout is not None:
+        # Laid out here, because savefig would draw a figure that has a layout engine twice.
+        layout.execute(drawing)
+        drawing.set_layout_engine(None)
     with disk_refusals(path):
-        drawing.savefig(aside, format="png", dpi=130)
+        drawing.savefig(aside, format="png")
         aside.replace(path)
     return path
 

@@ -10,7 +10,7 @@ from enum import Enum, auto
 from importlib.util import find_spec
 from typing import Any
 
-from verl_memopt.config.reward_rules import CASES, URL
+from verl_memopt.config.reward_limits import CASES, URL
 from verl_memopt.errors import DataError, RewardError
 
 Rule = Callable[[str, Any], float]

@@ -18,13 +18,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from verl_memopt.config.reward_rules import CASE_SECONDS, CASES, URL
-from verl_memopt.config.schema import SandboxFusion
+from verl_memopt.config.reward_limits import CASE_SECONDS, CASES, URL
 from verl_memopt.errors import RewardError
 from verl_memopt.rewards.judge import LongAnswerError, Patience, ask
 from verl_memopt.rewards.rules import CODE_SOURCES, Case, CodeTask, Verdict, program_in, score_by_rule, verdict_of
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import SandboxFusion
 
 PATIENCE = Patience(
     limit_seconds=45,

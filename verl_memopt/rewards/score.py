@@ -8,11 +8,13 @@ import resource
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from verl_memopt.config.schema import CustomReward
-from verl_memopt.config.values import LARGEST_SCORE
+from verl_memopt.config.reward_limits import LARGEST_SCORE
 from verl_memopt.errors import RewardError
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import CustomReward
 
 Outcome = tuple[int, float, dict[str, Any], str | None]
 """Row index, score, further entries, and what went wrong (None = nothing)."""

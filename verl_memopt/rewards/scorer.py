@@ -17,13 +17,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl_memopt.data.plugin import load_from_file
 from verl_memopt.errors import RewardError
 from verl_memopt.rewards.rules import score_batch_by_rule, score_by_rule
-from verl_memopt.rewards.sandbox import Sandbox, rules_with_sandbox
 from verl_memopt.rewards.score import KEY, Limits, Outcome, failure, outcome_of, outcomes_of_batch
+
+if TYPE_CHECKING:
+    from verl_memopt.rewards.sandbox import Sandbox
 
 PROGRESS = struct.Struct("qd")
 """Index of the row that is being scored (-1 = none), and when it began (seconds on the monotonic clock)."""
@@ -196,6 +198,9 @@ def load_reward_function(
         RewardError: The file or the function is missing, or the function does not accept the arguments.
     """
     if path is None and sandbox is not None:
+        # Imported only where a service is asked, because its HTTP client would slow the start of every reward process.
+        from verl_memopt.rewards.sandbox import rules_with_sandbox
+
         return rules_with_sandbox(sandbox, whole_batch)
     if path is None:
         return score_batch_by_rule if whole_batch else score_by_rule

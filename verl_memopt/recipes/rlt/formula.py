@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from verl_memopt.algorithms.rows import row_means, row_sums
-from verl_memopt.config.values import LARGEST_SCORE
+from verl_memopt.config.reward_limits import LARGEST_SCORE
 from verl_memopt.errors import RewardError
 from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student_rows import NAMES, SKIPPED, SOLUTION, THINK, StudentRows
