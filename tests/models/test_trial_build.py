@@ -47,6 +47,10 @@ REFUSED = (
 )
 
 
+REFUSED_FIRST = ("apertus", "bart", "bert", "bloom", "gemma2", "gpt2", "mamba", "mixtral", "nemotron", "qwen3_5", "stablelm")
+"""One of each reason, in every run of the tests. What a config tells of the others, test_architecture.py shows."""
+
+
 def rows():
     generator = torch.Generator().manual_seed(1)
     prompts = {group: torch.randint(3, 320, (size,), generator=generator) for group, size in zip(GROUPS, PROMPTS, strict=True)}
@@ -105,7 +109,9 @@ def test_a_window_is_refused_by_type_before_any_worker_starts_where_prompts_are_
         check_architecture(Model(path=str(folder)), folder, 64, Actor(use_prefix_grouper=True))
 
 
-@pytest.mark.parametrize("model_type", REFUSED)
+@pytest.mark.parametrize(
+    "model_type", [each if each in REFUSED_FIRST else pytest.param(each, marks=pytest.mark.slow) for each in REFUSED]
+)
 def test_any_other_type_is_refused_in_one_sentence_that_names_it(tmp_path, one_rank, model_type):
     folder = tiny_folder(tmp_path / "model", model_type)
     with pytest.raises(
