@@ -12,8 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
 
-import torch
-
 from tests.gpu import machine
 
 VARIABLE = "VERL_MEMOPT_CUMEM"
@@ -101,9 +99,3 @@ def _stand_ins(place):
         # find_spec of what is not there must not reach a real vLLM.
         made[name].__spec__ = None
     return made
-
-
-def host_block(num_bytes):
-    """Gives a handle as the library makes one, of host memory, and the tensor that keeps it: (device, bytes, address, handle)."""
-    block = torch.zeros(num_bytes, dtype=torch.uint8)
-    return (0, num_bytes, block.data_ptr(), 0), block

@@ -3,13 +3,10 @@
 Only a GPU has vLLM's allocator. Without vLLM its library and Python files are read from a folder; see ``tests/gpu/cumem.py``.
 """
 
-import importlib.util
-import shutil
 import subprocess
 import sys
 import zipfile
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,61 +16,6 @@ from tests.gpu import cumem, machine
 
 BLOCK = 2 * machine.MIB
 """The driver maps memory in steps of this."""
-
-LIBRARY = """
-mapped, calls = set(), []
-
-def init_module(malloc, free):
-    calls.append("init")
-
-def python_create_and_map(device, size, address, handle):
-    assert address not in mapped
-    mapped.add(address)
-
-def python_unmap_and_release(device, size, address, handle):
-    mapped.remove(address)
-"""
-"""The library's interface, for a machine without a GPU."""
-
-
-def vllms_files():
-    spec = importlib.util.find_spec("vllm")
-    return None if spec is None else Path(spec.submodule_search_locations[0]) / "device_allocator"
-
-
-@pytest.fixture
-def stand_in(tmp_path):
-    """A folder as the script makes it, with a library that maps nothing."""
-    if vllms_files() is None:
-        pytest.skip("vLLM's allocator with a library that stands in: vLLM is not installed")
-    shutil.copytree(vllms_files(), tmp_path / "device_allocator")
-    (tmp_path / "cumem_allocator.py").write_text(LIBRARY)
-    return tmp_path
-
-
-@pytest.mark.rehearsed
-def test_the_allocator_sleeps_and_wakes_with_files_from_a_folder(stand_in, monkeypatch):
-    monkeypatch.setenv(cumem.VARIABLE, str(stand_in))
-    if not machine.on_gpu():
-        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)  # torch refuses it where there is no accelerator
-    with cumem.allocator_from(cumem.folder()) as allocator:
-        library = sys.modules["vllm.cumem_allocator"]
-        blocks = {}
-        for tag in ("weights", "kv_cache"):
-            handle, blocks[tag] = cumem.host_block(4096)
-            allocator.current_tag = tag
-            allocator._python_malloc_callback(handle)
-            library.mapped.add(handle[2])
-        blocks["weights"].fill_(7)
-        allocator.sleep("weights")
-        assert not library.mapped
-        blocks["weights"].zero_()
-        allocator.wake_up(["weights"])
-        assert library.mapped == {blocks["weights"].data_ptr()}
-        assert blocks["weights"].eq(7).all()
-        allocator.wake_up()
-        assert len(library.mapped) == 2
-    assert cumem.NAME not in sys.modules or sys.modules[cumem.NAME].CuMemAllocator.instance is None
 
 
 @pytest.mark.rehearsed

@@ -62,39 +62,6 @@ def largest(found, expected):
     return max(float((found[name] - gradient).norm() / whole) for name, gradient in expected.items())
 
 
-def naive_on(device, folder, mesh, dtype):
-    """The same loss from whole logits in transformers, on a device and in a dtype."""
-    loss, found = naive_gradients(folder, mesh) if device.type == "cpu" and dtype == "fp32" else _naive(device, folder, dtype)
-    return loss, {name: gradient.float().cpu() for name, gradient in found.items()}
-
-
-def _naive(device, folder, dtype):
-    from transformers import AutoModelForCausalLM
-
-    model, whole = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, "float32" if dtype == "fp32" else dtype)),
-        batch(),
-    )
-    model = model.to(device)
-    sizes, tokens = whole.responses.sizes(), sum(whole.responses.sizes())
-    flat = {name: getattr(whole, name).split(sizes) for name in ("old_log_probs", "ref_log_probs", "advantages")}
-    total = torch.zeros((), device=device)
-    for row, (prompt, response) in enumerate(zip(whole.prompts.rows(), whole.responses.rows(), strict=True)):
-        if not len(response):
-            continue
-        prompt, response = prompt.to(device), response.to(device)
-        log_p = (model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1].float() / 0.9).log_softmax(-1)
-        log_probs = log_p.gather(-1, response[:, None])[:, 0]
-        old, ref, advantage = (flat[name][row].to(device) for name in ("old_log_probs", "ref_log_probs", "advantages"))
-        ratio, gap = (log_probs - old).exp(), ref - log_probs
-        clipped = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
-        clipped = torch.where(advantage < 0, torch.minimum(clipped, -advantage * 3.0), clipped)
-        entropy = -(log_p.exp() * log_p).sum(-1)
-        total = total + (clipped - 0.01 * entropy + 0.1 * (gap.exp() - gap - 1)).sum() / tokens
-    total.backward()
-    return total.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
 CASES = [
     pytest.param(dtype, attention, marks=[pytest.mark.rehearsed] if attention == "auto" else [])
     for dtype in ("fp32", "bfloat16")
@@ -105,8 +72,9 @@ CASES = [
 @pytest.mark.parametrize(("dtype", "attention"), CASES)
 def test_loss_and_gradients_are_as_near_to_fp32_on_a_cpu_as_those_of_whole_logits(device, one_rank, folder, dtype, attention):
     """bfloat16 goes through FSDP2 with fp32 masters, which transformers' own copy in bfloat16 does not have."""
-    loss, truth = naive_on(torch.device("cpu"), folder, one_rank, "fp32")
-    naive_loss, naive = naive_on(device, folder, one_rank, dtype)
+    loss, truth = naive_gradients(folder)
+    naive_loss, naive = naive_gradients(folder, device, torch.float32 if dtype == "fp32" else getattr(torch, dtype))
+    naive = {name: gradient.float().cpu() for name, gradient in naive.items()}
     found_loss, found = step_of(policy_on(device, folder, one_rank, dtype, attention), shares(batch(), 1, SMALL)[0])
     assert largest(found, truth) <= FACTOR * largest(naive, truth) + FLOOR[dtype]
     assert abs(found_loss - loss) <= FACTOR * abs(naive_loss - loss) + FLOOR[dtype] * abs(loss)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,7 +60,7 @@ SMALL: dict[str, Any] = {
 """Every field that some config has; each type takes those it knows."""
 
 
-def tiny_config(model_type: str, **more: Any) -> Any:
+def tiny_config(model_type, **more):
     """Gives a small config of a type; of a multimodal one a config whose text part is small."""
     kind = CONFIG_MAPPING[model_type]
     default = kind()
@@ -70,7 +69,7 @@ def tiny_config(model_type: str, **more: Any) -> Any:
     return kind(**fields) if text is default else kind(text_config=type(text)(**fields).to_dict())
 
 
-def tiny_folder(at: Path, model_type: str, deviation: float = 0.06, **more: Any) -> Path:
+def tiny_folder(at, model_type, deviation=0.06, **more):
     """Gives a folder with a random model of a type; ``deviation`` is that of its weights."""
     config = tiny_config(model_type, **more)
     if config.get_text_config() is not config:  # its other parts are large: the config is all that is read of it

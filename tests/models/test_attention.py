@@ -90,7 +90,7 @@ GROUPS = [(0, 20), (0, 1), (0, 0), (0, 7), (2, 12), (2, 12), (2, 12), (3, 5)]
 LONG = [(0, 30)] * 4 + [(2, 1), (2, 40), (2, 0), (2, 17), (3, 25)]
 
 
-@pytest.mark.parametrize("which", ["grouped", "own"])
+@pytest.mark.parametrize("which", ["grouped", pytest.param("own", marks=pytest.mark.slow)])
 def test_in_half_precision_a_shared_prompt_is_no_farther_from_float(models, which):
     half, errors = copy.deepcopy(models[which]).bfloat16(), {"shared": 0.0, "repeated": 0.0}
     exact = copy.deepcopy(half).float()

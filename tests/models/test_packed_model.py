@@ -43,11 +43,6 @@ def test_states_after_a_prefix_kv_are_those_of_the_whole_rows(model):
     torch.testing.assert_close(after, whole, rtol=0, atol=1e-5)
 
 
-def test_a_critic_is_never_tied(tiny_folder, one_rank):
-    assert filled(tiny_folder).tied
-    assert not critic_for(tiny_folder, one_rank).model.tied
-
-
 def test_the_decoder_is_ours_and_its_blocks_are_in_order(model):
     assert isinstance(model.decoder, Decoder)
     assert [block.self_attn.layer for block in model.blocks()] == [0, 1]

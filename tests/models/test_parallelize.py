@@ -9,7 +9,7 @@ from verl_memopt.memory.lora_torch import LoraLinear
 from verl_memopt.memory.quantized_frozen_torch import QuantizedLinear
 from verl_memopt.model.assembly import ModelUse, block_options, parallelize, wrapped_modules
 from verl_memopt.model.attention import choose_attention
-from verl_memopt.model.decoder import MLP, BlockOptions, DecoderBlock
+from verl_memopt.model.decoder import BlockOptions
 from verl_memopt.model.policy_model import PolicyModel
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.model.weights import empty_model, load_model_config
@@ -101,10 +101,3 @@ def test_adapters_and_quantised_layers_take_the_places_of_linear_ones(folder, on
     assert {name.rsplit(".", 1)[-1] for name, one in adapted.named_parameters() if one.requires_grad} == {"lora_A", "lora_B"}
     frozen = built(folder, one_rank, trained=False, quantization="int8")
     assert isinstance(frozen.blocks()[0].mlp.down_proj, QuantizedLinear)
-
-
-def test_on_one_device_without_a_cast_the_model_stays_plain(folder, one_rank):
-    policy = built(folder, one_rank, True)
-    assert not any(isinstance(module, FSDPModule) for module in policy.modules())
-    assert {type(block) for block in policy.blocks()} == {DecoderBlock}
-    assert {type(block.mlp) for block in policy.blocks()} == {MLP}

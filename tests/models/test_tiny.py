@@ -1,7 +1,5 @@
 """The tiny model folder."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -11,7 +9,7 @@ from verl_memopt.model.tiny import TinyShape, make_tiny_model
 SMALLEST = TinyShape(hidden_size=16, intermediate_size=16, num_layers=1, num_heads=1, head_dim=16)
 
 
-def test_the_default_is_a_qwen3_that_transformers_loads_and_generates_with(tmp_path: Path) -> None:
+def test_the_default_is_a_qwen3_that_transformers_loads_and_generates_with(tmp_path):
     folder = make_tiny_model(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -23,31 +21,21 @@ def test_the_default_is_a_qwen3_that_transformers_loads_and_generates_with(tmp_p
     assert model.generation_config.pad_token_id == tokenizer.pad_token_id
 
 
-def test_the_default_head_has_the_smallest_size_that_vllm_takes_on_a_cpu() -> None:
-    assert TinyShape().head_dim == 32
-
-
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama", "mistral"])
-def test_an_architecture_is_chosen_by_name(tmp_path: Path, model_type: str) -> None:
-    folder = make_tiny_model(tmp_path / "model", TinyShape(model_type=model_type, num_layers=1))
-    assert AutoModelForCausalLM.from_pretrained(folder).config.model_type == model_type
-
-
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_head_is_tied_only_when_asked(tmp_path: Path, tied: bool) -> None:
+def test_the_head_is_tied_only_when_asked(tmp_path, tied):
     shape = TinyShape(hidden_size=16, intermediate_size=16, num_layers=1, num_heads=1, head_dim=16, tie_embeddings=tied)
     model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path / "model", shape))
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
 
-def test_the_vocabulary_may_be_larger_than_the_tokenizer(tmp_path: Path) -> None:
+def test_the_vocabulary_may_be_larger_than_the_tokenizer(tmp_path):
     shape = TinyShape(vocab_size=1000, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=1, head_dim=16)
     folder = make_tiny_model(tmp_path / "model", shape)
     assert AutoModelForCausalLM.from_pretrained(folder).get_input_embeddings().num_embeddings == 1000
     assert len(AutoTokenizer.from_pretrained(folder)) == 320
 
 
-def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path):
     weights = [
         (make_tiny_model(tmp_path / name, SMALLEST, seed=seed) / "model.safetensors").read_bytes()
         for name, seed in [("a", 1), ("b", 1), ("c", 2)]
@@ -55,13 +43,13 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Pa
     assert weights[0] == weights[1] != weights[2]
 
 
-def test_making_a_model_leaves_the_global_random_state_alone(tmp_path: Path) -> None:
+def test_making_a_model_leaves_the_global_random_state_alone(tmp_path):
     before = torch.get_rng_state()
     make_tiny_model(tmp_path / "model", SMALLEST)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_an_older_model_at_the_place_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+def test_an_older_model_at_the_place_is_replaced_and_nothing_is_left_beside_it(tmp_path):
     (tmp_path / "model.partial").mkdir()
     make_tiny_model(tmp_path / "model", TinyShape(vocab_size=400, num_layers=1))
     folder = make_tiny_model(tmp_path / "model", SMALLEST)

@@ -29,6 +29,10 @@ OTHERS = {
 """Types that are in no list and train right: the check with the weights in place lets them through."""
 
 
+REFUSED_FIRST = ("apertus", "bart", "bert", "bloom", "gemma2", "gpt2", "mamba", "mixtral", "nemotron", "qwen3_5", "stablelm")
+"""One of each reason, in every run of the tests. What a config tells of the others, test_architecture.py shows."""
+
+
 def rows():
     generator = torch.Generator().manual_seed(1)
     prompts = {group: torch.randint(3, 320, (size,), generator=generator) for group, size in zip(GROUPS, PROMPTS, strict=True)}
@@ -88,7 +92,13 @@ def test_a_window_is_refused_by_type_before_any_worker_starts_where_prompts_are_
         check_architecture(Model(path=str(folder)), folder, 64, Actor(use_prefix_grouper=True))
 
 
-@pytest.mark.parametrize("family", REFUSED, ids=lambda family: family.model_type)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, id=family.model_type, marks=[] if family.model_type in REFUSED_FIRST else pytest.mark.slow)
+        for family in REFUSED
+    ],
+)
 def test_a_family_is_refused_in_one_sentence_with_the_reason_in_its_row(tmp_path, one_rank, family):
     reason = unsupported(tiny_config(family.model_type))
     if family.model_type == "t5":  # no decoder could be built of it

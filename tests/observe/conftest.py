@@ -1,8 +1,5 @@
 """A run folder as a trainer would fill it."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from verl_memopt.observe.files import append_rows
@@ -11,7 +8,7 @@ from verl_memopt.observe.run_folder import RunFolder
 from verl_memopt.observe.samples import Sample
 
 
-def _log_step(folder: RunFolder, step: int, began: float, counted: bool = True, validated: bool = False) -> None:
+def _log_step(folder, step, began, counted=True, validated=False):
     """One step of 3 seconds: generation 2, update 1; the update peaks at (10 + step) MiB."""
     spans = [Span("gen", began, 2.0), Span("update_actor", began + 2, 1.0), Span("step", began, 3.0)]
     peak = (10 + step) * MIB if counted else None
@@ -25,10 +22,10 @@ def _log_step(folder: RunFolder, step: int, began: float, counted: bool = True, 
 
 
 @pytest.fixture
-def make_run(tmp_path: Path) -> Callable[..., RunFolder]:
+def make_run(tmp_path):
     """Gives a function that makes a run of some steps, by name."""
 
-    def make(name: str = "run", steps: int = 3, counted: bool = True, validated: bool = True) -> RunFolder:
+    def make(name="run", steps=3, counted=True, validated=True):
         folder = RunFolder(tmp_path / name)
         folder.begin("trainer: {}\n", resumed_step=None)
         if validated:
@@ -41,6 +38,6 @@ def make_run(tmp_path: Path) -> Callable[..., RunFolder]:
 
 
 @pytest.fixture
-def log_step() -> Callable[..., None]:
+def log_step():
     """Gives the function that logs one step of 3 seconds into a run folder."""
     return _log_step

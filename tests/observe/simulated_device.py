@@ -16,7 +16,7 @@ of ``torch.cuda``'s functions.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ SMALL, MIDDLE = MIB, 10 * MIB
 class Driver:
     """What the device holds: contexts, other processes, and the memory that this process has mapped."""
 
-    def __init__(self, total: int, context: int) -> None:
+    def __init__(self, total, context):
         self.total = total
         self.outside = context
         self.changed: Callable[[int, bool], None] = lambda address, mapped: None
@@ -44,16 +44,16 @@ class Driver:
         self._addresses = itertools.count(GRANULARITY)
 
     @property
-    def free(self) -> int:
+    def free(self):
         return self.total - self.outside - self.mapped
 
-    def reserve(self, size: int) -> int:
+    def reserve(self, size):
         """Gives an address with nothing behind it."""
         address = next(self._addresses) * GIB
         self._reserved[address] = size
         return address
 
-    def map(self, address: int) -> bool:
+    def map(self, address):
         """Puts memory behind an address; False where the device is full."""
         assert address not in self._mapped, "mapped twice"
         size = self._reserved[address]
@@ -64,10 +64,10 @@ class Driver:
         self.changed(address, True)
         return True
 
-    def is_mapped(self, address: int) -> bool:
+    def is_mapped(self, address):
         return address in self._mapped
 
-    def unmap(self, address: int) -> bool:
+    def unmap(self, address):
         """Takes the memory away; False where there is none."""
         if address not in self._mapped:
             return False
@@ -75,7 +75,7 @@ class Driver:
         self.changed(address, False)
         return True
 
-    def release(self, address: int) -> None:
+    def release(self, address):
         del self._reserved[address]
 
 
@@ -95,7 +95,7 @@ class Segment:
     blocks: list[Block] = field(default_factory=list)
 
     @property
-    def allocated(self) -> int:
+    def allocated(self):
         return sum(block.size for block in self.blocks if block.taken)
 
 
@@ -115,7 +115,7 @@ class Counter:
     current: int = 0
     peak: int = 0
 
-    def add(self, size: int) -> None:
+    def add(self, size):
         self.current += size
         self.peak = max(self.peak, self.current)
 
@@ -123,15 +123,15 @@ class Counter:
 class Allocation:
     """Stands for a tensor's storage: its block is free when the last reference is gone."""
 
-    def __init__(self, device: SimulatedDevice, block: Block) -> None:
+    def __init__(self, device, block):
         self._device, self._block = device, block
 
-    def __del__(self) -> None:
+    def __del__(self):
         self._device.free(self._block)
 
 
 class SimulatedDevice:
-    def __init__(self, total: int, context: int = 512 * MIB) -> None:
+    def __init__(self, total, context=512 * MIB):
         """context: bytes that this process's context and libraries take beside the allocator."""
         self.driver = Driver(total, context)
         self.default = Pool(self._cuda_malloc, self._cuda_free)
@@ -146,15 +146,15 @@ class SimulatedDevice:
         self.driver.changed = self._remapped
 
     @property
-    def held(self) -> int:
+    def held(self):
         """The truth about what is reserved: bytes of the device behind this process's segments."""
         return self.driver.mapped
 
-    def forget_peaks(self) -> None:
+    def forget_peaks(self):
         """Starts ``peak_held`` and ``peak_live`` anew; the allocator's own peaks stay as they are."""
         self.peak_held, self.peak_live = self.held, self.live
 
-    def empty(self, size: int) -> Allocation:
+    def empty(self, size):
         """Allocates, from the pool that is in use. Raises torch.OutOfMemoryError as torch does."""
         size = max(-(-size // 512) * 512, 512)
         block = self._free_block(size) or self._new_block(size)
@@ -169,7 +169,7 @@ class SimulatedDevice:
         self._count(block.size if self.driver.is_mapped(block.segment.address) else 0)
         return Allocation(self, block)
 
-    def free(self, block: Block) -> None:
+    def free(self, block):
         block.taken = False
         self._allocated.add(-block.size)
         self._count(-block.size if self.driver.is_mapped(block.segment.address) else 0)
@@ -181,7 +181,7 @@ class SimulatedDevice:
                 merged.append(part)
         block.segment.blocks = merged
 
-    def empty_cache(self) -> None:
+    def empty_cache(self):
         for pool in list(self._pools):
             if pool is self.default or not pool.in_use:
                 for segment in [segment for segment in pool.segments if not segment.allocated]:
@@ -190,34 +190,34 @@ class SimulatedDevice:
                     pool.give(segment.address)
                     self._reserved.add(-segment.size)
 
-    def private_pool(self, take: Callable[[int], int | None], give: Callable[[int], None]) -> Pool:
+    def private_pool(self, take, give):
         self._pools.append(Pool(take, give))
         return self._pools[-1]
 
     @contextmanager
-    def using(self, pool: Pool) -> Iterator[None]:
+    def using(self, pool):
         before, self._active = self._active, pool
         try:
             yield
         finally:
             self._active = before
 
-    def snapshot(self, pool: Pool) -> list[dict[str, int]]:
+    def snapshot(self, pool):
         return [{"address": s.address, "total_size": s.size, "allocated_size": s.allocated} for s in pool.segments]
 
-    def set_fraction(self, fraction: float) -> None:
+    def set_fraction(self, fraction):
         if not 0 <= fraction <= 1:
             raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
         self._cap = None if fraction == 1.0 else int(fraction * self.driver.total)
 
-    def fraction(self) -> float:
+    def fraction(self):
         return 1.0 if self._cap is None else self._cap / self.driver.total
 
-    def reset_peaks(self) -> None:
+    def reset_peaks(self):
         for counter in (self._allocated, self._reserved):
             counter.peak = counter.current
 
-    def installed(self, monkeypatch: Any) -> None:
+    def installed(self, monkeypatch):
         """Puts this device in the place of GPU 0."""
         values: dict[str, Callable[..., Any]] = {
             "memory_allocated": lambda device=None: self._allocated.current,
@@ -242,26 +242,26 @@ class SimulatedDevice:
         # Figures of a device that another test simulated are not this one's.
         monkeypatch.setattr("verl_memopt.observe.device_ledger._ledgers", {})
 
-    def _remapped(self, address: int, mapped: bool) -> None:
+    def _remapped(self, address, mapped):
         allocated = self._segments[address].allocated if address in self._segments else 0
         self._count(allocated if mapped else -allocated)
 
-    def _count(self, live: int) -> None:
+    def _count(self, live):
         self.live += live
         self.peak_held, self.peak_live = max(self.peak_held, self.held), max(self.peak_live, self.live)
 
-    def _cuda_malloc(self, size: int) -> int | None:
+    def _cuda_malloc(self, size):
         address = self.driver.reserve(size)
         if self.driver.map(address):
             return address
         self.driver.release(address)
         return None
 
-    def _cuda_free(self, address: int) -> None:
+    def _cuda_free(self, address):
         self.driver.unmap(address)
         self.driver.release(address)
 
-    def _free_block(self, size: int) -> Block | None:
+    def _free_block(self, size):
         fitting = [
             block
             for segment in self._active.segments
@@ -271,7 +271,7 @@ class SimulatedDevice:
         ]
         return min(fitting, key=lambda block: block.size, default=None)
 
-    def _new_block(self, size: int) -> Block | None:
+    def _new_block(self, size):
         small = size <= SMALL
         whole = GRANULARITY if small else 20 * MIB if size < MIDDLE else -(-size // GRANULARITY) * GRANULARITY
         if self._cap is not None and self._reserved.current + whole > self._cap:
@@ -286,7 +286,7 @@ class SimulatedDevice:
         self._reserved.add(whole)
         return segment.blocks[0]
 
-    def _split(self, block: Block, size: int) -> None:
+    def _split(self, block, size):
         rest = block.size - size
         if rest >= 512 if block.segment.small else rest > SMALL:
             block.size = size

@@ -1,12 +1,10 @@
 """The tracker against hand counts and against PyTorch's own allocator events."""
 
-from collections.abc import Callable, Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -16,13 +14,13 @@ from verl_memopt.observe.byte_tracker import HOST, ByteTracker, active_tracker, 
 
 
 @pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
+def mesh():
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     yield init_device_mesh("cpu", (4,))
     dist.destroy_process_group()
 
 
-def test_bytes_rise_with_a_new_storage_and_fall_when_it_dies() -> None:
+def test_bytes_rise_with_a_new_storage_and_fall_when_it_dies():
     with ByteTracker() as tracker:
         a = torch.empty(100)
         b = a.view(10, 10)
@@ -34,7 +32,7 @@ def test_bytes_rise_with_a_new_storage_and_fall_when_it_dies() -> None:
         assert tracker.peaks["device"].bytes == 400
 
 
-def test_a_gradient_step_peaks_at_the_sum_a_hand_count_gives() -> None:
+def test_a_gradient_step_peaks_at_the_sum_a_hand_count_gives():
     weight = torch.zeros(1000, requires_grad=True)
     with ByteTracker() as tracker:
         tracker.mark("params", [weight])
@@ -46,7 +44,7 @@ def test_a_gradient_step_peaks_at_the_sum_a_hand_count_gives() -> None:
         assert tracker.kinds() == {"params": 4000, "activations": 4000 + 4 + 4000}
 
 
-def test_resizing_a_storage_is_counted_though_no_op_runs() -> None:
+def test_resizing_a_storage_is_counted_though_no_op_runs():
     with ByteTracker() as tracker:
         a = torch.empty(100)
         a.untyped_storage().resize_(0)
@@ -55,14 +53,14 @@ def test_resizing_a_storage_is_counted_though_no_op_runs() -> None:
         assert (tracker.total(), tracker.peaks["device"].bytes, tracker.peaks["device"].op) == (800, 800, "storage.resize_")
 
 
-def test_an_in_place_resize_of_a_tensor_is_counted() -> None:
+def test_an_in_place_resize_of_a_tensor_is_counted():
     with ByteTracker() as tracker:
         a = torch.empty(10)
         a.resize_(50)
         assert tracker.total() == 200
 
 
-def test_marking_names_state_that_exists_before_tracking() -> None:
+def test_marking_names_state_that_exists_before_tracking():
     weight = torch.zeros(10)
     with ByteTracker() as tracker:
         tracker.mark("params", [weight])
@@ -72,7 +70,7 @@ def test_marking_names_state_that_exists_before_tracking() -> None:
         assert tracker.kinds() == {"inputs": 40}
 
 
-def test_the_innermost_scope_names_what_is_born_inside() -> None:
+def test_the_innermost_scope_names_what_is_born_inside():
     with ByteTracker(default_kind="other") as tracker:
         with scope(kind="logits"):
             a = torch.empty(1)
@@ -84,15 +82,15 @@ def test_the_innermost_scope_names_what_is_born_inside() -> None:
     del a, b, c, d
 
 
-def test_a_scope_opened_in_backward_names_its_gradients() -> None:
+def test_a_scope_opened_in_backward_names_its_gradients():
     class Double(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        def forward(ctx, x):
             with scope(kind="logits"):
                 return x * 2
 
         @staticmethod
-        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+        def backward(ctx, grad):
             with scope(kind="logits"):
                 return grad * 2
 
@@ -105,7 +103,7 @@ def test_a_scope_opened_in_backward_names_its_gradients() -> None:
     del result
 
 
-def test_host_scope_keeps_bytes_off_the_device_tier() -> None:
+def test_host_scope_keeps_bytes_off_the_device_tier():
     with ByteTracker() as tracker:
         with scope(tier=HOST):
             buffer = torch.empty(100)
@@ -114,7 +112,7 @@ def test_host_scope_keeps_bytes_off_the_device_tier() -> None:
         assert tracker.peaks[HOST].bytes == 400
 
 
-def test_entering_a_phase_forgets_the_peak_but_keeps_the_kinds_of_the_moment() -> None:
+def test_entering_a_phase_forgets_the_peak_but_keeps_the_kinds_of_the_moment():
     with ByteTracker() as tracker:
         with scope(kind="params"):
             kept = torch.empty(10)
@@ -127,7 +125,7 @@ def test_entering_a_phase_forgets_the_peak_but_keeps_the_kinds_of_the_moment() -
         assert tracker.total() == 0
 
 
-def test_the_peak_carries_its_kinds_and_op() -> None:
+def test_the_peak_carries_its_kinds_and_op():
     with ByteTracker() as tracker:
         with scope(kind="params"):
             a = torch.ones(10)
@@ -137,20 +135,20 @@ def test_the_peak_carries_its_kinds_and_op() -> None:
         assert (peak.bytes, peak.kinds, peak.op) == (80, {"params": 40, "activations": 40}, "aten.add.Tensor")
 
 
-def test_blocks_round_each_storage_up() -> None:
+def test_blocks_round_each_storage_up():
     with ByteTracker(block_bytes=512) as tracker:
         a, b = torch.empty(1), torch.empty(129)
         assert tracker.total() == 512 + 1024
         del a, b
 
 
-def test_scope_and_mark_change_nothing_without_a_tracker() -> None:
+def test_scope_and_mark_change_nothing_without_a_tracker():
     with scope(kind="logits"):
         mark("params", [torch.zeros(1)])
     assert active_tracker() is None
 
 
-def test_a_tracker_leaves_nothing_behind_when_its_body_raises() -> None:
+def test_a_tracker_leaves_nothing_behind_when_its_body_raises():
     original = torch.UntypedStorage.resize_
     with pytest.raises(ZeroDivisionError), ByteTracker():
         raise ZeroDivisionError
@@ -158,7 +156,7 @@ def test_a_tracker_leaves_nothing_behind_when_its_body_raises() -> None:
     assert torch.UntypedStorage.resize_ is original
 
 
-def test_figures_stay_still_after_the_tracker_is_left() -> None:
+def test_figures_stay_still_after_the_tracker_is_left():
     with ByteTracker() as tracker:
         a = torch.empty(10)
     del a
@@ -166,7 +164,7 @@ def test_figures_stay_still_after_the_tracker_is_left() -> None:
 
 
 @pytest.mark.parametrize("fake", [False, True])
-def test_a_sharded_tensor_counts_its_local_part_and_a_gathered_one_once(mesh: DeviceMesh, fake: bool) -> None:
+def test_a_sharded_tensor_counts_its_local_part_and_a_gathered_one_once(mesh, fake):
     with FakeTensorMode() if fake else torch.no_grad():
         sharded = DTensor.from_local(torch.zeros(4, 16), mesh, [Shard(0)])
         sharded * 2  # an op's first use propagates shapes with tensors of full size
@@ -180,7 +178,7 @@ def test_a_sharded_tensor_counts_its_local_part_and_a_gathered_one_once(mesh: De
             assert tracker.kinds() == {"params": 256}
 
 
-def test_shape_propagation_of_a_sharded_op_is_not_counted(mesh: DeviceMesh) -> None:
+def test_shape_propagation_of_a_sharded_op_is_not_counted(mesh):
     sharded = distribute_tensor(torch.zeros(16, 16), mesh, [Shard(0)])
     with ByteTracker() as tracker:
         tracker.mark("params", [sharded])
@@ -189,7 +187,7 @@ def test_shape_propagation_of_a_sharded_op_is_not_counted(mesh: DeviceMesh) -> N
     del tangents
 
 
-def _allocator_peak(step: Callable[[], None]) -> int:
+def _allocator_peak(step):
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     current = peak = 0
@@ -200,7 +198,7 @@ def _allocator_peak(step: Callable[[], None]) -> int:
     return peak
 
 
-def _second_step(checkpointing: bool) -> tuple[Callable[[], None], list[torch.Tensor]]:
+def _second_step(checkpointing):
     """A training step of two micro-batches whose optimizer state exists, and every tensor that lives before it."""
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -213,7 +211,7 @@ def _second_step(checkpointing: bool) -> tuple[Callable[[], None], list[torch.Te
     ids = torch.randint(0, 2048, (2, 4, 128))
     optimizer = torch.optim.AdamW(model.parameters())
 
-    def step() -> None:
+    def step():
         for micro in ids:
             model(input_ids=micro, labels=micro).loss.backward()
         optimizer.step()
@@ -225,7 +223,7 @@ def _second_step(checkpointing: bool) -> tuple[Callable[[], None], list[torch.Te
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["full-logits", "checkpointing"])
-def test_the_peak_of_a_training_step_agrees_with_allocator_events_within_a_thousandth(checkpointing: bool) -> None:
+def test_the_peak_of_a_training_step_agrees_with_allocator_events_within_a_thousandth(checkpointing):
     step, alive = _second_step(checkpointing)
     expected = _allocator_peak(step)
     with ByteTracker() as tracker:

@@ -22,15 +22,15 @@ SUMMARY = {
 }  # fmt: skip
 
 
-def plain() -> Console:
+def plain():
     return Console(file=StringIO(), width=80)
 
 
-def printed(console: Console) -> str:
+def printed(console):
     return console.file.getvalue()
 
 
-def test_without_a_terminal_each_step_is_one_plain_line_and_the_table_comes_every_so_many() -> None:
+def test_without_a_terminal_each_step_is_one_plain_line_and_the_table_comes_every_so_many():
     console = plain()
     with RunConsole(4, table_every=2, console=console) as run:
         for step in (1, 2, 3, 4):
@@ -44,14 +44,14 @@ def test_without_a_terminal_each_step_is_one_plain_line_and_the_table_comes_ever
     assert text.count("─" * 20) > 0
 
 
-def test_a_step_line_names_memory_and_says_where_there_is_no_counter() -> None:
+def test_a_step_line_names_memory_and_says_where_there_is_no_counter():
     assert memory_words(STEP) == "mem_alloc_mb=512.0 mem_reserved_mb=n/a mem_max_alloc_mb=140800.0"
     console = plain()
     RunConsole(4, console=console).log(1, {})
     assert "mem_alloc_mb=n/a mem_reserved_mb=n/a mem_max_alloc_mb=n/a" in printed(console)
 
 
-def test_on_a_terminal_the_bar_shows_reward_speed_and_the_highest_peak_so_far() -> None:
+def test_on_a_terminal_the_bar_shows_reward_speed_and_the_highest_peak_so_far():
     console = Console(file=StringIO(), width=80, force_terminal=True)
     with RunConsole(4, table_every=10, console=console) as run:
         run.log(1, STEP)
@@ -62,7 +62,7 @@ def test_on_a_terminal_the_bar_shows_reward_speed_and_the_highest_peak_so_far() 
     assert "peak 140,800 MiB" in last
 
 
-def test_steps_that_no_table_has_shown_are_shown_at_the_end() -> None:
+def test_steps_that_no_table_has_shown_are_shown_at_the_end():
     console = plain()
     with RunConsole(3, table_every=2, console=console) as run:
         for step in (1, 2, 3):
@@ -70,7 +70,7 @@ def test_steps_that_no_table_has_shown_are_shown_at_the_end() -> None:
     assert printed(console).splitlines()[-1].split()[0] == "3"
 
 
-def test_no_table_is_printed_in_between_when_it_is_switched_off() -> None:
+def test_no_table_is_printed_in_between_when_it_is_switched_off():
     console = plain()
     run = RunConsole(2, table_every=0, console=console)
     run.log(1, STEP)
@@ -78,7 +78,7 @@ def test_no_table_is_printed_in_between_when_it_is_switched_off() -> None:
     assert "logprob" not in printed(console)
 
 
-def test_the_summary_shows_each_phases_share_and_names_its_counter() -> None:
+def test_the_summary_shows_each_phases_share_and_names_its_counter():
     console = plain()
     print_end(console, SUMMARY, Path("run"))
     text = printed(console)
@@ -87,7 +87,7 @@ def test_the_summary_shows_each_phases_share_and_names_its_counter() -> None:
     assert "1,024" in text
 
 
-def test_the_end_says_the_warnings_of_a_run_before_its_folder() -> None:
+def test_the_end_says_the_warnings_of_a_run_before_its_folder():
     console = plain()
     print_end(console, {**SUMMARY, "warnings": [{"step": 6, "warning": "[it] fell"}], "skipped_updates": 2}, Path("run"))
     assert printed(console).splitlines()[-3:] == [

@@ -1,7 +1,5 @@
 """Files that a kill may cut short."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -10,7 +8,7 @@ from verl_memopt.errors import DataError, UserError
 from verl_memopt.observe.files import append_rows, keep_rows, read_rows, replace_text
 
 
-def test_a_line_that_was_cut_short_is_left_out_and_whole_ones_stay(tmp_path: Path) -> None:
+def test_a_line_that_was_cut_short_is_left_out_and_whole_ones_stay(tmp_path):
     path = tmp_path / "metrics.jsonl"
     append_rows(path, [{"step": 1}, {"step": 2}])
     with path.open("a") as file:
@@ -18,7 +16,7 @@ def test_a_line_that_was_cut_short_is_left_out_and_whole_ones_stay(tmp_path: Pat
     assert read_rows(path) == [{"step": 1}, {"step": 2}]
 
 
-def test_keeping_rows_drops_the_others_and_leaves_the_kept_bytes_alone(tmp_path: Path) -> None:
+def test_keeping_rows_drops_the_others_and_leaves_the_kept_bytes_alone(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1,  "spaced": 1}\n{"step": 2}\n{"step": 3')
     keep_rows(path, lambda row: row["step"] <= 1)
@@ -26,7 +24,7 @@ def test_keeping_rows_drops_the_others_and_leaves_the_kept_bytes_alone(tmp_path:
     assert [child.name for child in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_damaged_line_is_named_with_its_file_and_number(tmp_path: Path) -> None:
+def test_a_damaged_line_is_named_with_its_file_and_number(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\nnot json\n{"step": 3}\n')
     with pytest.raises(DataError, match=r"metrics\.jsonl:2: not JSON"):
@@ -36,14 +34,14 @@ def test_a_damaged_line_is_named_with_its_file_and_number(tmp_path: Path) -> Non
         read_rows(path)
 
 
-def test_text_with_line_separators_inside_stays_one_row(tmp_path: Path) -> None:
+def test_text_with_line_separators_inside_stays_one_row(tmp_path):
     path = tmp_path / "generations.jsonl"
     row = {"output": "a\u2028b\nc\x0b\x1c\x85d"}
     append_rows(path, [row])
     assert read_rows(path) == [row]
 
 
-def test_numbers_of_numpy_and_torch_are_written_as_numbers(tmp_path: Path) -> None:
+def test_numbers_of_numpy_and_torch_are_written_as_numbers(tmp_path):
     path = tmp_path / "metrics.jsonl"
     append_rows(path, [{"a": np.float32(0.5), "b": torch.tensor(2), "c": np.array([1, 2]), "d": float("nan")}])
     row = read_rows(path)[0]
@@ -51,14 +49,14 @@ def test_numbers_of_numpy_and_torch_are_written_as_numbers(tmp_path: Path) -> No
     assert row["d"] != row["d"]
 
 
-def test_a_rename_that_the_disk_refuses_is_named(tmp_path: Path) -> None:
+def test_a_rename_that_the_disk_refuses_is_named(tmp_path):
     path = tmp_path / "summary.json"
     path.mkdir()  # no file can take the place of a folder
     with pytest.raises(UserError, match=r"summary\.json: cannot be written \(Is a directory; \d+ MiB free\)"):
         replace_text(path, "new")
 
 
-def test_a_replacement_that_fails_leaves_the_old_text(tmp_path: Path) -> None:
+def test_a_replacement_that_fails_leaves_the_old_text(tmp_path):
     path = tmp_path / "summary.json"
     replace_text(path, "old")
     with pytest.raises(UnicodeEncodeError):

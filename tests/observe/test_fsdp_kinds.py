@@ -1,6 +1,5 @@
 """FSDP2's bytes by kind, on real tensors under the fake process group."""
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
@@ -12,21 +11,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from verl_memopt.observe.byte_tracker import ByteTracker, Peak
+from verl_memopt.observe.byte_tracker import ByteTracker
 from verl_memopt.observe.device_ledger import PATCHED, fsdp_kinds, optimizer_scope
 
 WORLD = 4
 
 
 @pytest.fixture
-def process_group() -> Iterator[None]:
+def process_group():
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
     yield
     dist.destroy_process_group()
 
 
 @pytest.fixture
-def sharded(process_group: None) -> nn.Module:
+def sharded(process_group):
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     mesh = init_device_mesh("cpu", (WORLD,))
@@ -36,19 +35,19 @@ def sharded(process_group: None) -> nn.Module:
 
 
 @pytest.mark.parametrize("owner_and_name", PATCHED, ids=[name for _, name in PATCHED])
-def test_torch_still_has_the_function(owner_and_name: tuple[object, str]) -> None:
+def test_torch_still_has_the_function(owner_and_name):
     owner, name = owner_and_name
     assert callable(getattr(owner, name, None)), f"this torch has no {name}; the kinds of FSDP2 need another place to look"
 
 
-def test_the_functions_are_put_back() -> None:
+def test_the_functions_are_put_back():
     before = [getattr(owner, name) for owner, name in PATCHED]
     with fsdp_kinds():
         assert all(getattr(owner, name) is not old for (owner, name), old in zip(PATCHED, before, strict=True))
     assert [getattr(owner, name) for owner, name in PATCHED] == before
 
 
-def test_parameters_gradients_and_optimizer_state_rest_at_a_shard_each(sharded: nn.Module) -> None:
+def test_parameters_gradients_and_optimizer_state_rest_at_a_shard_each(sharded):
     layer = 64 * 64
     optimizer = torch.optim.AdamW(sharded.parameters())
     inputs = torch.ones(8, 64)
@@ -65,7 +64,7 @@ def test_parameters_gradients_and_optimizer_state_rest_at_a_shard_each(sharded: 
         assert "optimizer scratch" not in tracker.kinds()
 
 
-def test_a_forward_gathers_parameters_in_compute_precision(sharded: nn.Module) -> None:
+def test_a_forward_gathers_parameters_in_compute_precision(sharded):
     layer = 64 * 64
     with ByteTracker() as tracker, fsdp_kinds(), torch.no_grad():
         tracker.mark("params", sharded.parameters())
@@ -75,7 +74,7 @@ def test_a_forward_gathers_parameters_in_compute_precision(sharded: nn.Module) -
         assert peak["collective buffers"] >= layer * 2
 
 
-def _step_figures(fake: bool) -> list[tuple[Peak, dict[str, int]]]:
+def _step_figures(fake):
     """Peaks and resting kinds of two steps of two micro-batches each."""
     mesh = init_device_mesh("cpu", (WORLD,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -99,7 +98,7 @@ def _step_figures(fake: bool) -> list[tuple[Peak, dict[str, int]]]:
     return figures
 
 
-def test_fake_tensors_give_the_bytes_kinds_and_peak_op_of_real_ones(process_group: None) -> None:
+def test_fake_tensors_give_the_bytes_kinds_and_peak_op_of_real_ones(process_group):
     real, fake = _step_figures(fake=False), _step_figures(fake=True)
     assert real[1] == fake[1]
     assert real[1][0].bytes > real[0][0].bytes, "the first step has no optimizer state to start from"

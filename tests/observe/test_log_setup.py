@@ -1,7 +1,6 @@
 """Logging by rank."""
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 
@@ -9,7 +8,7 @@ from verl_memopt.observe.log_setup import setup_logging
 
 
 @pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
+def restored():
     root, own = logging.getLogger(), logging.getLogger("verl_memopt")
     before = (list(root.handlers), root.level, own.level)
     yield
@@ -19,7 +18,7 @@ def restored() -> Iterator[None]:
     logging.captureWarnings(False)
 
 
-def test_the_driver_and_rank_zero_say_what_others_keep_to_themselves(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_driver_and_rank_zero_say_what_others_keep_to_themselves(capsys):
     for rank in (None, 0, 1):
         setup_logging(rank)
         logging.getLogger("verl_memopt.memory").info("said")
@@ -34,7 +33,7 @@ def test_the_driver_and_rank_zero_say_what_others_keep_to_themselves(capsys: pyt
     ]
 
 
-def test_other_packages_are_heard_from_warnings_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_packages_are_heard_from_warnings_on(capsys):
     setup_logging()
     logging.getLogger("httpx").info("noise")
     logging.getLogger("some_library").info("noise")

@@ -1,9 +1,7 @@
 """Loggers by name."""
 
 import sys
-from collections.abc import Iterator
 from io import StringIO
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,29 +17,29 @@ from verl_memopt.observe.samples import Sample
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[LoggingPlace]:
+def place(tmp_path):
     folder = RunFolder(tmp_path)
     with RunConsole(10, console=Console(file=StringIO(), width=80)) as console:
         yield LoggingPlace(folder, console, "project", "experiment", None)
 
 
-def test_an_unknown_logger_is_refused_with_those_there_are() -> None:
+def test_an_unknown_logger_is_refused_with_those_there_are():
     with pytest.raises(ConfigError, match=r"trainer\.logger=mlflow: .*console, jsonl, tensorboard, wandb"):
         check_loggers(["jsonl", "mlflow"])
 
 
-def test_one_name_may_stand_alone() -> None:
+def test_one_name_may_stand_alone():
     assert check_loggers("jsonl") == ["jsonl"]
 
 
-def test_jsonl_rows_can_be_read_while_the_run_goes_on(place: LoggingPlace) -> None:
+def test_jsonl_rows_can_be_read_while_the_run_goes_on(place):
     loggers = build_loggers(["jsonl", "console"], place)
     loggers.log(1, {"critic/score/mean": 0.5})
     assert read_rows(place.folder.metrics) == [{"step": 1, "run_id": place.folder.run_id, "critic/score/mean": 0.5}]
     loggers.close()
 
 
-def test_tensorboard_forgets_the_steps_a_resumed_run_makes_again(place: LoggingPlace) -> None:
+def test_tensorboard_forgets_the_steps_a_resumed_run_makes_again(place):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     first = build_loggers("tensorboard", place)
@@ -55,7 +53,7 @@ def test_tensorboard_forgets_the_steps_a_resumed_run_makes_again(place: LoggingP
     assert [(event.step, event.value) for event in events.Scalars("critic/score/mean")] == [(1, 1.0), (2, 20.0)]
 
 
-def test_wandb_that_is_not_installed_is_a_config_error(place: LoggingPlace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_that_is_not_installed_is_a_config_error(place, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="pip install wandb"):
         build_loggers("wandb", place)
@@ -68,29 +66,29 @@ class WandbError(Exception):
 class WandbRun:
     """Records what a wandb run is told. wandb itself is not among the packages of the tests."""
 
-    def __init__(self, **arguments: Any) -> None:
+    def __init__(self, **arguments):
         self.arguments = arguments
         self.logged: list[dict[str, Any]] = []
         self.axes: dict[str, Any] = {}
         self.exit_code: int | None = None
 
-    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+    def define_metric(self, name, step_metric=None):
         self.axes[name] = step_metric
 
-    def log(self, values: dict[str, Any]) -> None:
+    def log(self, values):
         assert self.exit_code is None, "the run is finished"
         self.logged.append(values)
 
-    def finish(self, exit_code: int) -> None:
+    def finish(self, exit_code):
         self.exit_code = exit_code
 
 
 @pytest.fixture
-def wandb_runs(monkeypatch: pytest.MonkeyPatch, place: LoggingPlace) -> list[WandbRun]:
+def wandb_runs(monkeypatch, place):
     """The wandb runs that were started."""
     started: list[WandbRun] = []
 
-    def init(**arguments: Any) -> WandbRun:
+    def init(**arguments):
         started.append(WandbRun(**arguments))
         return started[-1]
 
@@ -101,11 +99,11 @@ def wandb_runs(monkeypatch: pytest.MonkeyPatch, place: LoggingPlace) -> list[Wan
     return started
 
 
-def resumed_at(place: LoggingPlace, step: int | None) -> LoggingPlace:
+def resumed_at(place, step):
     return LoggingPlace(place.folder, place.console, place.project_name, place.experiment_name, resumed_step=step)
 
 
-def test_wandb_gets_the_settings_that_the_folder_records(place: LoggingPlace, wandb_runs: list[WandbRun]) -> None:
+def test_wandb_gets_the_settings_that_the_folder_records(place, wandb_runs):
     build_loggers("wandb", place)
     (run,) = wandb_runs
     assert run.arguments["config"] == {"trainer": {"device": "cpu"}, "actor_rollout_ref": {"actor": {"optim": {"lr": 1e-6}}}}
@@ -113,9 +111,7 @@ def test_wandb_gets_the_settings_that_the_folder_records(place: LoggingPlace, wa
     assert run.arguments["dir"] == str(place.folder.path)
 
 
-def test_a_resumed_run_continues_the_same_wandb_run_and_a_new_one_does_not(
-    place: LoggingPlace, wandb_runs: list[WandbRun]
-) -> None:
+def test_a_resumed_run_continues_the_same_wandb_run_and_a_new_one_does_not(place, wandb_runs):
     for step in (None, 4, 8, None):
         build_loggers("wandb", resumed_at(place, step)).close()
     first, second, third, new = (run.arguments["id"] for run in wandb_runs)
@@ -123,7 +119,7 @@ def test_a_resumed_run_continues_the_same_wandb_run_and_a_new_one_does_not(
     assert {run.arguments["resume"] for run in wandb_runs} == {"allow"}
 
 
-def test_steps_that_a_resumed_run_repeats_are_not_dropped_by_wandb(place: LoggingPlace, wandb_runs: list[WandbRun]) -> None:
+def test_steps_that_a_resumed_run_repeats_are_not_dropped_by_wandb(place, wandb_runs):
     logger = build_loggers("wandb", place)
     for step in (1, 2, 3, 2):
         logger.log(step, {"critic/score/mean": float(step)})
@@ -133,9 +129,7 @@ def test_steps_that_a_resumed_run_repeats_are_not_dropped_by_wandb(place: Loggin
     assert [row["critic/score/mean"] for row in run.logged] == [1.0, 2.0, 3.0, 2.0]
 
 
-def test_validation_samples_are_a_table_of_wandb_and_pass_other_loggers_by(
-    place: LoggingPlace, wandb_runs: list[WandbRun]
-) -> None:
+def test_validation_samples_are_a_table_of_wandb_and_pass_other_loggers_by(place, wandb_runs):
     loggers = build_loggers(["jsonl", "console", "wandb"], place)
     loggers.log_samples(5, [Sample("u", "toy", "1+1=", "3", "2", 0.0, [1], [2])])
     (run,) = wandb_runs
@@ -151,17 +145,17 @@ def test_validation_samples_are_a_table_of_wandb_and_pass_other_loggers_by(
 
 
 @pytest.mark.parametrize("failed", [True, False])
-def test_a_wandb_run_says_whether_the_run_failed(place: LoggingPlace, wandb_runs: list[WandbRun], failed: bool) -> None:
+def test_a_wandb_run_says_whether_the_run_failed(place, wandb_runs, failed):
     build_loggers("wandb", place).close(failed)
     assert [run.exit_code for run in wandb_runs] == [int(failed)]
 
 
-def test_a_logger_that_cannot_close_keeps_no_other_from_closing(place: LoggingPlace, wandb_runs: list[WandbRun]) -> None:
+def test_a_logger_that_cannot_close_keeps_no_other_from_closing(place, wandb_runs):
     class Broken:
-        def log(self, step: int, metrics: Any) -> None:
+        def log(self, step, metrics):
             """Record nothing."""
 
-        def close(self, failed: bool = False) -> None:
+        def close(self, failed=False):
             raise OSError("the disk is full")
 
     loggers = StepLoggers([Broken(), WandbLogger(place)])
@@ -170,8 +164,8 @@ def test_a_logger_that_cannot_close_keeps_no_other_from_closing(place: LoggingPl
     assert [run.exit_code for run in wandb_runs] == [0]
 
 
-def test_a_wandb_that_cannot_start_is_a_config_error(place: LoggingPlace, wandb_runs: list[WandbRun]) -> None:
-    def refuse(**arguments: Any) -> WandbRun:
+def test_a_wandb_that_cannot_start_is_a_config_error(place, wandb_runs):
+    def refuse(**arguments):
         raise WandbError("api_key not configured")
 
     sys.modules["wandb"].init = refuse  # type: ignore[attr-defined]
@@ -179,7 +173,7 @@ def test_a_wandb_that_cannot_start_is_a_config_error(place: LoggingPlace, wandb_
         build_loggers("wandb", place)
 
 
-def test_no_logger_is_imported_before_it_is_used() -> None:
+def test_no_logger_is_imported_before_it_is_used():
     import subprocess
 
     code = (

@@ -17,11 +17,11 @@ from verl_memopt.observe.metrics import (
 from verl_memopt.observe.phase import GIB, PhaseMemory
 
 
-def phase(name: str, peak: int | None, allocated: int | None = None, reserved: int | None = None, rss: int = 0) -> PhaseMemory:
+def phase(name, peak, allocated=None, reserved=None, rss=0):
     return PhaseMemory(name, 1.0, peak, allocated, reserved, None, rss)
 
 
-def test_advantages_are_averaged_over_tokens_and_scores_over_rows() -> None:
+def test_advantages_are_averaged_over_tokens_and_scores_over_rows():
     metrics = critic_metrics(
         scores=torch.tensor([1.0, 0.0]),
         rewards=torch.tensor([0.5, 0.0]),
@@ -35,12 +35,12 @@ def test_advantages_are_averaged_over_tokens_and_scores_over_rows() -> None:
     assert len(metrics) == 12
 
 
-def test_a_batch_without_a_token_has_no_summary_of_advantages() -> None:
+def test_a_batch_without_a_token_has_no_summary_of_advantages():
     assert summary_of("a", torch.tensor([9.0, 1.0])) == {"a/mean": 5.0, "a/max": 9.0, "a/min": 1.0}
     assert summary_of("a", torch.zeros(0)) == {}
 
 
-def test_lengths_report_caps_and_aborted_rows() -> None:
+def test_lengths_report_caps_and_aborted_rows():
     metrics = length_metrics(torch.tensor([4, 8]), torch.tensor([0, 16]), max_prompt_length=8, max_response_length=16)
     assert metrics["prompt_length/mean"] == 6
     assert metrics["prompt_length/clip_ratio"] == 0.5
@@ -50,11 +50,11 @@ def test_lengths_report_caps_and_aborted_rows() -> None:
     assert metrics["response/aborted_ratio"] == 0.5
 
 
-def test_throughput_is_per_device() -> None:
+def test_throughput_is_per_device():
     assert throughput_metrics(1000, 2.0, 4)["perf/throughput"] == 125.0
 
 
-def test_generation_is_timed_by_response_tokens_and_the_rest_by_all() -> None:
+def test_generation_is_timed_by_response_tokens_and_the_rest_by_all():
     timings = {"timing_s/gen": 1.0, "timing_s/update_actor": 2.0, "timing_s/reward": 9.0}
     assert token_timings(timings, response_tokens=100, total_tokens=1000) == {
         "timing_per_token_ms/gen": 10.0,
@@ -62,7 +62,7 @@ def test_generation_is_timed_by_response_tokens_and_the_rest_by_all() -> None:
     }
 
 
-def test_memory_is_reported_by_phase_in_gib_with_the_steps_maximum() -> None:
+def test_memory_is_reported_by_phase_in_gib_with_the_steps_maximum():
     metrics = memory_metrics(
         [phase("gen", GIB, GIB, 3 * GIB, rss=GIB), phase("update_actor", 2 * GIB, GIB // 2, 2 * GIB, rss=GIB)]
     )
@@ -73,12 +73,12 @@ def test_memory_is_reported_by_phase_in_gib_with_the_steps_maximum() -> None:
     assert metrics["perf/memory_allocated_gb"] == 0.5
 
 
-def test_a_figure_the_device_does_not_have_is_absent_and_not_zero() -> None:
+def test_a_figure_the_device_does_not_have_is_absent_and_not_zero():
     metrics = memory_metrics([phase("gen", None, rss=GIB)])
     assert metrics == {"memory/gen/host_rss_gb": 1.0, "perf/cpu_memory_used_gb": 1.0}
 
 
-def test_a_phase_that_runs_twice_in_a_step_keeps_its_higher_peak() -> None:
+def test_a_phase_that_runs_twice_in_a_step_keeps_its_higher_peak():
     metrics = memory_metrics([phase("testing", 2 * GIB), phase("testing", GIB)])
     assert metrics["memory/testing/peak_allocated_gb"] == 2.0
 

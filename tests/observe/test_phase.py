@@ -14,7 +14,7 @@ from verl_memopt.observe.phase import MIB, MemoryProbe, PhaseMemory, combine, ho
 CPU = torch.device("cpu")
 
 
-def memory(name: str = "update_actor", **figures: object) -> PhaseMemory:
+def memory(name="update_actor", **figures):
     values = {
         "seconds": 1.0, "peak_allocated_bytes": None, "allocated_bytes": None, "peak_reserved_bytes": None,
         "device_used_bytes": None, "host_rss_bytes": 0,
@@ -22,7 +22,7 @@ def memory(name: str = "update_actor", **figures: object) -> PhaseMemory:
     return PhaseMemory(name, **(values | figures))
 
 
-def test_a_tracked_phase_counts_resident_tensors_and_what_is_born_inside() -> None:
+def test_a_tracked_phase_counts_resident_tensors_and_what_is_born_inside():
     weight = torch.zeros(1000)
     probe = MemoryProbe(CPU, lambda: [("params", weight)])
     with probe.phase("old_log_prob", track=True) as measured:
@@ -33,7 +33,7 @@ def test_a_tracked_phase_counts_resident_tensors_and_what_is_born_inside() -> No
     assert phase.kinds == {"params": 4000, "activations": 4000}
 
 
-def test_a_tracked_phase_says_what_lived_when_it_began() -> None:
+def test_a_tracked_phase_says_what_lived_when_it_began():
     weight, kept = torch.zeros(1000), []
     probe = MemoryProbe(CPU, lambda: [("params", weight), *(("params", tensor) for tensor in kept)])
     entered = []
@@ -44,7 +44,7 @@ def test_a_tracked_phase_says_what_lived_when_it_began() -> None:
     assert entered == [(4000, 6000), (6000, 8000)]
 
 
-def test_each_phase_starts_from_a_fresh_peak() -> None:
+def test_each_phase_starts_from_a_fresh_peak():
     probe = MemoryProbe(CPU, list)
     with probe.phase("gen", track=True):
         torch.zeros(1000)
@@ -53,7 +53,7 @@ def test_each_phase_starts_from_a_fresh_peak() -> None:
     assert measured().peak_allocated_bytes == 40
 
 
-def test_an_untracked_phase_on_a_cpu_has_no_device_figure_rather_than_zero() -> None:
+def test_an_untracked_phase_on_a_cpu_has_no_device_figure_rather_than_zero():
     with MemoryProbe(CPU, list).phase("gen", track=False) as measured:
         torch.zeros(1000)
         assert active_tracker() is None
@@ -63,7 +63,7 @@ def test_an_untracked_phase_on_a_cpu_has_no_device_figure_rather_than_zero() -> 
     assert phase.host_rss_bytes > MIB
 
 
-def test_the_probe_keeps_nothing_alive_that_the_phase_frees() -> None:
+def test_the_probe_keeps_nothing_alive_that_the_phase_frees():
     held = [torch.zeros(1000)]
     death = weakref.ref(held[0])
     probe = MemoryProbe(CPU, lambda: (("params", tensor) for tensor in held))
@@ -74,7 +74,7 @@ def test_the_probe_keeps_nothing_alive_that_the_phase_frees() -> None:
     assert measured().allocated_bytes == 0
 
 
-def test_a_phase_that_raises_leaves_no_tracker_and_no_figures() -> None:
+def test_a_phase_that_raises_leaves_no_tracker_and_no_figures():
     probe = MemoryProbe(CPU, list)
     with pytest.raises(ZeroDivisionError), probe.phase("gen", track=True) as measured:
         raise ZeroDivisionError
@@ -83,7 +83,7 @@ def test_a_phase_that_raises_leaves_no_tracker_and_no_figures() -> None:
         measured()
 
 
-def test_over_processes_device_figures_take_the_largest_and_host_figures_the_sum() -> None:
+def test_over_processes_device_figures_take_the_largest_and_host_figures_the_sum():
     small = memory(peak_allocated_bytes=10, allocated_bytes=8, host_rss_bytes=100, seconds=2.0, kinds={"params": 10})
     large = memory(peak_allocated_bytes=30, allocated_bytes=5, host_rss_bytes=200, seconds=1.0, kinds={"params": 30})
     whole = combine([small, large], driver_rss_bytes=50)
@@ -92,7 +92,7 @@ def test_over_processes_device_figures_take_the_largest_and_host_figures_the_sum
     assert whole.peak_reserved_bytes is None
 
 
-def test_resident_memory_grows_with_what_the_process_touches() -> None:
+def test_resident_memory_grows_with_what_the_process_touches():
     before = host_rss_bytes()
     # Fresh pages: a tensor may be made in a freed block that malloc kept, which is resident already.
     with mmap.mmap(-1, 64 * MIB) as pages:
@@ -100,7 +100,7 @@ def test_resident_memory_grows_with_what_the_process_touches() -> None:
         assert host_rss_bytes() - before > 32 * MIB
 
 
-def test_a_phase_on_a_gpu_reports_its_own_peak_and_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_phase_on_a_gpu_reports_its_own_peak_and_what_is_left(monkeypatch):
     device = SimulatedDevice(total=8 * 2**30)
     device.installed(monkeypatch)
     probe = MemoryProbe(torch.device("cuda", 0), list)
@@ -116,7 +116,7 @@ def test_a_phase_on_a_gpu_reports_its_own_peak_and_what_is_left(monkeypatch: pyt
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_peak_is_the_allocators_and_the_reserve_is_at_least_as_large() -> None:
+def test_on_a_gpu_the_peak_is_the_allocators_and_the_reserve_is_at_least_as_large():
     """Only a GPU has these counters."""
     device = torch.device("cuda", 0)
     with MemoryProbe(device, list).phase("gen", track=False) as measured:

@@ -8,7 +8,7 @@ ON_GPU = PhaseMemory("gen", 1.0, 9 * MIB, 4 * MIB, 16 * MIB, 20 * MIB, 80 * MIB,
 UNTRACKED = PhaseMemory("old_log_prob", 1.0, None, None, None, None, 60 * MIB)
 
 
-def test_a_row_has_the_bytes_at_both_ends_the_peak_and_the_host() -> None:
+def test_a_row_has_the_bytes_at_both_ends_the_peak_and_the_host():
     assert phase_rows(7, [TRACKED, UNTRACKED]) == [
         {
             "step": 7, "phase": "update_actor", "enter_bytes": 2 * MIB, "peak_bytes": 5 * MIB, "exit_bytes": 3 * MIB,
@@ -21,6 +21,6 @@ def test_a_row_has_the_bytes_at_both_ends_the_peak_and_the_host() -> None:
     ]  # fmt: skip
 
 
-def test_of_several_processes_the_fullest_counts() -> None:
+def test_of_several_processes_the_fullest_counts():
     other = PhaseMemory("gen", 1.0, 9 * MIB, 4 * MIB, 16 * MIB, 20 * MIB, 80 * MIB, entered_bytes=6 * MIB)
     assert combine([ON_GPU, other]).entered_bytes == 6 * MIB

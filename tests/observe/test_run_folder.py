@@ -1,8 +1,5 @@
 """A run folder through a stop and a resume."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from verl_memopt.errors import UserError
@@ -10,9 +7,7 @@ from verl_memopt.observe.files import read_rows
 from verl_memopt.observe.run_folder import RunFolder, open_run_folder
 
 
-def test_after_a_resume_the_files_equal_those_of_a_run_that_was_never_stopped(
-    make_run: Callable[..., RunFolder], log_step: Callable[..., None]
-) -> None:
+def test_after_a_resume_the_files_equal_those_of_a_run_that_was_never_stopped(make_run, log_step):
     whole, stopped = make_run("whole", steps=4), make_run("stopped", steps=3)
     resumed = RunFolder(stopped.path)
     resumed.begin("trainer: {}\n", resumed_step=2)
@@ -24,7 +19,7 @@ def test_after_a_resume_the_files_equal_those_of_a_run_that_was_never_stopped(
     assert resumed_rows == [(row.step, row.phase, round(row.elapsed_seconds, 3)) for row in whole.read_timeline()]
 
 
-def test_a_fresh_run_in_a_used_folder_keeps_the_earlier_files_aside(make_run: Callable[..., RunFolder]) -> None:
+def test_a_fresh_run_in_a_used_folder_keeps_the_earlier_files_aside(make_run):
     folder = make_run(steps=2)
     folder.tensorboard.mkdir()
     for _ in range(2):
@@ -35,35 +30,35 @@ def test_a_fresh_run_in_a_used_folder_keeps_the_earlier_files_aside(make_run: Ca
     assert folder.config.read_text() == "new: true\n"
 
 
-def test_resuming_where_nothing_was_written_yet_is_no_error(tmp_path: Path) -> None:
+def test_resuming_where_nothing_was_written_yet_is_no_error(tmp_path):
     folder = RunFolder(tmp_path / "run")
     folder.begin("a: 1\n", resumed_step=5)
     assert folder.read_metrics() == folder.read_timeline() == []
 
 
 @pytest.mark.parametrize("make", [lambda path: None, lambda path: path.mkdir(), lambda path: path.write_text("x")])
-def test_a_folder_that_holds_no_run_is_refused_by_name(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_a_folder_that_holds_no_run_is_refused_by_name(tmp_path, make):
     make(tmp_path / "nowhere")
     with pytest.raises(UserError, match="nowhere"):
         open_run_folder(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("text", ["{", "[1]"])
-def test_a_damaged_summary_is_refused_by_name(make_run: Callable[..., RunFolder], text: str) -> None:
+def test_a_damaged_summary_is_refused_by_name(make_run, text):
     folder = make_run(steps=1)
     folder.summary.write_text(text)
     with pytest.raises(UserError, match=r"summary\.json"):
         folder.read_summary()
 
 
-def test_what_began_before_the_folder_was_ready_counts_as_running_time(tmp_path: Path, log_step: Callable[..., None]) -> None:
+def test_what_began_before_the_folder_was_ready_counts_as_running_time(tmp_path, log_step):
     folder = RunFolder(tmp_path / "run")
     folder.begin("a: 1\n", None)
     log_step(folder, 1, folder.began - 5)
     assert [round(row.elapsed_seconds, 3) for row in folder.read_timeline()] == [0.0, 2.0]
 
 
-def test_warnings_are_kept_with_their_step_and_cut_back_on_resume(tmp_path: Path) -> None:
+def test_warnings_are_kept_with_their_step_and_cut_back_on_resume(tmp_path):
     folder = RunFolder(tmp_path)
     folder.begin("a: 1\n", None)
     folder.add_warnings(1, [])
@@ -78,7 +73,7 @@ def test_warnings_are_kept_with_their_step_and_cut_back_on_resume(tmp_path: Path
     assert folder.read_warnings() == []
 
 
-def test_settings_that_a_resume_replaces_are_kept_under_the_step_they_ended_at(tmp_path: Path) -> None:
+def test_settings_that_a_resume_replaces_are_kept_under_the_step_they_ended_at(tmp_path):
     folder = RunFolder(tmp_path / "run")
     folder.begin("lr: 1\n", None)
     folder.begin("lr: 1\n", resumed_step=2)
@@ -91,7 +86,7 @@ def test_settings_that_a_resume_replaces_are_kept_under_the_step_they_ended_at(t
     assert folder.config.read_text() == "lr: 4\n"
 
 
-def test_a_fresh_run_keeps_the_settings_of_the_earlier_one_aside(tmp_path: Path) -> None:
+def test_a_fresh_run_keeps_the_settings_of_the_earlier_one_aside(tmp_path):
     folder = RunFolder(tmp_path / "run")
     folder.begin("lr: 1\n", None)
     folder.begin("lr: 2\n", resumed_step=4)
@@ -102,7 +97,7 @@ def test_a_fresh_run_keeps_the_settings_of_the_earlier_one_aside(tmp_path: Path)
     assert not folder.config_history.exists()
 
 
-def test_a_folder_that_the_disk_will_not_change_is_named(make_run: Callable[..., RunFolder]) -> None:
+def test_a_folder_that_the_disk_will_not_change_is_named(make_run):
     folder = make_run(steps=2)
     folder.config_history.write_text("a file in the way")
     with pytest.raises(UserError, match=r"config\.yaml: cannot be written \(File exists"):

@@ -1,7 +1,6 @@
 """Dump rows."""
 
 from dataclasses import replace
-from pathlib import Path
 
 from verl_memopt.observe.files import read_rows
 from verl_memopt.observe.samples import SCHEMA, Sample, dump_samples, dumped_steps, read_samples
@@ -9,7 +8,7 @@ from verl_memopt.observe.samples import SCHEMA, Sample, dump_samples, dumped_ste
 SAMPLE = Sample("u1", "toy", "1+1=", "2", "2", 1.0, [5, 6], [7], {"acc": 1, "score": "own"}, "stop", [-0.5], {"level": 3})
 
 
-def test_a_dump_row_holds_what_a_replay_needs_and_every_reward_key(tmp_path: Path) -> None:
+def test_a_dump_row_holds_what_a_replay_needs_and_every_reward_key(tmp_path):
     path = dump_samples(tmp_path / "rollouts", 3, [SAMPLE])
     assert path.name == "3.jsonl"
     assert read_rows(path) == [
@@ -22,7 +21,7 @@ def test_a_dump_row_holds_what_a_replay_needs_and_every_reward_key(tmp_path: Pat
     ]  # fmt: skip
 
 
-def test_a_sample_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_sample_is_read_as_it_was_written(tmp_path):
     others = replace(SAMPLE, score=None, rollout_log_probs=None, extra={"row": 3, "tokenizer": "own", "input": 1})
     dump_samples(tmp_path, 3, [SAMPLE, others], "hash")
     assert [read.sample for read in read_samples(tmp_path, 3, "hash", 10)] == [SAMPLE, others]
@@ -32,13 +31,13 @@ def test_a_sample_is_read_as_it_was_written(tmp_path: Path) -> None:
     ]
 
 
-def test_the_steps_of_a_dump_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+def test_the_steps_of_a_dump_are_in_the_order_of_their_numbers(tmp_path):
     for step in (10, 9, 2):
         dump_samples(tmp_path, step, [SAMPLE])
     (tmp_path / "other.jsonl").write_text("")
     assert dumped_steps(tmp_path) == [2, 9, 10]
 
 
-def test_dumping_a_step_again_replaces_it(tmp_path: Path) -> None:
+def test_dumping_a_step_again_replaces_it(tmp_path):
     dump_samples(tmp_path, 1, [SAMPLE, SAMPLE])
     assert len(read_rows(dump_samples(tmp_path, 1, [SAMPLE]))) == 1

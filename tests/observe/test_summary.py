@@ -1,13 +1,10 @@
 """The summary, against the run the fixture describes."""
 
-from collections.abc import Callable
-
 from verl_memopt.observe.charts import build_summary, environment
 from verl_memopt.observe.phase import MIB
-from verl_memopt.observe.run_folder import RunFolder
 
 
-def test_a_summary_holds_the_whole_runs_seconds_scores_and_peaks(make_run: Callable[..., RunFolder]) -> None:
+def test_a_summary_holds_the_whole_runs_seconds_scores_and_peaks(make_run):
     folder = make_run(steps=3)
     summary = build_summary(folder.read_metrics(), folder.read_timeline())
     assert (summary["steps"], round(summary["seconds"], 3)) == (3, 9.0)
@@ -20,24 +17,24 @@ def test_a_summary_holds_the_whole_runs_seconds_scores_and_peaks(make_run: Calla
     assert list(summary["phases"]) == ["gen", "update_actor"]
 
 
-def test_scores_of_a_run_without_validation_are_none(make_run: Callable[..., RunFolder]) -> None:
+def test_scores_of_a_run_without_validation_are_none(make_run):
     folder = make_run(validated=False)
     summary = build_summary(folder.read_metrics(), folder.read_timeline())
     assert (summary["validation_before"], summary["validation_after"]) == (None, None)
 
 
-def test_a_run_that_has_not_begun_has_a_summary_of_nothing() -> None:
+def test_a_run_that_has_not_begun_has_a_summary_of_nothing():
     assert build_summary([], [])["steps"] == 0
 
 
-def test_the_environment_names_device_command_and_installed_versions() -> None:
+def test_the_environment_names_device_command_and_installed_versions():
     found = environment("cpu", ["verl-memopt", "train"])
     assert (found["device"], found["command"]) == ("cpu", ["verl-memopt", "train"])
     assert "torch" in found["versions"]
     assert None not in found["versions"].values()
 
 
-def test_skipped_updates_are_counted_over_the_whole_run() -> None:
+def test_skipped_updates_are_counted_over_the_whole_run():
     rows = [{"step": 0}, {"step": 1, "actor/skipped_updates": 2.0}, {"step": 2, "actor/skipped_updates": 0.0}]
     assert build_summary([*rows, {"step": 3, "actor/skipped_updates": 1.0}], [])["skipped_updates"] == 3
     assert build_summary([*rows, {"step": 3, "critic/skipped_updates": 4.0}], [])["skipped_updates"] == 6

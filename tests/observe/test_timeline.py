@@ -1,7 +1,5 @@
 """The timeline file, there and back."""
 
-from pathlib import Path
-
 import pytest
 
 from verl_memopt.errors import DataError
@@ -11,7 +9,7 @@ from verl_memopt.observe.timeline import COLUMNS, append_timeline, keep_timeline
 MEMORY = PhaseMemory("gen", 1.0, 100, 50, None, None, 7, {"params": 60, "kv": 40})
 
 
-def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
+def test_rows_come_back_as_they_were_written(tmp_path):
     path = tmp_path / "memory_timeline.csv"
     rows = timeline_rows(3, [Span("reward", 12.0, 0.5), Span("gen", 10.0, 2.0)], {"gen": MEMORY})
     append_timeline(path, rows[:1])
@@ -21,7 +19,7 @@ def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
     assert path.read_text().splitlines()[0] == ",".join(COLUMNS)
 
 
-def test_bytes_nobody_counted_are_empty_cells_and_not_zero(tmp_path: Path) -> None:
+def test_bytes_nobody_counted_are_empty_cells_and_not_zero(tmp_path):
     path = tmp_path / "memory_timeline.csv"
     append_timeline(path, timeline_rows(1, [Span("reward", 0.0, 1.0)], {}))
     row = read_timeline(path)[0]
@@ -29,18 +27,18 @@ def test_bytes_nobody_counted_are_empty_cells_and_not_zero(tmp_path: Path) -> No
     assert ",0," not in path.read_text().splitlines()[1]
 
 
-def test_the_counter_says_where_live_bytes_come_from() -> None:
+def test_the_counter_says_where_live_bytes_come_from():
     on_gpu = PhaseMemory("gen", 1.0, 100, 50, 200, 300, 7)
     uncounted = PhaseMemory("gen", 1.0, None, None, None, None, 7)
     found = [timeline_rows(1, [Span("gen", 0.0, 1.0)], {"gen": memory})[0].counter for memory in (MEMORY, on_gpu, uncounted)]
     assert found == ["tracker", "allocator", ""]
 
 
-def test_the_step_itself_is_no_phase() -> None:
+def test_the_step_itself_is_no_phase():
     assert timeline_rows(1, [Span("step", 0.0, 9.0)], {}) == []
 
 
-def test_rows_beyond_a_step_are_dropped_and_a_torn_one_too(tmp_path: Path) -> None:
+def test_rows_beyond_a_step_are_dropped_and_a_torn_one_too(tmp_path):
     path = tmp_path / "memory_timeline.csv"
     for step in (1, 2, 3):
         append_timeline(path, timeline_rows(step, [Span("gen", float(step), 1.0)], {"gen": MEMORY}))
@@ -53,7 +51,7 @@ def test_rows_beyond_a_step_are_dropped_and_a_torn_one_too(tmp_path: Path) -> No
     assert [row.step for row in read_timeline(path)] == [1]
 
 
-def test_a_damaged_row_is_named_with_its_file_and_line(tmp_path: Path) -> None:
+def test_a_damaged_row_is_named_with_its_file_and_line(tmp_path):
     path = tmp_path / "memory_timeline.csv"
     append_timeline(path, timeline_rows(1, [Span("gen", 0.0, 1.0)], {}))
     with path.open("a") as file:

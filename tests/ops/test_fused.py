@@ -29,20 +29,33 @@ PRECISE, HALF = 1e-6, 2**-7
 """Relative to a result's norm: fp32 in another order, and bfloat16 rounded at other places."""
 
 
-BACKENDS = [
-    "aot_eager",
-    pytest.param("inductor", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")),
+HAS_COMPILER = shutil.which("g++") is not None
+
+
+def backend(name, *values, slow=False):
+    """Return a case that compiles to C++ (``inductor``), or as far as the graph, which then runs statement by statement."""
+    needs_compiler = pytest.mark.skipif(name == "inductor" and not HAS_COMPILER, reason="no C++ compiler")
+    return pytest.param(name, *values, marks=[needs_compiler, *([pytest.mark.slow] if slow else [])])
+
+
+BACKENDS = [backend("aot_eager"), backend("inductor", slow=True)]
+STATEMENTS = [
+    backend("inductor", torch.float32, PRECISE),
+    backend("aot_eager", torch.bfloat16, HALF),
+    backend("aot_eager", torch.float32, PRECISE, slow=True),
+    backend("inductor", torch.bfloat16, HALF, slow=True),
 ]
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture
 def compiles(request, monkeypatch):
-    """Compiles as far as the graph, which is then run statement by statement, or to C++. Gives the names of what was compiled."""
+    """Gives the names of what was compiled with the backend that the test is given."""
     found, compile_ = [], torch.compile
+    backend = getattr(request, "param", "aot_eager")
 
     def noted(function, **options):
         found.append(function.__name__)
-        return compile_(function, **options, backend=request.param)
+        return compile_(function, **options, backend=backend)
 
     monkeypatch.setattr(torch, "compile", noted)
     monkeypatch.setattr(fused, "_compiled", functools.cache(fused._compiled.__wrapped__))
@@ -72,7 +85,7 @@ def every_statement(rows, dtype):
     return [made, into, sums, gated, in_place, gate, up, *turns, query, of_scale]
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, PRECISE), (torch.bfloat16, HALF)])
+@pytest.mark.parametrize(("compiles", "dtype", "bound"), STATEMENTS, indirect=["compiles"])
 def test_compiled_statements_give_the_numbers_of_uncompiled_ones(compiles, dtype, bound):
     expected = every_statement(50, dtype)
     with fused_statements(True):
@@ -84,6 +97,7 @@ def test_compiled_statements_give_the_numbers_of_uncompiled_ones(compiles, dtype
         assert relative(one.double(), two.double()) <= bound
 
 
+@pytest.mark.parametrize("compiles", BACKENDS, indirect=True)
 def test_an_update_with_compiled_statements_differs_by_rounding_only(compiles, untied_folder, one_rank):
     options = {"recompute": True, "offload": (1, 2)}
     mini = act.mini_batch(response=12)
@@ -95,7 +109,7 @@ def test_an_update_with_compiled_statements_differs_by_rounding_only(compiles, u
     assert act.largest_difference(found, expected) <= 2e-6
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler: what inductor makes on a CPU is not covered")
+@pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler: what inductor makes on a CPU is not covered")
 def test_a_statement_compiled_by_inductor_gives_its_numbers():
     x, weight = drawn(40, 8, dtype=torch.float32).detach(), drawn(8, seed=1, dtype=torch.float32).detach()
     expected = RMSNorm(EPS).compute((x,), (weight,))
@@ -195,34 +209,40 @@ def test_the_switch_holds_inside_its_body_only(compiles):
 
 
 WITHOUT_COMPILER = """
-import logging, sys, torch
-logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+import logging, os, sys, torch
+import torch._inductor.compile_fx
 from verl_memopt.memory.recompute_elementwise_torch import RMSNorm
 from verl_memopt.memory.fused import compiler_works, fused_statements
 x, weight = torch.randn(40, 8), torch.randn(8)
 expected = RMSNorm(1e-6).compute((x,), (weight,))
-asked = sys.argv[1] == "first"
-on = compiler_works(torch.device("cpu")) if asked else True
-assert on is not asked
-with fused_statements(on):
-    for _ in range(3):
-        assert torch.equal(RMSNorm(1e-6).compute((x,), (weight,)), expected)
-assert not compiler_works(torch.device("cpu"))
+
+def run(asked):
+    logging.basicConfig(level=logging.WARNING, format=f"{asked} %(name)s: %(message)s")
+    on = compiler_works(torch.device("cpu")) if asked else True
+    assert on is not asked
+    with fused_statements(on):
+        for _ in range(3):
+            assert torch.equal(RMSNorm(1e-6).compute((x,), (weight,)), expected)
+    assert not compiler_works(torch.device("cpu"))
+
+for asked in (True, False):
+    pid = os.fork()
+    if not pid:
+        run(asked)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
 """
 
 
-@pytest.mark.parametrize("asked", ["first", "never"])
-def test_without_a_compiler_the_run_goes_on_with_one_warning(tmp_path, asked):
+def test_without_a_compiler_the_run_goes_on_with_one_warning_whether_it_asked_first_or_not(tmp_path):
     (tmp_path / "bin").mkdir()
     environment = {**os.environ, "PATH": str(tmp_path / "bin"), "CC": "no-compiler", "CXX": "no-compiler",
                    "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_COMPILER, asked], env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", WITHOUT_COMPILER], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    warnings = [line for line in done.stderr.splitlines() if line.startswith("verl_memopt")]
-    assert len(warnings) == 1, done.stderr
-    assert "actor_rollout_ref.actor.use_torch_compile=true: functions cannot be compiled here" in warnings[0]
+    for asked in (True, False):
+        (warning,) = (line for line in done.stderr.splitlines() if line.startswith(f"{asked} verl_memopt"))
+        assert "actor_rollout_ref.actor.use_torch_compile=true: functions cannot be compiled here" in warning
 
 
 @pytest.mark.gpu

@@ -1,3 +1,4 @@
+import functools
 import shutil
 
 import pytest
@@ -6,6 +7,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_memopt.algorithms.estimators import sum_of_squares
+from verl_memopt.memory import fused
 from verl_memopt.memory.logit_tiles import (
     ROWS_AT_ONCE,
     SCRATCH_COLUMNS,
@@ -188,8 +190,12 @@ def test_while_functions_are_compiled_exponentials_are_summed_over_all_columns_t
     torch.testing.assert_close(sum_of_exponentials(values).log(), values.double().logsumexp(-1).float(), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler: what inductor makes on a CPU is not covered")
-def test_compiled_functions_give_the_numbers_of_uncompiled_ones_and_are_compiled_once_for_all_rows():
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_functions_give_the_numbers_of_uncompiled_ones_and_are_compiled_once_for_all_rows(backend, monkeypatch):
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    monkeypatch.setattr(fused, "_compiled", functools.cache(fused._compiled.__wrapped__))
     before = counters["stats"]["unique_graphs"]
     for rows in (ROWS, 4, 1, 5):
         values = logits(3)[0][:rows]

@@ -1,20 +1,16 @@
 import math
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.algorithms.modes import LOSSES
-from tests.trainer.conftest import AR, Member, batch_of, group_of, rewards_of
+from tests.trainer.conftest import AR, Member, batch_of, group_of
+from tests.trainer.test_step import running
 from verl_memopt.config.aliases import PRESETS
-from verl_memopt.observe.phase import PhaseClock
-from verl_memopt.trainer.build import build_learner, build_run
 from verl_memopt.trainer.correct_rollouts import BypassUpdate, correct_before_update
-from verl_memopt.trainer.loop import start_workers
 from verl_memopt.worker.policy import LogProbs, Objective
 from verl_memopt.worker.trained_model import micro_batches_of
-from verl_memopt.worker.worker import Worker
 
 LENGTHS = [4, 1, 0, 3, 2, 2, 4, 4]
 KEY = "algorithm.rollout_correction"
@@ -144,19 +140,6 @@ def test_the_mean_weight_is_that_of_the_whole_mini_batch(alike, level, ranks):
     values = [log for row in rows for log in row] if level == "token" else [sum(row) for row in rows if row]
     expected = sum(min(math.exp(value), 2.0) for value in values) / len(values)
     assert BypassUpdate(workers, update, None, settings).mean_weight(minis) == pytest.approx(expected, rel=1e-6)
-
-
-@contextmanager
-def running(settings):
-    """A learner with its own workers and reward processes, as in a run."""
-    context = build_run(settings)
-    with rewards_of(context) as runner, start_workers(context, PhaseClock()) as workers:
-        learner = build_learner(context, workers, runner)
-        try:
-            workers.all("update_weights", Worker.update_weights)
-            yield learner
-        finally:
-            learner.close()
 
 
 def run(settled, more, steps=1):

@@ -140,25 +140,18 @@ def test_a_greedy_round_answers_each_prompt_once_and_the_engine_releases_its_mem
     assert methods(engine) == ["generate", *["release_engine"] * frees_engine]
 
 
-def test_a_greedy_round_that_is_abandoned_releases_the_engine_too():
-    engine = Engine(0)
-    engine.outcome = "stopped"
-    with pytest.raises(Stopped):
-        generator_of(engine).generate_greedy(PROMPTS, 3)
-    assert methods(engine) == ["generate", "release_engine"]
-
-
 def test_an_engine_that_keeps_its_memory_is_not_asked_to_release_it():
     engine = Engine(0)
     generator_of(engine, frees_engine=False).generate(PROMPTS, 3)
     assert methods(engine) == ["generate"]
 
 
-def test_a_rollout_that_is_given_up_releases_the_engine_too():
+@pytest.mark.parametrize("method", ["generate", "generate_greedy"])
+def test_a_rollout_that_is_given_up_releases_the_engine_too(method):
     engine = Engine(0)
     engine.outcome = "stopped"
     with pytest.raises(Stopped):
-        generator_of(engine).generate(PROMPTS, 3)
+        getattr(generator_of(engine), method)(PROMPTS, 3)
     assert methods(engine) == ["generate", "release_engine"]
 
 

@@ -49,10 +49,6 @@ def test_mini_batches_are_whole_groups_in_order():
     assert mini_batch_rows(4, 3, 2, None) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
 
 
-def test_one_mini_batch_may_hold_all_prompts():
-    assert mini_batch_rows(2, 2, 2, None) == [[0, 1, 2, 3]]
-
-
 def test_shuffling_moves_groups_and_never_splits_one():
     plain, shuffled = mini_batch_rows(16, 3, 4, None), mini_batch_rows(16, 3, 4, 1)
     assert shuffled != plain
@@ -104,11 +100,6 @@ def test_a_share_that_does_not_come_out_even_is_a_broken_invariant():
 
 def test_a_token_budget_is_a_hard_cap():
     assert BY_TOKENS.micro_batches(alone([6, 5, 4, 5]), "abcd") == [[0, 2], [1, 3]]
-
-
-def test_a_row_over_the_cap_is_named_with_the_key():
-    with pytest.raises(ConfigError, match=r"some\.key=10: b has 11 tokens"):
-        BY_TOKENS.micro_batches(alone([6, 11]), ["a", "b"])
 
 
 def test_a_row_may_fill_the_cap_and_one_token_more_is_refused():

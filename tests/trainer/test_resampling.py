@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.trainer.conftest import AR, batch_of
-from tests.trainer.test_corrections import running
+from tests.trainer.test_step import running
 from verl_memopt.config.schema import PfPpo
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.prompts import StepPrompts

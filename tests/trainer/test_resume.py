@@ -14,7 +14,7 @@ from verl_memopt.errors import CheckpointError, ConfigError, UnreadableCheckpoin
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.run.checkpoints import CheckpointStore
 from verl_memopt.run.manifest import read_manifest, write_manifest
-from verl_memopt.run.resume import checkpoint_store, find_checkpoint, loaded_parts, plain_shapes, with_seeds
+from verl_memopt.run.resume import checkpoint_store, loaded_parts, plain_shapes, with_seeds
 from verl_memopt.trainer.build import build_run
 
 SAVES = {"trainer.save_freq": 1}
@@ -164,12 +164,6 @@ def test_the_parts_of_every_trained_role_are_listed(settled):
     actor = settings.actor_rollout_ref.actor
     assert loaded_parts(actor, None) == {f"{AR}.actor.checkpoint.load_contents": ["model", "optimizer", "extra"]}
     assert loaded_parts(actor, settings.critic)["critic.checkpoint.load_contents"] == ["model"]
-
-
-def test_a_fresh_start_was_asked_for_and_reads_no_checkpoint(settled, run_dir):
-    settings = settled({"trainer.resume_mode": "disable"})
-    store = checkpoint_store(settings.trainer, True, run_dir)
-    assert find_checkpoint(settings.trainer, settings.actor_rollout_ref.actor.checkpoint.load_contents, store, {}) is None
 
 
 def test_shapes_are_kept_as_torch_reads_them_back_without_trust(tmp_path):

@@ -51,8 +51,9 @@ def ready(process, word="ready"):
     assert process.stdout.readline() == f"{word}\n"
 
 
-@pytest.mark.parametrize("work", [BUSY, IN_C, ASLEEP])
-@pytest.mark.parametrize(("name", "code"), CODES)
+@pytest.mark.parametrize(
+    ("name", "code", "work"), [(*code, work) for code, work in zip(CODES, (BUSY, IN_C, ASLEEP), strict=True)]
+)
 def test_before_the_first_step_a_signal_ends_the_process_at_once_whatever_it_does(watched, name, code, work):
     process = watched(f"print('ready', flush=True)\n{work}")
     ready(process)

@@ -45,10 +45,6 @@ def test_an_update_has_one_mini_batch_per_share_of_the_prompts_in_order(alike):
     assert updated(alike, {})[1] == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
 
 
-def test_the_last_mini_batch_is_not_smaller_when_the_batch_is_one(alike):
-    assert updated(alike, {f"{AR}.actor.ppo_mini_batch_size": 4})[1] == [[list(range(8))]]
-
-
 def test_ppo_epochs_pass_over_the_batch_again(alike):
     assert updated(alike, {f"{AR}.actor.ppo_epochs": 2})[1] == [[[0, 1, 2, 3], [4, 5, 6, 7]] * 2]
 

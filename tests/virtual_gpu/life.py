@@ -2,6 +2,7 @@
 
 import dataclasses
 import tempfile
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -45,6 +46,19 @@ class Life:
     ops: set = field(default_factory=set)
 
 
+@contextmanager
+def first_worker(plan, world_size):
+    """The worker of a group's first rank on a virtual GPU, and the GPU. The other ranks are not there."""
+    leave_process_group()
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    with VirtualGpu() as gpu:
+        worker = Worker(plan, Placement(0, world_size, 0, "127.0.0.1", 0, "cuda"))
+        try:
+            yield worker, gpu
+        finally:
+            worker.close()
+
+
 def live(row, folder, world_size=1, attention=None, whole=True, critic=False):
     """Runs a worker's life under a row of knobs and returns what was seen. Raises: whatever goes wrong in it.
 
@@ -56,15 +70,9 @@ def live(row, folder, world_size=1, attention=None, whole=True, critic=False):
     if critic:
         ours = settings.actor_rollout_ref
         plan = dataclasses.replace(plan, critic=twin_of(ours.actor, ours.model), critic_folder=str(folder), critic_steps=2)
-    leave_process_group()
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    with VirtualGpu() as gpu:
-        worker = Worker(plan, Placement(0, world_size, 0, "127.0.0.1", 0, "cuda"))
-        try:
-            seen = _Witness(worker, gpu, settings, world_size)
-            seen.whole_life() if whole else seen.step(seed=0)
-        finally:
-            worker.close()
+    with first_worker(plan, world_size) as (worker, gpu):
+        seen = _Witness(worker, gpu, settings, world_size)
+        seen.whole_life() if whole else seen.step(seed=0)
     seen.life.ops = set(gpu.ops)
     return seen.life
 
@@ -74,16 +82,10 @@ def compare_packed_rows(row, folder, world_size=1):
     plan, settings = _plan(row, folder, world_size, None)
     ours = settings.actor_rollout_ref
     plan = dataclasses.replace(plan, critic=twin_of(ours.actor, ours.model), critic_folder=str(folder), critic_steps=2)
-    leave_process_group()
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    with VirtualGpu():
-        worker = Worker(plan, Placement(0, world_size, 0, "127.0.0.1", 0, "cuda"))
-        try:
-            groups = prompt_groups(GROUPS, plan.settings.actor)
-            models = (worker.policy.model, worker.reference, worker.critic.model)
-            return [row_differences(model, worker.device, groups) for model in models]
-        finally:
-            worker.close()
+    with first_worker(plan, world_size) as (worker, _):
+        groups = prompt_groups(GROUPS, plan.settings.actor)
+        models = (worker.policy.model, worker.reference, worker.critic.model)
+        return [row_differences(model, worker.device, groups) for model in models]
 
 
 def _plan(row, folder, world_size, attention):

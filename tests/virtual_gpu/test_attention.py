@@ -16,10 +16,18 @@ PATHS = {
     ("eager", "fp32"): ("aten._softmax.default", "aten._softmax_backward_data.default"),
 }
 """(model.attn_implementation, dtype of compute) -> operations that only this path runs."""
+IN_EVERY_RUN = [("auto", "bf16"), ("sdpa", "bf16"), ("eager", "fp32")]
+"""One path for each kind of kernel; the others are run by `make proofs`."""
 
 
-@pytest.mark.parametrize("shared", ["off", "on"])
-@pytest.mark.parametrize(("attention", "dtype"), PATHS, ids=" ".join)
+@pytest.mark.parametrize(
+    ("attention", "dtype", "shared"),
+    [
+        pytest.param(*path, shared, marks=() if path in IN_EVERY_RUN else pytest.mark.slow)
+        for path in PATHS
+        for shared in ("off", "on")
+    ],
+)
 def test_an_attention_path_runs_its_own_kernels_in_every_pass(attention, dtype, shared, on_virtual_gpu, folder):
     knobs = {"actor dtype": dtype, "ref dtype": dtype, "shared prompt": shared, "last block": "pruned", "batching": "tokens"}
     row = all_off() | knobs | {"recomputed values": "on"}

@@ -1,14 +1,34 @@
-"""Every knob alone, through a worker's whole life on the virtual GPU."""
+"""Every knob through the whole life of a worker on the virtual GPU, with a critic beside the policy."""
 
 import importlib.util
 
 import pytest
 
-from tests.end_to_end.covering import FOUR_RANKS, all_off, options, pair_row
+from tests.end_to_end.covering import FOUR_RANKS, REFERENCE, all_off, covering_rows, options, pair_row
 from tests.virtual_gpu.life import live, misplaced
 
 ALONE = [option for option in options() if pair_row(frozenset([option])) != all_off()]
 NEEDS_PACKAGE = {("optimizer", "torchao"): "torchao"}
+EXACT, OTHERS = covering_rows()
+IN_EVERY_RUN = 4
+"""So many of the rows with exact knobs hold most pairs of their values; the others are run by `make proofs`."""
+
+
+def acting(row):
+    """Return the options that a row tries out: with LoRA there is no reference of its own."""
+    return {option for option in row.items() if row["lora"] == "off" or not option[0].startswith(REFERENCE)}
+
+
+def rows_with_every_option(rows):
+    """Return few of the rows that between them try out what all of them do."""
+    missing, chosen = set().union(*map(acting, rows)), []
+    while missing:
+        chosen.append(max(rows, key=lambda row: len(missing & acting(row))))
+        missing -= acting(chosen[-1])
+    return chosen
+
+
+LIVES = rows_with_every_option(OTHERS)
 
 
 @pytest.fixture(scope="module")
@@ -20,16 +40,53 @@ def test_a_run_with_every_knob_off_leaves_nothing_unknown_on_the_device(plain):
     assert misplaced(all_off(), plain) == []
 
 
-@pytest.mark.parametrize("option", ALONE, ids=" ".join)
+def test_an_update_waits_for_the_device_once_for_its_metrics_and_once_for_its_log_probs(plain):
+    # Two updates, the second of which gives log-probs as well; the probe of each phase waits around them.
+    assert len([op for op in plain.waits if "synchronize" not in op]) == 3
+
+
+@pytest.mark.parametrize("number", range(len(LIVES)))
+def test_knobs_of_policy_and_critic_run_their_whole_life_and_rest_where_they_say(number, on_virtual_gpu, folder):
+    """All rows together have every option but those that need four ranks or a package."""
+    life = on_virtual_gpu(live, LIVES[number], folder, critic=True)
+    assert life.rests["update_critic"]["critic"] > 0 or LIVES[number]["actor offload_policy"] == "on"
+    assert misplaced(LIVES[number], life) == []
+
+
+@pytest.mark.parametrize(
+    "option", [pytest.param(each, id=" ".join(each), marks=() if each in FOUR_RANKS else pytest.mark.slow) for each in ALONE]
+)
 def test_a_knob_alone_runs_its_whole_life_and_rests_where_it_says(option, on_virtual_gpu, folder):
     package = NEEDS_PACKAGE.get(option)
     if package is not None and importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     row = pair_row(frozenset([option]))
-    life = on_virtual_gpu(live, row, folder, 4 if option in FOUR_RANKS else 1)
+    life = on_virtual_gpu(live, row, folder, 4 if option in FOUR_RANKS else 1, critic=package is None)
     assert misplaced(row, life) == []
 
 
-def test_an_update_waits_for_the_device_once_for_its_metrics_and_once_for_its_log_probs(plain):
-    # Two updates, the second of which gives log-probs as well; the probe of each phase waits around them.
-    assert len([op for op in plain.waits if "synchronize" not in op]) == 3
+@pytest.mark.parametrize(
+    "number", [pytest.param(each, marks=() if each < IN_EVERY_RUN else pytest.mark.slow) for each in range(len(EXACT))]
+)
+def test_knobs_together_on_the_first_of_two_ranks_run_and_rest_where_they_say(number, on_virtual_gpu, folder):
+    life = on_virtual_gpu(live, EXACT[number], folder, 2, whole=False, critic=True)
+    assert misplaced(EXACT[number], life) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(OTHERS)))
+def test_lossy_knobs_together_run_and_rest_where_they_say(number, on_virtual_gpu, folder):
+    life = on_virtual_gpu(live, OTHERS[number], folder, whole=False)
+    assert misplaced(OTHERS[number], life) == []
+
+
+def test_a_critic_at_rest_leaves_no_byte_on_the_device_outside_its_phases(on_virtual_gpu, folder):
+    """Its peaks elsewhere are those of a run without a critic, but for three small tensors of 512 bytes each."""
+    row = all_off() | {"actor param_offload": "on", "actor optimizer_offload": "on"}
+    without, beside = (on_virtual_gpu(live, row, folder, critic=critic) for critic in (False, True))
+    assert misplaced(row, beside) == []
+    for phase in without.peaks:
+        # Two tables of rotary frequencies, and the optimizer's count of its steps.
+        assert beside.peaks[phase] - without.peaks[phase] == 3 * 512, phase
+    for phase in ("gen", "released", "old_log_prob", "ref", "update_actor", "update_weights", "save_checkpoint"):
+        assert (beside.rests[phase]["critic"], beside.rests[phase]["critic's optimizer"]) == (2 * 512, 512), phase

@@ -26,6 +26,10 @@ ROWS = {
 }
 
 
+ALONE = ("activations", "a prefix kv", "moments", "parameters", "the engine")
+"""Rows whose offloads are all in another row."""
+
+
 @pytest.fixture(autouse=True)
 def no_group():
     leave_process_group()
@@ -38,7 +42,7 @@ def numbers(outcome):
     return torch.cat([torch.tensor([*outcome.loss, *outcome.grad_norm]), *(tensor.flatten() for tensor in tensors)])
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", [pytest.param(each, marks=pytest.mark.slow) if each in ALONE else each for each in ROWS])
 def test_late_copies_change_no_number(name, folder):
     row = all_off() | ROWS[name]
     plain = numbers(run_row(row, folder))

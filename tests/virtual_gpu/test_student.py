@@ -3,20 +3,14 @@
 import dataclasses
 
 import pytest
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.end_to_end.covering import all_off
 from tests.recipe.rlt.test_student_pass import rows_of
-from tests.virtual_gpu.device import VirtualGpu
-from tests.virtual_gpu.life import PROMPTS, SLACK_BYTES, _batch, _keys, _plan
+from tests.virtual_gpu.life import PROMPTS, SLACK_BYTES, _batch, _keys, _plan, first_worker
 from verl_memopt.config.schema import Fsdp, ScoringModel
-from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student import Student, StudentPlan
 from verl_memopt.rollout.engine import train_sampling
-from verl_memopt.worker.group import Placement
-from verl_memopt.worker.worker import Worker
 
 KNOBS = {"shared prompt": "on", "batching": "tokens", "actor param_offload": "on", "ref param_offload": "on"}
 
@@ -27,39 +21,32 @@ def phases(folder, world_size, residency, offload):
     model = ScoringModel(path=str(folder), fsdp_config=Fsdp(param_offload=offload))
     own = None if residency == "alias_ref" else str(folder)
     plan = dataclasses.replace(plan, role=StudentPlan(model, RltReward(), residency, own))
-    leave_process_group()
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    with VirtualGpu() as gpu:
-        worker = Worker(plan, Placement(0, world_size, 0, "127.0.0.1", 0, "cuda"))
-        try:
-            models = {"policy": worker.policy.model, "reference": worker.reference, "student": worker.role.model}
-            keys = {name: _keys([*model.parameters(), *model.buffers()]) for name, model in models.items()}
-            sizes = {name: sum(each.nbytes for each in model.parameters()) // world_size for name, model in models.items()}
-            batch = _batch(0, settings.actor_rollout_ref.actor).select([0, 1, 2, 4, 5, 6])
-            seen = {}
+    with first_worker(plan, world_size) as (worker, gpu):
+        models = {"policy": worker.policy.model, "reference": worker.reference, "student": worker.role.model}
+        keys = {name: _keys([*model.parameters(), *model.buffers()]) for name, model in models.items()}
+        sizes = {name: sum(each.nbytes for each in model.parameters()) // world_size for name, model in models.items()}
+        batch = _batch(0, settings.actor_rollout_ref.actor).select([0, 1, 2, 4, 5, 6])
+        seen = {}
 
-            def call(phase, method, *args):
-                gpu.truth = phase == "gen"
-                value = worker.call(phase, False, method, *args).value
-                held = gpu.held()
-                seen[phase] = {name: sum(held.get(key, 0) for key in parts) for name, parts in keys.items()}
-                return value
+        def call(phase, method, *args):
+            gpu.truth = phase == "gen"
+            value = worker.call(phase, False, method, *args).value
+            held = gpu.held()
+            seen[phase] = {name: sum(held.get(key, 0) for key in parts) for name, parts in keys.items()}
+            return value
 
-            call("update_weights", "update_weights")
-            call("gen", "generate", PROMPTS, [1, 2, 3], train_sampling(worker.settings.rollout))
-            call("old_log_prob", "old_log_probs", batch, [[0, 1, 2], [3, 4], [5]], False)
-            before = len(gpu.waits)
-            scored = call("reward", "of_role", Student.log_probs, rows_of(9, 7, 3, 6), [[0, 1, 2], [3, 4], [5]], 1.0)
-            waits = gpu.waits[before:]
-            assert {each.device.type for each in (scored.log_probs.think, scored.log_probs.solution)} == {"cpu"}
-            call("ref", "ref_log_probs", batch, [[0, 1, 2], [3, 4], [5]])
-            return seen, sizes, waits
-        finally:
-            worker.close()
+        call("update_weights", "update_weights")
+        call("gen", "generate", PROMPTS, [1, 2, 3], train_sampling(worker.settings.rollout))
+        call("old_log_prob", "old_log_probs", batch, [[0, 1, 2], [3, 4], [5]], False)
+        before = len(gpu.waits)
+        scored = call("reward", "of_role", Student.log_probs, rows_of(9, 7, 3, 6), [[0, 1, 2], [3, 4], [5]], 1.0)
+        waits = gpu.waits[before:]
+        assert {each.device.type for each in (scored.log_probs.think, scored.log_probs.solution)} == {"cpu"}
+        call("ref", "ref_log_probs", batch, [[0, 1, 2], [3, 4], [5]])
+        return seen, sizes, waits
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("residency", ["alias_ref", "separate", "swap"])
+@pytest.mark.parametrize(("residency", "world_size"), [("alias_ref", 1), ("separate", 2), ("swap", 1)])
 def test_one_model_at_a_time_is_on_the_device(on_virtual_gpu, folder, world_size, residency):
     seen, sizes, _ = on_virtual_gpu(phases, folder, world_size, residency, True)
     assert seen["reward"]["student"] >= sizes["student"]
@@ -74,12 +61,10 @@ def test_one_model_at_a_time_is_on_the_device(on_virtual_gpu, folder, world_size
         assert seen["reward"]["student"] == seen["ref"]["reference"]
 
 
-def test_a_student_that_is_not_offloaded_stays(on_virtual_gpu, folder):
-    seen, sizes, _ = on_virtual_gpu(phases, folder, 1, "separate", False)
+def test_a_student_that_is_not_offloaded_stays_and_the_host_waits_once_for_the_log_probs_of_all_micro_batches(
+    on_virtual_gpu, folder
+):
+    seen, sizes, waits = on_virtual_gpu(phases, folder, 1, "separate", False)
     assert all(held["student"] >= sizes["student"] for held in seen.values())
-
-
-def test_the_host_waits_once_for_the_log_probs_of_all_micro_batches(on_virtual_gpu, folder):
-    _, _, waits = on_virtual_gpu(phases, folder, 1, "separate", False)
     copies = [wait for wait in waits if wait != "torch.cuda.synchronize"]  # those are the phase's own, before and after
     assert copies == ["aten._to_copy.default to the host"]

@@ -2,9 +2,6 @@ import dataclasses
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForTokenClassification
 
 from tests.critics import CPU, CRITIC, critic_batch, critic_for, naive_values, with_value_head
@@ -13,11 +10,10 @@ from tests.tensors import local_of, row_of_each_token, whole_of
 from tests.workers.test_policy import SMALL, WHOLE, NothingWaits, shares
 from verl_memopt.algorithms.rows import row_means
 from verl_memopt.data.batch import Ragged, RolloutBatch
-from verl_memopt.distributed.device import leave_process_group, training_mesh
+from verl_memopt.distributed.device import training_mesh
 from verl_memopt.memory.activation_offload_torch import ActivationOffload
 from verl_memopt.memory.lora_torch import adapters, initialize_adapters
 from verl_memopt.model.weights import named_weights
-from verl_memopt.worker.critic import Critic
 from verl_memopt.worker.trained_model import micro_batch
 
 METRICS = ("critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean", "critic/grad_norm")
@@ -307,29 +303,3 @@ def test_the_host_waits_for_nothing_between_the_micro_batches_of_a_step(folder, 
     with NothingWaits():
         metrics = critic.trained.step(micro, mini.counts, critic.loss)
     assert float(metrics["critic/grad_norm"]) > 0
-
-
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_every_pass_runs_on_fake_tensors_under_a_fake_process_group(folder, world_size):
-    leave_process_group()
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    try:
-        mesh, mini = training_mesh("cpu", world_size, -1), shares(critic_batch(), world_size, SMALL)[0]
-        real = micros(mini)
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-            critic: Critic = critic_for(folder, mesh, world_size, fsdp={"dtype": "bfloat16"}, fill=False)
-            assert all(isinstance(local_of(p), FakeTensor) for p in critic.model.parameters())
-            micro = [
-                dataclasses.replace(
-                    each,
-                    pack=each.pack.map(fake.from_tensor),
-                    old_values=fake.from_tensor(each.old_values),
-                    returns=fake.from_tensor(each.returns),
-                    advantages=None,
-                )
-                for each in real
-            ]
-            metrics = [critic.trained.step(micro, mini.counts, critic.loss) for _ in range(2)][-1]
-        assert type(metrics["critic/grad_norm"]) is FakeTensor
-    finally:
-        leave_process_group()

@@ -80,12 +80,6 @@ def test_rows_without_a_response_have_nothing_to_score(model):
     assert found.log_probs.shape == found.entropy.shape == (0,)
 
 
-def test_scoring_frees_what_it_gathered(tiny_folder, one_rank):
-    model = built(tiny_folder, one_rank, "bfloat16")
-    compute_log_probs(model, batch(rows=2), [[0, 1]], HEAT, False, CPU)
-    assert all(isinstance(parameter, torch.distributed.tensor.DTensor) for parameter in model.parameters())
-
-
 def test_log_probs_are_those_of_the_distribution_that_rollouts_draw_from():
     assert scoring_temperature(Rollout(temperature=0.5)) == 0.5
     assert scoring_temperature(Rollout(temperature=0.5, do_sample=False)) == 1.0

@@ -5,9 +5,6 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ranks import run_ranks
@@ -15,16 +12,15 @@ from tests.tensors import local_of, whole_of
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor, Fsdp, Model, Optim, TrainedFsdp
 from verl_memopt.data.batch import Ragged, RolloutBatch
-from verl_memopt.distributed.device import leave_process_group, training_mesh
+from verl_memopt.distributed.device import training_mesh
 from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
 from verl_memopt.memory.lora_torch import initialize_adapters
 from verl_memopt.model.assembly import ModelUse, build_policy, materialize
 from verl_memopt.model.weights import named_weights
 from verl_memopt.observe.device_ledger import state_tensors
-from verl_memopt.rollout.weight_map import full_weights
 from verl_memopt.trainer.micro_batching import Budget, cut_ranks, rows_per_rank
-from verl_memopt.worker.policy import Policy, pack_log_probs
-from verl_memopt.worker.trained_model import MicroBatch, MiniBatch, micro_batch
+from verl_memopt.worker.policy import Policy
+from verl_memopt.worker.trained_model import MiniBatch, micro_batch
 
 CPU = torch.device("cpu")
 ACTOR = Actor(
@@ -116,11 +112,6 @@ def two_rank_steps(rank, folder):
     return {key: (metrics, {name: tensor.numpy() for name, tensor in full.items()}) for key, (metrics, full) in steps.items()}
 
 
-def test_a_small_budget_cuts_the_batch_into_at_least_eight_micro_batches():
-    assert len(shares(batch(), 1, WHOLE)[0].micro_batches) == 1
-    assert len(shares(batch(), 1, SMALL)[0].micro_batches) >= 8
-
-
 @pytest.mark.parametrize(
     "options",
     [{"budget": SMALL}, {"recompute": True}, {"attention": "eager"}, {"budget": SMALL, "recompute": True, "attention": "eager"}],
@@ -139,33 +130,34 @@ def test_the_first_step_does_not_depend_on_the_number_of_ranks(untied_folder, on
         assert_same_step((metrics, weights), expected)
 
 
-def naive_gradients(folder, mesh):
+def naive_gradients(folder, device=CPU, dtype=torch.float32):
     """The same loss from whole logits, one row at a time, in transformers."""
     from transformers import AutoModelForCausalLM
 
-    model, whole = AutoModelForCausalLM.from_pretrained(folder), batch()
+    model, whole = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device), batch()
     sizes = whole.responses.sizes()
     flat = {name: getattr(whole, name).split(sizes) for name in ("old_log_probs", "ref_log_probs", "advantages")}
-    total, tokens = torch.zeros(()), sum(sizes)
+    total, tokens = torch.zeros((), device=device), sum(sizes)
     for row, (prompt, response) in enumerate(zip(whole.prompts.rows(), whole.responses.rows(), strict=True)):
         if not len(response):
             continue
-        logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1] / 0.9
+        prompt, response = prompt.to(device), response.to(device)
+        old, reference, advantage = (flat[name][row].to(device) for name in flat)
+        logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1].float() / 0.9
         log_p = logits.log_softmax(-1)
         log_probs = log_p.gather(-1, response[:, None])[:, 0]
-        ratio = (log_probs - flat["old_log_probs"][row]).exp()
-        advantage = flat["advantages"][row]
+        ratio = (log_probs - old).exp()
         clipped = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
         clipped = torch.where(advantage < 0, torch.minimum(clipped, -advantage * 3.0), clipped)
         entropy = -(log_p.exp() * log_p).sum(-1)
-        gap = flat["ref_log_probs"][row] - log_probs
+        gap = reference - log_probs
         total = total + (clipped - 0.01 * entropy + 0.1 * (gap.exp() - gap - 1)).sum() / tokens
     total.backward()
     return total.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def test_loss_and_gradients_equal_those_of_whole_logits(untied_folder, one_rank):
-    loss, gradients = naive_gradients(untied_folder, one_rank)
+    loss, gradients = naive_gradients(untied_folder)
     policy = policy_for(untied_folder, one_rank, 1)
     metrics = accumulated(policy, shares(batch(), 1, SMALL)[0])
     assert relative(float(metrics["actor/loss"]), loss) <= 2e-6
@@ -266,33 +258,6 @@ def test_no_tensor_of_a_micro_batch_outlives_it(tiny_folder, one_rank):
     assert alive == [0] * len(references)
 
 
-def faked(mode, micro):
-    flat = (micro.old_log_probs, micro.ref_log_probs, micro.advantages)
-    return MicroBatch(micro.pack.map(mode.from_tensor), *(mode.from_tensor(tensor) for tensor in flat))
-
-
-@pytest.mark.parametrize("world_size", [1, 4])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_every_pass_runs_on_fake_tensors_under_a_fake_process_group(untied_folder, world_size, recompute):
-    leave_process_group()
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    try:
-        mesh = training_mesh("cpu", world_size, -1)
-        mini = shares(batch(), world_size, SMALL)[0]
-        real = micro_batches(mini)
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-            micro = [faked(fake, each) for each in real]
-            policy = policy_for(untied_folder, mesh, world_size, recompute=recompute, dtype="bfloat16", fill=False)
-            assert all(isinstance(local_of(p), FakeTensor) for p in policy.model.parameters())
-            for _ in range(2):
-                metrics = policy.trained.step(micro, mini.counts, policy.loss_at(0.9))
-            log_probs, entropy = pack_log_probs(policy.model, micro[0].pack, 0.9, True)
-            synced = [tensor for _, tensor in full_weights(named_weights(policy.model), torch.bfloat16, 1)]
-        assert {type(tensor) for tensor in (log_probs, entropy, metrics["actor/grad_norm"], *synced)} == {FakeTensor}
-    finally:
-        leave_process_group()
-
-
 # What is not finite is not applied.
 
 KNOBS = {
@@ -359,8 +324,7 @@ def mini_of(seed, bad=None, rank=0, world_size=1):
     return mini
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("knob", KNOBS)
+@pytest.mark.parametrize(("knob", "bad"), [("none", math.inf), *((knob, math.nan) for knob in KNOBS)])
 def test_an_update_whose_gradient_norm_is_not_finite_changes_no_byte(narrow_folder, one_rank, knob, bad):
     policy, other = (policy_with_knobs(narrow_folder, one_rank, **KNOBS[knob]) for _ in range(2))
     for each in (policy, other):

@@ -161,22 +161,13 @@ def test_an_error_meant_for_the_user_comes_back_as_it_was_raised(doomed):
     assert str(error.value) == "max_logprob_diff=0.5: it is 3.1. Check the sync."
 
 
-def test_a_member_that_is_killed_is_named_by_rank_and_pid_and_the_other_does_not_hang(doomed):
+@pytest.mark.parametrize(
+    "method", ["rank_0_blames_its_peer_when_rank_1_is_killed", pytest.param("rank_1_is_killed", marks=pytest.mark.slow)]
+)
+def test_a_death_is_named_by_rank_and_pid_before_the_broken_connection_or_the_endless_wait_it_causes(doomed, method):
     pid = doomed.all("process")[1]
     with pytest.raises(WorkerError, match=rf"worker 1 \(pid {pid} on .*\) died: Worker exit type: SYSTEM_ERROR"):
-        doomed.all("rank_1_is_killed")
-
-
-def test_a_death_is_reported_before_the_broken_connection_it_causes(doomed):
-    with pytest.raises(WorkerError, match=r"worker 1 \(pid .*died"):
-        doomed.all("rank_0_blames_its_peer_when_rank_1_is_killed")
-
-
-def test_shutdown_ends_the_processes_and_may_be_called_again(doomed):
-    processes = [psutil.Process(pid) for pid in doomed.all("process")]
-    doomed.shutdown()
-    assert psutil.wait_procs(processes, timeout=GONE_SECONDS)[1] == []
-    doomed.shutdown()
+        doomed.all(method)
 
 
 def test_a_factory_that_raises_for_the_user_comes_back_as_it_was_raised_and_frees_its_room():
@@ -207,85 +198,6 @@ def test_a_request_without_room_gives_up_after_the_timeout_and_says_what_is_free
         start(devices=4, timeout_seconds=1)
 
 
-DRIVER = """
-import os, signal, sys, time
-from verl_memopt.worker.group import start_ray_group
-
-class Worker:
-    def __init__(self, placement):
-        self.rank = placement.rank
-    def process(self):
-        return os.getpid()
-    def wait(self):
-        time.sleep(1000)
-    def fail(self):
-        if self.rank == 1:
-            raise ValueError("no luck")
-        time.sleep(1000)
-
-interrupts = []
-signal.signal(signal.SIGINT, lambda *_: interrupts.append(1))
-group = start_ray_group(Worker, 1, 2, "cpu", 60, {}, 1)
-print("ready", flush=True)
-while not interrupts:
-    time.sleep(0.01)
-time.sleep(0.5)
-print("after", *group.all("process"), flush=True)
-group.all(sys.argv[1])
-"""
-
-
-@pytest.fixture
-def driver(tmp_path):
-    """Starts a driver with a cluster of its own, in a session of its own, as a terminal would."""
-    script = tmp_path / "driver.py"
-    script.write_text(DRIVER)
-    started = []
-
-    def start_driver(then):
-        root = Path(__file__).parents[2]
-        process = subprocess.Popen(
-            [sys.executable, str(script), then],
-            cwd=root,
-            env={**os.environ, "PYTHONPATH": str(root)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        started.append(process)
-        assert process.stdout.readline() == "ready\n", process.stderr.read()
-        return process
-
-    yield start_driver
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
-def test_ctrl_c_reaches_the_driver_alone_and_a_killed_driver_leaves_nothing_behind(driver):
-    process = driver("wait")
-    os.killpg(process.pid, signal.SIGINT)
-    word, *pids = process.stdout.readline().split()
-    assert word == "after"
-    assert len(pids) == 2
-    descendants = psutil.Process(process.pid).children(recursive=True)
-    assert {int(pid) for pid in pids} <= {child.pid for child in descendants}
-    process.kill()
-    assert psutil.wait_procs(descendants, timeout=GONE_SECONDS)[1] == []
-
-
-def test_a_driver_that_ends_with_a_worker_error_exits_non_zero_and_leaves_nothing_behind(driver):
-    process = driver("fail")
-    descendants = psutil.Process(process.pid).children(recursive=True)
-    os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "WorkerError: worker 1 (pid" in errors
-    assert "ValueError: no luck" in errors
-    assert psutil.wait_procs(descendants, timeout=GONE_SECONDS)[1] == []
-
-
 def homes(*members):
     """Gives the homes of members: (node, what Ray gave) each."""
     return [Home(rank, node, "10.0.0.1", 1, gpus) for rank, (node, gpus) in enumerate(members)]
@@ -311,8 +223,8 @@ def test_a_member_that_was_given_another_number_of_gpus_than_one_is_refused_with
         visible_devices(homes(("a", ("0",)), ("a", gpus)), 1)
 
 
-GPU_DRIVER = """
-import json, os, sys
+DRIVER = """
+import json, os, signal, sys, time
 from verl_memopt.worker.group import start_ray_group
 
 class Worker:
@@ -325,11 +237,24 @@ class Worker:
         started_with, torch_came_first = self.at_start
         assert started_with == ",".join(visible) and not torch_came_first
         return [place.rank, place.local_rank, int(os.environ["LOCAL_RANK"]), visible, visible[place.local_rank]]
+    def process(self):
+        return os.getpid()
+    def wait(self):
+        time.sleep(1000)
+    def fail(self):
+        if self.placement.rank == 1:
+            raise ValueError("no luck")
+        time.sleep(1000)
 
+interrupts = []
+signal.signal(signal.SIGINT, lambda *_: interrupts.append(1))
 groups = [start_ray_group(Worker, 1, 2, "cuda", 60, {"num_cpus": 6, "num_gpus": 4}, 1) for _ in range(2)]
-print(json.dumps([group.all("see") for group in groups]))
-for group in reversed(groups):
-    group.shutdown()
+print(json.dumps([group.all("see") for group in groups]), flush=True)
+while not interrupts:
+    time.sleep(0.01)
+time.sleep(0.5)
+print("after", *(pid for group in groups for pid in group.all("process")), flush=True)
+groups[0].all(sys.argv[1])
 """
 
 OWN_ORDER = "a node where the user shows four of eight in an order of their own"
@@ -344,23 +269,63 @@ NODES = {
 """What the environment of the node says -> the names of its four GPUs in the order of Ray's slots."""
 
 
-@pytest.mark.parametrize("node", [pytest.param(node, marks=() if node == OWN_ORDER else pytest.mark.slow) for node in NODES])
-def test_two_groups_on_one_node_use_gpus_of_their_own_each_worker_another(tmp_path, node):
-    """Four GPUs that are declared and not there; a worker's device is the one of its local rank among those it sees."""
-    variables, names = NODES[node]
+@pytest.fixture
+def driver(request, tmp_path):
+    """Starts a driver with a cluster of its own in a session of its own, as a terminal would, and gives what it printed first.
+
+    Four GPUs are declared and not there, and the home folder cannot be written.
+    """
+    node, then = request.param
+    variables, _ = NODES[node]
     script = tmp_path / "driver.py"
-    script.write_text(GPU_DRIVER)
+    script.write_text(DRIVER)
     root = Path(__file__).parents[2]
-    clean = {name: value for name, value in os.environ.items() if name not in (VISIBLE_DEVICES, "RAY_ADDRESS")}
-    environment = {**clean, "PYTHONPATH": str(root), **variables}
-    command = [sys.executable, str(script)]
-    process = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=120)
-    assert process.returncode == 0, process.stderr[-3000:]
-    first, second = json.loads(process.stdout.splitlines()[-1])
+    clean = {name: value for name, value in os.environ.items() if name != VISIBLE_DEVICES and not name.startswith("RAY_")}
+    process = subprocess.Popen(
+        [sys.executable, str(script), then],
+        cwd=root,
+        env={**clean, "PYTHONPATH": str(root), "HOME": "/proc", **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    first = process.stdout.readline()
+    assert first, process.stderr.read()
+    yield process, json.loads(first)
+    process.kill()
+    process.communicate()
+
+
+DRIVERS = [(OWN_ORDER, "wait"), *(pytest.param((node, "fail"), marks=pytest.mark.slow) for node in NODES)]
+
+
+@pytest.mark.parametrize("driver", DRIVERS, indirect=True, ids=lambda each: f"{each[0]}, {each[1]}")
+def test_groups_use_gpus_of_their_own_and_ctrl_c_reaches_the_driver_alone_whose_end_leaves_nothing_behind(driver, request):
+    """A worker's device is the one of its local rank among those it sees. A driver ends by a kill or by a worker's error."""
+    process, (first, second) = driver
+    node, then = request.node.callspec.params["driver"]
     for group in (first, second):
         assert [(rank, local_rank, variable) for rank, local_rank, variable, _, _ in group] == [(0, 0, 0), (1, 1, 1)]
         assert group[0][3] == group[1][3] == [device for *_, device in group]
-    assert sorted(device for group in (first, second) for *_, device in group) == sorted(names)
+    assert sorted(device for group in (first, second) for *_, device in group) == sorted(NODES[node][1])
+
+    descendants = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)
+    word, *pids = process.stdout.readline().split()
+    assert word == "after"
+    assert len(pids) == 4
+    assert {int(pid) for pid in pids} <= {child.pid for child in descendants}
+    if then == "wait":
+        process.kill()
+    _, errors = process.communicate(timeout=60)
+    if then == "fail":
+        assert process.returncode == 1
+        assert "WorkerError: worker 1 (pid" in errors
+        assert "ValueError: no luck" in errors
+    else:
+        assert "Traceback" not in errors
+    assert psutil.wait_procs(descendants, timeout=GONE_SECONDS)[1] == []
 
 
 @pytest.fixture
@@ -451,15 +416,8 @@ def test_members_and_rays_processes_live_through_a_signal_to_all_and_what_member
     assert set(psutil.wait_procs(descendants, timeout=1)[1]) == set(descendants)
 
 
-NOT_WRITABLE = "from verl_memopt.worker.ray_cluster import Connection, Request; Connection({}, Request(1, 1, gpu=False)).close()"
-
-
-def test_a_home_folder_that_cannot_be_written_is_no_hindrance():
-    root = Path(__file__).parents[2]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment |= {"PYTHONPATH": str(root), "HOME": "/proc"}
-    process = subprocess.run(
-        [sys.executable, "-c", NOT_WRITABLE], cwd=root, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
-    assert "Traceback" not in process.stderr
+def test_shutdown_ends_the_processes_and_may_be_called_again(group):
+    processes = [psutil.Process(pid) for pid in group.all("process")]
+    group.shutdown()
+    assert psutil.wait_procs(processes, timeout=GONE_SECONDS)[1] == []
+    group.shutdown()

@@ -27,34 +27,6 @@ def test_a_constant_rate_climbs_linearly_to_its_peak_and_stays():
     assert factors(3, 6) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 
 
-def test_without_a_warm_up_the_first_step_has_the_whole_rate():
-    assert factors(0, 2) == [1.0, 1.0]
-
-
-def test_half_a_cosine_falls_from_the_peak_to_nothing():
-    factor = learning_rate_factors(0, 4, Optim(lr_scheduler_type="cosine"))
-    found = [factor(step) for step in range(5)]
-    assert found == pytest.approx([1.0, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0.0], abs=1e-12)
-
-
-def test_a_cosine_ends_at_its_floor_and_stays_there():
-    optim = Optim(lr_scheduler_type="cosine", min_lr_ratio=0.2)
-    assert [learning_rate_factors(0, 4, optim)(step) for step in (2, 4, 9)] == pytest.approx([0.6, 0.2, 0.2])
-
-
-def test_a_cosine_begins_where_the_warm_up_ends():
-    assert factors(2, 4, lr_scheduler_type="cosine") == pytest.approx([1 / 3, 2 / 3, 1.0, 0.5])
-
-
-def test_whole_cycles_come_back_to_the_peak():
-    optim = Optim(lr_scheduler_type="cosine", num_cycles=1.0)
-    assert [learning_rate_factors(0, 4, optim)(step) for step in (0, 2, 4)] == pytest.approx([1.0, 0.0, 1.0])
-
-
-def test_a_warm_up_as_long_as_the_run_divides_by_no_zero():
-    assert learning_rate_factors(4, 4, Optim(lr_scheduler_type="cosine"))(4) == 1.0
-
-
 def cosine(step, warmup, total, floor, cycles):
     """Half a cosine wave a half cycle, written out."""
     if step < warmup:

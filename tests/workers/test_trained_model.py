@@ -7,13 +7,7 @@ from torch import nn
 from tests.critics import critic_batch, critic_for
 from tests.workers.test_policy import SMALL, policy_for, shares
 from verl_memopt.errors import ConfigError
-from verl_memopt.worker.trained_model import ACTOR, CRITIC, micro_batch, on_host, over_steps
-
-
-def test_a_role_names_its_metrics():
-    assert ACTOR.same_on_all_ranks == ("actor/grad_norm", "actor/lr", "actor/skipped_updates")
-    assert CRITIC.same_on_all_ranks == ("critic/grad_norm", "critic/lr", "critic/skipped_updates")
-    assert CRITIC.counts == ("critic/skipped_updates", "critic/partial_updates")
+from verl_memopt.worker.trained_model import micro_batch, on_host, over_steps
 
 
 def test_metrics_are_averaged_over_steps_and_counts_are_summed_over_the_steps_that_have_them():
