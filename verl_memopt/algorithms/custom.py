@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -174,8 +174,7 @@ def load_statistic(address: str) -> Statistic:
     """Return a statistic of the head: the one of a dotted name, or the function ``path:name`` of a user's own."""
     path, _, name = address.rpartition(":")
     if not path:
-        statistic: Statistic = load(address)
-        return statistic
+        return cast("Statistic", load(address))
     function = load_from_file(path, name, key=f"{ESTIMATOR_KEY}.path", error=ConfigError)
     user = UserFunction(lambda log_probs: function(log_probs), f"{ESTIMATOR_KEY}.path={path}: {name}", ("log_probs",))
 

@@ -134,7 +134,7 @@ class Interrupts:
 
 def _set_handlers(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
     """Set a handler for each signal that stops a run, and return the handlers of before."""
-    before = {number: signal.getsignal(number) for number in EXIT_CODES}
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in EXIT_CODES}
     for number, was in before.items():
         if not (number == signal.SIGHUP and was is signal.SIG_IGN):  # nohup: the run outlives its terminal
             signal.signal(number, handler)
