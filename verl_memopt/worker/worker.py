@@ -34,7 +34,15 @@ from verl_memopt.worker.critic import Critic
 from verl_memopt.worker.group import Placement
 from verl_memopt.worker.moving_reference import MovingReference
 from verl_memopt.worker.plan import FrozenRole, WorkerPlan
-from verl_memopt.worker.policy import LogProbs, Policy, Updated, compute_log_probs, compute_scores, scoring_temperature
+from verl_memopt.worker.policy import (
+    NO_STATISTICS,
+    LogProbs,
+    Policy,
+    Updated,
+    compute_log_probs,
+    compute_scores,
+    scoring_temperature,
+)
 from verl_memopt.worker.roles import RoleBuilder, compiles_functions, make_deterministic
 from verl_memopt.worker.trained_model import MiniBatch, TrainedModel
 
@@ -166,7 +174,7 @@ class Worker:
         batch: RolloutBatch,
         micro_batches: Sequence[Sequence[int]],
         with_entropy: bool,
-        statistics: Mapping[str, str],
+        statistics: Mapping[str, str] = NO_STATISTICS,
     ) -> LogProbs:
         """Return the log-probs of a batch under the policy."""
         return _built(self.policy).compute_log_probs(batch, micro_batches, self.temperature, with_entropy, statistics)
