@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.end_to_end.runs import LOCAL, metrics, succeeded, train, train_here
-from tests.workers.test_reward_scores import classifier
+from tests.worker.test_reward_scores import classifier
 
 MODEL = "reward_model.model"
 SHORT = [
@@ -97,7 +97,7 @@ def test_a_function_combines_a_rule_with_the_score_of_a_model_that_has_a_templat
     assert "val-aux/toy/arithmetic/rm_score/mean@1" in rows[2]
 
 
-@pytest.mark.slow  # tests/workers/test_reward_scores.py has two ranks, and test_rlt two workers, in every run of the tests
+@pytest.mark.slow  # tests/worker/test_reward_scores.py has two ranks, and test_rlt two workers, in every run of the tests
 def test_two_workers_give_the_rewards_of_one(toy, tmp_path, reward_model):
     """Five held-out prompts do not divide over two workers, and the rollouts of the first step are the same."""
     more = [*SHORT, *scoring(reward_model[0], f"{MODEL}.input_tokenizer=null"), "trainer.total_training_steps=1"]

@@ -54,7 +54,7 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_run_ends_it_and_is_named(sta
     assert 1 in metrics(tmp_path / "run")
 
 
-@pytest.mark.slow  # tests/workers/test_ray_group.py does the like in every run of the tests
+@pytest.mark.slow  # tests/worker/test_ray_group.py does the like in every run of the tests
 def test_a_worker_that_raises_ends_the_run_with_its_own_traceback(started, tmp_path):
     (tmp_path / "explodes.py").write_text(EXPLODES)
     own = ["actor_rollout_ref.actor.optim.optimizer_impl=explodes", "actor_rollout_ref.actor.optim.optimizer=Explodes"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.recipe.rlt.test_student_pass import CPU, HEAT, encode, random_samples, scored
-from tests.workers.test_build_policy import built
+from tests.worker.test_build_policy import built
 from verl_memopt.recipes.rlt import rank_check
 from verl_memopt.recipes.rlt.formula import rlt_scores
 from verl_memopt.recipes.rlt.rank_check import RankCheck, rank_correlation
