@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForTokenClassification
 
 from tests.tensors import whole_of
-from tests.workers.test_policy import batch
+from tests.worker.test_policy import batch
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.keys import replaced
 from verl_memopt.config.loader import settings_from_mapping

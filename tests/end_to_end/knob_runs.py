@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.end_to_end.covering import settings_of
-from tests.workers.test_policy import batch
+from tests.worker.test_policy import batch
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.data.batch import Ragged, RolloutBatch
 from verl_memopt.distributed.device import leave_process_group

@@ -3,7 +3,7 @@
 import pytest
 
 from tests import rlt
-from tests.workers.test_reward_scores import classifier
+from tests.worker.test_reward_scores import classifier
 from tools.reads import leaf_keys, record_reads
 from verl_memopt.cli import train
 from verl_memopt.config.loader import load_settings
@@ -19,7 +19,7 @@ READ_ELSEWHERE = {
     "actor_rollout_ref.rollout.disable_log_stats",
     "actor_rollout_ref.rollout.scheduling_policy",
     "actor_rollout_ref.rollout.enforce_eager",
-    # read only where Ray starts the workers (tests/workers/test_ray_group.py)
+    # read only where Ray starts the workers (tests/worker/test_ray_group.py)
     "ray_kwargs.ray_init",
     "trainer.ray_wait_register_center_timeout",
     # read only where there is a sandbox service (tests/rewards/test_sandbox.py)

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.end_to_end.runs import LOCAL, metrics, train_here
-from tests.workers.test_reward_scores import classifier
+from tests.worker.test_reward_scores import classifier
 
 MODEL = "reward_model.model"
 SHORT = [

@@ -27,7 +27,7 @@ def started(toy, tmp_path):
         process.communicate()
 
 
-@pytest.mark.slow  # tests/workers/test_ray_group.py kills one, and the test below ends a run, in every run of the tests
+@pytest.mark.slow  # tests/worker/test_ray_group.py kills one, and the test below ends a run, in every run of the tests
 def test_a_worker_that_is_killed_in_the_middle_of_a_run_ends_it_and_is_named(started, tmp_path):
     process, relatives = started()
     (worker,) = [relative for relative in relatives if relative.name().startswith("ray::Member")]

@@ -18,8 +18,8 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.models.attention_cases import attention_of_one, gpu_operators_on_a_cpu
-from tests.workers.test_policy import NothingWaits
+from tests.model.attention_cases import attention_of_one, gpu_operators_on_a_cpu
+from tests.worker.test_policy import NothingWaits
 from verl_memopt.distributed import device as device_room
 from verl_memopt.memory.limits_torch import memory_limits
 from verl_memopt.model import attention, attention_dense

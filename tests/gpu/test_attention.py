@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.gpu import machine
-from tests.models.attention_cases import norm_error, random_inputs, rotary_of, with_gradients
+from tests.model.attention_cases import norm_error, random_inputs, rotary_of, with_gradients
 from verl_memopt.distributed.device import supports_flash
 from verl_memopt.model.attention import KERNELS, REGISTERED, AttentionArgs
 from verl_memopt.model.packing import PrefixLayout

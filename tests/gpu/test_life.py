@@ -23,8 +23,8 @@ from tests.gpu import machine
 from tests.gpu.test_knobs import ACROSS, UNCOMPILED, bound
 from tests.ranks import run_ranks
 from tests.rollout.tools import model_of, place_at, prompts, rollout_settings, sampling, weights_of
-from tests.workers.test_worker import ALL, AR, call, mini_batch, plan_of
-from tests.workers.test_worker import weights as weights_of_worker
+from tests.worker.test_worker import ALL, AR, call, mini_batch, plan_of
+from tests.worker.test_worker import weights as weights_of_worker
 from verl_memopt.distributed.device import backend, leave_process_group, local_device
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.rollout.engine import build_engine

@@ -12,7 +12,7 @@ from tests.gpu import machine
 from tests.memory.batching.test_shared_prompt import counts_of, grouped, sharing
 from tests.memory.optimizers import give_gradients, parameters
 from tests.tensors import whole_of
-from tests.workers.test_policy import ACTOR, SMALL, WHOLE, batch, micro_batches, naive_gradients, shares
+from tests.worker.test_policy import ACTOR, SMALL, WHOLE, batch, micro_batches, naive_gradients, shares
 from verl_memopt.config.schema import Fsdp, Model
 from verl_memopt.distributed.device import device_rng_state, set_device_rng_state
 from verl_memopt.memory.activation_offload_torch import ActivationOffload

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from tests.memory.sharded import WHOLE, policy_of, share
-from tests.workers.test_policy import ACTOR, CPU
+from tests.worker.test_policy import ACTOR, CPU
 from verl_memopt.config.keys import replaced
 from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW
 from verl_memopt.observe.byte_tracker import ByteTracker

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.workers.test_policy import ACTOR, CPU, batch, micro_batches, shares
+from tests.worker.test_policy import ACTOR, CPU, batch, micro_batches, shares
 from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import Model, TrainedFsdp
 from verl_memopt.distributed.device import leave_process_group, training_mesh

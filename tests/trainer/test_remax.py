@@ -6,7 +6,7 @@ import torch
 from tests.trainer.conftest import AR
 from tests.trainer.test_resampling import step_batch
 from tests.trainer.test_step import running
-from tests.workers.test_reward_scores import classifier
+from tests.worker.test_reward_scores import classifier
 from verl_memopt.trainer.step import add_baselines
 
 REMAX = {"algorithm.adv_estimator": "remax", f"{AR}.actor.policy_loss.loss_mode": "vanilla"}

@@ -6,7 +6,7 @@ import pytest
 
 from tests.end_to_end.covering import all_off
 from tests.virtual_gpu.life import PROMPTS, SLACK_BYTES, _batch, _keys, _plan, first_worker
-from tests.workers.test_reward_scores import classifier
+from tests.worker.test_reward_scores import classifier
 from verl_memopt.config.schema import Fsdp, ScoringModel
 from verl_memopt.rollout.engine import train_sampling
 

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.serialization import get_crc32_options, set_crc32_options
@@ -102,7 +103,9 @@ def save_weights(folder: Path, model: nn.Module, device: torch.device) -> Record
         CheckpointError: The disk refuses. The message names the folder and the disk's error.
     """
     with _refused(folder, "weights could not be written", WRITE_ERRORS), _one_checksum():
-        return _save(folder, {"model": get_model_state_dict(model)}, device)
+        with _host_shards_readable(model):
+            state = {"model": get_model_state_dict(model)}
+        return _save(folder, state, device)
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:
@@ -134,10 +137,36 @@ def _state(model: nn.Module, optimizer: Optimizer, contents: Sequence[str]) -> d
     state: dict[str, Any] = {}
     if "model" in contents:
         # Frozen parameters are read from the model's folder again.
-        state["model"] = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
+        with _host_shards_readable(model):
+            state["model"] = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
     if "optimizer" in contents:
         state["optimizer"] = _optimizer_state(model, optimizer)
     return state
+
+
+@contextmanager
+def _host_shards_readable(model: nn.Module) -> Iterator[None]:
+    """Put DTensors of the host in the place of parameters of the device whose shards rest on the host.
+
+    Torch cannot detach such a parameter, for its DTensor says that it is on the device. The optimizer knows parameters by
+    identity, so they are back before its state is read.
+    """
+    kept: list[tuple[nn.Module, str, nn.Parameter]] = []
+    stand_ins: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, DTensor) and parameter.device != parameter._local_tensor.device:
+                if parameter not in stand_ins:
+                    on_host = DTensor(parameter._local_tensor.detach(), parameter._spec, requires_grad=False)
+                    stand_ins[parameter] = nn.Parameter(on_host, parameter.requires_grad)
+                kept.append((module, name, parameter))
+    try:
+        for module, name, parameter in kept:
+            module._parameters[name] = stand_ins[parameter]
+        yield
+    finally:
+        for module, name, parameter in kept:
+            module._parameters[name] = parameter
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.memory.activation_cases import FP32, LAYERS, WIDTH
 from tests.ranks import run_ranks
 from tests.tensors import whole_of
-from tests.workers.test_policy import ACTOR, NothingWaits, policy_for
+from tests.worker.test_policy import ACTOR, NothingWaits, policy_for
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor
 from verl_memopt.data.batch import Ragged, RolloutBatch

@@ -8,8 +8,8 @@ import torch
 from tests.critics import critic_batch, critic_for
 from tests.memory.sharded import policy_of, share
 from tests.tensors import whole_of
-from tests.workers.test_policy import CPU, WHOLE, batch, policy_for, shares
-from tests.workers.test_worker import AR, made  # noqa: F401 - made is a fixture
+from tests.worker.test_policy import CPU, WHOLE, batch, policy_for, shares
+from tests.worker.test_worker import AR, made  # noqa: F401 - made is a fixture
 from verl_memopt.config.schema import Memory
 from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.errors import DeviceMemoryError

@@ -7,7 +7,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.memory.optimizers import counting, policy_with, whole_share
 from tests.memory.sharded import assert_equal_runs, fake_ranks, local, share, three_steps, wide_model
-from tests.workers.test_policy import micro_batches
+from tests.worker.test_policy import micro_batches
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW
 from verl_memopt.memory.host_buffers import host_allocator

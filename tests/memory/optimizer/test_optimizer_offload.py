@@ -4,7 +4,7 @@ import torch
 from tests.memory.optimizers import bucketed, counting, policy_with, same, weights_after
 from tests.memory.sharded import assert_equal_runs, fake_ranks, share, three_steps, wide_model
 from tests.tensors import local_of
-from tests.workers.test_policy import CPU, micro_batches
+from tests.worker.test_policy import CPU, micro_batches
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.host_buffers import host_allocator, host_limits
 from verl_memopt.memory.optimizer_offload_torch import SLOTS, StateLanes

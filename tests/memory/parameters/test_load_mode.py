@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.memory.sharded import fake_ranks, local
-from tests.workers.test_policy import batch
-from tests.workers.test_worker import AR, call, made, mini_batch  # noqa: F401 - made is a fixture
+from tests.worker.test_policy import batch
+from tests.worker.test_worker import AR, call, made, mini_batch  # noqa: F401 - made is a fixture
 from verl_memopt.config.schema import Fsdp, Model
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.host_buffers import host_allocator

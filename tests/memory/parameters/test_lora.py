@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from transformers import AutoModelForCausalLM
 
-from tests.models.test_build import built
+from tests.model.test_build import built
 from tests.ranks import run_ranks
 from tests.tensors import whole_of
 from verl_memopt.distributed.device import training_mesh

@@ -10,7 +10,7 @@ from tests.memory.page_locking import install
 from tests.memory.sharded import CPU, WHOLE, assert_equal_runs, fake_ranks, local, policy_of, share, three_steps
 from tests.ranks import run_ranks
 from tests.tensors import local_of
-from tests.workers.test_worker import AR, call, generated, made, mini_batch, same, weights  # noqa: F401 - made is a fixture
+from tests.worker.test_worker import AR, call, generated, made, mini_batch, same, weights  # noqa: F401 - made is a fixture
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
 from verl_memopt.errors import ConfigError

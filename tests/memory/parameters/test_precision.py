@@ -4,7 +4,7 @@ import torch
 from tests.memory.sharded import WHOLE, device_peak, fake_ranks, policy_of, share, wide_model
 from tests.ranks import run_ranks
 from tests.tensors import whole_of
-from tests.workers.test_policy import micro_batches
+from tests.worker.test_policy import micro_batches
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.model.assembly import mixed_precision
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker

@@ -8,7 +8,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 
 from tests.memory.sharded import assert_equal_runs, device_peak, fake_ranks, policy_of, share, three_steps, wide_model
 from tests.ranks import run_ranks
-from tests.workers.test_policy import micro_batches
+from tests.worker.test_policy import micro_batches
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.memory.resharding_torch import synced
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.recipe.rlt.test_student_pass import CPU, HEAT, encode, random_samples, scored
-from tests.workers.test_build_policy import built
+from tests.worker.test_build_policy import built
 from verl_memopt.memory.quantized_frozen_torch import FORMATS
 from verl_memopt.recipes.rlt import rank_check
 from verl_memopt.recipes.rlt.formula import rlt_scores

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from tests.recipe.rlt.test_student_pass import rows_of
 from tests.tensors import whole_of
-from tests.workers.test_policy import batch
-from tests.workers.test_worker import AR, made  # noqa: F401 - made is a fixture
+from tests.worker.test_policy import batch
+from tests.worker.test_worker import AR, made  # noqa: F401 - made is a fixture
 from verl_memopt.config.schema import Fsdp, ScoringModel
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.host_buffers import host_allocator

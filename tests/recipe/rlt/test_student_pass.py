@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from tests.ranks import run_ranks
 from tests.recipe.rlt import naive
 from tests.recipe.rlt.tokens import ids
-from tests.workers.test_build_policy import built
+from tests.worker.test_build_policy import built
 from verl_memopt.config.schema import Fsdp, Model
 from verl_memopt.data.batch import Ragged, RolloutBatch
 from verl_memopt.data.encoder import tokenize

@@ -1,0 +1,73 @@
+import re
+
+import pytest
+from transformers import Phi3Config, Qwen3Config
+
+from tests.model.architectures import tiny_config
+from verl_memopt.errors import ConfigError
+from verl_memopt.model.families import TESTED, check_lengths, layer_types, refused, unsupported, window
+
+
+@pytest.mark.parametrize("model_type", TESTED)
+def test_a_tested_type_is_supported(model_type):
+    assert unsupported(tiny_config(model_type)) is None
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("qwen3_5", "have layers of type linear_attention;"),
+        ("qwen3_next", "have layers of type linear_attention;"),
+        ("bamba", "have layers of type linear_attention;"),
+        ("falcon_h1", "have layers of type hybrid;"),
+        ("mamba", "have layers of type linear_attention;"),
+        ("recurrent_gemma", "have layers of type recurrent;"),
+        ("llama4_text", "have layers of type chunked_attention"),
+        ("gemma3", "take more than text;"),
+        ("gemma2", r"change the logits after the head \(final_logit_softcapping\)"),
+        ("cohere", r"change the logits after the head \(logit_scale\)"),
+        ("gpt_oss", r"are mixtures of experts \(4 of them\)"),
+        ("mixtral", r"are mixtures of experts \(4 of them\)"),
+        ("qwen3_moe", r"are mixtures of experts \(4 of them\)"),
+        ("deepseek_v3", r"are mixtures of experts \(4 of them\)"),
+        ("gemma3_text", "slide attention over a window"),
+        ("t5", "have an encoder;"),
+    ],
+)
+def test_what_a_config_tells_is_refused_with_its_reason(model_type, reason):
+    assert re.match(reason, str(unsupported(tiny_config(model_type))))
+
+
+def test_an_error_names_the_folder_the_type_and_the_types_that_are_tested():
+    message = str(refused(Qwen3Config(), "some/folder", "are too green"))
+    assert message.startswith("actor_rollout_ref.model.path=some/folder: models of type qwen3 are too green. Types that are")
+    assert "llama, " in message
+
+
+def test_capped_attention_scores_are_refused():
+    config = tiny_config("gemma2")
+    config.final_logit_softcapping = None
+    assert "attn_logit_softcapping" in unsupported(config)
+
+
+def test_layers_are_what_the_config_lists():
+    assert layer_types(Qwen3Config(num_hidden_layers=2)) == ["full_attention"] * 2
+    assert layer_types(tiny_config("gpt2")) == []
+
+
+def test_a_window_counts_where_a_layer_slides():
+    assert window(Qwen3Config(num_hidden_layers=2, sliding_window=8)) is None
+    sliding = Qwen3Config(num_hidden_layers=2, use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    assert window(sliding) == 8
+
+
+def longrope():
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48, "rope_theta": 10000.0}
+    return Phi3Config(original_max_position_embeddings=64, max_position_embeddings=128, rope_parameters=rope)
+
+
+def test_rows_up_to_the_trained_length_are_accepted_and_one_token_more_is_refused():
+    check_lengths(longrope(), 64)
+    with pytest.raises(ConfigError, match=r"length = 65: the rotary embedding of phi3 \(longrope\) changes beyond 64"):
+        check_lengths(longrope(), 65)
+    check_lengths(Qwen3Config(max_position_embeddings=64), 65)

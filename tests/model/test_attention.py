@@ -1,0 +1,221 @@
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.model.attention_cases import HEADS, SIZES, agree, norm_error, random_inputs, with_gradients
+from tests.model.test_build import built, filled
+from tests.model.test_pack import packed
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.activation_offload_torch import ActivationOffload
+from verl_memopt.model.attention import (
+    KERNELS,
+    REGISTERED,
+    AttentionArgs,
+    WindowOverPrefixError,
+    choose_attention,
+    flash_attn_problem,
+)
+from verl_memopt.model.decoder import BlockOptions
+from verl_memopt.model.packing import PrefixLayout
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
+
+CPU = torch.device("cpu")
+ROWS = st.lists(st.tuples(st.integers(0, 3), st.one_of(st.integers(0, 12), st.just(6))), min_size=1, max_size=10)
+"""Rows as (group, tokens of the response); a group's prompt has three tokens more than its number."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Tiny models by the heads they have: six on three key heads, two of their own."""
+    parent = tmp_path_factory.mktemp("attention")
+    shapes = {
+        "grouped": TinyShape(num_heads=6, num_kv_heads=3, initializer_range=0.05),
+        "own": TinyShape(num_heads=2, num_kv_heads=2, initializer_range=0.05),
+    }
+    return {name: make_tiny_model(parent / name, shape, seed=3) for name, shape in shapes.items()}
+
+
+@pytest.fixture(scope="module")
+def models(folders):
+    return {name: filled(folder) for name, folder in folders.items()}
+
+
+def packs(rows, seed=0):
+    """Gives the pack of rows that share prompts within their groups, and the pack in which each row has its own."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = {group: torch.randint(256, (group + 3,), generator=generator).tolist() for group, _ in sorted(rows)}
+    responses = [torch.randint(256, (length,), generator=generator).tolist() for _, length in rows]
+    groups = [group for group, _ in rows]
+    own = [prompts[group] for group in groups]
+    return packed(own, responses, groups), packed(own, responses)
+
+
+def scored(model, pack):
+    """Gives the log-probs of a pack and the gradient of a weighted sum of them with respect to every parameter."""
+    model.zero_grad()
+    log_probs, _ = model(pack, 0.9, False)
+    (log_probs * torch.randn(log_probs.shape, generator=torch.Generator().manual_seed(4))).sum().backward()
+    zero = torch.zeros(())
+    return [log_probs.detach(), *(zero if each.grad is None else each.grad.clone() for each in model.parameters())]
+
+
+def attend(name, query, key, value, layout, window=None):
+    return KERNELS[REGISTERED[name]](query, key, value, AttentionArgs(layout, 0.3, window, None))
+
+
+@given(SIZES, HEADS)
+def test_the_fused_kernel_and_written_out_attention_agree_in_output_and_gradients(sizes, heads):
+    layout = PrefixLayout.of(sizes)
+    inputs = random_inputs(layout, *heads)
+    found, expected = (with_gradients(lambda *x, name=name: attend(name, *x, layout), inputs) for name in ("sdpa", "eager"))
+    assert agree(found, expected, 5e-7)
+
+
+@pytest.mark.parametrize("which", ["grouped", "own"])
+@settings(max_examples=40)
+@given(rows=ROWS)
+def test_a_shared_prompt_changes_no_log_prob_and_no_gradient(models, which, rows):
+    shared, repeated = (scored(models[which], pack) for pack in packs(rows))
+    assert max(norm_error(one, other) for one, other in zip(shared, repeated, strict=True)) < 2e-6
+
+
+GROUPS = [(0, 20), (0, 1), (0, 0), (0, 7), (2, 12), (2, 12), (2, 12), (3, 5)]
+
+
+LONG = [(0, 30)] * 4 + [(2, 1), (2, 40), (2, 0), (2, 17), (3, 25)]
+
+
+@pytest.mark.parametrize("which", ["grouped", pytest.param("own", marks=pytest.mark.slow)])
+def test_in_half_precision_a_shared_prompt_is_no_farther_from_float(models, which):
+    half, errors = copy.deepcopy(models[which]).bfloat16(), {"shared": 0.0, "repeated": 0.0}
+    exact = copy.deepcopy(half).float()
+    for seed in range(24):
+        shared, repeated = packs(LONG, seed)
+        expected = scored(exact, repeated)
+        for name, pack in {"shared": shared, "repeated": repeated}.items():
+            errors[name] += sum(norm_error(one, other) for one, other in zip(scored(half, pack), expected, strict=True))
+    # One seed's errors differ by 3 % either way; over many, sharing is 1 to 3 % nearer. A hundredth is left to chance.
+    assert errors["shared"] <= 1.01 * errors["repeated"]
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa"])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_recomputed_blocks_give_a_shared_pack_the_same_bits(folders, name, recompute, mode):
+    shared, _ = packs(GROUPS)
+    expected, found = (
+        scored(filled(folders["grouped"], attention=name, options=BlockOptions(recompute, checkpoint=one)), shared)
+        for one in (None, mode)
+    )
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_offload_gives_a_shared_pack_the_same_bits(models):
+    model, (shared, _) = copy.deepcopy(models["grouped"]), packs(GROUPS)
+    expected, offload, forward = scored(model, shared), ActivationOffload(model, CPU, 1, 2), model.forward
+
+    def offloaded(*args):
+        with offload.forward():
+            return forward(*args)
+
+    model.forward = offloaded
+    found = scored(model, shared)
+    assert offload.take_bytes_moved() > 0
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def peak(model, pack):
+    """Gives the most bytes a forward and backward of the decoder hold beside parameters, gradients and the pack."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with ByteTracker() as tracker:
+        tracker.mark("kept", [each for one in model.parameters() for each in (one, one.grad)])
+        tracker.mark("kept", [value for part in (pack, pack.layout) for value in vars(part).values() if torch.is_tensor(value)])
+        before = tracker.total()
+        hidden = model.decoder.norm(model.decoder(pack.input_ids, pack.position_ids, pack.layout))
+        hidden.backward(hidden.detach())
+    return tracker.peaks[DEVICE].bytes - before
+
+
+def group_of(responses, length, prompt):
+    return packed([[1] * prompt] * responses, [[2] * length] * responses, [0] * responses)
+
+
+def test_bytes_of_a_shared_pack_grow_with_its_tokens_only(models):
+    # Tokens: 512 + 4 x 64, then each twice as much.
+    few, more = (peak(models["grouped"], group_of(4 * times, 65, 512 * times)) for times in (1, 2))
+    assert more == pytest.approx(2 * few, rel=0.03)
+
+
+def test_fake_tensors_give_a_shared_pack_the_bytes_of_real_ones(models, folders):
+    pack = packs(GROUPS)[0]
+    expected = peak(models["grouped"], pack)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        assert peak(built(folders["grouped"]), pack.map(fake.from_tensor)) == expected
+
+
+@pytest.mark.parametrize("window", [None, 3, 50])
+def test_kernels_agree_on_rows_with_and_without_a_window(window):
+    layout = PrefixLayout.of(((5, ()), (1, ()), (7, ())))
+    inputs = random_inputs(layout, 4, 2)
+    torch.testing.assert_close(
+        attend("sdpa", *inputs, layout, window), attend("eager", *inputs, layout, window), rtol=0, atol=2e-6
+    )
+
+
+@pytest.mark.parametrize("name", ["sdpa", "varlen", "flash_attention_2"])
+def test_a_shared_prompt_under_a_sliding_window_is_refused(name):
+    layout = PrefixLayout.of(((3, (3, 2)),))  # each segment is within the window, a suffix's tokens behind the prompt are not
+    with pytest.raises(WindowOverPrefixError, match="a sliding window of 3 tokens would cut the prefix"):
+        attend(name, *random_inputs(layout, 2, 1), layout, window=3)
+
+
+def test_values_may_have_heads_of_another_size():
+    layout = PrefixLayout.of(((4, (3, 2)), (5, ())))
+    query, key, value = random_inputs(layout, 4, 2)
+    for narrow in ((query, key, value[..., :5]), (query[..., :5], key[..., :5], value)):
+        torch.testing.assert_close(attend("sdpa", *narrow, layout), attend("eager", *narrow, layout), rtol=0, atol=2e-6)
+
+
+def test_auto_is_sdpa_on_a_cpu_and_says_why():
+    choice = choose_attention("auto", CPU, torch.float32)
+    assert choice.name == "sdpa"
+    assert "cpu" in choice.reason
+
+
+def test_an_unknown_kernel_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"attn_implementation=flashy.*Use auto"):
+        choose_attention("flashy", CPU, torch.float32)
+
+
+def test_flash_attention_on_a_cpu_is_refused():
+    with pytest.raises(ConfigError, match=r"attn_implementation=flash_attention_2.*auto"):
+        choose_attention("flash_attention_2", CPU, torch.float32)
+
+
+@pytest.fixture
+def broken_flash_attn(tmp_path, monkeypatch):
+    """A build of flash-attn for another torch: it is found, and fails at import."""
+    (tmp_path / "flash_attn.py").write_text('raise ImportError("flash_attn_2_cuda.so: undefined symbol: _ZN3c10")\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    flash_attn_problem.cache_clear()
+    yield
+    flash_attn_problem.cache_clear()
+
+
+def test_a_flash_attn_that_cannot_be_imported_is_left_by_auto_and_refused_by_name(broken_flash_attn, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    choice = choose_attention("auto", torch.device("cuda"), torch.bfloat16)
+    assert (choice.name, choice.registered) == ("varlen", REGISTERED["varlen"])
+    assert "flash-attn cannot be imported (ImportError: flash_attn_2_cuda.so: undefined symbol" in choice.reason
+    with pytest.raises(ConfigError, match=r"undefined symbol: _ZN3c10\)\. Install it \(.*no-build-isolation.*or use auto"):
+        choose_attention("flash_attention_2", torch.device("cuda"), torch.bfloat16)
+
+
+def test_no_registered_name_makes_transformers_fetch_a_kernel():
+    assert not any("flash" in name for name in REGISTERED.values())

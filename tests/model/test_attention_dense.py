@@ -1,0 +1,225 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from tests.model.attention_cases import (
+    HEADS,
+    LAYOUTS,
+    agree,
+    flat_inputs,
+    gpu_operators_on_a_cpu,
+    norm_error,
+    rotary_of,
+    rotated_before,
+    with_gradients,
+    with_rotary_gradients,
+)
+from verl_memopt.model.attention import eager_attention
+from verl_memopt.model.attention_dense import EFFICIENT, _DenseAttention, dense_attention, merge
+from verl_memopt.model.packing import PrefixLayout
+from verl_memopt.model.rotary import rotary_arguments
+from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
+
+SHARED = ((9, (4, 4, 4)), (3, ()), (5, (2, 7)))
+
+
+def written_out(layout):
+    def attend(*inputs):
+        return eager_attention(*(tensor.transpose(0, 1)[None] for tensor in inputs), layout, 0.3, None)[0].transpose(0, 1)
+
+    return attend
+
+
+def dense(layout):
+    return lambda *inputs: dense_attention(*inputs, layout, 0.3)
+
+
+@given(LAYOUTS, HEADS)
+def test_every_way_to_cut_calls_gives_attention_and_its_gradients(layout, heads):
+    inputs = flat_inputs(layout, *heads)
+    assert agree(with_gradients(dense(layout), inputs), with_gradients(written_out(layout), inputs), 5e-7)
+
+
+@given(LAYOUTS, HEADS)
+def test_the_kernel_of_gpus_is_put_together_alike(layout, heads):
+    inputs = flat_inputs(layout, *heads)
+    with gpu_operators_on_a_cpu():
+        found = with_gradients(lambda *x: _DenseAttention.apply(*x, *rotary_arguments(None), layout, 0.3, EFFICIENT), inputs)
+    assert agree(found, with_gradients(written_out(layout), inputs), 5e-7)
+
+
+@settings(deadline=None)
+@given(LAYOUTS, HEADS, st.booleans())
+def test_queries_and_keys_rotated_inside_give_what_they_give_rotated_before(layout, heads, normed):
+    inputs, rotary = flat_inputs(layout, *heads), rotary_of(sum(layout.tokens), normed=normed)
+    found = with_rotary_gradients(lambda q, k, v: dense_attention(q, k, v, layout, 0.3, rotary), inputs, rotary)
+    before = with_rotary_gradients(
+        lambda q, k, v: dense_attention(*rotated_before(rotary, layout, q, k), v, layout, 0.3), inputs, rotary
+    )
+    assert all(torch.equal(one, other) for one, other in zip(found[:4], before[:4], strict=True))
+    # Of the norms' weights, summed head by head.
+    assert all(norm_error(one, other) < 1e-6 for one, other in zip(found[4:], before[4:], strict=True))
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+def test_in_half_precision_rotating_inside_changes_no_bit(heads):
+    layout = PrefixLayout.of(SHARED)
+    inputs = [tensor.bfloat16() for tensor in flat_inputs(layout, *heads)]
+    rotary = rotary_of(38, dtype=torch.bfloat16)
+    found = with_rotary_gradients(lambda q, k, v: dense_attention(q, k, v, layout, 0.3, rotary), inputs, rotary)
+    expected = with_rotary_gradients(
+        lambda q, k, v: dense_attention(rotary.query(q), rotary.key(k), v, layout, 0.3), inputs, rotary
+    )
+    assert all(torch.equal(one, other) for one, other in zip(found[:4], expected[:4], strict=True))
+    # Sums over heads in another order, rounded once.
+    assert all(norm_error(one, other) < 2**-8 for one, other in zip(found[4:], expected[4:], strict=True))
+
+
+def test_attention_over_two_sets_of_keys_merges_into_that_over_both():
+    generator = torch.Generator().manual_seed(0)
+    query, keys, values = (torch.randn(shape, generator=generator) for shape in ((3, 8), (10, 8), (10, 8)))
+
+    def over(some):
+        scores = query @ keys[some].T
+        return scores.softmax(-1) @ values[some], scores.logsumexp(-1)
+
+    found = merge(*over(slice(0, 4)), *over(slice(4, 10)))
+    for one, other in zip(found, over(slice(0, 10)), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+def test_scores_far_apart_merge_without_overflow():
+    near, far = torch.tensor([1.0]), torch.tensor([3.0])
+    out, lse = merge(near[:, None], torch.tensor([500.0]), far[:, None], torch.tensor([-500.0]))
+    assert (out.item(), lse.item()) == (1.0, 500.0)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
+def test_half_precision_is_as_near_to_float_as_without_sharing(heads):
+    exact = flat_inputs(PrefixLayout.of(((300, (90,) * 8),)), *heads, size=32)
+    shared, rounded = PrefixLayout.of(((300, (90,) * 8),)), [tensor.bfloat16() for tensor in exact]
+    expected = with_gradients(dense(shared), [tensor.float() for tensor in rounded])
+    repeated = PrefixLayout.of(((390, ()),) * 8)
+    # Row by row: the prompt's tokens, then those of one suffix.
+    places = torch.cat([torch.cat([torch.arange(300), 300 + 90 * row + torch.arange(90)]) for row in range(8)])
+    naive = with_gradients(lambda *x: _own(dense(repeated)(*(tensor[places] for tensor in x))), rounded)
+    found = with_gradients(dense(shared), rounded)
+    for one, other, right in zip(found, naive, expected, strict=True):
+        assert norm_error(one, right) <= norm_error(other, right)
+
+
+def _own(rows):
+    """Gives the outputs of the shared group from those of its eight rows: the prompt's from the first."""
+    rows = rows.unflatten(0, (8, 390))
+    return torch.cat([rows[0, :300], rows[:, 300:].flatten(0, 1)])
+
+
+def test_recomputed_attention_is_the_same_to_the_bit():
+    layout = PrefixLayout.of(SHARED)
+    inputs = flat_inputs(layout, 4, 2)
+    expected = with_gradients(dense(layout), inputs)
+    found = with_gradients(lambda *x: checkpoint(dense(layout), *x, use_reentrant=False), inputs)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def peaks(layout, heads=4, kv_heads=2, size=16, attention=dense):
+    inputs = [tensor.contiguous().requires_grad_() for tensor in flat_inputs(layout, heads, kv_heads, size=size)]
+    found = []
+    with ByteTracker() as tracker:
+        tracker.mark("inputs", inputs)
+        for _ in range(2):
+            tracker.enter("attention")
+            before = tracker.total()
+            out = attention(layout)(*inputs)
+            found.append(tracker.total() - before)
+            gradients = torch.autograd.grad(out, inputs, out.detach())
+            found.append(tracker.peaks[DEVICE].bytes - before)
+            del out, gradients
+    return found[2:]
+
+
+def test_beside_its_arguments_it_keeps_its_output_and_a_number_for_each_head():
+    kept, _ = peaks(PrefixLayout.of(SHARED), heads=4, size=16)
+    assert kept == (9 + 12 + 3 + 5 + 9) * 4 * (16 + 1) * 4
+
+
+def test_with_a_rotary_it_keeps_what_was_not_rotated_and_puts_gradients_in_its_place():
+    layout = PrefixLayout.of(SHARED)
+    inputs = [tensor.contiguous().requires_grad_() for tensor in flat_inputs(layout, 4, 2, size=16)]
+    rotary = rotary_of(38, size=16)
+    given = [tensor * 1 for tensor in inputs]
+    with ByteTracker() as tracker:
+        tracker.mark("inputs", [*given, rotary.cos, rotary.sin, *rotary.norms])
+        before = tracker.total()
+        out = dense_attention(*given, layout, 0.3, rotary)
+        assert tracker.total() - before == 38 * 4 * (16 + 1) * 4
+        gradients = torch.autograd.grad(out, given, out.detach())
+    assert [one.data_ptr() for one in gradients] == [one.data_ptr() for one in given]
+
+
+def test_a_second_backward_over_what_gradients_have_taken_the_place_of_is_an_error():
+    layout, rotary = PrefixLayout.of(SHARED), rotary_of(38)
+    given = [tensor.requires_grad_() * 1 for tensor in flat_inputs(layout, 4, 2)]
+    out = dense_attention(*given, layout, 0.3, rotary).sum()
+    out.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
+def test_what_a_backward_makes_beside_is_of_one_key_head():
+    layout, tokens, suffixes, size = PrefixLayout.of(((100, (512,) * 6),)), 100 + 512 * 6, 512 * 6, 32
+    of_token, each = size * 4, 2
+    for kv_heads in (2, 4):
+        rotary = rotary_of(tokens, size=size)
+        inputs = [x.contiguous().requires_grad_() for x in flat_inputs(layout, each * kv_heads, kv_heads, size=size)]
+        given = [tensor * 1 for tensor in inputs]
+        out = dense_attention(*given, layout, 0.3, rotary)
+        above = torch.ones_like(out)
+        with ByteTracker() as tracker:
+            tracker.mark("inputs", [*given, out, above, rotary.cos, rotary.sin, *rotary.norms])
+            before = tracker.total()
+            torch.autograd.grad(out, given, above)
+            found = tracker.peaks[DEVICE].bytes - before
+        # Queries and a key rotated, a gradient of each and of a value; of the call over suffixes three gradients for each head,
+        # one of them summed over heads.
+        expected = of_token * (tokens * (each + 1 + each + 2) + suffixes * (3 * each + 1))
+        assert abs(found / expected - 1) < 0.05
+
+
+def test_bytes_grow_with_tokens_not_with_their_square():
+    one, two, four = (peaks(PrefixLayout.of(((64 * times, (16 * times,) * 4),)))[1] for times in (1, 2, 4))
+    assert (two, four) == (2 * one, 4 * one)
+
+
+def test_nothing_is_held_for_pairs_of_tokens():
+    layout, tokens, sizes = PrefixLayout.of(((1024, (64,) * 16),)), 1024 + 64 * 16, {"heads": 2, "kv_heads": 1, "size": 8}
+    assert peaks(layout, **sizes)[1] < tokens**2  # bytes: a mask has one for each pair, scores have four for each pair and head
+    assert peaks(layout, **sizes, attention=written_out)[1] > tokens**2 * 4 * 2
+
+
+def test_fake_tensors_give_the_bytes_of_real_ones():
+    layout = PrefixLayout.of(SHARED)
+    expected = peaks(layout)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        assert peaks(layout.map(fake.from_tensor)) == expected
+
+
+def test_the_kernel_of_gpus_takes_fake_tensors():
+    layout = PrefixLayout.of(SHARED)
+    with FakeTensorMode():
+        inputs = [torch.empty(38, heads, 16) for heads in (4, 2, 2)]
+        found = with_gradients(lambda *x: _DenseAttention.apply(*x, *rotary_arguments(None), layout, 0.3, EFFICIENT), inputs)
+    assert [tensor.shape for tensor in found] == [inputs[0].shape, *(tensor.shape for tensor in inputs)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(4, 4), (6, 3)])
+def test_on_a_gpu_the_real_kernel_takes_merged_log_sum_exps(heads):
+    layout = PrefixLayout.of(((37, (20, 20, 3)), (64, ()), (5, (130, 1))))
+    inputs = flat_inputs(layout, *heads, size=64)
+    there = layout.map(lambda tensor: tensor.to("cuda"))
+    found = with_gradients(dense(there), [tensor.cuda() for tensor in inputs])
+    assert agree([tensor.cpu() for tensor in found], with_gradients(written_out(layout), inputs), 1e-4)

@@ -1,0 +1,132 @@
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.model.test_build import built, filled
+from tests.model.test_pack import packed
+from verl_memopt.model.decoder import Attention, BlockOptions, Decoder, DecoderBlock, class_name, of_llama_family
+from verl_memopt.model.families import window
+from verl_memopt.model.packing import pack_rows
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
+
+BOUND = 2e-6
+"""Of log-probs in nats, and of a gradient's difference relative to its norm, in fp32."""
+
+VARIANTS = {
+    "llama": {},
+    "llama with biases": {"attention_bias": True, "mlp_bias": True},
+    "llama with scaled rotary tables": {
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        }
+    },
+    "mistral": {"sliding_window": None},
+    "mistral with a window": {"sliding_window": 4},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3 with a window in one layer": {
+        "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+}  # fmt: skip
+OPTIONS = {
+    "plain": BlockOptions(),
+    "recomputed": BlockOptions(recompute=True),
+    "tiled": BlockOptions(mlp_tiles=3),
+    "recomputed, tiled and checkpointed": BlockOptions(recompute=True, mlp_tiles=3, checkpoint="full"),
+}
+
+GROUPS = [0, 0, 0, 1]
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11]] * 3 + [[12, 13]]
+ANSWERS = [[14, 15, 16], [17], [18, 19, 20, 21, 22], [23, 24]]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    parent = tmp_path_factory.mktemp("families")
+    names = {name.split()[0] for name in VARIANTS}
+    return {name: make_tiny_model(parent / name, TinyShape(model_type=name, tie_embeddings=False), seed=3) for name in names}
+
+
+def theirs(folder, config):
+    """Gives the model as transformers computes it, its config changed; biases that no file holds are drawn."""
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def ours(folder, config, options, model):
+    """Gives the same model with our decoder, holding the same weights."""
+    policy = built(folder, override_config=config, options=options)
+    policy.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            parameter.copy_(model.get_parameter(name.removeprefix("lm.")))
+        for name, buffer in policy.named_buffers():
+            buffer.copy_(model.get_buffer(name.removeprefix("lm.")))
+    return policy
+
+
+def log_probs_row_by_row(model):
+    found = []
+    for prompt, answer in zip(PROMPTS, ANSWERS, strict=True):
+        log_p = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
+        found += [log_p[len(prompt) - 1 + place, token] for place, token in enumerate(answer)]
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_packed_sequences_give_the_log_probs_and_gradients_of_transformers(folders, variant, options):
+    folder, config = folders[variant.split()[0]], VARIANTS[variant]
+    model = theirs(folder, config)
+    policy = ours(folder, config, OPTIONS[options], model)
+    assert isinstance(policy.decoder, Decoder)
+    expected = log_probs_row_by_row(model)
+    # A window would cut a shared prompt.
+    found, _ = policy(packed(PROMPTS, ANSWERS, GROUPS if window(model.config) is None else range(4)), 1.0, False)
+    torch.testing.assert_close(found, expected, rtol=0, atol=BOUND)
+    expected.sum().backward()
+    found.sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    # Small gradients of queries and keys are differences of larger terms, whose rounding is of these terms' size.
+    rounding = 2**-24 * max(float(gradient.norm()) for gradient in gradients.values())
+    for name, parameter in policy.named_parameters():
+        gradient = gradients.pop(name.removeprefix("lm."))
+        assert float((parameter.grad - gradient).norm()) <= BOUND * float(gradient.norm()) + rounding, name
+    assert not gradients
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_it_takes_over_every_parameter_under_its_name_and_in_its_order(folders, kind):
+    model, policy = AutoModelForCausalLM.from_pretrained(folders[kind]), built(folders[kind])
+    names = [name.removeprefix("lm.") for name, _ in policy.named_parameters()]
+    assert names == [name for name, _ in model.named_parameters()]
+    assert list(policy.lm.state_dict()) == list(model.state_dict())
+
+
+def test_its_modules_answer_to_the_classes_they_took_the_place_of(folders):
+    block = built(folders["mistral"]).blocks()[0]
+    assert (type(block), type(block.self_attn)) == (DecoderBlock, Attention)
+    names = [class_name(module) for module in (block, block.self_attn, block.mlp, block.input_layernorm, torch.nn.Linear(1, 1))]
+    assert names == ["MistralDecoderLayer", "MistralAttention", "MistralMLP", "MistralRMSNorm", "Linear"]
+
+
+def test_other_modules_beside_the_known_ones_are_not_taken_over(folders):
+    lm = AutoModelForCausalLM.from_pretrained(folders["llama"])
+    assert of_llama_family(lm)
+    lm.model.adapter = torch.nn.Identity()
+    assert not of_llama_family(lm)
+
+
+def test_a_row_alone_in_eager_attention_gives_what_the_pack_gives(folders):
+    policy = filled(folders["qwen3"], options=BlockOptions(recompute=True))
+    row = pack_rows(torch.tensor(PROMPTS[0]), [len(PROMPTS[0])], torch.tensor(ANSWERS[0]), [len(ANSWERS[0])])
+    with torch.no_grad():
+        packed_ones, _ = policy(packed(PROMPTS, ANSWERS, GROUPS), 0.7, False)
+        alone, _ = policy(row, 0.7, False, unpacked=True)
+    torch.testing.assert_close(packed_ones[: len(ANSWERS[0])], alone, rtol=0, atol=BOUND)

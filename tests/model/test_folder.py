@@ -1,0 +1,212 @@
+import json
+import re
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub.utils import filter_repo_objects
+from transformers import AutoModelForCausalLM
+
+from tests.model.own_code import own_code, write_own_code
+from verl_memopt.config.schema import Actor, Fsdp, Model, TiledMlp
+from verl_memopt.errors import ConfigError
+from verl_memopt.model.assembly import build_policy, materialize
+from verl_memopt.model.export import export_folder
+from verl_memopt.model.folder import check_vocabulary, end_tokens, files_of_index, load_tokenizer, resolve_folder
+from verl_memopt.model.packing import pack_rows
+from verl_memopt.model.packing_check import check_architecture, check_packing
+from verl_memopt.model.weights import WeightFolder, named_weights
+
+KEY = "actor_rollout_ref.model.path"
+
+
+def test_a_local_folder_is_itself(tiny_folder):
+    assert resolve_folder(str(tiny_folder), KEY) == tiny_folder.resolve()
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=rf"{KEY}={tmp_path}: the folder has no config\.json"):
+        resolve_folder(str(tmp_path), KEY)
+
+
+def test_a_path_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match="no such folder"):
+        resolve_folder("/nowhere/at/all", KEY)
+
+
+def test_a_hub_id_that_cannot_be_had_is_refused_with_the_way_out(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match="the hub could not give it"):
+        resolve_folder("nobody/nothing", KEY)
+
+
+def test_the_end_of_a_response_is_the_tokenizers_and_the_generation_configs(tiny_folder):
+    tokenizer = load_tokenizer(tiny_folder, Model(path=str(tiny_folder)))
+    assert tokenizer.eos_token_id in end_tokens(tiny_folder, tokenizer)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(ConfigError, match="it has no tokenizer"):
+        load_tokenizer(tmp_path, Model(path=str(tmp_path)))
+
+
+def test_a_chat_template_of_the_users_replaces_the_folders(tiny_folder):
+    template = "{{ messages[0].content }}!"
+    tokenizer = load_tokenizer(tiny_folder, Model(path=str(tiny_folder), custom_chat_template=template))
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+
+
+def index_of(folder, weight_map):
+    path = folder / "model.safetensors.index.json"
+    path.write_text(weight_map if isinstance(weight_map, str) else json.dumps({"weight_map": weight_map}))
+    return path
+
+
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/passwd", "..", ".", "", "a/b", "a\\b", "a\0b", 7])
+def test_an_index_that_names_a_file_outside_of_its_folder_is_refused(tmp_path, name):
+    path = index_of(tmp_path, {"a": "model-1.safetensors", "b": name})
+    with pytest.raises(ConfigError, match=re.escape(f"{path}: it names the file {name!r}")):
+        files_of_index(path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": []}}', "3", "[" * 100_000])
+def test_an_index_of_another_form_is_refused_by_its_file(tmp_path, text):
+    path = index_of(tmp_path, text)
+    with pytest.raises(ConfigError, match=re.escape(f"{path}: not an index of weights (")):
+        files_of_index(path)
+
+
+def test_an_index_may_name_files_that_are_links_out_of_the_folder_as_in_the_hubs_cache(untied_folder, tmp_path):
+    blobs, folder = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    shutil.copytree(untied_folder, blobs)
+    folder.mkdir(parents=True)
+    for path in blobs.iterdir():
+        (folder / path.name).symlink_to(path)
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    index = index_of(folder, {"lm_head.weight": "model-1.safetensors"})
+    assert files_of_index(index) == {"model-1.safetensors"}
+    assert "lm_head.weight" in WeightFolder(folder).names
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused_with_both_numbers_and_the_first_token_without_a_row(tiny_folder):
+    tokenizer = load_tokenizer(tiny_folder, Model(path=str(tiny_folder)))
+    size = len(tokenizer)
+    check_vocabulary(tokenizer, size, "key=folder")
+    token = tokenizer.convert_ids_to_tokens(size - 2)
+    said = f"its embedding has {size - 2} rows, and the tokenizer has {size} tokens. The first without a row is {token!r}"
+    with pytest.raises(ConfigError, match=f"^key=folder: {re.escape(said)}"):
+        check_vocabulary(tokenizer, size - 2, "key=folder")
+
+
+@pytest.mark.parametrize("listed", ["x", [1, None], [[1]], -1, 1.5])
+def test_an_end_token_that_is_no_id_is_refused(tiny_folder, tmp_path, listed):
+    tokenizer = load_tokenizer(tiny_folder, Model(path=str(tiny_folder)))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
+    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id=.* is no token id"):
+        end_tokens(tmp_path, tokenizer)
+
+
+# Repositories of the hub, and the code in them.
+
+
+@pytest.fixture
+def repository(untied_folder, tmp_path, monkeypatch):
+    """A repository with a model that brings its own code, what else such repositories hold, and a stand-in for the hub.
+
+    Gives its files; what is fetched lies in tmp_path/fetched.
+    """
+    at, fetched = tmp_path / "repository", tmp_path / "fetched"
+    write_own_code(untied_folder, at, mixes=False)
+    (at / "original").mkdir()
+    for name in (
+        *("consolidated.safetensors", "original/params.json", "original/model.safetensors", "pytorch_model.bin", "README.md"),
+        *("merges.txt", "vocab.json", "own.tiktoken", "spiece.model", "chat_template.jinja"),
+    ):
+        (at / name).write_text("{}")
+
+    def snapshot_download(repo_id, *, allow_patterns, ignore_patterns=None):
+        assert repo_id == "someone/own"
+        files = [str(path.relative_to(at)) for path in at.rglob("*") if path.is_file()]
+        for name in filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
+            (fetched / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(at / name, fetched / name)
+        return str(fetched)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    own_code(monkeypatch, tmp_path)
+    return at
+
+
+def names(folder):
+    return {str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def test_without_trust_no_code_is_fetched_and_with_it_all_of_it_is(repository):
+    read = {"config.json", "model.safetensors", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    read |= {"merges.txt", "vocab.json", "own.tiktoken", "spiece.model", "chat_template.jinja"}
+    assert names(resolve_folder("someone/own", KEY)) == read
+    code = {"configuration_own.py", "modeling_own.py", "tokenization_own.py"}
+    assert names(resolve_folder("someone/own", KEY, True)) == read | code
+
+
+def trained(folder, mesh):
+    settings, cpu = Model(path="someone/own", trust_remote_code=True), torch.device("cpu")
+    check_architecture(settings, folder, 64, Actor())
+    policy = build_policy(settings, Fsdp(dtype="fp32"), folder, mesh, cpu)
+    materialize(policy, folder, cpu)
+    check_packing(policy, cpu, torch.float32, Actor(), str(folder))
+    return policy
+
+
+def test_a_model_with_its_own_code_loads_from_what_was_fetched_and_from_what_was_saved(repository, one_rank, tmp_path):
+    folder = resolve_folder("someone/own", KEY, True)
+    policy = trained(folder, one_rank)
+    assert type(policy.lm).__name__ == "OwnForCausalLM"
+    theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    tokens = torch.randint(320, (12,), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = theirs(tokens[None]).logits[0, 3:-1].log_softmax(-1).gather(-1, tokens[4:, None])[:, 0]
+        found, _ = policy(pack_rows(tokens[:4], [4], tokens[4:], [8]), 1.0, False)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+    saved = tmp_path / "saved"
+    export_folder(saved, policy.lm.config, folder, iter((n, p.detach()) for n, p in named_weights(policy)), writes=True)
+    again = trained(saved, one_rank)
+    assert torch.equal(again(pack_rows(tokens[:4], [4], tokens[4:], [8]), 1.0, False)[0], found)
+
+
+def test_a_model_whose_own_code_mixes_rows_is_refused(repository, one_rank):
+    config = json.loads((repository / "config.json").read_text())
+    (repository / "config.json").write_text(json.dumps(config | {"mixes": True}))
+    with pytest.raises(ConfigError, match=r"models of type own mix the tokens of different rows in blocks of .*Qwen3Attention"):
+        trained(resolve_folder("someone/own", KEY, True), one_rank)
+
+
+def test_code_that_cannot_run_is_a_sentence(repository):
+    (repository / "configuration_own.py").write_text("raise RuntimeError('too old')")
+    folder = resolve_folder("someone/own", KEY, True)
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read: too old"):
+        check_architecture(Model(path="someone/own", trust_remote_code=True), folder, 64, Actor())
+
+
+@pytest.mark.parametrize("by_data", [False, True], ids=["model.trust_remote_code", "data.trust_remote_code"])
+def test_a_tokenizer_with_its_own_code_loads_from_what_was_fetched(repository, by_data):
+    path = repository / "tokenizer_config.json"
+    own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    folder = resolve_folder("someone/own", KEY, True)
+    tokenizer = load_tokenizer(folder, Model(path="someone/own", trust_remote_code=not by_data), by_data)
+    assert type(tokenizer).__name__ == "OwnTokenizer"
+
+
+def test_knobs_that_know_blocks_by_class_leave_a_models_own_code_alone_or_are_refused(repository, one_rank):
+    folder = resolve_folder("someone/own", KEY, True)
+    policy = trained(folder, one_rank)
+    assert type(policy.decoder).__name__ == "Qwen3Model"
+    assert {type(block).__name__ for block in policy.blocks()} == {"Qwen3DecoderLayer"}
+    settings = Model(path="someone/own", trust_remote_code=True, tiled_mlp=TiledMlp(enabled=True))
+    with pytest.raises(ConfigError, match=r"tiled_mlp\.enabled=true: OwnForCausalLM runs code of its own"):
+        build_policy(settings, Fsdp(), folder, one_rank, torch.device("cpu"))

@@ -1,0 +1,270 @@
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from transformers import MistralConfig, Qwen2Config, Qwen3Config
+
+from tests.critics import critic_for
+from tests.model.architectures import tiny_config, tiny_folder
+from tests.ranks import run_ranks
+from tests.tensors import whole_of
+from verl_memopt.config.schema import Actor, Fsdp, Model, TiledMlp
+from verl_memopt.distributed.device import training_mesh
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.lora_torch import initialize_adapters
+from verl_memopt.memory.token_packing import prompt_groups
+from verl_memopt.model import packing_check
+from verl_memopt.model.assembly import ModelUse, build_policy, materialize
+from verl_memopt.model.attention import choose_attention
+from verl_memopt.model.packed_model import allocate
+from verl_memopt.model.packing_check import (
+    GROUPS,
+    MIXING_BOUND,
+    check_packing,
+    packing_bound,
+    refuse_sliding_window,
+    row_differences,
+)
+from verl_memopt.model.policy_model import PolicyModel, dtype_of
+from verl_memopt.model.value_model import ValueModel, stored_head
+from verl_memopt.model.weights import empty_model, fill_from_folder, rebuild_buffers
+
+CPU = torch.device("cpu")
+SHARED = Actor(use_prefix_grouper=True)
+
+LFM2 = {"layer_types": ["conv", "full_attention", "conv", "full_attention"]}
+
+
+def unchecked(at, model_type, deviation=0.06, **more):
+    """Gives a filled model of a type that its config alone would have refused."""
+    folder = tiny_folder(at, model_type, deviation, **more)
+    config = tiny_config(model_type, **more).get_text_config()
+    policy = PolicyModel(empty_model(config, choose_attention("sdpa", CPU, torch.float32), torch.float32, False), 0, False)
+    allocate(policy, CPU)
+    rebuild_buffers(policy, CPU)
+    fill_from_folder(policy, folder)
+    return policy
+
+
+def built(folder, mesh, dtype="fp32", trained=True, quantization="none", **settings):
+    model, fsdp = Model(path=str(folder), **settings.pop("model", {})), Fsdp(dtype=dtype, **settings)
+    use = ModelUse(recompute=True, trained=trained, quantization=quantization)
+    policy = build_policy(model, fsdp, folder, mesh, CPU, use)
+    if not trained:
+        policy.requires_grad_(False)
+    materialize(policy, folder, CPU, fsdp.offload_policy)
+    initialize_adapters(policy, 0)
+    return policy
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared prompts", "rows alone"])
+@pytest.mark.parametrize(
+    ("model_type", "layers", "more"),
+    [
+        ("qwen3_5_text", "layers of type linear_attention", {}),
+        ("lfm2", "layers of type conv", LFM2),
+        ("bamba", "layers of type linear_attention", {}),
+    ],
+)
+def test_layers_that_mix_rows_are_refused_by_name(tmp_path, model_type, layers, more, shared):
+    policy = unchecked(tmp_path / "model", model_type, **more)
+    with pytest.raises(ConfigError, match=rf"=folder: models of type {model_type} mix the tokens of different rows in {layers}"):
+        check_packing(policy, CPU, torch.float32, Actor(use_prefix_grouper=shared), "folder")
+
+
+def test_mixing_is_seen_in_half_precision_at_the_smallest_usual_weights(tmp_path):
+    folder = tiny_folder(tmp_path / "model", "qwen3_5_text", 0.02)
+    config = tiny_config("qwen3_5_text")
+    policy = PolicyModel(empty_model(config, choose_attention("sdpa", CPU, torch.float32), torch.bfloat16, False), 0, False)
+    allocate(policy, CPU)
+    rebuild_buffers(policy, CPU)
+    fill_from_folder(policy, folder)
+    with pytest.raises(ConfigError, match="mix the tokens of different rows"):
+        check_packing(policy, CPU, torch.bfloat16, SHARED, "folder")
+
+
+def test_a_layer_without_a_name_in_the_config_is_refused_by_its_class(tmp_path, one_rank):
+    class RunningMean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Identity()
+
+        def forward(self, hidden_states):
+            counts = torch.arange(1, hidden_states.shape[1] + 1)[:, None]
+            return self.inner(hidden_states.cumsum(1) / counts)
+
+    policy = built(tiny_folder(tmp_path / "model", "olmo2"), one_rank)
+    for block in policy.blocks():
+        block.mlp = RunningMean()
+    with pytest.raises(ConfigError, match=r"models of type olmo2 mix the tokens of different rows in blocks of .*RunningMean"):
+        check_packing(policy, CPU, torch.float32, SHARED, "folder")
+
+
+@pytest.mark.parametrize("model", [{}, {"recompute_elementwise": False, "prune_last_block": False}], ids=str)
+def test_rows_at_wrong_positions_are_refused(untied_folder, one_rank, monkeypatch, model):
+    policy = built(untied_folder, one_rank, model=model)
+    tables = policy.decoder.rotary_emb.forward
+
+    def counted_on(hidden, position_ids):
+        return tables(hidden, torch.arange(position_ids.shape[1])[None])  # each row counts on from the one before
+
+    monkeypatch.setattr(policy.decoder.rotary_emb, "forward", counted_on)
+    with pytest.raises(ConfigError, match=r"give a row in a pack log-probs .* rounding in float32 explains [\d.e-]+\. They"):
+        check_packing(policy, CPU, torch.float32, SHARED, "folder")
+
+
+def test_a_model_whose_attention_gets_no_trees_is_refused_and_not_crashed(tmp_path):
+    policy = unchecked(tmp_path / "model", "stablelm")
+    with pytest.raises(ConfigError, match=r"models of type stablelm cannot compute packed rows"):
+        check_packing(policy, CPU, torch.float32, SHARED, "folder")
+
+
+KNOBS = [
+    {},
+    {"dtype": "bfloat16"},
+    {"dtype": "bfloat16", "model_dtype": "bfloat16"},
+    {"offload_policy": True},
+    {"reshard_after_forward": False, "dtype": "bfloat16"},
+    {"model": {"recompute_elementwise": False}},
+    {"model": {"prune_last_block": False}},
+    {"model": {"recompute_elementwise": False, "prune_last_block": False}},
+    {"model": {"tiled_mlp": TiledMlp(enabled=True)}},
+    {"model": {"tiled_mlp": TiledMlp(enabled=True), "recompute_elementwise": False}},
+    {"model": {"lora_rank": 4}},
+    {"model": {"lora_rank": 4, "recompute_elementwise": False}, "dtype": "bfloat16"},
+    {"model": {"logprob_vocab_tile": 64}},
+    {"model": {"attn_implementation": "eager"}},
+    {"trained": False, "quantization": "int8"},
+    {"trained": False, "quantization": "nf4", "model": {"recompute_elementwise": False}},
+]
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared prompts", "rows alone"])
+@pytest.mark.parametrize("knobs", KNOBS, ids=str)
+def test_a_right_model_passes_under_every_knob_and_other_rows_change_nothing(untied_folder, one_rank, knobs, shared):
+    policy = built(untied_folder, one_rank, **knobs)
+    dtype = dtype_of(knobs.get("dtype", "fp32"), "dtype")
+    actor = Actor(use_prefix_grouper=shared)
+    check_packing(policy, CPU, dtype, actor, "folder")
+    found = row_differences(policy, CPU, prompt_groups(GROUPS, actor))
+    assert found.mixing == 0
+    assert found.packing < (1e-6 if dtype is torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bfloat16"])
+def test_a_critic_is_compared_by_values_although_its_own_head_is_0(untied_folder, one_rank, compute):
+    model = critic_for(untied_folder, one_rank, fsdp={"dtype": compute}).model
+    dtype = dtype_of(compute, "dtype")
+    check_packing(model, CPU, dtype, SHARED, "folder")
+    differences = row_differences(model, CPU, GROUPS)
+    assert differences.mixing == 0
+    assert 0 < differences.packing < (1e-5 if compute == "fp32" else 5e-2)
+    assert not any(parameter.any() for parameter in map(whole_of, model.score.parameters()))
+
+
+def test_a_critic_that_mixes_rows_is_refused_under_its_own_key(tmp_path):
+    folder = tiny_folder(tmp_path / "model", "lfm2", 0.06, **LFM2)
+    config = tiny_config("lfm2", **LFM2).get_text_config()
+    model = ValueModel(empty_model(config, choose_attention("sdpa", CPU, torch.float32), torch.float32, False))
+    allocate(model, CPU)
+    rebuild_buffers(model, CPU)
+    fill_from_folder(model, folder, "critic.model", stored_head(folder))
+    expected = r"critic\.model\.path=folder: models of type lfm2 mix the tokens .* change a row's values by"
+    with pytest.raises(ConfigError, match=expected):
+        check_packing(model, CPU, torch.float32, SHARED, "folder", "critic.model")
+
+
+def test_the_check_leaves_the_models_and_the_processs_state_alone(untied_folder, one_rank):
+    policy = built(untied_folder, one_rank, "bfloat16", model={"recompute_elementwise": False})
+    policy.lm.get_output_embeddings().compiled = True
+    before = torch.get_rng_state(), policy.lm.config._attn_implementation
+    check_packing(policy, CPU, torch.bfloat16, SHARED, "folder")
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert policy.lm.config._attn_implementation == before[1]
+    assert policy.lm.get_output_embeddings().compiled
+    assert all(parameter.grad is None for parameter in policy.parameters())
+    assert all(isinstance(parameter, torch.distributed.tensor.DTensor) for parameter in policy.parameters())
+
+
+def test_without_values_nothing_is_compared(tmp_path):
+    config = tiny_config("qwen3_5_text")
+    policy = PolicyModel(empty_model(config, choose_attention("sdpa", CPU, torch.float32), torch.float32, False), 0, False)
+    check_packing(policy, CPU, torch.float32, SHARED, "folder")
+
+
+def test_rows_that_differ_by_the_bound_pass_and_by_more_are_refused(untied_folder, one_rank, monkeypatch):
+    policy = built(untied_folder, one_rank)
+    found = row_differences(policy, CPU, GROUPS)
+    roundings = packing_check.ROUNDINGS[torch.float32] * found.packing / packing_bound(torch.float32, len(list(policy.blocks())))
+    monkeypatch.setitem(packing_check.ROUNDINGS, torch.float32, roundings * 1.001)
+    check_packing(policy, CPU, torch.float32, SHARED, "folder")
+    monkeypatch.setitem(packing_check.ROUNDINGS, torch.float32, roundings * 0.99)
+    with pytest.raises(ConfigError, match="rounding in float32 explains"):
+        check_packing(policy, CPU, torch.float32, SHARED, "folder")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bfloat16"])
+def test_a_deep_model_rounds_less_than_its_bound(tmp_path, one_rank, dtype):
+    policy = built(tiny_folder(tmp_path / "model", "qwen3", num_hidden_layers=48), one_rank, dtype)
+    found = row_differences(policy, CPU, GROUPS)
+    assert found.packing <= packing_bound(dtype_of(dtype, "dtype"), 48) / 10
+    check_packing(policy, CPU, dtype_of(dtype, "dtype"), SHARED, "folder")
+
+
+def test_the_check_computes_in_fp32_where_training_may_round_to_tf32(untied_folder, one_rank):
+    policy, seen = built(untied_folder, one_rank), set()
+    policy.decoder.register_forward_pre_hook(lambda *_: seen.add(torch.get_float32_matmul_precision()))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        check_packing(policy, CPU, torch.float32, SHARED, "folder")
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert seen == {"highest"}
+
+
+def on_two_ranks(rank, folder):
+    policy = built(folder, training_mesh("cpu", 2, -1), "bfloat16")
+    check_packing(policy, CPU, torch.bfloat16, SHARED, "folder")
+    return dataclasses.asdict(row_differences(policy, CPU, GROUPS))
+
+
+def test_two_ranks_find_the_same(untied_folder):
+    one, other = run_ranks(on_two_ranks, 2, untied_folder)
+    assert one == other
+    assert one["mixing"] == 0 < MIXING_BOUND
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MistralConfig(sliding_window=64),
+        Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=1, num_hidden_layers=2),
+        Qwen3Config(layer_types=["full_attention", "sliding_attention"], sliding_window=64, use_sliding_window=True,
+                    num_hidden_layers=2),
+    ],
+    ids=lambda config: config.model_type,
+)  # fmt: skip
+def test_a_model_with_a_sliding_window_is_refused_only_when_prompts_are_shared(config):
+    with pytest.raises(ConfigError, match=r"use_prefix_grouper=true.*sliding_window=64.*use_prefix_grouper=false"):
+        refuse_sliding_window(config, SHARED)
+    assert refuse_sliding_window(config, Actor(use_prefix_grouper=False)) is None
+
+
+@pytest.mark.parametrize(
+    "config",
+    [MistralConfig(sliding_window=None), Qwen2Config(use_sliding_window=False, sliding_window=64), Qwen3Config()],
+    ids=lambda config: config.model_type,
+)
+def test_a_model_without_sliding_layers_may_share_prompts(config):
+    assert refuse_sliding_window(config, SHARED) is None
+
+
+def test_a_window_that_the_config_hides_is_refused_with_the_way_out(untied_folder, one_rank):
+    policy = built(untied_folder, one_rank)
+    for block in policy.blocks():
+        block.self_attn.window = 12
+    with pytest.raises(ConfigError, match=r"use_prefix_grouper=true.*sliding_window=12.*use_prefix_grouper=false"):
+        check_packing(policy, CPU, torch.float32, SHARED, "folder")

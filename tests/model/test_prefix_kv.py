@@ -1,0 +1,163 @@
+import statistics
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from benchmarks.update_pass.flops import count
+from tests.memory import activation_cases as act
+from tests.memory.batching.test_shared_prompt import counts_of, grouped, sharing
+from tests.tensors import whole_of
+from tests.worker.test_policy import NothingWaits
+from verl_memopt.model.packing import pack_prompt
+from verl_memopt.model.prefix_kv import PrefixKV, PrefixRecorder
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.worker.trained_model import MiniBatch, micro_batches_of
+
+OWN = {"recompute_elementwise": True}
+BOUND = 2e-6
+"""Of the difference of a gradient, relative to its norm, in fp32."""
+
+BATCH, PARTS = sharing(grouped(40, [9, 5, 1, 12, 3, 7])), [[0, 1], [2, 3], [4, 5]]
+
+
+def results(policy, batch, parts, reuse):
+    """Gives log-probs, entropies and every whole gradient, of parts that reuse the prefix KV or compute the prompt again."""
+    policy.model.supports_prefix_kv = reuse
+    scores = policy.compute_log_probs(batch, parts, 0.9, True)
+    metrics = policy.accumulate(micro_batches_of(batch, parts, reuse), counts_of(batch), 0.9)
+    found = [whole_of(parameter.grad).clone() for parameter in policy.model.parameters() if parameter.grad is not None]
+    policy.trained.optimizer.zero_grad()
+    return [scores.log_probs, scores.entropy, metrics["actor/loss"], *found]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"recompute": True},
+        {"recompute": True, "gradient_checkpointing_mode": "selective"},
+        {"recompute": True, "gradient_checkpointing_mode": "every_n", "gradient_checkpointing_every": 2},
+        {"offload": (1, 2)},
+        {"recompute": True, "offload": (1, 2)},
+        {"lora_rank": 4, "lora_alpha": 8.0},
+        {"attn_implementation": "eager"},
+        {"prune_last_block": False},
+    ],
+    ids=["alone", "full", "selective", "every_n", "offload", "full and offload", "lora", "eager", "whole last block"],
+)
+def test_log_probs_and_gradients_differ_by_rounding_only(untied_folder, one_rank, options):
+    found = [results(act.build(untied_folder, one_rank, **OWN, **options), BATCH, PARTS, reuse) for reuse in (False, True)]
+    assert act.largest_difference(*found) <= BOUND
+
+
+def naive(policy, batch):
+    """Gives every gradient of the rows side by side, each with its prompt."""
+    policy.accumulate(micro_batches_of(sharing(batch, False), [[*range(6)]], False), counts_of(batch), 0.9)
+    return flat([whole_of(parameter.grad) for parameter in policy.model.parameters()])
+
+
+def test_under_fsdp_in_half_precision_gradients_are_as_near_to_the_truth_as_naive_ones(untied_folder, one_rank):
+    cut = {"logprob_chunk_tokens": 8}  # so small that both heads sum as many parts of a half-precision gradient
+    plain, ratios = {"recompute_elementwise": False, "prune_last_block": False, **cut}, []
+    for seed in range(10):
+        batch = sharing(grouped(40, [9, 5, 1, 12, 3, 7], seed=seed))
+        truth = naive(act.build(untied_folder, one_rank, **plain), batch)
+        rounded = naive(act.build(untied_folder, one_rank, dtype="bfloat16", **plain), batch)
+        prefix_kv = flat(results(act.build(untied_folder, one_rank, dtype="bfloat16", **OWN, **cut), batch, PARTS, True)[3:])
+        ratios.append(act.largest_difference([prefix_kv], [truth]) / act.largest_difference([rounded], [truth]))
+    # Each is made of thousands of roundings, of different ones; where one falls on the other side of a clip it is far off.
+    assert statistics.median(ratios) <= 1.01
+
+
+def flat(tensors):
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_of_any_answers_in_any_parts(tiny_folder, one_rank, data):
+    answers = data.draw(st.lists(st.integers(0, 6), min_size=2, max_size=8).filter(lambda some: sum(some) > len(some)))
+    batch = sharing(grouped(data.draw(st.integers(8, 30)), answers, 2, seed=sum(answers)))
+    size, rows = data.draw(st.integers(1, 3)), list(range(len(answers)))
+    parts = [[row + group * len(rows) for row in rows[at : at + size]] for group in range(2) for at in range(0, len(rows), size)]
+    policy = act.build(tiny_folder, one_rank, **OWN)
+    prefix_kv, again = (results(policy, batch, parts, reuse) for reuse in (True, False))
+    rounding = 2**-22 * flat(again[3:]).norm()
+    for one, other in zip(prefix_kv, again, strict=True):
+        assert (one - other).norm() <= BOUND * max(other.norm(), 1.0 if other.ndim == 0 else 0.0) + rounding
+
+
+def test_two_optimizer_steps_are_those_that_compute_the_prompt_again(untied_folder, one_rank):
+    found = []
+    for reuse in (False, True):
+        policy = act.build(untied_folder, one_rank, **OWN)
+        policy.model.supports_prefix_kv = reuse
+        metrics = [policy.update([MiniBatch(BATCH, PARTS, counts_of(BATCH))], 0.9) for _ in range(2)]
+        found.append([*map(torch.tensor, (value for step in metrics for value in step.values()))])
+    assert act.largest_difference(*found) <= 1e-4  # Adam makes steps of the learning rate out of the smallest gradients
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_host_waits_for_nothing(untied_folder, one_rank, recompute):
+    policy = act.build(untied_folder, one_rank, recompute=recompute, **OWN)
+    micros, counts = list(micro_batches_of(BATCH, PARTS, True)), counts_of(BATCH)
+    assert micros[0].prompt is not None
+    with NothingWaits():
+        metrics = policy.trained.step(micros, counts, policy.loss_at(0.9))
+    assert float(metrics["actor/grad_norm"]) > 0
+
+
+def test_the_prompt_is_computed_once(tmp_path, one_rank):
+    shape = TinyShape(hidden_size=64, intermediate_size=96, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16)
+    policy, counted = act.build(make_tiny_model(tmp_path / "model", shape, seed=3), one_rank, **OWN), {}
+    for name, reuse, parts in (("whole", False, [[*range(6)]]), ("cut", False, PARTS), ("prefix_kv", True, PARTS)):
+        micros = list(micro_batches_of(BATCH, parts, reuse))
+        counted[name] = count(lambda micros=micros: policy.accumulate(micros, counts_of(BATCH), 0.9))
+    assert counted["prefix_kv"] == counted["whole"] < counted["cut"]
+
+
+def test_beside_the_prompts_own_bytes_lie_keys_and_values(tmp_path, one_rank):
+    shape = TinyShape(hidden_size=64, intermediate_size=96, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16)
+    folder, batch = make_tiny_model(tmp_path / "model", shape, seed=3), sharing(grouped(1024, [65] * 8))
+    parts, peaks = [[0, 1, 2, 3], [4, 5, 6, 7]], {}
+    for reuse in (False, True):
+        policy = act.build(folder, one_rank, **OWN)
+        micros = list(micro_batches_of(batch, parts, reuse))
+        assert (micros[0].prompt is not None) is reuse
+        peaks[reuse] = act.tracked_step(policy, micros, counts_of(batch)).peaks[act.DEVICE].kinds["activations"]
+    # Of 1,024 tokens, two of 32 channels in three blocks: beside the answers', and a gradient each.
+    beside = 3 * 1024 * 2 * 32 * 4
+    assert peaks[True] <= peaks[False] + 2 * beside
+
+
+def test_what_is_computed_again_is_not_recorded_again():
+    recorder, tables = PrefixRecorder(), (torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))
+    first, again = torch.ones(2, 3), torch.ones(2, 3)
+    assert recorder.extend(0, first, first, tables)[0] is first
+    assert recorder.extend(0, again, again, tables)[0] is again
+    assert recorder.outputs()[2] is first
+
+
+def test_gradients_of_answers_add_up_and_start_the_prompts_backward():
+    source = torch.ones(2, 3, requires_grad=True)
+    key, value, state = source * 2, source * 3, source[-1:] * 5
+    tables = torch.zeros(1, 2, 4), torch.zeros(1, 2, 4)
+    prefix_kv = PrefixKV(state, (*tables, key, value))
+    for _ in range(2):
+        own = torch.zeros(1, 3, requires_grad=True)
+        keys, values, (cos, _) = prefix_kv.extend(0, own, own, (torch.zeros(1, 1, 4),) * 2)
+        assert keys.shape == values.shape == (3, 3)
+        assert cos.shape == (1, 3, 4)
+        (keys.sum() + values.sum() + prefix_kv.prepend_state(own)[0].sum()).backward()
+    assert source.grad is None
+    prefix_kv.backward()
+    assert source.grad.tolist() == [[10.0] * 3, [20.0] * 3]
+
+
+def test_a_prompt_alone_asks_nothing_and_skips_all_but_its_last_token():
+    pack = pack_prompt(torch.arange(10))
+    assert pack.input_ids.tolist() == [list(range(10))]
+    assert pack.targets.numel() == pack.row_lengths.numel() == 0
+    assert pack.last_block.layout.skipped == (9,)

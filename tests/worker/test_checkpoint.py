@@ -1,0 +1,174 @@
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForTokenClassification, AutoTokenizer
+
+from tests.critics import call_critic, critic_batch, critic_mini, critic_plan, critic_weights, naive_values
+from tests.ranks import run_ranks
+from tests.worker.test_policy import batch
+from tests.worker.test_worker import ALL, AR, call, made, mini_batch, place, plan_of, same, weights  # noqa: F401 - made is a fixture
+from verl_memopt.algorithms.rows import GlobalCounts
+from verl_memopt.distributed.device import leave_process_group
+from verl_memopt.distributed.file_records import record_folder
+from verl_memopt.errors import CheckpointError
+from verl_memopt.worker.trained_model import MiniBatch
+from verl_memopt.worker.worker import Worker
+
+
+def test_a_loaded_worker_goes_on_bit_for_bit(made, tmp_path):  # noqa: F811
+    worker = made()
+    call(worker, "update_actor", [mini_batch()])
+    call(worker, "save", str(tmp_path), ALL)
+    metrics = call(worker, "update_actor", [mini_batch()])
+    leave_process_group()
+    other = made()
+    call(other, "load", str(tmp_path), ALL)
+    assert call(other, "update_actor", [mini_batch()]) == metrics
+    assert same(weights(worker), weights(other))
+
+
+def test_a_checkpoint_holds_a_model_folder_with_weights_only_when_asked(made, tmp_path, tiny_folder):  # noqa: F811
+    worker = made()
+    call(worker, "save", str(tmp_path / "plain"), ALL)
+    call(worker, "save", str(tmp_path / "whole"), [*ALL, "hf_model"])
+    plain, whole = (tmp_path / name / "huggingface" for name in ("plain", "whole"))
+    for folder in (plain, whole):
+        assert (folder / "config.json").is_file()
+        assert (folder / "tokenizer.json").is_file()
+    assert not list(plain.glob("*.safetensors"))
+    assert same(load_file(whole / "model.safetensors"), weights(worker))
+
+
+@pytest.mark.parametrize("more", [{}, {f"{AR}.model.lora_rank": 2}])
+def test_a_save_answers_with_the_record_of_every_file(made, tmp_path, more):  # noqa: F811
+    assert call(made(more), "save", str(tmp_path), [*ALL, "hf_model"]) == record_folder(tmp_path, tmp_path)
+
+
+def test_a_saved_tokenizer_renders_prompts_as_the_run_did(made, tmp_path):  # noqa: F811
+    template = "{{ messages[0]['content'] }} ->"
+    call(made({f"{AR}.model.custom_chat_template": template}), "save", str(tmp_path), ["model"])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "huggingface")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "1+1="}], tokenize=False) == "1+1= ->"
+
+
+def test_a_model_folder_that_cannot_be_written_is_an_error_for_the_user(made, tmp_path):  # noqa: F811
+    worker = made()
+    (tmp_path / "huggingface").write_text("a file where a folder must be")
+    with pytest.raises(CheckpointError, match=r"the model could not be written: .*huggingface"):
+        call(worker, "save", str(tmp_path), ["model"])
+
+
+def two_ranks(rank, folder, out):
+    """Loads what one rank wrote, takes a step, saves and gives what this rank computed."""
+    worker = Worker(plan_of(folder), place(rank, 2))
+    worker.load(str(out / "one"), ALL)
+    whole = batch(rows=4)
+    counts = GlobalCounts(float(whole.responses.lengths.sum()), 4.0)
+    metrics = worker.update_actor([MiniBatch(whole.select([2 * rank, 2 * rank + 1]), [[0, 1]], counts)])
+    worker.save(str(out / "two"), ALL)
+    return metrics
+
+
+def test_another_number_of_ranks_goes_on_from_a_checkpoint_and_back(made, tiny_folder, tmp_path):  # noqa: F811
+    worker = made()
+    call(worker, "update_actor", [mini_batch()])
+    call(worker, "save", str(tmp_path / "one"), ALL)
+    expected = call(worker, "update_actor", [mini_batch()])
+    answers = run_ranks(two_ranks, 2, tiny_folder, tmp_path)
+    assert sum(answer["actor/loss"] for answer in answers) == pytest.approx(expected["actor/loss"], rel=1e-5)
+    for answer in answers:
+        assert answer["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-5)
+        assert answer["actor/lr"] == expected["actor/lr"]
+    assert sorted(path.name for path in (tmp_path / "two").glob("extra*")) == ["extra_rank_0.pt", "extra_rank_1.pt"]
+    leave_process_group()
+    back = made()
+    call(back, "load", str(tmp_path / "two"), ALL)
+    for name, tensor in weights(back).items():
+        torch.testing.assert_close(tensor, weights(worker)[name], rtol=0, atol=2e-5)
+
+
+# The critic.
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_loaded_critic_goes_on_bit_for_bit(made, tiny_folder, tmp_path, offload):  # noqa: F811
+    plan = critic_plan(
+        tiny_folder, {f"critic.model.fsdp_config.{name}": offload for name in ("param_offload", "optimizer_offload")}
+    )
+    worker = made(**plan)
+    call_critic(worker, "update_critic", [critic_mini()])
+    records = call_critic(worker, "save_critic", str(tmp_path), [*ALL, "hf_model"]).value
+    assert records == record_folder(tmp_path, tmp_path)
+    metrics = call_critic(worker, "update_critic", [critic_mini()]).value
+    expected = critic_weights(worker)
+    made.close()
+    leave_process_group()
+    other = made(**plan)
+    call_critic(other, "load_critic", str(tmp_path), ALL)
+    assert call_critic(other, "update_critic", [critic_mini()]).value == metrics
+    assert same(critic_weights(other), expected)
+
+
+def critic_on_two_ranks(rank, folder, out):
+    worker = Worker(plan_of(folder, **critic_plan(folder)), place(rank, 2))
+    call_critic(worker, "load_critic", str(out / "one"), ALL)
+    whole = critic_mini().batch
+    counts = critic_mini().counts
+    metrics = call_critic(worker, "update_critic", [MiniBatch(whole.select([2 * rank, 2 * rank + 1]), [[0, 1]], counts)]).value
+    call_critic(worker, "save_critic", str(out / "two"), [*ALL, "hf_model"])
+    return metrics
+
+
+def test_two_ranks_go_on_from_a_critics_checkpoint_of_one_and_back(made, tiny_folder, tmp_path):  # noqa: F811
+    worker = made(**critic_plan(tiny_folder))
+    call_critic(worker, "update_critic", [critic_mini()])
+    call_critic(worker, "save_critic", str(tmp_path / "one"), ALL)
+    expected = call_critic(worker, "update_critic", [critic_mini()]).value
+    answers = run_ranks(critic_on_two_ranks, 2, tiny_folder, tmp_path)
+    assert sum(answer["critic/vf_loss"] for answer in answers) == pytest.approx(expected["critic/vf_loss"], rel=1e-5)
+    assert answers[0]["critic/grad_norm"] == pytest.approx(expected["critic/grad_norm"], rel=1e-5)
+    weights_of_one = critic_weights(worker)
+    made.close()
+    leave_process_group()
+    back = made(**critic_plan(tiny_folder))
+    call_critic(back, "load_critic", str(tmp_path / "two"), ALL)
+    written = load_file(tmp_path / "two" / "huggingface" / "model.safetensors")
+    assert same(written, critic_weights(back))
+    for name, tensor in written.items():
+        torch.testing.assert_close(tensor, weights_of_one[name], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_an_exported_critic_gives_its_values_in_transformers_and_here(made, tiny_folder, one_rank, tmp_path, lora):  # noqa: F811
+    worker = made(**critic_plan(tiny_folder, {"critic.model.lora_rank": lora}))
+    call_critic(worker, "update_critic", [critic_mini(), critic_mini()])
+    whole = critic_batch(rows=4)
+    expected = call_critic(worker, "values", whole, [[0, 1, 2, 3]]).value
+    assert expected.abs().mean() > 1e-4
+    call_critic(worker, "save_critic", str(tmp_path), ["hf_model"])
+    exported = tmp_path / "huggingface"
+    theirs = AutoModelForTokenClassification.from_pretrained(exported).eval()
+    assert theirs.config.num_labels == 1
+    with torch.no_grad():
+        torch.testing.assert_close(naive_values(theirs, whole), expected, rtol=0, atol=1e-5)
+    made.close()
+    leave_process_group()
+    again = made(**critic_plan(exported))
+    torch.testing.assert_close(call_critic(again, "values", whole, [[0, 1, 2, 3]]).value, expected, rtol=0, atol=1e-5)
+
+
+def test_a_critics_adapters_are_saved_with_its_head_and_come_back(made, tiny_folder, tmp_path):  # noqa: F811
+    worker = made(**critic_plan(tiny_folder, {"critic.model.lora_rank": 4}))
+    call_critic(worker, "update_critic", [critic_mini(), critic_mini()])
+    whole = critic_batch(rows=4)
+    expected = call_critic(worker, "values", whole, [[0, 1, 2, 3]]).value
+    call_critic(worker, "save_critic", str(tmp_path), ["model"])
+    config = json.loads((tmp_path / "lora_adapter" / "adapter_config.json").read_text())
+    assert (config["task_type"], config["modules_to_save"]) == ("TOKEN_CLS", ["score"])
+    made.close()
+    leave_process_group()
+    adapter = {"critic.model.lora_rank": 4, "critic.model.lora_adapter_path": str(tmp_path / "lora_adapter")}
+    again = made(**critic_plan(tiny_folder, adapter))
+    torch.testing.assert_close(call_critic(again, "values", whole, [[0, 1, 2, 3]]).value, expected, rtol=0, atol=1e-6)
