@@ -115,7 +115,19 @@ def load_weights(folder: Path, model: nn.Module) -> None:
         CheckpointError: A file is missing or damaged. The message names the folder and the error.
     """
     with _refused(folder, "weights could not be read", READ_ERRORS):
-        dcp.load({"model": get_model_state_dict(model)}, checkpoint_id=folder / "dcp")
+        with _host_shards_readable(model):
+            state = {"model": get_model_state_dict(model)}
+        dcp.load(state, checkpoint_id=folder / "dcp")
+
+
+def detached(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a parameter outside of autograd, on the device where its shard lies.
+
+    ``DTensor.detach`` raises where the shard of a parameter of the device rests on the host.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter.detach()
+    return DTensor(parameter._local_tensor.detach(), parameter._spec, requires_grad=False)
 
 
 @contextmanager
@@ -148,8 +160,7 @@ def _state(model: nn.Module, optimizer: Optimizer, contents: Sequence[str]) -> d
 def _host_shards_readable(model: nn.Module) -> Iterator[None]:
     """Put DTensors of the host in the place of parameters of the device whose shards rest on the host.
 
-    Torch cannot detach such a parameter, for its DTensor says that it is on the device. The optimizer knows parameters by
-    identity, so they are back before its state is read.
+    The optimizer knows parameters by identity, so they are back before its state is read.
     """
     kept: list[tuple[nn.Module, str, nn.Parameter]] = []
     stand_ins: dict[nn.Parameter, nn.Parameter] = {}
@@ -157,8 +168,7 @@ def _host_shards_readable(model: nn.Module) -> Iterator[None]:
         for name, parameter in module._parameters.items():
             if isinstance(parameter, DTensor) and parameter.device != parameter._local_tensor.device:
                 if parameter not in stand_ins:
-                    on_host = DTensor(parameter._local_tensor.detach(), parameter._spec, requires_grad=False)
-                    stand_ins[parameter] = nn.Parameter(on_host, parameter.requires_grad)
+                    stand_ins[parameter] = nn.Parameter(detached(parameter), parameter.requires_grad)
                 kept.append((module, name, parameter))
     try:
         for module, name, parameter in kept:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from verl_memopt.distributed.sharded_state import detached
 from verl_memopt.observe.byte_tracker import scope
 from verl_memopt.observe.phase import MIB
 
@@ -89,7 +90,7 @@ def weight_slices(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, buc
     """
     bucket: _Bucket | None = None
     for name, weight in weights:
-        held = weight.detach()
+        held = detached(weight)
         if not isinstance(held, DTensor) or shard_group(held)[1] == 1:
             if bucket is not None:
                 yield from bucket.flush()
