@@ -36,6 +36,8 @@ CHECKED_ONLY = {
     # other keys follow these (tests/config/test_links.py)
     "actor_rollout_ref.actor.clip_ratio",
     "actor_rollout_ref.rollout.prompt_length",
+    # verl's switch, which an estimator that reads the sums requires (tests/config/test_correction_rules.py)
+    "actor_rollout_ref.actor.calculate_sum_pi_squared",
     # the number of checkpoints is one (tests/config/test_critic_rules.py)
     "trainer.max_critic_ckpt_to_keep",
     # can only be the temperature of the rollouts (tests/config/test_rlt_rules.py)
@@ -108,19 +110,20 @@ def runs(toy, folder):
     yield load_settings("grpo_trainer", common(toy, folder / "other") + other + resumed)
     dump = [f"trainer.rollout_data_dir={folder}/dump", "trainer.total_training_steps=1"]
     dump += ["actor_rollout_ref.actor.use_dynamic_bsz=true"]
-    yield load_settings("rloo_trainer", common(toy, folder / "dumped") + dump)
+    likes = ["actor_rollout_ref.actor.policy_loss.loss_mode=sapo", "algorithm.adv_estimator=optimal_token_baseline"]
+    likes += ["actor_rollout_ref.actor.calculate_sum_pi_squared=true"]
+    yield load_settings("rloo_trainer", common(toy, folder / "dumped") + dump + likes)
     replayed = [f"actor_rollout_ref.rollout.skip_dump_dir={folder}/dump", "actor_rollout_ref.rollout.skip_rollout=true"]
     custom = ["algorithm.adv_estimator=custom", f"algorithm.custom_estimator.path={plugins}"]
     custom += ["actor_rollout_ref.actor.policy_loss.loss_mode=custom"]
     custom += [f"actor_rollout_ref.actor.policy_loss.custom.path={plugins}"]
     yield load_settings("rloo_trainer", common(toy, folder / "replayed") + dump[1:] + replayed + custom)
     lora = ["actor_rollout_ref.model.lora_rank=2", "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra]"]
-    lora += ["actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov"]
     reward_model, _ = classifier(folder / "reward_model", toy / "model")
     lora += ["reward_model.enable=true", f"reward_model.model.path={reward_model}", "reward_model.max_length=20"]
     yield load_settings("rloo_trainer", common(toy, folder / "lora") + plain + lora)
     ppo = ["actor_rollout_ref.actor.use_dynamic_bsz=true", "trainer.total_training_steps=2", "trainer.critic_warmup=1"]
-    ppo += ["critic.ppo_max_token_len_per_gpu=64"]
+    ppo += ["critic.ppo_max_token_len_per_gpu=64", "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov"]
     yield load_settings("ppo_trainer", common(toy, folder / "ppo") + ppo)
     critic = [
         "critic.use_dynamic_bsz=false", "critic.ppo_micro_batch_size_per_gpu=2", "critic.model.lora_rank=2",
