@@ -276,6 +276,7 @@ def test_any_error_of_the_start_is_one_sentence_with_a_way_out(
     weights.write_bytes(weights.read_bytes()[:-1000])
     with pytest.raises(RolloutError, match=r"rollout\.name=vllm: vLLM does not start on cpu \(\w+: .*\)\. .*name=hf\.$"):
         engine_at("vllm", damaged, load_format="auto")
+    assert not dist.is_initialized()
 
 
 UNUSUAL: dict[str, Any] = {

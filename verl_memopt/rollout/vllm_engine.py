@@ -287,6 +287,7 @@ class VllmEngine:
 def _start(arguments: dict[str, Any], place: EnginePlace) -> Any:
     """Return a started vLLM engine. Process-wide choices are made first."""
     os.environ.update(ENVIRONMENT)
+    keep_group = dist.is_initialized()
     # With several ranks vLLM is told that an external launcher has started it, and reads its place from these variables.
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world_size), LOCAL_RANK=str(place.local_rank))
     with quiet_start():
@@ -306,10 +307,10 @@ def _start(arguments: dict[str, Any], place: EnginePlace) -> Any:
             return LLM(**arguments)
         except (ValueError, TypeError, NotImplementedError) as error:
             refused = ConfigError(f"{KEY}: vLLM refuses these settings on this device: {error}{cache_advice(error)}")
-            _free_failed_start(error, place.device)
+            _free_failed_start(error, place.device, keep_group)
             raise refused from error
         except BaseException as error:
-            _free_failed_start(error, place.device)
+            _free_failed_start(error, place.device, keep_group)
             if not isinstance(error, Exception) or isinstance(error, UserError) or is_out_of_memory(error):
                 raise
             reason = (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")
@@ -319,12 +320,17 @@ def _start(arguments: dict[str, Any], place: EnginePlace) -> Any:
             ) from error
 
 
-def _free_failed_start(error: BaseException, device: torch.device) -> None:
-    """Free the memory of an engine that failed to start.
+def _free_failed_start(error: BaseException, device: torch.device, keep_group: bool) -> None:
+    """End the process groups of an engine that failed to start, and free its memory.
 
     Its error would keep the memory alive through the frames of its traceback.
     """
+    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
     release_frames(error)
+    with default_group_kept(keep_group):
+        destroy_model_parallel()
+        destroy_distributed_environment()
     free_cached_memory(device, with_pools=True)
 
 
