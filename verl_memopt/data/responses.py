@@ -125,11 +125,6 @@ def with_responses(
     return kept
 
 
-def _up_to(token: str, text: str) -> str:
-    """Return a text up to its first end token, after which an engine stops. A text without one gets it."""
-    return text.partition(token)[0] + token if token else text
-
-
 def _at(columns: Any, key: str) -> Any:
     """Return the value of a column, or of ``column.name`` in an object; None where there is none."""
     if not isinstance(columns, dict):

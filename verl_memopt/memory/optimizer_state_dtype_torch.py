@@ -24,7 +24,6 @@ from torch import Tensor
 
 from verl_memopt.memory.stochastic_rounding_torch import round_to_bfloat16_
 
-STATE_DTYPES = ("fp32", "bfloat16", "int8", "int4")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MOST_BLOCK = {"int8": 256, "int4": 128}
 LEAST_BLOCK = 32
