@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from verl_memopt import __version__
 from verl_memopt.errors import ConfigError, UnreadableCheckpointError, UserError
 from verl_memopt.recipes.registry import RECIPES
-from verl_memopt.run.interrupts import SignalWatch, of_process
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings
@@ -204,6 +203,8 @@ def guarded(command: Callable[[], int], watched: bool) -> int:
         command: Returns the exit code.
         watched: Watch for signals until the process ends.
     """
+    from verl_memopt.run.interrupts import SignalWatch  # imports psutil, which the plain help does not need
+
     watch = SignalWatch() if watched else None
     try:
         return command()
@@ -303,6 +304,7 @@ def train(settings: Settings) -> int:
         UserError: for what the user must mend. Everything that was started has ended by then.
     """
     from verl_memopt.observe.phase import PhaseClock
+    from verl_memopt.run.interrupts import of_process
     from verl_memopt.trainer.build import build_run
     from verl_memopt.trainer.debug_run import debug_settings, mode_of
     from verl_memopt.trainer.loop import Trainer, start_rewards, start_workers
