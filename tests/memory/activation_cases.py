@@ -143,10 +143,10 @@ def tracking(policy, *inputs):
         yield tracker
 
 
-def tracked_step(policy, micro, counts):
-    """Gives the tracker after two steps, with the peaks of the second step's micro-batches. Fake tensors need both steps."""
+def tracked_step(policy, micro, counts, steps=2):
+    """Gives the tracker after some steps, with the peaks of the last one's micro-batches. Fake tensors need two."""
     with tracking(policy, *micro) as tracker:
-        for step in range(2):
+        for step in range(steps):
             tracker.enter(f"step {step}")
             policy.accumulate(micro, counts, 0.9)
             peaks = dict(tracker.peaks)
@@ -157,9 +157,9 @@ def tracked_step(policy, micro, counts):
     return tracker
 
 
-def peaks(policy, mini):
-    """Gives the (device, host) bytes at the peaks of the second step's forwards and backwards."""
-    tracker = tracked_step(policy, micros(mini), mini.counts)
+def peaks(policy, mini, steps=2):
+    """Gives the (device, host) bytes at the peaks of the last step's forwards and backwards."""
+    tracker = tracked_step(policy, micros(mini), mini.counts, steps)
     return tracker.peaks[DEVICE].bytes, tracker.peaks[HOST].bytes
 
 
@@ -185,25 +185,20 @@ def close(found, expected, share=0.05):
     return abs(found - expected) <= share * abs(expected)
 
 
-def fake_tracker(folder, mesh, micro, counts, **options):
-    """Gives the tracker after two steps of a policy on fake tensors, which have the bytes of real ones and compute nothing."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        policy = build(folder, mesh, fill=False, **options)
-        return tracked_step(policy, [_faked(fake, one) for one in micro], counts)
-
-
-def fake_peaks(folder, mesh, mini=None, **options):
-    """Gives the (device, host) bytes at the peaks of a second step's forwards and backwards, on fake tensors."""
-    mini = mini or mini_batch()
-    tracker = fake_tracker(folder, mesh, micros(mini), mini.counts, **options)
-    return tracker.peaks[DEVICE].bytes, tracker.peaks[HOST].bytes
+def step_peaks(folder, mesh, mini=None, **options):
+    """Gives the (device, host) bytes at the peaks of the first step's forwards and backwards."""
+    return peaks(build(folder, mesh, **options), mini or mini_batch(), steps=1)
 
 
 def assert_fake_tensors_give_the_bytes_of_real_ones(folder, **options):
     """Asserts that fake tensors alone reach the peaks of real ones, on the first of four ranks."""
     mini = mini_batch(response=16)
     with fake_ranks(4) as mesh:
-        assert fake_peaks(folder, mesh, mini, **options) == peaks(build(folder, mesh, **options), mini)
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            micro = [_faked(fake, one) for one in micros(mini)]
+            tracker = tracked_step(build(folder, mesh, fill=False, **options), micro, mini.counts)
+        found = tracker.peaks[DEVICE].bytes, tracker.peaks[HOST].bytes
+        assert found == peaks(build(folder, mesh, **options), mini)
 
 
 def _faked(fake, micro):

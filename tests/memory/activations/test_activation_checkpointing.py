@@ -92,9 +92,9 @@ def test_the_peak_of_a_step_falls_by_what_the_formula_says(folder):
         (SELECTIVE, (LAYERS - 1) * (more - selective_bytes(4))),
     ]
     with act.fake_ranks(2) as mesh:
-        plain, _ = act.fake_peaks(folder, mesh)
+        plain, _ = act.step_peaks(folder, mesh)
         for mode, saved in savings:
-            peak, host = act.fake_peaks(folder, mesh, recompute=True, **mode)
+            peak, host = act.step_peaks(folder, mesh, recompute=True, **mode)
             assert close(plain - peak, saved), mode
             assert host == 0
 

@@ -390,8 +390,8 @@ def test_with_checkpointing_one_blocks_input_is_kept_between_forward_and_backwar
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_with_checkpointing_the_peak_falls_by_all_inputs_but_those_in_use(folder, in_flight):
     with act.fake_ranks(2) as mesh:
-        without, _ = act.fake_peaks(folder, mesh, recompute=True)
-        device, host = act.fake_peaks(folder, mesh, offload=(LEAST, in_flight), recompute=True)
+        without, _ = act.step_peaks(folder, mesh, recompute=True)
+        device, host = act.step_peaks(folder, mesh, offload=(LEAST, in_flight), recompute=True)
     assert close(without - device, (LAYERS - 1 - in_flight) * INPUT)
     assert close(host, (LAYERS + 3) * INPUT + TABLES)
 
@@ -400,8 +400,8 @@ def test_without_checkpointing_the_peak_falls_by_what_blocks_keep(folder):
     queries, keys, wide = HEADS * HEAD_SIZE, KV * HEAD_SIZE, TOKENS * MLP * FP32
     block = TOKENS * FP32 * (6 * WIDTH + 4 * queries + 4 * keys + 4 * MLP + 2 + 2 * HEADS + KV)
     with act.fake_ranks(2) as mesh:
-        without, _ = act.fake_peaks(folder, mesh)
-        device, host = act.fake_peaks(folder, mesh, offload=(LEAST, 2))
+        without, _ = act.step_peaks(folder, mesh)
+        device, host = act.step_peaks(folder, mesh, offload=(LEAST, 2))
     assert close(without - device, LAYERS * block - (3 + 2) * wide)
     assert close(host, LAYERS * block + 3 * INPUT + TABLES)
 

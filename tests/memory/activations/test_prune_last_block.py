@@ -158,7 +158,8 @@ def test_activations_fall_by_what_the_formula_says(folder, prompt, answers, shar
     with act.fake_ranks(2) as mesh:
         for own in (OFF, ON):
             micro = [micro_batch(batch, list(range(len(answers))))]
-            tracker = act.fake_tracker(folder, mesh, micro, counts_of(batch), recompute=recompute, **OWN, **own)
+            policy = act.build(folder, mesh, recompute=recompute, **OWN, **own)
+            tracker = act.tracked_step(policy, micro, counts_of(batch), steps=1)
             peaks.append(tracker.peaks[act.DEVICE].kinds["activations"])
             formula.append(shapes(batch, enable_gradient_checkpointing=recompute, **OWN, **own).activation_bytes)
     assert act.close(peaks[0] - peaks[1], formula[0] - formula[1])

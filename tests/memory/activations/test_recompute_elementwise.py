@@ -171,7 +171,7 @@ def peak_of(folder):
         mini = act.mini_batch(micro_batches=1, response=RESPONSE)
         options = {"logprob_chunk_tokens": 256, "recompute_elementwise": elementwise, "recompute": recompute}
         with act.fake_ranks(2) as mesh:
-            return act.fake_peaks(folder, mesh, mini, **options)[0]
+            return act.step_peaks(folder, mesh, mini, **options)[0]
 
     return peak
 

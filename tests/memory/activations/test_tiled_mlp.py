@@ -188,7 +188,7 @@ def test_the_peak_of_a_step_falls_by_what_the_formula_says(folder):
     at_backward = 6 * WIDE * (1 - 1 / SHARDS) - 2 * WEIGHT - INPUT * (1 + 1 / SHARDS)
     for recompute, saved in ((True, at_backward), (False, at_backward + (LAYERS - 1) * 4 * WIDE)):
         with act.fake_ranks(2) as mesh:
-            whole, tiled = (act.fake_peaks(folder, mesh, recompute=recompute, **more)[0] for more in ({}, TILED))
+            whole, tiled = (act.step_peaks(folder, mesh, recompute=recompute, **more)[0] for more in ({}, TILED))
         assert close(whole - tiled, saved)
 
 
