@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 
 from verl_memopt.config import schema
 from verl_memopt.config.keys import shown, value_at
@@ -262,8 +264,10 @@ def _live_tensors(device: torch.device, kinds: dict[int, str]) -> list[dict[str,
     objects = gc.get_objects()
     if frozen:
         gc.freeze()
+    # torch.compile keeps fake tensors of its own, which hold nothing.
+    without = FakeTensor if active_fake_mode() is None else ()
     for tensor in objects:
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, torch.Tensor) or isinstance(tensor, without):
             continue
         for storage in device_storages(tensor, device):
             row = {

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from tests.observe.simulated_device import MIB, SimulatedDevice
 from verl_memopt.config.keys import replaced
@@ -354,6 +355,14 @@ def test_tensors_that_share_memory_count_once(snapshot, weight):
     weight = weight[:10]
     run_out(snapshot, weight)
     assert sum(tensor["bytes"] == 200_000 for tensor in json.loads(snapshot.path.read_text())["tensors"]) == 1
+
+
+def test_fake_tensors_that_torch_compile_keeps_are_left_out(snapshot, weight):
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        kept = mode.from_tensor(torch.zeros(123_456), static_shapes=False)
+    run_out(snapshot, weight)
+    assert kept.dim() == 1
+    assert all(tensor["shape"] != [123_456] for tensor in json.loads(snapshot.path.read_text())["tensors"])
 
 
 def test_tensors_of_a_frozen_heap_are_listed_and_stay_frozen(snapshot, weight):
