@@ -2,11 +2,12 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from verl_memopt.config.schema import Fsdp, Model, TiledMlp, WrapPolicy
+from verl_memopt.config.schema import Fsdp, Model, WrapPolicy
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activation_checkpointing_torch import Checkpointed
 from verl_memopt.memory.lora_torch import LoraLinear
 from verl_memopt.memory.quantized_frozen_torch import QuantizedLinear
+from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.model.assembly import ModelUse, parallelize, wrapped_modules
 from verl_memopt.model.attention import choose_attention
 from verl_memopt.model.decoder import BlockOptions, block_options

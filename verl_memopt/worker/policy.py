@@ -285,11 +285,22 @@ def forward_pass(
         forward: Runs the model on a pack.
     """
     outputs: list[tuple[Sequence[int], Output]] = []
+
+    def append_each(micro_batches: Sequence[Sequence[int]]) -> None:
+        micros = [micro.to(device) for micro in micro_batches_of(batch, micro_batches, model.supports_prefix_kv)]
+        prefix_kv: PrefixKV | None = None
+        with torch.no_grad():
+            for rows, micro in zip(micro_batches, micros, strict=True):
+                if micro.prompt is not None and prefix_kv is None:
+                    prefix_kv = model.compute_prefix(micro.prompt)
+                outputs.append((rows, forward(micro.pack, prefix_kv, rows)))
+                prefix_kv = None if micro.ends else prefix_kv
+
     remaining: Sequence[Sequence[int]] = micro_batches
     while remaining:
         done = len(outputs)
         try:
-            _forward_each(model, batch, remaining, device, forward, outputs)
+            append_each(remaining)
             break
         except RuntimeError as error:
             remaining = remaining[len(outputs) - done :]
@@ -299,25 +310,6 @@ def forward_pass(
             remaining = smaller
     reshard_units(model)
     return outputs
-
-
-def _forward_each(
-    model: PackedModel,
-    batch: RolloutBatch,
-    micro_batches: Sequence[Sequence[int]],
-    device: torch.device,
-    forward: Forward[Output],
-    outputs: list[tuple[Sequence[int], Output]],
-) -> None:
-    """Append (rows, output) of each micro-batch to ``outputs``."""
-    micros = [micro.to(device) for micro in micro_batches_of(batch, micro_batches, model.supports_prefix_kv)]
-    prefix_kv: PrefixKV | None = None
-    with torch.no_grad():
-        for rows, micro in zip(micro_batches, micros, strict=True):
-            if micro.prompt is not None and prefix_kv is None:
-                prefix_kv = model.compute_prefix(micro.prompt)
-            outputs.append((rows, forward(micro.pack, prefix_kv, rows)))
-            prefix_kv = None if micro.ends else prefix_kv
 
 
 # The log-prob pass: log-probs of every response token, without gradients. The policy and the reference run it alike.
