@@ -189,8 +189,9 @@ def _build(
     config = load_model_config(model, folder, use.model_key)
     lm = empty_model(config, attention, masters, bool(model.trust_remote_code), use.model_key)
     blocks = block_options(lm, model, fsdp, use.model_key, use.trained, use.recompute)
+    packed = take_over(lm, blocks=blocks)
     # Only one rank alone can reuse a prefix KV: several ranks must run the same forwards, but cut their groups differently.
-    packed = take_over(lm, blocks=blocks, supports_prefix_kv=blocks is not None and blocks[0].recompute and mesh.size() == 1)
+    packed.supports_prefix_kv = blocks is not None and blocks[0].recompute and mesh.size() == 1
     parallelize(packed, model, fsdp, mesh, (masters, compute, reduce), use)
     return packed
 
