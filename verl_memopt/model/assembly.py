@@ -63,17 +63,16 @@ class ModelUse:
     """Compile the functions of a chunk of the LM head."""
 
 
+Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype]
+"""Of the masters, of compute and of the gradient reduction."""
+
+
 def parallelize(
-    packed: PackedModel,
-    model: Model | CriticModel,
-    fsdp: Fsdp,
-    mesh: DeviceMesh,
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
-    use: ModelUse,
+    packed: PackedModel, model: Model | CriticModel, fsdp: Fsdp, mesh: DeviceMesh, dtypes: Dtypes, use: ModelUse
 ) -> None:
     """Apply LoRA, quantisation, checkpointing, FSDP2 and parameter offload to a model without weights.
 
-    ``dtypes`` are those of the masters, of compute and of the gradient reduction. The blocks of ``packed`` have their options
+    The blocks of ``packed`` have their options
     already.
 
     Raises:

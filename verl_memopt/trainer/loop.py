@@ -28,6 +28,7 @@ from verl_memopt.trainer.step import StepResult, TrainingStep
 from verl_memopt.trainer.update_guard import Health, UpdateGuard, Updates
 from verl_memopt.trainer.validate import Validation
 from verl_memopt.worker.group import LocalGroup, RayGroup, TimedGroup, WorkerGroup, start_ray_group
+from verl_memopt.worker.ray_cluster import Request
 from verl_memopt.worker.trained_model import ACTOR, CRITIC
 from verl_memopt.worker.worker import Worker
 
@@ -339,9 +340,8 @@ def start_workers(context: RunContext, clock: PhaseClock) -> Iterator[TimedGroup
         else:
             group = start_ray_group(
                 build_worker,
-                nnodes=trainer.nnodes,
-                devices_per_node=trainer.n_gpus_per_node,
-                device=device,
+                Request(trainer.nnodes, trainer.n_gpus_per_node, gpu=device != "cpu"),
+                device,
                 timeout_seconds=trainer.ray_wait_register_center_timeout,
                 ray_init=ray.ray_init,
                 num_threads=_threads_per_worker(trainer.n_gpus_per_node),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -15,7 +14,7 @@ from verl_memopt.algorithms.custom import load_statistic
 from verl_memopt.algorithms.kl import kl_estimate
 from verl_memopt.algorithms.losses import LossAndMetrics, LossTokens, policy_loss, with_shared_metrics
 from verl_memopt.algorithms.records import LOSSES
-from verl_memopt.algorithms.rollout_correction import bypass_loss, is_token_local, kept_lengths
+from verl_memopt.algorithms.rollout_correction import bypass_loss, is_token_local
 from verl_memopt.algorithms.rows import GlobalCounts, aggregate
 from verl_memopt.config.schema import Actor, Rollout, RolloutCorrection
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
@@ -74,16 +73,10 @@ class Policy:
         self._log_probs: list[Tensor] | None = None
 
     def compute_log_probs(
-        self,
-        batch: RolloutBatch,
-        micro_batches: Sequence[Sequence[int]],
-        temperature: float,
-        with_entropy: bool,
-        statistics: Mapping[str, str] = NO_STATISTICS,
+        self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], temperature: float, with_entropy: bool
     ) -> LogProbs:
         """Return the log-probs of a batch under the present weights, as :func:`compute_log_probs`."""
-        options = temperature, with_entropy, self.trained.device, statistics
-        return compute_log_probs(self.model, batch, micro_batches, *options)
+        return compute_log_probs(self.model, batch, micro_batches, temperature, with_entropy, self.trained.device)
 
     def update(self, mini_batches: Sequence[MiniBatch], temperature: float) -> dict[str, float]:
         """Take one optimizer step per mini-batch and return the mean of their metrics, as :meth:`TrainedModel.update`."""
@@ -203,9 +196,9 @@ class Objective:
         weights, kept, selected = (None if field is None else field[rows] for field in fields)
         row, counts, advantages = micro.pack.row[rows], self.counts, micro.advantages[rows]
         if self.bypass is None:
-            tokens = LossTokens(log_probs, old, advantages, row, self._lengths, counts, weights, kept, selected)
+            tokens = LossTokens(log_probs, old, advantages, row, self.micro.lengths, counts, weights, kept, selected)
             return policy_loss(tokens, self.actor)
-        tokens = LossTokens(log_probs, old, advantages, row, self._lengths, counts)
+        tokens = LossTokens(log_probs, old, advantages, row, self.micro.lengths, counts)
         return with_shared_metrics(tokens, *bypass_loss(tokens, self.actor, self.bypass))
 
     @property
@@ -213,12 +206,6 @@ class Objective:
         if self.bypass is not None:
             return is_token_local(self.bypass, self.actor.loss_agg_mode)
         return LOSSES[self.actor.policy_loss.loss_mode].token_local
-
-    @cached_property
-    def _lengths(self) -> Tensor:
-        """The response tokens of each row that count, int64 [rows]: those that were not rejected before the update."""
-        pack, kept = self.micro.pack, self.micro.kept
-        return pack.row_lengths if kept is None else kept_lengths(kept, pack.row, pack.row_lengths)
 
     def _old(self, log_probs: Tensor, rows: slice) -> Tensor:
         old = self.micro.old_log_probs
@@ -234,7 +221,7 @@ class Objective:
             mode, scale_factor = actor.loss_agg_mode, actor.loss_scale_factor
             # Set to 0 before the sum. A product with a mask would keep a NaN of a rejected token.
             values = values if kept is None else values.where(kept[rows], 0.0)
-            return aggregate(values, pack.row[rows], self._lengths, mode, self.counts, scale_factor)
+            return aggregate(values, pack.row[rows], self.micro.lengths, mode, self.counts, scale_factor)
 
         if entropy is not None:
             penalties.append((-actor.entropy_coeff, "entropy", mean(entropy)))

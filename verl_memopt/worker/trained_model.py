@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
+from verl_memopt.algorithms.rollout_correction import kept_lengths
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor, Critic
 from verl_memopt.data.batch import RolloutBatch
@@ -57,6 +59,12 @@ class MicroBatch:
     kept: Tensor | None = None
     prompt: Pack | None = None
     ends: bool = True
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """The response tokens of each row that count, int64 [rows]: those that were not rejected before the update."""
+        pack, kept = self.pack, self.kept
+        return pack.row_lengths if kept is None else kept_lengths(kept, pack.row, pack.row_lengths)
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the micro-batch on a device. The copies are asynchronous."""
