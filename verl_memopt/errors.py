@@ -3,6 +3,8 @@
 Every message follows one pattern: the key, file or row; what is wrong with it; how to correct it.
 """
 
+from dataclasses import dataclass
+
 
 class UserError(Exception):
     """An error that the user can correct. The command line prints its message without a traceback."""
@@ -49,33 +51,37 @@ class WorkerError(UserError):
     exit_code = 1
 
 
+@dataclass(frozen=True)
+class OutOfMemory:
+    """Where device memory ran out. A figure is None where it is not known.
+
+    Attributes:
+        phase: Phase that ran out of memory, or ``init`` while the model was loaded.
+        asked_bytes: Size of the allocation that was refused.
+        held_bytes: Bytes held at that moment.
+        limit_bytes: The largest number of bytes allowed.
+    """
+
+    phase: str = ""
+    asked_bytes: int | None = None
+    held_bytes: int | None = None
+    limit_bytes: int | None = None
+
+
 class DeviceMemoryError(UserError):
     """The device, or the limit set for it, has no room for a phase.
 
     Args:
         message: The whole message for the user.
-        phase: The phase that ran out of memory.
-        asked_bytes: Size of the allocation that was refused. None = unknown.
-        held_bytes: Bytes held at that moment. None = unknown.
-        limit_bytes: The largest number of bytes allowed. None = unknown.
+        figures: The figures behind it.
     """
 
     exit_code = 1
 
-    def __init__(
-        self,
-        message: str,
-        phase: str = "",
-        asked_bytes: int | None = None,
-        held_bytes: int | None = None,
-        limit_bytes: int | None = None,
-    ) -> None:
+    def __init__(self, message: str, figures: OutOfMemory = OutOfMemory()) -> None:
         """Keep the figures beside the message."""
         super().__init__(message)
-        self.phase = phase
-        self.asked_bytes = asked_bytes
-        self.held_bytes = held_bytes
-        self.limit_bytes = limit_bytes
+        self.figures = figures
 
 
 class CheckpointError(UserError):

@@ -10,10 +10,10 @@ import signal
 import pytest
 from rich.console import Console
 
-from verl_memopt.errors import DeviceMemoryError
+from verl_memopt.errors import DeviceMemoryError, OutOfMemory
 from verl_memopt.ladder import command
 from verl_memopt.ladder.command import LadderProgress, LadderRecord, measure_ladder
-from verl_memopt.ladder.measure import OutOfMemory, Row, Work
+from verl_memopt.ladder.measure import Row, Work
 
 WORK = Work(rows=2, prompt=16, response=8, group=2)
 ONLY = ("chunked_logprob",)

@@ -2,9 +2,10 @@ from dataclasses import replace
 
 from rich.console import Console
 
+from verl_memopt.errors import OutOfMemory
 from verl_memopt.ladder import command
 from verl_memopt.ladder.command import draw_ladder, failures_table, ladder_table, ladder_tables, savings_table
-from verl_memopt.ladder.measure import OutOfMemory, Row, Saving
+from verl_memopt.ladder.measure import Row, Saving
 
 RAN_OUT = OutOfMemory("update_actor", asked_bytes=3 * 2**20, held_bytes=7 * 2**20, limit_bytes=8 * 2**20)
 FAILED = Row("all off", (), {"old_log_prob": 2**20}, out_of_memory=RAN_OUT)

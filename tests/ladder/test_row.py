@@ -1,10 +1,11 @@
 import json
+import pickle
 from dataclasses import replace
 
 import pytest
 
-from verl_memopt.errors import DeviceMemoryError
-from verl_memopt.ladder.measure import OutOfMemory, Row, Work, as_json, split, with_savings
+from verl_memopt.errors import DeviceMemoryError, OutOfMemory
+from verl_memopt.ladder.measure import Row, Work, as_json, split, with_savings
 
 WORK = Work(rows=4, prompt=24, response=8, group=4)
 RAN_OUT = OutOfMemory("update_actor", asked_bytes=5, held_bytes=8, limit_bytes=10)
@@ -16,9 +17,9 @@ def row(knob, logits):
     return Row(knob, (), {"update_actor": 100}, {"logits": logits}, 100, 0, 1.5, 0.1, 0.2, phase_kinds)
 
 
-def test_the_figures_of_an_error_are_kept_and_the_error_is_not():
-    error = DeviceMemoryError("gen: full", "gen", 3, 8, 10)
-    assert OutOfMemory.of(error) == OutOfMemory("gen", 3, 8, 10)
+def test_the_figures_of_an_error_come_with_it_from_another_process():
+    error = pickle.loads(pickle.dumps(DeviceMemoryError("gen: full", OutOfMemory("gen", 3, 8, 10))))
+    assert (str(error), error.figures) == ("gen: full", OutOfMemory("gen", 3, 8, 10))
 
 
 def test_a_row_says_whether_it_ran_out():

@@ -3,8 +3,9 @@ import dataclasses
 import pytest
 
 from verl_memopt.config.keys import replaced
-from verl_memopt.config.schema import ActorRolloutRef, TiledMlp
+from verl_memopt.config.schema import ActorRolloutRef
 from verl_memopt.memory.formulas import Shapes, width
+from verl_memopt.memory.tiled_mlp import TiledMlp
 
 SHAPES = Shapes(
     settings=ActorRolloutRef(), layers=4, hidden=8, mlp=16, heads=4, kv_heads=2, head_dim=2, vocab=100, params=5000,

@@ -10,8 +10,9 @@ from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoModelForCausalLM
 
 from tests.model.own_code import own_code, write_own_code
-from verl_memopt.config.schema import Actor, Fsdp, Model, TiledMlp
+from verl_memopt.config.schema import Actor, Fsdp, Model
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.model.assembly import build_policy, materialize
 from verl_memopt.model.export import export_folder
 from verl_memopt.model.folder import check_vocabulary, end_tokens, files_of_index, load_tokenizer, resolve_folder

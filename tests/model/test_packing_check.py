@@ -9,10 +9,11 @@ from tests.critics import critic_for
 from tests.model.architectures import tiny_config, tiny_folder
 from tests.ranks import run_ranks
 from tests.tensors import whole_of
-from verl_memopt.config.schema import Actor, Fsdp, Model, TiledMlp
+from verl_memopt.config.schema import Actor, Fsdp, Model
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.lora_torch import initialize_adapters
+from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.memory.token_packing import prompt_groups
 from verl_memopt.model import packing_check
 from verl_memopt.model.assembly import ModelUse, build_policy, materialize

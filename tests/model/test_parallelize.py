@@ -2,14 +2,16 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from verl_memopt.config.schema import Fsdp, Model, TiledMlp, WrapPolicy
+from verl_memopt.config.schema import Fsdp, Model, WrapPolicy
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activation_checkpointing_torch import Checkpointed
 from verl_memopt.memory.lora_torch import LoraLinear
 from verl_memopt.memory.quantized_frozen_torch import QuantizedLinear
-from verl_memopt.model.assembly import ModelUse, block_options, parallelize, wrapped_modules
+from verl_memopt.memory.tiled_mlp import TiledMlp
+from verl_memopt.model.assembly import ModelUse, parallelize, wrapped_modules
 from verl_memopt.model.attention import choose_attention
-from verl_memopt.model.decoder import BlockOptions
+from verl_memopt.model.decoder import BlockOptions, block_options
+from verl_memopt.model.families import POLICY_KEY
 from verl_memopt.model.policy_model import PolicyModel
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.model.weights import empty_model, load_model_config
@@ -27,13 +29,13 @@ def folder(tmp_path_factory):
 def options(folder, checkpoints=False, trained=True, wanted=None, **model):
     settings, fsdp = Model(path=str(folder), **model), Fsdp(wrap_policy=WrapPolicy(wanted))
     lm = empty_model(load_model_config(settings, folder), choose_attention("sdpa", CPU, torch.float32), torch.float32, False)
-    return block_options(lm, settings, fsdp, ModelUse(recompute=checkpoints, trained=trained))
+    return block_options(lm, settings, fsdp, POLICY_KEY, trained, checkpoints)
 
 
 def built(folder, mesh, checkpoints=False, trained=True, quantization="none", wanted=None, dtype=torch.float32, **model):
     settings, fsdp = Model(path=str(folder), **model), Fsdp(wrap_policy=WrapPolicy(wanted))
     lm = empty_model(load_model_config(settings, folder), choose_attention("sdpa", CPU, torch.float32), torch.float32, False)
-    policy = PolicyModel(lm, 8, False, 0, block_options(lm, settings, fsdp, ModelUse(recompute=checkpoints, trained=trained)))
+    policy = PolicyModel(lm, 8, False, 0, block_options(lm, settings, fsdp, POLICY_KEY, trained, checkpoints))
     dtypes = torch.float32, dtype, torch.float32
     keys = "actor_rollout_ref.model", "actor_rollout_ref.actor.fsdp_config"
     parallelize(policy, settings, fsdp, mesh, dtypes, ModelUse(*keys, checkpoints, trained, quantization))

@@ -7,9 +7,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.model.architectures import tiny_folder
 from tests.model.test_pack import packed
-from verl_memopt.config.schema import Fsdp, Model, TiledMlp
+from verl_memopt.config.schema import Fsdp, Model
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activation_checkpointing_torch import Checkpointed
+from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.model.assembly import ModelUse, build_policy, materialize
 from verl_memopt.model.attention import KERNELS
 from verl_memopt.model.decoder import Decoder

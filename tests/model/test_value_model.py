@@ -8,8 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from tests.critics import CPU, critic_batch, critic_for, naive_values, with_value_head
 from tests.model.architectures import tiny_folder as folder_of_type
 from tests.tensors import whole_of
-from verl_memopt.config.schema import TiledMlp
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.model.value_model import classifier_config, random_head, stored_head
 from verl_memopt.model.weights import named_weights

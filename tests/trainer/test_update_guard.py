@@ -7,7 +7,8 @@ from tests.trainer.conftest import AR
 from tests.trainer.test_checkpoints import save
 from verl_memopt.errors import TrainingError
 from verl_memopt.run.checkpoints import CheckpointStore
-from verl_memopt.trainer.update_guard import BAD_LOG_PROBS, UpdateGuard
+from verl_memopt.trainer.update_guard import BAD_LOG_PROBS, UpdateGuard, Updates
+from verl_memopt.worker.trained_model import ACTOR, CRITIC
 
 LR = f"{AR}.actor.optim.lr"
 
@@ -18,7 +19,7 @@ def store(tmp_path):
 
 
 def guard_of(store, most=3):
-    return UpdateGuard(most, 0.5, store, updates_per_step=2)
+    return UpdateGuard(most, store, Updates(ACTOR, 0.5, 2))
 
 
 def applied(norm=1.0):
@@ -122,7 +123,7 @@ CRITIC_LR = "critic.optim.lr"
 
 def both(store, most=3):
     """Gives the guard of a run with a critic, whose rate is 0.25."""
-    return UpdateGuard(most, 0.5, store, 2, critic_lr=0.25, critic_updates_per_step=4)
+    return UpdateGuard(most, store, Updates(ACTOR, 0.5, 2), Updates(CRITIC, 0.25, 4))
 
 
 def of_critic(count=0.0, norm=1.0, **more):

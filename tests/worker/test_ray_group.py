@@ -77,7 +77,7 @@ def refuses(placement):
 
 
 def start(factory=Worker, devices=2, timeout_seconds=60):
-    return start_ray_group(factory, 1, devices, "cpu", timeout_seconds, {}, num_threads=3)
+    return start_ray_group(factory, Request(1, devices, gpu=False), "cpu", timeout_seconds, {}, num_threads=3)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -183,7 +183,7 @@ def test_a_request_the_cluster_can_never_hold_fails_at_once_with_both_sides_and_
     assert "5 CPU and 0 GPU" in message
     assert "ray_kwargs.ray_init.num_cpus" in message
     with pytest.raises(ConfigError, match="2 CPU and 2 GPU"):
-        start_ray_group(Worker, 1, 2, "gpu", 10_000, {}, 1)
+        start_ray_group(Worker, Request(1, 2, gpu=True), "gpu", 10_000, {}, 1)
 
 
 def test_a_request_for_all_that_a_node_has_is_possible_and_one_device_more_is_not():
@@ -226,6 +226,7 @@ def test_a_member_that_was_given_another_number_of_gpus_than_one_is_refused_with
 DRIVER = """
 import json, os, signal, sys, time
 from verl_memopt.worker.group import start_ray_group
+from verl_memopt.worker.ray_cluster import Request
 
 class Worker:
     def __init__(self, placement):
@@ -248,7 +249,7 @@ class Worker:
 
 interrupts = []
 signal.signal(signal.SIGINT, lambda *_: interrupts.append(1))
-groups = [start_ray_group(Worker, 1, 2, "cuda", 60, {"num_cpus": 6, "num_gpus": 4}, 1) for _ in range(2)]
+groups = [start_ray_group(Worker, Request(1, 2, gpu=True), "cuda", 60, {"num_cpus": 6, "num_gpus": 4}, 1) for _ in range(2)]
 print(json.dumps([group.all("see") for group in groups]), flush=True)
 while not interrupts:
     time.sleep(0.01)

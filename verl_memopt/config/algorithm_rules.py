@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 from verl_memopt.algorithms.records import CUSTOM, RECORDS, SFT, WITHOUT_BASELINE, WITHOUT_GROUPS
@@ -20,8 +21,7 @@ _CORRECTION = "algorithm.rollout_correction"
 _ESTIMATOR, _LOSS = "algorithm.adv_estimator", f"{_ACTOR}.policy_loss"
 
 
-def _filters(settings: Settings) -> bool:
-    return settings.algorithm.filter_groups.enable
+_filters = attrgetter("algorithm.filter_groups.enable")
 
 
 def _groups() -> Iterator[Refusal]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
 from verl_memopt.algorithms.records import STATISTICS, WITH_STATISTICS, with_input
@@ -121,8 +122,7 @@ def _corrects(settings: Settings) -> bool:
     return bool(correction.rollout_is or correction.rollout_rs or correction.bypass_mode)
 
 
-def _bypasses(settings: Settings) -> bool:
-    return settings.algorithm.rollout_correction.bypass_mode
+_bypasses = attrgetter(_BYPASS)
 
 
 def _refusals() -> Iterator[Refusal]:

@@ -46,13 +46,9 @@ def _longest_conversation(settings: Settings) -> int:
     return min(longest, settings.reward_model.max_length or longest)
 
 
-def _penalises_length(settings: Settings) -> bool:
-    return settings.reward_model.reward_kwargs.overlong_buffer_cfg.enable
-
-
 def _has_no_buffer(settings: Settings) -> bool:
-    arguments = settings.reward_model.reward_kwargs
-    return _penalises_length(settings) and not 0 < arguments.overlong_buffer_cfg.len <= (arguments.max_resp_len or 0)
+    longest, buffer = settings.reward_model.reward_kwargs.max_resp_len, settings.reward_model.reward_kwargs.overlong_buffer_cfg
+    return buffer.enable and not 0 < buffer.len <= (longest or 0)
 
 
 def _overlong() -> Iterator[Refusal]:

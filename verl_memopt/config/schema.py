@@ -47,7 +47,6 @@ from verl_memopt.memory.ranges import (
     Range,
     Words,
 )
-from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.memory.weight_buckets import BucketEngine
 from verl_memopt.recipes.registry import RECIPES, Recipe
 from verl_memopt.recipes.rlt.settings import RltReward
@@ -393,7 +392,7 @@ __all__ = [
     "CustomClass", "CustomEstimator", "CustomLoss", "CustomReward", "CustomSampler", "Data", "Debug", "EngineKwargs",
     "FilterGroups", "Fsdp", "KlControl", "Memory", "MixedPrecision", "Model", "ModelKnobs", "Optim", "OverlongBuffer", "PfPpo",
     "PolicyLoss", "RayKwargs", "Ref", "RefModel", "RewardKwargs", "RewardModel", "Rollout",
-    "RolloutCorrection", "SandboxFusion", "ScoringModel", "Settings", "TiledMlp", "TrainedFsdp", "Trainer", "ValKwargs",
+    "RolloutCorrection", "SandboxFusion", "ScoringModel", "Settings", "TrainedFsdp", "Trainer", "ValKwargs",
     "WrapPolicy",
 ]  # fmt: skip
 

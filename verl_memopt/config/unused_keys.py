@@ -47,6 +47,7 @@ _PARAMETERS_KEPT = "it belongs to FSDP1; fsdp2 always keeps each parameter as a 
 _ONE_BACKEND = "fsdp2 is the one strategy. Remove the key"
 _COMPILED = "actor_rollout_ref.actor.use_torch_compile decides for every model"
 _CHUNKED = "actor_rollout_ref.model.logprob_chunk_tokens bounds the memory of logits"
+_TWO_ENGINES = "the engines are vllm and hf. Use actor_rollout_ref.rollout.engine_kwargs.vllm"
 _NOT_HERE = "this feature of verl does not exist here. Remove the key"
 _PACKED = "rows are always packed, so no pad token is computed"
 _USE_TENSOR_PARALLEL = "Use actor_rollout_ref.rollout.tensor_model_parallel_size"
@@ -78,16 +79,14 @@ _FSDP = {
 _MODEL = {
     "use_remove_padding": Refusal(EITHER, _PACKED),
     "torch_dtype": Refusal(ANY, f"{_UNREAD}. actor_rollout_ref.actor.fsdp_config.model_dtype is the dtype of the weights"),
-    "lora.dropout": Refusal((0, 0.0), _LORA_DROPOUT),
-    "lora_dropout": Refusal((0, 0.0), _LORA_DROPOUT),
+    **dict.fromkeys(("lora.dropout", "lora_dropout"), Refusal((0, 0.0), _LORA_DROPOUT)),
     "lora.type": Refusal(("lora",), "low-rank adapters of linear layers are the one kind. Set lora"),
     "lora.merge": Refusal(EITHER, "the engine always gets merged weights. Remove the key"),
     "lora.dtype": Refusal((), "adapters rest in the policy's dtype. Use actor_rollout_ref.actor.fsdp_config.model_dtype"),
     "lora.dropout_position": Refusal(("pre", "post"), _LORA_DROPOUT),
     "lora.lora_A_init_method": Refusal(("kaiming", "xavier"), "A is drawn Kaiming uniform, as peft draws it. Remove the key"),
     "lora.lora_B_init_method": Refusal(("zero",), "B starts at zero, so that training starts at the base model. Set zero"),
-    "lora.freeze_vision_model": Refusal(EITHER, _TEXT_ONLY),
-    "lora.freeze_vision_projection": Refusal(EITHER, _TEXT_ONLY),
+    **dict.fromkeys(("lora.freeze_vision_model", "lora.freeze_vision_projection"), Refusal(EITHER, _TEXT_ONLY)),
     "lora.freeze_language_model": Refusal((True,), "with LoRA the base is always frozen. Set true, or remove the key"),
     "lora.*": Refusal((False,), _LORA_KEYS),
     "use_liger": Refusal(EITHER, f"the model is computed without Liger's kernels. {_CHUNKED}"),
@@ -108,8 +107,7 @@ _CHECKPOINT = {"checkpoint.async_save": Refusal(EITHER, "a checkpoint is always 
 _OF_CRITIC = {
     "use_torch_compile": Refusal(EITHER, _COMPILED),
     "model.use_fused_kernels": Refusal(EITHER, "a value has no logits. Remove the key"),
-    "megatron.*": Refusal((), _ONE_BACKEND),
-    "veomni.*": Refusal((), _ONE_BACKEND),
+    **dict.fromkeys(("megatron.*", "veomni.*"), Refusal((), _ONE_BACKEND)),
 }
 
 _PROFILER = {"profiler.*": Refusal(ANY, _PHASE_TABLE)}
@@ -126,17 +124,16 @@ _ROLLOUT = {
     "trace.backend": Refusal((), _NOT_HERE),
     "trace.*": Refusal(ANY, _NOT_HERE),
     **_absent("disaggregation.enable", "disaggregation.enabled"),
-    "quantization": Refusal((), "the engine runs in rollout.dtype. Remove the key"),
-    "quantization_config_file": Refusal((), "the engine runs in rollout.dtype. Remove the key"),
-    "pipeline_model_parallel_size": Refusal((1,), _TENSOR_PARALLEL),
-    "expert_parallel_size": Refusal((1,), _TENSOR_PARALLEL),
+    **dict.fromkeys(
+        ("quantization", "quantization_config_file"), Refusal((), "the engine runs in rollout.dtype. Remove the key")
+    ),
+    **dict.fromkeys(("pipeline_model_parallel_size", "expert_parallel_size"), Refusal((1,), _TENSOR_PARALLEL)),
     "over_sample_rate": Refusal((0, 0.0), "exactly rollout.n samples are drawn. Remove the key"),
     "enable_rollout_routing_replay": Refusal((False,), _NOT_HERE),
     "multi_stage_wake_up": Refusal(ANY, "weights always wake before the KV cache. Remove the key"),
     "skip_tokenizer_init": Refusal(ANY, "the engine is given token ids. Remove the key"),
     "agent.*": Refusal(ANY, "there are no separate request processes. Remove the key"),
-    "engine_kwargs.sglang.*": Refusal(({},), "the engines are vllm and hf. Use actor_rollout_ref.rollout.engine_kwargs.vllm"),
-    "engine_kwargs.trtllm.*": Refusal(({},), "the engines are vllm and hf. Use actor_rollout_ref.rollout.engine_kwargs.vllm"),
+    **dict.fromkeys(("engine_kwargs.sglang.*", "engine_kwargs.trtllm.*"), Refusal(({},), _TWO_ENGINES)),
 }
 
 _DATA = {
@@ -149,9 +146,7 @@ _DATA = {
     "tool_config_path": Refusal((), _NOT_HERE),
     "datagen.*": Refusal((), "rows come from files. Use data.custom_cls.path"),
     "tokenizer": Refusal(ANY, "it has no effect in verl either. Use actor_rollout_ref.model.tokenizer_path"),
-    "return_raw_chat": Refusal(ANY, _UNREAD),
-    "return_raw_input_ids": Refusal(ANY, _UNREAD),
-    "return_full_prompt": Refusal(ANY, _UNREAD),
+    **dict.fromkeys(("return_raw_chat", "return_raw_input_ids", "return_full_prompt"), Refusal(ANY, _UNREAD)),
     "use_shm": Refusal(EITHER, "files are read where they are, and not copied to shared memory"),
 }
 
@@ -160,12 +155,10 @@ _ALGORITHM = {"gdpo_reward_keys": Refusal(ANY, "it belongs to the estimator gdpo
 _REWARD_MODEL = {
     "launch_reward_fn_async": Refusal(EITHER, "rewards are always computed in processes of their own, after the rollout"),
     "enable_resource_pool": Refusal((False,), f"{_REWARD_DEVICES}. Remove the key"),
-    "nnodes": Refusal(ANY, _REWARD_DEVICES),
-    "n_gpus_per_node": Refusal(ANY, _REWARD_DEVICES),
+    **dict.fromkeys(("nnodes", "n_gpus_per_node"), Refusal(ANY, _REWARD_DEVICES)),
     "use_reward_loop": Refusal(EITHER, _AFTER_ROLLOUT),
     "reward_loop_source": Refusal(("register",), _OWN_REWARD),
-    "reward_loop_module_path": Refusal((), _OWN_REWARD),
-    "reward_loop_class_name": Refusal((), _OWN_REWARD),
+    **dict.fromkeys(("reward_loop_module_path", "reward_loop_class_name"), Refusal((), _OWN_REWARD)),
     "rollout.*": Refusal(ANY, "the reward model computes one forward of each conversation in the workers, without an engine"),
     "strategy": Refusal(("fsdp", "fsdp2"), "the reward model is sharded by fsdp2"),
     "model.use_remove_padding": Refusal(EITHER, _PACKED),

@@ -36,12 +36,13 @@ def load_sampler(settings: schema.CustomSampler) -> Sampler | None:
     return order
 
 
+@dataclass(eq=False)
 class StepLoader:
     """Returns ``batch_size`` prompts per step, without end. Rows left over at the end of an epoch are dropped.
 
     Its state is a few integers, so a resumed run sees exactly the rows that an uninterrupted one would have seen.
 
-    Args:
+    Attributes:
         dataset: The prompts.
         batch_size: Prompts per step.
         shuffle: Shuffle each epoch. Has no effect where ``sampler`` is given.
@@ -53,26 +54,18 @@ class StepLoader:
         DataError: An epoch has fewer rows than a batch.
     """
 
-    def __init__(
-        self,
-        dataset: PromptRows,
-        batch_size: int,
-        shuffle: bool,
-        seed: int,
-        sampler: Sampler | None = None,
-        key: str = "data.train_batch_size",
-    ) -> None:
+    dataset: PromptRows
+    batch_size: int
+    shuffle: bool
+    seed: int
+    sampler: Sampler | None = None
+    key: str = "data.train_batch_size"
+
+    def __post_init__(self) -> None:
         """Start at the first row of epoch 0."""
-        self._key = key
-        self.dataset = dataset
-        self._batch_size = batch_size
-        self._shuffle = shuffle
-        self._sampler = sampler
-        self.seed = seed
-        self.epoch = 0
-        self._position = 0
+        self.epoch = self._position = 0
         self._order = self._order_of(0)
-        self.steps_per_epoch = len(self._order) // batch_size
+        self.steps_per_epoch = len(self._order) // self.batch_size
 
     def next_step(self) -> list[PromptRow]:
         """Return the next ``batch_size`` rows, as :meth:`next_indices` chooses them."""
@@ -80,11 +73,11 @@ class StepLoader:
 
     def next_indices(self) -> list[int]:
         """Return the indices of the next ``batch_size`` rows. A new epoch begins when the present one has no full batch left."""
-        if self._position + self._batch_size > len(self._order):
+        if self._position + self.batch_size > len(self._order):
             self.epoch, self._position = self.epoch + 1, 0
             self._order = self._order_of(self.epoch)
-        chosen = self._order[self._position : self._position + self._batch_size]
-        self._position += self._batch_size
+        chosen = self._order[self._position : self._position + self.batch_size]
+        self._position += self.batch_size
         return chosen
 
     def state_dict(self) -> dict[str, int]:
@@ -107,9 +100,9 @@ class StepLoader:
 
     def _order_of(self, epoch: int) -> list[int]:
         num_rows = len(self.dataset)
-        if self._sampler is not None:
-            order = list(self._sampler(num_rows, self.seed, epoch))
-        elif self._shuffle:
+        if self.sampler is not None:
+            order = list(self.sampler(num_rows, self.seed, epoch))
+        elif self.shuffle:
             # Seeded by both numbers, so that a resumed run draws its epoch without drawing those before it.
             order = np.random.default_rng([self.seed, epoch]).permutation(num_rows).tolist()
         else:
@@ -119,9 +112,9 @@ class StepLoader:
                 raise DataError(
                     f"data.sampler: epoch {epoch} has an index outside of 0..{num_rows - 1}: {index!r}. Correct the sampler."
                 )
-        if len(order) < self._batch_size:
+        if len(order) < self.batch_size:
             raise DataError(
-                f"{self._key}={self._batch_size}: an epoch has only {len(order)} rows. "
+                f"{self.key}={self.batch_size}: an epoch has only {len(order)} rows. "
                 f"Lower it to at most {len(order)}, or add more data."
             )
         return order

@@ -12,9 +12,10 @@ import logging
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -194,17 +195,37 @@ def make_toy(folder: str | Path, seed: int = 0, recipe: ToyRecipe | None = None)
         DataError: The folder exists and holds something else.
     """
     recipe = ToyRecipe() if recipe is None else recipe
-    folder = Path(folder)
-    # The record is written last, so a folder with a record is complete.
-    has_record = (folder / RECORD).is_file()
-    if has_record and _identity(seed, recipe).items() <= json.loads((folder / RECORD).read_text()).items():
-        logger.info("toy task: %s is ready", folder)
+    occupied = "it exists and is not a toy task, so it is not replaced. Choose another folder, or remove it."
+    build = partial(_build, seed=seed, recipe=recipe)
+    return made_whole(Path(folder) / RECORD, identity_of(seed, recipe), build, "toy task", occupied)
+
+
+def made_whole(
+    record: Path, identity: Mapping[str, Any], build: Callable[[Path], Mapping[str, float]], title: str, occupied: str
+) -> Path:
+    """Return the folder of a record, built in a temporary folder that is then renamed, unless it is there already.
+
+    Args:
+        record: The file that says what the folder holds. It is written last, so a folder with a record is complete.
+        identity: What the record of an equal folder says.
+        build: Fills a new folder, and returns what else the record says.
+        title: What logs call the folder.
+        occupied: What the error says of a folder with other contents.
+
+    Raises:
+        DataError: The folder exists and holds something else.
+    """
+    folder, has_record = record.parent, record.is_file()
+    if has_record and identity.items() <= json.loads(record.read_text()).items():
+        logger.info("%s: %s is ready", title, folder)
         return folder
     if folder.exists() and not has_record and (not folder.is_dir() or any(folder.iterdir())):
-        raise DataError(f"{folder}: it exists and is not a toy task, so it is not replaced. Choose another folder, or remove it.")
+        raise DataError(f"{folder}: {occupied}")
     aside = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     try:
-        _build(aside, seed, recipe)
+        aside.mkdir(parents=True)
+        results = build(aside)
+        (aside / record.name).write_text(json.dumps({**identity, **results}, indent=2) + "\n")
         shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)
     finally:
@@ -245,19 +266,19 @@ def as_row(problem: Problem, split: str, index: int) -> dict[str, Any]:
     return math_row(DATA_SOURCE, question(problem), answer, split=split, index=index, answer=answer, question=question(problem))
 
 
-def _build(folder: Path, seed: int, recipe: ToyRecipe) -> None:
+def _build(folder: Path, seed: int, recipe: ToyRecipe) -> dict[str, float]:
+    """Write data and model, and return the loss of its warm-up and its accuracy."""
     train, validation = split_problems(recipe, seed)
     logger.info("toy task: %d training and %d held-out sums, warming up a tiny model", len(train), len(validation))
-    folder.mkdir(parents=True)
     for path, problems, split in ((TRAIN, train, "train"), (VALIDATION, validation, "val")):
         write_parquet(folder / path, [as_row(problem, split, index) for index, problem in enumerate(problems)])
     model = make_tiny_model(folder / MODEL, SHAPE, seed=seed)
     loss = warm_up(model, [(question(p), str(careless_answer(p)), str(sum(p))) for p in train], recipe.warm_up, seed)
     accuracy = greedy_accuracy(model, [(question(p), str(sum(p))) for p in validation])
     logger.info("toy task: warmed up to loss %.3f; greedy answers are right on %.0f%% of held-out sums", loss, 100 * accuracy)
-    record = {**_identity(seed, recipe), "loss": loss, "greedy_accuracy": accuracy}
-    (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+    return {"loss": loss, "greedy_accuracy": accuracy}
 
 
-def _identity(seed: int, recipe: ToyRecipe) -> dict[str, Any]:
+def identity_of(seed: int, recipe: Any) -> dict[str, Any]:
+    """Return what decides the contents of a toy task, as its record says it. ``recipe`` is a dataclass."""
     return {"seed": seed, "recipe": asdict(recipe), "shape": asdict(SHAPE)}

@@ -15,11 +15,10 @@ from rich.console import Console, RenderableType
 from rich.progress import TimeElapsedColumn
 from rich.table import Table
 
-from verl_memopt.errors import DeviceMemoryError
+from verl_memopt.errors import DeviceMemoryError, OutOfMemory
 from verl_memopt.ladder.measure import (
     ALL_OFF,
     OUT_OF_MEMORY,
-    OutOfMemory,
     Row,
     Work,
     as_json,
@@ -236,17 +235,20 @@ def _kind_sizes(row: Row) -> list[int | None]:
 
 def failures_table(rows: Sequence[Row]) -> Table:
     """Return the table of the rows that ran out of memory: phase, and in MiB what was held, what was asked for, and the limit."""
-    table = slim_table("+ knob", "phase", right=(f"{word}\nMiB" for word in OutOfMemory.WORDS))
+    table = slim_table("+ knob", "phase", right=("held\nMiB", "asked for\nMiB", "limit\nMiB"))
     for row in rows:
         if row.out_of_memory:
-            table.add_row(row.knob, row.out_of_memory.phase, *map(_mib, row.out_of_memory.sizes))
+            table.add_row(row.knob, row.out_of_memory.phase, *map(_mib, _figures(row.out_of_memory).values()))
     return table
+
+
+def _figures(ran_out: OutOfMemory) -> dict[str, int | None]:
+    return {"held": ran_out.held_bytes, "asked for": ran_out.asked_bytes, "limit": ran_out.limit_bytes}
 
 
 def ran_out_words(ran_out: OutOfMemory) -> str:
     """Return one line that says where a row ran out of memory, what it held, what it asked for, and the limit."""
-    figures = zip(OutOfMemory.WORDS, ran_out.sizes, strict=True)
-    known = ", ".join(f"{word} {_mib(size)}" for word, size in figures if size is not None)
+    known = ", ".join(f"{word} {_mib(size)}" for word, size in _figures(ran_out).items() if size is not None)
     return f"{OUT_OF_MEMORY} in {ran_out.phase}" + (f": {known} MiB" if known else "")
 
 

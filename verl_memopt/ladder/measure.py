@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import yaml
@@ -20,7 +20,7 @@ from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import Actor, Settings
 from verl_memopt.data.batch import Ragged, RolloutBatch, rollout_batch
 from verl_memopt.distributed.device import empty_cache, leave_process_group, local_device, resolve_device
-from verl_memopt.errors import ConfigError, DeviceMemoryError
+from verl_memopt.errors import ConfigError, DeviceMemoryError, OutOfMemory
 from verl_memopt.memory.critic_rules import has_critic, twin
 from verl_memopt.memory.formulas import Shapes
 from verl_memopt.memory.host_buffers import host_allocator
@@ -98,7 +98,7 @@ def measure_row(folder: Path, work: Work, knob: str, overrides: tuple[str, ...],
     try:
         seconds, metrics = _update(settings, folder, work, device.type, memories)
     except DeviceMemoryError as error:
-        ran_out = OutOfMemory.of(error)
+        ran_out = error.figures  # not the error itself: its traceback holds the tensors of the row
     else:
         highest = max(memories, key=lambda memory: memory.peak_allocated_bytes or 0)
         host_bytes = {memory.name: memory.host_buffer_bytes - host_bytes_before for memory in memories}
@@ -399,36 +399,6 @@ class Saving:
     kind: str
     formula_bytes: int
     measured_bytes: int | None
-
-
-@dataclass(frozen=True)
-class OutOfMemory:
-    """Where a row ran out of device memory. A figure is None where the error does not have it.
-
-    Attributes:
-        phase: Phase of the update, or ``init`` while the model was loaded.
-        asked_bytes: Size of the allocation that failed.
-        held_bytes: Bytes in use at that moment.
-        limit_bytes: The limit that the allocation passed.
-    """
-
-    phase: str
-    asked_bytes: int | None
-    held_bytes: int | None
-    limit_bytes: int | None
-
-    @classmethod
-    def of(cls, error: DeviceMemoryError) -> OutOfMemory:
-        """Return the figures of an error. The error itself is not kept: its traceback holds the tensors of the row."""
-        return cls(error.phase, error.asked_bytes, error.held_bytes, error.limit_bytes)
-
-    WORDS: ClassVar = ("held", "asked for", "limit")
-    """What each of ``sizes`` is."""
-
-    @property
-    def sizes(self) -> tuple[int | None, int | None, int | None]:
-        """Return the figures in the order in which they are shown."""
-        return self.held_bytes, self.asked_bytes, self.limit_bytes
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import AdamW, Optimizer
 
+from verl_memopt.config.schema import Optim
 from verl_memopt.distributed.device import synchronize
 from verl_memopt.memory.host_buffers import host_buffer
 from verl_memopt.memory.optimizer_offload_torch import SLOTS, StateLanes
@@ -260,6 +261,21 @@ class BucketedAdamW(Optimizer):
         words = (self._seed, self._num_steps, self._sections.index(section), start, *self._place)
         digest = hashlib.blake2b(repr(words).encode(), digest_size=8).digest()
         return self._generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def bucket_options(masters: torch.dtype, optim: Optim, offload: bool, seed: int) -> dict[str, Any] | None:
+    """Return the further arguments of BucketedAdamW, or None if torch's AdamW supports all settings."""
+    torch_dtype = "bfloat16" if masters is torch.bfloat16 else "fp32"
+    state_dtype = optim.state_dtype or torch_dtype
+    if not (offload or optim.stochastic_rounding or optim.in_backward or state_dtype != torch_dtype):
+        return None
+    return {
+        "state_dtype": state_dtype,
+        "offload": offload,
+        "stochastic_rounding": optim.stochastic_rounding,
+        "bucket_megabytes": optim.bucket_megabytes,
+        "seed": seed,
+    }
 
 
 def _cut(work: Work, elements: int) -> Work:

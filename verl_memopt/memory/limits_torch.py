@@ -60,11 +60,6 @@ def available_bytes(device: torch.device, limit: int | None) -> int | None:
     return held_and_free if limit is None else min(limit, held_and_free)
 
 
-def engine_share(utilization: float, total: int, limit: int | None) -> float:
-    """Return the share of a device's ``total`` bytes that is ``utilization`` of the limit, if there is one."""
-    return utilization if limit is None or limit >= total else utilization * limit / total
-
-
 class DeviceCap:
     """Keeps the ledger of a GPU right, and its process at its limit, while parts of an engine go to sleep and wake.
 

@@ -10,6 +10,7 @@ Works with: ``ref.fsdp_config.param_offload``, which it needs, and a ``ref.fsdp_
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
 from verl_memopt.memory.knob import Claim, Knob, LadderRow, Refusal, switch
@@ -47,8 +48,7 @@ def _adapts(settings: Settings) -> bool:
     return settings.actor_rollout_ref.model.lora_rank > 0
 
 
-def _is_native(settings: Settings) -> bool:
-    return settings.actor_rollout_ref.ref.fsdp_config.offload_policy
+_is_native = attrgetter(_NATIVE)
 
 
 def _without_frozen(settings: Settings) -> bool:

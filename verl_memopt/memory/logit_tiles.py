@@ -138,11 +138,30 @@ class LogitTiles:
         The gradients of log-probs and entropies are fp32 [c]. ``in_buffer``: the last call was :meth:`statistics` of this chunk,
         so whole rows are still in the buffer.
         """
+
+        def logit_gradient(columns: slice) -> Tensor:
+            """Return the gradient of the undivided logits, [c, tile] in the compute dtype."""
+            still = in_buffer and self.head.whole_rows
+            log_p = self._shaped(self._wide, hidden, columns) if still else self._logits(hidden, columns)
+            assert log_p is not None
+            if not still:
+                log_p.sub_(tokens.log_normalizer[:, None])
+            local = targets if self.head.whole_rows else targets - columns.start
+            inverse, narrow = 1.0 / self.head.temperature, self._shaped(self._narrow, hidden, columns)
+            if grad_entropy is None:
+                self._run(probability_gradient_ if still else log_prob_gradient_, log_p, grad_log_probs * inverse)
+            else:
+                assert tokens.entropy is not None
+                grads = grad_log_probs * inverse, grad_entropy * inverse
+                self._run(both_gradients_, log_p, tokens.entropy, *grads, self._scratch_for(log_p))
+            add_target_terms_(log_p, local, grad_log_probs * inverse)
+            return log_p if narrow is None else narrow.copy_(log_p)
+
         tiles = self.head.tiles()
         # Several tiles are added up in fp32 whatever the compute dtype.
         total = hidden.new_zeros(hidden.shape, dtype=torch.float32) if into.hidden is not None and len(tiles) > 1 else None
         for columns in tiles:
-            matrix = self._logit_gradient(hidden, targets, columns, tokens, grad_log_probs, grad_entropy, in_buffer)
+            matrix = logit_gradient(columns)
             weight = self.head.weight[columns]
             if total is not None:
                 total += hidden_gradient(matrix, weight, targets - columns.start, hidden.new_empty(hidden.shape))
@@ -193,33 +212,6 @@ class LogitTiles:
             if inverse != 1.0:
                 wide.mul_(inverse)
         return wide
-
-    def _logit_gradient(
-        self,
-        hidden: Tensor,
-        targets: Tensor,
-        columns: slice,
-        tokens: Tokens,
-        grad_log_probs: Tensor,
-        grad_entropy: Tensor | None,
-        in_buffer: bool,
-    ) -> Tensor:
-        """Return the gradient of the undivided logits, [c, tile] in the compute dtype."""
-        still = in_buffer and self.head.whole_rows
-        log_p = self._shaped(self._wide, hidden, columns) if still else self._logits(hidden, columns)
-        assert log_p is not None
-        if not still:
-            log_p.sub_(tokens.log_normalizer[:, None])
-        local = targets if self.head.whole_rows else targets - columns.start
-        inverse, narrow = 1.0 / self.head.temperature, self._shaped(self._narrow, hidden, columns)
-        if grad_entropy is None:
-            self._run(probability_gradient_ if still else log_prob_gradient_, log_p, grad_log_probs * inverse)
-        else:
-            assert tokens.entropy is not None
-            grads = grad_log_probs * inverse, grad_entropy * inverse
-            self._run(both_gradients_, log_p, tokens.entropy, *grads, self._scratch_for(log_p))
-        add_target_terms_(log_p, local, grad_log_probs * inverse)
-        return log_p if narrow is None else narrow.copy_(log_p)
 
     def _shaped(self, buffer: Tensor | None, hidden: Tensor, columns: slice) -> Any:
         rows, width = hidden.shape[0], columns.stop - columns.start

@@ -11,6 +11,7 @@ Works with: ``optimizer_offload``, ``optim.state_dtype`` and ``optim.stochastic_
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from verl_memopt.memory.bucketed_adamw import only_with_adamw
@@ -41,8 +42,7 @@ def _saved(_: Shapes, after: Shapes) -> float:
     return after.master_bytes * (after.params - largest)
 
 
-def _in_backward(settings: Settings) -> bool:
-    return settings.actor_rollout_ref.actor.optim.in_backward
+_in_backward = attrgetter(_KEY)
 
 
 def _sequences(settings: Settings) -> int:

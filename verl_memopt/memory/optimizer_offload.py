@@ -10,14 +10,11 @@ Works with: ``optim.state_dtype`` (fewer bytes to carry), ``param_offload``, ``o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from operator import attrgetter
 
 from verl_memopt.memory.bucketed_adamw import only_with_adamw
 from verl_memopt.memory.knob import Advice, Claim, Knob, LadderRow, for_roles
 from verl_memopt.memory.native_offload import not_beside_native_offload
-
-if TYPE_CHECKING:
-    from verl_memopt.config.schema import Settings
 
 _KEY = "actor_rollout_ref.actor.fsdp_config.optimizer_offload"
 
@@ -31,8 +28,7 @@ class OptimizerOffload:
     parameter (fp32 moments) leave the device."""
 
 
-def _offloads(settings: Settings) -> bool:
-    return settings.actor_rollout_ref.actor.fsdp_config.optimizer_offload
+_offloads = attrgetter(_KEY)
 
 
 KNOB = Knob(

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from verl_memopt.config import schema
 from verl_memopt.config.keys import shown, value_at
 from verl_memopt.distributed.device import empty_cache, is_gpu, memory_info, record_allocations, write_allocations
-from verl_memopt.errors import DeviceMemoryError
+from verl_memopt.errors import DeviceMemoryError, OutOfMemory
 from verl_memopt.memory.critic_rules import advices
 from verl_memopt.memory.host_buffers import GIB
 from verl_memopt.memory.knob import LOWER, Advice
@@ -162,7 +162,7 @@ class Shortage:
         more = f" Also: {'; '.join(ways[1:4])}." if len(ways) > 1 else ""
         of = "" if self.limit is None else f" of {_gib(self.limit)}"
         text = f"{phase}: out of device memory at {_gib(self.held)}{of} GiB ({self.what}): {terms} GiB.{out}{more}"
-        return DeviceMemoryError(text, phase, self.requested, self.held_before, self.limit)
+        return DeviceMemoryError(text, OutOfMemory(phase, self.requested, self.held_before, self.limit))
 
 
 def advice(phase: str, kinds: Iterable[str], settings: schema.ActorRolloutRef, critic: schema.Critic | None = None) -> list[str]:

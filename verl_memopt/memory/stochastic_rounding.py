@@ -11,13 +11,10 @@ Works with: ``optim.state_dtype`` and ``optimizer_offload``. It refuses fp32 wei
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from operator import attrgetter
 
 from verl_memopt.memory.bucketed_adamw import only_with_adamw
 from verl_memopt.memory.knob import Factor, Knob, LadderRow, Refusal
-
-if TYPE_CHECKING:
-    from verl_memopt.config.schema import Settings
 
 _KEY, _MASTERS = "actor_rollout_ref.actor.optim.stochastic_rounding", "actor_rollout_ref.actor.fsdp_config.model_dtype"
 
@@ -31,8 +28,7 @@ class StochasticRounding:
     rounding to nearest loses updates below 2^-9 of a weight."""
 
 
-def _rounds(settings: Settings) -> bool:
-    return settings.actor_rollout_ref.actor.optim.stochastic_rounding
+_rounds = attrgetter(_KEY)
 
 
 KNOB = Knob(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from verl_memopt.memory.critic_rules import as_critic, has_critic
@@ -164,8 +165,7 @@ _STEPS_IN_BACKWARD = Refusal(
 )
 
 
-def _counts_tokens(settings: Settings) -> bool:
-    return settings.actor_rollout_ref.actor.use_dynamic_bsz
+_counts_tokens = attrgetter(_ACTOR_BY_TOKENS)
 
 
 KNOB = Knob(

@@ -1,4 +1,4 @@
-"""The options of a model's blocks, and what wraps the model afterwards, in the order of application."""
+"""Build a model and what wraps it, in the order of application."""
 
 from __future__ import annotations
 
@@ -15,19 +15,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from transformers import PreTrainedModel
 
 from verl_memopt.config.schema import CriticModel, Fsdp, Model, ScoringModel
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.activation_checkpointing_torch import checkpoint_blocks, chosen_blocks
+from verl_memopt.memory.activation_checkpointing_torch import checkpoint_blocks
 from verl_memopt.memory.lora_torch import apply_lora
 from verl_memopt.memory.native_offload_torch import native_offload
-from verl_memopt.memory.prune_last_block_torch import can_prune
 from verl_memopt.memory.quantized_frozen_torch import quantize_blocks
-from verl_memopt.memory.recompute_elementwise_torch import can_recompute
-from verl_memopt.memory.tiled_mlp_torch import check_mlps
 from verl_memopt.model.attention import choose_attention
-from verl_memopt.model.decoder import BlockOptions, Decoder, DecoderBlock, class_name, of_llama_family
+from verl_memopt.model.decoder import Decoder, DecoderBlock, block_options, class_name
 from verl_memopt.model.families import POLICY_KEY
 from verl_memopt.model.packed_model import PackedModel, allocate
 from verl_memopt.model.policy_model import PolicyModel, dtype_of
@@ -67,17 +63,16 @@ class ModelUse:
     """Compile the functions of a chunk of the LM head."""
 
 
+Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype]
+"""Of the masters, of compute and of the gradient reduction."""
+
+
 def parallelize(
-    packed: PackedModel,
-    model: Model | CriticModel,
-    fsdp: Fsdp,
-    mesh: DeviceMesh,
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
-    use: ModelUse,
+    packed: PackedModel, model: Model | CriticModel, fsdp: Fsdp, mesh: DeviceMesh, dtypes: Dtypes, use: ModelUse
 ) -> None:
     """Apply LoRA, quantisation, checkpointing, FSDP2 and parameter offload to a model without weights.
 
-    ``dtypes`` are those of the masters, of compute and of the gradient reduction. The blocks of ``packed`` have their options
+    The blocks of ``packed`` have their options
     already.
 
     Raises:
@@ -109,44 +104,6 @@ def parallelize(
             unit.set_modules_to_forward_prefetch([following])
 
 
-def block_options(lm: PreTrainedModel, model: Model | CriticModel, fsdp: Fsdp, use: ModelUse) -> list[BlockOptions] | None:
-    """Return the options of each block; None for an architecture that computes its blocks itself.
-
-    A knob that such an architecture lacks is refused, or logged where the run is still correct without it.
-
-    Raises:
-        ConfigError: MLPs cannot run over tiles.
-    """
-    key = use.model_key
-    blocks: Any = getattr(lm.get_decoder(), "layers", None)
-    if not isinstance(blocks, nn.ModuleList):
-        return None  # PackedModel refuses it by name
-    if not type(lm).__module__.startswith("transformers."):
-        _tell_own_code(lm, model, key)
-        return None
-    tiles = model.tiled_mlp.num_shards if model.tiled_mlp.enabled else None
-    if tiles is not None:
-        check_mlps(blocks, use.trained, f"{key}.tiled_mlp")
-    recompute = model.recompute_elementwise and can_recompute(blocks, use.trained, f"{key}.recompute_elementwise")
-    prunes = model.prune_last_block and can_prune(blocks[-1], f"{key}.prune_last_block")
-    if not of_llama_family(lm):
-        assert tiles is None, f"{class_name(blocks[0])} has an MLP that is known in a block that is not"
-        return None
-    mode, wanted = model.gradient_checkpointing_mode, fsdp.wrap_policy.transformer_layer_cls_to_wrap
-    among_units = use.recompute and (wanted is None or class_name(blocks[0]) in wanted)
-    chosen = chosen_blocks(len(blocks), mode, model.gradient_checkpointing_every) if among_units else ()
-    return [
-        BlockOptions(
-            recompute=recompute,
-            # A second forward of the whole block stops before an MLP that keeps its input alone.
-            mlp_tiles=1 if tiles is None and recompute and place in chosen and mode != "selective" else tiles,
-            prune=prunes and place == len(blocks) - 1,
-            checkpoint=None if place not in chosen else "selective" if mode == "selective" else "full",
-        )
-        for place in range(len(blocks))
-    ]
-
-
 def wrapped_modules(root: nn.Module, blocks: Sequence[nn.Module], fsdp: Fsdp) -> list[nn.Module]:
     """Return the modules that are checkpointed and sharded one by one: the blocks, or those of the named classes.
 
@@ -164,18 +121,6 @@ def wrapped_modules(root: nn.Module, blocks: Sequence[nn.Module], fsdp: Fsdp) ->
             f"Its blocks are {', '.join(kinds)}; leave the key out to take them."
         )
     return units
-
-
-def _tell_own_code(lm: PreTrainedModel, model: Model | CriticModel, key: str) -> None:
-    """Refuse or log the knobs that do not act on a model with code of its own: they know blocks by their class."""
-    if model.tiled_mlp.enabled:
-        raise ConfigError(
-            f"{key}.tiled_mlp.enabled=true: {type(lm).__name__} runs code of its own, whose MLP is not known here. "
-            f"Set {key}.tiled_mlp.enabled=false."
-        )
-    for name in ("recompute_elementwise", "prune_last_block"):
-        if getattr(model, name):
-            logger.warning("%s.%s=true: %s runs code of its own; its blocks are left as they are", key, name, type(lm).__name__)
 
 
 def _refuse_units_inside_blocks(packed: PackedModel, fsdp: Fsdp, use: ModelUse) -> None:
@@ -242,9 +187,10 @@ def _build(
     attention = choose_attention(model.attn_implementation or "auto", device, compute, use.model_key)
     config = load_model_config(model, folder, use.model_key)
     lm = empty_model(config, attention, masters, bool(model.trust_remote_code), use.model_key)
-    blocks = block_options(lm, model, fsdp, use)
+    blocks = block_options(lm, model, fsdp, use.model_key, use.trained, use.recompute)
+    packed = take_over(lm, blocks=blocks)
     # Only one rank alone can reuse a prefix KV: several ranks must run the same forwards, but cut their groups differently.
-    packed = take_over(lm, blocks=blocks, supports_prefix_kv=blocks is not None and blocks[0].recompute and mesh.size() == 1)
+    packed.supports_prefix_kv = blocks is not None and blocks[0].recompute and mesh.size() == 1
     parallelize(packed, model, fsdp, mesh, (masters, compute, reduce), use)
     return packed
 

@@ -7,30 +7,37 @@ weight sync find the same parameters. Models of other architectures keep their o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from verl_memopt.memory.activation_checkpointing_torch import checkpointed
-from verl_memopt.memory.prune_last_block_torch import window_of
+from verl_memopt.config.schema import CriticModel, Fsdp, Model
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.activation_checkpointing_torch import checkpointed, chosen_blocks
+from verl_memopt.memory.prune_last_block_torch import can_prune, window_of
 from verl_memopt.memory.recompute_elementwise_torch import (
     KNOWN,
     RMSNorm,
     Rows,
     SwiGLU,
+    can_recompute,
     product_tiles,
     recomputed_norm,
     recomputed_outputs,
     select_rows,
 )
-from verl_memopt.memory.tiled_mlp_torch import recomputed_mlp, tiled_mlp
+from verl_memopt.memory.tiled_mlp_torch import check_mlps, recomputed_mlp, tiled_mlp
 from verl_memopt.model.attention import Attend, AttentionArgs
 from verl_memopt.model.packing import PrefixLayout
 from verl_memopt.model.prefix_kv import Prefix, PrefixKV, Tables
 from verl_memopt.model.rotary import Rotary
+
+logger = logging.getLogger(__name__)
 
 PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")
 """The submodules of a decoder of the family, in the order of its parameters."""
@@ -284,3 +291,58 @@ def of_llama_family(lm: Any) -> bool:
 def class_name(module: nn.Module) -> str:
     """Return the class name that a module has in a Hugging Face model, also where a module of this file replaces it."""
     return getattr(module, "source_class", type(module).__name__)
+
+
+# The options of each block, from the settings.
+
+
+def block_options(
+    lm: PreTrainedModel, model: Model | CriticModel, fsdp: Fsdp, key: str, trained: bool, checkpoints: bool
+) -> list[BlockOptions] | None:
+    """Return the options of each block; None for an architecture that computes its blocks itself.
+
+    A knob that such an architecture lacks is refused, or logged where the run is still correct without it. ``key`` is the
+    settings section of the model, and ``checkpoints`` says that activation checkpointing is on.
+
+    Raises:
+        ConfigError: MLPs cannot run over tiles.
+    """
+    blocks: Any = getattr(lm.get_decoder(), "layers", None)
+    if not isinstance(blocks, nn.ModuleList):
+        return None  # PackedModel refuses it by name
+    if not type(lm).__module__.startswith("transformers."):
+        _tell_own_code(lm, model, key)
+        return None
+    tiles = model.tiled_mlp.num_shards if model.tiled_mlp.enabled else None
+    if tiles is not None:
+        check_mlps(blocks, trained, f"{key}.tiled_mlp")
+    recompute = model.recompute_elementwise and can_recompute(blocks, trained, f"{key}.recompute_elementwise")
+    prunes = model.prune_last_block and can_prune(blocks[-1], f"{key}.prune_last_block")
+    if not of_llama_family(lm):
+        assert tiles is None, f"{class_name(blocks[0])} has an MLP that is known in a block that is not"
+        return None
+    mode, wanted = model.gradient_checkpointing_mode, fsdp.wrap_policy.transformer_layer_cls_to_wrap
+    among_units = checkpoints and (wanted is None or class_name(blocks[0]) in wanted)
+    chosen = chosen_blocks(len(blocks), mode, model.gradient_checkpointing_every) if among_units else ()
+    return [
+        BlockOptions(
+            recompute=recompute,
+            # A second forward of the whole block stops before an MLP that keeps its input alone.
+            mlp_tiles=1 if tiles is None and recompute and place in chosen and mode != "selective" else tiles,
+            prune=prunes and place == len(blocks) - 1,
+            checkpoint=None if place not in chosen else "selective" if mode == "selective" else "full",
+        )
+        for place in range(len(blocks))
+    ]
+
+
+def _tell_own_code(lm: PreTrainedModel, model: Model | CriticModel, key: str) -> None:
+    """Refuse or log the knobs that do not act on a model with code of its own: they know blocks by their class."""
+    if model.tiled_mlp.enabled:
+        raise ConfigError(
+            f"{key}.tiled_mlp.enabled=true: {type(lm).__name__} runs code of its own, whose MLP is not known here. "
+            f"Set {key}.tiled_mlp.enabled=false."
+        )
+    for name in ("recompute_elementwise", "prune_last_block"):
+        if getattr(model, name):
+            logger.warning("%s.%s=true: %s runs code of its own; its blocks are left as they are", key, name, type(lm).__name__)

@@ -32,17 +32,12 @@ class PackedModel(nn.Module):
         supports_prefix_kv: Answers may use the prefix KV of an earlier forward.
     """
 
-    def __init__(
-        self,
-        lm: PreTrainedModel,
-        blocks: Sequence[BlockOptions] | None = None,
-        supports_prefix_kv: bool = False,
-        key: str = POLICY_KEY,
-    ) -> None:
+    supports_prefix_kv = False
+
+    def __init__(self, lm: PreTrainedModel, blocks: Sequence[BlockOptions] | None = None, key: str = POLICY_KEY) -> None:
         """Take over a model.
 
-        ``blocks`` say what each block does to hold less memory, only in the Llama family; None for nothing. With
-        ``supports_prefix_kv`` answers may use the prefix KV of an earlier forward.
+        ``blocks`` say what each block does to hold less memory, only in the Llama family; None for nothing.
 
         Raises:
             ConfigError: The model has no list of decoder blocks.
@@ -60,7 +55,6 @@ class PackedModel(nn.Module):
         else:
             assert blocks is None, f"{type(lm).__name__} computes its blocks itself"
         self.lm = lm
-        self.supports_prefix_kv = supports_prefix_kv
 
     @property
     def head(self) -> Any:

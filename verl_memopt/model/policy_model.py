@@ -81,7 +81,6 @@ class PolicyModel(PackedModel):
         compiled: bool,
         vocab_tile: int = 0,
         blocks: Sequence[BlockOptions] | None = None,
-        supports_prefix_kv: bool = False,
     ) -> None:
         """Take over a model.
 
@@ -90,7 +89,7 @@ class PolicyModel(PackedModel):
         Raises:
             ConfigError: The model has no list of decoder blocks, or its head is no plain linear layer.
         """
-        super().__init__(lm, blocks, supports_prefix_kv)
+        super().__init__(lm, blocks)
         head = lm.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             reason = f"have a head of class {type(head).__name__}, not a linear layer"

@@ -59,15 +59,9 @@ class ValueHead(nn.Module):
 class ValueModel(PackedModel):
     """A decoder with a scalar head in place of its LM head. Its forward returns the values of a pack's response tokens."""
 
-    def __init__(
-        self,
-        lm: PreTrainedModel,
-        blocks: Sequence[BlockOptions] | None = None,
-        supports_prefix_kv: bool = False,
-        key: str = CRITIC_KEY,
-    ) -> None:
+    def __init__(self, lm: PreTrainedModel, blocks: Sequence[BlockOptions] | None = None, key: str = CRITIC_KEY) -> None:
         """Take over a model and drop its LM head. Arguments and errors as in :class:`PackedModel`."""
-        super().__init__(lm, blocks, supports_prefix_kv, key)
+        super().__init__(lm, blocks, key)
         # The head is no part of ``lm``, so its names are those of transformers' classifiers, and adapters leave it alone.
         lm.set_output_embeddings(nn.Identity())
         self.score = ValueHead(self.embedding_weight, lm.config.hidden_size)

@@ -33,6 +33,7 @@ Chunk = tuple[int, int]
 """First row and the row after the last."""
 
 
+@dataclass(eq=False)
 class RewardRunner:
     """Runs the reward function in processes, which start at once and in the background.
 
@@ -49,22 +50,18 @@ class RewardRunner:
         sandbox: The service that runs programs for the rules, ``reward_model.sandbox_fusion``. None = there is none.
     """
 
-    def __init__(
-        self,
-        custom: schema.CustomReward,
-        num_workers: int,
-        logs: Path | None = None,
-        manager: str = schema.RewardModel.reward_manager,
-        max_concurrent: int = schema.RewardModel.max_concurrent,
-        sandbox: schema.SandboxFusion | None = None,
-    ) -> None:
+    custom: schema.CustomReward
+    num_workers: int
+    logs: Path | None = None
+    manager: str = schema.RewardModel.reward_manager
+    max_concurrent: int = schema.RewardModel.max_concurrent
+    sandbox: schema.SandboxFusion | None = None
+
+    def __post_init__(self) -> None:
         """Start the processes."""
-        number = num_processes(manager, num_workers)
+        number, sandbox = num_processes(self.manager, self.num_workers), self.sandbox
         self._sandboxes: Sequence[Sandbox | None] = [None] * number if sandbox is None else share_out(sandbox, number)
-        self._custom = custom
-        self._manager = MANAGERS[manager]
-        self._max_concurrent = max_concurrent
-        self._logs = logs
+        self._manager = MANAGERS[self.manager]
         self.stopped: Callable[[], bool] = lambda: False
         """Called while rows are scored. Once it returns True, the rows are abandoned and ``score`` raises Stopped."""
         self._processes = [self._start(index) for index in range(len(self._sandboxes))]
@@ -101,7 +98,7 @@ class RewardRunner:
         except BaseException:
             self.close()
             raise
-        failures, fallback = round_.failures, self._custom.fallback_score
+        failures, fallback = round_.failures, self.custom.fallback_score
         if failures:
             first = min(failures)
             logger.warning("the reward function failed on %d of %d rows, which get the fallback score %s; the first is %s: %s",
@@ -119,10 +116,10 @@ class RewardRunner:
         return [process.pid for process in self._processes]
 
     def _start(self, index: int) -> RewardProcess:
-        custom = self._custom
-        log = None if self._logs is None else self._logs / f"process_{index}.log"
+        custom = self.custom
+        log = None if self.logs is None else self.logs / f"process_{index}.log"
         sandbox = self._sandboxes[index]
-        rows = self._max_concurrent if sandbox is None else min(self._max_concurrent, rows_at_a_time(sandbox.slots))
+        rows = self.max_concurrent if sandbox is None else min(self.max_concurrent, rows_at_a_time(sandbox.slots))
         call = FunctionCall(
             path=custom.path,
             name=custom.name,
@@ -141,7 +138,7 @@ class _Round:
     def __init__(self, rows: Sequence[RewardRow], runner: RewardRunner) -> None:
         self.failures: dict[int, str] = {}
         self._rows = rows
-        self._processes, self._custom, self._manager = runner._processes, runner._custom, runner._manager
+        self._processes, self._custom, self._manager = runner._processes, runner.custom, runner._manager
         self._start, self._stopped = runner._start, runner.stopped
         self._results: dict[int, RewardResult] = {}
         self._waiting: deque[Chunk] = deque()

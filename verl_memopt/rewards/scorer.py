@@ -116,13 +116,41 @@ class Serving:
             self.outcomes += self._batch(first, rows)
         elif self.loop is not None:
             arguments = {index: _arguments(row) for index, row in numbered}
-            self.loop.run(score_concurrently(self.function, arguments, self.limits, self.call, self.mark, self._report))
+            self.loop.run(self._concurrently(arguments))
         else:
             for index, row in numbered:
                 self.mark(index, time.monotonic())
                 self._report(score_row(self.function, self.limits, index, row))
         self.mark(-1, 0.0)
         self._flush()
+
+    async def _concurrently(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
+        """Score rows with an async function. ``rows``: Row index -> the arguments of its call."""
+        under_way = _UnderWay(self.mark)
+        gate = asyncio.Semaphore(self.call.max_concurrent)
+
+        async def outcome(index: int, arguments: Mapping[str, Any]) -> Outcome:
+            try:
+                async with asyncio.timeout(self.call.timeout_seconds) as limit:
+                    value = await _Noted(self.function(**arguments), index, under_way)
+            except (Exception, SystemExit, asyncio.CancelledError) as problem:  # noqa: BLE001 - all that a user's function raises is reported
+                if isinstance(problem, TimeoutError) and limit.expired():
+                    return index, 0.0, {}, f"took longer than {KEY}.timeout_seconds={self.call.timeout_seconds:g}"
+                return failure(index, problem, self.limits, frames=2)
+            return outcome_of(index, value)
+
+        async def score(index: int, arguments: Mapping[str, Any]) -> None:
+            async with gate:
+                under_way.begin(index)
+                try:
+                    scored = await outcome(index, arguments)
+                finally:
+                    under_way.end(index)
+            self._report(scored)
+
+        async with asyncio.TaskGroup() as tasks:
+            for index, arguments in rows.items():
+                tasks.create_task(score(index, arguments))
 
     def _batch(self, first: int, rows: list[Row]) -> list[Outcome]:
         """Score all rows in one call. What goes wrong with it goes wrong with each row."""
@@ -245,51 +273,6 @@ def is_async(function: Callable[..., Any]) -> bool:
     while isinstance(function, partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
-
-
-async def score_concurrently(
-    function: Callable[..., Coroutine[Any, Any, Any]],
-    rows: Mapping[int, Mapping[str, Any]],
-    limits: Limits,
-    call: FunctionCall,
-    mark: Mark,
-    report: Callable[[Outcome], None],
-) -> None:
-    """Score rows with an async function.
-
-    Args:
-        function: The reward function.
-        rows: Row index -> the arguments of its call.
-        limits: Limits of this process, for messages.
-        call: How many rows run at a time, and for how long each may.
-        mark: Writes the row that the process is at.
-        report: Called with each outcome as soon as it is known, in any order.
-    """
-    under_way = _UnderWay(mark)
-    gate = asyncio.Semaphore(call.max_concurrent)
-
-    async def outcome(index: int, arguments: Mapping[str, Any]) -> Outcome:
-        try:
-            async with asyncio.timeout(call.timeout_seconds) as limit:
-                value = await _Noted(function(**arguments), index, under_way)
-        except (Exception, SystemExit, asyncio.CancelledError) as problem:  # noqa: BLE001 - all that a user's function raises is reported
-            if isinstance(problem, TimeoutError) and limit.expired():
-                return index, 0.0, {}, f"took longer than {KEY}.timeout_seconds={call.timeout_seconds:g}"
-            return failure(index, problem, limits, frames=2)
-        return outcome_of(index, value)
-
-    async def score(index: int, arguments: Mapping[str, Any]) -> None:
-        async with gate:
-            under_way.begin(index)
-            try:
-                scored = await outcome(index, arguments)
-            finally:
-                under_way.end(index)
-        report(scored)
-
-    async with asyncio.TaskGroup() as tasks:
-        for index, arguments in rows.items():
-            tasks.create_task(score(index, arguments))
 
 
 @dataclass

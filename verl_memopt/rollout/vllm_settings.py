@@ -8,7 +8,6 @@ from typing import Any
 from verl_memopt.config import schema
 from verl_memopt.distributed.device import is_gpu, memory_info
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.limits_torch import engine_share
 from verl_memopt.model.policy_model import dtype_of
 from verl_memopt.rollout.engine import KEY, EnginePlace, SamplingSettings, max_model_len
 
@@ -94,9 +93,13 @@ def can_sleep(rollout: schema.Rollout, place: EnginePlace) -> bool:
 
 def _share(rollout: schema.Rollout, place: EnginePlace) -> float:
     """Return the engine's share of the whole device, of which the process may be allowed only a part."""
-    if place.device_limit_bytes is None or not is_gpu(place.device):
-        return rollout.gpu_memory_utilization
-    return engine_share(rollout.gpu_memory_utilization, memory_info(place.device)[1], place.device_limit_bytes)
+    total = memory_info(place.device)[1] if is_gpu(place.device) else 0
+    return engine_share(rollout.gpu_memory_utilization, total, place.device_limit_bytes)
+
+
+def engine_share(utilization: float, total: int, limit: int | None) -> float:
+    """Return the share of a device's ``total`` bytes that is ``utilization`` of the limit, if there is one."""
+    return utilization if limit is None or limit >= total else utilization * limit / total
 
 
 def check_arrived(arguments: dict[str, Any], resolved: Any, log_stats: bool) -> None:

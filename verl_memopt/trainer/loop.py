@@ -25,9 +25,11 @@ from verl_memopt.trainer.build import RunContext, build_learner, build_validator
 from verl_memopt.trainer.debug_run import STEPS, mode_of
 from verl_memopt.trainer.reporter import Reporter
 from verl_memopt.trainer.step import StepResult, TrainingStep
-from verl_memopt.trainer.update_guard import Health, UpdateGuard
+from verl_memopt.trainer.update_guard import Health, UpdateGuard, Updates
 from verl_memopt.trainer.validate import Validation
 from verl_memopt.worker.group import LocalGroup, RayGroup, TimedGroup, WorkerGroup, start_ray_group
+from verl_memopt.worker.ray_cluster import Request
+from verl_memopt.worker.trained_model import ACTOR, CRITIC
 from verl_memopt.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -87,14 +89,9 @@ class Trainer:
             runner.stopped = lambda: not self.weights_changed and interrupts.out_of_time()
         self.stop_file = StopFile(context.stop_file)
         actor, critic = context.settings.actor_rollout_ref.actor, context.worker_plan.critic
-        self.guard = UpdateGuard(
-            self.settings.max_skipped_steps,
-            actor.optim.lr,
-            context.store,
-            context.updates_per_step,
-            None if critic is None else critic.optim.lr,
-            context.critic_updates_per_step,
-        )
+        of_critic = None if critic is None else Updates(CRITIC, critic.optim.lr, context.critic_updates_per_step)
+        of_actor = Updates(ACTOR, actor.optim.lr, context.updates_per_step)
+        self.guard = UpdateGuard(self.settings.max_skipped_steps, context.store, of_actor, of_critic)
         self.health = Health(validates=self.validator is not None and self.settings.test_freq > 0)
         self.step = 0
         self.saved_step = 0
@@ -343,9 +340,8 @@ def start_workers(context: RunContext, clock: PhaseClock) -> Iterator[TimedGroup
         else:
             group = start_ray_group(
                 build_worker,
-                nnodes=trainer.nnodes,
-                devices_per_node=trainer.n_gpus_per_node,
-                device=device,
+                Request(trainer.nnodes, trainer.n_gpus_per_node, gpu=device != "cpu"),
+                device,
                 timeout_seconds=trainer.ray_wait_register_center_timeout,
                 ray_init=ray.ray_init,
                 num_threads=_threads_per_worker(trainer.n_gpus_per_node),

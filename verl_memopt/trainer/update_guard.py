@@ -31,7 +31,7 @@ BAD_LOG_PROBS = "training/log_probs_not_finite"
 
 
 @dataclass
-class _Updates:
+class Updates:
     """The updates of a trained role so far.
 
     Attributes:
@@ -55,32 +55,21 @@ class _Updates:
         self.skipped_in_a_row, self.applied_step = state["skipped_in_a_row"], state["applied_step"]
 
 
+@dataclass
 class UpdateGuard:
-    """Watches the updates of each step, and marks checkpoints whose weights have proven good."""
+    """Watches the updates of each step, and marks checkpoints whose weights have proven good.
 
-    def __init__(
-        self,
-        max_skipped_steps: int,
-        lr: float,
-        store: CheckpointStore,
-        updates_per_step: int,
-        critic_lr: float | None = None,
-        critic_updates_per_step: int = 0,
-    ) -> None:
-        """Start to count.
+    Attributes:
+        max_skipped_steps: Steps in a row without any update of a role that end the run.
+        store: Checkpoints of the run.
+        actor: Updates of the policy.
+        critic: Updates of the critic; None = there is none.
+    """
 
-        Args:
-            max_skipped_steps: Steps in a row without any update of a role that end the run.
-            lr: Learning rate of the policy, which the error says to lower.
-            store: Checkpoints of the run.
-            updates_per_step: Optimizer steps of the policy in one training step.
-            critic_lr: Learning rate of the critic; None = there is none.
-            critic_updates_per_step: Optimizer steps of the critic in one training step.
-        """
-        self._max_skipped_steps = max_skipped_steps
-        self._store = store
-        self._actor = _Updates(ACTOR, lr, updates_per_step)
-        self._critic = None if critic_lr is None else _Updates(CRITIC, critic_lr, critic_updates_per_step)
+    max_skipped_steps: int
+    store: CheckpointStore
+    actor: Updates
+    critic: Updates | None = None
 
     def watch(self, step: int, metrics: Mapping[str, float], sound: bool) -> None:
         """Judge a finished step.
@@ -92,23 +81,23 @@ class UpdateGuard:
         Raises:
             TrainingError: ``trainer.max_skipped_steps`` steps in a row applied no update.
         """
-        trained = [self._actor] if self._critic is None else [self._actor, self._critic]
+        trained = [self.actor] if self.critic is None else [self.actor, self.critic]
         good = [self._judge(updates, step, metrics) for updates in trained if updates.role.skipped in metrics]
         if sound and all(good):
-            self._store.prove(step - 1)
+            self.store.prove(step - 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint stores."""
-        critic = {} if self._critic is None else {"critic": self._critic.state_dict()}
-        return self._actor.state_dict() | critic
+        critic = {} if self.critic is None else {"critic": self.critic.state_dict()}
+        return self.actor.state_dict() | critic
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the counts of a checkpoint."""
-        self._actor.load_state_dict(state)
-        if self._critic is not None:
-            self._critic.load_state_dict(state["critic"])
+        self.actor.load_state_dict(state)
+        if self.critic is not None:
+            self.critic.load_state_dict(state["critic"])
 
-    def _judge(self, updates: _Updates, step: int, metrics: Mapping[str, float]) -> bool:
+    def _judge(self, updates: Updates, step: int, metrics: Mapping[str, float]) -> bool:
         """Count the updates of a role in a step, and return whether its weights are good."""
         role = updates.role
         skipped, norm = int(metrics[role.skipped]), metrics[role.grad_norm]
@@ -121,18 +110,18 @@ class UpdateGuard:
             updates.skipped_in_a_row, updates.applied_step = 0, step
             return norm != 0.0
         updates.skipped_in_a_row += 1
-        if updates.skipped_in_a_row >= self._max_skipped_steps:
+        if updates.skipped_in_a_row >= self.max_skipped_steps:
             raise TrainingError(self._message(updates, step, norm, metrics))
         return False
 
-    def _message(self, updates: _Updates, step: int, norm: float, metrics: Mapping[str, float]) -> str:
+    def _message(self, updates: Updates, step: int, norm: float, metrics: Mapping[str, float]) -> str:
         first = step - updates.skipped_in_a_row + 1
         steps = f"step {step}" if first == step else f"steps {first} to {step}"
         weights = f"the update of step {updates.applied_step}" if updates.applied_step else "the model that the run began with"
         return (
-            f"{KEY}={self._max_skipped_steps}: {steps} applied no update{_of(updates.role)}, because the gradient norm was not "
+            f"{KEY}={self.max_skipped_steps}: {steps} applied no update{_of(updates.role)}, because the gradient norm was not "
             f"finite ({norm}). The weights are those of {weights}. {_cause(updates, metrics)} "
-            f"{recovery_advice(updates.role, updates.lr, self._store)}"
+            f"{recovery_advice(updates.role, updates.lr, self.store)}"
         )
 
 
@@ -140,7 +129,7 @@ def _of(role: Role) -> str:
     return "" if role is ACTOR else f" of the {role.name}"
 
 
-def _cause(updates: _Updates, metrics: Mapping[str, float]) -> str:
+def _cause(updates: Updates, metrics: Mapping[str, float]) -> str:
     """Return why the gradients of a role are probably not finite."""
     learned, outputs = ("advantages", "log-probs") if updates.role is ACTOR else ("returns", "values")
     low, high = (metrics.get(f"critic/{learned}/{name}", 0.0) for name in ("min", "max"))

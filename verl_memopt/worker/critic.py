@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from verl_memopt.algorithms.losses import ValueTokens, value_loss
-from verl_memopt.algorithms.rollout_correction import kept_lengths
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config import schema
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
@@ -19,22 +19,21 @@ from verl_memopt.worker.policy import forward_pass
 from verl_memopt.worker.trained_model import CRITIC, MicroBatch, MiniBatch, SavedTensorHooks, TrainedModel
 
 
+@dataclass(eq=False)
 class Critic:
     """The trained critic. Arguments are as in :class:`TrainedModel`. All ranks call the same methods in step."""
 
-    def __init__(
-        self,
-        model: ValueModel,
-        settings: schema.Critic,
-        optimizer_steps: int,
-        world_size: int,
-        device: torch.device,
-        offload: SavedTensorHooks | None = None,
-    ) -> None:
+    model: ValueModel
+    settings: schema.Critic
+    optimizer_steps: int
+    world_size: int
+    device: torch.device
+    offload: SavedTensorHooks | None = None
+
+    def __post_init__(self) -> None:
         """Build optimizer and schedule."""
-        self.model = model
-        self.settings = settings
-        self.trained = TrainedModel(CRITIC, model, settings, optimizer_steps, world_size, device, offload)
+        steps, world_size, device = self.optimizer_steps, self.world_size, self.device
+        self.trained = TrainedModel(CRITIC, self.model, self.settings, steps, world_size, device, self.offload)
 
     def values(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> Tensor:
         """Return the value of the state before each response token, fp32 [R] on the host, in batch order.
@@ -64,8 +63,6 @@ class Critic:
         settings, pack = self.settings, micro.pack
         assert settings.loss_agg_mode is not None
         predictions = self.model(pack, prefix_kv)
-        kept = micro.kept
-        lengths = pack.row_lengths if kept is None else kept_lengths(kept, pack.row, pack.row_lengths)
-        tokens = ValueTokens(predictions, micro.old_values, micro.returns, pack.row, lengths, counts, kept)
+        tokens = ValueTokens(predictions, micro.old_values, micro.returns, pack.row, micro.lengths, counts, micro.kept)
         loss, metrics = value_loss(tokens, settings.cliprange_value, settings.loss_agg_mode, settings.loss_scale_factor)
         return loss, {f"{CRITIC.name}/{name}": value for name, value in metrics.items()}

@@ -322,15 +322,9 @@ def _left_to_the_driver(number: int, frame: FrameType | None) -> None:
 
 
 def start_ray_group(
-    factory: WorkerFactory,
-    nnodes: int,
-    devices_per_node: int,
-    device: str,
-    timeout_seconds: float,
-    ray_init: Mapping[str, Any],
-    num_threads: int,
+    factory: WorkerFactory, request: Request, device: str, timeout_seconds: float, ray_init: Mapping[str, Any], num_threads: int
 ) -> RayGroup:
-    """Return a group of ``nnodes * devices_per_node`` workers, built and ready, with ranks in the order of the nodes.
+    """Return a group of the requested workers, built and ready, with ranks in the order of the nodes.
 
     If it fails, nothing that it started is left behind. ``timeout_seconds`` is the longest wait for placement, and again for the
     start of the processes. ``ray_init`` are arguments of ray.init, where this process is not connected yet. ``num_threads`` is
@@ -341,7 +335,6 @@ def start_ray_group(
         WorkerError: The cluster had no room in time, or a worker failed while it was built.
         UserError: As the factory raised it.
     """
-    request = Request(nnodes, devices_per_node, gpu=device != "cpu")
     group = RayGroup(Connection(ray_init, request))
     try:
         group.start(request, timeout_seconds)

@@ -15,7 +15,7 @@ from transformers import get_scheduler
 
 from verl_memopt.config.schema import Optim
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW
+from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW, bucket_options
 
 KEY = "actor_rollout_ref.actor.optim"
 SAME_SHAPE = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
@@ -44,7 +44,7 @@ def build_optimizer(
         ) from error
     options: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
     optional = {"betas": tuple(optim.betas)} | ({"fused": True} if optim.optimizer_impl == "torch.optim" else {})
-    buckets = _bucket_options(parameters[0].dtype, optim, offload, seed) if kind is AdamW else None
+    buckets = bucket_options(parameters[0].dtype, optim, offload, seed) if kind is AdamW else None
     if buckets is not None:
         kind, options = BucketedAdamW, options | buckets
     try:
@@ -57,21 +57,6 @@ def build_optimizer(
             f"{key}.optimizer={optim.optimizer}, override_optimizer_config={optim.override_optimizer_config}: {error}. "
             "Change the arguments, or name another optimizer."
         ) from error
-
-
-def _bucket_options(masters: torch.dtype, optim: Optim, offload: bool, seed: int) -> dict[str, Any] | None:
-    """Return the further arguments of BucketedAdamW, or None if torch's AdamW supports all settings."""
-    torch_dtype = "bfloat16" if masters is torch.bfloat16 else "fp32"
-    state_dtype = optim.state_dtype or torch_dtype
-    if not (offload or optim.stochastic_rounding or optim.in_backward or state_dtype != torch_dtype):
-        return None
-    return {
-        "state_dtype": state_dtype,
-        "offload": offload,
-        "stochastic_rounding": optim.stochastic_rounding,
-        "bucket_megabytes": optim.bucket_megabytes,
-        "seed": seed,
-    }
 
 
 def build_schedule(optimizer: Optimizer, optim: Optim, optimizer_steps: int, key: str = KEY) -> LambdaLR:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -15,7 +14,7 @@ from verl_memopt.algorithms.custom import load_statistic
 from verl_memopt.algorithms.kl import kl_estimate
 from verl_memopt.algorithms.losses import LossAndMetrics, LossTokens, policy_loss, with_shared_metrics
 from verl_memopt.algorithms.records import LOSSES
-from verl_memopt.algorithms.rollout_correction import bypass_loss, is_token_local, kept_lengths
+from verl_memopt.algorithms.rollout_correction import bypass_loss, is_token_local
 from verl_memopt.algorithms.rows import GlobalCounts, aggregate
 from verl_memopt.config.schema import Actor, Rollout, RolloutCorrection
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
@@ -74,16 +73,10 @@ class Policy:
         self._log_probs: list[Tensor] | None = None
 
     def compute_log_probs(
-        self,
-        batch: RolloutBatch,
-        micro_batches: Sequence[Sequence[int]],
-        temperature: float,
-        with_entropy: bool,
-        statistics: Mapping[str, str] = NO_STATISTICS,
+        self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], temperature: float, with_entropy: bool
     ) -> LogProbs:
         """Return the log-probs of a batch under the present weights, as :func:`compute_log_probs`."""
-        options = temperature, with_entropy, self.trained.device, statistics
-        return compute_log_probs(self.model, batch, micro_batches, *options)
+        return compute_log_probs(self.model, batch, micro_batches, temperature, with_entropy, self.trained.device)
 
     def update(self, mini_batches: Sequence[MiniBatch], temperature: float) -> dict[str, float]:
         """Take one optimizer step per mini-batch and return the mean of their metrics, as :meth:`TrainedModel.update`."""
@@ -203,9 +196,9 @@ class Objective:
         weights, kept, selected = (None if field is None else field[rows] for field in fields)
         row, counts, advantages = micro.pack.row[rows], self.counts, micro.advantages[rows]
         if self.bypass is None:
-            tokens = LossTokens(log_probs, old, advantages, row, self._lengths, counts, weights, kept, selected)
+            tokens = LossTokens(log_probs, old, advantages, row, self.micro.lengths, counts, weights, kept, selected)
             return policy_loss(tokens, self.actor)
-        tokens = LossTokens(log_probs, old, advantages, row, self._lengths, counts)
+        tokens = LossTokens(log_probs, old, advantages, row, self.micro.lengths, counts)
         return with_shared_metrics(tokens, *bypass_loss(tokens, self.actor, self.bypass))
 
     @property
@@ -213,12 +206,6 @@ class Objective:
         if self.bypass is not None:
             return is_token_local(self.bypass, self.actor.loss_agg_mode)
         return LOSSES[self.actor.policy_loss.loss_mode].token_local
-
-    @cached_property
-    def _lengths(self) -> Tensor:
-        """The response tokens of each row that count, int64 [rows]: those that were not rejected before the update."""
-        pack, kept = self.micro.pack, self.micro.kept
-        return pack.row_lengths if kept is None else kept_lengths(kept, pack.row, pack.row_lengths)
 
     def _old(self, log_probs: Tensor, rows: slice) -> Tensor:
         old = self.micro.old_log_probs
@@ -234,7 +221,7 @@ class Objective:
             mode, scale_factor = actor.loss_agg_mode, actor.loss_scale_factor
             # Set to 0 before the sum. A product with a mask would keep a NaN of a rejected token.
             values = values if kept is None else values.where(kept[rows], 0.0)
-            return aggregate(values, pack.row[rows], self._lengths, mode, self.counts, scale_factor)
+            return aggregate(values, pack.row[rows], self.micro.lengths, mode, self.counts, scale_factor)
 
         if entropy is not None:
             penalties.append((-actor.entropy_coeff, "entropy", mean(entropy)))
@@ -285,11 +272,22 @@ def forward_pass(
         forward: Runs the model on a pack.
     """
     outputs: list[tuple[Sequence[int], Output]] = []
+
+    def append_each(micro_batches: Sequence[Sequence[int]]) -> None:
+        micros = [micro.to(device) for micro in micro_batches_of(batch, micro_batches, model.supports_prefix_kv)]
+        prefix_kv: PrefixKV | None = None
+        with torch.no_grad():
+            for rows, micro in zip(micro_batches, micros, strict=True):
+                if micro.prompt is not None and prefix_kv is None:
+                    prefix_kv = model.compute_prefix(micro.prompt)
+                outputs.append((rows, forward(micro.pack, prefix_kv, rows)))
+                prefix_kv = None if micro.ends else prefix_kv
+
     remaining: Sequence[Sequence[int]] = micro_batches
     while remaining:
         done = len(outputs)
         try:
-            _forward_each(model, batch, remaining, device, forward, outputs)
+            append_each(remaining)
             break
         except RuntimeError as error:
             remaining = remaining[len(outputs) - done :]
@@ -299,25 +297,6 @@ def forward_pass(
             remaining = smaller
     reshard_units(model)
     return outputs
-
-
-def _forward_each(
-    model: PackedModel,
-    batch: RolloutBatch,
-    micro_batches: Sequence[Sequence[int]],
-    device: torch.device,
-    forward: Forward[Output],
-    outputs: list[tuple[Sequence[int], Output]],
-) -> None:
-    """Append (rows, output) of each micro-batch to ``outputs``."""
-    micros = [micro.to(device) for micro in micro_batches_of(batch, micro_batches, model.supports_prefix_kv)]
-    prefix_kv: PrefixKV | None = None
-    with torch.no_grad():
-        for rows, micro in zip(micro_batches, micros, strict=True):
-            if micro.prompt is not None and prefix_kv is None:
-                prefix_kv = model.compute_prefix(micro.prompt)
-            outputs.append((rows, forward(micro.pack, prefix_kv, rows)))
-            prefix_kv = None if micro.ends else prefix_kv
 
 
 # The log-prob pass: log-probs of every response token, without gradients. The policy and the reference run it alike.

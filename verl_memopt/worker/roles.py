@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -246,6 +246,12 @@ def make_deterministic(fsdp: Fsdp, rank: int) -> None:
 # Measure what quantising a frozen model changes in its log-probs.
 
 
+def exact_weights_of(policy: PolicyModel, folder: Path, device: torch.device) -> AbstractContextManager[None]:
+    """Return a context in which a quantised model computes with its unquantised weights, read from the folder when needed."""
+    weights = WeightFolder(folder)
+    return exact_weights(policy, lambda name: weights.read(name, ()).to(device))
+
+
 def quantization_error(policy: PolicyModel, folder: Path, device: torch.device, temperature: float) -> tuple[float, float]:
     """Return the (mean, largest) difference in nats between the log-probs of a quantised model and of its unquantised weights.
 
@@ -255,9 +261,8 @@ def quantization_error(policy: PolicyModel, folder: Path, device: torch.device, 
     vocabulary = int(policy.lm.config.vocab_size)
     tokens = torch.randint(vocabulary, (4 * 65,), generator=generator)
     pack = pack_rows(tokens[:4], [1] * 4, tokens[4:], [64] * 4).to(device)
-    weights = WeightFolder(folder)
     quantized, _ = pack_log_probs(policy, pack, temperature, False)
-    with exact_weights(policy, lambda name: weights.read(name, ()).to(device)):
+    with exact_weights_of(policy, folder, device):
         exact, _ = pack_log_probs(policy, pack, temperature, False)
     reshard_units(policy)
     difference = (quantized - exact).abs()

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
+from verl_memopt.algorithms.rollout_correction import kept_lengths
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor, Critic
 from verl_memopt.data.batch import RolloutBatch
@@ -57,6 +59,12 @@ class MicroBatch:
     kept: Tensor | None = None
     prompt: Pack | None = None
     ends: bool = True
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """The response tokens of each row that count, int64 [rows]: those that were not rejected before the update."""
+        pack, kept = self.pack, self.kept
+        return pack.row_lengths if kept is None else kept_lengths(kept, pack.row, pack.row_lengths)
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the micro-batch on a device. The copies are asynchronous."""
@@ -158,6 +166,7 @@ ACTOR = Role("actor", "actor_rollout_ref.actor")
 CRITIC = Role("critic", "critic")
 
 
+@dataclass(eq=False)
 class TrainedModel:
     """A sharded model with an optimizer. All ranks call the same methods in the same order.
 
@@ -174,34 +183,27 @@ class TrainedModel:
         home: The place of the parameters on the host. None = they stay on the device.
     """
 
-    def __init__(
-        self,
-        role: Role,
-        model: PackedModel,
-        settings: Actor | Critic,
-        optimizer_steps: int,
-        world_size: int,
-        device: torch.device,
-        offload: SavedTensorHooks | None = None,
-    ) -> None:
+    role: Role
+    model: PackedModel
+    settings: Actor | Critic
+    optimizer_steps: int
+    world_size: int
+    device: torch.device
+    offload: SavedTensorHooks | None = None
+    home: OffloadedParams | None = None
+
+    def __post_init__(self) -> None:
         """Build optimizer and schedule."""
-        self.role = role
-        self.model = model
+        settings, key = self.settings, f"{self.role.key}.optim"
         self.optim = optim = settings.optim
-        fsdp = settings.fsdp_config if isinstance(settings, Actor) else settings.model.fsdp_config
-        self.fsdp = fsdp
-        self.world_size = world_size
-        self.device = device
-        self.offload = offload
-        self.home: OffloadedParams | None = None
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        key = f"{role.key}.optim"
+        self.fsdp = fsdp = settings.fsdp_config if isinstance(settings, Actor) else settings.model.fsdp_config
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = build_optimizer(trained, optim, fsdp.optimizer_offload, fsdp.seed, key)
         self.in_backward = None
         if optim.in_backward:
             assert isinstance(self.optimizer, BucketedAdamW), type(self.optimizer)
-            self.in_backward = StepInBackward(self.optimizer, role.key, device)
-        self.schedule = build_schedule(self.optimizer, optim, optimizer_steps, key)
+            self.in_backward = StepInBackward(self.optimizer, self.role.key, self.device)
+        self.schedule = build_schedule(self.optimizer, optim, self.optimizer_steps, key)
 
     def resident_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (kind, tensor) of what the model holds between calls, on the device or on the host."""

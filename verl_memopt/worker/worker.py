@@ -177,7 +177,8 @@ class Worker:
         statistics: Mapping[str, str] = NO_STATISTICS,
     ) -> LogProbs:
         """Return the log-probs of a batch under the policy."""
-        return _built(self.policy).compute_log_probs(batch, micro_batches, self.temperature, with_entropy, statistics)
+        model = _built(self.policy).model
+        return compute_log_probs(model, batch, micro_batches, self.temperature, with_entropy, self.device, statistics)
 
     def ref_log_probs(
         self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], temperature: float | None = None

@@ -9,11 +9,11 @@ from tests.memory import activation_cases as act
 from tests.memory.activation_cases import CPU, FP32, KV, LAYERS, MLP, RESPONSES, TOKENS, WIDTH, close
 from tests.memory.activation_cases import D as HEAD_SIZE
 from tests.memory.activation_cases import H as HEADS
-from verl_memopt.config.schema import TiledMlp
 from verl_memopt.distributed.device import local_device, memory_allocated, synchronize
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activation_offload_torch import ActivationOffload
 from verl_memopt.memory.host_buffers import host_allocator, host_limits
+from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.observe.byte_tracker import DEVICE, HOST, ByteTracker
 
 INPUT = TOKENS * WIDTH * FP32

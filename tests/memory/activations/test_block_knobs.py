@@ -7,10 +7,10 @@ from torch import nn
 
 from tests.memory import activation_cases as act
 from tests.ranks import run_ranks
-from verl_memopt.config.schema import TiledMlp
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.memory.prune_last_block_torch import can_prune
 from verl_memopt.memory.recompute_elementwise_torch import can_recompute
+from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.model.decoder import class_name
 
 FULL = {"recompute": True}

@@ -11,9 +11,10 @@ from tests.memory.batching.test_shared_prompt import counts_of, grouped, sharing
 from tests.ranks import run_ranks
 from tests.tensors import whole_of
 from verl_memopt.config.keys import replaced
-from verl_memopt.config.schema import ActorRolloutRef, TiledMlp
+from verl_memopt.config.schema import ActorRolloutRef
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.memory.formulas import Shapes
+from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.worker.trained_model import micro_batch
 

@@ -11,8 +11,8 @@ from tests.memory import activation_cases as act
 from tests.memory.activation_cases import KV, LAYERS, MLP, RESPONSES, TOKENS, WIDTH, close
 from tests.memory.activation_cases import D as HEAD_SIZE
 from tests.memory.activation_cases import H as HEADS
-from verl_memopt.config.schema import TiledMlp
 from verl_memopt.memory.recompute_elementwise_torch import KNOWN, can_recompute
+from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.model.decoder import class_name
 from verl_memopt.model.packing import pack_groups
 from verl_memopt.model.tiny import TinyShape, make_tiny_model

@@ -7,10 +7,10 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from tests.memory import activation_cases as act
 from tests.memory.activation_cases import FP32, LAYERS, TOKENS, WIDTH, close
 from tests.memory.activation_cases import MLP as MLP_WIDTH
-from verl_memopt.config.schema import TiledMlp
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.lora_torch import apply_lora
 from verl_memopt.memory.quantized_frozen_torch import quantize_blocks, quantized_layers
+from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.memory.tiled_mlp_torch import KNOWN, check_mlps
 from verl_memopt.model.decoder import MLP, BlockOptions, class_name
 from verl_memopt.model.tiny import TinyShape, make_tiny_model

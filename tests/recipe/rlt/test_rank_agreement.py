@@ -13,8 +13,9 @@ from verl_memopt.recipes.rlt import rank_check
 from verl_memopt.recipes.rlt.formula import rlt_scores
 from verl_memopt.recipes.rlt.rank_check import ACCEPTED, RankCheck, rank_correlation, spearman
 from verl_memopt.recipes.rlt.settings import RltReward
-from verl_memopt.recipes.rlt.student import compute_exact_log_probs, student_batch, student_micro_batches
+from verl_memopt.recipes.rlt.student import compute_student_log_probs, student_batch, student_micro_batches
 from verl_memopt.recipes.rlt.student_rows import THINK
+from verl_memopt.worker.roles import exact_weights_of
 
 KEY = "reward_model.model.quantization"
 
@@ -106,7 +107,8 @@ class Pass:
     def exact(self, rows):
         self.exact_rows.append(rows.num_rows)
         bins = student_micro_batches(student_batch(rows).row_tokens(), 512)
-        return compute_exact_log_probs(self.student, self.folder, rows, bins, HEAT, CPU)
+        with exact_weights_of(self.student, self.folder, CPU):
+            return compute_student_log_probs(self.student, rows, bins, HEAT, CPU)
 
     def check(self, kind):
         check = RankCheck(SETTINGS, kind, KEY)

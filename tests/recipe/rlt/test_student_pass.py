@@ -25,7 +25,6 @@ from verl_memopt.recipes.rlt.dataset import FORMATS, RltPrompts
 from verl_memopt.recipes.rlt.formula import rlt_scores
 from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student import (
-    compute_exact_log_probs,
     compute_student_log_probs,
     join_log_probs,
     student_batch,
@@ -47,6 +46,7 @@ from verl_memopt.recipes.rlt.student_rows import (
     reused_log_probs,
 )
 from verl_memopt.worker.policy import compute_log_probs, pack_log_probs
+from verl_memopt.worker.roles import exact_weights_of
 from verl_memopt.worker.trained_model import micro_batch, micro_batches_of
 
 CPU = torch.device("cpu")
@@ -426,7 +426,8 @@ def test_a_quantised_student_knows_what_its_unquantised_weights_would_say(tiny_f
     bins = student_micro_batches(student_batch(rows).row_tokens(), 256)
     expected = scored(exact, rows)
     before = scored(quantised, rows)
-    log_probs = compute_exact_log_probs(quantised, tiny_folder, rows, bins, HEAT, CPU)
+    with exact_weights_of(quantised, tiny_folder, CPU):
+        log_probs = compute_student_log_probs(quantised, rows, bins, HEAT, CPU)
     close(log_probs.solution, expected.solution)
     close(log_probs.think, expected.think)
     assert (before.solution - expected.solution).abs().max() > 1e-4

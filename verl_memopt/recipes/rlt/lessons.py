@@ -12,13 +12,11 @@ do not end, although its prompt holds the solution. RL only has to prefer the ex
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import random
-import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +26,20 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from verl_memopt.config import schema
-from verl_memopt.data.dataset import PromptRow
+from verl_memopt.data.dataset import PromptRow, write_parquet
 from verl_memopt.data.encoder import tokenize
 from verl_memopt.data.responses import with_responses
-from verl_memopt.data.toy import SHAPE, Problem, ToyRecipe, descend, load_model, question, split_problems
+from verl_memopt.data.toy import (
+    SHAPE,
+    Problem,
+    ToyRecipe,
+    descend,
+    identity_of,
+    load_model,
+    made_whole,
+    question,
+    split_problems,
+)
 from verl_memopt.errors import DataError
 from verl_memopt.model.tiny import make_tiny_model
 from verl_memopt.recipes.rlt.dataset import FORMATS, RltDataset, RltPrompts, RltRecord
@@ -211,25 +219,9 @@ def make_rlt_toy(folder: str | Path, seed: int = 0, recipe: RltToyRecipe | None 
         DataError: The folder exists and holds something else.
     """
     recipe = RltToyRecipe() if recipe is None else recipe
-    folder = Path(folder)
-    identity = {"seed": seed, "recipe": asdict(recipe), "shape": asdict(SHAPE)}
-    if (folder / RECORD).is_file():
-        record = json.loads((folder / RECORD).read_text())
-        if {name: record.get(name) for name in identity} == identity:
-            logger.info("toy task of RLT: %s is ready", folder)
-            return folder
-    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise DataError(f"{folder}: it exists and is no toy task of RLT, so it is not replaced. Choose another, or remove it.")
-    aside = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-    try:
-        aside.mkdir(parents=True)
-        losses = _build(aside, seed, recipe)
-        (aside / RECORD).write_text(json.dumps({**identity, **losses}, indent=2) + "\n")
-        shutil.rmtree(folder, ignore_errors=True)
-        aside.rename(folder)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    return folder
+    occupied = "it exists and is no toy task of RLT, so it is not replaced. Choose another, or remove it."
+    build = partial(_build, seed=seed, recipe=recipe)
+    return made_whole(Path(folder) / RECORD, identity_of(seed, recipe), build, "toy task of RLT", occupied)
 
 
 def teacher_lessons(prompts: RltPrompts, problems: Sequence[Problem], recipe: RltToyRecipe, seed: int) -> Iterator[Lesson]:
@@ -246,8 +238,8 @@ def _build(folder: Path, seed: int, recipe: RltToyRecipe) -> dict[str, float]:
 
     train, validation = split_problems(ToyRecipe(num_validation=recipe.num_validation), seed)
     logger.info("toy task of RLT: %d training and %d held-out sums, warming up two models", len(train), len(validation))
-    _write(folder / TRAIN, train)
-    _write(folder / VALIDATION, validation)
+    for path, problems in ((TRAIN, train), (VALIDATION, validation)):
+        write_parquet(folder / path, [as_row(problem) for problem in problems])
     folders = {name: make_tiny_model(folder / name, SHAPE, seed=seed + place) for place, name in enumerate((STUDENT, TEACHER))}
     prompts = RltPrompts(AutoTokenizer.from_pretrained(folders[STUDENT]), FORMATS[TAG_FORMAT])
     lessons = {
@@ -261,10 +253,3 @@ def _build(folder: Path, seed: int, recipe: RltToyRecipe) -> dict[str, float]:
 
 def _record(problem: Problem, trace: str) -> RltRecord:
     return RltRecord(question(problem), solution(problem), trace, address=question(problem))
-
-
-def _write(path: Path, problems: Sequence[Problem]) -> None:
-    import pyarrow
-    from pyarrow import parquet
-
-    parquet.write_table(pyarrow.Table.from_pylist([as_row(problem) for problem in problems]), path)

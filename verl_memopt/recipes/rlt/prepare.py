@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_memopt.data.dataset import read_rows
+from verl_memopt.data.dataset import read_rows, write_parquet
 from verl_memopt.data.encoder import tokenize
 from verl_memopt.errors import DataError
 from verl_memopt.recipes.rlt.dataset import FORMATS, RltPrompts, RltRecord, hub_rows, read_records
@@ -63,7 +63,7 @@ def prepare_rlt(
         train, val = _split(train, num_validation, seed)
     folder = Path(out).expanduser()
     rows = dict(zip(SPLITS, (train, val), strict=True))
-    paths = {split: _write(folder / f"{split}.parquet", rows[split]) for split in SPLITS}
+    paths = {split: write_parquet(folder / f"{split}.parquet", [_columns(row) for row in rows[split]]) for split in SPLITS}
     for split, path in paths.items():
         logger.info("rlt: wrote %d rows to %s", len(rows[split]), path)
     for reason, count in rejected.items():
@@ -95,11 +95,5 @@ def _split(records: list[RltRecord], num_validation: int, seed: int) -> tuple[li
     return parts
 
 
-def _write(path: Path, records: Sequence[RltRecord]) -> Path:
-    import pyarrow
-    from pyarrow import parquet
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    columns = ("question", "solution", "reasoning_trace")
-    parquet.write_table(pyarrow.Table.from_pylist([{name: getattr(each, name) for name in columns} for each in records]), path)
-    return path
+def _columns(record: RltRecord) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in ("question", "solution", "reasoning_trace")}

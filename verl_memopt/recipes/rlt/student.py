@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from verl_memopt.data.encoder import TOKENIZER_PARTS, tokenizer_digests
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.lora_torch import adapters_off
 from verl_memopt.memory.param_offload_torch import OffloadedParams
-from verl_memopt.memory.quantized_frozen_torch import exact_weights
 from verl_memopt.memory.residency import REFERENCE, REWARD_MODEL
 from verl_memopt.memory.token_packing import RowTokens, pack_groups_under
 from verl_memopt.model.folder import check_vocabulary, resolve_folder
@@ -36,11 +35,11 @@ from verl_memopt.model.packing_check import check_architecture
 from verl_memopt.model.policy_model import PolicyModel
 from verl_memopt.model.prefix_kv import PrefixKV
 from verl_memopt.model.reward_folder import REWARD_KEY
-from verl_memopt.model.weights import WeightFolder, fill_from_folder, load_model_config, mapped_weights
+from verl_memopt.model.weights import fill_from_folder, load_model_config, mapped_weights
 from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student_rows import BRIDGE, END, PREFIX, SOLUTION, THINK, StudentRows
 from verl_memopt.worker.policy import forward_pass, pack_log_probs
-from verl_memopt.worker.roles import FrozenModel, RoleBuilder
+from verl_memopt.worker.roles import FrozenModel, RoleBuilder, exact_weights_of
 
 _WITHOUT_EFFECT = frozenset(
     (
@@ -213,25 +212,6 @@ def targets_at(pack: Pack, places: Tensor) -> Pack:
     )
 
 
-def compute_exact_log_probs(
-    student: PolicyModel,
-    folder: Path,
-    rows: StudentRows,
-    micro_batches: Sequence[Sequence[int]],
-    temperature: float,
-    device: torch.device,
-    share_prefixes: bool = True,
-) -> StudentLogProbs:
-    """Return the log-probs of a quantised student under its unquantised weights. Each weight is read when a layer needs it.
-
-    ``micro_batches``: Rows of each forward, as the next two :func:`compute_student_log_probs`. ``share_prefixes``:
-    Rows with the same prompt compute it once.
-    """
-    weights = WeightFolder(folder)
-    with exact_weights(student, lambda name: weights.read(name, ()).to(device)):
-        return compute_student_log_probs(student, rows, micro_batches, temperature, device, share_prefixes)
-
-
 @dataclass(frozen=True)
 class StudentReply:
     """The result of a scoring pass on one rank."""
@@ -264,12 +244,10 @@ class Student:
         its unquantised weights.
         """
         began, options = time.perf_counter(), (rows, micro_batches, temperature, self.device, self.plan.shares_prompts)
-        with logits_in_chunks(self.model, self.plan.rlt.logits_chunk_tokens), adapters_off(self.model):
-            if exact:
-                assert self.plan.folder is not None, "a quantised student is a model of its own"
-                log_probs = compute_exact_log_probs(self.model, Path(self.plan.folder), *options)
-            else:
-                log_probs = compute_student_log_probs(self.model, *options)
+        assert self.plan.folder is not None or not exact, "a quantised student is a model of its own"
+        weights = exact_weights_of(self.model, Path(str(self.plan.folder)), self.device) if exact else nullcontext()
+        with logits_in_chunks(self.model, self.plan.rlt.logits_chunk_tokens), adapters_off(self.model), weights:
+            log_probs = compute_student_log_probs(self.model, *options)
         return StudentReply(log_probs, time.perf_counter() - began)
 
 
