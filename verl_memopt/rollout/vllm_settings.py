@@ -93,7 +93,8 @@ def can_sleep(rollout: schema.Rollout, place: EnginePlace) -> bool:
 
 def _share(rollout: schema.Rollout, place: EnginePlace) -> float:
     """Return the engine's share of the whole device, of which the process may be allowed only a part."""
-    total = memory_info(place.device)[1] if is_gpu(place.device) else 0
+    limited = is_gpu(place.device) and place.device_limit_bytes is not None
+    total = memory_info(place.device)[1] if limited else 0
     return engine_share(rollout.gpu_memory_utilization, total, place.device_limit_bytes)
 
 
