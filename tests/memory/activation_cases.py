@@ -193,9 +193,10 @@ def step_peaks(folder, mesh, mini=None, **options):
 def assert_fake_tensors_give_the_bytes_of_real_ones(folder, **options):
     """Asserts that fake tensors alone reach the peaks of real ones, on the first of four ranks."""
     mini = mini_batch(response=16)
+    real = micros(mini)
     with fake_ranks(4) as mesh:
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-            micro = [_faked(fake, one) for one in micros(mini)]
+            micro = [_faked(fake, one) for one in real]
             tracker = tracked_step(build(folder, mesh, fill=False, **options), micro, mini.counts)
         found = tracker.peaks[DEVICE].bytes, tracker.peaks[HOST].bytes
         assert found == peaks(build(folder, mesh, **options), mini)

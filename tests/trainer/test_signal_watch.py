@@ -164,7 +164,9 @@ def test_a_signal_that_the_main_thread_blocks_is_seen_by_the_watch(watched):
 
 
 def test_the_watch_brings_no_package_but_psutil():
-    code = "import sys; before = set(sys.modules)\nimport verl_memopt.trainer.main_ppo\nprint(*(set(sys.modules) - before))"
+    code = """import sys; before = set(sys.modules)
+import verl_memopt.run.interrupts, verl_memopt.trainer.main_ppo
+print(*(set(sys.modules) - before))"""
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     foreign = {name.split(".")[0] for name in loaded} - set(sys.stdlib_module_names) - {"verl_memopt"}
     assert {name for name in foreign if not name.startswith("_psutil")} == {"psutil"}
