@@ -219,8 +219,8 @@ def test_the_error_carries_what_was_held_and_asked_for():
         probe.phase("ref", True),
     ):
         torch.zeros(51)
-    error = caught.value
-    assert (error.phase, error.held_bytes, error.asked_bytes, error.limit_bytes) == ("ref", 200, 204, 400)
+    figures = caught.value.figures
+    assert (figures.phase, figures.held_bytes, figures.asked_bytes, figures.limit_bytes) == ("ref", 200, 204, 400)
 
 
 @pytest.mark.parametrize(
