@@ -249,12 +249,13 @@ def outcome_of(error: Exception) -> str:
 
 def failure_of(error: Exception) -> Failure:
     """Return what is kept of an error: its phase, the bytes asked for and held, and the tensor, where it knows them."""
-    requested = getattr(error, "requested_bytes", getattr(error, "asked_bytes", None))
-    held = getattr(error, "held_bytes", getattr(error, "num_bytes", None))
+    known = getattr(error, "figures", error)
+    requested = getattr(known, "requested_bytes", getattr(known, "asked_bytes", None))
+    held = getattr(known, "held_bytes", getattr(known, "num_bytes", None))
     return Failure(
         error=type(error).__name__,
         message=" ".join(str(error).split())[:500],
-        phase=getattr(error, "phase", ""),
+        phase=getattr(known, "phase", ""),
         requested_bytes=requested,
         held_bytes=held,
         shape=getattr(error, "shape", ""),

@@ -17,6 +17,7 @@ from recipe.rloo.memory_study.runner import (
     shuffled,
 )
 from tests.recipe.rloo.memory_study.stand_in import SAVING, STRING, TOKEN, cell, measure_cell
+from verl_memopt import errors
 from verl_memopt.errors import ConfigError, DeviceMemoryError
 
 STAND_IN = "tests.recipe.rloo.memory_study.stand_in:measure_cell"
@@ -93,7 +94,7 @@ def test_running_out_of_memory_keeps_phase_bytes_and_tensor(tmp_path):
     [
         (OutOfMemory("forward", 1, 2), "oom"),
         (torch.OutOfMemoryError("no room"), "oom"),
-        (DeviceMemoryError("no room", "update_actor", 1, 2, 3), "oom"),
+        (DeviceMemoryError("no room", errors.OutOfMemory("update_actor", 1, 2, 3)), "oom"),
         (MemoryError(), "oom"),
         (ConfigError("no"), "refused"),
         (ValueError("no"), "failed"),
@@ -105,7 +106,7 @@ def test_an_error_says_the_outcome(error, outcome):
 
 
 def test_a_failure_has_what_the_error_knows():
-    failure = failure_of(DeviceMemoryError("no  room", "update_actor", 1, 2, 3))
+    failure = failure_of(DeviceMemoryError("no  room", errors.OutOfMemory("update_actor", 1, 2, 3)))
     assert (failure.phase, failure.requested_bytes, failure.held_bytes, failure.message) == ("update_actor", 1, 2, "no room")
     assert failure_of(ValueError("x")).phase == ""
 
