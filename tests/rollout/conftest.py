@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.distributed.device_mesh import DeviceMesh
 
 from tests.rollout.tools import engine_at, model_of, place_at, rollout_settings, tiny_folder, weights_of
 from verl_memopt.config import schema
@@ -51,6 +52,17 @@ def shared_vllm(tied_folder: Path) -> Iterator[SharedVllm]:
     shared = SharedVllm(tied_folder)
     yield shared
     shared.close()
+
+
+@pytest.fixture
+def no_shared_engine(shared_vllm: SharedVllm) -> None:
+    """Two engines of one process share their groups, and an engine does not outlive the default group."""
+    shared_vllm.close()
+
+
+@pytest.fixture
+def one_rank(no_shared_engine: None, one_rank: DeviceMesh) -> DeviceMesh:
+    return one_rank
 
 
 @pytest.fixture
