@@ -115,7 +115,8 @@ def _trl_arguments(rows: Sequence[Row]) -> dict[str, Any]:
     answers = [answer for _, answer, _, _ in rows]
     chats = [[{"role": "assistant", "content": text}] for text in answers]
     columns = {name: [extra.get(name) for extra in extras] for name in dict.fromkeys(name for extra in extras for name in extra)}
-    prompts, states = columns.pop("prompt"), columns.pop("trainer_state")
+    prompts = columns.pop("prompt")
+    states: list[Any] = columns.pop("trainer_state")
     completions = [text if isinstance(prompt, str) else chat for prompt, text, chat in zip(prompts, answers, chats, strict=True)]
     return columns | {"prompts": prompts, "completions": completions, "trainer_state": SimpleNamespace(**states[0])}
 
