@@ -281,7 +281,7 @@ def test_a_run_from_python_leaves_metrics_charts_and_its_command(run):
     assert [path.name for path in run.charts] == ["memory_timeline.png", "peak_memory_by_phase.png", "reward_and_validation.png"]
     assert run._repr_html_().count("<img") == 3
     assert run.command.startswith("verl-memopt train --config-name grpo_trainer ")
-    assert "2" in repr(run)
+    assert "3 rows of metrics" in repr(run)
 
 
 def test_a_second_call_is_a_new_run_unless_it_resumes(run, model):
@@ -368,3 +368,55 @@ def test_a_wrong_call_is_one_error_of_the_package(arguments, error, model, tmp_p
     call = {"model": model, "dataset": ROWS, "rewards": right, "steps": 1, "run_dir": tmp_path, **SMALL, **arguments}
     with pytest.raises(UserError, match=error):
         verl_memopt.train(**{name: value for name, value in call.items() if value is not None})
+
+
+# The primitives of a step.
+
+EXACT = {**SMALL, "data.seed": 3, "data.train_batch_size": 4, "actor_rollout_ref.actor.optim.lr": 1e-3}
+
+
+@pytest.mark.parametrize(
+    "further",
+    [{}, {"actor_rollout_ref.actor.use_kl_loss": False, "actor_rollout_ref.actor.ppo_mini_batch_size": 2}],
+    ids=["on_policy_with_reference", "two_mini_batches"],
+)
+def test_a_loop_of_primitives_gives_bit_for_bit_what_a_run_gives(further, model, tmp_path):
+    settings = {**EXACT, **further}
+    run = verl_memopt.train(model, ROWS, right, steps=2, run_dir=tmp_path / "run", **settings)
+    rows = run.metrics
+    with verl_memopt.session(model, ROWS, steps=2, run_dir=tmp_path / "session", **settings) as session:
+        for step in range(2):
+            answers = session.generate()
+            wanted = [row["answer"] for row in answers.rows]
+            session.advantages(answers, right(answers.texts, wanted))
+            metrics = session.update(answers)
+            session.sync()
+            shared = [
+                name for name in metrics if name in rows[step] and name.startswith(("actor/", "critic/", "response_length"))
+            ]
+            assert len(shared) > 10
+            assert {name: metrics[name] for name in shared} == {name: rows[step][name] for name in shared}
+
+
+def test_a_session_answers_prompts_updates_with_advantages_of_the_callers_and_saves(model, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    settings = {**EXACT, "actor_rollout_ref.actor.use_kl_loss": False, "actor_rollout_ref.actor.optim.lr": 1e-4}
+    with verl_memopt.session(model, run_dir=tmp_path / "session", **settings) as session:
+        chat = [{"role": "user", "content": "1+1="}]
+        answers = session.generate(["1+2=", chat, {"prompt": "3+4=", "answer": "7"}], n=2)
+        assert (len(answers), len(answers.texts), answers.rows[4]["answer"]) == (6, 6, "7")
+        before = session.log_probs(answers)
+        assert [each.numel() for each in before] == [len(ids) for ids in answers.response_ids]
+        session.update(answers, [1.0] * 6)
+        after = session.log_probs(answers)
+        assert sum(each.sum() for each in after) > sum(each.sum() for each in before)
+        for wrong in ([1.0], [[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]] * 6):
+            with pytest.raises(ConfigError, match=r"^update: "):
+                session.update(answers, wrong)
+        with pytest.raises(RewardError, match="2 scores for 6 answers"):
+            session.advantages(answers, [1.0, 2.0])
+        with pytest.raises(ConfigError, match="no reference"):
+            session.log_probs(answers, reference=True)
+        folder = session.save(tmp_path / "model")
+    assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size > 0

@@ -4,13 +4,13 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_LAZY = ("train", "Run")
+_LAZY = {"train": "api", "Run": "api", "session": "primitives"}
 
 
 def __getattr__(name: str) -> Any:
     """Import the Python API on use, since reward processes import this package too."""
     if name in _LAZY:
-        from verl_memopt import api
+        from importlib import import_module
 
-        return getattr(api, name)
+        return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

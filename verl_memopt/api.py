@@ -10,17 +10,18 @@ import base64
 import difflib
 import itertools
 import json
-import logging
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl_memopt.config.trl_names import NAMES as TRL_NAMES
 from verl_memopt.errors import ConfigError, DataError
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
 
 CONFIGS = {"ppo": "ppo_trainer", "grpo": "grpo_trainer", "rloo": "rloo_trainer", "sft": "sft_trainer"}
 """``algorithm`` -> the packaged config. Any other name is an estimator, over PPO's config."""
@@ -77,41 +78,13 @@ def train(
         KeyboardInterrupt: The run was interrupted; it has saved what it has, and nothing of it is left running.
     """
     from verl_memopt import cli
-    from verl_memopt.config.loader import load_settings, log_objective
     from verl_memopt.observe.log_setup import setup_logging
 
     setup_logging()
-    folder = _run_folder(run_dir, model, algorithm, resume)
-    inputs = folder / INPUTS
-    rows, train_files = _rows(dataset, inputs / "train.jsonl", "dataset")
-    values: dict[str, Any] = {
-        "trainer.default_local_dir": str(folder),
-        "trainer.resume_mode": "auto" if resume else "disable",
-        "actor_rollout_ref.model.path": _model(model, tokenizer, inputs / "model"),
-        "data.train_files": train_files,
-        "data.val_files": None,
-        "actor_rollout_ref.actor.use_dynamic_bsz": True,
-    }
-    if eval_dataset is not None:
-        values["data.val_files"] = _rows(eval_dataset, inputs / "eval.jsonl", "eval_dataset")[1]
-        values["trainer.test_freq"] = VALIDATE_EVERY
-    if algorithm not in CONFIGS:
-        values["algorithm.adv_estimator"] = algorithm
-    if steps is not None:
-        values["trainer.total_training_steps"] = steps
-    values |= _rewards(rewards, reward_weights, inputs / "rewards.pkl")
-    given = dict(itertools.chain.from_iterable(_setting(name, value) for name, value in settings.items()))
-    values |= _batch(rows, given) | given
-    overrides = [f"{key}={as_override(value)}" for key, value in values.items()]
-    overrides += [] if memory is None else [f"memory={memory}"]
-    config = CONFIGS.get(algorithm, CONFIGS["ppo"])
-    entry = ["sft"] if algorithm == "sft" else ["train", "--config-name", config]
-    loaded = load_settings(config, overrides)
-    inputs.mkdir(parents=True, exist_ok=True)
-    (inputs / "command.txt").write_text(shlex.join(["verl-memopt", *entry, *overrides]) + "\n")
-    actor = loaded.actor_rollout_ref.actor
-    kl_in_loss = f"{actor.kl_loss_coef:g} x {actor.kl_loss_type}" if actor.use_kl_loss else None
-    log_objective(loaded.algorithm, actor.policy_loss.loss_mode, kl_in_loss)
+    call = Call(
+        model, dataset, settings, algorithm, memory, run_dir, tokenizer, rewards, reward_weights, eval_dataset, steps, resume
+    )
+    folder, loaded = call.load()
     code = cli.train(loaded)
     if code:
         raise KeyboardInterrupt(f"the run in {folder} was interrupted; resume=True, run_dir={str(folder)!r} continues it")
@@ -227,6 +200,66 @@ class Run:
 
 INPUTS = "inputs"
 """Folder of a run with the rows, functions and model that came from Python."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of :func:`train` or :func:`verl_memopt.session`, with its arguments."""
+
+    model: Any
+    dataset: Any
+    settings: Mapping[str, Any]
+    algorithm: str = "grpo"
+    memory: str | None = None
+    run_dir: str | Path | None = None
+    tokenizer: Any = None
+    rewards: Any = None
+    reward_weights: Sequence[float] | None = None
+    eval_dataset: Any = None
+    steps: int | None = None
+    resume: bool = False
+
+    def load(self) -> tuple[Path, Settings]:
+        """Return the run's folder, with the files that the run needs, and its settings.
+
+        Raises:
+            UserError: An argument is wrong.
+        """
+        from verl_memopt.config.loader import load_settings, log_objective
+
+        folder = _run_folder(self.run_dir, self.model, self.algorithm, self.resume)
+        values = self._values(folder / INPUTS)
+        values |= {"trainer.default_local_dir": str(folder), "trainer.resume_mode": "auto" if self.resume else "disable"}
+        given = dict(itertools.chain.from_iterable(_setting(name, value) for name, value in self.settings.items()))
+        rows, values["data.train_files"] = _rows(self.dataset, folder / INPUTS / "train.jsonl", "dataset")
+        values |= _batch(rows, given) | given
+        overrides = [f"{key}={as_override(value)}" for key, value in values.items()]
+        overrides += [] if self.memory is None else [f"memory={self.memory}"]
+        config = CONFIGS.get(self.algorithm, CONFIGS["ppo"])
+        entry = ["sft"] if self.algorithm == "sft" else ["train", "--config-name", config]
+        loaded = load_settings(config, overrides)
+        (folder / INPUTS).mkdir(parents=True, exist_ok=True)
+        (folder / INPUTS / "command.txt").write_text(shlex.join(["verl-memopt", *entry, *overrides]) + "\n")
+        actor = loaded.actor_rollout_ref.actor
+        kl_in_loss = f"{actor.kl_loss_coef:g} x {actor.kl_loss_type}" if actor.use_kl_loss else None
+        log_objective(loaded.algorithm, actor.policy_loss.loss_mode, kl_in_loss)
+        return folder, loaded
+
+    def _values(self, inputs: Path) -> dict[str, Any]:
+        """Return the settings that the arguments stand for, by key."""
+        values: dict[str, Any] = {
+            "actor_rollout_ref.model.path": _model(self.model, self.tokenizer, inputs / "model"),
+            "actor_rollout_ref.actor.use_dynamic_bsz": True,
+            "data.val_files": None,
+        }
+        if self.eval_dataset is not None:
+            values["data.val_files"] = _rows(self.eval_dataset, inputs / "eval.jsonl", "eval_dataset")[1]
+            values["trainer.test_freq"] = VALIDATE_EVERY
+        if self.algorithm not in CONFIGS:
+            values["algorithm.adv_estimator"] = self.algorithm
+        if self.steps is not None:
+            values["trainer.total_training_steps"] = self.steps
+        return values | _rewards(self.rewards, self.reward_weights, inputs / "rewards.pkl")
 
 
 def _batch(rows: int | None, given: Mapping[str, Any]) -> dict[str, Any]:
