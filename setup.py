@@ -14,6 +14,7 @@ INSTALL_REQUIRES = [
     "tensordict>=0.15,<0.16",
     "hydra-core>=1.3.8,<1.4",
     "codetiming>=1.4,<2",
+    "cloudpickle>=3,<4",
     "safetensors>=0.6.2,<1",
     "numpy>=2.0,<3",
     "blake3>=1.0,<2",

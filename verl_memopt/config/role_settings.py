@@ -304,7 +304,8 @@ class Data:
     """Rows, their prompts and how they are drawn."""
 
     train_files: Any = REQUIRED
-    """A path or a list of paths: .parquet, .json, .jsonl. ``reward_model.reward_manager`` says what else a recipe reads."""
+    """A path or a list of paths (.parquet, .json, .jsonl), or a dataset of the hub: hub:owner/name, with :config and @split where
+    it has several. ``reward_model.reward_manager`` says what else a recipe reads."""
     val_files: Any = REQUIRED
     """As ``train_files``; null switches validation off."""
     train_max_samples: CountOrMinusOne = -1
@@ -343,6 +344,8 @@ class Data:
     allow_special_tokens: bool = False
     """Let the tokenizer read special tokens such as ``<|im_end|>`` inside prompts as tokens. false = they are plain text, except
     those of the chat template. Set true for prompts whose text is already rendered."""
+    answer_key: str = "answer"
+    """Column that holds the reference answer, in rows without verl's ``reward_model``."""
     reward_fn_key: str = "data_source"
     """Column that chooses the default reward and groups validation metrics."""
     trust_remote_code: bool = False

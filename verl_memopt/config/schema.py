@@ -175,6 +175,9 @@ class CustomReward:
     (data_sources, solution_strs, ground_truths, extra_infos, **reward_kwargs). It may be ``async def``."""
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
     """Fixed arguments of the function."""
+    pass_rollout: bool = False
+    """``extra_info`` also holds ``prompt`` (a text or messages), ``completion_ids`` (token ids) and ``trainer_state``
+    (``global_step``, the steps that are done, and ``max_steps``)."""
     timeout_seconds: PositiveFloat = 60.0
     """Longest time one row may take; with reward_manager=batch, the one call."""
     cpu_seconds: Annotated[float | None, POSITIVE] = None

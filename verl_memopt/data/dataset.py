@@ -7,6 +7,7 @@ import logging
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -24,6 +25,12 @@ Row = TypeVar("Row")
 Prepare = Callable[[str, dict[str, Any]], dict[str, Any]]
 
 REFUSED_COLUMNS = ("images", "videos")
+
+OF_VERL = ("reward_model", "extra_info")
+"""Columns of verl's schema whose contents reach a reward function as they are."""
+MANY_COLUMNS = 8
+DEFAULT_SOURCE = "dataset"
+"""``data_source`` of a row that has none, where a function of the user's own scores."""
 
 
 @dataclass(frozen=True)
@@ -66,22 +73,27 @@ class PromptDataset(list[PromptRow]):
     """The rows of the dataset files, rendered and checked.
 
     Args:
-        files: One path or a list of paths.
+        files: As :func:`read_source` takes them.
         data: The ``data`` section of the settings.
         tokenizer: Renders the chat template and finds special tokens.
         split: ``train`` or ``val``. It selects ``{split}_max_samples`` and the keys that errors name.
         prepare: Gives the columns that a row needs, from its address and the file's columns; None = the file has them.
+        by_rules: The rules score the answers, so each row needs a data source and a ground truth. Otherwise both may be missing,
+            and all columns of the row reach the reward function in ``extra_info``.
 
     Raises:
         DataError: A file or a row is wrong. The message names the row.
     """
 
-    def __init__(self, files: Any, data: schema.Data, tokenizer: Any, split: str, prepare: Prepare | None = None) -> None:
+    def __init__(
+        self, files: Any, data: schema.Data, tokenizer: Any, split: str, prepare: Prepare | None = None, by_rules: bool = True
+    ) -> None:
         """Read, render and check all rows."""
         self._data = data
+        self._by_rules = by_rules
         self._tokenizer = tokenizer
         self._split = split
-        chosen = chosen_rows(read_rows(files, f"data.{split}_files"), data, split)
+        chosen = chosen_rows(read_source(files, split, f"data.{split}_files"), data, split)
         self._special = special_tokens_of(tokenizer)
         self._special_counts: list[tuple[str, int]] = []
         rows = [self._row(address, prepare(address, columns) if prepare else columns) for address, columns in chosen]
@@ -93,7 +105,7 @@ class PromptDataset(list[PromptRow]):
         for name in REFUSED_COLUMNS:
             if name in columns:
                 raise DataError(f"{address}: the column {name!r} contains media, but only text is supported. Remove the column.")
-        source = _column(address, columns, self._data.reward_fn_key, "Set data.reward_fn_key, or add it")
+        source = self._optional(address, columns, self._data.reward_fn_key, "Set data.reward_fn_key, or add it", DEFAULT_SOURCE)
         if not isinstance(source, str):
             raise DataError(f"{address}: {self._data.reward_fn_key} must be a string, but it is {source!r}. Correct the row.")
         prompt = _column(address, columns, self._data.prompt_key, "Set data.prompt_key, or add it")
@@ -101,23 +113,37 @@ class PromptDataset(list[PromptRow]):
         text, plain = (decode(self._tokenizer, ids), ()) if ids else self._render(address, prompt)
         if not text and ids is None:
             raise DataError(f"{address}: the prompt is empty. Remove the row, or add a prompt.")
-        truth = _column(address, columns, "reward_model", "Add {ground_truth: ...} under that name")
-        if not isinstance(truth, dict) or truth.get("ground_truth") is None:
-            raise DataError(f"{address}: reward_model has no ground_truth. It is {truth!r:.200}. Add {{ground_truth: ...}}.")
         extra = columns.get("extra_info")
         if not isinstance(extra, dict | None):
             raise DataError(f"{address}: extra_info must be an object, but it is {extra!r:.200}. Correct the row.")
+        others = (
+            {} if self._by_rules else {name: columns[name] for name in columns if name not in (self._data.prompt_key, *OF_VERL)}
+        )
         return PromptRow(
             index=-1,
             text=text,
             data_source=source,
-            ground_truth=truth["ground_truth"],
-            extra_info=extra or {},
+            ground_truth=self._ground_truth(address, columns),
+            extra_info={**others, **(extra or {})},
             address=address,
             plain=plain,
             messages=None if isinstance(prompt, str) or ids else prompt,
             ids=ids,
         )
+
+    def _optional(self, address: str, columns: dict[str, Any], name: str, remedy: str, default: Any) -> Any:
+        """Return a column that only the rules need."""
+        return default if name not in columns and not self._by_rules else _column(address, columns, name, remedy)
+
+    def _ground_truth(self, address: str, columns: dict[str, Any]) -> Any:
+        """Return verl's ``reward_model.ground_truth``, else the column ``data.answer_key``, else None."""
+        if "reward_model" not in columns and columns.get(self._data.answer_key) is not None:
+            return columns[self._data.answer_key]
+        remedy = "Add {ground_truth: ...} under that name, or set data.answer_key to the column of the reference answer"
+        truth = self._optional(address, columns, "reward_model", remedy, {"ground_truth": None})
+        if not isinstance(truth, dict) or (self._by_rules and truth.get("ground_truth") is None):
+            raise DataError(f"{address}: reward_model has no ground_truth. It is {truth!r:.200}. Add {{ground_truth: ...}}.")
+        return truth.get("ground_truth")
 
     def _render(self, address: str, prompt: Any) -> tuple[str, Spans]:
         """Return the prompt as text, and the spans of special tokens that must be encoded as plain text."""
@@ -173,15 +199,22 @@ class PromptDataset(list[PromptRow]):
         return [row for row, length in zip(rows, lengths, strict=True) if length <= data.max_prompt_length]
 
 
-def build_dataset(files: Any, data: schema.Data, tokenizer: Any, split: str) -> PromptDataset | CustomRows:
+def build_dataset(files: Any, data: schema.Data, tokenizer: Any, split: str, by_rules: bool = True) -> PromptDataset | CustomRows:
     """Return the dataset of a split: a :class:`PromptDataset`, or the class named by ``data.custom_cls``, called the same way.
+
+    Args:
+        files: As :func:`read_source` takes them.
+        data: The ``data`` section of the settings.
+        tokenizer: Of the model.
+        split: ``train`` or ``val``.
+        by_rules: As :class:`PromptDataset` has it.
 
     Raises:
         DataError: The user's class cannot be loaded or is not a dataset, or its rows are wrong as :class:`CustomRows` says.
     """
     custom = data.custom_cls
     if custom.path is None:
-        return PromptDataset(files, data, tokenizer, split)
+        return PromptDataset(files, data, tokenizer, split, by_rules=by_rules)
     dataset_class = load_from_file(custom.path, custom.name, key="data.custom_cls.path", error=DataError)
     address = f"data.custom_cls.name={custom.name}"
     with users_code(f"{address}: __init__ of {custom.path}", DataError):
@@ -263,8 +296,17 @@ def _column(address: str, columns: dict[str, Any], name: str, remedy: str) -> An
     if name in columns and columns[name] is None:
         raise DataError(f"{address}: the column {name!r} is null in this row. Fill it in, or remove the row.")
     if name not in columns:
-        raise DataError(f"{address}: there is no column {name!r}. The row has {', '.join(sorted(columns))}. {remedy}.")
+        raise DataError(f"{address}: there is no column {name!r}. {_had(name, columns)}. {remedy}.")
     return columns[name]
+
+
+def _had(name: str, columns: Iterable[str]) -> str:
+    """Return the columns of a row, in words. Of many, the three whose names are nearest to ``name``."""
+    names = sorted(columns)
+    if len(names) <= MANY_COLUMNS:
+        return f"The row has {', '.join(names)}"
+    nearest = sorted(names, key=lambda other: -SequenceMatcher(None, name, other).ratio())[:3]
+    return f"Of the {len(names)} columns of the row {', '.join(nearest)} are the nearest"
 
 
 def _token_ids(address: str, prompt: Any) -> tuple[int, ...] | None:
@@ -428,3 +470,77 @@ def _checked_object(address: str, row: Any, text: bytes) -> dict[str, Any]:
 
 READERS: dict[str, Callable[[Path], Iterable[RawRow]]] = {".parquet": _parquet, ".json": _json, ".jsonl": _lines}
 """Readers by file suffix."""
+
+
+# Sources of rows: local files, and datasets of the Hugging Face hub.
+
+
+HUB = "hub:"
+"""Start of a source on the hub: ``hub:bespokelabs/Bespoke-Stratos-17k``, ``hub:openai/gsm8k:main``, ``hub:owner/name@test``."""
+NAMES_OF_SPLITS = {"train": ("train",), "val": ("validation", "val", "test")}
+"""How the files of a split may begin, the best first."""
+
+
+def read_source(files: Any, split: str, key: str) -> list[RawRow]:
+    """Return the rows of local files or of a hub dataset.
+
+    ``files``: One path, a list of paths, or ``hub:`` and the id of a dataset, with ``:config`` and ``@split`` if it has several.
+    ``split``: ``train`` or ``val``. It selects the files of a hub dataset whose source names no split.
+
+    Raises:
+        DataError: A file is missing or malformed, or the hub cannot deliver the dataset.
+    """
+    if isinstance(files, str) and files.startswith(HUB):
+        return hub_rows(files.removeprefix(HUB), split, key)
+    return read_rows(files, key)
+
+
+def hub_rows(source: str, split: str, key: str) -> list[RawRow]:
+    """Return the rows of one split of a hub dataset, downloaded once or read from the local cache.
+
+    ``source``: ``owner/name[:config][@split]``.
+
+    Raises:
+        DataError: The hub cannot deliver the dataset, or it has no file of the split.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    place, _, named = source.partition("@")
+    hub_id, _, config = place.partition(":")
+    names = (named,) if named else NAMES_OF_SPLITS[split]
+    starts = (f"{config}/",) if config else STARTS
+    patterns = [f"{start}{name}*{suffix}" for start in starts for name in names for suffix in READERS]
+    try:
+        folder = snapshot_download(hub_id, repo_type="dataset", allow_patterns=patterns)
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as problem:
+        raise DataError(
+            f"{key}={HUB}{source}: the hub could not deliver it ({type(problem).__name__}: {problem}). Make the hub reachable, "
+            "or download the files and name them."
+        ) from problem
+    return read_rows(files_of_split(Path(folder), names, f"{key}={HUB}{source}", starts), key)
+
+
+STARTS = ("", "*/")
+"""Where the files of a dataset may lie: in its folder, or in one folder inside it."""
+
+
+def files_of_split(folder: Path, names: Sequence[str], source: str, starts: Sequence[str] = STARTS) -> list[Path]:
+    """Return the files of a split in a folder and in the folders inside it, sorted.
+
+    ``names``: how they may begin, the best first. ``source``: for errors. ``starts``: where they may lie.
+
+    Raises:
+        DataError: There is no such file, or there are some of several configurations.
+    """
+    for name in names:
+        files = sorted(path for start in starts for path in folder.glob(f"{start}{name}*") if path.suffix in READERS)
+        configs = sorted({path.parent.relative_to(folder).as_posix() for path in files} - {".", "data"})
+        if len(configs) > 1:
+            raise DataError(f"{source}: the dataset has several configurations. Add one of :{', :'.join(configs)}.")
+        if files:
+            return files
+    raise DataError(
+        f"{source}: there is no file {'*, '.join(names)}* that ends in {', '.join(READERS)}. Download the "
+        "dataset and name its files."
+    )

@@ -64,6 +64,8 @@ class RewardRunner:
         self._manager = MANAGERS[self.manager]
         self.stopped: Callable[[], bool] = lambda: False
         """Called while rows are scored. Once it returns True, the rows are abandoned and ``score`` raises Stopped."""
+        self.trainer_state: dict[str, int] = {}
+        """Where the run is: ``global_step`` and ``max_steps``, for functions that ask for it."""
         self._processes = [self._start(index) for index in range(len(self._sandboxes))]
 
     def __enter__(self) -> Self:

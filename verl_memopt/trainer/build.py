@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -210,13 +211,14 @@ def _datasets(settings: Settings, environment: Environment) -> tuple[PromptRows,
     data, rewards, mode = settings.data, settings.reward_model, mode_of(settings)
     if rewards.recipe is not None:
         return rewards.recipe.hooks().datasets(settings, environment.tokenizer)
-    read = build_supervised_dataset if mode.supervised else build_dataset
+    by_rules = mode.scores and settings.custom_reward_function.path is None and not rewards.enable
+    read = build_supervised_dataset if mode.supervised else partial(build_dataset, by_rules=by_rules)
     train = read(data.train_files, data, environment.tokenizer, "train")
     validation = None if data.val_files is None else read(data.val_files, data, environment.tokenizer, "val")
     for split in (train, validation):
         if isinstance(split, PromptDataset):  # rows of another class are checked when they are read
             check_prompts(split, settings.algorithm.expansion, environment.tokenizer)
-    if mode.scores and settings.custom_reward_function.path is None and not rewards.enable:
+    if by_rules:
         rows = (row for split in (train, validation or ()) for row in split)
         check_sources(((row.data_source, row.address) for row in rows), rewards.sandbox_fusion.url is not None)
     return train, validation

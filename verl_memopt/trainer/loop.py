@@ -84,6 +84,7 @@ class Trainer:
         self.learner = build_learner(context, workers, runner)
         self.validator = build_validator(context, self.learner.rollouts.generator, self.learner.scorer)
         self.learner.before_update = self.begin_update
+        self.runner = runner
         if runner is not None:
             # It is time to abandon the present step while its answers are scored.
             runner.stopped = lambda: not self.weights_changed and interrupts.out_of_time()
@@ -210,7 +211,9 @@ class Trainer:
         return validation
 
     def track(self, step: int) -> None:
-        """Decide whether the bytes of a step are tracked on a CPU."""
+        """Decide whether the bytes of a step are tracked on a CPU, and tell reward functions where the run is."""
+        if self.runner is not None:
+            self.runner.trainer_state = {"global_step": max(step - 1, 0), "max_steps": self.context.total_steps}
         every = self.settings.track_memory_every_steps
         first = ALWAYS_TRACKED + (0 if self.context.checkpoint is None else self.context.checkpoint.step)
         self.workers.track = self.context.environment.device == "cpu" and every > 0 and (step <= first or step % every == 0)

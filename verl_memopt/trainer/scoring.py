@@ -199,11 +199,15 @@ class Rewarder:
         read: list[dict[str, float]] = [{}] * len(answers.rows)
         if model_scores is not None:
             read = [{RM_SCORE: score} for score in model_scores]
-        rows = [
-            RewardRow(row.data_source, text, row.ground_truth, {**row.extra_info, **score}, row.address)
-            for row, text, score in zip(answers.rows, answers.texts, read, strict=True)
-        ]
         assert self.runner is not None, "this debug mode scores nothing"
+        extras: list[dict[str, Any]] = [{**row.extra_info, **score} for row, score in zip(answers.rows, read, strict=True)]
+        if self.runner.custom.pass_rollout:
+            for row, ids, extra in zip(answers.rows, answers.generation.response_ids, extras, strict=True):
+                extra |= {"prompt": row.messages or row.text, "completion_ids": ids, "trainer_state": self.runner.trainer_state}
+        rows = [
+            RewardRow(row.data_source, text, row.ground_truth, extra, row.address)
+            for row, text, extra in zip(answers.rows, answers.texts, extras, strict=True)
+        ]
         results = self.runner.score(rows)
         return [replace(result, extra={**score, **result.extra}) for result, score in zip(results, read, strict=True)]
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from verl_memopt.data.dataset import NAMES_OF_SPLITS, files_of_split, read_source
 from verl_memopt.errors import DataError
-from verl_memopt.recipes.rlt.dataset import files_of_split, read_source
 
 
 def write(path: Path, question: str = "q") -> Path:
@@ -24,13 +24,13 @@ def test_files_of_a_split_may_lie_in_a_folder(tmp_path):
     expected = [write(tmp_path / "data" / f"train-0000{part}.jsonl") for part in (0, 1)]
     write(tmp_path / "data" / "test-00000.jsonl")
     (tmp_path / "train.md").write_text("no rows")
-    assert files_of_split(tmp_path, "train", "hub:x") == expected
-    assert [path.name for path in files_of_split(tmp_path, "val", "hub:x")] == ["test-00000.jsonl"]
+    assert files_of_split(tmp_path, NAMES_OF_SPLITS["train"], "hub:x") == expected
+    assert [path.name for path in files_of_split(tmp_path, NAMES_OF_SPLITS["val"], "hub:x")] == ["test-00000.jsonl"]
 
 
 def test_a_split_that_is_not_there_is_named(tmp_path):
     with pytest.raises(DataError, match=r"^hub:x: there is no file validation\*, val\*, test\* that ends in"):
-        files_of_split(tmp_path, "val", "hub:x")
+        files_of_split(tmp_path, NAMES_OF_SPLITS["val"], "hub:x")
 
 
 @pytest.mark.parametrize("name", ["hub:nobody/nothing", "hub:no such name"])

@@ -13,13 +13,12 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 
 from verl_memopt.config import schema
-from verl_memopt.data.dataset import READERS, PromptRow, RawRow, chosen_rows, read_rows
+from verl_memopt.data.dataset import PromptRow, RawRow, chosen_rows, read_source
 from verl_memopt.data.encoder import Spans, end_of_turn, overlong, special_tokens_of, tokenize
 from verl_memopt.errors import DataError
 
@@ -330,62 +329,6 @@ def _checked(record: RltRecord, rlt_format: RltFormat) -> RltRecord | str:
     return fault or replace(record, solution=solution, reasoning_trace=trace)
 
 
-HUB = "hub:"
-"""Start of a source on the hub: ``hub:bespokelabs/Bespoke-Stratos-17k``."""
-NAMES_OF_SPLITS = {"train": ("train",), "val": ("validation", "val", "test")}
-"""How the files of a split may begin, the best first."""
-
-
-def read_source(files: Any, split: str, key: str) -> list[RawRow]:
-    """Return the rows of local files or of a hub dataset.
-
-    ``files``: One path, a list of paths, or ``hub:`` and the id of a dataset. ``split``: ``train`` or ``val``. It selects the
-    files of a hub dataset.
-
-    Raises:
-        DataError: A file is missing or malformed, or the hub cannot deliver the dataset.
-    """
-    if isinstance(files, str) and files.startswith(HUB):
-        return hub_rows(files.removeprefix(HUB), split, key)
-    return read_rows(files, key)
-
-
-def hub_rows(hub_id: str, split: str, key: str) -> list[RawRow]:
-    """Return the rows of one split of a hub dataset, downloaded once or read from the local cache.
-
-    Raises:
-        DataError: The hub cannot deliver the dataset, or it has no file of the split.
-    """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    patterns = [f"{folder}{name}*{suffix}" for folder in ("", "*/") for name in NAMES_OF_SPLITS[split] for suffix in READERS]
-    try:
-        folder = snapshot_download(hub_id, repo_type="dataset", allow_patterns=patterns)
-    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as problem:
-        raise DataError(
-            f"{key}={HUB}{hub_id}: the hub could not deliver it ({type(problem).__name__}: {problem}). Make the hub reachable, "
-            "or download the files and name them."
-        ) from problem
-    return read_rows(files_of_split(Path(folder), split, f"{key}={HUB}{hub_id}"), key)
-
-
-def files_of_split(folder: Path, split: str, source: str) -> list[Path]:
-    """Return the files of a split in a folder and in the folders inside it, sorted.
-
-    Raises:
-        DataError: There is no such file.
-    """
-    for name in NAMES_OF_SPLITS[split]:
-        files = sorted(path for start in ("", "*/") for path in folder.glob(f"{start}{name}*") if path.suffix in READERS)
-        if files:
-            return files
-    raise DataError(
-        f"{source}: there is no file {'*, '.join(NAMES_OF_SPLITS[split])}* that ends in {', '.join(READERS)}. Download the "
-        "dataset and name its files."
-    )
-
-
 DATA_SOURCE = "rlt"
 TOO_LONG = "the teacher's prompt is over data.max_prompt_length"
 
@@ -396,7 +339,7 @@ class RltDataset:
     A row's ``ground_truth`` is the solution, and its ``extra_info`` holds ``question``, ``solution`` and ``reasoning_trace``.
 
     Args:
-        files: As :func:`read_source` takes them: paths, or ``hub:`` and the id of a dataset.
+        files: As :func:`verl_memopt.data.dataset.read_source` takes them: paths, or ``hub:`` and the id of a dataset.
         data: The ``data`` section of the settings.
         tokenizer: The teacher's tokenizer, with a chat template.
         split: ``train`` or ``val``. It selects ``{split}_max_samples`` and the keys that errors name.

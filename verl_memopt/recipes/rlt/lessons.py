@@ -96,8 +96,8 @@ NO_TRACE = "there is no reasoning trace to learn from"
 def teacher_rows(files: Any, data: schema.Data, tokenizer: Any, split: str, tag_format: str) -> list[PromptRow]:
     """Return the rows that have a reasoning trace, with the teacher's lesson as response: what a warm-up learns.
 
-    ``files``: As :func:`read_source` takes them: paths, or ``hub:`` and the id of a dataset. ``split``: ``train`` or ``val``.
-    It selects ``{split}_max_samples`` and the keys that errors name.
+    ``files``: As :func:`verl_memopt.data.dataset.read_source` takes them. ``split``: ``train`` or ``val``. It selects
+    ``{split}_max_samples`` and the keys that errors name.
 
     Raises:
         DataError: A file is wrong, no row is left, or a lesson is too long and ``data.filter_overlong_prompts`` is false.

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_memopt.data.dataset import read_rows, write_parquet
+from verl_memopt.data.dataset import hub_rows, read_rows, write_parquet
 from verl_memopt.data.encoder import tokenize
 from verl_memopt.errors import DataError
-from verl_memopt.recipes.rlt.dataset import FORMATS, RltPrompts, RltRecord, hub_rows, read_records
+from verl_memopt.recipes.rlt.dataset import FORMATS, RltPrompts, RltRecord, read_records
 
 logger = logging.getLogger(__name__)
 

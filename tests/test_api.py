@@ -1,0 +1,422 @@
+"""Training from Python: ``verl_memopt.train``, and TRL's trainers by name."""
+
+import asyncio
+import dataclasses
+import datetime
+import threading
+
+import numpy as np
+import pytest
+
+import verl_memopt
+from verl_memopt import api, trl
+from verl_memopt.config.loader import compose_mapping
+from verl_memopt.errors import ConfigError, DataError, RewardError, UserError
+from verl_memopt.rewards.python_functions import PLAIN, TRL, VERL, VERL_BATCH, NamedFunction, named_functions, save_functions
+from verl_memopt.rewards.runner import RewardRunner
+from verl_memopt.rewards.score import RewardRow
+
+ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "level": a} for a in range(2) for b in range(4)]
+SMALL = {
+    "worker_group": "local",
+    "actor_rollout_ref.rollout.name": "hf",
+    "num_generations": 2,
+    "max_completion_length": 4,
+    "actor_rollout_ref.actor.fsdp_config.dtype": "fp32",
+}
+
+
+# Reward functions.
+
+
+def reward_row(number, text, prompt="1+1=", **columns):
+    extra = {"answer": "2", **columns, "prompt": prompt, "completion_ids": [7] * number}
+    return RewardRow("toy", text, "2", {**extra, "trainer_state": {"global_step": 3, "max_steps": 9}}, f"rows:{number}")
+
+
+def scored(functions, rows, tmp_path, weights=None):
+    """Gives the results of the reward processes that call the functions."""
+    from verl_memopt.config.loader import settings_from_mapping
+
+    values = save_functions(named_functions(functions, weights), tmp_path / "rewards.pkl")
+    needed = {"data.train_files": "x", "data.val_files": None, "actor_rollout_ref.model.path": "m"}
+    settings = settings_from_mapping({**needed, "actor_rollout_ref.actor.use_dynamic_bsz": True, **values})
+    manager = settings.reward_model.reward_manager
+    with RewardRunner(settings.custom_reward_function, 1, manager=manager) as runner:
+        return runner.score(rows)
+
+
+def test_each_kind_of_signature_is_told_by_its_arguments():
+    kinds = {
+        TRL: [lambda completions, **kw: 0, lambda prompts, completions, completion_ids, trainer_state, answer: 0],
+        VERL: [lambda data_source, solution_str, ground_truth, extra_info=None: 0],
+        VERL_BATCH: [lambda data_sources, solution_strs, ground_truths, extra_infos: 0],
+        PLAIN: [lambda answer: 0, lambda answer, row: 0, lambda text, row, strict=True: 0],
+    }
+    assert all(NamedFunction.of("f", function, 1.0).kind == kind for kind, functions in kinds.items() for function in functions)
+
+
+def test_closures_of_all_kinds_are_weighed_and_logged_by_name(tmp_path):
+    bonus = 0.5
+
+    def trl_like(prompts, completions, completion_ids, trainer_state, answer, log_metric, **columns):
+        assert set(columns) == {"level", "log_extra"}, columns
+        assert trainer_state.global_step == 3
+        log_metric("tokens", sum(map(len, completion_ids)))
+        texts = [each if isinstance(each, str) else each[0]["content"] for each in completions]
+        return [float(text == wanted) for text, wanted in zip(texts, answer, strict=True)]
+
+    async def slow(answer, row):
+        await asyncio.sleep(0)
+        return None if row["level"] == 1 else bonus
+
+    def verl_like(data_source, solution_str, ground_truth, extra_info=None):
+        return {"score": float(len(solution_str)), "source": data_source}
+
+    chat = [{"role": "user", "content": "1+1="}]
+    rows = [reward_row(1, "2", level=0), reward_row(2, "3", prompt=chat, level=1)]
+    first, second = scored([trl_like, slow, verl_like], rows, tmp_path, weights=[2.0, 1.0, 0.1])
+    assert (first.score, second.score) == (pytest.approx(2.6), pytest.approx(0.1))
+    assert first.extra == {"tokens": 3, "source": "toy", "trl_like": 1.0, "slow": 0.5, "verl_like": 1.0}
+    assert "slow" not in second.extra
+
+
+@pytest.mark.parametrize("function", [lambda answer, row: float(answer == row["answer"]), lambda answer: float(answer == "2")])
+def test_a_function_of_a_row_needs_no_batch(function, tmp_path):
+    assert [each.score for each in scored(function, [reward_row(1, "2"), reward_row(2, "x")], tmp_path)] == [1.0, 0.0]
+
+
+def test_functions_of_one_name_are_numbered_and_a_dict_names_them(tmp_path):
+    assert [each.name for each in named_functions([lambda answer: 0, lambda answer: 1])] == ["lambda", "lambda_2"]
+    assert [each.name for each in named_functions({"right": lambda answer: 0})] == ["right"]
+
+
+def wrong_length(completions, **kwargs):
+    return [1.0]
+
+
+def no_list(completions, **kwargs):
+    return 1.0
+
+
+def nothing(answer):
+    return None
+
+
+def text(answer):
+    return "good"
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (wrong_length, "wrong_length returned 1 scores for 2 rows"),
+        (no_list, "no_list returned 1.0, not a list of scores"),
+        (nothing, "every reward function returned None for this row"),
+        (text, "text returned 'good' of type str, not a number"),
+    ],
+)
+def test_a_wrong_answer_of_a_function_names_it_and_the_row(function, message, tmp_path):
+    with pytest.raises(RewardError, match=rf"(?s)^rows:1: the reward function .*{message}"):
+        scored(function, [reward_row(1, "2"), reward_row(2, "3")], tmp_path)
+
+
+LOCK = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("rewards", "weights", "message"),
+    [
+        ([], None, "the list is empty"),
+        ([3], None, "3 is not a function"),
+        (lambda: 0, None, "is of no known kind. Define lambda"),
+        (lambda a, b, c: 0, None, "is of no known kind"),
+        ([lambda answer: 0], [1.0, 2.0], "there are 2 weights for 1 functions"),
+        ((lambda lock: lambda answer: lock)(LOCK), None, "cannot be sent to the reward processes.*cannot pickle"),
+    ],
+)
+def test_functions_that_cannot_serve_are_refused_before_a_run(rewards, weights, message, tmp_path):
+    with pytest.raises(RewardError, match=rf"(?s)^reward(s|_weights): .*{message}"):
+        save_functions(named_functions(rewards, weights), tmp_path / "rewards.pkl")
+
+
+# Settings and rows.
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        3,
+        -1.5e-6,
+        "plain",
+        "with space, comma and 'quotes'",
+        "1e-3",
+        "true",
+        "a\\b",
+        "c\\",
+        "d\\'e",
+        [1, "x y"],
+        {"a": [1, None]},
+        "",
+    ],
+)
+def test_a_value_of_python_reaches_the_settings_as_it_is(value):
+    tree = compose_mapping("grpo_trainer", [f"custom_reward_function.reward_kwargs.k={api.as_override(value)}"])
+    assert tree["custom_reward_function"]["reward_kwargs"]["k"] == value
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("lora_rank", 8, {"actor_rollout_ref.model.lora_rank": 8}),
+        ("learning_rate", 1e-5, {"learning_rate": 1e-5}),
+        ("trainer.save_freq", 5, {"trainer.save_freq": 5}),
+        ("trainer", {"save_freq": 5, "logger": ["console"]}, {"trainer.save_freq": 5, "trainer.logger": ["console"]}),
+    ],
+)
+def test_a_setting_is_named_by_its_key_or_the_end_of_it_or_trls_name_or_its_section(name, value, expected):
+    assert dict(api._setting(name, value)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("lora_rnak", "no such setting. Is it lora_rank"), ("freeze", "no such setting"), ("path", "several settings end")],
+)
+def test_a_setting_that_is_none_or_several_is_said(name, message):
+    with pytest.raises(ConfigError, match=f"^{name}: .*{message}"):
+        api._setting(name, 1)
+
+
+class Frame:
+    """The two members of a DataFrame that are read."""
+
+    columns = ("prompt",)
+
+    def to_dict(self, kind):
+        return ROWS if kind == "records" else {}
+
+
+@pytest.mark.parametrize("dataset", [ROWS, iter(ROWS), Frame()])
+def test_rows_of_python_are_written_for_the_run(dataset, tmp_path):
+    from verl_memopt.data.dataset import read_rows
+
+    number, file = api._rows(dataset, tmp_path / "inputs" / "train.jsonl", "dataset")
+    assert (number, [row for _, row in read_rows(file, "k")]) == (len(ROWS), ROWS)
+
+
+def test_numbers_of_numpy_and_dates_are_kept(tmp_path):
+    row = {"prompt": "x", "n": np.int64(3), "v": np.arange(2), "d": datetime.date(2026, 1, 2)}
+    api._rows([row], tmp_path / "rows.jsonl", "dataset")
+    assert (tmp_path / "rows.jsonl").read_text() == '{"prompt": "x", "n": 3, "v": [0, 1], "d": "2026-01-02"}\n'
+
+
+@pytest.mark.parametrize(
+    ("dataset", "expected"),
+    [
+        ("openai/gsm8k:main@train", "hub:openai/gsm8k:main@train"),
+        ("owner/name", "hub:owner/name"),
+        ("folder/rows.parquet", "folder/rows.parquet"),
+        (["a.jsonl", "b.jsonl"], ["a.jsonl", "b.jsonl"]),
+    ],
+)
+def test_files_and_hub_ids_are_named_as_they_are(dataset, expected, tmp_path):
+    assert api._rows(dataset, tmp_path / "rows.jsonl", "dataset") == (None, expected)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ([], "there are no rows"),
+        (3, "int is no dataset"),
+        ({"train": ROWS}, "this is a dict with train"),
+        (["a", 1], "row 1 is 'a', no dict"),
+        ([{"prompt": "x", "image": object()}], "row 1: the column 'image' cannot be kept"),
+    ],
+)
+def test_what_is_no_dataset_is_refused(dataset, message, tmp_path):
+    with pytest.raises(DataError, match=f"^dataset: {message}"):
+        api._rows(dataset, tmp_path / "rows.jsonl", "dataset")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"), [(3, "int is no model"), (type("M", (), {"save_pretrained": 1})(), "needs its tokenizer")]
+)
+def test_what_is_no_model_is_refused(model, message, tmp_path):
+    with pytest.raises(ConfigError, match=f"^model: .*{message}"):
+        api._model(model, None, tmp_path)
+
+
+# Whole runs.
+
+
+def right(completions, answer, **columns):
+    return [float(each.strip() == wanted) for each, wanted in zip(completions, answer, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def model(toy):
+    return str(toy / "model")
+
+
+@pytest.fixture(scope="module")
+def run(model, tmp_path_factory):
+    return verl_memopt.train(
+        model,
+        ROWS,
+        [right, lambda answer, row: -0.1 * len(answer)],
+        steps=2,
+        run_dir=tmp_path_factory.mktemp("runs") / "run",
+        eval_dataset=ROWS[:2],
+        save_freq=1,
+        **SMALL,
+    )
+
+
+def test_a_run_from_python_leaves_metrics_charts_and_its_command(run):
+    assert [row["step"] for row in run.metrics] == [0, 1, 2]
+    assert {"reward/right/mean", "reward/lambda/mean"} <= run.metrics[-1].keys()
+    assert run.summary["steps"] == 2
+    assert [path.name for path in run.charts] == ["memory_timeline.png", "peak_memory_by_phase.png", "reward_and_validation.png"]
+    assert run._repr_html_().count("<img") == 3
+    assert run.command.startswith("verl-memopt train --config-name grpo_trainer ")
+    assert "3 rows of metrics" in repr(run)
+
+
+def test_a_second_call_is_a_new_run_unless_it_resumes(run, model):
+    again = {"steps": 3, "run_dir": run.path, "save_freq": 1, **SMALL}
+    resumed = verl_memopt.train(model, ROWS, [right, lambda answer, row: -0.1 * len(answer)], resume=True, **again)
+    assert [row["step"] for row in resumed.metrics] == [0, 1, 2, 3]
+    anew = verl_memopt.train(model, ROWS, right, **{**again, "steps": 1})
+    assert [row["step"] for row in anew.metrics] == [1]
+    assert (run.path / "previous" / "metrics.jsonl").is_file()
+
+
+def test_a_run_without_a_folder_gets_a_new_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "m-grpo-1").mkdir(parents=True)
+    assert api._run_folder(None, "some/m", "grpo", resume=False) == tmp_path / "runs" / "m-grpo-2"
+    with pytest.raises(ConfigError, match="which run"):
+        api._run_folder(None, "m", "grpo", resume=True)
+
+
+# TRL's trainers.
+
+
+@dataclasses.dataclass
+class ConfigOfTrl:
+    """A config as TRL's are: a dataclass with defaults."""
+
+    output_dir: str | None = None
+    learning_rate: float = 1e-6
+    num_generations: int = 8
+    bf16: bool = True
+
+
+def test_a_config_of_trl_gives_what_differs_from_its_defaults():
+    assert trl._given(ConfigOfTrl("runs/x", num_generations=4)) == {"output_dir": "runs/x", "num_generations": 4}
+
+
+def test_a_config_of_peft_becomes_lora_settings():
+    config = {"r": 4, "lora_alpha": 16, "target_modules": {"v_proj", "q_proj"}, "task_type": "CAUSAL_LM", "lora_dropout": 0.0}
+    at = "actor_rollout_ref.model."
+    assert trl._adapters(config) == {f"{at}lora_rank": 4, f"{at}lora_alpha": 16, f"{at}target_modules": ["q_proj", "v_proj"]}
+
+
+REFUSED = [
+    *(({name: object()}, name) for name in trl.REFUSED),
+    ({"nonsense": 1}, "nonsense"),
+    ({"train_dataset": None}, "train_dataset"),
+    ({"args": 3}, "args"),
+    ({"peft_config": {"use_dora": True}}, "peft_config"),
+    ({"reward_funcs": ["folder", right]}, "reward_funcs"),
+]
+
+
+@pytest.mark.parametrize("trainer", [trl.GRPOTrainer, trl.RLOOTrainer])
+@pytest.mark.parametrize(("arguments", "name"), REFUSED, ids=[name for _, name in REFUSED])
+def test_an_argument_of_trl_without_an_equal_is_refused_by_name(trainer, arguments, name):
+    with pytest.raises(ConfigError, match=f"^{name}: "):
+        trainer("m", **{"reward_funcs": right, "train_dataset": ROWS, **arguments})
+
+
+def test_a_script_of_trl_trains(model, tmp_path):
+    config = trl.RLOOConfig(output_dir=str(tmp_path / "out"), max_steps=1, beta=0.0, reward_weights=[0.5], logging_steps=1)
+    config |= SMALL | {"per_device_train_batch_size": 8}
+    trainer = trl.RLOOTrainer(model, reward_funcs=[right], args=config, train_dataset=ROWS, peft_config={"r": 2})
+    with pytest.raises(ConfigError, match="nothing was trained yet"):
+        trainer.save_model(tmp_path / "model")
+    output = trainer.train()
+    assert (output.global_step, trainer.state.global_step) == (1, 1)
+    assert trainer.state.log_history[-1]["step"] == 1
+    assert trainer.run.path == tmp_path / "out"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"dataset": [{"question": "x"}]}, "there is no column 'prompt'"),
+        ({"learning_rte": 1}, "learning_rte: there is no such setting. Is it learning_rate"),
+        ({"model": "/no/such/folder"}, "/no/such/folder"),
+        ({"algorithm": "nonsense", "num_generations": None, "max_completion_length": None}, "algorithm.adv_estimator"),
+        ({"memory": "7g"}, "7g"),
+        ({"rewards": "/no/file.py:f"}, "/no/file.py"),
+    ],
+)
+def test_a_wrong_call_is_one_error_of_the_package(arguments, error, model, tmp_path):
+    call = {"model": model, "dataset": ROWS, "rewards": right, "steps": 1, "run_dir": tmp_path, **SMALL, **arguments}
+    with pytest.raises(UserError, match=error):
+        verl_memopt.train(**{name: value for name, value in call.items() if value is not None})
+
+
+# The primitives of a step.
+
+EXACT = {**SMALL, "data.seed": 3, "data.train_batch_size": 4, "actor_rollout_ref.actor.optim.lr": 1e-3}
+
+
+@pytest.mark.parametrize(
+    "further",
+    [{}, {"actor_rollout_ref.actor.use_kl_loss": False, "actor_rollout_ref.actor.ppo_mini_batch_size": 2}],
+    ids=["on_policy_with_reference", "two_mini_batches"],
+)
+def test_a_loop_of_primitives_gives_bit_for_bit_what_a_run_gives(further, model, tmp_path):
+    settings = {**EXACT, **further}
+    run = verl_memopt.train(model, ROWS, right, steps=2, run_dir=tmp_path / "run", **settings)
+    rows = run.metrics
+    with verl_memopt.session(model, ROWS, steps=2, run_dir=tmp_path / "session", **settings) as session:
+        for step in range(2):
+            answers = session.generate()
+            wanted = [row["answer"] for row in answers.rows]
+            session.advantages(answers, right(answers.texts, wanted))
+            metrics = session.update(answers)
+            session.sync()
+            shared = [
+                name for name in metrics if name in rows[step] and name.startswith(("actor/", "critic/", "response_length"))
+            ]
+            assert len(shared) > 10
+            assert {name: metrics[name] for name in shared} == {name: rows[step][name] for name in shared}
+
+
+def test_a_session_answers_prompts_updates_with_advantages_of_the_callers_and_saves(model, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    settings = {**EXACT, "actor_rollout_ref.actor.use_kl_loss": False, "actor_rollout_ref.actor.optim.lr": 1e-4}
+    with verl_memopt.session(model, run_dir=tmp_path / "session", **settings) as session:
+        chat = [{"role": "user", "content": "1+1="}]
+        answers = session.generate(["1+2=", chat, {"prompt": "3+4=", "answer": "7"}], n=2)
+        assert (len(answers), len(answers.texts), answers.rows[4]["answer"]) == (6, 6, "7")
+        before = session.log_probs(answers)
+        assert [each.numel() for each in before] == [len(ids) for ids in answers.response_ids]
+        session.update(answers, [1.0] * 6)
+        after = session.log_probs(answers)
+        assert sum(each.sum() for each in after) > sum(each.sum() for each in before)
+        for wrong in ([1.0], [[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]] * 6):
+            with pytest.raises(ConfigError, match=r"^update: "):
+                session.update(answers, wrong)
+        with pytest.raises(RewardError, match="2 scores for 6 answers"):
+            session.advantages(answers, [1.0, 2.0])
+        with pytest.raises(ConfigError, match="no reference"):
+            session.log_probs(answers, reference=True)
+        folder = session.save(tmp_path / "model")
+    assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size > 0

@@ -1,0 +1,423 @@
+"""Training from Python: :func:`train`, and :class:`Run`, what a run leaves.
+
+A call becomes the command line of a run: datasets and reward functions go into files of the run's folder, and every setting
+becomes an override. So a run from Python is the same run as one from a shell, and ``Run.command`` says which.
+"""
+
+from __future__ import annotations
+
+import base64
+import difflib
+import itertools
+import json
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_memopt.config.trl_names import NAMES as TRL_NAMES
+from verl_memopt.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
+
+CONFIGS = {"ppo": "ppo_trainer", "grpo": "grpo_trainer", "rloo": "rloo_trainer", "sft": "sft_trainer"}
+"""``algorithm`` -> the packaged config. Any other name is an estimator, over PPO's config."""
+
+BATCH = 32
+"""Prompts of a step where nothing is said, if there are as many rows."""
+VALIDATE_EVERY = 10
+"""Steps between validations where there are evaluation rows and nothing is said."""
+
+BATCH_KEYS = ("data.train_batch_size", "per_device_train_batch_size", "generation_batch_size")
+MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(@[\w.-]+)?")
+
+
+def train(
+    model: Any,
+    dataset: Any,
+    rewards: Any = None,
+    *,
+    algorithm: str = "grpo",
+    eval_dataset: Any = None,
+    reward_weights: Sequence[float] | None = None,
+    memory: str | None = None,
+    steps: int | None = None,
+    run_dir: str | Path | None = None,
+    resume: bool = False,
+    tokenizer: Any = None,
+    **settings: Any,
+) -> Run:
+    """Train a model and return the run.
+
+    Args:
+        model: Folder or hub id of a model, or a model of transformers.
+        dataset: Training rows: a list of dicts, a ``datasets.Dataset``, a DataFrame, a file or several, or a hub id
+            (``openai/gsm8k:main@train``). Each row has a ``prompt``: a text, or a list of ``{role, content}``. The other columns
+            reach the reward functions. Other names of columns: ``prompt_key=..., answer_key=...``.
+        rewards: A reward function, a list of them, or name -> function, with TRL's signature, verl's or ``f(answer, row)``
+            (:mod:`verl_memopt.rewards.python_functions`); or ``"file.py:function"``. None = the rule
+            of each row's ``data_source``.
+        algorithm: ``grpo``, ``rloo``, ``ppo``, ``sft``, or another estimator of ``algorithm.adv_estimator``.
+        eval_dataset: Held-out rows, as ``dataset``. None = no validation.
+        reward_weights: A weight for each function. None = 1 each.
+        memory: Memory profile, such as ``24g``.
+        steps: Training steps. None = ``trainer.total_epochs`` passes over the rows.
+        run_dir: Folder of the run. None = a new one in ``runs/``.
+        resume: Continue the run in ``run_dir`` at its last checkpoint. False = a new run: what an earlier one left in ``run_dir``
+            moves to ``previous/`` there.
+        tokenizer: Of a ``model`` that is no folder.
+        settings: Any other setting: verl's key (``**{"actor_rollout_ref.actor.optim.lr": 1e-6}``), its last part where that is
+            unique (``lora_rank=16``), TRL's name (``learning_rate=1e-6``), or a section as a dict.
+
+    Raises:
+        UserError: For what the user must mend: a wrong setting, row or reward function, or a device without enough memory.
+        KeyboardInterrupt: The run was interrupted; it has saved what it has, and nothing of it is left running.
+    """
+    from verl_memopt import cli
+    from verl_memopt.observe.log_setup import setup_logging
+
+    setup_logging()
+    call = Call(
+        model, dataset, settings, algorithm, memory, run_dir, tokenizer, rewards, reward_weights, eval_dataset, steps, resume
+    )
+    folder, loaded = call.load()
+    code = cli.train(loaded)
+    if code:
+        raise KeyboardInterrupt(f"the run in {folder} was interrupted; resume=True, run_dir={str(folder)!r} continues it")
+    return Run(folder)
+
+
+class Run:
+    """What a run leaves in its folder.
+
+    Args:
+        path: The folder.
+
+    Raises:
+        UserError: It is no run's folder.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Open the folder."""
+        from verl_memopt.observe.run_folder import open_run_folder
+
+        self.path = Path(path)
+        self._folder = open_run_folder(self.path)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The metrics of each step, in order. ``pandas.DataFrame(run.metrics)`` is a table of them."""
+        return self._folder.read_metrics()
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """First and last score, time, peak memory by phase, and warnings."""
+        return self._folder.read_summary()
+
+    @property
+    def charts(self) -> list[Path]:
+        """The charts: reward and validation, peak memory by phase, memory over time."""
+        return sorted(self.path.glob("*.png"))
+
+    @property
+    def command(self) -> str:
+        """The command line that starts the same run in a shell."""
+        file = self.path / INPUTS / "command.txt"
+        return file.read_text() if file.is_file() else ""
+
+    @property
+    def model_path(self) -> Path:
+        """The folder of the trained model, which transformers and vLLM load.
+
+        Raises:
+            ConfigError: The run has saved none.
+        """
+        folder = self.path / "model"
+        if not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"{folder}: the run has saved no model. Set trainer.save_final_model=true, or use verl-memopt export."
+            )
+        return folder
+
+    def generate(
+        self, prompts: Any, max_tokens: int = 256, temperature: float = 0.0, device: str | None = None
+    ) -> str | list[str]:
+        """Return the trained model's answer to a prompt, or to each of a list of prompts.
+
+        Args:
+            prompts: A text, a list of ``{role, content}``, or a list of either.
+            max_tokens: Longest answer in tokens.
+            temperature: 0 = the most likely token each time.
+            device: Where the model is computed. None = a GPU if there is one.
+        """
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        from verl_memopt.distributed.device import device_count
+
+        one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], Mapping))
+        tokenizer = AutoTokenizer.from_pretrained(self.model_path, padding_side="left")
+        texts = [
+            each if isinstance(each, str) else tokenizer.apply_chat_template(each, tokenize=False, add_generation_prompt=True)
+            for each in ([prompts] if one else prompts)
+        ]
+        place = device or ("cuda" if device_count("cuda") else "cpu")
+        model: Any = AutoModelForCausalLM.from_pretrained(self.model_path, dtype="auto")
+        model = model.to(place).eval()
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False).to(place)
+        sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+        with torch.inference_mode():
+            ids = model.generate(
+                inputs["input_ids"],
+                attention_mask=inputs["attention_mask"],
+                max_new_tokens=max_tokens,
+                pad_token_id=tokenizer.pad_token_id,
+                **sampling,
+            )
+        answers: list[str] = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        return answers[0] if one else answers
+
+    def __repr__(self) -> str:
+        """Return the folder and the last score."""
+        rows = self.metrics
+        score = rows[-1].get("critic/score/mean") if rows else None
+        return f"Run({str(self.path)!r}, {len(rows)} rows of metrics" + ("" if score is None else f", score {score:.3f}") + ")"
+
+    def _repr_html_(self) -> str:
+        """Return the charts as images, for a notebook."""
+        images = (base64.b64encode(chart.read_bytes()).decode() for chart in self.charts)
+        shown = "".join(f'<img style="max-width:32em" src="data:image/png;base64,{image}">' for image in images)
+        return f"<p><code>{self.path}</code></p>{shown}"
+
+
+# The command line of a call.
+
+INPUTS = "inputs"
+"""Folder of a run with the rows, functions and model that came from Python."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of :func:`train` or :func:`verl_memopt.session`, with its arguments."""
+
+    model: Any
+    dataset: Any
+    settings: Mapping[str, Any]
+    algorithm: str = "grpo"
+    memory: str | None = None
+    run_dir: str | Path | None = None
+    tokenizer: Any = None
+    rewards: Any = None
+    reward_weights: Sequence[float] | None = None
+    eval_dataset: Any = None
+    steps: int | None = None
+    resume: bool = False
+
+    def load(self) -> tuple[Path, Settings]:
+        """Return the run's folder, with the files that the run needs, and its settings.
+
+        Raises:
+            UserError: An argument is wrong.
+        """
+        from verl_memopt.config.loader import load_settings, log_objective
+
+        folder = _run_folder(self.run_dir, self.model, self.algorithm, self.resume)
+        values = self._values(folder / INPUTS)
+        values |= {"trainer.default_local_dir": str(folder), "trainer.resume_mode": "auto" if self.resume else "disable"}
+        given = dict(itertools.chain.from_iterable(_setting(name, value) for name, value in self.settings.items()))
+        rows, values["data.train_files"] = _rows(self.dataset, folder / INPUTS / "train.jsonl", "dataset")
+        values |= _batch(rows, given) | given
+        overrides = [f"{key}={as_override(value)}" for key, value in values.items()]
+        overrides += [] if self.memory is None else [f"memory={self.memory}"]
+        config = CONFIGS.get(self.algorithm, CONFIGS["ppo"])
+        entry = ["sft"] if self.algorithm == "sft" else ["train", "--config-name", config]
+        loaded = load_settings(config, overrides)
+        (folder / INPUTS).mkdir(parents=True, exist_ok=True)
+        (folder / INPUTS / "command.txt").write_text(shlex.join(["verl-memopt", *entry, *overrides]) + "\n")
+        actor = loaded.actor_rollout_ref.actor
+        kl_in_loss = f"{actor.kl_loss_coef:g} x {actor.kl_loss_type}" if actor.use_kl_loss else None
+        log_objective(loaded.algorithm, actor.policy_loss.loss_mode, kl_in_loss)
+        return folder, loaded
+
+    def _values(self, inputs: Path) -> dict[str, Any]:
+        """Return the settings that the arguments stand for, by key."""
+        values: dict[str, Any] = {
+            "actor_rollout_ref.model.path": _model(self.model, self.tokenizer, inputs / "model"),
+            "actor_rollout_ref.actor.use_dynamic_bsz": True,
+            "data.val_files": None,
+        }
+        if self.eval_dataset is not None:
+            values["data.val_files"] = _rows(self.eval_dataset, inputs / "eval.jsonl", "eval_dataset")[1]
+            values["trainer.test_freq"] = VALIDATE_EVERY
+        if self.algorithm not in CONFIGS:
+            values["algorithm.adv_estimator"] = self.algorithm
+        if self.steps is not None:
+            values["trainer.total_training_steps"] = self.steps
+        return values | _rewards(self.rewards, self.reward_weights, inputs / "rewards.pkl")
+
+
+def _batch(rows: int | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes of batch and mini-batch where the caller has not said them, for a number of rows (None = unknown)."""
+    values: dict[str, Any] = {}
+    if rows is not None and not any(key in given for key in BATCH_KEYS):
+        values["data.train_batch_size"] = min(BATCH, rows)
+    size = given.get("data.train_batch_size", values.get("data.train_batch_size"))
+    if size is not None and not given.keys() & {MINI_BATCH, "gradient_accumulation_steps", *BATCH_KEYS[1:]}:
+        values[MINI_BATCH] = size
+    return values
+
+
+def _run_folder(run_dir: str | Path | None, model: Any, algorithm: str, resume: bool) -> Path:
+    """Return the folder of a run: the one asked for, or a new one."""
+    if run_dir is not None:
+        return Path(run_dir).expanduser().absolute()
+    if resume:
+        raise ConfigError("resume=True: which run? Give its folder as run_dir.")
+    name = Path(model).name if isinstance(model, str | Path) else type(model).__name__
+    start = Path("runs").absolute() / f"{name}-{algorithm}"
+    return next(path for number in itertools.count(1) if not (path := start.with_name(f"{start.name}-{number}")).exists())
+
+
+def _setting(name: str, value: Any) -> Iterable[tuple[str, Any]]:
+    """Return (key, value) of a setting that is named by its key, the last part of it, TRL's name, or a section.
+
+    Raises:
+        ConfigError: There is no such setting, or there are several with this last part.
+    """
+    from verl_memopt.config.aliases import our_key
+    from verl_memopt.config.keys import flatten, leaf_types, section_keys
+
+    if isinstance(value, Mapping) and name in section_keys():
+        return list(flatten({name: value}, our_key).items())
+    if "." in name or name in TRL_NAMES or name in leaf_types():
+        return [(name, value)]
+    keys = [key for key in leaf_types() if key.rpartition(".")[2] == name]
+    main = [key for key in keys if key.startswith(("actor_rollout_ref.model.", "actor_rollout_ref.actor.", "data.", "trainer."))]
+    chosen = keys if len(keys) == 1 else main
+    if len(chosen) == 1:
+        return [(chosen[0], value)]
+    if keys:
+        raise ConfigError(f"{name}: several settings end in this name. Give one of {', '.join(keys)} as **{{key: value}}.")
+    known = {key.rpartition(".")[2] for key in leaf_types()} | set(TRL_NAMES)
+    nearest = difflib.get_close_matches(name, known, 3)
+    raise ConfigError(
+        f"{name}: there is no such setting. " + (f"Is it {', '.join(nearest)}?" if nearest else "See docs/configuration.md.")
+    )
+
+
+def as_override(value: Any) -> str:
+    """Return a value as Hydra reads it on a command line.
+
+    Raises:
+        ConfigError: It cannot be written there.
+    """
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str | Path):
+        text = str(value)
+        plain = re.fullmatch(r"[\w./:@-]+", text) and text.lower() not in ("null", "true", "false", "nan", "inf")
+        is_number = re.fullmatch(r"[-+.\d_]+([eE][-+]?\d+)?", text)
+        return text if plain and not is_number else "'" + re.sub(r"(\\*)('|$)", _escaped, text) + "'"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{as_override(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(as_override, value)) + "]"
+    raise ConfigError(
+        f"{value!r:.100} of type {type(value).__name__} is no value of a setting. Give a number, a text, a list or a dict."
+    )
+
+
+def _escaped(found: re.Match[str]) -> str:
+    """Return a quote, or the end of a text, with the backslashes before it, as Hydra reads them between single quotes."""
+    slashes, quote = found.groups()
+    return slashes * 2 + ("\\'" if quote else "")
+
+
+def _model(model: Any, tokenizer: Any, folder: Path) -> str:
+    """Return the folder or hub id of a model. A model of transformers is saved."""
+    if isinstance(model, str | Path):
+        return str(model)
+    if not hasattr(model, "save_pretrained"):
+        raise ConfigError(f"model: {type(model).__name__} is no model of transformers. Give a folder, a hub id or a model.")
+    source = getattr(getattr(model, "config", None), "_name_or_path", "")
+    if tokenizer is None and not source:
+        raise ConfigError("model: a model that was not loaded from a folder needs its tokenizer. Give tokenizer=...")
+    model.save_pretrained(folder)
+    if tokenizer is None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def _rows(dataset: Any, path: Path, name: str) -> tuple[int | None, Any]:
+    """Return the number of rows (None where files hold them) and the files of a dataset. Rows of Python are written to ``path``.
+
+    Raises:
+        DataError: It is no dataset, or a row cannot be written.
+    """
+    if isinstance(dataset, str | Path):
+        text = str(dataset)
+        is_hub = not Path(text).expanduser().exists() and _HUB_ID.fullmatch(text) and not Path(text).suffix
+        return None, f"hub:{text}" if is_hub else text
+    if isinstance(dataset, list | tuple) and dataset and all(isinstance(each, str | Path) for each in dataset):
+        return None, [str(each) for each in dataset]
+    if hasattr(dataset, "to_dict") and hasattr(dataset, "columns"):  # a DataFrame
+        dataset = dataset.to_dict("records")
+    elif isinstance(dataset, Mapping):
+        raise DataError(
+            f"{name}: this is a dict with {', '.join(map(str, list(dataset)[:5]))}. Give one of its parts, or a list of rows."
+        )
+    if not hasattr(dataset, "__iter__"):
+        raise DataError(
+            f"{name}: {type(dataset).__name__} is no dataset. Give a list of dicts, a Dataset, a DataFrame or a file."
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number = 0
+    with path.open("w", encoding="utf-8") as file:
+        for number, row in enumerate(dataset, start=1):
+            if not isinstance(row, Mapping):
+                raise DataError(f"{name}: row {number} is {row!r:.100}, no dict. Give a dict with a prompt for each row.")
+            for column, value in row.items():
+                try:
+                    json.dumps(value, default=_plain)
+                except (TypeError, ValueError) as problem:
+                    raise DataError(
+                        f"{name}: row {number}: the column {column!r} cannot be kept ({problem}). Remove it."
+                    ) from problem
+            file.write(json.dumps({str(key): value for key, value in row.items()}, default=_plain) + "\n")
+    if number == 0:
+        raise DataError(f"{name}: there are no rows. Give at least one.")
+    return number, str(path)
+
+
+def _plain(value: Any) -> Any:
+    """Return numbers of numpy, arrays and dates as JSON has them."""
+    for method in ("tolist", "isoformat"):
+        if hasattr(value, method):
+            return getattr(value, method)()
+    raise TypeError(f"a {type(value).__name__} is neither text nor number")
+
+
+def _rewards(rewards: Any, weights: Sequence[float] | None, path: Path) -> dict[str, Any]:
+    """Return the settings of the reward functions, by key."""
+    if rewards is None:
+        return {}
+    if isinstance(rewards, str | Path):
+        file, _, function = str(rewards).partition(".py:")
+        named = {"custom_reward_function.name": function} if function else {}
+        return {"custom_reward_function.path": f"{file}.py" if function else file, **named}
+    from verl_memopt.rewards.python_functions import named_functions, save_functions
+
+    return save_functions(named_functions(rewards, weights), path)

@@ -1,0 +1,253 @@
+"""The primitives of a training step, for a loop of one's own: :func:`session`.
+
+A session builds what a run builds, with the same settings, and calls the same code. Residency, offload, packing, shared prompts
+and sharding work inside as they do in a run, so a loop that calls the primitives in a run's order gives a run's numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_memopt.api import BATCH, INPUTS, Call, _rows
+from verl_memopt.data.dataset import build_dataset
+from verl_memopt.data.expansion import expand
+from verl_memopt.data.prompts import PromptPrefetcher, StepPrompts
+from verl_memopt.errors import ConfigError, RewardError
+from verl_memopt.observe.phase import PhaseClock
+from verl_memopt.rewards.score import RewardResult
+from verl_memopt.trainer.build import RunContext, build_learner, build_run
+from verl_memopt.trainer.loop import start_workers
+from verl_memopt.trainer.rollouts import StepBatch
+from verl_memopt.trainer.step import PolicyTraining, TrainingStep
+from verl_memopt.worker.worker import Worker
+
+
+class Answers:
+    """Answers to prompts. Row = prompt * n + sample, as everywhere."""
+
+    def __init__(self, batch: StepBatch) -> None:
+        """Wrap the batch of a step."""
+        self._batch = batch
+
+    def __len__(self) -> int:
+        """Return the number of answers."""
+        return self._batch.rows.num_rows
+
+    @property
+    def texts(self) -> list[str]:
+        """Each answer as text, without special tokens."""
+        return self._batch.answers.texts
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The row of the dataset that each answer is to: its columns, and ``prompt``."""
+        return [{**row.extra_info, "prompt": row.messages or row.text} for row in self._batch.answers.rows]
+
+    @property
+    def prompt_ids(self) -> list[list[int]]:
+        """Token ids of each answer's prompt."""
+        return self._batch.answers.prompt_ids
+
+    @property
+    def response_ids(self) -> list[list[int]]:
+        """Token ids of each answer."""
+        return self._batch.answers.generation.response_ids
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Why each answer ended: ``stop``, or ``length`` at the limit."""
+        return list(self._batch.answers.generation.finish_reasons)
+
+    @property
+    def engine_log_probs(self) -> list[list[float]] | None:
+        """The log-probs that the engine gave each answer's tokens; None where it was not asked."""
+        return self._batch.answers.generation.log_probs
+
+
+class Session:
+    """A policy with its engine, and what a step does with them. Made by :func:`session`."""
+
+    def __init__(self, context: RunContext, learner: TrainingStep, folder: Path) -> None:
+        """Wrap a run's parts."""
+        self._context, self._learner, self.folder = context, learner, folder
+        self.step = 0
+        """Number of the step of the last :meth:`generate`."""
+
+    def generate(self, prompts: Sequence[Any] | None = None, n: int | None = None) -> Answers:
+        """Answer prompts. The engine releases its memory afterwards.
+
+        Args:
+            prompts: Texts, lists of ``{role, content}``, or rows with a column ``prompt``. None = the dataset's next.
+            n: Answers to each prompt. None = ``actor_rollout_ref.rollout.n``.
+
+        Raises:
+            UserError: A prompt is wrong, or there is no dataset.
+        """
+        self.step += 1
+        rollouts, rollout = self._learner.rollouts, self._learner.rollouts.generator.rollout
+        samples = n or rollout.n
+        if prompts is None:
+            if n not in (None, rollout.n):
+                raise ConfigError(
+                    f"generate(n={n}): the dataset's prompts are prepared for rollout.n={rollout.n}. Give prompts too."
+                )
+            assert isinstance(rollouts.prompts, PromptPrefetcher)
+            return Answers(rollouts.generate(rollouts.prompts.next(), self.step))
+        here = replace(rollouts, generator=replace(rollouts.generator, rollout=replace(rollout, n=samples)))
+        return Answers(here.generate(self._encoded(prompts, samples), self.step))
+
+    def log_probs(self, answers: Answers, reference: bool = False) -> list[Tensor]:
+        """Return the policy's log-prob of each token, fp32 [tokens] of each answer; ``reference``: those of the reference.
+
+        Raises:
+            ConfigError: There is no reference.
+        """
+        learner, batch = self._learner, answers._batch
+        if not reference:
+            assert isinstance(learner.policy, PolicyTraining), "there is no bypass in a session"
+            log_probs = learner.policy.old_pass.compute(batch.rows, batch.names).log_probs
+        elif learner.ref_pass is None:
+            raise ConfigError("log_probs(reference=True): the session has no reference. Set actor.use_kl_loss=true.")
+        else:
+            log_probs = batch.rows.ref_log_probs = learner.ref_pass.compute(batch.rows, batch.names).log_probs
+        return list(log_probs.split(batch.rows.responses.sizes()))
+
+    def advantages(self, answers: Answers, scores: Sequence[float]) -> list[Tensor]:
+        """Return the advantage of each token by the session's algorithm, fp32 [tokens] of each answer. The update reads it.
+
+        ``scores``: the reward of each answer.
+
+        Raises:
+            RewardError: There are not as many scores as answers.
+        """
+        if len(scores) != len(answers):
+            raise RewardError(f"advantages: there are {len(scores)} scores for {len(answers)} answers. Give one for each.")
+        learner, batch = self._learner, answers._batch
+        self._complete(batch)
+        batch.results = [RewardResult(float(score)) for score in scores]
+        learner.advantages(batch)
+        assert batch.rows.advantages is not None
+        return list(batch.rows.advantages.split(batch.rows.responses.sizes()))
+
+    def update(self, answers: Answers, advantages: Sequence[Any] | None = None) -> dict[str, float]:
+        """Take the optimizer steps on answers, and return their metrics.
+
+        Args:
+            answers: Of :meth:`generate`.
+            advantages: A number for each answer, or one for each of its tokens. None = those of :meth:`advantages`.
+
+        Raises:
+            ConfigError: There are no advantages, or not as many as answers or tokens.
+        """
+        learner, batch = self._learner, answers._batch
+        if advantages is not None:
+            batch.rows.advantages = _per_token(advantages, batch.rows.responses.sizes())
+        if batch.rows.advantages is None:
+            raise ConfigError("update: there are no advantages. Give them, or call advantages(answers, scores) before.")
+        self._complete(batch)
+        if learner.critic is not None:
+            batch.metrics |= learner.critic.update(*batch.for_update(), batch.step)
+        learner.policy.update(batch)
+        if learner.reference_sync is not None:
+            batch.metrics |= learner.reference_sync.after_update(batch.metrics)
+        if batch.advantages is not None:
+            learner.metrics(batch)
+        return batch.metrics
+
+    def sync(self) -> None:
+        """Give the engine the policy's weights."""
+        self._learner.sync_weights()
+
+    def save(self, path: str | Path) -> Path:
+        """Write the policy as a folder that transformers and vLLM load, and return it. An older folder there is replaced."""
+        target = Path(path).expanduser().absolute()
+        aside = target.with_name(f".{target.name}.partial")
+        shutil.rmtree(aside, ignore_errors=True)
+        self._learner.workers.all("save_checkpoint", Worker.save, str(aside), ["hf_model"])
+        shutil.rmtree(target, ignore_errors=True)
+        (aside / "huggingface").rename(target)
+        shutil.rmtree(aside)
+        return target
+
+    def _encoded(self, prompts: Sequence[Any], samples: int) -> StepPrompts:
+        context = self._context
+        rows = [each if isinstance(each, dict) else {context.settings.data.prompt_key: each} for each in prompts]
+        _, file = _rows(rows, self.folder / INPUTS / "prompts.jsonl", "prompts")
+        dataset = build_dataset(file, context.settings.data, context.environment.tokenizer, "train", by_rules=False)
+        expanded = expand(dataset, range(len(dataset)), samples, context.settings.algorithm.expansion, context.encoder)
+        return StepPrompts(expanded.prompts, expanded.ids, 0, 0)
+
+    def _complete(self, batch: StepBatch) -> None:
+        """Add what the update and the advantages read: log-probs before the update and of the reference, and values."""
+        learner, rows = self._learner, batch.rows
+        if rows.old_log_probs is None:
+            learner.policy.old_log_probs(batch, update_follows=True)
+        if learner.ref_pass is not None and rows.ref_log_probs is None:
+            rows.ref_log_probs = learner.ref_pass.compute(rows, batch.names).log_probs
+        if learner.critic is not None and rows.old_values is None:
+            rows.old_values = learner.critic.values(rows, batch.names)
+
+
+def _per_token(advantages: Sequence[Any], sizes: Sequence[int]) -> Tensor:
+    """Return advantages as one value for each token, fp32."""
+    if len(advantages) != len(sizes):
+        raise ConfigError(f"update: there are {len(advantages)} advantages for {len(sizes)} answers. Give one for each.")
+    parts = []
+    for number, (value, size) in enumerate(zip(advantages, sizes, strict=True)):
+        part = torch.as_tensor(value, dtype=torch.float32).flatten()
+        if part.numel() not in (1, size):
+            raise ConfigError(f"update: answer {number} has {size} tokens, but {part.numel()} advantages. Give 1 or {size}.")
+        parts.append(part.expand(size) if part.numel() == 1 else part)
+    return torch.cat(parts)
+
+
+@contextlib.contextmanager
+def session(
+    model: Any,
+    dataset: Any = None,
+    *,
+    algorithm: str = "grpo",
+    memory: str | None = None,
+    steps: int | None = None,
+    run_dir: str | Path | None = None,
+    tokenizer: Any = None,
+    **settings: Any,
+) -> Iterator[Session]:
+    """Yield the primitives of a training step. All processes end with the body.
+
+    Arguments as those of :func:`verl_memopt.train`. ``steps`` is the length of the schedule of the learning rate.
+    ``dataset``: None = prompts are given to :meth:`Session.generate`.
+
+    Raises:
+        UserError: For what the user must mend.
+    """
+    from verl_memopt.observe.log_setup import setup_logging
+
+    setup_logging()
+    rows = [{"prompt": "-"}] * int(settings.get("data.train_batch_size", BATCH)) if dataset is None else dataset
+    # A function decides the rewards, so that rows need no column of the rules.
+    call = Call(model, rows, settings, algorithm, memory, run_dir, tokenizer, rewards=_no_reward, steps=steps)
+    folder, loaded = call.load()
+    if loaded.algorithm.rollout_correction.bypass_mode:
+        raise ConfigError("algorithm.rollout_correction.bypass_mode=true: a session has no such update. Leave it out.")
+    context = build_run(loaded)
+    with context.lock, start_workers(context, PhaseClock()) as workers:
+        learner = build_learner(context, workers, runner=None)
+        try:
+            learner.sync_weights()
+            yield Session(context, learner, folder)
+        finally:
+            learner.close()
+
+
+def _no_reward(answer: str) -> float:
+    """Stand for the caller, who scores the answers."""
+    raise RewardError("a session scores nothing by itself")

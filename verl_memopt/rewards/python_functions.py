@@ -1,0 +1,280 @@
+"""Reward functions given as Python objects, by :func:`verl_memopt.train` or TRL's trainers.
+
+They are pickled into the run's folder (functions of a notebook, lambdas and closures by value, with cloudpickle) and run in the
+reward processes like a function of a file: under time and memory limits, and apart from the run. So what a function changes in a
+variable of the notebook stays in its process.
+
+Three signatures are told apart by the names of the arguments:
+
+- TRL's: ``f(prompts, completions, completion_ids, trainer_state, **columns)`` gets lists, and returns a list.
+- verl's: ``f(data_source, solution_str, ground_truth, extra_info)``, or its plural for a whole batch.
+- plain: ``f(answer)`` or ``f(answer, row)``, with the response as text and the row as a dict.
+
+Each may be ``async def``, and may return None for a row to which it does not apply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from verl_memopt.errors import RewardError
+from verl_memopt.rewards.score import read_score
+from verl_memopt.rewards.scorer import ARGUMENTS, BATCH_ARGUMENTS, is_async
+
+TRL, VERL, VERL_BATCH, PLAIN = "TRL's", "verl's", "verl's for a batch", "plain"
+Row = tuple[str, str, Any, dict[str, Any]]
+"""data_source, response, ground truth, extra_info."""
+
+
+@dataclass(frozen=True)
+class NamedFunction:
+    """A reward function with its name in metrics, its weight and its kind of signature."""
+
+    name: str
+    weight: float
+    kind: str
+    function: Callable[..., Any]
+
+    @classmethod
+    def of(cls, name: str, function: Any, weight: float) -> NamedFunction:
+        """Return a function with what its signature says.
+
+        Raises:
+            RewardError: It cannot be called with any of the three signatures.
+        """
+        if not callable(function):
+            raise RewardError(f"rewards: {function!r:.100} is not a function. Give a function, or a list of functions.")
+        try:
+            parameters = inspect.signature(function).parameters
+        except ValueError as problem:
+            raise RewardError(
+                f"rewards: {name} has no signature ({problem}). Wrap it in a function of (answer, row)."
+            ) from problem
+        named = {each.name for each in parameters.values()}
+        if named & {"completions", "prompts"}:
+            return cls(name, weight, TRL, function)
+        if "solution_strs" in named:
+            return cls(name, weight, VERL_BATCH, function)
+        if "solution_str" in named:
+            return cls(name, weight, VERL, function)
+        variable = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+        needed = [each for each in parameters.values() if each.default is each.empty and each.kind not in variable]
+        taken = [each for each in parameters.values() if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        if not taken or len(needed) > 2:
+            raise RewardError(
+                f"rewards: {name}{inspect.signature(function)} is of no known kind. Define {name}(answer, row), TRL's "
+                f"{name}(prompts, completions, **columns), or verl's {name}({', '.join(ARGUMENTS)})."
+            )
+        return cls(name, weight, PLAIN, function)
+
+    @property
+    def of_batch(self) -> bool:
+        """Whether one call scores all rows."""
+        return self.kind in (TRL, VERL_BATCH)
+
+    def call(self, rows: Sequence[Row]) -> Any:
+        """Return what the function gives for rows: a list, or one value where it scores a row. A coroutine where it is async."""
+        if self.kind == VERL_BATCH:
+            return self.function(**dict(zip(BATCH_ARGUMENTS, map(list, zip(*rows, strict=True)), strict=True)))
+        if self.kind == TRL:
+            return self._call_as_trl(rows)
+        (row,) = rows
+        if self.kind == VERL:
+            return self.function(**dict(zip(ARGUMENTS, row, strict=True)))
+        source, answer, truth, extra = row
+        taken = inspect.signature(self.function).parameters.values()
+        places = sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in taken)
+        if places == 1:
+            return self.function(answer)
+        return self.function(answer, {**extra, "data_source": source, "ground_truth": truth})
+
+    def _call_as_trl(self, rows: Sequence[Row]) -> Any:
+        """Return the scores of a function with TRL's signature, and what it logs as further entries of its rows."""
+        logged: dict[str, Sequence[Any]] = {}
+        arguments = _trl_arguments(rows) | {
+            "log_extra": logged.__setitem__,
+            "log_metric": lambda name, value: logged.__setitem__(name, [value] * len(rows)),
+        }
+        parameters = inspect.signature(self.function).parameters
+        if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            arguments = {name: value for name, value in arguments.items() if name in parameters}
+        given = self.function(**arguments)
+        return _finished(given, logged) if inspect.isawaitable(given) else _with_logged(given, logged)
+
+
+def _trl_arguments(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the arguments of a function with TRL's signature. Answers to messages are messages."""
+    extras = [extra for *_, extra in rows]
+    answers = [answer for _, answer, _, _ in rows]
+    chats = [[{"role": "assistant", "content": text}] for text in answers]
+    columns = {name: [extra.get(name) for extra in extras] for name in dict.fromkeys(name for extra in extras for name in extra)}
+    prompts = columns.pop("prompt")
+    states: list[Any] = columns.pop("trainer_state")
+    completions = [text if isinstance(prompt, str) else chat for prompt, text, chat in zip(prompts, answers, chats, strict=True)]
+    return columns | {"prompts": prompts, "completions": completions, "trainer_state": SimpleNamespace(**states[0])}
+
+
+async def _finished(given: Any, logged: Mapping[str, Sequence[Any]]) -> Any:
+    return _with_logged(await given, logged)
+
+
+def _with_logged(values: Any, logged: Mapping[str, Sequence[Any]]) -> Any:
+    """Return the scores of rows, each with its part of what was logged."""
+    if not logged or not isinstance(values, Sequence):
+        return values
+    parts = [dict(zip(logged, part, strict=True)) for part in zip(*logged.values(), strict=True)]
+    return [value if value is None else {"score": value, **part} for value, part in zip(values, parts, strict=False)]
+
+
+def named_functions(rewards: Any, weights: Sequence[float] | None = None) -> list[NamedFunction]:
+    """Return reward functions with their names and weights (default 1).
+
+    ``rewards``: a function, a list of functions, or name -> function.
+
+    Raises:
+        RewardError: There is none, a weight is missing, or a function has none of the known signatures.
+    """
+    if isinstance(rewards, Mapping):
+        named = list(rewards.items())
+    else:
+        functions = [rewards] if callable(rewards) else list(rewards)
+        named = [(getattr(each, "__name__", type(each).__name__).strip("<>"), each) for each in functions]
+    if not named:
+        raise RewardError("rewards: the list is empty. Give at least one function.")
+    if weights is not None and len(weights) != len(named):
+        raise RewardError(f"reward_weights: there are {len(weights)} weights for {len(named)} functions. Give one for each.")
+    counts: dict[str, int] = {}
+    found = []
+    for place, (name, function) in enumerate(named):
+        counts[name] = counts.get(name, 0) + 1
+        label = name if counts[name] == 1 else f"{name}_{counts[name]}"
+        found.append(NamedFunction.of(label, function, 1.0 if weights is None else float(weights[place])))
+    return found
+
+
+def save_functions(functions: Sequence[NamedFunction], path: Path) -> dict[str, Any]:
+    """Pickle functions, and return the settings that have the reward processes call them, by key.
+
+    Raises:
+        RewardError: A function holds something that cannot be pickled.
+    """
+    import cloudpickle
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for each in functions:
+        try:
+            cloudpickle.dumps(each.function)
+        except Exception as problem:
+            raise RewardError(
+                f"rewards: {each.name} cannot be sent to the reward processes, because something that it uses cannot be pickled "
+                f"({type(problem).__name__}: {problem}). Make that inside the function, or put the function into a file and give "
+                "custom_reward_function.path."
+            ) from problem
+    buffer = io.BytesIO()
+    cloudpickle.dump(list(functions), buffer)
+    path.write_bytes(buffer.getvalue())
+    batch = any(each.of_batch for each in functions)
+    asynchronous = any(is_async(each.function) for each in functions)
+    name = f"{'score_batch' if batch else 'score_row'}{'_async' if asynchronous else ''}"
+    return {
+        "custom_reward_function.path": __file__,
+        "custom_reward_function.name": name,
+        "custom_reward_function.reward_kwargs": {"functions": str(path)},
+        "custom_reward_function.pass_rollout": True,
+        **({"reward_model.reward_manager": "batch"} if batch else {}),
+    }
+
+
+# What the reward processes call, one of four: for a row or for a batch, plain or async.
+
+_loaded: dict[str, list[NamedFunction]] = {}
+
+
+def _functions(path: str) -> list[NamedFunction]:
+    """Return the functions of a file, unpickled once in a process."""
+    if path not in _loaded:
+        import pickle
+
+        try:
+            _loaded[path] = pickle.loads(Path(path).read_bytes())
+        except Exception as problem:
+            raise RewardError(
+                f"rewards: {path} cannot be read ({type(problem).__name__}: {problem}). Start the run from Python again."
+            ) from problem
+    return _loaded[path]
+
+
+def score_row(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], functions: str) -> Any:
+    """Return the weighted sum of the functions' scores for a row, and each by name."""
+    row, found = (data_source, solution_str, ground_truth, extra_info), _functions(functions)
+    return _weighed(found, [each.call([row]) for each in found])
+
+
+async def score_row_async(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], functions: str
+) -> Any:
+    """As :func:`score_row`; async functions run at the same time."""
+    row, found = (data_source, solution_str, ground_truth, extra_info), _functions(functions)
+    return _weighed(found, await asyncio.gather(*(_awaited(each.call([row])) for each in found)))
+
+
+def score_batch(data_sources: Any, solution_strs: Any, ground_truths: Any, extra_infos: Any, functions: str) -> list[Any]:
+    """As :func:`score_row`, for all rows."""
+    rows, found = list(zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)), _functions(functions)
+    columns = [each.call(rows) if each.of_batch else [each.call([row]) for row in rows] for each in found]
+    return _weighed_rows(found, columns, len(rows))
+
+
+async def score_batch_async(
+    data_sources: Any, solution_strs: Any, ground_truths: Any, extra_infos: Any, functions: str
+) -> list[Any]:
+    """As :func:`score_batch`; async functions run at the same time."""
+    rows, found = list(zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)), _functions(functions)
+
+    async def column(each: NamedFunction) -> Any:
+        if each.of_batch:
+            return await _awaited(each.call(rows))
+        return await asyncio.gather(*(_awaited(each.call([row])) for row in rows))
+
+    return _weighed_rows(found, await asyncio.gather(*map(column, found)), len(rows))
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def _weighed_rows(functions: Sequence[NamedFunction], columns: Sequence[Any], num_rows: int) -> list[Any]:
+    for each, column in zip(functions, columns, strict=True):
+        if not hasattr(column, "__len__") or isinstance(column, str | dict):
+            raise RewardError(f"{each.name} returned {column!r:.200}, not a list of scores")
+        if len(column) != num_rows:
+            raise RewardError(f"{each.name} returned {len(column)} scores for {num_rows} rows")
+    return [_weighed(functions, values) for values in zip(*columns, strict=True)]
+
+
+def _weighed(functions: Sequence[NamedFunction], values: Sequence[Any]) -> Any:
+    """Return the sum of the scores times their weights, and each score by name. A function that gives None does not count."""
+    total = 0.0
+    named: dict[str, float] = {}
+    further: dict[str, Any] = {}
+    for each, value in zip(functions, values, strict=True):
+        if value is None:
+            continue
+        try:
+            named[each.name], extra = read_score(value)
+        except RewardError as problem:
+            raise RewardError(f"{each.name} {problem}") from problem
+        total += each.weight * named[each.name]
+        further |= extra
+    if not named:
+        raise RewardError("every reward function returned None for this row. Let one of them return a number.")
+    if len(functions) == 1:
+        return {"score": total, **further}
+    return {**further, **named, "score": total}

@@ -1,0 +1,202 @@
+"""TRL's trainers by name: a script of TRL runs with ``from verl_memopt.trl import GRPOConfig, GRPOTrainer``.
+
+The arguments are TRL's. What has an equal here is used under its own name (docs/from_trl.md), and what has none is refused by
+name. ``trainer.run`` is the finished run (:class:`verl_memopt.api.Run`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from verl_memopt import api
+from verl_memopt.errors import ConfigError
+
+REFUSED = {
+    "callbacks": "the loop is not the one of transformers. Read run.metrics, or give logger=[...] for TensorBoard or W&B",
+    "compute_metrics": "a validation reports rewards. Return a dict with further numbers from the reward function",
+    "environment_factory": "there are no environments with several turns",
+    "optimizers": "the optimizer is set by actor_rollout_ref.actor.optim. Leave it out",
+    "quantization_config": "frozen weights are quantised by quantization in the model's settings. Leave it out",
+    "reward_processing_classes": "a reward model's tokenizer is that of its folder. Leave it out",
+    "rollout_func": "the engine is chosen by actor_rollout_ref.rollout.name. Leave it out",
+    "tools": "there are no tool calls in rollouts",
+}
+"""Arguments of TRL's trainers without an equal, and why."""
+
+PEFT = {"r": "lora_rank", "lora_alpha": "lora_alpha", "target_modules": "target_modules", "exclude_modules": "exclude_modules"}
+"""Fields of peft's LoraConfig and our keys below ``actor_rollout_ref.model``."""
+PEFT_PASSES = {
+    "task_type": "CAUSAL_LM",
+    "bias": "none",
+    "peft_type": "LORA",
+    "init_lora_weights": True,
+    "peft_version": ...,
+    "inference_mode": False,
+    "base_model_name_or_path": ...,
+    "revision": ...,
+    "auto_mapping": ...,
+    "runtime_config": ...,
+}
+"""Further fields, and the value that asks for nothing (``...`` = any)."""
+
+
+class GRPOConfig(dict[str, Any]):
+    """TRL's arguments by name, for the trainers of this file. A ``GRPOConfig`` or ``RLOOConfig`` of TRL serves as well."""
+
+
+class RLOOConfig(GRPOConfig):
+    """As :class:`GRPOConfig`, for RLOO."""
+
+
+class _Trainer:
+    algorithm = ""
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        peft_config: Any = None,
+        **others: Any,
+    ) -> None:
+        """Check the arguments. Nothing is started yet.
+
+        Args:
+            model: Folder, hub id or a model of transformers.
+            reward_funcs: One reward function or several, or the folder of a reward model.
+            args: A config of TRL or of this file, or a dict with TRL's names.
+            train_dataset: Rows with ``prompt`` and further columns, as TRL has them.
+            eval_dataset: Held-out rows.
+            processing_class: Tokenizer of a model that is no folder.
+            peft_config: A LoraConfig of peft, or a dict of its fields.
+            others: Refused where they say anything.
+
+        Raises:
+            ConfigError: An argument has no equal here.
+        """
+        for name, value in others.items():
+            if name not in REFUSED:
+                raise ConfigError(f"{name}: {type(self).__name__} has no such argument. Remove it.")
+            if value is not None and value != (None, None):
+                raise ConfigError(f"{name}: {REFUSED[name]}.")
+        if train_dataset is None:
+            raise ConfigError("train_dataset: there are no rows to train on. Give a dataset.")
+        self._settings = _given(args)
+        self._weights = self._settings.pop("reward_weights", None)
+        self._settings |= _adapters(peft_config)
+        functions = reward_funcs if isinstance(reward_funcs, Sequence) and not isinstance(reward_funcs, str) else [reward_funcs]
+        models = [each for each in functions if not callable(each) or hasattr(each, "save_pretrained")]
+        if models and (len(functions) > 1 or not isinstance(models[0], str)):
+            raise ConfigError(
+                f"reward_funcs: {models[0]!r:.100} beside functions, or no folder. A reward model stands alone: give its folder "
+                "or hub id, or call it inside a function."
+            )
+        if models:
+            self._settings |= {"reward_model.enable": True, "reward_model.model.path": models[0]}
+        self._call = {
+            "model": model,
+            "dataset": train_dataset,
+            "rewards": None if models else list(functions),
+            "eval_dataset": eval_dataset,
+            "tokenizer": processing_class,
+        }
+        self.run: api.Run | None = None
+
+    def train(self, resume_from_checkpoint: bool | str | None = None) -> Any:
+        """Train, and return TRL's ``TrainOutput``: ``global_step``, ``training_loss`` and ``metrics`` of the last step.
+
+        ``resume_from_checkpoint``: True = continue in ``output_dir``; a path = continue at that ``global_step_N`` folder.
+
+        Raises:
+            UserError: As :func:`verl_memopt.train`.
+        """
+        settings = dict(self._settings)
+        folder = settings.pop("output_dir", None)
+        if isinstance(resume_from_checkpoint, str):
+            settings |= {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": resume_from_checkpoint}
+        self.run = api.train(
+            **self._call,
+            algorithm=self.algorithm,
+            reward_weights=self._weights,
+            run_dir=folder,
+            resume=bool(resume_from_checkpoint),
+            **settings,
+        )
+        rows = self.run.metrics
+        last = rows[-1] if rows else {}
+        return SimpleNamespace(global_step=last.get("step", 0), training_loss=last.get("actor/pg_loss"), metrics=last)
+
+    @property
+    def state(self) -> Any:
+        """``log_history`` and ``global_step``, as TRL's trainers have them."""
+        rows = [] if self.run is None else self.run.metrics
+        return SimpleNamespace(log_history=rows, global_step=rows[-1].get("step", 0) if rows else 0)
+
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Copy the trained model to a folder. None = it stays where it is, in ``model/`` of the run's folder.
+
+        Raises:
+            ConfigError: Nothing was trained yet.
+        """
+        if self.run is None:
+            raise ConfigError("save_model: nothing was trained yet. Call train() first.")
+        if output_dir is not None:
+            shutil.copytree(self.run.model_path, output_dir, dirs_exist_ok=True)
+
+
+class GRPOTrainer(_Trainer):
+    """TRL's ``GRPOTrainer``."""
+
+    algorithm = "grpo"
+
+
+class RLOOTrainer(_Trainer):
+    """TRL's ``RLOOTrainer``."""
+
+    algorithm = "rloo"
+
+
+def _given(args: Any) -> dict[str, Any]:
+    """Return the arguments that somebody gave: all of a dict, and of a config of TRL what differs from its defaults."""
+    if args is None:
+        return {}
+    if isinstance(args, Mapping):
+        return dict(args)
+    if not dataclasses.is_dataclass(args) or isinstance(args, type):
+        raise ConfigError(
+            f"args: {type(args).__name__} is no config. Give a dict, or GRPOConfig(...) of verl_memopt.trl or of TRL."
+        )
+    make: Any = type(args)
+    plain = make(output_dir=args.output_dir) if hasattr(args, "output_dir") else make()
+    names = [field.name for field in dataclasses.fields(args) if field.init]
+    changed = {name: getattr(args, name) for name in names if getattr(args, name) != getattr(plain, name)}
+    output = getattr(args, "output_dir", None)
+    return changed if output is None else changed | {"output_dir": output}
+
+
+def _adapters(config: Any) -> dict[str, Any]:
+    """Return the LoRA settings of peft's LoraConfig.
+
+    Raises:
+        ConfigError: A field asks for something that there is not.
+    """
+    if config is None:
+        return {}
+    fields: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
+    settings: dict[str, Any] = {"lora_rank": 8, "lora_alpha": 8}  # peft's defaults
+    for name, value in fields.items():
+        if name in PEFT:
+            settings |= {} if value is None else {PEFT[name]: sorted(value) if isinstance(value, set) else value}
+        elif value and PEFT_PASSES.get(name) is not ... and PEFT_PASSES.get(name) != value:
+            raise ConfigError(
+                f"peft_config: {name}={value!r:.100} has no equal here. LoRA reads {', '.join(PEFT)}. Leave it out."
+            )
+    return {f"actor_rollout_ref.model.{name}": value for name, value in settings.items()}
