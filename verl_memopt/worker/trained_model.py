@@ -279,7 +279,7 @@ class TrainedModel:
 
     def apply(self) -> None:
         """Update the weights from their gradients, and advance the schedule."""
-        with optimizer_scope(self.optimizer, on_host=self.fsdp.offload_policy):
+        with optimizer_scope(self.optimizer, on_host=self.model.stays_on_host):
             self.optimizer.step()
         self.schedule.step()
 
