@@ -399,7 +399,8 @@ def knob_files() -> dict[str, list[str]]:
       torch. A rule belongs to the knob that refuses. The mechanism of another knob does count.
     * The rooms of ``USERS``, which nothing of the rest imports.
 
-    A setting that another file hands over as a plain number is followed no further.
+    A setting that one file hands to another as a plain number is followed no further, and what the mechanism itself calls does
+    not count either. A knob without a file for its mechanism acts where its settings are read.
     """
     homes = [path for path in files() if name_of(path).startswith(("knobs/", "memory/"))]
     declarations = [path for path in homes if is_knob(path)]

@@ -155,6 +155,14 @@ def build_policy(
     return _build(take_over, model, fsdp, folder, mesh, device, use)
 
 
+def build_trained_policy(
+    model: Model, fsdp: Fsdp, folder: Path, mesh: DeviceMesh, device: torch.device, compiled: bool
+) -> PolicyModel:
+    """Return the sharded policy without weights, as it is trained. :func:`materialize` fills it."""
+    use = ModelUse(recompute=model.enable_gradient_checkpointing, trained=True, compiled=compiled)
+    return build_policy(model, fsdp, folder, mesh, device, use)
+
+
 def build_critic(model: CriticModel, folder: Path, mesh: DeviceMesh, device: torch.device) -> ValueModel:
     """Return the sharded value model without weights. :func:`materialize_critic` fills it."""
     use = ModelUse(CRITIC_KEY, f"{CRITIC_KEY}.fsdp_config", model.enable_gradient_checkpointing, trained=True)

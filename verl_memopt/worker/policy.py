@@ -18,7 +18,8 @@ from verl_memopt.algorithms.rollout_correction import bypass_loss, is_token_loca
 from verl_memopt.algorithms.rows import GlobalCounts, aggregate
 from verl_memopt.config.schema import Actor, Rollout, RolloutCorrection
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
-from verl_memopt.memory.chunked_logprob_torch import TokenGradient, TokenStatistics
+from verl_memopt.memory.chunked_logprob_torch import TokenGradient
+from verl_memopt.memory.logit_tiles import TokenStatistics
 from verl_memopt.memory.out_of_memory import cut_again
 from verl_memopt.model.packed_model import PackedModel
 from verl_memopt.model.packing import Pack

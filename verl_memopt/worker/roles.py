@@ -25,6 +25,7 @@ from verl_memopt.model.assembly import (
     build_critic,
     build_policy,
     build_reward_model,
+    build_trained_policy,
     materialize,
     materialize_critic,
     materialize_mapped,
@@ -80,8 +81,7 @@ class RoleBuilder:
         actor, model = self.plan.settings.actor, self.plan.settings.model
         fsdp, folder = actor.fsdp_config, Path(self.plan.folder)
         compiled = compiles_functions(actor.use_torch_compile, fsdp, self.device)
-        use = ModelUse(recompute=model.enable_gradient_checkpointing, trained=True, compiled=compiled)
-        policy_model = build_policy(model, fsdp, folder, self._mesh(fsdp), self.device, use)
+        policy_model = build_trained_policy(model, fsdp, folder, self._mesh(fsdp), self.device, compiled)
         materialize(policy_model, folder, self.device)
         start_adapters(policy_model, model, fsdp.seed, POLICY_KEY)
         self._check_packing(policy_model, folder, POLICY_KEY)
