@@ -230,6 +230,8 @@ def members(of: Class) -> dict[str, Member | None]:
     for part in node.body:
         if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
             found[part.target.id] = Member(of, part.annotation)
+        elif isinstance(part, ast.Assign):
+            found |= {target.id: Member(of, value=value) for target, value in assigned(part) if isinstance(target, ast.Name)}
         elif isinstance(part, ast.FunctionDef):
             is_property = any("property" in ast.unparse(each) for each in part.decorator_list)
             found[part.name] = Member(of, part.returns) if is_property else Member(of, function=part)
