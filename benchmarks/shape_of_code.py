@@ -18,9 +18,10 @@ import tempfile
 import tokenize
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "verl_memopt"
@@ -38,10 +39,6 @@ WAY = {
 found in its new place; one that is gone is an error."""
 NEW_INPUT = ("sum_pi_squared", "optimal_token_baseline")
 """An estimator and the input that it alone needs."""
-SECTIONS = (
-    *("actor_rollout_ref", "model", "actor", "critic", "fsdp_config", "optim", "ref", "rollout", "memory", "reward_model"),
-    *("trainer", "data", "algorithm"),
-)
 
 
 def name_of(path: Path) -> str:
@@ -145,24 +142,301 @@ def defined(name: str) -> Path:
     return found[0]
 
 
+# The files of a knob. Which class an attribute is read from follows from annotations, as a reader finds it.
+
+Class = tuple[Path, ast.ClassDef]
+Classes = tuple[Class, ...] | None
+"""Classes of the package that an expression may be an instance of: () = none of them, None = unknown."""
+Scope = dict[str, Classes]
+USERS = ("ladder/", "recipes/")
+"""Rooms above the trainer, as import-linter holds: they use the knobs as a program of the user's own would."""
+OF_TENSORS = {"dtype"}
+"""Fields of knobs that tensors have, too: an object of unknown class with this attribute is taken for a tensor."""
+
+
+@cache
+def names_of(path: Path) -> dict[str, tuple[Path, str]]:
+    """Return name in a file -> the file and the name that it is imported from; a module has the name ""."""
+    names = {}
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == PACKAGE.name:
+            folder = ROOT.joinpath(*str(node.module).split("."))
+            for each in node.names:
+                module = (folder / each.name).with_suffix(".py")
+                below = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+                names[each.asname or each.name] = (module, "") if module.is_file() else (below, each.name)
+    return names
+
+
+@cache
+def definition(path: Path, name: str) -> tuple[Path, ast.stmt] | None:
+    """Return what defines a name of a file, and where."""
+    for node in tree_of(path).body if path.is_file() else ():
+        if getattr(node, "name", "") == name or any(getattr(target, "id", "") == name for target, _ in assigned(node)):
+            return path, node
+    origin = names_of(path).get(name) if path.is_file() else None
+    return definition(*origin) if origin and origin[1] else None
+
+
+def class_named(path: Path, node: ast.expr | None) -> Class | None:
+    """Return the class of the package that ``Name`` or ``module.Name`` means in a file."""
+    found = None
+    if isinstance(node, ast.Name):
+        found = definition(path, node.id)
+    elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in names_of(path):
+        found = definition(names_of(path)[node.value.id][0], node.attr)
+    return (found[0], found[1]) if found and isinstance(found[1], ast.ClassDef) else None
+
+
+def annotated(path: Path, node: ast.expr | None) -> Classes:
+    """Return the classes that an annotation names. ``Any`` is an object of another package: settings are never passed as that."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        node = ast.parse(node.value, mode="eval").body
+    if node is None:
+        return None
+    if isinstance(node, ast.BinOp):
+        sides = annotated(path, node.left), annotated(path, node.right)
+        return None if None in sides else (*(sides[0] or ()), *(sides[1] or ()))
+    if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Annotated" and isinstance(node.slice, ast.Tuple):
+        return annotated(path, node.slice.elts[0])
+    if found := class_named(path, node):
+        return (found,)
+    alias = definition(path, node.id) if isinstance(node, ast.Name) else None
+    return annotated(alias[0], alias[1].value) if alias and isinstance(alias[1], ast.Assign) else ()
+
+
+@dataclass
+class Member:
+    """An attribute of a class: the class that has it, its annotation, and the value or the function that it is."""
+
+    of: Class
+    annotation: ast.expr | None = None
+    value: ast.expr | None = None
+    function: ast.FunctionDef | None = None
+
+
+@cache
+def members(of: Class) -> dict[str, Member | None]:
+    """Return the attributes of a class and its bases; "" -> None where a base is not known."""
+    path, node = of
+    found: dict[str, Member | None] = {}
+    for base in reversed(node.bases):
+        known = class_named(path, base)
+        # A base of another package has none of our fields; one that is computed may have any.
+        computed = isinstance(base, ast.Name) and isinstance(
+            (definition(path, base.id) or (path, None))[1], ast.AnnAssign | ast.Assign
+        )
+        found |= members(known) if known else {"": None} if computed else {}
+    for part in node.body:
+        if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
+            found[part.target.id] = Member(of, part.annotation)
+        elif isinstance(part, ast.Assign):
+            found |= {target.id: Member(of, value=value) for target, value in assigned(part) if isinstance(target, ast.Name)}
+        elif isinstance(part, ast.FunctionDef):
+            is_property = any("property" in ast.unparse(each) for each in part.decorator_list)
+            found[part.name] = Member(of, part.returns) if is_property else Member(of, function=part)
+            for inner in ast.walk(part):
+                for target, value in assigned(inner):
+                    if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self" and target.attr not in found:
+                        found[target.attr] = Member(of, getattr(inner, "annotation", None), value, part)
+    return found
+
+
+def assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
+    """Yield each target of an assignment and its value, where there is one for it alone."""
+    for target in node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else ():
+        if isinstance(target, ast.Tuple):
+            values = node.value.elts if isinstance(node.value, ast.Tuple) else [None] * len(target.elts)
+            yield from zip(target.elts, values, strict=False)
+        else:
+            yield target, node.value
+
+
+class Reader(ast.NodeVisitor):
+    """Finds in one file what is used of other files, outside of annotations, and from which class each attribute is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.scope, self.of = path, cast(Scope, {}), cast("Class | None", None)
+        self.names: set[tuple[Path, str]] = set()
+        self.owners: set[tuple[Path, str]] = set()
+        """File of the class that has an attribute, and the attribute."""
+        self.unknown: set[str] = set()
+        """Attributes of objects whose class is not known."""
+
+    def classes(self, node: ast.expr | None, depth: int = 12) -> Classes:
+        """Return the classes of an expression."""
+        if isinstance(node, ast.Name):
+            return self.scope.get(node.id)
+        if isinstance(node, ast.Constant | ast.JoinedStr | ast.Compare | ast.List | ast.Dict | ast.ListComp):
+            return ()
+        if isinstance(node, ast.IfExp | ast.BoolOp):
+            all_of = [self.classes(each) for each in ([node.body, node.orelse] if isinstance(node, ast.IfExp) else node.values)]
+            return None if None in all_of else tuple(each for some in all_of for each in some or ())
+        if isinstance(node, ast.Attribute) and depth:
+            return self._through(self.classes(node.value, depth - 1), node.attr, depth)
+        if not isinstance(node, ast.Call) or not depth:
+            return None
+        if found := class_named(self.path, node.func):
+            return (found,)
+        if isinstance(node.func, ast.Name):
+            if node.func.id == "replace":
+                return self.classes(node.args[0], depth - 1)
+            called = definition(self.path, node.func.id)
+            return annotated(called[0], called[1].returns) if called and isinstance(called[1], ast.FunctionDef) else None
+        owners = self.classes(node.func.value, depth - 1) if isinstance(node.func, ast.Attribute) else None
+        methods = [members(owner).get(cast(ast.Attribute, node.func).attr) for owner in owners or ()]
+        returned = [annotated(each.of[0], each.function.returns) for each in methods if each and each.function and not each.value]
+        return returned[0] if returned and len(returned) == len(methods) else None
+
+    def _through(self, owners: Classes, name: str, depth: int) -> Classes:
+        found: tuple[Class, ...] = ()
+        for owner in owners or ():
+            member = members(owner).get(name)
+            if member is None:
+                return None
+            if member.annotation is not None:
+                classes = annotated(member.of[0], member.annotation)
+            else:  # self.name = value, in a method
+                inner = Reader(member.of[0])
+                if member.function is not None and member.value is not None:
+                    inner.enter(member.function, member.of)
+                classes = inner.classes(member.value, depth - 1)
+            if classes is None:
+                return None
+            found += classes
+        return None if owners is None else found
+
+    def enter(self, node: ast.FunctionDef | ast.Lambda, of: Class | None) -> None:
+        """Put the arguments of a function into the scope."""
+        for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
+            self.scope[each.arg] = (of,) if of and each.arg == "self" else annotated(self.path, each.annotation)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        before, self.of = self.of, (self.path, node)
+        for part in node.body:
+            self.visit(part)
+        self.of = before
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.Lambda) -> None:
+        for each in (*getattr(node, "decorator_list", ()), *node.args.defaults, *filter(None, node.args.kw_defaults)):
+            self.visit(each)
+        before, of = dict(self.scope), self.of
+        self.enter(node, self.of)
+        self.of = None
+        for part in node.body if isinstance(node.body, list) else [node.body]:
+            self.visit(part)
+        self.scope, self.of = before, of
+
+    visit_Lambda = visit_FunctionDef  # noqa: N815
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        self.visit_Assign(node)
+        if isinstance(node.target, ast.Name):
+            self.scope[node.target.id] = annotated(self.path, node.annotation)
+
+    def visit_Assign(self, node: ast.Assign | ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.visit(node.value)
+        for target, value in assigned(node):
+            if isinstance(target, ast.Name):
+                self.scope[target.id] = self.classes(value)
+            else:
+                self.visit(target)
+
+    def visit_comprehension(self, node: ast.comprehension | ast.For) -> None:
+        self.scope |= {each.id: None for each in ast.walk(node.target) if isinstance(each, ast.Name)}
+        self.generic_visit(node)
+
+    visit_For = visit_comprehension  # noqa: N815
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if node.id in names_of(self.path):
+            self.names.add(names_of(self.path)[node.id])
+
+    def visit_Call(self, node: ast.Call) -> None:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Name) and node.func.id == "getattr" and not isinstance(node.args[1], ast.Constant):
+            for owner in self.classes(node.args[0]) or ():  # by a name that stands somewhere in the file
+                self._read(owner, words_of(self.path) & set(members(owner)))
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        self.generic_visit(node)
+        owners = self.classes(node.value)
+        for owner in owners or ():
+            self._read(owner, {node.attr})
+        if owners is None:
+            self.unknown.add(node.attr)
+
+    def _read(self, owner: Class, names: set[str]) -> None:
+        known = members(owner)
+        for name in names:
+            if member := known.get(name):
+                self.owners.add((member.of[0], name))
+            elif "" in known:
+                self.unknown.add(name)
+
+
+@cache
+def read_in(path: Path) -> Reader:
+    reader = Reader(path)
+    reader.visit(tree_of(path))
+    return reader
+
+
 def knob_files() -> dict[str, list[str]]:
-    """Return knob -> its declaration and mechanism, the files that import them, and those that read a key that it alone has."""
+    """Return knob -> the files that somebody opens who wants to understand or change how it works.
+
+    They are its declaration and its mechanism (``name.py`` and ``name_torch.py``); the files of the settings whose classes derive
+    from the declaration's or have it as a field; and each file where it acts, which is one that
+
+    * uses a name of the mechanism or of the declaration, outside of annotations, or an attribute of a class defined there;
+    * or reads a field or a property of the declaration's settings, also by ``getattr``. The class of the object decides: the same
+      name on another class is no read of the knob, and on an object of unknown class it is one.
+
+    A constant or a small function counts as much as the call that does the work: what another file needs and is not the knob
+    should lie elsewhere. These files do not count, as nothing acts in them:
+
+    * Other declarations, the files that declarations import (their vocabulary: rules and predicted bytes), and the rest of
+      ``config/``. They refuse, warn, rename and predict before anything runs, and import-linter holds that they do not reach
+      torch. A rule belongs to the knob that refuses. The mechanism of another knob does count.
+    * The rooms of ``USERS``, which nothing of the rest imports.
+
+    A setting that one file hands to another as a plain number is followed no further, and what the mechanism itself calls does
+    not count either. A knob without a file for its mechanism acts where its settings are read.
+    """
+    homes = [path for path in files() if name_of(path).startswith(("knobs/", "memory/"))]
+    declarations = [path for path in homes if is_knob(path)]
+    idle = {*declarations, *(each for path in declarations for each in imported(path))}
+    idle |= {path for path in files() if name_of(path).startswith(("config/", *USERS))}
     text = subprocess.run(
         [sys.executable, "-m", PACKAGE.name, "knobs", "--json"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    words = {}
-    for knob in json.loads(text):
-        below = [[part for part in key.split(".") if part not in SECTIONS] for key in knob["keys"]]
-        words[knob["name"]] = {parts[0] for parts in below if parts} - {"dtype"}  # tensors have it, too
-    read = {path: {node.attr for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)} for path in files()}
-    uses = Counter(word for some in words.values() for word in some)
     found = {}
-    for name, some in words.items():
-        alone = {word for word in some if uses[word] == 1}
-        homes = (path for path in files() if name_of(path).startswith(("knobs/", "memory/")))
+    for name in (knob["name"] for knob in json.loads(text)):
         own = {path for path in homes if path.stem in (name, f"{name}_torch")}
-        found[name] = [name_of(path) for path in files() if path in own or alone & read[path] or own & imported(path)]
+        fields = {key for path in own & {*declarations} for key in fields_of(path)} - OF_TENSORS
+        schema = {path for path in files() if name_of(path).startswith("config/") and is_built_from(path, own)}
+        acts = {
+            path
+            for path in {*files()} - idle
+            if any(origin in own for origin, _ in read_in(path).names | read_in(path).owners) or fields & read_in(path).unknown
+        }
+        found[name] = [name_of(path) for path in files() if path in own | schema | acts]
     return found
+
+
+def fields_of(path: Path) -> set[str]:
+    """Return the fields of the classes of a file."""
+    parts = (part for node in tree_of(path).body if isinstance(node, ast.ClassDef) for part in node.body)
+    return {part.target.id for part in parts if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)}
+
+
+def is_built_from(path: Path, own: set[Path]) -> bool:
+    """Return whether a class of a file has a class of other files as base or as the type of a field."""
+    classes = [node for node in tree_of(path).body if isinstance(node, ast.ClassDef)]
+    parts = [part.annotation for node in classes for part in node.body if isinstance(part, ast.AnnAssign)]
+    named = [class_named(path, node) for node in (*parts, *(base for node in classes for base in node.bases))]
+    return any(each is not None and each[0] in own for each in named)
 
 
 def static_rows() -> Iterator[tuple[str, Any, Any]]:

@@ -49,7 +49,7 @@ def critic_for(folder, mesh, world_size=1, model=None, fsdp=None, fill=True, **s
     section = replaced(section, {"fsdp_config": replaced(section.fsdp_config, fsdp or {})})
     value_model = build_critic(section, folder, mesh, CPU)
     if fill:
-        materialize_critic(value_model, folder, CPU, section.fsdp_config.offload_policy)
+        materialize_critic(value_model, folder, CPU)
     return CriticRole(value_model, replaced(CRITIC, {**settings, "model": section}), 10, world_size, CPU)
 
 

@@ -49,3 +49,42 @@ def test_rlt_is_counted_outside_its_own_folder(package, monkeypatch):
     assert rows["files outside RLT's folders that name RLT"] == (1, ["other/one.py"])
     assert rows["base names in several folders"] == (1, ["one"])
     assert rows["files of the package"][0] == 4
+
+
+KNOB = """from dataclasses import dataclass
+@dataclass(frozen=True)
+class {cls}:
+    {field}: bool = False
+KNOB = object()
+"""
+
+
+def test_a_knob_has_the_files_where_it_acts_and_no_others(package):
+    reading = "def act(given: {annotation}) -> bool:\n    return given.keep\n"
+    files = {
+        "__main__.py": 'print(\'[{"name": "keep"}]\')\n',
+        "memory/keep.py": KNOB.format(cls="Keep", field="keep"),
+        "memory/keep_torch.py": "class Kept:\n    size = 0\ndef keep() -> Kept:\n    return Kept()\n",
+        "memory/other.py": KNOB.format(cls="Other", field="keep_too")
+        + "from small.memory.keep import Keep\n"
+        + reading.format(annotation="Keep"),
+        "config/model.py": "from small.memory.keep import Keep\nfrom small.memory.other import Other\n"
+        "class Model(Keep, Other):\n    path = ''\n",
+        "config/rules.py": "from small.config.model import Model\n" + reading.format(annotation="Model"),
+        "worker/reads.py": "from small.config.model import Model\n" + reading.format(annotation="Model | None"),
+        "worker/calls.py": "from small.memory.keep_torch import keep\nkept = keep()\n",
+        "worker/holds.py": "from small.memory.keep_torch import Kept\ndef size(kept: Kept) -> int:\n    return kept.size\n",
+        "worker/untyped.py": "from elsewhere import given\nkept = given().keep\n",
+        "worker/by_name.py": "from small.config.model import Model\ndef act(given: Model) -> list[bool]:\n"
+        "    return [getattr(given, name) for name in ('keep',)]\n",
+        "worker/names.py": "from small.memory.keep_torch import Kept\ndef hand_on(kept: Kept) -> Kept:\n    return kept\n",
+        "worker/other_class.py": "class Box:\n    keep = True\n" + reading.format(annotation="Box"),
+        "worker/other_key.py": "from small.config.model import Model\n"
+        "def act(given: Model) -> tuple[bool, str]:\n    return given.keep_too, given.path\n",
+        "recipes/reads.py": "from small.config.model import Model\n" + reading.format(annotation="Model"),
+    }
+    for name, text in files.items():
+        (package / name).parent.mkdir(exist_ok=True)
+        (package / name).write_text(text)
+    acts = ["worker/by_name.py", "worker/calls.py", "worker/holds.py", "worker/reads.py", "worker/untyped.py"]
+    assert shape_of_code.knob_files() == {"keep": ["config/model.py", "memory/keep.py", "memory/keep_torch.py", *acts]}

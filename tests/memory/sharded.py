@@ -31,7 +31,7 @@ def policy_of(folder, mesh, fsdp=None, world_size=1, recompute=False, prune=True
     fsdp = replaced(TrainedFsdp(dtype="fp32"), fsdp or {})
     settings = Model(path=str(folder), attn_implementation="sdpa", logprob_chunk_tokens=8, prune_last_block=prune)
     model = build_policy(settings, fsdp, folder, mesh, CPU, ModelUse(recompute=recompute))
-    materialize(model, folder, CPU, fsdp.offload_policy)
+    materialize(model, folder, CPU)
     return Policy(model, replaced(ACTOR, {"fsdp_config": fsdp, "entropy_coeff": 0.0}), 10, world_size, CPU)
 
 

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 from verl_memopt.config.schema import Model
 from verl_memopt.errors import ConfigError
 from verl_memopt.model import weights
+from verl_memopt.model.assembly import allocate
 from verl_memopt.model.attention import choose_attention
-from verl_memopt.model.packed_model import allocate
 from verl_memopt.model.policy_model import PolicyModel
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.model.weights import (

@@ -16,9 +16,8 @@ from verl_memopt.memory.lora_torch import initialize_adapters
 from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.memory.token_packing import prompt_groups
 from verl_memopt.model import packing_check
-from verl_memopt.model.assembly import ModelUse, build_policy, materialize
+from verl_memopt.model.assembly import ModelUse, allocate, build_policy, materialize
 from verl_memopt.model.attention import choose_attention
-from verl_memopt.model.packed_model import allocate
 from verl_memopt.model.packing_check import (
     GROUPS,
     MIXING_BOUND,
@@ -54,7 +53,7 @@ def built(folder, mesh, dtype="fp32", trained=True, quantization="none", **setti
     policy = build_policy(model, fsdp, folder, mesh, CPU, use)
     if not trained:
         policy.requires_grad_(False)
-    materialize(policy, folder, CPU, fsdp.offload_policy)
+    materialize(policy, folder, CPU)
     initialize_adapters(policy, 0)
     return policy
 

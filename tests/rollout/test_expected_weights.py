@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.rollout.tools import model_of, weights_of
+from verl_memopt.distributed.weight_slices import WeightSlice
 from verl_memopt.errors import RolloutError
-from verl_memopt.memory.weight_buckets_torch import WeightSlice
 from verl_memopt.rollout.weight_checks import ExpectedWeights, meta_model
 
 

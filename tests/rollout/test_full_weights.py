@@ -4,8 +4,8 @@ import torch
 from tests.distributed.test_sharding import sharded
 from tests.ranks import run_ranks
 from verl_memopt.distributed.device import training_mesh
+from verl_memopt.memory.weight_buckets_torch import full_weights
 from verl_memopt.model.weights import WeightFolder, named_weights
-from verl_memopt.rollout.weight_map import full_weights
 
 SETUPS = [("flat", 2, -1), ("hsdp", 2, 1)]
 

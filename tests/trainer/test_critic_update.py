@@ -8,8 +8,8 @@ from tests.trainer.conftest import Member, batch_of, group_of
 from verl_memopt.config.schema import Critic, Optim
 from verl_memopt.errors import ConfigError, TrainingError
 from verl_memopt.run.checkpoints import CheckpointStore
-from verl_memopt.trainer.critic_update import CriticTraining, critic_budgets
-from verl_memopt.trainer.micro_batching import MiniBatchCutter
+from verl_memopt.trainer.critic_update import CriticTraining
+from verl_memopt.trainer.micro_batching import MiniBatchCutter, critic_budgets
 
 CRITIC = Critic(
     ppo_mini_batch_size=2,

@@ -296,7 +296,7 @@ def policy_with_knobs(folder, mesh, world_size=1, fsdp=None, lora_rank=0, **opti
     actor = dataclasses.replace(ACTOR, entropy_coeff=0.0, fsdp_config=fsdp, optim=dataclasses.replace(ACTOR.optim, **optim))
     model = Model(path=str(folder), attn_implementation="sdpa", logprob_chunk_tokens=8, lora_rank=lora_rank, lora_alpha=8)
     policy_model = build_policy(model, fsdp, folder, mesh, CPU, ModelUse(trained=True))
-    materialize(policy_model, folder, CPU, fsdp.offload_policy)
+    materialize(policy_model, folder, CPU)
     initialize_adapters(policy_model, 5)
     return Policy(policy_model, actor, 10, world_size, CPU)
 

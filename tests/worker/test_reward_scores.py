@@ -159,7 +159,7 @@ def two_ranks(rank, folder, tiny_folder):
         mesh = training_mesh("cpu", 2, settings.fsdp_config.fsdp_size)
         model = build_reward_model(settings, plan.settings.model, folder, mesh, torch.device("cpu"))
         model.requires_grad_(False)
-        assert materialize_critic(model, folder, torch.device("cpu"), settings.fsdp_config.offload_policy, REWARD_KEY)
+        assert materialize_critic(model, folder, torch.device("cpu"), REWARD_KEY)
         batch = conversations(True, [[0, 1, 4], [2, 3, 0]][rank])
         scores.append(compute_scores(model, batch, [[0, 1], [2]], torch.device("cpu")).tolist())
     return scores

@@ -9,7 +9,10 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from verl_memopt.errors import ConfigError
 
@@ -275,3 +278,14 @@ def training_mesh(device_type: str, world_size: int, fsdp_size: int) -> DeviceMe
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
     shape = (world_size // fsdp_size, fsdp_size)
     return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def fsdp_units(model: nn.Module) -> list[FSDPModule]:
+    """Return the FSDP2 units of a model."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def fsdp_params(unit: FSDPModule) -> list[FSDPParam]:
+    """Return what FSDP2 knows about each parameter of a unit."""
+    group = unit._get_fsdp_state()._fsdp_param_group
+    return [] if group is None else group.fsdp_params

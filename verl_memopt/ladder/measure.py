@@ -30,8 +30,7 @@ from verl_memopt.model.folder import resolve_folder
 from verl_memopt.model.policy_model import PolicyModel
 from verl_memopt.model.weights import empty_model, load_model_config
 from verl_memopt.observe.phase import PhaseMemory
-from verl_memopt.trainer.critic_update import critic_budgets
-from verl_memopt.trainer.micro_batching import budgets, cut_ranks, with_selection
+from verl_memopt.trainer.micro_batching import budgets, critic_budgets, cut_ranks, with_selection
 from verl_memopt.worker.group import LocalGroup
 from verl_memopt.worker.plan import WorkerPlan
 from verl_memopt.worker.trained_model import MiniBatch

@@ -23,9 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from verl_memopt.distributed.device import CopyStream
+from verl_memopt.distributed.device import CopyStream, fsdp_units
 from verl_memopt.memory.host_buffers import CHUNK_BYTES, HostArena, Slot, whole_storage
-from verl_memopt.memory.resharding_torch import fsdp_units
 
 BYTES_MOVED = "memory/activation_offload/bytes_moved"
 """Metric: bytes that an update of the policy moved to the host."""

@@ -16,7 +16,7 @@ V x h x b bytes if there is a gradient already, as in the second micro-batch of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -25,28 +25,12 @@ from torch import Tensor
 
 from verl_memopt.memory.chunked_logprob import FREE_TILE
 from verl_memopt.memory.embedding_gradient import room_for
-from verl_memopt.memory.logit_tiles import Gradients, Head, LogitTiles, Statistic, Tokens
+from verl_memopt.memory.logit_tiles import Gradients, Head, LogitTiles, Tokens, TokenStatistics
 from verl_memopt.observe.byte_tracker import scope
 
 TokenGradient = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 """Returns the gradients of a slice of tokens before backward: from their log-probs and entropies (or None), without gradients,
 those of the log-probs and of the entropies, fp32 each."""
-
-
-class TokenStatistics:
-    """Further statistics of each token's distribution: which ones, and where a pass without gradients leaves them.
-
-    FSDP2 casts the tensors and copies the dataclasses among the inputs of a forward, so this is neither.
-
-    Attributes:
-        asked: Name -> how it is computed.
-        values: Name -> fp32 [R]; empty before the pass.
-    """
-
-    def __init__(self, asked: Mapping[str, Statistic]) -> None:
-        """Hold no values yet."""
-        self.asked = asked
-        self.values: dict[str, Tensor] = {}
 
 
 def head_log_probs(

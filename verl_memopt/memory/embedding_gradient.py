@@ -10,8 +10,8 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from verl_memopt.memory.resharding_torch import gathered_for_forward
 from verl_memopt.observe.byte_tracker import scope
 
 COLUMNS = 256
@@ -33,6 +33,23 @@ class TrainedEmbedding(nn.Embedding):
         # Backward reads the ids and not the weight, so FSDP2 need not gather it again.
         gathered_for_forward(self, again_in_backward=False)
         return _LookUp.apply(input, self.weight, self.padding_idx)
+
+
+def gathered_for_forward(unit: nn.Module, again_in_backward: bool) -> None:
+    """Free the buffer through which a unit with a large weight was gathered. Call this in the unit's forward.
+
+    FSDP2 would keep the buffer until the next gather, beside the weight itself. Nothing is done where it is no FSDP2 unit.
+    ``again_in_backward``: backward reads the weight.
+    """
+    if not isinstance(unit, FSDPModule):
+        return
+    unit.set_unshard_in_backward(again_in_backward)
+    context = unit._get_fsdp_state()._comm_ctx
+    if context.all_gather_state is not None:
+        for stream in (context.all_gather_copy_in_stream, context.all_gather_stream):
+            # The copies out of the buffer must be over before its memory is used for something else.
+            stream.wait_event(context.all_gather_state.event)
+        context.all_gather_state = None
 
 
 def is_plain(embedding: nn.Module) -> TypeGuard[nn.Embedding]:

@@ -31,6 +31,22 @@ class Statistic:
     share [c], so that values of several tiles add up. None = it needs the whole vocabulary in one tile."""
 
 
+class TokenStatistics:
+    """Further statistics of each token's distribution: which ones, and where a pass without gradients leaves them.
+
+    FSDP2 casts the tensors and copies the dataclasses among the inputs of a forward, so this is neither.
+
+    Attributes:
+        asked: Name -> how it is computed.
+        values: Name -> fp32 [R]; empty before the pass.
+    """
+
+    def __init__(self, asked: Mapping[str, Statistic]) -> None:
+        """Hold no values yet."""
+        self.asked = asked
+        self.values: dict[str, Tensor] = {}
+
+
 @dataclass(frozen=True)
 class Head:
     """The LM head and how it is cut: so many tokens and vocabulary entries have logits at once; 0 for all.

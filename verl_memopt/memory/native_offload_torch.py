@@ -14,9 +14,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
-from verl_memopt.distributed.device import is_gpu
+from verl_memopt.distributed.device import fsdp_params, fsdp_units, is_gpu
 from verl_memopt.memory.host_buffers import host_allocator, host_buffer
-from verl_memopt.memory.resharding_torch import fsdp_params, fsdp_units
 
 KIND = "params"
 

@@ -12,6 +12,7 @@ import weakref
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from verl_memopt.distributed.device import wait_on_host
 from verl_memopt.errors import ConfigError
@@ -24,11 +25,12 @@ ACTOR = "actor_rollout_ref.actor"
 class StepInBackward:
     """Updates each parameter as its gradient comes. FSDP2 calls the hooks once a unit's gradients are reduced and sharded."""
 
-    def __init__(self, optimizer: BucketedAdamW, key: str = ACTOR, backward_on: torch.device | None = None) -> None:
+    def __init__(self, optimizer: Optimizer, key: str = ACTOR, backward_on: torch.device | None = None) -> None:
         """Register the hooks of all parameters of an optimizer, whose model errors name by the settings section ``key``.
 
         ``backward_on`` is the device that computes gradients; None for that of the parameters.
         """
+        assert isinstance(optimizer, BucketedAdamW), type(optimizer)
         self._optimizer, self._key = optimizer, key
         self._norms: dict[int, Tensor] = {}
         device = local(optimizer.param_groups[0]["params"][0]).device

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from verl_memopt.memory.recompute_elementwise_torch import KNOWN
+from verl_memopt.model.families import OWN_BLOCKS
 
 KEY = "actor_rollout_ref.model.prune_last_block"
 
@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 def can_prune(block: nn.Module, key: str = KEY) -> bool:
     """Return whether a block, as transformers made it, can skip the outputs that nothing uses; warn, naming ``key``, if not."""
     name = type(block).__name__
-    if name not in KNOWN:
-        reason = f"{name} is not one of {', '.join(KNOWN)}"
+    if name not in OWN_BLOCKS:
+        reason = f"{name} is not one of {', '.join(OWN_BLOCKS)}"
     elif (window := window_of(block.self_attn)) is not None:
         reason = f"attention of {name} slides over a window of {window} tokens"
     else:

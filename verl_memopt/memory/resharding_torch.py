@@ -18,20 +18,10 @@ from typing import TypeVar
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+from verl_memopt.distributed.device import fsdp_params, fsdp_units
 
 Item = TypeVar("Item")
-
-
-def fsdp_units(model: nn.Module) -> list[FSDPModule]:
-    """Return the FSDP2 units of a model."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def fsdp_params(unit: FSDPModule) -> list[FSDPParam]:
-    """Return what FSDP2 knows about each parameter of a unit."""
-    group = unit._get_fsdp_state()._fsdp_param_group
-    return [] if group is None else group.fsdp_params
 
 
 def reshard_units(model: nn.Module) -> None:
@@ -72,23 +62,6 @@ def _free_post_forward_shards(unit: FSDPModule) -> None:
     for parameter in fsdp_params(unit):
         parameter._sharded_post_forward_param = None
         parameter._sharded_post_forward_param_data = None
-
-
-def gathered_for_forward(unit: nn.Module, again_in_backward: bool) -> None:
-    """Free the buffer through which a unit with a large weight was gathered. Call this in the unit's forward.
-
-    FSDP2 would keep the buffer until the next gather, beside the weight itself. Nothing is done where it is no FSDP2 unit.
-    ``again_in_backward``: backward reads the weight.
-    """
-    if not isinstance(unit, FSDPModule):
-        return
-    unit.set_unshard_in_backward(again_in_backward)
-    context = unit._get_fsdp_state()._comm_ctx
-    if context.all_gather_state is not None:
-        for stream in (context.all_gather_copy_in_stream, context.all_gather_stream):
-            # The copies out of the buffer must be over before its memory is used for something else.
-            stream.wait_event(context.all_gather_state.event)
-        context.all_gather_state = None
 
 
 def synced(micro_batches: Iterable[Item], model: nn.Module, gradient_sync: str) -> Iterator[Item]:

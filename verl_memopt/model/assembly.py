@@ -20,12 +20,12 @@ from verl_memopt.config.schema import CriticModel, Fsdp, Model, ScoringModel
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activation_checkpointing_torch import checkpoint_blocks
 from verl_memopt.memory.lora_torch import apply_lora
-from verl_memopt.memory.native_offload_torch import native_offload
+from verl_memopt.memory.native_offload_torch import allocate_on_host, native_offload
 from verl_memopt.memory.quantized_frozen_torch import quantize_blocks
 from verl_memopt.model.attention import choose_attention
 from verl_memopt.model.decoder import Decoder, DecoderBlock, block_options, class_name
 from verl_memopt.model.families import POLICY_KEY
-from verl_memopt.model.packed_model import PackedModel, allocate
+from verl_memopt.model.packed_model import PackedModel
 from verl_memopt.model.policy_model import PolicyModel, dtype_of
 from verl_memopt.model.reward_folder import REWARD_KEY, frozen_value_model
 from verl_memopt.model.value_model import CRITIC_KEY, ValueHead, ValueModel, stored_head
@@ -155,6 +155,14 @@ def build_policy(
     return _build(take_over, model, fsdp, folder, mesh, device, use)
 
 
+def build_trained_policy(
+    model: Model, fsdp: Fsdp, folder: Path, mesh: DeviceMesh, device: torch.device, compiled: bool
+) -> PolicyModel:
+    """Return the sharded policy without weights, as it is trained. :func:`materialize` fills it."""
+    use = ModelUse(recompute=model.enable_gradient_checkpointing, trained=True, compiled=compiled)
+    return build_policy(model, fsdp, folder, mesh, device, use)
+
+
 def build_critic(model: CriticModel, folder: Path, mesh: DeviceMesh, device: torch.device) -> ValueModel:
     """Return the sharded value model without weights. :func:`materialize_critic` fills it."""
     use = ModelUse(CRITIC_KEY, f"{CRITIC_KEY}.fsdp_config", model.enable_gradient_checkpointing, trained=True)
@@ -189,25 +197,36 @@ def _build(
     lm = empty_model(config, attention, masters, bool(model.trust_remote_code), use.model_key)
     blocks = block_options(lm, model, fsdp, use.model_key, use.trained, use.recompute)
     packed = take_over(lm, blocks=blocks)
+    packed.stays_on_host, packed.masters, packed.compute = fsdp.offload_policy, masters, compute
     # Only one rank alone can reuse a prefix KV: several ranks must run the same forwards, but cut their groups differently.
     packed.supports_prefix_kv = blocks is not None and blocks[0].recompute and mesh.size() == 1
     parallelize(packed, model, fsdp, mesh, (masters, compute, reduce), use)
     return packed
 
 
-def materialize(policy: PolicyModel, folder: Path, device: torch.device, on_host: bool = False) -> None:
-    """Allocate the model's storage, on the host if ``on_host``, and fill it from the folder, shard by shard."""
-    allocate(policy, device, on_host)
+def allocate(model: PackedModel, device: torch.device) -> None:
+    """Allocate the parameters of a model, uninitialised. Tied parameters stay one tensor."""
+    # Allocation gives every parameter memory of its own, so a tie has to be made again.
+    tied = model.tied
+    if model.stays_on_host:
+        allocate_on_host(model, device)
+    else:
+        model.to_empty(device=device)
+    if tied:
+        model.head.weight = model.lm.get_input_embeddings().weight
+
+
+def materialize(policy: PolicyModel, folder: Path, device: torch.device) -> None:
+    """Allocate the model's storage, and fill it from the folder, shard by shard."""
+    allocate(policy, device)
     rebuild_buffers(policy, device)
     fill_from_folder(policy, folder)
 
 
-def materialize_critic(
-    critic: ValueModel, folder: Path, device: torch.device, on_host: bool = False, key: str = CRITIC_KEY
-) -> bool:
+def materialize_critic(critic: ValueModel, folder: Path, device: torch.device, key: str = CRITIC_KEY) -> bool:
     """Do as :func:`materialize` and return whether the folder has a value head. One that it lacks starts with zeros."""
     stored = stored_head(folder, key)
-    allocate(critic, device, on_host)
+    allocate(critic, device)
     rebuild_buffers(critic, device, key)
     fill_from_folder(critic, folder, key, stored)
     return stored["score.weight"] is not None

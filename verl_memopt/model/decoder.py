@@ -20,19 +20,11 @@ from verl_memopt.config.schema import CriticModel, Fsdp, Model
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activation_checkpointing_torch import checkpointed, chosen_blocks
 from verl_memopt.memory.prune_last_block_torch import can_prune, window_of
-from verl_memopt.memory.recompute_elementwise_torch import (
-    KNOWN,
-    RMSNorm,
-    Rows,
-    SwiGLU,
-    can_recompute,
-    product_tiles,
-    recomputed_norm,
-    recomputed_outputs,
-    select_rows,
-)
+from verl_memopt.memory.recomputation import RMSNorm, Rows, SwiGLU, product_tiles, select_rows
+from verl_memopt.memory.recompute_elementwise_torch import can_recompute, recomputed_norm, recomputed_outputs
 from verl_memopt.memory.tiled_mlp_torch import check_mlps, recomputed_mlp, tiled_mlp
 from verl_memopt.model.attention import Attend, AttentionArgs
+from verl_memopt.model.families import OWN_BLOCKS
 from verl_memopt.model.packing import PrefixLayout
 from verl_memopt.model.prefix_kv import Prefix, PrefixKV, Tables
 from verl_memopt.model.rotary import Rotary
@@ -282,7 +274,7 @@ def _maybe(norm: nn.Module | None, x: Tensor) -> Tensor:
 def of_llama_family(lm: Any) -> bool:
     """Return whether :class:`Decoder` can replace the decoder of a causal LM: one of transformers' own four classes."""
     decoder = lm.get_decoder()
-    known = all(type(block).__name__ in KNOWN for block in decoder.layers)
+    known = all(type(block).__name__ in OWN_BLOCKS for block in decoder.layers)
     # A model folder may bring code of its own under the same class names.
     own_code = not type(lm).__module__.startswith("transformers.")
     return known and not own_code and {name for name, _ in decoder.named_children()} == set(PARTS)

@@ -120,6 +120,9 @@ TESTED = tuple(family.model_type for family in FAMILIES if family.refused is Non
 OWN_DECODER = tuple(family.classes for family in FAMILIES if family.classes is not None)
 """Beginnings of the class names of the models that our own decoder computes."""
 
+OWN_BLOCKS = tuple(f"{name}DecoderLayer" for name in OWN_DECODER)
+"""Their blocks: two RMS norms, rotary attention with or without norms of queries and keys, and down(silu(gate(x)) * up(x))."""
+
 PACKED_LAYERS = ("full_attention", "sliding_attention")
 """Names in ``layer_types`` of layers that packed attention computes."""
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from verl_memopt.memory.embedding_gradient import TrainedEmbedding, is_plain
-from verl_memopt.memory.native_offload_torch import allocate_on_host
+from verl_memopt.memory.resharding_torch import reshard_units
 from verl_memopt.model.attention import KERNELS, REGISTERED, Attend, AttentionArgs
 from verl_memopt.model.decoder import BlockOptions, Decoder, of_llama_family
 from verl_memopt.model.families import POLICY_KEY, refused
@@ -30,9 +30,14 @@ class PackedModel(nn.Module):
     Attributes:
         lm: The model of transformers, whose decoder computes the states.
         supports_prefix_kv: Answers may use the prefix KV of an earlier forward.
+        stays_on_host: Its shards never leave the host.
+        masters: dtype in which its parameters rest.
+        compute: dtype in which it computes.
     """
 
     supports_prefix_kv = False
+    stays_on_host = False
+    masters = compute = torch.float32
 
     def __init__(self, lm: PreTrainedModel, blocks: Sequence[BlockOptions] | None = None, key: str = POLICY_KEY) -> None:
         """Take over a model.
@@ -118,26 +123,15 @@ class PackedModel(nn.Module):
         # A copy of one row. A view would keep the states of the whole prompt alive as long as its prefix is used.
         return hidden[-1:].clone(), *recorder.outputs()
 
+    def end_pass(self) -> None:
+        """Free what is gathered, at the end of a pass without backward."""
+        reshard_units(self)
+
     def compute_prefix(self, prompt: Pack) -> PrefixKV:
         """Compute the prefix KV of a prompt, for the answers in later micro-batches."""
         recorder: Prefix = PrefixRecorder()
         state, *outputs = self(prompt, prefix_kv=recorder)
         return PrefixKV(state, outputs)
-
-
-def allocate(model: PackedModel, device: torch.device, on_host: bool = False) -> None:
-    """Allocate the parameters of a model, uninitialised. Tied parameters stay one tensor.
-
-    With ``on_host`` the shards lie on the host.
-    """
-    # Allocation gives every parameter memory of its own, so a tie has to be made again.
-    tied = model.tied
-    if on_host:
-        allocate_on_host(model, device)
-    else:
-        model.to_empty(device=device)
-    if tied:
-        model.head.weight = model.lm.get_input_embeddings().weight
 
 
 # Decoders of other architectures: transformers' own modules, with attention over packs registered with transformers.

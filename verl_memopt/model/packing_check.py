@@ -19,7 +19,6 @@ from transformers import PretrainedConfig
 
 from verl_memopt.config.schema import Actor, CriticModel, Model
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.resharding_torch import reshard_units
 from verl_memopt.memory.token_packing import prompt_groups
 from verl_memopt.model.attention import REGISTERED, AttentionChoice, WindowOverPrefixError
 from verl_memopt.model.decoder import class_name
@@ -112,7 +111,7 @@ def row_differences(packed_model: PackedModel, device: torch.device, prompt_grou
             by_itself = _outputs(packed_model, alone.to(device), unpacked=True)
     finally:
         torch.set_float32_matmul_precision(precision)
-        reshard_units(packed_model)
+        packed_model.end_pass()
     return RowDifferences(float((packed - beside_others).abs().mean()), float((packed - by_itself).abs().mean()))
 
 

@@ -11,9 +11,9 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.chunked_logprob_torch import TokenGradient, TokenStatistics, head_log_probs
-from verl_memopt.memory.logit_tiles import Head
-from verl_memopt.memory.resharding_torch import gathered_for_forward
+from verl_memopt.memory.chunked_logprob_torch import TokenGradient, head_log_probs
+from verl_memopt.memory.embedding_gradient import gathered_for_forward
+from verl_memopt.memory.logit_tiles import Head, TokenStatistics
 from verl_memopt.model.decoder import BlockOptions, Decoder
 from verl_memopt.model.families import refused
 from verl_memopt.model.packed_model import PackedModel, logits_of_row

@@ -19,7 +19,6 @@ from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, PretrainedConfi
 
 from verl_memopt.distributed.device import synchronize
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.resharding_torch import reshard_units
 from verl_memopt.model.decoder import BlockOptions
 from verl_memopt.model.packed_model import PackedModel
 from verl_memopt.model.packing import Pack
@@ -134,7 +133,7 @@ def random_head(model: ValueModel, device: torch.device) -> Iterator[None]:
         try:
             yield
         finally:
-            reshard_units(model)
+            model.end_pass()
             # Copies of weights that rest on the host may still be under way.
             synchronize(device)
             for name, parameter in sharded.items():

@@ -7,7 +7,7 @@ needed, even if tensors are fused, or split over tensor-parallel ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from verl_memopt.memory.weight_buckets_torch import WeightSlice, joined, weight_slices
+from verl_memopt.distributed.weight_slices import WeightSlice, joined
 from verl_memopt.rollout.engine import WeightComparison
 from verl_memopt.rollout.weight_checks import BitComparison
 
@@ -131,17 +131,3 @@ class _Copies(TorchDispatchMode):
             starts.append(offset // max(stride, 1))
             offset %= max(stride, 1)
         return tuple(starts)
-
-
-# Whole weights of a sharded policy, for receivers such as files that cannot take slices.
-
-
-def full_weights(
-    weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, bucket_megabytes: int
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, whole tensor) in the order of ``weights``. Every rank gets every tensor.
-
-    All ranks must iterate in step. A yielded tensor may share memory with the parameter: use it before the next one. The
-    parameters are plain or sharded on their first dimension (DTensor). They come in ``dtype``.
-    """
-    return joined(weight_slices(weights, dtype, bucket_megabytes), dtype)

@@ -34,10 +34,18 @@ from verl_memopt.run.environment import Environment, resolve_environment
 from verl_memopt.run.resume import checkpoint_store, compare_settings, find_checkpoint, loaded_parts, with_seeds
 from verl_memopt.run.run_lock import RunLock, hold
 from verl_memopt.trainer.correct_rollouts import BypassUpdate, MismatchCheck
-from verl_memopt.trainer.critic_update import CriticTraining, critic_budgets
+from verl_memopt.trainer.critic_update import CriticTraining
 from verl_memopt.trainer.debug_run import mode_of, record_folder, replay_of, replayed_steps
 from verl_memopt.trainer.group_filter import GroupFilter
-from verl_memopt.trainer.micro_batching import MiniBatchCutter, PolicyUpdate, budgets, role_updates, update_gives_old_log_probs
+from verl_memopt.trainer.micro_batching import (
+    MiniBatchCutter,
+    PolicyUpdate,
+    adaptive_phases,
+    budgets,
+    critic_budgets,
+    role_updates,
+    update_gives_old_log_probs,
+)
 from verl_memopt.trainer.replay import NoPrompts
 from verl_memopt.trainer.rollouts import Generator, LogProbPass
 from verl_memopt.trainer.scoring import Conversations, Dapo, ModelScores, PreparedRecipe, Rewarder, Scorer, reward_budget
@@ -269,20 +277,6 @@ def _engine_folder(model: Model, load_format: str, environment: Environment, run
     folder = run_folder / "engine_config"
     export_folder(folder, load_model_config(model, environment.folder), environment.tokenizer_folder, None, writes=True)
     return folder
-
-
-def adaptive_phases(settings: Settings) -> tuple[str, ...]:
-    """Return the phases whose token budget learns from measured peaks."""
-    roles, critic, rewards = settings.actor_rollout_ref, settings.critic, settings.reward_model
-    adaptive = {
-        "update_actor": roles.actor.adaptive_token_budget and roles.actor.use_dynamic_bsz,
-        "old_log_prob": roles.rollout.log_prob_adaptive_token_budget and roles.rollout.log_prob_use_dynamic_bsz,
-        "ref": roles.ref.log_prob_adaptive_token_budget and roles.ref.log_prob_use_dynamic_bsz,
-        "values": critic.adaptive_token_budget and critic.use_dynamic_bsz,
-        "update_critic": critic.adaptive_token_budget and critic.use_dynamic_bsz,
-        "reward": rewards.adaptive_token_budget and (rewards.use_dynamic_bsz or rewards.recipe is not None),
-    }
-    return tuple(phase for phase, learns in adaptive.items() if learns)
 
 
 def scorer_of(context: RunContext, workers: TimedGroup, runner: RewardRunner | None) -> Scorer:

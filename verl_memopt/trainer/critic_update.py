@@ -61,12 +61,3 @@ class CriticTraining:
         metrics = global_metrics(results, CRITIC)
         refuse_partial(metrics, CRITIC, step, recovery_advice(CRITIC, self.critic.optim.lr, self.store))
         return metrics
-
-
-def critic_budgets(critic: Critic) -> tuple[Budget, Budget]:
-    """Return the budgets of the critic's update and of the values pass."""
-    by_tokens, adaptive = critic.use_dynamic_bsz, critic.adaptive_token_budget
-    update_tokens, update_rows = critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu
-    update = Budget.of(by_tokens, update_tokens, update_rows, "critic.ppo_max_token_len_per_gpu", adaptive)
-    tokens, rows = critic.forward_max_token_len_per_gpu, critic.forward_micro_batch_size_per_gpu
-    return update, Budget.of(by_tokens, tokens, rows, "critic.forward_max_token_len_per_gpu", adaptive)

@@ -16,7 +16,7 @@ from verl_memopt.algorithms.custom import inputs_of, statistics_of
 from verl_memopt.algorithms.records import LOSSES, load
 from verl_memopt.algorithms.rollout_correction import corrects_before_update
 from verl_memopt.algorithms.rows import GlobalCounts
-from verl_memopt.config.schema import Actor, ActorRolloutRef, Algorithm, Critic, PolicyLoss, Ref, Rollout
+from verl_memopt.config.schema import Actor, ActorRolloutRef, Algorithm, Critic, PolicyLoss, Ref, Rollout, Settings
 from verl_memopt.data.batch import RolloutBatch, token_index
 from verl_memopt.errors import TrainingError
 from verl_memopt.memory.adaptive_budget import LearnedBudget, PassFigures
@@ -95,6 +95,29 @@ def _log_prob_budget(role: Rollout | Ref, name: str) -> Budget:
         f"actor_rollout_ref.{name}.log_prob_max_token_len_per_gpu",
         role.log_prob_adaptive_token_budget,
     )
+
+
+def critic_budgets(critic: Critic) -> tuple[Budget, Budget]:
+    """Return the budgets of the critic's update and of the values pass."""
+    by_tokens, adaptive = critic.use_dynamic_bsz, critic.adaptive_token_budget
+    update_tokens, update_rows = critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu
+    update = Budget.of(by_tokens, update_tokens, update_rows, "critic.ppo_max_token_len_per_gpu", adaptive)
+    tokens, rows = critic.forward_max_token_len_per_gpu, critic.forward_micro_batch_size_per_gpu
+    return update, Budget.of(by_tokens, tokens, rows, "critic.forward_max_token_len_per_gpu", adaptive)
+
+
+def adaptive_phases(settings: Settings) -> tuple[str, ...]:
+    """Return the phases whose token budget learns from measured peaks."""
+    roles, critic, rewards = settings.actor_rollout_ref, settings.critic, settings.reward_model
+    adaptive = {
+        "update_actor": roles.actor.adaptive_token_budget and roles.actor.use_dynamic_bsz,
+        "old_log_prob": roles.rollout.log_prob_adaptive_token_budget and roles.rollout.log_prob_use_dynamic_bsz,
+        "ref": roles.ref.log_prob_adaptive_token_budget and roles.ref.log_prob_use_dynamic_bsz,
+        "values": critic.adaptive_token_budget and critic.use_dynamic_bsz,
+        "update_critic": critic.adaptive_token_budget and critic.use_dynamic_bsz,
+        "reward": rewards.adaptive_token_budget and (rewards.use_dynamic_bsz or rewards.recipe is not None),
+    }
+    return tuple(phase for phase, learns in adaptive.items() if learns)
 
 
 def update_gives_old_log_probs(actor: Actor, train_batch_size: int, algorithm: Algorithm) -> bool:

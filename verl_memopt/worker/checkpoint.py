@@ -8,16 +8,17 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
+from verl_memopt.config.schema import Rollout
 from verl_memopt.distributed.file_records import Records, record_folder
 from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
+from verl_memopt.distributed.weight_slices import WeightSlice
 from verl_memopt.errors import CheckpointError
 from verl_memopt.memory.lora_torch import merged_weights, save_adapter
+from verl_memopt.memory.weight_buckets_torch import full_weights, weight_slices
 from verl_memopt.model.export import export_folder
 from verl_memopt.model.packed_model import PackedModel
-from verl_memopt.model.policy_model import dtype_of
 from verl_memopt.model.value_model import ValueModel, classifier_config
 from verl_memopt.model.weights import named_weights
-from verl_memopt.rollout.weight_map import full_weights
 from verl_memopt.worker.plan import WorkerPlan
 from verl_memopt.worker.trained_model import ACTOR, TrainedModel, readable
 
@@ -25,6 +26,11 @@ from verl_memopt.worker.trained_model import ACTOR, TrainedModel, readable
 def plain_weights(model: PackedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Return the weights under the names of a plain model: adapters merged, still sharded."""
     return merged_weights(named_weights(model), model)
+
+
+def sent_weights(model: PackedModel, rollout: Rollout, dtype: torch.dtype) -> Iterator[WeightSlice]:
+    """Return the same weights for the engine, bucket by bucket. Gathered rows come in ``dtype``."""
+    return weight_slices(plain_weights(model), dtype, rollout.checkpoint_engine.update_weights_bucket_megabytes)
 
 
 def save_trained(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path, contents: Sequence[str]) -> Records:
@@ -63,9 +69,8 @@ def _export(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path, we
     The critic is written as a token classifier of transformers with one label. Only rank 0 writes.
     """
     settings, model = plan.settings, trained.model
-    masters = dtype_of(trained.fsdp.model_dtype, f"{trained.role.key}: model_dtype")
     bucket = settings.rollout.checkpoint_engine.update_weights_bucket_megabytes
-    stream = full_weights(plain_weights(model), masters, bucket) if weights else None
+    stream = full_weights(plain_weights(model), model.masters, bucket) if weights else None
     config = classifier_config(model.lm.config) if isinstance(model, ValueModel) else model.lm.config
     export_folder(folder, config, Path(plan.tokenizer_folder), stream, rank == 0)
     template = settings.model.custom_chat_template

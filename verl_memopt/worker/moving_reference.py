@@ -24,17 +24,16 @@ from verl_memopt.worker.trained_model import TrainedModel, readable
 class MovingReference:
     """A reference whose weights are a moving average of the policy's. They are read and written where they rest.
 
-    ``home`` is its place on the host; None = it never moves. With ``stays_on_host`` FSDP2 keeps it there (``offload_policy``).
+    ``home`` is its place on the host; None = it never moves.
     """
 
     model: PolicyModel
     home: OffloadedParams | None
-    stays_on_host: bool
     policy: TrainedModel
 
     def follow(self, alpha: float) -> None:
         """Set each weight of the reference to ``alpha * policy + (1 - alpha) * reference``."""
-        on_host = self.stays_on_host or (self.home is not None and not self.home.on_device)
+        on_host = self.model.stays_on_host or (self.home is not None and not self.home.on_device)
         with readable(self.home), readable(self.policy.home):
             move_towards(self._pairs(), alpha, on_host)
         self._changed()
@@ -69,9 +68,7 @@ class MovingReference:
             self.home.changed()
 
 
-def moving_reference(
-    model: PolicyModel, home: OffloadedParams | None, stays_on_host: bool, policy: TrainedModel, folder: str
-) -> MovingReference:
+def moving_reference(model: PolicyModel, home: OffloadedParams | None, policy: TrainedModel, folder: str) -> MovingReference:
     """Return the reference as one that follows the policy.
 
     Raises:
@@ -85,7 +82,7 @@ def moving_reference(
             f"{shapes[1].get(name, 'missing')} in the policy, and a reference that follows the policy needs the same weights. "
             "Remove the key, or set actor_rollout_ref.ref.sync_every_steps=null."
         )
-    return MovingReference(model, home, stays_on_host, policy)
+    return MovingReference(model, home, policy)
 
 
 # Move the weights of one model towards those of another, shard by shard, where they rest.

@@ -18,9 +18,9 @@ from verl_memopt.algorithms.rollout_correction import bypass_loss, is_token_loca
 from verl_memopt.algorithms.rows import GlobalCounts, aggregate
 from verl_memopt.config.schema import Actor, Rollout, RolloutCorrection
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
-from verl_memopt.memory.chunked_logprob_torch import TokenGradient, TokenStatistics
+from verl_memopt.memory.chunked_logprob_torch import TokenGradient
+from verl_memopt.memory.logit_tiles import TokenStatistics
 from verl_memopt.memory.out_of_memory import cut_again
-from verl_memopt.memory.resharding_torch import reshard_units
 from verl_memopt.model.packed_model import PackedModel
 from verl_memopt.model.packing import Pack
 from verl_memopt.model.policy_model import PolicyModel
@@ -295,7 +295,7 @@ def forward_pass(
             if smaller is None:
                 raise
             remaining = smaller
-    reshard_units(model)
+    model.end_pass()
     return outputs
 
 

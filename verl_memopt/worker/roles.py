@@ -19,13 +19,13 @@ from verl_memopt.memory.fused import compiler_works
 from verl_memopt.memory.lora_torch import initialize_adapters, load_adapter
 from verl_memopt.memory.param_offload_torch import OffloadedParams
 from verl_memopt.memory.quantized_frozen_torch import exact_weights
-from verl_memopt.memory.resharding_torch import reshard_units
 from verl_memopt.memory.residency import CRITIC, POLICY, REFERENCE, REWARD_MODEL, Residency
 from verl_memopt.model.assembly import (
     ModelUse,
     build_critic,
     build_policy,
     build_reward_model,
+    build_trained_policy,
     materialize,
     materialize_critic,
     materialize_mapped,
@@ -34,7 +34,7 @@ from verl_memopt.model.families import POLICY_KEY
 from verl_memopt.model.packed_model import PackedModel
 from verl_memopt.model.packing import pack_rows
 from verl_memopt.model.packing_check import check_packing
-from verl_memopt.model.policy_model import PolicyModel, dtype_of
+from verl_memopt.model.policy_model import PolicyModel
 from verl_memopt.model.reward_folder import REWARD_KEY
 from verl_memopt.model.value_model import CRITIC_KEY, ValueModel
 from verl_memopt.model.weights import WeightFolder
@@ -81,11 +81,10 @@ class RoleBuilder:
         actor, model = self.plan.settings.actor, self.plan.settings.model
         fsdp, folder = actor.fsdp_config, Path(self.plan.folder)
         compiled = compiles_functions(actor.use_torch_compile, fsdp, self.device)
-        use = ModelUse(recompute=model.enable_gradient_checkpointing, trained=True, compiled=compiled)
-        policy_model = build_policy(model, fsdp, folder, self._mesh(fsdp), self.device, use)
-        materialize(policy_model, folder, self.device, fsdp.offload_policy)
+        policy_model = build_trained_policy(model, fsdp, folder, self._mesh(fsdp), self.device, compiled)
+        materialize(policy_model, folder, self.device)
         start_adapters(policy_model, model, fsdp.seed, POLICY_KEY)
-        self._check_packing(policy_model, fsdp, folder, POLICY_KEY)
+        self._check_packing(policy_model, folder, POLICY_KEY)
         offload, world_size = self._offload(policy_model, model, BYTES_MOVED), self.placement.world_size
         policy = Policy(policy_model, actor, self.plan.optimizer_steps, world_size, self.device, offload)
         policy.bypass = self.plan.bypass
@@ -102,10 +101,10 @@ class RoleBuilder:
         model, fsdp = settings.model, settings.model.fsdp_config
         with self._own_seed(fsdp):
             value_model = build_critic(model, folder, self._mesh(fsdp), self.device)
-        has_head = materialize_critic(value_model, folder, self.device, fsdp.offload_policy)
+        has_head = materialize_critic(value_model, folder, self.device)
         logger.info("the critic's value head %s", f"is that of {folder}" if has_head else f"starts at 0: {folder} has none")
         start_adapters(value_model, model, fsdp.seed, CRITIC_KEY)
-        self._check_packing(value_model, fsdp, folder, CRITIC_KEY)
+        self._check_packing(value_model, folder, CRITIC_KEY)
         offload, world_size = self._offload(value_model, model, CRITIC_BYTES_MOVED), self.placement.world_size
         critic = Critic(value_model, settings, self.plan.critic_steps, world_size, self.device, offload)
         if fsdp.param_offload:
@@ -137,7 +136,7 @@ class RoleBuilder:
             if self.plan.settings.model.load_mode == "mmap" and fsdp.param_offload:
                 mapped = materialize_mapped(model, folder, self.device, f"{key}.model_dtype")
             else:
-                materialize(model, folder, self.device, fsdp.offload_policy)
+                materialize(model, folder, self.device)
         if plan.quantization != "none":
             self._log_quantization_error(model, folder, plan)
         if fsdp.param_offload:
@@ -145,7 +144,7 @@ class RoleBuilder:
             if mapped is not None:  # it gets its values on the device
                 home.to_host()
                 home.to_device()
-        self._check_packing(model, fsdp, folder, plan.model_key)
+        self._check_packing(model, folder, plan.model_key)
         return model
 
     def moving_reference(self, reference: PolicyModel, policy: Policy) -> MovingReference:
@@ -156,8 +155,7 @@ class RoleBuilder:
         """
         home = self.residency.find(REFERENCE)
         assert home is None or isinstance(home, OffloadedParams), home
-        native = self.plan.settings.ref.fsdp_config.offload_policy
-        return moving_reference(reference, home, native, policy.trained, str(self.plan.reference_folder))
+        return moving_reference(reference, home, policy.trained, str(self.plan.reference_folder))
 
     def reward_model(self, folder: Path) -> ValueModel:
         """Return the frozen reward model, whose folder has a scalar head."""
@@ -167,11 +165,11 @@ class RoleBuilder:
         with self._own_seed(fsdp):
             reward_model = build_reward_model(settings, self.plan.settings.model, folder, self._mesh(fsdp), self.device)
             reward_model.requires_grad_(False)
-            has_head = materialize_critic(reward_model, folder, self.device, fsdp.offload_policy, REWARD_KEY)
+            has_head = materialize_critic(reward_model, folder, self.device, REWARD_KEY)
         assert has_head, f"{folder} was checked before the workers started"
         if fsdp.param_offload:
             self._home(REWARD_MODEL, reward_model)
-        self._check_packing(reward_model, fsdp, folder, REWARD_KEY)
+        self._check_packing(reward_model, folder, REWARD_KEY)
         return reward_model
 
     def _mesh(self, fsdp: Fsdp) -> DeviceMesh:
@@ -204,9 +202,8 @@ class RoleBuilder:
         min_bytes, in_flight = model.activation_offload_min_bytes, model.activation_offload_in_flight
         return ActivationOffload(packed_model, self.device, min_bytes, in_flight, metric=metric)
 
-    def _check_packing(self, packed_model: PackedModel, fsdp: Fsdp, folder: Path, key: str) -> None:
-        dtype = dtype_of(fsdp.dtype, "fsdp_config.dtype")
-        check_packing(packed_model, self.device, dtype, self.plan.settings.actor, str(folder), key)
+    def _check_packing(self, packed_model: PackedModel, folder: Path, key: str) -> None:
+        check_packing(packed_model, self.device, packed_model.compute, self.plan.settings.actor, str(folder), key)
 
     def _log_quantization_error(self, model: PolicyModel, folder: Path, plan: FrozenModel) -> None:
         mean, largest = quantization_error(model, folder, self.device, scoring_temperature(self.plan.settings.rollout))
@@ -264,6 +261,6 @@ def quantization_error(policy: PolicyModel, folder: Path, device: torch.device, 
     quantized, _ = pack_log_probs(policy, pack, temperature, False)
     with exact_weights_of(policy, folder, device):
         exact, _ = pack_log_probs(policy, pack, temperature, False)
-    reshard_units(policy)
+    policy.end_pass()
     difference = (quantized - exact).abs()
     return float(difference.mean()), float(difference.max())

@@ -19,7 +19,6 @@ from verl_memopt.algorithms.rollout_correction import kept_lengths
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor, Critic
 from verl_memopt.data.batch import RolloutBatch
-from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW
 from verl_memopt.memory.optimizer_in_backward_torch import StepInBackward
 from verl_memopt.memory.out_of_memory import cut_again
 from verl_memopt.memory.param_offload_torch import OffloadedParams
@@ -201,7 +200,6 @@ class TrainedModel:
         self.optimizer = build_optimizer(trained, optim, fsdp.optimizer_offload, fsdp.seed, key)
         self.in_backward = None
         if optim.in_backward:
-            assert isinstance(self.optimizer, BucketedAdamW), type(self.optimizer)
             self.in_backward = StepInBackward(self.optimizer, self.role.key, self.device)
         self.schedule = build_schedule(self.optimizer, optim, self.optimizer_steps, key)
 
@@ -279,7 +277,7 @@ class TrainedModel:
 
     def apply(self) -> None:
         """Update the weights from their gradients, and advance the schedule."""
-        with optimizer_scope(self.optimizer, on_host=self.fsdp.offload_policy):
+        with optimizer_scope(self.optimizer, on_host=self.model.stays_on_host):
             self.optimizer.step()
         self.schedule.step()
 

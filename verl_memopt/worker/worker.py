@@ -21,7 +21,6 @@ from verl_memopt.memory.limits_torch import available_bytes, limit_bytes, memory
 from verl_memopt.memory.lora_torch import adapters_off
 from verl_memopt.memory.out_of_memory import MemorySnapshot, oom_retry, out_of_memory_report
 from verl_memopt.memory.residency import Residency
-from verl_memopt.memory.weight_buckets_torch import weight_slices
 from verl_memopt.model.policy_model import PolicyModel, dtype_of
 from verl_memopt.model.value_model import ValueModel
 from verl_memopt.observe.log_setup import is_set_up, setup_logging
@@ -29,7 +28,7 @@ from verl_memopt.observe.phase import MemoryProbe, PhaseMemory
 from verl_memopt.rollout.engine import EnginePlace, Generation, RolloutEngine, SamplingSettings, build_engine, max_model_len
 from verl_memopt.rollout.weight_checks import SyncCheck
 from verl_memopt.run.interrupts import StopFile, never
-from verl_memopt.worker.checkpoint import load_trained, plain_weights, save_trained
+from verl_memopt.worker.checkpoint import load_trained, save_trained, sent_weights
 from verl_memopt.worker.critic import Critic
 from verl_memopt.worker.group import Placement
 from verl_memopt.worker.moving_reference import MovingReference
@@ -164,10 +163,9 @@ class Worker:
             empty_cache(self.device)
             self.engine.wake_up("weights")
         dtype = dtype_of(rollout.dtype, "actor_rollout_ref.rollout.dtype")
-        bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes
-        self.engine.load_weights(weight_slices(plain_weights(self.policy.model), dtype, bucket))
+        self.engine.load_weights(sent_weights(self.policy.model, rollout, dtype))
         if self.sync_check is not None:
-            self.sync_check.check_weights(self.engine, weight_slices(plain_weights(self.policy.model), dtype, bucket))
+            self.sync_check.check_weights(self.engine, sent_weights(self.policy.model, rollout, dtype))
 
     def old_log_probs(
         self,

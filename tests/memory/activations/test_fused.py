@@ -14,7 +14,7 @@ from tests.memory.recomputed import EPS, drawn, relative
 from verl_memopt.distributed.device import local_device
 from verl_memopt.memory import fused
 from verl_memopt.memory.fused import compiler_works, fused_statements, over_rows, tiles
-from verl_memopt.memory.recompute_elementwise_torch import RMSNorm, SwiGLU
+from verl_memopt.memory.recomputation import RMSNorm, SwiGLU
 from verl_memopt.model.attention import REGISTERED
 from verl_memopt.model.decoder import BlockOptions
 from verl_memopt.model.packed_model import register_kernels
@@ -211,7 +211,7 @@ def test_the_switch_holds_inside_its_body_only(compiles):
 WITHOUT_COMPILER = """
 import logging, os, sys, torch
 import torch._inductor.compile_fx
-from verl_memopt.memory.recompute_elementwise_torch import RMSNorm
+from verl_memopt.memory.recomputation import RMSNorm
 from verl_memopt.memory.fused import compiler_works, fused_statements
 x, weight = torch.randn(40, 8), torch.randn(8)
 expected = RMSNorm(1e-6).compute((x,), (weight,))

@@ -11,9 +11,10 @@ from tests.memory import activation_cases as act
 from tests.memory.activation_cases import KV, LAYERS, MLP, RESPONSES, TOKENS, WIDTH, close
 from tests.memory.activation_cases import D as HEAD_SIZE
 from tests.memory.activation_cases import H as HEADS
-from verl_memopt.memory.recompute_elementwise_torch import KNOWN, can_recompute
+from verl_memopt.memory.recompute_elementwise_torch import can_recompute
 from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.model.decoder import class_name
+from verl_memopt.model.families import OWN_BLOCKS
 from verl_memopt.model.packing import pack_groups
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 
@@ -65,7 +66,7 @@ def test_every_known_model_gives_what_its_own_forward_gives(tmp_path, one_rank, 
     scores = [policy.compute_log_probs(mini.batch, mini.micro_batches, 0.9, False).log_probs for policy in policies]
     assert act.largest_difference([scores[1]], [scores[0]]) <= BOUND
     assert act.largest_difference(*(act.first_gradients(policy, mini) for policy in policies)) <= BOUND
-    assert class_name(policies[1].model.blocks()[0]) in KNOWN
+    assert class_name(policies[1].model.blocks()[0]) in OWN_BLOCKS
     assert [policy.model.decoder.recompute for policy in policies] == [False, True]
 
 

@@ -21,11 +21,10 @@ from verl_memopt.memory.lora_torch import (
     merged_weights,
     save_adapter,
 )
-from verl_memopt.model.assembly import shard_model
-from verl_memopt.model.packed_model import allocate
+from verl_memopt.memory.weight_buckets_torch import full_weights
+from verl_memopt.model.assembly import allocate, shard_model
 from verl_memopt.model.packing import pack_rows
 from verl_memopt.model.weights import fill_from_folder, named_weights, rebuild_buffers
-from verl_memopt.rollout.weight_map import full_weights
 
 CPU = torch.device("cpu")
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

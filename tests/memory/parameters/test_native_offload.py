@@ -16,9 +16,9 @@ from verl_memopt.distributed.sharded_state import load_training_state, save_trai
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.host_buffers import host_allocator, host_limits
 from verl_memopt.memory.native_offload_torch import allocate_on_host, native_offload
+from verl_memopt.memory.weight_buckets_torch import full_weights
 from verl_memopt.model.weights import named_weights
 from verl_memopt.observe.byte_tracker import DEVICE, HOST, ByteTracker
-from verl_memopt.rollout.weight_map import full_weights
 
 NATIVE = {"offload_policy": True}
 

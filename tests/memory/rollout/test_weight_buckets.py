@@ -12,8 +12,7 @@ from tests.rollout.tools import place_at
 from verl_memopt.config.schema import Fsdp, Model, Rollout
 from verl_memopt.distributed.device import leave_process_group, training_mesh
 from verl_memopt.memory.weight_buckets_torch import MIB, WeightSlice, _Bucket, joined, weight_slices
-from verl_memopt.model.assembly import build_policy
-from verl_memopt.model.packed_model import allocate
+from verl_memopt.model.assembly import allocate, build_policy
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.model.weights import named_weights
 from verl_memopt.observe.byte_tracker import ByteTracker
