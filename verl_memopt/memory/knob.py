@@ -109,6 +109,8 @@ class Advice:
     """Phases in which it helps; () = all but ``not_in``."""
     not_in: tuple[str, ...] = ()
     """Phases in which it does not help."""
+    ends_it: bool = False
+    """It alone is likely to be enough, so it is named before all others."""
 
     def helps_in(self, phase: str) -> bool:
         """Return whether it can help in a phase."""

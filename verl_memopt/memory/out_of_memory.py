@@ -70,6 +70,7 @@ def out_of_memory_report(
     settings: schema.ActorRolloutRef,
     limit: int | None,
     critic: schema.Critic | None = None,
+    reference: bool = True,
 ) -> Iterator[None]:
     """Turn an out-of-memory error inside the body into a DeviceMemoryError that says what to do about it.
 
@@ -83,6 +84,7 @@ def out_of_memory_report(
         settings: The section ``actor_rollout_ref``, that advice is based on.
         limit: Bytes that the process may take; None for no limit.
         critic: The section ``critic``; None in a run without a critic.
+        reference: The run has a reference model of its own.
     """
     try:
         yield
@@ -94,7 +96,7 @@ def out_of_memory_report(
             short = _refused_by_allocator(device, resident(), memory_info(device)[1] if limit is None else limit, error)
         else:
             raise
-        report = short.error(phase, settings, critic)
+        report = short.error(phase, settings, critic, reference)
         release_frames(error)
         raise report from (None if isinstance(error, DeviceLimitError) else error)
 
@@ -152,10 +154,12 @@ class Shortage:
     held_before: int | None = None
     first: str | None = None
 
-    def error(self, phase: str, settings: schema.ActorRolloutRef, critic: schema.Critic | None = None) -> DeviceMemoryError:
+    def error(
+        self, phase: str, settings: schema.ActorRolloutRef, critic: schema.Critic | None = None, reference: bool = True
+    ) -> DeviceMemoryError:
         """Return the error, whose message says how to make room in the phase."""
         largest = sorted(self.kinds, key=lambda kind: -self.kinds[kind])
-        ways = advice(phase, largest if self.first is None else [self.first, *largest], settings, critic)
+        ways = advice(phase, largest if self.first is None else [self.first, *largest], settings, critic, reference)
         terms = ", ".join(f"{kind} {_gib(self.kinds[kind])}" for kind in largest if self.kinds[kind])
         why = "" if not largest else f"Most of it is {largest[0]}: " if self.first is None else "To make room: "
         out = f" {why}{ways[0]}." if largest and ways else ""
@@ -165,19 +169,24 @@ class Shortage:
         return DeviceMemoryError(text, OutOfMemory(phase, self.requested, self.held_before, self.limit))
 
 
-def advice(phase: str, kinds: Iterable[str], settings: schema.ActorRolloutRef, critic: schema.Critic | None = None) -> list[str]:
+def advice(
+    phase: str,
+    kinds: Iterable[str],
+    settings: schema.ActorRolloutRef,
+    critic: schema.Critic | None = None,
+    reference: bool = True,
+) -> list[str]:
     """Return what can be set to make room in a phase, for its kinds in their order; what is set already is left out.
 
-    ``settings`` is the section ``actor_rollout_ref``. Without the section ``critic`` no key of it is named.
+    ``settings`` is the section ``actor_rollout_ref``. Without the section ``critic``, or a ``reference``, no key of it is named.
     """
+    absent = (*(() if critic else ("critic.",)), *(() if reference else ("actor_rollout_ref.ref.",)))
     seen = schema.Settings(actor_rollout_ref=settings, critic=critic or schema.Critic())
-    ways: dict[str, None] = {}
-    for kind in kinds:
-        for advice in (advice for advice in advices() if advice.kind == kind and advice.helps_in(phase)):
-            exists = critic is not None or not advice.key.startswith("critic.")
-            if exists and advice.when(seen) and (way := _way(advice, value_at(seen, advice.key))) is not None:
-                ways[way] = None
-    return list(ways)
+    found = [advice for kind in kinds for advice in advices() if advice.kind == kind and advice.helps_in(phase)]
+    found = [advice for advice in found if not advice.key.startswith(absent) and advice.when(seen)]
+    found.sort(key=lambda advice: not advice.ends_it)
+    ways = (_way(advice, value_at(seen, advice.key)) for advice in found)
+    return list(dict.fromkeys(way for way in ways if way is not None))
 
 
 def _way(advice: Advice, present: object) -> str | None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _AR = "actor_rollout_ref"
 Role = Literal["actor", "rollout", "ref", "values"]
+ADAPTIVE_KEY, _IN_BACKWARD = f"{_AR}.actor.adaptive_token_budget", f"{_AR}.actor.optim.in_backward"
 _ROWS, _BY_TOKENS, _TOKENS = "micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu"
 
 
@@ -130,15 +131,22 @@ def _refusals(role: Role) -> Iterator[Refusal]:
     )
 
 
+def _may_adapt(settings: Settings) -> bool:
+    """Return whether the caps can be learned: the update counts tokens, and may start again after an error."""
+    actor = settings.actor_rollout_ref.actor
+    return actor.use_dynamic_bsz and not actor.optim.in_backward
+
+
 def _counts(role: Role, tokens: bool) -> Predicate:
     """Return the question whether a role's micro-batches are cut by tokens, or by sequences."""
     return lambda settings: bool(_sizes(settings, role)[1]) == tokens
 
 
 def _advice() -> Iterator[Advice]:
-    """Yield "lower the cap" for the kinds of bytes that grow with it, under the key that bounds the phase."""
+    """Yield what makes room for the kinds of bytes that grow with the cap: to learn it, or to lower the key of the phase."""
     phases: dict[Role, str] = {"rollout": "old_log_prob", "ref": "ref", "actor": "update_actor", "values": "values"}
     for kind in ("activations", "logits"):
+        yield Advice(kind, ADAPTIVE_KEY, True, _may_adapt, tuple(phases.values()), ends_it=True)
         for role, phase in phases.items():
             rows, _, tokens = _keys(role)
             yield Advice(kind, tokens, LOWER, _counts(role, tokens=True), (phase,))
@@ -152,7 +160,6 @@ def _log_prob_factor(role: Role, name: str) -> Factor:
 
 _ACTOR_ROWS, _ACTOR_BY_TOKENS, BUDGET_KEY = _keys("actor")
 _WHOLE = {_ACTOR_BY_TOKENS: True}
-ADAPTIVE_KEY, _IN_BACKWARD = f"{_AR}.actor.adaptive_token_budget", f"{_AR}.actor.optim.in_backward"
 _ADAPTIVE_KEYS = (ADAPTIVE_KEY, *(f"{_AR}.{role}.log_prob_adaptive_token_budget" for role in ("rollout", "ref")))
 
 _STEPS_IN_BACKWARD = Refusal(

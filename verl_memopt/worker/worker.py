@@ -341,7 +341,12 @@ class Worker:
     def _report_out_of_memory(self, phase: str) -> Iterator[None]:
         snapshot = nullcontext() if self.snapshot is None else self.snapshot.on_out_of_memory(phase)
         limit, critic = self.device_limit, self.plan.critic
-        with out_of_memory_report(phase, self.device, self._resident, self.settings, limit, critic), snapshot:
+        with (
+            out_of_memory_report(
+                phase, self.device, self._resident, self.settings, limit, critic, self.plan.reference_folder is not None
+            ),
+            snapshot,
+        ):
             yield
 
     @property
