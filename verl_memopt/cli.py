@@ -87,7 +87,8 @@ def chat_command(arguments: Sequence[str]) -> int:
         "source", type=Path, metavar="RUN | DIR | CHECKPOINT", help="run folder, model folder, or a global_step_N folder"
     )
     parser.add_argument("--prompt", metavar="TEXT", help="answer this and exit (default: standard input, or what you type)")
-    parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument("--remember", action="store_true", help="each prompt continues the conversation, in place of a new one")
     parser.add_argument("--temperature", type=float, help="0 = the most likely tokens (default: as the model's folder says)")
     parser.add_argument("--max-tokens", type=_size, default=512, help="most tokens of an answer (default: 512)")
     parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto", help="where the model is computed")
@@ -95,7 +96,9 @@ def chat_command(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(arguments)
     from verl_memopt.run.chat import ChatOptions, chat
 
-    options = ChatOptions(parsed.temperature, parsed.max_tokens, parsed.system)
+    if parsed.temperature is not None and not 0 <= parsed.temperature < float("inf"):
+        parser.error(f"--temperature {parsed.temperature}: it must be 0 or more")
+    options = ChatOptions(parsed.temperature, parsed.max_tokens, parsed.system, parsed.remember)
     return chat(parsed.source, parsed.prompt, parsed.device, parsed.trust_remote_code, options)
 
 

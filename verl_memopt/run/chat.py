@@ -16,6 +16,7 @@ from typing import IO, Any
 import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers.utils import logging as transformers_logging
 
 from verl_memopt.data.dataset import is_chat, read_rows
 from verl_memopt.distributed.device import resolve_device
@@ -37,16 +38,18 @@ class ChatOptions:
         temperature: Divides the logits before sampling; 0 = the most likely token. None = as the model's generation config says.
         max_tokens: Most tokens of an answer.
         system: Text of a system message. None = none.
+        remembers: A prompt continues the conversation. False = it stands alone, as in training.
     """
 
     temperature: float | None
     max_tokens: int
     system: str | None
+    remembers: bool = False
 
 
 @dataclass
 class Chat:
-    """A conversation with a model. Without a chat template each text is continued as it is, and nothing is remembered.
+    """A dialogue with a model. Without a chat template each text is continued as it is, and nothing is remembered.
 
     Attributes:
         model: Of transformers.
@@ -79,7 +82,7 @@ class Chat:
         return self.turn([*system, {"role": "user", "content": text}])
 
     def turn(self, added: Messages) -> str:
-        """Add messages to the conversation, write the answer to the last of them and return it."""
+        """Answer messages, which continue the conversation if it is remembered. Write the answer and return it."""
         conversation = [*self.messages, *added]
         ids = self._rendered(conversation)
         if len(ids) + self.options.max_tokens > self._longest() and self.messages:
@@ -88,7 +91,8 @@ class Chat:
             conversation = [*system, *added]
             ids = self._rendered(conversation)
         answer = self._generate(ids)
-        self.messages = [*conversation, {"role": "assistant", "content": answer}]
+        if self.options.remembers:
+            self.messages = [*conversation, {"role": "assistant", "content": answer}]
         return answer
 
     def answer(self, text: str) -> str:
@@ -220,9 +224,10 @@ def open_chat(folder: Path, device: str, trust_remote_code: bool, options: ChatO
     Raises:
         UserError: It cannot be loaded.
     """
+    transformers_logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=trust_remote_code)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=trust_remote_code)
     except Exception as error:  # a folder's own code may raise anything
         raise UserError(f"{folder}: the model cannot be loaded: {error}.") from error
     return Chat(model.to(resolve_device(device)).eval(), tokenizer, options, template)
@@ -241,7 +246,8 @@ def talk(chat: Chat, prompts: RunPrompts, prompt: str | None) -> int:
     if prompt is not None:
         chat.say(prompt)
         return 0
-    sys.stdout.write("Type a prompt. /new forgets the conversation. Ctrl-D ends the chat.\n")
+    alone = "/new forgets the conversation." if chat.options.remembers else "Each stands alone, as in training (--remember)."
+    sys.stdout.write(f"Type a prompt. {alone} Ctrl-D ends the chat.\n")
     example = prompts.example
     if example is not None:
         sys.stdout.write(f"A prompt of the run's data; Enter sends it:\n\n{_indented(_shown(example))}\n\n")
@@ -262,7 +268,7 @@ def talk(chat: Chat, prompts: RunPrompts, prompt: str | None) -> int:
                 chat.messages = []
                 chat.turn(example)
         except UserError as error:
-            sys.stdout.write(f"{error} /new starts a new conversation.\n")
+            sys.stdout.write(f"{error}\n")
 
 
 def _shown(example: Messages | str) -> str:
