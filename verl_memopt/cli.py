@@ -63,12 +63,13 @@ def export_command(arguments: Sequence[str]) -> int:
     from verl_memopt.model.policy_model import dtype_of
     from verl_memopt.run.export_model import StoredModel, check_empty, export_adapter, export_model, find_checkpoint
 
-    check_empty(parsed.folder)
+    folder = parsed.folder.expanduser().resolve()
+    check_empty(folder)
     model = StoredModel(find_checkpoint(parsed.source, parsed.step), "critic" if parsed.critic else "actor", parsed.base)
     if parsed.adapter_only:
-        export_adapter(model, parsed.folder)
+        export_adapter(model, folder)
     else:
-        export_model(model, parsed.folder, None if parsed.dtype is None else dtype_of(parsed.dtype, "--dtype"))
+        export_model(model, folder, None if parsed.dtype is None else dtype_of(parsed.dtype, "--dtype"))
     sys.stdout.write(f"step {model.checkpoint.step} of {model.checkpoint.folder.parent} is in\n{parsed.folder}\n")
     return 0
 

@@ -301,17 +301,25 @@ class Trainer:
         Raises:
             CheckpointError: The disk refuses. The checkpoints are as they were.
         """
+        try:
+            self._save_models()
+        except CheckpointError as error:
+            saved = self.saved_step == self.step
+            way_out = "start the same command again: it only writes the model" if saved else "set trainer.save_freq the next time"
+            raise CheckpointError(f"{error} All steps are done. Free some space, and {way_out}.") from error
+
+    def _save_models(self) -> None:
         store, roles, folder = self.context.store, self.context.settings.actor_rollout_ref, self.context.environment.folder
         final, best = store.root / FINAL_MODEL, store.best() if self.settings.keep_best_checkpoint is not None else None
         with whole_folder(final) as aside:
             self.workers.all("save_checkpoint", Worker.save_model, str(aside))
             dtype = saved_dtype(folder, roles.actor.fsdp_config)
             write_record(aside, self.step, "actor", roles.model.path, dtype)
-        models = {final: self.step}
+        models = {final: f"The model of step {self.step}"}
         if best is not None:
             with self.workers.clock.phase("save_checkpoint"):
                 export_model(StoredModel(read_checkpoint(store.folder(best), key="")), store.root / BEST_MODEL)
-            models[store.root / BEST_MODEL] = best
+            models[store.root / BEST_MODEL] = f"The best model, of step {best}"
         self.reporter.saved(self.step, self.workers.take_memories())
         self.reporter.models = models
 

@@ -50,8 +50,8 @@ class Reporter:
         self._digest = tokenizer_digest(context.environment.tokenizer) if self.dump or trainer.validation_data_dir else ""
         self.shows_memory = context.settings.debug.mode == "memory"
         self._carried: dict[str, float] = {}
-        self.models: dict[Path, int] = {}
-        """Folder of each model that the run leaves for other programs, and the step that it is of."""
+        self.models: dict[Path, str] = {}
+        """Folder of each model that the run leaves for other programs, and what it is."""
         self.loggers: StepLoggers = build_loggers(trainer.logger, place)
 
     def __enter__(self) -> Reporter:
@@ -127,7 +127,7 @@ class Reporter:
         draw_charts(self.folder)
         self.console.close()
         chat = f"{program()} chat"
-        lines = [f"The model of step {step}: {folder}    Talk to it: {chat} {folder}" for folder, step in self.models.items()]
+        lines = [f"{what}: {folder}    Talk to it: {chat} {folder}" for folder, what in self.models.items()]
         print_end(self.console.console, summary, self.folder.path, lines)
         mode, store = mode_of(self.context.settings), self.context.store
         saved = self.context.settings.actor_rollout_ref.actor.checkpoint.save_contents
