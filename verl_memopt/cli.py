@@ -221,7 +221,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("verl_memopt.cli:run", "train a policy (Hydra overrides: key=value)"),
     "sft": ("verl_memopt.cli:sft", "teach a model the responses of a dataset, before RL"),
     "chat": ("verl_memopt.cli:chat_command", "talk to a trained model in the terminal"),
-    "export": ("verl_memopt.cli:export_command", "write the model of a checkpoint for transformers and vLLM"),
+    "export": ("verl_memopt.cli:export_command", "write the model of a checkpoint for other programs to load"),
     "report": ("verl_memopt.cli:report_command", "make a run's summary and charts again, or compare several runs"),
     "check": ("verl_memopt.cli:check_command", "verify every checkpoint of a run"),
     **{name: command for recipe in RECIPES.values() for name, command in recipe.commands.items()},

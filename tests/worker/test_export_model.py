@@ -36,7 +36,8 @@ def commit(root, folder, more=None, step=1, score=None, **of_critic):
         "critic.model.trust_remote_code": False, "critic.model.fsdp_config.model_dtype": "fp32",
     }  # fmt: skip
     shapes = {name: list(base.shape(name)) for name in of_critic.pop("order", base.names)}
-    driver = {"settings": settings | (more or {}), "weights": shapes, "critic_weights": {}, **of_critic}
+    dtypes = {"actor": "float32", "critic": "float32"}
+    driver = {"settings": settings | (more or {}), "weights": shapes, "critic_weights": {}, "dtypes": dtypes, **of_critic}
     CheckpointStore(root, None).commit(step, driver, 1, score=score)
 
 
