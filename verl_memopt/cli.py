@@ -1,4 +1,4 @@
-"""The command line: ``verl-memopt train | sft | report | check | knobs | toy``, and the commands of recipes."""
+"""The command line: ``verl-memopt train | sft | chat | export | report | check | knobs | toy``, and the commands of recipes."""
 
 from __future__ import annotations
 
@@ -45,6 +45,62 @@ def check_command(arguments: Sequence[str]) -> int:
     from verl_memopt.run.checkpoints import check_folder
 
     return check_folder(parsed.run_dir)
+
+
+def export_command(arguments: Sequence[str]) -> int:
+    """Run ``verl-memopt export``."""
+    parser = _parser("export", "Write the model of a checkpoint as a folder that transformers and vLLM load. It needs no GPU.")
+    parser.add_argument("source", type=Path, metavar="RUN | CHECKPOINT", help="run folder, or one of its global_step_N folders")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="where to put the model; new, or empty")
+    parser.add_argument("--step", type=_step, metavar="{N,best}", help="which checkpoint of the run (default: the newest)")
+    parser.add_argument(
+        "--dtype", choices=["bfloat16", "float16", "float32"], help="of the weights (default: that of the model it started from)"
+    )
+    parser.add_argument("--adapter-only", action="store_true", help="the LoRA adapter as peft has it, without the model under it")
+    parser.add_argument("--critic", action="store_true", help="the critic in place of the policy")
+    parser.add_argument("--base", metavar="FOLDER", help="model under the adapter, where it is no longer where the run found it")
+    parsed = parser.parse_args(arguments)
+    from verl_memopt.model.policy_model import dtype_of
+    from verl_memopt.run.export_model import StoredModel, check_empty, export_adapter, export_model, find_checkpoint
+
+    folder = parsed.folder.expanduser().resolve()
+    check_empty(folder)
+    model = StoredModel(find_checkpoint(parsed.source, parsed.step), "critic" if parsed.critic else "actor", parsed.base)
+    if parsed.adapter_only:
+        export_adapter(model, folder)
+    else:
+        export_model(model, folder, None if parsed.dtype is None else dtype_of(parsed.dtype, "--dtype"))
+    sys.stdout.write(f"step {model.checkpoint.step} of {model.checkpoint.folder.parent} is in\n{parsed.folder}\n")
+    return 0
+
+
+def _step(text: str) -> str:
+    """Return a step of the command line: a number, or best."""
+    if text != "best" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is neither a step nor best")
+    return text
+
+
+def chat_command(arguments: Sequence[str]) -> int:
+    """Run ``verl-memopt chat``."""
+    parser = _parser("chat", "Talk to a trained model in the terminal, on a CPU or a GPU.")
+    parser.add_argument(
+        "source", type=Path, metavar="RUN | DIR | CHECKPOINT", help="run folder, model folder, or a global_step_N folder"
+    )
+    parser.add_argument("--prompt", metavar="TEXT", help="answer this and exit (default: standard input, or what you type)")
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument("--remember", action="store_true", help="each prompt continues the conversation, in place of a new one")
+    parser.add_argument("--temperature", type=float, help="0 = the most likely tokens (default: as the model's folder says)")
+    parser.add_argument("--max-tokens", type=_size, default=512, help="most tokens of an answer (default: 512)")
+    parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto", help="where the model is computed")
+    parser.add_argument("--trust-remote-code", action="store_true", help="let the folder run its own code")
+    parsed = parser.parse_args(arguments)
+    from verl_memopt.run.chat import ChatOptions, chat
+
+    if parsed.temperature is not None and not 0 <= parsed.temperature < float("inf"):
+        parser.error(f"--temperature {parsed.temperature}: it must be 0 or more")
+    options = ChatOptions(parsed.temperature, parsed.max_tokens, parsed.system, parsed.remember)
+    return chat(parsed.source, parsed.prompt, parsed.device, parsed.trust_remote_code, options)
 
 
 def toy_command(arguments: Sequence[str]) -> int:
@@ -164,6 +220,8 @@ def model_folder(parsed: argparse.Namespace, parser: argparse.ArgumentParser) ->
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("verl_memopt.cli:run", "train a policy (Hydra overrides: key=value)"),
     "sft": ("verl_memopt.cli:sft", "teach a model the responses of a dataset, before RL"),
+    "chat": ("verl_memopt.cli:chat_command", "talk to a trained model in the terminal"),
+    "export": ("verl_memopt.cli:export_command", "write the model of a checkpoint for other programs to load"),
     "report": ("verl_memopt.cli:report_command", "make a run's summary and charts again, or compare several runs"),
     "check": ("verl_memopt.cli:check_command", "verify every checkpoint of a run"),
     **{name: command for recipe in RECIPES.values() for name, command in recipe.commands.items()},

@@ -141,6 +141,31 @@ def _files() -> Iterator[Refusal]:
         )
 
 
+def _best_checkpoint() -> Iterator[Refusal]:
+    """Yield the rules of the metric that says which checkpoint is best."""
+    key = "trainer.keep_best_checkpoint"
+    yield refused(
+        {key: lambda name: name is not None and name.removeprefix("min:").removeprefix("max:").strip() == ""},
+        "expected the name of a validation metric",
+        f"Set {key}=val-core/openai/gsm8k/reward/mean@1, or min:val/loss where less is better.",
+    )
+    yield Refusal(
+        (key, "data.val_files", "trainer.test_freq"),
+        lambda settings: (
+            settings.trainer.keep_best_checkpoint is not None
+            and (settings.data.val_files is None or settings.trainer.test_freq <= 0)
+        ),
+        "nothing is validated during the run, so no checkpoint can be best",
+        "Set data.val_files and trainer.test_freq.",
+    )
+    yield Refusal(
+        (key, "trainer.keep_best"),
+        lambda settings: settings.trainer.keep_best_checkpoint is not None and settings.trainer.keep_best is False,
+        "one asks to keep the best checkpoint, and the other not to",
+        "Leave one of them out.",
+    )
+
+
 def _is_half(one: str, other: str, settings: Settings) -> bool:
     """Return whether one of two keys is set without the other."""
     return (value_at(settings, one) is None) != (value_at(settings, other) is None)
@@ -251,7 +276,7 @@ def _runs() -> Iterator[Refusal]:
 
 
 RULES: tuple[Refusal, ...] = (
-    *_files(), *_batches(), *ALGORITHM_RULES, *CORRECTION_RULES, *REWARD_RULES,
+    *_files(), *_best_checkpoint(), *_batches(), *ALGORITHM_RULES, *CORRECTION_RULES, *REWARD_RULES,
     *(rule for recipe in RECIPES.values() for rule in recipe.rules()), *SANDBOX_RULES, *_devices(),
     *CRITIC_RULES, *REFERENCE_RULES, *SUPERVISED_RULES, *_runs(), *debug_rules(),
 )  # fmt: skip

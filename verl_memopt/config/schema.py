@@ -357,6 +357,14 @@ class Trainer:
     """Follows ``max_actor_ckpt_to_keep`` and can be no other number: policy and critic of a step are kept or removed together."""
     keep_best: bool | None = None
     """Keep the checkpoint with the best validation score besides; null = true where the run validates (``test_freq`` > 0)."""
+    keep_best_checkpoint: str | None = None
+    """The validation metric that says which checkpoint is best, such as ``val-core/openai/gsm8k/reward/mean@1``; more is better
+    unless it begins with ``min:``. A validation that is better than all before then saves at once, whatever ``save_freq`` is,
+    and the run leaves that policy in ``model_best/`` too. null = the mean of the core metrics, of the checkpoints that are
+    saved anyway."""
+    save_final_model: bool = True
+    """When the run ends, write the policy to ``model/`` in the run folder, as transformers and vLLM load it: adapters merged, in
+    the dtype of the model that it started from."""
     max_skipped_steps: PositiveInt = 3
     """Steps in a row without any update, because no gradient norm was finite, after which the run stops and names the last good
     checkpoint. One such step may be a bad batch; three in a row mean that the weights or the settings are at fault."""

@@ -165,6 +165,18 @@ def file_fault(path: Path, record: FileRecord, contents: bool = True) -> str | N
     return None
 
 
+def sync_tree(root: Path) -> None:
+    """Force every file and every name below ``root`` to disk.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    for path in (path for path in root.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    sync_folders(root)
+
+
 def sync_folders(root: Path) -> None:
     """Force the names in ``root`` and in every folder below it to disk, inner folders first.
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import os
 import pickle
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -16,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -32,6 +34,8 @@ from verl_memopt.distributed.file_records import HashedFile, Records, hashed_fil
 from verl_memopt.errors import CheckpointError
 
 WRITE_ERRORS = (OSError, RuntimeError, CheckpointException)
+MODEL = "model."
+"""How keys of the model's tensors begin."""
 READ_ERRORS = (
     *WRITE_ERRORS,
     *(ValueError, LookupError, TypeError, AttributeError, AssertionError, ImportError, EOFError, OverflowError, MemoryError),
@@ -118,6 +122,49 @@ def load_weights(folder: Path, model: nn.Module) -> None:
         with _host_shards_readable(model):
             state = {"model": get_model_state_dict(model)}
         dcp.load(state, checkpoint_id=folder / "dcp")
+
+
+class StoredTensors(dcp.FileSystemReader):
+    """The model's tensors in a checkpoint of any number of ranks. One process reads them, one at a time.
+
+    Attributes:
+        names: Name of each tensor, as the model has it, -> its key in the files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Read which tensors there are in the folder of a role.
+
+        Raises:
+            CheckpointError: The files cannot be read. The message names the folder and the error.
+        """
+        super().__init__(folder / "dcp")
+        self._folder = folder
+        with self._refusals():
+            self._metadata = super().read_metadata()
+            stored = self._metadata.state_dict_metadata
+        self._stored = {key: value for key, value in stored.items() if isinstance(value, TensorStorageMetadata)}
+        self.names = {key.removeprefix(MODEL): key for key in self._stored if key.startswith(MODEL)}
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return what was read at the start. Torch asks for it before each tensor."""
+        return self._metadata
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a whole tensor on the host, in the dtype in which it was saved.
+
+        Raises:
+            CheckpointError: As at the start.
+        """
+        key = self.names[name]
+        stored = self._stored[key]
+        tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
+        with self._refusals(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load({key: tensor}, storage_reader=self, no_dist=True)
+        return tensor
+
+    def _refusals(self) -> AbstractContextManager[None]:
+        return _refused(self._folder, "model could not be read", READ_ERRORS)
 
 
 def detached(parameter: torch.Tensor) -> torch.Tensor:

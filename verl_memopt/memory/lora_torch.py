@@ -149,14 +149,25 @@ def merged_weights(weights: Iterator[tuple[str, Tensor]], model: nn.Module) -> I
 def _merged(weight: Tensor, layer: LoraLinear) -> Tensor:
     with torch.no_grad():
         if not isinstance(weight, DTensor):
-            return (weight.float() + layer.scale * layer.lora_B.float() @ layer.lora_A.float()).to(weight.dtype)
+            return with_adapter(weight, layer.lora_A, layer.lora_B, layer.scale)
         assert isinstance(layer.lora_A, DTensor)
         assert isinstance(layer.lora_B, DTensor)
-        down, up = layer.lora_A.full_tensor().float(), layer.lora_B.to_local().float()
-        local = (weight.to_local().float() + layer.scale * up @ down).to(weight.dtype)
+        local = with_adapter(weight.to_local(), layer.lora_A.full_tensor(), layer.lora_B.to_local(), layer.scale)
         return DTensor.from_local(
             local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
         )
+
+
+def with_adapter(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+    """Return ``weight + scale * up @ down``, computed in fp32, in the weight's dtype.
+
+    Args:
+        weight: [out, in], or some of its rows.
+        down: A, [rank, in].
+        up: B, the same rows of [out, rank].
+        scale: alpha / rank.
+    """
+    return (weight.float() + scale * up.float() @ down.float()).to(weight.dtype)
 
 
 def save_adapter(folder: Path, model: nn.Module, base: str, rank: int, alpha: float, writes: bool) -> None:

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from verl_memopt.config.schema import Fsdp
+from verl_memopt.distributed.file_records import sync_folder, sync_tree
+from verl_memopt.errors import CheckpointError
 from verl_memopt.memory.host_buffers import host_buffer
+from verl_memopt.model.policy_model import dtype_of
+from verl_memopt.observe.files import free_space
 
+INDEX = "model.safetensors.index.json"
+WRITTEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FILE_BYTES = 2 * 2**30
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -27,17 +35,26 @@ TOKENIZER_FILES = (
 )
 
 
+Weights = Iterator[tuple[str, Tensor]]
+"""(name, whole tensor) pairs."""
+
+
 def export_folder(
-    folder: Path, config: PretrainedConfig, tokenizer_folder: Path, weights: Iterator[tuple[str, Tensor]] | None, writes: bool
+    folder: Path,
+    config: PretrainedConfig,
+    tokenizer_folder: Path,
+    weights: Weights | None,
+    writes: bool,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write config, generation config, tokenizer and, where given, weights.
 
-    ``weights`` are (name, whole tensor) pairs, which every rank consumes in step; None for no weights. Only a rank that
-    ``writes`` does so.
+    Every rank consumes ``weights`` in step; None for no weights. Only a rank that ``writes`` does so. ``dtype`` is what the
+    config says; None = as it is.
     """
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_config(folder, config)
+        _write_config(folder, config, dtype)
         _copy_tokenizer(tokenizer_folder, folder)
         if getattr(config, "auto_map", None):
             # A model with code of its own brings its Python files, so that the written folder loads as its source does.
@@ -47,13 +64,103 @@ def export_folder(
         _write_weights(folder, weights, writes)
 
 
-def _write_config(folder: Path, config: PretrainedConfig) -> None:
+def export_stored(folder: Path, source: Path, weights: Weights, dtype: torch.dtype) -> None:
+    """Write a model with the files of a folder that :func:`export_folder` wrote. Only its weights are others.
+
+    ``weights`` come in ``dtype``, which the config then says.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in sorted(path for path in source.iterdir() if path.is_file()):
+        if file.suffix != ".safetensors" and file.name != INDEX:
+            shutil.copyfile(file, folder / file.name)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    _write_json(folder / "config.json", config | {"dtype": dtype_name(dtype)})
+    _write_weights(folder, weights, writes=True)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, as a config has it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def stored_dtype(folder: Path, otherwise: torch.dtype) -> torch.dtype:
+    """Return the dtype that the config of a model folder says, or another where it says none that weights are written in."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    name = str(config.get("dtype") or config.get("torch_dtype"))
+    return next((dtype for dtype in WRITTEN_DTYPES if dtype_name(dtype) == name), otherwise)
+
+
+def saved_dtype(folder: Path, fsdp: Fsdp) -> torch.dtype:
+    """Return the dtype in which a model that started from a folder is written: the folder's, else that of the masters."""
+    return stored_dtype(folder, dtype_of(fsdp.model_dtype, "fsdp_config.model_dtype"))
+
+
+def write_generation_config(folder: Path, source: Path, eos_token_ids: Sequence[int]) -> None:
+    """Write the generation config of a model folder, with these tokens as those that end an answer, as they did in the run."""
+    path = source / "generation_config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    listed = config.get("eos_token_id")
+    if set(listed if isinstance(listed, list) else [listed]) == set(eos_token_ids):
+        shutil.copyfile(path, folder / path.name)
+        return
+    _write_json(folder / path.name, config | {"eos_token_id": list(eos_token_ids)})
+
+
+# A model folder appears under its name when it is whole. An older one stays until then.
+
+
+@contextmanager
+def whole_folder(final: Path) -> Iterator[Path]:
+    """Yield a new folder that takes the name ``final`` when the body ends. If the body fails, nothing changes.
+
+    Raises:
+        CheckpointError: The disk refuses.
+    """
+    aside, old = (final.with_name(f"{final.name}{suffix}.partial") for suffix in ("", ".old"))
+    try:
+        if old.exists() and not final.exists():
+            # A run was killed between the two renames below.
+            old.rename(final)
+        for left in (aside, old):
+            shutil.rmtree(left, ignore_errors=True)
+        aside.mkdir(parents=True)
+        yield aside
+        sync_tree(aside)
+        if final.exists():
+            final.rename(old)
+        aside.rename(final)
+        sync_folder(final.parent)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{final}: the model could not be written: {error} ({free_space(final)}).") from error
+    finally:
+        for left in (aside, old) if final.exists() else (aside,):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+ADAPTER = "adapter"
+"""Folder in a model folder that holds the adapters alone, as peft has them."""
+RECORD = "training.json"
+"""File of a model folder that says where the model is from."""
+
+
+def write_record(folder: Path, step: int, role: str, base_model: str, dtype: torch.dtype) -> None:
+    """Write where a model is from: the step and role of a run, and the model that training started from."""
+    _write_json(folder / RECORD, {"step": step, "role": role, "base_model": base_model, "dtype": dtype_name(dtype)})
+
+
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2, default=str, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _write_config(folder: Path, config: PretrainedConfig, dtype: torch.dtype | None) -> None:
     plain = config.to_dict()
+    if dtype is not None:
+        plain["dtype"] = dtype_name(dtype)
     # Training switches the cache off, and a model that others load should generate with one.
     plain["use_cache"] = True
     # The name of the kernel exists in this package only.
     plain.pop("_attn_implementation", None)
-    (folder / "config.json").write_text(json.dumps(plain, indent=2, default=str, sort_keys=True) + "\n")
+    _write_json(folder / "config.json", plain)
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:
@@ -63,7 +170,7 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
                 shutil.copyfile(file, folder / file.name)
 
 
-def _write_weights(folder: Path, weights: Iterator[tuple[str, Tensor]], writes: bool) -> None:
+def _write_weights(folder: Path, weights: Weights, writes: bool) -> None:
     files: list[SafetensorsWriter] = []
     with ExitStack() as stack:
         for name, tensor in weights:
@@ -89,7 +196,7 @@ def _name_files(folder: Path, files: list[tuple[Path, list[str]]], total: int) -
         path.rename(folder / final)
         weight_map.update(dict.fromkeys(names, final))
     index_text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
-    (folder / "model.safetensors.index.json").write_text(index_text + "\n")
+    (folder / INDEX).write_text(index_text + "\n")
 
 
 # Write a safetensors file tensor by tensor. The host holds one chunk of one tensor, whatever the size of the model.

@@ -166,9 +166,11 @@ def summary_tables(summary: Mapping[str, Any]) -> list[Table]:
     return [run, table]
 
 
-def print_end(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
-    """Print the summary of a run and then, as the last line, its folder."""
+def print_end(console: Console, summary: Mapping[str, Any], folder: Path, lines: Sequence[str] = ()) -> None:
+    """Print the summary of a run, further lines and then, as the last line, its folder."""
     print_summary(console, summary)
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     print_folder(console, folder)
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from verl_memopt.errors import DataError, UserError
+from verl_memopt.errors import CheckpointError, DataError, UserError
 
 
 @contextmanager
@@ -28,6 +28,28 @@ def disk_refusals(path: Path) -> Iterator[None]:
             f"{path}: cannot be written ({error.strerror}; {free:.0f} MiB free). Free some space or set another "
             "trainer.default_local_dir, then start again to resume."
         ) from error
+
+
+def free_space(folder: Path) -> str:
+    """Return the free space of the disk of a folder that need not exist, in words."""
+    return f"{_free_bytes(folder) / 2**20:.0f} MiB free"
+
+
+def check_space(folder: Path, num_bytes: int) -> None:
+    """Refuse to write more than the disk of a folder has room for.
+
+    Raises:
+        CheckpointError: The message has both sizes.
+    """
+    if num_bytes > _free_bytes(folder):
+        raise CheckpointError(
+            f"{folder}: the model needs {num_bytes / 2**20:.0f} MiB ({free_space(folder)}). Free some space, or give a folder "
+            "on another disk."
+        )
+
+
+def _free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(next(each for each in (folder, *folder.absolute().parents) if each.exists())).free
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -142,6 +143,14 @@ class RunFolder:
             if target.is_dir():
                 shutil.rmtree(target)
             path.rename(target)
+
+
+def program() -> str:
+    """Return how the command line of this Python is called, for a line to copy."""
+    path = Path(sys.executable).with_name("verl-memopt")
+    if path.is_file() and str(path) != shutil.which("verl-memopt"):
+        return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+    return "verl-memopt"
 
 
 def open_run_folder(path: Path) -> RunFolder:

@@ -22,7 +22,7 @@ import torch
 from verl_memopt.distributed.file_records import Records, hashed_file, record_file, sync_folder, sync_folders
 from verl_memopt.distributed.sharded_state import READ_ERRORS
 from verl_memopt.errors import CheckpointError, UserError
-from verl_memopt.observe.files import disk_refusals, write_whole
+from verl_memopt.observe.files import disk_refusals, free_space, write_whole
 from verl_memopt.run.manifest import (
     BEYOND,
     MANIFEST,
@@ -69,12 +69,14 @@ class CheckpointStore:
         root: The run folder.
         keep: How many of the newest checkpoints to keep; None for all.
         keep_best: Also keep the checkpoint with the best validation score.
+        metric: The validation metric that is the score, as ``trainer.keep_best_checkpoint`` names it; None = the usual score.
         present: Step of the checkpoint that this run saved last or started from; None before.
     """
 
     root: Path
     keep: int | None
     keep_best: bool = False
+    metric: str | None = None
     present: int | None = None
 
     def folder(self, step: int) -> Path:
@@ -120,7 +122,8 @@ class CheckpointStore:
         try:
             files = self._complete(aside, driver, dict(records or {}))
             finite_score = score if score is not None and math.isfinite(score) else None
-            manifest = Manifest(step, self.history().last_commit + 1, world_size, torch.__version__, finite_score, files)
+            commit = self.history().last_commit + 1
+            manifest = Manifest(step, commit, world_size, torch.__version__, finite_score, files, self.metric)
             write_manifest(aside, manifest)
             # Its checksum is inside the manifest, so this record is not kept. The call forces the file to disk.
             record_file(aside / MANIFEST)
@@ -148,7 +151,7 @@ class CheckpointStore:
         kept = self.steps()
         last = f"the checkpoint of step {kept[-1]} is untouched" if kept else "there is no earlier checkpoint"
         return CheckpointError(
-            f"trainer.default_local_dir={self.root}: step {step} could not be saved: {reason} ({_free(self.root)}; {last}). "
+            f"trainer.default_local_dir={self.root}: step {step} could not be saved: {reason} ({free_space(self.root)}; {last}). "
             "Free space, lower trainer.max_actor_ckpt_to_keep, or set another trainer.default_local_dir; "
             "then start again to resume."
         )
@@ -215,7 +218,9 @@ class CheckpointStore:
             marker.touch()
             sync_folder(marker.parent)
         except OSError as error:
-            raise CheckpointError(f"{marker}: cannot be written ({error.strerror}; {_free(self.root)}). Free space.") from error
+            raise CheckpointError(
+                f"{marker}: cannot be written ({error.strerror}; {free_space(self.root)}). Free space."
+            ) from error
         self._prune()
 
     def proven(self) -> int | None:
@@ -227,10 +232,28 @@ class CheckpointStore:
         return (self.folder(step) / PROVEN).is_file()
 
     def best(self) -> int | None:
-        """Return the step with the best validation score, the newer of two equal ones; None if no step has a score."""
+        """Return the step with the best validation score, the newer of two equal ones; None if no step has a score.
+
+        Scores of different metrics cannot be compared, so those of the newest step that has one count.
+        """
+        ranked = self._ranked()
+        return max(ranked)[1] if ranked else None
+
+    def is_better(self, score: float | None) -> bool:
+        """Return whether a score is better than that of every checkpoint of this run."""
+        if score is None or not math.isfinite(score):
+            return False
+        steps = self._ranked()
+        newest = self.history().manifests[max(step for _, step in steps)].metric if steps else self.metric
+        return not steps or newest != self.metric or rank_of(self.metric, score) > max(steps)[0]
+
+    def _ranked(self) -> list[tuple[float, int]]:
+        """Return (rank, step) of the steps that have a score, by the metric of the newest of them. The best has the highest."""
         lineage = self.history()
-        scores = {step: lineage.manifests[step].score for step in lineage.steps if step in lineage.manifests}
-        return max(((score, step) for step, score in scores.items() if score is not None), default=(0.0, None))[1]
+        scored = [lineage.manifests[step] for step in lineage.steps if step in lineage.manifests]
+        scored = [manifest for manifest in scored if manifest.score is not None]
+        alike = [manifest for manifest in scored if manifest.metric == scored[-1].metric]
+        return [(rank_of(manifest.metric, cast(float, manifest.score)), manifest.step) for manifest in alike]
 
     def set_aside(self) -> Path | None:
         """Move all checkpoints to a new folder in ``previous/`` and return that folder; None if there are none.
@@ -296,19 +319,32 @@ class CheckpointStore:
         return away
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
+def rank_of(metric: str | None, score: float) -> float:
+    """Return a score with the sign with which more is better. ``metric`` is as ``trainer.keep_best_checkpoint`` names it."""
+    return -score if (metric or "").startswith("min:") else score
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Return whether a path has the form of a checkpoint, whole or not."""
+    return STEP_FOLDER.match(folder.name) is not None and folder.is_dir()
+
+
+def read_checkpoint(folder: Path, key: str = "trainer.resume_from_path=") -> Checkpoint:
     """Return the checkpoint in a ``global_step_N`` folder. The path may be relative or have a ``~``.
+
+    ``key`` is what errors say before the folder.
 
     Raises:
         CheckpointError: The folder is no checkpoint, or it is not whole.
     """
     folder = folder.expanduser().resolve()
-    if STEP_FOLDER.match(folder.name) is None or not folder.is_dir():
-        raise CheckpointError(f"trainer.resume_from_path={folder}: not a checkpoint. Give a global_step_N folder that exists.")
+    if not is_checkpoint(folder):
+        raise CheckpointError(f"{key}{folder}: not a checkpoint. Give a global_step_N folder that exists.")
     read = _read(folder)
     if isinstance(read, Checkpoint):
         return read
-    raise CheckpointError(f"trainer.resume_from_path={folder}: not whole ({read}). Give another step, or use resume_mode=auto.")
+    way_out = "Give another step, or use resume_mode=auto." if key else "Give another step: verl-memopt check lists them."
+    raise CheckpointError(f"{key}{folder}: not whole ({read}). {way_out}")
 
 
 def _read(folder: Path) -> Checkpoint | str:
@@ -322,12 +358,6 @@ def _read(folder: Path) -> Checkpoint | str:
         return Checkpoint(folder, manifest.step, torch.load(folder / "data.pt", weights_only=True))
     except READ_ERRORS as error:
         return f"data.pt cannot be read: {error}"
-
-
-def _free(folder: Path) -> str:
-    """Return the free space of the disk, in words."""
-    folder = next(each for each in (folder, *folder.parents) if each.exists())
-    return f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB free"
 
 
 # ``verl-memopt check RUN_DIR``: verifies every checkpoint of a run and prints one line for each.
@@ -355,7 +385,7 @@ def check_folder(run_dir: Path) -> int:
         if manifest is not None:
             size = sum(record.size for record in manifest.files.values())
             facts.append(f"{len(manifest.files)} files, {size:,} bytes")
-            facts += [] if manifest.score is None else [f"validation score {manifest.score:.4g}"]
+            facts += [] if manifest.score is None else [f"{manifest.metric or 'validation score'} {manifest.score:.4g}"]
         facts += ["best"] if step == store.best() else []
         facts += ["proven: its weights gave finite gradients"] if store.is_proven(step) else []
         facts += [BEYOND] if step in lineage.beyond else []

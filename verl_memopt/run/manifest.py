@@ -37,6 +37,7 @@ class Manifest:
         torch: Version that wrote it.
         score: Validation score of the step; None without a validation.
         files: name -> size and checksum of each file.
+        metric: ``trainer.keep_best_checkpoint`` that gave the score; None = the usual score, of which more is better.
     """
 
     step: int
@@ -45,6 +46,7 @@ class Manifest:
     torch: str
     score: float | None = None
     files: Records = field(default_factory=dict)
+    metric: str | None = None
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> str:
@@ -73,7 +75,8 @@ def read_manifest(folder: Path) -> Manifest:
         if made_by != (FORMAT, ALGORITHM):
             raise ManifestError(f"{MANIFEST} is of format {made_by[0]} with {made_by[1]}: written by a newer version")
         files = {name: FileRecord(**record) for name, record in fields["files"].items()}
-        return Manifest(fields["step"], fields["commit"], fields["world_size"], fields["torch"], fields["score"], files)
+        score, metric = fields["score"], fields.get("metric")
+        return Manifest(fields["step"], fields["commit"], fields["world_size"], fields["torch"], score, files, metric)
     except FileNotFoundError as error:
         raise ManifestError(f"{MANIFEST} is missing") from error
     except OSError as error:

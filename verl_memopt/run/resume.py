@@ -32,7 +32,7 @@ def checkpoint_store(trainer: Trainer, has_validation: bool, run_dir: Path) -> C
     """Return the checkpoint store of a run. ``trainer.keep_best=null`` means true for a run that validates."""
     validates = has_validation and trainer.test_freq > 0
     keep_best = validates if trainer.keep_best is None else trainer.keep_best
-    return CheckpointStore(run_dir, trainer.max_actor_ckpt_to_keep, keep_best)
+    return CheckpointStore(run_dir, trainer.max_actor_ckpt_to_keep, keep_best, trainer.keep_best_checkpoint)
 
 
 def loaded_parts(actor: Actor, critic: Critic | None) -> dict[str, list[str]]:
@@ -172,7 +172,7 @@ _BY_REASON = {
     ),
     "it says which checkpoints are kept and read": (
         *("trainer.save_freq", "trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep", "trainer.keep_best"),
-        *("trainer.resume_mode", "trainer.resume_from_path"),
+        *("trainer.keep_best_checkpoint", "trainer.save_final_model", "trainer.resume_mode", "trainer.resume_from_path"),
         *(f"{role}.checkpoint.save_contents" for role in _TRAINED),
     ),
     "training does not read it; validation scores before and after may not be comparable": (

@@ -14,11 +14,14 @@ from typing import Any
 
 from verl_memopt.config.schema import CheckpointContents, CustomReward, RewardModel
 from verl_memopt.distributed.file_records import Records
-from verl_memopt.errors import CheckpointError, Stopped, UnreadableCheckpointError
+from verl_memopt.errors import CheckpointError, ConfigError, Stopped, UnreadableCheckpointError
+from verl_memopt.model.export import dtype_name, saved_dtype, whole_folder, write_record
 from verl_memopt.observe.metrics import checkpoint_score
 from verl_memopt.observe.phase import PhaseClock
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.rewards.sandbox import check_service
+from verl_memopt.run.checkpoints import read_checkpoint
+from verl_memopt.run.export_model import BEST_MODEL, FINAL_MODEL, StoredModel, export_model
 from verl_memopt.run.interrupts import Interrupts, StopFile
 from verl_memopt.run.resume import kept_settings, plain_shapes
 from verl_memopt.trainer.build import RunContext, build_learner, build_validator
@@ -122,6 +125,7 @@ class Trainer:
             validation = self.validator.validate(self.step)
             self.reporter.first_validation(self.step, validation, self.workers.take_memories())
             self.judge_validation(validation)
+            self.score_of(validation)
         self.reporter.started(self.step, self.workers.take_memories())
         if self.settings.val_only:
             return
@@ -135,6 +139,8 @@ class Trainer:
                 self.reporter.say(f"step {self.step + 1} was abandoned for lack of time; the next start runs it again")
         if self.interrupts.requested and self.saved_step < self.step and self.mode.is_whole:
             self.save()
+        if not self.interrupts.requested and self.mode.is_whole and self.settings.save_final_model:
+            self.save_models()
 
     def one_step(self, step: int) -> None:
         """Run one step, and validate, log and save it as the settings say."""
@@ -145,11 +151,12 @@ class Trainer:
             self.update_seconds = time.monotonic() - self.update_began
             validation = self.validation(step)
         self.step = step
-        self.score = None if validation is None else checkpoint_score(validation.metrics)
+        self.score = None if validation is None else self.score_of(validation)
         self.reporter.step(step, self.learner.rollouts.prompts.epoch, result, validation, self.workers.take_memories())
         if self.mode.updates:
             self.judge(result, validation)
-        if self.due(self.settings.save_freq, step):
+        is_best = self.settings.keep_best_checkpoint is not None and self.context.store.is_better(self.score)
+        if self.due(self.settings.save_freq, step) or is_best:
             # Save after logging. A run that is killed in between resumes before this step and then drops its rows.
             self.save()
 
@@ -274,6 +281,51 @@ class Trainer:
         self.interrupts.save_seconds = time.monotonic() - began
         self.note_saved()
 
+    def score_of(self, validation: Validation) -> float | None:
+        """Return what ranks the checkpoint of a validation.
+
+        Raises:
+            ConfigError: ``trainer.keep_best_checkpoint`` names no metric of it.
+        """
+        metric = self.settings.keep_best_checkpoint
+        if metric is None:
+            return checkpoint_score(validation.metrics)
+        name = metric.removeprefix("min:").removeprefix("max:")
+        if name not in validation.metrics:
+            raise ConfigError(
+                f"trainer.keep_best_checkpoint={metric}: the validation has no such metric. It has "
+                f"{', '.join(validation.metrics) or 'none'}."
+            )
+        return validation.metrics[name]
+
+    def save_models(self) -> None:
+        """Write the policy to ``model/``, and that of the best checkpoint to ``model_best/``, as other programs load them.
+
+        Raises:
+            CheckpointError: The disk refuses. The checkpoints are as they were.
+        """
+        try:
+            self._save_models()
+        except CheckpointError as error:
+            saved = self.saved_step == self.step
+            way_out = "start the same command again: it only writes the model" if saved else "set trainer.save_freq the next time"
+            raise CheckpointError(f"{error} All steps are done. Free some space, and {way_out}.") from error
+
+    def _save_models(self) -> None:
+        store, roles, folder = self.context.store, self.context.settings.actor_rollout_ref, self.context.environment.folder
+        final, best = store.root / FINAL_MODEL, store.best() if self.settings.keep_best_checkpoint is not None else None
+        with whole_folder(final) as aside:
+            self.workers.all("save_checkpoint", Worker.save_model, str(aside))
+            dtype = saved_dtype(folder, roles.actor.fsdp_config)
+            write_record(aside, self.step, "actor", roles.model.path, dtype)
+        models = {final: f"The model of step {self.step}"}
+        if best is not None:
+            with self.workers.clock.phase("save_checkpoint"):
+                export_model(StoredModel(read_checkpoint(store.folder(best), key="")), store.root / BEST_MODEL)
+            models[store.root / BEST_MODEL] = f"The best model, of step {best}"
+        self.reporter.saved(self.step, self.workers.take_memories())
+        self.reporter.models = models
+
     def parts(self) -> list[SavedRole]:
         """Return the roles whose weights change, each of which has a part of every checkpoint."""
         critic = self.context.worker_plan.critic
@@ -299,9 +351,19 @@ class Trainer:
             "token_budgets": {phase: budget.state_dict() for phase, budget in self.learner.learned_budgets().items()},
             **{name: part.state_dict() for name, part in self.stateful().items()},
             "settings": kept_settings(self.context.settings),
+            "dtypes": self.dtypes(),
             "weights": plain_shapes(self.context.environment.weights),
             "critic_weights": plain_shapes(self.context.environment.critic_weights),
         }
+
+    def dtypes(self) -> dict[str, str]:
+        """Return the dtype of the folder that each trained model started from, by role."""
+        environment, critic = self.context.environment, self.context.worker_plan.critic
+        actor = saved_dtype(environment.folder, self.context.settings.actor_rollout_ref.actor.fsdp_config)
+        if critic is None or environment.critic_folder is None:
+            return {"actor": dtype_name(actor)}
+        of_critic = saved_dtype(environment.critic_folder, critic.model.fsdp_config)
+        return {"actor": dtype_name(actor), "critic": dtype_name(of_critic)}
 
 
 # Starts the processes of a run, its reward processes and its workers, and ends them with it.

@@ -16,7 +16,7 @@ from verl_memopt.observe.loggers import LoggingPlace, StepLoggers, build_loggers
 from verl_memopt.observe.metrics import memory_metrics, throughput_metrics, token_timings
 from verl_memopt.observe.phase import PhaseClock, PhaseMemory
 from verl_memopt.observe.report import finish_summary
-from verl_memopt.observe.run_folder import RunFolder
+from verl_memopt.observe.run_folder import RunFolder, program
 from verl_memopt.observe.samples import Sample, dump_samples
 from verl_memopt.rewards.score import RewardResult
 from verl_memopt.trainer.build import RunContext
@@ -50,6 +50,8 @@ class Reporter:
         self._digest = tokenizer_digest(context.environment.tokenizer) if self.dump or trainer.validation_data_dir else ""
         self.shows_memory = context.settings.debug.mode == "memory"
         self._carried: dict[str, float] = {}
+        self.models: dict[Path, str] = {}
+        """Folder of each model that the run leaves for other programs, and what it is."""
         self.loggers: StepLoggers = build_loggers(trainer.logger, place)
 
     def __enter__(self) -> Reporter:
@@ -117,14 +119,16 @@ class Reporter:
             self.phases(step, memories)
 
     def finish(self) -> None:
-        """Write summary and charts from the run's files. Print the summary and, as the last line, the folder.
+        """Write summary and charts from the run's files. Print the summary, where the model is and, as the last line, the folder.
 
         After a supervised run one more line names the model that it leaves.
         """
         summary = finish_summary(self.folder, environment(self.context.environment.device, sys.argv))
         draw_charts(self.folder)
         self.console.close()
-        print_end(self.console.console, summary, self.folder.path)
+        chat = f"{program()} chat"
+        lines = [f"{what}: {folder}    Talk to it: {chat} {folder}" for folder, what in self.models.items()]
+        print_end(self.console.console, summary, self.folder.path, lines)
         mode, store = mode_of(self.context.settings), self.context.store
         saved = self.context.settings.actor_rollout_ref.actor.checkpoint.save_contents
         steps = store.steps() if mode.supervised and mode.is_whole and "hf_model" in saved else []

@@ -15,7 +15,7 @@ from verl_memopt.distributed.weight_slices import WeightSlice
 from verl_memopt.errors import CheckpointError
 from verl_memopt.memory.lora_torch import merged_weights, save_adapter
 from verl_memopt.memory.weight_buckets_torch import full_weights, weight_slices
-from verl_memopt.model.export import export_folder
+from verl_memopt.model.export import ADAPTER, export_folder, saved_dtype, write_generation_config
 from verl_memopt.model.packed_model import PackedModel
 from verl_memopt.model.value_model import ValueModel, classifier_config
 from verl_memopt.model.weights import named_weights
@@ -51,7 +51,7 @@ def save_trained(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Pat
     with readable(trained.home):
         records = save_training_state(folder, trained.model, trained.optimizer, trained.schedule, trained.device, contents)
         try:
-            _export(trained, plan, rank, exported, weights="hf_model" in contents)
+            _export(trained, plan, rank, exported, trained.model.masters, weights="hf_model" in contents)
             if model.lora_rank > 0:
                 save_adapter(adapter, trained.model, str(model.path), model.lora_rank, model.lora_alpha, rank == 0)
             if rank == 0:
@@ -63,18 +63,38 @@ def save_trained(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Pat
             raise CheckpointError(f"{folder}: the model could not be written: {error}.") from error
 
 
-def _export(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path, weights: bool) -> None:
+def save_model(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path) -> None:
+    """Write the policy as a model that others load: its weights with adapters merged, and its adapters in ``adapter/``.
+
+    The weights have the dtype of the folder that the policy started from. Only rank 0 writes.
+
+    Raises:
+        CheckpointError: The disk refuses. The message names the folder.
+    """
+    model = plan.settings.model
+    with readable(trained.home):
+        try:
+            _export(trained, plan, rank, folder, saved_dtype(Path(plan.folder), trained.fsdp), weights=True)
+            if model.lora_rank > 0:
+                save_adapter(folder / ADAPTER, trained.model, str(model.path), model.lora_rank, model.lora_alpha, rank == 0)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{folder}: the model could not be written: {error}.") from error
+
+
+def _export(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path, dtype: torch.dtype, weights: bool) -> None:
     """Write a model in Hugging Face format: config, tokenizer and chat template, and, if asked, weights tensor by tensor.
 
     The critic is written as a token classifier of transformers with one label. Only rank 0 writes.
     """
-    settings, model = plan.settings, trained.model
+    settings, model, writes = plan.settings, trained.model, rank == 0
     bucket = settings.rollout.checkpoint_engine.update_weights_bucket_megabytes
-    stream = full_weights(plain_weights(model), model.masters, bucket) if weights else None
+    stream = full_weights(plain_weights(model), dtype, bucket) if weights else None
     config = classifier_config(model.lm.config) if isinstance(model, ValueModel) else model.lm.config
-    export_folder(folder, config, Path(plan.tokenizer_folder), stream, rank == 0)
+    export_folder(folder, config, Path(plan.tokenizer_folder), stream, writes, dtype)
+    if writes and trained.role is ACTOR:
+        write_generation_config(folder, Path(plan.folder), plan.eos_token_ids)
     template = settings.model.custom_chat_template
-    if rank == 0 and template is not None:
+    if writes and template is not None:
         # transformers prefers this file to tokenizer_config.json.
         (folder / "chat_template.jinja").write_text(template)
 

@@ -28,7 +28,7 @@ from verl_memopt.observe.phase import MemoryProbe, PhaseMemory
 from verl_memopt.rollout.engine import EnginePlace, Generation, RolloutEngine, SamplingSettings, build_engine, max_model_len
 from verl_memopt.rollout.weight_checks import SyncCheck
 from verl_memopt.run.interrupts import StopFile, never
-from verl_memopt.worker.checkpoint import load_trained, save_trained, sent_weights
+from verl_memopt.worker.checkpoint import load_trained, save_model, save_trained, sent_weights
 from verl_memopt.worker.critic import Critic
 from verl_memopt.worker.group import Placement
 from verl_memopt.worker.moving_reference import MovingReference
@@ -237,6 +237,10 @@ class Worker:
     def save_critic(self, folder: str, contents: Sequence[str]) -> Records:
         """Write this rank's part of the critic's checkpoint and return the record of each file. As :func:`save_trained`."""
         return save_trained(_built(self.critic).trained, self.plan, self.placement.rank, Path(folder), contents)
+
+    def save_model(self, folder: str) -> None:
+        """Write the policy as a model that others load. As :func:`save_model`; the phase is ``save_checkpoint``."""
+        save_model(_built(self.policy).trained, self.plan, self.placement.rank, Path(folder))
 
     def load(self, folder: str, contents: Sequence[str]) -> None:
         """Read this rank's part of the policy's checkpoint, written by any number of ranks."""

@@ -1,0 +1,319 @@
+"""Talk to a trained model in the terminal: ``verl-memopt chat``. Transformers computes the answers, on a CPU or a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers.utils import logging as transformers_logging
+
+from verl_memopt.data.dataset import is_chat, read_rows
+from verl_memopt.distributed.device import resolve_device
+from verl_memopt.errors import UserError
+from verl_memopt.run.checkpoints import is_checkpoint
+from verl_memopt.run.export_model import FINAL_MODEL, StoredModel, export_model, find_checkpoint
+
+Messages = list[dict[str, str]]
+
+STOPPED = 130
+"""Exit code after Ctrl-C."""
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """What the command line says about answers.
+
+    Attributes:
+        temperature: Divides the logits before sampling; 0 = the most likely token. None = as the model's generation config says.
+        max_tokens: Most tokens of an answer.
+        system: Text of a system message. None = none.
+        remembers: A prompt continues the conversation. False = it stands alone, as in training.
+    """
+
+    temperature: float | None
+    max_tokens: int
+    system: str | None
+    remembers: bool = False
+
+
+@dataclass
+class Chat:
+    """A dialogue with a model. Without a chat template each text is continued as it is, and nothing is remembered.
+
+    Attributes:
+        model: Of transformers.
+        tokenizer: Of the same folder.
+        options: From the command line.
+        template: Further arguments of the chat template, as the run rendered its prompts.
+        out: Where answers are written, as they are generated.
+    """
+
+    model: Any
+    tokenizer: Any
+    options: ChatOptions
+    template: Mapping[str, Any] = field(default_factory=dict)
+    out: IO[str] = sys.stdout
+
+    def __post_init__(self) -> None:
+        """Start an empty conversation."""
+        self.messages: Messages = []
+
+    @property
+    def has_template(self) -> bool:
+        """Whether texts are turns of a conversation."""
+        return bool(self.tokenizer.chat_template)
+
+    def say(self, text: str) -> str:
+        """Answer a text of the user in the present conversation, write the answer and return it."""
+        if not self.has_template:
+            return self.answer(text)
+        system = [] if self.messages or self.options.system is None else [{"role": "system", "content": self.options.system}]
+        return self.turn([*system, {"role": "user", "content": text}])
+
+    def turn(self, added: Messages) -> str:
+        """Answer messages, which continue the conversation if it is remembered. Write the answer and return it."""
+        conversation = [*self.messages, *added]
+        ids = self._rendered(conversation)
+        if len(ids) + self.options.max_tokens > self._longest() and self.messages:
+            self._write("(the conversation is longer than the model reads; it starts again here)\n")
+            system = [message for message in self.messages[:1] if message["role"] == "system"]
+            conversation = [*system, *added]
+            ids = self._rendered(conversation)
+        answer = self._generate(ids)
+        if self.options.remembers:
+            self.messages = [*conversation, {"role": "assistant", "content": answer}]
+        return answer
+
+    def answer(self, text: str) -> str:
+        """Continue a text as it is, without a chat template, write the continuation and return it."""
+        return self._generate(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _rendered(self, messages: Messages) -> list[int]:
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self.template)
+        except Exception as error:  # a template may raise anything, and a new conversation may please it
+            raise UserError(f"the chat template of the model cannot render this conversation: {error}.") from error
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _longest(self) -> int:
+        return int(getattr(self.model.config, "max_position_embeddings", None) or 2**31)
+
+    def _generate(self, ids: Sequence[int]) -> str:
+        room = self._longest() - len(ids)
+        if not ids or room <= 0:
+            raise UserError(f"the prompt has {len(ids)} tokens, and the model reads 1 to {self._longest() - 1}.")
+        temperature = self.options.temperature
+        sampling: dict[str, Any] = {}
+        if temperature is not None:
+            sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+        prompt = torch.tensor([list(ids)], device=self.model.device)
+        streamer = _Streamer(self.tokenizer, self._write)
+        with torch.inference_mode():
+            output = self.model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=min(self.options.max_tokens, room),
+                pad_token_id=self.tokenizer.pad_token_id, streamer=streamer, **sampling,
+            )  # fmt: skip
+        text: str = self.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
+        return text
+
+    def _write(self, text: str) -> None:
+        self.out.write(text)
+        self.out.flush()
+
+
+class _Streamer(TextStreamer):
+    """Writes an answer while it is generated, and a line break after it."""
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._write = write
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self._write(text + ("\n" if stream_end else ""))
+
+
+# What a chat starts from: the folder of a model, and the data of its run.
+
+
+@contextlib.contextmanager
+def model_folder(path: Path) -> Iterator[Path]:
+    """Yield the model folder of a path: the path itself, the ``model/`` of a run, or a checkpoint's, which is written aside.
+
+    Raises:
+        UserError: There is no model.
+    """
+    path = path.expanduser()
+    if not path.is_dir():
+        raise UserError(f"{path}: no such folder. Give a run folder, a model folder or a global_step_N folder.")
+    ready = next((folder for folder in (path, path / FINAL_MODEL) if (folder / "config.json").is_file()), None)
+    if ready is not None and not is_checkpoint(path):
+        yield ready
+        return
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / FINAL_MODEL
+        export_model(StoredModel(find_checkpoint(path, None)), folder)
+        yield folder
+
+
+def run_of(path: Path) -> Path | None:
+    """Return the run folder of a path in it, or of the run folder itself; None where there is none."""
+    path = path.expanduser().resolve()
+    return next((folder for folder in (path, path.parent) if (folder / "config.yaml").is_file()), None)
+
+
+@dataclass(frozen=True)
+class RunPrompts:
+    """What a run says about prompts.
+
+    Attributes:
+        example: A prompt of its data: messages, or a text that is rendered already. None = none is known.
+        template: Its arguments of the chat template.
+    """
+
+    example: Messages | str | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)
+
+
+def prompts_of(run: Path | None) -> RunPrompts:
+    """Return what the run folder says about prompts. Nothing where it cannot be read: a chat needs none of it."""
+    if run is None:
+        return RunPrompts()
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError, UserError):
+        data = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["data"]
+        template = dict(data.get("apply_chat_template_kwargs") or {})
+        return RunPrompts(_sample(run) or _first_row(data), template)
+    return RunPrompts()
+
+
+def _sample(run: Path) -> Messages | str | None:
+    """Return the prompt of the last sample that the run kept."""
+    path = run / "generations.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    if not lines:
+        return None
+    row = json.loads(lines[-1])
+    found: Messages | str | None = row.get("messages") or row.get("input")
+    return found
+
+
+def _first_row(data: Mapping[str, Any]) -> Messages | str | None:
+    """Return the first prompt of the held-out rows, or of the training rows."""
+    _, columns = next(iter(read_rows(data.get("val_files") or data["train_files"], "data.val_files")))
+    prompt = columns.get(data["prompt_key"])
+    return prompt if isinstance(prompt, str) or is_chat(prompt) else None
+
+
+# The dialogue.
+
+
+def open_chat(folder: Path, device: str, trust_remote_code: bool, options: ChatOptions, template: Mapping[str, Any]) -> Chat:
+    """Load a model folder in the dtype that its config says.
+
+    Raises:
+        UserError: It cannot be loaded.
+    """
+    transformers_logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=trust_remote_code)
+    except Exception as error:  # a folder's own code may raise anything
+        raise UserError(f"{folder}: the model cannot be loaded: {error}.") from error
+    return Chat(model.to(resolve_device(device)).eval(), tokenizer, options, template)
+
+
+def talk(chat: Chat, prompts: RunPrompts, prompt: str | None) -> int:
+    """Answer ``prompt``, or what standard input holds where it is no terminal, or else the lines that a person types.
+
+    Returns:
+        The exit code: 0 at the end of the input, 130 after Ctrl-C.
+    """
+    if prompt is None and not sys.stdin.isatty():
+        prompt = sys.stdin.read().strip()
+        if not prompt:
+            raise UserError("standard input is empty. Give a prompt: echo 'Why is the sky blue?' | verl-memopt chat RUN.")
+    if prompt is not None:
+        chat.say(prompt)
+        return 0
+    alone = "/new forgets the conversation." if chat.options.remembers else "Each stands alone, as in training (--remember)."
+    sys.stdout.write(f"Type a prompt. {alone} Ctrl-D ends the chat.\n")
+    example = prompts.example
+    if example is not None:
+        sys.stdout.write(f"A prompt of the run's data; Enter sends it:\n\n{_indented(_shown(example))}\n\n")
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            sys.stdout.write("\n")
+            return 0
+        try:
+            if line == "/new":
+                chat.messages = []
+            elif line:
+                chat.say(line)
+            elif isinstance(example, str):
+                chat.answer(example)
+            elif example is not None:
+                chat.messages = []
+                chat.turn(example)
+        except UserError as error:
+            sys.stdout.write(f"{error}\n")
+
+
+def _shown(example: Messages | str) -> str:
+    return example if isinstance(example, str) else "\n".join(message["content"] for message in example)
+
+
+def _indented(text: str) -> str:
+    width = shutil.get_terminal_size().columns
+    lines = text.splitlines()[:12]
+    return "\n".join(f"  {line[: max(width - 4, 20)]}" for line in lines) + (
+        "\n  ..." if len(text.splitlines()) > len(lines) else ""
+    )
+
+
+@contextlib.contextmanager
+def own_interrupts() -> Iterator[None]:
+    """Let Ctrl-C end the body here. The watch of the command line would speak of a run that it stops."""
+    wakeup = signal.set_wakeup_fd(-1)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        signal.set_wakeup_fd(wakeup)
+
+
+def chat(path: Path, prompt: str | None, device: str, trust_remote_code: bool, options: ChatOptions) -> int:
+    """Run ``verl-memopt chat`` and return the exit code.
+
+    Args:
+        path: A run folder, a model folder or a checkpoint.
+        prompt: The one prompt to answer; None = those of standard input.
+        device: auto, cpu or cuda.
+        trust_remote_code: Let the folder run its own code.
+        options: How answers are generated.
+
+    Raises:
+        UserError: There is no model, or it cannot be loaded.
+    """
+    try:
+        with own_interrupts():
+            prompts = prompts_of(run_of(path))
+            with model_folder(path) as folder:
+                opened = open_chat(folder, device, trust_remote_code, options, prompts.template)
+            return talk(opened, prompts, prompt)
+    except KeyboardInterrupt:
+        sys.stdout.write("\n")
+        return STOPPED

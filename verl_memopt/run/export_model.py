@@ -1,0 +1,236 @@
+"""Write the model of a checkpoint for programs that load one: in one process, without a GPU, a tensor at a time.
+
+This is ``verl-memopt export``. A run that ends with ``trainer.keep_best_checkpoint`` calls it too.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_memopt.distributed.sharded_state import StoredTensors
+from verl_memopt.errors import CheckpointError, ConfigError, UserError
+from verl_memopt.memory.lora_torch import ADAPTERS, with_adapter
+from verl_memopt.model.export import ADAPTER, RECORD, export_stored, stored_dtype, whole_folder, write_record
+from verl_memopt.model.folder import resolve_folder
+from verl_memopt.model.policy_model import dtype_of
+from verl_memopt.model.weights import WeightFolder
+from verl_memopt.observe.files import check_space
+from verl_memopt.run.checkpoints import Checkpoint, CheckpointStore, is_checkpoint, read_checkpoint
+
+FINAL_MODEL = "model"
+"""Folder in a run folder with the policy of the last step."""
+BEST_MODEL = "model_best"
+"""The same with that of the best checkpoint, by ``trainer.keep_best_checkpoint``."""
+BEST = "best"
+"""The step that stands for the best checkpoint."""
+
+
+@dataclass(frozen=True)
+class RoleKeys:
+    """Where a role has its things: folder in a checkpoint, sections of the settings, name of the shapes in the driver's state."""
+
+    folder: str
+    model: str
+    fsdp: str
+    weights: str
+
+
+ROLES = {
+    "actor": RoleKeys("actor", "actor_rollout_ref.model", "actor_rollout_ref.actor.fsdp_config", "weights"),
+    "critic": RoleKeys("critic", "critic.model", "critic.model.fsdp_config", "critic_weights"),
+}
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """The trained model of a role in a checkpoint.
+
+    Attributes:
+        checkpoint: A whole checkpoint.
+        role: ``actor`` or ``critic``.
+        base: Folder of the model that training started from, in place of the one that the settings name.
+    """
+
+    checkpoint: Checkpoint
+    role: str = "actor"
+    base: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a role that the checkpoint does not have.
+
+        Raises:
+            CheckpointError: The message says what there is.
+        """
+        if not (self.folder / "huggingface" / "config.json").is_file():
+            raise CheckpointError(
+                f"{self.checkpoint.folder}: it holds no {self.role}. Only a run with algorithm.adv_estimator=gae has a critic."
+            )
+
+    @property
+    def keys(self) -> RoleKeys:
+        """Where the role has its things."""
+        return ROLES[self.role]
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the role in the checkpoint."""
+        return self.checkpoint.folder / self.keys.folder
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Key -> value of the run's settings."""
+        settings: Mapping[str, Any] = self.checkpoint.driver["settings"]
+        return settings
+
+    @property
+    def lora_rank(self) -> int:
+        """Rank of the adapters; 0 for none."""
+        return int(self.settings[f"{self.keys.model}.lora_rank"] or 0)
+
+    @property
+    def base_model(self) -> str:
+        """The model that training started from, as the settings name it."""
+        return str(self.settings[f"{self.keys.model}.path"])
+
+    @property
+    def shapes(self) -> Mapping[str, list[int]]:
+        """Name -> shape of each weight, without adapters."""
+        shapes: Mapping[str, list[int]] = self.checkpoint.driver[self.keys.weights]
+        return shapes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the model that training started from."""
+        masters = dtype_of(str(self.settings[f"{self.keys.fsdp}.model_dtype"]), f"{self.keys.fsdp}.model_dtype")
+        named = self.checkpoint.driver.get("dtypes", {}).get(self.role)
+        return stored_dtype(self.folder / "huggingface", masters) if named is None else dtype_of(named, self.role)
+
+    def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, whole tensor) of the model, with adapters merged, as the run itself would write it.
+
+        What adapters add is computed in fp32, and rounded to the dtype in which training kept the weights, then to ``dtype``.
+
+        Raises:
+            CheckpointError: A tensor is neither in the checkpoint nor in the base, or has another shape there.
+        """
+        stored = StoredTensors(self.folder)
+        # The model is a part of what was trained, under the name lm. A critic's head lies beside it.
+        key = {name.removeprefix("lm."): name for name in stored.names}
+        if not key:
+            raise CheckpointError(f"{self.folder}: it was saved without the model (checkpoint.save_contents). Give another step.")
+        base: WeightFolder | None = None
+        for name, shape in self.shapes.items():
+            if name in key:
+                yield name, stored.read(key[name]).to(dtype)
+                continue
+            base = base or self._base_weights()
+            if name not in base.names or list(base.shape(name)) != shape:
+                raise CheckpointError(
+                    f"{base.folder}: it is not the base of {self.folder}: {name} is missing or has another shape."
+                )
+            masters = dtype_of(str(self.settings[f"{self.keys.fsdp}.model_dtype"]), "model_dtype")
+            weight, module = base.read(name, ()).to(masters), name.removesuffix(".weight")
+            down, up = (key.get(f"{module}.{part}") for part in ADAPTERS)
+            if down is not None and up is not None:
+                scale = self.settings[f"{self.keys.model}.lora_alpha"] / self.lora_rank
+                weight = with_adapter(weight, stored.read(down), stored.read(up), scale)
+            yield name, weight.to(dtype)
+
+    def _base_weights(self) -> WeightFolder:
+        path, trusts = self.base or self.base_model, bool(self.settings[f"{self.keys.model}.trust_remote_code"])
+        try:
+            return WeightFolder(resolve_folder(path, "base", trusts))
+        except ConfigError as error:
+            raise CheckpointError(
+                f"{self.folder}: it holds adapters alone, and the model under them is missing ({error}) Name it with --base, "
+                "or write the adapters with --adapter-only."
+            ) from error
+
+
+def find_checkpoint(path: Path, step: str | None) -> Checkpoint:
+    """Return a whole checkpoint: that of a ``global_step_N`` folder, or of a run folder its newest, its best, or that of a step.
+
+    Every file is compared with its checksum.
+
+    Raises:
+        CheckpointError: There is none, or it is not whole.
+        UserError: The step does not fit the path.
+    """
+    folder = path.expanduser()
+    if is_checkpoint(folder):
+        if step is not None:
+            raise UserError(f"--step {step}: {path} is a checkpoint already. Give the run folder, or leave --step out.")
+        return read_checkpoint(folder, "")
+    store = CheckpointStore(folder, None)
+    steps = store.steps()
+    if not steps:
+        ready = f" Its last model is {folder / FINAL_MODEL}." if (folder / FINAL_MODEL / RECORD).is_file() else ""
+        raise CheckpointError(
+            f"{path}: there is no checkpoint. Give a run folder with global_step_N folders, or one of these.{ready}"
+        )
+    if step is None:
+        newest = store.newest()
+        assert newest is not None, "there are steps"
+        return newest
+    chosen = store.best() if step == BEST else int(step)
+    if chosen is None:
+        raise CheckpointError(
+            f"{path}: no checkpoint has a validation score (trainer.test_freq). Give --step N of {_listed(steps)}."
+        )
+    if chosen not in steps:
+        raise CheckpointError(f"{path}: there is no checkpoint of step {chosen}. There are {_listed(steps)}.")
+    return read_checkpoint(store.folder(chosen), "")
+
+
+def export_model(model: StoredModel, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Write a model folder: weights with adapters merged, config, tokenizer, and the adapters in ``adapter/``.
+
+    The folder appears when it is whole, and replaces an older one then. ``dtype`` is that of the weights; None = that of the
+    model that training started from.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read, or the disk has no room or refuses.
+    """
+    dtype = model.dtype if dtype is None else dtype
+    check_space(folder, sum(prod(shape) for shape in model.shapes.values()) * dtype.itemsize)
+    with whole_folder(folder) as aside:
+        export_stored(aside, model.folder / "huggingface", model.weights(dtype), dtype)
+        if model.lora_rank:
+            shutil.copytree(model.folder / "lora_adapter", aside / ADAPTER)
+        write_record(aside, model.checkpoint.step, model.role, model.base_model, dtype)
+
+
+def export_adapter(model: StoredModel, folder: Path) -> None:
+    """Write the adapters of a model alone, as peft has them.
+
+    Raises:
+        CheckpointError: The model has none, or the disk refuses.
+    """
+    if not model.lora_rank:
+        raise CheckpointError(
+            f"{model.folder}: it has no adapter, because the run trained all weights. Leave --adapter-only out."
+        )
+    with whole_folder(folder) as aside:
+        shutil.copytree(model.folder / "lora_adapter", aside, dirs_exist_ok=True)
+
+
+def check_empty(folder: Path) -> None:
+    """Refuse a folder that has something in it.
+
+    Raises:
+        UserError: The message names it.
+    """
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"{folder}: it exists and is not empty. Give a folder that does not exist yet, or remove it.")
+
+
+def _listed(steps: list[int]) -> str:
+    return ", ".join(map(str, steps))
