@@ -3,8 +3,8 @@
 Bytes saved: let A be the bytes that a block of Qwen3 keeps without the knob, and A' those that it keeps with it. A' is less
 than half of A in bfloat16. Without activation checkpointing the peak falls by (L - 1) x (A - A'). The last block sets the peak.
 Its backward walks over tiles of tokens, so it holds less too, with checkpointing as well. ``memory/formulas.py`` has A, A' and
-what the last block holds at each moment. On a GPU where functions are not compiled, elementwise tiles add 112 MiB; elsewhere
-1.5 MiB.
+what the last block holds at each moment. On a GPU where functions are not compiled, elementwise tiles add up to 128 MiB; on a
+CPU 1.5 MiB, and compiled nothing.
 
 Exact, except for the order of sums. A norm's gradient is computed in fp32 throughout. Rotations round once. A weight's gradient
 is summed over tiles of 2,048 tokens (8,192 on a GPU) in fp32, which in half precision rounds it once more. Source: arXiv
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, silu
 
-from verl_memopt.memory.formulas import ROWS_OF_BACKWARD
+from verl_memopt.memory.formulas import PRODUCT_ROWS
 from verl_memopt.memory.fused import over_rows, runs_compiled
 from verl_memopt.memory.lora_torch import LoraLinear
 from verl_memopt.model.families import OWN_DECODER
@@ -101,9 +101,6 @@ def recomputed_outputs(
 # The output of a norm and a gated activation are as wide as their inputs and cost no product. Autograd would keep them, and what
 # lies between, until backward. Here the product that reads such a value keeps the inputs instead. Megatron-Core calls this
 # output-discarding recomputation (``recompute_modules=[layernorm, mlp_act]``; selective recomputation is arXiv 2205.05198).
-
-PRODUCT_ROWS = {"cpu": ROWS_OF_BACKWARD, "cuda": 8192}
-"""Rows of a tile in backward: enough for its products to be as fast as whole ones."""
 
 Tensors: TypeAlias = tuple[Tensor, ...]
 
