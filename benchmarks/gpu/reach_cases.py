@@ -212,6 +212,7 @@ def case_shapes(case: Case, settings: Settings, tokens: int, responses: int) -> 
         tied=shape.tie_embeddings,
         tokens=tokens,
         responses=responses,
+        device="cuda",
     )
 
 

@@ -32,8 +32,7 @@ from verl_memopt.config.loader import load_settings
 from verl_memopt.config.schema import Settings
 from verl_memopt.data.batch import Ragged, RolloutBatch, rollout_batch
 from verl_memopt.distributed.device import leave_process_group, training_mesh
-from verl_memopt.memory.formulas import width
-from verl_memopt.memory.fused import NARROW_TILE_ELEMENTS, TILE_ELEMENTS
+from verl_memopt.memory.formulas import NARROW_TILE_ELEMENTS, TILE_ELEMENTS, width
 from verl_memopt.model.assembly import ModelUse, allocate, build_policy
 from verl_memopt.model.packing import Pack
 from verl_memopt.model.policy_model import PolicyModel

@@ -6,6 +6,7 @@ from verl_memopt.config.schema import Settings
 from verl_memopt.memory.chunked_logprob import logit_bytes
 from verl_memopt.memory.formulas import Shapes, width
 from verl_memopt.memory.lora import adapter_params
+from verl_memopt.memory.rollout_memory import sampler_bytes
 from verl_memopt.rollout.engine import kv_bytes_per_token
 
 MIB, GIB = 2**20, 2**30
@@ -81,6 +82,7 @@ def shapes_of(model: ModelShape, settings: Settings) -> Shapes:
         layers=model.layers, hidden=model.hidden, mlp=model.mlp, heads=model.heads, kv_heads=model.kv_heads,
         head_dim=model.head_dim, vocab=model.vocab, params=model.counted_params, block_params=model.block_params,
         tied=model.tied, tokens=tokens, responses=tokens, suffix_tokens=0, skipped=0,
+        device="cuda",
     )  # fmt: skip
 
 
@@ -114,9 +116,10 @@ class CardMemory:
 
     @property
     def engine_weights(self) -> float:
-        """Bytes of the engine's weights on one card."""
+        """Bytes of the engine's weights on one card, and of its sampler, which sleeps and wakes with them."""
         rollout = self.shapes.settings.rollout
-        return width(rollout.dtype) * self.shapes.params / rollout.tensor_model_parallel_size
+        weights = width(rollout.dtype) * self.shapes.params / rollout.tensor_model_parallel_size
+        return weights + sampler_bytes(rollout.max_num_seqs, self.shapes.vocab)
 
     @property
     def kv_token(self) -> int:
@@ -219,6 +222,8 @@ class CardMemory:
         model, fsdp = self.shapes.settings.model, self.shapes.settings.actor.fsdp_config
         rests = self.masters * fsdp.param_offload + self.moments * fsdp.optimizer_offload
         rests += self.shapes.reference_bytes / self.ranks * with_reference
+        if self.shapes.settings.rollout.sleep_level == 1:
+            rests += 2 * self.engine_weights  # at most: each segment is rounded up to a power of two
         return rests + model.enable_activation_offload * self.shapes.input_bytes * self.shapes.layers
 
     def fits(self, least_tokens: int) -> bool:

@@ -37,7 +37,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     answer = solution_str.strip()
     return {"score": float(answer == ground_truth), "acc": float(answer == ground_truth), "pred": answer}
 """
-GPU_ONLY = re.compile(r"(peak_reserved|device_used|max_memory_reserved)_gb$")
+GPU_ONLY = re.compile(r"(peak_reserved|device_used|max_memory_reserved)_gb$|^perf/compile")
 NOT_HERE = {"timing_s/load_checkpoint", "memory/load_checkpoint"}
 """Phases that only a resumed run has."""
 

@@ -140,3 +140,66 @@ def test_in_half_precision_gradients_that_are_summed_over_tiles_are_wide():
 )
 def test_which_mlps_are_computed_again(model, again):
     assert having(**{"recompute_elementwise": True, **model}).recomputes_mlp is again
+
+
+# On a GPU.
+
+QWEN = dataclasses.replace(
+    SHAPES, layers=28, hidden=1024, mlp=3072, heads=16, kv_heads=8, head_dim=128, tokens=2554, responses=1536,
+    suffix_tokens=1530, skipped=1023, segments=7, device="cuda",
+)  # fmt: skip
+"""The largest micro-batch of the ladder of 2026-11-23 on an H100, of Qwen3-0.6B in fp32 (docs/evidence)."""
+
+
+def on_gpu(compiled=False, dtype="fp32", shapes=QWEN, **model):
+    given = having(recompute_elementwise=True, **model).settings
+    actor = replaced(
+        given.actor, {"use_torch_compile": compiled, "fsdp_config": replaced(given.actor.fsdp_config, {"dtype": dtype})}
+    )
+    return dataclasses.replace(shapes, settings=replaced(given, {"actor": actor}))
+
+
+def test_uncompiled_on_a_gpu_the_tiles_of_elementwise_statements_are_those_that_an_h100_measured():
+    kept, pruned, tiled = (
+        on_gpu(prune_last_block=False),
+        on_gpu(),
+        on_gpu(tiled_mlp=TiledMlp(enabled=True, num_shards=4)),
+    )
+    measured = 4_225_345_236, 4_137_285_396, 2_405_050_132
+    formula = [shapes.activation_bytes for shapes in (kept, pruned, tiled)]
+    assert formula[0] - formula[1] == pytest.approx(measured[0] - measured[1], rel=0.005)
+    assert formula[1] - formula[2] == pytest.approx(measured[1] - measured[2], rel=0.005)
+    assert formula == pytest.approx(measured, rel=0.005)
+
+
+def test_compiled_statements_hold_no_tiles():
+    # Uncompiled the gate is the highest moment, with an activation and a product of its width; compiled it is the norm.
+    rows, gate, norm = 2554, 2554 * 3072 + 1024 * 3072, 2 * 2554 * 1024 + 2 * 1024 * 3072
+    assert on_gpu().mlp_bytes(rows) - on_gpu(compiled=True).mlp_bytes(rows) == 4 * (gate + 2 * rows * 3072 - norm)
+
+
+def test_flash_attention_holds_a_wide_gradient_of_queries_and_keys_repeated_for_their_heads():
+    few = dataclasses.replace(QWEN, heads=4, kv_heads=2, head_dim=40, tokens=100, suffix_tokens=0, skipped=0, segments=3)
+    shapes = on_gpu(True, "bf16", few)
+    query, key = 160, 80
+    kept = 2 * 100 * (2 * 1024 + 2 * query + 2 * key)
+    seen = 2 * 100 * (query + 2 * 40 + query + key + query + 2 * key)  # the output's gradient, tables, turned, gradients
+    wide = 4 * (100 + 128 * 3) * 4 * (64 + 1)  # dq_accum, its head rounded up to 64, and softmax_d
+    assert shapes.attention_backward_bytes == kept + seen + wide + 2 * 2 * 100 * query
+    # Without fewer key heads nothing is repeated.
+    alone = dataclasses.replace(shapes, kv_heads=4)
+    assert alone.attention_backward_bytes == 2 * 100 * (2 * 1024 + 4 * query) + 2 * 100 * (6 * query + 2 * 40) + wide
+    # 60 tokens of answers see 40 of prompts in a call of their own: inputs, gradients, and the kernel's, beside the first's.
+    shared = dataclasses.replace(shapes, suffix_tokens=60)
+    first = 2 * 100 * (query + 2 * 40 + query + key + query + 2 * key)
+    second = 2 * (60 * 4 * query + 40 * 4 * key + 2 * 40 * query) + 4 * (60 + 128 * 3) * 4 * 65
+    assert shared.attention_backward_bytes == kept + first + second
+    # Qwen3-0.6B in 8,192 tokens of one sequence: 135 MB of the kernel's own.
+    long = [on_gpu(True, dtype, dataclasses.replace(QWEN, tokens=8192, suffix_tokens=0, skipped=0)) for dtype in ("bf16", "fp32")]
+    assert [shapes.flash for shapes in long] == [True, False]
+    own = 2 * 8192 * 2048 * 4 // 2 + 8192 * 2048 * 4
+    others = 8192 * 2 * (2 * 1024 + 3 * 2048 + 2 * 1024 + 256 + 2048 + 1024 + 2048 + 2 * 1024)
+    padding = 4 * (7 * 128 * 16 * 129 + 8192 * 16)
+    assert long[0].attention_backward_bytes == own + others + padding
+    assert not dataclasses.replace(long[0], device="cpu").flash
+    assert not on_gpu(True, "bf16", attn_implementation="sdpa").flash

@@ -1,11 +1,13 @@
 """verl's groups, against numbers worked out by hand."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
 from verl_memopt.observe.metrics import (
+    compile_metrics,
     critic_metrics,
     length_metrics,
     memory_metrics,
@@ -76,6 +78,12 @@ def test_memory_is_reported_by_phase_in_gib_with_the_steps_maximum():
 def test_a_figure_the_device_does_not_have_is_absent_and_not_zero():
     metrics = memory_metrics([phase("gen", None, rss=GIB)])
     assert metrics == {"memory/gen/host_rss_gb": 1.0, "perf/cpu_memory_used_gb": 1.0}
+
+
+def test_compilations_are_summed_over_the_phases_that_count_them():
+    counted = [dataclasses.replace(phase("gen", None), compiles=n, compile_fallbacks=n - 2) for n in (3, 2)]
+    assert compile_metrics([*counted, phase("adv", None)]) == {"perf/compiles": 5.0, "perf/compile_fallbacks": 1.0}
+    assert compile_metrics([phase("gen", None)]) == {}
 
 
 def test_a_phase_that_runs_twice_in_a_step_keeps_its_higher_peak():

@@ -34,13 +34,14 @@ from tests.rollout.tools import (
 )
 from verl_memopt.config import schema
 from verl_memopt.errors import ConfigError, RolloutError, Stopped
+from verl_memopt.memory.host_buffers import host_allocator, host_limits
 from verl_memopt.memory.out_of_memory import PartDoesNotFitError
 from verl_memopt.observe.byte_tracker import ByteTracker
 from verl_memopt.observe.device_ledger import Asleep, ledger_of
 from verl_memopt.rollout import vllm_engine
 from verl_memopt.rollout.engine import RolloutEngine, kv_bytes_per_token, max_model_len
 from verl_memopt.rollout.vllm_engine import VllmEngine
-from verl_memopt.rollout.vllm_memory import check_no_other_sleeper
+from verl_memopt.rollout.vllm_memory import check_no_other_sleeper, host_bytes_to_sleep
 from verl_memopt.rollout.weight_checks import SyncCheck
 
 
@@ -373,6 +374,25 @@ def test_an_engine_that_is_shut_down_asleep_leaves_room_for_a_second_one(sleepin
             engine.wake_up(part)
         engine.shutdown()
         sleeping.check_nothing_is_left()
+
+
+def test_what_a_sleeping_engine_keeps_on_the_host_counts_once_and_towards_the_limit(sleeping: Sleeping) -> None:
+    engine, host = sleeping.start(sleep_level=1), host_allocator()
+    before, needed = host.held_bytes, host_bytes_to_sleep(1)
+    assert needed > (256 + 32) * MIB
+    try:
+        with host_limits(before + needed - 1, None), pytest.raises(ConfigError, match=r"memory\.host_limit_gb=.*sleeping engine"):
+            engine.sleep()
+        assert ledger_of(GPU).reserved() == sleeping.device.held > GIB
+        for _ in range(2):
+            engine.sleep()
+            assert (host.held_bytes - before, sleeping.device.held) == (needed, 0)
+            engine.wake_up("weights")
+            engine.wake_up("kv_cache")
+    finally:
+        engine.shutdown()
+        host.count_elsewhere(before - host.held_bytes, True, "what this test has counted")
+    sleeping.check_nothing_is_left()
 
 
 def test_a_cache_that_cannot_wake_is_out_of_memory_and_stays_asleep(sleeping: Sleeping) -> None:

@@ -96,7 +96,9 @@ def test_only_a_plain_dense_model_takes_its_weights_in_place(changed: dict[str, 
 
 
 def test_advice_follows_an_error_about_the_cache_alone() -> None:
-    assert "raise actor_rollout_ref.rollout.gpu_memory_utilization" in cache_advice(ValueError("No available KV cache memory"))
+    advice = cache_advice(ValueError("No available KV cache memory"))
+    assert "raise actor_rollout_ref.rollout.gpu_memory_utilization" in advice
+    assert "lower data.max_response_length or actor_rollout_ref.rollout.max_num_seqs" in advice
     assert cache_advice(ValueError("the dtype is unknown")) == ""
 
 

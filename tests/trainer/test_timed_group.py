@@ -106,6 +106,15 @@ def test_over_calls_each_peak_is_the_largest_and_what_is_live_is_the_last_calls(
     assert workers.take_memories()[1] == memory("gen", host=9, seconds=2.0, **both)
 
 
+def test_compilations_are_the_most_of_a_rank_and_the_sum_over_calls():
+    first, second = ([memory("gen", compiles=n, compile_fallbacks=0) for n in counts] for counts in ((4, 1), (3, 2)))
+    workers = group_of(Scripted(0, first), Scripted(1, second))
+    workers.all("gen", Worker.generate)
+    workers.all("gen", Worker.generate)
+    figures = workers.take_memories()[1]
+    assert (figures.compiles, figures.compile_fallbacks) == (4 + 2, 0)
+
+
 def test_a_figure_nobody_has_stays_absent():
     workers = group_of(Scripted(0), Scripted(1))
     workers.all("gen", Worker.generate)

@@ -63,5 +63,6 @@ def test_a_mapped_reference_has_its_values_when_its_rows_are_compared(made, tiny
 def test_a_worker_on_a_cpu_compiles_nothing(made):  # noqa: F811
     worker = made({f"{AR}.actor.use_torch_compile": True})
     assert not fused._on
-    call(worker, "update_actor", [mini_batch()])
+    reply = worker.call("update_actor", False, "update_actor", [mini_batch()])
+    assert reply.memory.compiles is reply.memory.compile_fallbacks is None
     assert not worker.policy.model.lm.get_output_embeddings().compiled

@@ -237,6 +237,8 @@ def shapes(folder: Path, work: Work, overrides: Sequence[str]) -> Shapes:
         responses=len(largest) * work.response,
         suffix_tokens=tokens.suffixes(largest),
         skipped=tokens.skipped(largest),
+        segments=tokens.segments(largest),
+        device=resolve_device(settings.trainer.device),
     )
 
 

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from verl_memopt.config.schema import ActorRolloutRef
 
-ROWS_OF_BACKWARD = 2048
-"""Tokens at most in a tile of a block's products in backward, on a CPU; where it is more, it is still little beside a block."""
+PRODUCT_ROWS = {"cpu": 2048, "cuda": 8192}
+"""Tokens at most in a tile of a block's products in backward: enough for its products to be as fast as whole ones."""
 
-ELEMENTWISE_BYTES = 6 * 2**16 * 4
-"""Of the tiles that elementwise statements of a backward hold at once, on a CPU."""
+TILE_ELEMENTS = {"cpu": 2**17, "cuda": 2**23}
+NARROW_TILE_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
+"""Elements of a tile of rows that elementwise statements run over: what fits in a core's cache, or keeps a GPU busy for longer
+than a kernel launch takes. Narrow tiles are for statements that create nothing in fp32."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,10 @@ class Shapes:
     """Those of its computed tokens that are answers sharing a prompt."""
     skipped: int = 0
     """U, those of its computed tokens that ``prune_last_block`` leaves out of the last block."""
+    segments: int = 1
+    """n, its prompts and answers that attention takes as sequences."""
+    device: str = "cpu"
+    """Where it is computed: ``cpu`` or ``cuda``."""
 
     @property
     def compute_bytes(self) -> int:
@@ -92,7 +98,7 @@ class Shapes:
     @property
     def final_norm_bytes(self) -> int:
         """Bytes at the backward of the final norm, which covers the response tokens alone, with the last block's own."""
-        return self.kept_bytes + 3 * self.responses * self.hidden * self.compute_bytes + ELEMENTWISE_BYTES
+        return self.kept_bytes + 3 * self.responses * self.hidden * self.compute_bytes + self._at_norm(self.responses)
 
     @property
     def backward_bytes(self) -> int:
@@ -118,11 +124,12 @@ class Shapes:
         # One head's: its keys turned, gradients of keys and values, over all tokens in place of those that are read.
         head = b * self.head_dim * (3 * self.skipped + 4 * queries.tokens)
         call = b * (3 * self.heads // self.kv_heads * self.head_dim) * max(self.skipped - queries.tokens, 0)
+        attention = queries.flash_backward_bytes(self.tokens) if self.flash else queries.attention_backward_bytes + head + call
         mlp = queries.mlp_bytes(self.tokens if self.recomputes_mlp else queries.tokens)
         # At the products of keys and values: the input and its gradient, their gradients, rotary tables, and a tile of the norm.
-        tile = -(-self.tokens // -(-self.tokens // ROWS_OF_BACKWARD))
+        tile = -(-self.tokens // -(-self.tokens // PRODUCT_ROWS[self.device]))
         last = b * (self.tokens * 2 * (self.hidden + key + self.head_dim) + (tile + 2 * queries.tokens) * self.hidden)
-        return max(normal, beside + max(mlp, queries.attention_backward_bytes + head + call), last + ELEMENTWISE_BYTES)
+        return max(normal, beside + max(mlp, attention), last + self._at_norm(tile))
 
     @property
     def recomputes_mlp(self) -> bool:
@@ -136,14 +143,29 @@ class Shapes:
         A weight's gradient that is summed over tiles is among it; once inputs to its parameter it is of another kind.
         """
         b, inputs, least = self.compute_bytes, self.input_bytes, self.settings.model.mlp_tiles or 1
-        tiles = max(-(-cut // ROWS_OF_BACKWARD), least if self.recomputes_mlp else 1)
-        normal, wide = (round(self.tokens / tiles) * size * b for size in (self.hidden, self.mlp))
+        tiles = max(-(-cut // PRODUCT_ROWS[self.device]), least if self.recomputes_mlp else 1)
+        rows = round(self.tokens / tiles)
+        normal, wide = (rows * size * b for size in (self.hidden, self.mlp))
+        gate, norm = self._at_gate(rows), self._at_norm(rows)
         whole = self.hidden * self.mlp * (b if tiles == 1 else max(b, 4))
         if self.recomputes_mlp:
             at_gate, at_norm = 3 * wide + normal + whole * (1 if tiles == 1 else 3), 2 * wide + normal + 3 * whole
-            return self.attention_bytes + 2 * inputs + max(at_gate, at_norm) + ELEMENTWISE_BYTES
+            return self.attention_bytes + 2 * inputs + max(at_gate + gate, at_norm + norm)
         # Gradients of gate and up take their place.
-        return self.block_bytes + inputs + max(wide + whole, inputs + normal + 2 * whole) + ELEMENTWISE_BYTES
+        return self.block_bytes + inputs + max(wide + whole + gate, inputs + normal + 2 * whole + norm)
+
+    def _at_gate(self, rows: int) -> int:
+        """Return what the gradient of so many rows of gate and up holds beside them: an activation and a product of a tile."""
+        return self._elementwise_bytes(rows * self.mlp, NARROW_TILE_ELEMENTS, 2 * self.compute_bytes)
+
+    def _at_norm(self, rows: int) -> int:
+        """Return what the gradient of a norm of so many rows holds beside them, in fp32: two tensors of a tile, or three."""
+        return self._elementwise_bytes(rows * self.hidden, TILE_ELEMENTS, 4 * (2 if self.compute_bytes == 4 else 3))
+
+    def _elementwise_bytes(self, elements: int, tile: dict[str, int], each: int) -> int:
+        if self.device == "cpu":
+            return 3 * 4 * TILE_ELEMENTS["cpu"]
+        return 0 if self.settings.actor.use_torch_compile else min(elements, tile[self.device]) * each
 
     @property
     def attention_bytes(self) -> int:
@@ -153,7 +175,12 @@ class Shapes:
 
     @property
     def attention_backward_bytes(self) -> int:
-        """What a block of recomputed norms holds, itself included, at the backward of its attention, key head by key head."""
+        """What a block of recomputed norms holds, itself included, at the backward of its attention.
+
+        Dense kernels run key head by key head, flash kernels over all heads.
+        """
+        if self.flash:
+            return self.flash_backward_bytes(self.tokens)
         query, each = self.heads * self.head_dim, self.heads // self.kv_heads * self.head_dim
         # The place of the MLP's input is the gradient's now; the output has a gradient, and rotary tables are of two halves.
         whole = self.attention_bytes + self.tokens * self.compute_bytes * (query + 2 * self.head_dim)
@@ -162,6 +189,37 @@ class Shapes:
             3 * each + (self.head_dim if each > self.head_dim else 0)
         )
         return whole + self.compute_bytes * (head + call)
+
+    @property
+    def flash(self) -> bool:
+        """Whether attention takes flash kernels."""
+        named = self.settings.model.attn_implementation in ("auto", "flash_attention_2")
+        return named and self.device == "cuda" and self.compute_bytes == 2
+
+    def flash_backward_bytes(self, keys: int) -> int:
+        """Return what a block of recomputed norms holds at the backward of flash attention, over ``keys`` tokens.
+
+        Queries and keys turned, their gradients and those of values, and the kernel's own. Answers that share prompts see them
+        in a second call, whose inputs are gathered. Source: ``mha_varlen_bwd`` in ``csrc/flash_attn/flash_api.cpp`` of flash-attn
+        2.8; torch has it as ``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp``. It allocates ``dq_accum``
+        [T + 128 n, H, D rounded up to 32, or to 64 above 128] and ``softmax_d`` [H, T + 128 n], fp32 both, and with fewer key
+        heads ``dk_expanded`` and ``dv_expanded`` [T, H, D].
+        """
+        query, key, b = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.compute_bytes
+        round_to = 32 if self.head_dim <= 128 else 64
+        rounded = -(-self.head_dim // round_to) * round_to
+
+        def kernel(at_queries: int, at_keys: int) -> int:
+            made = b * (at_queries * query + 2 * at_keys * key)
+            expanded = 2 * b * at_keys * query if self.heads > self.kv_heads else 0
+            return made + expanded + 4 * (at_queries + 128 * self.segments) * self.heads * (rounded + 1)
+
+        answers, prompts = self.suffix_tokens, keys - self.suffix_tokens
+        gradients = b * self.tokens * (query + 2 * key)
+        shared = gradients + b * (3 * answers * query + 2 * prompts * key) + kernel(answers, prompts) if answers else 0
+        # The place of the MLP's input is the gradient's now; the output has a gradient, and rotary tables are of two halves.
+        whole = self.attention_bytes + b * self.tokens * (query + 2 * self.head_dim)
+        return whole + b * (self.tokens * query + keys * key) + max(kernel(self.tokens, self.tokens), shared)
 
     @property
     def norm_backward_bytes(self) -> int:

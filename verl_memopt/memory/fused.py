@@ -7,6 +7,7 @@ one or two kernels over all rows. It makes no temporary tensor of the rows' size
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -20,16 +21,19 @@ from torch import Tensor
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo.utils import counters
+
+from verl_memopt.memory.formulas import NARROW_TILE_ELEMENTS, TILE_ELEMENTS
+from verl_memopt.observe.phase import COMPILE_FIGURES
 
 KEY = "actor_rollout_ref.actor.use_torch_compile"
 
-TILE_ELEMENTS = {"cpu": 2**17, "cuda": 2**23}
-NARROW_TILE_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
-"""Elements of a tile of rows that elementwise statements run over: what fits in a core's cache, or keeps a GPU busy for longer
-than a kernel launch takes. Narrow tiles are for statements that create nothing in fp32."""
-
 RECOMPILE_LIMIT = 16
 """Variants of a statement compiled for one width: the strides of its tensors make some. Dynamo's own limit is 8."""
+
+NO_TEMPORARIES: dict[str, Any] = {"realize_reads_threshold": 1000, "realize_opcount_threshold": 1000}
+"""Has inductor compute a value of all rows again for each of its readers. It otherwise keeps one with two readers in memory if
+it is computed from more than four reads."""
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +44,17 @@ WARNING = (
 
 _on = False
 _warned = False
-_in_tiles: set[Callable[..., None]] = set()
+_given_up: set[Callable[..., Any]] = set()
 _numbers = count()
+_counts: Counter[str] = Counter()
+
+
+def take_compile_counts() -> dict[str, Any]:
+    """Return the graphs compiled for functions of the trainer, and their calls that ran uncompiled, since the last call of this.
+
+    None each where this process compiles nothing. The engine's graphs are not among them.
+    """
+    return {name: _counts.pop(name, 0) if _on else None for name in COMPILE_FIGURES}
 
 
 @contextmanager
@@ -64,11 +77,15 @@ def over_rows(statement: Callable[..., None], tensors: Sequence[Tensor | None], 
     """
     first = tensors[0]
     assert first is not None
-    if runs_compiled(first) and statement not in _in_tiles:
-        _run_compiled(statement, tensors, others, narrow)
-        return
-    for rows in tiles(first, narrow):
-        statement(*(None if tensor is None else tensor[rows] for tensor in tensors), *others)
+
+    def in_tiles() -> None:
+        for rows in tiles(first, narrow):
+            statement(*(None if tensor is None else tensor[rows] for tensor in tensors), *others)
+
+    if runs_compiled(first):
+        run_compiled(statement, _once_each(tensors), others, in_tiles)
+    else:
+        in_tiles()
 
 
 def runs_compiled(first: Tensor) -> bool:
@@ -112,38 +129,37 @@ def _probe(values: Tensor) -> Tensor:
     return (values.exp() * 2).sum(-1)
 
 
-def _run_compiled(statement: Callable[..., None], tensors: Sequence[Tensor | None], others: Sequence[Any], narrow: bool) -> None:
-    global _on
-    try:
-        compiled_for_width(statement, _once_each(tensors), others)
-        return
-    except FailOnRecompileLimitHit:
-        # Raised before anything ran. Without it Dynamo runs the statement uncompiled and over all rows.
-        logger.warning(
-            "%s has more than %d compiled variants. It runs uncompiled from now on.", statement.__name__, RECOMPILE_LIMIT
-        )
-        _in_tiles.add(statement)
-    except TorchDynamoException as error:
-        # Raised before anything ran.
-        _warn_once(error)
-        _on = False
-    over_rows(statement, tensors, *others, narrow=narrow)
+def run_compiled(
+    function: Callable[..., Any], tensors: Sequence[Tensor | None], others: Sequence[Any], uncompiled: Callable[[], Any]
+) -> Any:
+    """Return ``function(*tensors, *others)``, compiled; what ``uncompiled`` returns where the function cannot be compiled."""
+    if function not in _given_up:
+        before = counters["stats"]["unique_graphs"]
+        try:
+            # Only for this call: the engine compiles functions of its own in this process.
+            with dynamo_config.patch(recompile_limit=RECOMPILE_LIMIT, fail_on_recompile_limit_hit=True):
+                return compiled_for_width(function, tensors, others)
+        # Both are raised before anything ran. Past its limit Dynamo would otherwise run a statement uncompiled over all rows.
+        except FailOnRecompileLimitHit:
+            logger.warning(
+                "%s has more than %d compiled variants. It runs uncompiled from now on.", function.__name__, RECOMPILE_LIMIT
+            )
+        except TorchDynamoException as error:
+            _warn_once(error)
+        finally:
+            _counts["compiles"] += counters["stats"]["unique_graphs"] - before
+        _given_up.add(function)
+    _counts["compile_fallbacks"] += 1
+    return uncompiled()
 
 
 def compiled_for_width(function: Callable[..., Any], tensors: Sequence[Tensor | None], others: Sequence[Any]) -> Any:
-    """Call ``function(*tensors, *others)``, compiled for the widths of its tensors and for any number of rows.
-
-    Raises:
-        TorchDynamoException: It cannot be compiled.
-        FailOnRecompileLimitHit: It has too many variants.
-    """
+    """Call ``function(*tensors, *others)``, compiled for the widths of its tensors and for any number of rows."""
     # Detached, so that neither `requires_grad` nor Parameter or Tensor makes a variant.
     inputs = [one.detach() if isinstance(one, Tensor) else one for one in others]
     widths = tuple(None if one is None else (one.dtype, one.shape[1:]) for one in tensors)
     run = _compiled(function, widths, tuple((one.dtype, one.shape) if isinstance(one, Tensor) else one for one in inputs))
-    # Only for this call: the engine compiles functions of its own in this process.
-    with dynamo_config.patch(recompile_limit=RECOMPILE_LIMIT, fail_on_recompile_limit_hit=True):
-        return run(tensors, inputs)
+    return run(tensors, inputs)
 
 
 @cache
@@ -156,7 +172,8 @@ def _compiled(function: Callable[..., Any], widths: tuple[Any, ...], others: tup
     code = function.__code__
     own = code.replace(co_name=f"{code.co_name}_{next(_numbers)}")
     compiled = torch.compile(
-        FunctionType(own, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+        FunctionType(own, function.__globals__, function.__name__, function.__defaults__, function.__closure__),
+        options=NO_TEMPORARIES,
     )
     marked = False
 

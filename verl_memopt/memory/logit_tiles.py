@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import FailOnRecompileLimitHit
 
-from verl_memopt.memory.fused import compiled_for_width
+from verl_memopt.memory.fused import run_compiled
 
 SCRATCH_COLUMNS = 4096
 """Columns of the scratch beside the logits where functions are not compiled: for entropy, and for exponentials on a GPU."""
@@ -264,6 +263,12 @@ def softmax_(logits: Tensor) -> tuple[Tensor, Tensor]:
     Returns the largest logit, and the log of the sum of exponentials relative to it, [c] each.
     """
     top = logits.amax(-1)
+    if torch.compiler.is_compiling():
+        # All sums first and one write last. Exponentials with two readers would be a tensor of their own on a CPU.
+        above = logits - top[:, None]
+        log_sum = above.exp().sum(-1).log()
+        logits.copy_((above - log_sum[:, None]).exp())
+        return top, log_sum
     if logits.device.type == "cpu":
         # One kernel, which reads a row before it writes it; the largest logit's own exponential is 1.
         torch.softmax(logits, -1, out=logits)
@@ -383,10 +388,7 @@ def _compiled(function: Callable[..., Any], *arguments: Any) -> Any:
     tensors = [None if one is None else one.detach() for one in arguments if one is None or isinstance(one, Tensor)]
     if not tensors or len(tensors[0] if tensors[0] is not None else ()) < 2:
         return function(*arguments)  # one row would be a variant of its own
-    try:
-        return compiled_for_width(function, tensors, arguments[len(tensors) :])
-    except FailOnRecompileLimitHit:  # raised before anything ran
-        return function(*arguments)
+    return run_compiled(function, tensors, arguments[len(tensors) :], lambda: function(*arguments))
 
 
 def _plain(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -15,11 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
-from verl_memopt.memory.formulas import ROWS_OF_BACKWARD
+from verl_memopt.memory.formulas import PRODUCT_ROWS
 from verl_memopt.memory.fused import over_rows, runs_compiled
-
-PRODUCT_ROWS = {"cpu": ROWS_OF_BACKWARD, "cuda": 8192}
-"""Rows of a tile in backward: enough for its products to be as fast as whole ones."""
 
 Tensors: TypeAlias = tuple[Tensor, ...]
 

@@ -11,6 +11,7 @@ Works with: ``memory.device_limit_gb``, of which the engine takes its share, and
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -43,7 +44,8 @@ class RolloutMemory:
     max_model_len: Annotated[int | None, POSITIVE] = None
     """Longest sequence; null = prompt_length + response_length."""
     max_num_seqs: PositiveInt = 256
-    """Sequences decoded at once."""
+    """Sequences decoded at once. Beside the cache vLLM's sampler keeps 4 bytes of each entry of the vocabulary for each on a GPU:
+    165 MB for 256 sequences and 151,936 entries."""
     max_num_batched_tokens: PositiveInt = 8192
     """Prefill budget of one engine step."""
     enforce_eager: bool = False
@@ -54,6 +56,25 @@ class RolloutMemory:
     """The engine sleeps outside rollout and validation; null = true on a GPU, false on a CPU (where vllm cannot; hf can)."""
     sleep_level: Annotated[int | None, SLEEP_LEVELS] = None
     """What a sleeping engine keeps: 1 = its weights, in host memory; 2 = nothing. null = 2: a sync brings all weights."""
+
+
+def sampler_bytes(max_num_seqs: int, vocab: int) -> int:
+    """Return the device bytes that the sampler of vLLM's second model runner keeps, whether a request uses them or not.
+
+    They are allocated with the weights and sleep with them. Source: vLLM 0.32, ``vllm/v1/worker/gpu/sample``. For each sequence
+    ``penalties.py`` has an int32 count of each entry of the vocabulary and a bit mask of them, ``logit_bias.py`` 1,024 allowed
+    tokens, 1,024 biases with their tokens, and 128 stop tokens, and ``bad_words.py`` 1,024 tokens and 129 offsets.
+    """
+    return max_num_seqs * 4 * (vocab + -(-vocab // 32) + 3 * 1024 + 128 + 1024 + 129)
+
+
+def host_bytes_asleep(segments: Iterable[int]) -> int:
+    """Return the host bytes of a sleeping engine's segments of so many device bytes.
+
+    vLLM copies each to page-locked memory of torch (``CuMemAllocator.sleep`` of ``vllm/device_allocator/cumem.py``). Torch rounds
+    each up to a power of two, and does not return it to the system when the engine wakes.
+    """
+    return sum(1 << (size - 1).bit_length() for size in segments)
 
 
 def _is_hf(settings: Settings) -> bool:
@@ -87,6 +108,7 @@ KNOB = Knob(
         Advice("kv", _CACHE, LOWER),
         *(Advice(kind, _SLEEP, True) for kind in ("kv", "rollout weights")),
         *(Advice(kind, _SEQUENCES, LOWER, phases=("gen", "testing")) for kind in ("activations", "logits")),
+        Advice("rollout weights", _SEQUENCES, LOWER, lambda settings: not _is_hf(settings)),
     ),
     claims=(Claim("update_actor", "rollout weights", lambda _, after: after.params * width(str(after.settings.rollout.dtype))),),
     row=LadderRow(100, on=(f"{_SLEEP}=true",), off=(f"{_SLEEP}=false",)),

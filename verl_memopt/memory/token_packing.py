@@ -311,6 +311,11 @@ class RowTokens:
         group_sizes = Counter(self.groups[row] for row in rows)
         return sum(self.answers[row] for row in rows if group_sizes[self.groups[row]] > 1)
 
+    def segments(self, rows: Sequence[int]) -> int:
+        """Return how many sequences attention takes of some rows: those that share no prompt, the others' answers and prompts."""
+        group_sizes = Counter(self.groups[row] for row in rows)
+        return len(rows) + sum(size > 1 for size in group_sizes.values())
+
     def each(self) -> list[int]:
         """Return the tokens of each row computed by itself."""
         return [prompt + answer for prompt, answer in zip(self.prompts, self.answers, strict=True)]

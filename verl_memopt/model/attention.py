@@ -128,7 +128,7 @@ def choose_attention(name: str, device: torch.device, dtype: torch.dtype, sectio
     return AttentionChoice(name, REGISTERED[name], reason)
 
 
-FLASH_ATTN_INSTALL = ".venv/bin/pip install --no-build-isolation 'flash-attn>=2.8'"
+FLASH_ATTN_INSTALL = ".venv/bin/pip install --no-build-isolation 'flash-attn==2.8.3.post1'"
 """Without build isolation it is compiled against the torch of this environment; a build for another torch fails at import."""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from verl_memopt.observe.phase import GIB, PhaseMemory
+from verl_memopt.observe.phase import COMPILE_FIGURES, GIB, PhaseMemory, sum_of_known
 
 
 def summary_of(name: str, values: torch.Tensor | Sequence[float]) -> dict[str, float]:
@@ -137,6 +137,12 @@ def memory_metrics(phases: Sequence[PhaseMemory]) -> dict[str, float]:
         if size is not None:
             metrics[name] = max(size / GIB, metrics.get(name, 0.0))
     return metrics
+
+
+def compile_metrics(phases: Sequence[PhaseMemory]) -> dict[str, float]:
+    """Return ``perf/{compiles,compile_fallbacks}``, sums over phases; without those that the process does not count."""
+    sums = {name: sum_of_known(phases, name) for name in COMPILE_FIGURES}
+    return {f"perf/{name}": float(value) for name, value in sums.items() if value is not None}
 
 
 # Validation scores by data source: mean, spread, best, worst and majority of the N samples of each prompt.

@@ -48,10 +48,15 @@ class PhaseMemory:
     """Peak bytes in host buffers, which hold data moved off the device."""
     entered_bytes: int | None = None
     """Live tensors at the start of the phase, without a sleeping engine's."""
+    compiles: int | None = None
+    """Graphs that were compiled for the trainer's functions. None where the process compiles none."""
+    compile_fallbacks: int | None = None
+    """Calls of such functions that ran uncompiled."""
 
 
 DEVICE_FIGURES = ("peak_allocated_bytes", "allocated_bytes", "peak_reserved_bytes", "device_used_bytes")
 """Figures of a device, of which one that is not measured is None."""
+COMPILE_FIGURES = ("compiles", "compile_fallbacks")
 
 
 @dataclass(frozen=True)
@@ -144,7 +149,7 @@ def combine(memories: Sequence[PhaseMemory], driver_rss_bytes: int = 0) -> Phase
     def largest(name: str) -> int | None:
         return max((value for memory in memories if (value := getattr(memory, name)) is not None), default=None)
 
-    device: dict[str, Any] = {name: largest(name) for name in (*DEVICE_FIGURES, "entered_bytes")}
+    device: dict[str, Any] = {name: largest(name) for name in (*DEVICE_FIGURES, "entered_bytes", *COMPILE_FIGURES)}
     return PhaseMemory(
         name=memories[0].name,
         seconds=max(memory.seconds for memory in memories),
@@ -153,6 +158,12 @@ def combine(memories: Sequence[PhaseMemory], driver_rss_bytes: int = 0) -> Phase
         host_buffer_bytes=sum(memory.host_buffer_bytes for memory in memories),
         **device,
     )
+
+
+def sum_of_known(memories: Sequence[PhaseMemory], name: str) -> int | None:
+    """Return the sum of a figure over calls or phases; None where none has it."""
+    known = [value for memory in memories if (value := getattr(memory, name)) is not None]
+    return sum(known) if known else None
 
 
 def host_rss_bytes() -> int:

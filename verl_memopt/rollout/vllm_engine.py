@@ -23,6 +23,7 @@ from verl_memopt.config import schema
 from verl_memopt.distributed.device import is_gpu
 from verl_memopt.distributed.weight_slices import Weights, WeightSlice, joined
 from verl_memopt.errors import ConfigError, RolloutError, Stopped, UserError
+from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.memory.limits_torch import DeviceCap
 from verl_memopt.memory.out_of_memory import is_out_of_memory, release_frames, wake_report
 from verl_memopt.model.policy_model import dtype_of
@@ -46,6 +47,7 @@ from verl_memopt.rollout.vllm_memory import (
     check_no_other_sleeper,
     default_group_kept,
     free_cached_memory,
+    host_bytes_to_sleep,
     process_state_kept,
     random_state_kept,
 )
@@ -98,6 +100,7 @@ class VllmEngine:
         self._expected: ExpectedWeights | None = None
         self._map: WeightMap | None = None
         self._state = EngineState(whole=rollout.load_format != "dummy")
+        self._host_bytes = 0
         if self._can_sleep:
             check_no_other_sleeper()
         with process_state_kept(place.device, own_prefix="VLLM_"), self._cap.changing(asleep_in_vllm):
@@ -198,10 +201,18 @@ class VllmEngine:
         return self._map.compare(checked)
 
     def sleep(self) -> None:
-        """Free the memory of weights and KV cache."""
+        """Free the memory of weights and KV cache.
+
+        Raises:
+            ConfigError: ``memory.host_limit_gb`` has no room for what the engine keeps on the host.
+        """
         if not self._can_sleep:
             raise RolloutError("rollout engine: it cannot sleep. Use a GPU, and set rollout.free_cache_engine=true.")
         if not self._state.asleep:
+            # Torch keeps this memory when the engine wakes, and takes it again the next time.
+            needed = max(host_bytes_to_sleep(self._sleep_level), self._host_bytes)
+            host_allocator().count_elsewhere(needed - self._host_bytes, True, "the sleeping engine")
+            self._host_bytes = needed
             with self._cap.changing(asleep_in_vllm):
                 self._llm.sleep(level=self._sleep_level)
         self._state.slept(keeps_weights=self._sleep_level == KEEP_WEIGHTS)
@@ -230,6 +241,11 @@ class VllmEngine:
         if self._state.is_awake("weights"):
             for tensor in (*runner.model.parameters(), *runner.model.buffers()):
                 yield "rollout weights", tensor
+            # The second model runner has them, in the memory that sleeps with the weights; no request here uses them.
+            penalties = getattr(runner.sampler, "penalties_state", None)
+            if penalties is not None:
+                yield "rollout weights", penalties.output_bin_counts
+                yield "rollout weights", penalties.prompt_bin_mask
         if self._state.is_awake("kv_cache"):
             for tensor in runner.kv_caches:
                 yield "kv", tensor

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from verl_memopt.config import schema
 from verl_memopt.distributed.device import device_rng_state, empty_cache, is_gpu, memory_info, set_device_rng_state
 from verl_memopt.errors import ConfigError, RolloutError
+from verl_memopt.memory.rollout_memory import host_bytes_asleep
 from verl_memopt.observe.device_ledger import Asleep
-from verl_memopt.rollout.engine import KEY
+from verl_memopt.rollout.engine import KEEP_WEIGHTS, KEY
 
 KINDS = {"weights": "rollout weights", "kv_cache": "kv"}
 """Part of the engine -> the kind under which its bytes are reported."""
@@ -57,6 +58,21 @@ def bytes_to_wake(part: str) -> int:
     entries = [] if allocator is None else allocator.pointer_to_data.values()
     try:
         return sum(data.handle[1] for data in entries if data.is_asleep and (data.tag == part or data.tag not in KINDS))
+    except AttributeError:
+        return 0
+
+
+ALWAYS_BACKED_UP = ("runtime", "cudagraph")
+"""Tags of what an engine keeps on the host at every level of sleep. Source: ``CuMemBackend.suspend`` of vLLM 0.32."""
+
+
+def host_bytes_to_sleep(level: int) -> int:
+    """Return the page-locked host bytes that the engine copies to when it sleeps. 0 if vLLM's records are unknown."""
+    tags = (*ALWAYS_BACKED_UP, "weights") if level == KEEP_WEIGHTS else ALWAYS_BACKED_UP
+    allocator = sleeping_allocator()
+    entries = [] if allocator is None else allocator.pointer_to_data.values()
+    try:
+        return host_bytes_asleep(data.handle[1] for data in entries if data.tag in tags)
     except AttributeError:
         return 0
 

@@ -158,4 +158,5 @@ def cache_advice(error: BaseException) -> str:
     """Return advice for vLLM's error about a cache that is too small, in the keys of this project; empty for other errors."""
     if "KV cache" not in str(error) and "cache blocks" not in str(error):
         return ""
-    return f" Here: raise {KEY}.gpu_memory_utilization or {KEY}.kv_cache_memory_gb, or lower data.max_response_length."
+    raised = f"raise {KEY}.gpu_memory_utilization or {KEY}.kv_cache_memory_gb"
+    return f" Here: {raised}, or lower data.max_response_length or {KEY}.max_num_seqs."

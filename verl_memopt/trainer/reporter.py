@@ -13,7 +13,7 @@ from verl_memopt.observe.charts import draw_charts, environment
 from verl_memopt.observe.console import RunConsole, memory_table, phase_rows, print_end, print_folder
 from verl_memopt.observe.files import append_rows
 from verl_memopt.observe.loggers import LoggingPlace, StepLoggers, build_loggers
-from verl_memopt.observe.metrics import memory_metrics, throughput_metrics, token_timings
+from verl_memopt.observe.metrics import compile_metrics, memory_metrics, throughput_metrics, token_timings
 from verl_memopt.observe.phase import PhaseClock, PhaseMemory
 from verl_memopt.observe.report import finish_summary
 from verl_memopt.observe.run_folder import RunFolder, program
@@ -83,7 +83,7 @@ class Reporter:
             append_rows(self.folder.phase_memory, phase_rows(step, memories))
         timings = self.clock.timings()
         self.folder.add_timeline(step, self.clock.take(), {memory.name: memory for memory in memories})
-        return timings | memory_metrics(memories)
+        return timings | memory_metrics(memories) | compile_metrics(memories)
 
     def step(
         self, step: int, epoch: int, result: StepResult, validation: Validation | None, memories: Sequence[PhaseMemory]

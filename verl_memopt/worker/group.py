@@ -222,7 +222,10 @@ def _combined(memories: Sequence[PhaseMemory], with_driver: bool = False) -> Pha
 
 
 def _over_calls(calls: Sequence[PhaseMemory]) -> PhaseMemory:
-    """Return the figures of a phase over its successive calls: the largest peaks, and the live bytes at both ends."""
+    """Return the figures of a phase over its successive calls: the largest peaks, sums, and the live bytes at both ends."""
+    from verl_memopt.observe.phase import COMPILE_FIGURES, sum_of_known
+
+    sums: dict[str, Any] = {name: sum_of_known(calls, name) for name in COMPILE_FIGURES}
     return replace(
         _combined(calls),
         seconds=sum(call.seconds for call in calls),
@@ -230,6 +233,7 @@ def _over_calls(calls: Sequence[PhaseMemory]) -> PhaseMemory:
         entered_bytes=calls[0].entered_bytes,
         host_rss_bytes=max(call.host_rss_bytes for call in calls),
         host_buffer_bytes=max(call.host_buffer_bytes for call in calls),
+        **sums,
     )
 
 

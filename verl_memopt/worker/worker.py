@@ -15,7 +15,7 @@ from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.distributed.device import empty_cache, join_process_group, leave_process_group, local_device
 from verl_memopt.distributed.file_records import Records
 from verl_memopt.errors import Stopped
-from verl_memopt.memory.fused import fused_statements
+from verl_memopt.memory.fused import fused_statements, take_compile_counts
 from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.memory.limits_torch import available_bytes, limit_bytes, memory_limits
 from verl_memopt.memory.lora_torch import adapters_off
@@ -97,7 +97,7 @@ class Worker:
             # it.
             self.close()
             raise
-        self.init_memory = report()
+        self.init_memory = dataclasses.replace(report(), **take_compile_counts())
 
     def call(self, phase: str, track: bool, method: str, *args: Any) -> Reply:
         """Run one method as a phase and return its result with the memory of the phase.
@@ -115,7 +115,7 @@ class Worker:
             # Host buffers are counted anew in each phase, as the device's bytes are.
             host_allocator().reset_peak()
             value = getattr(self, method)(*args)
-        memory = dataclasses.replace(report(), host_buffer_bytes=host_allocator().peak_bytes)
+        memory = dataclasses.replace(report(), host_buffer_bytes=host_allocator().peak_bytes, **take_compile_counts())
         return Reply(value, memory, available_bytes(self.device, self.device_limit), recut.cap, recut.retries)
 
     def started(self) -> PhaseMemory:

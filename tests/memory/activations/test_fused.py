@@ -6,21 +6,24 @@ import sys
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tests.memory import activation_cases as act
 from tests.memory.recomputed import EPS, drawn, relative
+from verl_memopt.algorithms.estimators import sum_of_squares
 from verl_memopt.distributed.device import local_device
 from verl_memopt.memory import fused
-from verl_memopt.memory.fused import compiler_works, fused_statements, over_rows, tiles
-from verl_memopt.memory.recomputation import RMSNorm, SwiGLU
+from verl_memopt.memory.fused import compiler_works, fused_statements, over_rows, run_compiled, take_compile_counts, tiles
+from verl_memopt.memory.logit_tiles import both_gradients_, log_softmax_, softmax_
+from verl_memopt.memory.recomputation import RMSNorm, SwiGLU, norm_gradient
 from verl_memopt.model.attention import REGISTERED
 from verl_memopt.model.decoder import BlockOptions
 from verl_memopt.model.packed_model import register_kernels
 from verl_memopt.model.packing import pack_rows
 from verl_memopt.model.policy_model import PolicyModel
-from verl_memopt.model.rotary import apply_rotary, rotary_backward
+from verl_memopt.model.rotary import _backward_statement, _weight_statement, apply_rotary, rotary_backward
 from verl_memopt.observe.byte_tracker import ByteTracker
 
 CPU = torch.device("cpu")
@@ -59,6 +62,7 @@ def compiles(request, monkeypatch):
 
     monkeypatch.setattr(torch, "compile", noted)
     monkeypatch.setattr(fused, "_compiled", functools.cache(fused._compiled.__wrapped__))
+    monkeypatch.setattr(fused, "_given_up", set())
     yield found
     torch._dynamo.reset()
 
@@ -189,6 +193,25 @@ def test_a_compiled_statement_is_one_call_over_all_rows(compiles):
     assert (out == 2).all()
 
 
+def test_past_its_limit_of_variants_a_statement_runs_in_tiles_and_each_such_call_is_counted(compiles, monkeypatch, caplog):
+    monkeypatch.setattr(fused, "RECOMPILE_LIMIT", 1)
+    calls = []
+
+    def statement(x, out):
+        calls.append(len(x))
+        out.copy_(x * 2)
+
+    with fused_statements(True):
+        take_compile_counts()
+        for x in (torch.ones(1000, 300), *torch.ones(3, 1000, 600)[..., ::2]):
+            over_rows(statement, (x, out := torch.empty(1000, 300)))
+            assert (out == 2).all()
+        assert take_compile_counts() == {"compiles": 1, "compile_fallbacks": 3}
+        assert take_compile_counts() == {"compiles": 0, "compile_fallbacks": 0}
+    assert len(calls) >= 3 * len(list(tiles(x)))
+    assert caplog.text.count("statement has more than 1 compiled variants") == 1
+
+
 def test_statements_are_neither_compiled_nor_whole_while_bytes_are_counted(compiles):
     x, weight = torch.ones(2000, 300), torch.ones(300)
     peaks = []
@@ -275,3 +298,43 @@ def test_tiles_cover_every_row_once():
     tensor = torch.empty(1000, 300)
     assert [row for rows in tiles(tensor) for row in range(1000)[rows]] == list(range(1000))
     assert len(list(tiles(tensor))) > 1
+
+
+# What a compiled function allocates.
+
+
+def largest_allocation(function, tensors, *others):
+    """Gives the bytes of the largest tensor that a function allocates, compiled to C++ for tensors of these widths."""
+
+    def run():
+        return run_compiled(function, tensors, others, lambda: pytest.fail("it ran uncompiled"))
+
+    run()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    events = profiler.profiler.kineto_results.events()
+    return max((event.nbytes() for event in events if event.name() == "[memory]"), default=0)
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler: what inductor makes on a CPU is not covered")
+@pytest.mark.parametrize("compiles", [backend("inductor")], indirect=True)
+def test_no_compiled_function_holds_a_temporary_of_all_its_rows(compiles):
+    rows, vocab = 60, 500
+    logits, each = torch.randn(rows, vocab).log_softmax(-1), torch.rand(rows)
+    head = {
+        softmax_: ([logits.clone()],),
+        log_softmax_: ([logits.clone(), None], True),
+        both_gradients_: ([logits.clone(), each, each, each, None],),
+        sum_of_squares: ([logits, None],),
+    }
+    for function, (tensors, *others) in head.items():
+        assert largest_allocation(function, tensors, *others) <= 4 * rows * 3, function
+    x, grad, into = torch.randn(3, rows, HEADS, SIZE).bfloat16()
+    cos, sin, weight = *torch.randn(2, rows, SIZE).bfloat16(), torch.randn(SIZE).bfloat16()
+    block = {
+        _backward_statement: ([grad, x, cos, sin, into], weight, EPS, None),
+        _weight_statement: ([grad, x, cos, sin], EPS, torch.zeros(SIZE)),
+        norm_gradient: ([grad, x, into], weight, EPS, None),
+    }
+    for function, (tensors, *others) in block.items():
+        assert largest_allocation(function, tensors, *others) <= 4 * rows * HEADS, function

@@ -8,9 +8,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.memory.recomputed import DOUBLE, EPS, ROUNDING, drawn, gradients, plain_norm, relative, saved_by
 from verl_memopt.memory.activation_checkpointing_torch import checkpoint_blocks
+from verl_memopt.memory.formulas import PRODUCT_ROWS
 from verl_memopt.memory.lora_torch import LoraLinear
 from verl_memopt.memory.quantized_frozen_torch import quantize_blocks
-from verl_memopt.memory.recomputation import PRODUCT_ROWS, RMSNorm
+from verl_memopt.memory.recomputation import RMSNorm
 from verl_memopt.memory.tiled_mlp_torch import recomputed_mlp
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 
