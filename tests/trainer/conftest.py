@@ -119,10 +119,25 @@ def batch_of(lengths, samples=2):
     return batch
 
 
+_runners = {}
+"""Reward processes of a module by what they were started for, and what ends them."""
+
+
+@contextmanager
 def rewards_of(context):
-    """Start the reward processes of a run."""
-    settings = context.settings
-    return start_rewards(settings.custom_reward_function, settings.reward_model, context.environment.run_dir)
+    """The reward processes of a run, shared by the runs of a module that score alike."""
+    custom, model = context.settings.custom_reward_function, context.settings.reward_model
+    if (key := repr((custom, model))) not in _runners:
+        starting = start_rewards(custom, model, context.environment.run_dir)
+        _runners[key] = starting.__enter__(), starting
+    yield _runners[key][0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_rewards():
+    yield
+    while _runners:
+        _runners.popitem()[1][1].__exit__(None, None, None)
 
 
 @contextmanager
