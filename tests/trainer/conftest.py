@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from verl_memopt.observe.phase import PhaseClock, PhaseMemory
 from verl_memopt.rollout.engine import Generation
 from verl_memopt.run.interrupts import Interrupts
 from verl_memopt.trainer.build import build_learner, build_run
+from verl_memopt.trainer.debug_run import debug_settings, mode_of
 from verl_memopt.trainer.loop import Trainer, start_rewards, start_workers
 from verl_memopt.trainer.reporter import Reporter
 from verl_memopt.trainer.rollouts import Answers, to_batch
@@ -100,8 +101,8 @@ def alike(settled, base_context, base_workers):
     """Return a function that builds a learner on the module's worker, with some of the driver's settings changed."""
     learners = []
 
-    def build(more=None, workers=base_workers):
-        learner = build_learner(dataclasses.replace(base_context, settings=settled(more)), workers, None)
+    def build(more=None, workers=base_workers, runner=None):
+        learner = build_learner(dataclasses.replace(base_context, settings=settled(more)), workers, runner)
         learners.append(learner)
         return learner
 
@@ -143,12 +144,12 @@ def _end_rewards():
 @contextmanager
 def ready(settings):
     """A trainer whose workers are ready, as a run has it."""
-    clock = PhaseClock()
+    clock, settings = PhaseClock(), debug_settings(settings)
     with Interrupts() as interrupts:
         context = build_run(settings)
         with (
             context.lock,
-            rewards_of(context) as runner,
+            rewards_of(context) if mode_of(settings).scores else nullcontext() as runner,
             Reporter(context, clock) as reporter,
             start_workers(context, clock) as workers,
         ):

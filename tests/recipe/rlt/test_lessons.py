@@ -245,14 +245,14 @@ def test_the_right_explanation_helps_the_student_more_than_none_a_wrong_one_or_a
 
 
 def test_a_task_is_kept_or_made_anew_as_seed_and_recipe_say(tmp_path: Path) -> None:
-    brief = replace(RECIPE, student=BRIEF)
+    brief = replace(RECIPE, student=BRIEF, num_validation=700)
     folder = make_rlt_toy(tmp_path / "toy", seed=1, recipe=brief)
     model, stamp = (folder / "teacher" / "model.safetensors").read_bytes(), (folder / "val.parquet").stat().st_ino
     assert (make_rlt_toy(folder, seed=1, recipe=brief) / "val.parquet").stat().st_ino == stamp
     assert (make_rlt_toy(tmp_path / "again", seed=1, recipe=brief) / "teacher" / "model.safetensors").read_bytes() == model
     make_rlt_toy(folder, seed=2, recipe=brief)
     record = json.loads((folder / "rlt_toy.json").read_text())
-    assert (record["seed"], record["recipe"]["num_validation"]) == (2, 64)
+    assert (record["seed"], record["recipe"]["num_validation"]) == (2, 700)
     assert (folder / "teacher" / "model.safetensors").read_bytes() != model
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "toy"]
 

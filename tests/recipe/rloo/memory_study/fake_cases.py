@@ -56,16 +56,6 @@ def refused():
     return None
 
 
-def all_cases():
-    """Return what each of the functions above returns, by name."""
-    return {case.__name__: case() for case in (linear_backward, autocast_dtypes, views_and_host_tensors, refused)}
-
-
-def raises(text):
-    """Fail with a text."""
-    raise ValueError(text)
-
-
 def legacy_runs(cases, folder):
     """Return the run of the published update for each (k, prompt, micro-batch, rounds), at the published shapes."""
     from recipe.rloo.memory_study.arms import Arm
@@ -79,3 +69,11 @@ def legacy_runs(cases, folder):
         )
         for k, prompt, rows, rounds in cases
     }
+
+
+def quick(cases, arm, shapes, folder):
+    """Return what each function of the fake device returns, by name, the published runs, and the records of an arm."""
+    from recipe.rloo.memory_study.measure import measure_arm
+
+    of_device = {case.__name__: case() for case in (linear_backward, autocast_dtypes, views_and_host_tensors, refused)}
+    return of_device, legacy_runs(cases, folder), measure_arm(arm, shapes, "fake", None, 0)
