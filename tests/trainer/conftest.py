@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import pytest
 import torch
@@ -120,25 +120,32 @@ def batch_of(lengths, samples=2):
     return batch
 
 
-_runners = {}
-"""Reward processes of a module by what they were started for, and what ends them."""
+_sharing = []
+"""What ends the reward processes that the runs of a test module share, and those processes by what they were started for."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shares_rewards():
+    with ExitStack() as stack:
+        _sharing.append((stack, {}))
+        yield
+        _sharing.pop()
 
 
 @contextmanager
 def rewards_of(context):
-    """The reward processes of a run, shared by the runs of a module that score alike."""
+    """The reward processes of a run. Runs of one module here that score alike have the same ones."""
     custom, model = context.settings.custom_reward_function, context.settings.reward_model
-    if (key := repr((custom, model))) not in _runners:
-        starting = start_rewards(custom, model, context.environment.run_dir)
-        _runners[key] = starting.__enter__(), starting
-    yield _runners[key][0]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_rewards():
-    yield
-    while _runners:
-        _runners.popitem()[1][1].__exit__(None, None, None)
+    starting = start_rewards(custom, model, context.environment.run_dir)
+    if not _sharing:
+        with starting as runner:
+            yield runner
+        return
+    (stack, runners), key = _sharing[-1], repr((custom, model))
+    if key not in runners:
+        runners[key] = stack.enter_context(starting)
+    runners[key].stopped = lambda: False
+    yield runners[key]
 
 
 @contextmanager

@@ -183,11 +183,8 @@ def test_a_mode_logs_each_setting_that_it_decides(settled, name, caplog):
     assert sorted(changed) == sorted(word for words in told for word in words)
 
 
-def test_a_replay_needs_no_data_and_other_modes_do(settled):
+def test_a_replay_needs_no_data_and_settings_of_a_training_run_stay_the_same_object(settled):
     assert settled(NO_FILES | mode("train_only")).data.train_files is None
     with pytest.raises(ConfigError, match=r"data\.train_files: required"):
         settled(NO_FILES | mode("memory"))
-
-
-def test_settings_of_a_training_run_stay_the_same_object():
     assert debug_settings(settings := Settings()) is settings

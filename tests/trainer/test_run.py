@@ -11,12 +11,9 @@ from verl_memopt.cli import build_parser, train
 from verl_memopt.errors import RewardError
 
 
-def test_options_may_stand_before_between_and_after_overrides():
+def test_options_may_stand_before_between_and_after_overrides_and_have_defaults():
     parsed = build_parser("prog").parse_intermixed_args(["a=1", "--config-name", "toy", "b=2", "--config-path", "recipe"])
     assert (parsed.config_name, parsed.config_dir, parsed.overrides) == ("toy", "recipe", ["a=1", "b=2"])
-
-
-def test_without_a_name_the_entry_with_verls_defaults_is_meant():
     parsed = build_parser("prog").parse_args([])
     assert (parsed.config_name, parsed.config_dir, parsed.cfg) == ("ppo_trainer", None, None)
 

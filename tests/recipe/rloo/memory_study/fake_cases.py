@@ -71,9 +71,24 @@ def legacy_runs(cases, folder):
     }
 
 
-def quick(cases, arm, shapes, folder):
-    """Return what each function of the fake device returns, by name, the published runs, and the records of an arm."""
+def without_room(arm, limit_bytes, folder):
+    """Return what is told of an arm that does not fit at the small shapes."""
+    from recipe.rloo.memory_study.legacy import Options
+    from recipe.rloo.memory_study.measure import run_arm
+    from recipe.rloo.memory_study.records import OutOfMemory
+    from recipe.rloo.memory_study.shapes import SMALL
+
+    try:
+        run_arm(arm, SMALL, "fake", limit_bytes, 0, folder, Options(arm.micro_batch))
+    except OutOfMemory as error:
+        return error.phase, error.shape, error.requested_bytes, error.held_bytes, error.peak_bytes
+    return None
+
+
+def quick(cases, arm, shapes, limit_bytes, folder):
+    """Return all that one process finds: the cases above by name, the published runs, an arm's records, and its refusal."""
     from recipe.rloo.memory_study.measure import measure_arm
 
     of_device = {case.__name__: case() for case in (linear_backward, autocast_dtypes, views_and_host_tensors, refused)}
-    return of_device, legacy_runs(cases, folder), measure_arm(arm, shapes, "fake", None, 0)
+    records = measure_arm(arm, shapes, "fake", None, 0)
+    return of_device, legacy_runs(cases, folder), records, without_room(arm, limit_bytes, folder)
