@@ -101,8 +101,8 @@ def alike(settled, base_context, base_workers):
     """Return a function that builds a learner on the module's worker, with some of the driver's settings changed."""
     learners = []
 
-    def build(more=None, workers=base_workers, runner=None):
-        learner = build_learner(dataclasses.replace(base_context, settings=settled(more)), workers, runner)
+    def build(more=None, workers=base_workers):
+        learner = build_learner(dataclasses.replace(base_context, settings=settled(more)), workers, None)
         learners.append(learner)
         return learner
 

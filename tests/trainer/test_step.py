@@ -62,16 +62,14 @@ def test_a_step_answers_scores_updates_and_syncs(settled):
     assert {"data/tokens_dropped", "actor/kl_loss", "actor/reward_kl_penalty"}.isdisjoint(first.metrics)
 
 
-def test_the_batch_of_a_lazy_step_holds_each_prompt_once(alike, base_context):
+def test_the_batch_of_a_lazy_step_holds_each_prompt_once(settled):
     held = {}
     for method in EXPANSIONS:
-        with rewards_of(base_context) as runner:
-            learner = alike({"algorithm.expansion": method}, runner=runner)
-        batch = learner.rollouts.generate(learner.rollouts.prompts.next(), 1)
-        learner.policy.old_log_probs(score(learner.scorer, batch), update_follows=True)
-        learner.policy.update(learner.advantages(batch))
-        assert batch.metrics["actor/grad_norm"] > 0
-        learner.sync_weights()
+        with running(settled({"algorithm.expansion": method})) as learner:
+            batch = learner.rollouts.generate(learner.rollouts.prompts.next(), 1)
+            learner.policy.old_log_probs(score(learner.scorer, batch), update_follows=True)
+            learner.policy.update(learner.advantages(batch))
+            assert batch.metrics["actor/grad_norm"] > 0
         held[method] = batch.rows.prompts
     assert {method for method, prompts in held.items() if isinstance(prompts, SharedRows)} == {"lazy"}
     lazy, token = held["lazy"], held["token"]

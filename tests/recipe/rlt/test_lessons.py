@@ -179,14 +179,11 @@ def test_an_explanation_adds_the_ones_then_the_tens(problem: tuple[int, int], te
     assert explanation(problem) == text
 
 
-def test_the_last_digits_of_the_steps_are_the_solution() -> None:
+def test_an_explanation_ends_in_the_solution_and_a_careless_one_forgets_the_carry_alone() -> None:
     for problem in chain(*split_problems(ToyRecipe(), 0)):
         ones, tens = explanation(problem).split(" ")
         assert solution(problem) == tens.partition("=")[2] + ones[-1] == str(sum(problem))
         assert all(eval(left) == int(right) for left, _, right in (step.partition("=") for step in (ones, tens)))
-
-
-def test_a_careless_explanation_forgets_the_carry_alone() -> None:
     assert explanation((47, 8), carries=False) == "7+8=15 4+0=4"
     assert explanation((41, 8), carries=False) == explanation((41, 8))
 
