@@ -310,7 +310,7 @@ def rows_of(prefix, think, solution, count):
     )
 
 
-def test_the_cap_is_hard_and_a_longer_row_goes_alone():
+def test_the_cap_is_hard_a_longer_row_goes_alone_and_rows_of_one_question_compute_its_prompt_once():
     tokens = RowTokens.alone([6, 6, 6, 4, 4, 4, 25, 11])
     bins = student_micro_batches(tokens, 10)
     assert bins[-2:] == [[6], [7]]
@@ -319,9 +319,6 @@ def test_the_cap_is_hard_and_a_longer_row_goes_alone():
     assert len(bins) == 5
     assert student_micro_batches(RowTokens.alone([25]), 10) == [[0]]
     assert student_micro_batches(RowTokens.alone([]), 10) == [[]]
-
-
-def test_rows_of_one_question_compute_its_prompt_once():
     tokens = student_batch(rows_of(100, 10, 6, count=5)).row_tokens()
     assert tokens.cost(range(5)) == 100 + 5 * (10 + 4 + 6 - 1)
     assert student_batch(rows_of(100, 10, 6, count=5), share_prefixes=False).row_tokens().cost(range(5)) == 5 * (100 + 19)
@@ -366,16 +363,16 @@ VOCABULARY = 151_936
 
 
 def test_scoring_takes_a_tenth_of_whole_logits_at_most(tiny_folder, one_rank):
-    """8 rows of 1,024 tokens of explanation and 512 of solution, on fake tensors: the bytes of the pass and no values."""
-    rows = rows_of(64, 1024, 512, 8)
+    """8 rows of 256 tokens of explanation and 128 of solution, on fake tensors: the bytes of the pass and no values."""
+    rows = rows_of(16, 256, 128, 8)
     batch = student_batch(rows)
     shape = {"vocab_size": VOCABULARY, "hidden_size": 1024}
-    is_read = torch.arange(1024 + 4 + 512)
-    is_read = ((is_read < 1024) | (is_read >= 1028)).repeat(8)
-    per_row = 1024 + 4 + 512
-    bins = student_micro_batches(batch.row_tokens(), 8192)
+    is_read = torch.arange(256 + 4 + 128)
+    is_read = ((is_read < 256) | (is_read >= 260)).repeat(8)
+    per_row = 256 + 4 + 128
+    bins = student_micro_batches(batch.row_tokens(), 2048)
     peaks = {}
-    for name, cut, chunk in (("bounded", bins, 512), ("whole", [list(range(8))], 0)):
+    for name, cut, chunk in (("bounded", bins, 128), ("whole", [list(range(8))], 0)):
         packs = []
         for members in cut:
             read = torch.cat([is_read[row * per_row : (row + 1) * per_row] for row in members]).nonzero()[:, 0]
@@ -390,7 +387,7 @@ def test_scoring_takes_a_tenth_of_whole_logits_at_most(tiny_folder, one_rank):
                 for pack in packs:
                     pack_log_probs(student, pack.map(fake.from_tensor), HEAT, False)
                 peaks[name] = tracker.peaks[DEVICE].bytes - held
-    whole_logits = 8 * (1024 + 512) * VOCABULARY * 4
+    whole_logits = 8 * (256 + 128) * VOCABULARY * 4
     assert len(bins) == 2
     assert peaks["whole"] >= whole_logits
     assert peaks["bounded"] <= whole_logits / 10, peaks

@@ -94,11 +94,16 @@ def cells_of(table, *words):
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_published_peaks_stand_beside_the_prompts_that_they_had():
+def test_tables_show_published_peaks_and_compare_a_cut_prompt_with_the_whole_one():
     table = methods_table(summary_of(completed(published(), 1, 10 * GIB)))
     assert cells_of(table, "whole", "Basic") == ["whole", "Basic", "14.38", "26.99", "out of memory", "11.71", "", ""]
     assert cells_of(table, "cut", "String-level")[2:5] == ["6.40", "11.01", "20.25"]
     assert cells_of(table, "whole", "String-level")[2:5] == ["", "", ""]
+    results = [completed(published("token", prompt, 4), 1, held) for prompt, held in (("full", 24 * GIB), ("truncated", 9 * GIB))]
+    table = cause_table(summary_of(*results))
+    rest = (641 + 1109.9) / 1024
+    assert cells_of(table, "cut")[-1] == f"{100 * (1 - (9 + rest) / (24 + rest)):.1f} %"
+    assert cells_of(table, "whole")[-1] == ""
 
 
 def test_a_run_without_room_is_a_status_with_its_need():
@@ -110,18 +115,10 @@ def test_a_run_without_room_is_a_status_with_its_need():
     assert cells_of(table, "computed once")[-1] == "90"
 
 
-def test_a_cut_prompt_is_compared_with_the_whole_one_of_the_same_method():
-    results = [completed(published("token", prompt, 4), 1, held) for prompt, held in (("full", 24 * GIB), ("truncated", 9 * GIB))]
-    table = cause_table(summary_of(*results))
-    rest = (641 + 1109.9) / 1024
-    assert cells_of(table, "cut")[-1] == f"{100 * (1 - (9 + rest) / (24 + rest)):.1f} %"
-    assert cells_of(table, "whole")[-1] == ""
-
-
 ARM = published()
 
 
-def test_a_row_has_the_median_over_repeats_of_the_peaks_of_the_runs():
+def test_a_row_has_the_median_over_repeats_without_the_warm_up():
     results = [completed(ARM, live, 2 * live, repeat) for repeat, live in enumerate((300, 100, 104))]
     (row,) = rows_of(results)
     assert row["peak"] == {"median": 104, "min": 100, "max": 300}
@@ -129,9 +126,6 @@ def test_a_row_has_the_median_over_repeats_of_the_peaks_of_the_runs():
     assert (row["outcome"], row["repeats"], row["peak_phase"]) == ("completed", 3, "backward")
     assert (row["tokens_per_row"], row["dropped_tokens_per_row"]) == (3115, 0)
     assert row["seconds"]["median"] == 2.0
-
-
-def test_the_warm_up_enters_no_figure():
     records = [record(ARM, 900, update=-1), record(ARM, 100)]
     (row,) = rows_of([completed(ARM, 0, records=records)])
     assert row["peak"]["median"] == 100
@@ -149,15 +143,12 @@ def test_a_run_without_room_has_no_peak_and_says_what_it_would_need():
     assert held_bytes(alone) is None
 
 
-def test_an_arm_without_a_limit_is_a_row_beside_one_with_a_limit():
+def test_an_arm_has_a_row_for_its_limit_and_one_failed_repeat_is_its_outcome():
     rows = rows_of([completed(ARM, 1, GIB), completed(published(k=4), 1, 2 * GIB, limit=32 * GIB)])
     assert [(row["k"], row["outcome"], row["limit_bytes"]) for row in rows] == [
         (2, "completed", None),
         (4, "completed", 32 * GIB),
     ]
-
-
-def test_one_repeat_that_failed_is_the_outcome_of_the_row():
     (row,) = rows_of([completed(ARM, 100), dataclasses.replace(out_of_memory(ARM, None), outcome="failed")])
     assert row["outcome"] == "failed"
     assert "peak" not in row
