@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from verl_memopt.observe.phase import PhaseClock, PhaseMemory
 from verl_memopt.rollout.engine import Generation
 from verl_memopt.run.interrupts import Interrupts
 from verl_memopt.trainer.build import build_learner, build_run
+from verl_memopt.trainer.debug_run import debug_settings, mode_of
 from verl_memopt.trainer.loop import Trainer, start_rewards, start_workers
 from verl_memopt.trainer.reporter import Reporter
 from verl_memopt.trainer.rollouts import Answers, to_batch
@@ -119,21 +120,43 @@ def batch_of(lengths, samples=2):
     return batch
 
 
+_sharing = []
+"""What ends the reward processes that the runs of a test module share, and those processes by what they were started for."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shares_rewards():
+    with ExitStack() as stack:
+        _sharing.append((stack, {}))
+        yield
+        _sharing.pop()
+
+
+@contextmanager
 def rewards_of(context):
-    """Start the reward processes of a run."""
-    settings = context.settings
-    return start_rewards(settings.custom_reward_function, settings.reward_model, context.environment.run_dir)
+    """The reward processes of a run. Runs of one module here that score alike have the same ones."""
+    custom, model = context.settings.custom_reward_function, context.settings.reward_model
+    starting = start_rewards(custom, model, context.environment.run_dir)
+    if not _sharing:
+        with starting as runner:
+            yield runner
+        return
+    (stack, runners), key = _sharing[-1], repr((custom, model))
+    if key not in runners:
+        runners[key] = stack.enter_context(starting)
+    runners[key].stopped = lambda: False
+    yield runners[key]
 
 
 @contextmanager
 def ready(settings):
     """A trainer whose workers are ready, as a run has it."""
-    clock = PhaseClock()
+    clock, settings = PhaseClock(), debug_settings(settings)
     with Interrupts() as interrupts:
         context = build_run(settings)
         with (
             context.lock,
-            rewards_of(context) as runner,
+            rewards_of(context) if mode_of(settings).scores else nullcontext() as runner,
             Reporter(context, clock) as reporter,
             start_workers(context, clock) as workers,
         ):

@@ -34,12 +34,9 @@ def test_a_context_holds_what_the_files_hold(settled):
     assert context.total_steps == 2
 
 
-def test_steps_are_epochs_times_whole_batches_unless_given(settled):
+def test_steps_are_epochs_times_whole_batches_unless_given_and_validation_needs_a_file(settled):
     assert build_run(settled({"trainer.total_training_steps": None, "trainer.total_epochs": 3})).total_steps == 6  # 10 rows by 4
     assert build_run(settled({"trainer.total_training_steps": 5, "trainer.total_epochs": 3})).total_steps == 5
-
-
-def test_no_validation_file_means_no_validation(settled):
     assert build_run(settled({"data.val_files": None})).validation is None
 
 

@@ -152,9 +152,9 @@ def run(settled, more, steps=1):
 
 
 def test_where_engine_and_trainer_agree_a_correction_changes_nothing(settled):
-    plain, _ = run(settled, {}, 2)
+    plain, _ = run(settled, {}, 1)
     for name in ("decoupled_token_is", "decoupled_geo_rs_seq_tis", "bypass_ppo_clip", "bypass_ppo_clip_k3_rs"):
-        metrics, phases = run(settled, {f"{KEY}.preset": name}, 2)
+        metrics, phases = run(settled, {f"{KEY}.preset": name}, 1)
         assert ("old_log_prob" in phases) == name.startswith("decoupled")
         for key in ("actor/loss", "actor/grad_norm", "actor/ppo_kl"):
             assert metrics[key] == pytest.approx(plain[key], rel=2e-3, abs=2e-5), (name, key)

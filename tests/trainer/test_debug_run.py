@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
-from tests.rlt import brief_toy, values_of
-from tests.trainer.conftest import AR, LEAST, learned
+from tests.rlt import brief_toy, settings_of
+from tests.trainer.conftest import AR, LEAST, learned, ready
 from verl_memopt.cli import train
 from verl_memopt.config.debug_modes import MODES
 from verl_memopt.config.keys import leaf_values, shown
@@ -32,7 +32,8 @@ def trains(settled):
     """Return a function that runs a command to its end."""
 
     def run(more):
-        assert train(settled(more)) == 0
+        with ready(settled(more)) as trainer:
+            trainer.run()
 
     return run
 
@@ -59,7 +60,8 @@ def whole(run_files, tmp_path_factory):
     root = tmp_path_factory.mktemp("whole")
     folders = {"trainer.default_local_dir": str(root / "run"), "trainer.rollout_data_dir": str(root / "dump")}
     kept = {"trainer.save_freq": 1, "trainer.max_actor_ckpt_to_keep": None}
-    assert train(settings_from_mapping(LEAST | run_files | folders | kept)) == 0
+    with ready(settings_from_mapping(LEAST | run_files | folders | kept)) as trainer:
+        trainer.run()
     return root / "run", root / "dump"
 
 
@@ -87,7 +89,8 @@ def test_the_parts_of_a_step_of_rlt_are_the_step_too(tmp_path):
     def run(folder, **more):
         changed = {key.replace("__", "."): value for key, value in more.items()}
         steps = {"trainer.total_training_steps": 1, "data.val_files": None}
-        assert train(settings_from_mapping(values_of(toy, folder, steps | changed))) == 0
+        with ready(settings_of(toy, folder, steps | changed)) as trainer:
+            trainer.run()
 
     run(run_dir)
     run(apart, debug__mode="rollout_only")
@@ -131,8 +134,9 @@ def test_stored_responses_to_other_prompts_are_refused(trains, whole):
         trains({"trainer.rollout_data_dir": str(whole[1]), f"{AR}.rollout.skip_rollout": True, "data.seed": 8})
 
 
-def test_forged_rows_have_the_largest_lengths_and_go_through_every_phase(trains, run_dir):
-    trains(NO_FILES | mode("forge", trainer__total_training_steps=None) | {f"{AR}.rollout.free_cache_engine": True})
+def test_forged_rows_have_the_largest_lengths_and_go_through_every_phase(settled, run_dir):
+    more = NO_FILES | mode("forge", trainer__total_training_steps=None) | {f"{AR}.rollout.free_cache_engine": True}
+    assert train(settled(more)) == 0
     rows = learned(run_dir / "forge")
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:
@@ -179,11 +183,8 @@ def test_a_mode_logs_each_setting_that_it_decides(settled, name, caplog):
     assert sorted(changed) == sorted(word for words in told for word in words)
 
 
-def test_a_replay_needs_no_data_and_other_modes_do(settled):
+def test_a_replay_needs_no_data_and_settings_of_a_training_run_stay_the_same_object(settled):
     assert settled(NO_FILES | mode("train_only")).data.train_files is None
     with pytest.raises(ConfigError, match=r"data\.train_files: required"):
         settled(NO_FILES | mode("memory"))
-
-
-def test_settings_of_a_training_run_stay_the_same_object():
     assert debug_settings(settings := Settings()) is settings

@@ -23,13 +23,16 @@ def resolved(settings):
     return context.environment
 
 
-def test_the_environment_of_a_run_on_this_machine(settled, tiny_folder, tmp_path):
+def test_the_environment_of_a_run_on_this_machine_counts_its_ranks_and_rows(settled, tiny_folder, tmp_path):
     environment = resolved(settled())
     assert (environment.device, environment.world_size, environment.free_engine) == ("cpu", 1, False)
     assert (environment.folder, environment.tokenizer_folder, environment.reference_folder) == (tiny_folder, tiny_folder, None)
     assert environment.tokenizer.eos_token_id in environment.eos_token_ids
     assert environment.run_dir == tmp_path / "run"
     assert environment.run_dir.is_dir()
+    assert environment.embedding_rows == 320
+    many = {"trainer.worker_group": "ray", "trainer.nnodes": 2, "trainer.n_gpus_per_node": 2}
+    assert resolved(settled(many)).world_size == 4
 
 
 @pytest.mark.parametrize("key", ["algorithm.use_kl_in_reward", f"{AR}.actor.use_kl_loss"])
@@ -38,22 +41,14 @@ def test_a_kl_brings_the_reference_which_is_the_model_unless_another_is_named(se
     assert resolved(settled({key: True, f"{AR}.ref.model.path": str(untied_folder)})).reference_folder == untied_folder
 
 
-def test_a_reference_that_nothing_asks_for_is_not_looked_for(settled):
+def test_a_reference_is_looked_for_where_it_is_needed_and_refused_under_its_own_key(settled):
     assert resolved(settled({f"{AR}.ref.model.path": "/nowhere"})).reference_folder is None
-
-
-def test_a_missing_reference_is_refused_under_its_own_key(settled):
     with pytest.raises(ConfigError, match=re.escape(f"{AR}.ref.model.path=/nowhere")):
         resolved(settled({f"{AR}.actor.use_kl_loss": True, f"{AR}.ref.model.path": "/nowhere"}))
 
 
 def test_another_tokenizer_folder_is_taken(settled, untied_folder):
     assert resolved(settled({f"{AR}.model.tokenizer_path": str(untied_folder)})).tokenizer_folder == untied_folder
-
-
-def test_ranks_are_counted_over_nodes(settled):
-    many = {"trainer.worker_group": "ray", "trainer.nnodes": 2, "trainer.n_gpus_per_node": 2}
-    assert resolved(settled(many)).world_size == 4
 
 
 def test_vllm_on_a_cpu_cannot_be_asked_to_sleep_but_hf_can(settled):
@@ -131,10 +126,6 @@ def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_refused(set
         key = f"{AR}.ref.model.path={small}"
     with pytest.raises(ConfigError, match=re.escape(f"{key}: its embedding has 300 rows, and the tokenizer has 320 tokens")):
         resolved(settled(more))
-
-
-def test_the_environment_knows_the_rows_of_the_embedding(settled):
-    assert resolved(settled()).embedding_rows == 320
 
 
 GAE = {"algorithm.adv_estimator": "gae"}

@@ -30,7 +30,7 @@ def batch_of(responses, log_probs=None, samples=2):
 RESPONSES = [[5, 6], [], [7], [8, 9, 10]]
 
 
-def test_a_batch_holds_prompts_responses_and_groups_without_padding():
+def test_a_batch_holds_whole_groups_without_padding_and_may_hold_only_empty_responses():
     batch = batch_of(RESPONSES, [[-0.5, -0.25], [], [-1.0], [-2.0, -3.0, -4.0]])
     assert batch.prompts.sizes() == [2, 3, 4, 5]
     assert batch.responses.sizes() == [2, 0, 1, 3]
@@ -38,15 +38,9 @@ def test_a_batch_holds_prompts_responses_and_groups_without_padding():
     assert batch.group.tolist() == [0, 0, 1, 1]
     assert batch.rollout_log_probs.tolist() == [-0.5, -0.25, -1.0, -2.0, -3.0, -4.0]
     assert batch_of(RESPONSES).rollout_log_probs is None
-
-
-def test_a_batch_may_hold_only_empty_responses():
     batch = batch_of([[], []], [[], []])
     assert (batch.responses.flat.shape, batch.rollout_log_probs.shape) == ((0,), (0,))
     assert (batch.responses.flat.dtype, batch.rollout_log_probs.dtype) == (torch.int64, torch.float32)
-
-
-def test_an_incomplete_group_is_no_batch():
     with pytest.raises(AssertionError, match="3 rows are no groups of 2"):
         batch_of(RESPONSES[:3])
 
@@ -90,15 +84,12 @@ def shaped(batch, scores, algorithm=RLOO, controller=None):
     return compute_advantages(batch, torch.tensor(scores), ADDRESSES, algorithm, controller)
 
 
-def test_every_token_of_a_response_gets_the_advantage_of_its_row():
+def test_every_token_of_a_response_gets_the_advantage_of_its_row_normalized_where_asked():
     advantages = shaped(batch_of(RESPONSES), [1.0, 0.0, 0.25, 1.0])
     assert advantages.per_token.tolist() == [1.0, 1.0, -0.75, 0.75, 0.75, 0.75]  # of two: own score minus the other's
     assert advantages.returns.tolist() == advantages.per_token.tolist()
     assert advantages.rewards.tolist() == [1.0, 0.0, 0.25, 1.0]
     assert advantages.kl_mean is None
-
-
-def test_normalized_advantages_are_divided_by_the_deviation_of_the_whole_batch():
     settings = Algorithm(adv_estimator="rloo", normalize_advantages=True)
     advantages = shaped(batch_of(RESPONSES), [1.0, 0.0, 0.25, 1.0], settings)
     scale = math.sqrt((2 * 1.0**2 + 2 * 0.75**2) / 3) + 1e-4  # of the advantages 1, -1, -0.75, 0.75
@@ -222,10 +213,7 @@ def test_a_batch_without_a_token_has_a_kl_of_zero():
     assert (advantages.kl_mean, advantages.per_token.shape) == (0.0, (0,))
 
 
-def test_a_score_that_does_not_fit_a_float_is_named_with_its_row():
+def test_a_score_that_does_not_fit_a_float_is_named_and_groups_that_teach_nothing_are_counted():
     with pytest.raises(RewardError, match="a:2: the reward is inf"):
         shaped(batch_of(RESPONSES), [1.0, 0.0, math.inf, 0.0])
-
-
-def test_groups_that_teach_nothing_are_counted():
     assert shaped(batch_of(RESPONSES), [1.0, 1.0, 0.0, 1.0]).counts["equal_groups_share"] == 0.5

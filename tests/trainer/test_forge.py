@@ -10,7 +10,7 @@ FORGE = Forge(
 )
 
 
-def test_every_row_has_the_largest_lengths_and_tokens_of_the_vocabulary():
+def test_rows_have_the_largest_lengths_share_their_prompt_and_have_scores_that_differ():
     answers = FORGE.read(1).answers
     assert {len(ids) for ids in answers.prompt_ids} == {5}
     assert {len(ids) for ids in answers.generation.response_ids} == {4}
@@ -19,17 +19,11 @@ def test_every_row_has_the_largest_lengths_and_tokens_of_the_vocabulary():
     assert min(tokens) >= 0
     assert max(tokens) < 50
     assert len(answers.rows) == 6
-
-
-def test_rows_of_one_prompt_share_it_and_others_differ():
     answers = FORGE.read(1).answers
     assert answers.prompt_ids[0] is answers.prompt_ids[1]
     assert answers.rows[0] is answers.rows[1]
     assert len({tuple(ids) for ids in answers.prompt_ids}) == 3
     assert len({tuple(ids) for ids in answers.generation.response_ids}) == 6
-
-
-def test_scores_differ_so_that_there_is_something_to_learn():
     scores = [result.score for result in FORGE.read(1).results]
     assert len(set(scores)) == 6
     assert all(0 <= score < 1 for score in scores)

@@ -54,13 +54,10 @@ def prompt_row(index, text="1+1="):
     return PromptRow(index, text, "toy/arithmetic", "2", {}, f"rows.jsonl:{index + 1}")
 
 
-def test_every_sample_has_a_seed_of_its_own_in_every_step():
+def test_every_sample_has_a_seed_of_its_own_that_depends_on_its_prompt_and_step():
     rows = [prompt_row(index) for index in range(4)]
     seeds = [seed for step in range(3) for seed in sampling_seeds(rows, 3, 5, step)]
     assert len(set(seeds)) == 4 * 3 * 3
-
-
-def test_a_seed_depends_on_the_prompt_and_not_on_its_place_in_the_batch():
     rows = [prompt_row(index) for index in range(4)]
     forwards, backwards = sampling_seeds(rows, 2, 5, 1), sampling_seeds(rows[::-1], 2, 5, 1)
     assert forwards[:2] == backwards[-2:]

@@ -91,25 +91,19 @@ def test_the_score_decides_by_default(metric):
     assert numbers(filled([round_of(10, [1.0, 0.5, 1.0, 1.0], extra=extra)], 1, metric)[0]) == [10]
 
 
-def test_another_number_of_the_reward_function_may_decide():
+def test_another_number_of_the_reward_function_may_decide_if_it_is_there():
     extra = [{"acc": value} for value in (True, True, False, True)]
     assert numbers(filled([round_of(10, [1.0, 0.5, 1.0, 1.0], extra=extra)], 1, "acc")[0]) == [11]
-
-
-def test_a_reward_without_the_metric_is_named():
     extra = [{"acc": 1.0}, {"acc": 0.0}, {"acc": "yes"}, {}]
     with pytest.raises(RewardError, match=r"filter_groups\.metric=acc: the reward of rows:11 \(sample of step 5\) has no number"):
         filled([round_of(10, [1.0, 0.5, 1.0, 1.0], extra=extra)], 1, "acc")
 
 
-def test_rows_without_a_score_do_not_make_a_group_differ():
+def test_a_group_of_one_is_kept_and_rows_without_a_score_do_not_make_a_group_differ():
     rounds = [round_of(10, [math.nan, 1.0, math.nan, math.nan, 1.0, 0.0])]
     assert numbers(filled(rounds, 1)[0]) == [12]
     extra = [{"acc": 1.0}, {}, {"acc": 1.0}, {"acc": 0.0}]
     assert numbers(filled([round_of(10, [1.0, 0.0, 1.0, 1.0], extra=extra, failed={1})], 1, "acc")[0]) == [11]
-
-
-def test_a_group_of_one_is_kept():
     assert numbers(filled([round_of(10, [1.0, 1.0], samples=1)], samples=1)[0]) == [10, 11]
 
 

@@ -87,27 +87,18 @@ def asked_in_steps(deadline, save_seconds=0.0):
     return interrupts, told
 
 
-def test_a_quarter_of_the_deadline_is_kept_for_saving():
+def test_a_quarter_of_the_deadline_is_kept_for_saving_and_more_where_saves_are_long():
     interrupts, _ = asked_in_steps(100)
     assert not interrupts.too_late_for(74)
     assert interrupts.too_late_for(76)
     assert not interrupts.out_of_time()
-
-
-def test_two_saves_as_long_as_the_last_are_kept_where_that_is_more():
     interrupts, _ = asked_in_steps(100, save_seconds=40)
     assert not interrupts.too_late_for(19)
     assert interrupts.too_late_for(21)
-
-
-def test_a_deadline_that_is_over_leaves_no_time():
     interrupts, _ = asked_in_steps(0.001)
     time.sleep(0.002)
     assert interrupts.out_of_time()
     assert interrupts.seconds_left() < 0
-
-
-def test_nothing_is_too_late_before_a_stop_is_asked_for():
     interrupts = Interrupts()
     interrupts.begin_steps(0.0, lambda moment: None)
     assert not interrupts.too_late_for(1e9)

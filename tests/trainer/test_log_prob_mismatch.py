@@ -120,14 +120,11 @@ def test_where_the_trainers_own_log_probs_are_not_finite_the_sync_is_not_blamed(
     assert not math.isfinite(metrics["rollout/logprob_diff_mean"])
 
 
-def test_a_difference_of_the_threshold_itself_goes_on_and_any_more_stops(settled):
+def test_a_difference_of_the_threshold_goes_on_and_any_more_stops_by_default_that_of_the_dtypes(settled):
     key, log_probs = f"{AR}.rollout.max_logprob_diff", ([-1.0, -1.5], [-1.0, -1.0])
     assert compared(settled, *log_probs, {key: 0.25})["rollout/logprob_diff_mean"] == 0.25
     with pytest.raises(RolloutError, match="max_logprob_diff"):
         compared(settled, *log_probs, {key: math.nextafter(0.25, 0)})
-
-
-def test_by_default_the_limit_is_that_of_the_dtypes(settled):
     assert compared(settled, [-1.0, -1.0005], [-1.0, -1.0])["rollout/logprob_diff_mean"] < 1e-3
     with pytest.raises(RolloutError, match=r"max_logprob_diff=auto \(0\.001 for these dtypes\): in step 7 .* 0\.002 nats"):
         compared(settled, [-1.0, -1.004], [-1.0, -1.0])

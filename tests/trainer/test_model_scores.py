@@ -63,12 +63,9 @@ def test_no_answers_are_no_call():
     assert member.asked == []
 
 
-def test_a_conversation_over_the_limit_names_the_key_and_the_row():
+def test_a_conversation_over_the_limit_and_a_score_that_is_not_finite_are_named():
     with pytest.raises(ConfigError, match=rf"(?s){BUDGET_KEY}=4.*rows:2"):
         scores_over(Scorer(0), max_tokens=4).score(answers_of(*RESPONSES))
-
-
-def test_a_score_that_is_not_finite_names_its_row():
     with pytest.raises(RewardError, match=r"^rows:2: the reward model gave the score nan"):
         scores_over(Scorer(0)).score(answers_of((1,), (2,), (99,), (3,)))
 

@@ -45,39 +45,24 @@ def test_ranks_without_a_row_have_an_empty_share_and_a_group_is_cut_only_for_wan
     assert sorted(map(len, uneven_shares(lengths, 2))) == [1, 4]
 
 
-def test_mini_batches_are_whole_groups_in_order():
+def test_mini_batches_are_whole_groups_in_order_or_in_that_of_a_seed():
     assert mini_batch_rows(4, 3, 2, None) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
-
-
-def test_shuffling_moves_groups_and_never_splits_one():
     plain, shuffled = mini_batch_rows(16, 3, 4, None), mini_batch_rows(16, 3, 4, 1)
     assert shuffled != plain
     assert sorted(chain.from_iterable(shuffled)) == sorted(chain.from_iterable(plain))
     for rows in shuffled:
         assert all(rows[i : i + 3] == [rows[i], rows[i] + 1, rows[i] + 2] and rows[i] % 3 == 0 for i in range(0, 12, 3))
-
-
-def test_a_shuffle_seed_gives_one_order_and_another_seed_another():
     assert mini_batch_rows(16, 1, 4, 1) == mini_batch_rows(16, 1, 4, 1)
     assert mini_batch_rows(16, 1, 4, 1) != mini_batch_rows(16, 1, 4, 2)
 
 
-def test_one_rank_takes_all_rows_in_their_order():
+def test_rows_are_dealt_as_they_stand_unless_balancing_evens_out_their_tokens():
     assert rows_per_rank(alone([1, 2, 3]), [2, 0], 1, True) == [[2, 0]]
-
-
-def test_without_balancing_rows_are_dealt_as_they_stand():
     assert rows_per_rank(alone([9, 1, 1, 1]), [3, 2, 1, 0], 2, False) == [[3, 2], [1, 0]]
-
-
-def test_balancing_evens_out_tokens_at_equal_row_counts():
     tokens = [9, 7, 1, 1]
     shares = rows_per_rank(alone(tokens), range(4), 2, True)
     assert sorted(sum(tokens[row] for row in rows) for rows in shares) == [8, 10]
     assert [len(rows) for rows in shares] == [2, 2]
-
-
-def test_balancing_counts_only_the_rows_of_the_mini_batch():
     tokens = [100, 5, 100, 1, 1, 5]
     shares = rows_per_rank(alone(tokens), [1, 3, 4, 5], 2, True)
     assert sorted(chain.from_iterable(shares)) == [1, 3, 4, 5]
@@ -98,56 +83,38 @@ def test_a_share_that_does_not_come_out_even_is_a_broken_invariant():
         rows_per_rank(alone([1, 1, 1]), range(3), 2, False)
 
 
-def test_a_token_budget_is_a_hard_cap():
+def test_a_token_budget_is_a_hard_cap_that_a_row_may_fill_and_a_row_budget_cuts_by_count():
     assert BY_TOKENS.micro_batches(alone([6, 5, 4, 5]), "abcd") == [[0, 2], [1, 3]]
-
-
-def test_a_row_may_fill_the_cap_and_one_token_more_is_refused():
     assert BY_TOKENS.micro_batches(alone([10, 10]), "ab") == [[0], [1]]
     with pytest.raises(ConfigError, match=r"some\.key=10: b has 11 tokens"):
         BY_TOKENS.micro_batches(alone([10, 11]), "ab")
-
-
-def test_a_row_budget_cuts_by_count_whatever_the_lengths():
     assert BY_ROWS.micro_batches(alone([60, 1, 1]), "abc") == [[0, 1], [2]]
 
 
-def test_every_rank_runs_as_many_micro_batches_as_the_busiest():
+def test_every_rank_runs_as_many_micro_batches_as_the_busiest_if_need_be_empty_ones():
     cut = cut_ranks([alone([10, 10, 10]), alone([2, 2, 1])], ["abc", "def"], BY_TOKENS)
     assert [len(bins) for bins in cut] == [3, 3]
     assert [sorted(chain.from_iterable(bins)) for bins in cut] == [[0, 1, 2], [0, 1, 2]]
-
-
-def test_a_rank_with_too_few_rows_gets_empty_micro_batches():
     assert cut_ranks([alone([10, 10]), alone([3])], ["ab", "c"], BY_TOKENS) == [[[0], [1]], [[0], []]]
 
 
 GROUPS = RowTokens(prompts=(5,) * 8, answers=(1, 2, 3, 4, 1, 1, 1, 9), groups=(0, 0, 0, 0, 1, 1, 1, 1))
 
 
-def test_groups_stay_whole_on_the_ranks_where_their_number_divides():
+def test_groups_stay_whole_where_they_can_and_ranks_are_balanced_by_what_is_computed():
     assert sorted(rows_per_rank(GROUPS, range(8), 2, True)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
-def test_a_group_is_halved_where_there_are_fewer_groups_than_ranks():
     shares = rows_per_rank(GROUPS, range(8), 4, True)
     assert sorted(shares) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-
-
-def test_ranks_are_balanced_by_what_is_computed():
     tokens = RowTokens(prompts=(90, 90, 50, 50, 10, 10, 20, 20), answers=(10, 0) * 4, groups=(0, 0, 1, 1, 2, 2, 3, 3))
     # Computed: 100, 60, 20 and 30 with one prompt a group; evenly dealt, 120 and 90.
     assert sorted(rows_per_rank(tokens, range(8), 2, True)) == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
-def test_scoring_passes_follow_the_actors_budget(settled):
+def test_scoring_passes_follow_the_actors_budget_unless_they_have_their_own(settled):
     update, old, reference = budgets(settled().actor_rollout_ref)
     assert (update.by_tokens, update.max_tokens, update.rows) == (True, 40, None)
     assert (old.by_tokens, old.max_tokens, old.rows) == (True, 40, None)
     assert (reference.by_tokens, reference.max_tokens, reference.rows) == (True, 40, None)
-
-
-def test_each_pass_may_have_a_budget_of_its_own(settled):
     more = {
         f"{AR}.rollout.log_prob_max_token_len_per_gpu": 50,
         f"{AR}.ref.log_prob_use_dynamic_bsz": False,

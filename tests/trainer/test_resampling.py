@@ -16,10 +16,13 @@ from verl_memopt.trainer.rollouts import Answers, StepBatch
 NAN = float("nan")
 
 
-def test_rows_are_drawn_by_the_power_of_their_score():
+def test_rows_are_drawn_by_the_power_of_their_score_and_never_without_one():
     counts = Counter(drawn_rows(torch.tensor([1.0, -2.0, 0.0, 3.0] * 500), PfPpo(weight_pow=1.0), 5))
     kinds = [sum(number for row, number in counts.items() if row % 4 == kind) / 2000 for kind in range(4)]
     assert kinds == pytest.approx([1 / 6, 2 / 6, 0, 3 / 6], abs=0.03)
+    assert set(drawn_rows(torch.tensor([NAN, 0.5, NAN, 0.25] * 20), PfPpo(), 1)) <= set(range(1, 80, 2))
+    assert drawn_rows(torch.tensor([NAN, NAN]), PfPpo(), 1) == [0, 1]
+    assert len(set(drawn_rows(torch.zeros(500), PfPpo(), 1))) == pytest.approx(500 * (1 - 1 / 2.718281828), rel=0.1)
 
 
 def test_a_draw_repeats_with_its_seed_and_changes_with_another():
@@ -27,15 +30,6 @@ def test_a_draw_repeats_with_its_seed_and_changes_with_another():
     draws = [drawn_rows(scores, PfPpo(), seed) for seed in (3, 3, 4)]
     assert draws[0] == draws[1] != draws[2]
     assert all(len(draw) == 40 and set(draw) <= set(range(40)) for draw in draws)
-
-
-def test_rows_without_a_score_are_never_drawn():
-    assert set(drawn_rows(torch.tensor([NAN, 0.5, NAN, 0.25] * 20), PfPpo(), 1)) <= set(range(1, 80, 2))
-    assert drawn_rows(torch.tensor([NAN, NAN]), PfPpo(), 1) == [0, 1]
-
-
-def test_scores_that_are_all_zero_draw_every_row_alike():
-    assert len(set(drawn_rows(torch.zeros(500), PfPpo(), 1))) == pytest.approx(500 * (1 - 1 / 2.718281828), rel=0.1)
 
 
 def step_batch(scores):

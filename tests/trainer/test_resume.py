@@ -64,7 +64,8 @@ def test_a_flipped_bit_in_a_shard_makes_the_run_resume_before_it_and_say_so(sett
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
     whole = learned(run_dir)
-    assert train(settled(SAVES)) == 0
+    with ready(settled(SAVES)) as trainer:
+        trainer.run()
     shown = capsys.readouterr().out
     assert "passed over" in shown
     assert f"{shard.name} has other contents than were written" in shown
@@ -114,7 +115,8 @@ def test_a_run_refuses_to_start_over_while_none_of_its_checkpoints_is_whole(sett
 
 
 def test_starting_over_loses_neither_the_checkpoints_nor_the_record(settled, run_dir, capsys):
-    assert train(settled(SAVES | {"trainer.resume_mode": "disable", "trainer.total_training_steps": 1})) == 0
+    with ready(settled(SAVES | {"trainer.resume_mode": "disable", "trainer.total_training_steps": 1})) as trainer:
+        trainer.run()
     assert f"are in {run_dir / 'previous' / 'checkpoints_1'}" in capsys.readouterr().out
     assert CheckpointStore(run_dir / "previous" / "checkpoints_1", None).newest().step == 2
     assert CheckpointStore(run_dir, None).newest().step == 1
@@ -148,12 +150,9 @@ def test_a_model_whose_weights_do_not_fit_is_refused_before_a_worker_starts(sett
         resumed_context(settled, {f"{AR}.model.path": str(other)})
 
 
-def test_a_critic_cannot_go_on_from_a_checkpoint_without_one(settled, run_dir):
+def test_a_critic_cannot_go_on_from_a_checkpoint_without_one_or_without_its_model(settled, run_dir):
     with pytest.raises(ConfigError, match=r"algorithm\.adv_estimator=gae: there is no critic in .*global_step_2"):
         resumed_context(settled, {"algorithm.adv_estimator": "gae"})
-
-
-def test_what_a_critic_loads_must_have_its_model(settled, run_dir):
     parts = {"algorithm.adv_estimator": "gae", "critic.checkpoint.load_contents": ["extra"]}
     with pytest.raises(ConfigError, match=r"critic\.checkpoint\.load_contents=\['extra'\]: a run cannot go on from"):
         resumed_context(settled, parts)

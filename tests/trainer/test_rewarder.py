@@ -26,10 +26,13 @@ def dapo(enable=True, log=False, length=4, factor=0.5, longest=10):
     return Dapo(RewardKwargs(overlong_buffer_cfg=buffer, max_resp_len=longest))
 
 
-def test_only_the_manager_dapo_shapes_rewards():
+def test_the_penalty_shapes_rewards_for_the_manager_dapo_alone():
     assert Dapo.of(RewardModel()) is None
     assert Dapo.of(RewardModel(reward_manager="prime")) is None
     assert Dapo.of(RewardModel(reward_manager="dapo")) == Dapo(RewardKwargs())
+    (result,) = dapo().shaped([RewardResult(1.0)], [10])
+    assert (result.score, result.extra) == (0.5, {"acc": 1.0})
+    assert dapo(enable=False, log=True).shaped([RewardResult(1.0)], [10]) == [RewardResult(1.0, {"acc": 1.0})]
 
 
 def test_a_response_loses_in_proportion_to_what_it_has_in_the_buffer():
@@ -43,15 +46,6 @@ def test_a_response_loses_in_proportion_to_what_it_has_in_the_buffer():
         {"acc": 1.0, "overlong_reward": -0.5, "overlong": True},
         {"acc": 0.0, "overlong_reward": -0.5, "overlong": True},
     ]
-
-
-def test_without_its_log_the_penalty_is_in_the_score_alone():
-    (result,) = dapo().shaped([RewardResult(1.0)], [10])
-    assert (result.score, result.extra) == (0.5, {"acc": 1.0})
-
-
-def test_without_the_penalty_dapo_reports_the_score_as_accuracy():
-    assert dapo(enable=False, log=True).shaped([RewardResult(1.0)], [10]) == [RewardResult(1.0, {"acc": 1.0})]
 
 
 def test_a_function_that_returns_a_dict_keeps_its_own_accuracy():

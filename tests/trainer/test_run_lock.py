@@ -74,11 +74,13 @@ def test_the_kernel_releases_the_lock_of_a_process_that_was_killed(holder, tmp_p
     hold(tmp_path).release()
 
 
-def test_a_released_lock_leaves_no_file_and_can_be_taken_again(tmp_path):
+def test_a_released_lock_leaves_no_file_and_folders_have_locks_of_their_own(tmp_path):
     for _ in range(2):
         with hold(tmp_path / "new folder"):
             assert (tmp_path / "new folder" / LOCK).exists()
         assert list((tmp_path / "new folder").iterdir()) == []
+    with hold(tmp_path / "a") as one, hold(tmp_path / "b") as other:
+        assert one is not other
 
 
 def test_a_process_that_holds_the_lock_gets_the_one_it_has(tmp_path):
@@ -89,11 +91,6 @@ def test_a_process_that_holds_the_lock_gets_the_one_it_has(tmp_path):
         told(refused)
         assert refused.stdout.readline().startswith("refused"), "taking it twice must not drop it"
         refused.communicate()
-
-
-def test_folders_have_locks_of_their_own(tmp_path):
-    with hold(tmp_path / "a") as one, hold(tmp_path / "b") as other:
-        assert one is not other
 
 
 def test_of_processes_that_start_at_one_moment_exactly_one_goes_on(tmp_path):

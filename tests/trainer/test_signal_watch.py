@@ -114,7 +114,7 @@ def test_a_signal_that_a_supervisor_sends_twice_is_one(watched):
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGHUP)
     with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(timeout=1)
+        process.wait(timeout=0.5)
 
 
 def test_at_the_deadline_the_process_ends_with_the_code_of_the_signal_and_names_the_key(watched):

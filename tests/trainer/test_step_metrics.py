@@ -26,22 +26,16 @@ def described(truncates=False, kl_mean=None, entropy=None, old_log_prob=-5.0, va
     return StepMetrics(3, 4, truncates).describe(batch, 0.5)
 
 
-def test_rewards_are_averaged_over_rows_and_advantages_over_tokens():
+def test_a_step_is_described_by_means_shares_and_counts():
     metrics = described()
     assert metrics["critic/score/mean"] == 0.5
     assert metrics["critic/rewards/mean"] == 0.25
     assert metrics["critic/advantages/mean"] == pytest.approx((4 - 1) / 8)
     assert metrics["critic/returns/mean"] == pytest.approx((4 - 1) / 8 + 0.5)
-
-
-def test_lengths_are_compared_with_their_caps():
     metrics = described()
     assert metrics["prompt_length/clip_ratio"] == 1.0  # each prompt has three tokens, which is the cap
     assert metrics["response_length/clip_ratio"] == 0.25
     assert metrics["response/aborted_ratio"] == 0.25
-
-
-def test_failures_groups_and_cached_prompt_tokens_are_counted():
     metrics = described()
     assert (metrics["reward/failed_rows"], metrics["reward/groups"]) == (1.0, 2.0)
     assert metrics["rollout/prefix_cache_hit_rate"] == 6 / 12

@@ -21,13 +21,10 @@ class Scripted(Member):
         return Reply((self.rank, *args), self.script.pop(0) if self.script else memory(phase))
 
 
-def test_the_same_call_reaches_every_worker_and_answers_come_in_rank_order():
+def test_a_call_reaches_every_worker_with_its_arguments_and_answers_come_in_rank_order():
     workers = group_of(Scripted(0), Scripted(1))
     assert workers.world_size == 2
     assert workers.all("gen", Worker.generate, "a", "b") == [(0, "a", "b"), (1, "a", "b")]
-
-
-def test_each_worker_gets_the_arguments_of_its_rank():
     workers = group_of(Scripted(0), Scripted(1))
     assert workers.each("gen", Worker.generate, [("a",), ("b",)]) == [(0, "a"), (1, "b")]
     assert [member.asked for member in workers.group.members] == [
@@ -85,7 +82,7 @@ def test_the_start_is_the_first_phase_of_the_first_take_and_of_no_other():
     assert [taken.name for taken in workers.take_memories()] == ["gen"]
 
 
-def test_over_ranks_device_figures_are_the_largest_and_resident_memory_the_sum():
+def test_over_ranks_device_figures_are_the_largest_resident_memory_the_sum_and_what_nobody_has_is_absent():
     workers = group_of(
         Scripted(0, [memory("gen", host=3, peak_allocated_bytes=5, allocated_bytes=4)]),
         Scripted(1, [memory("gen", host=4, peak_allocated_bytes=7, allocated_bytes=2)]),
@@ -93,6 +90,10 @@ def test_over_ranks_device_figures_are_the_largest_and_resident_memory_the_sum()
     workers.all("gen", Worker.generate)
     figures = workers.take_memories()[1]
     assert (figures.peak_allocated_bytes, figures.allocated_bytes, figures.host_rss_bytes) == (7, 4, 7)
+    workers = group_of(Scripted(0), Scripted(1))
+    workers.all("gen", Worker.generate)
+    workers.all("gen", Worker.generate)
+    assert workers.take_memories()[1].peak_allocated_bytes is None
 
 
 def test_over_calls_each_peak_is_the_largest_and_what_is_live_is_the_last_calls():
@@ -113,13 +114,6 @@ def test_compilations_are_the_most_of_a_rank_and_the_sum_over_calls():
     workers.all("gen", Worker.generate)
     figures = workers.take_memories()[1]
     assert (figures.compiles, figures.compile_fallbacks) == (4 + 2, 0)
-
-
-def test_a_figure_nobody_has_stays_absent():
-    workers = group_of(Scripted(0), Scripted(1))
-    workers.all("gen", Worker.generate)
-    workers.all("gen", Worker.generate)
-    assert workers.take_memories()[1].peak_allocated_bytes is None
 
 
 @pytest.mark.parametrize("in_process", [True, False])

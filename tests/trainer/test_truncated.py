@@ -20,11 +20,14 @@ def batch():
 REASONS = ["stop", "length", "stop"]
 
 
-def test_the_tokens_of_a_truncated_response_are_not_kept():
+def test_tokens_of_truncated_responses_are_not_kept_and_all_others_are():
     rows = batch()
     assert mask_truncated(rows, REASONS) == {"reward/masked_rows": 1.0}
     assert rows.kept.tolist() == [True, True, False, False, False, True]
     assert rows.kept_sizes() == [2, 0, 1]
+    rows = batch()
+    assert mask_truncated(rows, ["stop"] * 3) == {"reward/masked_rows": 0.0}
+    assert rows.kept.all()
 
 
 def test_what_the_rollout_correction_rejects_stays_rejected():
@@ -32,12 +35,6 @@ def test_what_the_rollout_correction_rejects_stays_rejected():
     rows.kept = torch.tensor([False, True, True, True, True, True])
     mask_truncated(rows, REASONS)
     assert rows.kept.tolist() == [False, True, False, False, False, True]
-
-
-def test_responses_that_all_end_are_all_kept():
-    rows = batch()
-    assert mask_truncated(rows, ["stop"] * 3) == {"reward/masked_rows": 0.0}
-    assert rows.kept.all()
 
 
 @pytest.mark.parametrize("mode", ["sequence", "vanilla"])

@@ -41,11 +41,8 @@ def updated(alike, more, ranks=1, step=1):
     return metrics, [[(mini.batch.responses.flat - 3).tolist() for mini in member.minis] for member in workers.group.members]
 
 
-def test_an_update_has_one_mini_batch_per_share_of_the_prompts_in_order(alike):
+def test_an_update_has_one_mini_batch_per_share_of_the_prompts_in_each_pass(alike):
     assert updated(alike, {})[1] == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
-
-
-def test_ppo_epochs_pass_over_the_batch_again(alike):
     assert updated(alike, {f"{AR}.actor.ppo_epochs": 2})[1] == [[[0, 1, 2, 3], [4, 5, 6, 7]] * 2]
 
 

@@ -7,9 +7,7 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer
 
 from tests.critics import call_critic, critic_batch, critic_mini, critic_plan, critic_weights, naive_values
 from tests.ranks import run_ranks
-from tests.worker.test_policy import batch
 from tests.worker.test_worker import ALL, AR, call, made, mini_batch, place, plan_of, same, weights  # noqa: F401 - made is a fixture
-from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.distributed.file_records import record_folder
 from verl_memopt.errors import CheckpointError
@@ -61,32 +59,43 @@ def test_a_model_folder_that_cannot_be_written_is_an_error_for_the_user(made, tm
 
 
 def two_ranks(rank, folder, out):
-    """Loads what one rank wrote, takes a step, saves and gives what this rank computed."""
-    worker = Worker(plan_of(folder), place(rank, 2))
+    """Loads what one rank wrote, takes a step of each model, saves and gives what this rank computed."""
+    worker = Worker(plan_of(folder, **critic_plan(folder)), place(rank, 2))
     worker.load(str(out / "one"), ALL)
-    whole = batch(rows=4)
-    counts = GlobalCounts(float(whole.responses.lengths.sum()), 4.0)
-    metrics = worker.update_actor([MiniBatch(whole.select([2 * rank, 2 * rank + 1]), [[0, 1]], counts)])
+    call_critic(worker, "load_critic", str(out / "critic of one"), ALL)
+    own = [2 * rank, 2 * rank + 1]
+    minis = [MiniBatch(mini.batch.select(own), [[0, 1]], mini.counts) for mini in (mini_batch(), critic_mini())]
+    metrics = worker.update_actor(minis[:1]) | call_critic(worker, "update_critic", minis[1:]).value
     worker.save(str(out / "two"), ALL)
+    call_critic(worker, "save_critic", str(out / "critic of two"), [*ALL, "hf_model"])
     return metrics
 
 
 def test_another_number_of_ranks_goes_on_from_a_checkpoint_and_back(made, tiny_folder, tmp_path):  # noqa: F811
-    worker = made()
+    worker = made(**critic_plan(tiny_folder))
     call(worker, "update_actor", [mini_batch()])
     call(worker, "save", str(tmp_path / "one"), ALL)
-    expected = call(worker, "update_actor", [mini_batch()])
+    call_critic(worker, "update_critic", [critic_mini()])
+    call_critic(worker, "save_critic", str(tmp_path / "critic of one"), ALL)
+    expected = call(worker, "update_actor", [mini_batch()]) | call_critic(worker, "update_critic", [critic_mini()]).value
     answers = run_ranks(two_ranks, 2, tiny_folder, tmp_path)
-    assert sum(answer["actor/loss"] for answer in answers) == pytest.approx(expected["actor/loss"], rel=1e-5)
+    for name in ("actor/loss", "critic/vf_loss"):
+        assert sum(answer[name] for answer in answers) == pytest.approx(expected[name], rel=1e-5)
     for answer in answers:
-        assert answer["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-5)
+        for name in ("actor/grad_norm", "critic/grad_norm"):
+            assert answer[name] == pytest.approx(expected[name], rel=1e-5)
         assert answer["actor/lr"] == expected["actor/lr"]
     assert sorted(path.name for path in (tmp_path / "two").glob("extra*")) == ["extra_rank_0.pt", "extra_rank_1.pt"]
+    of_one = weights(worker), critic_weights(worker)
+    made.close()
     leave_process_group()
-    back = made()
+    back = made(**critic_plan(tiny_folder))
     call(back, "load", str(tmp_path / "two"), ALL)
-    for name, tensor in weights(back).items():
-        torch.testing.assert_close(tensor, weights(worker)[name], rtol=0, atol=2e-5)
+    call_critic(back, "load_critic", str(tmp_path / "critic of two"), ALL)
+    assert same(load_file(tmp_path / "critic of two" / "huggingface" / "model.safetensors"), critic_weights(back))
+    for found, own in zip((weights(back), critic_weights(back)), of_one, strict=True):
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, own[name], rtol=0, atol=2e-5)
 
 
 # The critic.
@@ -109,35 +118,6 @@ def test_a_loaded_critic_goes_on_bit_for_bit(made, tiny_folder, tmp_path, offloa
     call_critic(other, "load_critic", str(tmp_path), ALL)
     assert call_critic(other, "update_critic", [critic_mini()]).value == metrics
     assert same(critic_weights(other), expected)
-
-
-def critic_on_two_ranks(rank, folder, out):
-    worker = Worker(plan_of(folder, **critic_plan(folder)), place(rank, 2))
-    call_critic(worker, "load_critic", str(out / "one"), ALL)
-    whole = critic_mini().batch
-    counts = critic_mini().counts
-    metrics = call_critic(worker, "update_critic", [MiniBatch(whole.select([2 * rank, 2 * rank + 1]), [[0, 1]], counts)]).value
-    call_critic(worker, "save_critic", str(out / "two"), [*ALL, "hf_model"])
-    return metrics
-
-
-def test_two_ranks_go_on_from_a_critics_checkpoint_of_one_and_back(made, tiny_folder, tmp_path):  # noqa: F811
-    worker = made(**critic_plan(tiny_folder))
-    call_critic(worker, "update_critic", [critic_mini()])
-    call_critic(worker, "save_critic", str(tmp_path / "one"), ALL)
-    expected = call_critic(worker, "update_critic", [critic_mini()]).value
-    answers = run_ranks(critic_on_two_ranks, 2, tiny_folder, tmp_path)
-    assert sum(answer["critic/vf_loss"] for answer in answers) == pytest.approx(expected["critic/vf_loss"], rel=1e-5)
-    assert answers[0]["critic/grad_norm"] == pytest.approx(expected["critic/grad_norm"], rel=1e-5)
-    weights_of_one = critic_weights(worker)
-    made.close()
-    leave_process_group()
-    back = made(**critic_plan(tiny_folder))
-    call_critic(back, "load_critic", str(tmp_path / "two"), ALL)
-    written = load_file(tmp_path / "two" / "huggingface" / "model.safetensors")
-    assert same(written, critic_weights(back))
-    for name, tensor in written.items():
-        torch.testing.assert_close(tensor, weights_of_one[name], rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("lora", [0, 4])

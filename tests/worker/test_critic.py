@@ -13,6 +13,7 @@ from verl_memopt.data.batch import Ragged, RolloutBatch
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.memory.activation_offload_torch import ActivationOffload
 from verl_memopt.memory.lora_torch import adapters, initialize_adapters
+from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.model.weights import named_weights
 from verl_memopt.worker.trained_model import micro_batch
 
@@ -154,21 +155,33 @@ KNOBS = {
     "activations on the host": {"model": {"enable_activation_offload": True}, "budget": SMALL},
     "moments on the host": {"fsdp": {"optimizer_offload": True}},
     "FSDP2's own offload": {"fsdp": {"offload_policy": True}, "budget": SMALL},
+    "tiles of the MLP": {"model": {"tiled_mlp": TiledMlp(enabled=True, num_shards=3)}},
 }
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["own prompts", "shared prompts"])
-@pytest.mark.parametrize("knob", KNOBS)
-def test_no_knob_changes_values_loss_or_gradients(folder, one_rank, knob, shared):
-    expected = values_and_step(folder, one_rank) if not shared else values_and_step(folder, one_rank, shared=True)
-    assert_same(values_and_step(folder, one_rank, shared=shared, **KNOBS[knob]), expected)
+@pytest.fixture(scope="module")
+def plain_steps():
+    return {}
 
 
-def test_tiles_of_the_mlp_change_nothing(folder, one_rank):
-    from verl_memopt.memory.tiled_mlp import TiledMlp
+@pytest.fixture
+def plain(folder, one_rank, plain_steps):
+    """Returns the step without a knob, of own or of shared prompts; each is taken once."""
 
-    tiled = {"model": {"tiled_mlp": TiledMlp(enabled=True, num_shards=3)}}
-    assert_same(values_and_step(folder, one_rank, **tiled), values_and_step(folder, one_rank))
+    def step(shared):
+        if shared not in plain_steps:
+            plain_steps[shared] = values_and_step(folder, one_rank, shared=shared)
+        return plain_steps[shared]
+
+    return step
+
+
+OWN_PROMPTS = ("small micro-batches", "eager attention", "whole last block", "FSDP2's own offload")
+
+
+@pytest.mark.parametrize(("knob", "shared"), [*((knob, True) for knob in KNOBS), *((knob, False) for knob in OWN_PROMPTS)])
+def test_no_knob_changes_values_loss_or_gradients(folder, one_rank, plain, knob, shared):
+    assert_same(values_and_step(folder, one_rank, shared=shared, **KNOBS[knob]), plain(shared))
 
 
 def test_a_shared_prompt_is_computed_once_and_gives_the_numbers_of_own_prompts(folder, one_rank):
@@ -220,18 +233,6 @@ def two_rank_steps(rank, folder):
     return found
 
 
-def test_two_ranks_take_the_step_of_one(folder, one_rank):
-    expected = values_and_step(folder, one_rank, shared=True)
-    answers = run_ranks(two_rank_steps, 2, folder)
-    for key in answers[0]:
-        both = [answer[key] for answer in answers]
-        metrics = {name: sum(each[1][name] for each in both) for name in METRICS[:3]}
-        metrics["critic/grad_norm"] = both[0][1]["critic/grad_norm"]
-        gradients = {name: torch.from_numpy(array) for name, array in both[0][2].items()}
-        assert_same_step((None, metrics, gradients), expected)
-        assert sum(each[0].size for each in both) == len(expected[0])
-
-
 OPTIMIZERS = {
     "moments on the host": ({}, {"optimizer_offload": True}),
     "FSDP2's own offload": ({}, {"offload_policy": True}),
@@ -263,8 +264,29 @@ def every_optimizer(rank, folder):
     return {name: two_updates(folder, mesh, rank, 2, *options) for name, options in OPTIMIZERS.items()}
 
 
-def test_every_optimizer_updates_a_head_of_which_one_of_two_ranks_holds_nothing(folder, one_rank):
-    answers = run_ranks(every_optimizer, 2, folder)
+def on_rank(rank, folder):
+    return two_rank_steps(rank, folder), every_optimizer(rank, folder)
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks(folder):
+    """The steps and the optimizers of two ranks: for each a list of what the ranks found."""
+    return list(zip(*run_ranks(on_rank, 2, folder), strict=True))
+
+
+def test_two_ranks_take_the_step_of_one(plain, of_two_ranks):
+    expected, (answers, _) = plain(True), of_two_ranks
+    for key in answers[0]:
+        both = [answer[key] for answer in answers]
+        metrics = {name: sum(each[1][name] for each in both) for name in METRICS[:3]}
+        metrics["critic/grad_norm"] = both[0][1]["critic/grad_norm"]
+        gradients = {name: torch.from_numpy(array) for name, array in both[0][2].items()}
+        assert_same_step((None, metrics, gradients), expected)
+        assert sum(each[0].size for each in both) == len(expected[0])
+
+
+def test_every_optimizer_updates_a_head_of_which_one_of_two_ranks_holds_nothing(folder, one_rank, of_two_ranks):
+    _, answers = of_two_ranks
     for name, (optim, fsdp) in OPTIMIZERS.items():
         both = [answer[name] for answer in answers]
         assert [held for _, held, _ in both] == [65, 0], name

@@ -33,13 +33,10 @@ def group():
     group.shutdown()
 
 
-def test_the_only_member_answers_alone(group):
+def test_the_only_member_answers_alone_and_knows_its_place(group):
     assert group.world_size == 1
     assert group.all("sum", 1, 2, start=10) == [13]
     assert group.each("sum", [(4, 5)]) == [9]
-
-
-def test_the_member_knows_its_place_and_so_does_its_environment(group):
     (placement,) = group.all("place")
     assert (placement.rank, placement.world_size, placement.local_rank, placement.device) == (0, 1, 0, "cpu")
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -112,12 +112,10 @@ def two_rank_steps(rank, folder):
     return {key: (metrics, {name: tensor.numpy() for name, tensor in full.items()}) for key, (metrics, full) in steps.items()}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"budget": SMALL}, {"recompute": True}, {"attention": "eager"}, {"budget": SMALL, "recompute": True, "attention": "eager"}],
-)
-def test_the_first_step_does_not_depend_on_how_it_is_computed(tiny_folder, one_rank, options):
-    assert_same_step(first_step(tiny_folder, one_rank, **options), first_step(tiny_folder, one_rank))
+def test_the_first_step_does_not_depend_on_how_it_is_computed(tiny_folder, one_rank):
+    expected, each = first_step(tiny_folder, one_rank), {"budget": SMALL, "recompute": True, "attention": "eager"}
+    for options in (*({name: value} for name, value in each.items()), each):
+        assert_same_step(first_step(tiny_folder, one_rank, **options), expected)
 
 
 def test_the_first_step_does_not_depend_on_the_number_of_ranks(untied_folder, one_rank):
@@ -318,7 +316,7 @@ def same_bytes(one, other):
 
 def mini_of(seed, bad=None, rank=0, world_size=1):
     """Gives a rank's share of a mini-batch. bad: the advantage of its last token, where that is no number."""
-    mini = shares(batch(seed=seed), world_size, WHOLE)[rank]
+    mini = shares(batch(rows=4, seed=seed), world_size, WHOLE)[rank]
     if bad is not None:
         mini.batch.advantages[-1] = bad
     return mini

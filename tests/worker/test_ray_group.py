@@ -115,11 +115,12 @@ def test_results_come_in_rank_order_whoever_answers_first(group):
     assert group.each("tell", [("a",), (1, 2)]) == [(0, ("a",), {}), (1, (1, 2), {})]
 
 
-def test_members_are_processes_of_their_own_that_know_their_place(group):
+def test_members_are_processes_of_their_own_that_know_their_place_and_see_no_gpu(group):
     first, second = group.all("place")
     assert [(p.rank, p.world_size, p.local_rank, p.device) for p in (first, second)] == [(0, 2, 0, "cpu"), (1, 2, 1, "cpu")]
     assert (first.master_addr, first.master_port) == (second.master_addr, second.master_port)
     assert len({os.getpid(), *group.all("process")}) == 3
+    assert group.all("gpus") == [("", [])] * 2
 
 
 def test_the_environment_is_set_before_the_factory_is_imported(group):
@@ -128,10 +129,6 @@ def test_the_environment_is_set_before_the_factory_is_imported(group):
         assert variables == [str(rank), "2", str(rank), "2", "127.0.0.1", str(port), "3"]
         assert threads == "3"
         assert not torch_came_first
-
-
-def test_a_member_of_a_cpu_run_asks_for_no_gpu_and_sees_none(group):
-    assert group.all("gpus") == [("", [])] * 2
 
 
 def test_a_tensor_makes_the_trip_unchanged_and_writable(group):
@@ -206,14 +203,8 @@ def homes(*members):
 def test_a_member_sees_the_gpus_of_its_group_on_its_node_in_the_order_of_local_ranks():
     group = homes(("a", ("3",)), ("a", ("2",)), ("b", ("0",)), ("b", ("10",)))
     assert [visible_devices(group, rank)[VISIBLE_DEVICES] for rank in range(4)] == ["3,2", "3,2", "0,10", "0,10"]
-
-
-def test_two_bundles_that_ray_put_on_one_node_share_one_list():
     group = homes(("a", ("0",)), ("b", ("0",)), ("a", ("1",)))
     assert [visible_devices(group, rank)[VISIBLE_DEVICES] for rank in range(3)] == ["0,1", "0", "0,1"]
-
-
-def test_members_without_gpus_get_no_variable():
     assert visible_devices(homes(("a", ()), ("a", ())), 1) == {}
 
 

@@ -120,12 +120,9 @@ def test_the_length_of_the_warm_up_is_given_or_a_share_of_the_schedule(settings,
     assert [schedule.lr_lambdas[0](step) for step in (0, 1)] == pytest.approx(expected)
 
 
-def test_the_optimizer_has_the_settings_it_was_given_and_is_fused():
+def test_the_optimizer_has_its_settings_is_fused_and_takes_further_arguments():
     group = build_optimizer(weights(), Optim(lr=0.5, weight_decay=0.25, betas=(0.5, 0.75))).param_groups[0]
     assert (group["lr"], group["weight_decay"], group["betas"], group["fused"]) == (0.5, 0.25, (0.5, 0.75), True)
-
-
-def test_further_arguments_go_to_the_optimizer_and_win():
     optim = Optim(override_optimizer_config={"eps": 1e-3, "fused": False})
     group = build_optimizer(weights(), optim).param_groups[0]
     assert (group["eps"], group["fused"]) == (1e-3, False)
@@ -181,13 +178,10 @@ def test_moments_follow_the_parameters_unless_told():
     assert optimizer.state[parameter]["exp_avg"].dtype == torch.bfloat16
 
 
-def test_our_adamw_takes_the_settings_and_the_overrides():
+def test_our_adamw_takes_the_settings_and_overrides_and_refuses_others_by_name():
     settings = Optim(state_dtype="int8", lr=0.5, betas=(0.8, 0.9), weight_decay=0.1, override_optimizer_config={"eps": 1e-6})
     group = build_optimizer([nn.Parameter(torch.ones(64, 64))], settings).param_groups[0]
     assert (group["lr"], group["betas"], group["weight_decay"], group["eps"]) == (0.5, (0.8, 0.9), 0.1, 1e-6)
-
-
-def test_an_argument_our_adamw_does_not_take_is_refused_by_name():
     settings = Optim(state_dtype="int8", override_optimizer_config={"amsgrad": True})
     with pytest.raises(ConfigError, match="amsgrad"):
         build_optimizer(weights(), settings)

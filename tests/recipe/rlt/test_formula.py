@@ -226,9 +226,6 @@ def test_metrics_are_means_over_scored_rows_and_shares_of_statuses():
     assert shares == {"ok": 0.25, "no_end_tag": 0.25, "empty_think": 0.25, "think_truncated": 0.25, "skipped": 0.0}
     assert (metrics["match"], metrics["text_after_end_tag"], metrics["think_tokens"]) == (-0.5, 0.25, 5 / 4)
     assert metrics["r_ss"] == pytest.approx(-0.765, abs=1e-6)
-
-
-def test_a_step_without_a_scored_row_has_shares_only():
     metrics = scores_of(RltReward(), [([], [], False)], [SKIPPED]).metrics()
     assert metrics["status/skipped"] == 1.0
     assert "reward" not in metrics

@@ -12,8 +12,9 @@ import pytest
 import yaml
 
 from tests.end_to_end.runs import ROOT, metrics, script_environment
+from tests.rlt import brief_toy
 from verl_memopt.config.keys import flatten
-from verl_memopt.recipes.rlt.lessons import RltToyRecipe, RltWarmUp, make_rlt_toy
+from verl_memopt.recipes.rlt.lessons import RltToyRecipe
 
 MONO, MULTI = ROOT / "recipe" / "rlt" / "launch_mono.sh", ROOT / "recipe" / "rlt" / "launch_multi.sh"
 AR = "actor_rollout_ref"
@@ -22,9 +23,8 @@ OWN = ("MODEL_PATH", "STUDENT_PATH", "TRAIN_FILES", "VAL_FILES", "TOY_DIR", "SEE
 
 @pytest.fixture(scope="module")
 def rlt_toy(tmp_path_factory):
-    """The toy task as the launcher makes it, marked as warmed up after a few steps."""
-    short = RltWarmUp(steps=3)
-    folder = make_rlt_toy(tmp_path_factory.mktemp("rlt") / "toy", recipe=RltToyRecipe(student=short, teacher=short))
+    """A toy task with few held-out sums and models that know nothing, marked as the one that the launcher makes."""
+    folder = brief_toy(tmp_path_factory.mktemp("rlt") / "toy")
     record = json.loads((folder / "rlt_toy.json").read_text())
     whole = json.loads(json.dumps({"recipe": RltToyRecipe()}, default=lambda each: vars(each)))
     (folder / "rlt_toy.json").write_text(json.dumps(record | whole))

@@ -179,14 +179,11 @@ def test_an_explanation_adds_the_ones_then_the_tens(problem: tuple[int, int], te
     assert explanation(problem) == text
 
 
-def test_the_last_digits_of_the_steps_are_the_solution() -> None:
+def test_an_explanation_ends_in_the_solution_and_a_careless_one_forgets_the_carry_alone() -> None:
     for problem in chain(*split_problems(ToyRecipe(), 0)):
         ones, tens = explanation(problem).split(" ")
         assert solution(problem) == tens.partition("=")[2] + ones[-1] == str(sum(problem))
         assert all(eval(left) == int(right) for left, _, right in (step.partition("=") for step in (ones, tens)))
-
-
-def test_a_careless_explanation_forgets_the_carry_alone() -> None:
     assert explanation((47, 8), carries=False) == "7+8=15 4+0=4"
     assert explanation((41, 8), carries=False) == explanation((41, 8))
 
@@ -245,14 +242,14 @@ def test_the_right_explanation_helps_the_student_more_than_none_a_wrong_one_or_a
 
 
 def test_a_task_is_kept_or_made_anew_as_seed_and_recipe_say(tmp_path: Path) -> None:
-    brief = replace(RECIPE, student=BRIEF)
+    brief = replace(RECIPE, student=BRIEF, num_validation=700)
     folder = make_rlt_toy(tmp_path / "toy", seed=1, recipe=brief)
     model, stamp = (folder / "teacher" / "model.safetensors").read_bytes(), (folder / "val.parquet").stat().st_ino
     assert (make_rlt_toy(folder, seed=1, recipe=brief) / "val.parquet").stat().st_ino == stamp
     assert (make_rlt_toy(tmp_path / "again", seed=1, recipe=brief) / "teacher" / "model.safetensors").read_bytes() == model
     make_rlt_toy(folder, seed=2, recipe=brief)
     record = json.loads((folder / "rlt_toy.json").read_text())
-    assert (record["seed"], record["recipe"]["num_validation"]) == (2, 64)
+    assert (record["seed"], record["recipe"]["num_validation"]) == (2, 700)
     assert (folder / "teacher" / "model.safetensors").read_bytes() != model
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "toy"]
 

@@ -95,8 +95,10 @@ def test_rows_per_forward_say_nothing_beside_the_batch(name, caplog) -> None:
     assert any(message.startswith(f"{name}=1 does nothing here: forwards are cut by tokens") for message in caplog.messages)
 
 
-def test_rows_per_forward_alone_are_read_as_trl_has_them() -> None:
+def test_responses_are_counted_and_must_divide_into_groups() -> None:
     assert settings({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}).data.train_batch_size == 3
+    with pytest.raises(ConfigError, match=r"train_batch_size=30: 30 responses do not divide into groups of 4"):
+        settings({"train_batch_size": 30})
 
 
 def test_rounds_of_generation_do_nothing_and_a_server_is_refused(caplog) -> None:
@@ -104,11 +106,6 @@ def test_rounds_of_generation_do_nothing_and_a_server_is_refused(caplog) -> None
     assert any("generation_aggregation_steps=8 does nothing here" in message for message in caplog.messages)
     with pytest.raises(ConfigError, match=f"use_vllm_server=true: .*{AR}.rollout.name=vllm"):
         settings({"use_vllm_server": True})
-
-
-def test_responses_that_do_not_divide_into_groups_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"train_batch_size=30: 30 responses do not divide into groups of 4"):
-        settings({"train_batch_size": 30})
 
 
 def test_two_spellings_on_one_command_line_are_refused_and_a_recipes_value_gives_way() -> None:

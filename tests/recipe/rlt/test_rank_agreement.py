@@ -53,14 +53,11 @@ def test_ties_share_their_mean_rank(pairs):
         assert result == pytest.approx(naive_spearman(one, other), abs=1e-9)
 
 
-def test_groups_count_alike_whatever_their_size_and_their_mean():
+def test_groups_count_alike_and_what_has_no_order_is_left_out():
     exact = torch.tensor([0.0, 1.0, 2.0, 3.0, 100.0, 101.0])
     rewards = torch.tensor([0.0, 1.0, 2.0, 3.0, 101.0, 100.0])
     agreement = rank_correlation(rewards, exact, [0, 0, 0, 0, 1, 1])
     assert (agreement.mean, agreement.lowest, agreement.num_groups) == (0.0, -1.0, 2)
-
-
-def test_rows_without_a_reward_and_groups_without_an_order_are_left_out():
     exact = torch.tensor([0.0, 1.0, 2.0, 5.0, 5.0, 7.0])
     rewards = torch.tensor([0.0, math.nan, 2.0, 1.0, 2.0, 3.0])
     agreement = rank_correlation(rewards, exact, [0, 0, 0, 1, 1, 2])

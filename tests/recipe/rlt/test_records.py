@@ -41,14 +41,11 @@ def test_a_trace_may_be_missing(trace):
     assert records(GOOD | trace).rows[0].reasoning_trace is None
 
 
-def test_prompt_is_read_as_question_with_one_warning(caplog):
+def test_prompt_is_read_as_question_with_one_warning_and_both_are_an_error(caplog):
     with caplog.at_level(logging.WARNING):
         result = records(*[{"prompt": "1+1?", "solution": "2"}] * 3)
     assert [row.question for row in result.rows] == ["1+1?"] * 3
     assert [record.message for record in caplog.records] == ["f:1: the column 'prompt' is read as 'question'. Rename it."]
-
-
-def test_question_and_prompt_together_are_an_error():
     with pytest.raises(DataError, match=r"^f:1: there are columns 'question' and 'prompt'"):
         records({**GOOD, "prompt": "1+1?"})
 

@@ -66,12 +66,16 @@ def test_without_a_teacher_the_reward_is_the_solution_and_the_end_tag(score, sto
         assert row["r_ss"] == pytest.approx(row["answer_log_prob/mean"] + 0.01 * row["answer_log_prob/min"], abs=1e-5)
 
 
-def test_each_row_keeps_its_texts_and_gets_a_status(score, stored):
+def test_each_row_keeps_its_texts_and_gets_a_status_and_the_summary_counts_them(score, stored, capsys):
     scored = score(stored, "not_matched_penalty=-5")
     assert [{name: row[name] for name in ROWS[0]} for row in scored] == ROWS
     assert [row["status"] for row in scored] == ["ok", "empty_think", "ok", "ok"]
     assert {row["match"] for row in scored} == {0.0}, "a stored text without an end tag gets one"
     assert [row["address"] for row in scored] == [f"{stored}:{number}" for number in range(1, 5)]
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "4 explanations of 2 questions"
+    assert shown[1].startswith("mean reward ")
+    assert shown[2] == "ok 3, empty_think 1"
 
 
 def test_rows_of_a_question_are_ranked_and_the_best_written(score, stored, tmp_path):
@@ -96,14 +100,6 @@ def test_a_row_that_is_too_long_to_score_has_no_rank(score, stored):
     assert skipped
     assert len(skipped) < len(scored)
     assert all(row["reward"] is None and row["rank"] is None for row in skipped)
-
-
-def test_the_summary_counts_rows_questions_and_statuses(score, stored, capsys):
-    score(stored)
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[0] == "4 explanations of 2 questions"
-    assert shown[1].startswith("mean reward ")
-    assert shown[2] == "ok 3, empty_think 1"
 
 
 def test_equal_rewards_rank_in_the_order_of_the_rows():

@@ -20,7 +20,7 @@ from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student import Student, StudentLogProbs, StudentReply
 from verl_memopt.recipes.rlt.student_rows import SKIPPED, SOLUTION, THINK, StudentEncoder
 from verl_memopt.trainer.build import build_learner, build_run
-from verl_memopt.trainer.loop import start_rewards, start_workers
+from verl_memopt.trainer.loop import start_workers
 from verl_memopt.trainer.micro_batching import Budget
 from verl_memopt.trainer.step import score
 from verl_memopt.worker.policy import LogProbs
@@ -38,9 +38,8 @@ def toy(tmp_path_factory):
 @contextmanager
 def learner_of(settings):
     context = build_run(settings)
-    rewards = start_rewards(settings.custom_reward_function, settings.reward_model, context.environment.run_dir)
-    with context.lock, rewards as runner, start_workers(context, PhaseClock()) as workers:
-        learner = build_learner(context, workers, runner)
+    with context.lock, start_workers(context, PhaseClock()) as workers:
+        learner = build_learner(context, workers, None)
         try:
             workers.all("update_weights", Worker.update_weights)
             yield learner
@@ -74,29 +73,27 @@ MAPPED = {
 }
 MODES = {
     "separate": ({}, "student", "teacher"),
-    "offloaded": (OFFLOADED, "student", "teacher"),
-    "mapped": (MAPPED | {f"{RLT}.logits_chunk_tokens": 7}, "student", "teacher"),
+    "offloaded, schulman, each row its own prompt": (
+        OFFLOADED | {f"{RLT}.use_schulman_kl_estimation": True, f"{AR}.actor.use_prefix_grouper": False}, "student", "teacher",
+    ),
+    "mapped, one row at a time": (
+        MAPPED | {f"{RLT}.logits_chunk_tokens": 7, f"{RLT}.max_tokens_per_micro_batch": 1}, "student", "teacher",
+    ),
     "a mapped student alone": (
         {f"{AR}.model.load_mode": "mmap", f"{AR}.actor.use_kl_loss": False, f"{MODEL}.fsdp_config.param_offload": True},
-        "student",
-        "teacher",
+        "student", "teacher",
     ),
-    "alias_ref": (ALIAS, "teacher", "teacher"),
+    "alias_ref, without the teacher": (ALIAS | {f"{RLT}.include_teacher_think_entropy": False}, "teacher", "teacher"),
     "alias of another reference": (ALIAS | {f"{AR}.ref.model.path": "student"}, "student", "teacher"),
     "alias with LoRA": (ALIAS | {f"{AR}.model.lora_rank": 2}, "teacher", "teacher"),
     "swap": (SWAP, "student", "teacher"),
-    "swap of mapped files": (SWAP | MAPPED, "student", "teacher"),
-    "the reference teaches": (
-        {f"{RLT}.kl_teacher": "reference", f"{AR}.ref.model.path": "student", f"{MODEL}.path": "teacher"},
-        "teacher",
-        "student",
+    "swap of mapped files under a reference that teaches": (
+        SWAP | MAPPED | {f"{RLT}.kl_teacher": "reference"}, "student", "teacher",
     ),
-    "swap under a reference that teaches": (SWAP | {f"{RLT}.kl_teacher": "reference"}, "student", "teacher"),
-    "schulman": ({f"{RLT}.use_schulman_kl_estimation": True}, "student", "teacher"),
-    "without the teacher": ({f"{RLT}.include_teacher_think_entropy": False}, "student", "teacher"),
-    "one row at a time": ({f"{RLT}.max_tokens_per_micro_batch": 1}, "student", "teacher"),
-    "each row its own prompt": ({f"{AR}.actor.use_prefix_grouper": False}, "student", "teacher"),
-}
+    "the reference teaches": (
+        {f"{RLT}.kl_teacher": "reference", f"{AR}.ref.model.path": "student", f"{MODEL}.path": "teacher"}, "teacher", "student",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", MODES)

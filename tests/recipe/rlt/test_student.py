@@ -63,7 +63,7 @@ def old(worker, track=False):
     return worker.call("old_log_prob", track, "old_log_probs", batch(rows=2), [[0, 1]], False)
 
 
-@pytest.mark.parametrize("cycles", [4, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cycles", [3, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", MODES)
 def test_cycles_change_no_bit_and_no_byte(scoring, mode, cycles):
     worker = scoring(mode)

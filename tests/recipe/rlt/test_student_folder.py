@@ -34,11 +34,8 @@ def test_a_student_has_the_policys_knobs_and_nothing_that_trains(tiny_folder):
     assert not model.enable_gradient_checkpointing
 
 
-def test_a_folder_of_a_causal_lm_is_taken(roles, tiny_folder):
+def test_a_folder_of_a_causal_lm_is_taken_and_a_missing_one_named_by_its_key(roles, tiny_folder, tmp_path):
     assert find(tiny_folder, roles) == tiny_folder
-
-
-def test_a_folder_that_is_not_there_names_the_key(roles, tmp_path):
     with pytest.raises(ConfigError, match=r"reward_model\.model\.path=.*: no such folder"):
         find(tmp_path / "nothing", roles)
 
@@ -59,9 +56,12 @@ def changed(folder, target, **entries):
     return target
 
 
-def test_models_of_one_shape_take_turns(roles, tiny_folder, tmp_path):
+def test_models_of_one_shape_take_turns_and_overrides_count(roles, tiny_folder, tmp_path):
     student = changed(tiny_folder, tmp_path / "student", max_position_embeddings=77, eos_token_id=5)
     check_same_shape(ScoringModel(path=str(student)), student, roles.model, tiny_folder)
+    student = ScoringModel(path=str(tiny_folder), override_config={"rms_norm_eps": 0.5})
+    with pytest.raises(ConfigError, match="rms_norm_eps"):
+        check_same_shape(student, tiny_folder, roles.model, tiny_folder)
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,3 @@ def test_models_that_differ_are_refused_with_what_differs(roles, tiny_folder, tm
     student = changed(tiny_folder, tmp_path / "student", **entries)
     with pytest.raises(ConfigError, match=rf"reward_model\.residency=swap: .*{text}.*residency=separate"):
         check_same_shape(ScoringModel(path=str(student)), student, roles.model, tiny_folder)
-
-
-def test_overrides_of_the_students_config_count(roles, tiny_folder):
-    student = ScoringModel(path=str(tiny_folder), override_config={"rms_norm_eps": 0.5})
-    with pytest.raises(ConfigError, match="rms_norm_eps"):
-        check_same_shape(student, tiny_folder, roles.model, tiny_folder)

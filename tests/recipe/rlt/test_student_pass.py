@@ -2,7 +2,6 @@
 
 import dataclasses
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -143,8 +142,8 @@ MODES = {
 }
 
 
-def test_two_hundred_rewards_are_the_naive_ones_in_every_mode(student, teacher, tiny_folder, untied_folder):
-    samples = random_samples(200)
+def test_rewards_are_the_naive_ones_in_every_mode(student, teacher, tiny_folder, untied_folder):
+    samples = random_samples(60)
     rows, teacher_prompts = encode(samples)
     log_probs = scored(student, rows)
     v = reused_log_probs(old_log_probs(teacher, samples, teacher_prompts), rows.parts[:, THINK])
@@ -311,7 +310,7 @@ def rows_of(prefix, think, solution, count):
     )
 
 
-def test_the_cap_is_hard_and_a_longer_row_goes_alone():
+def test_the_cap_is_hard_a_longer_row_goes_alone_and_rows_of_one_question_compute_its_prompt_once():
     tokens = RowTokens.alone([6, 6, 6, 4, 4, 4, 25, 11])
     bins = student_micro_batches(tokens, 10)
     assert bins[-2:] == [[6], [7]]
@@ -320,9 +319,6 @@ def test_the_cap_is_hard_and_a_longer_row_goes_alone():
     assert len(bins) == 5
     assert student_micro_batches(RowTokens.alone([25]), 10) == [[0]]
     assert student_micro_batches(RowTokens.alone([]), 10) == [[]]
-
-
-def test_rows_of_one_question_compute_its_prompt_once():
     tokens = student_batch(rows_of(100, 10, 6, count=5)).row_tokens()
     assert tokens.cost(range(5)) == 100 + 5 * (10 + 4 + 6 - 1)
     assert student_batch(rows_of(100, 10, 6, count=5), share_prefixes=False).row_tokens().cost(range(5)) == 5 * (100 + 19)
@@ -367,16 +363,16 @@ VOCABULARY = 151_936
 
 
 def test_scoring_takes_a_tenth_of_whole_logits_at_most(tiny_folder, one_rank):
-    """8 rows of 1,024 tokens of explanation and 512 of solution, on fake tensors: the bytes of the pass and no values."""
-    rows = rows_of(64, 1024, 512, 8)
+    """8 rows of 256 tokens of explanation and 128 of solution, on fake tensors: the bytes of the pass and no values."""
+    rows = rows_of(16, 256, 128, 8)
     batch = student_batch(rows)
     shape = {"vocab_size": VOCABULARY, "hidden_size": 1024}
-    is_read = torch.arange(1024 + 4 + 512)
-    is_read = ((is_read < 1024) | (is_read >= 1028)).repeat(8)
-    per_row = 1024 + 4 + 512
-    bins = student_micro_batches(batch.row_tokens(), 8192)
+    is_read = torch.arange(256 + 4 + 128)
+    is_read = ((is_read < 256) | (is_read >= 260)).repeat(8)
+    per_row = 256 + 4 + 128
+    bins = student_micro_batches(batch.row_tokens(), 2048)
     peaks = {}
-    for name, cut, chunk in (("bounded", bins, 512), ("whole", [list(range(8))], 0)):
+    for name, cut, chunk in (("bounded", bins, 128), ("whole", [list(range(8))], 0)):
         packs = []
         for members in cut:
             read = torch.cat([is_read[row * per_row : (row + 1) * per_row] for row in members]).nonzero()[:, 0]
@@ -391,29 +387,34 @@ def test_scoring_takes_a_tenth_of_whole_logits_at_most(tiny_folder, one_rank):
                 for pack in packs:
                     pack_log_probs(student, pack.map(fake.from_tensor), HEAT, False)
                 peaks[name] = tracker.peaks[DEVICE].bytes - held
-    whole_logits = 8 * (1024 + 512) * VOCABULARY * 4
+    whole_logits = 8 * (256 + 128) * VOCABULARY * 4
     assert len(bins) == 2
     assert peaks["whole"] >= whole_logits
     assert peaks["bounded"] <= whole_logits / 10, peaks
 
 
-def on_rank(rank, folder, shares):
-    """Returns this rank's log-probs: the rows of its share, in as many micro-batches as the busiest rank has."""
-    student = built(folder, training_mesh("cpu", 2, -1))
-    rows, _ = encode(shares[rank]) if shares[rank] else (rows_of(1, 1, 1, 0), None)
-    micro_batches = student_micro_batches(student_batch(rows).row_tokens(), 128)
-    micro_batches += [[]] * (8 - len(micro_batches))
-    log_probs = compute_student_log_probs(student, rows, micro_batches, HEAT, CPU)
-    return SimpleNamespace(think=log_probs.think.tolist(), solution=log_probs.solution.tolist())
+CUTS = (4, 6)
 
 
-@pytest.mark.parametrize("cut", [4, 6])
-def test_two_ranks_give_the_log_probs_of_one_with_unequal_shares(student, tiny_folder, cut):
+def on_rank(rank, folder, samples):
+    """Returns this rank's log-probs for each cut: the rows of its share, in as many micro-batches as the busiest rank has."""
+    student, found = built(folder, training_mesh("cpu", 2, -1)), []
+    for cut in CUTS:
+        share = (samples[:cut], samples[cut:])[rank]
+        rows, _ = encode(share) if share else (rows_of(1, 1, 1, 0), None)
+        micro_batches = student_micro_batches(student_batch(rows).row_tokens(), 128)
+        micro_batches += [[]] * (8 - len(micro_batches))
+        log_probs = compute_student_log_probs(student, rows, micro_batches, HEAT, CPU)
+        found.append((log_probs.think.tolist(), log_probs.solution.tolist()))
+    return found
+
+
+def test_two_ranks_give_the_log_probs_of_one_with_unequal_shares(student, tiny_folder):
     samples = random_samples(6, seed=6)
     expected = scored(student, encode(samples)[0])
-    one, other = run_ranks(on_rank, 2, tiny_folder, [samples[:cut], samples[cut:]])
-    close(torch.tensor([*one.think, *other.think]), expected.think)
-    close(torch.tensor([*one.solution, *other.solution]), expected.solution)
+    for one, other in zip(*run_ranks(on_rank, 2, tiny_folder, samples), strict=True):
+        close(torch.tensor(one[0] + other[0]), expected.think)
+        close(torch.tensor(one[1] + other[1]), expected.solution)
 
 
 # A quantised student.

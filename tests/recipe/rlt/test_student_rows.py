@@ -129,9 +129,15 @@ def test_only_the_end_of_an_explanation_is_cut(cut, has_tag):
     assert (rows.status.tolist(), rows.matched.tolist()) == ([THINK_TRUNCATED], [has_tag])
 
 
-def test_a_row_that_just_fits_is_not_cut():
+def test_an_overlong_row_is_skipped_or_an_error_on_request_and_one_that_just_fits_is_not_cut():
     total = sum(lengths(encode(("q", "s", ["123", TAG]))))
     assert encode(("q", "s", ["123", TAG]), max_student_len=total).status.tolist() == [OK]
+    rows = encode(("q", "s", ["123"]), ("q", "s", ["12", TAG]), max_student_len=total - 1, overlong="skip")
+    assert (rows.status.tolist(), rows.parts[0].tolist()) == ([SKIPPED, OK], [0] * 5)
+    with pytest.raises(
+        ConfigError, match=rf"max_student_len={total - 1}: .*for f:2 has {total} tokens. Raise it to at least {total}"
+    ):
+        encode(("q", "s", ["12", TAG]), ("q", "s", ["123", TAG]), max_student_len=total - 1, overlong="error")
 
 
 def test_a_row_without_room_for_its_solution_is_skipped_and_the_others_stay():
@@ -142,20 +148,6 @@ def test_a_row_without_room_for_its_solution_is_skipped_and_the_others_stay():
     assert rows.parts[0].tolist() == [0] * 5
     assert rows.scored().tolist() == [False, True]
     assert torch.equal(rows.ids.flat, alone.ids.flat)
-
-
-def test_overlong_rows_are_skipped_on_request():
-    total = sum(lengths(encode(("q", "s", ["123", TAG]))))
-    rows = encode(("q", "s", ["123"]), ("q", "s", ["12", TAG]), max_student_len=total - 1, overlong="skip")
-    assert (rows.status.tolist(), rows.parts[0].tolist()) == ([SKIPPED, OK], [0] * 5)
-
-
-def test_overlong_rows_are_an_error_on_request():
-    total = sum(lengths(encode(("q", "s", ["123", TAG]))))
-    with pytest.raises(
-        ConfigError, match=rf"max_student_len={total - 1}: .*for f:2 has {total} tokens. Raise it to at least {total}"
-    ):
-        encode(("q", "s", ["12", TAG]), ("q", "s", ["123", TAG]), max_student_len=total - 1, overlong="error")
 
 
 def test_the_forced_prefix_is_scored_on_request_only():

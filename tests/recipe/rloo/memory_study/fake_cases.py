@@ -56,16 +56,6 @@ def refused():
     return None
 
 
-def all_cases():
-    """Return what each of the functions above returns, by name."""
-    return {case.__name__: case() for case in (linear_backward, autocast_dtypes, views_and_host_tensors, refused)}
-
-
-def raises(text):
-    """Fail with a text."""
-    raise ValueError(text)
-
-
 def legacy_runs(cases, folder):
     """Return the run of the published update for each (k, prompt, micro-batch, rounds), at the published shapes."""
     from recipe.rloo.memory_study.arms import Arm
@@ -79,3 +69,26 @@ def legacy_runs(cases, folder):
         )
         for k, prompt, rows, rounds in cases
     }
+
+
+def without_room(arm, limit_bytes, folder):
+    """Return what is told of an arm that does not fit at the small shapes."""
+    from recipe.rloo.memory_study.legacy import Options
+    from recipe.rloo.memory_study.measure import run_arm
+    from recipe.rloo.memory_study.records import OutOfMemory
+    from recipe.rloo.memory_study.shapes import SMALL
+
+    try:
+        run_arm(arm, SMALL, "fake", limit_bytes, 0, folder, Options(arm.micro_batch))
+    except OutOfMemory as error:
+        return error.phase, error.shape, error.requested_bytes, error.held_bytes, error.peak_bytes
+    return None
+
+
+def quick(cases, arm, shapes, limit_bytes, folder):
+    """Return all that one process finds: the cases above by name, the published runs, an arm's records, and its refusal."""
+    from recipe.rloo.memory_study.measure import measure_arm
+
+    of_device = {case.__name__: case() for case in (linear_backward, autocast_dtypes, views_and_host_tensors, refused)}
+    records = measure_arm(arm, shapes, "fake", None, 0)
+    return of_device, legacy_runs(cases, folder), records, without_room(arm, limit_bytes, folder)

@@ -4,11 +4,11 @@ import pytest
 from matplotlib.figure import Figure
 
 from recipe.rloo.memory_study.arms import EXPANSIONS, saving_arms, whole_run_arms
-from recipe.rloo.memory_study.charts import draw_all, draw_peaks
+from recipe.rloo.memory_study.charts import draw_peaks
 from recipe.rloo.memory_study.charts_methods import draw_methods
 from recipe.rloo.memory_study.charts_savings import draw_savings
 from recipe.rloo.memory_study.charts_timeline import draw_timeline
-from recipe.rloo.memory_study.combine import combine, summarize
+from recipe.rloo.memory_study.combine import summarize
 from recipe.rloo.memory_study.controls import check
 from recipe.rloo.memory_study.findings import (
     differs,
@@ -24,7 +24,6 @@ from recipe.rloo.memory_study.findings import (
     truncation_rows,
 )
 from recipe.rloo.memory_study.page import cause_table, methods_table, savings_table
-from recipe.rloo.memory_study.records import write_result
 from tests.recipe.rloo.memory_study.hand_made import GIB, MIB, completed, out_of_memory, published, record
 
 PNG = b"\x89PNG"
@@ -59,21 +58,6 @@ def words(axes):
     return [text.get_text() for text in axes.texts]
 
 
-def test_a_study_has_its_four_charts(tmp_path):
-    (tmp_path / "cells").mkdir()
-    for result in study():
-        write_result(tmp_path / "cells" / f"{result.cell.name}.json", result)
-    combine(tmp_path)
-    paths = draw_all(tmp_path)
-    assert [path.name for path in paths] == [
-        "peak_memory_comparison.png",
-        "memory_usage_timeline.png",
-        "method_performance_summary.png",
-        "what_really_saves.png",
-    ]
-    assert all(path.read_bytes().startswith(PNG) for path in paths)
-
-
 def test_a_run_without_room_is_a_word_and_never_a_bar(tmp_path, drawn):
     checked, controls = check(study())
     draw_peaks(summarize(checked, controls), tmp_path / "peaks.png")
@@ -92,11 +76,10 @@ def test_a_bar_is_as_high_as_the_true_peak(tmp_path, drawn):
     assert max(heights) == pytest.approx((10 * GIB + 641 * MIB + 1109.9 * MIB) / GIB)
 
 
-@pytest.mark.parametrize("draw", [draw_peaks, draw_methods, draw_savings])
-def test_a_study_of_nothing_still_draws(draw, tmp_path):
-    arm = saving_arms([2])[0]
-    assert draw(summarize(*check([out_of_memory(arm, None)])), tmp_path / "chart.png").read_bytes().startswith(PNG)
-    assert draw_timeline([], tmp_path / "timeline.png").read_bytes().startswith(PNG)
+def test_a_study_of_nothing_still_draws(tmp_path):
+    nothing = summarize(*check([out_of_memory(saving_arms([2])[0], None)]))
+    for draw, study in ((draw_peaks, nothing), (draw_methods, nothing), (draw_savings, nothing), (draw_timeline, [])):
+        assert draw(study, tmp_path / "chart.png").read_bytes().startswith(PNG)
 
 
 SHARED = next(arm for arm in saving_arms([8]) if arm.update == "shared_prompt")
@@ -111,11 +94,16 @@ def cells_of(table, *words):
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_published_peaks_stand_beside_the_prompts_that_they_had():
+def test_tables_show_published_peaks_and_compare_a_cut_prompt_with_the_whole_one():
     table = methods_table(summary_of(completed(published(), 1, 10 * GIB)))
     assert cells_of(table, "whole", "Basic") == ["whole", "Basic", "14.38", "26.99", "out of memory", "11.71", "", ""]
     assert cells_of(table, "cut", "String-level")[2:5] == ["6.40", "11.01", "20.25"]
     assert cells_of(table, "whole", "String-level")[2:5] == ["", "", ""]
+    results = [completed(published("token", prompt, 4), 1, held) for prompt, held in (("full", 24 * GIB), ("truncated", 9 * GIB))]
+    table = cause_table(summary_of(*results))
+    rest = (641 + 1109.9) / 1024
+    assert cells_of(table, "cut")[-1] == f"{100 * (1 - (9 + rest) / (24 + rest)):.1f} %"
+    assert cells_of(table, "whole")[-1] == ""
 
 
 def test_a_run_without_room_is_a_status_with_its_need():
@@ -127,18 +115,10 @@ def test_a_run_without_room_is_a_status_with_its_need():
     assert cells_of(table, "computed once")[-1] == "90"
 
 
-def test_a_cut_prompt_is_compared_with_the_whole_one_of_the_same_method():
-    results = [completed(published("token", prompt, 4), 1, held) for prompt, held in (("full", 24 * GIB), ("truncated", 9 * GIB))]
-    table = cause_table(summary_of(*results))
-    rest = (641 + 1109.9) / 1024
-    assert cells_of(table, "cut")[-1] == f"{100 * (1 - (9 + rest) / (24 + rest)):.1f} %"
-    assert cells_of(table, "whole")[-1] == ""
-
-
 ARM = published()
 
 
-def test_a_row_has_the_median_over_repeats_of_the_peaks_of_the_runs():
+def test_a_row_has_the_median_over_repeats_without_the_warm_up():
     results = [completed(ARM, live, 2 * live, repeat) for repeat, live in enumerate((300, 100, 104))]
     (row,) = rows_of(results)
     assert row["peak"] == {"median": 104, "min": 100, "max": 300}
@@ -146,9 +126,6 @@ def test_a_row_has_the_median_over_repeats_of_the_peaks_of_the_runs():
     assert (row["outcome"], row["repeats"], row["peak_phase"]) == ("completed", 3, "backward")
     assert (row["tokens_per_row"], row["dropped_tokens_per_row"]) == (3115, 0)
     assert row["seconds"]["median"] == 2.0
-
-
-def test_the_warm_up_enters_no_figure():
     records = [record(ARM, 900, update=-1), record(ARM, 100)]
     (row,) = rows_of([completed(ARM, 0, records=records)])
     assert row["peak"]["median"] == 100
@@ -166,15 +143,12 @@ def test_a_run_without_room_has_no_peak_and_says_what_it_would_need():
     assert held_bytes(alone) is None
 
 
-def test_an_arm_without_a_limit_is_a_row_beside_one_with_a_limit():
+def test_an_arm_has_a_row_for_its_limit_and_one_failed_repeat_is_its_outcome():
     rows = rows_of([completed(ARM, 1, GIB), completed(published(k=4), 1, 2 * GIB, limit=32 * GIB)])
     assert [(row["k"], row["outcome"], row["limit_bytes"]) for row in rows] == [
         (2, "completed", None),
         (4, "completed", 32 * GIB),
     ]
-
-
-def test_one_repeat_that_failed_is_the_outcome_of_the_row():
     (row,) = rows_of([completed(ARM, 100), dataclasses.replace(out_of_memory(ARM, None), outcome="failed")])
     assert row["outcome"] == "failed"
     assert "peak" not in row

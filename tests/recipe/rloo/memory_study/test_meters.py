@@ -76,12 +76,9 @@ def points_of(*levels):
     return [(float(place), live, None) for place, live in enumerate(levels)]
 
 
-def test_every_step_of_a_stair_stays_and_what_repeats_it_goes():
+def test_every_step_of_a_stair_and_the_highest_level_stay():
     kept = thinned(points_of(0, 100, 100, 100, 400, 400, 1000, 1000, 0))
     assert [live for _, live, _ in kept] == [0, 100, 400, 1000, 0]
-
-
-def test_the_highest_level_stays_however_small_its_step_is():
     kept = thinned(points_of(0, 1000, 1001, 1000, 999, 0))
     assert [live for _, live, _ in kept] == [0, 1000, 1001, 0]
 

@@ -127,13 +127,10 @@ def test_a_device_that_is_asked_for_is_taken(asked, has_gpu):
     assert {device(arm) for arm in whole_run_arms()} == {"cpu" if asked == "fake" else asked}
 
 
-def test_without_a_gpu_the_published_trainer_is_always_simulated():
+def test_without_a_gpu_the_published_trainer_is_simulated_and_what_saves_is_real_where_it_fits():
     device = device_chooser("auto", False, 10**15, SHAPE)
     assert {device(arm) for arm in main_arms()} == {"fake"}
     assert {device(arm) for arm in saving_arms()} == {"cpu"}
-
-
-def test_without_a_gpu_what_saves_has_real_tensors_where_they_fit():
     device = device_chooser("auto", False, GIB, SHAPE)
     assert {(arm.update, device(arm)) for arm in saving_arms([8])} == {
         ("no_retention", "fake"),
@@ -152,7 +149,7 @@ def test_the_main_table_has_every_expansion_prompt_and_group_size_with_as_many_r
     assert {(arm.update, arm.micro_batch) for arm in arms} == {("legacy", FIXED_ROWS)}
 
 
-def test_a_larger_group_is_tried_where_the_one_before_it_completed():
+def test_a_larger_group_is_tried_where_the_one_before_it_completed_and_64_by_the_default_alone():
     main, savings = main_arms([8]), saving_arms([8])
     tried = larger([*main, *savings])
     assert {arm.k for arm in tried} == {16}
@@ -160,14 +157,8 @@ def test_a_larger_group_is_tried_where_the_one_before_it_completed():
     assert {arm.micro_batch for arm in tried if arm.update == "legacy"} == {FIXED_ROWS}
     assert {arm.micro_batch for arm in tried if arm.update == "shared_prompt"} == {16}
     assert {arm.k for arm in larger([*ARMS, *tried])} == {32}
-
-
-def test_the_projects_default_update_alone_goes_on_to_64():
     last = larger([*main_arms([32]), *saving_arms([32])])
     assert {(arm.update, arm.k) for arm in last} == {("shared_prompt", 64), ("shared_prompt_checkpointing", 64)}
-
-
-def test_no_larger_group_is_tried_where_one_did_not_complete_or_none_is_left():
     assert larger(main_arms([2, 4])) == []
     assert larger(coupled_arms()) == []
     assert larger(saving_arms([64])) == []

@@ -18,8 +18,11 @@ from recipe.rloo.memory_study.updates import own_settings
 
 ONE_EPOCH = dataclasses.replace(SMALL, epochs=1)
 LONGER = dataclasses.replace(ONE_EPOCH, name="longer", prompt=240, truncated=80, response=16)
-MENDED = [("legacy", 2), ("no_retention", 4), ("no_retention", 1), ("response_only", 4), ("response_only", 2)]
-OWN = [("chunked", 4), ("chunked", 1), ("shared_prompt", 4), ("shared_prompt_checkpointing", 4)]
+CUT_OTHERWISE = [
+    pytest.param(update, rows, marks=pytest.mark.slow) for update, rows in (("no_retention", 4), ("response_only", 2))
+]
+MENDED = [("legacy", 2), ("no_retention", 1), ("response_only", 4), *CUT_OTHERWISE]
+OWN = [("chunked", 1), ("shared_prompt", 4), ("shared_prompt_checkpointing", 4)]
 PUBLISHED_UPDATE = Arm("legacy", "token", FULL, "legacy", 4, 4)
 
 
