@@ -10,7 +10,9 @@ from pathlib import Path
 import psutil
 
 from tests.forked import PYTHON, shared_server
+from tests.trainer.conftest import ready
 from verl_memopt.cli import main
+from verl_memopt.config.loader import load_settings
 from verl_memopt.data.toy import make_toy
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +54,17 @@ def train_here(toy, run_dir, *overrides):
     """Gives the exit code of a training run in this process."""
     entry = ["train", "--config-dir", str(RECIPES), "--config-name", "toy"]
     return main([*entry, *settings_of(toy, run_dir), *overrides])
+
+
+def steps_here(toy, run_dir, *overrides, config=("toy", RECIPES)):
+    """Takes the steps of a training run in this process, without its end (summary and charts), and gives the logged rows."""
+    name, folder = config
+    quick = ["trainer.worker_group=local", "trainer.track_memory_every_steps=0", "trainer.save_freq=-1"]
+    with ready(
+        load_settings(name, [*settings_of(toy, run_dir)[:-1], "trainer.logger=[jsonl]", *quick, *overrides], folder)
+    ) as trainer:
+        trainer.run()
+    return metrics(run_dir)
 
 
 def train(toy, run_dir, *overrides, timeout=240):
