@@ -77,10 +77,14 @@ def succeeded(process):
     return process
 
 
+def lines_of(path):
+    """Gives what the lines of a JSONL file hold."""
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
 def metrics(run_dir):
     """Gives the logged rows by step."""
-    rows = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row for row in rows}
+    return {row["step"]: row for row in lines_of(Path(run_dir) / "metrics.jsonl")}
 
 
 MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/", "memory/")
