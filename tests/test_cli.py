@@ -9,6 +9,7 @@ import sys
 import pytest
 import yaml
 
+from tests.docs.pages import DOCS, blocks
 from verl_memopt import __version__
 from verl_memopt.cli import COMMANDS, main
 from verl_memopt.config.loader import settings_from_mapping, to_plain
@@ -18,6 +19,8 @@ LEAST = [
     *("actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.actor.use_dynamic_bsz=true"),
     *("actor_rollout_ref.rollout.n=4", "algorithm.adv_estimator=rloo"),
 ]
+
+SHAPE = ["knobs", "--measure", "--shape", "qwen3-0.6b"]
 
 
 def ended(arguments):
@@ -34,10 +37,13 @@ def test_help_lists_every_command(capsys):
         assert f"{name:8} {text}" in shown
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_a_help_of_its_own(command, capsys):
-    assert ended([command, "--help"]) == 0
-    assert capsys.readouterr().out.startswith(f"usage: verl-memopt {command}")
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_the_page_of_commands_has_the_help_of_each_as_it_is(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert ended([*command.split(), "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: verl-memopt {command}".rstrip())
+    assert shown in blocks(DOCS / "cli.md", "")
 
 
 def test_the_version_is_the_packages(capsys):
@@ -52,11 +58,6 @@ def test_without_a_command_or_with_an_unknown_one_the_usage_is_shown_on_standard
     assert shown.out == ""
     assert shown.err.startswith("usage: verl-memopt")
     assert not arguments or arguments[0] in shown.err
-
-
-def test_a_command_says_what_it_needs(capsys):
-    assert ended(["report"]) == 2
-    assert "RUN_DIR" in capsys.readouterr().err
 
 
 def python(*arguments):
@@ -100,26 +101,28 @@ def test_a_users_mistake_is_one_line_on_standard_error(capsys):
     assert shown.err == "ConfigError: trainer.total_epoch: no such key. Did you mean trainer.total_epochs?\n"
 
 
-def test_a_ladder_is_written_to_a_file_that_has_a_name(capsys):
-    assert ended(["knobs", "--measure", "--model", "folder", "--json"]) == 2
-    assert "--measure writes the ladder to a file: --json FILE" in capsys.readouterr().err
-
-
 def test_a_setting_after_only_is_a_setting_and_no_knob(tiny_folder, capsys):
     """The rows of --only are measured with it, so a key that does not exist is refused as a key."""
     assert main(["knobs", "--measure", "--model", str(tiny_folder), "--only", "chunked_logprob", "lora", "trainer.no_key=1"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("ConfigError: trainer.no_key: no such key.")
 
 
-def test_a_vocabulary_smaller_than_the_tokenizer_is_refused_with_its_least_size(capsys):
-    assert ended(["knobs", "--measure", "--shape", "qwen3-0.6b", "--layers", "1", "--vocabulary", "64"]) == 2
-    assert "--vocabulary 64: too small. The tokenizer needs at least 259." in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("option", ["--layers", "--rows", "--prompt", "--response"])
-def test_a_size_of_nothing_is_refused_by_its_option(option, capsys):
-    assert ended(["knobs", "--measure", "--shape", "qwen3-0.6b", option, "0"]) == 2
-    assert f"argument {option}: 0 is not a whole number of at least 1" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["report"], "RUN_DIR"),
+        (["knobs", "--measure", "--model", "folder", "--json"], "--measure writes the ladder to a file: --json FILE"),
+        ([*SHAPE, "--layers", "1", "--vocabulary", "64"], "--vocabulary 64: too small. The tokenizer needs at least 259."),
+        *(
+            ([*SHAPE, option, "0"], f"argument {option}: 0 is not a whole number of at least 1")
+            for option in ("--layers", "--rows", "--prompt", "--response")
+        ),
+        (["toy", "folder", "--seed", "lucky"], "argument --seed: invalid int value: 'lucky'"),
+    ],
+)
+def test_an_argument_that_is_missing_or_cannot_be_is_named(arguments, said, capsys):
+    assert ended(arguments) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -150,26 +153,13 @@ def test_report_compares_runs_and_leaves_their_folders_alone(run_dir, tmp_path, 
     assert [path.name for path in run_dir.iterdir()] == [path.name for path in other.iterdir()] == ["metrics.jsonl"]
 
 
-def torn_summary(folder):
-    (folder / "summary.json").write_text("{")
-
-
-def torn_row(folder):
-    path = folder / "metrics.jsonl"
-    path.write_text(path.read_text().replace('{"step": 1,', "", 1))
-
-
-def no_files(folder):
-    (folder / "metrics.jsonl").unlink()
-
-
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
         (shutil.rmtree, "no such run folder"),
-        (no_files, "contains neither metrics.jsonl nor memory_timeline.csv"),
-        (torn_row, "metrics.jsonl:2: not JSON"),
-        (torn_summary, "summary.json: not JSON"),
+        (lambda run: (run / "metrics.jsonl").unlink(), "contains neither metrics.jsonl nor memory_timeline.csv"),
+        (lambda run: (run / "metrics.jsonl").write_text('{"step": 0}\n "critic": 1}\n'), "metrics.jsonl:2: not JSON"),
+        (lambda run: (run / "summary.json").write_text("{"), "summary.json: not JSON"),
     ],
 )
 def test_report_names_a_folder_that_holds_no_run_or_a_damaged_one(run_dir, capsys, damage, said):
@@ -195,8 +185,3 @@ def test_toy_does_not_replace_what_is_no_toy_task(tmp_path, capsys):
     assert main(["toy", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith(f"DataError: {tmp_path}: it exists and is not a toy task")
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
-
-
-def test_toy_takes_a_whole_number_as_its_seed(tmp_path, capsys):
-    assert ended(["toy", str(tmp_path / "toy"), "--seed", "lucky"]) == 2
-    assert "argument --seed: invalid int value: 'lucky'" in capsys.readouterr().err

@@ -6,12 +6,15 @@ import pytest
 
 from tests import rlt
 from tests.docs.pages import DOCS
-from tests.end_to_end.runs import LOCAL, metrics, succeeded, train
-from verl_memopt.cli import train as train_here
+from tests.end_to_end.runs import metrics, steps_here
+from tests.trainer.conftest import ready
 
 PAGE = DOCS / "metrics.md"
 AR = "actor_rollout_ref"
-SHORT = ["trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=1", "data.train_batch_size=4"]
+SHORT = [
+    *("trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=1", "data.train_batch_size=4"),
+    *(f"{AR}.rollout.name=hf", "trainer.track_memory_every_steps=1", "data.val_max_samples=8"),
+]
 OFF_POLICY = [
     *(f"{AR}.actor.ppo_mini_batch_size=2", f"{AR}.actor.calculate_entropy=true", f"{AR}.actor.use_kl_loss=true"),
     *("algorithm.use_kl_in_reward=true", "data.truncation=left", f"{AR}.model.enable_activation_offload=true"),
@@ -68,19 +71,16 @@ def logged(toy, tmp_path_factory):
     """Return every name of short runs: on-policy, all that adds metrics, a critic, supervised, RLT with a quantised student."""
     folder = tmp_path_factory.mktemp("metrics")
     (folder / "reward.py").write_text(REWARD)
-    names = set()
-    for number, overrides in enumerate(([f"{AR}.actor.ppo_mini_batch_size=4"], OFF_POLICY, PPO)):
+    whole = f"{AR}.actor.ppo_mini_batch_size=4"
+    rows = []
+    for number, overrides in enumerate(([whole], OFF_POLICY, PPO, [*SFT, whole, "trainer.test_freq=1"])):
         told = [override.format(reward=folder / "reward.py") for override in overrides]
-        run_dir = folder / str(number)
-        succeeded(train(toy, run_dir, *LOCAL, *SHORT, *told))
-        names |= {name for row in metrics(run_dir).values() for name in row}
-    supervised = [*SHORT, *SFT, f"{AR}.actor.ppo_mini_batch_size=4", "trainer.test_freq=1"]
-    succeeded(train(toy, folder / "sft", *LOCAL, *supervised))
-    names |= {name for row in metrics(folder / "sft").values() for name in row}
-    quantised = {f"{rlt.MODEL}.quantization": "int8"}
-    assert train_here(rlt.settings_of(rlt.brief_toy(folder / "rlt_toy"), folder / "rlt", quantised)) == 0
-    names |= {name for row in metrics(folder / "rlt").values() for name in row}
-    return names - {"step", "run_id"}
+        rows += steps_here(toy, folder / str(number), *SHORT, *told).values()
+    quantised = {f"{rlt.MODEL}.quantization": "int8", "trainer.track_memory_every_steps": 1}
+    with ready(rlt.settings_of(rlt.brief_toy(folder / "rlt_toy"), folder / "rlt", quantised)) as trainer:
+        trainer.run()
+    rows += metrics(folder / "rlt").values()
+    return {name for row in rows for name in row} - {"step", "run_id"}
 
 
 def test_every_name_that_a_run_logs_is_on_the_page(logged):

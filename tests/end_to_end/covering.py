@@ -13,7 +13,7 @@ from verl_memopt.memory.knob import for_roles, knobs, switch
 
 AR = "actor_rollout_ref"
 MODEL, ACTOR, REF, ROLLOUT = (f"{AR}.{section}" for section in ("model", "actor", "ref", "rollout"))
-FSDP, REF_FSDP, OPTIM = f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", f"{ACTOR}.optim"
+OPTIM = f"{ACTOR}.optim"
 
 _OTHERS = (
     *for_roles("forward_prefetch", off=False, on=True),
@@ -31,51 +31,43 @@ NEEDS = {
 }
 """Option -> what it only stands with, put beside it where a pair does not say otherwise."""
 
-ON_ITS_OWN = f"{OPTIM}.optimizer_impl"
+_KEYS = {
+    "load": f"{MODEL}.load_mode",
+    "lora": f"{MODEL}.lora_rank",
+    "quantization": f"{REF}.quantization",
+    "in backward": f"{OPTIM}.in_backward",
+    "clip": f"{OPTIM}.clip_grad",
+    "batching": f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+    "adaptive budget": f"{ACTOR}.adaptive_token_budget",
+    "optimizer": f"{OPTIM}.optimizer_impl",
+    "masters": f"{OPTIM}.stochastic_rounding",
+    "state": f"{OPTIM}.state_dtype",
+}
+"""Factor -> the key that names it in a refusal; another is one of the sharding of its role."""
+
+
+def _key(factor):
+    role, _, name = factor.partition(" ")
+    return _KEYS.get(factor, f"{AR}.{role}.fsdp_config.{name}")
+
+
 REFUSED = {
-    frozenset(pair): names
-    for *pair, names in (
-        (("actor offload_policy", "on"), ("actor param_offload", "on"), (f"{FSDP}.offload_policy", f"{FSDP}.param_offload")),
-        (
-            ("actor offload_policy", "on"),
-            ("actor optimizer_offload", "on"),
-            (f"{FSDP}.offload_policy", f"{FSDP}.optimizer_offload"),
-        ),
-        (("ref offload_policy", "on"), ("ref param_offload", "on"), (f"{REF_FSDP}.offload_policy", f"{REF_FSDP}.param_offload")),
-        (("load", "mmap"), ("ref param_offload", "off"), (f"{MODEL}.load_mode", f"{REF_FSDP}.param_offload")),
-        (("load", "mmap"), ("ref offload_policy", "on"), (f"{MODEL}.load_mode", f"{REF_FSDP}.offload_policy")),
-        (("load", "mmap"), ("lora", "all"), (f"{MODEL}.load_mode", f"{MODEL}.lora_rank")),
-        (("load", "mmap"), ("lora", "some"), (f"{MODEL}.load_mode", f"{MODEL}.lora_rank")),
-        (("load", "mmap"), ("quantization", "int8"), (f"{MODEL}.load_mode", f"{REF}.quantization")),
-        (("load", "mmap"), ("quantization", "nf4"), (f"{MODEL}.load_mode", f"{REF}.quantization")),
-        (("lora", "all"), ("quantization", "int8"), (f"{MODEL}.lora_rank", f"{REF}.quantization")),
-        (("lora", "some"), ("quantization", "int8"), (f"{MODEL}.lora_rank", f"{REF}.quantization")),
-        (("lora", "all"), ("quantization", "nf4"), (f"{MODEL}.lora_rank", f"{REF}.quantization")),
-        (("lora", "some"), ("quantization", "nf4"), (f"{MODEL}.lora_rank", f"{REF}.quantization")),
-        (("in backward", "on"), ("clip", "one"), (f"{OPTIM}.in_backward", f"{OPTIM}.clip_grad")),
-        (("in backward", "on"), ("batching", "rows"), (f"{OPTIM}.in_backward", f"{ACTOR}.ppo_micro_batch_size_per_gpu")),
-        (
-            ("actor reshard_after_forward", "two"),
-            ("actor fsdp_size", "one"),
-            (f"{FSDP}.reshard_after_forward", f"{FSDP}.fsdp_size"),
-        ),
-        (
-            ("ref reshard_after_forward", "two"),
-            ("ref fsdp_size", "one"),
-            (f"{REF_FSDP}.reshard_after_forward", f"{REF_FSDP}.fsdp_size"),
-        ),
-        (
-            ("in backward", "on"),
-            ("adaptive budget", "learned"),
-            (f"{OPTIM}.in_backward", f"{ACTOR}.adaptive_token_budget"),
-        ),
-        (("optimizer", "torchao"), ("in backward", "on"), (ON_ITS_OWN, f"{OPTIM}.in_backward")),
-        (("optimizer", "torchao"), ("masters", "rounded"), (ON_ITS_OWN, f"{OPTIM}.stochastic_rounding")),
-        (("optimizer", "torchao"), ("actor optimizer_offload", "on"), (ON_ITS_OWN, f"{FSDP}.optimizer_offload")),
-        (("optimizer", "torchao"), ("state", "bf16"), (ON_ITS_OWN, f"{OPTIM}.state_dtype")),
-        (("optimizer", "torchao"), ("state", "int8"), (ON_ITS_OWN, f"{OPTIM}.state_dtype")),
-        (("optimizer", "torchao"), ("state", "int4"), (ON_ITS_OWN, f"{OPTIM}.state_dtype")),
+    frozenset([one, (factor, level)]): (_key(one[0]), _key(factor))
+    for one, *others in (
+        (("actor offload_policy", "on"), ("actor param_offload", "on"), ("actor optimizer_offload", "on")),
+        (("ref offload_policy", "on"), ("ref param_offload", "on")),
+        (("load", "mmap"), ("ref param_offload", "off"), ("ref offload_policy", "on"), ("lora", "all", "some")),
+        (("load", "mmap"), ("quantization", "int8", "nf4")),
+        (("lora", "all"), ("quantization", "int8", "nf4")),
+        (("lora", "some"), ("quantization", "int8", "nf4")),
+        (("in backward", "on"), ("clip", "one"), ("batching", "rows"), ("adaptive budget", "learned")),
+        (("actor reshard_after_forward", "two"), ("actor fsdp_size", "one")),
+        (("ref reshard_after_forward", "two"), ("ref fsdp_size", "one")),
+        (("optimizer", "torchao"), ("in backward", "on"), ("masters", "rounded"), ("actor optimizer_offload", "on")),
+        (("optimizer", "torchao"), ("state", "bf16", "int8", "int4")),
     )
+    for factor, *levels in others
+    for level in levels
 }
 """Two options that no run may have together -> the keys that the refusal names."""
 
@@ -83,7 +75,7 @@ REFUSED_LATER = {
     frozenset(pair): names
     for *pair, names in (
         (("in backward", "on"), ("batching", "tokens"), (f"{OPTIM}.in_backward", f"{ACTOR}.ppo_max_token_len_per_gpu")),
-        (("load", "mmap"), ("ref model_dtype", "bf16"), (f"{MODEL}.load_mode", f"{REF_FSDP}.model_dtype")),
+        (("load", "mmap"), ("ref model_dtype", "bf16"), (f"{MODEL}.load_mode", f"{REF}.fsdp_config.model_dtype")),
     )
 }
 """The same for what only a batch or a file can tell: it loads, and is refused when the run comes to it."""

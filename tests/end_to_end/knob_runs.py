@@ -1,4 +1,4 @@
-"""Three steps of a real worker under a row of knobs, alone or as one of several ranks, and what they computed."""
+"""Two steps of a real worker under a row of knobs, alone or as one of several ranks, and what they computed."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,7 +23,7 @@ from verl_memopt.worker.plan import WorkerPlan
 from verl_memopt.worker.trained_model import MiniBatch
 from verl_memopt.worker.worker import Worker
 
-STEPS = 3
+STEPS = 2
 PROMPTS = [[40, 41, 42], [50], [60, 61]]
 SHAPE = TinyShape(num_layers=3, tie_embeddings=False)
 """Three blocks, or every_n would be full; a head of its own, or own_units would change nothing."""

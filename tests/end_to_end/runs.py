@@ -10,7 +10,9 @@ from pathlib import Path
 import psutil
 
 from tests.forked import PYTHON, shared_server
+from tests.trainer.conftest import ready
 from verl_memopt.cli import main
+from verl_memopt.config.loader import load_settings
 from verl_memopt.data.toy import make_toy
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +56,17 @@ def train_here(toy, run_dir, *overrides):
     return main([*entry, *settings_of(toy, run_dir), *overrides])
 
 
+def steps_here(toy, run_dir, *overrides, config=("toy", RECIPES)):
+    """Takes the steps of a training run in this process, without its end (summary and charts), and gives the logged rows."""
+    name, folder = config
+    quick = ["trainer.worker_group=local", "trainer.track_memory_every_steps=0", "trainer.save_freq=-1"]
+    with ready(
+        load_settings(name, [*settings_of(toy, run_dir)[:-1], "trainer.logger=[jsonl]", *quick, *overrides], folder)
+    ) as trainer:
+        trainer.run()
+    return metrics(run_dir)
+
+
 def train(toy, run_dir, *overrides, timeout=240):
     """Gives a training run that has ended, forked from a process that has imported torch."""
     return shared_server().fork(arguments(toy, run_dir, *overrides)[1:], apart=True).wait(timeout)
@@ -64,10 +77,14 @@ def succeeded(process):
     return process
 
 
+def lines_of(path):
+    """Gives what the lines of a JSONL file hold."""
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
 def metrics(run_dir):
     """Gives the logged rows by step."""
-    rows = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row for row in rows}
+    return {row["step"]: row for row in lines_of(Path(run_dir) / "metrics.jsonl")}
 
 
 MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/", "memory/")

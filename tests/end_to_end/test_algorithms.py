@@ -1,14 +1,14 @@
-"""Every estimator and every loss trains the toy task from the command line."""
+"""Every estimator and every loss trains the toy task."""
 
 import math
 
 import pytest
 
-from tests.end_to_end.runs import LOCAL, metrics, train_here
+from tests.end_to_end.runs import LOCAL, steps_here
 
 ACTOR = "actor_rollout_ref.actor"
 SHORT = [
-    *LOCAL, "trainer.total_training_steps=2", "trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=-1",
+    *LOCAL, "trainer.total_training_steps=2", "trainer.val_before_train=false", "trainer.test_freq=-1",
     "data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=4",
 ]  # fmt: skip
 WAYS = [
@@ -33,9 +33,9 @@ def graded(folder):
     return folder / "reward.py"
 
 
-def updates(run_dir):
+def two_steps(toy, folder, *overrides):
     """Gives the metrics of both steps, each of which has changed the weights."""
-    rows = metrics(run_dir)
+    rows = steps_here(toy, folder / "run", *SHORT, *overrides)
     for step in (1, 2):
         assert math.isfinite(rows[step]["actor/loss"])
         assert rows[step]["actor/grad_norm"] > 0
@@ -47,8 +47,7 @@ def updates(run_dir):
 def test_two_steps_train_with(toy, tmp_path, estimator, loss, more):
     chosen = [f"algorithm.adv_estimator={estimator}", f"{ACTOR}.policy_loss.loss_mode={loss}"]
     chosen += [f"custom_reward_function.path={graded(tmp_path)}", "actor_rollout_ref.rollout.temperature=1.5"]
-    assert train_here(toy, tmp_path / "run", *SHORT, *chosen, *(f"{ACTOR}.{setting}" for setting in more)) == 0
-    first, _ = updates(tmp_path / "run")
+    first, _ = two_steps(toy, tmp_path, *chosen, *(f"{ACTOR}.{setting}" for setting in more))
     assert ("actor/ppo_kl_abs" in first) == (loss == "kl_cov")
     if loss == "clip_cov":
         assert first["actor/pg_clipfrac"] == pytest.approx(0.1, abs=0.05)
@@ -85,10 +84,7 @@ def test_a_users_own_functions_train_as_the_packages_do(toy, tmp_path, prompts_p
     same += [f"{ACTOR}.ppo_mini_batch_size={prompts_per_update}", "data.seed=3"]
     same += [f"custom_reward_function.path={graded(tmp_path)}", "actor_rollout_ref.rollout.temperature=1.5"]
     same += ["actor_rollout_ref.model.logprob_chunk_tokens=5"]
-    rows = []
-    for name, more in (("own", own), ("package", [])):
-        assert train_here(toy, tmp_path / name, *SHORT, *same, *more) == 0
-        rows.append(metrics(tmp_path / name))
+    rows = [steps_here(toy, tmp_path / name, *SHORT, *same, *more) for name, more in (("own", own), ("package", []))]
     for step in (1, 2):
         assert rows[0][step]["actor/grad_norm"] > 0
         for name in ("actor/pg_loss", "actor/grad_norm", "critic/advantages/max", "critic/score/mean", "actor/kl_loss"):
@@ -98,8 +94,7 @@ def test_a_users_own_functions_train_as_the_packages_do(toy, tmp_path, prompts_p
 def test_reinforce_plus_plus_trains_with_one_response_to_a_prompt_and_the_kl_at_each_token(toy, tmp_path):
     more = ["actor_rollout_ref.rollout.n=1", "algorithm.gamma=0.9", "algorithm.use_kl_in_reward=true", "data.train_batch_size=32"]
     more += [f"{ACTOR}.ppo_mini_batch_size=16", f"{ACTOR}.policy_loss.loss_mode=vanilla"]
-    assert train_here(toy, tmp_path, *SHORT, "algorithm.adv_estimator=reinforce_plus_plus", *more) == 0
-    first, second = updates(tmp_path)
+    first, second = two_steps(toy, tmp_path, "algorithm.adv_estimator=reinforce_plus_plus", *more)
     assert first["critic/returns/max"] == pytest.approx(1.0, abs=1e-5)  # the first step: the policy is the reference
     assert first["critic/returns/mean"] != pytest.approx(first["critic/advantages/mean"], abs=1e-3)
     assert second["actor/reward_kl_penalty"] != 0
@@ -109,19 +104,15 @@ def test_groups_without_a_signal_are_replaced(toy, tmp_path):
     more = ["algorithm.adv_estimator=grpo", f"{ACTOR}.policy_loss.loss_mode=vanilla", "algorithm.filter_groups.enable=true"]
     more += ["algorithm.filter_groups.metric=acc", "data.gen_batch_size=4", "actor_rollout_ref.rollout.temperature=1.5"]
     more += [f"custom_reward_function.path={graded(tmp_path)}"]
-    assert train_here(toy, tmp_path / "run", *SHORT, *more) == 0
-    for row in updates(tmp_path / "run"):
+    for row in two_steps(toy, tmp_path, *more):
         assert row["reward/equal_groups_share"] == 0
         assert row["train/num_gen_batches"] >= 2
         assert 0 <= row["reward/filtered_groups_share"] < 1
 
 
-def test_bypass_mode_with_vllm_leaves_the_pass_for_old_log_probs_out(toy, tmp_path):
-    more = ["algorithm.rollout_correction.preset=bypass_pg_is", "actor_rollout_ref.rollout.name=vllm"]
-    short = [setting for setting in SHORT if setting != "actor_rollout_ref.rollout.name=hf"]
-    more += [f"{ACTOR}.policy_loss.loss_mode=vanilla", f"{ACTOR}.ppo_mini_batch_size=8"]
-    assert train_here(toy, tmp_path, *short, *more) == 0
-    rows = metrics(tmp_path)
+def test_bypass_mode_leaves_the_pass_for_old_log_probs_out(toy, tmp_path):
+    more = ["algorithm.rollout_correction.preset=bypass_pg_is", f"{ACTOR}.policy_loss.loss_mode=vanilla"]
+    rows = steps_here(toy, tmp_path, *SHORT, *more, f"{ACTOR}.ppo_mini_batch_size=8")
     for step in (1, 2):
         assert "timing_s/old_log_prob" not in rows[step]
         assert rows[step]["rollout/logprob_diff_mean"] < 1e-4

@@ -6,7 +6,10 @@ import pytest
 
 from tests.end_to_end.runs import LOCAL, metrics
 
-ONE_STEP = [*LOCAL, "trainer.total_training_steps=1", "trainer.test_freq=-1", "trainer.val_before_train=false"]
+ONE_STEP = [
+    *LOCAL, "trainer.total_training_steps=1", "trainer.test_freq=-1", "trainer.val_before_train=false",
+    "data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+]  # fmt: skip
 BEGUN = ["config.yaml", "memory_timeline.csv"]
 """What a run has written when its first answers are scored."""
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    "
@@ -77,8 +80,8 @@ def test_with_on_error_score_failed_rows_take_the_fallback_and_are_counted_and_t
     assert here(function(HEAD + body), *ONE_STEP, *go_on) == 0
     row = metrics(tmp_path / "run")[1]
     failed = row["reward/failed_rows"]
-    assert 0 < failed < 256
-    assert row["critic/score/mean"] == pytest.approx((3 * (256 - failed) - failed) / 256, rel=1e-6)
+    assert 0 < failed < 64
+    assert row["critic/score/mean"] == pytest.approx((3 * (64 - failed) - failed) / 64, rel=1e-6)
     shown = capsys.readouterr().err
-    assert f"the reward function failed on {failed:.0f} of 256 rows, which get the fallback score -1.0; the first is" in shown
+    assert f"the reward function failed on {failed:.0f} of 64 rows, which get the fallback score -1.0; the first is" in shown
     assert "ValueError: odd" in shown

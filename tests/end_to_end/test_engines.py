@@ -2,63 +2,59 @@
 
 import pytest
 
-from tests.end_to_end.runs import metrics, succeeded, train, train_here
+from tests.end_to_end.runs import assert_nine_of_ten_seeds_learn, metrics, steps_here, succeeded, train
 
 AR = "actor_rollout_ref"
-QUIET = ["trainer.save_freq=-1", "trainer.test_freq=-1", "trainer.val_before_train=false"]
+QUIET = ["trainer.test_freq=-1", "trainer.val_before_train=false"]
 TWO = "trainer.n_gpus_per_node=2"
 
 
-@pytest.fixture(scope="module")
-def alone(toy, tmp_path_factory):
-    """Twenty steps of the default run: one worker with an engine of its own, under Ray."""
-    run_dir = tmp_path_factory.mktemp("alone") / "run"
-    succeeded(train(toy, run_dir, "trainer.total_training_steps=20", "trainer.test_freq=20", "trainer.save_freq=-1"))
-    return run_dir
+LEARNS = ["trainer.total_training_steps=15", "trainer.test_freq=15", "trainer.save_freq=-1"]
+RUNS = {
+    "one worker": [],
+    "two workers with an engine each": [TWO],
+    "two workers that share one engine": [TWO, f"{AR}.rollout.tensor_model_parallel_size=2"],
+}
+SHARED = list(RUNS)[-1]
+"""The run that has most in it. The others are slow: each takes longer to start than all its steps take."""
 
 
-@pytest.fixture(scope="module")
-def apart(toy, tmp_path_factory):
-    """Two workers with an engine each."""
-    run_dir = tmp_path_factory.mktemp("apart") / "run"
-    succeeded(train(toy, run_dir, TWO, "trainer.total_training_steps=5", *QUIET))
-    return run_dir
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=() if name == SHARED else pytest.mark.slow, id=name) for name in RUNS]
+)
+def rows(request, toy, tmp_path_factory):
+    """What a run of the default way has logged."""
+    run_dir = tmp_path_factory.mktemp("run") / "run"
+    succeeded(train(toy, run_dir, *RUNS[request.param], *LEARNS))
+    return metrics(run_dir)
 
 
-@pytest.fixture(scope="module")
-def shared(toy, tmp_path_factory):
-    """Two workers that share one engine."""
-    run_dir = tmp_path_factory.mktemp("shared") / "run"
-    succeeded(train(toy, run_dir, TWO, f"{AR}.rollout.tensor_model_parallel_size=2", "trainer.total_training_steps=3", *QUIET))
-    return run_dir
+def test_fifteen_steps_teach_the_toy_task(rows):
+    score = "val-core/toy/arithmetic/reward/mean@1"
+    assert rows[0][score] <= 0.5
+    assert rows[15][score] >= 0.9
+
+
+def test_vllm_and_the_trainer_agree_in_every_step(rows):
+    differences = [row["rollout/logprob_diff_max"] for step, row in rows.items() if step > 0]
+    assert len(differences) == 15
+    assert max(differences) <= 1e-4
 
 
 @pytest.fixture(scope="module")
 def without_ray(toy, tmp_path_factory):
-    run_dir = tmp_path_factory.mktemp("local") / "run"
-    assert train_here(toy, run_dir, "trainer.worker_group=local", "trainer.total_training_steps=1", *QUIET) == 0
-    return run_dir
+    return steps_here(toy, tmp_path_factory.mktemp("local") / "run", "trainer.total_training_steps=1", *QUIET)
 
 
-def test_twenty_steps_teach_the_toy_task(alone):
-    score = "val-core/toy/arithmetic/reward/mean@1"
-    assert metrics(alone)[0][score] <= 0.5
-    assert metrics(alone)[20][score] >= 0.9
-
-
-@pytest.mark.parametrize(("runs", "steps"), [("alone", 20), pytest.param("apart", 5, marks=pytest.mark.slow), ("shared", 3)])
-def test_vllm_and_the_trainer_agree_in_every_step(runs, steps, request):
-    rows = metrics(request.getfixturevalue(runs))
-    differences = [row["rollout/logprob_diff_max"] for step, row in rows.items() if step > 0]
-    assert len(differences) >= steps
-    assert max(differences) <= 1e-4
-
-
-@pytest.mark.parametrize("runs", [pytest.param("apart", marks=pytest.mark.slow), "shared", "without_ray"])
-def test_the_first_step_is_the_same_wherever_its_workers_live_and_whatever_they_share(alone, runs, request):
-    one, other = (metrics(run_dir)[1] for run_dir in (alone, request.getfixturevalue(runs)))
+def test_the_first_step_is_the_same_wherever_its_workers_live_and_whatever_they_share(without_ray, rows):
     for name in ("critic/score/mean", "actor/grad_norm"):
-        assert other[name] == pytest.approx(one[name], rel=1e-4), name
+        assert rows[1][name] == pytest.approx(without_ray[1][name], rel=1e-4), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_nine_of_ten_seeds_learn_in_a_shortened_run(tmp_path):
+    assert_nine_of_ten_seeds_learn(tmp_path, lambda toy, run_dir, *overrides: succeeded(train(toy, run_dir, *overrides)))
 
 
 UNEVEN = [
@@ -71,17 +67,11 @@ BUDGET = f"{AR}.actor.ppo_max_token_len_per_gpu"
 
 def test_the_first_step_is_the_same_however_it_is_computed(toy, tmp_path):
     """Eager attention, recomputation and eight micro-batches together, against one step in one piece."""
-    rows = []
-    for name, more in (
-        ("whole", [f"{BUDGET}=8192"]),
-        (
-            "otherwise",
-            [f"{BUDGET}=560", f"{AR}.model.enable_gradient_checkpointing=true", f"{AR}.model.attn_implementation=eager"],
-        ),
-    ):
-        assert train_here(toy, tmp_path / name, *UNEVEN, "trainer.worker_group=local", *more) == 0
-        rows.append(metrics(tmp_path / name)[1])
-    whole, otherwise = rows
+    pieces = [f"{BUDGET}=560", f"{AR}.model.enable_gradient_checkpointing=true", f"{AR}.model.attn_implementation=eager"]
+    whole, otherwise = (
+        steps_here(toy, tmp_path / name, *UNEVEN, *more)[1]
+        for name, more in (("whole", [f"{BUDGET}=8192"]), ("otherwise", pieces))
+    )
     assert abs(whole["actor/loss"]) > 1e-3
     for name in ("critic/score/mean", "actor/loss", "actor/grad_norm"):
         assert otherwise[name] == pytest.approx(whole[name], rel=1e-4), name

@@ -3,9 +3,9 @@
 import pytest
 
 from tests import rlt
+from tests.trainer.conftest import ready
 from tests.worker.test_reward_scores import classifier
 from tools.reads import leaf_keys, record_reads
-from verl_memopt.cli import train
 from verl_memopt.config.loader import load_settings
 
 READ_ELSEWHERE = {
@@ -56,8 +56,8 @@ class Backwards:
         return iter(self.order)
 
 def score(data_source, solution_str, ground_truth, extra_info=None):
-    if "7" in solution_str:
-        raise ValueError("seven")
+    if extra_info["index"] % 2:
+        raise ValueError("odd")
     return 1.0
 
 def compute_advantages(token_level_rewards, response_mask, index, config):
@@ -75,7 +75,7 @@ def common(toy, folder):
         "actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.n=2", f"trainer.default_local_dir={folder}",
         "data.max_prompt_length=16", "data.max_response_length=4", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64",
         "trainer.worker_group=local", "trainer.save_freq=2", "trainer.test_freq=2", "trainer.logger=[jsonl]",
-        "trainer.device=cpu", "actor_rollout_ref.rollout.dtype=fp32", "data.val_max_samples=8",
+        "trainer.device=cpu", "actor_rollout_ref.rollout.dtype=fp32", "data.val_max_samples=4",
     ]  # fmt: skip
 
 
@@ -124,7 +124,6 @@ def runs(toy, folder):
     yield load_settings("rloo_trainer", common(toy, folder / "lora") + plain + lora)
     ppo = ["actor_rollout_ref.actor.use_dynamic_bsz=true", "trainer.total_training_steps=2", "trainer.critic_warmup=1"]
     ppo += ["critic.ppo_max_token_len_per_gpu=64", "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov"]
-    yield load_settings("ppo_trainer", common(toy, folder / "ppo") + ppo)
     critic = [
         "critic.use_dynamic_bsz=false", "critic.ppo_micro_batch_size_per_gpu=2", "critic.model.lora_rank=2",
         "critic.model.enable_activation_offload=true", "critic.model.tiled_mlp.enabled=true", "critic.shuffle=true",
@@ -133,7 +132,8 @@ def runs(toy, folder):
         "critic.model.gradient_checkpointing_mode=every_n",
     ]  # fmt: skip
     yield load_settings("ppo_trainer", common(toy, folder / "critic") + ppo + critic)
-    yield load_settings("ppo_trainer", common(toy, folder / "critic") + ppo + critic + ["trainer.total_training_steps=3"])
+    further = ["trainer.total_training_steps=3", "critic.use_dynamic_bsz=true"]
+    yield load_settings("ppo_trainer", common(toy, folder / "critic") + ppo + critic + further)
     supervised = [*ppo[:2], "data.response_key=extra_info.answer"]
     yield load_settings("sft_trainer", common(toy, folder / "sft") + supervised + ["actor_rollout_ref.rollout.n=1"])
     overlong = {f"{rlt.RLT}.max_student_len": 42, f"{rlt.RLT}.overlong": "skip"}
@@ -144,8 +144,8 @@ def runs(toy, folder):
 def read(toy, tmp_path_factory):
     seen = set()
     for settings in runs(toy, tmp_path_factory.mktemp("keys")):
-        with record_reads(settings) as keys:
-            assert train(settings) == 0
+        with record_reads(settings) as keys, ready(settings) as trainer:
+            trainer.run()
         seen |= keys
     return seen
 

@@ -8,14 +8,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.end_to_end.runs import LOCAL, ROOT, assert_nine_of_ten_seeds_learn, learned, metrics, settings_of, succeeded
+from tests.end_to_end.runs import (
+    LOCAL,
+    ROOT,
+    assert_nine_of_ten_seeds_learn,
+    learned,
+    metrics,
+    settings_of,
+    steps_here,
+    succeeded,
+)
 from tests.forked import shared_server
 from verl_memopt.cli import main
 
 AR = "actor_rollout_ref"
 FSDP = "critic.model.fsdp_config"
 SHORT = [
-    *LOCAL, "trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=-1",
+    *LOCAL, "trainer.val_before_train=false", "trainer.test_freq=-1",
     "data.train_batch_size=8", f"{AR}.actor.ppo_mini_batch_size=4", f"{AR}.rollout.n=4",
 ]  # fmt: skip
 OFFLOADED = [
@@ -31,19 +40,12 @@ def command(toy, run_dir, *overrides):
 
 
 def train_ppo(toy, run_dir, *overrides):
-    assert main(command(toy, run_dir, *overrides)) == 0
-    return metrics(run_dir)
-
-
-def weights(folder):
-    """Gives the weights of a model in Hugging Face format."""
-    return load_file(folder / "model.safetensors")
+    return steps_here(toy, run_dir, *overrides, config=("toy", ROOT / "recipe" / "ppo"))
 
 
 def test_the_toy_task_is_learned_in_few_steps_with_a_critic_that_learns_its_returns(toy, tmp_path):
-    rows = train_ppo(
-        toy, tmp_path, *LOCAL, *OFFLOADED, "trainer.total_training_steps=6", "trainer.test_freq=6", "trainer.save_freq=-1"
-    )
+    counted = ["trainer.track_memory_every_steps=10", "trainer.total_training_steps=6", "trainer.test_freq=6"]
+    rows = train_ppo(toy, tmp_path, *LOCAL, *OFFLOADED, *counted)
     score = "val-core/toy/arithmetic/reward/mean@1"
     assert rows[0][score] <= 0.5
     assert rows[6][score] >= 0.9
@@ -66,22 +68,20 @@ def test_the_toy_task_is_learned_in_few_steps_with_a_critic_that_learns_its_retu
 
 
 def test_where_the_critic_rests_changes_no_number(toy, tmp_path):
-    kept, moved = (
-        train_ppo(toy, tmp_path / name, *SHORT, *place, "trainer.total_training_steps=2")
-        for name, place in (("kept", []), ("moved", OFFLOADED))
-    )
+    kept = train_ppo(toy, tmp_path / "kept", *SHORT, "trainer.total_training_steps=2")
+    moved = train_ppo(toy, tmp_path / "moved", *SHORT, *OFFLOADED, "trainer.total_training_steps=2")
     for step in (1, 2):
         for name in ("critic/vf_loss", "critic/grad_norm", "actor/pg_loss", "actor/grad_norm", "critic/score/mean"):
             assert moved[step][name] == pytest.approx(kept[step][name], rel=1e-6), name
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(toy, tmp_path):
-    more = [*SHORT, *OFFLOADED, f"{AR}.rollout.temperature=1.5", "trainer.save_freq=2"]
-    whole = train_ppo(toy, tmp_path / "whole", *more, "trainer.total_training_steps=4")
-    train_ppo(toy, tmp_path / "parts", *more, "trainer.total_training_steps=2")
-    parts = train_ppo(toy, tmp_path / "parts", *more, "trainer.total_training_steps=4")
-    assert [learned(parts[step]) for step in (1, 2, 3, 4)] == [learned(whole[step]) for step in (1, 2, 3, 4)]
-    folder = tmp_path / "parts" / "global_step_4"
+    more = [*SHORT, *OFFLOADED, f"{AR}.rollout.temperature=1.5", "trainer.save_freq=1"]
+    whole = train_ppo(toy, tmp_path / "whole", *more, "trainer.total_training_steps=3")
+    train_ppo(toy, tmp_path / "parts", *more, "trainer.total_training_steps=1")
+    parts = train_ppo(toy, tmp_path / "parts", *more, "trainer.total_training_steps=3")
+    assert [learned(parts[step]) for step in (1, 2, 3)] == [learned(whole[step]) for step in (1, 2, 3)]
+    folder = tmp_path / "parts" / "global_step_3"
     assert {path.name for path in folder.iterdir() if path.is_dir()} == {"actor", "critic"}
     files = json.loads((folder / "meta.json").read_text())["files"]
     assert any(name.startswith("actor/") for name in files)
@@ -93,9 +93,11 @@ def test_a_warm_up_trains_the_critic_and_leaves_the_policy_as_it_is(toy, tmp_pat
     more.append("trainer.max_actor_ckpt_to_keep=null")
     parts = [f"{role}.checkpoint.save_contents=[model,optimizer,extra,hf_model]" for role in (f"{AR}.actor", "critic")]
     rows = train_ppo(toy, tmp_path, *more, *parts)
-    started = weights(toy / "model")
-    policies = [weights(tmp_path / f"global_step_{step}" / "actor" / "huggingface") for step in (1, 2, 3)]
-    critics = [weights(tmp_path / f"global_step_{step}" / "critic" / "huggingface") for step in (1, 2, 3)]
+    started = load_file(toy / "model" / "model.safetensors")
+    policies, critics = (
+        [load_file(tmp_path / f"global_step_{step}" / role / "huggingface" / "model.safetensors") for step in (1, 2, 3)]
+        for role in ("actor", "critic")
+    )
     for step, policy in enumerate(policies, start=1):
         unchanged = all(torch.equal(policy[name], started[name]) for name in policy)
         assert unchanged == (step <= 2)

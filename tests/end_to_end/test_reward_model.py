@@ -1,18 +1,17 @@
 """A run on the toy task whose rewards come from a reward model, alone or read by a function, and from an async function."""
 
-import json
-
 import pyarrow.parquet
 import pytest
 import torch
 from transformers import AutoTokenizer
 
-from tests.end_to_end.runs import LOCAL, metrics, train_here
+from tests.end_to_end.runs import LOCAL, lines_of, steps_here, train_here
 from tests.worker.test_reward_scores import classifier
 
 MODEL = "reward_model.model"
 SHORT = [
-    *LOCAL, "trainer.total_training_steps=2", "trainer.test_freq=2", "trainer.save_freq=-1", "data.train_batch_size=8",
+    *LOCAL, "trainer.total_training_steps=2", "trainer.test_freq=2", "trainer.track_memory_every_steps=10",
+    "data.train_batch_size=8",
     "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=4", "data.val_max_samples=5",
     "actor_rollout_ref.rollout.temperature=1.5",
 ]  # fmt: skip
@@ -30,10 +29,6 @@ def reward_model(toy, tmp_path_factory):
     return classifier(tmp_path_factory.mktemp("rm") / "model", toy / "model")
 
 
-def dumped(run_dir, step):
-    return [json.loads(line) for line in (run_dir / "rollouts" / f"{step}.jsonl").read_text().splitlines()]
-
-
 def logit(model, ids):
     with torch.no_grad():
         return model(torch.tensor([ids])).logits.item()
@@ -42,10 +37,9 @@ def logit(model, ids):
 def test_the_rewards_of_a_run_are_the_classifiers_logits(toy, tmp_path, reward_model):
     folder, model = reward_model
     more = scoring(folder, f"{MODEL}.input_tokenizer=null", f"{MODEL}.fsdp_config.param_offload=true")
-    assert train_here(toy, tmp_path, *SHORT, *more, f"trainer.rollout_data_dir={tmp_path}/rollouts") == 0
-    rows = metrics(tmp_path)
+    rows = steps_here(toy, tmp_path, *SHORT, *more, f"trainer.rollout_data_dir={tmp_path}/rollouts")
     for step in (1, 2):
-        samples = dumped(tmp_path, step)
+        samples = lines_of(tmp_path / "rollouts" / f"{step}.jsonl")
         assert len(samples) == 32
         for sample in samples:
             expected = logit(model, sample["prompt_ids"] + sample["response_ids"])
@@ -86,8 +80,7 @@ def test_a_function_combines_a_rule_with_the_score_of_a_model_that_has_a_templat
         "    return {'score': right + extra_info['rm_score'], 'right': right}\n"
     )
     more = [f"custom_reward_function.path={tmp_path}/mixed.py", f"trainer.rollout_data_dir={tmp_path}/rollouts"]
-    assert train_here(toy, tmp_path, *SHORT, *scoring(folder), *more) == 0
-    rows, samples = metrics(tmp_path), dumped(tmp_path, 1)
+    rows, samples = steps_here(toy, tmp_path, *SHORT, *scoring(folder), *more), lines_of(tmp_path / "rollouts" / "1.jsonl")
     for sample in samples:
         assert sample["rm_score"] == pytest.approx(logit(model, ids(sample)), abs=1e-5)
         assert sample["score"] == pytest.approx(sample["rm_score"] + sample["right"])

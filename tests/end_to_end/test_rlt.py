@@ -1,21 +1,26 @@
 """RLT end to end: runs of a few steps in every residency, and a teacher that learns to explain."""
 
 import dataclasses
-import json
 import math
 import random
 
 import pytest
 import torch
 
-from tests.end_to_end.runs import learned, metrics
+from tests.end_to_end.runs import learned, lines_of, metrics
 from tests.rlt import ALIAS, AR, MODEL, RLT, SWAP, brief_toy, settings_of
 from tests.trainer.conftest import ready
-from verl_memopt.cli import train
 from verl_memopt.data.batch import Ragged
 from verl_memopt.recipes.rlt.lessons import make_rlt_toy
 from verl_memopt.recipes.rlt.scorer import ExplanationBatch
 from verl_memopt.recipes.rlt.student_rows import THINK
+
+
+def trained(settings):
+    """Gives the metrics of a run that has taken its steps."""
+    with ready(settings) as trainer:
+        trainer.run()
+    return metrics(settings.trainer.default_local_dir)
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +45,7 @@ RUNS = {
 )
 def test_a_run_trains_validates_and_reports_the_parts_of_the_reward(toy, tmp_path, name):
     more = {**RUNS[name], "trainer.test_freq": 2, "data.val_batch_size": 4, "trainer.rollout_data_dir": str(tmp_path / "rows")}
-    assert train(settings_of(toy, tmp_path / "run", more)) == 0
-    rows = metrics(tmp_path / "run")
+    rows = trained(settings_of(toy, tmp_path / "run", more))
     for step in (1, 2):
         row = rows[step]
         assert row["rlt/reward"] == pytest.approx(row["rlt/r_ss"] - row["rlt/r_kl"] + row["rlt/match"], abs=1e-4)
@@ -50,7 +54,7 @@ def test_a_run_trains_validates_and_reports_the_parts_of_the_reward(toy, tmp_pat
         assert sum(value for key, value in row.items() if key.startswith("rlt/status/")) == pytest.approx(1)
         assert row["actor/grad_norm"] > 0
         assert {"timing_s/reward", "timing_s/old_log_prob", "rlt/tokens", "perf/student_tokens_per_second"} <= row.keys()
-        samples = [json.loads(line) for line in (tmp_path / "rows" / f"{step}.jsonl").read_text().splitlines()]
+        samples = lines_of(tmp_path / "rows" / f"{step}.jsonl")
         assert [sample["score"] for sample in samples] == pytest.approx(
             [sample["r_ss"] - sample["r_kl"] + sample["match"] for sample in samples], abs=1e-4
         )
@@ -59,20 +63,18 @@ def test_a_run_trains_validates_and_reports_the_parts_of_the_reward(toy, tmp_pat
 
 def test_a_row_without_room_for_its_solution_leaves_its_group(toy, tmp_path):
     more = {f"{RLT}.max_student_len": 42, f"{RLT}.overlong": "skip", "trainer.test_freq": 2}
-    assert train(settings_of(toy, tmp_path / "run", more)) == 0
-    rows = metrics(tmp_path / "run")
+    rows = trained(settings_of(toy, tmp_path / "run", more))
     assert rows[1]["reward/invalid_rows"] == 6 * rows[1]["rlt/status/skipped"] > 0
     assert rows[1]["critic/advantages/max"] == rows[1]["critic/advantages/min"] == 0
     assert rows[1]["actor/skipped_updates"] == 0
 
 
 def test_a_resumed_run_is_the_run_without_a_break(toy, tmp_path):
-    assert train(settings_of(toy, tmp_path / "whole", ALIAS)) == 0
+    whole = trained(settings_of(toy, tmp_path / "whole", ALIAS))
     for steps in (1, 2):
         saves = {"trainer.total_training_steps": steps, "trainer.save_freq": 1}
-        assert train(settings_of(toy, tmp_path / "broken", {**ALIAS, **saves})) == 0
-    whole, broken = (learned(metrics(tmp_path / name)[2]) for name in ("whole", "broken"))
-    assert broken == whole
+        broken = trained(settings_of(toy, tmp_path / "broken", {**ALIAS, **saves}))
+    assert learned(broken[2]) == learned(whole[2])
 
 
 @pytest.mark.slow  # tests/recipe/rlt has two ranks in every run of the tests
@@ -80,9 +82,8 @@ def test_two_workers_give_the_rewards_of_one(toy, tmp_path):
     """Nine held-out rows do not divide over two workers, and the rollouts of the first step are the same."""
     short = {**SWAP, "trainer.total_training_steps": 1, "trainer.test_freq": 1, "trainer.val_before_train": True}
     two = {"trainer.worker_group": "ray", "trainer.n_gpus_per_node": 2}
-    assert train(settings_of(toy, tmp_path / "one", short)) == 0
-    assert train(settings_of(toy, tmp_path / "two", {**short, **two})) == 0
-    one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
+    one = trained(settings_of(toy, tmp_path / "one", short))
+    two = trained(settings_of(toy, tmp_path / "two", {**short, **two}))
     for name in ("critic/score/mean", "critic/score/min", "rlt/r_ss", "rlt/r_kl", "rlt/match", "rlt/tokens"):
         assert two[1][name] == pytest.approx(one[1][name], rel=1e-4)
     for name in ("val-core/rlt/reward/mean@1", "val-aux/rlt/r_ss/mean@1"):
@@ -141,20 +142,15 @@ def test_a_teacher_learns_to_explain_what_its_student_then_solves(tmp_path):
             "with its tokens shuffled": solution_log_prob(rlt, explained, shuffled(explanations, end)),
         }
     rows = metrics(tmp_path / "run")
-    before, after = (
-        {name: rows[step][f"val-aux/rlt/{name}/mean@1"] for name in ("r_ss", "r_kl", "match")} for step in (0, STEPS)
-    )
-    first, last = (
-        {name: sum(rows[step][f"rlt/{name}"] for step in steps) / 10 for name in ("reward", "r_ss", "r_kl", "match")}
-        for steps in (range(1, 11), range(STEPS - 9, STEPS + 1))
-    )
+    names = ("r_ss", "r_kl", "match")
+    before, after = ({name: rows[step][f"val-aux/rlt/{name}/mean@1"] for name in names} for step in (0, STEPS))
+    ten = (range(1, 11), range(STEPS - 9, STEPS + 1))
+    first, last = ({name: sum(rows[step][f"rlt/{name}"] for step in steps) / 10 for name in names} for steps in ten)
     print({"held out before": before, "after": after, "steps 1-10": first, "last 10 steps": last})  # noqa: T201
     print({"mean log-prob of the solution after an explanation": means})  # noqa: T201
-    assert after["r_ss"] > before["r_ss"] + 0.5
-    assert last["r_ss"] > first["r_ss"] + 0.5
-    assert before["match"] < -0.05
-    assert after["match"] > -0.02
-    assert first["match"] < -0.05
-    assert last["match"] > -0.02
+    for careless, trained_one in ((before, after), (first, last)):
+        assert trained_one["r_ss"] > careless["r_ss"] + 0.5
+        assert careless["match"] < -0.05
+        assert trained_one["match"] > -0.02
     trained = means.pop("of the trained teacher")
     assert trained > max(means.values()) + 0.5

@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from tests.end_to_end.runs import LOCAL, metrics
+from tests.end_to_end.runs import LOCAL, lines_of, metrics
 from tests.rewards.sandbox_service import sandbox_service
 from tests.rewards.test_judge import fails
 from verl_memopt.cli import main
@@ -78,7 +78,7 @@ def test_the_rewards_of_a_run_are_the_shares_of_cases_that_its_programs_pass(tas
     rows = metrics(tmp_path)
     scores = []
     for step in (1, 2):
-        samples = [json.loads(line) for line in (tmp_path / "rollouts" / f"{step}.jsonl").read_text().splitlines()]
+        samples = lines_of(tmp_path / "rollouts" / f"{step}.jsonl")
         assert [sample["score"] for sample in samples] == list(map(expected_score, samples))
         assert rows[step]["critic/score/mean"] == pytest.approx(sum(map(expected_score, samples)) / 16)
         assert rows[step]["reward/failed_rows"] == 0
@@ -86,13 +86,6 @@ def test_the_rewards_of_a_run_are_the_shares_of_cases_that_its_programs_pass(tas
     assert len(set(scores)) > 1
     assert rows[1]["actor/grad_norm"] > 0
     assert "val-core/apps/reward/mean@1" in rows[2]
-
-
-def test_a_run_on_code_tasks_without_a_service_is_refused_with_the_key(task, tmp_path, capsys):
-    assert run(task, tmp_path) == 2
-    message = capsys.readouterr().err
-    assert "rows.jsonl:1: data_source 'apps' is of code tasks" in message
-    assert f"Set {URL} to the address of a SandboxFusion service" in message
 
 
 def test_a_run_whose_service_is_no_sandbox_ends_before_its_workers_start(task, tmp_path, capsys):

@@ -1,13 +1,12 @@
 """A trained policy leaves as a Hugging Face folder: transformers and vLLM answer as the run did, and a new run starts from it."""
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.end_to_end.runs import LOCAL, metrics, train_here
+from tests.end_to_end.runs import LOCAL, lines_of, metrics, train_here
 from tests.rlt import brief_toy, values_of
 from tests.rollout.tools import place_at
 from verl_memopt.cli import train
@@ -28,17 +27,14 @@ class Saved:
 
     def __init__(self, root, start):
         self.run_dir, self.start = root / "run", start
-        start(
-            self.run_dir,
-            **KEPT | {"trainer.validation_data_dir": str(root / "val"), "trainer.rollout_data_dir": str(root / "rows")},
-        )
+        dumps = {"trainer.validation_data_dir": str(root / "val"), "trainer.rollout_data_dir": str(root / "rows")}
+        start(self.run_dir, **KEPT | dumps)
         self.dump, self.checkpoint = root / "rows", self.run_dir / f"global_step_{STEPS}"
         self.folder = self.checkpoint / "actor" / "huggingface"
-        self.answers = rows(root / "val" / f"{STEPS}.jsonl")
+        self.answers = lines_of(root / "val" / f"{STEPS}.jsonl")
 
-
-def rows(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    def prompts_and_answers(self):
+        return [row["prompt_ids"] for row in self.answers], [row["response_ids"] for row in self.answers]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +42,8 @@ def saved_by_rloo(toy, tmp_path_factory):
     def start(run_dir, **more):
         words = [f"{key}={value}" for key, value in more.items()]
         length = [] if "trainer.total_training_steps" in more else [f"trainer.total_training_steps={STEPS}"]
-        assert train_here(toy, run_dir, *LOCAL, "trainer.val_before_train=false", *length, *words) == 0
+        few = ["data.train_batch_size=8", f"{AR}.actor.ppo_mini_batch_size=8"]
+        assert train_here(toy, run_dir, *LOCAL, "trainer.val_before_train=false", *few, *length, *words) == 0
 
     return Saved(tmp_path_factory.mktemp("rloo"), start)
 
@@ -70,15 +67,11 @@ def saved(request):
     return request.getfixturevalue(f"saved_by_{request.param}")
 
 
-def prompts_and_answers(saved):
-    return [row["prompt_ids"] for row in saved.answers], [row["response_ids"] for row in saved.answers]
-
-
 @torch.no_grad()
 def test_transformers_answers_as_the_engine_of_the_run_did(saved):
     model = AutoModelForCausalLM.from_pretrained(saved.folder, dtype=torch.float32).eval()
     stop = AutoTokenizer.from_pretrained(saved.folder).eos_token_id
-    prompts, answers = prompts_and_answers(saved)
+    prompts, answers = saved.prompts_and_answers()
     assert len({tuple(answer) for answer in answers}) > 1
     for prompt, answer in zip(prompts[:16], answers[:16], strict=True):
         longest = len(answer) if answer[-1] == stop else max(map(len, answers))
@@ -91,15 +84,17 @@ def test_transformers_answers_as_the_engine_of_the_run_did(saved):
 @torch.no_grad()
 def test_logits_of_transformers_are_those_of_the_policy_in_the_checkpoint(saved):
     """The policy computes its log-probs of a dump from the checkpoint itself, transformers from the exported folder."""
-    again = saved.run_dir.parent / "scored"
+    again, dump = saved.run_dir.parent / "scored", saved.run_dir.parent / "next"
+    dump.mkdir()  # the step after the checkpoint has the responses of the last step
+    (dump / f"{STEPS + 1}.jsonl").write_text((saved.dump / f"{STEPS}.jsonl").read_text())
     saved.start(again, **{
         "debug.mode": "score_only", "trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(saved.checkpoint),
-        f"{AR}.rollout.skip_dump_dir": str(next_dump(saved)), "trainer.total_training_steps": STEPS + 1,
+        f"{AR}.rollout.skip_dump_dir": str(dump), "trainer.total_training_steps": STEPS + 1,
     })  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(saved.folder, dtype=torch.float32).eval()
     temperature = 0.7 if saved.dump.parent.name.startswith("rlt") else 1.0
     log_probs = []
-    for row in rows(saved.dump / f"{STEPS}.jsonl"):
+    for row in lines_of(saved.dump / f"{STEPS}.jsonl"):
         ids, start = row["prompt_ids"] + row["response_ids"], len(row["prompt_ids"])
         logits = model(torch.tensor([ids])).logits[0, start - 1 : -1].float() / temperature
         log_probs.append(logits.log_softmax(-1).gather(-1, torch.tensor(ids[start:])[:, None])[:, 0])
@@ -109,16 +104,8 @@ def test_logits_of_transformers_are_those_of_the_policy_in_the_checkpoint(saved)
         assert row[f"score/log_prob/{name}"] == pytest.approx(value.item(), abs=1e-5)
 
 
-def next_dump(saved):
-    """Return a dump whose step after the checkpoint holds the responses of the last step."""
-    folder = saved.dump.parent / "next"
-    folder.mkdir(exist_ok=True)
-    (folder / f"{STEPS + 1}.jsonl").write_text((saved.dump / f"{STEPS}.jsonl").read_text())
-    return folder
-
-
 def test_vllm_answers_as_the_engine_of_the_run_did(saved):
-    prompts, answers = prompts_and_answers(saved)
+    prompts, answers = saved.prompts_and_answers()
     longest, most = max(map(len, prompts)), max(map(len, answers))
     settings = schema.Rollout(
         name="vllm", prompt_length=longest, response_length=most, dtype="fp32", enforce_eager=True, kv_cache_memory_gb=0.05,
@@ -137,6 +124,6 @@ def test_a_new_run_starts_where_the_saved_policy_ended(saved, tmp_path):
         tmp_path / "new",
         **{f"{AR}.model.path": str(saved.folder), "trainer.val_only": True, "trainer.validation_data_dir": str(tmp_path / "val")},
     )
-    first = rows(tmp_path / "val" / "0.jsonl")
+    first = lines_of(tmp_path / "val" / "0.jsonl")
     assert [row["response_ids"] for row in first] == [row["response_ids"] for row in saved.answers]
     assert [row["score"] for row in first] == pytest.approx([row["score"] for row in saved.answers], abs=1e-5)

@@ -44,6 +44,12 @@ class Machine(ForkServer):
         """Gives a training run that has ended."""
         return self.start(toy, run_dir, *overrides, **env).wait()
 
+    def trained(self, toy, run_dir, *overrides, **env):
+        """Gives the folder of a training run that has ended well."""
+        run = self.train(toy, run_dir, *overrides, **env)
+        assert run.returncode == 0, run.stdout[-3000:]
+        return run_dir
+
     def fill_after(self, changes):
         """Lets the disk take so many more changes (writes, files, folders, renames, syncs) and then none; 0 = no end."""
         self._state.write_bytes(struct.pack("qqq", 0, changes, 0))

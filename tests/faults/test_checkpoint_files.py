@@ -5,10 +5,9 @@ import shutil
 
 import pytest
 
-from tests.end_to_end.runs import assert_equal_runs
+from tests.end_to_end.runs import STARTED, assert_equal_runs, metrics
 from tests.faults.conftest import SHORT
 
-LONGER = [*SHORT, "trainer.total_training_steps=5"]
 NEWEST = "global_step_4"
 
 
@@ -32,67 +31,53 @@ def leave(path):
 
 DAMAGES = {"truncated": truncate, "flipped": flip, "zeroed": zero, "missing": os.unlink, "unreadable": leave}
 
-NAMED = {
-    "a shard": "__0_0.distcp",
-    "the driver's state": "data.pt",
-}
-
-
-@pytest.fixture(scope="module")
-def longer(machine, toy):
-    """Five steps that nothing disturbed."""
-    machine.fill_after(0)
-    run_dir = machine.disk / "longer" / "run"
-    assert machine.train(toy, run_dir, *LONGER).returncode == 0
-    return run_dir
+NAMED = {"a shard": "__0_0.distcp", "the driver's state": "data.pt"}
 
 
 def files_of(run_dir):
     return sorted(path.relative_to(run_dir) for path in (run_dir / NEWEST).rglob("*") if path.is_file())
 
 
-def assert_falls_back(machine, toy, run_dir, uninterrupted, longer, name, damage):
+def assert_took_the_last_step_again(run_dir, uninterrupted):
+    assert_equal_runs(run_dir, uninterrupted)
+    assert metrics(run_dir)[4][STARTED] != metrics(uninterrupted)[4][STARTED]
+
+
+def assert_falls_back(machine, toy, run_dir, uninterrupted, name, damage):
     shutil.copytree(uninterrupted, run_dir)
     DAMAGES[damage](run_dir / name)
     machine.refuse_reads(damage == "unreadable")
-    run = machine.train(toy, run_dir, *LONGER, FAULT_UNREADABLE=str(run_dir / name))
+    run = machine.train(toy, run_dir, *SHORT, FAULT_UNREADABLE=str(run_dir / name))
     machine.refuse_reads(False)
     assert run.returncode == 0, (str(name), damage, run.stdout[-3000:])
     assert "Traceback" not in run.stdout, (str(name), damage, run.stdout[-3000:])
     assert NEWEST in run.stdout
     assert f"resumed from {run_dir / 'global_step_3'}" in run.stdout, (str(name), damage, run.stdout[-3000:])
-    assert_equal_runs(run_dir, longer)
+    assert_took_the_last_step_again(run_dir, uninterrupted)
     shutil.rmtree(run_dir)
 
 
-@pytest.mark.parametrize(
-    ("what", "damage"),
-    [
-        ("a shard", "flipped"),
-        ("the driver's state", "unreadable"),
-    ],
-)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(healthy, toy, run_dir, uninterrupted, longer, what, damage):
+@pytest.mark.parametrize(("what", "damage"), [("a shard", "flipped"), ("the driver's state", "unreadable")])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(healthy, toy, run_dir, uninterrupted, what, damage):
     name = next(path for path in files_of(uninterrupted) if path.name == NAMED[what])
-    assert_falls_back(healthy, toy, run_dir, uninterrupted, longer, name, damage)
+    assert_falls_back(healthy, toy, run_dir, uninterrupted, name, damage)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_every_file_of_a_checkpoint_may_be_damaged(healthy, toy, run_dir, uninterrupted, longer, damage):
+def test_every_file_of_a_checkpoint_may_be_damaged(healthy, toy, run_dir, uninterrupted, damage):
     for name in files_of(uninterrupted):
         if (uninterrupted / name).stat().st_size or damage == "missing":
-            assert_falls_back(healthy, toy, run_dir, uninterrupted, longer, name, damage)
+            assert_falls_back(healthy, toy, run_dir, uninterrupted, name, damage)
 
 
 @pytest.mark.parametrize("damage", ["zeroed", pytest.param("missing", marks=pytest.mark.slow)])
-def test_without_the_file_that_names_the_newest_checkpoint_it_is_found_all_the_same(
-    healthy, toy, run_dir, uninterrupted, longer, damage
-):
+def test_without_the_file_that_names_the_newest_checkpoint_it_is_found_all_the_same(healthy, toy, run_dir, uninterrupted, damage):
     shutil.copytree(uninterrupted, run_dir)
+    shutil.rmtree(run_dir / NEWEST)
     DAMAGES[damage](run_dir / "latest_checkpointed_iteration.txt")
-    run = healthy.train(toy, run_dir, *LONGER)
+    run = healthy.train(toy, run_dir, *SHORT)
     assert run.returncode == 0, run.stdout[-3000:]
-    assert f"resumed from {run_dir / NEWEST}" in run.stdout, run.stdout[-3000:]
-    assert_equal_runs(run_dir, longer)
+    assert f"resumed from {run_dir / 'global_step_3'}" in run.stdout, run.stdout[-3000:]
+    assert_took_the_last_step_again(run_dir, uninterrupted)

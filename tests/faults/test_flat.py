@@ -5,9 +5,8 @@ from collections import Counter
 import psutil
 import pytest
 
-from tests.end_to_end.runs import metrics
+from tests.end_to_end.runs import metrics, wait_for_step
 from tests.faults.conftest import QUIET
-from tests.faults.test_table import wait_for
 from verl_memopt.observe.timeline import read_timeline
 
 STEPS = 300
@@ -37,9 +36,9 @@ def held(run):
 @pytest.mark.parametrize("where", [IN_ONE_PROCESS, []], ids=["in one process", "Ray and vLLM"])
 def test_three_hundred_steps_hold_no_more_than_fifty(healthy, toy, run_dir, where, request):
     run = healthy.start(toy, run_dir, *SETTINGS, *where)
-    log, seen = run_dir / "metrics.jsonl", []
+    seen = []
     for step in LOOKED:
-        wait_for(lambda step=step: log.exists() and log.read_text().count("\n") >= step, run, seconds=600)
+        wait_for_step(run, run_dir, step - 1, timeout=600)
         seen.append(held(run))
     assert run.wait(600).returncode == 0, run.stdout[-3000:]
     assert max(metrics(run_dir)) == STEPS

@@ -24,28 +24,21 @@ def moment(who, phase, edge, time=2):
     return {KILL: json.dumps({"who": who, "phase": phase, "edge": edge, "time": time})}
 
 
-def assert_ends_the_same(machine, toy, run_dir, settings, reference):
-    rerun = machine.train(toy, run_dir, *settings)
-    assert rerun.returncode == 0, rerun.stdout[-3000:]
-    assert_equal_runs(run_dir, reference)
-
-
 # The slow proof below has every process at every boundary.
-@pytest.mark.parametrize(("phase", "edge"), [("update_actor", "after"), ("save_checkpoint", "before")])
+@pytest.mark.parametrize(
+    ("phase", "edge"), [pytest.param("update_actor", "after", marks=pytest.mark.slow), ("save_checkpoint", "before")]
+)
 def test_a_driver_that_is_killed_between_two_phases_is_not_missed(healthy, toy, run_dir, uninterrupted, phase, edge):
     run = healthy.train(toy, run_dir, *SHORT, **moment("driver", phase, edge))
     assert run.returncode == -signal.SIGKILL, run.stdout[-3000:]
-    assert_ends_the_same(healthy, toy, run_dir, SHORT, uninterrupted)
+    assert_equal_runs(healthy.trained(toy, run_dir, *SHORT), uninterrupted)
 
 
 @pytest.fixture(scope="module")
 def on_ray(machine, toy):
     """Four steps on Ray that nothing disturbed."""
     machine.fill_after(0)
-    run_dir = machine.disk / "ray" / "run"
-    run = machine.train(toy, run_dir, *RAY)
-    assert run.returncode == 0, run.stdout[-3000:]
-    return run_dir
+    return machine.trained(toy, machine.disk / "ray" / "run", *RAY)
 
 
 @pytest.mark.slow
@@ -64,7 +57,7 @@ def test_every_process_may_be_killed_at_the_boundary_of_every_phase(healthy, toy
         assert "WorkerError" in run.stdout, run.stdout[-3000:]
     else:
         assert run.returncode in (0, 1), run.stdout[-3000:]
-    assert_ends_the_same(healthy, toy, run_dir, RAY, on_ray)
+    assert_equal_runs(healthy.trained(toy, run_dir, *RAY), on_ray)
 
 
 @pytest.mark.slow

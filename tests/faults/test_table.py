@@ -4,11 +4,10 @@ import json
 import os
 import shutil
 import signal
-import time
 
 import pytest
 
-from tests.end_to_end.runs import assert_equal_runs, metrics
+from tests.end_to_end.runs import assert_equal_runs, metrics, wait_for_step
 from tests.faults.conftest import QUIET, SHORT
 from tests.faults.machine import left
 
@@ -23,20 +22,6 @@ def assert_refused(run, *said, code=2):
     assert "Traceback" not in run.stdout, run.stdout[-3000:]
     for text in said:
         assert text in run.stdout, (text, run.stdout[-3000:])
-
-
-def wait_for(condition, run, seconds=120):
-    for _ in range(seconds * 50):
-        if condition():
-            return
-        assert run.poll() is None, run.stdout[-3000:]
-        time.sleep(0.02)
-    raise AssertionError(f"nothing after {seconds} s:\n{run.stdout[-3000:]}")
-
-
-def wait_for_steps(run, run_dir, steps):
-    path = run_dir / "metrics.jsonl"
-    wait_for(lambda: path.exists() and path.read_text().count("\n") >= steps, run)
 
 
 @pytest.fixture
@@ -89,7 +74,7 @@ def test_9_what_a_reward_function_started_dies_with_the_run(healthy, toy, run_di
     (tmp_path / "forks.py").write_text(FORKS)
     reward = f"custom_reward_function.path={tmp_path}/forks.py"
     run = healthy.start(toy, run_dir, *SHORT, reward, "trainer.total_training_steps=100000")
-    wait_for_steps(run, run_dir, 1)
+    wait_for_step(run, run_dir, 0)
     os.kill(run.pid, signal.SIGKILL)
     run.wait()
     assert not left(run)
@@ -97,7 +82,7 @@ def test_9_what_a_reward_function_started_dies_with_the_run(healthy, toy, run_di
 
 def test_11_hanging_up_saves(healthy, toy, run_dir):
     run = healthy.start(toy, run_dir, *SHORT, "trainer.save_freq=-1", "trainer.total_training_steps=100000")
-    wait_for_steps(run, run_dir, 2)
+    wait_for_step(run, run_dir, 1)
     os.kill(run.pid, signal.SIGHUP)
     assert run.wait().returncode == 129, run.stdout[-3000:]
     assert (run_dir / "latest_checkpointed_iteration.txt").read_text().strip() == str(max(metrics(run_dir)))
@@ -117,9 +102,7 @@ def test_12_a_special_token_in_a_users_text_is_text(healthy, toy, run_dir, tmp_p
 
 
 def test_15_a_home_that_cannot_be_written_is_survived_or_named(healthy, toy, run_dir, uninterrupted):
-    run = healthy.train(toy, run_dir, *SHORT, HOME="/proc", XDG_CACHE_HOME="/proc/cache")
-    assert run.returncode == 0, run.stdout[-3000:]
-    assert_equal_runs(run_dir, uninterrupted)
+    assert_equal_runs(healthy.trained(toy, run_dir, *SHORT, HOME="/proc", XDG_CACHE_HOME="/proc/cache"), uninterrupted)
 
 
 def test_15_a_long_temporary_folder_is_survived_or_named(healthy, toy, run_dir, tmp_path):
