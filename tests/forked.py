@@ -24,6 +24,8 @@ ROOT = Path(__file__).parents[1]
 PYTHON = str(ROOT / "tests" / "forked_python")
 """Takes an interpreter's place where the variables of :meth:`ForkServer.variables` are set."""
 ADDRESS, INTERPRETER = "FORKED_PYTHON_ADDRESS", "FORKED_PYTHON_INTERPRETER"
+CHILDREN = "FORKED_PYTHON_CHILDREN"
+"""A variable whose presence says that what a forked process starts by ``sys.executable`` is forked too, but no further."""
 PR_SET_PDEATHSIG = 1
 LONGEST_REQUEST = 2**20
 
@@ -217,6 +219,8 @@ def _become(asked, streams):
     os.environ.clear()
     os.environ.update(asked["env"])
     os.chdir(asked["cwd"])
+    if os.environ.pop(CHILDREN, None):
+        sys.executable = PYTHON
     sys.stdin = open(0)  # noqa: SIM115 - as the interpreter's, for as long as the process lives
     sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
     code = 1

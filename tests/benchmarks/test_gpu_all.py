@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import tarfile
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from benchmarks.gpu.environment import counts
 from benchmarks.gpu.missing_wheels import missing
 from tests.end_to_end.runs import ROOT, script_environment
+from tests.forked import CHILDREN
 
 TINY = {
     "WHEELS": "none", "LAYERS": "2", "VOCABULARY": "512", "SHRINK": "32", "PROMPT": "16",
@@ -29,7 +29,7 @@ def summary(out):
 def test_a_part_that_fails_does_not_stop_the_next_and_fails_the_command(tmp_path):
     out, packed = tmp_path / "out", tmp_path / "evidence.tar.gz"
     out.mkdir()
-    process = run_all(out, ONLY="2 5", KNOBS="no_such_knob", TAR=str(packed))
+    process = run_all(out, ONLY="2 5", KNOBS="no_such_knob", TAR=str(packed), **{CHILDREN: "1"})
     assert process.returncode == 1, process.stderr[-3000:]
     assert summary(out) == {"ladder": "failed (2)", "reach": "done"}
     assert "no_such_knob" in (out / "ladder" / "output.txt").read_text()
@@ -43,10 +43,11 @@ def test_a_part_that_fails_does_not_stop_the_next_and_fails_the_command(tmp_path
 
 
 def test_a_part_out_of_time_is_named_and_keeps_what_it_wrote(tmp_path):
-    process = run_all(tmp_path, ONLY="5", PART_SECONDS="1", PYTHON=sys.executable)
+    (tmp_path / "test_hangs.py").write_text("import time\n\ntime.sleep(100)\n")
+    process = run_all(tmp_path, ONLY="1", PART_SECONDS="1", TESTS=str(tmp_path / "test_hangs.py"))
     assert process.returncode == 1, process.stderr[-3000:]
-    assert summary(tmp_path) == {"reach": "out of time"}
-    assert (tmp_path / "reach" / "output.txt").exists()
+    assert summary(tmp_path) == {"tests": "out of time"}
+    assert (tmp_path / "tests" / "output.txt").exists()
 
 
 def test_an_unknown_part_is_refused_before_anything_runs(tmp_path):

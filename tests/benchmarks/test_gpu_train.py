@@ -6,6 +6,7 @@ import subprocess
 from benchmarks.gpu.train import problems, write_prompts
 from benchmarks.gpu.visible_reward import compute_score
 from tests.end_to_end.runs import ROOT, script_environment
+from tests.forked import CHILDREN
 from verl_memopt.model.tiny import build_tokenizer
 
 GOOD = {"reward": [0.1, 0.2], "loss": [0.0, 0.1], "grad_norm": [1.0, 0.0], "validation": [0.3, 0.9]}
@@ -13,7 +14,7 @@ GOOD = {"reward": [0.1, 0.2], "loss": [0.0, 0.1], "grad_norm": [1.0, 0.0], "vali
 
 def test_the_run_of_the_larger_shape_leaves_figures_for_every_phase(tmp_path):
     small = {"LAYERS": "1", "VOCABULARY": "512", "SHRINK": "32", "PROMPT": "16", "RESPONSE": "8", "STEPS": "2"}
-    env = script_environment(OUT=str(tmp_path), RUNS="shape", ANSWERS="2", PROMPTS="2", **small)
+    env = script_environment(OUT=str(tmp_path), RUNS="shape", ANSWERS="2", PROMPTS="2", **small, **{CHILDREN: "1"})
     process = subprocess.run(
         ["bash", "benchmarks/gpu/train.sh"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=280
     )  # fmt: skip

@@ -43,15 +43,13 @@ class ModelShape:
     qk_norm: bool = False
 
     @property
-    def block_params(self) -> int:
-        """Parameters of one decoder block, from the sizes."""
+    def block_params(self):
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = 2 * self.hidden * (query + key) + self.qkv_bias * (query + 2 * key) + self.qk_norm * 2 * self.head_dim
         return attention + 3 * self.hidden * self.mlp + 2 * self.hidden
 
     @property
-    def counted_params(self) -> int:
-        """Parameters of the model, from the sizes."""
+    def counted_params(self):
         return self.vocab * self.hidden * (1 if self.tied else 2) + self.layers * self.block_params + self.hidden
 
 
@@ -70,7 +68,7 @@ MODELS = {
 """Preset -> shape. The tiny model is none of them: it fits everywhere."""
 
 
-def shapes_of(model: ModelShape, settings: Settings) -> Shapes:
+def shapes_of(model, settings):
     """Return the sizes that the knobs' formulas read, with a micro-batch that fills the whole token budget.
 
     A quarter of its tokens are responses that share prompts, as in a step that reads long prompts. Only ``prune_last_block`` and
@@ -99,46 +97,44 @@ class CardMemory:
     ranks: int = 1
 
     @property
-    def trained(self) -> int:
+    def trained(self):
         """Parameters that have a gradient and moments."""
         return adapter_params(self.shapes) if self.shapes.settings.model.lora_rank else self.shapes.params
 
     @property
-    def masters(self) -> float:
-        """Bytes of the policy's parameters at rest on one card."""
+    def masters(self):
         adapters = adapter_params(self.shapes) if self.shapes.settings.model.lora_rank else 0
         return self.shapes.master_bytes * (self.shapes.params + adapters) / self.ranks
 
     @property
-    def moments(self) -> float:
+    def moments(self):
         """Bytes of the optimizer's moments on one card, wherever they rest."""
         return self.shapes.state_bytes * self.trained / self.ranks
 
     @property
-    def engine_weights(self) -> float:
+    def engine_weights(self):
         """Bytes of the engine's weights on one card, and of its sampler, which sleeps and wakes with them."""
         rollout = self.shapes.settings.rollout
         weights = width(rollout.dtype) * self.shapes.params / rollout.tensor_model_parallel_size
         return weights + sampler_bytes(rollout.max_num_seqs, self.shapes.vocab)
 
     @property
-    def kv_token(self) -> int:
-        """Bytes of one token in the KV cache of one card."""
+    def kv_token(self):
         s, rollout = self.shapes, self.shapes.settings.rollout
         return kv_bytes_per_token(s.layers, s.kv_heads, s.head_dim, width(rollout.dtype), rollout.tensor_model_parallel_size)
 
     @property
-    def resident(self) -> float:
+    def resident(self):
         """Bytes of masters and moments that stay on the card in every phase."""
         fsdp = self.shapes.settings.actor.fsdp_config
         return (0 if fsdp.param_offload else self.masters) + self.resident_moments
 
     @property
-    def resident_moments(self) -> float:
+    def resident_moments(self):
         """Bytes of moments that stay on the card in every phase."""
         return 0 if self.shapes.settings.actor.fsdp_config.optimizer_offload else self.moments
 
-    def update(self) -> float:
+    def update(self):
         """Masters, all gradients, and the largest of four moments: head, a block, the vocabulary's reduction, optimizer."""
         s, optim, cast = self.shapes, self.shapes.settings.actor.optim, self._is_cast
         vocabulary, low, reduced = s.vocab * s.hidden, s.compute_bytes, 4
@@ -154,7 +150,7 @@ class CardMemory:
             reduction = (low + 2 * reduced) * vocabulary if cast else 0
         return self.masters + grads + self.resident_moments + max(head, block, reduction, 3 * optim.bucket_megabytes * MIB)
 
-    def critic_update(self) -> float:
+    def critic_update(self):
         """The update of a critic with the policy's shapes, which rests on the host otherwise, beside what stays of the policy.
 
         A critic has no logits, so this is a bound.
@@ -162,11 +158,11 @@ class CardMemory:
         return self.update() + self.resident
 
     @property
-    def _is_cast(self) -> bool:
+    def _is_cast(self):
         """FSDP2 casts each unit while it computes: on several cards, and where masters and compute have other dtypes."""
         return self.ranks > 1 or self.shapes.master_bytes != self.shapes.compute_bytes
 
-    def log_probs(self, adapters: bool = True) -> float:
+    def log_probs(self, adapters=True):
         """Masters and the widest moment of a block, or a chunk of logits, of a pass without gradients."""
         s, tokens = self.shapes, self.shapes.settings.rollout.log_prob_max_token_len_per_gpu
         # Gate, up and their product; with adapters also what an adapter adds, and the sum.
@@ -177,7 +173,7 @@ class CardMemory:
         moment = max(logit_bytes(s, update=False) + vocabulary, widest + blocks)
         return self.masters + self.resident_moments + moment
 
-    def reference(self) -> float:
+    def reference(self):
         """The log-prob pass of a reference that has the policy's shapes, with what stays of the policy.
 
         With LoRA the policy itself is the reference, without its adapters.
@@ -186,15 +182,14 @@ class CardMemory:
             return self.log_probs(adapters=False)
         return self.log_probs() - self.masters - self.resident_moments + self.shapes.reference_bytes / self.ranks + self.resident
 
-    def weight_sync(self) -> float:
+    def weight_sync(self):
         """Masters, and the engine's weights outside of torch's allocator; one bucket on several cards."""
         bucket = self.shapes.settings.rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB if self.ranks > 1 else 0
         # With LoRA the gate and up matrices of a block are merged with their adapters, in fp32, and cast.
         merged = 14 * self.shapes.hidden * self.shapes.mlp if self.shapes.settings.model.lora_rank else 0
         return self.masters + self.resident_moments + 2 * bucket + merged
 
-    def phases(self) -> dict[str, float]:
-        """Return the device bytes of each phase, all holders together."""
+    def phases(self):
         rollout, outside = self.shapes.settings.rollout, self._outside
         return {
             "gen": self.resident * RESERVED + rollout.gpu_memory_utilization * self.card_bytes,
@@ -205,11 +200,11 @@ class CardMemory:
         }
 
     @property
-    def _outside(self) -> float:
+    def _outside(self):
         return OUTSIDE + (0 if self.shapes.settings.rollout.enforce_eager else GRAPHS)
 
     @property
-    def kv_tokens(self) -> int:
+    def kv_tokens(self):
         """Tokens that the KV cache holds: of the engine's share, what weights and a step's scratch leave."""
         s, rollout = self.shapes, self.shapes.settings.rollout
         scratch = rollout.max_num_batched_tokens * (2 * s.hidden + 3 * s.mlp) * s.compute_bytes
@@ -217,7 +212,7 @@ class CardMemory:
         share = rollout.gpu_memory_utilization * self.card_bytes
         return int((share - OUTSIDE - self.engine_weights - scratch) / self.kv_token)
 
-    def host_bytes(self, with_reference: bool = False) -> float:
+    def host_bytes(self, with_reference=False):
         """Host bytes of what rests there: parameters, moments, the reference, and what blocks keep."""
         model, fsdp = self.shapes.settings.model, self.shapes.settings.actor.fsdp_config
         rests = self.masters * fsdp.param_offload + self.moments * fsdp.optimizer_offload
@@ -226,7 +221,7 @@ class CardMemory:
             rests += 2 * self.engine_weights  # at most: each segment is rounded up to a power of two
         return rests + model.enable_activation_offload * self.shapes.input_bytes * self.shapes.layers
 
-    def fits(self, least_tokens: int) -> bool:
+    def fits(self, least_tokens):
         """Return whether every phase fits the card, a critic's update too, and the KV cache holds ``least_tokens``."""
         critic = self.critic_update() * RESERVED + self._outside
         return max(critic, *self.phases().values()) <= self.card_bytes and self.kv_tokens >= least_tokens

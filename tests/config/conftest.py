@@ -1,13 +1,9 @@
 """The least a run must be told, and ways to say more."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from verl_memopt.config.keys import value_at
 from verl_memopt.config.loader import settings_from_mapping
-from verl_memopt.config.schema import Settings
 from verl_memopt.errors import ConfigError
 
 LEAST = {
@@ -22,21 +18,20 @@ LEAST = {
 
 
 @pytest.fixture
-def least() -> dict[str, Any]:
+def least():
     return dict(LEAST)
 
 
 @pytest.fixture
-def settled() -> Callable[[dict[str, Any]], Settings]:
-    """Settings from the least keys and some more."""
+def settled():
     return lambda more: settings_from_mapping(LEAST | more)
 
 
 @pytest.fixture
-def complaint(settled: Callable[[dict[str, Any]], Settings]) -> Callable[[dict[str, Any]], str]:
+def complaint(settled):
     """The message with which the least keys and some more are refused."""
 
-    def message(more: dict[str, Any]) -> str:
+    def message(more):
         with pytest.raises(ConfigError) as caught:
             settled(more)
         return str(caught.value)
@@ -45,12 +40,10 @@ def complaint(settled: Callable[[dict[str, Any]], Settings]) -> Callable[[dict[s
 
 
 @pytest.fixture
-def assert_limit(
-    settled: Callable[[dict[str, Any]], Settings], complaint: Callable[[dict[str, Any]], str]
-) -> Callable[[dict[str, Any], str, list[Any], list[Any]], None]:
+def assert_limit(settled, complaint):
     """Check that a key takes the values within a limit, and that those beyond are refused by its name."""
 
-    def check(others: dict[str, Any], key: str, within: list[Any], beyond: list[Any]) -> None:
+    def check(others, key, within, beyond):
         for value in within:
             assert value_at(settled(others | {key: value}), key) == value
         for value in beyond:

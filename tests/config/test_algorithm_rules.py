@@ -1,9 +1,14 @@
+import json
+import logging
+
 import pytest
 
 from verl_memopt.algorithms.records import WITH_STATISTICS, WITHOUT_BASELINE, WITHOUT_GROUPS
 from verl_memopt.config.algorithm_rules import ALGORITHM_RULES
 from verl_memopt.config.checks import RULES
+from verl_memopt.config.unused_keys import ALPHA, EVERY
 from verl_memopt.config.values import choices
+from verl_memopt.errors import ConfigError
 
 AR = "actor_rollout_ref"
 LIMITS = {
@@ -49,3 +54,102 @@ def test_a_rule_about_groups_that_are_filtered_waits_for_the_filter(settled):
     assert settled({f"{AR}.rollout.do_sample": False})
     assert settled({"algorithm.filter_groups.metric": "seq_final_reward", "algorithm.use_kl_in_reward": True})
     assert settled({"algorithm.filter_groups.enable": True, "data.gen_batch_size": 3})
+
+
+MODEL = "actor_rollout_ref.model"
+
+
+def folder_of(tmp_path, **config):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    return {f"{MODEL}.lora_adapter_path": str(tmp_path)}
+
+
+def test_what_is_not_given_is_read_from_the_folder(settled, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    config = {"r": 6, "lora_alpha": 24, "target_modules": ["q_proj", "v_proj"], "exclude_modules": None, "bias": "none"}
+    model = settled(folder_of(tmp_path, **config)).actor_rollout_ref.model
+    assert (model.lora_rank, model.lora_alpha, model.target_modules) == (6, 24.0, ["q_proj", "v_proj"])
+    assert model.exclude_modules is None
+    (notice,) = [text for text in caplog.messages if "lora_adapter_path" in text]
+    assert notice.endswith(f"sets {MODEL}.lora_rank=6, {MODEL}.lora_alpha=24, {MODEL}.target_modules=[q_proj,v_proj]")
+
+
+def test_a_key_that_is_given_keeps_its_value(settled, tmp_path):
+    given = folder_of(tmp_path, r=6, lora_alpha=24)
+    assert settled(given | {f"{MODEL}.lora_alpha": 8}).actor_rollout_ref.model.lora_alpha == 8
+    own = settled(given | {f"{MODEL}.lora.rank": 4}).actor_rollout_ref.model
+    assert (own.lora_rank, own.lora_alpha) == (4, 16)
+
+
+def test_a_folder_that_says_nothing_leaves_the_rank_to_the_user(complaint, tmp_path):
+    said = f"{MODEL}.lora_rank=0, {MODEL}.lora_adapter_path={tmp_path}: adapters are given and none are asked for. "
+    assert complaint({f"{MODEL}.lora_adapter_path": str(tmp_path)}).startswith(said)
+    assert complaint(folder_of(tmp_path, lora_alpha=8)).startswith(said)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\ufeff{}"])
+def test_a_file_that_is_no_json_object_is_refused(complaint, tmp_path, text):
+    (tmp_path / "adapter_config.json").write_text(text)
+    assert f"={tmp_path}: its adapter_config.json is no JSON object." in complaint({f"{MODEL}.lora_adapter_path": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("use_rslora", True), ("use_dora", True), ("rank_pattern", {"q_proj": 2}), ("modules_to_save", ["lm_head"])],
+)
+def test_adapters_of_another_kind_are_refused(complaint, settled, tmp_path, name, value):
+    assert f"its adapter_config.json asks for {name}; " in complaint(folder_of(tmp_path, r=4, **{name: value}))
+    assert settled(folder_of(tmp_path, r=4, **{name: None})).actor_rollout_ref.model.lora_rank == 4
+
+
+def test_dropout_of_the_adapters_is_named(settled, tmp_path, caplog):
+    settled(folder_of(tmp_path, r=4, lora_dropout=0.05))
+    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.getMessage().endswith("the adapters were trained with dropout, and are trained on without it")
+
+
+FOLLOWS = {f"{AR}.actor.use_kl_loss": True, EVERY: 32}
+
+
+def test_a_reference_that_follows_the_policy_is_taken(settled):
+    ref = settled(FOLLOWS).actor_rollout_ref.ref
+    assert (ref.sync_every_steps, ref.sync_mixup_alpha) == (32, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("more", "why", "way_out"),
+    [
+        ({f"{AR}.model.lora_rank": 4}, "with LoRA the reference is the policy's own base", f"Set {AR}.model.lora_rank=0"),
+        ({f"{AR}.ref.quantization": "int8"}, "a quantised reference cannot take a small move", f"Set {AR}.ref.quantization=none"),
+        (
+            {f"{AR}.model.load_mode": "mmap", f"{AR}.ref.fsdp_config.param_offload": True},
+            "a mapped file cannot be written to",
+            f"Set {AR}.model.load_mode=stream",
+        ),
+        (
+            {f"{AR}.ref.fsdp_config.fsdp_size": 1, "trainer.n_gpus_per_node": 2},
+            "the shards of the reference are not those of the policy",
+            f"Set {AR}.ref.fsdp_config.fsdp_size to {AR}.actor.fsdp_config.fsdp_size",
+        ),
+    ],
+)
+def test_a_reference_that_cannot_follow_is_refused_with_the_way_out(settled, more, why, way_out):
+    with pytest.raises(ConfigError) as refused:
+        settled(FOLLOWS | more)
+    assert f"{EVERY}=32" in str(refused.value)
+    assert why in str(refused.value)
+    assert way_out in str(refused.value)
+    settled(FOLLOWS | more | {EVERY: None})
+
+
+def test_one_device_has_no_shards_that_could_differ(settled):
+    reference = settled(FOLLOWS | {f"{AR}.ref.fsdp_config.fsdp_size": 1}).actor_rollout_ref.ref
+    assert (reference.fsdp_config.fsdp_size, reference.sync_every_steps) == (1, FOLLOWS[EVERY])
+
+
+@pytest.mark.parametrize(("more", "key"), [({EVERY: 32}, EVERY), ({f"{AR}.actor.use_kl_loss": True, ALPHA: 0.5}, ALPHA)])
+def test_a_key_without_effect_is_named(settled, caplog, more, key):
+    with caplog.at_level(logging.WARNING):
+        settled(more)
+    assert f"{key}=" in caplog.text
+    assert "has no effect here" in caplog.text

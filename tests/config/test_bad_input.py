@@ -23,7 +23,7 @@ KEYS = [
 
 
 KEYS = list(dict.fromkeys(name.replace(".*", ".key") for name in KEYS))
-TOGETHER = 12
+TOGETHER = 24
 """Keys that get an odd value at once, far apart in the tree, so that few rules read two of them."""
 
 

@@ -47,10 +47,11 @@ def test_a_value_of_another_type_is_refused(kind, value):
         convert(value, kind)
 
 
-@pytest.mark.parametrize("key", [key for key, kind in leaf_types().items() if kind in (int, float, bool, str)])
-def test_every_typed_key_refuses_a_mapping_and_names_itself(key):
-    _, _, problems = build({key: {"a": 1}})
-    assert any(found.keys == (key,) and found.text.startswith(f"{key}={{'a': 1}}: expected ") for found in problems)
+def test_every_typed_key_refuses_a_mapping_and_names_itself():
+    typed = [key for key, kind in leaf_types().items() if kind in (int, float, bool, str)]
+    _, _, problems = build({key: {"a": 1} for key in typed})
+    told = {found.keys: found.text for found in problems}
+    assert [key for key in typed if not told[key,].startswith(f"{key}={{'a': 1}}: expected ")] == []
 
 
 def test_a_wrong_type_is_told_with_key_value_and_both_types(complaint):

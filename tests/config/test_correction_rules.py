@@ -1,9 +1,14 @@
+import math
+from dataclasses import asdict, replace
+
 import pytest
 
 from verl_memopt.algorithms.records import WITH_STATISTICS
+from verl_memopt.config.aliases import PRESETS
 from verl_memopt.config.checks import RULES
-from verl_memopt.config.correction_rules import CORRECTION_RULES, CORRECTION_UNUSED
+from verl_memopt.config.correction_rules import CORRECTION_RULES, CORRECTION_UNUSED, importance_bounds, rejection_bounds
 from verl_memopt.config.unused_keys import UNUSED_KEYS
+from verl_memopt.errors import ConfigError
 
 AR = "actor_rollout_ref"
 KEY = "algorithm.rollout_correction"
@@ -62,3 +67,90 @@ def test_remax_takes_one_response_and_every_token_baseline_a_group(settled, comp
     assert settled({"algorithm.adv_estimator": "remax"} | one)
     for name in WITH_STATISTICS:
         assert "a group of one has no baseline" in complaint(OTB | {"algorithm.adv_estimator": name} | one)
+
+
+def test_one_number_is_an_upper_bound_and_two_are_both():
+    assert importance_bounds(2) == importance_bounds("2.0") == (None, 2.0)
+    assert importance_bounds("0.5_2") == (0.5, 2.0)
+
+
+@pytest.mark.parametrize("threshold", [0, -1.0, "a", "2.0_0.5", "1_2_3", "", "inf", "0_1"])
+def test_a_threshold_that_cannot_be_read_is_an_error_with_its_key(threshold):
+    with pytest.raises(ConfigError, match=r"algorithm\.rollout_correction\.rollout_is_threshold=.*: give one positive number"):
+        importance_bounds(threshold)
+
+
+def test_bounds_are_read_in_the_form_of_their_divergence():
+    bounds = rejection_bounds("token_k1,seq_max_k2,seq_sum_k1", "0.5_2.0,2.5,4")
+    assert bounds["token_k1"] == pytest.approx((math.log(0.5), math.log(2)))
+    assert bounds["seq_max_k2"] == (-math.inf, 2.5)
+    assert bounds["seq_sum_k1"] == pytest.approx((-math.log(4), math.log(4)))
+    assert rejection_bounds("token_k2,token_k2,seq_sum_k3", 0.1).keys() == {"token_k2", "seq_sum_k3"}
+
+
+@pytest.mark.parametrize(
+    ("names", "threshold", "message"),
+    [
+        ("token_k4", 1.0, r"rollout_rs=token_k4: give names out of"),
+        ("", 1.0, r"rollout_rs=: give names out of"),
+        ("token_k1", None, r"rollout_rs_threshold=None: give one threshold"),
+        ("token_k1,token_k2,token_k3", "1,2", r"rollout_rs_threshold=1,2: give one threshold"),
+        ("token_k2", "0.5_2.0", r"rollout_rs_threshold=0\.5_2\.0: token_k2 needs one positive number"),
+        ("token_k1", "2.0_0.5", r"token_k1 needs lower_upper"),
+        ("token_k1", 0.5, r"token_k1 needs lower_upper"),
+        ("token_k3", "x", r"token_k3 needs one positive number"),
+        ("token_k3", -1, r"token_k3 needs one positive number"),
+    ],
+)
+def test_a_setting_that_cannot_be_read_is_an_error_with_its_key(names, threshold, message):
+    with pytest.raises(ConfigError, match=r"^algorithm\.rollout_correction\..*" + message):
+        rejection_bounds(names, threshold)
+
+
+def test_a_name_says_its_values():
+    for name in PRESETS:
+        values = PRESETS[name]
+        assert values.bypass_mode == name.startswith("bypass")
+        assert (values.loss_type == "reinforce") == ("_pg_" in name)
+        level = "token" if "token" in name else "sequence" if "seq" in name or name == "bypass_pg_is" else None
+        assert values.rollout_is == level
+        assert (values.rollout_rs is None) == ("_rs" not in name)
+        assert (importance_bounds(values.rollout_is_threshold)[0] is not None) == ("icepop" in name)
+        assert not values.rollout_is_batch_normalize
+        if values.rollout_rs is not None:
+            expected = "seq_mean_k1" if "geo" in name else "seq_mean_k3" if "k3" in name else "seq_sum_k1"
+            assert list(rejection_bounds(values.rollout_rs, values.rollout_rs_threshold)) == [expected]
+
+
+def test_a_preset_by_hand():
+    assert asdict(PRESETS["bypass_pg_geo_rs_token_tis"]) == {
+        "rollout_is": "token",
+        "rollout_is_threshold": 2.0,
+        "rollout_is_batch_normalize": False,
+        "rollout_rs": "seq_mean_k1",
+        "rollout_rs_threshold": "0.999_1.001",
+        "bypass_mode": True,
+        "loss_type": "reinforce",
+    }
+
+
+def test_a_name_stands_for_its_values_and_given_keys_win(settled):
+    name = {"algorithm.rollout_correction.preset": "decoupled_seq_is_rs"}
+    assert settled(name).algorithm.rollout_correction == PRESETS["decoupled_seq_is_rs"]
+    assert settled({"algorithm.rollout_correction": "decoupled_seq_is_rs"}) == settled(name)
+    own = settled(name | {"algorithm.rollout_correction.rollout_is_threshold": 3.0}).algorithm.rollout_correction
+    assert own == replace(PRESETS["decoupled_seq_is_rs"], rollout_is_threshold=3.0)
+
+
+def test_no_name_changes_nothing(settled):
+    assert (
+        settled({"algorithm.rollout_correction": None}) == settled({}) == settled({"algorithm.rollout_correction.preset": None})
+    )
+
+
+def test_an_unknown_name_is_an_error_that_lists_the_known_ones(complaint):
+    text = complaint({"algorithm.rollout_correction.preset": "tis"})
+    assert "algorithm.rollout_correction.preset=tis: no such preset" in text
+    assert all(name in text for name in PRESETS)
+    both = {"algorithm.rollout_correction.preset": "bypass_pg_is", "algorithm.rollout_correction": "bypass_pg_is"}
+    assert "two names of a preset" in complaint(both)

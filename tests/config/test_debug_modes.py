@@ -23,18 +23,14 @@ def test_every_mode_is_a_choice_and_a_file_of_the_group():
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_the_file_of_a_mode_sets_it(name):
-    assert load_settings("rloo_trainer", [*LEAST, f"debug={name}"]).debug.mode == name
+def test_the_file_of_a_mode_sets_it_and_replaying_follows_it(name):
+    settings = load_settings("rloo_trainer", [*LEAST, f"debug={name}"])
+    assert settings.debug.mode == name
+    assert settings.actor_rollout_ref.rollout.skip_rollout is (name in REPLAYING)
 
 
-@pytest.mark.parametrize("name", MODES)
-def test_a_mode_decides_keys_that_exist(name):
-    assert of_mode(name).keys() <= set(leaf_keys())
-
-
-@pytest.mark.parametrize("name", MODES)
-def test_replaying_follows_the_mode(name):
-    assert load_settings("rloo_trainer", [*LEAST, f"debug={name}"]).actor_rollout_ref.rollout.skip_rollout is (name in REPLAYING)
+def test_modes_decide_keys_that_exist():
+    assert {key for name in MODES for key in of_mode(name)} <= set(leaf_keys())
 
 
 @pytest.mark.parametrize(

@@ -49,61 +49,46 @@ VERL_RLOO = [
 ]
 
 
-def set_by_files(name: str, folder: str | None) -> dict:
+def set_by_files(name, folder):
     """The dotted keys that a config and the configs under it write down, read as plain YAML."""
     path = PACKAGED / f"{name}.yaml" if folder is None else Path(folder) / f"{name}.yaml"
     document = yaml.safe_load(path.read_text())
     below = [item for item in document.pop("defaults") if isinstance(item, str) and item != "_self_"]
-    found: dict = {}
+    found = {}
     for base in below:
         found |= set_by_files(base, None)
     return found | flatten(document)
 
 
-def differing(one: Settings, other: Settings) -> set[str]:
+def differing(one, other):
     return {key for key in leaf_keys() if value_at(one, key) != value_at(other, key)}
 
 
 @cache
-def by_default(given: tuple[str, ...]) -> Settings:
+def by_default(given):
     return load_settings("ppo_trainer", list(given))
 
 
-def refused(overrides: list[str], name: str = "rloo_trainer", folder: Path | None = None) -> str:
+def refused(overrides, name="rloo_trainer", folder=None):
     with pytest.raises(ConfigError) as caught:
         load_settings(name, overrides, None if folder is None else str(folder))
     return str(caught.value)
 
 
-def test_rloo_trainer_equals_the_settings_written_in_python():
+@pytest.mark.parametrize(
+    ("estimator", "actor", "n"),
+    [
+        ("rloo", Actor(use_dynamic_bsz=True, policy_loss=PolicyLoss(loss_mode="sequence")), 4),
+        ("grpo", Actor(use_dynamic_bsz=True, use_kl_loss=True, kl_loss_coef=0.001), 8),
+    ],
+)
+def test_a_trainer_equals_the_settings_written_in_python_and_warns_of_nothing(estimator, actor, n, caplog):
     by_hand = Settings(
         data=Data(train_files="train.jsonl", val_files=None),
-        actor_rollout_ref=ActorRolloutRef(
-            model=Model(path="folder"),
-            actor=Actor(use_dynamic_bsz=True, policy_loss=PolicyLoss(loss_mode="sequence")),
-            rollout=Rollout(name="vllm", n=4),
-        ),
-        algorithm=Algorithm(adv_estimator="rloo"),
+        actor_rollout_ref=ActorRolloutRef(model=Model(path="folder"), actor=actor, rollout=Rollout(name="vllm", n=n)),
+        algorithm=Algorithm(adv_estimator=estimator),
     )
-    assert leaf_values(load_settings("rloo_trainer", LEAST)) == with_links(leaf_values(by_hand))
-
-
-def test_grpo_trainer_equals_the_settings_written_in_python():
-    by_hand = Settings(
-        data=Data(train_files="train.jsonl", val_files=None),
-        actor_rollout_ref=ActorRolloutRef(
-            model=Model(path="folder"),
-            actor=Actor(use_dynamic_bsz=True, use_kl_loss=True, kl_loss_coef=0.001),
-            rollout=Rollout(name="vllm", n=8),
-        ),
-        algorithm=Algorithm(adv_estimator="grpo"),
-    )
-    assert leaf_values(load_settings("grpo_trainer", LEAST)) == with_links(leaf_values(by_hand))
-
-
-@pytest.mark.parametrize("name", ["rloo_trainer", "grpo_trainer"])
-def test_packaged_configs_warn_of_nothing(name, caplog):
-    load_settings(name, LEAST)
+    assert leaf_values(load_settings(f"{estimator}_trainer", LEAST)) == with_links(leaf_values(by_hand))
     assert caplog.messages == []
 
 
@@ -124,22 +109,13 @@ def test_every_way_to_write_an_override_sets_keys_in_and_out_of_the_yaml(prefix)
     assert (settings.data.seed, settings.actor_rollout_ref.rollout.n) == (7, 2)
 
 
-def test_a_later_override_wins():
-    assert load_settings("rloo_trainer", [*LEAST, "data.seed=7", "data.seed=8"]).data.seed == 8
+def test_a_later_override_wins_and_deleting_a_key_brings_its_default_back():
+    settings = load_settings("rloo_trainer", [*LEAST, "data.seed=7", "data.seed=8", "~actor_rollout_ref.actor.policy_loss"])
+    assert (settings.data.seed, settings.actor_rollout_ref.actor.policy_loss.loss_mode) == (8, "vanilla")
 
 
-def test_deleting_a_key_brings_its_default_back():
-    settings = load_settings("rloo_trainer", [*LEAST, "~actor_rollout_ref.actor.policy_loss"])
-    assert settings.actor_rollout_ref.actor.policy_loss.loss_mode == "vanilla"
-
-
-def test_deleting_a_key_that_nothing_sets_is_an_error():
-    assert "data.seed" in refused([*LEAST, "~data.seed"])
-
-
-@pytest.mark.parametrize(("override", "mode"), [("debug=dry", "dry"), ("+debug=dry", "dry"), ("debug=off", "off")])
-def test_the_debug_group_sets_the_mode(override, mode):
-    assert load_settings("rloo_trainer", [*LEAST, override]).debug.mode == mode
+def test_the_debug_group_sets_the_mode_with_a_plus_too():
+    assert load_settings("rloo_trainer", [*LEAST, "+debug=dry"]).debug.mode == "dry"
 
 
 def test_an_unknown_group_choice_is_refused_with_the_choices():
@@ -160,14 +136,11 @@ def test_values_keep_their_types_through_composition():
     assert settings.actor_rollout_ref.rollout.engine_kwargs.vllm == {"swap_space": 4}
 
 
-def test_an_interpolation_reaches_defaults_that_no_yaml_sets():
+def test_an_interpolation_reaches_defaults_that_no_yaml_sets_and_one_of_nothing_is_an_error():
     more = ["data.max_response_length=${data.max_prompt_length}", "data.max_prompt_length=100"]
-    assert load_settings("rloo_trainer", LEAST + more).data.max_response_length == 100
-    more = ["actor_rollout_ref.actor.data_loader_seed=${actor_rollout_ref.actor.fsdp_config.seed}"]
-    assert load_settings("rloo_trainer", LEAST + more).actor_rollout_ref.actor.data_loader_seed == 42
-
-
-def test_an_interpolation_of_nothing_is_an_error():
+    more += ["actor_rollout_ref.actor.data_loader_seed=${actor_rollout_ref.actor.fsdp_config.seed}"]
+    settings = load_settings("rloo_trainer", LEAST + more)
+    assert (settings.data.max_response_length, settings.actor_rollout_ref.actor.data_loader_seed) == (100, 42)
     assert "nowhere" in refused([*LEAST, "data.seed=${nowhere}"])
 
 
@@ -178,14 +151,18 @@ def test_an_override_that_cannot_be_taken_is_named(override):
     assert refused([*LEAST, override]).startswith(f"{override}: ")
 
 
-def test_all_bad_overrides_are_named_together():
-    message = refused([*LEAST, "data=[", "data.seed=1,2"])
-    assert "data=[: " in message
-    assert "data.seed=1,2: " in message
-
-
-def test_a_value_below_a_value_is_refused():
-    assert "data.seed" in refused([*LEAST, "data.seed=1", "data.seed.x=2"])
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["data=[", "data.seed=1,2"], ["data=[: ", "data.seed=1,2: "]),
+        (["data.seed=1", "data.seed.x=2"], ["data.seed"]),
+        (["~data.seed"], ["data.seed"]),
+    ],
+    ids=["all bad ones together", "a value below a value", "a key to delete that nothing sets"],
+)
+def test_overrides_that_do_not_go_together_are_named(overrides, named):
+    message = refused([*LEAST, *overrides])
+    assert all(text in message for text in named)
 
 
 def test_verls_grpo_command_trains_verls_grpo_under_the_default_entry():
@@ -206,8 +183,10 @@ def test_verls_rloo_command_trains_verls_loss_under_the_default_entry():
     assert (algorithm.use_kl_in_reward, algorithm.kl_penalty, algorithm.kl_ctrl.kl_coef) == (True, "kl", 0.001)
 
 
-@pytest.mark.parametrize("given", [VERL_COMMON + VERL_GRPO, VERL_COMMON + VERL_RLOO], ids=["grpo", "rloo"])
-@pytest.mark.parametrize(("name", "folder"), ENTRIES)
+@pytest.mark.parametrize(
+    ("name", "folder", "given"),
+    [(*entry, VERL_COMMON + (VERL_GRPO, VERL_RLOO)[number % 2]) for number, entry in enumerate(ENTRIES)],
+)
 def test_a_command_means_the_same_under_every_entry_but_for_the_keys_that_the_entry_writes_down(name, folder, given):
     settings = load_settings(name, given, folder)
     allowed = followers_of(set_by_files(name, folder)) - {line.split("=")[0] for line in given}

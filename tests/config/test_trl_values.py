@@ -1,13 +1,21 @@
 """Values of TRL in another unit: the arithmetic by hand, and what is refused with its reason."""
 
+import re
+
 import pytest
 
+from verl_memopt.config.builder import FOREIGN, hint
+from verl_memopt.config.keys import leaf_keys
 from verl_memopt.config.trl_names import (
     BETAS,
     EPOCHS,
+    ESTIMATORS,
     MINI_BATCH,
+    NO_EQUAL,
+    ONE_SETTING,
     PROMPTS,
     SAMPLES,
+    SPELLINGS,
     STEPS,
     SYNC_ALPHA,
     SYNC_EVERY,
@@ -24,7 +32,6 @@ from verl_memopt.config.trl_names import (
     optimizer_steps,
     passes_over_data,
     reference_sync,
-    reward_model,
     unless_none,
     updates_per_rollout,
     words,
@@ -165,29 +172,52 @@ def test_single_values_are_copied_left_out_or_replaced():
 
 
 def test_one_of_adams_decays_leaves_the_other():
-    assert beta(0)("adam_beta1", {"adam_beta1": 0.5}, {}) == {BETAS: [0.5, 0.999]}
     assert beta(1)("adam_beta2", {"adam_beta2": 0.5}, {BETAS: [0.7, 0.9]}) == {BETAS: [0.7, 0.5]}
     assert beta(1)("adam_beta2", {"adam_beta2": 0.5}, {BETAS: "none"}) == {BETAS: [None, 0.5]}
 
 
-@pytest.mark.parametrize(
-    ("value", "others"),
-    [("none", []), (None, []), (["none"], []), ("wandb", ["wandb"]), (["tensorboard", "wandb"], ["tensorboard", "wandb"])],
-)
-def test_loggers_join_the_console_and_the_file(value, others):
-    assert loggers("report_to", {"report_to": value}, {}) == {"trainer.logger": ["console", "jsonl", *others]}
-
-
-def test_a_logger_that_is_not_here_is_refused():
+def test_loggers_join_the_console_and_the_file_and_one_that_is_not_here_is_refused():
+    for value, others in (("none", []), (None, []), (["none"], []), (["tensorboard", "wandb"], ["tensorboard", "wandb"])):
+        assert loggers("report_to", {"report_to": value}, {}) == {"trainer.logger": ["console", "jsonl", *others]}
     with pytest.raises(NotConvertibleError, match="no equal"):
         loggers("report_to", {"report_to": ["wandb", "mlflow"]}, {})
-
-
-def test_a_path_asks_for_a_reward_model():
-    expected = {"reward_model.enable": True, "reward_model.model.path": "judge"}
-    assert reward_model("reward_model_path", {"reward_model_path": "judge"}, {}) == expected
 
 
 def test_a_key_that_is_not_set_has_its_default():
     assert effective(SAMPLES, {}) == 1
     assert effective(SAMPLES, SET) == 4
+
+
+KEY = re.compile(r"\b(?:actor_rollout_ref|algorithm|data|trainer|custom_reward_function|reward_model)(?:\.\w+)+")
+
+
+def test_every_name_stands_once_for_an_estimator():
+    for estimator in ESTIMATORS:
+        names = [name for row in SPELLINGS if estimator in row.estimators for name in row.names]
+        assert len(names) == len(set(names))
+
+
+def test_rows_and_reasons_name_keys_that_exist():
+    for row in SPELLINGS:
+        assert {*row.keys, *KEY.findall(row.note)} <= set(leaf_keys()), row.names
+        assert row.estimators
+        assert set(row.estimators) <= set(ESTIMATORS)
+    assert [name for name, row in NO_EQUAL.items() if not set(KEY.findall(row.reason)) <= set(leaf_keys())] == []
+
+
+def test_names_of_one_setting_are_names_that_are_read():
+    known = {name for row in SPELLINGS for name in row.names}
+    assert {name for names in ONE_SETTING for name in names} == known
+
+
+def test_every_foreign_name_answers_with_keys_that_exist():
+    named = {name: KEY.findall(text) for name, text in FOREIGN.items()}
+    assert [name for name, keys in named.items() if not keys or not set(keys) <= set(leaf_keys())] == []
+
+
+def test_the_coefficients_of_rlt_are_keys_of_the_reward_model():
+    assert hint("reward.kl_penalty_reward_coeff") == "Did you mean reward_model.rlt.kl_penalty_reward_coeff?"
+
+
+def test_a_foreign_name_is_found_below_any_section():
+    assert hint("algorithm.num_generations") == "Did you mean actor_rollout_ref.rollout.n?"

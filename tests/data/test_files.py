@@ -39,16 +39,11 @@ def test_files_follow_one_another_and_count_their_own_rows(tmp_path):
     assert [address for address, _ in read_rows(paths, KEY)] == [f"{path}:{row}" for path in paths for row in (1, 2)]
 
 
-def test_an_empty_line_is_no_row_and_still_counts_as_a_line(tmp_path):
+def test_an_empty_line_is_no_row_and_still_counts_as_a_line_and_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     path = tmp_path / "r.jsonl"
     path.write_text('\n{"a": 1}\n  \n{"a": 2}')
-    assert read_rows(path, KEY) == [(f"{path}:2", {"a": 1}), (f"{path}:4", {"a": 2})]
-
-
-def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    as_lines(tmp_path / "r.jsonl")
-    assert len(read_rows("~/r.jsonl", KEY)) == 2
+    assert read_rows("~/r.jsonl", KEY) == read_rows(path, KEY) == [(f"{path}:2", {"a": 1}), (f"{path}:4", {"a": 2})]
 
 
 @pytest.mark.parametrize(

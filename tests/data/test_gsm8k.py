@@ -1,15 +1,11 @@
-"""Preparation of GSM8K."""
-
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
-from transformers import PreTrainedTokenizerFast
 
 from verl_memopt.config.schema import Data
 from verl_memopt.data.dataset import PromptDataset
@@ -21,16 +17,14 @@ RECORD = {"question": "Ann has 2,000 pens and buys 5. How many?", "answer": "200
 SCRIPT = Path(__file__).parents[2] / "recipe" / "rloo" / "prepare_gsm8k.py"
 
 
-def write_source(folder: Path, train: Any = RECORD, test: Any = RECORD) -> Path:
+def write_source(folder, train=RECORD, test=RECORD):
     folder.mkdir()
     (folder / "train.jsonl").write_text(json.dumps(train) + "\n")
     parquet.write_table(pa.Table.from_pylist([test]), folder / "test-00000-of-00001.parquet")
     return folder
 
 
-def test_the_files_written_are_datasets_whose_own_answers_earn_the_reward(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_the_files_written_are_datasets_whose_own_answers_earn_the_reward(tmp_path, tokenizer):
     made = prepare_gsm8k(tmp_path / "out", local_dir=write_source(tmp_path / "source"))
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["test.parquet", "train.parquet"]
     for split, path in made.items():
@@ -43,7 +37,7 @@ def test_the_files_written_are_datasets_whose_own_answers_earn_the_reward(
 
 
 @pytest.mark.parametrize(("answer", "number"), [("#### 5", "5"), ("#### 4 #### -1,234", "-1234"), ("x ####7\n", "7")])
-def test_the_truth_is_the_number_after_the_last_mark(answer: str, number: str) -> None:
+def test_the_truth_is_the_number_after_the_last_mark(answer, number):
     assert final_number("a:1", answer) == number
 
 
@@ -56,19 +50,19 @@ def test_the_truth_is_the_number_after_the_last_mark(answer: str, number: str) -
         ({"question": 3, "answer": "#### 5"}, "^a:1: there is no string 'question'"),
     ],
 )
-def test_a_record_without_question_or_number_is_named(record: dict[str, Any], message: str) -> None:
+def test_a_record_without_question_or_number_is_named(record, message):
     with pytest.raises(DataError, match=message):
         as_row("a:1", record, "train", 0)
 
 
-def test_a_bad_record_leaves_no_file_of_its_split(tmp_path: Path) -> None:
+def test_a_bad_record_leaves_no_file_of_its_split(tmp_path):
     source = write_source(tmp_path / "source", test={"question": "q", "answer": "none"})
     with pytest.raises(DataError, match=r"test-00000-of-00001\.parquet:1"):
         prepare_gsm8k(tmp_path / "out", local_dir=source)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["train.parquet"]
 
 
-def test_a_folder_without_files_of_a_split_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_files_of_a_split_is_refused(tmp_path):
     (tmp_path / "train.csv").write_text("")
     with pytest.raises(DataError, match=r"there is no file train\* that ends in \.parquet"):
         prepare_gsm8k(tmp_path / "out", local_dir=tmp_path)
@@ -81,8 +75,8 @@ def test_a_hub_that_cannot_be_reached_is_told_with_the_way_out(tmp_path, monkeyp
         prepare_gsm8k(tmp_path / "out", hub_id="nobody/nothing")
 
 
-def test_the_script_writes_the_files_and_ends_with_2_on_bad_data(tmp_path: Path) -> None:
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def test_the_script_writes_the_files_and_ends_with_2_on_bad_data(tmp_path):
+    def run(*arguments):
         return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True)
 
     source = write_source(tmp_path / "source")

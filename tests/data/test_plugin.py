@@ -10,7 +10,6 @@ KEY = "data.custom_cls.path"
 
 @pytest.fixture
 def plugin(tmp_path):
-    """Writes a Python file and loads a name from it."""
 
     def load(text, name="wanted", error=DataError):
         path = tmp_path / "plugin.py"

@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,36 +19,36 @@ SHORT = ToyRecipe(warm_up=WarmUp(steps=2, batch_size=4))
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def toy(tmp_path_factory):
     return make_toy(tmp_path_factory.mktemp("toy") / "toy", 3, SHORT)
 
 
-def read(folder: Path, name: str) -> PromptDataset:
+def read(folder, name):
     path = str(folder / name)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     return PromptDataset(path, Data(train_files=path, val_files=path, shuffle=False, max_prompt_length=16), tokenizer, "train")
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_held_out_sums_are_never_trained_on_and_every_sum_is_in_one_split(seed: int) -> None:
+def test_held_out_sums_are_never_trained_on_and_every_sum_is_in_one_split(seed):
     train, validation = split_problems(ToyRecipe(), seed)
     assert len({*train, *validation}) == len(train) + len(validation) == 80 * 9
     assert len(validation) == 128
     assert sum(map(carries, validation)) == 80
 
 
-def test_another_seed_holds_out_other_sums() -> None:
+def test_another_seed_holds_out_other_sums():
     assert split_problems(ToyRecipe(), 0) == split_problems(ToyRecipe(), 0)
     assert set(split_problems(ToyRecipe(), 0)[1]) != set(split_problems(ToyRecipe(), 1)[1])
 
 
 @pytest.mark.parametrize(("problem", "answer"), [((47, 8), 45), ((41, 8), 49), ((89, 9), 88), ((15, 5), 10)])
-def test_the_careless_teacher_is_wrong_only_where_there_is_a_carry(problem: tuple[int, int], answer: int) -> None:
+def test_the_careless_teacher_is_wrong_only_where_there_is_a_carry(problem, answer):
     assert careless_answer(problem) == answer
     assert (careless_answer(problem) == sum(problem)) == (not carries(problem))
 
 
-def test_the_files_are_datasets_of_short_prompts_with_a_rule_for_their_reward(toy: Path) -> None:
+def test_the_files_are_datasets_of_short_prompts_with_a_rule_for_their_reward(toy):
     for name, size in [("train.parquet", 592), ("val.parquet", 128)]:
         rows = read(toy, name)
         assert len(rows) == size
@@ -60,7 +59,7 @@ def test_the_files_are_datasets_of_short_prompts_with_a_rule_for_their_reward(to
             assert sum(map(int, question.removesuffix("=").split("+"))) == int(row.ground_truth)
 
 
-def test_the_model_folder_loads_and_the_record_tells_how_it_was_made(toy: Path) -> None:
+def test_the_model_folder_loads_and_the_record_tells_how_it_was_made(toy):
     AutoModelForCausalLM.from_pretrained(toy / "model")
     record = json.loads((toy / "toy.json").read_text())
     assert record["seed"] == 3
@@ -68,16 +67,14 @@ def test_the_model_folder_loads_and_the_record_tells_how_it_was_made(toy: Path) 
     assert 0 <= record["greedy_accuracy"] <= 1
 
 
-def test_the_same_seed_gives_the_same_weights(toy: Path, tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_weights(toy, tmp_path):
     again = make_toy(tmp_path / "again", 3, SHORT)
     other = make_toy(tmp_path / "other", 4, SHORT)
     weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (toy, again, other)]
     assert weights[0] == weights[1] != weights[2]
 
 
-def test_a_whole_folder_of_the_same_recipe_is_left_and_of_another_is_made_anew(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_whole_folder_of_the_same_recipe_is_left_and_of_another_is_made_anew(tmp_path, caplog):
     folder = make_toy(tmp_path / "toy", 0, SHORT)
     made = (folder / "toy.json").stat().st_mtime_ns
     with caplog.at_level(logging.INFO):
@@ -89,7 +86,7 @@ def test_a_whole_folder_of_the_same_recipe_is_left_and_of_another_is_made_anew(
     assert [path.name for path in tmp_path.iterdir()] == ["toy"]
 
 
-def test_a_folder_that_holds_something_else_is_not_replaced(tmp_path: Path) -> None:
+def test_a_folder_that_holds_something_else_is_not_replaced(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(DataError, match="it exists and is not a toy task"):
         make_toy(tmp_path, 0, SHORT)
@@ -97,7 +94,7 @@ def test_a_folder_that_holds_something_else_is_not_replaced(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_the_warmed_up_model_adds_but_forgets_the_carry(tmp_path: Path) -> None:
+def test_the_warmed_up_model_adds_but_forgets_the_carry(tmp_path):
     """48 of the 128 held-out sums have no carry: greedy answers are right on those and on few others."""
     record = json.loads((make_toy(tmp_path / "toy", 0) / "toy.json").read_text())
     assert 0.3 <= record["greedy_accuracy"] <= 0.5
@@ -107,7 +104,7 @@ def test_the_warmed_up_model_adds_but_forgets_the_carry(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path):
     shape = TinyShape(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=1, initializer_range=0.06)
     return make_tiny_model(tmp_path / "model", shape)
 
@@ -115,7 +112,7 @@ def model(tmp_path: Path) -> Path:
 LESSONS = [("1+1=", "72", "12"), ("2+2=", "84", "34")]
 
 
-def test_the_model_learns_the_teachers_probabilities(model: Path) -> None:
+def test_the_model_learns_the_teachers_probabilities(model):
     """With two answers given at 3:1 the loss cannot fall below their entropy, spread over three tokens."""
     loss = warm_up(model, LESSONS, WarmUp(carelessness=0.75, steps=150, batch_size=8, lr=1e-2), seed=0)
     entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25)) / 3
@@ -129,13 +126,13 @@ def test_the_model_learns_the_teachers_probabilities(model: Path) -> None:
     torch.testing.assert_close(chances, torch.tensor([0.75, 0.25]), atol=0.05, rtol=0)
 
 
-def test_an_answer_counts_only_when_the_turn_ends_after_it(model: Path) -> None:
+def test_an_answer_counts_only_when_the_turn_ends_after_it(model):
     warm_up(model, [("1+1=", "722", "722")], WarmUp(steps=100, batch_size=4, lr=1e-2), seed=0)
     assert greedy_accuracy(model, [("1+1=", "722")]) == 1.0
     assert greedy_accuracy(model, [("1+1=", "72")]) == 0.0
 
 
-def test_the_number_of_threads_is_as_before(model: Path) -> None:
+def test_the_number_of_threads_is_as_before(model):
     before = torch.get_num_threads()
     warm_up(model, LESSONS, WarmUp(steps=1, batch_size=2), seed=0)
     assert torch.get_num_threads() == before

@@ -1,19 +1,19 @@
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.observe.simulated_device import GIB, MIB, SimulatedDevice
 from verl_memopt.distributed import device
+from verl_memopt.distributed.device import join_process_group, leave_process_group, training_mesh
 from verl_memopt.errors import ConfigError
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
 
 
-def test_a_cpu_can_always_be_asked_for():
+def test_a_cpu_can_always_be_asked_for_and_auto_is_the_gpu_where_there_is_one():
     assert device.resolve_device("cpu") == "cpu"
-
-
-def test_auto_is_the_gpu_where_there_is_one():
     assert device.resolve_device("auto") == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -29,22 +29,10 @@ def test_an_unknown_device_is_refused_with_the_known_ones(name):
         device.resolve_device(name)
 
 
-def test_a_cpu_is_one_device_whatever_the_rank():
-    assert device.local_device("cpu", 3) == CPU
-    assert device.device_count("cpu") == 1
-
-
-def test_collectives_go_over_gloo_and_on_a_gpu_over_nccl_beside_it():
-    assert device.backend(CPU) == "gloo"
-    assert device.backend(GPU) == "cpu:gloo,cuda:nccl"
-
-
-def test_only_a_gpu_has_an_allocator_to_ask():
-    assert device.is_gpu(GPU)
-    assert not device.is_gpu(CPU)
-
-
-def test_flash_kernels_run_in_half_precision_on_a_gpu_only():
+def test_a_cpu_is_one_device_without_an_allocator_nccl_or_flash_kernels():
+    assert (device.local_device("cpu", 3), device.device_count("cpu")) == (CPU, 1)
+    assert (device.backend(CPU), device.backend(GPU)) == ("gloo", "cpu:gloo,cuda:nccl")
+    assert (device.is_gpu(CPU), device.is_gpu(GPU)) == (False, True)
     assert not device.supports_flash(CPU, torch.bfloat16)
     assert not device.supports_flash(GPU, torch.float32)
 
@@ -139,3 +127,54 @@ def test_the_devices_generator_continues_where_it_was():
     expected = torch.rand(3, device=here)
     device.set_device_rng_state(here, state)
     assert torch.equal(torch.rand(3, device=here), expected)
+
+
+@pytest.fixture
+def alone():
+    leave_process_group()
+    yield
+    leave_process_group()
+
+
+def test_a_world_of_one_needs_no_address(alone):
+    join_process_group(CPU, 0, 1, "", 0, 60)
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
+    tensor = torch.tensor([2.0])
+    dist.all_reduce(tensor)
+    assert tensor.item() == 2.0
+
+
+def test_joining_again_keeps_the_group_there_is(alone):
+    join_process_group(CPU, 0, 1, "", 0, 60)
+    group = dist.group.WORLD
+    join_process_group(CPU, 1, 7, "nowhere", 1, 1)
+    assert dist.group.WORLD is group
+
+
+def test_a_group_can_be_left_twice_and_joined_after(alone):
+    join_process_group(CPU, 0, 1, "", 0, 60)
+    leave_process_group()
+    leave_process_group()
+    assert not dist.is_initialized()
+    join_process_group(CPU, 0, 1, "", 0, 60)
+    assert dist.is_initialized()
+
+
+@pytest.mark.parametrize("size", [-1, 1])
+def test_one_rank_has_a_flat_mesh(one_rank, size):
+    mesh = training_mesh("cpu", 1, size)
+    assert (tuple(mesh.shape), mesh.mesh_dim_names) == ((1,), ("shard",))
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_ranks_shard_together_and_groups_of_them_replicate(alone, rank):
+    dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
+
+    def mates(size):
+        """Gives the names of the mesh and the ranks that share this one's shards."""
+        mesh = training_mesh("cpu", 4, size)
+        return mesh.mesh_dim_names, dist.get_process_group_ranks(mesh.get_group("shard"))
+
+    assert mates(-1) == mates(4) == (("shard",), [0, 1, 2, 3])
+    assert mates(2) == (("replicate", "shard"), [0, 1] if rank < 2 else [2, 3])
+    assert mates(1) == (("replicate", "shard"), [rank])

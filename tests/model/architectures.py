@@ -1,5 +1,3 @@
-"""Tiny random models of the architectures that transformers has."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -9,54 +7,16 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 SMALL: dict[str, Any] = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "n_positions": 512,
-    "n_embd": 64,
-    "n_layer": 4,
-    "n_head": 4,
-    "d_model": 64,
-    "n_layers": 4,
-    "num_layers": 4,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "n_group": 1,
-    "topk_group": 1,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "mamba_n_heads": 4,
-    "mamba_d_head": 32,
-    "mamba_d_state": 16,
-    "mamba_expand": 2,
-    "mamba_d_ssm": 128,
-    "mamba_n_groups": 1,
-    "state_size": 16,
-    "ffn_dim": 128,
-    "lru_width": 64,
-    "conv_L_cache": 3,
-    "block_auto_adjust_ff_dim": False,
-}
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "n_positions": 512, "n_embd": 64, "n_layer": 4,
+    "n_head": 4, "d_model": 64, "n_layers": 4, "num_layers": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "n_group": 1, "topk_group": 1, "kv_lora_rank": 16,
+    "q_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "mamba_n_heads": 4, "mamba_d_head": 32,
+    "mamba_d_state": 16, "mamba_expand": 2, "mamba_d_ssm": 128, "mamba_n_groups": 1, "state_size": 16, "ffn_dim": 128,
+    "lru_width": 64, "conv_L_cache": 3, "block_auto_adjust_ff_dim": False,
+}  # fmt: skip
 """Every field that some config has; each type takes those it knows."""
 
 

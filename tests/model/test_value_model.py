@@ -3,6 +3,7 @@ import logging
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from tests.critics import CPU, critic_batch, critic_for, naive_values, with_value_head
@@ -10,9 +11,11 @@ from tests.model.architectures import tiny_folder as folder_of_type
 from tests.tensors import whole_of
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.tiled_mlp import TiledMlp
+from verl_memopt.model import value_model as room
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
-from verl_memopt.model.value_model import classifier_config, random_head, stored_head
+from verl_memopt.model.value_model import classifier_config, random_head, scalar_head, stored_head
 from verl_memopt.model.weights import named_weights
+from verl_memopt.observe.byte_tracker import ByteTracker
 
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen2", "llama", "mistral"])
@@ -156,3 +159,53 @@ def test_values_of_another_architecture_are_those_of_the_state_before_each_token
             states = theirs(torch.cat([prompt, response])[None]).last_hidden_state[0]
             expected.append((states @ critic.model.score.weight[0] + 0.5)[len(prompt) - 1 :][: len(response)])
     torch.testing.assert_close(values_of(critic, whole), torch.cat(expected), rtol=0, atol=1e-5)
+
+
+HIDDEN = 24
+
+
+def inputs(tokens, dtype=torch.float32, weight_dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(tokens, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(1, HIDDEN, generator=generator).to(weight_dtype).requires_grad_()
+    return states, weight, torch.tensor([0.5], dtype=weight_dtype, requires_grad=True)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7, 8, 9])
+@pytest.mark.parametrize(("dtype", "weight_dtype"), [("float32",) * 2, ("bfloat16", "float32"), ("bfloat16",) * 2])
+def test_values_and_gradients_are_those_of_an_fp32_product(monkeypatch, tokens, dtype, weight_dtype):
+    monkeypatch.setattr(room, "TILE_TOKENS", 4)
+    tensors = inputs(tokens, getattr(torch, dtype), getattr(torch, weight_dtype))
+    above = torch.linspace(-1, 1, tokens)
+    states, weight, bias = (tensor.detach().float().requires_grad_() for tensor in tensors)
+    expected = states @ weight[0] + bias
+    wanted = torch.autograd.grad(expected, (states, weight, bias), above)
+    found = scalar_head(*tensors)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    for tensor, gradient, like in zip(torch.autograd.grad(found, tensors, above), wanted, tensors, strict=True):
+        assert tensor.dtype == like.dtype
+        # A gradient is rounded once, to its own dtype.
+        rtol = 1e-6 if like.dtype == torch.float32 else 2**-8
+        torch.testing.assert_close(tensor.float(), gradient, rtol=rtol, atol=1e-6)
+
+
+def test_what_needs_no_gradient_gets_none():
+    states, weight, bias = inputs(3)
+    scalar_head(states.detach(), weight, bias.detach()).sum().backward()
+    assert weight.grad is not None
+    assert states.grad is bias.grad is None
+    with torch.no_grad():
+        assert not scalar_head(states, weight, bias).requires_grad
+
+
+def test_narrow_states_are_never_copied_whole_to_fp32():
+    tokens = 8 * room.TILE_TOKENS
+    with FakeTensorMode(), ByteTracker() as tracker:
+        states, weight, bias = inputs(tokens, torch.bfloat16)
+        before = tracker.total("device")
+        tracker.enter("here")
+        scalar_head(states, weight, bias).sum().backward()
+        grown = tracker.peaks["device"].bytes - before
+    # The gradient of the states, one tile of them in fp32 and its product, and a few numbers per token.
+    assert grown <= states.nbytes + 2 * room.TILE_TOKENS * HIDDEN * 4 + 5 * tokens * 4

@@ -39,5 +39,4 @@ def make_run(tmp_path):
 
 @pytest.fixture
 def log_step():
-    """Gives the function that logs one step of 3 seconds into a run folder."""
     return _log_step

@@ -2,13 +2,16 @@
 
 import pytest
 
+from verl_memopt.errors import UserError
 from verl_memopt.observe.charts import (
     WHOLE_UP_TO,
     draw_charts,
     draw_peaks,
     draw_reward,
     draw_timeline,
+    figure,
     running_mean,
+    save,
     validation_points,
 )
 
@@ -39,3 +42,11 @@ def test_a_running_mean_uses_what_there_is_at_the_beginning():
 def test_validation_points_are_the_steps_that_were_validated():
     metrics = [{"step": 0, "val-core/toy/acc/mean@1": 0.1}, {"step": 1}, {"step": 2, "val-core/toy/acc/mean@1": 0.5}]
     assert validation_points(metrics) == ([0, 2], [0.1, 0.5])
+
+
+MIB, GIB = 2**20, 2**30
+
+
+def test_a_picture_that_the_disk_refuses_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"bars\.png: cannot be written \(No such file or directory"):
+        save(figure(2, 2), tmp_path / "missing" / "bars.png")

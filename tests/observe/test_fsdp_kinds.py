@@ -1,5 +1,3 @@
-"""FSDP2's bytes by kind, on real tensors under the fake process group."""
-
 from contextlib import nullcontext
 
 import pytest
@@ -12,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from verl_memopt.observe.byte_tracker import ByteTracker
-from verl_memopt.observe.device_ledger import PATCHED, fsdp_kinds, optimizer_scope
+from verl_memopt.observe.device_ledger import PATCHED, fsdp_kinds, gradient_kinds, optimizer_scope
 
 WORLD = 4
 
@@ -102,3 +100,35 @@ def test_fake_tensors_give_the_bytes_kinds_and_peak_op_of_real_ones(process_grou
     real, fake = _step_figures(fake=False), _step_figures(fake=True)
     assert real[1] == fake[1]
     assert real[1][0].bytes > real[0][0].bytes, "the first step has no optimizer state to start from"
+
+
+def test_gradients_of_an_unsharded_module_are_labelled_as_they_accumulate():
+    layer = torch.nn.Linear(10, 10, bias=False)
+    inputs = torch.ones(1, 10)
+    with ByteTracker() as tracker, gradient_kinds(layer.parameters()):
+        tracker.mark("params", layer.parameters())
+        tracker.mark("inputs", [inputs])
+        layer(inputs).sum().backward()
+        assert tracker.kinds() == {"params": 400, "inputs": 40, "grads": 400}
+
+
+def test_the_hooks_of_gradient_kinds_are_removed():
+    layer = torch.nn.Linear(10, 10, bias=False)
+    with ByteTracker() as tracker:
+        with gradient_kinds(layer.parameters()):
+            pass
+        layer(torch.ones(1, 10)).sum().backward()
+        assert "grads" not in tracker.kinds()
+
+
+def test_optimizer_state_is_told_apart_from_the_scratch_of_its_step():
+    weight = torch.zeros(1000, requires_grad=True)
+    weight.grad = torch.ones(1000)
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, weight_decay=0.1, foreach=True)
+    with ByteTracker() as tracker:
+        tracker.mark("params", [weight])
+        tracker.mark("grads", [weight.grad])
+        with optimizer_scope(optimizer):
+            optimizer.step()
+        assert tracker.kinds() == {"params": 4000, "grads": 4000, "optimizer": 4000}
+        assert tracker.peaks["device"].kinds["optimizer scratch"] >= 4000

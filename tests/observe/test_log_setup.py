@@ -1,5 +1,3 @@
-"""Logging by rank."""
-
 import logging
 
 import pytest

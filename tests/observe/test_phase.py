@@ -9,7 +9,7 @@ import torch
 
 from tests.observe.simulated_device import SimulatedDevice
 from verl_memopt.observe.byte_tracker import active_tracker
-from verl_memopt.observe.phase import MIB, MemoryProbe, PhaseMemory, combine, host_rss_bytes
+from verl_memopt.observe.phase import MIB, MemoryProbe, PhaseClock, PhaseMemory, Span, combine, host_rss_bytes
 
 CPU = torch.device("cpu")
 
@@ -124,3 +124,34 @@ def test_on_a_gpu_the_peak_is_the_allocators_and_the_reserve_is_at_least_as_larg
     phase = measured()
     assert phase.peak_allocated_bytes - phase.allocated_bytes == 4 * MIB
     assert phase.device_used_bytes >= phase.peak_reserved_bytes >= phase.peak_allocated_bytes
+
+
+def test_a_phase_that_runs_twice_is_summed():
+    clock = PhaseClock()
+    clock.spans = [Span("gen", 0.0, 1.5), Span("gen", 5.0, 2.0), Span("ref", 7.0, 1.0)]
+    assert clock.timings() == {"timing_s/gen": 3.5, "timing_s/ref": 1.0}
+
+
+def test_nested_phases_are_both_recorded_and_the_outer_contains_the_inner():
+    clock = PhaseClock()
+    with clock.phase("step"), clock.phase("gen"):
+        pass
+    inner, outer = clock.take()
+    assert (inner.name, outer.name) == ("gen", "step")
+    assert outer.started <= inner.started
+    assert outer.seconds >= inner.seconds
+
+
+def test_taking_the_spans_begins_a_new_step():
+    clock = PhaseClock()
+    with clock.phase("gen"):
+        pass
+    assert [span.name for span in clock.take()] == ["gen"]
+    assert clock.timings() == {}
+
+
+def test_a_phase_that_raises_is_not_recorded():
+    clock = PhaseClock()
+    with pytest.raises(ZeroDivisionError), clock.phase("gen"):
+        raise ZeroDivisionError
+    assert clock.take() == []

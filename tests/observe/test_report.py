@@ -1,5 +1,3 @@
-"""Reports made from files alone."""
-
 import json
 from io import StringIO
 
@@ -7,7 +5,10 @@ import pytest
 from rich.console import Console
 
 from verl_memopt.errors import UserError
-from verl_memopt.observe.report import finish_summary, report
+from verl_memopt.observe.charts import build_summary, environment
+from verl_memopt.observe.phase import MIB
+from verl_memopt.observe.report import comparison_table, draw_comparison, finish_summary, report, run_names
+from verl_memopt.observe.run_folder import RunFolder
 
 
 @pytest.fixture
@@ -26,18 +27,14 @@ def test_a_report_makes_charts_and_summary_again_and_keeps_what_only_the_run_kne
     assert console.file.getvalue().splitlines()[-1] == str(folder.summary)
 
 
-def test_a_report_of_a_run_that_was_cut_short_builds_the_summary(make_run, console):
+def test_a_report_elsewhere_leaves_the_folder_of_a_run_that_was_cut_short_alone_and_builds_the_summary(
+    make_run, console, tmp_path
+):
     folder = make_run(steps=2)
-    report([folder.path], console=console)
-    assert json.loads(folder.summary.read_text())["steps"] == 2
-
-
-def test_a_report_elsewhere_leaves_the_run_folder_alone(make_run, console, tmp_path):
-    folder = make_run(steps=1)
     before = sorted(folder.path.iterdir())
     report([folder.path], out=tmp_path / "elsewhere", console=console)
     assert sorted(folder.path.iterdir()) == before
-    assert (tmp_path / "elsewhere" / "summary.json").exists()
+    assert json.loads((tmp_path / "elsewhere" / "summary.json").read_text())["steps"] == 2
 
 
 def test_runs_are_compared_against_the_first(make_run, console, tmp_path):
@@ -63,3 +60,93 @@ def test_a_report_repeats_the_warnings_of_the_run(make_run):
     report([folder.path], console=console)
     assert "WARNING, step 2: the reward fell" in console.file.getvalue()
     assert folder.read_summary()["warnings"] == [{"step": 2, "warning": "the reward fell"}]
+
+
+def test_a_summary_holds_the_whole_runs_seconds_scores_and_peaks(make_run):
+    folder = make_run(steps=3)
+    summary = build_summary(folder.read_metrics(), folder.read_timeline())
+    assert (summary["steps"], round(summary["seconds"], 3)) == (3, 9.0)
+    assert (summary["validation_before"], summary["validation_after"]) == (0.05, 0.3)
+    assert summary["phases"]["update_actor"] == {
+        "seconds": 3.0, "count": 3, "peak_allocated_bytes": 13 * MIB, "peak_reserved_bytes": None, "device_used_bytes": None,
+        "host_rss_bytes": 100 * MIB, "kinds": {"params": 13 * MIB},
+    }  # fmt: skip
+    assert summary["phases"]["gen"]["peak_allocated_bytes"] is None
+    assert list(summary["phases"]) == ["gen", "update_actor"]
+
+
+def test_scores_of_a_run_without_validation_are_none(make_run):
+    folder = make_run(validated=False)
+    summary = build_summary(folder.read_metrics(), folder.read_timeline())
+    assert (summary["validation_before"], summary["validation_after"]) == (None, None)
+
+
+def test_a_run_that_has_not_begun_has_a_summary_of_nothing():
+    assert build_summary([], [])["steps"] == 0
+
+
+def test_the_environment_names_device_command_and_installed_versions():
+    found = environment("cpu", ["verl-memopt", "train"])
+    assert (found["device"], found["command"]) == ("cpu", ["verl-memopt", "train"])
+    assert "torch" in found["versions"]
+    assert None not in found["versions"].values()
+
+
+def test_skipped_updates_are_counted_over_the_whole_run():
+    rows = [{"step": 0}, {"step": 1, "actor/skipped_updates": 2.0}, {"step": 2, "actor/skipped_updates": 0.0}]
+    assert build_summary([*rows, {"step": 3, "actor/skipped_updates": 1.0}], [])["skipped_updates"] == 3
+    assert build_summary([*rows, {"step": 3, "critic/skipped_updates": 4.0}], [])["skipped_updates"] == 6
+
+
+def summary(counter="tracker", steps=3, **peaks):
+    phases = {
+        name: {"seconds": 2.0, "peak_allocated_bytes": None if peak is None else peak * MIB} for name, peak in peaks.items()
+    }
+    return {
+        "steps": steps,
+        "seconds": 9.0,
+        "validation_before": None,
+        "validation_after": 0.5,
+        "counter": counter,
+        "phases": phases,
+    }
+
+
+def cells(table):
+    columns = [list(column.cells) for column in table.columns]
+    return {label: [column[row] for column in columns[1:]] for row, label in enumerate(columns[0])}
+
+
+def test_names_are_as_short_as_tells_the_runs_apart(tmp_path):
+    def names(*paths):
+        return run_names([RunFolder(tmp_path / path) for path in paths])
+
+    assert names("a/one", "b/two") == ["one", "two"]
+    assert names("a/run", "b/run") == ["a/run", "b/run"]
+    assert names("a/run", "a/run") == ["run (1)", "run (2)"]
+
+
+def test_peaks_stand_beside_their_change_against_the_first_run():
+    rows = cells(comparison_table({"a": summary(gen=8, ref=2), "b": summary(gen=6)}))
+    assert rows["gen, peak MiB"] == ["8.0", "6.0 (-25.0 %)"]
+    assert rows["ref, peak MiB"] == ["2.0", "-"]
+    assert rows["ref, s"] == ["2.0", "-"]
+    assert rows["steps"] == ["3", "3"]
+    assert rows["validation before"] == ["-", "-"]
+    assert rows["validation after"] == ["0.500", "0.500"]
+
+
+def test_figures_of_different_counters_are_not_set_against_each_other():
+    rows = cells(comparison_table({"a": summary("tracker", gen=8), "b": summary("allocator", gen=6)}))
+    assert rows["gen, peak MiB"] == ["8.0", "6.0"]
+
+
+def test_a_phase_that_no_run_counted_has_no_row_of_peaks():
+    assert "gen, peak MiB" not in cells(comparison_table({"a": summary(None, gen=None)}))
+
+
+def test_both_charts_are_drawn_even_where_a_run_counted_nothing(make_run, tmp_path):
+    runs = {name: make_run(name, counted=counted) for name, counted in (("one", True), ("two", False))}
+    summaries = {name: build_summary(run.read_metrics(), run.read_timeline()) for name, run in runs.items()}
+    paths = draw_comparison(runs, summaries, tmp_path / "out")
+    assert [path.read_bytes()[:4] for path in paths] == [b"\x89PNG"] * 2

@@ -1,84 +1,76 @@
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
-from torch.distributed.device_mesh import DeviceMesh
 
 from tests.rollout.tools import engine_at, model_of, place_at, rollout_settings, tiny_folder, weights_of
 from verl_memopt.config import schema
-from verl_memopt.rollout.engine import RolloutEngine
 from verl_memopt.rollout.vllm_engine import VllmEngine
 
 
 @pytest.fixture(scope="package")
-def tied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tied_folder(tmp_path_factory):
     return tiny_folder(tmp_path_factory.mktemp("models") / "tied", tied=True)
 
 
 @pytest.fixture(scope="package")
-def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same architecture with other weights."""
+def other_folder(tmp_path_factory):
     return tiny_folder(tmp_path_factory.mktemp("models") / "other", tied=True, seed=1)
 
 
 @pytest.fixture(scope="package")
-def untied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def untied_folder(tmp_path_factory):
     return tiny_folder(tmp_path_factory.mktemp("models") / "untied", tied=False)
 
 
 class SharedVllm:
     """One engine for most tests, because a start costs seconds; started again after a test had it shut down."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self._folder = folder
-        self._engine: VllmEngine | None = None
+        self._engine = None
 
-    def get(self) -> VllmEngine:
+    def get(self):
         if self._engine is None:
             further = schema.EngineKwargs(vllm={"block_size": 32})
             self._engine = VllmEngine(rollout_settings("vllm", engine_kwargs=further), place_at(self._folder))
         return self._engine
 
-    def close(self) -> None:
+    def close(self):
         if self._engine is not None:
             self._engine.shutdown()
         self._engine = None
 
 
 @pytest.fixture(scope="package")
-def shared_vllm(tied_folder: Path) -> Iterator[SharedVllm]:
+def shared_vllm(tied_folder):
     shared = SharedVllm(tied_folder)
     yield shared
     shared.close()
 
 
 @pytest.fixture
-def no_shared_engine(shared_vllm: SharedVllm) -> None:
+def no_shared_engine(shared_vllm):
     """Two engines of one process share their groups, and an engine does not outlive the default group."""
     shared_vllm.close()
 
 
 @pytest.fixture
-def one_rank(no_shared_engine: None, one_rank: DeviceMesh) -> DeviceMesh:
+def one_rank(no_shared_engine, one_rank):
     return one_rank
 
 
 @pytest.fixture
-def vllm_engine(shared_vllm: SharedVllm, tied_folder: Path) -> VllmEngine:
+def vllm_engine(shared_vllm, tied_folder):
     engine = shared_vllm.get()
     engine.load_weights(weights_of(model_of(tied_folder)))
     return engine
 
 
 @pytest.fixture
-def hf_engine(tied_folder: Path) -> Iterator[RolloutEngine]:
+def hf_engine(tied_folder):
     engine = engine_at("hf", tied_folder, load_format="auto")
     yield engine
     engine.shutdown()
 
 
 @pytest.fixture(params=["hf", "vllm"])
-def engine(request: pytest.FixtureRequest) -> RolloutEngine:
+def engine(request):
     return request.getfixturevalue(f"{request.param}_engine")

@@ -4,34 +4,29 @@ The C half follows vLLM's csrc/cumem_allocator.cpp, faults included: an error of
 reports it, and while it stays every allocation fails.
 """
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
-from tests.observe.simulated_device import GRANULARITY, MIB, SimulatedDevice
+from tests.observe.simulated_device import GRANULARITY, MIB
 from verl_memopt.memory.limits_torch import DeviceCap
-from verl_memopt.rollout.vllm_engine import VllmEngine
 from verl_memopt.rollout.vllm_memory import asleep_in_vllm
 
 
 class CumemExtension:
     """The functions of ``vllm.cumem_allocator``, and the pluggable allocator that torch calls."""
 
-    def __init__(self, device: SimulatedDevice) -> None:
+    def __init__(self, device):
         self._device = device
         self._driver = device.driver
         self.error = ""
         """What the driver said last; whatever is asked while it is there fails."""
 
-    def init_module(self, on_malloc: Callable[[Any], None], on_free: Callable[[int], Any]) -> None:
+    def init_module(self, on_malloc, on_free):
         self._on_malloc, self._on_free = on_malloc, on_free
 
-    def malloc(self, size: int) -> int | None:
+    def malloc(self, size):
         if self.error:
             return None
         size = -(-size // GRANULARITY) * GRANULARITY
@@ -43,7 +38,7 @@ class CumemExtension:
         self._driver.release(address)
         return None
 
-    def free(self, address: int) -> None:
+    def free(self, address):
         try:
             self._on_free(address)
         except KeyError:
@@ -52,23 +47,23 @@ class CumemExtension:
         self._unmap(address)
         self._driver.release(address)
 
-    def create_and_map(self, device: int, size: int, address: int, handle: int) -> None:
+    def create_and_map(self, device, size, address, handle):
         self._map(address)
         self._raise()
 
-    def unmap_and_release(self, device: int, size: int, address: int, handle: int) -> None:
+    def unmap_and_release(self, device, size, address, handle):
         self._unmap(address)
         self._raise()
 
-    def _map(self, address: int) -> None:
+    def _map(self, address):
         if not self.error and not self._driver.map(address):
             self.error = "CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:128"
 
-    def _unmap(self, address: int) -> None:
+    def _unmap(self, address):
         if not self.error and not self._driver.unmap(address):
             self.error = "CUDA Error: invalid argument at /workspace/csrc/cumem_allocator.cpp:174"
 
-    def _raise(self) -> None:
+    def _raise(self):
         error, self.error = self.error, ""
         if error:
             raise RuntimeError(error)
@@ -77,19 +72,19 @@ class CumemExtension:
 class MemPool:
     """torch.cuda.MemPool: the pool is let go of with the last reference to this object."""
 
-    def __init__(self, device: SimulatedDevice, extension: CumemExtension) -> None:
+    def __init__(self, device, extension):
         self._device = device
         self.pool = device.private_pool(extension.malloc, extension.free)
 
-    def snapshot(self) -> list[dict[str, int]]:
+    def snapshot(self):
         return self._device.snapshot(self.pool)
 
-    def __del__(self) -> None:
+    def __del__(self):
         self.pool.in_use = False
         self._device.empty_cache()
 
 
-def sleeping_allocator(device: SimulatedDevice, monkeypatch: Any) -> tuple[Any, CumemExtension]:
+def sleeping_allocator(device, monkeypatch):
     """Gives vLLM's CuMemAllocator of this process, new, over a simulated device, and its C half."""
     from vllm.device_allocator import cumem
 
@@ -116,12 +111,12 @@ def sleeping_allocator(device: SimulatedDevice, monkeypatch: Any) -> tuple[Any, 
 class SleepingWorker:
     """What vLLM's GPU worker does with the allocator: loads weights, takes a KV cache, sleeps and wakes."""
 
-    def __init__(self, device: SimulatedDevice, allocator: Any) -> None:
+    def __init__(self, device, allocator):
         self._device, self._allocator = device, allocator
-        self.weights: list[Any] = []
-        self.kv: list[Any] = []
+        self.weights = []
+        self.kv = []
 
-    def load(self, sizes: list[int], scratch: int = 0) -> None:
+    def load(self, sizes, scratch=0):
         """Takes tensors for the weights; scratch: bytes that loading takes and frees, which vLLM then gives back itself."""
         assert self._allocator.get_current_usage() == 0, "CuMem allocator can only be used for one instance per process."
         with self._allocator.use_memory_pool(tag="weights"):
@@ -129,17 +124,17 @@ class SleepingWorker:
             self.weights = [self._device.empty(size) for size in sizes]
             del passing
 
-    def take_cache(self, sizes: list[int]) -> None:
+    def take_cache(self, sizes):
         with self._allocator.use_memory_pool(tag="kv_cache"):
             self.kv = [self._device.empty(size) for size in sizes]
 
-    def sleep(self, level: int = 2) -> None:
+    def sleep(self, level=2):
         self._allocator.sleep(offload_tags=("weights", "runtime") if level == 1 else ("runtime",))
 
-    def wake_up(self, tags: list[str] | None = None) -> None:
+    def wake_up(self, tags=None):
         self._allocator.wake_up(tags)
 
-    def shutdown(self) -> None:
+    def shutdown(self):
         self.weights.clear()
         self.kv.clear()
         self._allocator.release_pools()
@@ -149,7 +144,7 @@ class SleepingWorker:
 GPU = torch.device("cuda", 0)
 
 
-def simulated_gpu_worker(device: SimulatedDevice, allocator: Any, monkeypatch: Any) -> None:
+def simulated_gpu_worker(device, allocator, monkeypatch):
     """Lets vLLM's CPU worker do with the simulated device what vLLM's GPU worker does with a real one.
 
     Its tensors on the device hang on the model runner, as a model's do.
@@ -158,16 +153,16 @@ def simulated_gpu_worker(device: SimulatedDevice, allocator: Any, monkeypatch: A
 
     load_model, initialize, shutdown = CPUWorker.load_model, CPUWorker.initialize_from_config, CPUWorker.shutdown
 
-    def load(worker: Any, **options: Any) -> None:
+    def load(worker, **options):
         worker.model_runner.simulated = SleepingWorker(device, allocator)
         worker.model_runner.simulated.load([200 * MIB, 30 * MIB, 5 * MIB], scratch=64 * MIB)
         load_model(worker, **options)
 
-    def take_cache(worker: Any, config: Any) -> None:
+    def take_cache(worker, config):
         worker.model_runner.simulated.take_cache([512 * MIB] * 2)
         initialize(worker, config)
 
-    def shut_down(worker: Any) -> None:
+    def shut_down(worker):
         shutdown(worker)
         worker.model_runner.simulated.shutdown()
 
@@ -178,7 +173,7 @@ def simulated_gpu_worker(device: SimulatedDevice, allocator: Any, monkeypatch: A
     monkeypatch.setattr(CPUWorker, "shutdown", shut_down)
 
 
-def on_simulated_gpu(engine: VllmEngine, limit: int | None = None) -> VllmEngine:
+def on_simulated_gpu(engine, limit=None):
     """Lets a started engine sleep and wake as on a GPU."""
     engine._can_sleep = True
     engine._place = dataclasses.replace(engine._place, device=GPU, device_limit_bytes=limit)

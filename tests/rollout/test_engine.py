@@ -1,11 +1,6 @@
 """What every engine promises; each test runs on each engine."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,17 +17,17 @@ from tests.rollout.tools import (
     weights_of,
 )
 from verl_memopt.errors import ConfigError, RolloutError
-from verl_memopt.rollout.engine import ENGINES, Generation, RolloutEngine, build_engine, check_rows
+from verl_memopt.rollout.engine import ENGINES, build_engine, check_rows
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_are_those_of_one_forward_of_the_row(engine: RolloutEngine, tied_folder: Path, temperature: float) -> None:
+def test_log_probs_are_those_of_one_forward_of_the_row(engine, tied_folder, temperature):
     rows = prompts(20)
     answer = engine.generate(rows, list(range(20)), sampling(temperature=temperature))
     assert difference_from_naive(model_of(tied_folder), rows, answer, temperature) <= 1e-5
 
 
-def test_a_row_depends_on_its_prompt_and_seed_and_not_on_the_other_rows(engine: RolloutEngine) -> None:
+def test_a_row_depends_on_its_prompt_and_seed_and_not_on_the_other_rows(engine):
     rows, seeds = prompts(20), list(range(100, 120))
     settings = sampling(ignore_eos=False, top_p=0.9)
     together = engine.generate(rows, seeds, settings)
@@ -42,19 +37,19 @@ def test_a_row_depends_on_its_prompt_and_seed_and_not_on_the_other_rows(engine: 
     assert alone == together.response_ids[:4]
 
 
-def test_rows_with_equal_prompts_and_different_seeds_differ(engine: RolloutEngine) -> None:
+def test_rows_with_equal_prompts_and_different_seeds_differ(engine):
     answer = engine.generate([[5, 6, 7]] * 8, list(range(8)), sampling())
     assert len({tuple(ids) for ids in answer.response_ids}) == 8
 
 
-def test_the_cap_is_exact_with_ignore_eos(engine: RolloutEngine) -> None:
+def test_the_cap_is_exact_with_ignore_eos(engine):
     for cap in (1, 7):
         answer = engine.generate(prompts(20), list(range(20)), sampling(max_tokens=cap))
         assert [len(ids) for ids in answer.response_ids] == [cap] * 20
         assert set(answer.finish_reasons) == {"length"}
 
 
-def test_a_response_ends_with_its_first_eos_and_says_why(engine: RolloutEngine) -> None:
+def test_a_response_ends_with_its_first_eos_and_says_why(engine):
     answer = engine.generate([[5, 6, 7]] * 64, list(range(64)), sampling(max_tokens=40, temperature=2.0, ignore_eos=False))
     free = engine.generate([[5, 6, 7]] * 64, list(range(64)), sampling(max_tokens=40, temperature=2.0, ignore_eos=True))
     stopped = [ids for ids, reason in zip(answer.response_ids, answer.finish_reasons, strict=True) if reason == "stop"]
@@ -64,26 +59,24 @@ def test_a_response_ends_with_its_first_eos_and_says_why(engine: RolloutEngine) 
     assert [len(row) for row in answer.log_probs or []] == [len(ids) for ids in answer.response_ids]
 
 
-def test_top_k_of_one_and_a_tiny_nucleus_are_greedy(engine: RolloutEngine) -> None:
+def test_top_k_of_one_and_a_tiny_nucleus_are_greedy(engine):
     greedy = engine.generate(prompts(8), [0] * 8, sampling(do_sample=False)).response_ids
     for narrow in ({"top_k": 1}, {"top_p": 1e-6}):
         answer = engine.generate(prompts(8), list(range(8)), sampling(**narrow))
         assert answer.response_ids == greedy
-        assert answer.log_probs is not None
         assert largest_difference(answer.log_probs, [[0.0] * 12] * 8) <= 1e-6
 
 
-def test_repetition_penalty_lowers_the_tokens_of_prompt_and_response(engine: RolloutEngine, tied_folder: Path) -> None:
+def test_repetition_penalty_lowers_the_tokens_of_prompt_and_response(engine, tied_folder):
     rows = [[5, 6, 7, 8], [9], [5, 5, 5]]
     answer = engine.generate(rows, [0, 1, 2], sampling(max_tokens=20, repetition_penalty=1.7))
     model = model_of(tied_folder)
     naive = [penalized_log_probs(model, row, ids, 1.7) for row, ids in zip(rows, answer.response_ids, strict=True)]
-    assert answer.log_probs is not None
     assert largest_difference(answer.log_probs, naive) <= 1e-5
 
 
 @torch.no_grad()
-def penalized_log_probs(model: Any, prompt: list[int], response: list[int], penalty: float) -> list[float]:
+def penalized_log_probs(model, prompt, response, penalty):
     """Token by token: every token that came before has its logit divided when positive, else multiplied."""
     answer, seen = [], list(prompt)
     for token in response:
@@ -95,15 +88,15 @@ def penalized_log_probs(model: Any, prompt: list[int], response: list[int], pena
     return answer
 
 
-def test_log_probs_are_left_out_unless_asked_for(engine: RolloutEngine) -> None:
+def test_log_probs_are_left_out_unless_asked_for(engine):
     assert engine.generate(prompts(2), [0, 1], sampling(log_probs=False)).log_probs is None
 
 
-def test_an_empty_batch_gives_an_empty_answer(engine: RolloutEngine) -> None:
+def test_an_empty_batch_gives_an_empty_answer(engine):
     assert engine.generate([], [], sampling()).response_ids == []
 
 
-def test_generating_leaves_the_random_generators_alone(engine: RolloutEngine) -> None:
+def test_generating_leaves_the_random_generators_alone(engine):
     torch.manual_seed(1)
     expected = torch.rand(4)
     torch.manual_seed(1)
@@ -111,14 +104,14 @@ def test_generating_leaves_the_random_generators_alone(engine: RolloutEngine) ->
     assert torch.equal(torch.rand(4), expected)
 
 
-def test_a_row_that_cannot_fit_and_an_empty_prompt_are_named(engine: RolloutEngine) -> None:
+def test_a_row_that_cannot_fit_and_an_empty_prompt_are_named(engine):
     with pytest.raises(RolloutError, match=r"row 1 has 220 prompt tokens and may grow by 12.*most 224"):
         engine.generate([[5], [5] * 220], [0, 1], sampling())
     with pytest.raises(RolloutError, match="row 0 is empty"):
         engine.generate([[]], [0], sampling())
 
 
-def test_loaded_weights_are_the_ones_that_generate(engine: RolloutEngine, other_folder: Path) -> None:
+def test_loaded_weights_are_the_ones_that_generate(engine, other_folder):
     other = model_of(other_folder)
     before = engine.generate(prompts(8), [0] * 8, sampling(do_sample=False))
     engine.load_weights(weights_of(other))
@@ -127,9 +120,7 @@ def test_loaded_weights_are_the_ones_that_generate(engine: RolloutEngine, other_
     assert difference_from_naive(other, prompts(8), after) <= 1e-5
 
 
-def test_loaded_weights_are_equal_in_every_bit_and_one_element_that_changes_is_named(
-    engine: RolloutEngine, tied_folder: Path, other_folder: Path
-) -> None:
+def test_loaded_weights_are_equal_in_every_bit_and_one_element_that_changes_is_named(engine, tied_folder, other_folder):
     names = sorted(name for name, _ in weights_of(model_of(tied_folder)))
     engine.load_weights(weights_of(model_of(tied_folder)))
     found = engine.compare_weights(weights_of(model_of(tied_folder)))
@@ -143,12 +134,12 @@ def test_loaded_weights_are_equal_in_every_bit_and_one_element_that_changes_is_n
     assert {name for name in names if "norm" not in name} <= set(others)
 
 
-def test_each_weight_is_used_up_before_the_next_is_asked_for(engine: RolloutEngine, other_folder: Path) -> None:
+def test_each_weight_is_used_up_before_the_next_is_asked_for(engine, other_folder):
     """The trainer may gather the next weight into the memory of the last."""
     expected = engine_answer_with(engine, other_folder)
     engine.load_weights((name, tensor * 0) for name, tensor in weights_of(model_of(other_folder)))
 
-    def reused() -> Iterator[tuple[str, torch.Tensor]]:
+    def reused():
         buffer = torch.empty(0)
         for name, tensor in weights_of(model_of(other_folder)):
             buffer.fill_(float("nan"))
@@ -159,12 +150,12 @@ def test_each_weight_is_used_up_before_the_next_is_asked_for(engine: RolloutEngi
     assert engine.generate(prompts(4), [0] * 4, sampling(do_sample=False)) == expected
 
 
-def engine_answer_with(engine: RolloutEngine, folder: Path) -> Generation:
+def engine_answer_with(engine, folder):
     engine.load_weights(weights_of(model_of(folder)))
     return engine.generate(prompts(4), [0] * 4, sampling(do_sample=False))
 
 
-def test_after_an_incomplete_load_nothing_is_generated_until_a_whole_one(engine: RolloutEngine, tied_folder: Path) -> None:
+def test_after_an_incomplete_load_nothing_is_generated_until_a_whole_one(engine, tied_folder):
     whole = dict(weights_of(model_of(tied_folder)))
     part = {name: tensor for name, tensor in whole.items() if "layers.1.self_attn.k_proj" not in name}
     with pytest.raises(RolloutError, match=r"1 weights are missing: model\.layers\.1\.self_attn\.k_proj\.weight"):
@@ -177,8 +168,8 @@ def test_after_an_incomplete_load_nothing_is_generated_until_a_whole_one(engine:
     engine.generate(prompts(1), [0], sampling())
 
 
-def test_resident_bytes_hold_at_least_the_models_weights_and_grow_by_no_load(engine: RolloutEngine, tied_folder: Path) -> None:
-    def weight_bytes() -> int:
+def test_resident_bytes_hold_at_least_the_models_weights_and_grow_by_no_load(engine, tied_folder):
+    def weight_bytes():
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for kind, tensor in engine.resident_tensors()
@@ -194,13 +185,13 @@ def test_resident_bytes_hold_at_least_the_models_weights_and_grow_by_no_load(eng
     assert parameters <= before < parameters + 300_000
 
 
-def test_an_unknown_engine_is_refused_with_the_known_ones(tied_folder: Path) -> None:
+def test_an_unknown_engine_is_refused_with_the_known_ones(tied_folder):
     with pytest.raises(ConfigError, match=r"rollout\.name=sglang.*vllm, hf"):
         build_engine(rollout_settings("sglang"), place_at(tied_folder))
 
 
 @pytest.mark.parametrize("prompt", [1, 5])
-def test_a_row_may_grow_to_the_longest_sequence_and_one_token_more_is_refused(prompt: int) -> None:
+def test_a_row_may_grow_to_the_longest_sequence_and_one_token_more_is_refused(prompt):
     longest = prompt + 12
     check_rows([[5], [5] * prompt], [0, 1], 12, longest)
     for ids, max_tokens in ((prompt + 1, 12), (prompt, 13)):
@@ -211,10 +202,8 @@ def test_a_row_may_grow_to_the_longest_sequence_and_one_token_more_is_refused(pr
 
 
 @pytest.mark.parametrize(("workers", "size"), [(1, 1), (2, 2), (4, 2)])
-def test_workers_that_divide_into_engines_are_let_through(
-    tied_folder: Path, monkeypatch: pytest.MonkeyPatch, workers: int, size: int
-) -> None:
-    built: list[int] = []
+def test_workers_that_divide_into_engines_are_let_through(tied_folder, monkeypatch, workers, size):
+    built = []
     monkeypatch.setitem(ENGINES, "hf", lambda rollout, place: built.append(place.tensor_parallel_size))
     build_engine(rollout_settings("hf"), place_at(tied_folder, world_size=workers, tensor_parallel_size=size))
     assert built == [size]
@@ -224,12 +213,12 @@ def test_workers_that_divide_into_engines_are_let_through(
 
 
 @pytest.mark.parametrize("name", ["vllm", "hf"])
-def test_workers_that_do_not_divide_into_engines_are_refused(tied_folder: Path, name: str) -> None:
+def test_workers_that_do_not_divide_into_engines_are_refused(tied_folder, name):
     with pytest.raises(ConfigError, match="tensor_model_parallel_size=2: 3 workers"):
         build_engine(rollout_settings(name), place_at(tied_folder, world_size=3, tensor_parallel_size=2))
 
 
 @pytest.mark.parametrize("name", ["vllm", "hf"])
-def test_an_unknown_dtype_is_refused(tied_folder: Path, name: str) -> None:
+def test_an_unknown_dtype_is_refused(tied_folder, name):
     with pytest.raises(ConfigError, match=r"rollout\.dtype=int3"):
         build_engine(replace(rollout_settings(name), dtype="int3"), place_at(tied_folder))

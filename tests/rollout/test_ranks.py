@@ -1,10 +1,5 @@
 """Engines in several processes that are joined by a gloo group, as workers are."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,20 +7,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.ranks import run_ranks
-from tests.rollout.tools import (
-    difference_from_naive,
-    model_of,
-    place_at,
-    prompts,
-    rollout_settings,
-    sampling,
-)
-from verl_memopt.rollout.engine import Generation, build_engine
-
-Answer = tuple[list[list[int]], float, float]
+from tests.rollout.tools import difference_from_naive, model_of, place_at, prompts, rollout_settings, sampling
+from verl_memopt.rollout.engine import build_engine
 
 
-def answer_of_rank(rank: int, folder: Path, world_size: int, tensor_parallel_size: int) -> Answer:
+def answer_of_rank(rank, folder, world_size, tensor_parallel_size):
     """Response ids, the largest difference from transformers' log-probs, and an all-reduce after the shutdown.
 
     The first engine gets 6 rows, each further one a row less: engines do not wait for one another.
@@ -37,7 +23,7 @@ def answer_of_rank(rank: int, folder: Path, world_size: int, tensor_parallel_siz
     model = model_of(folder)
     model.load_state_dict({name: tensor.full_tensor() for name, tensor in sharded.state_dict().items()})
     rows = prompts(6)[: 6 - rank // tensor_parallel_size]
-    answer: Generation = engine.generate(rows, list(range(len(rows))), sampling(max_tokens=6))
+    answer = engine.generate(rows, list(range(len(rows))), sampling(max_tokens=6))
     difference = difference_from_naive(model, rows, answer)
     engine.shutdown()
     total = torch.ones(1)
@@ -45,7 +31,7 @@ def answer_of_rank(rank: int, folder: Path, world_size: int, tensor_parallel_siz
     return answer.response_ids, difference, total.item()
 
 
-def trained_beside(folder: Path, world_size: int) -> Any:
+def trained_beside(folder, world_size):
     """A sharded model after one training step, in a process where an engine runs."""
     model = model_of(folder).train()
     mesh = init_device_mesh("cpu", (world_size,))
@@ -59,17 +45,12 @@ def trained_beside(folder: Path, world_size: int) -> Any:
     return model
 
 
-def answers_of_both(rank: int, folder: Path) -> list[Answer]:
-    """One engine on each of two ranks, then one engine shared by them, in the same processes: an import costs seconds."""
-    return [answer_of_rank(rank, folder, 2, size) for size in (1, 2)]
-
-
 @pytest.fixture(scope="module")
-def two_ranks(tied_folder: Path) -> list[list[Answer]]:
-    return run_ranks(answers_of_both, 2, tied_folder, timeout=300)
+def apart(tied_folder):
+    return run_ranks(answer_of_rank, 2, tied_folder, 2, 1, timeout=300)
 
 
-def check(answers: list[Answer], tensor_parallel_size: int) -> None:
+def check(answers, tensor_parallel_size):
     for rank, (ids, difference, total) in enumerate(answers):
         assert len(ids) == 6 - rank // tensor_parallel_size
         assert ids == answers[0][0][: len(ids)]
@@ -77,18 +58,17 @@ def check(answers: list[Answer], tensor_parallel_size: int) -> None:
         assert total == len(answers)
 
 
-def test_one_engine_on_each_of_two_ranks_answers_rows_of_its_own(two_ranks: list[list[Answer]]) -> None:
-    check([answers[0] for answers in two_ranks], tensor_parallel_size=1)
-
-
-def test_one_engine_shared_by_two_ranks_gives_both_the_same_answer(two_ranks: list[list[Answer]]) -> None:
-    check([answers[1] for answers in two_ranks], tensor_parallel_size=2)
-
-
-def test_an_engine_shared_by_two_ranks_draws_what_an_engine_alone_draws(two_ranks: list[list[Answer]]) -> None:
-    assert two_ranks[0][0][0] == two_ranks[0][1][0]
+def test_one_engine_on_each_of_two_ranks_answers_rows_of_its_own(apart):
+    check(apart, tensor_parallel_size=1)
 
 
 @pytest.mark.slow
-def test_two_engines_of_two_ranks_each_answer_rows_of_their_own(tied_folder: Path) -> None:
+def test_one_engine_shared_by_two_ranks_gives_both_the_answer_that_an_engine_alone_draws(apart, tied_folder):
+    shared = run_ranks(answer_of_rank, 2, tied_folder, 2, 2, timeout=300)
+    check(shared, tensor_parallel_size=2)
+    assert shared[0][0] == apart[0][0]
+
+
+@pytest.mark.slow
+def test_two_engines_of_two_ranks_each_answer_rows_of_their_own(tied_folder):
     check(run_ranks(answer_of_rank, 4, tied_folder, 4, 2, timeout=300), tensor_parallel_size=2)

@@ -1,19 +1,21 @@
-from __future__ import annotations
-
 import itertools
+import math
 
 import pytest
+import torch
 
+from tests.rollout.tools import sampling
 from verl_memopt.config import schema
 from verl_memopt.errors import ConfigError
 from verl_memopt.rollout.engine import row_seed, train_sampling, validation_sampling
+from verl_memopt.rollout.hf_engine import RowSampler, filtered, penalized
 
 
-def test_row_seed_is_the_same_number_on_every_machine() -> None:
+def test_row_seed_is_the_same_number_on_every_machine():
     assert row_seed(1, 2, 3, 4) == 7597657864365363701
 
 
-def test_row_seeds_of_neighbouring_rows_steps_and_runs_differ_and_have_63_bits() -> None:
+def test_row_seeds_of_neighbouring_rows_steps_and_runs_differ_and_have_63_bits():
     numbers = itertools.product(range(5), range(5), range(20), range(8))
     seeds = {row_seed(*four) for four in numbers}
     assert len(seeds) == 5 * 5 * 20 * 8
@@ -21,7 +23,7 @@ def test_row_seeds_of_neighbouring_rows_steps_and_runs_differ_and_have_63_bits()
     assert max(seeds) >= 2**62
 
 
-def test_every_sampling_key_of_the_settings_arrives() -> None:
+def test_every_sampling_key_of_the_settings_arrives():
     rollout = schema.Rollout(
         name="hf",
         temperature=0.6,
@@ -38,7 +40,7 @@ def test_every_sampling_key_of_the_settings_arrives() -> None:
     assert (train.do_sample, train.max_tokens, train.ignore_eos, train.log_probs) == (False, 33, True, False)
 
 
-def test_validation_samples_by_its_own_keys_with_the_cap_and_penalty_of_training() -> None:
+def test_validation_samples_by_its_own_keys_with_the_cap_and_penalty_of_training():
     val = schema.ValKwargs(do_sample=True, temperature=0.3, top_p=0.5, top_k=4)
     rollout = schema.Rollout(name="hf", temperature=0.6, repetition_penalty=1.1, response_length=33, val_kwargs=val)
     settings = validation_sampling(rollout)
@@ -46,9 +48,61 @@ def test_validation_samples_by_its_own_keys_with_the_cap_and_penalty_of_training
     assert (settings.repetition_penalty, settings.max_tokens, settings.log_probs) == (1.1, 33, False)
 
 
-def test_sampling_at_temperature_zero_is_refused_with_the_key() -> None:
+def test_sampling_at_temperature_zero_is_refused_with_the_key():
     assert train_sampling(schema.Rollout(name="hf", temperature=1e-6, response_length=4)).temperature == 1e-6
     with pytest.raises(ConfigError, match=r"rollout\.temperature=0.*do_sample=false"):
         train_sampling(schema.Rollout(name="hf", temperature=0.0, response_length=4))
     with pytest.raises(ConfigError, match=r"rollout\.val_kwargs\.temperature=0"):
         validation_sampling(schema.Rollout(name="hf", response_length=4, val_kwargs=schema.ValKwargs(do_sample=True)))
+
+
+INF = math.inf
+
+
+def test_top_k_keeps_the_k_largest_and_ties_with_the_last():
+    logits = torch.tensor([[3.0, 1.0, 2.0, 2.0, 0.0]])
+    assert filtered(logits, 2, 1.0).tolist() == [[3.0, -INF, 2.0, 2.0, -INF]]
+    assert filtered(logits, 1, 1.0).tolist() == [[3.0, -INF, -INF, -INF, -INF]]
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_p_and_at_least_the_likeliest():
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    kept = [
+        [index for index, value in enumerate(filtered(logits, -1, p)[0].tolist()) if value > -INF] for p in (0.01, 0.7, 0.9, 1.0)
+    ]
+    assert kept == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
+
+
+def test_top_p_counts_only_what_top_k_left():
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    assert (filtered(logits, 2, 0.5)[0] > -INF).tolist() == [True, False, False, False]
+
+
+def test_repetition_penalty_lowers_positive_and_negative_logits_of_seen_tokens_only():
+    logits = torch.tensor([[2.0, -2.0, 2.0]])
+    seen = torch.tensor([[True, True, False]])
+    assert penalized(logits, seen, 2.0).tolist() == [[1.0, -4.0, 2.0]]
+
+
+def test_left_padding_counts_as_no_seen_token():
+    ids = torch.tensor([[0, 0, 1, 2]])
+    sampler = RowSampler(sampling(do_sample=False, repetition_penalty=2.0), [0], torch.tensor([[0, 0, 1]]), processed=True)
+    assert sampler(ids, torch.full((1, 4), 2.0)).tolist() == [[2.0, 1.0, 1.0, 2.0]]
+
+
+def test_draws_follow_the_softmax():
+    probabilities = torch.tensor([0.6, 0.3, 0.1])
+    rows = 4000
+    sampler = RowSampler(sampling(), list(range(rows)), torch.ones(rows, 1, dtype=torch.long), processed=True)
+    drawn = sampler(torch.zeros(rows, 1, dtype=torch.long), probabilities.log().expand(rows, 3)).argmax(-1)
+    shares = torch.bincount(drawn, minlength=3) / rows
+    three_deviations = 3 * (probabilities * (1 - probabilities) / rows).sqrt()
+    assert ((shares - probabilities).abs() <= three_deviations).all()
+
+
+def test_processed_log_probs_are_of_the_filtered_distribution_and_raw_ones_of_the_models():
+    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    for processed, expected in ((True, 0.0), (False, math.log(0.5))):
+        sampler = RowSampler(sampling(top_k=1, temperature=0.5), [0], torch.ones(1, 1, dtype=torch.long), processed)
+        sampler(torch.zeros(1, 1, dtype=torch.long), logits)
+        assert abs(sampler.log_probs[0].item() - expected) < 1e-6

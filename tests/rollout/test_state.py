@@ -1,17 +1,15 @@
-from __future__ import annotations
-
 import pytest
 
 from verl_memopt.errors import RolloutError
 from verl_memopt.rollout.engine import EngineState
 
 
-def load(state: EngineState) -> None:
+def load(state):
     with state.loading():
         pass
 
 
-def test_a_new_engine_without_weights_refuses_to_generate_until_a_load() -> None:
+def test_a_new_engine_without_weights_refuses_to_generate_until_a_load():
     state = EngineState(whole=False)
     with pytest.raises(RolloutError, match="weights are incomplete"):
         state.check_ready()
@@ -19,10 +17,10 @@ def test_a_new_engine_without_weights_refuses_to_generate_until_a_load() -> None
     state.check_ready()
 
 
-def test_a_load_that_fails_leaves_an_engine_that_refuses_to_generate() -> None:
+def test_a_load_that_fails_leaves_an_engine_that_refuses_to_generate():
     state = EngineState(whole=True)
 
-    def torn_load() -> None:
+    def torn_load():
         with state.loading():
             raise ValueError("torn")
 
@@ -32,7 +30,7 @@ def test_a_load_that_fails_leaves_an_engine_that_refuses_to_generate() -> None:
         state.check_ready()
 
 
-def test_after_sleep_weights_must_wake_then_be_loaded_and_the_cache_must_wake() -> None:
+def test_after_sleep_weights_must_wake_then_be_loaded_and_the_cache_must_wake():
     state = EngineState(whole=True)
     state.slept()
     with pytest.raises(RolloutError, match="weights and kv_cache asleep"):
@@ -51,7 +49,7 @@ def test_after_sleep_weights_must_wake_then_be_loaded_and_the_cache_must_wake() 
     state.check_ready()
 
 
-def test_weights_that_are_kept_need_no_load_after_waking() -> None:
+def test_weights_that_are_kept_need_no_load_after_waking():
     state = EngineState(whole=True)
     state.slept(keeps_weights=True)
     state.waking("weights")
@@ -59,7 +57,7 @@ def test_weights_that_are_kept_need_no_load_after_waking() -> None:
     state.check_ready()
 
 
-def test_weights_that_were_not_whole_are_not_whole_for_being_kept() -> None:
+def test_weights_that_were_not_whole_are_not_whole_for_being_kept():
     state = EngineState(whole=False)
     state.slept(keeps_weights=True)
     state.waking("weights")
@@ -68,14 +66,14 @@ def test_weights_that_were_not_whole_are_not_whole_for_being_kept() -> None:
         state.check_ready()
 
 
-def test_a_part_wakes_once_and_an_unknown_part_is_refused() -> None:
+def test_a_part_wakes_once_and_an_unknown_part_is_refused():
     state = EngineState(whole=True)
     assert not state.waking("weights")
     with pytest.raises(RolloutError, match=r"'optimizer'.*weights, kv_cache"):
         state.waking("optimizer")
 
 
-def test_a_part_that_could_not_wake_is_still_asleep() -> None:
+def test_a_part_that_could_not_wake_is_still_asleep():
     state = EngineState(whole=True)
     state.slept()
     assert state.waking("weights")
@@ -85,7 +83,7 @@ def test_a_part_that_could_not_wake_is_still_asleep() -> None:
     assert state.waking("kv_cache")
 
 
-def test_nothing_works_after_a_shutdown() -> None:
+def test_nothing_works_after_a_shutdown():
     state = EngineState(whole=True)
     assert state.close()
     assert not state.close()

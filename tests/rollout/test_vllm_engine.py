@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from tests.observe.simulated_device import GIB, MIB, SimulatedDevice
-from tests.rollout.conftest import SharedVllm
 from tests.rollout.sleeping import CumemExtension, on_simulated_gpu, simulated_gpu_worker, sleeping_allocator
 from tests.rollout.tools import (
     difference_from_naive,
@@ -39,25 +38,20 @@ from verl_memopt.memory.out_of_memory import PartDoesNotFitError
 from verl_memopt.observe.byte_tracker import ByteTracker
 from verl_memopt.observe.device_ledger import Asleep, ledger_of
 from verl_memopt.rollout import vllm_engine
-from verl_memopt.rollout.engine import RolloutEngine, kv_bytes_per_token, max_model_len
-from verl_memopt.rollout.vllm_engine import VllmEngine
+from verl_memopt.rollout.engine import kv_bytes_per_token, max_model_len
 from verl_memopt.rollout.vllm_memory import check_no_other_sleeper, host_bytes_to_sleep
 from verl_memopt.rollout.weight_checks import SyncCheck
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
-def test_greedy_vllm_and_greedy_transformers_agree_token_for_token(
-    vllm_engine: RolloutEngine, hf_engine: RolloutEngine, penalty: float
-) -> None:
+def test_greedy_vllm_and_greedy_transformers_agree_token_for_token(vllm_engine, hf_engine, penalty):
     settings = sampling(do_sample=False, max_tokens=32, repetition_penalty=penalty)
     left, right = (engine.generate(prompts(16), [0] * 16, settings) for engine in (vllm_engine, hf_engine))
     assert left.response_ids == right.response_ids
-    assert left.log_probs is not None
-    assert right.log_probs is not None
     assert largest_difference(left.log_probs, right.log_probs) <= 1e-5
 
 
-def test_a_cached_prefix_of_the_old_weights_is_never_used_with_the_new(vllm_engine: RolloutEngine, other_folder: Path) -> None:
+def test_a_cached_prefix_of_the_old_weights_is_never_used_with_the_new(vllm_engine, other_folder):
     long_prompt = [3 + place % 200 for place in range(150)]
     greedy = sampling(do_sample=False, max_tokens=8)
     vllm_engine.generate([long_prompt], [0], greedy)
@@ -67,12 +61,10 @@ def test_a_cached_prefix_of_the_old_weights_is_never_used_with_the_new(vllm_engi
     assert difference_from_naive(other, [long_prompt], after) <= 1e-5
 
 
-def test_a_sync_that_does_not_reset_the_cache_is_caught_by_the_check(
-    vllm_engine: VllmEngine, tied_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sync_that_does_not_reset_the_cache_is_caught_by_the_check(vllm_engine, tied_folder, monkeypatch):
     check = SyncCheck(max_model_len(rollout_settings("vllm")))
 
-    def sync() -> None:
+    def sync():
         model = model_of(tied_folder)
         vllm_engine.load_weights(weights_of(model))
         check.check_weights(vllm_engine, weights_of(model))
@@ -85,7 +77,7 @@ def test_a_sync_that_does_not_reset_the_cache_is_caught_by_the_check(
         sync()
 
 
-def test_weights_do_not_load_while_a_request_holds_blocks_of_the_cache(vllm_engine: VllmEngine, tied_folder: Path) -> None:
+def test_weights_do_not_load_while_a_request_holds_blocks_of_the_cache(vllm_engine, tied_folder):
     core = vllm_engine._llm.llm_engine
     core.add_request("held", {"prompt_token_ids": prompts(1)[0]}, vllm_engine._parameters(sampling(), 0))
     core.step()
@@ -101,15 +93,15 @@ def test_weights_do_not_load_while_a_request_holds_blocks_of_the_cache(vllm_engi
 class _NoStream:
     """Stands in for a CUDA stream and a CUDA event: on a CPU whatever was started has already ended."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def __init__(self, *args, **kwargs): ...
 
-    def done(self, *args: Any) -> None: ...
+    def done(self, *args): ...
 
     record = synchronize = wait = wait_stream = wait_event = done
 
 
 @pytest.fixture
-def asynchronous(monkeypatch: pytest.MonkeyPatch, shared_vllm: SharedVllm) -> None:
+def asynchronous(monkeypatch, shared_vllm):
     """vLLM schedules as on a GPU: one batch ahead of the tokens it knows. Its CPU build switches this off."""
     from vllm.platforms.cpu import CpuPlatform
 
@@ -119,7 +111,7 @@ def asynchronous(monkeypatch: pytest.MonkeyPatch, shared_vllm: SharedVllm) -> No
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     check = CpuPlatform.check_and_update_config
 
-    def checked(config: Any) -> None:
+    def checked(config):
         check(config)
         config.scheduler_config.async_scheduling = True
 
@@ -127,8 +119,8 @@ def asynchronous(monkeypatch: pytest.MonkeyPatch, shared_vllm: SharedVllm) -> No
 
 
 def test_asynchronous_scheduling_gives_the_same_answers_and_leaves_no_batch_under_way(
-    vllm_engine: VllmEngine, tied_folder: Path, other_folder: Path, request: pytest.FixtureRequest
-) -> None:
+    vllm_engine, tied_folder, other_folder, request
+):
     # With so many sampled tokens some answers end early, with a batch under way that holds one more token of theirs.
     settings = sampling(max_tokens=60, ignore_eos=False, temperature=2.0)
     expected = vllm_engine.generate(prompts(12), list(range(12)), settings)
@@ -139,7 +131,7 @@ def test_asynchronous_scheduling_gives_the_same_answers_and_leaves_no_batch_unde
     request.getfixturevalue("asynchronous")
     engine = engine_at("vllm", tied_folder)
     try:
-        core = engine._llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+        core = engine._llm.llm_engine.engine_core.engine_core
         assert core.batch_queue is not None
         engine.load_weights(weights_of(model_of(tied_folder)))
         assert engine.generate(prompts(12), list(range(12)), settings) == expected
@@ -154,19 +146,17 @@ def test_asynchronous_scheduling_gives_the_same_answers_and_leaves_no_batch_unde
         engine.shutdown()
 
 
-def test_answers_to_one_prompt_compute_it_once(vllm_engine: RolloutEngine) -> None:
+def test_answers_to_one_prompt_compute_it_once(vllm_engine):
     long_prompt = [5 + place % 190 for place in range(150)]
     found = vllm_engine.generate([long_prompt] * 4, [0, 1, 2, 3], sampling(max_tokens=4))
-    block = vllm_engine._llm.llm_engine.vllm_config.cache_config.block_size  # type: ignore[attr-defined]
+    block = vllm_engine._llm.llm_engine.vllm_config.cache_config.block_size
     # Whole blocks of the first answer's prompt serve the other three; one token at least is computed, to predict the next.
     assert found.cached_tokens == 3 * (149 // block * block)
-    vllm_engine.load_weights(weights_of(model_of(vllm_engine._place.model_folder)))  # type: ignore[attr-defined]
+    vllm_engine.load_weights(weights_of(model_of(vllm_engine._place.model_folder)))
     assert vllm_engine.generate([long_prompt], [0], sampling(max_tokens=4)).cached_tokens == 0
 
 
-def test_rebuilding_each_module_loads_the_same_weights_as_copying_in_place(
-    vllm_engine: RolloutEngine, other_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rebuilding_each_module_loads_the_same_weights_as_copying_in_place(vllm_engine, other_folder, monkeypatch):
     answers = []
     for in_place in (True, False):
         monkeypatch.setattr(vllm_engine, "_in_place", in_place)
@@ -176,31 +166,31 @@ def test_rebuilding_each_module_loads_the_same_weights_as_copying_in_place(
     assert answers[0] == answers[1]
 
 
-def test_the_kv_cache_has_the_size_asked_for(vllm_engine: RolloutEngine) -> None:
+def test_the_kv_cache_has_the_size_asked_for(vllm_engine):
     asked = int(0.02 * 2**30)
     assert 0.98 * asked <= kv_bytes(vllm_engine) <= asked
 
 
-def kv_bytes(engine: RolloutEngine) -> int:
+def kv_bytes(engine):
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for kind, t in engine.resident_tensors() if kind == "kv"
     }
     return sum(storages.values())
 
 
-def kv_tokens(engine: Any) -> int:
+def kv_tokens(engine):
     cache = engine._llm.llm_engine.vllm_config.cache_config
     return cache.num_gpu_blocks * cache.block_size
 
 
-def test_a_token_takes_the_bytes_of_the_formula(vllm_engine: RolloutEngine) -> None:
+def test_a_token_takes_the_bytes_of_the_formula(vllm_engine):
     # 2 layers, 1 KV head of 32, fp32: a key and a value of 128 bytes each in each layer.
     assert kv_bytes_per_token(2, 1, 32, 4) == 2 * 2 * 128
     assert kv_bytes(vllm_engine) == kv_tokens(vllm_engine) * kv_bytes_per_token(2, 1, 32, 4)
 
 
 @pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM's CPU build has an fp8 cache on AVX-512 only")
-def test_an_fp8_cache_takes_one_byte_an_element(tied_folder: Path, shared_vllm: SharedVllm) -> None:
+def test_an_fp8_cache_takes_one_byte_an_element(tied_folder, shared_vllm):
     shared_vllm.close()
     engine = engine_at("vllm", tied_folder, kv_cache_dtype="fp8")
     engine.load_weights(weights_of(model_of(tied_folder)))
@@ -213,7 +203,7 @@ def test_an_fp8_cache_takes_one_byte_an_element(tied_folder: Path, shared_vllm: 
         engine.shutdown()
 
 
-def test_syncing_holds_nothing_beside_the_two_models(vllm_engine: RolloutEngine, tied_folder: Path) -> None:
+def test_syncing_holds_nothing_beside_the_two_models(vllm_engine, tied_folder):
     model = model_of(tied_folder)
     vllm_engine.load_weights(weights_of(model))
     with ByteTracker() as tracker:
@@ -225,14 +215,14 @@ def test_syncing_holds_nothing_beside_the_two_models(vllm_engine: RolloutEngine,
         assert tracker.peaks["device"].bytes == before
 
 
-def test_an_engine_on_a_cpu_says_that_it_cannot_sleep(vllm_engine: RolloutEngine, tied_folder: Path) -> None:
+def test_an_engine_on_a_cpu_says_that_it_cannot_sleep(vllm_engine, tied_folder):
     with pytest.raises(RolloutError, match="cannot sleep"):
         vllm_engine.sleep()
     with pytest.raises(ConfigError, match="free_cache_engine=true: vLLM cannot sleep on a CPU"):
         engine_at("vllm", tied_folder, free_cache_engine=True)
 
 
-def test_starting_and_running_leave_the_process_as_it_was(vllm_engine: RolloutEngine) -> None:
+def test_starting_and_running_leave_the_process_as_it_was(vllm_engine):
     vllm_engine.generate(prompts(2), [0, 1], sampling())
     assert torch.get_default_dtype() == torch.float32
     assert torch.is_grad_enabled()
@@ -247,13 +237,13 @@ def test_starting_and_running_leave_the_process_as_it_was(vllm_engine: RolloutEn
     assert weight.grad is not None
 
 
-def test_vllm_not_installed_is_said_with_the_way_to_install_it(tied_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_not_installed_is_said_with_the_way_to_install_it(tied_folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm.platforms", None)
     with pytest.raises(ConfigError, match=r"rollout\.name=vllm: vLLM cannot be imported.*pip install vllm"):
         engine_at("vllm", tied_folder)
 
 
-def test_further_arguments_may_not_repeat_a_key_and_must_be_known(tied_folder: Path) -> None:
+def test_further_arguments_may_not_repeat_a_key_and_must_be_known(tied_folder):
     for further, message in [
         ({"max_num_seqs": 3}, r"engine_kwargs\.vllm\.max_num_seqs: actor_rollout_ref\.rollout\.max_num_seqs sets it"),
         ({"tensor_parallel_size": 2}, r"engine_kwargs\.vllm\.tensor_parallel_size: .*tensor_model_parallel_size sets it"),
@@ -263,14 +253,12 @@ def test_further_arguments_may_not_repeat_a_key_and_must_be_known(tied_folder: P
             engine_at("vllm", tied_folder, engine_kwargs=schema.EngineKwargs(vllm=further))
 
 
-def test_settings_that_vllm_refuses_are_a_config_error(tied_folder: Path) -> None:
+def test_settings_that_vllm_refuses_are_a_config_error(tied_folder):
     with pytest.raises(ConfigError, match="refuses"):
         engine_at("vllm", tied_folder, enable_chunked_prefill=False, max_num_batched_tokens=100)
 
 
-def test_any_error_of_the_start_is_one_sentence_with_a_way_out(
-    tied_folder: Path, shared_vllm: SharedVllm, tmp_path: Path
-) -> None:
+def test_any_error_of_the_start_is_one_sentence_with_a_way_out(tied_folder, shared_vllm, tmp_path):
     shared_vllm.close()
     damaged = shutil.copytree(tied_folder, tmp_path / "damaged")
     (weights,) = damaged.glob("*.safetensors")
@@ -280,7 +268,7 @@ def test_any_error_of_the_start_is_one_sentence_with_a_way_out(
     assert not dist.is_initialized()
 
 
-UNUSUAL: dict[str, Any] = {
+UNUSUAL = {
     "logprobs_mode": "raw_logprobs",
     "enable_prefix_caching": False,
     "enable_chunked_prefill": False,
@@ -292,9 +280,7 @@ UNUSUAL: dict[str, Any] = {
 """Everything that may differ from the shared engine; the start itself checks that each arrived."""
 
 
-def test_an_engine_that_is_shut_down_leaves_no_tensor_thread_or_group(
-    untied_folder: Path, shared_vllm: SharedVllm, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_engine_that_is_shut_down_leaves_no_tensor_thread_or_group(untied_folder, shared_vllm, caplog):
     """The shared engine is shut down first, since two engines of one process share their groups."""
     shared_vllm.close()
     assert not dist.is_initialized()
@@ -329,14 +315,14 @@ class Sleeping:
     extension: CumemExtension
     folder: Path
 
-    def start(self, limit: int | None = None, **changes: Any) -> Any:
+    def start(self, limit=None, **changes):
         return on_simulated_gpu(engine_at("vllm", self.folder, **changes), limit)
 
-    def check_nothing_is_left(self) -> None:
+    def check_nothing_is_left(self):
         assert (self.device.held, self.allocator.get_current_usage(), self.extension.error) == (0, 0, "")
         assert ledger_of(GPU).asleep == Asleep()
 
-    def check_answers(self, engine: Any) -> None:
+    def check_answers(self, engine):
         engine.load_weights(weights_of(model_of(self.folder)))
         engine.wake_up("kv_cache")
         answer = engine.generate(prompts(2), [0, 1], sampling())
@@ -347,7 +333,7 @@ GPU = torch.device("cuda", 0)
 
 
 @pytest.fixture
-def sleeping(tied_folder: Path, shared_vllm: SharedVllm, monkeypatch: pytest.MonkeyPatch) -> Sleeping:
+def sleeping(tied_folder, shared_vllm, monkeypatch):
     shared_vllm.close()
     device = SimulatedDevice(total=4 * GIB)
     device.installed(monkeypatch)
@@ -356,7 +342,7 @@ def sleeping(tied_folder: Path, shared_vllm: SharedVllm, monkeypatch: pytest.Mon
     return Sleeping(device, allocator, extension, tied_folder)
 
 
-def test_an_engine_that_is_shut_down_asleep_leaves_room_for_a_second_one(sleeping: Sleeping) -> None:
+def test_an_engine_that_is_shut_down_asleep_leaves_room_for_a_second_one(sleeping):
     """The first sleeps wholly when it goes, the second in part."""
     for parts in ([], ["weights"]):
         engine = sleeping.start()
@@ -376,7 +362,7 @@ def test_an_engine_that_is_shut_down_asleep_leaves_room_for_a_second_one(sleepin
         sleeping.check_nothing_is_left()
 
 
-def test_what_a_sleeping_engine_keeps_on_the_host_counts_once_and_towards_the_limit(sleeping: Sleeping) -> None:
+def test_what_a_sleeping_engine_keeps_on_the_host_counts_once_and_towards_the_limit(sleeping):
     engine, host = sleeping.start(sleep_level=1), host_allocator()
     before, needed = host.held_bytes, host_bytes_to_sleep(1)
     assert needed > (256 + 32) * MIB
@@ -395,7 +381,7 @@ def test_what_a_sleeping_engine_keeps_on_the_host_counts_once_and_towards_the_li
     sleeping.check_nothing_is_left()
 
 
-def test_a_cache_that_cannot_wake_is_out_of_memory_and_stays_asleep(sleeping: Sleeping) -> None:
+def test_a_cache_that_cannot_wake_is_out_of_memory_and_stays_asleep(sleeping):
     engine = sleeping.start()
     try:
         engine.sleep()
@@ -415,7 +401,7 @@ def test_a_cache_that_cannot_wake_is_out_of_memory_and_stays_asleep(sleeping: Sl
     sleeping.check_nothing_is_left()
 
 
-def test_an_engine_without_room_to_wake_is_shut_down_with_a_warning(sleeping: Sleeping, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_without_room_to_wake_is_shut_down_with_a_warning(sleeping, caplog):
     engine = sleeping.start()
     engine.sleep()
     trainer = sleeping.device.empty(sleeping.device.driver.free)
@@ -424,7 +410,7 @@ def test_an_engine_without_room_to_wake_is_shut_down_with_a_warning(sleeping: Sl
     assert "it is shut down asleep, because the device has no room to wake it" in caplog.text
 
 
-def test_a_start_that_fails_half_way_leaves_room_for_the_next(sleeping: Sleeping) -> None:
+def test_a_start_that_fails_half_way_leaves_room_for_the_next(sleeping):
     with pytest.raises(
         ConfigError, match=r"refuses these settings on this device: .*KV cache.* Here: raise .*kv_cache_memory_gb"
     ):
@@ -438,7 +424,7 @@ def test_a_start_that_fails_half_way_leaves_room_for_the_next(sleeping: Sleeping
     sleeping.check_nothing_is_left()
 
 
-def test_an_engine_whose_settings_did_not_arrive_is_shut_down(sleeping: Sleeping, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_whose_settings_did_not_arrive_is_shut_down(sleeping, monkeypatch):
     from vllm.config import ModelConfig
 
     monkeypatch.setattr(ModelConfig, "seed", property(lambda config: 77, lambda config, value: None), raising=False)
@@ -450,8 +436,8 @@ def test_an_engine_whose_settings_did_not_arrive_is_shut_down(sleeping: Sleeping
 
 
 @pytest.mark.parametrize("name", ["vllm_engine", "hf_engine"])
-def test_a_rollout_that_is_given_up_leaves_an_engine_that_answers_as_before(name: str, request: pytest.FixtureRequest) -> None:
-    engine: RolloutEngine = request.getfixturevalue(name)
+def test_a_rollout_that_is_given_up_leaves_an_engine_that_answers_as_before(name, request):
+    engine = request.getfixturevalue(name)
     settings = sampling(max_tokens=16, ignore_eos=True)
     before = engine.generate(prompts(4), [1, 2, 3, 4], settings)
     asked = itertools.count(1)
@@ -461,11 +447,11 @@ def test_a_rollout_that_is_given_up_leaves_an_engine_that_answers_as_before(name
     assert engine.generate(prompts(4), [1, 2, 3, 4], settings) == before
 
 
-def test_a_message_queue_whose_name_is_removed_is_collected_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_queue_whose_name_is_removed_is_collected_without_an_error(monkeypatch):
     pytest.importorskip("vllm")
     from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
 
-    complaints: list[Any] = []
+    complaints = []
     monkeypatch.setattr(sys, "unraisablehook", complaints.append)
     buffer = ShmRingBuffer(1, 1024, 2)
     path = Path("/dev/shm") / buffer.shared_memory.name

@@ -1,12 +1,7 @@
 """An engine's fused, padded and split parameters, filled in row ranges."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 import torch
-from torch import Tensor
 
 from verl_memopt.distributed.weight_slices import WeightSlice
 from verl_memopt.rollout.weight_map import WeightMap
@@ -17,9 +12,9 @@ SHAPES = {"q": (8, 6), "k": (4, 6), "down": (6, 8), "vocab": (10, 6), "norm": (6
 class FusedModel:
     """Holds what one of ``ranks`` tensor-parallel ranks does, loaded as inference engines load."""
 
-    def __init__(self, rank: int, ranks: int) -> None:
+    def __init__(self, rank, ranks):
         self.rank, self.ranks = rank, ranks
-        self.calls: list[str] = []
+        self.calls = []
         self.parameters = {
             "qk": torch.zeros(12 // ranks, 6),
             "down": torch.zeros(6, 8 // ranks),
@@ -30,43 +25,43 @@ class FusedModel:
             "halved": torch.zeros(3),
         }
 
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights):
         for name, tensor in weights:
             self.calls.append(name)
             getattr(self, f"load_{name}", self.load_plain)(name, tensor)
 
-    def own(self, tensor: Tensor, dim: int) -> Tensor:
+    def own(self, tensor, dim):
         size = tensor.shape[dim] // self.ranks
         return tensor.narrow(dim, self.rank * size, size)
 
-    def load_plain(self, name: str, tensor: Tensor) -> None:
+    def load_plain(self, name, tensor):
         assert self.parameters[name].shape == tensor.shape
         self.parameters[name].data.copy_(tensor)
 
-    def load_q(self, name: str, tensor: Tensor) -> None:
+    def load_q(self, name, tensor):
         self.parameters["qk"].data.narrow(0, 0, 8 // self.ranks).copy_(self.own(tensor, 0))
 
-    def load_k(self, name: str, tensor: Tensor) -> None:
+    def load_k(self, name, tensor):
         self.parameters["qk"].data.narrow(0, 8 // self.ranks, 4 // self.ranks).copy_(self.own(tensor, 0))
 
-    def load_down(self, name: str, tensor: Tensor) -> None:
+    def load_down(self, name, tensor):
         self.parameters["down"].data.copy_(self.own(tensor, 1))
 
-    def load_vocab(self, name: str, tensor: Tensor) -> None:
+    def load_vocab(self, name, tensor):
         # Padded to a multiple of 16 rows; the last rank has fewer of them.
         rows = tensor[self.rank * 8 : (self.rank + 1) * 8] if self.ranks == 2 else tensor[:8]
         self.parameters["vocab"][: rows.shape[0]].data.copy_(rows)
         self.parameters["vocab"][rows.shape[0] :].data.fill_(0)
 
-    def load_halved(self, name: str, tensor: Tensor) -> None:
+    def load_halved(self, name, tensor):
         self.parameters["halved"].copy_(tensor / 2)
 
 
-def tensors() -> dict[str, Tensor]:
+def tensors():
     return {name: torch.randn(shape) for name, shape in SHAPES.items()}
 
 
-def sliced(whole: dict[str, Tensor], rows: int) -> Iterator[WeightSlice]:
+def sliced(whole, rows):
     """Row ranges of each tensor, the last first."""
     for name, tensor in whole.items():
         starts = range(0, tensor.shape[0], rows) if tensor.ndim else [0]
@@ -76,7 +71,7 @@ def sliced(whole: dict[str, Tensor], rows: int) -> Iterator[WeightSlice]:
 
 @pytest.mark.parametrize("rows", [1, 3, 100])
 @pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (0, 2), (1, 2)])
-def test_row_ranges_land_where_the_loader_puts_the_whole_tensors(rows: int, rank: int, ranks: int) -> None:
+def test_row_ranges_land_where_the_loader_puts_the_whole_tensors(rows, rank, ranks):
     whole = tensors()
     loaded, written = FusedModel(rank, ranks), FusedModel(rank, ranks)
     loaded.load_weights(iter(whole.items()))
@@ -87,7 +82,7 @@ def test_row_ranges_land_where_the_loader_puts_the_whole_tensors(rows: int, rank
     assert all(torch.equal(written.parameters[name], loaded.parameters[name]) for name in loaded.parameters)
 
 
-def test_learning_the_places_changes_no_weight_but_the_padding() -> None:
+def test_learning_the_places_changes_no_weight_but_the_padding():
     model = FusedModel(1, 2)
     WeightMap.of({name: torch.Size(shape) for name, shape in SHAPES.items()}, model.load_weights, torch.float32)
     assert all((model.parameters[name] == 0).all() for name in ("qk", "down", "norm", "one"))
@@ -95,7 +90,7 @@ def test_learning_the_places_changes_no_weight_but_the_padding() -> None:
     assert (model.parameters["vocab"][2:] == 0).all()
 
 
-def test_a_tensor_that_is_not_plainly_copied_reaches_the_loader_whole() -> None:
+def test_a_tensor_that_is_not_plainly_copied_reaches_the_loader_whole():
     model, tensor = FusedModel(0, 1), torch.randn(3)
     places = WeightMap.of({"halved": tensor.shape}, model.load_weights, torch.float32)
     places.write(sliced({"halved": tensor}, 1))
@@ -104,7 +99,7 @@ def test_a_tensor_that_is_not_plainly_copied_reaches_the_loader_whole() -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 100])
 @pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (0, 2), (1, 2)])
-def test_what_was_written_is_found_equal_and_one_changed_element_is_named(rows: int, rank: int, ranks: int) -> None:
+def test_what_was_written_is_found_equal_and_one_changed_element_is_named(rows, rank, ranks):
     whole, model = tensors(), FusedModel(rank, ranks)
     places = WeightMap.of({name: tensor.shape for name, tensor in whole.items()}, model.load_weights, torch.float32)
     places.write(sliced(whole, rows))
@@ -115,7 +110,7 @@ def test_what_was_written_is_found_equal_and_one_changed_element_is_named(rows: 
     assert (set(changed.equal), changed.different) == (set(SHAPES) - {"k"}, ["k"])
 
 
-def test_a_tensor_without_a_place_cannot_be_compared() -> None:
+def test_a_tensor_without_a_place_cannot_be_compared():
     model, tensor = FusedModel(0, 1), torch.randn(3)
     places = WeightMap.of({"halved": tensor.shape}, model.load_weights, torch.float32)
     found = places.compare(sliced({"halved": tensor}, 1))

@@ -1,28 +1,19 @@
-"""Tiny models, engines and a naive reference for the tests of this folder."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from verl_memopt.config import schema
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
-from verl_memopt.rollout.engine import EnginePlace, Generation, RolloutEngine, SamplingSettings, build_engine
+from verl_memopt.rollout.engine import EnginePlace, SamplingSettings, build_engine
 
 EOS = 2
 SHAPE = {"initializer_range": 0.2, "max_positions": 256}
 
 
-def tiny_folder(folder: Path, *, tied: bool, seed: int = 0) -> Path:
+def tiny_folder(folder, *, tied, seed=0):
     return make_tiny_model(folder, TinyShape(tie_embeddings=tied, **SHAPE), seed=seed)
 
 
-def rollout_settings(name: str, **changes: Any) -> schema.Rollout:
-    fixed: dict[str, Any] = {
+def rollout_settings(name, **changes):
+    fixed = {
         "prompt_length": 160,
         "response_length": 64,
         "dtype": "float32",
@@ -35,7 +26,7 @@ def rollout_settings(name: str, **changes: Any) -> schema.Rollout:
     return schema.Rollout(name=name, **(fixed | changes))
 
 
-def place_at(folder: Path, *, rank: int = 0, world_size: int = 1, tensor_parallel_size: int = 1) -> EnginePlace:
+def place_at(folder, *, rank=0, world_size=1, tensor_parallel_size=1):
     return EnginePlace(
         rank=rank,
         world_size=world_size,
@@ -49,12 +40,12 @@ def place_at(folder: Path, *, rank: int = 0, world_size: int = 1, tensor_paralle
     )
 
 
-def engine_at(name: str, folder: Path, **changes: Any) -> RolloutEngine:
+def engine_at(name, folder, **changes):
     return build_engine(rollout_settings(name, **changes), place_at(folder))
 
 
-def sampling(**changes: Any) -> SamplingSettings:
-    fixed: dict[str, Any] = {
+def sampling(**changes):
+    fixed = {
         "temperature": 1.0,
         "top_k": -1,
         "top_p": 1.0,
@@ -67,34 +58,32 @@ def sampling(**changes: Any) -> SamplingSettings:
     return SamplingSettings(**(fixed | changes))
 
 
-def prompts(rows: int) -> list[list[int]]:
-    """Different prompts of 1 to 9 tokens."""
+def prompts(rows):
     return [[3 + (row * 31 + place * 7) % 290 for place in range(1 + row % 9)] for row in range(rows)]
 
 
-def model_of(folder: Path) -> Any:
+def model_of(folder):
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def weights_of(model: Any) -> Iterator[tuple[str, Tensor]]:
+def weights_of(model):
     return ((name, parameter.detach()) for name, parameter in model.named_parameters())
 
 
 @torch.no_grad()
-def naive_log_probs(model: Any, prompt: list[int], response: list[int], temperature: float) -> list[float]:
+def naive_log_probs(model, prompt, response, temperature):
     """Log-probs of the response from one forward of the whole row."""
     logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float() / temperature
     return logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0].tolist()
 
 
-def difference_from_naive(model: Any, rows: list[list[int]], answer: Generation, temperature: float = 1.0) -> float:
+def difference_from_naive(model, rows, answer, temperature=1.0):
     """The largest difference of an answer's log-probs from those of one forward of each row."""
     naive = [naive_log_probs(model, row, ids, temperature) for row, ids in zip(rows, answer.response_ids, strict=True)]
-    assert answer.log_probs is not None
     return largest_difference(answer.log_probs, naive)
 
 
-def largest_difference(left: list[list[float]], right: list[list[float]]) -> float:
+def largest_difference(left, right):
     return max(abs(a - b) for one, other in zip(left, right, strict=True) for a, b in zip(one, other, strict=True))
