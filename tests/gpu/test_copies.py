@@ -5,13 +5,13 @@ Only a GPU has streams. Each run is three whole steps, and its numbers are those
 
 import pytest
 import torch
-from torch import nn
 
 from tests.end_to_end.covering import all_off
 from tests.end_to_end.knob_runs import make_model, run_row
 from tests.end_to_end.test_combinations import apart
 from tests.gpu import machine
 from tests.gpu.test_knobs import ACROSS, UNCOMPILED, bound
+from tests.memory.activations.test_activation_offload import Chain, gradients
 from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.memory.activation_offload_torch import ActivationOffload
 from verl_memopt.memory.host_buffers import host_buffer
@@ -82,30 +82,6 @@ def test_what_rests_on_the_host_changes_no_number_however_slow_copies_and_kernel
     assert not apart(found, plain(name)).beyond(bound(row, machine.size(ACROSS, 1)))
 
 
-class Chain(nn.Module):
-    """Layers whose tanh keeps its output for backward."""
-
-    def __init__(self, depth, width):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-
-def gradients(model, x, forward=None):
-    model.zero_grad()
-    if forward is None:
-        loss = model(x).square().sum()
-    else:
-        with forward():
-            loss = model(x).square().sum()
-    loss.backward()
-    return [parameter.grad.clone() for parameter in model.parameters()]
-
-
 @pytest.mark.parametrize("in_flight", [1, 3])
 @pytest.mark.parametrize("slow", [pytest.param("both", marks=pytest.mark.rehearsed), "copies", "computation"])
 def test_activations_come_back_to_the_bit_over_several_steps(device, slow, in_flight):
@@ -117,7 +93,7 @@ def test_activations_come_back_to_the_bit_over_several_steps(device, slow, in_fl
     )
     for _ in range(3):
         with machine.Slowed(slow) as slowed:
-            found = gradients(model, x, offload.forward)
+            found = gradients(model, x, offload)
         assert slowed.waits.total() >= 8
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert offload.take_bytes_moved() > 0

@@ -86,10 +86,7 @@ CHECKPOINTS = {
     "plain": {},
     "offloaded": {f"{AR}.actor.fsdp_config.optimizer_offload": True, f"{AR}.actor.fsdp_config.param_offload": True},
     "bfloat16": {f"{AR}.actor.fsdp_config.dtype": "bfloat16"},
-    "offloaded, cast for compute": {
-        f"{AR}.actor.fsdp_config.param_offload": True,
-        f"{AR}.actor.fsdp_config.dtype": "bfloat16",
-    },
+    "offloaded, cast for compute": {f"{AR}.actor.fsdp_config.param_offload": True, f"{AR}.actor.fsdp_config.dtype": "bfloat16"},
 }
 
 

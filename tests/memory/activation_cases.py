@@ -12,6 +12,7 @@ from verl_memopt.config.schema import Actor, Model, Optim, TrainedFsdp
 from verl_memopt.data.batch import Ragged, RolloutBatch
 from verl_memopt.memory.activation_offload_torch import ActivationOffload
 from verl_memopt.memory.lora_torch import initialize_adapters
+from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.model.assembly import ModelUse, build_policy, materialize
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.observe.byte_tracker import DEVICE, HOST, ByteTracker
@@ -34,6 +35,13 @@ TOKENS, RESPONSES = ROWS * (PROMPT + RESPONSE - 1), ROWS * RESPONSE
 CHUNK = 2**14
 """Bytes of a chunk of host memory, small enough not to blur what rests in it."""
 FP32 = 4
+
+ELEMENTWISE, LORA = {"recompute_elementwise": True}, {"lora_rank": 4, "lora_alpha": 8.0}
+TILED = {"tiled_mlp": TiledMlp(True, 4)}
+FULL = {"recompute": True}
+SELECTIVE = {**FULL, "gradient_checkpointing_mode": "selective"}
+EVERY_2 = {**FULL, "gradient_checkpointing_mode": "every_n", "gradient_checkpointing_every": 2}
+"""Options of :func:`build` that several files try out."""
 
 
 def model_folder(parent, shape=SHAPE):

@@ -1,6 +1,6 @@
 """A sharded policy and its steps, for the knobs that say where parameters and gradients lie."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ from tests.worker.test_policy import ACTOR, CPU, batch, micro_batches, shares
 from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import Model, TrainedFsdp
 from verl_memopt.distributed.device import leave_process_group, training_mesh
+from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
 from verl_memopt.model.assembly import ModelUse, build_policy, materialize
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.observe.byte_tracker import ByteTracker
@@ -49,19 +50,14 @@ def three_steps(policy, mini, around=None):
     """
     found = []
     for _ in range(3):
-        with around("old_log_prob") if around else contextless():
+        with around("old_log_prob") if around else nullcontext():
             log_probs = policy.compute_log_probs(mini.batch, mini.micro_batches, 0.9, False).log_probs
-        with around("update_actor") if around else contextless():
+        with around("update_actor") if around else nullcontext():
             metrics = policy.update([mini], 0.9)
         found.append((log_probs, metrics))
-    with around("update_weights") if around else contextless():
+    with around("update_weights") if around else nullcontext():
         weights = {name: local(p).detach().clone() for name, p in policy.model.named_parameters()}
     return found, weights
-
-
-@contextmanager
-def contextless():
-    yield
 
 
 def local(parameter):
@@ -112,3 +108,23 @@ def device_peak(folder, fsdp=None, world_size=1, fsdp_size=-1, recompute=True, b
         mini = share(0, 1, budget)
         tracker = tracked_steps(policy, micro_batches(mini), mini.counts)
         return tracker.second["device"]
+
+
+def score_peak(folder, fsdp):
+    """Gives the device peak of a second log-prob pass of the first of four ranks."""
+    with fake_ranks(4) as mesh:
+        policy, mini = policy_of(folder, mesh, fsdp, 4), share()
+        with ByteTracker() as tracker, fsdp_kinds():
+            tracker.mark("params", policy.model.parameters())
+            for name in ("first", "second"):
+                tracker.enter(name)
+                policy.compute_log_probs(mini.batch, mini.micro_batches, 0.9, False)
+            return tracker.peaks["device"].bytes
+
+
+def save(policy, folder, contents=("model", "optimizer")):
+    save_training_state(folder, policy.model, policy.trained.optimizer, policy.trained.schedule, CPU, list(contents))
+
+
+def load(policy, folder, contents=("model", "optimizer")):
+    load_training_state(folder, policy.model, policy.trained.optimizer, policy.trained.schedule, CPU, list(contents))

@@ -116,24 +116,12 @@ def told(tmp_path_factory):
     return json.loads(ended.stdout.splitlines()[-1])
 
 
-def test_its_setting_is_read_from_the_command_line(told):
+def test_its_setting_is_read_and_its_rules_hold(told):
     assert told["value"] == 5
-
-
-def test_a_value_out_of_its_range_is_an_error(told):
     assert told["out of range"].startswith(f"{KEY}=0: must be above 0.")
-
-
-def test_what_it_refuses_is_an_error_with_its_reason_and_way_out(told):
     chunk = "actor_rollout_ref.model.logprob_chunk_tokens"
     assert told["refused"] == f"{KEY}=4, {chunk}=7: seven does not tile. Set 8."
-
-
-def test_a_key_without_effect_is_a_warning(told):
     assert f"{KEY}=5 has no effect here: five is right out." in told["warning"]
-
-
-def test_the_out_of_memory_report_advises_it(told):
     assert told["advice"] == [f"lower {KEY} (now 5)"]
 
 

@@ -53,10 +53,7 @@ def test_late_copies_change_no_number(name, folder):
 
 @pytest.mark.parametrize(
     ("name", "owner", "attribute"),
-    [
-        ("moments", optimizer_offload_torch, "wait_for"),
-        ("activations", activation_offload_torch._Stored, "_wait"),
-    ],
+    [("moments", optimizer_offload_torch, "wait_for"), ("activations", activation_offload_torch._Stored, "_wait")],
 )
 def test_without_its_wait_an_offload_is_caught(name, owner, attribute, folder, monkeypatch):
     row = all_off() | ROWS[name]

@@ -6,8 +6,7 @@ from tests.end_to_end.covering import all_off
 from tests.virtual_gpu.life import compare_packed_rows
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("shared", ["off", "on"])
+@pytest.mark.parametrize(("shared", "world_size"), [("off", 1), ("on", 2)])
 def test_packed_rows_of_every_model_are_compared_on_the_device(shared, world_size, on_virtual_gpu, folder):
     row = all_off() | {"shared prompt": shared, "batching": "tokens"}
     differences = on_virtual_gpu(compare_packed_rows, row, folder, world_size)

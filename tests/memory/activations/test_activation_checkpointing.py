@@ -32,11 +32,6 @@ def selective_bytes(compute):
     return TOKENS * ((2 * QUERIES + 2 * KEYS + 2 * WIDTH + 2 * MLP) * compute + 4 * HEADS)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return act.model_folder(tmp_path_factory.mktemp("checkpointing"))
-
-
 def test_no_mode_changes_a_bit_of_three_steps(untied_folder, one_rank):
     mini = act.mini_batch(response=12)
     expected = act.three_steps(act.build(untied_folder, one_rank), mini)
@@ -67,7 +62,7 @@ def test_one_block_in_n_is_computed_again_and_never_the_last():
 
 
 @pytest.mark.parametrize(("dtype", "compute"), [("fp32", 4), ("bfloat16", 2)])
-def test_a_block_keeps_what_its_mode_says(folder, dtype, compute):
+def test_a_block_keeps_what_its_mode_says(deep_folder, dtype, compute):
     whole, own = block_bytes(compute), INPUT * compute // FP32
     expected = {
         "full": LAYERS * own,
@@ -77,13 +72,13 @@ def test_a_block_keeps_what_its_mode_says(folder, dtype, compute):
     # The final norm keeps an fp32 input and its normed value, the head its hidden states; rotary tables are of two halves.
     beside = TOKENS * (WIDTH * (4 + compute) + 2 * HEAD_SIZE * compute) + RESPONSES * WIDTH * compute
     with act.fake_ranks(2) as mesh:
-        assert close(act.kept(act.build(folder, mesh, dtype=dtype))[0], LAYERS * whole + beside)
+        assert close(act.kept(act.build(deep_folder, mesh, dtype=dtype))[0], LAYERS * whole + beside)
         for mode, bytes_kept in expected.items():
-            found, _ = act.kept(act.build(folder, mesh, recompute=True, dtype=dtype, **MODES[mode]))
+            found, _ = act.kept(act.build(deep_folder, mesh, recompute=True, dtype=dtype, **MODES[mode]))
             assert close(found, bytes_kept + beside), mode
 
 
-def test_the_peak_of_a_step_falls_by_what_the_formula_says(folder):
+def test_the_peak_of_a_step_falls_by_what_the_formula_says(deep_folder):
     more = block_bytes(4) - INPUT
     savings = [
         ({}, (LAYERS - 1) * more),
@@ -92,9 +87,9 @@ def test_the_peak_of_a_step_falls_by_what_the_formula_says(folder):
         (SELECTIVE, (LAYERS - 1) * (more - selective_bytes(4))),
     ]
     with act.fake_ranks(2) as mesh:
-        plain, _ = act.step_peaks(folder, mesh)
+        plain, _ = act.step_peaks(deep_folder, mesh)
         for mode, saved in savings:
-            peak, host = act.step_peaks(folder, mesh, recompute=True, **mode)
+            peak, host = act.step_peaks(deep_folder, mesh, recompute=True, **mode)
             assert close(plain - peak, saved), mode
             assert host == 0
 
@@ -112,8 +107,8 @@ def kept_by_decoder(policy, sizes):
     return found
 
 
-def test_selective_keeps_of_a_shared_prompt_what_attention_over_it_gives_each_suffix(folder, one_rank):
-    policy = act.build(folder, one_rank, recompute=True, **SELECTIVE)
+def test_selective_keeps_of_a_shared_prompt_what_attention_over_it_gives_each_suffix(deep_folder, one_rank):
+    policy = act.build(deep_folder, one_rank, recompute=True, **SELECTIVE)
     alone, shared = (kept_by_decoder(policy, sizes) for sizes in (((90, ()),), ((30, (20, 20, 20)),)))
     assert shared - alone == LAYERS * 60 * (QUERIES + HEADS) * FP32
 

@@ -24,8 +24,7 @@ RECOMPUTED = {
     "plain": {},
     "full": {"recompute": True},
     "selective": {"recompute": True, "gradient_checkpointing_mode": "selective"},
-    "every_n": {"recompute": True, "gradient_checkpointing_mode": "every_n"},
-    "tiled": {"recompute": True, "tiled_mlp": TiledMlp(True, 4)},
+    "every_n and tiled": {"recompute": True, "gradient_checkpointing_mode": "every_n", "tiled_mlp": TiledMlp(True, 4)},
     "lora": {"recompute": True, "lora_rank": 4},
 }
 
@@ -372,14 +371,9 @@ def test_an_output_that_stays_on_the_device_does_not_keep_its_own_node(chain, x)
 # Bytes.
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return act.model_folder(tmp_path_factory.mktemp("offload"))
-
-
-def test_with_checkpointing_one_blocks_input_is_kept_between_forward_and_backward(folder):
+def test_with_checkpointing_one_blocks_input_is_kept_between_forward_and_backward(deep_folder):
     with act.fake_ranks(2) as mesh:
-        device, host = act.kept(act.build(folder, mesh, offload=(LEAST, 2), recompute=True))
+        device, host = act.kept(act.build(deep_folder, mesh, offload=(LEAST, 2), recompute=True))
     # On the device: the hidden states of the responses, here as many as a block has inputs, and numbers per token.
     assert RESPONSES == TOKENS
     assert close(device, INPUT)
@@ -388,20 +382,20 @@ def test_with_checkpointing_one_blocks_input_is_kept_between_forward_and_backwar
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_with_checkpointing_the_peak_falls_by_all_inputs_but_those_in_use(folder, in_flight):
+def test_with_checkpointing_the_peak_falls_by_all_inputs_but_those_in_use(deep_folder, in_flight):
     with act.fake_ranks(2) as mesh:
-        without, _ = act.step_peaks(folder, mesh, recompute=True)
-        device, host = act.step_peaks(folder, mesh, offload=(LEAST, in_flight), recompute=True)
+        without, _ = act.step_peaks(deep_folder, mesh, recompute=True)
+        device, host = act.step_peaks(deep_folder, mesh, offload=(LEAST, in_flight), recompute=True)
     assert close(without - device, (LAYERS - 1 - in_flight) * INPUT)
     assert close(host, (LAYERS + 3) * INPUT + TABLES)
 
 
-def test_without_checkpointing_the_peak_falls_by_what_blocks_keep(folder):
+def test_without_checkpointing_the_peak_falls_by_what_blocks_keep(deep_folder):
     queries, keys, wide = HEADS * HEAD_SIZE, KV * HEAD_SIZE, TOKENS * MLP * FP32
     block = TOKENS * FP32 * (6 * WIDTH + 4 * queries + 4 * keys + 4 * MLP + 2 + 2 * HEADS + KV)
     with act.fake_ranks(2) as mesh:
-        without, _ = act.step_peaks(folder, mesh)
-        device, host = act.step_peaks(folder, mesh, offload=(LEAST, 2))
+        without, _ = act.step_peaks(deep_folder, mesh)
+        device, host = act.step_peaks(deep_folder, mesh, offload=(LEAST, 2))
     assert close(without - device, LAYERS * block - (3 + 2) * wide)
     assert close(host, LAYERS * block + 3 * INPUT + TABLES)
 

@@ -1,11 +1,10 @@
 import functools
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import fresh_cache
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -42,12 +41,6 @@ def backend(name, *values, slow=False):
 
 
 BACKENDS = [backend("aot_eager"), backend("inductor", slow=True)]
-STATEMENTS = [
-    backend("inductor", torch.float32, PRECISE),
-    backend("aot_eager", torch.bfloat16, HALF),
-    backend("aot_eager", torch.float32, PRECISE, slow=True),
-    backend("inductor", torch.bfloat16, HALF, slow=True),
-]
 
 
 @pytest.fixture
@@ -67,17 +60,22 @@ def compiles(request, monkeypatch):
     torch._dynamo.reset()
 
 
-def every_statement(rows, dtype):
-    """Gives what each elementwise statement writes, over rows that are drawn alike each time."""
-    values = functools.partial(drawn, dtype=dtype)
-    x, weight, grad = (one.detach() for one in (values(rows, 24), values(24, seed=1), values(rows, 24, seed=2)))
-    into, sums = torch.empty_like(x), torch.zeros(24)
-    RMSNorm(EPS).differentiate(grad, (x,), (weight,), (into,), (sums,))
-    gate, up, above = (values(rows, 40, seed=seed).detach() for seed in (3, 4, 5))
+def gates(rows, dtype):
+    """Gives what the statements of an MLP's gate write, over rows that are drawn alike each time."""
+    gate, up, above = (drawn(rows, 40, seed=seed, dtype=dtype).detach() for seed in (3, 4, 5))
     gated = SwiGLU().compute((gate, up), ())
     in_place = gate.clone()
     SwiGLU().compute((in_place, up), (), in_place)
     SwiGLU().differentiate(above, (gate, up), (), (gate, up), ())
+    return [gated, in_place, gate, up]
+
+
+def norms_and_rotary(rows, dtype):
+    """Gives what all other statements write."""
+    values = functools.partial(drawn, dtype=dtype)
+    x, weight, grad = (one.detach() for one in (values(rows, 24), values(24, seed=1), values(rows, 24, seed=2)))
+    into, sums = torch.empty_like(x), torch.zeros(24)
+    RMSNorm(EPS).differentiate(grad, (x,), (weight,), (into,), (sums,))
     query, turn, cos, sin = (
         values(*shape, seed=6).detach() for shape in ((rows, HEADS, SIZE), (rows, HEADS, SIZE), (rows, SIZE), (rows, SIZE))
     )
@@ -85,19 +83,36 @@ def every_statement(rows, dtype):
     turns = apply_rotary(query, scale, EPS, cos, sin), apply_rotary(query, None, EPS, cos, sin)
     # The gradient takes the place of some heads of the query, by another view of them.
     rotary_backward(turn[:, 1:], query[:, 1:], scale, EPS, cos, sin, query[:, 1:], of_scale)
-    made = RMSNorm(EPS).compute((x,), (weight,))
-    return [made, into, sums, gated, in_place, gate, up, *turns, query, of_scale]
+    return [RMSNorm(EPS).compute((x,), (weight,)), into, sums, *turns, query, of_scale]
 
 
-@pytest.mark.parametrize(("compiles", "dtype", "bound"), STATEMENTS, indirect=["compiles"])
-def test_compiled_statements_give_the_numbers_of_uncompiled_ones(compiles, dtype, bound):
-    expected = every_statement(50, dtype)
+STATEMENTS = [
+    backend("inductor", torch.float32, PRECISE, [gates]),
+    backend("aot_eager", torch.bfloat16, HALF, [norms_and_rotary]),
+    backend("aot_eager", torch.bfloat16, HALF, [gates], slow=True),
+    backend("inductor", torch.float32, PRECISE, [gates, norms_and_rotary], slow=True),
+    backend("aot_eager", torch.float32, PRECISE, [gates, norms_and_rotary], slow=True),
+    backend("inductor", torch.bfloat16, HALF, [gates, norms_and_rotary], slow=True),
+]
+NAMES = {
+    gates: {"_gate", "_gate_gradient"},
+    norms_and_rotary: {
+        *("_norm", "norm_gradient", "norm_weight_gradient"),
+        *("_forward_statement", "_backward_statement", "_weight_statement"),
+    },
+}
+
+
+@pytest.mark.parametrize(("compiles", "dtype", "bound", "chosen"), STATEMENTS, indirect=["compiles"])
+def test_compiled_statements_give_the_numbers_of_uncompiled_ones(compiles, dtype, bound, chosen):
+    def run():
+        return [written for statements in chosen for rows in (50, 37) for written in statements(rows, dtype)]
+
+    expected = run()
     with fused_statements(True):
-        found = every_statement(50, dtype)
-        other = every_statement(37, dtype)
-    statements = {"_norm", "norm_gradient", "norm_weight_gradient", "_gate", "_gate_gradient"}
-    assert set(compiles) == statements | {"_forward_statement", "_backward_statement", "_weight_statement"}
-    for one, two in zip((*found, *other), (*expected, *every_statement(37, dtype)), strict=True):
+        found = run()
+    assert set(compiles) == set().union(*(NAMES[statements] for statements in chosen))
+    for one, two in zip(found, expected, strict=True):
         assert relative(one.double(), two.double()) <= bound
 
 
@@ -231,41 +246,22 @@ def test_the_switch_holds_inside_its_body_only(compiles):
     assert not compiles
 
 
-WITHOUT_COMPILER = """
-import logging, os, sys, torch
-import torch._inductor.compile_fx
-from verl_memopt.memory.recomputation import RMSNorm
-from verl_memopt.memory.fused import compiler_works, fused_statements
-x, weight = torch.randn(40, 8), torch.randn(8)
-expected = RMSNorm(1e-6).compute((x,), (weight,))
-
-def run(asked):
-    logging.basicConfig(level=logging.WARNING, format=f"{asked} %(name)s: %(message)s")
-    on = compiler_works(torch.device("cpu")) if asked else True
-    assert on is not asked
-    with fused_statements(on):
-        for _ in range(3):
-            assert torch.equal(RMSNorm(1e-6).compute((x,), (weight,)), expected)
-    assert not compiler_works(torch.device("cpu"))
-
-for asked in (True, False):
-    pid = os.fork()
-    if not pid:
-        run(asked)
-        os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0
-"""
-
-
-def test_without_a_compiler_the_run_goes_on_with_one_warning_whether_it_asked_first_or_not(tmp_path):
-    (tmp_path / "bin").mkdir()
-    environment = {**os.environ, "PATH": str(tmp_path / "bin"), "CC": "no-compiler", "CXX": "no-compiler",
-                   "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", WITHOUT_COMPILER], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    for asked in (True, False):
-        (warning,) = (line for line in done.stderr.splitlines() if line.startswith(f"{asked} verl_memopt"))
-        assert "actor_rollout_ref.actor.use_torch_compile=true: functions cannot be compiled here" in warning
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("compiles", ["inductor"], indirect=True)
+def test_without_a_compiler_the_run_goes_on_with_one_warning_whether_it_asked_first_or_not(asked, compiles, monkeypatch, caplog):
+    monkeypatch.setattr(fused, "_warned", False)
+    monkeypatch.setattr(fused, "_compiles", functools.cache(fused._compiles.__wrapped__))
+    x, weight = drawn(40, 8, dtype=torch.float32).detach(), drawn(8, seed=1, dtype=torch.float32).detach()
+    expected = RMSNorm(EPS).compute((x,), (weight,))
+    torch._dynamo.reset()
+    with fresh_cache(), inductor_config.patch({"cpp.cxx": ("no-compiler",)}):
+        assert not asked or not compiler_works(CPU)
+        with fused_statements(not asked):
+            for _ in range(3):
+                assert torch.equal(RMSNorm(EPS).compute((x,), (weight,)), expected)
+        assert not compiler_works(CPU)
+    (warning,) = (record.message for record in caplog.records if record.name.startswith("verl_memopt"))
+    assert "actor_rollout_ref.actor.use_torch_compile=true: functions cannot be compiled here" in warning
 
 
 @pytest.mark.gpu

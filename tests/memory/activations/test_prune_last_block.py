@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from benchmarks.update_pass.flops import count
 from tests.memory import activation_cases as act
+from tests.memory.activation_cases import EVERY_2, LORA, SELECTIVE, TILED
 from tests.memory.batching.test_shared_prompt import counts_of, grouped, sharing
 from tests.ranks import run_ranks
 from tests.tensors import whole_of
@@ -14,16 +15,11 @@ from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import ActorRolloutRef
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.memory.formulas import Shapes
-from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.worker.trained_model import micro_batch
 
 ON, OFF = {"prune_last_block": True}, {"prune_last_block": False}
 OWN, PLAIN = {"recompute_elementwise": True}, {"recompute_elementwise": False}
-TILED = {"tiled_mlp": TiledMlp(True, 4)}
-SELECTIVE = {"recompute": True, "gradient_checkpointing_mode": "selective"}
-EVERY_2 = {"recompute": True, "gradient_checkpointing_mode": "every_n", "gradient_checkpointing_every": 2}
-LORA = {"lora_rank": 4, "lora_alpha": 8.0}
 BOUND = 2e-6
 """Of the difference of a gradient, relative to its norm, in fp32."""
 
@@ -40,18 +36,18 @@ def gradients(policy, batch, shared):
     return [scores.log_probs, scores.entropy, *found]
 
 
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("block", [OWN, PLAIN], ids=["own", "plain"])
+OPTIONS = {
+    "alone": {}, "full": {"recompute": True}, "selective": SELECTIVE, "every_n": EVERY_2, "offload": {"offload": (1, 2)},
+    "tiled": TILED, "tiled and full": {**TILED, "recompute": True}, "lora": LORA, "eager": {"attn_implementation": "eager"},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        *({}, {"recompute": True}, SELECTIVE, EVERY_2, {"offload": (1, 2)}, TILED, {**TILED, "recompute": True}, LORA),
-        {"attn_implementation": "eager"},
-    ],
-    ids=["alone", "full", "selective", "every_n", "offload", "tiled", "tiled and full", "lora", "eager"],
+    ("name", "shared"), [*((name, True) for name in OPTIONS), ("alone", False), ("full", False), ("eager", False)]
 )
-def test_log_probs_and_gradients_differ_by_rounding_only(untied_folder, one_rank, options, block, shared):
-    found = [gradients(act.build(untied_folder, one_rank, **options, **block, **own), RAGGED, shared) for own in (OFF, ON)]
+@pytest.mark.parametrize("block", [OWN, PLAIN], ids=["own", "plain"])
+def test_log_probs_and_gradients_differ_by_rounding_only(untied_folder, one_rank, name, block, shared):
+    found = [gradients(act.build(untied_folder, one_rank, **OPTIONS[name], **block, **own), RAGGED, shared) for own in (OFF, ON)]
     assert act.largest_difference(*found) <= BOUND
 
 
@@ -145,21 +141,21 @@ def shapes(batch, **model):
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return act.model_folder(tmp_path_factory.mktemp("pruned"))
-
-
-@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
-    ("prompt", "answers", "shared"), [(1024, [64] * 8, True), (512, [256] * 8, True), (1024, [64] * 4, False)]
+    ("prompt", "answers", "shared", "recompute"),
+    [
+        *((1024, [64] * 8, True, recompute) for recompute in (False, True)),
+        (1024, [64] * 4, False, False),
+        pytest.param(1024, [64] * 4, False, True, marks=pytest.mark.slow),
+        *(pytest.param(512, [256] * 8, True, recompute, marks=pytest.mark.slow) for recompute in (False, True)),
+    ],
 )
-def test_activations_fall_by_what_the_formula_says(folder, prompt, answers, shared, recompute):
+def test_activations_fall_by_what_the_formula_says(deep_folder, prompt, answers, shared, recompute):
     batch, peaks, formula = sharing(grouped(prompt, answers), shared), [], []
     with act.fake_ranks(2) as mesh:
         for own in (OFF, ON):
             micro = [micro_batch(batch, list(range(len(answers))))]
-            policy = act.build(folder, mesh, recompute=recompute, **OWN, **own)
+            policy = act.build(deep_folder, mesh, recompute=recompute, **OWN, **own)
             tracker = act.tracked_step(policy, micro, counts_of(batch), steps=1)
             peaks.append(tracker.peaks[act.DEVICE].kinds["activations"])
             formula.append(shapes(batch, enable_gradient_checkpointing=recompute, **OWN, **own).activation_bytes)
@@ -183,8 +179,8 @@ def test_the_last_block_alone_is_pruned(untied_folder, one_rank):
 
 
 def test_a_last_block_whose_attention_slides_computes_all_tokens(tmp_path, one_rank, caplog):
-    folder = make_tiny_model(tmp_path / "mistral", TinyShape(model_type="mistral"), seed=3)
+    deep_folder = make_tiny_model(tmp_path / "mistral", TinyShape(model_type="mistral"), seed=3)
     with caplog.at_level(logging.WARNING):
-        model = act.build(folder, one_rank, **OWN, **ON).model
+        model = act.build(deep_folder, one_rank, **OWN, **ON).model
     assert not model.decoder.prunes
     assert "prune_last_block=true: attention of MistralDecoderLayer slides over a window of 4096 tokens" in caplog.text

@@ -8,21 +8,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.memory import activation_cases as act
-from tests.memory.activation_cases import KV, LAYERS, MLP, RESPONSES, TOKENS, WIDTH, close
+from tests.memory.activation_cases import EVERY_2, KV, LAYERS, LORA, MLP, RESPONSES, SELECTIVE, TILED, TOKENS, WIDTH, close
 from tests.memory.activation_cases import D as HEAD_SIZE
 from tests.memory.activation_cases import H as HEADS
 from verl_memopt.memory.recompute_elementwise_torch import can_recompute
-from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.model.decoder import class_name
 from verl_memopt.model.families import OWN_BLOCKS
 from verl_memopt.model.packing import pack_groups
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 
 ON, OFF = {"recompute_elementwise": True}, {"recompute_elementwise": False}
-TILED = {"tiled_mlp": TiledMlp(True, 4)}
-SELECTIVE = {"recompute": True, "gradient_checkpointing_mode": "selective"}
-EVERY_2 = {"recompute": True, "gradient_checkpointing_mode": "every_n", "gradient_checkpointing_every": 2}
-LORA = {"lora_rank": 4, "lora_alpha": 8.0}
 BOUND = 2e-6
 """Of the difference of a gradient, relative to its norm, in fp32."""
 
@@ -126,11 +121,6 @@ def test_no_product_is_computed_again(untied_folder, one_rank, options):
 # Bytes.
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return act.model_folder(tmp_path_factory.mktemp("recomputed"))
-
-
 def block_bytes(compute, mlp=2 * MLP):
     """Gives what one block keeps: two inputs of norms, queries and keys before theirs, values, attention's output and its
     normalizers, gate and up."""
@@ -138,14 +128,14 @@ def block_bytes(compute, mlp=2 * MLP):
 
 
 @pytest.mark.parametrize(("dtype", "compute"), [("fp32", 4), ("bfloat16", 2)])
-def test_a_block_keeps_what_the_formula_says(folder, dtype, compute):
+def test_a_block_keeps_what_the_formula_says(deep_folder, dtype, compute):
     # The final norm keeps the rows that predict, and the head has them normed; rotary tables are of two halves.
     beside = TOKENS * 2 * HEAD_SIZE * compute + 2 * RESPONSES * WIDTH * compute
     with act.fake_ranks(2) as mesh:
-        found, _ = act.kept(act.build(folder, mesh, dtype=dtype, **ON))
+        found, _ = act.kept(act.build(deep_folder, mesh, dtype=dtype, **ON))
         assert close(found, LAYERS * block_bytes(compute) + beside)
         # A tiled MLP keeps the norm's input alone, which is one of the two.
-        found, _ = act.kept(act.build(folder, mesh, dtype=dtype, **ON, **TILED))
+        found, _ = act.kept(act.build(deep_folder, mesh, dtype=dtype, **ON, **TILED))
         assert close(found, LAYERS * block_bytes(compute, mlp=0) + beside)
 
 
@@ -166,13 +156,13 @@ TILES = 6 * 2**16 * 4
 
 
 @pytest.fixture(scope="module")
-def peak_of(folder):
+def peak_of(deep_folder):
     @functools.cache
     def peak(elementwise, recompute=False):
         mini = act.mini_batch(micro_batches=1, response=RESPONSE)
         options = {"logprob_chunk_tokens": 256, "recompute_elementwise": elementwise, "recompute": recompute}
         with act.fake_ranks(2) as mesh:
-            return act.step_peaks(folder, mesh, mini, **options)[0]
+            return act.step_peaks(deep_folder, mesh, mini, **options)[0]
 
     return peak
 

@@ -5,20 +5,17 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from tests.memory import activation_cases as act
-from tests.memory.activation_cases import FP32, LAYERS, TOKENS, WIDTH, close
+from tests.memory.activation_cases import FP32, LAYERS, SELECTIVE, TILED, TOKENS, WIDTH, close
 from tests.memory.activation_cases import MLP as MLP_WIDTH
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.lora_torch import apply_lora
 from verl_memopt.memory.quantized_frozen_torch import quantize_blocks, quantized_layers
-from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.memory.tiled_mlp_torch import KNOWN, check_mlps
 from verl_memopt.model.decoder import MLP, BlockOptions, class_name
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 
-SHARDS = 4
-TILED = {"tiled_mlp": TiledMlp(True, SHARDS)}
-SELECTIVE = {"recompute": True, "gradient_checkpointing_mode": "selective"}
+SHARDS = TILED["tiled_mlp"].num_shards
 INPUT, WIDE, WEIGHT = TOKENS * WIDTH * FP32, TOKENS * MLP_WIDTH * FP32, WIDTH * MLP_WIDTH * FP32
 BOUND = 1e-6
 """Of the difference of a weight's gradient, relative to its norm, in fp32: sums of a few hundred terms in another order."""
@@ -179,25 +176,20 @@ def test_one_mlp_holds_the_wide_tensors_of_one_tile(one_rank):
     assert close(peaks[None] - peaks[SHARDS], saved)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return act.model_folder(tmp_path_factory.mktemp("tiles"))
-
-
-def test_the_peak_of_a_step_falls_by_what_the_formula_says(folder):
+def test_the_peak_of_a_step_falls_by_what_the_formula_says(deep_folder):
     at_backward = 6 * WIDE * (1 - 1 / SHARDS) - 2 * WEIGHT - INPUT * (1 + 1 / SHARDS)
     for recompute, saved in ((True, at_backward), (False, at_backward + (LAYERS - 1) * 4 * WIDE)):
         with act.fake_ranks(2) as mesh:
-            whole, tiled = (act.step_peaks(folder, mesh, recompute=recompute, **more)[0] for more in ({}, TILED))
+            whole, tiled = (act.step_peaks(deep_folder, mesh, recompute=recompute, **more)[0] for more in ({}, TILED))
         assert close(whole - tiled, saved)
 
 
-def test_a_block_keeps_none_of_the_four_wide_tensors(folder):
+def test_a_block_keeps_none_of_the_four_wide_tensors(deep_folder):
     with act.fake_ranks(2) as mesh:
-        kept = [act.kept(act.build(folder, mesh, **options))[0] for options in ({}, TILED)]
+        kept = [act.kept(act.build(deep_folder, mesh, **options))[0] for options in ({}, TILED)]
         assert close(kept[0] - kept[1], LAYERS * 4 * WIDE)
         # Selective checkpointing keeps the products of gate, up and down otherwise.
-        kept = [act.kept(act.build(folder, mesh, **SELECTIVE, **options))[0] for options in ({}, TILED)]
+        kept = [act.kept(act.build(deep_folder, mesh, **SELECTIVE, **options))[0] for options in ({}, TILED)]
         assert close(kept[0] - kept[1], LAYERS * (2 * WIDE + INPUT))
 
 

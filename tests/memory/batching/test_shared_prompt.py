@@ -5,7 +5,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from tests.memory.activation_cases import FP32, LAYERS, WIDTH
+from tests.memory.activation_cases import FP32, LAYERS, SHAPE, WIDTH
 from tests.ranks import run_ranks
 from tests.tensors import whole_of
 from tests.worker.test_policy import ACTOR, NothingWaits, policy_for
@@ -92,19 +92,10 @@ def test_scores_of_split_groups_are_those_of_whole_ones(tiny_folder, one_rank):
     torch.testing.assert_close(whole.entropy, split.entropy, rtol=0, atol=3e-6)
 
 
-@pytest.fixture(scope="module")
-def deep(tmp_path_factory):
-    from tests.memory.activation_cases import model_folder
-
-    return model_folder(tmp_path_factory.mktemp("shared"))
-
-
-def test_activations_fall_by_those_of_the_repeated_prompts(deep, one_rank):
-    from tests.memory.activation_cases import SHAPE
-
+def test_activations_fall_by_those_of_the_repeated_prompts(deep_folder, one_rank):
     prompt, answers = 256, [33] * 4
     batch = grouped(prompt, answers)
-    policy, bins, peaks = policy_for(deep, one_rank, 1, prune=False), [[0, 1, 2, 3]], {}
+    policy, bins, peaks = policy_for(deep_folder, one_rank, 1, prune=False), [[0, 1, 2, 3]], {}
     for shared in (False, True):
         mini = MiniBatch(batch, bins, counts_of(batch))
         with ByteTracker() as tracker:

@@ -73,25 +73,23 @@ def test_the_lower_bound_is_that_of_its_definition(lengths, budget):
     assert lower_bound(lengths, budget) == naive_lower_bound(lengths, budget)
 
 
-def test_rows_over_a_third_of_the_budget_are_counted_two_a_bin():
-    # Their sum alone would let 7 bins hold them, and so would Martello and Toth's bound.
-    assert lower_bound([35] * 20, 100) == 10
-    assert lower_bound([26] * 20, 100) == 7
-
-
-def test_the_lower_bound_counts_rows_in_a_bin_up_to_16():
-    # 16 rows of 101 tokens fit into 1,700, and 17 of 95; the sums alone would let two bins hold all of either.
-    assert lower_bound([101] * 33, 1700) == 3
-    assert lower_bound([95] * 35, 1700) == 2
-
-
-def test_rows_that_leave_no_room_for_others_count_whole_beside_those_that_are_counted():
-    assert lower_bound([75] * 4 + [30] * 4, 100) == 6
-    assert lower_bound([65] * 4 + [36] * 5, 100) == 7
-
-
-def test_rows_without_tokens_need_no_bin():
-    assert lower_bound([0, 0], 10) == 0
+@pytest.mark.parametrize(
+    ("lengths", "budget", "bins"),
+    [
+        # Rows over a third of the budget are two a bin: their sum alone, and Martello and Toth's bound, would let 7 hold them.
+        ([35] * 20, 100, 10),
+        ([26] * 20, 100, 7),
+        # Rows are counted up to 16 a bin: 16 of 101 tokens fit into 1,700, and 17 of 95, of which sums would put all in two.
+        ([101] * 33, 1700, 3),
+        ([95] * 35, 1700, 2),
+        # Rows that leave no room for others count whole beside those that are counted.
+        ([75] * 4 + [30] * 4, 100, 6),
+        ([65] * 4 + [36] * 5, 100, 7),
+        ([0, 0], 10, 0),
+    ],
+)
+def test_the_lower_bound_counts_rows_by_how_many_fit_beside_each_other(lengths, budget, bins):
+    assert lower_bound(lengths, budget) == bins
 
 
 @settings(max_examples=30)
@@ -195,11 +193,22 @@ def test_splitting_keeps_every_row_and_gives_exactly_the_count(lengths, more):
     assert sum(not rows for rows in split) == max(0, len(split) - len(lengths))
 
 
-def test_the_largest_bin_is_split_first_and_single_rows_stay_whole():
-    lengths = [50, 10, 10, 10, 9]
-    assert split_to_count([[0], [1, 2], [3, 4]], 4, lengths) == [[0], [1], [3, 4], [2]]
-    assert split_to_count([[0], [1, 2, 3]], 3) == [[0], [1, 3], [2]]
-    assert split_to_count([[0]], 3, lengths) == [[0], [], []]
+@pytest.mark.parametrize(
+    ("bins", "count", "lengths", "split"),
+    [
+        ([[0], [1, 2], [3, 4]], 4, [50, 10, 10, 10, 9], [[0], [1], [3, 4], [2]]),
+        ([[0], [1, 2, 3]], 3, None, [[0], [1, 3], [2]]),
+        ([[0]], 3, [50], [[0], [], []]),
+        # Halves are even in tokens, 9 | 8, then 2 beside 8 and 1 beside 9, and none is empty.
+        ([[0, 1, 2, 3]], 2, [9, 1, 8, 2], [[0, 1], [2, 3]]),
+        ([[0, 1]], 2, [0, 0], [[0], [1]]),
+        # The bin with the most tokens, whatever its number of rows; the halves of 40 tokens are larger than the bin of 10.
+        ([[0, 1, 2], [3, 4]], 3, [1, 1, 1, 50, 40], [[0, 1, 2], [3], [4]]),
+        ([[0, 1, 2, 3], [4, 5]], 4, [10, 10, 10, 10, 5, 5], [[0], [4, 5], [1, 3], [2]]),
+    ],
+)
+def test_the_largest_bin_is_halved_first_and_single_rows_stay_whole(bins, count, lengths, split):
+    assert split_to_count(bins, count, lengths) == split
 
 
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(0, 8), st.randoms(use_true_random=False))
@@ -222,12 +231,6 @@ def test_256_log_normal_rows_are_balanced_within_one_percent_over_8_ranks():
 
 def test_two_long_rows_go_to_different_ranks():
     assert balance([100, 100, 1, 1], 2) == [[0, 2], [1, 3]]
-
-
-def test_a_bin_is_halved_by_the_tokens_of_its_rows_and_neither_half_is_empty():
-    # 9 | 8, then 2 beside 8 and 1 beside 9.
-    assert split_to_count([[0, 1, 2, 3]], 2, [9, 1, 8, 2]) == [[0, 1], [2, 3]]
-    assert split_to_count([[0, 1]], 2, [0, 0]) == [[0], [1]]
 
 
 def test_fixed_packing_takes_one_row_a_bin_and_refuses_none():
@@ -280,12 +283,6 @@ def test_two_candidates_are_the_largest_or_spread_over_all_rows():
     assert _best_single_or_pair(left, 25, 2, True) == (3, 0)
     assert _tight_fill([50, *left], 75, 2, True)[0] == [0, 4, 1]
     assert _tight_fill([50, *left], 75, 2, False)[0] == [0, 5]
-
-
-def test_the_bin_with_the_most_tokens_is_split_first_whatever_its_number_of_rows():
-    assert split_to_count([[0, 1, 2], [3, 4]], 3, [1, 1, 1, 50, 40]) == [[0, 1, 2], [3], [4]]
-    # The halves of 40 tokens are larger than the other bin of 10.
-    assert split_to_count([[0, 1, 2, 3], [4, 5]], 4, [10, 10, 10, 10, 5, 5]) == [[0], [4, 5], [1, 3], [2]]
 
 
 def test_bins_that_are_asked_for_are_split_off_by_tokens():

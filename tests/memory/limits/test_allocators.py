@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.memory.life import GPU, Life
-from tests.observe.simulated_device import GIB, MIB, SimulatedDevice
+from tests.observe.simulated_device import GIB, MIB
 from verl_memopt.config.schema import Memory
 from verl_memopt.distributed.device import device_memory_cap
 from verl_memopt.errors import ConfigError
@@ -19,13 +19,6 @@ from verl_memopt.rollout.vllm_settings import engine_share
 CPU = torch.device("cpu")
 LIMIT = 8 * GIB
 STEPS = 5
-
-
-@pytest.fixture
-def device(monkeypatch):
-    device = SimulatedDevice(total=32 * GIB)
-    device.installed(monkeypatch)
-    return device
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from tests.observe.simulated_device import MIB, SimulatedDevice
+from tests.observe.simulated_device import MIB
 from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Critic, Model, Rollout
 from verl_memopt.errors import ConfigError, DeviceMemoryError
@@ -78,13 +78,6 @@ def test_the_error_names_phase_limit_kinds_the_largest_and_the_way_out():
 
 GPU = torch.device("cuda", 0)
 VLLM_SAYS = "CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:128"
-
-
-@pytest.fixture
-def device(monkeypatch):
-    device = SimulatedDevice(total=32 * GIB)
-    device.installed(monkeypatch)
-    return device
 
 
 def fake(size):

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from tests.memory.optimizers import counting, policy_with, whole_share
-from tests.memory.sharded import assert_equal_runs, fake_ranks, local, share, three_steps, wide_model
+from tests.memory.sharded import assert_equal_runs, fake_ranks, local, share, three_steps
 from tests.worker.test_policy import micro_batches
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW
@@ -22,31 +22,26 @@ OPTIONS = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return wide_model(tmp_path_factory.mktemp("backward"))
-
-
-def policy(folder, mesh, in_backward=True, world_size=1, **options):
-    return policy_with(folder, mesh, world_size, clip_grad=None, in_backward=in_backward, **options)
+def policy(wide, mesh, in_backward=True, world_size=1, **options):
+    return policy_with(wide, mesh, world_size, clip_grad=None, in_backward=in_backward, **options)
 
 
 @pytest.mark.parametrize("kind", ["fp32", "host"])
-def test_updating_in_backward_changes_no_weight(folder, one_rank, kind):
-    found = three_steps(policy(folder, one_rank, **OPTIONS[kind]), whole_share())
-    expected = three_steps(policy(folder, one_rank, in_backward=False), whole_share())
+def test_updating_in_backward_changes_no_weight(wide, one_rank, kind):
+    found = three_steps(policy(wide, one_rank, **OPTIONS[kind]), whole_share())
+    expected = three_steps(policy(wide, one_rank, in_backward=False), whole_share())
     norms = [[metrics.pop("actor/grad_norm") for _, metrics in run[0]] for run in (found, expected)]
     assert_equal_runs(found, expected)
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8 on the host"])
-def test_it_takes_every_format_of_the_moments(folder, one_rank, kind):
+def test_it_takes_every_format_of_the_moments(wide, one_rank, kind):
     # Rounding depends on where a bucket starts, so weights are close, not equal: Adam moves each by the learning rate a step.
     options = OPTIONS[kind]
-    found = three_steps(policy(folder, one_rank, **options), whole_share())[1]
-    expected = three_steps(policy(folder, one_rank, in_backward=False), whole_share())[1]
-    start = dict(policy(folder, one_rank).model.named_parameters())
+    found = three_steps(policy(wide, one_rank, **options), whole_share())[1]
+    expected = three_steps(policy(wide, one_rank, in_backward=False), whole_share())[1]
+    start = dict(policy(wide, one_rank).model.named_parameters())
     off = sum((found[name] - weight).square().sum() for name, weight in expected.items()).sqrt()
     moved = sum((local(start[name]) - weight).square().sum() for name, weight in expected.items()).sqrt()
     assert off <= 0.02 * moved
@@ -91,15 +86,15 @@ def test_no_gradient_but_one_units_is_ever_there(world_size, others):
     assert plain - peak == pytest.approx(others * unit, rel=0.05)
 
 
-def test_no_gradient_is_left_after_a_policys_backward(folder, one_rank):
-    one = policy(folder, one_rank)
+def test_no_gradient_is_left_after_a_policys_backward(wide, one_rank):
+    one = policy(wide, one_rank)
     mini = whole_share()
     one.accumulate(micro_batches(mini), mini.counts, 0.9)
     assert all(parameter.grad is None for parameter in one.model.parameters())
 
 
-def test_two_micro_batches_are_refused_before_anything_is_updated(folder, one_rank):
-    one = policy(folder, one_rank)
+def test_two_micro_batches_are_refused_before_anything_is_updated(wide, one_rank):
+    one = policy(wide, one_rank)
     before = [local(parameter).clone() for parameter in one.model.parameters()]
     with pytest.raises(
         ConfigError, match=r"in_backward=true: an optimizer step has \d+ micro-batches.*Raise .*in_backward=false"
@@ -122,10 +117,10 @@ def test_a_second_gradient_is_refused_where_nobody_counted():
     assert stepping.norm() == pytest.approx(12**0.5)
 
 
-def test_a_policy_that_is_let_go_leaves_nothing_behind(folder, one_rank):
+def test_a_policy_that_is_let_go_leaves_nothing_behind(wide, one_rank):
     gc.collect()  # what earlier tests have left
     held = host_allocator().held_bytes
-    updating = policy(folder, one_rank, **OPTIONS["host"])
+    updating = policy(wide, one_rank, **OPTIONS["host"])
     three_steps(updating, whole_share())
     optimizer = weakref.ref(updating.trained.optimizer)
     assert host_allocator().held_bytes > held

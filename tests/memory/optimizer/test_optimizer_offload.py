@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from tests.memory.optimizers import bucketed, counting, policy_with, same, weights_after
-from tests.memory.sharded import assert_equal_runs, fake_ranks, share, three_steps, wide_model
+from tests.memory.sharded import assert_equal_runs, fake_ranks, share, three_steps
 from tests.tensors import local_of
 from tests.worker.test_policy import CPU, micro_batches
 from verl_memopt.errors import ConfigError
@@ -13,11 +13,6 @@ from verl_memopt.observe.device_ledger import fsdp_kinds
 
 BUCKET = 1 / 16
 """MiB; the model's embedding alone is one."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return wide_model(tmp_path_factory.mktemp("offload"))
 
 
 @pytest.mark.parametrize("num_buckets", [1, 2, 3, 4, 7])
@@ -62,18 +57,18 @@ def test_offloading_changes_no_rounding(options):
     assert same(whole, weights_after(bucketed(bucket_megabytes=64, offload=True, **options)))
 
 
-def test_three_policy_steps_are_those_without_it(folder, one_rank):
+def test_three_policy_steps_are_those_without_it(wide, one_rank):
     mini = share()
-    plain = three_steps(policy_with(folder, one_rank), mini)
-    offloaded = three_steps(policy_with(folder, one_rank, fsdp={"optimizer_offload": True}, bucket_megabytes=BUCKET), mini)
+    plain = three_steps(policy_with(wide, one_rank), mini)
+    offloaded = three_steps(policy_with(wide, one_rank, fsdp={"optimizer_offload": True}, bucket_megabytes=BUCKET), mini)
     assert_equal_runs(offloaded, plain)
 
 
-def step_bytes(folder, world_size=4, steps=2, fsdp=None, **optim):
+def step_bytes(wide, world_size=4, steps=2, fsdp=None, **optim):
     """Gives, per step: device and host bytes before the optimizer step, its device peak, and the peak of the whole step."""
     found = []
     with fake_ranks(world_size) as mesh:
-        policy = policy_with(folder, mesh, world_size, fsdp={"optimizer_offload": True, **(fsdp or {})}, **optim)
+        policy = policy_with(wide, mesh, world_size, fsdp={"optimizer_offload": True, **(fsdp or {})}, **optim)
         mini = share()
         with counting(policy.model, policy.trained.optimizer) as tracker, fsdp_kinds():
             for _ in range(steps):
@@ -89,8 +84,8 @@ def step_bytes(folder, world_size=4, steps=2, fsdp=None, **optim):
     return found, sum(local_of(parameter).numel() for parameter in policy.model.parameters()), len(policy.trained.optimizer.state)
 
 
-def test_the_step_holds_three_buckets_and_no_state_and_the_first_step_as_the_second(folder):
-    steps, elements, tensors = step_bytes(folder, bucket_megabytes=BUCKET)
+def test_the_step_holds_three_buckets_and_no_state_and_the_first_step_as_the_second(wide):
+    steps, elements, tensors = step_bytes(wide, bucket_megabytes=BUCKET)
     for device, host, peak, _ in steps:
         # Parameters, gradients and one step counter a tensor; buffers and the micro-batch's leftovers are below 1 %.
         needed = 8 * elements + 4 * tensors
@@ -100,18 +95,18 @@ def test_the_step_holds_three_buckets_and_no_state_and_the_first_step_as_the_sec
     assert steps[0] == steps[1]
 
 
-def test_the_whole_update_saves_the_state_but_three_buckets(folder):
-    plain, elements, _ = step_bytes(folder, fsdp={"optimizer_offload": False})
-    offloaded, _, _ = step_bytes(folder, bucket_megabytes=BUCKET)
+def test_the_whole_update_saves_the_state_but_three_buckets(wide):
+    plain, elements, _ = step_bytes(wide, fsdp={"optimizer_offload": False})
+    offloaded, _, _ = step_bytes(wide, bucket_megabytes=BUCKET)
     # torch's own AdamW has its state from the first step on; the second is compared, at the optimizer step.
     assert plain[1][2] - offloaded[1][2] == pytest.approx(8 * elements - 3 * BUCKET * 2**20, rel=0.05)
     assert plain[1][1] == 0
 
 
-def test_state_is_made_where_it_rests(folder):
+def test_state_is_made_where_it_rests(wide):
     with fake_ranks(4) as mesh, ByteTracker() as tracker:
         held = host_allocator().held_bytes
-        policy = policy_with(folder, mesh, 4, fsdp={"optimizer_offload": True})
+        policy = policy_with(wide, mesh, 4, fsdp={"optimizer_offload": True})
         elements = sum(local_of(parameter).numel() for parameter in policy.model.parameters())
         assert host_allocator().held_bytes - held == pytest.approx(8 * elements, abs=128)
         assert tracker.kinds("host")["optimizer"] == host_allocator().held_bytes - held
@@ -119,14 +114,14 @@ def test_state_is_made_where_it_rests(folder):
         del policy
 
 
-def test_int8_state_on_the_host_is_a_quarter_and_the_step_stays_under_three_buckets(folder):
-    steps, elements, _ = step_bytes(folder, bucket_megabytes=BUCKET, state_dtype="int8")
+def test_int8_state_on_the_host_is_a_quarter_and_the_step_stays_under_three_buckets(wide):
+    steps, elements, _ = step_bytes(wide, bucket_megabytes=BUCKET, state_dtype="int8")
     for device, host, peak, _ in steps:
         # Rows have 64 elements (a block each) or 256; norms keep fp32.
         assert 2.03 * elements <= host <= 2.2 * elements
         assert peak - device <= 3 * BUCKET * 2**20 * 1.02
 
 
-def test_the_host_limit_refuses_the_state_by_name(folder, one_rank):
+def test_the_host_limit_refuses_the_state_by_name(wide, one_rank):
     with host_limits(1000, None), pytest.raises(ConfigError, match=r"memory\.host_limit_gb"):
-        policy_with(folder, one_rank, fsdp={"optimizer_offload": True})
+        policy_with(wide, one_rank, fsdp={"optimizer_offload": True})

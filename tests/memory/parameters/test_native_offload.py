@@ -7,12 +7,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from tests.memory.page_locking import install
-from tests.memory.sharded import CPU, WHOLE, assert_equal_runs, fake_ranks, local, policy_of, share, three_steps
+from tests.memory.sharded import CPU, WHOLE, assert_equal_runs, fake_ranks, load, local, policy_of, save, share, three_steps
 from tests.ranks import run_ranks
 from tests.tensors import local_of
 from tests.worker.test_worker import AR, call, generated, made, mini_batch, same, weights  # noqa: F401 - made is a fixture
 from verl_memopt.distributed.device import training_mesh
-from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.host_buffers import host_allocator, host_limits
 from verl_memopt.memory.native_offload_torch import allocate_on_host, native_offload
@@ -152,13 +151,9 @@ def two_ranks(rank, folder, aside):
     mesh = training_mesh("cpu", 2, -1)
     policy = policy_of(folder, mesh, NATIVE, 2)
     assert_equal_runs(three_steps(policy, share(rank, 2)), three_steps(policy_of(folder, mesh, None, 2), share(rank, 2)))
-    save_training_state(
-        aside / "saved", policy.model, policy.trained.optimizer, policy.trained.schedule, CPU, ["model", "optimizer"]
-    )
+    save(policy, aside / "saved")
     other = policy_of(folder, mesh, NATIVE, 2)
-    load_training_state(
-        aside / "saved", other.model, other.trained.optimizer, other.trained.schedule, CPU, ["model", "optimizer"]
-    )
+    load(other, aside / "saved")
     synced = [full_weights(named_weights(each.model), torch.float32, 1) for each in (policy, other)]
     pairs = zip(*synced, strict=True)
     assert all(torch.equal(one, two) for (_, one), (_, two) in pairs)

@@ -3,12 +3,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.memory.sharded import CPU, assert_equal_runs, fake_ranks, local, policy_of, share, three_steps, wide_model
+from tests.memory.sharded import CPU, assert_equal_runs, fake_ranks, load, local, policy_of, save, share, three_steps, wide_model
 from tests.ranks import run_ranks
 from tests.tensors import whole_of
 from verl_memopt.config.schema import TrainedFsdp
 from verl_memopt.distributed.device import training_mesh
-from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.host_buffers import host_allocator, host_limits
 from verl_memopt.memory.param_offload_torch import OffloadedParams
@@ -59,14 +58,10 @@ def two_ranks(rank, folder, aside):
     home = home_of(policy)
     home.to_host()
     with home.readable():
-        save_training_state(
-            aside / "saved", policy.model, policy.trained.optimizer, policy.trained.schedule, CPU, ["model", "optimizer"]
-        )
+        save(policy, aside / "saved")
         for name, whole in full_weights(named_weights(policy.model), torch.float32, 1):
             assert torch.equal(whole, expected[f"lm.{name}"]), name
-    load_training_state(
-        aside / "saved", other.model, other.trained.optimizer, other.trained.schedule, CPU, ["model", "optimizer"]
-    )
+    load(other, aside / "saved")
     for name, weight in other.model.state_dict().items():
         assert torch.equal(whole_of(weight), expected[name]), name
     return "equal"
@@ -133,10 +128,10 @@ def test_a_checkpoint_is_written_from_the_host_and_the_device_holds_nothing_for_
     home = home_of(policy)
     home.to_host()
     with ByteTracker() as tracker, home.readable():
-        save_training_state(tmp_path, policy.model, policy.trained.optimizer, policy.trained.schedule, CPU, ["model"])
+        save(policy, tmp_path, ["model"])
         assert tracker.peaks[DEVICE].kinds.get("params", 0) == 0
     assert all(local(p).untyped_storage().nbytes() == 0 for p in policy.model.parameters())
-    load_training_state(tmp_path, other.model, other.trained.optimizer, other.trained.schedule, CPU, ["model"])
+    load(other, tmp_path, ["model"])
     assert all(torch.equal(local(p), expected[name]) for name, p in other.model.named_parameters())
 
 

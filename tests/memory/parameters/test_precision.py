@@ -1,25 +1,18 @@
 import pytest
 import torch
 
-from tests.memory.sharded import WHOLE, device_peak, fake_ranks, policy_of, share, wide_model
+from tests.memory.sharded import WHOLE, device_peak, policy_of, score_peak, share
 from tests.ranks import run_ranks
 from tests.tensors import whole_of
 from tests.worker.test_policy import micro_batches
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.model.assembly import mixed_precision
-from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
-from verl_memopt.observe.device_ledger import fsdp_kinds
 
 VOCABULARY, HIDDEN, BLOCK, N = 4096, 64, 61_632, 770_880
 HEAD = VOCABULARY * HIDDEN
 FP32, BF16 = torch.float32, torch.bfloat16
 HALF, HALF_MASTERS = {"dtype": "bfloat16"}, {"dtype": "bfloat16", "model_dtype": "bfloat16"}
 HALF_REDUCTION = HALF | {"mixed_precision.reduce_dtype": "bfloat16"}
-
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory):
-    return wide_model(tmp_path_factory.mktemp("precision"))
 
 
 def outcome(folder, mesh, fsdp=None, rank=0, world_size=1):
@@ -63,17 +56,6 @@ def test_masters_in_bfloat16_halve_weights_and_gradients_at_rest(wide):
     found, expected = device_peak(wide, HALF_MASTERS, 4).kinds, device_peak(wide, HALF, 4).kinds
     for kind in ("params", "grads"):
         assert expected[kind] - found[kind] == pytest.approx(2 * N / 4, rel=0.001), kind
-
-
-def score_peak(folder, fsdp):
-    with fake_ranks(4) as mesh:
-        policy, mini = policy_of(folder, mesh, fsdp, 4), share()
-        with ByteTracker() as tracker, fsdp_kinds():
-            tracker.mark("params", policy.model.parameters())
-            for name in ("first", "second"):
-                tracker.enter(name)
-                policy.compute_log_probs(mini.batch, mini.micro_batches, 0.9, False)
-            return tracker.peaks[DEVICE].bytes
 
 
 def test_computing_in_bfloat16_halves_what_is_gathered(wide):

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 
-from tests.memory.sharded import assert_equal_runs, device_peak, fake_ranks, policy_of, share, three_steps, wide_model
+from tests.memory.sharded import assert_equal_runs, device_peak, fake_ranks, policy_of, share, three_steps
 from tests.ranks import run_ranks
 from tests.worker.test_policy import micro_batches
 from verl_memopt.distributed.device import training_mesh
@@ -18,11 +18,6 @@ FP32, BF16 = 4, 2
 VOCABULARY, HIDDEN, BLOCK, N = 4096, 64, 61_632, 770_880
 HEAD = VOCABULARY * HIDDEN
 """Parameters of the head, of a block and of the whole wide model."""
-
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory):
-    return wide_model(tmp_path_factory.mktemp("resharding"))
 
 
 @pytest.fixture(scope="module")

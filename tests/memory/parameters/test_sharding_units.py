@@ -1,9 +1,7 @@
 import pytest
 from torch.distributed.fsdp import FSDPModule
 
-from tests.memory.sharded import device_peak, fake_ranks, policy_of, share, wide_model
-from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
-from verl_memopt.observe.device_ledger import fsdp_kinds
+from tests.memory.sharded import device_peak, fake_ranks, policy_of, score_peak, wide_model
 
 FP32 = 4
 VOCABULARY, HIDDEN = 8192, 64
@@ -17,21 +15,10 @@ def wide(tmp_path_factory):
     return wide_model(tmp_path_factory.mktemp("units"), vocab_size=VOCABULARY)
 
 
-def score_peak(folder, own_units, world_size):
-    with fake_ranks(world_size) as mesh:
-        policy, mini = policy_of(folder, mesh, {"own_units": own_units}, world_size), share()
-        with ByteTracker() as tracker, fsdp_kinds():
-            tracker.mark("params", policy.model.parameters())
-            for name in ("first", "second"):
-                tracker.enter(name)
-                policy.compute_log_probs(mini.batch, mini.micro_batches, 0.9, False)
-            return tracker.peaks[DEVICE].bytes
-
-
 def test_a_log_prob_pass_holds_embedding_or_head_and_not_both(wide):
     # What is gathered lies twice for a moment: in the collective's output and in the parameters copied out of it.
     saved = 2 * FP32 * (HEAD + BLOCK) - LOGITS
-    assert score_peak(wide, False, 4) - score_peak(wide, True, 4) == pytest.approx(saved, rel=0.01)
+    assert score_peak(wide, {"own_units": False}) - score_peak(wide, {}) == pytest.approx(saved, rel=0.01)
 
 
 def test_an_update_holds_one_of_the_two_and_its_gradient(wide):
