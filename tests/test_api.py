@@ -282,6 +282,9 @@ def test_a_run_from_python_leaves_metrics_charts_and_its_command(run):
     assert run._repr_html_().count("<img") == 3
     assert run.command.startswith("verl-memopt train --config-name grpo_trainer ")
     assert "3 rows of metrics" in repr(run)
+    chat = [{"role": "user", "content": "1+1="}]
+    assert [isinstance(each, str) for each in run.generate(["1+2=", chat], max_tokens=3)] == [True, True]
+    assert run.generate("1+2=", max_tokens=3) == run.generate(["1+2="], max_tokens=3)[0]
 
 
 def test_a_second_call_is_a_new_run_unless_it_resumes(run, model):
@@ -351,6 +354,8 @@ def test_a_script_of_trl_trains(model, tmp_path):
     assert (output.global_step, trainer.state.global_step) == (1, 1)
     assert trainer.state.log_history[-1]["step"] == 1
     assert trainer.run.path == tmp_path / "out"
+    trainer.save_model(tmp_path / "model")
+    assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import difflib
+import io
 import itertools
 import json
 import re
@@ -136,51 +137,29 @@ class Run:
         Raises:
             ConfigError: The run has saved none.
         """
-        folder = self.path / "model"
+        from verl_memopt.run.export_model import FINAL_MODEL
+
+        folder = self.path / FINAL_MODEL
         if not (folder / "config.json").is_file():
-            raise ConfigError(
-                f"{folder}: the run has saved no model. Set trainer.save_final_model=true, or use verl-memopt export."
-            )
+            raise ConfigError(f"{folder}: no model was saved. Set trainer.save_final_model=true, or run verl-memopt export.")
         return folder
 
-    def generate(
-        self, prompts: Any, max_tokens: int = 256, temperature: float = 0.0, device: str | None = None
-    ) -> str | list[str]:
+    def generate(self, prompts: Any, max_tokens: int = 256, temperature: float = 0.0, device: str = "auto") -> str | list[str]:
         """Return the trained model's answer to a prompt, or to each of a list of prompts.
 
         Args:
-            prompts: A text, a list of ``{role, content}``, or a list of either.
+            prompts: A text (used as it is), a list of ``{role, content}``, or a list of either.
             max_tokens: Longest answer in tokens.
             temperature: 0 = the most likely token each time.
-            device: Where the model is computed. None = a GPU if there is one.
+            device: auto, cuda or cpu.
         """
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        from verl_memopt.distributed.device import device_count
+        from verl_memopt.run.chat import ChatOptions, open_chat, prompts_of
 
         one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], Mapping))
-        tokenizer = AutoTokenizer.from_pretrained(self.model_path, padding_side="left")
-        texts = [
-            each if isinstance(each, str) else tokenizer.apply_chat_template(each, tokenize=False, add_generation_prompt=True)
-            for each in ([prompts] if one else prompts)
-        ]
-        place = device or ("cuda" if device_count("cuda") else "cpu")
-        model: Any = AutoModelForCausalLM.from_pretrained(self.model_path, dtype="auto")
-        model = model.to(place).eval()
-        if tokenizer.pad_token_id is None:
-            tokenizer.pad_token = tokenizer.eos_token
-        inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False).to(place)
-        sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-        with torch.inference_mode():
-            ids = model.generate(
-                inputs["input_ids"],
-                attention_mask=inputs["attention_mask"],
-                max_new_tokens=max_tokens,
-                pad_token_id=tokenizer.pad_token_id,
-                **sampling,
-            )
-        answers: list[str] = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        options = ChatOptions(temperature, max_tokens, system=None)
+        chat = open_chat(self.model_path, device, False, options, prompts_of(self.path).template)
+        chat.out = io.StringIO()
+        answers = [chat.answer(each) if isinstance(each, str) else chat.turn(each) for each in ([prompts] if one else prompts)]
         return answers[0] if one else answers
 
     def __repr__(self) -> str:

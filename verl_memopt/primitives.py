@@ -7,7 +7,6 @@ and sharding work inside as they do in a run, so a loop that calls the primitive
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from verl_memopt.data.dataset import build_dataset
 from verl_memopt.data.expansion import expand
 from verl_memopt.data.prompts import PromptPrefetcher, StepPrompts
 from verl_memopt.errors import ConfigError, RewardError
+from verl_memopt.model.export import whole_folder
 from verl_memopt.observe.phase import PhaseClock
 from verl_memopt.rewards.score import RewardResult
 from verl_memopt.trainer.build import RunContext, build_learner, build_run
@@ -169,12 +169,8 @@ class Session:
     def save(self, path: str | Path) -> Path:
         """Write the policy as a folder that transformers and vLLM load, and return it. An older folder there is replaced."""
         target = Path(path).expanduser().absolute()
-        aside = target.with_name(f".{target.name}.partial")
-        shutil.rmtree(aside, ignore_errors=True)
-        self._learner.workers.all("save_checkpoint", Worker.save, str(aside), ["hf_model"])
-        shutil.rmtree(target, ignore_errors=True)
-        (aside / "huggingface").rename(target)
-        shutil.rmtree(aside)
+        with whole_folder(target) as aside:
+            self._learner.workers.all("save_checkpoint", Worker.save_model, str(aside))
         return target
 
     def _encoded(self, prompts: Sequence[Any], samples: int) -> StepPrompts:
