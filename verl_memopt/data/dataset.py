@@ -137,8 +137,9 @@ class PromptDataset(list[PromptRow]):
 
     def _ground_truth(self, address: str, columns: dict[str, Any]) -> Any:
         """Return verl's ``reward_model.ground_truth``, else the column ``data.answer_key``, else None."""
-        if "reward_model" not in columns and columns.get(self._data.answer_key) is not None:
-            return columns[self._data.answer_key]
+        answer = columns.get(self._data.answer_key)
+        if "reward_model" not in columns and answer is not None:
+            return answer
         remedy = "Add {ground_truth: ...} under that name, or set data.answer_key to the column of the reference answer"
         truth = self._optional(address, columns, "reward_model", remedy, {"ground_truth": None})
         if not isinstance(truth, dict) or (self._by_rules and truth.get("ground_truth") is None):

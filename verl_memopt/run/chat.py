@@ -56,14 +56,14 @@ class Chat:
         tokenizer: Of the same folder.
         options: From the command line.
         template: Further arguments of the chat template, as the run rendered its prompts.
-        out: Where answers are written, as they are generated.
+        out: Where answers are written, as they are generated; None = standard output.
     """
 
     model: Any
     tokenizer: Any
     options: ChatOptions
     template: Mapping[str, Any] = field(default_factory=dict)
-    out: IO[str] = sys.stdout
+    out: IO[str] | None = None
 
     def __post_init__(self) -> None:
         """Start an empty conversation."""
@@ -129,8 +129,9 @@ class Chat:
         return text
 
     def _write(self, text: str) -> None:
-        self.out.write(text)
-        self.out.flush()
+        out = self.out or sys.stdout
+        out.write(text)
+        out.flush()
 
 
 class _Streamer(TextStreamer):
