@@ -1,5 +1,3 @@
-"""The model of the update-pass tests, small enough for a CPU."""
-
 from verl_memopt.model.tiny import TinyShape
 
 TINY = TinyShape(hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, max_positions=256)

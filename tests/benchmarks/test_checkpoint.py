@@ -1,13 +1,9 @@
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
 from benchmarks.checkpoint import __main__ as benchmark
-from verl_memopt.distributed.device import join_process_group, leave_process_group
-
-COMMITTED = Path(benchmark.__file__).parent / "results.json"
 
 
 def test_a_small_run_measures_every_contestant_and_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
@@ -21,16 +17,11 @@ def test_a_small_run_measures_every_contestant_and_leaves_nothing_behind(tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
 
 
-def test_the_contestants_save_the_same_tensors(tmp_path):
-    leave_process_group()
-    join_process_group(benchmark.CPU, 0, 1, "", 0, 60)
-    try:
-        contest = benchmark.Contest(benchmark.shaped_model(1, 500), tmp_path)
-        contest.torch()
-        contest.unchecked()
-        contest.checked()
-        contest.verify()
-    finally:
-        leave_process_group()
+def test_the_contestants_save_the_same_tensors(tmp_path, one_rank):
+    contest = benchmark.Contest(benchmark.shaped_model(1, 500), tmp_path)
+    contest.torch()
+    contest.unchecked()
+    contest.checked()
+    contest.verify()
     theirs, *ours = (next((tmp_path / place).rglob("*.distcp")).stat().st_size for place in benchmark.CONTESTANTS)
     assert ours[0] == ours[1] == pytest.approx(theirs, rel=1e-4)

@@ -7,16 +7,7 @@ import torch
 
 from benchmarks.gpu import reach
 from benchmarks.gpu.reach import FINE, FITS, OUT_OF_MEMORY, STEP, Known, Prober, case_of, next_length, parse, table, write_report
-from benchmarks.gpu.reach_cases import (
-    SHAPES,
-    WAYS,
-    Case,
-    adapter_params,
-    case_settings,
-    case_shapes,
-    computed_peak,
-    make_folder,
-)
+from benchmarks.gpu.reach_cases import SHAPES, WAYS, Case, adapter_params, case_settings, case_shapes, computed_peak, make_folder
 from verl_memopt.model.weights import WeightFolder
 
 SMALL = {"prompt": 16, "layers": 2, "vocabulary": 512, "shrink": 32}

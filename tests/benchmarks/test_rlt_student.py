@@ -1,9 +1,7 @@
 import json
-from pathlib import Path
 
 import pytest
 
-from benchmarks.rlt_student import __main__ as benchmark
 from benchmarks.rlt_student.__main__ import main, random_rows
 from verl_memopt.recipes.rlt.student_rows import END, SOLUTION, THINK
 
@@ -11,7 +9,6 @@ SMALL = [
     "--questions", "4", "--samples", "4", "--layers", "1", "--hidden", "128", "--vocabulary", "320", "--rows", "2",
     "--think", "8", "--solution", "4", "--repeats", "1", "--warm-up", "3",
 ]  # fmt: skip
-COMMITTED = Path(benchmark.__file__).parent / "results.json"
 
 
 @pytest.fixture(scope="module")

@@ -85,8 +85,6 @@ class Stopped(Broken):
 
 
 class Twice(Contestant):
-    """A contestant that adds the gradient two times."""
-
     def build(self, job):
         side = super().build(job)
         return Side(side.model, lambda: [side.update() for _ in range(2)], side.gradients)

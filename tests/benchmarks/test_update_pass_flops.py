@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
@@ -5,6 +7,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.update_pass.flops import attended, attended_in_window, count, floor, forward_flops
+from benchmarks.update_pass.ray_stand_in import ray_or_stand_in
 from benchmarks.update_pass.work import Batch
 from verl_memopt.model.tiny import TinyShape
 
@@ -95,7 +98,6 @@ def test_heads_that_share_a_key_count_as_heads(no_values):
 
 
 def with_values(numbers):
-    """Gives a tensor that has values where others have none."""
     with unset_fake_temporarily():
         return torch.tensor(numbers, dtype=torch.int32)
 
@@ -233,3 +235,20 @@ def test_the_floor_is_three_forwards_and_with_checkpointing_one_more_of_the_bloc
     assert floor(SHAPE, batch, checkpointing=False) == 3 * forwards
     head, last = 2 * 16 * 320 * (4 + 2 + 1 + 5), 3 * 2 * 16 * 24 * (11 + 3 + 1 + 3 + 4)
     assert floor(SHAPE, batch, checkpointing=True) == 4 * forwards - head - last
+
+
+def test_a_module_that_names_rays_types_can_be_imported_without_ray(monkeypatch):
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    with ray_or_stand_in(installed=False):
+        import ray
+
+        assert list[ray.ObjectRef] == list[object]
+        with pytest.raises(ModuleNotFoundError, match=r"ray\.get: Ray is not installed"):
+            ray.get(None)
+    assert "ray" not in sys.modules
+
+
+def test_ray_itself_is_used_where_it_is_installed(monkeypatch):
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    with ray_or_stand_in(installed=True):
+        assert "ray" not in sys.modules

@@ -15,7 +15,6 @@ HEAD = "#!/usr/bin/env bash\nset -xeuo pipefail\n"
 
 @pytest.fixture
 def script(tmp_path):
-    """A way to write a script."""
 
     def write(text, name="run.sh"):
         file = tmp_path / "examples" / name

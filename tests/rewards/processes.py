@@ -1,11 +1,10 @@
 """Whether processes have ended, for tests that start some."""
 
 import time
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
 
-def gone(pid: int) -> bool:
+def gone(pid):
     """Whether the process has ended; one that waits for its parent to read its exit code has."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
@@ -13,16 +12,15 @@ def gone(pid: int) -> bool:
         return True
 
 
-def wait_until(condition: Callable[[], bool]) -> bool:
+def wait_until(condition):
     deadline = time.monotonic() + 20
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     return condition()
 
 
-def all_gone(pids: Iterable[int]) -> bool:
-    """Whether all of them end within a while."""
-    return all(wait_until(lambda pid=pid: gone(pid)) for pid in pids)  # type: ignore[misc]
+def all_gone(pids):
+    return all(wait_until(lambda pid=pid: gone(pid)) for pid in pids)
 
 
 STARTS_OTHERS = """

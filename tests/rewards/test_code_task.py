@@ -1,9 +1,6 @@
-"""Programs in responses, test cases in ground truths, and answers of a service."""
-
 import json
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
@@ -28,22 +25,22 @@ from verl_memopt.rewards.rules import Case, CodeTask, Verdict, program_in, verdi
         ("", None),
     ],
 )
-def test_the_program_of_a_response_is_its_last_block_of_python_or_its_first_block(response: str, code: str | None) -> None:
+def test_the_program_of_a_response_is_its_last_block_of_python_or_its_first_block(response, code):
     assert program_in(response) == code
 
 
-def test_a_ground_truth_is_read_as_json_or_as_a_dict() -> None:
+def test_a_ground_truth_is_read_as_json_or_as_a_dict():
     truth = {"inputs": ["1\n", None, 3], "outputs": ["2\n", None, 4], "fn_name": None}
     expected = CodeTask((Case("1\n", "2\n"), Case(None, None), Case("3", "4")))
     assert CodeTask.read(truth) == CodeTask.read(json.dumps(truth)) == expected
 
 
-def test_ten_cases_count() -> None:
+def test_ten_cases_count():
     task = CodeTask.read({"inputs": list(range(12)), "outputs": list(range(12))})
     assert [case.stdin for case in task.cases] == [str(number) for number in range(10)]
 
 
-def test_assertions_need_no_inputs_and_run_after_the_program() -> None:
+def test_assertions_need_no_inputs_and_run_after_the_program():
     task = CodeTask.read({"assert_case": ["assert f(1) == 2", "assert f(2) == 3"]})
     assert [(case.stdin, case.expected) for case in task.cases] == [("", None), ("", None)]
     assert task.program("def f(x): return x + 1", task.cases[1]) == "def f(x): return x + 1\n\nassert f(2) == 3"
@@ -63,13 +60,12 @@ def test_assertions_need_no_inputs_and_run_after_the_program() -> None:
         ({"inputs": ["1"], "outputs": ["1"], "assert_case": "assert f"}, "assert_case is no list of code"),
     ],
 )
-def test_a_ground_truth_that_is_no_code_task_is_an_error(truth: Any, why: str) -> None:
+def test_a_ground_truth_that_is_no_code_task_is_an_error(truth, why):
     with pytest.raises(RewardError, match=rf'^its ground truth is no code task: {why}.*Give JSON such as \{{"inputs"'):
         CodeTask.read(truth)
 
 
-def call(code: str, name: str, stdin: str) -> tuple[int, str]:
-    """Exit code and output of a function that is called by name in a process."""
+def call(code, name, stdin):
     task = CodeTask.read({"inputs": [stdin], "outputs": [""], "fn_name": name})
     program = task.program(code, task.cases[0])
     done = subprocess.run([sys.executable, "-I", "-c", program], input=stdin, capture_output=True, text=True)
@@ -90,12 +86,12 @@ def call(code: str, name: str, stdin: str) -> tuple[int, str]:
         ("json = sys = 0\ndef f(a): return a", "1", "1\n"),
     ],
 )
-def test_a_function_gets_its_arguments_by_line_and_its_result_is_printed(code: str, stdin: str, printed: str) -> None:
+def test_a_function_gets_its_arguments_by_line_and_its_result_is_printed(code, stdin, printed):
     assert call(code, "f", stdin) == (0, printed)
 
 
 @pytest.mark.parametrize("code", ["def f(a): raise ValueError", "def g(a): return a", "f = 3", "def f(): return 1", "def f(:"])
-def test_a_function_that_cannot_be_called_ends_with_an_error(code: str) -> None:
+def test_a_function_that_cannot_be_called_ends_with_an_error(code):
     assert call(code, "f", "1")[0] != 0
 
 
@@ -118,7 +114,7 @@ def test_a_function_that_cannot_be_called_ends_with_an_error(code: str) -> None:
         (FAILS_INSIDE, None, Verdict.UNKNOWN),
     ],
 )
-def test_an_answer_shows_what_the_program_did(reply: Any, expected: str | None, verdict: Verdict) -> None:
+def test_an_answer_shows_what_the_program_did(reply, expected, verdict):
     assert verdict_of(reply, expected) is verdict
 
 
@@ -135,6 +131,6 @@ def test_an_answer_shows_what_the_program_did(reply: Any, expected: str | None, 
         answer("Success", "3", 0, "Error"),
     ],
 )
-def test_an_answer_of_another_service_is_an_error(reply: Any) -> None:
+def test_an_answer_of_another_service_is_an_error(reply):
     with pytest.raises(RewardError, match=r"is no answer of a SandboxFusion service\. Correct the address"):
         verdict_of(reply, "3")

@@ -2,10 +2,8 @@
 
 import functools
 import logging
+import re
 import textwrap
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,10 +26,9 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info=None
 
 
 @pytest.fixture
-def waits(tmp_path: Path) -> Callable[..., CustomReward]:
-    """Settings with an async reward function of the given body."""
+def waits(tmp_path):
 
-    def make(body: str, **settings: Any) -> CustomReward:
+    def make(body, **settings):
         path = tmp_path / "reward.py"
         path.write_text(HEAD + textwrap.indent(textwrap.dedent(body), "    "))
         return CustomReward(path=str(path), **settings)
@@ -39,14 +36,14 @@ def waits(tmp_path: Path) -> Callable[..., CustomReward]:
     return make
 
 
-async def plain() -> None: ...
+async def plain(): ...
 
 
 class AsyncObject:
-    async def __call__(self) -> None: ...
+    async def __call__(self): ...
 
 
-def test_functions_partials_and_objects_are_recognised() -> None:
+def test_functions_partials_and_objects_are_recognised():
     assert is_async(plain)
     assert is_async(functools.partial(functools.partial(plain)))
     assert is_async(AsyncObject())
@@ -68,7 +65,7 @@ return {{"score": extra_info["index"], "most": most}}
 
 
 @pytest.mark.parametrize("bound", [1, 3, 64])
-def test_rows_run_at_a_time_up_to_the_bound_and_come_in_order(waits: Callable[..., CustomReward], bound: int) -> None:
+def test_rows_run_at_a_time_up_to_the_bound_and_come_in_order(waits, bound):
     """No row ends before as many as may run have begun."""
     settings = waits(COUNTED.format(needed=min(bound, 9)))
     with RewardRunner(settings, 1, max_concurrent=bound) as runner:
@@ -78,7 +75,7 @@ def test_rows_run_at_a_time_up_to_the_bound_and_come_in_order(waits: Callable[..
         assert [r.score for r in runner.score(rows("x", "y"))] == [0, 1]
 
 
-def test_rows_share_one_event_loop_from_step_to_step(waits: Callable[..., CustomReward]) -> None:
+def test_rows_share_one_event_loop_from_step_to_step(waits):
     body = "await asyncio.sleep(0)\nreturn id(asyncio.get_running_loop()) % 1000003"
     with RewardRunner(waits(body), 1) as runner:
         assert len({r.score for _ in range(3) for r in runner.score(rows("a", "b"))}) == 1
@@ -96,21 +93,21 @@ def test_rows_share_one_event_loop_from_step_to_step(waits: Callable[..., Custom
         ("if solution_str == 'bad': os._exit(7)\nawait asyncio.sleep(0.01)\nreturn 1", "exited with code 7"),
     ],
 )
-def test_a_row_that_fails_is_named_and_no_other_fails(
-    waits: Callable[..., CustomReward], body: str, message: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with RewardRunner(waits(body), 1) as runner, pytest.raises(RewardError, match=rf"(?s)^train\.jsonl:3: .*{message}"):
-        runner.score(rows("ok", "ok", "bad", "ok"))
+def test_a_row_that_fails_is_named_and_no_other_fails(waits, body, message, caplog):
     caplog.set_level(logging.WARNING)
     with RewardRunner(waits(body, on_error="score", fallback_score=-1.0), 1) as runner:
         assert [r.score for r in runner.score(rows("ok", "ok", "bad", "ok"))] == [1, 1, -1, 1]
+    assert re.search(rf"(?s)failed on 1 of 4 rows.*the first is train\.jsonl:3: .*{message}", caplog.text)
 
 
-@pytest.mark.parametrize("waiting", ["await asyncio.sleep(600)", "await asyncio.Event().wait()"])
-def test_a_row_that_waits_too_long_is_cancelled_and_the_process_lives(waits: Callable[..., CustomReward], waiting: str) -> None:
-    body = f"if solution_str == 'bad':\n    {waiting}\nreturn os.getpid()"
+def test_a_row_that_waits_too_long_is_cancelled_and_the_process_lives(waits):
+    body = """
+        if solution_str == 'bad': await asyncio.sleep(600)
+        if solution_str == 'worse': await asyncio.Event().wait()
+        return os.getpid()
+    """
     with RewardRunner(waits(body, timeout_seconds=0.3, on_error="score"), 1) as runner:
-        results = runner.score(rows("ok", "bad", "ok", "bad"))
+        results = runner.score(rows("ok", "bad", "ok", "worse"))
         assert [r.failed for r in results] == [False, True, False, True]
         assert len({r.score for r in results if not r.failed} | {r.score for r in runner.score(rows("ok"))}) == 1
     with (
@@ -120,14 +117,14 @@ def test_a_row_that_waits_too_long_is_cancelled_and_the_process_lives(waits: Cal
         runner.score(rows("ok", "bad"))
 
 
-def test_a_row_whose_own_code_never_waits_is_the_one_that_is_named(waits: Callable[..., CustomReward]) -> None:
+def test_a_row_whose_own_code_never_waits_is_the_one_that_is_named(waits):
     """It stops the event loop, so every other row hangs with it; they are scored again."""
     body = "await asyncio.sleep(0)\nif solution_str == 'bad': time.sleep(600)\nawait asyncio.sleep(0.01)\nreturn 1"
     with RewardRunner(waits(body, timeout_seconds=0.5, on_error="score"), 1) as runner:
         assert [r.failed for r in runner.score(rows("ok", "ok", "bad", "ok"))] == [False, False, True, False]
 
 
-def test_a_task_of_a_row_that_stops_the_loop_ends_the_process_too(waits: Callable[..., CustomReward]) -> None:
+def test_a_task_of_a_row_that_stops_the_loop_ends_the_process_too(waits):
     body = """
         async def blocks():
             time.sleep(600)
@@ -138,7 +135,7 @@ def test_a_task_of_a_row_that_stops_the_loop_ends_the_process_too(waits: Callabl
         runner.score(rows("a"))
 
 
-def test_a_row_that_refuses_to_be_cancelled_ends_its_process(waits: Callable[..., CustomReward]) -> None:
+def test_a_row_that_refuses_to_be_cancelled_ends_its_process(waits):
     body = """
         while True:
             try:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ Behaviour = Callable[[BaseHTTPRequestHandler, Any], None]
 QUICK = Patience(limit_seconds=20, attempt_seconds=10, attempts=4, backoff_seconds=0.001)
 
 
-def reply(handler: BaseHTTPRequestHandler, status: int, text: bytes, **headers: str) -> None:
+def reply(handler, status, text, **headers):
     handler.send_response(status)
     for name, value in headers.items():
         handler.send_header(name.replace("_", "-"), value)
@@ -31,23 +31,23 @@ def reply(handler: BaseHTTPRequestHandler, status: int, text: bytes, **headers: 
     handler.wfile.write(text)
 
 
-def echoes(handler: BaseHTTPRequestHandler, body: Any) -> None:
+def echoes(handler, body):
     reply(handler, 200, json.dumps({"seen": body}).encode())
 
 
 class Judge:
     """A server on this machine. ``behaviours`` are taken in turn, the last one for good."""
 
-    def __init__(self) -> None:
-        self.behaviours: list[Behaviour] = [echoes]
-        self.requests: list[Any] = []
+    def __init__(self):
+        self.behaviours = [echoes]
+        self.requests = []
         self.most_at_once = self._at_once = 0
         self.released = threading.Event()
         lock = threading.Lock()
         judge = self
 
         class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
+            def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 with lock:
                     judge.requests.append((self.path, body, dict(self.headers)))
@@ -62,7 +62,7 @@ class Judge:
                     with lock:
                         judge._at_once -= 1
 
-            def log_message(self, *args: object) -> None:
+            def log_message(self, *args):
                 pass
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -70,13 +70,13 @@ class Judge:
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"http://127.0.0.1:{self.server.server_address[1]}/grade?of=tests"
 
-    def hangs(self, handler: BaseHTTPRequestHandler, body: Any) -> None:
+    def hangs(self, handler, body):
         self.released.wait(60)
 
-    def drips(self, handler: BaseHTTPRequestHandler, body: Any) -> None:
+    def drips(self, handler, body):
         """Sends the headers and then a byte from time to time, for ever."""
         handler.send_response(200)
         handler.send_header("Content-Length", "100000")
@@ -87,7 +87,7 @@ class Judge:
 
 
 @pytest.fixture
-def judge() -> Iterator[Judge]:
+def judge():
     judge = Judge()
     yield judge
     judge.released.set()
@@ -95,22 +95,22 @@ def judge() -> Iterator[Judge]:
     judge.server.server_close()
 
 
-def fails(status: int, text: bytes = b"", **headers: str) -> Behaviour:
+def fails(status, text=b"", **headers):
     return lambda handler, body: reply(handler, status, text, **headers)
 
 
-def cut_short(handler: BaseHTTPRequestHandler, body: Any) -> None:
+def cut_short(handler, body):
     handler.send_response(200)
     handler.send_header("Content-Length", "100")
     handler.end_headers()
     handler.wfile.write(b'{"score":')
 
 
-def hangs_up(handler: BaseHTTPRequestHandler, body: Any) -> None:
+def hangs_up(handler, body):
     handler.connection.shutdown(socket.SHUT_RDWR)
 
 
-def test_the_body_arrives_as_json_with_the_headers_and_the_answer_comes_back(judge: Judge) -> None:
+def test_the_body_arrives_as_json_with_the_headers_and_the_answer_comes_back(judge):
     patience = Patience(headers={"Authorization": "Bearer me"})
     assert ask(judge.url, {"text": "schön"}, patience) == {"seen": {"text": "schön"}}
     [(path, body, headers)] = judge.requests
@@ -119,7 +119,7 @@ def test_the_body_arrives_as_json_with_the_headers_and_the_answer_comes_back(jud
 
 
 @pytest.mark.parametrize("trouble", [fails(503), fails(429), fails(500, b"oops"), fails(200, b"not json"), cut_short, hangs_up])
-def test_a_judge_that_recovers_is_asked_again(judge: Judge, trouble: Behaviour) -> None:
+def test_a_judge_that_recovers_is_asked_again(judge, trouble):
     judge.behaviours = [trouble, trouble, echoes]
     assert ask(judge.url, 1, QUICK) == {"seen": 1}
     assert len(judge.requests) == 3
@@ -134,23 +134,21 @@ def test_a_judge_that_recovers_is_asked_again(judge: Judge, trouble: Behaviour) 
         (hangs_up, "RemoteDisconnected|ConnectionResetError"),
     ],
 )
-def test_a_judge_that_keeps_failing_is_one_error_with_the_attempts_and_the_last_reason(
-    judge: Judge, trouble: Behaviour, reason: str
-) -> None:
+def test_a_judge_that_keeps_failing_is_one_error_with_the_attempts_and_the_last_reason(judge, trouble, reason):
     judge.behaviours = [trouble]
     with pytest.raises(RewardError, match=rf"the judge at {judge.url.replace('?', '.')} gave no answer in 4 attempts.*{reason}"):
         ask(judge.url, 1, QUICK)
     assert len(judge.requests) == 4
 
 
-def test_a_request_that_is_wrong_is_not_repeated(judge: Judge) -> None:
+def test_a_request_that_is_wrong_is_not_repeated(judge):
     judge.behaviours = [fails(404, b"no such model")]
     with pytest.raises(RewardError, match=r"refused the request: HTTP status 404 Not Found \(no such model\)"):
         ask(judge.url, 1, QUICK)
     assert len(judge.requests) == 1
 
 
-def test_an_answer_that_is_too_long_is_not_asked_for_again(judge: Judge) -> None:
+def test_an_answer_that_is_too_long_is_not_asked_for_again(judge):
     judge.behaviours = [fails(200, b" " * LARGEST_ANSWER_BYTES + b"1")]
     with pytest.raises(LongAnswerError, match=f"answered with over {LARGEST_ANSWER_BYTES} bytes"):
         ask(judge.url, 1, QUICK)
@@ -159,10 +157,10 @@ def test_an_answer_that_is_too_long_is_not_asked_for_again(judge: Judge) -> None
     assert ask(judge.url, 1, QUICK) == 1
 
 
-def test_an_answer_that_is_too_long_is_not_read_to_its_end(judge: Judge) -> None:
+def test_an_answer_that_is_too_long_is_not_read_to_its_end(judge):
     sent = []
 
-    def pours(handler: BaseHTTPRequestHandler, body: Any) -> None:
+    def pours(handler, body):
         handler.send_response(200)
         handler.send_header("Content-Length", str(8 * LARGEST_ANSWER_BYTES))
         handler.end_headers()
@@ -175,12 +173,12 @@ def test_an_answer_that_is_too_long_is_not_read_to_its_end(judge: Judge) -> None
     assert len(sent) < 8
 
 
-def test_an_address_that_is_no_url_is_refused() -> None:
+def test_an_address_that_is_no_url_is_refused():
     with pytest.raises(RewardError, match="'localhost:1/x' is no http or https URL"):
         ask("localhost:1/x", 1)
 
 
-def test_nobody_listening_is_an_error_that_says_so(judge: Judge) -> None:
+def test_nobody_listening_is_an_error_that_says_so(judge):
     judge.server.shutdown()
     judge.server.server_close()
     with pytest.raises(RewardError, match=r"in 4 attempts.*ConnectionRefusedError.*Start the judge"):
@@ -188,39 +186,39 @@ def test_nobody_listening_is_an_error_that_says_so(judge: Judge) -> None:
 
 
 @pytest.mark.parametrize("way", ["hangs", "drips"])
-def test_an_attempt_has_a_time_limit_and_the_next_one_may_succeed(judge: Judge, way: str) -> None:
+def test_an_attempt_has_a_time_limit_and_the_next_one_may_succeed(judge, way):
     judge.behaviours = [getattr(judge, way), echoes]
     patience = Patience(limit_seconds=20, attempt_seconds=0.3, attempts=3, backoff_seconds=0.001)
     assert ask(judge.url, 1, patience) == {"seen": 1}
     assert len(judge.requests) == 2
 
 
-def test_all_attempts_together_have_a_time_limit(judge: Judge) -> None:
+def test_all_attempts_together_have_a_time_limit(judge):
     judge.behaviours = [judge.hangs]
     patience = Patience(limit_seconds=0.5, attempt_seconds=0.2, attempts=1000, backoff_seconds=0.001)
     with pytest.raises(RewardError, match=r"in [2-9] attempts and at most 0\.5 s.*no answer within"):
         ask(judge.url, 1, patience)
 
 
-def test_pauses_double_and_heed_what_the_judge_asks_for(judge: Judge) -> None:
+def test_pauses_double_and_heed_what_the_judge_asks_for(judge):
     judge.behaviours = [fails(503), fails(503), fails(429, Retry_After="7"), echoes]
-    pauses: list[float] = []
+    pauses = []
     ask(judge.url, 1, Patience(limit_seconds=60, backoff_seconds=1.0), pause=pauses.append)
     assert 1 <= pauses[0] <= 1.5
     assert 2 <= pauses[1] <= 3
     assert pauses[2] == 7.0
 
 
-def test_many_rows_wait_for_the_judge_at_a_time(judge: Judge) -> None:
+def test_many_rows_wait_for_the_judge_at_a_time(judge):
     all_there = threading.Barrier(8)
 
-    def waits_for_eight(handler: BaseHTTPRequestHandler, body: Any) -> None:
+    def waits_for_eight(handler, body):
         all_there.wait(30)
         echoes(handler, body)
 
     judge.behaviours = [waits_for_eight]
 
-    async def eight() -> list[Any]:
+    async def eight():
         return await asyncio.gather(*(ask_async(judge.url, number) for number in range(8)))
 
     assert asyncio.run(eight()) == [{"seen": number} for number in range(8)]
@@ -229,16 +227,16 @@ def test_many_rows_wait_for_the_judge_at_a_time(judge: Judge) -> None:
 EXAMPLE = str(ROOT / "examples" / "rewards" / "judge.py")
 
 
-def says(text: str) -> Behaviour:
+def says(text):
     answer = json.dumps({"choices": [{"message": {"content": text}}]}).encode()
     return lambda handler, body: reply(handler, 200, answer)
 
 
-def graded(judge: Judge, **settings: Any) -> CustomReward:
+def graded(judge, **settings):
     return CustomReward(path=EXAMPLE, reward_kwargs={"url": judge.url, "model": "m"}, **settings)
 
 
-def test_the_example_asks_a_judge_for_each_row_and_survives_a_failure(judge: Judge) -> None:
+def test_the_example_asks_a_judge_for_each_row_and_survives_a_failure(judge):
     judge.behaviours = [fails(503), says(" 7."), says("well done"), says("10")]
     with RewardRunner(graded(judge), 1, max_concurrent=1) as runner:
         results = runner.score(rows("a", "b", "c"))
@@ -247,13 +245,13 @@ def test_the_example_asks_a_judge_for_each_row_and_survives_a_failure(judge: Jud
     assert len(judge.requests) == 4
 
 
-def test_the_example_names_the_row_and_the_judge_that_refuses(judge: Judge) -> None:
+def test_the_example_names_the_row_and_the_judge_that_refuses(judge):
     judge.behaviours = [fails(401)]
     with RewardRunner(graded(judge), 1) as runner, pytest.raises(RewardError, match=r"^train\.jsonl:1: .*refused.*401"):
         runner.score(rows("a"))
 
 
-def test_a_judge_that_hangs_is_a_row_over_its_time_limit(judge: Judge) -> None:
+def test_a_judge_that_hangs_is_a_row_over_its_time_limit(judge):
     judge.behaviours = [judge.hangs]
     settings = graded(judge, timeout_seconds=0.5, on_error="score", fallback_score=-1.0)
     with RewardRunner(settings, 1) as runner:

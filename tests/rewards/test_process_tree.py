@@ -16,20 +16,19 @@ SLEEP = NESTED + "time.sleep(60)"
 PARENT = NESTED + f"subprocess.Popen([sys.executable, '-c', {SLEEP!r}]).wait()"
 
 
-def started(program: str, lines: int, **environment: str) -> "tuple[subprocess.Popen[str], list[int]]":
+def started(program, lines, **environment):
     """Starts a program, and gives it with the process ids that it and what it starts print."""
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}
     )
-    assert process.stdout is not None
     return process, [int(process.stdout.readline()) for _ in range(lines)]
 
 
-def ids(root: int) -> set[int]:
+def ids(root):
     return {process.pid for process in descendants(root)}
 
 
-def test_descendants_are_found_over_generations_and_their_root_is_not_one() -> None:
+def test_descendants_are_found_over_generations_and_their_root_is_not_one():
     process, (parent, child) = started(PARENT, 2)
     try:
         assert {parent, child} <= ids(os.getpid())
@@ -40,7 +39,7 @@ def test_descendants_are_found_over_generations_and_their_root_is_not_one() -> N
     assert ids(parent) == set()
 
 
-def test_a_process_whose_name_looks_like_a_stat_line_is_read_right(tmp_path: Path) -> None:
+def test_a_process_whose_name_looks_like_a_stat_line_is_read_right(tmp_path):
     odd = tmp_path / "a) S 1 (b"
     odd.symlink_to("/bin/sleep")
     with subprocess.Popen([str(odd), "60"]) as process:
@@ -50,7 +49,7 @@ def test_a_process_whose_name_looks_like_a_stat_line_is_read_right(tmp_path: Pat
         process.kill()
 
 
-def test_processor_time_and_memory_of_a_tree_grow_with_what_its_processes_take() -> None:
+def test_processor_time_and_memory_of_a_tree_grow_with_what_its_processes_take():
     busy = NESTED + "held = b'x' * 2**26\nwhile time.process_time() < 0.5: pass\nprint(0, flush=True)\ntime.sleep(60)"
     process, (pid, _) = started(busy, 2)
     tree = [psutil.Process(pid)]
@@ -63,7 +62,7 @@ def test_processor_time_and_memory_of_a_tree_grow_with_what_its_processes_take()
     assert cpu_seconds(tree) == resident_bytes(tree) == 0
 
 
-def test_pages_that_processes_share_count_once_in_the_proportional_sum() -> None:
+def test_pages_that_processes_share_count_once_in_the_proportional_sum():
     forks = (
         NESTED
         + "held = b'x' * 2**26\nfor _ in range(4):\n    if not os.fork(): time.sleep(60)\nprint(0, flush=True)\ntime.sleep(60)"
@@ -79,7 +78,7 @@ def test_pages_that_processes_share_count_once_in_the_proportional_sum() -> None
         process.wait()
 
 
-def test_processes_with_a_mark_are_killed_wherever_they_are_and_others_are_not() -> None:
+def test_processes_with_a_mark_are_killed_wherever_they_are_and_others_are_not():
     double_fork = NESTED + "if os.fork(): sys.exit()\nos.setsid()\nprint(os.getpid(), flush=True)\ntime.sleep(60)"
     marked, (_, second) = started(double_fork, 2, THE_MARK="one")
     marked.wait()
@@ -93,7 +92,7 @@ def test_processes_with_a_mark_are_killed_wherever_they_are_and_others_are_not()
         other.wait()
 
 
-def test_a_process_is_marked_by_a_whole_entry_of_its_environment() -> None:
+def test_a_process_is_marked_by_a_whole_entry_of_its_environment():
     one, more = (
         subprocess.Popen(["sleep", "60"], env={"BEFORE": "1", "THE_TEST": value, "AFTER": "1"}) for value in ("one", "one more")
     )
@@ -106,7 +105,7 @@ def test_a_process_is_marked_by_a_whole_entry_of_its_environment() -> None:
             process.wait()
 
 
-def test_ending_descendants_leaves_none_of_a_tree_that_goes_on_growing(tmp_path: Path) -> None:
+def test_ending_descendants_leaves_none_of_a_tree_that_goes_on_growing(tmp_path):
     """Each process starts another and dies, in a session of its own, as fast as it can."""
     program = (
         "import ctypes, os, time\n"

@@ -8,21 +8,29 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from tests.rewards.conftest import rows
 from tests.rewards.processes import STARTS_OTHERS, all_gone, gone, wait_until
 from verl_memopt.config.schema import CustomReward
+from verl_memopt.config.values import choices
 from verl_memopt.errors import RewardError, Stopped
-from verl_memopt.rewards.runner import RewardRunner
+from verl_memopt.rewards.runner import MANAGERS, RewardRunner, num_processes
 from verl_memopt.rewards.score import RewardResult
 
 
+def test_every_manager_of_the_settings_has_its_number_of_processes():
+    assert set(MANAGERS) == set(choices()["reward_model.reward_manager"])
+    for manager in ("naive", "batch", "dapo"):
+        assert [num_processes(manager, number) for number in (1, 3)] == [1, 3]
+    assert num_processes("rlt", 3) == 0  # a student scores in the workers
+    cores = min(64, len(os.sched_getaffinity(0)))
+    assert [num_processes("prime", number) for number in (1, cores + 5)] == [cores, cores + 5]
+
+
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_results_come_in_the_order_of_the_rows(custom: Callable[..., CustomReward], num_workers: int) -> None:
+def test_results_come_in_the_order_of_the_rows(custom, num_workers):
     slow_ones_first = """
         import time
         time.sleep(0.02 if extra_info["index"] < 3 else 0)
@@ -34,54 +42,47 @@ def test_results_come_in_the_order_of_the_rows(custom: Callable[..., CustomRewar
         assert runner.score([]) == []
 
 
-def test_the_function_gets_what_the_row_holds_and_its_fixed_arguments(custom: Callable[..., CustomReward]) -> None:
+def test_the_function_gets_what_the_row_holds_and_its_fixed_arguments(custom):
     body = 'return {"score": kwargs["bonus"], "seen": [data_source, solution_str, ground_truth, extra_info]}'
     with RewardRunner(custom(body, reward_kwargs={"bonus": 0.25}), 1) as runner:
         assert runner.score(rows("x")) == [RewardResult(0.25, {"seen": ["mine", "x", "4", {"index": 0}]})]
 
 
 @pytest.mark.parametrize(
-    ("body", "message"),
+    ("bad", "message"),
     [
-        ("return 1 / (solution_str != 'bad')", "compute_score of .*reward.py raised:.*Traceback.*ZeroDivisionError"),
-        ("return float('nan') if solution_str == 'bad' else 0", "returned nan, not a finite number"),
-        ("import os\nif solution_str == 'bad': os._exit(7)\nreturn 1", "ended its process, which exited with code 7"),
-        ("import os\nif solution_str == 'bad': os.kill(os.getpid(), 11)\nreturn 1", "which was killed by SIGSEGV"),
-        ("import sys\nif solution_str == 'bad': sys.exit(3)\nreturn 1", "SystemExit: 3"),
+        ("1 / 0", "compute_score of .*reward.py raised:.*Traceback.*ZeroDivisionError"),
+        ("float('nan')", "returned nan, not a finite number"),
+        ("os._exit(7)", "ended its process, which exited with code 7"),
+        ("os.kill(os.getpid(), 11)", "which was killed by SIGSEGV"),
+        ("sys.exit(3)", "SystemExit: 3"),
     ],
 )
-def test_a_row_that_fails_stops_the_run_with_its_name_and_the_reason(
-    custom: Callable[..., CustomReward], body: str, message: str
-) -> None:
-    with RewardRunner(custom(body), 1) as runner, pytest.raises(RewardError, match=rf"(?s)^train\.jsonl:3: .*{message}") as error:
+def test_a_row_that_fails_stops_the_run_with_its_name_and_the_reason(custom, bad, message):
+    settings = custom(f"import os, sys\nreturn {bad} if solution_str == 'bad' else 1")
+    with RewardRunner(settings, 1) as runner, pytest.raises(RewardError, match=rf"(?s)^train\.jsonl:3: .*{message}") as error:
         runner.score(rows("ok", "ok", "bad", "ok"))
     assert "custom_reward_function.on_error=score" in str(error.value)
 
 
-HANGS = "import time\nwhile solution_str == 'bad': time.sleep(0.01)\nreturn 1"
-
-
-@pytest.mark.parametrize(
-    "body", [HANGS, "return 1 / (solution_str != 'bad')", "import os\nreturn 1 if solution_str != 'bad' else os._exit(1)"]
-)
-def test_failed_rows_take_the_fallback_and_the_others_their_scores(
-    custom: Callable[..., CustomReward], body: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failed_rows_take_the_fallback_and_the_others_their_scores(custom, caplog):
+    """One hangs, one raises and one ends its process."""
+    body = "import os, time\nwhile solution_str == 'hang': time.sleep(0.01)\nreturn eval(solution_str)"
     settings = custom(body, timeout_seconds=0.5, on_error="score", fallback_score=-1.0)
     with RewardRunner(settings, 2) as runner, caplog.at_level(logging.WARNING):
-        results = runner.score(rows("ok", "bad", "ok", "ok", "bad", "ok"))
-        assert [r.score for r in results] == [1, -1, 1, 1, -1, 1]
-        assert [r.failed for r in results] == [False, True, False, False, True, False]
-    assert "failed on 2 of 6 rows" in caplog.text
+        results = runner.score(rows("1", "hang", "1", "1", "1 / 0", "1", "os._exit(1)", "1"))
+        assert [r.score for r in results] == [1, -1, 1, 1, -1, 1, -1, 1]
+        assert [r.failed for r in results] == [r.score == -1 for r in results]
+    assert "failed on 3 of 8 rows" in caplog.text
     assert "train.jsonl:2" in caplog.text
 
 
-def test_a_time_limit_holds_for_a_row_and_not_for_the_batch(custom: Callable[..., CustomReward]) -> None:
-    with RewardRunner(custom("import time\ntime.sleep(0.1)\nreturn 1", timeout_seconds=0.8), 1) as runner:
-        assert [r.score for r in runner.score(rows(*"abcdefghij"))] == [1.0] * 10
+def test_a_time_limit_holds_for_a_row_and_not_for_the_batch(custom):
+    with RewardRunner(custom("import time\ntime.sleep(0.2)\nreturn 1", timeout_seconds=0.8), 1) as runner:
+        assert [r.score for r in runner.score(rows(*"abcde"))] == [1.0] * 5
 
 
-def test_a_process_killed_between_rows_is_replaced_and_blames_no_row(custom: Callable[..., CustomReward]) -> None:
+def test_a_process_killed_between_rows_is_replaced_and_blames_no_row(custom):
     with RewardRunner(custom("import os\nreturn os.getpid()"), 1) as runner:
         pid = int(runner.score(rows("a"))[0].score)
         os.kill(pid, signal.SIGKILL)
@@ -90,26 +91,26 @@ def test_a_process_killed_between_rows_is_replaced_and_blames_no_row(custom: Cal
         assert results[0].score != pid
 
 
-def test_a_file_that_cannot_be_loaded_is_reported_before_any_row() -> None:
+def test_a_file_that_cannot_be_loaded_is_reported_before_any_row():
     with RewardRunner(CustomReward(path="/absent/reward.py"), 1) as runner, pytest.raises(RewardError, match="no such file"):
         runner.check()
 
 
-def test_a_file_that_ends_the_process_while_loading_is_reported(tmp_path: Path) -> None:
+def test_a_file_that_ends_the_process_while_loading_is_reported(tmp_path):
     (tmp_path / "reward.py").write_text("import os; os._exit(5)")
     settings = CustomReward(path=str(tmp_path / "reward.py"))
     with RewardRunner(settings, 1) as runner, pytest.raises(RewardError, match="exited with code 5"):
         runner.check()
 
 
-def test_large_texts_cross_in_both_directions(custom: Callable[..., CustomReward]) -> None:
+def test_large_texts_cross_in_both_directions(custom):
     text = "x" * 300_000
     with RewardRunner(custom('return {"score": len(solution_str), "back": solution_str}'), 2) as runner:
         results = runner.score(rows(*[text] * 6))
     assert [(r.score, r.extra["back"] == text) for r in results] == [(300_000.0, True)] * 6
 
 
-def test_closing_ends_the_processes_even_in_the_middle_of_a_row(custom: Callable[..., CustomReward], tmp_path: Path) -> None:
+def test_closing_ends_the_processes_even_in_the_middle_of_a_row(custom, tmp_path):
     body = f"""
         import os, pathlib
         pathlib.Path({str(tmp_path / "pid")!r}).write_text(str(os.getpid()))
@@ -122,7 +123,7 @@ def test_closing_ends_the_processes_even_in_the_middle_of_a_row(custom: Callable
     assert wait_until(lambda: gone(int((tmp_path / "pid").read_text())))
 
 
-def test_the_parent_program_is_not_run_again_by_its_reward_processes(tmp_path: Path) -> None:
+def test_the_parent_program_is_not_run_again_by_its_reward_processes(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
         "print('once', flush=True)\n"
@@ -150,17 +151,22 @@ runner.close()
 
 
 @pytest.fixture
-def parent(tmp_path: Path) -> "Callable[..., tuple[subprocess.Popen[str], list[int]]]":
-    """Starts a run whose reward function starts processes, and gives it with their ids once they are there."""
+def started(tmp_path):
+    """Writes a reward function that starts processes, and gives a way to ask for their ids."""
     (tmp_path / "started").mkdir()
     (tmp_path / "reward.py").write_text(STARTS_OTHERS.replace("{folder!r}", repr(str(tmp_path / "started"))))
+    return lambda: [int(path.name) for path in (tmp_path / "started").iterdir()]
 
-    def start(counts: str) -> "tuple[subprocess.Popen[str], list[int]]":
+
+@pytest.fixture
+def parent(tmp_path, started):
+    """Starts a run with such a function, and gives it with the ids once they are there."""
+
+    def start(counts):
         command = [sys.executable, "-c", PARENT, str(tmp_path / "reward.py"), str(tmp_path / "logs"), counts]
         running = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert running.stdout is not None
         assert running.stdout.readline() == "scored\n"
-        pids = [int(path.name) for path in (tmp_path / "started").iterdir()]
+        pids = started()
         assert len(pids) == sum(map(int, counts.split()))
         assert not any(gone(pid) for pid in pids)
         return running, pids
@@ -168,40 +174,37 @@ def parent(tmp_path: Path) -> "Callable[..., tuple[subprocess.Popen[str], list[i
     return start
 
 
-def test_64_processes_of_a_reward_function_die_with_a_run_that_is_killed(parent) -> None:  # type: ignore[no-untyped-def]
-    running, pids = parent("22 21 21")
+def test_processes_of_a_reward_function_die_with_a_run_that_is_killed(parent):
+    running, pids = parent("6 5 5")
     running.kill()
     running.communicate()
     assert all_gone(pids)
 
 
-def test_processes_of_a_reward_function_are_gone_when_a_run_has_closed(parent) -> None:  # type: ignore[no-untyped-def]
+def test_processes_of_a_reward_function_are_gone_when_a_run_has_closed(parent):
     running, pids = parent("1 1 1")
     running.communicate()
     assert running.returncode == 0
     assert all(gone(pid) for pid in pids)
 
 
-def test_processes_of_a_reward_function_are_gone_when_its_row_has_timed_out(tmp_path: Path) -> None:
-    (tmp_path / "started").mkdir()
-    text = STARTS_OTHERS.replace("{folder!r}", repr(str(tmp_path / "started"))).replace("return 1.0", "time.sleep(300)")
-    (tmp_path / "reward.py").write_text(text)
-    settings = CustomReward(path=str(tmp_path / "reward.py"), timeout_seconds=3.0)
+def test_processes_of_a_reward_function_are_gone_when_its_row_has_timed_out(tmp_path, started):
+    file = tmp_path / "reward.py"
+    file.write_text(file.read_text().replace("return 1.0", "time.sleep(300)"))
+    settings = CustomReward(path=str(file), timeout_seconds=3.0)
     with RewardRunner(settings, 1) as runner:
         runner.check()
         with pytest.raises(RewardError, match="took longer"):
             runner.score(rows("1 1 1"))
-        pids = [int(path.name) for path in (tmp_path / "started").iterdir()]
+        pids = started()
         assert len(pids) == 3
         assert all(gone(pid) for pid in pids)
 
 
-def test_processes_of_a_killed_supervisor_are_found_by_their_mark(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "started").mkdir()
-    (tmp_path / "reward.py").write_text(STARTS_OTHERS.replace("{folder!r}", repr(str(tmp_path / "started"))))
+def test_processes_of_a_killed_supervisor_are_found_by_their_mark(tmp_path, started, caplog):
     with RewardRunner(CustomReward(path=str(tmp_path / "reward.py")), 1) as runner:
         runner.score(rows("1 1 1"))
-        pids = [int(path.name) for path in (tmp_path / "started").iterdir()]
+        pids = started()
         supervisor = runner.pids()[0]
         os.kill(supervisor, signal.SIGKILL)
         assert wait_until(lambda: gone(supervisor))
@@ -211,7 +214,7 @@ def test_processes_of_a_killed_supervisor_are_found_by_their_mark(tmp_path: Path
     assert re.search("killed [34] processes that a reward function had started and left behind", caplog.text)
 
 
-def test_a_process_without_its_supervisor_is_given_no_rows(custom: Callable[..., CustomReward]) -> None:
+def test_a_process_without_its_supervisor_is_given_no_rows(custom):
     outlives_its_supervisor = """
         import ctypes, os
         ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)  # no signal when the supervisor dies
@@ -226,9 +229,7 @@ def test_a_process_without_its_supervisor_is_given_no_rows(custom: Callable[...,
         assert [result.extra["supervisor"]] == runner.pids() != [killed]
 
 
-def test_what_the_function_prints_lies_in_its_log_and_not_among_what_the_run_prints(
-    custom: Callable[..., CustomReward], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_function_prints_lies_in_its_log_and_not_among_what_the_run_prints(custom, tmp_path, capfd):
     body = """
         import subprocess, sys
         print("seen", solution_str)
@@ -241,11 +242,9 @@ def test_what_the_function_prints_lies_in_its_log_and_not_among_what_the_run_pri
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("end", ["os._exit(3)", "time.sleep(60)"])
-def test_a_row_that_ends_its_process_or_hangs_quotes_what_was_printed_last(
-    custom: Callable[..., CustomReward], tmp_path: Path, end: str
-) -> None:
-    settings = custom(f"import os, time\nprint('so far')\n{end}", timeout_seconds=1.0)
+@pytest.mark.parametrize(("end", "seconds"), [("os._exit(3)", 30.0), ("time.sleep(60)", 0.5)])
+def test_a_row_that_ends_its_process_or_hangs_quotes_what_was_printed_last(custom, tmp_path, end, seconds):
+    settings = custom(f"import os, time\nprint('so far')\n{end}", timeout_seconds=seconds)
     with RewardRunner(settings, 1, tmp_path) as runner:
         runner.check()
         with pytest.raises(RewardError) as error:
@@ -253,13 +252,13 @@ def test_a_row_that_ends_its_process_or_hangs_quotes_what_was_printed_last(
     assert f"\n  its last output ({tmp_path / 'process_0.log'}):\n  so far\nCorrect it" in str(error.value)
 
 
-def test_a_function_that_prints_nothing_leaves_no_log(custom: Callable[..., CustomReward], tmp_path: Path) -> None:
+def test_a_function_that_prints_nothing_leaves_no_log(custom, tmp_path):
     with RewardRunner(custom("return 1"), 1, tmp_path / "reward_logs") as runner:
         runner.score(rows("a"))
     assert not (tmp_path / "reward_logs").exists()
 
 
-def test_rows_are_given_up_when_the_run_is_asked_to_stop_and_the_processes_end(custom: Callable[..., CustomReward]) -> None:
+def test_rows_are_given_up_when_the_run_is_asked_to_stop_and_the_processes_end(custom):
     with RewardRunner(custom("import time; time.sleep(600)"), 2) as runner:
         runner.check()
         pids = [process.pid for process in runner._processes]
@@ -279,9 +278,9 @@ def compute_score(data_sources, solution_strs, ground_truths, extra_infos, **kwa
 """
 
 
-def batch(folder: Path, body: str, **settings: object) -> CustomReward:
+def batch(folder, body, **settings):
     (folder / "reward.py").write_text(BATCH.format(body=textwrap.indent(textwrap.dedent(body), "    ")))
-    return CustomReward(path=str(folder / "reward.py"), **settings)  # type: ignore[arg-type]
+    return CustomReward(path=str(folder / "reward.py"), **settings)
 
 
 SEES_ALL = """
@@ -291,7 +290,7 @@ return [{"score": i["index"], "row": [d, s, t], "calls": list(calls), "more": kw
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_the_manager_batch_calls_the_function_once_with_all_rows(tmp_path: Path, num_workers: int) -> None:
+def test_the_manager_batch_calls_the_function_once_with_all_rows(tmp_path, num_workers):
     settings = batch(tmp_path, SEES_ALL, reward_kwargs={"bonus": 2})
     with RewardRunner(settings, num_workers, manager="batch") as runner:
         results = runner.score(rows(*"abcdefghij"))
@@ -300,7 +299,7 @@ def test_the_manager_batch_calls_the_function_once_with_all_rows(tmp_path: Path,
         assert runner.score([]) == []
 
 
-def test_an_async_function_may_score_a_batch(tmp_path: Path) -> None:
+def test_an_async_function_may_score_a_batch(tmp_path):
     settings = batch(tmp_path, "import asyncio\nawait asyncio.sleep(0)\nreturn list(map(len, solution_strs))")
     text = (tmp_path / "reward.py").read_text().replace("def compute", "async def compute")
     (tmp_path / "reward.py").write_text(text)
@@ -308,7 +307,7 @@ def test_an_async_function_may_score_a_batch(tmp_path: Path) -> None:
         assert [r.score for r in runner.score(rows("a", "bc"))] == [1.0, 2.0]
 
 
-def test_the_rules_score_under_every_manager() -> None:
+def test_the_rules_score_under_every_manager():
     for manager in ("naive", "batch", "dapo", "prime"):
         with RewardRunner(CustomReward(), 1, manager=manager) as runner:
             assert [r.score for r in runner.score(rows("4", "5", source="toy/arithmetic"))] == [1.0, 0.0]
@@ -320,29 +319,29 @@ def test_the_rules_score_under_every_manager() -> None:
         ("raise ValueError('no')", "raised:.*ValueError: no"),
         ("return [1.0]", "returned 1 scores for 3 rows"),
         ("import os; os._exit(3)", "exited with code 3"),
-        ("import time; time.sleep(60)", "took longer than custom_reward_function.timeout_seconds=0.5"),
+        ("import time; time.sleep(60)", "took longer than custom_reward_function.timeout_seconds=0.3"),
     ],
 )
-def test_what_goes_wrong_with_the_one_call_goes_wrong_with_every_row(tmp_path: Path, body: str, message: str) -> None:
-    with (
-        RewardRunner(batch(tmp_path, body, timeout_seconds=0.5), 1, manager="batch") as runner,
-        pytest.raises(RewardError, match=rf"(?s)^train\.jsonl:1: .*{message}"),
-    ):
-        runner.score(rows("a", "b", "c"))
-    settings = batch(tmp_path, body, timeout_seconds=0.5, on_error="score", fallback_score=-1.0)
-    with RewardRunner(settings, 1, manager="batch") as runner:
+def test_what_goes_wrong_with_the_one_call_goes_wrong_with_every_row(tmp_path, body, message, caplog):
+    settings = batch(tmp_path, body, timeout_seconds=0.3, on_error="score", fallback_score=-1.0)
+    with RewardRunner(settings, 1, manager="batch") as runner, caplog.at_level(logging.WARNING):
         assert [(r.score, r.failed) for r in runner.score(rows("a", "b", "c"))] == [(-1.0, True)] * 3
+    assert re.search(rf"(?s)failed on 3 of 3 rows.*the first is train\.jsonl:1: .*{message}", caplog.text)
 
 
-def test_one_bad_score_of_a_batch_fails_its_row_alone(tmp_path: Path) -> None:
+def test_a_call_that_fails_for_all_rows_stops_the_run_with_the_name_of_the_first(tmp_path):
+    settings = batch(tmp_path, "return [1.0]")
+    with RewardRunner(settings, 1, manager="batch") as runner, pytest.raises(RewardError, match=r"^train\.jsonl:1: .*for 3 rows"):
+        runner.score(rows("a", "b", "c"))
+
+
+def test_one_bad_score_of_a_batch_fails_its_row_alone(tmp_path):
     settings = batch(tmp_path, "return [1.0, None, 2.0]", on_error="score")
     with RewardRunner(settings, 1, manager="batch") as runner:
         assert [(r.score, r.failed) for r in runner.score(rows("a", "b", "c"))] == [(1.0, False), (0.0, True), (2.0, False)]
 
 
-def test_prime_scores_rows_in_parallel_and_a_slow_one_delays_no_other(
-    custom: Callable[..., CustomReward], tmp_path: Path
-) -> None:
+def test_prime_scores_rows_in_parallel_and_a_slow_one_delays_no_other(custom, tmp_path):
     """The slow row waits until all others have been scored, by the other process."""
     (tmp_path / "done").mkdir()
     body = f"""

@@ -3,16 +3,13 @@
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.rewards.sandbox_service import FAILS_INSIDE, Together, answer, not_compiled, runs_it, sandbox_service, says
-from tests.rewards.test_judge import Judge, fails, reply
+from tests.rewards.test_judge import fails, reply
 from verl_memopt.config.schema import CustomReward, SandboxFusion
 from verl_memopt.errors import RewardError
 from verl_memopt.rewards.judge import LARGEST_ANSWER_BYTES, Patience
@@ -30,22 +27,22 @@ TASK = json.dumps({"inputs": ["1\n", "2\n", "3\n", "4\n"], "outputs": ["2\n", "4
 
 
 @pytest.fixture
-def service() -> Iterator[Judge]:
+def service():
     with sandbox_service() as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def scripted() -> Iterator[Judge]:
+def scripted():
     with sandbox_service() as running:
         yield running
 
 
-def score(service: Judge, solution: str, truth: Any, slots: int = 8, patience: Patience = QUICK) -> float:
+def score(service, solution, truth, slots=8, patience=QUICK):
     return asyncio.run(Grader(Sandbox(service.url, slots, 64), patience).score(solution, truth))
 
 
-def test_the_score_is_the_share_of_test_cases_that_the_program_passes(service: Judge) -> None:
+def test_the_score_is_the_share_of_test_cases_that_the_program_passes(service):
     assert score(service, f"Doubling does it.\n{DOUBLES}", TASK) == 0.75
     assert score(service, "```python\nprint(6)\n```", TASK) == 0.25
     assert score(service, "```python\nimport sys\nprint(2 * int(input()))\nsys.exit(3)\n```", TASK) == 0.0
@@ -53,12 +50,12 @@ def test_the_score_is_the_share_of_test_cases_that_the_program_passes(service: J
     assert score(service, "```python\nthis is no program\n```", TASK) == 0.0
 
 
-def test_a_program_that_does_not_end_passes_nothing(service: Judge) -> None:
+def test_a_program_that_does_not_end_passes_nothing(service):
     endless_on_two = "```python\nx = int(input())\nwhile x == 2: pass\nprint(2 * x)\n```"
     assert score(service, endless_on_two, TASK) == 0.5
 
 
-def test_a_function_is_called_by_name(service: Judge) -> None:
+def test_a_function_is_called_by_name(service):
     task = {"inputs": ["[1, 2]\n3", "[]\n4"], "outputs": ["[1, 2, 3]", "[4]"], "fn_name": "append"}
     solution = (
         "```python\nclass Solution:\n    def append(self, items: List[int], item: int):\n        return [*items, item]\n```"
@@ -67,17 +64,17 @@ def test_a_function_is_called_by_name(service: Judge) -> None:
     assert score(service, solution.replace("append", "other"), task) == 0.0
 
 
-def test_assertions_run_after_the_program(service: Judge) -> None:
+def test_assertions_run_after_the_program(service):
     task = {"assert_case": ["assert f(1) == 2", "assert f(5) == 6", "assert f(0) == 0"]}
     assert score(service, "```python\ndef f(x): return x + 1\n```", task) == pytest.approx(2 / 3)
 
 
-def test_a_response_without_code_scores_nothing_and_asks_nobody(service: Judge) -> None:
+def test_a_response_without_code_scores_nothing_and_asks_nobody(service):
     assert score(service, "I do not know.", TASK) == 0.0
     assert service.requests == []
 
 
-def test_the_service_is_told_program_input_and_limits(service: Judge) -> None:
+def test_the_service_is_told_program_input_and_limits(service):
     score(service, DOUBLES, {"inputs": ["7\n"], "outputs": ["14\n"]})
     [(_, body, _)] = service.requests
     assert body == {
@@ -96,7 +93,7 @@ ANSWERS = {
 }
 
 
-def share_passed(outcomes: list[str]) -> float:
+def share_passed(outcomes):
     """The definition: each of the first ten cases has a code, a compile error holds for all after it, and passes are averaged."""
     codes = [{"right": 1, "not compiled": -4, "not compiled in time": -4}.get(outcome, 0) for outcome in outcomes]
     if -4 in codes:
@@ -106,9 +103,9 @@ def share_passed(outcomes: list[str]) -> float:
     return sum(1 for code in counted if code == 1) / min(len(outcomes), 10)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(sorted(ANSWERS)), min_size=1, max_size=13))
-def test_the_score_is_that_of_an_independent_definition_for_every_outcome(scripted: Judge, outcomes: list[str]) -> None:
+def test_the_score_is_that_of_an_independent_definition_for_every_outcome(scripted, outcomes):
     scripted.behaviours = [lambda handler, body: reply(handler, 200, json.dumps(ANSWERS[body["stdin"]]).encode())]
     scripted.requests.clear()
     assert score(scripted, DOUBLES, {"inputs": outcomes, "outputs": ["yes"] * len(outcomes)}) == share_passed(outcomes)
@@ -116,7 +113,7 @@ def test_the_score_is_that_of_an_independent_definition_for_every_outcome(script
 
 
 @pytest.mark.parametrize("trouble", [fails(503), says(FAILS_INSIDE)])
-def test_a_service_that_recovers_is_asked_again(service: Judge, trouble: Any) -> None:
+def test_a_service_that_recovers_is_asked_again(service, trouble):
     service.behaviours = [trouble, trouble, runs_it]
     assert score(service, DOUBLES, {"inputs": ["1"], "outputs": ["2"]}) == 1.0
     assert len(service.requests) == 3
@@ -131,46 +128,46 @@ def test_a_service_that_recovers_is_asked_again(service: Judge, trouble: Any) ->
         (says(FAILS_INSIDE), r"the service failed to run the program, 3 times \(no pod is free\)"),
     ],
 )
-def test_a_service_that_gives_no_verdict_is_an_error_and_no_wrong_answer(service: Judge, trouble: Any, reason: str) -> None:
+def test_a_service_that_gives_no_verdict_is_an_error_and_no_wrong_answer(service, trouble, reason):
     service.behaviours = [trouble]
     with pytest.raises(RewardError, match=rf"^cannot score this row: {KEY}={service.url.replace('?', '.')}: .*({reason})"):
         score(service, DOUBLES, TASK)
 
 
-def test_a_program_that_prints_more_than_an_answer_holds_has_failed(service: Judge) -> None:
+def test_a_program_that_prints_more_than_an_answer_holds_has_failed(service):
     service.behaviours = [says(answer("Success", "x" * LARGEST_ANSWER_BYTES))]
     assert score(service, DOUBLES, {"inputs": ["1"], "outputs": ["2"]}) == 0.0
     assert len(service.requests) == 1
 
 
-def test_a_ground_truth_that_is_no_code_task_is_an_error_also_for_a_response_without_code(service: Judge) -> None:
+def test_a_ground_truth_that_is_no_code_task_is_an_error_also_for_a_response_without_code(service):
     with pytest.raises(RewardError, match=r"^cannot score this row: its ground truth is no code task: it is no JSON"):
         score(service, "no code", "{")
 
 
-def test_no_more_programs_are_under_way_than_there_are_slots(service: Judge) -> None:
+def test_no_more_programs_are_under_way_than_there_are_slots(service):
     together = Together(3)
     service.behaviours = [together]
     grader = Grader(Sandbox(service.url, 3, 64), QUICK)
 
-    async def three_rows() -> list[float]:
+    async def three_rows():
         return await asyncio.gather(*(grader.score(DOUBLES, {"inputs": ["1"] * 5, "outputs": ["2"] * 5}) for _ in range(3)))
 
     assert asyncio.run(three_rows()) == [1.0] * 3
     assert together.most == 3
 
 
-def test_a_row_that_is_given_up_keeps_its_slot_until_its_call_has_ended(service: Judge) -> None:
+def test_a_row_that_is_given_up_keeps_its_slot_until_its_call_has_ended(service):
     begun = threading.Event()
 
-    def hangs(handler: BaseHTTPRequestHandler, body: Any) -> None:
+    def hangs(handler, body):
         begun.set()
         service.released.wait(60)
 
     service.behaviours = [hangs, runs_it]
     grader = Grader(Sandbox(service.url, 1, 64), QUICK)
 
-    async def second_row() -> int:
+    async def second_row():
         first = asyncio.create_task(grader.score(DOUBLES, TASK))
         await asyncio.to_thread(begun.wait, 60)
         first.cancel()
@@ -185,15 +182,15 @@ def test_a_row_that_is_given_up_keeps_its_slot_until_its_call_has_ended(service:
     assert asyncio.run(second_row()) == 1
 
 
-def test_the_first_error_gives_up_the_calls_of_its_row_that_still_wait(service: Judge) -> None:
-    def waits(handler: BaseHTTPRequestHandler, body: Any) -> None:
+def test_the_first_error_gives_up_the_calls_of_its_row_that_still_wait(service):
+    def waits(handler, body):
         service.released.wait(60)
         runs_it(handler, body)
 
     service.behaviours = [fails(404), waits]
     grader = Grader(Sandbox(service.url, 1, 64), QUICK)
 
-    async def two_rows() -> float:
+    async def two_rows():
         with pytest.raises(RewardError, match="404"):
             await grader.score(DOUBLES, TASK)
         service.released.set()
@@ -206,42 +203,42 @@ def test_the_first_error_gives_up_the_calls_of_its_row_that_still_wait(service: 
 @pytest.mark.parametrize(
     ("most", "processes", "slots"), [(64, 1, [64]), (64, 4, [16] * 4), (25, 64, [13, 12]), (7, 3, [7]), (1, 1, [1])]
 )
-def test_slots_are_shared_out_over_as_many_processes_as_can_take_a_whole_row(most: int, processes: int, slots: list[int]) -> None:
+def test_slots_are_shared_out_over_as_many_processes_as_can_take_a_whole_row(most, processes, slots):
     shares = share_out(SandboxFusion("http://h", most, 32), processes)
     assert shares == [Sandbox("http://h", number, 32) for number in slots]
 
 
-def code_rows(*solutions: str) -> list[RewardRow]:
+def code_rows(*solutions):
     return [RewardRow("taco", text, TASK, {}, f"train.jsonl:{place}") for place, text in enumerate(solutions, start=1)]
 
 
 @pytest.mark.parametrize("manager", ["naive", "batch", "dapo", "prime"])
-def test_every_manager_scores_code_beside_other_rules(service: Judge, manager: str) -> None:
+def test_every_manager_scores_code_beside_other_rules(service, manager):
     rows = [*code_rows(DOUBLES, "no code"), RewardRow("toy/arithmetic", "4", "4", {}, "train.jsonl:3")]
     with RewardRunner(CustomReward(), 1, manager=manager, sandbox=SandboxFusion(service.url)) as runner:
         assert [result.score for result in runner.score(rows)] == [0.75, 0.0, 1.0]
     assert len(service.requests) == 4
 
 
-def test_a_mathematical_answer_that_takes_too_long_ends_beside_code(service: Judge) -> None:
+def test_a_mathematical_answer_that_takes_too_long_ends_beside_code(service):
     pytest.importorskip("math_verify")
     slow = RewardRow("numina_olympiads", r"\boxed{9^{9^{9^{9}}}}", "4", {}, "train.jsonl:0")
     with RewardRunner(CustomReward(timeout_seconds=30.0), 1, sandbox=SandboxFusion(service.url)) as runner:
         assert [result.score for result in runner.score([slow, *code_rows(DOUBLES)])] == [0.0, 0.75]
 
 
-def test_processes_share_the_bound(service: Judge) -> None:
+def test_processes_share_the_bound(service):
     together = Together(20)
     service.behaviours = [together]
     ten = json.dumps({"inputs": ["1"] * 10, "outputs": ["2"] * 10})
-    rows = [RewardRow("apps", DOUBLES, ten, {}, f"train.jsonl:{place}") for place in range(4)]
+    rows = [RewardRow("apps", DOUBLES, ten, {}, f"train.jsonl:{place}") for place in range(2)]
     with RewardRunner(CustomReward(), 4, sandbox=SandboxFusion(service.url, max_concurrent=20)) as runner:
-        assert [result.score for result in runner.score(rows)] == [1.0] * 4
+        assert [result.score for result in runner.score(rows)] == [1.0] * 2
         assert len(runner.pids()) == 2
     assert together.most == 20
 
 
-def test_a_row_that_the_service_refuses_is_named_or_counted(service: Judge) -> None:
+def test_a_row_that_the_service_refuses_is_named_or_counted(service):
     service.behaviours = [fails(401, b"who?")]
     sandbox = SandboxFusion(service.url)
     with RewardRunner(CustomReward(), 1, sandbox=sandbox) as runner, pytest.raises(RewardError) as error:
@@ -253,7 +250,7 @@ def test_a_row_that_the_service_refuses_is_named_or_counted(service: Judge) -> N
     assert [(result.score, result.failed) for result in results] == [(-1.0, True), (0.0, False)]
 
 
-def test_a_service_is_tried_before_a_run_begins(service: Judge) -> None:
+def test_a_service_is_tried_before_a_run_begins(service):
     check_service(SandboxFusion(None))
     assert service.requests == []
     check_service(SandboxFusion(service.url))
@@ -268,15 +265,13 @@ def test_a_service_is_tried_before_a_run_begins(service: Judge) -> None:
         (says("hello"), "is no answer of a SandboxFusion service"),
     ],
 )
-def test_a_service_that_fails_its_first_program_is_an_error_with_key_and_address(
-    service: Judge, trouble: Any, reason: str
-) -> None:
+def test_a_service_that_fails_its_first_program_is_an_error_with_key_and_address(service, trouble, reason):
     service.behaviours = [trouble]
     with pytest.raises(RewardError, match=rf"^{KEY}={service.url.replace('?', '.')}: .*{reason}"):
         check_service(SandboxFusion(service.url), QUICK)
 
 
-def test_a_service_that_is_not_there_is_an_error_with_key_address_and_way_out(service: Judge) -> None:
+def test_a_service_that_is_not_there_is_an_error_with_key_address_and_way_out(service):
     service.server.shutdown()
     service.server.server_close()
     with pytest.raises(RewardError, match=rf"^{KEY}=http.*ConnectionRefusedError"):

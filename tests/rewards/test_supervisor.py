@@ -1,9 +1,10 @@
 """What stands between a run and a reward function: signals pass it by, limits are held, it ends as the function's process did."""
 
 import os
+import resource
 import signal
-from collections.abc import Callable
-from pathlib import Path
+import subprocess
+import sys
 
 import pytest
 
@@ -12,25 +13,28 @@ from tests.rewards.processes import gone, wait_until
 from verl_memopt.config.schema import CustomReward
 from verl_memopt.errors import RewardError
 from verl_memopt.rewards.runner import RewardRunner
+from verl_memopt.rewards.score import Limits
+from verl_memopt.rewards.supervisor import LOG_BYTES, OutputLog, last_lines
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_signals_to_every_process_of_a_run_end_no_row(custom: Callable[..., CustomReward], tmp_path: Path, number: int) -> None:
+def test_signals_to_every_process_of_a_run_end_no_row(custom):
     """Sent to the supervisor and to the function's process in the middle of a row, which is then scored all the same."""
-    body = f"""
-        import os, pathlib, signal, time
-        os.kill(os.getppid(), {number})
-        os.kill(os.getpid(), {number})
+    body = """
+        import os, signal, time
+        os.kill(os.getppid(), int(solution_str))
+        os.kill(os.getpid(), int(solution_str))
         time.sleep(0.2)
         return os.getpid()
     """
+    signals = rows(*(str(int(number)) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)))
     with RewardRunner(custom(body), 1) as runner:
-        first, second = runner.score(rows("a", "b"))
-        assert (first.failed, first.score) == (False, second.score)
+        results = runner.score(signals)
+        assert not any(result.failed for result in results)
+        assert len({result.score for result in [*results, *runner.score(signals[:1])]}) == 1
         assert os.getsid(runner.pids()[0]) != os.getsid(0)  # Ctrl-C does not reach it
 
 
-def test_a_program_that_a_reward_function_starts_is_ended_by_signals_as_any_other(custom: Callable[..., CustomReward]) -> None:
+def test_a_program_that_a_reward_function_starts_is_ended_by_signals_as_any_other(custom):
     body = """
         import signal, subprocess
         process = subprocess.Popen(["sleep", "60"])
@@ -68,29 +72,27 @@ time.sleep(60)
             r"custom_reward_function\.memory_gb=0\.2",
         ),
         (
-            "import os\nos.fork()\nwhile True: pass",
+            "import os, time\nif os.fork(): time.sleep(60)\nwhile True: pass",
             {"cpu_seconds": 0.3},
             r"ended its process, which took more processor time than custom_reward_function\.cpu_seconds=0\.3",
         ),
         ("held = []\nwhile True: held.append(open('/dev/null'))", {"open_files": 64}, "Too many open files"),
     ],
 )
-def test_a_row_that_takes_more_than_its_limit_is_named_with_the_limit(
-    custom: Callable[..., CustomReward], body: str, settings: dict[str, float], said: str
-) -> None:
+def test_a_row_that_takes_more_than_its_limit_is_named_with_the_limit(custom, body, settings, said):
     with RewardRunner(custom(f"if solution_str != 'bad': return 1\n{body}", **settings), 1) as runner:
         runner.check()
         with pytest.raises(RewardError, match=rf"(?s)^train\.jsonl:2: .*{said}"):
             runner.score(rows("ok", "bad", "ok"))
 
 
-def test_a_processor_time_limit_holds_for_a_row_and_not_for_the_batch(custom: Callable[..., CustomReward]) -> None:
-    busy = "import time\nend = time.process_time() + 0.4\nwhile time.process_time() < end: pass\nreturn 1"
-    with RewardRunner(custom(busy, cpu_seconds=0.9), 1) as runner:
-        assert [r.score for r in runner.score(rows("a", "b", "c", "d"))] == [1.0] * 4
+def test_a_processor_time_limit_holds_for_a_row_and_not_for_the_batch(custom):
+    busy = "import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass\nreturn 1"
+    with RewardRunner(custom(busy, cpu_seconds=0.7), 1) as runner:
+        assert [r.score for r in runner.score(rows("a", "b", "c"))] == [1.0] * 3
 
 
-def test_a_busy_function_dies_with_its_supervisor(custom: Callable[..., CustomReward], tmp_path: Path) -> None:
+def test_a_busy_function_dies_with_its_supervisor(custom, tmp_path):
     """It holds the interpreter lock for good, so nothing inside its process could notice."""
     body = f"""
         import os, re, signal, pathlib
@@ -106,7 +108,7 @@ def test_a_busy_function_dies_with_its_supervisor(custom: Callable[..., CustomRe
     assert wait_until(lambda: gone(int((tmp_path / "pid").read_text())))
 
 
-def test_a_function_that_crashes_leaves_the_line_it_crashed_in(custom: Callable[..., CustomReward], tmp_path: Path) -> None:
+def test_a_function_that_crashes_leaves_the_line_it_crashed_in(custom, tmp_path):
     settings = custom("import ctypes\nctypes.string_at(0)")
     with RewardRunner(settings, 1, tmp_path) as runner, pytest.raises(RewardError, match="was killed by SIGSEGV") as error:
         runner.score(rows("a"))
@@ -114,9 +116,7 @@ def test_a_function_that_crashes_leaves_the_line_it_crashed_in(custom: Callable[
     assert "its last output" in str(error.value)
 
 
-def test_what_a_process_leaves_when_it_crashes_is_ended_before_its_end_is_told(
-    custom: Callable[..., CustomReward], tmp_path: Path
-) -> None:
+def test_what_a_process_leaves_when_it_crashes_is_ended_before_its_end_is_told(custom, tmp_path):
     body = f"""
         import os, pathlib, subprocess
         process = subprocess.Popen(["sleep", "60"], start_new_session=True)
@@ -127,3 +127,77 @@ def test_what_a_process_leaves_when_it_crashes_is_ended_before_its_end_is_told(
         with pytest.raises(RewardError, match="exited with code 3"):
             runner.score(rows("a"))
         assert gone(int((tmp_path / "pid").read_text()))
+
+
+def under(limits, program):
+    bound = f"from verl_memopt.rewards.score import Limits; {limits!r}.bind_process()\n{program}"
+    return subprocess.run([sys.executable, "-c", bound], capture_output=True, text=True, check=False)
+
+
+def test_a_row_may_take_32_processor_seconds_for_each_second_of_its_time_limit_unless_it_is_set():
+    assert Limits.of(CustomReward(timeout_seconds=2)).cpu_seconds == 64
+    assert Limits.of(CustomReward(timeout_seconds=2, cpu_seconds=5)).cpu_seconds == 5
+
+
+def test_a_limit_above_the_machines_own_is_lowered_to_it():
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard == resource.RLIM_INFINITY:
+        pytest.skip("this machine bounds no open files")
+    shown = under(Limits(1, 1, hard + 1), "import resource; print(*resource.getrlimit(resource.RLIMIT_NOFILE))")
+    assert shown.stdout.split() == [str(hard)] * 2
+
+
+def test_torch_can_be_imported_and_used_under_the_default_limits():
+    shown = under(Limits.of(CustomReward()), "import torch; print(float((torch.ones(512, 512) @ torch.ones(512, 512)).sum()))")
+    assert shown.stdout.split() == [str(512.0**3)], shown.stderr
+
+
+def test_a_log_is_made_at_the_first_write_and_keeps_what_was_there(tmp_path):
+    path = tmp_path / "logs" / "a.log"
+    log = OutputLog(path)
+    assert not path.parent.exists()
+    log.write(b"one\n")
+    OutputLog(path).write(b"two\n")
+    assert path.read_bytes() == b"one\ntwo\n"
+
+
+def test_a_log_never_grows_past_its_limit_and_keeps_whole_lines_of_the_end(tmp_path):
+    log = OutputLog(tmp_path / "a.log")
+    lines = [b"%06d %s\n" % (number, b"x" * 992) for number in range(3000)]
+    for line in lines:
+        log.write(line)
+        assert log.path.stat().st_size <= LOG_BYTES
+    kept = log.path.read_bytes()
+    assert b"".join(lines).endswith(kept)
+    assert kept.splitlines(keepends=True)[0] in lines
+    assert len(kept) > LOG_BYTES // 2 - 1000
+    assert os.listdir(tmp_path) == ["a.log"]
+
+
+def test_a_disk_that_refuses_loses_the_output_and_says_so_once(tmp_path, capfd):
+    (tmp_path / "file").write_text("")
+    log = OutputLog(tmp_path / "file" / "a.log")
+    log.write(b"lost\n")
+    log.write(b"lost\n")
+    said = capfd.readouterr().err
+    assert said == f"{log.path}: the output of a reward function cannot be written (File exists).\n"
+
+
+def test_the_last_lines_are_quoted_under_the_name_of_the_log(tmp_path):
+    path = tmp_path / "a.log"
+    path.write_text("".join(f"line {number}\n\n" for number in range(9)))
+    assert last_lines(path) == f"\n  its last output ({path}):\n  line 4\n  line 5\n  line 6\n  line 7\n  line 8"
+
+
+def test_what_an_earlier_process_printed_is_not_quoted(tmp_path):
+    path = tmp_path / "a.log"
+    path.write_text("old\n")
+    assert last_lines(path, since=4) == ""
+    path.write_text("old\nnew\n")
+    assert last_lines(path, since=4) == f"\n  its last output ({path}):\n  new"
+    path.write_text("cut\n")
+    assert "cut" in last_lines(path, since=400)
+
+
+def test_no_log_and_no_file_give_nothing_to_quote(tmp_path):
+    assert last_lines(None) == last_lines(tmp_path / "absent.log") == ""

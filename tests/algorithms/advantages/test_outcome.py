@@ -10,13 +10,18 @@ from torch._subclasses import FakeTensorMode
 from tests.algorithms.modes import OF_REWARDS
 from tests.algorithms.ragged import ragged
 from verl_memopt.algorithms.estimators import (
+    check_rewards,
     gpg_advantages,
+    group_counts,
+    group_statistics,
     grpo_advantages,
     grpo_passk_advantages,
+    has_signal,
     opo_advantages,
     rloo_advantages,
     without_baseline,
 )
+from verl_memopt.errors import RewardError
 
 NAN = float("nan")
 
@@ -186,3 +191,40 @@ def test_advantages_run_on_fake_tensors(name):
     with FakeTensorMode():
         advantages = OF_REWARDS[name](torch.zeros(6), torch.zeros(6, dtype=torch.long), torch.ones(6, dtype=torch.bool))
     assert advantages.shape == (6,)
+
+
+@pytest.mark.parametrize("reward", [math.inf, -math.inf])
+def test_an_infinite_reward_is_an_error_that_names_its_row(reward):
+    with pytest.raises(RewardError, match=r"train\.jsonl:2: the reward is -?inf"):
+        check_rewards(torch.tensor([0.0, reward]), ["train.jsonl:1", "train.jsonl:2"])
+
+
+def test_a_nan_reward_makes_its_row_invalid():
+    assert check_rewards(torch.tensor([0.0, NAN, -1.0]), ["a", "b", "c"]).tolist() == [True, False, True]
+
+
+def test_groups_that_teach_nothing_are_counted_by_their_reason():
+    counts = group_counts(*tensors([1.0, 1.0, 0.0, 1.0, NAN, 3.0, NAN, NAN], [0, 0, 1, 1, 2, 2, 3, 3]))
+    assert counts == {"invalid_rows": 3.0, "single_valid_groups": 1.0, "equal_groups_share": 0.75}
+
+
+def test_no_rows_have_no_equal_groups():
+    nothing = torch.zeros(0)
+    assert group_counts(nothing, nothing.long(), nothing.bool())["equal_groups_share"] == 0.0
+
+
+def test_a_single_valid_member_is_its_groups_mean_and_has_no_deviation():
+    stats = group_statistics(*tensors([5.0, NAN], [0, 0]))
+    assert (stats.count.tolist(), stats.mean.tolist(), stats.std.tolist()) == ([1, 1], [5, 5], [0, 0])
+    assert stats.informative.tolist() == [False, False]
+
+
+@given(rows)
+def test_a_group_is_kept_if_two_of_its_members_differ_or_if_it_was_sampled_once(rows):
+    rewards, groups, valid = (list(column) for column in zip(*rows, strict=True))
+    expected = []
+    for i, group in enumerate(groups):
+        members = [j for j in range(len(groups)) if groups[j] == group]
+        differ = len({rewards[j] for j in members if valid[j]}) > 1
+        expected.append(differ or (len(members) == 1 and valid[i]))
+    assert has_signal(*tensors(rewards, groups, valid)).tolist() == expected

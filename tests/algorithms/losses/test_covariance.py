@@ -4,14 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.algorithms.ragged import ragged
-from verl_memopt.algorithms.losses import (
-    LossTokens,
-    clip_cov_loss,
-    kl_cov_loss,
-    select_clip_cov,
-    select_kl_cov,
-    token_covariance,
-)
+from verl_memopt.algorithms.losses import LossTokens, clip_cov_loss, kl_cov_loss, select_clip_cov, select_kl_cov, token_covariance
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor, PolicyLoss
 

@@ -10,7 +10,6 @@ from verl_memopt.algorithms.rows import LOSS_AGG_MODES, GlobalCounts
 
 
 def naive_value_loss(predictions, values, returns, mode, clip):
-    """Row by row from lists."""
     rows, scale = [], 4
     for row in zip(predictions, values, returns, strict=True):
         terms = []
