@@ -20,6 +20,8 @@ import threading
 import traceback
 from pathlib import Path
 
+from huggingface_hub import constants
+
 ROOT = Path(__file__).parents[1]
 PYTHON = str(ROOT / "tests" / "forked_python")
 """Takes an interpreter's place where the variables of :meth:`ForkServer.variables` are set."""
@@ -216,6 +218,7 @@ def _become(asked, streams):
     os.closerange(3, 256)
     os.environ.clear()
     os.environ.update(asked["env"])
+    constants.HF_HUB_CACHE = os.environ.get("HF_HUB_CACHE", constants.HF_HUB_CACHE)  # read when it was imported
     os.chdir(asked["cwd"])
     sys.stdin = open(0)  # noqa: SIM115 - as the interpreter's, for as long as the process lives
     sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]

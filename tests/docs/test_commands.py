@@ -13,7 +13,7 @@ import subprocess
 import pytest
 
 from tests.docs.pages import DOCS, README, ROOT, blocks, commands, page_name
-from tests.end_to_end.runs import LOCAL, script_environment, succeeded, train
+from tests.end_to_end.runs import LOCAL, script_environment, steps_here
 from tests.forked import PYTHON
 from verl_memopt.config.loader import load_settings
 from verl_memopt.memory.knob import knobs
@@ -32,9 +32,7 @@ MADE = ("runs", "checkpoints", "data", "build")
 def run_folder(toy, tmp_path_factory):
     """A run of one step, with a checkpoint."""
     folder = tmp_path_factory.mktemp("commands") / "run"
-    succeeded(
-        train(toy, folder, *LOCAL, "trainer.total_training_steps=1", "trainer.save_freq=1", "trainer.val_before_train=false")
-    )
+    steps_here(toy, folder, *LOCAL, "trainer.total_training_steps=1", "trainer.save_freq=1", "trainer.val_before_train=false")
     return folder
 
 
@@ -71,10 +69,10 @@ class Checkout:
             (folder / name).write_text(row + "\n")
 
     def shell(self, command):
-        """Return what a command of the shell printed. It must end well."""
+        """Return a command of the shell that has ended well."""
         process = self.ended(command)
         assert process.returncode == 0, f"{command}\n{process.stdout[-2000:]}{process.stderr[-3000:]}"
-        return process.stdout
+        return process
 
     def ended(self, command):
         """Return a command that has ended; its Python is forked from one that has imported torch."""
@@ -93,17 +91,12 @@ class Checkout:
         presets = " ".join(word for word in overrides if word.startswith(("model=", "memory=")))
         key = (variables, script, presets)
         if key not in self.handed:
-            self.handed[key] = self.handed_on(f"{variables}bash {script} debug=dry {presets}")
+            traced = self.shell(f"{variables}bash {script} debug=dry {presets}").stderr
+            self.handed[key] = shlex.split(ENTRY.findall(traced)[-1])
         handed = self.handed[key]
         name, folder = (handed[handed.index(option) + 1] for option in ("--config-name", "--config-dir"))
         others = [word for word in overrides if word not in presets.split()]
         self._resolve(name, [word for word in handed if "=" in word] + others, folder)
-
-    def handed_on(self, command):
-        """Return the arguments that a script hands to the training entry, from the shell's trace of it."""
-        process = self.ended(command)
-        assert process.returncode == 0, f"{command}\n{process.stderr[-3000:]}"
-        return shlex.split(ENTRY.findall(process.stderr)[-1])
 
     def _resolve(self, name, overrides, folder="recipe/rloo"):
         settings = load_settings(name, overrides, str(ROOT / folder))
@@ -115,7 +108,7 @@ class Checkout:
         """Run a command of a page, or what it would run."""
         variables, _, program = re.fullmatch(r"((\w+=\S+ )*)(.*)", command).groups()
         if program.startswith("make train"):
-            planned = self.shell(f"{variables}make -n {program.removeprefix('make ')}").splitlines()
+            planned = self.shell(f"{variables}make -n {program.removeprefix('make ')}").stdout.splitlines()
             assert planned[0] == "./setup_env.sh"
             self.train(variables, planned[-1])
         elif program.startswith("make "):
