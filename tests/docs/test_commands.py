@@ -13,7 +13,7 @@ import subprocess
 import pytest
 
 from tests.docs.pages import DOCS, README, ROOT, blocks, commands, page_name
-from tests.end_to_end.runs import LOCAL, script_environment, steps_here
+from tests.end_to_end.runs import LOCAL, script_environment, succeeded, train
 from tests.forked import PYTHON
 from verl_memopt.config.loader import load_settings
 from verl_memopt.memory.knob import knobs
@@ -32,7 +32,9 @@ MADE = ("runs", "checkpoints", "data", "build")
 def run_folder(toy, tmp_path_factory):
     """A run of one step, with a checkpoint."""
     folder = tmp_path_factory.mktemp("commands") / "run"
-    steps_here(toy, folder, *LOCAL, "trainer.total_training_steps=1", "trainer.save_freq=1", "trainer.val_before_train=false")
+    succeeded(
+        train(toy, folder, *LOCAL, "trainer.total_training_steps=1", "trainer.save_freq=1", "trainer.val_before_train=false")
+    )
     return folder
 
 

@@ -16,7 +16,6 @@ import yaml
 
 from tests.end_to_end.runs import LOCAL, RECIPES, ROOT, metrics, script_environment
 from tests.forked import PYTHON
-from verl_memopt.config.keys import flatten
 from verl_memopt.config.loader import PACKAGED, load_settings, to_plain
 from verl_memopt.worker.group import free_port
 
@@ -80,12 +79,19 @@ def run_script(script, folder, *arguments, **variables):
 
 def printed(script, folder, *arguments, **variables):
     """Gives the settings that a script prints with ``debug=dry``, by dotted key."""
-    return flatten(yaml.safe_load(run_script(script, folder, "debug=dry", *arguments, **variables).stdout))
+    return flat(yaml.safe_load(run_script(script, folder, "debug=dry", *arguments, **variables).stdout))
 
 
 @pytest.fixture
 def resolved(script, tmp_path):
     return partial(printed, script, tmp_path)
+
+
+def flat(tree, prefix=""):
+    found = {}
+    for name, value in tree.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
 
 
 @pytest.mark.parametrize("name", SITUATIONS)
@@ -96,7 +102,7 @@ def test_a_script_of_a_situation_composes_with_the_tiny_model_and_its_profile(na
     assert settings[f"{AR}.model.path"] == f"{toy}/model"
     assert settings["trainer.experiment_name"] == experiment
     if memory is not None:
-        profile = flatten(yaml.safe_load((PACKAGED / "memory" / f"{memory}.yaml").read_text()))
+        profile = flat(yaml.safe_load((PACKAGED / "memory" / f"{memory}.yaml").read_text()))
         told = {key: value for key, value in profile.items() if not key.startswith("critic.")}
         assert {key: settings[key] for key in told} == told
 
@@ -166,7 +172,7 @@ def test_several_nodes_without_any_named_are_refused(tmp_path):
 def test_without_a_gpu_or_a_model_the_toy_recipe_is_meant(resolved, script, toy):
     settings = resolved(TOY_DIR=str(toy), DEVICE="cpu")
     recipe = "toy_grpo" if script.name == GRPO else "toy"
-    expected = flatten(yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text()))
+    expected = flat(yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text()))
     assert settings["algorithm.adv_estimator"] == ("grpo" if script.name == GRPO else "rloo")
     for key in (f"{AR}.rollout.n", "data.train_batch_size", "trainer.total_training_steps", "trainer.experiment_name"):
         assert settings[key] == expected[key]
@@ -357,9 +363,9 @@ def test_setup_refuses_what_it_does_not_know(setup, argument, variables):
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipe").glob("*/*.yaml")), ids=lambda path: f"{path.parent.name} {path.stem}")
 def test_a_recipe_composes_with_files_and_a_model_and_means_what_it_says(recipe):
     given = ["data.train_files=train.parquet", "data.val_files=val.parquet", f"{AR}.model.path=model"]
-    settings = flatten(to_plain(load_settings(recipe.stem, given, str(recipe.parent))))
+    settings = flat(to_plain(load_settings(recipe.stem, given, str(recipe.parent))))
     document = yaml.safe_load(recipe.read_text())
     del document["defaults"]
     # YAML 1.1 reads 1e-4 as text, hence the types.
-    said = {key: type(settings[key])(value) for key, value in flatten(document).items()}
+    said = {key: type(settings[key])(value) for key, value in flat(document).items()}
     assert {key: settings[key] for key in said} == said
