@@ -20,6 +20,8 @@ import threading
 import traceback
 from pathlib import Path
 
+from huggingface_hub import constants
+
 ROOT = Path(__file__).parents[1]
 PYTHON = str(ROOT / "tests" / "forked_python")
 """Takes an interpreter's place where the variables of :meth:`ForkServer.variables` are set."""
@@ -218,6 +220,7 @@ def _become(asked, streams):
     os.closerange(3, 256)
     os.environ.clear()
     os.environ.update(asked["env"])
+    constants.HF_HUB_CACHE = os.environ.get("HF_HUB_CACHE", constants.HF_HUB_CACHE)  # read when it was imported
     os.chdir(asked["cwd"])
     if os.environ.pop(CHILDREN, None):
         sys.executable = PYTHON

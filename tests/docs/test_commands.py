@@ -71,10 +71,10 @@ class Checkout:
             (folder / name).write_text(row + "\n")
 
     def shell(self, command):
-        """Return what a command of the shell printed. It must end well."""
+        """Return a command of the shell that has ended well."""
         process = self.ended(command)
         assert process.returncode == 0, f"{command}\n{process.stdout[-2000:]}{process.stderr[-3000:]}"
-        return process.stdout
+        return process
 
     def ended(self, command):
         """Return a command that has ended; its Python is forked from one that has imported torch."""
@@ -93,17 +93,12 @@ class Checkout:
         presets = " ".join(word for word in overrides if word.startswith(("model=", "memory=")))
         key = (variables, script, presets)
         if key not in self.handed:
-            self.handed[key] = self.handed_on(f"{variables}bash {script} debug=dry {presets}")
+            traced = self.shell(f"{variables}bash {script} debug=dry {presets}").stderr
+            self.handed[key] = shlex.split(ENTRY.findall(traced)[-1])
         handed = self.handed[key]
         name, folder = (handed[handed.index(option) + 1] for option in ("--config-name", "--config-dir"))
         others = [word for word in overrides if word not in presets.split()]
         self._resolve(name, [word for word in handed if "=" in word] + others, folder)
-
-    def handed_on(self, command):
-        """Return the arguments that a script hands to the training entry, from the shell's trace of it."""
-        process = self.ended(command)
-        assert process.returncode == 0, f"{command}\n{process.stderr[-3000:]}"
-        return shlex.split(ENTRY.findall(process.stderr)[-1])
 
     def _resolve(self, name, overrides, folder="recipe/rloo"):
         settings = load_settings(name, overrides, str(ROOT / folder))
@@ -115,7 +110,7 @@ class Checkout:
         """Run a command of a page, or what it would run."""
         variables, _, program = re.fullmatch(r"((\w+=\S+ )*)(.*)", command).groups()
         if program.startswith("make train"):
-            planned = self.shell(f"{variables}make -n {program.removeprefix('make ')}").splitlines()
+            planned = self.shell(f"{variables}make -n {program.removeprefix('make ')}").stdout.splitlines()
             assert planned[0] == "./setup_env.sh"
             self.train(variables, planned[-1])
         elif program.startswith("make "):

@@ -81,23 +81,16 @@ def worker(handed, tmp_path):
     return run
 
 
-def models(worker):
-    return worker.policy.trained, worker.critic.trained
-
-
-def checkpoints(trained):
-    return {block.options.checkpoint for block in trained.model.blocks()}
-
-
-def is_offloaded(trained):
-    return isinstance(trained.optimizer, BucketedAdamW) and trained.optimizer._offload
-
-
 def features(it):
     """Gives, for policy and critic each, checkpointing, and whether activations, parameters and optimizer rest on the host."""
     return [
-        (checkpoints(trained), trained.offload is not None, trained.home is not None, is_offloaded(trained))
-        for trained in models(it)
+        (
+            {block.options.checkpoint for block in trained.model.blocks()},
+            trained.offload is not None,
+            trained.home is not None,
+            isinstance(trained.optimizer, BucketedAdamW) and trained.optimizer._offload,
+        )
+        for trained in (it.policy.trained, it.critic.trained)
     ]
 
 
@@ -138,6 +131,7 @@ def test_keys_of_the_critic_arrive_at_the_critic_alone(worker):
         assert (it.actor_cut, max(it.critic_cut) > 1) == ([1], True)
 
 
+@pytest.mark.slow  # tests/rollout/test_vllm_settings.py holds in every run of the tests that the setting reaches the engine
 def test_the_engines_memory(worker):
     with worker(f"{AR}.rollout.gpu_memory_utilization=0.37", local=LOCAL[:1]) as it:
         assert it.engine._llm.llm_engine.vllm_config.cache_config.gpu_memory_utilization == 0.37

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 
 import psutil
 import pytest
@@ -76,14 +77,14 @@ def run_script(script, folder, *arguments, **variables):
     return process
 
 
+def printed(script, folder, *arguments, **variables):
+    """Gives the settings that a script prints with ``debug=dry``, by dotted key."""
+    return flat(yaml.safe_load(run_script(script, folder, "debug=dry", *arguments, **variables).stdout))
+
+
 @pytest.fixture
 def resolved(script, tmp_path):
-    """Runs a script with ``debug=dry`` and gives the settings it prints, by dotted key."""
-    return lambda *arguments, **variables: printed(script, tmp_path, *arguments, **variables)
-
-
-def printed(script, folder, *arguments, **variables):
-    return flat(yaml.safe_load(run_script(script, folder, "debug=dry", *arguments, **variables).stdout))
+    return partial(printed, script, tmp_path)
 
 
 def flat(tree, prefix=""):
@@ -209,39 +210,25 @@ def executable(path, text):
     return str(path)
 
 
-GPU_IN_SIGHT = """#!/bin/sh
-[ "$1" = -m ] || exec {python} "$@"
+GPU_IN_SIGHT = f"""#!/bin/sh
+[ "$1" = -m ] || exec {PYTHON} "$@"
 shift
-exec {python} -m tests.end_to_end.gpu_in_sight "$@"
+exec {PYTHON} -m tests.end_to_end.gpu_in_sight "$@"
 """
 
 
 @pytest.fixture
 def gpu(tmp_path):
     """A machine with a GPU: what nvidia-smi and PyTorch say there, and a hub cache that holds nothing."""
-    return gpu_machine(tmp_path, PYTHON)
+    executable(tmp_path / "nvidia-smi", "#!/bin/sh\necho 'GPU 0: a card (UUID: GPU-0)'\n")
+    return {"PYTHON": executable(tmp_path / "python", GPU_IN_SIGHT), "HF_HUB_CACHE": str(tmp_path / "hub")}
 
 
-def gpu_machine(folder, python):
-    """Gives the environment of a machine with a GPU. The hub's client reads them only in a new interpreter."""
-    executable(folder / "nvidia-smi", "#!/bin/sh\necho 'GPU 0: a card (UUID: GPU-0)'\n")
-    return {"PYTHON": executable(folder / "python", GPU_IN_SIGHT.format(python=python)), "HF_HUB_CACHE": str(folder / "hub")}
-
-
-def in_cache(hub, kind, name, *files):
-    """Puts files into a hub cache, laid out as the hub's client lays it out."""
-    place = hub / f"{kind}s--{name.replace('/', '--')}"
-    (place / "refs").mkdir(parents=True)
-    (place / "refs" / "main").write_text("abc")
-    for file in files:
-        path = place / "snapshots" / "abc" / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("{}")
-
-
-def test_a_gpu_takes_the_gsm8k_recipe_and_its_model(tmp_path):
-    gpu = gpu_machine(tmp_path, sys.executable)
-    in_cache(tmp_path / "hub", "model", "Qwen/Qwen2.5-0.5B-Instruct", "config.json", "model.safetensors")
+def test_a_gpu_takes_the_gsm8k_recipe_and_its_model(tmp_path, gpu):
+    cached = tmp_path / "hub" / "models--Qwen--Qwen2.5-0.5B-Instruct"
+    for name, text in (("refs/main", "abc"), ("snapshots/abc/config.json", "{}"), ("snapshots/abc/model.safetensors", "{}")):
+        (cached / name).parent.mkdir(parents=True, exist_ok=True)
+        (cached / name).write_text(text)
     settings = printed(PLAIN[0], tmp_path, **FILES, **gpu)
     assert settings[f"{AR}.model.path"] == "Qwen/Qwen2.5-0.5B-Instruct"
     assert settings["trainer.device"] == "auto"
@@ -253,9 +240,8 @@ def test_a_gpu_out_of_reach_of_the_hub_trains_the_toy_task_in_a_gpus_precision(t
     assert settings[f"{AR}.model.path"] == f"{toy}/model"
     assert settings["trainer.experiment_name"] == "rloo_toy"
     assert (settings["trainer.device"], settings[f"{AR}.rollout.name"]) == ("auto", "vllm")
-    assert {settings[f"{AR}.{place}"] for place in ("rollout.dtype", *(f"{r}.fsdp_config.dtype" for r in ("actor", "ref")))} == {
-        "bfloat16"
-    }
+    for place in ("rollout", "actor.fsdp_config", "ref.fsdp_config"):
+        assert settings[f"{AR}.{place}.dtype"] == "bfloat16"
     assert settings[f"{AR}.rollout.max_logprob_diff"] == 0.05
     said = [line for line in capfd.readouterr().err.splitlines() if "is not in the local cache" in line]
     assert len(said) == 1
@@ -264,9 +250,7 @@ def test_a_gpu_out_of_reach_of_the_hub_trains_the_toy_task_in_a_gpus_precision(t
 
 def test_the_cpu_is_taken_beside_a_gpu_where_it_is_asked_for(resolved, script, toy, gpu):
     by_argument = script.name == GRPO
-    settings = resolved(
-        *["trainer.device=cpu"] * by_argument, TOY_DIR=str(toy), **gpu, **{} if by_argument else {"DEVICE": "cpu"}
-    )
+    settings = resolved(*["trainer.device=cpu"] * by_argument, TOY_DIR=str(toy), **gpu, DEVICE="auto" if by_argument else "cpu")
     assert settings["trainer.device"] == "cpu"
     assert settings[f"{AR}.model.path"] == f"{toy}/model"
     assert settings[f"{AR}.rollout.dtype"] == "fp32"
