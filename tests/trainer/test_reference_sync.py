@@ -12,10 +12,10 @@ def test_the_reference_moves_every_so_many_steps_that_update_the_policy_and_the_
         assert (sync.every, sync.optimizer_steps) == (2, 2)
         skipped = [0, 1, 2, 2, 0, 0, 0]  # of two optimizer steps each
         moves = [sync.after_update({"actor/skipped_updates": count})["ref/sync"] for count in skipped]
-    assert moves == [0, 1, 0, 0, 0, 1, 0]
-    other = dataclasses.replace(sync, steps=0)
-    other.load_state_dict(sync.state_dict())
-    assert other.after_update({"actor/skipped_updates": 0}) == {"ref/sync": 1.0}
+        assert moves == [0, 1, 0, 0, 0, 1, 0]
+        other = dataclasses.replace(sync, steps=0)
+        other.load_state_dict(sync.state_dict())
+        assert other.after_update({"actor/skipped_updates": 0}) == {"ref/sync": 1.0}
 
 
 def test_a_run_without_a_kl_has_no_reference_to_move(settled):
