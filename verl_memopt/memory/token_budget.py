@@ -146,7 +146,7 @@ def _advice() -> Iterator[Advice]:
     """Yield what makes room for the kinds of bytes that grow with the cap: to learn it, or to lower the key of the phase."""
     phases: dict[Role, str] = {"rollout": "old_log_prob", "ref": "ref", "actor": "update_actor", "values": "values"}
     for kind in ("activations", "logits"):
-        yield Advice(kind, ADAPTIVE_KEY, True, _may_adapt, tuple(phases.values()), ends_it=True)
+        yield Advice(kind, ADAPTIVE_KEY, True, _may_adapt, ("update_actor", "old_log_prob", "ref"), ends_it=True)
         for role, phase in phases.items():
             rows, _, tokens = _keys(role)
             yield Advice(kind, tokens, LOWER, _counts(role, tokens=True), (phase,))

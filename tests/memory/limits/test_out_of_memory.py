@@ -11,6 +11,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from tests.observe.simulated_device import MIB
 from verl_memopt.config.keys import replaced
+from verl_memopt.config.role_settings import Optim
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Critic, Model, Rollout
 from verl_memopt.errors import ConfigError, DeviceMemoryError
 from verl_memopt.memory.host_buffers import GIB, host_buffer
@@ -29,6 +30,7 @@ from verl_memopt.observe.byte_tracker import ByteTracker, DeviceLimitError, mark
 from verl_memopt.observe.device_ledger import Asleep, ledger_of
 from verl_memopt.observe.phase import MemoryProbe
 
+ADAPTIVE = "actor_rollout_ref.actor.adaptive_token_budget=true"
 CPU = torch.device("cpu")
 SETTINGS = ActorRolloutRef(actor=Actor(use_dynamic_bsz=True), rollout=Rollout(name="hf"))
 
@@ -73,7 +75,8 @@ def test_the_error_names_phase_limit_kinds_the_largest_and_the_way_out():
     message = told(body)
     assert message.startswith("update_actor: out of device memory at")
     assert "logits 7.45e-07, params 1.86e-07, activations 1.49e-07 GiB" in message
-    assert "Most of it is logits: set actor_rollout_ref.model.logprob_chunk_tokens=256." in message
+    way_out = f"Most of it is logits: set {ADAPTIVE}. Also: set actor_rollout_ref.model.logprob_chunk_tokens=256;"
+    assert way_out in message
 
 
 GPU = torch.device("cuda", 0)
@@ -279,8 +282,32 @@ def test_what_is_set_already_is_not_advised():
     offloading = dataclasses.replace(SETTINGS, model=Model(path="", enable_gradient_checkpointing=True))
     assert not any("enable_gradient_checkpointing" in way for way in advice("update_actor", ["activations"], offloading))
     without = dataclasses.replace(SETTINGS, model=Model(path="", enable_gradient_checkpointing=False))
-    first = advice("update_actor", ["activations"], without)[0]
-    assert first == "set actor_rollout_ref.model.enable_gradient_checkpointing=true"
+    ways = advice("update_actor", ["activations"], without)
+    assert ways[:2] == [f"set {ADAPTIVE}", "set actor_rollout_ref.model.enable_gradient_checkpointing=true"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_first"),
+    [
+        ({}, True),
+        ({"adaptive_token_budget": True}, False),
+        ({"use_dynamic_bsz": False, "ppo_micro_batch_size_per_gpu": 2}, False),
+        ({"optim": Optim(in_backward=True)}, False),
+    ],
+)
+def test_an_update_that_may_learn_its_budget_is_told_so_first(changes, is_first):
+    settings = dataclasses.replace(SETTINGS, actor=dataclasses.replace(SETTINGS.actor, **changes))
+    for phase in ("update_actor", "old_log_prob", "ref"):
+        ways = advice(phase, ["params", "activations"], settings)
+        assert (ways[0] == f"set {ADAPTIVE}") == is_first
+        assert is_first or f"set {ADAPTIVE}" not in ways
+
+
+def test_without_a_reference_none_of_its_keys_is_advised():
+    for phase in ("update_actor", "ref", "gen", "save_checkpoint"):
+        ways = [way for kind in KINDS for way in advice(phase, [kind], SETTINGS, CRITIC, reference=False)]
+        assert ways
+        assert not any("actor_rollout_ref.ref." in way for way in ways)
 
 
 CRITIC = Critic(use_dynamic_bsz=True)
