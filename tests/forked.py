@@ -178,13 +178,19 @@ def serve(address):
     while True:
         connection, _ = listener.accept()
         message, streams, _, _ = socket.recv_fds(connection, LONGEST_REQUEST, 3)
+        if not message:  # who asked was killed before it had
+            connection.close()
+            continue
         # From this thread and no other: what is forked dies with the thread that did it.
         pid = os.fork()
         if not pid:
             _become(json.loads(message), streams)
-        connection.send(str(pid).encode())
         for stream in streams:
             os.close(stream)
+        try:
+            connection.send(str(pid).encode())
+        except BrokenPipeError:  # who asked was killed, and nobody else would end it
+            os.kill(pid, signal.SIGKILL)
         threading.Thread(target=_tell_end, args=(pid, connection), daemon=True).start()
 
 
