@@ -318,7 +318,25 @@ class ConfigOfTrl:
 
 
 def test_a_config_of_trl_gives_what_differs_from_its_defaults():
-    assert trl._given(ConfigOfTrl("runs/x", num_generations=4)) == {"output_dir": "runs/x", "num_generations": 4}
+    assert trl._given(ConfigOfTrl("runs/x", num_generations=4), "args") == {"output_dir": "runs/x", "num_generations": 4}
+
+
+@dataclasses.dataclass
+class ConfigOfPeft:
+    """A config as peft's is: fields that ask for nothing have defaults that are not empty."""
+
+    r: int = 8
+    target_modules: set | None = None
+    megatron_core: str = "megatron.core"
+    use_dora: bool = False
+
+
+def test_an_object_of_peft_says_what_differs_from_its_defaults():
+    at = "actor_rollout_ref.model."
+    found = trl._adapters(ConfigOfPeft(r=4, target_modules={"v_proj"}))
+    assert found == {f"{at}lora_rank": 4, f"{at}lora_alpha": 8, f"{at}target_modules": ["v_proj"]}
+    with pytest.raises(ConfigError, match=r"^peft_config: use_dora=True has no equal here"):
+        trl._adapters(ConfigOfPeft(use_dora=True))
 
 
 def test_a_config_of_peft_becomes_lora_settings():
@@ -332,6 +350,7 @@ REFUSED = [
     ({"nonsense": 1}, "nonsense"),
     ({"train_dataset": None}, "train_dataset"),
     ({"args": 3}, "args"),
+    ({"peft_config": 3}, "peft_config"),
     ({"peft_config": {"use_dora": True}}, "peft_config"),
     ({"reward_funcs": ["folder", right]}, "reward_funcs"),
 ]
@@ -356,6 +375,7 @@ def test_a_script_of_trl_trains(model, tmp_path):
     assert trainer.run.path == tmp_path / "out"
     trainer.save_model(tmp_path / "model")
     assert (tmp_path / "model" / "model.safetensors").is_file()
+    assert trainer.train(resume_from_checkpoint=True).global_step == 1
 
 
 @pytest.mark.parametrize(
@@ -377,7 +397,7 @@ def test_a_wrong_call_is_one_error_of_the_package(arguments, error, model, tmp_p
 
 # The primitives of a step.
 
-EXACT = {**SMALL, "data.seed": 3, "data.train_batch_size": 4, "actor_rollout_ref.actor.optim.lr": 1e-3}
+EXACT = {**SMALL, "data.seed": 3, "train_batch_size": 4, "actor_rollout_ref.actor.optim.lr": 1e-3}
 
 
 @pytest.mark.parametrize(
@@ -411,6 +431,8 @@ def test_a_session_answers_prompts_updates_with_advantages_of_the_callers_and_sa
         chat = [{"role": "user", "content": "1+1="}]
         answers = session.generate(["1+2=", chat, {"prompt": "3+4=", "answer": "7"}], n=2)
         assert (len(answers), len(answers.texts), answers.rows[4]["answer"]) == (6, 6, "7")
+        with pytest.raises(ConfigError, match="there are no prompts"):
+            session.generate()
         before = session.log_probs(answers)
         assert [each.numel() for each in before] == [len(ids) for ids in answers.response_ids]
         session.update(answers, [1.0] * 6)

@@ -28,9 +28,9 @@ CONFIGS = {"ppo": "ppo_trainer", "grpo": "grpo_trainer", "rloo": "rloo_trainer",
 """``algorithm`` -> the packaged config. Any other name is an estimator, over PPO's config."""
 
 BATCH = 32
-"""Prompts of a step where nothing is said, if there are as many rows."""
+"""Prompts of a step if the call gives no batch size; all rows if there are fewer."""
 VALIDATE_EVERY = 10
-"""Steps between validations where there are evaluation rows and nothing is said."""
+"""Steps between validations if the call has evaluation rows and gives no ``trainer.test_freq``."""
 
 BATCH_KEYS = ("data.train_batch_size", "per_device_train_batch_size", "generation_batch_size")
 MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
@@ -70,7 +70,7 @@ def train(
         run_dir: Folder of the run. None = a new one in ``runs/``.
         resume: Continue the run in ``run_dir`` at its last checkpoint. False = a new run: what an earlier one left in ``run_dir``
             moves to ``previous/`` there.
-        tokenizer: Of a ``model`` that is no folder.
+        tokenizer: The tokenizer of a ``model`` that is given as an object.
         settings: Any other setting: verl's key (``**{"actor_rollout_ref.actor.optim.lr": 1e-6}``), its last part where that is
             unique (``lora_rank=16``), TRL's name (``learning_rate=1e-6``), or a section as a dict.
 
@@ -209,7 +209,7 @@ class Call:
         folder = _run_folder(self.run_dir, self.model, self.algorithm, self.resume)
         values = self._values(folder / INPUTS)
         values |= {"trainer.default_local_dir": str(folder), "trainer.resume_mode": "auto" if self.resume else "disable"}
-        given = dict(itertools.chain.from_iterable(_setting(name, value) for name, value in self.settings.items()))
+        given = settings_by_key(self.settings)
         rows, values["data.train_files"] = _rows(self.dataset, folder / INPUTS / "train.jsonl", "dataset")
         values |= _batch(rows, given) | given
         overrides = [f"{key}={as_override(value)}" for key, value in values.items()]
@@ -219,9 +219,7 @@ class Call:
         loaded = load_settings(config, overrides)
         (folder / INPUTS).mkdir(parents=True, exist_ok=True)
         (folder / INPUTS / "command.txt").write_text(shlex.join(["verl-memopt", *entry, *overrides]) + "\n")
-        actor = loaded.actor_rollout_ref.actor
-        kl_in_loss = f"{actor.kl_loss_coef:g} x {actor.kl_loss_type}" if actor.use_kl_loss else None
-        log_objective(loaded.algorithm, actor.policy_loss.loss_mode, kl_in_loss)
+        log_objective(loaded)
         return folder, loaded
 
     def _values(self, inputs: Path) -> dict[str, Any]:
@@ -261,6 +259,11 @@ def _run_folder(run_dir: str | Path | None, model: Any, algorithm: str, resume: 
     name = Path(model).name if isinstance(model, str | Path) else type(model).__name__
     start = Path("runs").absolute() / f"{name}-{algorithm}"
     return next(path for number in itertools.count(1) if not (path := start.with_name(f"{start.name}-{number}")).exists())
+
+
+def settings_by_key(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the further arguments of a call by key, or by TRL's name. Errors as of :func:`_setting`."""
+    return dict(itertools.chain.from_iterable(_setting(name, value) for name, value in settings.items()))
 
 
 def _setting(name: str, value: Any) -> Iterable[tuple[str, Any]]:

@@ -344,9 +344,7 @@ def run(arguments: Sequence[str] | None, parser: argparse.ArgumentParser | None 
             f"algorithm.adv_estimator={settings.algorithm.adv_estimator}: {parser.prog} learns the responses of the dataset. Set "
             f"algorithm.adv_estimator={estimator}, or use verl-memopt train."
         )
-    actor = settings.actor_rollout_ref.actor
-    kl_in_loss = f"{actor.kl_loss_coef:g} x {actor.kl_loss_type}" if actor.use_kl_loss else None
-    log_objective(settings.algorithm, actor.policy_loss.loss_mode, kl_in_loss)
+    log_objective(settings)
     if parsed.cfg is not None or settings.debug.mode == "dry":
         sys.stdout.write(to_yaml(settings))
         return 0

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_memopt.api import BATCH, INPUTS, Call, _rows
+from verl_memopt.api import BATCH, INPUTS, Call, _rows, settings_by_key
 from verl_memopt.data.dataset import build_dataset
 from verl_memopt.data.expansion import expand
 from verl_memopt.data.prompts import PromptPrefetcher, StepPrompts
@@ -75,9 +75,9 @@ class Answers:
 class Session:
     """A policy with its engine, and what a step does with them. Made by :func:`session`."""
 
-    def __init__(self, context: RunContext, learner: TrainingStep, folder: Path) -> None:
+    def __init__(self, context: RunContext, learner: TrainingStep, folder: Path, has_dataset: bool) -> None:
         """Wrap a run's parts."""
-        self._context, self._learner, self.folder = context, learner, folder
+        self._context, self._learner, self.folder, self._has_dataset = context, learner, folder, has_dataset
         self.step = 0
         """Number of the step of the last :meth:`generate`."""
 
@@ -91,6 +91,8 @@ class Session:
         Raises:
             UserError: A prompt is wrong, or there is no dataset.
         """
+        if prompts is None and not self._has_dataset:
+            raise ConfigError("generate: there are no prompts. Give some, or give the session a dataset.")
         self.step += 1
         rollouts, rollout = self._learner.rollouts, self._learner.rollouts.generator.rollout
         samples = n or rollout.n
@@ -228,7 +230,9 @@ def session(
     from verl_memopt.observe.log_setup import setup_logging
 
     setup_logging()
-    rows = [{"prompt": "-"}] * int(settings.get("data.train_batch_size", BATCH)) if dataset is None else dataset
+    # A run has rows. Without a dataset they are as many as a step takes, and are never asked for.
+    unused = [{"prompt": "-"}] * settings_by_key(settings).get("data.train_batch_size", BATCH)
+    rows = unused if dataset is None else dataset
     # A function decides the rewards, so that rows need no column of the rules.
     call = Call(model, rows, settings, algorithm, memory, run_dir, tokenizer, rewards=_no_reward, steps=steps)
     folder, loaded = call.load()
@@ -239,7 +243,7 @@ def session(
         learner = build_learner(context, workers, runner=None)
         try:
             learner.sync_weights()
-            yield Session(context, learner, folder)
+            yield Session(context, learner, folder, dataset is not None)
         finally:
             learner.close()
 

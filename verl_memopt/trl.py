@@ -21,7 +21,7 @@ REFUSED = {
     "compute_metrics": "a validation reports rewards. Return a dict with further numbers from the reward function",
     "environment_factory": "there are no environments with several turns",
     "optimizers": "the optimizer is set by actor_rollout_ref.actor.optim. Leave it out",
-    "quantization_config": "frozen weights are quantised by quantization in the model's settings. Leave it out",
+    "quantization_config": "the trained model is not quantised. A reference is by actor_rollout_ref.ref.quantization",
     "reward_processing_classes": "a reward model's tokenizer is that of its folder. Leave it out",
     "rollout_func": "the engine is chosen by actor_rollout_ref.rollout.name. Leave it out",
     "tools": "there are no tool calls in rollouts",
@@ -30,19 +30,8 @@ REFUSED = {
 
 PEFT = {"r": "lora_rank", "lora_alpha": "lora_alpha", "target_modules": "target_modules", "exclude_modules": "exclude_modules"}
 """Fields of peft's LoraConfig and our keys below ``actor_rollout_ref.model``."""
-PEFT_PASSES = {
-    "task_type": "CAUSAL_LM",
-    "bias": "none",
-    "peft_type": "LORA",
-    "init_lora_weights": True,
-    "peft_version": ...,
-    "inference_mode": False,
-    "base_model_name_or_path": ...,
-    "revision": ...,
-    "auto_mapping": ...,
-    "runtime_config": ...,
-}
-"""Further fields, and the value that asks for nothing (``...`` = any)."""
+PEFT_PASSES = {"task_type": "CAUSAL_LM", "peft_type": "LORA", "bias": "none", "init_lora_weights": True}
+"""Further fields, and the value that asks for nothing."""
 
 
 class GRPOConfig(dict[str, Any]):
@@ -89,7 +78,7 @@ class _Trainer:
                 raise ConfigError(f"{name}: {REFUSED[name]}.")
         if train_dataset is None:
             raise ConfigError("train_dataset: there are no rows to train on. Give a dataset.")
-        self._settings = _given(args)
+        self._settings = _given(args, "args")
         self._weights = self._settings.pop("reward_weights", None)
         self._settings |= _adapters(peft_config)
         functions = reward_funcs if isinstance(reward_funcs, Sequence) and not isinstance(reward_funcs, str) else [reward_funcs]
@@ -164,15 +153,19 @@ class RLOOTrainer(_Trainer):
     algorithm = "rloo"
 
 
-def _given(args: Any) -> dict[str, Any]:
-    """Return the arguments that somebody gave: all of a dict, and of a config of TRL what differs from its defaults."""
+def _given(args: Any, name: str) -> dict[str, Any]:
+    """Return what somebody gave: all of a dict, and of a config of TRL or peft what differs from its defaults.
+
+    Raises:
+        ConfigError: The argument ``name`` is neither.
+    """
     if args is None:
         return {}
     if isinstance(args, Mapping):
         return dict(args)
     if not dataclasses.is_dataclass(args) or isinstance(args, type):
         raise ConfigError(
-            f"args: {type(args).__name__} is no config. Give a dict, or GRPOConfig(...) of verl_memopt.trl or of TRL."
+            f"{name}: {type(args).__name__} is no config. Give a dict, or a config of TRL (of peft for peft_config)."
         )
     make: Any = type(args)
     plain = make(output_dir=args.output_dir) if hasattr(args, "output_dir") else make()
@@ -190,12 +183,11 @@ def _adapters(config: Any) -> dict[str, Any]:
     """
     if config is None:
         return {}
-    fields: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
     settings: dict[str, Any] = {"lora_rank": 8, "lora_alpha": 8}  # peft's defaults
-    for name, value in fields.items():
+    for name, value in _given(config, "peft_config").items():
         if name in PEFT:
             settings |= {} if value is None else {PEFT[name]: sorted(value) if isinstance(value, set) else value}
-        elif value and PEFT_PASSES.get(name) is not ... and PEFT_PASSES.get(name) != value:
+        elif value and PEFT_PASSES.get(name) != value:
             raise ConfigError(
                 f"peft_config: {name}={value!r:.100} has no equal here. LoRA reads {', '.join(PEFT)}. Leave it out."
             )

@@ -17,11 +17,11 @@ def test_estimator_loss_and_both_kls_are_named(settled):
 
 
 def test_a_loss_that_bypass_mode_does_not_take_earns_a_warning(settled, caplog):
-    algorithm = settled({"algorithm.rollout_correction.bypass_mode": True}).algorithm
     for loss, warns in (("sequence", True), ("vanilla", False)):
+        settings = settled({"algorithm.rollout_correction.bypass_mode": True, LOSS: loss})
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            log_objective(algorithm, loss, None)
+            log_objective(settings)
         assert [record.levelname for record in caplog.records] == ["INFO", *["WARNING"] * warns]
 
 
@@ -35,7 +35,8 @@ def test_every_loss_has_its_words(settled, loss):
     [("grpo", "sequence", True), ("opo", "sequence", True), ("grpo", "vanilla", False), ("rloo", "sequence", False)],
 )
 def test_another_estimator_with_the_loss_of_rloo_earns_a_warning(settled, caplog, estimator, loss, warns):
-    settings = settled({"algorithm.adv_estimator": estimator})
+    settings = settled({"algorithm.adv_estimator": estimator, LOSS: loss})
+    caplog.clear()
     with caplog.at_level(logging.INFO):
-        log_objective(settings.algorithm, loss, None)
+        log_objective(settings)
     assert [record.levelname for record in caplog.records] == ["INFO", *["WARNING"] * warns]

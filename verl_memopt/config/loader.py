@@ -370,8 +370,11 @@ def objective(algorithm: Algorithm, loss: str, kl_in_loss: str | None) -> str:
     return ", ".join(parts)
 
 
-def log_objective(algorithm: Algorithm, loss: str, kl_in_loss: str | None) -> None:
+def log_objective(settings: Settings) -> None:
     """Log the objective, and a warning where another estimator than RLOO's meets the loss that the RLOO recipe sets."""
+    algorithm, actor = settings.algorithm, settings.actor_rollout_ref.actor
+    loss = actor.policy_loss.loss_mode
+    kl_in_loss = f"{actor.kl_loss_coef:g} x {actor.kl_loss_type}" if actor.use_kl_loss else None
     logger.info("objective: %s", objective(algorithm, loss, kl_in_loss))
     bypass_loss = algorithm.rollout_correction.loss_type if algorithm.rollout_correction.bypass_mode else None
     if bypass_loss is not None and loss != "vanilla":
