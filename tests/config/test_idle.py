@@ -19,14 +19,20 @@ IDLE_CASES = {
     "algorithm.normalize_advantages": ({"algorithm.adv_estimator": "opo"}, True, {"algorithm.adv_estimator": "rloo"}),
     "algorithm.lam": ({}, 0.5, {"algorithm.adv_estimator": "gae"}),
     "algorithm.custom_estimator.name": (
-        {}, "mine", {"algorithm.custom_estimator.path": "mine.py", "algorithm.adv_estimator": "custom"},
+        {},
+        "mine",
+        {"algorithm.custom_estimator.path": "mine.py", "algorithm.adv_estimator": "custom"},
     ),
     f"{AR}.actor.policy_loss.custom.name": (
-        {}, "mine", {f"{AR}.actor.policy_loss.custom.path": "mine.py", f"{AR}.actor.policy_loss.loss_mode": "custom"},
+        {},
+        "mine",
+        {f"{AR}.actor.policy_loss.custom.path": "mine.py", f"{AR}.actor.policy_loss.loss_mode": "custom"},
     ),
     "algorithm.gamma": ({}, 0.5, {"algorithm.adv_estimator": "reinforce_plus_plus"}),
     "algorithm.filter_groups.enable": (
-        {"algorithm.adv_estimator": "reinforce_plus_plus", f"{AR}.rollout.n": 1}, True, {f"{AR}.rollout.n": 2},
+        {"algorithm.adv_estimator": "reinforce_plus_plus", f"{AR}.rollout.n": 1},
+        True,
+        {f"{AR}.rollout.n": 2},
     ),
     "algorithm.filter_groups.metric": ({}, "acc", {"algorithm.filter_groups.enable": True}),
     "algorithm.filter_groups.max_num_gen_batches": ({}, 5, {"algorithm.filter_groups.enable": True}),
@@ -40,13 +46,19 @@ IDLE_CASES = {
     f"{AR}.actor.kl_loss_type": ({}, "abs", {f"{AR}.actor.use_kl_loss": True}),
     f"{AR}.actor.loss_scale_factor": ({}, 5, {f"{AR}.actor.loss_agg_mode": "seq-mean-token-sum-norm"}),
     f"{AR}.actor.clip_ratio_c": (
-        {f"{AR}.actor.policy_loss.loss_mode": "sequence"}, 5.0, {f"{AR}.actor.policy_loss.loss_mode": "vanilla"},
+        {f"{AR}.actor.policy_loss.loss_mode": "sequence"},
+        5.0,
+        {f"{AR}.actor.policy_loss.loss_mode": "vanilla"},
     ),
     f"{AR}.actor.policy_loss.loss_mode": (
-        {"data.train_batch_size": 8, f"{AR}.actor.ppo_mini_batch_size": 8}, "kl_cov", {f"{AR}.actor.ppo_epochs": 2},
+        {"data.train_batch_size": 8, f"{AR}.actor.ppo_mini_batch_size": 8},
+        "kl_cov",
+        {f"{AR}.actor.ppo_epochs": 2},
     ),
     f"{AR}.actor.loss_agg_mode": (
-        {f"{AR}.actor.policy_loss.loss_mode": "gspo"}, "seq-mean-token-sum", {f"{AR}.actor.entropy_coeff": 0.1},
+        {f"{AR}.actor.policy_loss.loss_mode": "gspo"},
+        "seq-mean-token-sum",
+        {f"{AR}.actor.entropy_coeff": 0.1},
     ),
     **{
         f"{AR}.actor.{key}": ({f"{AR}.actor.policy_loss.loss_mode": "gpg"}, 0.1, {f"{AR}.actor.policy_loss.loss_mode": "cispo"})
@@ -103,7 +115,9 @@ IDLE_CASES = {
         }.items()
     },
     "reward_model.sandbox_fusion.url": (
-        {"custom_reward_function.path": "mine.py"}, "http://h", {"custom_reward_function.path": None},
+        {"custom_reward_function.path": "mine.py"},
+        "http://h",
+        {"custom_reward_function.path": None},
     ),
     **{
         f"reward_model.sandbox_fusion.{key}": ({}, 100, {"reward_model.sandbox_fusion.url": "http://h"})
@@ -127,19 +141,22 @@ IDLE_CASES = {
         }.items()
     },
     f"{AR}.model.gradient_checkpointing_mode": (
-        {f"{AR}.model.enable_gradient_checkpointing": False}, "selective", {f"{AR}.model.enable_gradient_checkpointing": True},
+        {f"{AR}.model.enable_gradient_checkpointing": False},
+        "selective",
+        {f"{AR}.model.enable_gradient_checkpointing": True},
     ),
     f"{AR}.model.gradient_checkpointing_every": ({}, 3, {f"{AR}.model.gradient_checkpointing_mode": "every_n"}),
     f"{AR}.model.activation_offload_min_bytes": ({}, 0, {f"{AR}.model.enable_activation_offload": True}),
     f"{AR}.model.activation_offload_in_flight": ({}, 5, {f"{AR}.model.enable_activation_offload": True}),
     f"{AR}.actor.adaptive_token_budget": (
-        {f"{AR}.actor.use_dynamic_bsz": False, f"{AR}.actor.ppo_micro_batch_size_per_gpu": 2}, True,
+        {f"{AR}.actor.use_dynamic_bsz": False, f"{AR}.actor.ppo_micro_batch_size_per_gpu": 2},
+        True,
         {f"{AR}.actor.use_dynamic_bsz": True, f"{AR}.actor.ppo_micro_batch_size_per_gpu": None},
     ),
     f"{AR}.ref.sync_every_steps": ({}, 8, {f"{AR}.actor.use_kl_loss": True}),
     f"{AR}.ref.sync_mixup_alpha": ({}, 0.5, {f"{AR}.ref.sync_every_steps": 8, f"{AR}.actor.use_kl_loss": True}),
     f"{AR}.model.tiled_mlp.num_shards": ({}, 8, {f"{AR}.model.tiled_mlp.enabled": True}),
-}  # fmt: skip
+}
 """Key -> (keys that make it idle, a value to give, keys that make it count; None = nothing does)."""
 
 GAE = {"algorithm.adv_estimator": "gae"}

@@ -83,15 +83,25 @@ def test_zero_is_not_false(complaint, key, value):
 
 
 WAYS = {
-    f"{AR}.model.use_remove_padding": False, f"{AR}.model.use_shm": True, f"{AR}.model.use_liger": True,
-    f"{AR}.model.fused_kernel_options.impl_backend": "triton", f"{AR}.model.torch_dtype": "bfloat16",
-    f"{AR}.actor.use_remove_padding": False, f"{AR}.actor.fsdp_config.use_orig_params": True,
-    f"{AR}.actor.fsdp_config.wrap_policy.min_num_params": 1000, f"{AR}.actor.profiler.enable": True,
-    f"{AR}.ref.fsdp_config.optimizer_offload": True, f"{AR}.rollout.layered_summon": True,
-    f"{AR}.rollout.profiler.tool_config.torch.discrete": True, "data.filter_overlong_prompts_workers": 64,
-    "data.dataloader_num_workers": 4, "data.use_shm": True, "global_profiler.tool": "nsys", "reward_model.use_reward_loop": False,
+    f"{AR}.model.use_remove_padding": False,
+    f"{AR}.model.use_shm": True,
+    f"{AR}.model.use_liger": True,
+    f"{AR}.model.fused_kernel_options.impl_backend": "triton",
+    f"{AR}.model.torch_dtype": "bfloat16",
+    f"{AR}.actor.use_remove_padding": False,
+    f"{AR}.actor.fsdp_config.use_orig_params": True,
+    f"{AR}.actor.fsdp_config.wrap_policy.min_num_params": 1000,
+    f"{AR}.actor.profiler.enable": True,
+    f"{AR}.ref.fsdp_config.optimizer_offload": True,
+    f"{AR}.rollout.layered_summon": True,
+    f"{AR}.rollout.profiler.tool_config.torch.discrete": True,
+    "data.filter_overlong_prompts_workers": 64,
+    "data.dataloader_num_workers": 4,
+    "data.use_shm": True,
+    "global_profiler.tool": "nsys",
+    "reward_model.use_reward_loop": False,
     "reward_model.launch_reward_fn_async": True,
-}  # fmt: skip
+}
 """Keys of verl's scripts that ask for another way to the same numbers."""
 
 

@@ -14,9 +14,12 @@ from tests.end_to_end.runs import LOCAL
 
 AR = "actor_rollout_ref"
 ONE_STEP = [
-    "trainer.total_training_steps=1", "trainer.test_freq=-1", "trainer.val_before_train=false", "data.train_batch_size=8",
+    "trainer.total_training_steps=1",
+    "trainer.test_freq=-1",
+    "trainer.val_before_train=false",
+    "data.train_batch_size=8",
     f"{AR}.actor.ppo_mini_batch_size=8",
-]  # fmt: skip
+]
 UNREADABLE = "/proc/self/mem"
 """A file whose first byte cannot be read, not even by root."""
 

@@ -7,9 +7,13 @@ import pytest
 from tests.end_to_end.runs import LOCAL, metrics
 
 ONE_STEP = [
-    *LOCAL, "trainer.total_training_steps=1", "trainer.test_freq=-1", "trainer.val_before_train=false",
-    "data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-]  # fmt: skip
+    *LOCAL,
+    "trainer.total_training_steps=1",
+    "trainer.test_freq=-1",
+    "trainer.val_before_train=false",
+    "data.train_batch_size=8",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+]
 BEGUN = ["config.yaml", "memory_timeline.csv"]
 """What a run has written when its first answers are scored."""
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    "

@@ -1,7 +1,6 @@
 """A run leaves a model that transformers and vLLM load as it is, and answers as the run's last validation did."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -9,14 +8,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from tests.end_to_end.runs import LOCAL, ROOT, metrics, settings_of, start, succeeded, train, train_here, wait_for_step
-from tests.end_to_end.test_saved_models import GREEDY
+from tests.end_to_end.test_saved_models import check_vllm_answers
 from tests.rlt import brief_toy, values_of
-from tests.rollout.tools import place_at
 from verl_memopt.cli import main
 from verl_memopt.cli import train as run_settings
-from verl_memopt.config import schema
 from verl_memopt.config.loader import settings_from_mapping
-from verl_memopt.rollout.engine import build_engine
 
 AR = "actor_rollout_ref"
 SCORE = "val-core/toy/arithmetic/reward/mean@1"
@@ -72,18 +68,7 @@ def test_transformers_gives_the_validation_score_of_the_run(ended):
 
 
 def test_vllm_gives_the_answers_of_the_run(ended):
-    prompts, answers = ([row[name] for row in ended.answers] for name in ("prompt_ids", "response_ids"))
-    longest, most = max(map(len, prompts)), max(map(len, answers))
-    settings = schema.Rollout(
-        name="vllm", prompt_length=longest, response_length=most, dtype="fp32", enforce_eager=True, kv_cache_memory_gb=0.05,
-        load_format="auto", seed=1,
-    )  # fmt: skip
-    engine = build_engine(settings, place_at(ended.model))
-    try:
-        generation = engine.generate(prompts, [0] * len(prompts), replace(GREEDY, max_tokens=most))
-    finally:
-        engine.shutdown()
-    assert generation.response_ids == answers
+    check_vllm_answers(ended.model, *([row[name] for row in ended.answers] for name in ("prompt_ids", "response_ids")))
 
 
 def test_the_end_of_a_run_says_where_the_model_is_and_the_last_line_is_still_the_folder(ended):

@@ -9,9 +9,13 @@ from tests.end_to_end.runs import LOCAL, metrics, train_here
 
 LR = "actor_rollout_ref.actor.optim.lr"
 SHORT = [
-    *LOCAL, "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2", "trainer.test_freq=4",
-    "trainer.track_memory_every_steps=0", "actor_rollout_ref.rollout.n=4",
-]  # fmt: skip
+    *LOCAL,
+    "trainer.save_freq=1",
+    "trainer.max_actor_ckpt_to_keep=2",
+    "trainer.test_freq=4",
+    "trainer.track_memory_every_steps=0",
+    "actor_rollout_ref.rollout.n=4",
+]
 GOOD = "2e-4"
 
 

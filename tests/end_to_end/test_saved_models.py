@@ -104,19 +104,22 @@ def test_logits_of_transformers_are_those_of_the_policy_in_the_checkpoint(saved)
         assert row[f"score/log_prob/{name}"] == pytest.approx(value.item(), abs=1e-5)
 
 
-def test_vllm_answers_as_the_engine_of_the_run_did(saved):
-    prompts, answers = saved.prompts_and_answers()
+def check_vllm_answers(folder, prompts, answers):
+    """vLLM loads a model folder and gives these answers to prompts, all as token ids."""
     longest, most = max(map(len, prompts)), max(map(len, answers))
     settings = schema.Rollout(
         name="vllm", prompt_length=longest, response_length=most, dtype="fp32", enforce_eager=True, kv_cache_memory_gb=0.05,
         load_format="auto", seed=1,
     )  # fmt: skip
-    engine = build_engine(settings, place_at(saved.folder))
+    engine = build_engine(settings, place_at(folder))
     try:
-        generation = engine.generate(prompts, [0] * len(prompts), replace(GREEDY, max_tokens=most))
+        assert engine.generate(prompts, [0] * len(prompts), replace(GREEDY, max_tokens=most)).response_ids == answers
     finally:
         engine.shutdown()
-    assert generation.response_ids == answers
+
+
+def test_vllm_answers_as_the_engine_of_the_run_did(saved):
+    check_vllm_answers(saved.folder, *saved.prompts_and_answers())
 
 
 def test_a_new_run_starts_where_the_saved_policy_ended(saved, tmp_path):

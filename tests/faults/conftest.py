@@ -5,9 +5,14 @@ from tests.faults.machine import Machine
 
 QUIET = ["trainer.test_freq=-1", "trainer.val_before_train=false"]
 SHORT = [
-    *LOCAL, *QUIET, "trainer.total_training_steps=4", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=3",
-    "data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-]  # fmt: skip
+    *LOCAL,
+    *QUIET,
+    "trainer.total_training_steps=4",
+    "trainer.save_freq=1",
+    "trainer.max_actor_ckpt_to_keep=3",
+    "data.train_batch_size=8",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+]
 
 
 @pytest.fixture(scope="session")

@@ -76,7 +76,7 @@ def flat(tensors):
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
-@settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_of_any_answers_in_any_parts(tiny_folder, one_rank, data):
     answers = data.draw(st.lists(st.integers(0, 6), min_size=2, max_size=8).filter(lambda some: sum(some) > len(some)))

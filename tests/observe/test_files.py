@@ -73,12 +73,28 @@ def test_a_dump_row_holds_what_a_replay_needs_and_every_reward_key(tmp_path):
     assert path.name == "3.jsonl"
     assert read_rows(path) == [
         {
-            "input": "1+1=", "output": "2", "gts": "2", "score": 1.0, "step": 3, "uid": "u1", "data_source": "toy",
-            "prompt_ids": [5, 6], "response_ids": [7], "finish_reason": "stop", "rollout_log_probs": [-0.5], "failed": False,
-            "extra_info": {"level": 3}, "messages": None, "schema": SCHEMA, "acc": 1, "reward_extra/score": "own",
-            "tokenizer": "", "row": 1, "rows": 1,
+            "input": "1+1=",
+            "output": "2",
+            "gts": "2",
+            "score": 1.0,
+            "step": 3,
+            "uid": "u1",
+            "data_source": "toy",
+            "prompt_ids": [5, 6],
+            "response_ids": [7],
+            "finish_reason": "stop",
+            "rollout_log_probs": [-0.5],
+            "failed": False,
+            "extra_info": {"level": 3},
+            "messages": None,
+            "schema": SCHEMA,
+            "acc": 1,
+            "reward_extra/score": "own",
+            "tokenizer": "",
+            "row": 1,
+            "rows": 1,
         }
-    ]  # fmt: skip
+    ]
 
 
 def test_a_sample_is_read_as_it_was_written(tmp_path):

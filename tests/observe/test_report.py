@@ -68,9 +68,14 @@ def test_a_summary_holds_the_whole_runs_seconds_scores_and_peaks(make_run):
     assert (summary["steps"], round(summary["seconds"], 3)) == (3, 9.0)
     assert (summary["validation_before"], summary["validation_after"]) == (0.05, 0.3)
     assert summary["phases"]["update_actor"] == {
-        "seconds": 3.0, "count": 3, "peak_allocated_bytes": 13 * MIB, "peak_reserved_bytes": None, "device_used_bytes": None,
-        "host_rss_bytes": 100 * MIB, "kinds": {"params": 13 * MIB},
-    }  # fmt: skip
+        "seconds": 3.0,
+        "count": 3,
+        "peak_allocated_bytes": 13 * MIB,
+        "peak_reserved_bytes": None,
+        "device_used_bytes": None,
+        "host_rss_bytes": 100 * MIB,
+        "kinds": {"params": 13 * MIB},
+    }
     assert summary["phases"]["gen"]["peak_allocated_bytes"] is None
     assert list(summary["phases"]) == ["gen", "update_actor"]
 

@@ -103,7 +103,7 @@ def share_passed(outcomes):
     return sum(1 for code in counted if code == 1) / min(len(outcomes), 10)
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.sampled_from(sorted(ANSWERS)), min_size=1, max_size=13))
 def test_the_score_is_that_of_an_independent_definition_for_every_outcome(scripted, outcomes):
     scripted.behaviours = [lambda handler, body: reply(handler, 200, json.dumps(ANSWERS[body["stdin"]]).encode())]

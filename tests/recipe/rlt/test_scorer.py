@@ -74,26 +74,35 @@ MAPPED = {
 MODES = {
     "separate": ({}, "student", "teacher"),
     "offloaded, schulman, each row its own prompt": (
-        OFFLOADED | {f"{RLT}.use_schulman_kl_estimation": True, f"{AR}.actor.use_prefix_grouper": False}, "student", "teacher",
+        OFFLOADED | {f"{RLT}.use_schulman_kl_estimation": True, f"{AR}.actor.use_prefix_grouper": False},
+        "student",
+        "teacher",
     ),
     "mapped, one row at a time": (
-        MAPPED | {f"{RLT}.logits_chunk_tokens": 7, f"{RLT}.max_tokens_per_micro_batch": 1}, "student", "teacher",
+        MAPPED | {f"{RLT}.logits_chunk_tokens": 7, f"{RLT}.max_tokens_per_micro_batch": 1},
+        "student",
+        "teacher",
     ),
     "a mapped student alone": (
         {f"{AR}.model.load_mode": "mmap", f"{AR}.actor.use_kl_loss": False, f"{MODEL}.fsdp_config.param_offload": True},
-        "student", "teacher",
+        "student",
+        "teacher",
     ),
     "alias_ref, without the teacher": (ALIAS | {f"{RLT}.include_teacher_think_entropy": False}, "teacher", "teacher"),
     "alias of another reference": (ALIAS | {f"{AR}.ref.model.path": "student"}, "student", "teacher"),
     "alias with LoRA": (ALIAS | {f"{AR}.model.lora_rank": 2}, "teacher", "teacher"),
     "swap": (SWAP, "student", "teacher"),
     "swap of mapped files under a reference that teaches": (
-        SWAP | MAPPED | {f"{RLT}.kl_teacher": "reference"}, "student", "teacher",
+        SWAP | MAPPED | {f"{RLT}.kl_teacher": "reference"},
+        "student",
+        "teacher",
     ),
     "the reference teaches": (
-        {f"{RLT}.kl_teacher": "reference", f"{AR}.ref.model.path": "student", f"{MODEL}.path": "teacher"}, "teacher", "student",
+        {f"{RLT}.kl_teacher": "reference", f"{AR}.ref.model.path": "student", f"{MODEL}.path": "teacher"},
+        "teacher",
+        "student",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("mode", MODES)
