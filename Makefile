@@ -2,11 +2,12 @@
 # make test    set up, lint, check types, run the tests
 # make quick   set up, lint what changed since the main branch and run its unit tests (about a minute)
 # make proofs  the slow proofs (kill -9, many seeds)
+# make long-run  2,000 steps left alone and 2,000 with 50 faults, which must learn the same (an hour or two); the report is in build/
 # make gpu-tests  what only a GPU can show (skipped without one; VERL_MEMOPT_GPU_TESTS_ON=cpu rehearses it on a CPU)
 # make mutants  plant faults in the code that must never be wrong, one at a time, and count those that a test finds (an hour or two)
 # make docs    docs/configuration.md from the settings, docs/memory.md from the knobs, docs/models.md from the families, and the site
 # ARGS are passed on: make train ARGS="trainer.total_training_steps=20"
-.PHONY: setup train test quick gpu-tests lint types proofs mutants docs clean
+.PHONY: setup train test quick long-run gpu-tests lint types proofs mutants docs clean
 .DEFAULT_GOAL := help
 ARGS ?=
 # Bytecode is kept, for the tests start the interpreter a hundred times.
@@ -41,6 +42,9 @@ quick: setup
 
 proofs: setup
 	$(RUN) -m slow $(ARGS)
+
+long-run: setup
+	OMP_NUM_THREADS=1 .venv/bin/python -m tests.faults.long_run build/long_run $(ARGS)
 
 gpu-tests: setup
 	$(RUN) -m gpu $(ARGS)

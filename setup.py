@@ -49,8 +49,10 @@ setup(
         "torchao": ["torchao>=0.18,<0.19"],
         "math": ["math-verify>=0.9,<0.10"],
         "wandb": ["wandb>=0.18"],
+        "mlflow": ["mlflow>=3"],
         "dev": requirements("requirements/dev.txt"),
-        "docs": ["mkdocs-material>=9.5"],
+        "docs": ["mkdocs-material>=9.5", "latex2mathml>=3.77"],
+        "peers": ["trl>=1.16,<2", "peft>=0.21", "datasets>=5", "pandas>=2"],
     },
     entry_points={"console_scripts": ["verl-memopt=verl_memopt.cli:main"]},
 )

@@ -94,7 +94,7 @@ def critic_plan(folder, more=None):
         "critic.optim.lr": 1e-3,
     }
     critic = settings_from_mapping(settings | (more or {})).critic
-    return {"critic": critic, "critic_folder": str(folder), "critic_steps": 10}
+    return {"critic": critic, "critic_folder": str(folder), "critic_schedule_steps": 10}
 
 
 def call_critic(worker, method, *args, track=False):

@@ -3,7 +3,9 @@
 import asyncio
 import dataclasses
 import datetime
+import re
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -378,72 +380,132 @@ def test_a_script_of_trl_trains(model, tmp_path):
     assert trainer.train(resume_from_checkpoint=True).global_step == 1
 
 
+SCRIPTS = {
+    "quick_start": """
+from trl import GRPOConfig, GRPOTrainer
+from trl.rewards import accuracy_reward
+
+def format_reward_func(completions, **kwargs):
+    contents = [completion[0]["content"] for completion in completions]
+    return [1.0 if re.match(r"^<think>.*?</think>$", content) else 0.0 for content in contents]
+
+trainer = GRPOTrainer(
+    model=MODEL,
+    args=GRPOConfig(reward_weights=[1.0, 0.5], max_steps=1, **SMALL),
+    reward_funcs=[accuracy_reward, format_reward_func],
+    train_dataset=[{"prompt": [{"role": "user", "content": "1+1="}], "solution": "$2$"}] * 4,
+)
+trainer.train()
+""",
+    "many_tasks_with_adapters": """
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+
+def math_reward_func(prompts, completions, task, **kwargs):
+    return [1.0 if t == "math" else None for prompt, completion, t in zip(prompts, completions, task)]
+
+async def async_reward_func(prompts, completions, **kwargs):
+    await asyncio.sleep(0.01)
+    return [1.0 if completion else 0.0 for completion in completions]
+
+def reward_func(completions, ground_truth, log_extra=None, log_metric=None, **kwargs):
+    log_extra("golden_answer", list(ground_truth))
+    log_metric("accuracy", 0.25)
+    return [float(completion == truth) for completion, truth in zip(completions, ground_truth)]
+
+trainer = GRPOTrainer(
+    model=MODEL,
+    args=GRPOConfig(max_steps=1, **SMALL),
+    reward_funcs=[math_reward_func, async_reward_func, reward_func],
+    train_dataset=[{"prompt": f"{n}+1=", "ground_truth": "2", "task": ["math", "code"][n % 2]} for n in range(4)],
+    peft_config=LoraConfig(r=2, lora_alpha=4, target_modules="all-linear"),
+)
+trainer.train()
+""",
+}
+LOGGED = {
+    "quick_start": {"reward/accuracy_reward/mean", "reward/format_reward_func/mean"},
+    "many_tasks_with_adapters": {"reward/math_reward_func/mean", "reward/async_reward_func/mean", "reward/accuracy/mean"},
+}
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_documented_script_of_trl_runs_with_another_import(script, kind, model, tmp_path, monkeypatch):
+    """From TRL's pages of both trainers: its own rewards, several rewards with weights, chats, None, async, logs, adapters."""
+    monkeypatch.chdir(tmp_path)
+    text = SCRIPTS[script].replace("GRPO", kind).replace("from trl.rewards import", "from verl_memopt.trl import")
+    text = text.replace("from trl import", "from verl_memopt.trl import").replace("from peft import LoraConfig\n", "")
+    space = {"MODEL": model, "SMALL": SMALL, "re": re, "asyncio": asyncio, "LoraConfig": dict}
+    exec(text, space)
+    (metrics,) = space["trainer"].state.log_history
+    assert LOGGED[script] <= metrics.keys()
+    assert metrics["actor/skipped_updates"] == 0
+
+
+def test_the_accuracy_of_trl_reads_latex_and_leaves_out_what_has_no_answer():
+    answers = [r"so \boxed{\frac{1}{2}}", [{"role": "assistant", "content": r"\boxed{3}"}], "2", "2"]
+    assert trl.accuracy_reward(answers, ["$0.5$", "$4$", "$2$", ""]) == [1.0, 0.0, 0.0, None]
+
+
+def raises(answer):
+    raise KeyError("no such column")
+
+
+def hangs(answer):
+    time.sleep(60)
+
+
+CHAT = {"role": "user", "content": "1+1="}
+WRONG_DATASETS = [
+    (3, "dataset: int is no dataset"),
+    ([], "dataset: there are no rows"),
+    ({"train": ROWS}, "dataset: this is a dict with train"),
+    (["a", 1], "dataset: row 1 is 'a', no dict"),
+    ([{"prompt": "x", "image": object()}], "dataset: row 1: the column 'image' cannot be kept"),
+    ([{"question": "x"}], "there is no column 'prompt'"),
+    ([{"prompt": None}], r"train\.jsonl:1"),
+    ([{"prompt": [{"role": "user"}]}], r"train\.jsonl:1"),
+    ([{"prompt": "x" * 600}], r"train\.jsonl:1.*max_prompt_length"),
+    ([{"prompt": []}], r"train\.jsonl:1"),
+    ("no_such_file.parquet", "no_such_file"),
+]
+WRONG_REWARDS = [
+    ([], "rewards: the list is empty"),
+    (3, "rewards: 3 is"),
+    ("right", "custom_reward_function.path=right"),
+    ("/no/file.py:f", "/no/file.py"),
+    (lambda: 0, "rewards: lambda"),
+    (lambda a, b, c: 0, "rewards: lambda"),
+    ((lambda lock: lambda answer: lock)(LOCK), "rewards: lambda cannot be sent"),
+    (lambda answer: None, r"train\.jsonl:\d+: .*returned None for this row"),
+    (lambda answer: "good", r"train\.jsonl:\d+: .*not a number"),
+    (lambda answer: float("inf"), r"train\.jsonl:\d+: "),
+    (wrong_length, r"train\.jsonl:\d+: .*returned 1 scores for"),
+    (raises, r"(?s)train\.jsonl:\d+: .*no such column"),
+]
+WRONG_ARGUMENTS = [
+    ({"learning_rte": 1}, "learning_rte: there is no such setting. Is it learning_rate"),
+    ({"model": "/no/such/folder"}, "/no/such/folder"),
+    ({"algorithm": "nonsense", "num_generations": None, "max_completion_length": None}, "algorithm.adv_estimator"),
+    ({"memory": "7g"}, "7g"),
+    ({"steps": 0}, "trainer.total_training_steps=0"),
+    ({"steps": "many"}, "trainer.total_training_steps=many"),
+    ({"reward_weights": [1.0, 2.0]}, "reward_weights: there are 2 weights for 1 functions"),
+    ({"lora_rank": object()}, "is no value of a setting"),
+    ({"rewards": hangs, "custom_reward_function.timeout_seconds": 0.5}, "took longer than .*timeout_seconds=0.5"),
+]
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ({"dataset": [{"question": "x"}]}, "there is no column 'prompt'"),
-        ({"learning_rte": 1}, "learning_rte: there is no such setting. Is it learning_rate"),
-        ({"model": "/no/such/folder"}, "/no/such/folder"),
-        ({"algorithm": "nonsense", "num_generations": None, "max_completion_length": None}, "algorithm.adv_estimator"),
-        ({"memory": "7g"}, "7g"),
-        ({"rewards": "/no/file.py:f"}, "/no/file.py"),
+        *(({"dataset": dataset}, error) for dataset, error in WRONG_DATASETS),
+        *(({"rewards": rewards}, error) for rewards, error in WRONG_REWARDS),
+        *WRONG_ARGUMENTS,
     ],
 )
 def test_a_wrong_call_is_one_error_of_the_package(arguments, error, model, tmp_path):
     call = {"model": model, "dataset": ROWS, "rewards": right, "steps": 1, "run_dir": tmp_path, **SMALL, **arguments}
     with pytest.raises(UserError, match=error):
         verl_memopt.train(**{name: value for name, value in call.items() if value is not None})
-
-
-# The primitives of a step.
-
-EXACT = {**SMALL, "data.seed": 3, "train_batch_size": 4, "actor_rollout_ref.actor.optim.lr": 1e-3}
-
-
-@pytest.mark.parametrize(
-    "further",
-    [{}, {"actor_rollout_ref.actor.use_kl_loss": False, "actor_rollout_ref.actor.ppo_mini_batch_size": 2}],
-    ids=["on_policy_with_reference", "two_mini_batches"],
-)
-def test_a_loop_of_primitives_gives_bit_for_bit_what_a_run_gives(further, model, tmp_path):
-    settings = {**EXACT, **further}
-    run = verl_memopt.train(model, ROWS, right, steps=2, run_dir=tmp_path / "run", **settings)
-    rows = run.metrics
-    with verl_memopt.session(model, ROWS, steps=2, run_dir=tmp_path / "session", **settings) as session:
-        for step in range(2):
-            answers = session.generate()
-            wanted = [row["answer"] for row in answers.rows]
-            session.advantages(answers, right(answers.texts, wanted))
-            metrics = session.update(answers)
-            session.sync()
-            shared = [
-                name for name in metrics if name in rows[step] and name.startswith(("actor/", "critic/", "response_length"))
-            ]
-            assert len(shared) > 10
-            assert {name: metrics[name] for name in shared} == {name: rows[step][name] for name in shared}
-
-
-def test_a_session_answers_prompts_updates_with_advantages_of_the_callers_and_saves(model, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    settings = {**EXACT, "actor_rollout_ref.actor.use_kl_loss": False, "actor_rollout_ref.actor.optim.lr": 1e-4}
-    with verl_memopt.session(model, run_dir=tmp_path / "session", **settings) as session:
-        chat = [{"role": "user", "content": "1+1="}]
-        answers = session.generate(["1+2=", chat, {"prompt": "3+4=", "answer": "7"}], n=2)
-        assert (len(answers), len(answers.texts), answers.rows[4]["answer"]) == (6, 6, "7")
-        with pytest.raises(ConfigError, match="there are no prompts"):
-            session.generate()
-        before = session.log_probs(answers)
-        assert [each.numel() for each in before] == [len(ids) for ids in answers.response_ids]
-        session.update(answers, [1.0] * 6)
-        after = session.log_probs(answers)
-        assert sum(each.sum() for each in after) > sum(each.sum() for each in before)
-        for wrong in ([1.0], [[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]] * 6):
-            with pytest.raises(ConfigError, match=r"^update: "):
-                session.update(answers, wrong)
-        with pytest.raises(RewardError, match="2 scores for 6 answers"):
-            session.advantages(answers, [1.0, 2.0])
-        with pytest.raises(ConfigError, match="no reference"):
-            session.log_probs(answers, reference=True)
-        folder = session.save(tmp_path / "model")
-    assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size > 0

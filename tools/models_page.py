@@ -32,8 +32,8 @@ REFUSED = """
 
 A model is refused where its log-probs would be wrong or could not be computed. The error names the type and the reason,
 which the table repeats as a sentence that begins with "models of this type". Layers that carry a state from token to token
-would carry it from one row of a pack into the next. Logits that are scaled or capped after the head would differ from those
-that are computed chunk by chunk. Mixtures of experts are not supported, except for the one in the first table.
+would carry it from one row of a pack into the next. Mixtures of experts are not supported, except for the one in the first
+table.
 
 | `model_type` | models | models of this type |
 |---|---|---|
@@ -44,9 +44,9 @@ FOOT = """
 
 A type that is in neither table is not refused for that reason. Three checks decide, and each comes as early as it can.
 
-1. The config is read. It shows encoders, other inputs than text, layers that carry state, scaled logits, capped scores,
-   mixtures of experts and windows. Rows longer than the trained length of a LongRoPE or dynamic rotary embedding are refused
-   too.
+1. The config is read. It shows encoders, other inputs than text, layers that carry state, factors of the logits that no
+   row of the table names, mixtures of experts and windows. Rows longer than the trained length of a LongRoPE or dynamic
+   rotary embedding are refused too.
 2. The model is built without weights, before any worker starts. This shows whether transformers can build it with attention
    over packed rows, where its blocks and its head are, and whether its checkpoint names the weights as the model does.
 3. The model with its weights computes a few random rows in each worker: packed, packed beside other rows, and alone. The

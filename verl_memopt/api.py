@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_memopt.config.trl_names import NAMES as TRL_NAMES
+from verl_memopt.config.trl_names import SPELLINGS
 from verl_memopt.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ CONFIGS = {"ppo": "ppo_trainer", "grpo": "grpo_trainer", "rloo": "rloo_trainer",
 """``algorithm`` -> the packaged config. Any other name is an estimator, over PPO's config."""
 
 BATCH = 32
-"""Prompts of a step if the call gives no batch size; all rows if there are fewer."""
+"""Prompts of a step if the call gives no batch size; all rows if they are given and fewer."""
 VALIDATE_EVERY = 10
 """Steps between validations if the call has evaluation rows and gives no ``trainer.test_freq``."""
 
@@ -242,8 +243,8 @@ class Call:
 def _batch(rows: int | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sizes of batch and mini-batch where the caller has not said them, for a number of rows (None = unknown)."""
     values: dict[str, Any] = {}
-    if rows is not None and not any(key in given for key in BATCH_KEYS):
-        values["data.train_batch_size"] = min(BATCH, rows)
+    if not any(key in given for key in BATCH_KEYS):
+        values["data.train_batch_size"] = BATCH if rows is None else min(BATCH, rows)
     size = given.get("data.train_batch_size", values.get("data.train_batch_size"))
     if size is not None and not given.keys() & {MINI_BATCH, "gradient_accumulation_steps", *BATCH_KEYS[1:]}:
         values[MINI_BATCH] = size
@@ -277,11 +278,13 @@ def _setting(name: str, value: Any) -> Iterable[tuple[str, Any]]:
 
     if isinstance(value, Mapping) and name in section_keys():
         return list(flatten({name: value}, our_key).items())
-    if "." in name or name in TRL_NAMES or name in leaf_types():
-        return [(name, value)]
     keys = [key for key in leaf_types() if key.rpartition(".")[2] == name]
     main = [key for key in keys if key.startswith(("actor_rollout_ref.model.", "actor_rollout_ref.actor.", "data.", "trainer."))]
     chosen = keys if len(keys) == 1 else main
+    of_trl = next((each.keys for each in SPELLINGS if name in each.names), ())
+    # A name of TRL is read for GRPO and RLOO alone. Where it is the end of the same key, it serves every algorithm.
+    if "." in name or name in leaf_types() or (name in TRL_NAMES and of_trl != tuple(chosen)):
+        return [(name, value)]
     if len(chosen) == 1:
         return [(chosen[0], value)]
     if keys:

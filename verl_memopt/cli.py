@@ -1,15 +1,18 @@
-"""The command line: ``verl-memopt train | sft | chat | export | report | check | knobs | toy``, and the commands of recipes."""
+"""The command line: ``verl-memopt train | sft | chat | export | report | check | fit | knobs | toy``, and commands of recipes."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import logging
 import pkgutil
+import re
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +22,8 @@ from verl_memopt.recipes.registry import RECIPES
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings
+    from verl_memopt.run.interrupts import Interrupts
+    from verl_memopt.worker.group import RayGroup
 
 
 def _parser(command: str, description: str) -> argparse.ArgumentParser:
@@ -39,7 +44,10 @@ def report_command(arguments: Sequence[str]) -> int:
 
 def check_command(arguments: Sequence[str]) -> int:
     """Run ``verl-memopt check``."""
-    parser = _parser("check", "Verify every checkpoint of a run, file by file. The exit code is 1 where one is not whole.")
+    parser = _parser(
+        "check",
+        "Verify every checkpoint of a run, file by file, and the record of one that has ended. The exit code is 1 for damage.",
+    )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder that a run printed as its last line")
     parsed = parser.parse_args(arguments)
     from verl_memopt.run.checkpoints import check_folder
@@ -217,6 +225,33 @@ def model_folder(parsed: argparse.Namespace, parser: argparse.ArgumentParser) ->
         yield make_tiny_model(Path(parent) / "model", shape)
 
 
+def fit_command(arguments: Sequence[str]) -> int:
+    """Run ``verl-memopt fit``."""
+    parser = _parser("fit", "Say whether a run fits on a card, and what would make it. Needs no weights and no GPU.")
+    parser.usage = "%(prog)s [--memory GB] [--gpus N] [--host-memory GB] [--json] [--config-name NAME] [key=value ...]"
+    parser.add_argument("--memory", type=float, metavar="GB", help="size of the card (default: that of the profile, memory=24g)")
+    parser.add_argument("--gpus", type=_size, metavar="N", help="cards of the machine (trainer.n_gpus_per_node)")
+    parser.add_argument("--host-memory", type=float, metavar="GB", help="memory of the machine, for what rests there")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON, in bytes and tokens")
+    parser.add_argument("--config-name", default="ppo_trainer", help=ENTRIES)
+    parser.add_argument("--config-dir", "--config-path", default=None, help="folder of a recipe's YAML")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="any setting that train takes")
+    parsed = parser.parse_intermixed_args(arguments)
+    from verl_memopt.config.loader import load_settings
+    from verl_memopt.observe.log_setup import setup_logging
+    from verl_memopt.trainer.fit import card_asked_for, command
+
+    setup_logging(level=logging.ERROR)
+    # Rows are not read, so a command line needs no files.
+    overrides = ["data.train_files=none", "data.val_files=null", *parsed.overrides]
+    if parsed.config_dir is None and not any(re.match(r"memory=|.*(micro_batch_size|dynamic_bsz)", each) for each in overrides):
+        # verl's defaults give micro-batches no size at all, which only a run has to be told of.
+        overrides.append("actor_rollout_ref.actor.use_dynamic_bsz=true")
+    overrides += [] if parsed.gpus is None else [f"trainer.n_gpus_per_node={parsed.gpus}"]
+    settings = load_settings(parsed.config_name, overrides, parsed.config_dir)
+    return command(settings, card_asked_for(settings, parsed.memory, parsed.host_memory), parsed.json)
+
+
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("verl_memopt.cli:run", "train a policy (Hydra overrides: key=value)"),
     "sft": ("verl_memopt.cli:sft", "teach a model the responses of a dataset, before RL"),
@@ -225,6 +260,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "report": ("verl_memopt.cli:report_command", "make a run's summary and charts again, or compare several runs"),
     "check": ("verl_memopt.cli:check_command", "verify every checkpoint of a run"),
     **{name: command for recipe in RECIPES.values() for name, command in recipe.commands.items()},
+    "fit": ("verl_memopt.cli:fit_command", "say what fits on a card, without weights and without a GPU"),
     "knobs": ("verl_memopt.cli:knobs_command", "list the memory knobs, or measure them on a model"),
     "toy": ("verl_memopt.cli:toy_command", "make the toy task: a tiny model and its data, locally"),
 }
@@ -287,11 +323,16 @@ def build_parser(
     entries: str = ENTRIES,
 ) -> argparse.ArgumentParser:
     """Return the parser of a training entry."""
-    usage = "%(prog)s [--config-name NAME] [--config-dir FOLDER] [--cfg job] [key=value ...]"
+    usage = "%(prog)s [--config-name NAME] [--config-dir FOLDER] [--cfg job] [--until-it-fits] [key=value ...]"
     parser = argparse.ArgumentParser(prog=prog, usage=usage, description=description)
     parser.add_argument("--config-name", default=config_name, help=entries)
     parser.add_argument("--config-dir", "--config-path", default=None, help="folder of a recipe's YAML")
     parser.add_argument("--cfg", choices=["job"], help="print the resolved settings as YAML and exit")
+    parser.add_argument(
+        "--until-it-fits",
+        action="store_true",
+        help="when memory runs out, set what the error advises and start again, up to eight times",
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="any setting, under verl's key names")
     return parser
 
@@ -333,7 +374,8 @@ def run(arguments: Sequence[str] | None, parser: argparse.ArgumentParser | None 
         UserError: for what the user must mend.
     """
     from verl_memopt.config.loader import load_settings, log_objective, to_yaml
-    from verl_memopt.observe.log_setup import setup_logging
+    from verl_memopt.observe.files import folder_refusals
+    from verl_memopt.observe.log_setup import lasting_console, setup_logging
 
     parser = parser or build_parser("verl-memopt train")
     parsed = parser.parse_intermixed_args(arguments)
@@ -345,10 +387,21 @@ def run(arguments: Sequence[str] | None, parser: argparse.ArgumentParser | None 
             f"algorithm.adv_estimator={estimator}, or use verl-memopt train."
         )
     log_objective(settings)
+    if settings.debug.mode == "dry" and parsed.cfg is None:
+        from verl_memopt.trainer.fit import say_verdict
+
+        say_verdict(settings)
     if parsed.cfg is not None or settings.debug.mode == "dry":
         sys.stdout.write(to_yaml(settings))
         return 0
-    return train(settings)
+    with lasting_console(), folder_refusals(str(settings.trainer.default_local_dir)):
+        if not parsed.until_it_fits:
+            return train(settings)
+        from verl_memopt.trainer.until_it_fits import CommandLine, train_until_it_fits
+
+        return train_until_it_fits(
+            CommandLine(parser.prog, parsed.config_name, parsed.config_dir, tuple(parsed.overrides)), train
+        )
 
 
 def train(settings: Settings) -> int:
@@ -359,42 +412,90 @@ def train(settings: Settings) -> int:
     Raises:
         UserError: for what the user must mend. Everything that was started has ended by then.
     """
-    from verl_memopt.observe.phase import PhaseClock
     from verl_memopt.run.interrupts import of_process
-    from verl_memopt.trainer.build import build_run
-    from verl_memopt.trainer.debug_run import debug_settings, mode_of
-    from verl_memopt.trainer.loop import Trainer, start_rewards, start_workers
-    from verl_memopt.trainer.reporter import Reporter
 
-    unreadable: dict[int, str] = {}
-    settings = debug_settings(settings)
-    scores = mode_of(settings).scores
-    custom, reward_model = settings.custom_reward_function, settings.reward_model
     with of_process() as interrupts:
+        unreadable: dict[int, str] = {}
         while True:
-            clock = PhaseClock()
-            context = build_run(settings, unreadable)
-            with (
-                context.lock,
-                start_rewards(custom, reward_model, context.environment.run_dir) if scores else nullcontext() as rewards,
-                Reporter(context, clock) as reporter,
-            ):
+            with _begun_workers(settings) as begun:
                 try:
-                    with start_workers(context, clock) as workers:
-                        Trainer(context, workers, rewards, reporter, interrupts).run()
-                except KeyboardInterrupt:
-                    reporter.say("stopped at once; a new start resumes at the last checkpoint")
+                    return _train(settings, begun, unreadable, interrupts)
                 except UnreadableCheckpointError as error:
                     if settings.trainer.resume_mode != "auto":
                         raise
                     # The workers that failed to load it are in no known state, so new ones load the one before.
                     unreadable[error.step] = error.fault
-                    continue
-                except UserError:
-                    reporter.say(f"the record so far: {reporter.folder.path}")
-                    raise
-                reporter.finish()
-                return interrupts.exit_code or 0
+
+
+def _train(settings: Settings, begun: RayGroup | None, unreadable: dict[int, str], interrupts: Interrupts) -> int:
+    """Run training from the newest checkpoint that is not ``unreadable`` (step -> fault), and return the exit code."""
+    from verl_memopt.observe.phase import PhaseClock
+    from verl_memopt.trainer.build import build_run
+    from verl_memopt.trainer.debug_run import debug_settings, mode_of
+    from verl_memopt.trainer.loop import Trainer, start_rewards, start_workers
+    from verl_memopt.trainer.reporter import Reporter
+
+    settings, clock = debug_settings(settings), PhaseClock()
+    custom, reward_model, scores = settings.custom_reward_function, settings.reward_model, mode_of(settings).scores
+    context = build_run(settings, unreadable)
+    with (
+        context.lock,
+        start_rewards(custom, reward_model, context.environment.run_dir) if scores else nullcontext() as rewards,
+        Reporter(context, clock) as reporter,
+    ):
+        try:
+            if begun is not None:  # this process only waits while Ray's start their engines
+                _import_aside("matplotlib.backends.backend_agg")
+            with start_workers(context, clock, begun) as workers:
+                Trainer(context, workers, rewards, reporter, interrupts).run()
+                reporter.draw_aside()
+        except KeyboardInterrupt:
+            reporter.say("stopped at once; a new start resumes at the last checkpoint")
+        except UnreadableCheckpointError:
+            raise
+        except UserError:
+            reporter.say(f"the record so far: {reporter.folder.path}")
+            raise
+        reporter.finish()
+        return interrupts.exit_code or 0
+
+
+@contextmanager
+def _begun_workers(settings: Settings) -> Iterator[RayGroup | None]:
+    """Yield Ray's processes, which import what a worker needs while this process checks the run. None where Ray is not used.
+
+    Ray's start is a wait for other processes, so the driver's own imports, which take as long, go on beside it in a thread.
+    """
+    if settings.trainer.worker_group != "ray" or settings.debug.mode != "off":
+        yield None
+        return
+    from verl_memopt.run.choose_model import device_of
+    from verl_memopt.worker.group import group_of
+
+    imports = _import_aside("verl_memopt.trainer.loop")
+    try:
+        device = device_of(settings.trainer.device)
+        ahead = ("verl_memopt.worker.worker:import_ahead", settings.actor_rollout_ref.rollout.name, device)
+        group = group_of(settings, device, ahead)
+    finally:
+        imports.join()
+    try:
+        yield group
+    finally:
+        group.shutdown()
+
+
+def _import_aside(module: str) -> threading.Thread:
+    """Import a module in a thread. Its error shows where the module is imported next."""
+    from verl_memopt.run.processes import uncollected
+
+    def quietly() -> None:
+        with suppress(Exception), uncollected():
+            importlib.import_module(module)
+
+    thread = threading.Thread(target=quietly, name=f"imports {module}")
+    thread.start()
+    return thread
 
 
 if __name__ == "__main__":

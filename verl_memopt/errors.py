@@ -3,7 +3,11 @@
 Every message follows one pattern: the key, file or row; what is wrong with it; how to correct it.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 class UserError(Exception):
@@ -52,6 +56,21 @@ class WorkerError(UserError):
 
 
 @dataclass(frozen=True)
+class Way:
+    """What can be set to make room.
+
+    Attributes:
+        text: The sentence of the report, without a full stop.
+        settings: (key, value) pairs.
+        cost: What it costs, in a few words.
+    """
+
+    text: str
+    settings: tuple[tuple[str, Any], ...]
+    cost: str = ""
+
+
+@dataclass(frozen=True)
 class OutOfMemory:
     """Where device memory ran out. A figure is None where it is not known.
 
@@ -74,14 +93,33 @@ class DeviceMemoryError(UserError):
     Args:
         message: The whole message for the user.
         figures: The figures behind it.
+        ways: What makes room, in the order in which to try it.
     """
 
     exit_code = 1
 
-    def __init__(self, message: str, figures: OutOfMemory = OutOfMemory()) -> None:
-        """Keep the figures beside the message."""
+    def __init__(self, message: str, figures: OutOfMemory = OutOfMemory(), ways: Sequence[Way] = ()) -> None:
+        """Keep figures and ways beside the message."""
         super().__init__(message)
-        self.figures = figures
+        self.figures, self.ways = figures, tuple(ways)
+
+
+class HostMemoryError(ConfigError):
+    """The host, or the limit set for it, has no room for what leaves the device.
+
+    Args:
+        message: The whole message for the user.
+        kind: Kind of the bytes that have no room.
+    """
+
+    def __init__(self, message: str, kind: str) -> None:
+        """Keep the kind beside the message."""
+        super().__init__(message)
+        self.kind = kind
+
+    def __reduce__(self) -> tuple[type[HostMemoryError], tuple[str, str]]:
+        """Travel from a worker to the driver."""
+        return HostMemoryError, (str(self), self.kind)
 
 
 class CheckpointError(UserError):

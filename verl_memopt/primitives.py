@@ -7,6 +7,8 @@ and sharding work inside as they do in a run, so a loop that calls the primitive
 from __future__ import annotations
 
 import contextlib
+import difflib
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl_memopt.algorithms.custom import check_custom
+from verl_memopt.algorithms.records import LOSSES, SFT, WITH_GREEDY_RESPONSES
 from verl_memopt.api import BATCH, INPUTS, Call, _rows, settings_by_key
+from verl_memopt.config.checks import check
+from verl_memopt.config.keys import leaf_values, raise_together, replaced
+from verl_memopt.data.batch import scatter_tokens
 from verl_memopt.data.dataset import build_dataset
 from verl_memopt.data.expansion import expand
 from verl_memopt.data.prompts import PromptPrefetcher, StepPrompts
@@ -23,11 +30,17 @@ from verl_memopt.errors import ConfigError, RewardError
 from verl_memopt.model.export import whole_folder
 from verl_memopt.observe.phase import PhaseClock
 from verl_memopt.rewards.score import RewardResult
+from verl_memopt.run.checkpoints import read_checkpoint
+from verl_memopt.run.resume import compare_settings
 from verl_memopt.trainer.build import RunContext, build_learner, build_run
-from verl_memopt.trainer.loop import start_workers
+from verl_memopt.trainer.loop import RunState, start_workers
+from verl_memopt.trainer.micro_batching import global_metrics, with_selection
 from verl_memopt.trainer.rollouts import StepBatch
 from verl_memopt.trainer.step import PolicyTraining, TrainingStep
+from verl_memopt.worker.trained_model import ACTOR
 from verl_memopt.worker.worker import Worker
+
+logger = logging.getLogger(__name__)
 
 
 class Answers:
@@ -76,10 +89,19 @@ class Session:
     """A policy with its engine, and what a step does with them. Made by :func:`session`."""
 
     def __init__(self, context: RunContext, learner: TrainingStep, folder: Path, has_dataset: bool) -> None:
-        """Wrap a run's parts."""
+        """Wrap a run's parts, and continue where the checkpoint of the context ends."""
         self._context, self._learner, self.folder, self._has_dataset = context, learner, folder, has_dataset
+        self._state = RunState(context, learner.workers, learner)
+        self._loss = context.settings.actor_rollout_ref.actor.policy_loss.loss_mode
+        self._num_gradients = 0
         self.step = 0
         """Number of the step of the last :meth:`generate`."""
+        if context.checkpoint is None:
+            context.store.set_aside()  # those of an earlier session, as a run does
+        else:
+            self._state.load(context.checkpoint, logger.info)
+            self.step = context.checkpoint.step
+        learner.sync_weights()
 
     def generate(self, prompts: Sequence[Any] | None = None, n: int | None = None) -> Answers:
         """Answer prompts. The engine releases its memory afterwards.
@@ -114,8 +136,7 @@ class Session:
         """
         learner, batch = self._learner, answers._batch
         if not reference:
-            assert isinstance(learner.policy, PolicyTraining), "there is no bypass in a session"
-            log_probs = learner.policy.old_pass.compute(batch.rows, batch.names).log_probs
+            log_probs = self._policy.old_pass.compute(batch.rows, batch.names).log_probs
         elif learner.ref_pass is None:
             raise ConfigError("log_probs(reference=True): the session has no reference. Set actor.use_kl_loss=true.")
         else:
@@ -139,22 +160,22 @@ class Session:
         assert batch.rows.advantages is not None
         return list(batch.rows.advantages.split(batch.rows.responses.sizes()))
 
-    def update(self, answers: Answers, advantages: Sequence[Any] | None = None) -> dict[str, float]:
+    def update(self, answers: Answers, advantages: Sequence[Any] | None = None, loss: str | None = None) -> dict[str, float]:
         """Take the optimizer steps on answers, and return their metrics.
 
         Args:
             answers: Of :meth:`generate`.
             advantages: A number for each answer, or one for each of its tokens. None = those of :meth:`advantages`.
+            loss: The loss of this call, a name of ``policy_loss.loss_mode``. None = that of the session's settings.
 
         Raises:
-            ConfigError: There are no advantages, or not as many as answers or tokens.
+            ConfigError: There are no advantages, or not as many as answers or tokens; or the loss is none of those, or does not
+                go with the other settings.
         """
         learner, batch = self._learner, answers._batch
-        if advantages is not None:
-            batch.rows.advantages = _per_token(advantages, batch.rows.responses.sizes())
-        if batch.rows.advantages is None:
-            raise ConfigError("update: there are no advantages. Give them, or call advantages(answers, scores) before.")
-        self._complete(batch)
+        self._prepare("update", batch, advantages, loss)
+        if self._num_gradients:
+            raise ConfigError("update: a gradient of forward_backward waits. Call optim_step before.")
         if learner.critic is not None:
             batch.metrics |= learner.critic.update(*batch.for_update(), batch.step)
         learner.policy.update(batch)
@@ -163,6 +184,92 @@ class Session:
         if batch.advantages is not None:
             learner.metrics(batch)
         return batch.metrics
+
+    def forward_backward(
+        self, answers: Answers, advantages: Sequence[Any] | None = None, loss: str | None = None
+    ) -> dict[str, float]:
+        """Add the gradient of answers to that of earlier calls, and return its metrics. :meth:`optim_step` takes the step.
+
+        The answers are one mini-batch, over whose tokens or rows the loss is averaged. Arguments and errors as of :meth:`update`,
+        of which this is the first half.
+        """
+        learner, batch = self._learner, answers._batch
+        if learner.critic is not None:
+            raise ConfigError("forward_backward: this session has a critic, which update() trains. Use update().")
+        if self._context.settings.actor_rollout_ref.actor.optim.in_backward:
+            raise ConfigError(
+                "actor_rollout_ref.actor.optim.in_backward=true: forward_backward has no step. Set it to false, or use update()."
+            )
+        self._prepare("forward_backward", batch, advantages, loss)
+        rows, names = batch.for_update()
+        update, everything = self._policy.policy_update, list(range(rows.num_rows))
+        cutter, seed = update.cutter, update.cutter.seed(batch.step, 0)
+        chosen = with_selection(rows, everything, update.actor.policy_loss, seed)
+        minis = cutter.mini_batches(chosen, everything, names)
+        parts = learner.workers.each("update_actor", Worker.add_gradient, [(mini,) for mini in minis])
+        self._num_gradients += 1
+        if rows.old_log_probs is None:
+            shares = cutter.shares(rows, everything)
+            log_probs = [(share, part.log_probs) for share, part in zip(shares, parts, strict=True)]
+            batch.keep_log_probs(scatter_tokens(log_probs, rows.responses.sizes()))
+            self._policy.compare_log_probs(batch)
+        return {name: sum(part.metrics[name] for part in parts) for name in parts[0].metrics}
+
+    def optim_step(self, learning_rate: float | None = None) -> dict[str, float]:
+        """Take the optimizer step of the gradients of :meth:`forward_backward`, and return gradient norm and learning rate.
+
+        ``learning_rate`` is that of this step alone. None = that of the session's schedule, which goes on in either case.
+
+        Raises:
+            ConfigError: There is no gradient.
+        """
+        if not self._num_gradients:
+            raise ConfigError("optim_step: there is no gradient. Call forward_backward(answers, advantages) before.")
+        metrics = self._learner.workers.all("update_actor", Worker.take_step, learning_rate)
+        self._num_gradients = 0
+        return global_metrics(metrics, ACTOR)
+
+    def sample(self, prompts: Sequence[Any] | None = None, num_samples: int | None = None) -> Answers:
+        """Answer prompts, ``num_samples`` times each. Another name of :meth:`generate`."""
+        return self.generate(prompts, num_samples)
+
+    def save_state(self) -> Path:
+        """Write weights, optimizer, schedule and position in the data to ``global_step_N`` in the folder, and return that path.
+
+        :meth:`load_state` reads it, and a run does with ``trainer.resume_from_path``. ``trainer.max_actor_ckpt_to_keep`` says how
+        many stay.
+
+        Raises:
+            CheckpointError: The disk refuses.
+        """
+        return self._state.save(self.step)
+
+    def load_state(self, path: str | Path) -> None:
+        """Continue as after the step of a checkpoint: of :meth:`save_state`, or of a run. The engine gets its weights.
+
+        Raises:
+            CheckpointError: There is no whole checkpoint.
+            UserError: It is of another model or another dataset.
+        """
+        context, rollouts = self._context, self._learner.rollouts
+        checkpoint = read_checkpoint(Path(path), key="load_state: ")
+        own, seed = context.settings, checkpoint.driver["seed"]
+        seeds = {"data.seed": seed}
+        if own.actor_rollout_ref.rollout.seed == own.data.seed:  # it follows the seed of the data
+            seeds["actor_rollout_ref.rollout.seed"] = seed
+        settings = replaced(own, seeds)
+        compare_settings(settings, context.environment, checkpoint)
+        if self._has_dataset:
+            assert isinstance(rollouts.prompts, PromptPrefetcher)
+            rollouts.prompts.load_state_dict(checkpoint.driver["loader"])
+        self._state.load(checkpoint, logger.info)
+        context.store.resumed(checkpoint)
+        generator = replace(rollouts.generator, rollout=settings.actor_rollout_ref.rollout)
+        self._learner.rollouts = replace(rollouts, generator=generator)
+        self._context = replace(context, settings=settings)
+        self._state = replace(self._state, context=self._context)
+        self.step, self._num_gradients = checkpoint.step, 0
+        self.sync()
 
     def sync(self) -> None:
         """Give the engine the policy's weights."""
@@ -183,6 +290,40 @@ class Session:
         expanded = expand(dataset, range(len(dataset)), samples, context.settings.algorithm.expansion, context.encoder)
         return StepPrompts(expanded.prompts, expanded.ids, 0, 0)
 
+    @property
+    def _policy(self) -> PolicyTraining:
+        assert isinstance(self._learner.policy, PolicyTraining), "there is no bypass in a session"
+        return self._learner.policy
+
+    def _prepare(self, name: str, batch: StepBatch, advantages: Sequence[Any] | None, loss: str | None) -> None:
+        """Give a batch all that the method ``name`` reads, and the workers the loss of the call."""
+        rows = batch.rows
+        if advantages is not None:
+            rows.advantages = _per_token(name, advantages, rows.responses.sizes())
+        if rows.advantages is None:
+            raise ConfigError(f"{name}: there are no advantages. Give them, or call advantages(answers, scores) before.")
+        self._use_loss(loss)
+        self._complete(batch)
+        if rows.old_log_probs is None and LOSSES[self._policy.policy_update.actor.policy_loss.loss_mode].selects is not None:
+            self._policy.add_old_log_probs(batch)
+
+    def _use_loss(self, name: str | None) -> None:
+        """Let the workers take a loss, checked as a setting is. None = that of the session's settings."""
+        key, policy = "actor_rollout_ref.actor.policy_loss.loss_mode", self._policy
+        chosen = self._loss if name is None else name
+        if chosen == policy.policy_update.actor.policy_loss.loss_mode:
+            return
+        if chosen not in LOSSES:
+            nearest = difflib.get_close_matches(str(chosen), LOSSES, 1)
+            way_out = f"Is it {nearest[0]}?" if nearest else f"Use one of {', '.join(LOSSES)}."
+            raise ConfigError(f"loss={chosen!r}: there is no such loss. {way_out}")
+        settings = replaced(self._context.settings, {key: chosen})
+        raise_together(check(settings, leaf_values(settings), frozenset(), set()))
+        check_custom(settings)
+        self._learner.workers.all("update_actor", Worker.use_loss, chosen)
+        update = replace(policy.policy_update, actor=settings.actor_rollout_ref.actor)
+        self._learner.policy = replace(policy, policy_update=update)
+
     def _complete(self, batch: StepBatch) -> None:
         """Add what the update and the advantages read: log-probs before the update and of the reference, and values."""
         learner, rows = self._learner, batch.rows
@@ -194,15 +335,15 @@ class Session:
             rows.old_values = learner.critic.values(rows, batch.names)
 
 
-def _per_token(advantages: Sequence[Any], sizes: Sequence[int]) -> Tensor:
+def _per_token(name: str, advantages: Sequence[Any], sizes: Sequence[int]) -> Tensor:
     """Return advantages as one value for each token, fp32."""
     if len(advantages) != len(sizes):
-        raise ConfigError(f"update: there are {len(advantages)} advantages for {len(sizes)} answers. Give one for each.")
+        raise ConfigError(f"{name}: there are {len(advantages)} advantages for {len(sizes)} answers. Give one for each.")
     parts = []
     for number, (value, size) in enumerate(zip(advantages, sizes, strict=True)):
         part = torch.as_tensor(value, dtype=torch.float32).flatten()
         if part.numel() not in (1, size):
-            raise ConfigError(f"update: answer {number} has {size} tokens, but {part.numel()} advantages. Give 1 or {size}.")
+            raise ConfigError(f"{name}: answer {number} has {size} tokens, but {part.numel()} advantages. Give 1 or {size}.")
         parts.append(part.expand(size) if part.numel() == 1 else part)
     return torch.cat(parts)
 
@@ -216,13 +357,15 @@ def session(
     memory: str | None = None,
     steps: int | None = None,
     run_dir: str | Path | None = None,
+    resume: bool = False,
     tokenizer: Any = None,
     **settings: Any,
 ) -> Iterator[Session]:
     """Yield the primitives of a training step. All processes end with the body.
 
     Arguments as those of :func:`verl_memopt.train`. ``steps`` is the length of the schedule of the learning rate.
-    ``dataset``: None = prompts are given to :meth:`Session.generate`.
+    ``dataset``: None = prompts are given to :meth:`Session.generate`. ``resume``: continue in ``run_dir`` at the last
+    :meth:`Session.save_state`, or checkpoint of a run.
 
     Raises:
         UserError: For what the user must mend.
@@ -234,15 +377,16 @@ def session(
     unused = [{"prompt": "-"}] * settings_by_key(settings).get("data.train_batch_size", BATCH)
     rows = unused if dataset is None else dataset
     # A function decides the rewards, so that rows need no column of the rules.
-    call = Call(model, rows, settings, algorithm, memory, run_dir, tokenizer, rewards=_no_reward, steps=steps)
+    call = Call(model, rows, settings, algorithm, memory, run_dir, tokenizer, rewards=_no_reward, steps=steps, resume=resume)
     folder, loaded = call.load()
     if loaded.algorithm.rollout_correction.bypass_mode:
         raise ConfigError("algorithm.rollout_correction.bypass_mode=true: a session has no such update. Leave it out.")
+    if (name := loaded.algorithm.adv_estimator) in (SFT, *WITH_GREEDY_RESPONSES):
+        raise ConfigError(f"algorithm={name!r}: a session has no step of this kind. Use verl_memopt.train, or another algorithm.")
     context = build_run(loaded)
     with context.lock, start_workers(context, PhaseClock()) as workers:
         learner = build_learner(context, workers, runner=None)
         try:
-            learner.sync_weights()
             yield Session(context, learner, folder, dataset is not None)
         finally:
             learner.close()

@@ -15,6 +15,7 @@ from typing import Any
 
 from verl_memopt import api
 from verl_memopt.errors import ConfigError
+from verl_memopt.rewards.rules import latex_answer
 
 REFUSED = {
     "callbacks": "the loop is not the one of transformers. Read run.metrics, or give logger=[...] for TensorBoard or W&B",
@@ -32,6 +33,10 @@ PEFT = {"r": "lora_rank", "lora_alpha": "lora_alpha", "target_modules": "target_
 """Fields of peft's LoraConfig and our keys below ``actor_rollout_ref.model``."""
 PEFT_PASSES = {"task_type": "CAUSAL_LM", "peft_type": "LORA", "bias": "none", "init_lora_weights": True}
 """Further fields, and the value that asks for nothing."""
+
+
+MACHINE = ("output_dir", "use_cpu", "bf16", "fp16")
+"""Fields that a config of transformers checks against the machine."""
 
 
 class GRPOConfig(dict[str, Any]):
@@ -153,6 +158,12 @@ class RLOOTrainer(_Trainer):
     algorithm = "rloo"
 
 
+def accuracy_reward(completions: Sequence[Any], solution: Sequence[str], **columns: Any) -> list[float | None]:
+    """Return 1.0 where an answer equals the solution, as TRL's reward of this name; None where the solution cannot be read."""
+    texts = [each if isinstance(each, str) else each[0]["content"] for each in completions]
+    return [latex_answer(text, wanted) for text, wanted in zip(texts, solution, strict=True)]
+
+
 def _given(args: Any, name: str) -> dict[str, Any]:
     """Return what somebody gave: all of a dict, and of a config of TRL or peft what differs from its defaults.
 
@@ -168,11 +179,29 @@ def _given(args: Any, name: str) -> dict[str, Any]:
             f"{name}: {type(args).__name__} is no config. Give a dict, or a config of TRL (of peft for peft_config)."
         )
     make: Any = type(args)
-    plain = make(output_dir=args.output_dir) if hasattr(args, "output_dir") else make()
-    names = [field.name for field in dataclasses.fields(args) if field.init]
-    changed = {name: getattr(args, name) for name in names if getattr(args, name) != getattr(plain, name)}
-    output = getattr(args, "output_dir", None)
-    return changed if output is None else changed | {"output_dir": output}
+    fields = {field.name: field.default for field in dataclasses.fields(args) if field.init}
+    values = {name: getattr(args, name) for name in fields}
+    # Without these a config of transformers does not come to be on every machine.
+    given = {name: values[name] for name in MACHINE if name in fields and values[name] != fields[name]}
+    plain = make(**given)
+    changed = {name: value for name, value in values.items() if value != getattr(plain, name)}
+    given |= {name: value for name, value in changed.items() if fields[name] is not None}
+    for name, value in changed.items():
+        # What was left open is derived from the rest, so only what would be derived otherwise was given.
+        if name not in given and value != _derived(make, given).get(name):
+            given[name] = value
+    if "generation_batch_size" in given:
+        # steps_per_generation may have said it. Both mean the same passes where the rows of a pass are known.
+        given["per_device_train_batch_size"] = values["per_device_train_batch_size"]
+    return given
+
+
+def _derived(make: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all fields of a config that got some of them; none where they are not enough for one."""
+    try:
+        return dict(vars(make(**given)))
+    except ValueError:
+        return {}
 
 
 def _adapters(config: Any) -> dict[str, Any]:

@@ -28,14 +28,7 @@ BOUND = 1e-6
 """Largest difference of sides that define the same thing."""
 
 REASONS: dict[tuple[str, str], str] = {
-    **{
-        ("verl", f"advantages {name}, groups of one"): "a group of one has nothing to compare: 0 here, the reward itself in verl"
-        for name in ("rloo", "grpo", "grpo_vectorized", "opo")
-    },
-    ("verl", "advantages reinforce_plus_plus_baseline, groups of one"): (
-        "a group of one is its own mean: 0 here, its reward is whitened in verl"
-    ),
-    ("verl", "advantages gpg"): "alpha counts rows whose group has a gradient (the paper), in verl rows whose score is not 0",
+    ("verl", "advantages rloo_vectorized, groups of one"): "rloo here, the reward itself; 0 in verl, whose own rloo keeps it",
     ("trl", "advantages grpo"): "TRL adds 1e-4 to the standard deviation, verl and this project 1e-6",
 }
 """(peer, case) -> why the two differ by definition."""

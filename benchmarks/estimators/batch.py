@@ -13,6 +13,8 @@ SCALE_FACTOR = 16
 CLIP_LOW, CLIP_HIGH, CLIP_C = 0.2, 0.28, 3.0
 TAU_POS, TAU_NEG = 1.2, 2.5
 GAMMA, LAM = 0.98, 0.9
+REWARDS = {"right": 1.0, "short": 0.5}
+"""Names of two rewards of gdpo, and their weights."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,11 @@ class Batch:
         rewards = torch.zeros_like(self.values)
         rewards[self.lengths.cumsum(0) - 1] = self.scores
         return rewards
+
+    @property
+    def components(self) -> Tensor:
+        """Two rewards of each row, [B, 2]."""
+        return torch.stack([self.scores, self.advantages], 1)
 
     @property
     def mask(self) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -17,6 +18,7 @@ from benchmarks.estimators.batch import (
     CLIP_LOW,
     GAMMA,
     LAM,
+    REWARDS,
     SCALE_FACTOR,
     TAU_NEG,
     TAU_POS,
@@ -31,7 +33,11 @@ from verl_memopt.algorithms.rollout_correction import bypass_loss, correct, kept
 from verl_memopt.algorithms.rows import LOSS_AGG_MODES, GlobalCounts, aggregate
 from verl_memopt.config.aliases import PRESETS
 from verl_memopt.config.correction_rules import REJECTIONS
-from verl_memopt.config.schema import Actor, Algorithm, KlControl, PolicyLoss, RolloutCorrection
+from verl_memopt.config.schema import Actor, Algorithm, KlControl, Optim, PolicyLoss, RolloutCorrection
+from verl_memopt.data.batch import Ragged, RolloutBatch
+from verl_memopt.rewards.rules import score_by_rule
+from verl_memopt.trainer.rollouts import compute_advantages
+from verl_memopt.worker.optimizer import learning_rate_factors
 
 Values = dict[str, Any]
 Case = Callable[[Batch], Values]
@@ -41,17 +47,20 @@ NO_DUAL_CLIP, NO_LOWER_CLIP = " without dual clip", " without lower clip"
 """TRL has neither."""
 TRLS_ADVANTAGES = ("rloo", "grpo, no std")
 TRLS_AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-GROUPED = ("rloo", "rloo_vectorized", "grpo", "grpo_vectorized", "reinforce_plus_plus_baseline", "opo")
+GROUPED = ("rloo", "rloo_vectorized", "grpo", "grpo_vectorized", "reinforce_plus_plus_baseline", "opo", "gpg", "gdpo")
 SEQUENCE_MODES = ("sequence", "gspo", "geo_mean")
 COV_RATIO, COV_LOWER, COV_UPPER, COV_COEF = 0.1, 0.05, 5.0, 1.0
 KL_KINDS = ("k1", "k2", "k3", "abs")
 VALUE_CLIP = 0.5
+WARMUP, ROLLOUTS = 3, 12
 CORRECTED = ", weights and rejection"
 CORRECTED_CASES = [
     *((mode, agg) for mode in ("vanilla", "cispo", "gpg") for agg in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")),
-    *((mode, "seq-mean-token-mean") for mode in ("sapo", "gspo", "geo_mean")),
+    *((mode, "seq-mean-token-mean") for mode in ("sapo", "gspo", "geo_mean", "dppo_tv")),
 ]
-"""Losses and aggregations with importance weights and rejected tokens. The last three average over sequences whatever is set."""
+"""Losses and aggregations with importance weights and rejected tokens."""
+FAR = ", ratios far from 1"
+FAR_MODES = ("vanilla", "gspo", "geo_mean", "cispo", "sapo", "kl_cov", "dppo_tv", "dppo_kl")
 NAMES = [name for name in (*ESTIMATORS, "rloo_vectorized", "grpo_vectorized") if name != CUSTOM and not name.startswith("tir_")]
 TOKEN_LOCAL = sorted(name for name, record in LOSSES.items() if record.token_local and name != CUSTOM)
 THRESHOLDS = {"k1": "0.7_1.4", "k2": 0.1, "k3": 0.1}
@@ -69,9 +78,12 @@ def advantages(name: str, batch: Batch, by_std: bool = True, corrected: bool = F
             batch.scores, batch.group, ~torch.isnan(batch.scores), batch.row, batch.lengths,
             token_rewards=batch.token_rewards, values=batch.values,
             baselines=batch.baselines, old_log_probs=batch.old_log_probs, statistics={"sum_pi_squared": batch.sum_pi_squared},
-            weights=weights_and_kept(batch)[0] if corrected else None,
+            weights=weights_and_kept(batch)[0] if corrected else None, components=batch.components,
         ),
-        Algorithm(name.removesuffix("_vectorized"), gamma=GAMMA, lam=LAM, norm_adv_by_std_in_grpo=by_std),
+        Algorithm(
+            name.removesuffix("_vectorized"), gamma=GAMMA, lam=LAM, norm_adv_by_std_in_grpo=by_std,
+            gdpo_reward_weights=[*REWARDS.values()],
+        ),
     )  # fmt: skip
     return {"advantages": result.per_token, "returns": result.returns}
 
@@ -121,6 +133,16 @@ def policy(mode: str, agg: str, batch: Batch, **changes: float) -> Values:
     return with_gradient(
         batch, load(LOSSES[mode].function)(tokens(batch, leaf, selected=selected), settings(agg, **changes))[0], leaf
     )
+
+
+def far(case: Case) -> Case:
+    """Gives a case on the same batch, in which the log-ratios of every other row lie 25 above or below."""
+
+    def values(batch: Batch) -> Values:
+        moved = torch.where(batch.row % 4 == 0, -25.0, torch.where(batch.row % 4 == 2, 25.0, 0.0))
+        return case(replace(batch, old_log_probs=batch.old_log_probs + moved))
+
+    return values
 
 
 def corrected(mode: str, agg: str, batch: Batch) -> Values:
@@ -210,9 +232,50 @@ def weights_of_pf_ppo(method: str, batch: Batch) -> Values:
     return {"weights": weights}
 
 
+def kl_in_reward(batch: Batch) -> Values:
+    """Gives the mean KL of a step, and the coefficient that the adaptive controller makes of it."""
+    controller = KlController(KlControl(type="adaptive", kl_coef=0.2, horizon=100, target_kl=0.1))
+    rows = RolloutBatch(
+        prompts=Ragged(flat=torch.zeros_like(batch.lengths), lengths=torch.ones_like(batch.lengths), batch_size=[]),
+        responses=Ragged(flat=torch.zeros_like(batch.row), lengths=batch.lengths, batch_size=[]), group=batch.group,
+        old_log_probs=batch.old_log_probs, ref_log_probs=batch.ref_log_probs, batch_size=[],
+    )  # fmt: skip
+    names = [str(row) for row in range(len(batch.lengths))]
+    found = compute_advantages(rows, batch.scores, names, Algorithm("rloo", use_kl_in_reward=True, kl_penalty="kl"), controller)
+    controller.update(found.kl_mean, len(names))
+    return {"mean": torch.tensor([found.kl_mean]), "coefficient": torch.tensor([controller.coefficient])}
+
+
+RULE_SOURCES = {"gsm8k": "openai/gsm8k", "MATH": "lighteval/MATH", "math_dapo": "math_dapo"}
+PIECES = (
+    r"\boxed{", "}", r"\frac", "{", "12", "1/2", "0.5", ".5", " ", r"\sqrt", "3", "x", "=", r"\text{ cm}", r"\%", "%", r"\!",
+    r"\left(", r"\right)", "tfrac", "$", r"\$", "\n", r"^\circ", "-7", "1,072", "Answer: ", "answer:", "dollars", "a ",
+    r"\text{m}", r"\boxed ", r"\fbox{", "#### ", "72", "72.", "$72", "\\\\", "{,}",
+    r"\boxed{72}", r"\boxed{\frac{1}{2}}", "Answer: 72", "#### 72",
+)  # fmt: skip
+TRUTHS = ("72", r"\frac{1}{2}", "1072", "0.5", "x", r"\sqrt{3}", "12")
+
+
+def scored(score: Callable[[str, str], Any]) -> Values:
+    """Gives the scores of 20,000 random answers."""
+    generator, scores = random.Random(0), []
+    for _ in range(20_000):
+        text, truth = "".join(generator.choices(PIECES, k=generator.randint(1, 9))), generator.choice(TRUTHS)
+        found = score(text, truth)
+        scores.append(float(found["score"] if isinstance(found, dict) else found))
+    return {"scores": torch.tensor(scores)}
+
+
+def learning_rates(name: str, batch: Batch) -> Values:
+    """Gives the shares of the peak rate over twelve rollouts, three of them warm-up."""
+    optim = Optim(lr_scheduler_type=name, min_lr_ratio=0.1)
+    factor = learning_rate_factors(WARMUP, ROLLOUTS, optim)
+    return {"rates": torch.tensor([factor(rollout) for rollout in range(ROLLOUTS)], dtype=torch.float64)}
+
+
 CASES: dict[str, Case] = {
     **{f"advantages {name}": partial(advantages, name) for name in NAMES},
-    "advantages grpo, no std": partial(advantages, "grpo", by_std=False),
+    **{f"advantages {name}, no std": partial(advantages, name, by_std=False) for name in ("grpo", "gdpo")},
     **{
         f"advantages {name}{UNSCORED}": unscored(partial(advantages, name.split(",")[0], by_std="no std" not in name))
         for name in TRLS_ADVANTAGES
@@ -220,6 +283,8 @@ CASES: dict[str, Case] = {
     **{f"advantages {name}{ALONE}": partial(advantages, name) for name in GROUPED},
     **{f"loss {mode}, {agg_mode}": partial(policy, mode, agg_mode) for mode in TOKEN_LOCAL for agg_mode in LOSS_AGG_MODES},
     **{f"loss {mode}": partial(policy, mode, "seq-mean-token-mean") for mode in SEQUENCE_MODES},
+    **{f"loss gspo, {agg_mode}": partial(policy, "gspo", agg_mode) for agg_mode in LOSS_AGG_MODES},
+    **{f"loss {mode}, token-mean{FAR}": far(partial(policy, mode, "token-mean")) for mode in FAR_MODES},
     **{f"loss vanilla{NO_DUAL_CLIP}, {agg}": partial(policy, "vanilla", agg, clip_ratio_c=math.inf) for agg in TRLS_AGGREGATIONS},
     f"loss cispo{NO_LOWER_CLIP}, token-mean": partial(policy, "cispo", "token-mean", clip_ratio_low=1.0),
     **{f"aggregation {mode}": partial(aggregation, mode) for mode in LOSS_AGG_MODES},
@@ -231,6 +296,9 @@ CASES: dict[str, Case] = {
     **{f"loss {mode}, {agg}{CORRECTED}": partial(corrected, mode, agg) for mode, agg in CORRECTED_CASES},
     f"advantages optimal_token_baseline{CORRECTED}": partial(advantages, "optimal_token_baseline", corrected=True),
     "correction presets": presets,
+    "kl in the reward": kl_in_reward,
+    **{f"rule {name}": lambda _, source=source: scored(partial(score_by_rule, source)) for name, source in RULE_SOURCES.items()},
+    **{f"learning rates {name}": partial(learning_rates, name) for name in ("constant", "cosine")},
     **{f"weights of pf_ppo {method}": partial(weights_of_pf_ppo, method) for method in PF_PPO_METHODS},
 }
 """Name of a case -> this project's values. Names with ``ALONE`` read the batch in which every row is a group."""

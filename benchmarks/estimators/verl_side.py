@@ -20,6 +20,7 @@ from benchmarks.estimators.batch import (
     CLIP_LOW,
     GAMMA,
     LAM,
+    REWARDS,
     SCALE_FACTOR,
     TAU_NEG,
     TAU_POS,
@@ -36,21 +37,29 @@ from benchmarks.estimators.ours import (
     COV_LOWER,
     COV_RATIO,
     COV_UPPER,
+    FAR,
     NO_DUAL_CLIP,
     NO_LOWER_CLIP,
+    ROLLOUTS,
     UNSCORED,
     VALUE_CLIP,
+    WARMUP,
     Case,
     Values,
+    far,
+    scored,
     weights_and_kept,
 )
 from benchmarks.update_pass.ray_stand_in import ray_or_stand_in
 
 with warnings.catch_warnings(), ray_or_stand_in():
     warnings.simplefilter("ignore")
+    from verl import DataProto
     from verl.trainer.config import AlgoConfig
     from verl.trainer.config.algorithm import RolloutCorrectionConfig
-    from verl.trainer.ppo import core_algos, rollout_corr_helper
+    from verl.trainer.ppo import core_algos, ray_trainer, rollout_corr_helper
+    from verl.utils import torch_functional
+    from verl.utils.reward_score import gsm8k, math_dapo, math_reward
     from verl.workers.config import ActorConfig, PolicyLossConfig
 
 VERSION = version("verl")
@@ -58,10 +67,17 @@ VERSION = version("verl")
 
 def advantages(name: str, batch: Batch, by_std: bool = True, corrected: bool = False) -> Values:
     function = core_algos.get_adv_estimator_fn(name)
+    prompts = torch.zeros_like(batch.mask[:, :1])
     given = {
         "token_level_rewards": batch.pad(batch.token_rewards), "response_mask": batch.mask, "index": batch.group.numpy(),
         "values": batch.pad(batch.values), "gamma": GAMMA, "lam": LAM, "norm_adv_by_std_in_grpo": by_std,
-        "config": AlgoConfig(gamma=GAMMA, lam=LAM, norm_adv_by_std_in_grpo=by_std), "reward_baselines": batch.baselines,
+        "config": AlgoConfig(
+            gamma=GAMMA, lam=LAM, norm_adv_by_std_in_grpo=by_std,
+            gdpo_reward_keys=[*REWARDS], gdpo_reward_weights=[*REWARDS.values()],
+        ),
+        "non_tensor_batch": dict(zip(REWARDS, batch.components.T.numpy(), strict=True)),
+        "batch": {"prompts": prompts, "attention_mask": torch.cat([prompts, batch.mask], 1).long()},
+        "reward_baselines": batch.baselines,
         "old_log_probs": batch.pad(batch.old_log_probs), "sum_pi_squared": batch.pad(batch.sum_pi_squared),
         "rollout_is_weights": batch.pad(weights_and_kept(batch)[0]) if corrected else None,
     }  # fmt: skip
@@ -177,6 +193,31 @@ class _Handed(Exception):  # noqa: N818 - ends a call whose argument is all that
     pass
 
 
+def kl_in_reward(batch: Batch) -> Values:
+    options = types.SimpleNamespace(type="adaptive", kl_coef=0.2, horizon=100, target_kl=0.1)
+    controller = core_algos.get_kl_controller(options)
+    tensors = {
+        "response_mask": batch.mask, "token_level_scores": batch.pad(batch.token_rewards),
+        "old_log_probs": batch.pad(batch.old_log_probs), "ref_log_prob": batch.pad(batch.ref_log_probs),
+    }  # fmt: skip
+    _, metrics = ray_trainer.apply_kl_penalty(DataProto.from_single_dict(tensors), controller, "kl")
+    mean, coefficient = metrics["actor/reward_kl_penalty"], controller.value
+    return {"mean": torch.tensor([mean]), "coefficient": torch.tensor([float(coefficient)])}
+
+
+def learning_rates(name: str, batch: Batch) -> Values:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    if name == "constant":
+        schedule = torch_functional.get_constant_schedule_with_warmup(optimizer, WARMUP)
+    else:
+        schedule = torch_functional.get_cosine_schedule_with_warmup(optimizer, WARMUP, ROLLOUTS, min_lr_ratio=0.1)
+    factor = schedule.lr_lambdas[0]
+    return {"rates": torch.tensor([factor(rollout) for rollout in range(ROLLOUTS)], dtype=torch.float64)}
+
+
+RULES: dict[str, Any] = {"gsm8k": gsm8k, "MATH": math_reward, "math_dapo": math_dapo}
+
+
 def _case(name: str) -> Case | None:
     """Gives verl's values of a case by its name, None where verl has no such function."""
     if name.endswith(UNSCORED) or name == "advantages sft":
@@ -184,12 +225,22 @@ def _case(name: str) -> Case | None:
     kind, _, rest = name.removesuffix(ALONE).partition(" ")
     if name == "correction presets":
         return presets
+    if name.startswith("rule "):
+        rule = RULES[name.removeprefix("rule ")]
+        return lambda _: scored(rule.compute_score)
+    if name == "kl in the reward":
+        return kl_in_reward
+    if name.startswith("learning rates "):
+        return partial(learning_rates, name.rsplit(" ", 1)[1])
     if name.startswith("kl control "):
         return partial(kl_control, rest.removeprefix("control "))
     if name.startswith("weights of pf_ppo "):
         return partial(weights_of_pf_ppo, name.rsplit(" ", 1)[1])
     if kind == "advantages" and name.endswith(CORRECTED):
         return partial(advantages, rest.removesuffix(CORRECTED), corrected=True)
+    if name.endswith(FAR):
+        found = _case(name.removesuffix(FAR))
+        return None if found is None else far(found)
     if name.endswith(CORRECTED):
         return partial(corrected, *rest.removesuffix(CORRECTED).split(", "))
     if kind == "advantages":

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Launches and time per kernel group of one update, the share of products, and the ratio to the device's peak: Qwen3-0.6B's
 # shapes with random weights, with default settings and with memory=constrained, each with and without torch.compile.
-# Writes profile.json as profiles are measured, then profile.txt, profile.png and machine.txt, to OUT
+# Writes profile.json as profiles are measured, then profile.txt, profile.png and machine.txt, and counted.txt with the launches that
+# benchmarks.gpu_cost counts without a GPU, to OUT
 # (default: docs/evidence/<date>-profile-<device>).
 # Without a GPU it runs on the CPU, where operations stand for kernels: make it small then, for example
 #   LAYERS=2 SHRINK=16 REPEATS=1 OUT=/tmp/profile bash benchmarks/gpu/profile.sh
@@ -21,3 +22,10 @@ command=(
 )
 machine "$PYTHON" "${command[@]}" > "$OUT/machine.txt"
 "${command[@]}" 2> >(tee "$OUT/profile.log" >&2) | tee "$OUT/profile.txt"
+
+# Beside it, what benchmarks.gpu_cost counts of the same work: launches of the compiled update, on a fake device in another process.
+cost=(
+    "$PYTHON" -m benchmarks.gpu_cost --models 0.6b --off-policy --groups 2 --prompt "${PROMPT:-1024}" --response "${RESPONSE:-1024}"
+    ${LAYERS:+--layers "$LAYERS"} --ops 40 --json "$OUT/counted.json"
+)
+CUDA_VISIBLE_DEVICES="" "${cost[@]}" 2> "$OUT/counted.log" | tee "$OUT/counted.txt" || echo "profile.sh: the counter failed; see $OUT/counted.log"

@@ -198,7 +198,7 @@ class Prober:
         """Runs one update with a response length and gives what it took, or what ran out."""
         settings = case_settings(self.case, self.folder, response)
         shown = {"name": self.case.name, "case": asdict(self.case), "response": response, "device": self.device}
-        shown["computed_peak_bytes"] = self._computed(settings, response)
+        shown["computed_peak_bytes"] = computed_peak(self.case, settings)
         needs, there = computed_host_bytes(self.case, settings), psutil.virtual_memory().available
         if self._group is None and needs > there:
             text = (
@@ -226,10 +226,6 @@ class Prober:
         del group
         gc.collect()
         empty_cache(torch.device(self.device))
-
-    def _computed(self, settings: Settings, response: int) -> int:
-        tokens, responses = largest_micro_batch(settings, self._work(response))
-        return computed_peak(self.case, settings, tokens, responses)
 
     def _work(self, response: int) -> Work:
         return Work(rows=self.case.rows, prompt=self.case.prompt, response=response, group=self.case.rows)
@@ -265,14 +261,6 @@ def _round(group: Any, settings: Settings, batch: Any, phase: list[str]) -> list
     step("update_actor", "update_actor", [MiniBatch(batch, training, counts)])
     step("update_weights", "update_weights")
     return memories
-
-
-def largest_micro_batch(settings: Settings, work: Work) -> tuple[int, int]:
-    """Gives the tokens computed in the update's largest micro-batch, and its answer tokens."""
-    roles = settings.actor_rollout_ref
-    update, computed = budgets(roles)[0], make_batch(work, roles.actor).row_tokens()
-    rows = max(update.micro_batches(computed, [""] * work.rows), key=computed.cost)
-    return computed.cost(rows), len(rows) * work.response
 
 
 def figures(memories: Sequence[PhaseMemory]) -> dict[str, Any]:

@@ -26,22 +26,29 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig
 
 from benchmarks.common import CPU, text_table
-from tests.config.card_memory import CARDS, GIB, MIB, MODELS, OUTSIDE, RESERVED, ModelShape
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.loader import load_settings
 from verl_memopt.config.schema import Settings
 from verl_memopt.data.batch import Ragged, RolloutBatch, rollout_batch
 from verl_memopt.distributed.device import leave_process_group, training_mesh
+from verl_memopt.memory.fit import CARDS, CONTEXT, RESERVED
 from verl_memopt.memory.formulas import NARROW_TILE_ELEMENTS, TILE_ELEMENTS, width
+from verl_memopt.memory.held import PUBLISHED, ModelSize
+from verl_memopt.memory.rollout_memory import kv_bytes_per_token
 from verl_memopt.model.assembly import ModelUse, allocate, build_policy
 from verl_memopt.model.packing import Pack
 from verl_memopt.model.policy_model import PolicyModel
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
-from verl_memopt.recipes.rlt.student import targets_at
-from verl_memopt.rollout.engine import kv_bytes_per_token
+from verl_memopt.observe.phase import GIB, MIB
 from verl_memopt.trainer.micro_batching import Budget, budgets, cut_ranks
 from verl_memopt.worker.policy import Policy, pack_log_probs
 from verl_memopt.worker.trained_model import MicroBatch, micro_batch
+
+MODELS = {
+    name.rpartition("/")[2].replace("-Instruct", "").replace("-", "_").replace(".", "_").lower().replace("llama_", "llama"): size
+    for name, size in PUBLISHED.items()
+}
+"""Preset -> sizes of its model."""
 
 FOLDER = Path(__file__).parent
 RESULTS, TABLE = FOLDER / "results.json", FOLDER / "results.txt"
@@ -76,7 +83,7 @@ class PassPeaks:
     update: int
 
 
-def measure_passes(shape: ModelShape, settings: Settings, rows: Rows) -> PassPeaks:
+def measure_passes(shape: ModelSize, settings: Settings, rows: Rows) -> PassPeaks:
     """Return the peaks of the passes of one model, policy and student alike.
 
     Args:
@@ -90,14 +97,14 @@ def measure_passes(shape: ModelShape, settings: Settings, rows: Rows) -> PassPea
     student_pack = _student_pack(rows, rlt.max_tokens_per_micro_batch)
     with tempfile.TemporaryDirectory() as name, fake_process_group(), tiles_of_a_gpu():
         folder, mesh = Path(name), training_mesh("cpu", 1, -1)
-        _write_config(folder, shape)
+        write_config(folder, shape)
         model = replace(roles.model, path=name, enable_activation_offload=False)
         own, chunk = settings.reward_model.model.fsdp_config, rlt.logits_chunk_tokens
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
             trained = _built(
                 build_policy(model, roles.actor.fsdp_config, folder, mesh, CPU, ModelUse(recompute=True, trained=True))
             )
-            micros = [_faked(micro, fake) for micro in update_micros]
+            micros = [faked(micro, fake) for micro in update_micros]
             update = _update(Policy(trained, roles.actor, 10, 1, CPU), micros, roles.rollout.temperature)
             packs = [micro.pack.map(fake.from_tensor) for micro in old_micros]
             log_probs = _forward(trained, packs)
@@ -132,7 +139,7 @@ def fake_process_group() -> Iterator[None]:
         leave_process_group()
 
 
-def _write_config(folder: Path, shape: ModelShape) -> None:
+def write_config(folder: Path, shape: ModelSize) -> None:
     """Write the config.json of a model with these sizes."""
     kind = "qwen3" if shape.qk_norm else "qwen2" if shape.qkv_bias else "llama"
     AutoConfig.for_model(
@@ -170,7 +177,7 @@ def _micros(batch: RolloutBatch, budget: Budget) -> list[MicroBatch]:
     return [micro_batch(batch, members) for members in largest]
 
 
-def _faked(micro: MicroBatch, fake: FakeTensorMode) -> MicroBatch:
+def faked(micro: MicroBatch, fake: FakeTensorMode) -> MicroBatch:
     flat = (micro.old_log_probs, micro.ref_log_probs, micro.advantages)
     return MicroBatch(micro.pack.map(fake.from_tensor), *(fake.from_tensor(tensor) for tensor in flat if tensor is not None))
 
@@ -191,7 +198,7 @@ def _student_pack(rows: Rows, max_tokens: int) -> Pack:
     )  # fmt: skip
     place = torch.arange(length).repeat(count)
     read = ((place < rows.response) | (place >= rows.response + 4)).nonzero()[:, 0]
-    return targets_at(micro_batch(batch, range(count)).pack, read)
+    return micro_batch(batch, range(count)).pack.with_targets(read)
 
 
 def _forward(model: PolicyModel, packs: Sequence[Pack]) -> int:
@@ -226,7 +233,7 @@ NO_CARD = "-"
 class Needs:
     """Bytes of a run on one card, phase by phase: those of torch's allocator, with what it reserves besides."""
 
-    shape: ModelShape
+    shape: ModelSize
     peaks: PassPeaks
     settings: Settings
     rows: Rows
@@ -265,18 +272,18 @@ class Needs:
             "update_actor": self.masters + peaks.update,
             "update_weights": self.masters,
         }
-        phases = {name: size * RESERVED + OUTSIDE for name, size in in_torch.items()}
+        phases = {name: size * (1 + RESERVED) + CONTEXT for name, size in in_torch.items()}
         phases["update_weights"] += self.engine
         # A step needs the cache of one group at least; more rows at a time are faster.
-        phases["gen"] = self.engine + self.kv / self.settings.data.train_batch_size + OUTSIDE
+        phases["gen"] = self.engine + self.kv / self.settings.data.train_batch_size + CONTEXT
         return phases
 
     @property
     def lora(self) -> float:
         """Bytes of the largest phase with LoRA on bfloat16 weights. Its update is at most the full one without the gradients."""
         frozen = self.shape.params * 2
-        update = (frozen + self.peaks.update - self.masters) * RESERVED
-        return max(update, frozen * RESERVED + self.engine) + OUTSIDE
+        update = (frozen + self.peaks.update - self.masters) * (1 + RESERVED)
+        return max(update, frozen * (1 + RESERVED) + self.engine) + CONTEXT
 
     @property
     def host(self) -> int:
@@ -308,8 +315,9 @@ def table(peaks: Mapping[str, PassPeaks], settings: Settings, rows: Rows) -> str
     lengths = f"{rows.prompt} + {rows.response} tokens, {budget} in a micro-batch"
     return f"""GiB of an RLT step on one card, with a student of the policy's size: {lengths}.
 Measured on fake tensors at full depth: update (gradients included), log-probs and score, each beside the parameters.
-Computed: policy (fp32 masters), engine (bfloat16 weights), KV (cache of all rows at their longest), host, LoRA, and the phases
-with {RESERVED} reserved bytes for a live one and {OUTSIDE / GIB:.1f} GiB outside of torch's allocator. No card has measured them.
+Computed: policy (fp32 masters), engine (bfloat16 weights), KV (cache of all rows at their longest), host, LoRA, and the
+phases with {1 + RESERVED} reserved bytes for a live one and {CONTEXT / GIB:.1f} GiB outside of torch's allocator. No card has
+measured them.
 
 {text_table(HEAD, lines)}
 """

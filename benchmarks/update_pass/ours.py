@@ -78,7 +78,7 @@ def sharded_policy(job: Job) -> Policy:
     )  # fmt: skip
     policy = build_policy(model, fsdp, job.folder, mesh, job.device, ModelUse(recompute=job.checkpointing, trained=True))
     materialize(policy, job.folder, job.device)
-    return Policy(policy, actor, optimizer_steps=1, world_size=1, device=job.device)
+    return Policy(policy, actor, schedule_steps=1, world_size=1, device=job.device)
 
 
 def sharded_critic(job: Job) -> Critic:
@@ -92,7 +92,7 @@ def sharded_critic(job: Job) -> Critic:
     settings = CriticSettings(model=model, cliprange_value=CLIP_VALUE, loss_agg_mode="seq-mean-token-sum")
     value_model = build_value_model(model, job.critic_folder, training_mesh(job.device.type, 1, -1), job.device)
     assert materialize_critic(value_model, job.critic_folder, job.device)
-    return Critic(value_model, settings, optimizer_steps=1, world_size=1, device=torch.device(job.device))
+    return Critic(value_model, settings, schedule_steps=1, world_size=1, device=torch.device(job.device))
 
 
 def to_batch(job: Job, shared: bool = False) -> RolloutBatch:

@@ -13,6 +13,7 @@ import contextlib
 import io
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -27,6 +28,7 @@ from benchmarks.common import write_json
 from verl_memopt.cli import build_parser
 from verl_memopt.config.loader import load_settings
 from verl_memopt.errors import ConfigError, UserError
+from verl_memopt.model.families import FAMILIES
 
 SUFFIXES = (".sh", ".slurm")
 CALL = "main_ppo"
@@ -44,7 +46,10 @@ TEXT_TOOLS = (
 )
 """Commands that really run: what they print goes into the arguments."""
 
-_STAND_IN = r"""#!/bin/bash
+_NO_NPU = 'case "$*" in *torch_npu*) exit 1 ;; esac'
+"""Scripts ask so whether they run on an Ascend NPU."""
+_STAND_IN = rf"""#!/bin/bash
+{_NO_NPU}
 printf '%s\0' "$#" "$@" >> "$ARGUMENTS_FILE"
 """
 _BEFORE = r"""
@@ -71,6 +76,13 @@ class Row:
     verdict: str
     reasons: tuple[str, ...] = ()
     """One sentence for each setting that is refused, or why the script is not counted."""
+    models: tuple[str, ...] = ()
+    """One sentence for each model that is refused when its config is read."""
+
+    @property
+    def would_train(self) -> bool:
+        """True if neither a setting nor a model is refused."""
+        return self.verdict == COMPOSES and not self.models
 
 
 def scripts_in(folder: Path) -> list[Path]:
@@ -105,7 +117,31 @@ def row_of(script: Path, folder: Path, seconds: float, variables: Mapping[str, s
     if why:
         return Row(name.as_posix(), NOT_COUNTED, (why,))
     problems = tuple(dict.fromkeys(reason for call in calls for reason in refusals(call)))
-    return Row(name.as_posix(), REFUSED if problems else COMPOSES, problems)
+    models = tuple(dict.fromkeys(reason for call in calls for reason in refused_models(call)))
+    return Row(name.as_posix(), REFUSED if problems else COMPOSES, problems, models)
+
+
+MODEL_TYPES = (
+    (r"Qwen3-Next", "qwen3_next"), (r"Qwen3-\d+B-A\d+B", "qwen3_moe"), (r"Qwen3-[\d.]+B", "qwen3"), (r"Qwen2", "qwen2"),
+    (r"Mistral-Nemo", "mistral"), (r"Seed-OSS", "seed_oss"), (r"llama-?[23]|deepseek-llm", "llama"), (r"gemma-2-", "gemma2"),
+)  # fmt: skip
+"""Name of a model on the hub -> its ``model_type``, the first that matches."""
+_MODEL_KEYS = (f"{_AR}.model.path", "critic.model.path", "reward_model.model.path", "reward.reward_model.model_path")
+
+
+def refused_models(arguments: Sequence[str]) -> list[str]:
+    """Return why models that a call names are refused when their config is read. A model that nobody here knows is among them."""
+    found = []
+    families = {family.model_type: family for family in FAMILIES}
+    values = dict(word.lstrip("+").partition("=")[::2] for word in arguments)
+    for name in dict.fromkeys(values[key].strip("\"'") for key in _MODEL_KEYS if values.get(key)):
+        kind = next((kind for pattern, kind in MODEL_TYPES if re.search(pattern, name, re.IGNORECASE)), None)
+        family = families.get(kind or "")
+        if family is None:
+            found.append(f"{name}: not among the models that were compared")
+        elif family.refused is not None:
+            found.append(f"{name}: models of type {kind} {family.refused}")
+    return found
 
 
 class RecordError(UserError):
@@ -245,10 +281,12 @@ def render(rows: Sequence[Row], source: str) -> str:
     """
     counted = [row for row in rows if row.verdict != NOT_COUNTED]
     composed = sum(row.verdict == COMPOSES for row in counted)
-    lines = [f"{source}: {composed} of {len(counted)} scripts compose", ""]
+    trained = sum(row.would_train for row in counted)
+    lines = [f"{source}: {composed} of {len(counted)} scripts compose, {trained} of them with models that are not refused", ""]
     for row in counted:
         lines.append(f"{row.verdict:10}{row.script}")
         lines += [f"{'':12}{address(reason)}" for reason in row.reasons]
+        lines += [f"{'':12}{reason}" for reason in row.models]
     reasons = [reason for row in counted for reason in dict.fromkeys(row.reasons)]
     scripts_of = Counter(address(reason) for reason in reasons)
     text_of = {address(reason): reason for reason in reversed(reasons)}

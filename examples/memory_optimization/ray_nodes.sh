@@ -18,17 +18,23 @@ start_ray() {
     { set +x; } 2>/dev/null
     # The token goes through ssh's input, which no list of processes shows. That input ends with this shell, and then Ray is stopped.
     { printf '%s\n' "$RAY_AUTH_TOKEN" && tail --pid=$$ -f /dev/null; } | ssh "$node" "
-        read -r RAY_AUTH_TOKEN && export RAY_AUTH_TOKEN RAY_AUTH_MODE=token
+        read -r RAY_AUTH_TOKEN && export RAY_AUTH_TOKEN RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
         cd $(printf %q "$PWD") && { $(printf '%q ' "$RAY" start --block "$@") & } && ray=\$! && cat >/dev/null; kill \$ray"
 }
 
 head_host=${nodes[0]}
-[ "$head_host" != localhost ] || head_host=$("$PYTHON" -c "import ray; print(ray.util.get_node_ip_address())")
+# The address of this machine on the way to another node. Its own name may stand for a loopback address (127.0.1.1).
+[ "$head_host" != localhost ] || head_host=$("$PYTHON" -c "
+import socket, sys
+probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+probe.connect((sys.argv[1], 9))
+print(probe.getsockname()[0])
+" "${nodes[1]:-localhost}")
 export RAY_ADDRESS=$head_host:$RAY_PORT RAY_USAGE_STATS_ENABLED=0
-# Only who has the token may use these nodes. The shell's trace must not show it.
-{ set +x; } 2>/dev/null
+# Only who has the token may use these nodes. The trace of `bash -x` must not show it.
+{ case $- in *x*) trace=-x ;; *) trace=+x ;; esac; set +x; } 2>/dev/null
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=${RAY_AUTH_TOKEN:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
-set -x
+set $trace
 NNODES=${#nodes[@]}
 started=()
 # Each node's processes here are a group of their own, which ends as a whole.

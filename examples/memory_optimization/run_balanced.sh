@@ -2,7 +2,7 @@
 # One card (48 to 80 GB) that holds the training state while the engine sleeps: little is moved, so steps are fast.
 #   bash examples/memory_optimization/run_balanced.sh model=qwen3_1_7b
 # Any setting can be overridden on the command line, or by a variable of train.sh. Without a GPU: the tiny model on the toy task.
-set -xeuo pipefail
+set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 algorithm=${ALGORITHM:-rloo}

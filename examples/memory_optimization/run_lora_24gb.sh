@@ -2,7 +2,7 @@
 # LoRA on one 24 GB card: adapters of rank 32 on a frozen model in bfloat16, up to 4 billion parameters.
 #   LORA_RANK=16 bash examples/memory_optimization/run_lora_24gb.sh model=llama3_2_3b
 # Any setting can be overridden on the command line, or by a variable of train.sh. Without a GPU: the tiny model on the toy task.
-set -xeuo pipefail
+set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 algorithm=${ALGORITHM:-rloo}

@@ -2,7 +2,7 @@
 # PPO with the seven memory features that the README beside it explains. Each is a variable below, or its key on the command line:
 #   MODEL_PATH=Qwen/Qwen2.5-1.5B-Instruct ./run_memory_optimized_ppo.sh trainer.n_gpus_per_node=4
 # Any setting can be overridden on the command line, or by a variable of train.sh. Without a GPU: the tiny model on the toy task.
-set -xeuo pipefail
+set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 algorithm=ppo

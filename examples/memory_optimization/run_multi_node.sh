@@ -5,7 +5,7 @@
 #   RAY_ADDRESS=host1:6379 NNODES=2 bash examples/memory_optimization/run_multi_node.sh  # Ray runs already
 # All machines have this folder at the same path, and the model: a hub id, or a folder that all of them see.
 # Any setting can be overridden on the command line, or by a variable of train.sh. Without a GPU: the tiny model on the toy task.
-set -xeuo pipefail
+set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}"
 
 algorithm=${ALGORITHM:-grpo}

@@ -3,7 +3,7 @@
 # Any setting can be overridden on the command line, for example:
 #   bash examples/memory_optimization/run_rloo_single_gpu.sh actor_rollout_ref.rollout.n=16 trainer.total_training_steps=20
 # or by a variable: MODEL_PATH, TRAIN_FILES, VAL_FILES, ROLLOUT_N, ACTOR_LR, NGPUS_PER_NODE, ... (all of them in train.sh).
-set -xeuo pipefail
+set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 algorithm=rloo

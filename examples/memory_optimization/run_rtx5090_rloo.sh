@@ -2,7 +2,7 @@
 # RLOO on one RTX 5090 (32 GB), every weight trained. The largest preset that fits by the formulas is model=qwen2_5_3b.
 #   bash examples/memory_optimization/run_rtx5090_rloo.sh model=qwen2_5_3b data.max_response_length=2048
 # Any setting can be overridden on the command line, or by a variable of train.sh. Without a GPU: the tiny model on the toy task.
-set -xeuo pipefail
+set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 algorithm=rloo

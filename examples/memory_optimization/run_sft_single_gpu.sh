@@ -5,7 +5,7 @@
 # Any setting can be overridden on the command line, for example:
 #   bash examples/memory_optimization/run_sft_single_gpu.sh memory=24g actor_rollout_ref.model.lora_rank=32 data.response_key=answer
 # or by a variable: MODEL_PATH, TRAIN_FILES, VAL_FILES, ACTOR_LR, NGPUS_PER_NODE, ... (all of them in train.sh).
-set -xeuo pipefail
+set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 algorithm=sft

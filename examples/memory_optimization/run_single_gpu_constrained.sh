@@ -3,7 +3,7 @@
 # profile:
 #   bash examples/memory_optimization/run_single_gpu_constrained.sh memory=16g model=llama3_2_1b
 # Any setting can be overridden on the command line, or by a variable of train.sh. Without a GPU: the tiny model on the toy task.
-set -xeuo pipefail
+set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 algorithm=${ALGORITHM:-rloo}

@@ -19,6 +19,8 @@ case $config in
 */*) config_dir=${config%/*} config=${config##*/} ;;
 *) config_dir=$configs ;;
 esac
+# The published command names its config by the folder that it has there.
+[ "$config_dir" != cfgs/run_cfg ] || [ -e "$config_dir/$config.yaml" ] || config_dir=$configs
 [ -f "$config_dir/$config.yaml" ] || refuse "$config: there is no $config_dir/$config.yaml. Use one of $(cd "$configs" && echo *.yaml)."
 
 names_model= names_student= names_data= sleeps=true

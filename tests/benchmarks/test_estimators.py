@@ -8,7 +8,7 @@ from benchmarks.estimators.__main__ import PEERS, cases_of_ours_alone, compare, 
 from benchmarks.estimators.batch import SIZES, make_batch
 from benchmarks.estimators.ours import ALONE, CASES
 
-RECORD = Path(__file__).parents[2] / "docs" / "evidence" / "2026-11-22-estimators"
+RECORD = Path(__file__).parents[2] / "docs" / "evidence" / "2026-11-23-estimators"
 
 
 def test_rows_are_padded_and_flattened_without_loss():

@@ -7,7 +7,9 @@ import torch
 
 from benchmarks.gpu import reach
 from benchmarks.gpu.reach import FINE, FITS, OUT_OF_MEMORY, STEP, Known, Prober, case_of, next_length, parse, table, write_report
-from benchmarks.gpu.reach_cases import SHAPES, WAYS, Case, adapter_params, case_settings, case_shapes, computed_peak, make_folder
+from benchmarks.gpu.reach_cases import SHAPES, WAYS, Case, case_settings, computed_peak, make_folder, size_of
+from verl_memopt.memory.held import Pass
+from verl_memopt.memory.lora import adapter_params
 from verl_memopt.model.weights import WeightFolder
 
 SMALL = {"prompt": 16, "layers": 2, "vocabulary": 512, "shrink": 32}
@@ -59,8 +61,7 @@ def test_the_shapes_are_those_that_are_published(shape):
     """Parameters of Qwen3 by its model cards, embeddings included, in billions."""
     published = {"0.6b": 0.596, "1.7b": 1.721, "4b": 4.022, "8b": 8.191}
     case = Case(shape, "full")
-    params = case_shapes(case, case_settings(case, "none", 64), 1, 1).params
-    assert params / 1e9 == pytest.approx(published[shape], abs=6e-4)
+    assert size_of(case.model).params / 1e9 == pytest.approx(published[shape], abs=6e-4)
 
 
 @pytest.mark.parametrize("shape", ["0.6b", "8b"])
@@ -68,8 +69,7 @@ def test_a_model_folder_has_the_counted_parameters_and_reads_as_zeros_and_ones(t
     case = Case(shape, "lora", **SMALL)
     folder = make_folder(case, tmp_path / "model")
     weights = WeightFolder(folder)
-    counted = case_shapes(case, case_settings(case, folder, 64), 1, 1).params
-    assert sum(torch.Size(weights.shape(name)).numel() for name in weights.names) == counted
+    assert sum(torch.Size(weights.shape(name)).numel() for name in weights.names) == size_of(case.model).params
     assert weights.read("model.norm.weight", ()).eq(1).all()
     assert weights.read("model.layers.1.mlp.up_proj.weight", ()).eq(0).all()
 
@@ -93,7 +93,8 @@ def test_a_probe_that_does_not_fit_names_its_phase_and_the_next_one_runs(probed,
     assert "0.002 GiB" in beyond["message"]
     assert again["update_peak_bytes"] == first["update_peak_bytes"]
     assert first["phases"].keys() == {"gen", "old_log_prob", "ref", "update_actor", "update_weights"}
-    assert adapters == adapter_params(case, 16)
+    roles = case_settings(case, "none", 64).actor_rollout_ref
+    assert adapters == adapter_params(size_of(case.model).shapes(roles, Pass(1, 1, 1, 1), "cpu"))
     (tmp_path / "probes.jsonl").write_text("".join(json.dumps(probe) + "\n" for probe in (first, beyond)))
     write_report(tmp_path, [case])
     (found,) = json.loads((tmp_path / "reach.json").read_text())["cases"]
@@ -111,9 +112,8 @@ def test_a_case_that_was_not_tried_is_a_row_that_says_so(tmp_path):
 @pytest.mark.parametrize("way", WAYS)
 def test_the_computed_peak_grows_with_tokens_and_holds_the_parameters(way):
     case = Case("1.7b", way)
-    settings = case_settings(case, "none", 1024)
-    short, long = (computed_peak(case, settings, tokens, tokens - 512) for tokens in (1536, 16_384))
-    params = case_shapes(case, settings, 1, 1).params * (4 if way == "full" else 2)
+    short, long = (computed_peak(case, case_settings(case, "none", response)) for response in (1024, 16_384))
+    params = size_of(case.model).params * 2  # the profile holds masters of all weights as a remainder, on the host
     assert params < short < long
 
 

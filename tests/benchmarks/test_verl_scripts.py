@@ -51,6 +51,21 @@ def test_a_launcher_that_prints_into_a_pipe_is_recorded_whole(script, tmp_path):
     assert not (tmp_path / "log.txt").exists()
 
 
+def test_a_script_that_asks_for_an_npu_finds_none(script):
+    text = 'if python3 -c "import torch_npu" &>/dev/null; then D=npu; else D=cuda; fi\npython3 -m verl.trainer.main_ppo d=$D\n'
+    assert record(script(text)) == [["d=cuda"]]
+
+
+def test_a_script_that_composes_with_a_model_that_is_refused_later_is_counted_apart(script, capsys, tmp_path):
+    for name, model in (("a.sh", "Qwen/Qwen3-30B-A3B"), ("b.sh", "Qwen/Qwen3-8B"), ("c.sh", "Nobody/Knows-1B")):
+        script(f"python3 -m verl.trainer.main_ppo {LEAST} {AR}.model.path={model}\n", name)
+    assert main([str(tmp_path / "examples")]) == 0
+    said = capsys.readouterr().out
+    assert "3 of 3 scripts compose, 1 of them" in said
+    assert "Qwen/Qwen3-30B-A3B: models of type qwen3_moe are mixtures of experts" in said
+    assert "Nobody/Knows-1B: not among the models" in said
+
+
 def test_only_calls_of_the_trainer_count_and_all_of_them(script):
     text = "python3 -c 'import main_ppo'\npython3 make_data.py\nfor n in 1 2; do python3 -m verl.trainer.main_ppo n=$n; done\n"
     assert record(script(text + "python3 -m verl.trainer.main_ppo_sync n=3\n")) == [["n=1"], ["n=2"]]
@@ -122,7 +137,7 @@ def test_a_folder_becomes_a_table(script, tmp_path, capsys):
     ]
     text = table.read_text()
     assert capsys.readouterr().out == text
-    assert text.startswith("a made-up verl: 1 of 2 scripts compose\n")
+    assert text.startswith("a made-up verl: 1 of 2 scripts compose, 0 of them with models that are not refused\n")
     assert f"{1:8}{1:7}  algorithm.adv_estimator=no_such: " in text
     assert str(tmp_path) not in text
 

@@ -43,6 +43,10 @@ SAMPLES = {
     "reward_model.model.fsdp_config.dtype": ("fp32", "bfloat16"),
     "reward_model.reward_manager": ("dapo", "naive"),
     f"{AR}.actor.strategy": ("fsdp2", "fsdp"),
+    **{
+        f"{role}.fsdp_config.ulysses_sequence_parallel_size": (1, 2)
+        for role in (f"{AR}.actor", f"{AR}.ref", "critic.model", "reward_model.model")
+    },
 }
 """Our key -> two values that differ, the first of them allowed."""
 

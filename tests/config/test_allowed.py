@@ -26,8 +26,8 @@ def test_a_reason_is_of_a_word_that_is_no_choice():
 
 def test_each_item_of_a_list_is_looked_at():
     assert complaints(trainer__logger=["console", "jsonl"]) == []
-    (text,) = complaints(trainer__logger=["console", "mlflow"])
-    assert "mlflow is no choice" in text
+    (text,) = complaints(trainer__logger=["console", "comet"])
+    assert "comet is no choice" in text
 
 
 def test_null_is_left_to_the_keys_type():
@@ -51,7 +51,7 @@ ABOVE_0 = [
     *("data.max_prompt_length", "data.max_response_length", "data.train_batch_size", "data.val_batch_size"),
     "data.gen_batch_size",
     *(f"{AR}.nccl_timeout", f"{AR}.model.gradient_checkpointing_every", f"{AR}.model.activation_offload_in_flight"),
-    *(f"{AR}.model.tiled_mlp.num_shards", f"{AR}.model.lora_alpha"),
+    *(f"{AR}.model.tiled_mlp.num_shards", f"{AR}.model.block_tile_tokens", f"{AR}.model.lora_alpha"),
     *(f"{AR}.actor.{key}" for key in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu")),
     *(f"{AR}.actor.{key}" for key in ("ppo_epochs", "clip_ratio", "clip_ratio_low", "clip_ratio_high", "loss_scale_factor")),
     *(f"{AR}.actor.optim.{key}" for key in ("clip_grad", "num_cycles", "bucket_megabytes")),
@@ -72,8 +72,8 @@ ABOVE_0 = [
     *("trainer.max_actor_ckpt_to_keep", "trainer.ray_wait_register_center_timeout", "trainer.max_skipped_steps"),
     *("trainer.stop_deadline_seconds", "trainer.max_critic_ckpt_to_keep"),
     *(f"{AR}.actor.tau_pos", f"{AR}.actor.tau_neg"),
-    f"{AR}.ref.sync_every_steps",
-    *("memory.device_limit_gb", "memory.host_limit_gb", "memory.pinned_limit_gb"),
+    *(f"{AR}.ref.sync_every_steps", *roles("ulysses_sequence_parallel_size")),
+    *("memory.card_gb", "memory.device_limit_gb", "memory.host_limit_gb", "memory.pinned_limit_gb"),
 ]
 FROM_0 = [
     *("data.seed", f"{AR}.model.activation_offload_min_bytes", f"{AR}.model.lora_rank", f"{AR}.model.logprob_chunk_tokens"),
@@ -116,6 +116,7 @@ EDGES = {
     "custom_reward_function.open_files": ([64], [63]),
     "reward_model.rlt.not_matched_penalty": ([0, -STEP], [STEP]),
     f"{AR}.rollout.sleep_level": ([1, 2], [0, 3]),
+    f"{AR}.rollout.share_weights": ([False, "auto"], ["always", "true"]),
 }
 """Key -> values at the bounds of its range, and values just beyond them."""
 

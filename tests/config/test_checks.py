@@ -160,6 +160,14 @@ WRONG = {
         {"data.sampler.class_name": "Mine"},
         "data.sampler.class_path=null, data.sampler.class_name=Mine: a class needs its file and its name",
     ),
+    "gdpo without rewards": (
+        {"algorithm.adv_estimator": "gdpo"},
+        "algorithm.adv_estimator=gdpo, algorithm.gdpo_reward_keys=null: there is no reward to normalize",
+    ),
+    "gdpo with a weight too few": (
+        {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ["a", "b"], "algorithm.gdpo_reward_weights": [1.0]},
+        "algorithm.gdpo_reward_keys=[a,b], algorithm.gdpo_reward_weights=[1.0]: each reward needs one weight",
+    ),
     "training files of null": ({"data.train_files": None}, "data.train_files=null: expected a path or a list of paths"),
     "training files of numbers": ({"data.train_files": [1]}, "data.train_files=[1]: expected a path or a list of paths"),
     "no training file": ({"data.train_files": []}, "data.train_files=[]: expected a path or a list of paths"),
@@ -237,6 +245,13 @@ LIMITS = {
     ),
     "transformers runs on one device": ({"trainer.n_gpus_per_node": 2}, f"{AR}.rollout.tensor_model_parallel_size", [1], [2]),
     "shard groups divide the devices": (FOUR, f"{AR}.actor.fsdp_config.fsdp_size", [1, 2, 4, -1], [3, 5, 8]),
+    "groups that share tokens divide the devices": (
+        FOUR, f"{AR}.actor.fsdp_config.ulysses_sequence_parallel_size", [None, 1, 2, 4], [3, 5, 8],
+    ),
+    "the caps of devices that share tokens add up": (
+        FOUR | {f"{AR}.actor.fsdp_config.ulysses_sequence_parallel_size": 2},
+        f"{AR}.actor.ppo_max_token_len_per_gpu", [512], [511],
+    ),
     "parts of a shard group are smaller than it": (
         {"trainer.n_gpus_per_node": 8}, f"{AR}.actor.fsdp_config.reshard_after_forward", [2, 4], [3, 8],
     ),

@@ -28,6 +28,13 @@ IDLE_CASES = {
         "mine",
         {f"{AR}.actor.policy_loss.custom.path": "mine.py", f"{AR}.actor.policy_loss.loss_mode": "custom"},
     ),
+    "algorithm.gdpo_reward_keys": ({}, ["score"], {"algorithm.adv_estimator": "gdpo"}),
+    "algorithm.gdpo_reward_weights": (
+        {},
+        [2.0],
+        {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ["score"]},
+    ),
+    "algorithm.gpg_counts": ({}, "informative", {"algorithm.adv_estimator": "gpg"}),
     "algorithm.gamma": ({}, 0.5, {"algorithm.adv_estimator": "reinforce_plus_plus"}),
     "algorithm.filter_groups.enable": (
         {"algorithm.adv_estimator": "reinforce_plus_plus", f"{AR}.rollout.n": 1},
@@ -56,7 +63,7 @@ IDLE_CASES = {
         {f"{AR}.actor.ppo_epochs": 2},
     ),
     f"{AR}.actor.loss_agg_mode": (
-        {f"{AR}.actor.policy_loss.loss_mode": "gspo"},
+        {f"{AR}.actor.policy_loss.loss_mode": "geo_mean"},
         "seq-mean-token-sum",
         {f"{AR}.actor.entropy_coeff": 0.1},
     ),
@@ -114,6 +121,7 @@ IDLE_CASES = {
             "max_resp_len": 256,
         }.items()
     },
+    "reward_model.tolerant_rules": ({"custom_reward_function.path": "mine.py"}, True, {"custom_reward_function.path": None}),
     "reward_model.sandbox_fusion.url": (
         {"custom_reward_function.path": "mine.py"},
         "http://h",

@@ -25,6 +25,7 @@ OTHER = {
     f"{AR}.model.external_lib": "json",
     f"{AR}.model.attn_implementation": "eager",
     f"{AR}.actor.ppo_mini_batch_size": 128,
+    f"{AR}.actor.fsdp_config.ulysses_sequence_parallel_size": 1,
     f"{AR}.actor.ppo_epochs": 3,
     f"{AR}.actor.shuffle": True,
     f"{AR}.actor.loss_agg_mode": "seq-mean-token-sum",
@@ -53,6 +54,7 @@ OWN = {
     f"{AR}.ref.log_prob_adaptive_token_budget": False,
     f"{AR}.ref.log_prob_max_token_len_per_gpu": 6666,
     f"{AR}.ref.use_torch_compile": True,
+    f"{AR}.ref.fsdp_config.ulysses_sequence_parallel_size": 2,
     f"{AR}.rollout.log_prob_micro_batch_size_per_gpu": 7,
     f"{AR}.rollout.log_prob_use_dynamic_bsz": False,
     f"{AR}.rollout.log_prob_adaptive_token_budget": False,
@@ -126,7 +128,7 @@ def test_no_follower_stays_null_but_those_of_null_targets(settled):
     open_targets = {"data.seed", f"{AR}.actor.ppo_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size_per_gpu"}
     open_targets |= {f"{AR}.rollout.log_prob_micro_batch_size_per_gpu"}
     open_targets |= {f"{AR}.model.tokenizer_path", f"{AR}.model.external_lib", "trainer.max_actor_ckpt_to_keep"}
-    open_targets |= {"trainer.rollout_data_dir"}
+    open_targets |= {"trainer.rollout_data_dir", f"{AR}.actor.fsdp_config.ulysses_sequence_parallel_size"}
     assert {LINKS[key] for key in LINKS if value_at(settings, key) is None} == open_targets
     assert all(value_at(settings, key) is not None for key in DERIVED)
 

@@ -11,15 +11,18 @@ from verl_memopt.config.loader import BUDGETS, PACKAGED, load_settings, with_roo
 from verl_memopt.config.schema import Settings
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory import profiles
+from verl_memopt.memory.shared_weights import why_not
 
 PROFILES = ("none", *profiles.PROFILES)
 LEAST = ["data.train_files=train.jsonl", "data.val_files=null", "actor_rollout_ref.model.path=folder"]
 ROLLOUT = "actor_rollout_ref.rollout"
+TWO = "trainer.n_gpus_per_node=2"
+"""Devices on which a profile sets its keys as its file has them: on one it holds one copy of the weights."""
 
 
 @cache
 def plain(trainer):
-    return load_settings(trainer, [*LEAST, f"{ROLLOUT}.name=vllm", "actor_rollout_ref.actor.use_dynamic_bsz=true"])
+    return load_settings(trainer, [*LEAST, TWO, f"{ROLLOUT}.name=vllm", "actor_rollout_ref.actor.use_dynamic_bsz=true"])
 
 
 def keys_of(profile):
@@ -39,7 +42,7 @@ def test_these_are_the_profiles():
     ],
 )
 def test_a_profile_sets_its_keys_in_every_trainer_and_no_other(profile, trainer, caplog):
-    settings = load_settings(trainer, [*LEAST, f"{ROLLOUT}.name=vllm", f"memory={profile}"])
+    settings = load_settings(trainer, [*LEAST, TWO, f"{ROLLOUT}.name=vllm", f"memory={profile}"])
     profiled = keys_of(profile)
     assert all(value_at(settings, key) == value for key, value in profiled.items())
     # Keys that follow another are null until it is set; those follow the profile's.
@@ -55,6 +58,37 @@ def test_a_key_of_the_users_own_still_earns_a_warning_where_it_has_no_effect(cap
     assert [record.message.split("=")[0] for record in caplog.records if record.levelno >= logging.WARNING] == [
         "critic.ppo_max_token_len_per_gpu"
     ]
+
+
+FSDP = "actor_rollout_ref.actor.fsdp_config"
+SHARED, MOVED = (False, True, True), (True, False, False)
+"""param_offload, grad_offload, split_master_weights."""
+ONE_COPY = {
+    "one device": ([], SHARED),
+    "transformers' engine": ([f"{ROLLOUT}.name=hf"], SHARED),
+    "two devices": ([TWO], MOVED),
+    "adapters": (["actor_rollout_ref.model.lora_rank=4"], MOVED),
+    "the user's own key": ([f"{FSDP}.param_offload=true"], MOVED),
+    "two copies": ([f"{ROLLOUT}.share_weights=false"], MOVED),
+    "another optimizer": (["actor_rollout_ref.actor.optim.optimizer=SGD", f"{FSDP}.optimizer_offload=false"], MOVED),
+    "an engine of another precision": ([f"{ROLLOUT}.dtype=fp16"], MOVED),
+}
+
+
+@pytest.mark.parametrize("case", ONE_COPY)
+def test_on_one_device_a_profile_that_moves_the_weights_holds_one_copy_of_them_where_that_can_be(case):
+    more, expected = ONE_COPY[case]
+    for profile in ("constrained", "24g"):
+        roles = load_settings("rloo_trainer", [*LEAST, f"memory={profile}", *more]).actor_rollout_ref
+        fsdp = roles.actor.fsdp_config
+        assert (fsdp.param_offload, fsdp.grad_offload, fsdp.split_master_weights) == expected
+        if expected is SHARED:
+            assert why_not(roles, 1) is None
+
+
+def test_a_critic_beside_one_copy_rests_on_the_host_with_split_masters():
+    critic = load_settings("ppo_trainer", [*LEAST, "memory=24g"]).critic.model.fsdp_config
+    assert (critic.param_offload, critic.grad_offload, critic.split_master_weights) == (True, True, True)
 
 
 def test_no_profile_is_no_key():

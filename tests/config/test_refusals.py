@@ -120,7 +120,6 @@ def test_another_way_to_the_same_numbers_passes_with_one_notice(settled, plain, 
         ("actor_rollout_ref.actor.strategy", "megatron", "Set fsdp2."),
         ("actor_rollout_ref.rollout.name", "sglang", "Set vllm or hf."),
         ("actor_rollout_ref.rollout.mode", "sync", "Set async."),
-        ("reward_model.reward_manager", "gdpo", "one number a response"),
         ("actor_rollout_ref.actor.fsdp_config.dtype", "fp16", "loss scaling"),
     ],
 )

@@ -180,7 +180,7 @@ def test_loggers_join_the_console_and_the_file_and_one_that_is_not_here_is_refus
     for value, others in (("none", []), (None, []), (["none"], []), (["tensorboard", "wandb"], ["tensorboard", "wandb"])):
         assert loggers("report_to", {"report_to": value}, {}) == {"trainer.logger": ["console", "jsonl", *others]}
     with pytest.raises(NotConvertibleError, match="no equal"):
-        loggers("report_to", {"report_to": ["wandb", "mlflow"]}, {})
+        loggers("report_to", {"report_to": ["wandb", "comet_ml"]}, {})
 
 
 def test_a_key_that_is_not_set_has_its_default():

@@ -50,6 +50,12 @@ def test_a_prompt_of_ids_is_kept_and_shown_as_its_text(tmp_path, jsonl, tokenize
         assert kept.ids == tuple(ids)
 
 
+def test_a_template_that_calls_itself_without_end_is_an_error_of_the_row(jsonl, tokenizer):
+    arguments = {"chat_template": "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}"}
+    with pytest.raises(DataError, match="the chat template cannot render"):
+        read(jsonl(row()), tokenizer, apply_chat_template_kwargs=arguments)
+
+
 def test_template_arguments_reach_the_chat_template(jsonl, tokenizer):
     dataset = read(jsonl(row()), tokenizer, apply_chat_template_kwargs={"chat_template": "{{ flag }}", "flag": "seen"})
     assert dataset[0].text == "seen"
@@ -169,6 +175,9 @@ class Empty(Mine):
 
 class NoDataset:
     def __init__(self, *arguments): pass
+
+class Verls:
+    def __init__(self, data_files, tokenizer, config, processor=None, max_samples=-1): raise KeyError
 """
 
 
@@ -182,9 +191,12 @@ def test_a_dataset_class_of_the_users_own_gets_the_same_arguments(tmp_path, toke
     assert build("Mine")[0].text == "f train prompt 320"
     with pytest.raises(DataError, match=r"custom_cls\.name=NoDataset: the class needs __len__"):
         build("NoDataset")
+    verls = r"Verls: the class takes verl's arguments \(data_files, tokenizer, .*called with \(files, data, tokenizer, split\)"
+    with pytest.raises(DataError, match=verls):
+        build("Verls")
     with pytest.raises(DataError, match="at least one row"):
         build("Empty")
-    with pytest.raises(DataError, match=r"has no 'Absent'. It defines Empty, Mine, NoDataset, PromptRow"):
+    with pytest.raises(DataError, match=r"has no 'Absent'. It defines Empty, Mine, NoDataset, PromptRow, Verls"):
         build("Absent")
 
 

@@ -85,6 +85,9 @@ def test_a_sampler_of_the_users_own_gets_rows_seed_and_epoch(tmp_path):
     assert loader.steps_per_epoch == 2
     assert take(loader, 4) == [[1, 2], [3, 4], [2, 3], [4, 5]]
     assert load_sampler(CustomSampler()) is None
+    (tmp_path / "verls.py").write_text("class Theirs:\n    def __init__(self, data_source, data_config): pass\n")
+    with pytest.raises(DataError, match=r"Theirs: .*verl's arguments \(data_source, data_config\).*\(num_rows, seed, epoch\)"):
+        load_sampler(CustomSampler(class_path=str(tmp_path / "verls.py"), class_name="Theirs"))
 
 
 @pytest.mark.parametrize(

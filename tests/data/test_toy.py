@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl_memopt.config.schema import Data
 from verl_memopt.data.dataset import PromptDataset
-from verl_memopt.data.toy import ToyRecipe, WarmUp, careless_answer, carries, greedy_accuracy, make_toy, split_problems, warm_up
+from verl_memopt.data.toy import ToyRecipe, WarmUp, careless_answer, carries, make_toy, split_problems
+from verl_memopt.data.warm_up import greedy_accuracy, warm_up
 from verl_memopt.errors import DataError
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.rewards.rules import RULES, exact_match

@@ -93,11 +93,11 @@ class Checkout:
         presets = " ".join(word for word in overrides if word.startswith(("model=", "memory=")))
         key = (variables, script, presets)
         if key not in self.handed:
-            traced = self.shell(f"{variables}bash {script} debug=dry {presets}").stderr
+            traced = self.shell(f"{variables}bash -x {script} debug=dry {presets}").stderr
             self.handed[key] = shlex.split(ENTRY.findall(traced)[-1])
         handed = self.handed[key]
         name, folder = (handed[handed.index(option) + 1] for option in ("--config-name", "--config-dir"))
-        others = [word for word in overrides if word not in presets.split()]
+        others = [word for word in overrides if word not in presets.split() and word != "--until-it-fits"]
         self._resolve(name, [word for word in handed if "=" in word] + others, folder)
 
     def _resolve(self, name, overrides, folder="recipe/rloo"):

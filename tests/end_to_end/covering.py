@@ -54,16 +54,23 @@ def _key(factor):
 REFUSED = {
     frozenset([one, (factor, level)]): (_key(one[0]), _key(factor))
     for one, *others in (
-        (("actor offload_policy", "on"), ("actor param_offload", "on"), ("actor optimizer_offload", "on")),
+        (("actor offload_policy", "on"), *((f"actor {each}_offload", "on") for each in ("param", "optimizer", "grad"))),
         (("ref offload_policy", "on"), ("ref param_offload", "on")),
         (("load", "mmap"), ("ref param_offload", "off"), ("ref offload_policy", "on"), ("lora", "all", "some")),
         (("load", "mmap"), ("quantization", "int8", "nf4")),
         (("lora", "all"), ("quantization", "int8", "nf4")),
         (("lora", "some"), ("quantization", "int8", "nf4")),
-        (("in backward", "on"), ("clip", "one"), ("batching", "rows"), ("adaptive budget", "learned")),
+        (
+            ("in backward", "on"),
+            ("clip", "one"),
+            ("batching", "rows"),
+            ("adaptive budget", "learned"),
+            ("actor grad_offload", "on"),
+        ),
         (("actor reshard_after_forward", "two"), ("actor fsdp_size", "one")),
         (("ref reshard_after_forward", "two"), ("ref fsdp_size", "one")),
         (("optimizer", "torchao"), ("in backward", "on"), ("masters", "rounded"), ("actor optimizer_offload", "on")),
+        (("optimizer", "torchao"), ("actor grad_offload", "on")),
         (("optimizer", "torchao"), ("state", "bf16", "int8", "int4")),
     )
     for factor, *levels in others
@@ -93,7 +100,7 @@ FOUR_RANKS = {("actor reshard_after_forward", "two"), ("ref reshard_after_forwar
 LOSSY = tuple(factor.name for factor in _FACTORS if factor.lossy)
 """Factors that change what is computed. All others change where it lies and in which order it is summed."""
 
-STREAMS = ("bucket", "in backward", "actor optimizer_offload", "actor fsdp_size")
+STREAMS = ("bucket", "in backward", "actor optimizer_offload", "actor grad_offload", "actor fsdp_size")
 """Factors that decide which element draws which random number, where updates are rounded by chance."""
 
 

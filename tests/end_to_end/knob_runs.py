@@ -99,7 +99,7 @@ def _plan(settings, folder):
         reference_folder=None if settings.actor_rollout_ref.model.lora_rank else text,
         tokenizer_folder=text,
         eos_token_ids=(2,),
-        optimizer_steps=STEPS,
+        schedule_steps=STEPS,
         free_engine=bool(settings.actor_rollout_ref.rollout.free_cache_engine),
         track_init=False,
         memory=settings.memory,

@@ -15,6 +15,7 @@ WAYS = [
     ("rloo", "gpg", ("loss_agg_mode=token-sum",)),
     ("opo", "cispo", ("ppo_mini_batch_size=8",)),  # one update a step: the log-probs before it come from its own forward
     ("gpg", "gpg", ("ppo_mini_batch_size=8",)),
+    ("gdpo", "gspo", ()),
     ("grpo_passk", "geo_mean", ()),
     ("reinforce_plus_plus", "clip_cov", ("policy_loss.clip_cov_lb=-10", "policy_loss.clip_cov_ratio=0.1")),
     ("remax", "sapo", ("tau_neg=2.0",)),
@@ -47,6 +48,7 @@ def two_steps(toy, folder, *overrides):
 def test_two_steps_train_with(toy, tmp_path, estimator, loss, more):
     chosen = [f"algorithm.adv_estimator={estimator}", f"{ACTOR}.policy_loss.loss_mode={loss}"]
     chosen += [f"custom_reward_function.path={graded(tmp_path)}", "actor_rollout_ref.rollout.temperature=1.5"]
+    chosen += ["algorithm.gdpo_reward_keys=[score,acc]"] if estimator == "gdpo" else []
     first, _ = two_steps(toy, tmp_path, *chosen, *(f"{ACTOR}.{setting}" for setting in more))
     assert ("actor/ppo_kl_abs" in first) == (loss == "kl_cov")
     if loss == "clip_cov":

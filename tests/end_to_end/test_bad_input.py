@@ -28,7 +28,12 @@ UNREADABLE = "/proc/self/mem"
     ("overrides", "said"),
     [
         (
-            ["trainer.save_freq=often", "trainer.total_trainig_steps=3", "algorithm.adv_estimator=opo", f"{AR}.rollout.n=1"],
+            [
+                "trainer.save_freq=often",
+                "trainer.total_trainig_steps=3",
+                "algorithm.adv_estimator=grpo_passk",
+                f"{AR}.rollout.n=1",
+            ],
             ["3 problems in the settings:\n", "trainer.save_freq=often", "trainer.total_training_steps?", f"{AR}.rollout.n=1"],
         ),
         (
@@ -56,7 +61,7 @@ def test_more_gpus_than_there_are_are_refused(refused):
 
 
 def test_a_ray_address_where_nothing_answers_is_refused_at_once(refused):
-    message = refused("ray_kwargs.ray_init.address=127.0.0.1:1", leaves=["config.yaml"])
+    message = refused("ray_kwargs.ray_init.address=127.0.0.1:1")
     assert message.startswith("ray_kwargs.ray_init.address=127.0.0.1:1: nothing answers there")
 
 
@@ -124,7 +129,7 @@ def test_weights_of_another_model_are_listed_and_the_folder_takes_the_right_ones
     folder = shutil.copytree(toy / "model", tmp_path / "model")
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | {"intermediate_size": 2 * settings["intermediate_size"]}))
-    message = refused(f"{AR}.model.path={folder}", *LOCAL, leaves=["config.yaml"])
+    message = refused(f"{AR}.model.path={folder}", *LOCAL)
     assert message.startswith(f"{AR}.model.path={folder}: weights and config disagree: ")
     assert "model.layers.0.mlp.gate_proj.weight has shape (128, 64), the config says (256, 64)" in message
     assert here(*LOCAL, *ONE_STEP) == 0

@@ -22,6 +22,11 @@ READ_ELSEWHERE = {
     # read only where Ray starts the workers (tests/worker/test_ray_group.py)
     "ray_kwargs.ray_init",
     "trainer.ray_wait_register_center_timeout",
+    # read through sequence_ranks, which groups of ranks are made of (tests/memory/batching/test_sequence_parallel.py)
+    *(
+        f"{role}.fsdp_config.ulysses_sequence_parallel_size"
+        for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic.model", "reward_model.model")
+    ),
     # read only where there is a sandbox service (tests/rewards/test_sandbox.py)
     "reward_model.sandbox_fusion.max_concurrent",
     "reward_model.sandbox_fusion.memory_limit_mb",
@@ -59,6 +64,9 @@ def score(data_source, solution_str, ground_truth, extra_info=None):
     if extra_info["index"] % 2:
         raise ValueError("odd")
     return 1.0
+
+def parts(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": 1.0, "short": 1.0 / (1 + len(solution_str))}
 
 def compute_advantages(token_level_rewards, response_mask, index, config):
     return token_level_rewards - config.gamma, token_level_rewards
@@ -106,6 +114,7 @@ def runs(toy, folder):
         "reward_model.reward_kwargs.overlong_buffer_cfg.len=2", "actor_rollout_ref.ref.sync_every_steps=1", "trainer.save_freq=1",
     ]  # fmt: skip
     resumed = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}/other/global_step_1"]
+    resumed += ["algorithm.adv_estimator=gpg"]
     yield load_settings("grpo_trainer", common(toy, folder / "other") + other)
     yield load_settings("grpo_trainer", common(toy, folder / "other") + other + resumed)
     dump = [f"trainer.rollout_data_dir={folder}/dump", "trainer.total_training_steps=1"]
@@ -118,6 +127,9 @@ def runs(toy, folder):
     custom += ["actor_rollout_ref.actor.policy_loss.loss_mode=custom"]
     custom += [f"actor_rollout_ref.actor.policy_loss.custom.path={plugins}"]
     yield load_settings("rloo_trainer", common(toy, folder / "replayed") + dump[1:] + replayed + custom)
+    several = [f"custom_reward_function.path={plugins}", "custom_reward_function.name=parts", "algorithm.adv_estimator=gdpo"]
+    several += ["algorithm.gdpo_reward_keys=[score,short]", "algorithm.gdpo_reward_weights=[1,2]", *dump[1:]]
+    yield load_settings("grpo_trainer", common(toy, folder / "several") + several)
     lora = ["actor_rollout_ref.model.lora_rank=2", "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra]"]
     reward_model, _ = classifier(folder / "reward_model", toy / "model")
     lora += ["reward_model.enable=true", f"reward_model.model.path={reward_model}", "reward_model.max_length=20"]

@@ -43,7 +43,7 @@ class Watched(Worker):
 def handed(toy):
     """What the script hands to the training entry."""
     env = script_environment(DEVICE="cpu", TOY_DIR=str(toy))
-    process = subprocess.run(["bash", str(SCRIPT), "debug=dry"], env=env, capture_output=True, text=True, timeout=120)
+    process = subprocess.run(["bash", "-x", str(SCRIPT), "debug=dry"], env=env, capture_output=True, text=True, timeout=120)
     assert process.returncode == 0, process.stderr[-3000:]
     words = shlex.split(ENTRY.findall(process.stderr)[-1])
     assert words[:4] == ["--config-dir", "recipe/ppo", "--config-name", "toy"]

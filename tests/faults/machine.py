@@ -5,6 +5,7 @@ import os
 import struct
 import subprocess
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -42,7 +43,7 @@ class Machine(ForkServer):
 
     def train(self, toy, run_dir, *overrides, **env):
         """Gives a training run that has ended."""
-        return self.start(toy, run_dir, *overrides, **env).wait()
+        return self.start(toy, run_dir, *overrides, **env).wait(900)  # under Ray, on a machine that does other things
 
     def trained(self, toy, run_dir, *overrides, **env):
         """Gives the folder of a training run that has ended well."""
@@ -66,6 +67,18 @@ class Machine(ForkServer):
 def left(run, seconds=20):
     """Gives the processes of a run that are still there after a while: all of its session, and all that carry its mark."""
     return survivors([process for process in psutil.process_iter() if _has(run, process)], seconds)
+
+
+def held(run):
+    """Gives what the processes of a run have open: how many processes, threads and files."""
+    found = Counter()
+    driver = psutil.Process(run.pid)
+    for process in (driver, *driver.children(recursive=True)):
+        try:
+            found += Counter(processes=1, threads=process.num_threads(), files=process.num_fds())
+        except psutil.NoSuchProcess:
+            continue
+    return found
 
 
 def _has(run, process):

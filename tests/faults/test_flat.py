@@ -1,12 +1,10 @@
 """Three hundred steps under the profile for one small card: nothing that a run holds grows, as seen from outside."""
 
-from collections import Counter
-
-import psutil
 import pytest
 
 from tests.end_to_end.runs import metrics, wait_for_step
 from tests.faults.conftest import QUIET
+from tests.faults.machine import held
 from verl_memopt.observe.timeline import read_timeline
 
 STEPS = 300
@@ -17,18 +15,6 @@ SETTINGS = [
     "trainer.max_actor_ckpt_to_keep=2", "trainer.track_memory_every_steps=10",
 ]  # fmt: skip
 IN_ONE_PROCESS = ["trainer.worker_group=local", "actor_rollout_ref.rollout.name=hf"]
-
-
-def held(run):
-    """Gives what the processes of a run have open: how many processes, threads and files."""
-    found = Counter()
-    driver = psutil.Process(run.pid)
-    for process in (driver, *driver.children(recursive=True)):
-        try:
-            found += Counter(processes=1, threads=process.num_threads(), files=process.num_fds())
-        except psutil.NoSuchProcess:
-            continue
-    return found
 
 
 @pytest.mark.slow

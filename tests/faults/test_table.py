@@ -4,15 +4,17 @@ import json
 import os
 import shutil
 import signal
+import time
 
 import pytest
 
-from tests.end_to_end.runs import assert_equal_runs, metrics, wait_for_step
+from tests.end_to_end.runs import arguments, assert_equal_runs, metrics, wait_for_step
 from tests.faults.conftest import QUIET, SHORT
 from tests.faults.machine import left
 
 LONGER = [*SHORT, "trainer.total_training_steps=6"]
 LR = "actor_rollout_ref.actor.optim.lr"
+SLOW = pytest.mark.slow
 RAY = [*QUIET, "trainer.total_training_steps=100000", "trainer.save_freq=-1", "actor_rollout_ref.rollout.name=hf"]
 
 
@@ -86,6 +88,38 @@ def test_11_hanging_up_saves(healthy, toy, run_dir):
     os.kill(run.pid, signal.SIGHUP)
     assert run.wait().returncode == 129, run.stdout[-3000:]
     assert (run_dir / "latest_checkpointed_iteration.txt").read_text().strip() == str(max(metrics(run_dir)))
+
+
+LOST = """
+import os, sys
+from verl_memopt.trainer.main_ppo import main
+
+read, broken = os.pipe()
+os.close(read)
+for number in {numbers}:
+    os.dup2(broken if {pipe} else os.open("/dev/full", os.O_WRONLY), number)
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("numbers", "pipe"), [pytest.param((1,), True, id="| head"), pytest.param((1, 2), False, id="a full log disk", marks=SLOW)]
+)
+def test_a_lost_console_ends_no_run(healthy, toy, run_dir, uninterrupted, numbers, pipe):
+    run = healthy.fork(["-c", LOST.format(numbers=numbers, pipe=pipe), *arguments(toy, run_dir, *SHORT)[3:]]).wait()
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert run.stdout.count("Standard output is lost") == (2 not in numbers)
+    assert_equal_runs(run_dir, uninterrupted)
+
+
+def test_a_folder_that_can_no_longer_be_written_in_the_middle_ends_the_run_with_its_name(healthy, toy, run_dir):
+    run = healthy.start(toy, run_dir, *SHORT, "trainer.rollout_data_dir=" + str(run_dir / "dumps"))
+    wait_for_step(run, run_dir, 0)
+    while not list((run_dir / "dumps").glob("*")) and run.poll() is None:  # a step is logged before its samples are written
+        time.sleep(0.01)
+    shutil.rmtree(run_dir / "dumps")
+    (run_dir / "dumps").write_text("a file in the way")
+    assert_refused(run.wait(), str(run_dir / "dumps"), "start again to resume")
 
 
 def test_12_a_special_token_in_a_users_text_is_text(healthy, toy, run_dir, tmp_path):

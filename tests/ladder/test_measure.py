@@ -60,7 +60,13 @@ def test_a_row_reports_phases_kinds_and_bytes(rows):
 
 def test_exact_knobs_change_no_number(rows):
     off = rows["all off"]
-    for name in (*ABLATION[: ABLATION.index("precision")], "optimizer_in_backward", "native_offload", "load_mode"):
+    for name in (
+        *ABLATION[: ABLATION.index("precision")],
+        "optimizer_in_backward",
+        "grad_offload",
+        "native_offload",
+        "load_mode",
+    ):
         assert rows[name].loss == pytest.approx(off.loss, rel=1e-5), name
         assert rows[name].grad_norm == pytest.approx(off.grad_norm, rel=1e-5), name
 

@@ -84,7 +84,7 @@ def test_recomputed_norms_leave_a_block_their_inputs_and_those_of_products():
 
 
 def test_recomputed_norms_leave_the_last_block_four_moments_to_peak_at():
-    few, tiles = having(recompute_elementwise=True), 6 * 2**16 * 4
+    few = having(recompute_elementwise=True)
     # At attention: 10 tokens of one segment each, the output's gradient and tables; queries (two heads of 2) and a key of 2
     # turned, and the gradients of both and of a value; of one call three of the heads, and one summed over them.
     attention = 10 * (2 * 8 + 3 * 8 + 2 * 4 + 2 * 2) + 10 * (2 * 4 + 3 * 2) + 10 * (3 * 4 + 2)
@@ -96,14 +96,18 @@ def test_recomputed_norms_leave_the_last_block_four_moments_to_peak_at():
     assert many.activation_bytes == 3 * many.block_bytes + many.attention_backward_bytes
     # With one query head to a key head nothing is summed.
     assert many.attention_backward_bytes == 4 * 10 * (2 * 8 + 5 * 80000 + 2 * 2 + 2 * 2 + 3 * 2 + 3 * 2)
+    # An elementwise statement holds three fp32 tensors of a tile, which has 2^17 elements at most.
     # At the MLP's norm: two tensors of its width, the norm's output and the gradients of gate and up.
-    assert few.activation_bytes == 4 * few.block_bytes + 4 * (3 * 10 * 8 + 2 * 8 * 16) + tiles
+    narrow = dataclasses.replace(few, mlp=2)
+    assert narrow.activation_bytes == 4 * narrow.block_bytes + 4 * (3 * 10 * 8 + 2 * 8 * 2) + 12 * 10 * 8
     # At the gate: one gradient, a tile's value and the gradient of down. 5,000 tokens are three tiles, of 1,667.
     long = dataclasses.replace(few, tokens=5000, mlp=64)
-    assert long.activation_bytes == 4 * long.block_bytes + 4 * (5000 * 8 + 1667 * 64 + 8 * 64) + tiles
+    assert long.activation_bytes == 4 * long.block_bytes + 4 * (5000 * 8 + 1667 * 64 + 8 * 64) + 12 * 1667 * 64
+    wide = dataclasses.replace(few, tokens=5000, mlp=640)
+    assert wide.activation_bytes == 4 * wide.block_bytes + 4 * (5000 * 8 + 1667 * 640 + 8 * 640) + 12 * 2**17
     # At the final norm: three tensors of the rows that are read.
     read = dataclasses.replace(few, responses=100)
-    assert read.activation_bytes == 4 * read.block_bytes + 3 * 100 * 8 * 4 + tiles
+    assert read.activation_bytes == 4 * read.block_bytes + 3 * 100 * 8 * 4 + 12 * 100 * 8
 
 
 @pytest.mark.parametrize("tiled", [False, True])
@@ -114,8 +118,8 @@ def test_a_block_that_is_computed_again_never_holds_its_gate_and_up(tiled):
     # A tile of all ten tokens or of five; sums of gradients are of all three weights where there are two tiles.
     rows, sums = (5, 3) if tiled else (10, 1)
     wide = dataclasses.replace(shapes, mlp=6400)
-    at_gate = kept + 4 * (2 * 10 * 8 + sums * 8 * 6400 + rows * (8 + 3 * 6400)) + 6 * 2**16 * 4
-    at_norm = kept + 4 * (2 * 10 * 8 + 3 * 8 * 6400 + rows * (8 + 2 * 6400)) + 6 * 2**16 * 4
+    at_gate = kept + 4 * (2 * 10 * 8 + sums * 8 * 6400 + rows * (8 + 3 * 6400)) + 12 * rows * 6400
+    at_norm = kept + 4 * (2 * 10 * 8 + 3 * 8 * 6400 + rows * (8 + 2 * 6400)) + 12 * rows * 8
     assert wide.recomputes_mlp
     assert wide.activation_bytes == 3 * 10 * 8 * 4 + max(at_gate, at_norm)
 
@@ -125,7 +129,7 @@ def test_in_half_precision_gradients_that_are_summed_over_tiles_are_wide():
     half = replaced(tiled.settings.actor.fsdp_config, {"dtype": "bfloat16"})
     actor = replaced(tiled.settings.actor, {"fsdp_config": half})
     tiled = dataclasses.replace(tiled, settings=replaced(tiled.settings, {"actor": actor}))
-    assert tiled.mlp_bytes(tiled.tokens) == 10 * 2 * 40 + 2 * 10 * 8 * 2 + 5 * 2 * (8 + 3 * 16) + 3 * 8 * 16 * 4 + 6 * 2**16 * 4
+    assert tiled.mlp_bytes(tiled.tokens) == 10 * 2 * 40 + 2 * 10 * 8 * 2 + 5 * 2 * (8 + 3 * 16) + 3 * 8 * 16 * 4 + 12 * 5 * 16
 
 
 @pytest.mark.parametrize(
@@ -152,7 +156,7 @@ QWEN = dataclasses.replace(
 
 
 def on_gpu(compiled=False, dtype="fp32", shapes=QWEN, **model):
-    given = having(recompute_elementwise=True, **model).settings
+    given = having(**{"recompute_elementwise": True, **model}).settings
     actor = replaced(
         given.actor, {"use_torch_compile": compiled, "fsdp_config": replaced(given.actor.fsdp_config, {"dtype": dtype})}
     )
@@ -202,4 +206,12 @@ def test_flash_attention_holds_a_wide_gradient_of_queries_and_keys_repeated_for_
     padding = 4 * (7 * 128 * 16 * 129 + 8192 * 16)
     assert long[0].attention_backward_bytes == own + others + padding
     assert not dataclasses.replace(long[0], device="cpu").flash
+    # A block that recomputes nothing has the kernel's own beside what it kept before its MLP, and two gradients. With wide heads,
+    # that is more than at its MLP.
+    plain = dataclasses.replace(few, heads=64, kv_heads=64, mlp=512)
+    plain = on_gpu(True, "bf16", plain, recompute_elementwise=False, enable_gradient_checkpointing=True)
+    wide = 64 * 40
+    kept = 100 * ((4 + 2 * 2) * (1024 + 2 * wide) + 2 * 2 * wide)
+    held = kept + 100 * 2 * (1024 + wide) + 2 * 100 * 3 * wide + 4 * (100 + 128 * 3) * 64 * 65
+    assert plain.activation_bytes == (plain.layers - 1) * plain.input_bytes + held > plain.backward_bytes
     assert not on_gpu(True, "bf16", attn_implementation="sdpa").flash

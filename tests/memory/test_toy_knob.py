@@ -64,7 +64,7 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.memory.list_knobs import print_knobs
 from tools.knobs_page import page
 from verl_memopt.ladder.measure import ABLATION
-from verl_memopt.memory.out_of_memory import advice
+from verl_memopt.memory.out_of_memory import RunParts, advice
 from tests.end_to_end.covering import FACTORS, covering_rows
 
 LEAST = ["data.train_files=none", "data.val_files=null", "actor_rollout_ref.model.path=m", "actor_rollout_ref.rollout.name=hf"]
@@ -91,7 +91,7 @@ print(json.dumps({
     "page": page(),
     "configuration": configuration(),
     "ladder": ABLATION[:2],
-    "advice": advice("update_actor", ["toys"], settings.actor_rollout_ref),
+    "advice": [way.text for way in advice("update_actor", ["toys"], RunParts(settings.actor_rollout_ref))],
     "factor": FACTORS["toy"],
     "tried": sorted({row["toy"] for rows in covering_rows() for row in rows}),
 }))

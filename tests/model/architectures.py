@@ -63,6 +63,7 @@ def tiny_config(model_type, **more):
     kind = CONFIG_MAPPING[model_type]
     default = kind()
     text = default.get_text_config()
+    text.allow_global_per_layer_attribute_access = True  # else a config with a size for each layer has none to ask for
     fields = {name: value for name, value in (SMALL | more).items() if hasattr(text, name)}
     return kind(**fields) if text is default else kind(text_config=type(text)(**fields).to_dict())
 
@@ -70,7 +71,8 @@ def tiny_config(model_type, **more):
 def tiny_folder(at, model_type, deviation=0.06, **more):
     """Gives a folder with a random model of a type; ``deviation`` is that of its weights."""
     config = tiny_config(model_type, **more)
-    if config.get_text_config() is not config:  # its other parts are large: the config is all that is read of it
+    # Its other parts or its layers are large: the config is all that is read of it.
+    if config.get_text_config() is not config or config.is_heterogeneous:
         config.save_pretrained(at)
         return at
     with torch.random.fork_rng(devices=[]):

@@ -5,7 +5,7 @@ from transformers import Phi3Config, Qwen3Config
 
 from tests.model.architectures import tiny_config
 from verl_memopt.errors import ConfigError
-from verl_memopt.model.families import TESTED, check_lengths, layer_types, refused, unsupported, window
+from verl_memopt.model.families import TESTED, check_lengths, layer_types, logit_shape, refused, unsupported, window
 
 
 @pytest.mark.parametrize("model_type", TESTED)
@@ -24,13 +24,11 @@ def test_a_tested_type_is_supported(model_type):
         ("recurrent_gemma", "have layers of type recurrent;"),
         ("llama4_text", "have layers of type chunked_attention"),
         ("gemma3", "take more than text;"),
-        ("gemma2", r"change the logits after the head \(final_logit_softcapping\)"),
-        ("cohere", r"change the logits after the head \(logit_scale\)"),
+        ("granitemoe", r"are mixtures of experts"),
         ("gpt_oss", r"are mixtures of experts \(4 of them\)"),
         ("mixtral", r"are mixtures of experts \(4 of them\)"),
         ("qwen3_moe", r"are mixtures of experts \(4 of them\)"),
         ("deepseek_v3", r"are mixtures of experts \(4 of them\)"),
-        ("gemma3_text", "slide attention over a window"),
         ("t5", "have an encoder;"),
     ],
 )
@@ -44,10 +42,18 @@ def test_an_error_names_the_folder_the_type_and_the_types_that_are_tested():
     assert "llama, " in message
 
 
-def test_capped_attention_scores_are_refused():
-    config = tiny_config("gemma2")
-    config.final_logit_softcapping = None
-    assert "attn_logit_softcapping" in unsupported(config)
+@pytest.mark.parametrize("field", ["final_logit_softcapping", "logit_scale", "logits_scaling"])
+def test_logits_are_changed_only_in_a_type_of_which_it_is_known(field):
+    config = tiny_config("llama")
+    setattr(config, field, 30.0)
+    assert f"change the logits after the head ({field})" in unsupported(config)
+    assert logit_shape(config) == (1.0, None)
+
+
+def test_one_type_divides_its_logits_by_the_field_that_multiplies_those_of_another():
+    assert logit_shape(tiny_config("granite", logits_scaling=8.0)) == (1 / 8, None)
+    assert logit_shape(tiny_config("hyperclovax", logits_scaling=8.0)) == (8.0, None)
+    assert logit_shape(tiny_config("gemma2", final_logit_softcapping=30.0)) == (1.0, 30.0)
 
 
 def test_layers_are_what_the_config_lists():

@@ -200,6 +200,13 @@ def test_flash_attention_on_a_cpu_is_refused():
         choose_attention("flash_attention_2", CPU, torch.float32)
 
 
+def test_capped_scores_are_computed_by_eager_attention_alone():
+    assert choose_attention("auto", CPU, torch.float32, cap=50.0).name == "eager"
+    for name in ("sdpa", "flash_attention_2"):
+        with pytest.raises(ConfigError, match=rf"attn_implementation={name}: .*attn_logit_softcapping=50.*Use auto or eager"):
+            choose_attention(name, CPU, torch.float32, cap=50.0)
+
+
 @pytest.fixture
 def broken_flash_attn(tmp_path, monkeypatch):
     """A build of flash-attn for another torch: it is found, and fails at import."""

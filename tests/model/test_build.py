@@ -105,7 +105,7 @@ def test_an_override_reaches_the_model_and_an_unknown_one_is_refused(tiny_folder
         load_model_config(Model(path="x", override_config={"hidden_sise": 8}), tiny_folder)
 
 
-def test_a_head_with_capped_logits_is_refused(tiny_folder, tmp_path):
+def test_capped_logits_of_a_type_that_does_not_cap_them_are_refused(tiny_folder, tmp_path):
     def cap(folder):
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, "final_logit_softcapping": 30.0}))

@@ -35,6 +35,7 @@ OPTIONS = {
     "recomputed": BlockOptions(recompute=True),
     "tiled": BlockOptions(mlp_tiles=3),
     "recomputed, tiled and checkpointed": BlockOptions(recompute=True, mlp_tiles=3, checkpoint="full"),
+    "over tiles": BlockOptions(recompute=True, mlp_tiles=9, tile_tokens=5),
 }
 
 GROUPS = [0, 0, 0, 1]

@@ -1,4 +1,7 @@
 import dataclasses
+import json
+import math
+import re
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from verl_memopt.model.attention import choose_attention
 from verl_memopt.model.packing_check import (
     GROUPS,
     MIXING_BOUND,
+    check_architecture,
     check_packing,
     packing_bound,
     refuse_sliding_window,
@@ -81,6 +85,24 @@ def test_layers_that_mix_rows_are_refused_by_name(tmp_path, model_type, layers, 
     policy = unchecked(tmp_path / "model", model_type, **more)
     with pytest.raises(ConfigError, match=rf"=folder: models of type {model_type} mix the tokens of different rows in {layers}"):
         check_packing(policy, CPU, torch.float32, Actor(use_prefix_grouper=shared), "folder")
+
+
+def test_a_size_in_the_config_that_the_weights_have_not_is_refused_before_the_model_is_made(tmp_path):
+    folder = tiny_folder(tmp_path / "model", "olmo2")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 10**9}))
+    with pytest.raises(ConfigError, match=r"weights and config disagree: .* has shape .*, the config says .*1000000000"):
+        check_architecture(Model(path=str(folder)), folder, 64, Actor())
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_weights_that_are_not_finite_are_named(tmp_path, value):
+    policy = unchecked(tmp_path / "model", "olmo2")
+    name, parameter = list(policy.named_parameters())[3]
+    with torch.no_grad():
+        parameter.view(-1)[0] = value
+    with pytest.raises(ConfigError, match=rf"=folder: the weight {re.escape(name)} is not finite everywhere"):
+        check_packing(policy, CPU, torch.float32, SHARED, "folder")
 
 
 def test_mixing_is_seen_in_half_precision_at_the_smallest_usual_weights(tmp_path):

@@ -1,9 +1,10 @@
+import dataclasses
 from io import StringIO
 from pathlib import Path
 
 from rich.console import Console
 
-from verl_memopt.observe.console import RunConsole, memory_words, phase_rows, print_end
+from verl_memopt.observe.console import RunConsole, memory_table, memory_words, phase_rows, print_end
 from verl_memopt.observe.phase import MIB, PhaseMemory, combine
 
 STEP = {
@@ -117,3 +118,16 @@ def test_a_row_has_the_bytes_at_both_ends_the_peak_and_the_host():
 def test_of_several_processes_the_fullest_counts():
     other = PhaseMemory("gen", 1.0, 9 * MIB, 4 * MIB, 16 * MIB, 20 * MIB, 80 * MIB, entered_bytes=6 * MIB)
     assert combine([ON_GPU, other]).entered_bytes == 6 * MIB
+
+
+def test_of_several_workers_the_table_shows_the_mean_peak_and_the_fullest_rank():
+    other = dataclasses.replace(ON_GPU, peak_allocated_bytes=11 * MIB)
+    both = [combine([ON_GPU, other]), combine([UNTRACKED, UNTRACKED])]
+    console = plain()
+    console.print(memory_table(7, both))
+    lines = printed(console).splitlines()
+    assert lines[1].split()[-4:] == ["mean", "peak", "fullest", "rank"]
+    ends = {line.split()[0]: line.split()[-2:] for line in lines[3:5]}
+    assert ends == {"gen": ["10.0", "1"], lines[4].split()[0]: ["-", "-"]}
+    (row, _) = phase_rows(7, both)
+    assert (row["mean_peak_bytes"], row["worst_rank"]) == (10 * MIB, 1)

@@ -22,8 +22,8 @@ def place(tmp_path):
 
 
 def test_an_unknown_logger_is_refused_with_those_there_are():
-    with pytest.raises(ConfigError, match=r"trainer\.logger=mlflow: .*console, jsonl, tensorboard, wandb"):
-        check_loggers(["jsonl", "mlflow"])
+    with pytest.raises(ConfigError, match=r"trainer\.logger=comet: .*console, jsonl, tensorboard, wandb, mlflow"):
+        check_loggers(["jsonl", "comet"])
 
 
 def test_one_name_may_stand_alone():
@@ -171,5 +171,76 @@ def test_a_wandb_that_cannot_start_is_a_config_error(place, wandb_runs):
         build_loggers("wandb", place)
 
 
+class MlflowStore:
+    """Keeps what MLflow's client is told, as MLflow does, which is not among the packages of the tests."""
+
+    def __init__(self):
+        self.addresses: list[str] = []
+        self.runs: list[dict[str, Any]] = []
+
+    def client(self, address):
+        if address.startswith("http"):
+            raise MlflowError("connection refused\nat length")
+        self.addresses.append(address)
+        return SimpleNamespace(
+            get_experiment_by_name=lambda name: SimpleNamespace(experiment_id="7") if self.runs else None,
+            create_experiment=lambda name: "7",
+            create_run=self.create,
+            update_run=lambda run_id, status: self.runs[int(run_id)].update(status=status),
+            set_terminated=lambda run_id, status: self.runs[int(run_id)].update(status=status),
+            log_batch=self.log,
+        )
+
+    def create(self, experiment, run_name):
+        self.runs.append({"experiment": experiment, "name": run_name, "status": "RUNNING", "params": {}, "metrics": []})
+        return SimpleNamespace(info=SimpleNamespace(run_id=str(len(self.runs) - 1)))
+
+    def log(self, run_id, metrics=(), params=()):
+        self.runs[int(run_id)]["params"].update(params)
+        self.runs[int(run_id)]["metrics"] += [(name, value, step) for name, value, _, step in metrics]
+
+
+class MlflowError(Exception):
+    """What MLflow raises."""
+
+
+@pytest.fixture
+def mlflow(monkeypatch, place):
+    store = MlflowStore()
+    entities = SimpleNamespace(Metric=lambda *each: each, Param=lambda *each: each)
+    errors = SimpleNamespace(MlflowException=MlflowError)
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=store.client, entities=entities, exceptions=errors))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    place.folder.begin("trainer: {device: cpu}\ndata: {seed: null}\n", None)
+    return store
+
+
+def test_mlflow_continues_a_run_with_names_that_it_takes_and_a_new_run_is_another(place, mlflow):
+    for step, failed in ((None, True), (4, False), (None, False)):
+        logger = build_loggers("mlflow", resumed_at(place, step))
+        logger.log((step or 0) + 1, {"val-core/toy/acc/mean@1": 0.5, "note": "no number"})
+        logger.close(failed)
+    assert mlflow.runs == [
+        {
+            "experiment": "7",
+            "name": "experiment",
+            "status": "FINISHED",
+            "params": {"trainer.device": "cpu", "data.seed": "None"},
+            "metrics": [("val-core/toy/acc/mean_at_1", 0.5, step) for step in steps],
+        }
+        for steps in ((1, 5), (1,))
+    ]
+    assert set(mlflow.addresses) == {f"sqlite:///{place.folder.path}/mlflow.db"}
+
+
+def test_an_mlflow_that_is_missing_or_does_not_answer_is_a_config_error(place, mlflow, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:1")
+    with pytest.raises(ConfigError, match=r"cannot start at http://localhost:1 \(connection refused\).*MLFLOW_TRACKING_URI"):
+        build_loggers("mlflow", place)
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(ConfigError, match="pip install mlflow"):
+        build_loggers("mlflow", place)
+
+
 def test_these_are_the_loggers():
-    assert set(LOGGERS) == {"console", "jsonl", "tensorboard", "wandb"}
+    assert set(LOGGERS) == {"console", "jsonl", "tensorboard", "wandb", "mlflow"}

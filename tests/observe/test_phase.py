@@ -90,6 +90,9 @@ def test_over_processes_device_figures_take_the_largest_and_host_figures_the_sum
     assert (whole.peak_allocated_bytes, whole.allocated_bytes, whole.host_rss_bytes, whole.seconds) == (30, 8, 350, 2.0)
     assert whole.kinds == {"params": 30}
     assert whole.peak_reserved_bytes is None
+    assert (whole.mean_peak_bytes, whole.worst_rank) == (20, 1)
+    alone = combine([large])
+    assert (alone.mean_peak_bytes, alone.worst_rank) == (None, None)
 
 
 def test_resident_memory_grows_with_what_the_process_touches():

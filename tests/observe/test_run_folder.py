@@ -1,8 +1,10 @@
+import time
+
 import pytest
 
 from verl_memopt.errors import DataError, UserError
-from verl_memopt.observe.files import read_rows
-from verl_memopt.observe.phase import PhaseMemory, Span
+from verl_memopt.observe.files import append_text, read_rows
+from verl_memopt.observe.phase import PhaseClock, PhaseMemory, Span
 from verl_memopt.observe.run_folder import RunFolder, open_run_folder
 from verl_memopt.observe.timeline import COLUMNS, append_timeline, keep_timeline, read_timeline, timeline_rows
 
@@ -26,8 +28,25 @@ def test_a_fresh_run_in_a_used_folder_keeps_the_earlier_files_aside(make_run):
         RunFolder(folder.path).begin("new: true\n", resumed_step=None)
         assert not folder.metrics.exists()
         assert not folder.timeline.exists()
-    assert len(read_rows(folder.path / "previous" / "metrics.jsonl")) == 3
+    folder.config.write_text("newest: true\n")
+    RunFolder(folder.path).begin("new: true\n", resumed_step=None)
+    assert len(read_rows(folder.path / "previous" / "record_1" / "metrics.jsonl")) == 3
+    assert (folder.path / "previous" / "record_2" / "config.yaml").read_text() == "new: true\n"
+    assert (folder.path / "previous" / "config.yaml").read_text() == "newest: true\n"
     assert folder.config.read_text() == "new: true\n"
+
+
+def test_a_record_that_vanished_is_told_from_a_run_that_has_not_ended(make_run):
+    folder = make_run(steps=2)
+    folder.write_summary({"steps": 2, "ended": True})
+    folder.seal()
+    assert folder.faults() == []
+    folder.record.unlink()
+    (fault,) = folder.faults()
+    assert fault.startswith("record.json is missing")
+    RunFolder(folder.path).begin("trainer: {}\n", resumed_step=1)
+    assert folder.faults() == []
+    assert folder.read_summary()["steps"] == 2
 
 
 def test_resuming_where_nothing_was_written_yet_is_no_error(tmp_path):
@@ -51,11 +70,32 @@ def test_a_damaged_summary_is_refused_by_name(make_run, text):
         folder.read_summary()
 
 
+@pytest.mark.parametrize("row", ["{}", '{"step": "1"}', '{"step": 1, "actor/lr": "high"}'])
+def test_a_row_of_metrics_without_a_step_or_a_number_is_refused_by_name(make_run, row):
+    folder = make_run(steps=1)
+    append_text(folder.metrics, row + "\n")
+    with pytest.raises(DataError, match=r"metrics\.jsonl: (a|in the) row"):
+        folder.read_metrics()
+
+
 def test_what_began_before_the_folder_was_ready_counts_as_running_time(tmp_path, log_step):
     folder = RunFolder(tmp_path / "run")
     folder.begin("a: 1\n", None)
     log_step(folder, 1, folder.began - 5)
     assert [round(row.elapsed_seconds, 3) for row in folder.read_timeline()] == [0.0, 2.0]
+
+
+def test_a_clock_that_goes_back_changes_no_time_of_a_run(tmp_path, monkeypatch):
+    folder, clock = RunFolder(tmp_path / "run"), PhaseClock()
+    folder.begin("a: 1\n", None)
+    for step, back in enumerate((0, 3600, 0), start=1):
+        true = time.time
+        monkeypatch.setattr(time, "time", lambda: true() - back)  # noqa: B023 - called in this round
+        with clock.phase("gen"):
+            pass
+        folder.add_timeline(step, clock.take(), {})
+        monkeypatch.setattr(time, "time", true)
+    assert 0 <= max(row.elapsed_seconds for row in folder.read_timeline()) < 600
 
 
 def test_warnings_are_kept_with_their_step_and_cut_back_on_resume(tmp_path):

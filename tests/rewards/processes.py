@@ -12,8 +12,8 @@ def gone(pid):
         return True
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + 20
+def wait_until(condition, seconds=20):
+    deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     return condition()

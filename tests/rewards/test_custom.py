@@ -15,8 +15,8 @@ def write(folder, text):
 
 
 def test_without_a_file_the_rules_are_used():
-    assert load_reward_function(None, "compute_score", {}) is score_by_rule
-    assert load_reward_function(None, "compute_score", {}, whole_batch=True) is score_batch_by_rule
+    assert load_reward_function(None, "compute_score", {}).func is score_by_rule
+    assert load_reward_function(None, "compute_score", {}, whole_batch=True).func is score_batch_by_rule
 
 
 def test_with_a_service_the_rules_score_code_too_and_wait_for_many_rows():

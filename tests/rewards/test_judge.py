@@ -85,6 +85,13 @@ class Judge:
             handler.wfile.write(b" ")
             handler.wfile.flush()
 
+    def drips_headers(self, handler, body):
+        """Sends the headers byte by byte, for ever."""
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\nServer: ")
+        while not self.released.wait(0.02):
+            handler.wfile.write(b"x")
+            handler.wfile.flush()
+
 
 @pytest.fixture
 def judge():
@@ -185,7 +192,7 @@ def test_nobody_listening_is_an_error_that_says_so(judge):
         ask(judge.url, 1, QUICK)
 
 
-@pytest.mark.parametrize("way", ["hangs", "drips"])
+@pytest.mark.parametrize("way", ["hangs", "drips", "drips_headers"])
 def test_an_attempt_has_a_time_limit_and_the_next_one_may_succeed(judge, way):
     judge.behaviours = [getattr(judge, way), echoes]
     patience = Patience(limit_seconds=20, attempt_seconds=0.3, attempts=3, backoff_seconds=0.001)
@@ -204,6 +211,8 @@ def test_pauses_double_and_heed_what_the_judge_asks_for(judge):
     judge.behaviours = [fails(503), fails(503), fails(429, Retry_After="7"), echoes]
     pauses = []
     ask(judge.url, 1, Patience(limit_seconds=60, backoff_seconds=1.0), pause=pauses.append)
+    judge.behaviours = [fails(429, Retry_After="\u00b2"), fails(200, b"[" * 100_000), echoes]
+    assert ask(judge.url, 1, QUICK, pause=pauses.append) == {"seen": 1}
     assert 1 <= pauses[0] <= 1.5
     assert 2 <= pauses[1] <= 3
     assert pauses[2] == 7.0

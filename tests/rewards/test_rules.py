@@ -18,7 +18,10 @@ from verl_memopt.rewards.rules import (
     score_batch_by_rule,
     score_by_rule,
     think_format,
+    tolerant_gsm8k,
 )
+from verl_memopt.rewards.score import read_score
+from verl_memopt.rewards.scorer import load_reward_function
 
 
 @pytest.mark.parametrize(
@@ -43,14 +46,83 @@ def test_exact_match_forgives_only_the_white_space_around_an_answer(solution, sc
         ("", 0.0),
     ],
 )
-def test_gsm8k_takes_the_last_number_after_four_hashes_and_nothing_else(solution, score):
-    assert gsm8k(solution, "5") == score
+def test_the_tolerant_rule_takes_the_last_number_after_four_hashes_and_nothing_else(solution, score):
+    assert tolerant_gsm8k(solution, "5") == score
+
+
+@pytest.mark.parametrize(
+    ("solution", "score"),
+    [
+        ("so\n#### 72", 1.0),
+        ("#### 1\n#### 72 apples", 1.0),
+        ("#### 72.", 0.0),
+        ("#### $72", 0.0),
+        ("####72", 0.0),
+        ("#### 72" + "." + "x" * 299, 0.0),
+        ("#### 72 " + "x" * 292, 1.0),
+        ("#### 72 " + "x" * 294, 0.0),
+        ("72", 0.0),
+    ],
+)
+def test_gsm8k_is_scored_as_in_verl(solution, score):
+    assert gsm8k(solution, "72") == score
+    assert gsm8k("#### 1,072", "1072") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("solution", "truth", "score"),
+    [
+        (r"so \boxed{\frac12}", r"\frac{1}{2}", 1.0),
+        (r"so \boxed{0.5}", r"\dfrac{1}{2}", 1.0),
+        (r"\boxed{1/2}", r"\tfrac{1}{2}", 1.0),
+        (r"\boxed{\frac{2}{4}}", r"\frac{1}{2}", 0.0),
+        (r"\boxed{x = 7}", "7", 1.0),
+        (r"\boxed{10\text{ cm}}", "10", 1.0),
+        (r"\boxed{\sqrt3}", r"\sqrt{3}", 1.0),
+        (r"\boxed{50\%}", "50", 1.0),
+        (r"$\boxed 7$.", "7", 1.0),
+        (r"\boxed{3} no \boxed{4}", "4", 1.0),
+        (r"\boxed{\frac}", r"\frac", 1.0),
+        (r"\fbox{4}", "4", 0.0),
+        ("the answer is 4", "4", 0.0),
+        (r"\boxed{4", "4", 0.0),
+    ],
+)
+def test_math_is_compared_as_a_text_in_one_form_as_in_verl(solution, truth, score):
+    for source in ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"):
+        assert score_by_rule(source, solution, truth) == score
+
+
+@pytest.mark.parametrize(
+    ("solution", "score", "read"),
+    [
+        ("so\nAnswer: 1,072", 1.0, "1072"),
+        ("Answer: $x = 1072$", 1.0, "1072"),
+        ("Answer: 1072 dollars", 1.0, "1072"),
+        ("Answer: 7\n\\boxed{1072}", -1.0, "7"),
+        (r"so \boxed{1072}", 1.0, "1072"),
+        (r"so \boxed{1072}" + "x" * 100, -1.0, "[INVALID]"),
+        ("1072", -1.0, "[INVALID]"),
+    ],
+)
+def test_problems_of_dapo_score_1_or_minus_1_as_in_verl(solution, score, read):
+    for source in ("math_dapo", "math", "aime_2024"):
+        assert score_by_rule(source, solution, "1072") == {"score": score, "acc": score == 1.0, "pred": read}
+    assert read_score(score_by_rule("math_dapo", solution, "1072"))[0] == score
+
+
+def test_tolerant_rules_are_those_of_a_key_of_their_own():
+    pytest.importorskip("math_verify")
+    assert score_by_rule("openai/gsm8k", "#### $72.", "72", tolerant=True) == 1.0
+    assert score_batch_by_rule(["lighteval/MATH"], [r"\boxed{\frac{2}{4}}"], ["0.5"], [{}], tolerant=True) == [1.0]
+    scored = load_reward_function(None, "compute_score", {"tolerant": True}, False, None)
+    assert scored("openai/gsm8k", "####72", "72", {}) == 1.0
 
 
 @given(st.integers(-(10**9), 10**9))
 def test_gsm8k_reads_a_number_with_and_without_thousands_separators(number):
     assert gsm8k(f"so\n#### {number:,}", str(number)) == 1.0
-    assert gsm8k(f"so\n#### {number}", f"{number:,}") == 1.0
+    assert tolerant_gsm8k(f"so\n#### {number}", f"{number:,}") == 1.0
     assert final_answer(f"#### {number}") == str(number)
 
 

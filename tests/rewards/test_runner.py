@@ -91,6 +91,40 @@ def test_a_process_killed_between_rows_is_replaced_and_blames_no_row(custom):
         assert results[0].score != pid
 
 
+def test_what_a_function_returns_runs_no_code_in_the_run(custom, tmp_path):
+    evil = f"""
+    class Evil(str):
+        def encode(self, *_): return self
+        def decode(self, *_): return self
+        def __reduce__(self): return open, ({str(tmp_path / "it ran")!r}, "w")
+    return dict(score=1.0, pred=Evil("text"), more={{Evil("key"): [True, 1.5, None]}})
+    """
+    with RewardRunner(custom(evil), num_workers=1) as runner:
+        (result,) = runner.score(rows("x"))
+    assert result.extra == {"pred": "text", "more": {"key": [True, 1.5, None]}}
+    assert not (tmp_path / "it ran").exists()
+
+
+@pytest.mark.parametrize("sent", ["pickle.dumps(1)", "b'[[]]'", "b'7'", "b'[' * 10**5"])
+def test_what_a_function_writes_to_the_connection_itself_is_an_error(custom, sent):
+    body = f"""
+    import gc, pickle
+    from multiprocessing.connection import Connection
+    next(each for each in gc.get_objects() if isinstance(each, Connection)).send_bytes({sent})
+    import time; time.sleep(60)
+    """
+    with RewardRunner(custom(body), num_workers=1) as runner, pytest.raises(RewardError, match="sent what is no score"):
+        runner.score(rows("x"))
+
+
+def test_a_message_of_a_reward_steers_no_terminal(custom):
+    body = "raise ValueError('\\x1b[2J\\r\\x9b1m')"
+    with RewardRunner(custom(body), num_workers=1) as runner, pytest.raises(RewardError) as caught:
+        runner.score(rows("x"))
+    assert "ValueError: \\x1b[2J\\x0d\\x9b1m" in str(caught.value)
+    assert str(caught.value).replace("\n", "").isprintable()
+
+
 def test_a_file_that_cannot_be_loaded_is_reported_before_any_row():
     with RewardRunner(CustomReward(path="/absent/reward.py"), 1) as runner, pytest.raises(RewardError, match="no such file"):
         runner.check()

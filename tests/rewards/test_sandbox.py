@@ -69,6 +69,59 @@ def test_assertions_run_after_the_program(service):
     assert score(service, "```python\ndef f(x): return x + 1\n```", task) == pytest.approx(2 / 3)
 
 
+EQUALS_ALL = """
+class Same(int):
+    def __eq__(self, other): return True
+    def __hash__(self): return 0
+    def __repr__(self): return "2"
+    __int__ = __index__ = __str__ = lambda self: 2
+def f(x): return Same(7)
+"""
+READS_ITSELF = """
+import os, sys
+try:
+    text = open(__file__).read()
+except (NameError, OSError):
+    text = open("/proc/self/cmdline").read()
+print("\\n".join(line for line in text.splitlines() if "print" in line), sys.stdin.read())
+os._exit(0)
+"""
+AROUND = "assert abs(f(1) - 2) < 0.1"
+EQUAL = "assert f(1) == 2, 'f'"
+
+
+@pytest.mark.parametrize("assertion", [EQUAL, "assert 2 == f(1)", AROUND, "for x in [1, 2]:\n    assert f(x) == x + 1"])
+@pytest.mark.parametrize("cheat", ["import os; os._exit(0)", "raise SystemExit(0)", EQUALS_ALL, READS_ITSELF])
+def test_an_assertion_is_passed_by_what_it_asserts_alone(service, assertion, cheat):
+    if cheat is not EQUALS_ALL or assertion is not AROUND:  # a difference of such an object is that of its number
+        expected = float(cheat is EQUALS_ALL and assertion.startswith("for"))  # compared in the program itself
+        assert score(service, f"```python\n{cheat}\n```", {"assert_case": [assertion]}) == expected
+    assert score(service, "```python\ndef f(x): return x + 1.0\n```", {"assert_case": [assertion]}) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("returned", "asserted"),
+    [
+        ("collections.Counter('aa')", "{'a': 2}"),
+        ("frozenset([1, (2, None)])", "{1, (2, None)}"),
+        ("collections.namedtuple('P', 'x y')(1, True)", "(1, 1.0)"),
+        ("'\\u00e4\\ud800\\n'", "'\\u00e4\\ud800\\n'"),
+        ("type('A', (), {'tolist': lambda self: [1, -2.5e-7]})()", "[1, -2.5e-7]"),
+    ],
+)
+def test_what_equals_an_asserted_value_passes_whatever_its_type(service, returned, asserted):
+    code = f"```python\nfrom __future__ import annotations\nimport collections\ndef f(): return {returned}\n```"
+    assert score(service, code, {"assert_case": [f"import math\nassert f() == {asserted}", "assert callable(f)"]}) == 1.0
+
+
+def test_an_assertion_beside_input_and_output_must_hold_too(service):
+    task = {"inputs": ["1\n"], "outputs": ["2\n"], "assert_case": ["assert True and f(3) == 4"]}
+    right = "```python\ndef f(x): return x + 1\nprint(f(int(input())))\n```"
+    assert score(service, right, task) == 1.0
+    assert score(service, right.replace("```python", "```python\nimport atexit, os"), task | {"outputs": ["3"]}) == 0.0
+    assert score(service, "```python\nimport os\nprint(int(input()) + 1, flush=True)\nos._exit(0)\n```", task) == 0.0
+
+
 def test_a_response_without_code_scores_nothing_and_asks_nobody(service):
     assert score(service, "I do not know.", TASK) == 0.0
     assert service.requests == []

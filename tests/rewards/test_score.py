@@ -118,6 +118,12 @@ def test_half_a_surrogate_pair_in_an_entry_is_replaced_so_that_it_can_be_written
     assert extra == {"note": "a?b", "?": ["?"]}
 
 
+def test_a_whole_number_that_no_float_holds_is_refused_and_the_largest_others_are_kept():
+    assert read_score({"score": 1, "n": 10**300})[1] == {"n": 10**300}
+    with pytest.raises(RewardError, match="whole number of 3322 bits"):
+        read_score({"score": 1, "n": 10**1000})
+
+
 def test_the_largest_scores_of_a_batch_have_finite_squares_in_fp32():
     advantages = torch.full((1 << 20,), 2 * LARGEST_SCORE, dtype=torch.float32)
     assert torch.isfinite(advantages.square().sum() * 2**26)

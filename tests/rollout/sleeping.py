@@ -170,6 +170,7 @@ def simulated_gpu_worker(device, allocator, monkeypatch):
     monkeypatch.setattr(CPUWorker, "initialize_from_config", take_cache)
     monkeypatch.setattr(CPUWorker, "sleep", lambda worker, level=1: worker.model_runner.simulated.sleep(level))
     monkeypatch.setattr(CPUWorker, "wake_up", lambda worker, tags=None: worker.model_runner.simulated.wake_up(tags))
+    monkeypatch.setattr(CPUWorker, "discard", lambda worker, tags: allocator.discard(tags))
     monkeypatch.setattr(CPUWorker, "shutdown", shut_down)
 
 

@@ -17,7 +17,7 @@ from tests.rollout.tools import (
     weights_of,
 )
 from verl_memopt.errors import ConfigError, RolloutError
-from verl_memopt.rollout.engine import ENGINES, build_engine, check_rows
+from verl_memopt.rollout.engine import ENGINES, FinishedRows, build_engine, check_rows
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -35,6 +35,21 @@ def test_a_row_depends_on_its_prompt_and_seed_and_not_on_the_other_rows(engine):
     alone = [engine.generate([row], [seed], settings).response_ids[0] for row, seed in zip(rows[:4], seeds[:4], strict=True)]
     assert backwards.response_ids[::-1] == together.response_ids
     assert alone == together.response_ids[:4]
+
+
+def test_rows_that_are_complete_are_told_while_others_are_generated(engine, tmp_path):
+    rows, seeds, written, seen = prompts(40), list(range(40)), FinishedRows(tmp_path / "finished"), {}
+    settings = sampling(ignore_eos=False, temperature=2.0, max_tokens=40)
+
+    def look():
+        seen[len(seen)] = written.read()
+        return False
+
+    answer = engine.generate(rows, seeds, settings, look, FinishedRows(tmp_path / "finished").write)
+    early = {row: ids for told in seen.values() for row, ids in told.items()}
+    assert 0 < len(early) < 40
+    assert early | written.read() == dict(enumerate(answer.response_ids))
+    assert answer == engine.generate(rows, seeds, settings)
 
 
 def test_rows_with_equal_prompts_and_different_seeds_differ(engine):

@@ -35,10 +35,11 @@ from verl_memopt.config import schema
 from verl_memopt.errors import ConfigError, RolloutError, Stopped
 from verl_memopt.memory.host_buffers import host_allocator, host_limits
 from verl_memopt.memory.out_of_memory import PartDoesNotFitError
+from verl_memopt.memory.rollout_memory import kv_bytes_per_token
 from verl_memopt.observe.byte_tracker import ByteTracker
 from verl_memopt.observe.device_ledger import Asleep, ledger_of
 from verl_memopt.rollout import vllm_engine
-from verl_memopt.rollout.engine import kv_bytes_per_token, max_model_len
+from verl_memopt.rollout.engine import max_model_len
 from verl_memopt.rollout.vllm_memory import check_no_other_sleeper, host_bytes_to_sleep
 from verl_memopt.rollout.weight_checks import SyncCheck
 
@@ -360,6 +361,33 @@ def test_an_engine_that_is_shut_down_asleep_leaves_room_for_a_second_one(sleepin
             engine.wake_up(part)
         engine.shutdown()
         sleeping.check_nothing_is_left()
+
+
+def test_an_engine_that_shares_its_weights_sleeps_without_its_cache_alone_and_answers_with_what_was_trained(
+    sleeping, other_folder, monkeypatch
+):
+    # The simulated device has no stream to wait for.
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: None)
+    engine, other = sleeping.start(), model_of(other_folder)
+    awake = sleeping.device.held
+    shared = engine.share_weights()
+    for weights in (model_of(sleeping.folder), other):
+        engine.sleep()
+        engine.sleep()
+        assert awake - sleeping.device.held == 2 * 512 * MIB
+        assert host_allocator().held_bytes == 0
+        for name, weight in weights_of(weights):
+            shared[name].copy_(weight)
+        engine.wake_up("weights")
+        engine.weights_changed(shared)
+        with pytest.raises(RolloutError, match="kv_cache asleep"):
+            engine.generate(prompts(1), [0], sampling())
+        engine.wake_up("kv_cache")
+        assert sleeping.device.held == awake
+        assert difference_from_naive(weights, prompts(2), engine.generate(prompts(2), [0, 1], sampling())) <= 1e-5
+    engine.sleep()
+    engine.shutdown()
+    sleeping.check_nothing_is_left()
 
 
 def test_what_a_sleeping_engine_keeps_on_the_host_counts_once_and_towards_the_limit(sleeping):

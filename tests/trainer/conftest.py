@@ -149,8 +149,8 @@ def rewards_of(context):
 
 
 @contextmanager
-def ready(settings):
-    """A trainer whose workers are ready, as a run has it."""
+def ready(settings, begun=None):
+    """A trainer whose workers are ready, as a run has it. begun: a group that waits for its workers; None starts its own."""
     clock, settings = PhaseClock(), debug_settings(settings)
     with Interrupts() as interrupts:
         context = build_run(settings)
@@ -158,7 +158,7 @@ def ready(settings):
             context.lock,
             rewards_of(context) if mode_of(settings).scores else nullcontext() as runner,
             Reporter(context, clock) as reporter,
-            start_workers(context, clock) as workers,
+            start_workers(context, clock, begun) as workers,
         ):
             trainer = Trainer(context, workers, runner, reporter, interrupts)
             try:

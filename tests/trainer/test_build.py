@@ -96,9 +96,11 @@ def test_a_source_without_a_rule_is_named_with_its_row_before_anything_starts(se
         build_run(settled(more | {"custom_reward_function.path": None}))
 
 
-def test_the_plan_counts_every_optimizer_step_of_the_run(settled):
-    plan = build_run(settled({f"{AR}.actor.ppo_epochs": 3, "trainer.total_training_steps": 5})).worker_plan
-    assert plan.optimizer_steps == 5 * 2 * 3  # steps, mini-batches of 2 in 4 prompts, passes
+def test_the_plan_counts_the_rollouts_or_every_optimizer_step_of_the_run(settled):
+    more = {f"{AR}.actor.ppo_epochs": 3, "trainer.total_training_steps": 5}
+    assert build_run(settled(more)).worker_plan.schedule_steps == 5
+    plan = build_run(settled(more | {f"{AR}.actor.optim.lr_schedule_steps": "updates"})).worker_plan
+    assert plan.schedule_steps == 5 * 2 * 3  # steps, mini-batches of 2 in 4 prompts, passes
 
 
 def test_the_plan_names_folders_and_the_reference_only_when_asked(settled, tiny_folder):

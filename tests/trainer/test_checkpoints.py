@@ -552,6 +552,24 @@ def test_a_fresh_start_moves_every_checkpoint_into_a_folder_of_its_own(store):
     assert names(store.root) == ["previous"]
 
 
+def test_checkpoints_that_are_gone_are_no_start_from_nothing(store, tmp_path):
+    store.keep = None
+    save(store, 2)
+    save(store, 4)
+    store.folder(4).rename(tmp_path / "elsewhere")
+    store.folder(4).symlink_to(tmp_path / "nowhere")
+    assert store.newest().step == 2
+    assert store.newest().passed_over == (f"{store.folder(4)}: not whole (meta.json is missing)",)
+    shutil.rmtree(store.folder(2))
+    with pytest.raises(CheckpointError, match=r"global_step_4: not whole .*resume_mode=disable"):
+        store.newest()
+    store.folder(4).unlink()
+    with pytest.raises(CheckpointError, match=r"names step 4, and there is no checkpoint.*resume_mode=disable"):
+        store.newest()
+    assert store.set_aside() is None
+    assert store.newest() is None
+
+
 def test_driver_state_that_torch_cannot_read_is_a_fault_like_any_other(store):
     save(store, 6)
     folder = store.begin(8)

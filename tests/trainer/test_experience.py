@@ -15,9 +15,10 @@ from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.expansion import EXPANSIONS, expand
 from verl_memopt.errors import RewardError
 from verl_memopt.model.tiny import build_tokenizer
+from verl_memopt.rewards.score import RewardResult
 from verl_memopt.rollout.engine import Generation
 from verl_memopt.trainer.micro_batching import Budget
-from verl_memopt.trainer.rollouts import Answers, LogProbPass, compute_advantages, to_batch
+from verl_memopt.trainer.rollouts import Answers, LogProbPass, StepBatch, compute_advantages, to_batch
 from verl_memopt.worker.policy import LogProbs
 from verl_memopt.worker.trained_model import micro_batch
 
@@ -96,6 +97,25 @@ def test_every_token_of_a_response_gets_the_advantage_of_its_row_normalized_wher
     assert advantages.per_token.tolist() == pytest.approx([1 / scale] * 2 + [-0.75 / scale] + [0.75 / scale] * 3, rel=1e-6)
 
 
+def test_rewards_by_name_come_from_the_function_and_a_row_without_one_is_named():
+    algorithm = Algorithm(adv_estimator="gdpo", gdpo_reward_keys=["score", "format"])
+    rows = batch_of(RESPONSES)
+    row = PromptRow(0, "1+1=", "s", None, {}, "a:1")
+    results = [RewardResult(1.0, {"format": 0.5}), RewardResult(0.0, failed=True), RewardResult(2.0, {"format": True})]
+    step = StepBatch(3, None, Answers([row] * 4, [], None, []), rows, [*results, RewardResult(0.0, {"format": -1})])
+    own = step.for_estimator(algorithm)
+    assert own["components"][[0, 2, 3]].tolist() == [[1.0, 0.5], [2.0, 1.0], [0.0, -1.0]]
+    # The failed row is in no mean, so the one beside it has nothing to compare with; the other two differ by 2 in each reward.
+    advantages = compute_advantages(rows, step.scores, ADDRESSES, algorithm, KlController(algorithm.kl_ctrl), own).per_token
+    assert advantages[:2].tolist() == [advantages[0]] * 2
+    assert (advantages[2] > 0, advantages[2] > advantages[0] > advantages[3]) == (True, True)
+    step.results[0] = RewardResult(1.0, {"acc": 1.0})
+    with pytest.raises(
+        RewardError, match=r"^algorithm\.gdpo_reward_keys: the reward of a:1 .* no finite number format; it has score"
+    ):
+        step.for_estimator(algorithm)
+
+
 TOKENIZER = build_tokenizer()
 PROMPTS = [PromptRow(index, text, "s", None, {}, f"a:{index}") for index, text in enumerate(("1+1=", "123456+7="))]
 
@@ -152,7 +172,8 @@ def test_the_kl_to_the_reference_is_taken_off_each_rows_reward():
     advantages = shaped(batch, [1.0, 0.0, 0.25, 1.0], Algorithm("rloo", use_kl_in_reward=True), controller)
     assert advantages.rewards.tolist() == [0.75, 0.0, 0.25, 0.75]  # sums of kl by row: 1, 0, 0, 1
     assert advantages.per_token.tolist() == [0.75, 0.75, -0.5, 0.5, 0.5, 0.5]
-    assert advantages.kl_mean == pytest.approx(2 / 6, rel=1e-6)
+    # The mean over rows of each row's mean, as in verl: 1/2, 0, 0 and 1/3.
+    assert advantages.kl_mean == pytest.approx((1 / 2 + 1 / 3) / 4, rel=1e-6)
 
 
 def whitened(values):
@@ -190,7 +211,7 @@ def test_with_one_response_to_each_prompt_the_reward_itself_is_the_advantage(nam
 BY_HAND = {
     "reinforce_plus_plus_baseline": whitened([0.5, 0.5, -0.375, 0.375, 0.375, 0.375]),
     "opo": [0.0, 0.0, -0.5625, 0.1875, 0.1875, 0.1875],  # baselines by length: 1 and (0.25 + 3 * 1) / 4
-    "gpg": [0.5, 0.5, -0.375, 0.375, 0.375, 0.375],  # both groups have a signal, so alpha is 1
+    "gpg": [4 / 3 * lead for lead in (0.5, 0.5, -0.375, 0.375, 0.375, 0.375)],  # three of four rewards are not 0
     "grpo_passk": [0.5**0.5 * 2, 0.5**0.5 * 2, 0.0, 0.5**0.5 * 2, 0.5**0.5 * 2, 0.5**0.5 * 2],  # lead / std = sqrt(2)
 }
 

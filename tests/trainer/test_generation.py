@@ -1,12 +1,20 @@
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+from tests.rewards.processes import all_gone, wait_until
 from tests.trainer.conftest import Member, group_of
-from verl_memopt.config.schema import Rollout, ValKwargs
+from verl_memopt.config.schema import CustomReward, Rollout, ValKwargs
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.prompts import StepPrompts
-from verl_memopt.errors import Stopped
-from verl_memopt.rollout.engine import Generation, SamplingSettings
+from verl_memopt.errors import RewardError, RolloutError, Stopped
+from verl_memopt.rewards.runner import RewardRunner
+from verl_memopt.rollout.engine import FinishedRows, Generation, SamplingSettings
 from verl_memopt.trainer.rollouts import Generator, generate, sampling_seeds
+from verl_memopt.trainer.scoring import Computed, Rewarder, ScoringFollower
 
 
 def sampling(log_probs):
@@ -135,6 +143,102 @@ def test_a_greedy_round_answers_each_prompt_once_and_the_engine_releases_its_mem
     assert not sampling.log_probs
     assert answers.generation.log_probs is None
     assert methods(engine) == ["generate", *["release_engine"] * frees_engine]
+
+
+REWARD = """
+import pathlib
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    scored = pathlib.Path(__file__).with_name("scored_" + solution_str)
+    assert not scored.exists(), "each answer is scored once"
+    scored.touch()
+    if solution_str == "bad":
+        raise ValueError("no score")
+    return {"score": float(len(solution_str)), "text": solution_str}
+"""
+
+
+class EarlyEngine(Member):
+    """Its second answer is complete, and scored, before the others exist. Then it ends as it is told to."""
+
+    TEXTS = ("one", "early", "three", "four")
+
+    def __init__(self, folder, texts=TEXTS, error=None):
+        super().__init__(0)
+        self.folder, self.texts, self.error = folder, texts, error
+
+    def generate(self, prompt_ids, seeds, settings, may_stop, finished):
+        ids = [[ord(letter) for letter in text] for text in self.texts]
+        FinishedRows(Path(finished)).write(1, ids[1])
+        assert wait_until(lambda: (self.folder / f"scored_{self.texts[1]}").exists())
+        if self.error is not None:
+            raise self.error
+        return Generation(ids, None, ["stop"] * len(ids))
+
+    def release_engine(self):
+        return None
+
+
+@pytest.fixture
+def early(tmp_path):
+    """Gives an engine's generator that lets rewards follow, and the rewarder."""
+    (tmp_path / "reward.py").write_text(REWARD)
+
+    @contextmanager
+    def make(*arguments, **settings):
+        with RewardRunner(CustomReward(path=str(tmp_path / "reward.py"), **settings), 2) as runner:
+            follower = ScoringFollower.of(Rewarder(runner), Letters(), tmp_path)
+            yield replace(generator_of(EarlyEngine(tmp_path, *arguments)), follower=follower), Rewarder(runner)
+
+    yield make
+    assert not list(tmp_path.glob(".finished*"))
+    assert "reward-follower" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_an_answer_is_scored_while_others_are_generated_and_all_keep_their_order(early):
+    with early() as (generator, rewarder):
+        answers = generator.generate(PROMPTS, 3)
+        scored = replace(rewarder, clock=generator.workers.clock).score_answers(answers, Computed(None, []))
+    assert [result.extra["text"] for result in scored.results] == answers.texts == list(EarlyEngine.TEXTS)
+    assert [result.score for result in scored.results] == [3.0, 5.0, 5.0, 4.0]
+    assert {"timing_s/gen", "timing_s/reward_in_rollout", "timing_s/reward"} == generator.workers.clock.timings().keys()
+
+
+def test_an_early_answer_that_fails_ends_the_run_where_the_answers_are_scored(early):
+    with early(("one", "bad", "three", "four")) as (generator, rewarder):
+        answers = generator.generate(PROMPTS, 3)
+        with pytest.raises(RewardError, match=r"^rows\.jsonl:1: .*(?s:.*)no score"):
+            rewarder.score_answers(answers, None)
+    with early(("one", "bad2", "bad", "four"), on_error="score", fallback_score=-1.0) as (generator, rewarder):
+        results = rewarder.score(generator.generate(PROMPTS, 3))
+    assert [(result.score, result.failed) for result in results] == [(3.0, False), (4.0, False), (-1.0, True), (4.0, False)]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), Stopped(), RolloutError("broken")])
+def test_a_rollout_that_ends_early_leaves_no_thread_and_no_reward_process(early, error):
+    with early(EarlyEngine.TEXTS, error) as (generator, rewarder):
+        pids = rewarder.runner.pids()
+        with pytest.raises(type(error)):
+            generator.generate(PROMPTS, 3)
+        assert rewarder.runner.pids() == []
+        assert all_gone(pids)
+
+
+def test_answers_that_nobody_scored_do_not_mix_with_those_of_the_next_rollout(early, tmp_path):
+    with early() as (generator, rewarder):
+        generator.generate(PROMPTS, 3)
+        for scored in tmp_path.glob("scored_*"):
+            scored.unlink()
+        assert [result.extra["text"] for result in rewarder.score(generator.generate(PROMPTS, 4))] == list(EarlyEngine.TEXTS)
+
+
+def test_what_needs_all_answers_or_the_device_scores_after_the_rollout(tmp_path):
+    with RewardRunner(CustomReward(), 1, manager="batch") as runner:
+        assert ScoringFollower.of(Rewarder(runner), Letters(), tmp_path) is None
+    with RewardRunner(CustomReward(), 1) as runner:
+        assert ScoringFollower.of(Rewarder(runner, model=object()), Letters(), tmp_path) is None
+        assert ScoringFollower.of(Rewarder(runner), Letters(), tmp_path) is not None
+    assert ScoringFollower.of(Rewarder(None), Letters(), tmp_path) is None
 
 
 def test_an_engine_that_keeps_its_memory_is_not_asked_to_release_it():

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.trainer.conftest import AR
+from tests.trainer.conftest import AR, learned, ready
 from tests.trainer.test_step import running
 from verl_memopt.config.schema import Actor
 from verl_memopt.data.dataset import PromptRow
@@ -118,6 +118,15 @@ def test_a_step_that_is_not_full_at_the_limit_stops_the_run_with_the_way_out():
 FILTER = {"algorithm.filter_groups.enable": True, "data.gen_batch_size": 3, f"{AR}.rollout.n": 2}
 
 
+def test_rounds_without_end_are_told_of_ever_more_rarely(caplog):
+    never = [round_of(number, [1.0, 1.0]) for number in range(40)]
+    filled([*never, round_of(40, [0.0, 1.0, 0.0, 1.0])])
+    told = [record.message for record in caplog.records if record.name == "verl_memopt.trainer.group_filter"]
+    assert [f"after {rounds} rounds" in text for rounds, text in zip((8, 16, 32), told, strict=True)] == [True] * 3
+    assert "step 5 has 0 of 2 groups" in told[0]
+    assert "max_num_gen_batches" in told[0]
+
+
 def test_a_step_trains_on_groups_that_differ_alone_and_goes_on_where_its_prompts_ended(settled):
     results, states = [], []
     for frees_engine in (False, True):  # an engine that slept between two rounds would refuse the second
@@ -146,3 +155,22 @@ def test_a_prompt_that_returns_in_a_step_is_answered_anew(settled):
         first, same, other = (learner.rollouts.generator.generate(prompts, 1, earlier) for earlier in (0, 0, 1))
     assert first.generation.response_ids == same.generation.response_ids
     assert first.generation.response_ids != other.generation.response_ids
+
+
+def test_rewards_that_follow_the_rollout_change_no_number(settled, tmp_path):
+    """The engine answers two rows at a time, so that the others are generated while those are scored."""
+    logged = []
+    for follows in (True, False):
+        folder = tmp_path / str(follows)
+        more = {"trainer.default_local_dir": str(folder), "trainer.test_freq": 1, f"{AR}.rollout.max_num_seqs": 2}
+        with ready(settled(FILTER | more)) as trainer:
+            rollouts = trainer.learner.rollouts
+            if not follows:
+                generator = replace(rollouts.generator, follower=None)
+                trainer.learner.rollouts = replace(rollouts, generator=generator)
+                trainer.validator = replace(trainer.validator, generator=generator)
+            trainer.run()
+            logged.append(learned(folder))
+            assert all(("timing_s/reward_in_rollout" in row) == follows for row in trainer.reporter.folder.read_metrics())
+    assert len(logged[0]) == 2
+    assert logged[0] == logged[1]

@@ -72,7 +72,7 @@ def from_step_1(folder):
 
 
 def kept_by_driver(trainer):
-    return {name: value for name, value in trainer.driver_state().items() if name != "settings"}
+    return {name: value for name, value in trainer.state.of_driver(trainer.step).items() if name != "settings"}
 
 
 def rows(trainer):
@@ -199,9 +199,9 @@ def test_only_what_load_contents_names_is_loaded(goes_on, tmp_path):
             trainer.run()
             rates[len(parts)] = rows(trainer)[3]["actor/lr"]
         shutil.rmtree(tmp_path / "run")
-    # Two mini-batches a step: a schedule that goes on stands at optimizer steps 4 and 5, one that begins anew at 0 and 1.
-    assert rates[3] == pytest.approx(1e-3 * (5 + 6) / 2 / 51, rel=1e-6)
-    assert rates[1] == pytest.approx(1e-3 * (1 + 2) / 2 / 51, rel=1e-6)
+    # Both mini-batches of a rollout have one rate: a schedule that goes on stands at rollout 2, one that begins anew at 0.
+    assert rates[3] == pytest.approx(1e-3 * 2 / 50, rel=1e-6)
+    assert rates[1] == 0
 
 
 FOLLOWS = {f"{AR}.actor.use_kl_loss": True, f"{AR}.ref.sync_every_steps": 2, "trainer.total_training_steps": 4}
@@ -225,7 +225,7 @@ EVERYTHING = (
 
 def test_a_resumed_run_equals_one_that_was_never_stopped(run_in):
     # The reference moves before the stop. A resumed run that forgot the count would move it in step 5, not in step 4.
-    shorter = {"trainer.total_training_steps": 3, f"{AR}.actor.optim.total_training_steps": 4 * 2 * 2}
+    shorter = {"trainer.total_training_steps": 3, f"{AR}.actor.optim.total_training_steps": 4}
     whole = run_in("whole", EVERYTHING)
     run_in("cut", EVERYTHING | shorter)
     cut = run_in("cut", EVERYTHING)

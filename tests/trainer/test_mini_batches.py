@@ -60,6 +60,16 @@ def test_every_share_carries_values_and_returns_of_its_own_tokens():
             assert mini.batch.returns.tolist() == (-mini.batch.responses.flat).tolist()
 
 
+def test_metrics_say_how_even_the_tokens_lie_before_and_after_balancing():
+    batch = batch_of([9, 9, 9, 9, 1, 1, 1, 1])
+    assert cutter_of().share_metrics(batch) == {}
+    found = cutter_of(world_size=2).share_metrics(batch)
+    low, high = sorted(batch.row_tokens().cost(rows) for rows in (range(4), range(4, 8)))
+    expected = {"min": low, "max": high, "minmax_diff": high - low, "mean": (low + high) / 2}
+    even = dict.fromkeys(("balanced_min", "balanced_max"), (low + high) / 2)
+    assert found == {f"global_seqlen/{name}": value for name, value in (expected | even).items()}
+
+
 def test_what_a_mini_batch_adds_is_asked_for_with_its_rows_and_seed():
     batch, calls = batch_of([1] * 8), []
 

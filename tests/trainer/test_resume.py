@@ -1,6 +1,8 @@
 import dataclasses
 import logging
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -136,6 +138,49 @@ def test_the_same_settings_again_log_no_change(settled, run_dir, caplog):
     with caplog.at_level(logging.INFO):
         resumed_context(settled)
     assert [record.message for record in caplog.records if "since global" in record.message and MOVED not in record.message] == []
+
+
+REWARD = "def compute_score(*args, **kwargs): return 1.0"
+
+
+def test_other_contents_under_the_same_names_are_told_like_other_settings(settled, tmp_path, caplog):
+    settings = settled({})
+    data, model = tmp_path / "rows.jsonl", shutil.copytree(settings.actor_rollout_ref.model.path, tmp_path / "model")
+    source = Path(settings.data.train_files).read_text().splitlines(keepends=True)
+    data.write_text("".join(source))
+    (tmp_path / "reward.py").write_text(REWARD)
+    names = {"data.train_files": str(data), "custom_reward_function.path": str(tmp_path / "reward.py")}
+    names |= {f"{AR}.ref.model.path": str(model), f"{AR}.actor.use_kl_loss": True, **SAVES, "trainer.total_training_steps": 1}
+    with ready(settled(names)) as trainer:
+        trainer.run()
+    resumed_context(settled, names)
+    assert "other contents" not in caplog.text
+    data.write_text("".join(reversed(source)))
+    (tmp_path / "reward.py").write_text(REWARD.replace("1", "2"))
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + bytes(4))
+    resumed_context(settled, names)
+    for key in ("data.train_files", "custom_reward_function.path", f"{AR}.ref.model.path"):
+        assert f"since global_step_1: {key}={names[key]}: other contents (changes the trajectory)" in caplog.text
+
+
+def test_a_secret_is_kept_as_a_checksum_and_the_run_goes_on_with_it(settled, tmp_path, caplog, monkeypatch):
+    (tmp_path / "reward.py").write_text(REWARD)
+    names = {"custom_reward_function.path": str(tmp_path / "reward.py"), **SAVES, "trainer.total_training_steps": 1}
+    names |= {"custom_reward_function.reward_kwargs": {"api_key": "sk-42", "judge": {"hf_token": "hf-42"}, "tokens": 7}}
+    argument = "custom_reward_function.reward_kwargs.api_key=sk-42"
+    monkeypatch.setattr(sys, "argv", ["verl-memopt", argument, "+custom_reward_function.reward_kwargs={hf_token: hf-42,a: 1}"])
+    settings = settled(names)
+    assert train(settings) == 0
+    written = [path for path in Path(settings.trainer.default_local_dir).rglob("*") if path.is_file()]
+    assert {path.name for path in written} >= {"config.yaml", "data.pt", "summary.json"}
+    assert [path for path in written if b"sk-42" in path.read_bytes() or b"hf-42" in path.read_bytes()] == []
+    resumed_context(settled, names)
+    assert "reward_kwargs" not in caplog.text
+    names["custom_reward_function.reward_kwargs"] = {"api_key": "sk-43", "tokens": 7}
+    resumed_context(settled, names)
+    assert "custom_reward_function.reward_kwargs: " in caplog.text
+    assert "sk-4" not in caplog.text
 
 
 def test_changes_with_which_a_run_cannot_go_on_are_refused_by_name(settled, run_dir):

@@ -67,6 +67,25 @@ def test_a_second_process_is_refused_with_the_first_ones_id_and_start_time(holde
     assert (tmp_path / LOCK).exists(), "a refused run leaves the file of the one that holds it"
 
 
+def test_without_the_file_of_the_lock_a_second_run_is_refused_all_the_same(holder, tmp_path):
+    (tmp_path / LOCK).unlink()
+    with pytest.raises(ConfigError, match=r"another run writes here \(a process whose run\.lock is gone\)"):
+        hold(tmp_path)
+    told(holder)
+    holder.wait()
+    hold(tmp_path).release()
+
+
+def test_a_link_in_the_place_of_the_lock_is_refused_and_not_written_through(tmp_path):
+    (tmp_path / "precious").write_text("contents")
+    (tmp_path / LOCK).symlink_to(tmp_path / "precious")
+    with pytest.raises(ConfigError, match=r"run\.lock: a link"):
+        hold(tmp_path)
+    assert (tmp_path / "precious").read_text() == "contents"
+    (tmp_path / LOCK).unlink()
+    hold(tmp_path).release()
+
+
 def test_the_kernel_releases_the_lock_of_a_process_that_was_killed(holder, tmp_path):
     holder.send_signal(signal.SIGKILL)
     holder.wait()

@@ -69,7 +69,9 @@ def live(row, folder, world_size=1, attention=None, whole=True, critic=False):
     plan, settings = _plan(row, folder, world_size, attention)
     if critic:
         ours = settings.actor_rollout_ref
-        plan = dataclasses.replace(plan, critic=twin_of(ours.actor, ours.model), critic_folder=str(folder), critic_steps=2)
+        plan = dataclasses.replace(
+            plan, critic=twin_of(ours.actor, ours.model), critic_folder=str(folder), critic_schedule_steps=2
+        )
     with first_worker(plan, world_size) as (worker, gpu):
         seen = _Witness(worker, gpu, settings, world_size)
         seen.whole_life() if whole else seen.step(seed=0)
@@ -81,7 +83,7 @@ def compare_packed_rows(row, folder, world_size=1):
     """Return how far packing changes a row of each model of a worker, as if the models had values. Raises: as :func:`live`."""
     plan, settings = _plan(row, folder, world_size, None)
     ours = settings.actor_rollout_ref
-    plan = dataclasses.replace(plan, critic=twin_of(ours.actor, ours.model), critic_folder=str(folder), critic_steps=2)
+    plan = dataclasses.replace(plan, critic=twin_of(ours.actor, ours.model), critic_folder=str(folder), critic_schedule_steps=2)
     with first_worker(plan, world_size) as (worker, _):
         groups = prompt_groups(GROUPS, plan.settings.actor)
         models = (worker.policy.model, worker.reference, worker.critic.model)
@@ -107,7 +109,7 @@ def _plan(row, folder, world_size, attention):
         reference_folder=None if ours.model.lora_rank else text,
         tokenizer_folder=text,
         eos_token_ids=(2,),
-        optimizer_steps=2,
+        schedule_steps=2,
         free_engine=bool(ours.rollout.free_cache_engine),
         track_init=False,
         memory=settings.memory,

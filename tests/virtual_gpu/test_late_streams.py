@@ -17,6 +17,7 @@ ROWS = {
     "moments": SMALL,
     "moments in int8": SMALL | {"state": "int8"},
     "moments in backward": SMALL | {"in backward": "on", "clip": "none"},
+    "gradients": SMALL | {"actor grad_offload": "on", "batching": "tokens"},
     "parameters": {"actor param_offload": "on", "ref param_offload": "on"},
     "a mapped reference": {"ref param_offload": "on", "load": "mmap"},
     "the engine": {"engine": "level 1"},

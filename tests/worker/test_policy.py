@@ -322,6 +322,16 @@ def mini_of(seed, bad=None, rank=0, world_size=1):
     return mini
 
 
+@pytest.mark.parametrize(
+    ("unit", "rollouts"), [("rollouts", [0.0, 0.25, 0.5, 0.75, 1.0]), ("updates", [0.5, 1.0, 1.0, 1.0, 1.0])]
+)
+def test_all_mini_batches_of_a_rollout_have_one_rate_where_the_schedule_counts_rollouts(narrow_folder, one_rank, unit, rollouts):
+    optim = Optim(lr=1.0, lr_warmup_steps=4, lr_schedule_steps=unit)
+    policy = policy_for(narrow_folder, one_rank, 1, actor=dataclasses.replace(ACTOR, optim=optim))
+    # The mean over four mini-batches; by updates 1/5 to 4/5 in the first rollout.
+    assert [policy.update([mini_of(0)] * 4, 0.9)["actor/lr"] for _ in rollouts] == pytest.approx(rollouts)
+
+
 @pytest.mark.parametrize(("knob", "bad"), [("none", math.inf), *((knob, math.nan) for knob in KNOBS)])
 def test_an_update_whose_gradient_norm_is_not_finite_changes_no_byte(narrow_folder, one_rank, knob, bad):
     policy, other = (policy_with_knobs(narrow_folder, one_rank, **KNOBS[knob]) for _ in range(2))

@@ -12,7 +12,15 @@ import pytest
 
 from verl_memopt.errors import ConfigError
 from verl_memopt.worker.group import free_port
-from verl_memopt.worker.ray_cluster import SOCKET_BYTES, STOP_SIGNALS, Connection, Request, own_folder, stop_signals_blocked
+from verl_memopt.worker.ray_cluster import (
+    SOCKET_BYTES,
+    STOP_SIGNALS,
+    Connection,
+    Request,
+    own_folder,
+    remove_old_sessions,
+    stop_signals_blocked,
+)
 
 
 def test_a_request_asks_for_a_cpu_and_where_it_is_one_a_gpu_per_device():
@@ -69,6 +77,16 @@ def short_folder():
     """A folder whose path leaves room for sockets; pytest's own has a long one."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder)
+
+
+def test_sessions_of_runs_that_ended_before_yesterday_are_removed_and_no_others(tmp_path):
+    kept = ["session_2026-01-01_00-00-00_000000_4194305", f"session_2026-01-01_00-00-00_000000_{os.getpid()}", "session_latest"]
+    old = "session_2026-01-01_00-00-00_000000_4194304"  # no process has an id beyond 4194304
+    for name in [old, *kept]:
+        (tmp_path / name / "logs").mkdir(parents=True)
+        os.utime(tmp_path / name, (0, 0) if name != kept[0] else None)
+    remove_old_sessions(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == set(kept)
 
 
 def test_rays_folder_belongs_to_the_user_alone_even_if_it_was_open_before(short_folder, monkeypatch):

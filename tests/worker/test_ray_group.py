@@ -1,20 +1,24 @@
 """Groups of two workers on one small cluster, and whole drivers that end badly."""
 
+import contextlib
 import json
 import os
 import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.faults.kills import members
 from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.errors import ConfigError, RolloutError, WorkerError
-from verl_memopt.worker.group import VISIBLE_DEVICES, Home, start_ray_group, visible_devices
+from verl_memopt.worker.group import start_ray_group
+from verl_memopt.worker.nodes import VISIBLE_DEVICES, Home, visible_devices
 from verl_memopt.worker.ray_cluster import Connection, Request, _check_possible
 
 GONE_SECONDS = 15
@@ -42,6 +46,13 @@ class Worker:
 
     def process(self):
         return os.getpid()
+
+    def imported(self):
+        import colorsys
+
+        import mine
+
+        return colorsys.rgb_to_hls(0, 0, 0), mine.NUMBER
 
     def exit_code_of_a_terminated_program(self):
         program = subprocess.Popen(["sleep", "60"])
@@ -72,22 +83,34 @@ class Worker:
         raise RuntimeError("connection closed by peer")
 
 
+def note(text):
+    os.environ["NOTED"] = f"{text} with {os.environ['OMP_NUM_THREADS']} threads, rank {os.environ['RANK']}"
+
+
+def reads_the_note(placement):
+    raise RolloutError(os.environ["NOTED"])
+
+
 def refuses(placement):
     raise RolloutError(f"rank {placement.rank} of {placement.world_size} has no engine")
 
 
 def start(factory=Worker, devices=2, timeout_seconds=60):
-    return start_ray_group(factory, Request(1, devices, gpu=False), "cpu", timeout_seconds, {}, num_threads=3)
+    return start_ray_group(Request(1, devices, gpu=False), "cpu", timeout_seconds, {}, num_threads=3).build(factory)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _cluster():
+def cluster(tmp_path_factory):
     from ray import cloudpickle
 
     # The test module has no name a worker process could import it by.
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    connection = Connection({"num_cpus": 5}, Request(1, 2, gpu=False))
-    yield
+    folder = tmp_path_factory.mktemp("working")
+    (folder / "colorsys.py").write_text("raise ImportError('a file of the working directory ran')")
+    (folder / "mine.py").write_text("NUMBER = 7")
+    with contextlib.chdir(folder):
+        connection = Connection({"num_cpus": 5}, Request(1, 2, gpu=False))
+    yield connection
     connection.close()
 
 
@@ -123,12 +146,29 @@ def test_members_are_processes_of_their_own_that_know_their_place_and_see_no_gpu
     assert group.all("gpus") == [("", [])] * 2
 
 
+def test_a_file_of_the_working_directory_stands_for_no_module_of_python_and_is_found_all_the_same(group):
+    assert group.all("imported") == [((0.0, 0.0, 0.0), 7)] * 2
+
+
 def test_the_environment_is_set_before_the_factory_is_imported(group):
     port = group.all("place")[0].master_port
     for rank, (variables, threads, torch_came_first) in enumerate(group.all("environment")):
         assert variables == [str(rank), "2", str(rank), "2", "127.0.0.1", str(port), "3"]
         assert threads == "3"
         assert not torch_came_first
+
+
+def test_a_member_that_a_signal_has_stopped_is_named_and_goes_on_when_it_may(group, monkeypatch, caplog):
+    monkeypatch.setattr("verl_memopt.worker.ray_cluster.LOOK_SECONDS", 0.2)
+    pid = group.all("process")[1]
+    os.kill(pid, signal.SIGSTOP)
+    timer = threading.Timer(2, os.kill, (pid, signal.SIGCONT))
+    timer.start()
+    assert [rank for rank, *_ in group.all("tell")] == [0, 1]
+    timer.join()
+    assert [record.getMessage() for record in caplog.records if str(pid) in record.getMessage()] == [
+        f"process {pid} of this run is stopped by a signal, and the run waits for it: kill -CONT {pid}"
+    ]
 
 
 def test_a_tensor_makes_the_trip_unchanged_and_writable(group):
@@ -180,7 +220,13 @@ def test_a_request_the_cluster_can_never_hold_fails_at_once_with_both_sides_and_
     assert "5 CPU and 0 GPU" in message
     assert "ray_kwargs.ray_init.num_cpus" in message
     with pytest.raises(ConfigError, match="2 CPU and 2 GPU"):
-        start_ray_group(Worker, Request(1, 2, gpu=True), "gpu", 10_000, {}, 1)
+        start_ray_group(Request(1, 2, gpu=True), "gpu", 10_000, {}, 1)
+
+
+def test_processes_do_what_they_are_told_ahead_before_their_workers_are_built():
+    group = start_ray_group(Request(1, 1, gpu=False), "cpu", 60, {}, 3, ahead=(f"{__name__}:note", "imports"))
+    with pytest.raises(RolloutError, match="imports with 3 threads, rank 0"):
+        group.build(reads_the_note)
 
 
 def test_a_request_for_all_that_a_node_has_is_possible_and_one_device_more_is_not():
@@ -197,21 +243,21 @@ def test_a_request_without_room_gives_up_after_the_timeout_and_says_what_is_free
 
 def homes(*members):
     """Gives the homes of members: (node, what Ray gave) each."""
-    return [Home(rank, node, "10.0.0.1", 1, gpus) for rank, (node, gpus) in enumerate(members)]
+    return [Home(rank, node, "10.0.0.1", "eth0", 1, gpus) for rank, (node, gpus) in enumerate(members)]
 
 
 def test_a_member_sees_the_gpus_of_its_group_on_its_node_in_the_order_of_local_ranks():
     group = homes(("a", ("3",)), ("a", ("2",)), ("b", ("0",)), ("b", ("10",)))
-    assert [visible_devices(group, rank)[VISIBLE_DEVICES] for rank in range(4)] == ["3,2", "3,2", "0,10", "0,10"]
+    assert [visible_devices(group, rank, "cuda")[VISIBLE_DEVICES] for rank in range(4)] == ["3,2", "3,2", "0,10", "0,10"]
     group = homes(("a", ("0",)), ("b", ("0",)), ("a", ("1",)))
-    assert [visible_devices(group, rank)[VISIBLE_DEVICES] for rank in range(3)] == ["0,1", "0", "0,1"]
-    assert visible_devices(homes(("a", ()), ("a", ())), 1) == {}
+    assert [visible_devices(group, rank, "cuda")[VISIBLE_DEVICES] for rank in range(3)] == ["0,1", "0", "0,1"]
+    assert visible_devices(homes(("a", ()), ("a", ())), 1, "cuda") == {}
 
 
 @pytest.mark.parametrize("gpus", [("0", "1"), ()])
 def test_a_member_that_was_given_another_number_of_gpus_than_one_is_refused_with_the_way_out(gpus):
     with pytest.raises(ConfigError, match=r"Ray gave worker 1 on 10.0.0.1 the GPUs .* instead of one. Remove CUDA_VISIBLE_DEV"):
-        visible_devices(homes(("a", ("0",)), ("a", gpus)), 1)
+        visible_devices(homes(("a", ("0",)), ("a", gpus)), 1, "cuda")
 
 
 DRIVER = """
@@ -240,7 +286,8 @@ class Worker:
 
 interrupts = []
 signal.signal(signal.SIGINT, lambda *_: interrupts.append(1))
-groups = [start_ray_group(Worker, Request(1, 2, gpu=True), "cuda", 60, {"num_cpus": 6, "num_gpus": 4}, 1) for _ in range(2)]
+some = [start_ray_group(Request(1, 2, gpu=True), "cuda", 60, {"num_cpus": 6, "num_gpus": 4}, 1) for _ in range(2)]
+groups = [group.build(Worker) for group in some]
 print(json.dumps([group.all("see") for group in groups]), flush=True)
 while not interrupts:
     time.sleep(0.01)
@@ -369,7 +416,7 @@ CHECKS = pytest.mark.parametrize("copies", [False, True], ids=["the driver is as
 @CHECKS
 def test_vllm_finds_the_peer_of_each_tensor_parallel_rank_among_the_devices_it_sees(vllm_peers, copies):
     group = homes(("a", ("2",)), ("a", ("3",)))
-    assert vllm_peers(visible_devices(group, 1)[VISIBLE_DEVICES], copies) == [True, True]
+    assert vllm_peers(visible_devices(group, 1, "cuda")[VISIBLE_DEVICES], copies) == [True, True]
 
 
 @CHECKS
@@ -406,6 +453,15 @@ def test_members_and_rays_processes_live_through_a_signal_to_all_and_what_member
             child.send_signal(number)
     assert group.all("exit_code_of_a_terminated_program") == [-signal.SIGTERM] * 2
     assert set(psutil.wait_procs(descendants, timeout=1)[1]) == set(descendants)
+
+
+def test_a_guardian_that_was_killed_has_a_successor_as_soon_as_it_is_missed(cluster):
+    (guardian,) = members(os.getpid())["guardian"]
+    guardian.kill()
+    guardian.wait()
+    assert cluster.lost() is None
+    (successor,) = members(os.getpid())["guardian"]
+    assert successor != guardian
 
 
 def test_shutdown_ends_the_processes_and_may_be_called_again(group):

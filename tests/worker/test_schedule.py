@@ -19,12 +19,21 @@ def weights():
 
 
 def factors(warmup, total, **settings):
-    factor = learning_rate_factors(warmup, total, Optim(**settings))
+    factor = learning_rate_factors(warmup, total, Optim(lr_schedule_steps="updates", **settings))
     return [factor(step) for step in range(total)]
 
 
 def test_a_constant_rate_climbs_linearly_to_its_peak_and_stays():
     assert factors(3, 6) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_by_rollouts_a_warm_up_begins_at_0_as_in_verl():
+    by_rollouts = learning_rate_factors(4, 8, Optim())
+    assert [by_rollouts(step) for step in range(6)] == [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
+    cosine = learning_rate_factors(2, 6, Optim(lr_scheduler_type="cosine", min_lr_ratio=0.1))
+    # verl's: max(floor, 0.45 cos(pi progress) + 0.55)
+    expected = [0.0, 0.5, 1.0, *(0.45 * math.cos(math.pi * part) + 0.55 for part in (0.25, 0.5, 0.75))]
+    assert [cosine(step) for step in range(6)] == pytest.approx(expected, abs=1e-12)
 
 
 def cosine(step, warmup, total, floor, cycles):
@@ -39,7 +48,8 @@ def cosine(step, warmup, total, floor, cycles):
 @pytest.mark.parametrize("floor", [0.0, 0.1])
 @pytest.mark.parametrize(("warmup", "total"), [(0, 1), (0, 97), (10, 97), (97, 97), (120, 97)])
 def test_a_cosine_is_the_written_out_one_to_the_bit(warmup, total, floor, cycles):
-    factor = learning_rate_factors(warmup, total, Optim(lr_scheduler_type="cosine", min_lr_ratio=floor, num_cycles=cycles))
+    settings = Optim(lr_scheduler_type="cosine", min_lr_ratio=floor, num_cycles=cycles, lr_schedule_steps="updates")
+    factor = learning_rate_factors(warmup, total, settings)
     assert [factor(step) for step in range(150)] == [cosine(step, warmup, total, floor, cycles) for step in range(150)]
 
 
@@ -99,7 +109,7 @@ def test_arguments_that_a_schedule_does_not_take_are_refused_under_their_key(set
 
 def test_a_schedule_leaves_the_optimizer_alone_but_for_its_rate():
     optimizer = build_optimizer(weights(), Optim(lr=2.0))
-    build_schedule(optimizer, Optim(lr=2.0, lr_scheduler_type="linear", lr_warmup_steps=1), 5)
+    build_schedule(optimizer, Optim(lr=2.0, lr_scheduler_type="linear", lr_warmup_steps=1, lr_schedule_steps="updates"), 5)
     group = optimizer.param_groups[0]
     assert (group["lr"], group["initial_lr"]) == (1.0, 2.0)
 
@@ -107,10 +117,13 @@ def test_a_schedule_leaves_the_optimizer_alone_but_for_its_rate():
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"lr_warmup_steps": 1}, [0.5, 1.0]),
-        ({"lr_warmup_steps": 0, "lr_warmup_steps_ratio": 0.5}, [1.0, 1.0]),
-        ({"lr_warmup_steps_ratio": 0.1}, [0.5, 1.0]),
-        ({"lr_warmup_steps_ratio": 0.1, "total_training_steps": 30}, [0.25, 0.5]),
+        ({"lr_warmup_steps": 2}, [0.0, 0.5]),
+        ({"lr_warmup_steps": 0}, [1.0, 1.0]),
+        # As in verl: 0 gives way to the share.
+        ({"lr_warmup_steps": 0, "lr_warmup_steps_ratio": 0.5}, [0.0, 0.2]),
+        ({"lr_warmup_steps_ratio": 0.1}, [0.0, 1.0]),
+        ({"lr_warmup_steps_ratio": 0.1, "lr_schedule_steps": "updates"}, [0.5, 1.0]),
+        ({"lr_warmup_steps_ratio": 0.1, "total_training_steps": 30}, [0.0, 1 / 3]),
     ],
 )
 def test_the_length_of_the_warm_up_is_given_or_a_share_of_the_schedule(settings, expected):

@@ -53,7 +53,7 @@ def plan_of(folder, more=None, **plan):
     }
     where = str(folder)
     fixed = {"folder": where, "engine_folder": where, "reference_folder": None, "tokenizer_folder": where}
-    fixed |= {"eos_token_ids": (2,), "optimizer_steps": 10, "free_engine": False, "track_init": False}
+    fixed |= {"eos_token_ids": (2,), "schedule_steps": 10, "free_engine": False, "track_init": False}
     return WorkerPlan(settings=settings_from_mapping(least | (more or {})).actor_rollout_ref, **{**fixed, **plan})
 
 

@@ -6,8 +6,8 @@ row: ``token_rewards [R]`` is fp32, ``row [R]`` int64 is the row of each token, 
 ``values [R]`` fp32 the critic's value before each token. ``gamma`` discounts one token, ``lam`` is the decay of GAE's sum.
 Arithmetic is fp64, results are fp32.
 
-A group that cannot compare gets exactly 0: one valid member, or valid members with equal rewards. verl gives a group of one its
-reward itself as advantage, and so does :func:`without_baseline` in a step whose prompts were all sampled once.
+A group that cannot compare gets exactly 0: valid members with equal rewards, or one valid member of several. A response whose
+prompt was sampled once keeps its reward itself as advantage in the estimators whose record has ``alone``, as in verl.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ class GroupStatistics:
     """Bool: the row is valid and its group has two valid members with different rewards."""
 
 
-def group_statistics(rewards: Tensor, group: Tensor, valid: Tensor) -> GroupStatistics:
-    """Return the statistics of each row's group over its valid members. ``group`` alone decides the membership."""
+def group_statistics(rewards: Tensor, group: Tensor, valid: Tensor, lone_rewards: bool = False) -> GroupStatistics:
+    """Return the statistics of each row's group over its valid members. ``group`` alone decides the membership.
+
+    ``lone_rewards``: A valid row that is its whole group counts as informative, with mean 0 and standard deviation 1, as in verl.
+    """
     member = dense_ids(group)
     # where and not a product: the reward of an invalid row may be NaN, and 0 times NaN is NaN.
     values = torch.where(valid, rewards.double(), 0.0)
@@ -52,7 +55,11 @@ def group_statistics(rewards: Tensor, group: Tensor, valid: Tensor) -> GroupStat
     # Compared by their extremes and not by their std, because rounding can give equal rewards a tiny std other than 0.
     lowest = torch.full_like(values, torch.inf).scatter_reduce(0, member, torch.where(valid, values, torch.inf), "amin")
     highest = torch.full_like(values, -torch.inf).scatter_reduce(0, member, torch.where(valid, values, -torch.inf), "amax")
-    return GroupStatistics(count, mean, std, valid & (lowest < highest)[member])
+    informative = valid & (lowest < highest)[member]
+    if lone_rewards:
+        alone = valid & (zeros.index_add(0, member, torch.ones_like(values))[member] == 1)
+        mean, std, informative = mean.where(~alone, 0.0), std.where(~alone, 1.0), informative | alone
+    return GroupStatistics(count, mean, std, informative)
 
 
 def check_rewards(rewards: Tensor, addresses: Sequence[str]) -> Tensor:
@@ -120,9 +127,9 @@ def rloo_advantages(rewards: Tensor, group: Tensor, valid: Tensor, normalize: bo
     mean is 0 already, since the advantages of a group sum to 0.
 
     Returns:
-        fp32 [B]. Exactly 0 where all members are equal or only one is valid.
+        fp32 [B]. Exactly 0 where all members are equal or only one of several is valid.
     """
-    stats = group_statistics(rewards, group, valid)
+    stats = group_statistics(rewards, group, valid, lone_rewards=True)
     scale = stats.count / (stats.count - 1).clamp(min=1)
     advantages = torch.where(stats.informative, scale * (rewards.double() - stats.mean), 0.0)
     return _where_informative(stats, normalize_rows(advantages, valid) if normalize else advantages)
@@ -136,11 +143,34 @@ def grpo_advantages(rewards: Tensor, group: Tensor, valid: Tensor, normalize_by_
     ``normalize_by_std``: Divide by the standard deviation.
 
     Returns:
-        fp32 [B]. Exactly 0 where all members are equal or only one is valid.
+        fp32 [B]. Exactly 0 where all members are equal or only one of several is valid.
     """
-    stats = group_statistics(rewards, group, valid)
+    stats = group_statistics(rewards, group, valid, lone_rewards=True)
     centred = rewards.double() - stats.mean
     return _where_informative(stats, centred / (stats.std + STD_EPSILON) if normalize_by_std else centred)
+
+
+def gdpo_advantages(
+    components: Tensor,
+    group: Tensor,
+    valid: Tensor,
+    row: Tensor,
+    normalize_by_std: bool = True,
+    weights: Sequence[float] | None = None,
+) -> Tensor:
+    """Return the weighted sum of :func:`grpo_advantages` of each reward, spread over the tokens and whitened over all of them.
+
+    Source: GDPO, arXiv 2601.05242, and ``compute_gdpo_outcome_advantage`` in verl.
+
+    ``components``: fp32 [B, K], K rewards of each row. ``weights``: K numbers; None = 1 each.
+
+    Returns:
+        fp32 [R].
+    """
+    each = [grpo_advantages(rewards, group, valid, normalize_by_std) for rewards in components.unbind(1)]
+    total = sum(weight * one.double() for weight, one in zip(weights or [1.0] * len(each), each, strict=True))
+    assert isinstance(total, Tensor), "there is a reward"
+    return whiten(total[row], valid[row]).float()
 
 
 def grpo_passk_advantages(rewards: Tensor, group: Tensor, valid: Tensor, normalize_by_std: bool = True) -> Tensor:
@@ -165,17 +195,20 @@ def grpo_passk_advantages(rewards: Tensor, group: Tensor, valid: Tensor, normali
     return _where_informative(stats, lead / (stats.std + STD_EPSILON) if normalize_by_std else lead)
 
 
-def gpg_advantages(rewards: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+def gpg_advantages(rewards: Tensor, group: Tensor, valid: Tensor, counts: str = "scored") -> Tensor:
     """Return GPG's advantages: alpha * (reward - mean of the group), where alpha makes up for the rows without a gradient.
 
-    alpha = valid rows / rows of groups whose rewards differ. Source: GPG, arXiv 2504.02546, with F_norm = 1. verl divides by the
-    number of rows with a score other than 0 instead.
+    alpha = valid rows / rows that count. Source: GPG, arXiv 2504.02546, with F_norm = 1.
+
+    ``counts``: "scored" counts the rows whose reward is not 0, as verl; "informative" those of groups whose rewards differ, as
+    the paper.
 
     Returns:
-        fp32 [B]. Exactly 0 where all members are equal or only one is valid.
+        fp32 [B]. Exactly 0 where all members are equal or only one of several is valid.
     """
-    stats = group_statistics(rewards, group, valid)
-    alpha = valid.sum() / stats.informative.sum().clamp(min=1)
+    stats = group_statistics(rewards, group, valid, lone_rewards=True)
+    counted = stats.informative if counts == "informative" else valid & (rewards != 0)
+    alpha = valid.sum() / counted.sum().clamp(min=1)
     return _where_informative(stats, alpha * (rewards.double() - stats.mean))
 
 
@@ -186,27 +219,15 @@ def opo_advantages(rewards: Tensor, group: Tensor, valid: Tensor, lengths: Tenso
     one size.
 
     Returns:
-        fp32 [B]. Exactly 0 where all members are equal or only one is valid.
+        fp32 [B]. Exactly 0 where all members are equal or only one of several is valid.
     """
-    stats, member = group_statistics(rewards, group, valid), dense_ids(group)
+    stats, member = group_statistics(rewards, group, valid, lone_rewards=True), dense_ids(group)
     weights = torch.where(valid, lengths.double(), 0.0)
     zeros = torch.zeros_like(weights)
     weighted = zeros.index_add(0, member, torch.where(valid, weights * rewards.double(), 0.0))[member]
     baseline = weighted / zeros.index_add(0, member, weights)[member].clamp(min=1)
-    return _where_informative(stats, rewards.double() - baseline)
-
-
-def without_baseline(rewards: Tensor, valid: Tensor, normalize_by_std: bool = False, normalize: bool = False) -> Tensor:
-    """Return the advantages of responses that have nothing to compare with: the rewards themselves, as in verl.
-
-    ``normalize_by_std``: Divide by (1 + 1e-6), the standard deviation that verl gives a group of one. ``normalize``: As in
-    :func:`rloo_advantages`.
-
-    Returns:
-        fp32 [B].
-    """
-    alone = normalize_rows(rewards, valid) if normalize else torch.where(valid, rewards.double(), 0.0)
-    return (alone / (1 + STD_EPSILON) if normalize_by_std else alone).float()
+    alone = stats.informative & (stats.count == 1)
+    return _where_informative(stats, rewards.double() - baseline.where(~alone, 0.0))
 
 
 def _where_informative(stats: GroupStatistics, advantages: Tensor) -> Tensor:
@@ -273,10 +294,9 @@ def reinforce_plus_plus_advantages(token_rewards: Tensor, row: Tensor, valid: Te
 def reinforce_plus_plus_baseline_advantages(rewards: Tensor, group: Tensor, valid: Tensor, row: Tensor) -> Tensor:
     """Return (reward - mean of the group) of each token's row, whitened over all tokens, fp32 [R].
 
-    A group of one is its own mean: its centred reward is 0, as that of a group with equal rewards. Both count in the whitening.
-    verl keeps the reward itself for a group of one. Source: REINFORCE++-baseline, arXiv 2501.03262.
+    The zeros of groups with equal rewards count in the whitening. Source: REINFORCE++-baseline, arXiv 2501.03262.
     """
-    stats = group_statistics(rewards, group, valid)
+    stats = group_statistics(rewards, group, valid, lone_rewards=True)
     centred = torch.where(stats.informative, rewards.double() - stats.mean, 0.0)
     # Whitened after each row's value was spread over its tokens, so that long responses count more, as in verl.
     return whiten(centred[row], valid[row]).float()
@@ -383,6 +403,8 @@ class AdvantageInputs:
     """fp32 [R], see :func:`verl_memopt.algorithms.kl.token_level_rewards`."""
     values: Tensor | None = None
     """fp32 [R], of the critic."""
+    components: Tensor | None = None
+    """fp32 [B, K], the rewards that ``algorithm.gdpo_reward_keys`` names."""
     baselines: Tensor | None = None
     """fp32 [B], the score of the greedy response to each row's prompt."""
     old_log_probs: Tensor | None = None
@@ -420,10 +442,7 @@ def estimate(inputs: AdvantageInputs, algorithm: Algorithm) -> TokenAdvantages:
     missing = [name for name, value in given.items() if value is None and name not in OPTIONAL]
     assert not missing, f"{record.name} needs {', '.join(missing)}"
     options = {name: getattr(algorithm, key) for name, key in record.options.items()}
-    if record.alone and inputs.group.unique().numel() == inputs.group.numel():
-        result = without_baseline(inputs.rewards, inputs.valid, **options)
-    else:
-        result = load(record.function)(**given, **options)
+    result = load(record.function)(**given, **options)
     if isinstance(result, tuple):
         return TokenAdvantages(*result)
     per_token = result if record.per_token else result[inputs.row]

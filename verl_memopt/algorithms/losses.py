@@ -100,7 +100,7 @@ def clipped_loss(ratio: Tensor, advantages: Tensor, actor: Actor) -> tuple[Tenso
     return clipped.maximum(free), clipped > free
 
 
-# Losses with one ratio per token, or none: PPO, CISPO, GPG and REINFORCE. A token's gradient depends on that token alone.
+# Losses with one ratio per token, or none: PPO, CISPO, DPPO, GPG and REINFORCE. A token's gradient depends on that token alone.
 
 
 def vanilla_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
@@ -136,6 +136,48 @@ def cispo_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
     return tokens.aggregated(-factor * tokens.advantages * tokens.log_probs, actor), shares
 
 
+def dppo_tv_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
+    """Return DPPO's loss with the total variation of the sampled token: -A * ratio (at most ``clip_ratio_c``) * log-prob.
+
+    The ratio has no gradient. A token whose probability has moved further than ``clip_ratio_high`` up (where A > 0) or
+    ``clip_ratio_low`` down (else) counts as 0. Source: DPPO, arXiv 2602.04879.
+
+    Metrics: the shares of tokens ``pg_clipfrac`` (set to 0), ``pg_clipfrac_lower`` (of the others, those whose ratio is cut) and
+    ``ratio_clamped``.
+    """
+    low, high = clip_bounds(actor)
+    moved = tokens.log_probs.detach().exp() - tokens.old_log_probs.exp()
+    return _dppo_loss(tokens, actor, torch.where(tokens.advantages > 0, moved <= high, moved >= -low))
+
+
+KL_EPSILON = 1e-8
+"""Added to both shares of a binary KL divergence in DPPO, as in verl."""
+
+
+def dppo_kl_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
+    """Return DPPO's loss as :func:`dppo_tv_loss`, with the KL divergence of old and new between the sampled token and all others.
+
+    A token counts as 0 where that divergence is above ``clip_ratio_high`` and A > 0 would raise its probability further, or
+    above ``clip_ratio_low`` and A <= 0 would lower it.
+    """
+    low, high = clip_bounds(actor)
+    log_probs, old_log_probs = tokens.log_probs.detach(), tokens.old_log_probs
+    p, old = log_probs.exp(), old_log_probs.exp()
+    divergence = old * (old_log_probs - log_probs) + (1 - old) * ((1 - old + KL_EPSILON) / (1 - p + KL_EPSILON)).log()
+    rises, falls = (divergence <= high) | (p <= old), (divergence <= low) | (p >= old)
+    return _dppo_loss(tokens, actor, torch.where(tokens.advantages > 0, rises, falls))
+
+
+def _dppo_loss(tokens: LossTokens, actor: Actor, counts: Tensor) -> LossAndMetrics:
+    ratio = safe_ratio(tokens.log_ratio.detach())
+    losses = -tokens.advantages * ratio.clamp(max=actor.clip_ratio_c) * tokens.log_probs * counts
+    return tokens.aggregated(losses, actor), {
+        "pg_clipfrac": tokens.share(~counts),
+        "pg_clipfrac_lower": tokens.share((ratio > actor.clip_ratio_c) & counts),
+        "ratio_clamped": tokens.share(beyond_clamp(tokens.log_ratio)),
+    }
+
+
 def gpg_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
     """Return the loss of REINFORCE and GPG: -A * log-prob, without a ratio and without a clip.
 
@@ -163,7 +205,8 @@ def sapo_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
     return loss, {"ratio_clamped": tokens.share(beyond_clamp(tokens.log_ratio))}
 
 
-# Losses with one ratio per response: RLOO's, GSPO and GMPO. They average over responses whatever ``loss_agg_mode`` says.
+# Losses with one ratio per response: RLOO's, GSPO and GMPO. RLOO's and GMPO's average over responses whatever
+# ``loss_agg_mode`` says.
 
 SMALLEST_WEIGHT = 1e-10
 """Importance weights are raised to this before a logarithm."""
@@ -184,21 +227,27 @@ def sequence_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
     return losses.sum() / tokens.counts.sequences, _row_shares(tokens, clipped, beyond_clamp(log_ratio))
 
 
+MAX_MEAN_LOG_RATIO = 10.0
+"""Largest log-ratio of a response in GSPO, as in verl."""
+
+
 def gspo_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
     """Return GSPO's clipped loss: one ratio per response, exp of the mean log-ratio.
 
     It is GSPO's form per token: the value of each token's ratio is the response's, its gradient is the token's own, so that
-    advantages and importance weights may differ inside a response. Where they do not, it equals the form per response. Source:
-    GSPO, arXiv 2507.18071.
+    advantages and importance weights may differ inside a response. Where they do not, it equals the form per response if
+    ``loss_agg_mode`` is ``seq-mean-token-mean``, as in the paper. Source: GSPO, arXiv 2507.18071.
 
-    Metrics: the shares of responses ``pg_clipfrac``, ``pg_clipfrac_lower`` (0) and ``ratio_clamped``.
+    Metrics: the shares of responses ``pg_clipfrac``, ``pg_clipfrac_lower`` (0) and ``ratio_clamped``, those whose mean log-ratio
+    is above 10 and counts as 10, without a gradient.
     """
     log_ratio = tokens.row_means(tokens.log_ratio.detach())
     # Its value is 0 and its gradient is the token's. So every token has the ratio of the response and a gradient of its own.
     own = tokens.log_probs - tokens.log_probs.detach()
-    losses, clipped = clipped_loss(safe_ratio(log_ratio[tokens.row] + own), tokens.advantages, actor)
-    loss = tokens.row_means(tokens.weighted(losses)).sum() / tokens.counts.sequences
-    return loss, _row_shares(tokens, tokens.row_means(clipped.to(losses)), beyond_clamp(log_ratio))
+    ratio = (log_ratio[tokens.row] + own).clamp(max=MAX_MEAN_LOG_RATIO).exp()
+    losses, clipped = clipped_loss(ratio, tokens.advantages, actor)
+    shares = _row_shares(tokens, tokens.row_means(clipped.to(losses)), log_ratio > MAX_MEAN_LOG_RATIO)
+    return tokens.aggregated(losses, actor), shares
 
 
 def geo_mean_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
@@ -213,7 +262,8 @@ def geo_mean_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
     sign, log_ratio = tokens.advantages.sign(), tokens.log_ratio
     held = log_ratio.clamp(-low, high)
     binding = sign * torch.minimum(sign * log_ratio, sign * held)
-    losses = -tokens.row_means(tokens.advantages) * safe_ratio(tokens.row_means(binding))
+    # Not clamped, as in verl: the clips bound the side that could grow without end.
+    losses = -tokens.row_means(tokens.advantages) * tokens.row_means(binding).exp()
     if tokens.weights is not None:
         losses = losses * tokens.row_means(tokens.weights.clamp(min=SMALLEST_WEIGHT).log()).exp()
     outside = log_ratio != held
@@ -377,5 +427,6 @@ def kl_cov_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
     assert tokens.selected is not None, "kl_cov needs the tokens that select_kl_cov chose over the mini-batch"
     distance = tokens.log_ratio.abs()
     penalty = torch.where(tokens.selected, actor.policy_loss.ppo_kl_coef * distance, 0.0)
-    losses = -tokens.advantages * safe_ratio(tokens.log_ratio) + penalty
+    # Not clamped, as in verl. A ratio beyond the largest number makes the update one that is skipped.
+    losses = -tokens.advantages * tokens.log_ratio.exp() + penalty
     return tokens.aggregated(losses, actor), {"ppo_kl_abs": tokens.share(distance)}

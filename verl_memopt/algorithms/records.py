@@ -46,7 +46,7 @@ class Estimator:
     compares: bool = True
     """It compares the responses to one prompt, so that it needs two of them."""
     alone: bool = False
-    """Where every prompt has a single response, the reward itself is the advantage, as in verl."""
+    """Where a prompt has a single response, the reward itself stands for its lead over the others, as in verl."""
     refuses: tuple[Refusal, ...] = ()
     unused_keys: tuple[UnusedKey, ...] = ()
     named: str | None = None
@@ -85,6 +85,19 @@ def _by_name(*records: Any) -> dict[str, Any]:
     return {record.name: record for record in records}
 
 
+_ESTIMATOR, _GDPO_KEYS, _GDPO_WEIGHTS = "algorithm.adv_estimator", "algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"
+
+
+def _is_gdpo(settings: Settings) -> bool:
+    return settings.algorithm.adv_estimator == "gdpo"
+
+
+def _has_other_weights(settings: Settings) -> bool:
+    """Return whether gdpo has another number of weights than of rewards."""
+    weights, keys = settings.algorithm.gdpo_reward_weights, settings.algorithm.gdpo_reward_keys
+    return _is_gdpo(settings) and weights is not None and len(weights) != len(keys or ())
+
+
 _SUM = f"{_HERE}.estimators.SUM_PI_SQUARED"
 STATISTICS: dict[str, TokenStatistic] = _by_name(
     TokenStatistic("sum_pi_squared", "the sum of squared probabilities", _SUM, "calculate_sum_pi_squared"),
@@ -104,10 +117,34 @@ ESTIMATORS: dict[str, Estimator] = _by_name(
         _TOKEN, {"gamma": "gamma"}, per_token=True, compares=False,
     ),
     Estimator(
-        "reinforce_plus_plus_baseline", "reward minus the group's mean, whitened over the batch", (*_ROW, "row"), per_token=True
+        "reinforce_plus_plus_baseline", "reward minus the group's mean, whitened over the batch", (*_ROW, "row"), per_token=True,
+        alone=True,
     ),
-    Estimator("opo", "minus the mean weighted by length", (*_ROW, "lengths")),
-    Estimator("gpg", "minus the mean, scaled up for groups without a signal", _ROW),
+    Estimator("opo", "minus the mean weighted by length", (*_ROW, "lengths"), alone=True),
+    Estimator(
+        "gdpo", "grpo's advantage of each reward in gdpo_reward_keys, their weighted sum whitened over the batch",
+        ("components", "group", "valid", "row"), {**_BY_STD, "weights": "gdpo_reward_weights"},
+        per_token=True, alone=True,
+        refuses=(
+            Refusal(
+                (_ESTIMATOR, _GDPO_KEYS), lambda settings: _is_gdpo(settings) and not settings.algorithm.gdpo_reward_keys,
+                "there is no reward to normalize",
+                f"Set {_GDPO_KEYS} to names of numbers that the reward function returns, as [format,accuracy].",
+            ),
+            Refusal(
+                (_GDPO_KEYS, _GDPO_WEIGHTS), _has_other_weights, "each reward needs one weight",
+                f"Give {_GDPO_WEIGHTS} as many numbers as {_GDPO_KEYS} has names, or leave it out: each then weighs 1.",
+            ),
+            Refusal(
+                (_ESTIMATOR, "algorithm.use_kl_in_reward"),
+                lambda settings: _is_gdpo(settings) and settings.algorithm.use_kl_in_reward,
+                "the advantages come from the rewards in gdpo_reward_keys, and the KL is in none of them",
+                "Set actor_rollout_ref.actor.use_kl_loss=true and algorithm.use_kl_in_reward=false.",
+            ),
+        ),
+        unused_keys=(UnusedKey(_GDPO_KEYS, lambda settings: not _is_gdpo(settings), "it belongs to gdpo"),),
+    ),
+    Estimator("gpg", "minus the mean, scaled up for rows without a signal", _ROW, {"counts": "gpg_counts"}, alone=True),
     Estimator(
         "remax", "reward minus that of a greedy response to the prompt, which is generated besides",
         (*_TOKEN, "baselines"), per_token=True, compares=False,
@@ -188,8 +225,9 @@ LOSSES: dict[str, Loss] = _by_name(
         "one clipped ratio per sequence", _CLIP, token_local=False, by_sequence=True,
     ),
     Loss(
-        "gspo", "the same, length-normalised", "one clipped ratio per sequence, length-normalised",
-        _CLIP, token_local=False, by_sequence=True,
+        "gspo", "the same, length-normalised; the paper's with loss_agg_mode=seq-mean-token-mean",
+        "one clipped ratio per sequence, length-normalised",
+        _CLIP, token_local=False,
     ),
     Loss(
         "geo_mean", "geometric mean of a sequence's ratios, each clipped, averaged over sequences (GMPO)",
@@ -198,6 +236,14 @@ LOSSES: dict[str, Loss] = _by_name(
     Loss(
         "cispo", "the clipped ratio of a token weighs its log-prob and has no gradient",
         "log-probs weighted by one clipped ratio per token", _CLIP,
+    ),
+    Loss(
+        "dppo_tv", "log-prob weighted by a ratio, without the tokens whose probability moved further than the clips (DPPO)",
+        "log-probs weighted by one ratio per token, without tokens that moved far", (*_CLIP, "clip_ratio_c"),
+    ),
+    Loss(
+        "dppo_kl", "the same, by a KL divergence", "log-probs weighted by one ratio per token, without tokens that moved far",
+        (*_CLIP, "clip_ratio_c"),
     ),
     Loss("gpg", "log-prob times advantage, without a ratio (REINFORCE, GPG)", "log-probs without a ratio"),
     Loss(
@@ -275,7 +321,14 @@ class EstimatorSettings:
     lam: Share = 1.0
     """gae: how far an advantage looks ahead. 1 = the return minus the value; 0 = one token."""
     norm_adv_by_std_in_grpo: bool = True
-    """grpo and grpo_passk: divide by the group's standard deviation."""
+    """grpo, grpo_passk and gdpo: divide by the group's standard deviation."""
+    gdpo_reward_keys: list[str] | None = None
+    """gdpo: names of the rewards, numbers that the reward function returns in its dict; score is its score."""
+    gdpo_reward_weights: list[float] | None = None
+    """gdpo: weight of each of them; null = 1."""
+    gpg_counts: Literal["scored", "informative"] = "scored"
+    """gpg: what the factor of the advantages divides the rows by. scored = rows whose reward is not 0, as verl counts;
+    informative = rows of groups whose rewards differ, as the paper counts."""
     normalize_advantages: bool = False
     """rloo: divide the advantages by (std + 1e-4), after their mean is subtracted; both over the valid rows of the whole step."""
     custom_estimator: CustomEstimator = field(default_factory=CustomEstimator)

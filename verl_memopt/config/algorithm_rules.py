@@ -13,7 +13,7 @@ from verl_memopt.config.reward_rules import ENABLE, even_shards
 from verl_memopt.config.schema import Settings
 from verl_memopt.memory.critic_rules import has_critic, with_critic
 from verl_memopt.memory.knob import Refusal, UnusedKey
-from verl_memopt.memory.ranges import DEVICES, num_devices
+from verl_memopt.memory.ranges import DEVICES, data_ranks
 from verl_memopt.recipes.registry import RECIPES
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -114,9 +114,9 @@ def _rules() -> Iterator[Refusal]:
     )
     yield Refusal(
         (mini, samples, *DEVICES),
-        lambda settings: _has_own_mini_batch(settings) and _sequences(settings) % num_devices(settings) != 0,
+        lambda settings: _has_own_mini_batch(settings) and _sequences(settings) % data_ranks(settings, "critic") != 0,
         "the sequences do not divide over the devices",
-        lambda settings: f"Make {mini} x {settings.actor_rollout_ref.rollout.n} a multiple of {num_devices(settings)}.",
+        lambda settings: f"Make {mini} x {settings.actor_rollout_ref.rollout.n} a multiple of {data_ranks(settings, 'critic')}.",
     )
     yield even_shards("critic.model.fsdp_config")
     yield Refusal(

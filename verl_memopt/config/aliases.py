@@ -120,6 +120,7 @@ _PRECISIONS = {"bf16": "bfloat16", "float32": "fp32"}
 VALUES = {
     "trainer.logger": {"file": "jsonl", "tracking": "wandb"},
     "algorithm.adv_estimator": {"rloo_vectorized": "rloo", "grpo_vectorized": "grpo"},
+    "reward_model.reward_manager": {"gdpo": "naive"},
     "algorithm.kl_penalty": _KL_TYPES,
     f"{_AR}.actor.kl_loss_type": _KL_TYPES | {f"{short}+": f"{name}+" for short, name in _KL_TYPES.items()},
     **{f"{role}.optim.state_dtype": _PRECISIONS | {"8bit": "int8", "4bit": "int4"} for role in _MODELS},

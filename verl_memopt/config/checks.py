@@ -5,8 +5,9 @@ A rule is a :class:`verl_memopt.memory.knob.Refusal`, as the knobs declare their
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import suppress
 from functools import partial
 from typing import Any, cast
@@ -20,9 +21,9 @@ from verl_memopt.config.reward_rules import REWARD_RULES, SANDBOX_RULES, WITHOUT
 from verl_memopt.config.schema import Settings
 from verl_memopt.config.unused_keys import REFERENCE_RULES, UNUSED_KEYS, warn_unused
 from verl_memopt.config.values import LINKS, check_values, followers_of
-from verl_memopt.memory.critic_rules import refusals
+from verl_memopt.memory.critic_rules import has_critic, refusals
 from verl_memopt.memory.knob import Refusal, SettingsView
-from verl_memopt.memory.ranges import DEVICES, needs_reference, num_devices
+from verl_memopt.memory.ranges import DEVICES, SequenceRole, data_ranks, needs_reference, num_devices
 from verl_memopt.recipes.registry import RECIPES
 
 _AR = "actor_rollout_ref"
@@ -177,20 +178,32 @@ def _engine_tokens(settings: Settings) -> int:
     return (rollout.prompt_length or 0) + (rollout.response_length or 0)
 
 
-def _over_devices(key: str) -> Refusal:
-    """Return the rule that the sequences of a number of prompts divide over the devices."""
+def _over_devices(key: str, groups: Callable[[Settings], int]) -> Refusal:
+    """Return the rule that the sequences of a number of prompts divide over the groups of devices that share them."""
     samples = f"{_ROLLOUT}.n"
 
     def sequences(settings: Settings) -> int:
         return value_at(settings, key) * settings.actor_rollout_ref.rollout.n
 
+    def here(settings: Settings) -> str:
+        parts = "devices" if groups(settings) == num_devices(settings) else "groups of devices"
+        return f"{sequences(settings)} sequences do not divide over {groups(settings)} {parts}"
+
     return Refusal(
         (key, samples, *DEVICES),
-        lambda settings: _uneven(sequences(settings), num_devices(settings)),
+        lambda settings: _uneven(sequences(settings), groups(settings)),
         "the sequences do not divide over the devices",
-        lambda settings: f"Make {key} x {samples} a multiple of {num_devices(settings)}.",
-        lambda settings: f"{sequences(settings)} sequences do not divide over {num_devices(settings)} devices",
+        lambda settings: f"Make {key} x {samples} a multiple of {groups(settings)}.",
+        here,
     )
+
+
+def _groups_of_passes(settings: Settings) -> int:
+    """Return a number that the sequences of a step must be a multiple of: each pass over them has its own groups of devices."""
+    roles: list[SequenceRole] = ["actor"]
+    roles += ["ref"] if needs_reference(settings) else []
+    roles += ["critic"] if has_critic(settings) else []
+    return math.lcm(*(data_ranks(settings, role) for role in roles))
 
 
 def _batches() -> Iterator[Refusal]:
@@ -203,8 +216,8 @@ def _batches() -> Iterator[Refusal]:
         "the prompts of a step do not divide into mini-batches",
         f"Set {mini} to a divisor of {batch}.",
     )
-    yield _over_devices(batch)
-    yield _over_devices(mini)
+    yield _over_devices(batch, _groups_of_passes)
+    yield _over_devices(mini, lambda settings: data_ranks(settings, "actor"))
     yield Refusal(
         (prompt, "data.max_prompt_length"),
         lambda settings: (settings.actor_rollout_ref.rollout.prompt_length or 0) < settings.data.max_prompt_length,

@@ -26,10 +26,21 @@ from verl_memopt.algorithms.records import LOSSES, SFT
 from verl_memopt.config.aliases import translate
 from verl_memopt.config.builder import build
 from verl_memopt.config.checks import check
-from verl_memopt.config.keys import Problem, field_types, flatten, problem, raise_together, shown, value_at
+from verl_memopt.config.keys import (
+    OPEN_KEYS,
+    Problem,
+    field_types,
+    flatten,
+    problem,
+    raise_together,
+    shown,
+    value_at,
+    without_secrets,
+)
 from verl_memopt.config.schema import Algorithm, Settings
 from verl_memopt.config.trl_names import KeySources, translate_trl
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory import profiles
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +49,10 @@ VERLS_OWN = Path("config")
 """What verl's scripts give as ``--config-path`` for verl's packaged configs."""
 LAST = frozenset({"memory", "model"})
 """Groups of presets: they win over a recipe's keys, and the command line over theirs."""
-_COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
+_COMPOSE_ERRORS = (
+    *(HydraException, OmegaConfBaseException, yaml.YAMLError),
+    *(OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError),  # of files that hold something else
+)
 
 
 def load_settings(config_name: str, overrides: list[str], config_dir: str | None = None) -> Settings:
@@ -95,11 +109,22 @@ def settings_from_mapping(
         problems += faults
     translated = with_room_for_samples(translated, of_presets - (written.command_line if written else frozenset()))
     settings, values, mistyped = build(translated)
+    if not mistyped and (one_copy := profiles.one_copy(settings, _by_user(translated, of_presets, written))):
+        instead = build(translated | one_copy)
+        if profiles.can_be(instead[0]):
+            (settings, values, _), of_presets, translated = instead, of_presets | one_copy.keys(), translated | one_copy
+            shared = ", ".join(f"{key}={shown(value)}" for key, value in one_copy.items())
+            logger.info("on one device the profile sets one copy of the weights instead of moving them: %s", shared)
     problems += mistyped
     wrong = {key for each in problems for key in each.keys}
     problems += check(settings, values, frozenset(translated) - of_presets, wrong)
     raise_together(problems)
     return settings
+
+
+def _by_user(translated: Mapping[str, Any], of_presets: Set[str], written: KeySources | None) -> Set[str]:
+    """Return the keys that the user wrote, those with a preset's own value too."""
+    return (frozenset(translated) - of_presets) | (written.command_line if written else frozenset())
 
 
 def compose_mapping(config_name: str, overrides: list[str], config_dir: str | None = None) -> dict[str, Any]:
@@ -262,9 +287,12 @@ def to_plain(value: Any) -> Any:
     return [to_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def to_yaml(settings: Settings) -> str:
-    """Return the settings as YAML text in the order of the schema."""
-    return str(yaml.safe_dump(to_plain(settings), sort_keys=False, allow_unicode=True))
+def to_yaml(settings: Settings, secrets: bool = True) -> str:
+    """Return the settings as YAML text in the order of the schema; with ``secrets=False`` a checksum in place of each secret."""
+    plain = to_plain(settings)
+    for section, key in () if secrets else (key.split(".") for key in OPEN_KEYS):
+        plain[section][key] = without_secrets(plain[section][key])
+    return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
 
 
 # Token budgets of memory profiles that make room for the longest sample of a run.
@@ -274,12 +302,12 @@ def to_yaml(settings: Settings) -> str:
 # small.
 
 LENGTHS = ("data.max_prompt_length", "data.max_response_length")
-BUDGETS = (
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
-    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
-    "critic.ppo_max_token_len_per_gpu",
-)
-"""Tokens of a micro-batch, as profiles set them."""
+BUDGETS = {
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "actor_rollout_ref.actor.fsdp_config",
+    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": "actor_rollout_ref.actor.fsdp_config",
+    "critic.ppo_max_token_len_per_gpu": "critic.model.fsdp_config",
+}
+"""Tokens of a micro-batch for each device, as profiles set them -> the section that says how many devices share one."""
 
 
 def with_room_for_samples(values: Mapping[str, Any], of_presets: Set[str]) -> dict[str, Any]:
@@ -287,14 +315,17 @@ def with_room_for_samples(values: Mapping[str, Any], of_presets: Set[str]) -> di
     lengths = [values.get(key, value_at(Settings(), key)) for key in LENGTHS]
     if not all(isinstance(length, int) for length in lengths):
         return dict(values)  # reported elsewhere
-    longest = sum(lengths)
-    raised = {key: longest for key in BUDGETS if key in of_presets and values[key] < longest}
-    critic_only = raised.keys() <= {BUDGETS[-1]}
+    least = {}
+    for key, section in BUDGETS.items():
+        ranks = values.get(f"{section}.ulysses_sequence_parallel_size")
+        least[key] = -(-sum(lengths) // (ranks if isinstance(ranks, int) and ranks > 0 else 1))
+    raised = {key: tokens for key, tokens in least.items() if key in of_presets and values[key] < tokens}
+    critic_only = raised.keys() <= {"critic.ppo_max_token_len_per_gpu"}
     if raised and not critic_only:
         logger.warning(
             "the profile's budget of %d tokens is raised to %d, the longest sample (%s + %s), so the run needs more memory than "
             "the profile's file says. Lower the lengths to keep its figures",
-            min(values[key] for key in raised), longest, *LENGTHS,
+            min(values[key] for key in raised), max(raised.values()), *LENGTHS,
         )  # fmt: skip
     return {**values, **raised}
 

@@ -12,7 +12,7 @@ from verl_memopt.config.keys import idle, leaf_types, other_than, refused, value
 from verl_memopt.config.reward_limits import CASE_SECONDS, CASES, SANDBOX, URL
 from verl_memopt.config.schema import POLICY_TOKENIZER, Settings
 from verl_memopt.memory.knob import Predicate, Refusal, Sentence, UnusedKey
-from verl_memopt.memory.ranges import DEVICES, longest_sample, num_devices, uneven_shards
+from verl_memopt.memory.ranges import DEVICES, longest_sample, num_devices, sequence_ranks, uneven_shards
 
 ENABLE, MANAGER = "reward_model.enable", "reward_model.reward_manager"
 RLT = "rlt"
@@ -75,7 +75,12 @@ def _has_foreign_tokenizer(settings: Settings) -> bool:
 def _is_too_small(settings: Settings) -> bool:
     reward = settings.reward_model
     reads_ids = _has_classifier(settings) and bool(reward.use_dynamic_bsz) and reward.model.input_tokenizer is None
-    return reads_ids and (reward.forward_max_token_len_per_gpu or 0) < _longest_conversation(settings)
+    return reads_ids and (reward.forward_max_token_len_per_gpu or 0) < _least_tokens(settings)
+
+
+def _least_tokens(settings: Settings) -> int:
+    """Return the least tokens that a device must take for the longest conversation to fit."""
+    return -(-_longest_conversation(settings) // sequence_ranks(settings, "reward_model"))
 
 
 def _model() -> Iterator[Refusal]:
@@ -95,7 +100,7 @@ def _model() -> Iterator[Refusal]:
         (_TOKENS,),
         _is_too_small,
         "a sample may have more tokens (data.max_prompt_length + data.max_response_length)",
-        lambda settings: f"Raise it to at least {_longest_conversation(settings)}, or lower {longest}.",
+        lambda settings: f"Raise it to at least {_least_tokens(settings)}, or lower {longest}.",
     )
     yield even_shards(_FSDP, lambda settings: settings.reward_model.enable)
     yield refused(
@@ -220,7 +225,10 @@ SANDBOX_RULES: tuple[Refusal, ...] = tuple(_refusals())
 """What the service's settings refuse, for :mod:`verl_memopt.config.checks`."""
 
 SANDBOX_UNUSED: tuple[UnusedKey, ...] = (
-    UnusedKey(URL, _is_bypassed, f"custom_reward_function.path or {ENABLE} decides the reward, and no rule does"),
+    *(
+        UnusedKey(key, _is_bypassed, f"custom_reward_function.path or {ENABLE} decides the reward, and no rule does")
+        for key in (URL, "reward_model.tolerant_rules")
+    ),
     *idle(URL, None, MAX_CONCURRENT, f"{SANDBOX}.memory_limit_mb"),
 )
-"""When giving a key of the service has no effect, for :mod:`verl_memopt.config.checks`."""
+"""When giving a key of the rules or of the service has no effect, for :mod:`verl_memopt.config.checks`."""

@@ -10,6 +10,7 @@ from verl_memopt.memory.activation_checkpointing import ActivationCheckpointing
 from verl_memopt.memory.activation_offload import ActivationOffload
 from verl_memopt.memory.bucketed_adamw import BucketedAdamW
 from verl_memopt.memory.chunked_logprob import ChunkedLogprob
+from verl_memopt.memory.grad_offload import GradOffload
 from verl_memopt.memory.load_mode import LoadMode
 from verl_memopt.memory.lora import Lora
 from verl_memopt.memory.native_offload import NativeOffload
@@ -36,9 +37,13 @@ from verl_memopt.memory.ranges import (
 from verl_memopt.memory.recompute_elementwise import RecomputeElementwise
 from verl_memopt.memory.resharding import GradientSync, Resharding
 from verl_memopt.memory.rollout_memory import RolloutMemory
+from verl_memopt.memory.sequence_parallel import SequenceParallel
 from verl_memopt.memory.sharding_units import ShardingUnits
 from verl_memopt.memory.shared_prompt import SharedPrompt
+from verl_memopt.memory.shared_weights import SharedWeights
+from verl_memopt.memory.split_masters import SplitMasters
 from verl_memopt.memory.stochastic_rounding import StochasticRounding
+from verl_memopt.memory.tiled_block import TiledBlock
 from verl_memopt.memory.tiled_mlp import TiledMlpSettings
 from verl_memopt.memory.token_budget import CriticBudget, LogProbBudget, UpdateBudget
 from verl_memopt.memory.weight_buckets import WeightBuckets
@@ -54,7 +59,9 @@ DECAYS = Range("must each be at least 0 and below 1", lambda pair: all(0 <= deca
 
 # A section has the fields of its knobs. Fields of the last base come first, so that the page lists knobs in their order.
 @dataclass(frozen=True)
-class ModelKnobs(Lora, ActivationOffload, ActivationCheckpointing, TiledMlpSettings, PruneLastBlock, RecomputeElementwise):
+class ModelKnobs(
+    Lora, ActivationOffload, ActivationCheckpointing, TiledBlock, TiledMlpSettings, PruneLastBlock, RecomputeElementwise
+):
     """The knobs that act in the policy's model and in the critic's."""
 
 
@@ -80,11 +87,15 @@ class Optim(OptimizerInBackward, StochasticRounding, OptimizerStateDtype, Bucket
     num_cycles: PositiveFloat = 0.5
     """Waves of cosine over the run: 0.5 falls once from ``lr`` to the floor. cosine_with_restarts takes a whole number."""
     lr_warmup_steps: Annotated[int, MINUS_ONE_OR_MORE] = -1
-    """Optimizer steps of linear warm-up; -1 = use ``lr_warmup_steps_ratio``."""
+    """Steps of linear warm-up, as ``lr_schedule_steps`` counts them; -1 or 0 = use ``lr_warmup_steps_ratio``."""
     lr_warmup_steps_ratio: Share = 0.0
-    """Warm-up as a share of the run's optimizer steps."""
+    """Warm-up as a share of the schedule's length."""
     total_training_steps: CountOrMinusOne = -1
-    """Length of the schedule in optimizer steps; -1 = the run's own number."""
+    """Length of the schedule, as ``lr_schedule_steps`` counts; -1 = the run's own number."""
+    lr_schedule_steps: Literal["rollouts", "updates"] = "rollouts"
+    """What the schedule counts. rollouts: as in verl, all optimizer steps of a rollout have one rate, and a warm-up begins with a
+    rollout at rate 0. updates: the rate changes with each optimizer step, and a warm-up of w steps begins at 1 / (w + 1), so
+    that no rollout is wasted."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +107,7 @@ class WrapPolicy:
 
 
 @dataclass(frozen=True)
-class Fsdp(PrecisionSettings, ShardingUnits, Resharding, NativeOffload, ParamOffload):
+class Fsdp(PrecisionSettings, ShardingUnits, SequenceParallel, Resharding, NativeOffload, ParamOffload):
     """Sharding and precision of a model."""
 
     wrap_policy: WrapPolicy = field(default_factory=WrapPolicy)
@@ -110,7 +121,7 @@ class Fsdp(PrecisionSettings, ShardingUnits, Resharding, NativeOffload, ParamOff
 
 
 @dataclass(frozen=True)
-class TrainedFsdp(GradientSync, OptimizerOffload, Fsdp):
+class TrainedFsdp(GradientSync, GradOffload, OptimizerOffload, SplitMasters, Fsdp):
     """Sharding and precision of a model that is trained."""
 
 
@@ -413,7 +424,7 @@ class EngineKwargs:
 
 
 @dataclass(frozen=True)
-class Rollout(LogProbBudget, RolloutMemory, WeightBuckets):
+class Rollout(LogProbBudget, RolloutMemory, SharedWeights, WeightBuckets):
     """Generation."""
 
     name: Literal["vllm", "hf"] = "vllm"

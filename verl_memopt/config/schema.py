@@ -151,6 +151,9 @@ class RewardModel:
     data files have the columns question, solution and reasoning_trace, or are ``hub:`` and the id of a dataset."""
     reward_kwargs: RewardKwargs = field(default_factory=RewardKwargs)
     """Arguments of the reward manager."""
+    tolerant_rules: bool = False
+    """Score GSM8K and MATH by rules that forgive more than verl's: any place and form of ``#### x``, with a currency sign or a
+    final dot, and ``\\boxed{}`` by its value (math-verify) instead of its text."""
     sandbox_fusion: SandboxFusion = field(default_factory=SandboxFusion)
     """The service that runs the programs of code tasks."""
     num_workers: PositiveInt = 1
@@ -235,7 +238,7 @@ class PfPpo:
 
 # The sections that are not of one model: algorithm, trainer, Ray, memory, debug.
 
-LOGGERS = Words(("console", "jsonl", "tensorboard", "wandb"))
+LOGGERS = Words(("console", "jsonl", "tensorboard", "wandb", "mlflow"))
 
 
 @dataclass(frozen=True)
@@ -321,7 +324,7 @@ class Trainer:
     total_training_steps: Annotated[int | None, POSITIVE] = None
     """Steps; wins over ``total_epochs``."""
     logger: Annotated[Any, LOGGERS] = field(default_factory=lambda: ["console", "jsonl"])
-    """console, jsonl, tensorboard, wandb."""
+    """console, jsonl, tensorboard, wandb, mlflow."""
     table_every_steps: PositiveInt = 10
     """Print the table of recent steps every so many steps."""
     track_memory_every_steps: NaturalInt = 10

@@ -11,7 +11,8 @@ from typing import Any
 from verl_memopt.config.aliases import VALUES, is_count, our_key
 from verl_memopt.config.keys import Problem, flatten, problem, shown, value_at
 from verl_memopt.config.schema import Settings
-from verl_memopt.config.unused_keys import ANY, EITHER, Refusal, refuse
+from verl_memopt.config.trl_without_equal import NO_EQUAL
+from verl_memopt.config.unused_keys import Refusal, refuse
 from verl_memopt.recipes.registry import RECIPES
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,9 @@ def translate_trl(tree: Mapping[str, Any], written: KeySources | None = None) ->
 
     ``written``: The keys that the user wrote; None = all keys of the tree.
     """
-    flat = flatten(tree, our_key)
+    # A value that is a dict stays whole, as that of our key does.
+    dicts = {name: value for name, value in tree.items() if name in NAMES and isinstance(value, Mapping)}
+    flat = flatten({name: value for name, value in tree.items() if name not in dicts}, our_key) | dicts
     table = Table.of(flat)
     trl = {name: value for name, value in flat.items() if name in table.names}
     name_of_estimator = effective(ESTIMATOR, flat)
@@ -163,6 +166,7 @@ KL_IN_REWARD, KL_COEF = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef
 SYNC_EVERY, SYNC_ALPHA = f"{_AR}.ref.sync_every_steps", f"{_AR}.ref.sync_mixup_alpha"
 KL_IN_LOSS, KL_LOSS_COEF = f"{_AR}.actor.use_kl_loss", f"{_AR}.actor.kl_loss_coef"
 ESTIMATOR, BETAS = "algorithm.adv_estimator", f"{_AR}.actor.optim.betas"
+SCHEDULE_STEPS = f"{_AR}.actor.optim.lr_schedule_steps"
 BATCH_NAMES = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation",
     "num_mini_batches",
@@ -348,13 +352,23 @@ def beta(place: int) -> Convert:
     return convert
 
 
+def dtype(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+    """Return the dtype in which policy and reference compute."""
+    return {} if trl[name] is None else dict.fromkeys(_DTYPES, "bfloat16" if trl[name] else "fp32")
+
+
+def epsilon(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+    """Return the optimizer's arguments with Adam's epsilon."""
+    key = f"{_OPTIM}.override_optimizer_config"
+    return {key: {**(effective(key, values) or {}), "eps": trl[name]}}
+
+
 def loggers(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
     """Return the loggers: console and JSON lines, which TRL always has in its own way, and those that TRL names."""
-    value = trl[name]
-    asked_for = value if isinstance(value, list | tuple) else [value]
+    asked_for = trl[name] if isinstance(trl[name], list | tuple) else [trl[name]]
     others = [each for each in asked_for if each not in ("none", None)]
-    if any(each not in ("tensorboard", "wandb") for each in others):
-        raise NotConvertibleError("this logger has no equal", "Set trainer.logger: console, jsonl, tensorboard or wandb.")
+    if any(each not in ("tensorboard", "wandb", "mlflow") for each in others):
+        raise NotConvertibleError("this logger has no equal", "Set trainer.logger: console, jsonl, tensorboard, wandb or mlflow.")
     return {"trainer.logger": ["console", "jsonl", *others]}
 
 
@@ -382,6 +396,7 @@ def reference_sync(name: str, trl: TrlSettings, values: Values) -> dict[str, Any
 # The names of TRL's RLOO and GRPO trainers, old and new: which of our keys each sets, and which have no equal here.
 
 _ACTOR, _OPTIM, _ROLLOUT = f"{_AR}.actor", f"{_AR}.actor.optim", f"{_AR}.rollout"
+_DTYPES = tuple(f"{section}.fsdp_config.dtype" for section in (_ACTOR, f"{_AR}.ref"))
 RLOO, GRPO = ("rloo",), ("grpo",)
 ESTIMATORS = (*RLOO, *GRPO)
 """Values of ``algorithm.adv_estimator`` under which the names are read: the algorithms of ``recipe/rloo``."""
@@ -406,6 +421,12 @@ class Spelling:
 def same(name: str, key: str, *older: str, note: str = "") -> Spelling:
     """Return the spelling of a key that takes the same values."""
     return Spelling((name, *older), (key,), copied(key), note)
+
+
+def scheduled(name: str, key: str) -> Spelling:
+    """Return the spelling of a setting of the learning rate's schedule, which counts optimizer steps in TRL."""
+    note = "the schedule then counts optimizer steps, as TRL's; a warm-up begins one step above TRL's 0"
+    return Spelling((name,), (key, SCHEDULE_STEPS), lambda name, trl, values: {key: trl[name], SCHEDULE_STEPS: "updates"}, note)
 
 
 _NORMALIZE = "algorithm.normalize_advantages"
@@ -493,9 +514,15 @@ SPELLINGS: tuple[Spelling, ...] = (
     Spelling(("adam_beta1",), (BETAS,), beta(0)),
     Spelling(("adam_beta2",), (BETAS,), beta(1)),
     Spelling(("max_grad_norm",), (f"{_OPTIM}.clip_grad",), off_at_zero(f"{_OPTIM}.clip_grad", None), "null is off"),
-    same("lr_scheduler_type", f"{_OPTIM}.lr_scheduler_type"),
-    same("warmup_steps", f"{_OPTIM}.lr_warmup_steps"),
-    same("warmup_ratio", f"{_OPTIM}.lr_warmup_steps_ratio"),
+    scheduled("lr_scheduler_type", f"{_OPTIM}.lr_scheduler_type"),
+    scheduled("warmup_steps", f"{_OPTIM}.lr_warmup_steps"),
+    scheduled("warmup_ratio", f"{_OPTIM}.lr_warmup_steps_ratio"),
+    same("lr_scheduler_kwargs", f"{_OPTIM}.lr_scheduler_kwargs"),
+    Spelling(("bf16",), _DTYPES, dtype, "parameters at rest keep their own dtype, and the engine has one too"),
+    Spelling(("use_cpu",), ("trainer.device",), words("trainer.device", {"true": "cpu", "false": "auto"})),
+    Spelling(("adam_epsilon",), (f"{_OPTIM}.override_optimizer_config",), epsilon, "with torch's own AdamW"),
+    Spelling(("save_total_limit",), ("trainer.max_actor_ckpt_to_keep",), unless_none("trainer.max_actor_ckpt_to_keep")),
+    same("eval_on_start", "trainer.val_before_train"),
     same("gradient_checkpointing", f"{_AR}.model.enable_gradient_checkpointing"),
     Spelling(("use_vllm",), (f"{_ROLLOUT}.name",), words(f"{_ROLLOUT}.name", {"true": "vllm", "false": "hf"})),
     same("vllm_gpu_memory_utilization", f"{_ROLLOUT}.gpu_memory_utilization"),
@@ -504,6 +531,8 @@ SPELLINGS: tuple[Spelling, ...] = (
     same("vllm_enable_sleep_mode", f"{_ROLLOUT}.free_cache_engine"),
     same("shuffle_dataset", "data.shuffle"),
     same("seed", "data.seed", note="the initial weights come from the model's folder"),
+    same("chat_template_kwargs", "data.apply_chat_template_kwargs"),
+    same("trust_remote_code", f"{_AR}.model.trust_remote_code"),
     same("model_name_or_path", f"{_AR}.model.path", "sft_model_path"),
     Spelling(("reward_model_path",), ("reward_model.enable", "reward_model.model.path"), reward_model),
     same("output_dir", "trainer.default_local_dir"),
@@ -519,31 +548,6 @@ ONE_SETTING: tuple[tuple[str, ...], ...] = (
     *(spelling.names for spelling in SPELLINGS),
 )
 """Names for one setting, of which a user can give one."""
-
-_REWARD_FUNCTION = "Use custom_reward_function.path: it belongs in the reward function"
-
-NO_EQUAL: dict[str, Refusal] = {
-    "missing_eos_penalty": Refusal((), f"a score has no further penalty. {_REWARD_FUNCTION}"),
-    "reward_clip_range": Refusal((), f"scores are not clipped. {_REWARD_FUNCTION}"),
-    "reward_weights": Refusal((), f"there is one reward. {_REWARD_FUNCTION}"),
-    "reward_funcs": Refusal((), "a reward function is named by its file. Use custom_reward_function.path"),
-    "whiten_rewards": Refusal((False,), "rewards are not whitened. Use algorithm.normalize_advantages"),
-    "token_level_kl": Refusal((False,), "RLOO takes the KL of a whole response off its reward. Set false, or remove the key"),
-    "min_p": Refusal((0, 0.0), f"samples are cut by {_ROLLOUT}.top_p and top_k alone. Use one of them"),
-    "vllm_mode": Refusal(("colocate",), f"the engine always lives in the worker's process. Set {_ROLLOUT}.name=vllm alone"),
-    "disable_dropout": Refusal(EITHER, "models are computed in evaluation mode, whatever this key says"),
-    "local_rollout_forward_batch_size": Refusal(
-        ANY, f"passes without gradients are cut by tokens. Use {_ROLLOUT}.log_prob_max_token_len_per_gpu"
-    ),
-    "per_device_eval_batch_size": Refusal(ANY, "a validation is one call. Use data.val_batch_size to cut it"),
-    "bf16": Refusal((), f"the dtype is set by model. Use {_ACTOR}.fsdp_config.dtype and {_ROLLOUT}.dtype"),
-    "stop_token": Refusal(("eos",), "a response ends at the end-of-sequence tokens of the model's folder. Remove the key"),
-    "dataset_name": Refusal((), "rows come from files. Use data.train_files and data.val_files"),
-    "log_completions": Refusal(EITHER, "samples are written to the run folder. Use trainer.log_val_generations for a table"),
-    "remove_unused_columns": Refusal(EITHER, "a reward function gets the columns of verl's schema. Remove the key"),
-    "ds3_gather_for_generation": Refusal(EITHER, "the engine has its own copy of the weights. Remove the key"),
-}
-"""Name of TRL without an equal here -> the values that ask for nothing, why, and the way out."""
 
 NAMES = frozenset(name for spelling in SPELLINGS for name in spelling.names) | NO_EQUAL.keys()
 """All names of TRL that are known here."""

@@ -39,7 +39,7 @@ class Refusal:
 ANY = None
 EITHER = (True, False)
 _REWARD_DEVICES = "the reward model shares the devices of the workers, in turns with the other models"
-_AFTER_ROLLOUT = "responses are scored after the rollout: by reward processes, and by a reward model in the workers"
+_AFTER_ROLLOUT = "reward processes score a response when it is complete, and a reward model in the workers after the rollout"
 _TEXT_ONLY = "prompts are text only. Remove the key"
 _UNREAD = "it has no effect in verl either. Remove the key"
 _FSDP1 = "it exists in FSDP1 only, and fsdp2 is the one strategy. Remove the key"
@@ -70,7 +70,6 @@ def _absent(*switches: str) -> dict[str, Refusal]:
 
 _FSDP = {
     "wrap_policy.min_num_params": Refusal(ANY, _WRAP),
-    "ulysses_sequence_parallel_size": Refusal((1,), "a sequence is not split over devices. Set 1"),
     "use_orig_params": Refusal(EITHER, _PARAMETERS_KEPT),
     "mixed_precision.buffer_dtype": Refusal(("fp32", "float32"), _FSDP1),
     "forward_only": Refusal(ANY, "the role decides. Remove the key"),
@@ -150,10 +149,10 @@ _DATA = {
     "use_shm": Refusal(EITHER, "files are read where they are, and not copied to shared memory"),
 }
 
-_ALGORITHM = {"gdpo_reward_keys": Refusal(ANY, "it belongs to the estimator gdpo, which does not exist here")}
-
 _REWARD_MODEL = {
-    "launch_reward_fn_async": Refusal(EITHER, "rewards are always computed in processes of their own, after the rollout"),
+    "launch_reward_fn_async": Refusal(
+        EITHER, "rewards are always computed in processes of their own, as soon as a response is complete"
+    ),
     "enable_resource_pool": Refusal((False,), f"{_REWARD_DEVICES}. Remove the key"),
     **dict.fromkeys(("nnodes", "n_gpus_per_node"), Refusal(ANY, _REWARD_DEVICES)),
     "use_reward_loop": Refusal(EITHER, _AFTER_ROLLOUT),
@@ -192,7 +191,6 @@ def _below(prefix: str, rows: Mapping[str, Refusal]) -> dict[str, Refusal]:
 REFUSED: dict[str, Refusal] = {
     **_TOP,
     **_below("data", _DATA),
-    **_below("algorithm", _ALGORITHM),
     **_below("critic", _OF_CRITIC | _CHECKPOINT | _PROFILER | _below("model", _MODEL | _below("fsdp_config", _FSDP))),
     **_below("reward_model", _REWARD_MODEL),
     **_below("trainer", _TRAINER),

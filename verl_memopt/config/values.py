@@ -17,7 +17,6 @@ _NO_ENGINE = "this engine is not available"
 WHY_NOT: dict[tuple[str, str], str] = {
     **{(f"{role}.strategy", name): _FSDP_ONLY for role in (f"{_AR}.actor", "critic") for name in ("fsdp", "megatron", "veomni")},
     **{(f"{_AR}.rollout.name", name): _NO_ENGINE for name in ("sglang", "trtllm")},
-    ("reward_model.reward_manager", "gdpo"): "rewards are one number a response, and gdpo weighs several",
     (f"{_AR}.rollout.mode", "sync"): "the engine lives in the worker's process and has no other mode",
     (f"{_AR}.actor.kl_loss_type", "full"): "a KL over the whole vocabulary would need whole logits",
     **{
@@ -127,6 +126,7 @@ LINKS = {
     f"{_AR}.ref.log_prob_max_token_len_per_gpu": f"{_AR}.actor.ppo_max_token_len_per_gpu",
     f"{_AR}.ref.log_prob_adaptive_token_budget": f"{_AR}.actor.adaptive_token_budget",
     f"{_AR}.rollout.log_prob_adaptive_token_budget": f"{_AR}.actor.adaptive_token_budget",
+    f"{_AR}.ref.fsdp_config.ulysses_sequence_parallel_size": f"{_AR}.actor.fsdp_config.ulysses_sequence_parallel_size",
     f"{_AR}.ref.use_torch_compile": f"{_AR}.actor.use_torch_compile",
     f"{_AR}.rollout.log_prob_micro_batch_size_per_gpu": f"{_AR}.actor.ppo_micro_batch_size_per_gpu",
     f"{_AR}.rollout.log_prob_use_dynamic_bsz": f"{_AR}.actor.use_dynamic_bsz",

@@ -15,7 +15,7 @@ import numpy as np
 
 from verl_memopt.config import schema
 from verl_memopt.data.encoder import RENDER_ERRORS, Spans, decode, overlong, special_tokens_of, tokenize
-from verl_memopt.data.plugin import load_from_file, users_code
+from verl_memopt.data.plugin import load_from_file, refuse_verls_arguments, users_code
 from verl_memopt.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -218,6 +218,7 @@ def build_dataset(files: Any, data: schema.Data, tokenizer: Any, split: str, by_
         return PromptDataset(files, data, tokenizer, split, by_rules=by_rules)
     dataset_class = load_from_file(custom.path, custom.name, key="data.custom_cls.path", error=DataError)
     address = f"data.custom_cls.name={custom.name}"
+    refuse_verls_arguments(dataset_class, ("data_files", "config"), "files, data, tokenizer, split", address)
     with users_code(f"{address}: __init__ of {custom.path}", DataError):
         dataset = dataset_class(files, data, tokenizer, split)
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):

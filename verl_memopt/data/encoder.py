@@ -20,7 +20,7 @@ from verl_memopt.errors import ConfigError, DataError
 logger = logging.getLogger(__name__)
 
 
-RENDER_ERRORS = (TemplateError, ValueError, TypeError)
+RENDER_ERRORS = (TemplateError, ValueError, TypeError, ArithmeticError, RecursionError, LookupError, AttributeError)
 """What a chat template raises that cannot render a conversation."""
 
 TRUNCATIONS: dict[str, Callable[[list[int], int], list[int]] | None] = {

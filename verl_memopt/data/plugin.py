@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from verl_memopt.errors import UserError
+from verl_memopt.errors import DataError, UserError
 
 
 def load_from_file(path: str, name: str | None, *, key: str, error: type[UserError]) -> Any:
@@ -35,6 +36,29 @@ def load_from_file(path: str, name: str | None, *, key: str, error: type[UserErr
         public = sorted(entry for entry in vars(module) if not entry.startswith("_"))
         raise error(f"{key}={path}: the file has no {name!r}. It defines {', '.join(public) or 'nothing'}. Name one of these.")
     return getattr(module, name)
+
+
+def refuse_verls_arguments(made: Any, theirs: Sequence[str], ours: str, address: str) -> None:
+    """Refuse a class that was written for verl, whose arguments have other names and another order.
+
+    Args:
+        made: The class.
+        theirs: Arguments by which verl's are known, all of which the class has.
+        ours: The arguments that a class gets here.
+        address: Setting and class, for the error.
+
+    Raises:
+        DataError: The class takes verl's arguments.
+    """
+    try:
+        names = inspect.signature(made).parameters
+    except (TypeError, ValueError):  # no class, or one without a signature: calling it shows what is wrong
+        return
+    if set(theirs) <= names.keys():
+        raise DataError(
+            f"{address}: the class takes verl's arguments ({', '.join(names)}); here it is called with ({ours}). "
+            "Write one for these arguments: docs/extend.md has an example."
+        )
 
 
 def raised(problem: BaseException) -> str:

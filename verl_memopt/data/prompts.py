@@ -13,7 +13,7 @@ from verl_memopt.config import schema
 from verl_memopt.data.dataset import PromptRow, PromptRows
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.expansion import expand
-from verl_memopt.data.plugin import load_from_file, users_code
+from verl_memopt.data.plugin import load_from_file, refuse_verls_arguments, users_code
 from verl_memopt.errors import DataError
 
 Sampler = Callable[[int, int, int], Iterable[int]]
@@ -26,6 +26,7 @@ def load_sampler(settings: schema.CustomSampler) -> Sampler | None:
         return None
     sampler = load_from_file(settings.class_path, settings.class_name, key="data.sampler.class_path", error=DataError)
     address = f"data.sampler.class_name={settings.class_name}"
+    refuse_verls_arguments(sampler, ("data_source", "data_config"), "num_rows, seed, epoch", address)
 
     def order(num_rows: int, seed: int, epoch: int) -> list[int]:
         with users_code(f"{address}: __init__({num_rows}, {seed}, {epoch}) of {settings.class_path}", DataError):
@@ -186,6 +187,19 @@ class PromptPrefetcher:
     def state_dict(self) -> dict[str, Any]:
         """Return what the loader needs to continue after the last returned step."""
         return self._state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the step whose :meth:`state_dict` this is. What was prepared is dropped.
+
+        Raises:
+            DataError: The dataset has another number of rows.
+        """
+        if self._prepared is not None:
+            self._prepared.exception()  # waits, because the thread uses the loader
+            self._prepared = None
+        self._loader.load_state_dict(state)
+        self._state, self.epoch = self._loader.state_dict(), self._loader.epoch
+        self._before = self._state, self.epoch
 
     def close(self) -> None:
         """End the thread. What it has prepared is dropped."""

@@ -12,23 +12,22 @@ import logging
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from verl_memopt.data.dataset import math_row, write_parquet
-from verl_memopt.data.encoder import tokenize
 from verl_memopt.errors import DataError
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 
-# A short supervised warm-up of a tiny model on the answers of a careless teacher.
+logger = logging.getLogger(__name__)
 
+DATA_SOURCE = "toy/arithmetic"
+SHAPE = TinyShape(initializer_range=0.06)
+"""The tiny model with weights large enough to learn within seconds."""
+
+MODEL, TRAIN, VALIDATION, RECORD = "model", "train.parquet", "val.parquet", "toy.json"
 
 Problem = tuple[int, int]
 """The two numbers of a sum."""
@@ -48,123 +47,6 @@ class WarmUp:
     """Peak learning rate, reached after 20 steps. It then falls linearly to a twentieth."""
     weight_decay: float = 0.1
     """Decoupled weight decay."""
-
-
-def warm_up(folder: Path, lessons: Sequence[tuple[str, str, str]], recipe: WarmUp, seed: int) -> float:
-    """Train the model in ``folder``, save it in place, and return the loss of the last step in nats per answer token.
-
-    The model learns the teacher's probabilities instead of sampled answers, which removes the sampling noise from the labels. The
-    same seed gives the same weights.
-
-    Args:
-        folder: Holds model and tokenizer.
-        lessons: (question, careless answer, right answer) of each problem.
-        recipe: Settings of the warm-up.
-        seed: Seed of the batches and of the teacher.
-    """
-    model, tokenizer = load_model(folder)
-    prompts = _ids(tokenizer, [_prompt(tokenizer, lesson[0]) for lesson in lessons])
-    careless, right = (_ids(tokenizer, [lesson[i] + tokenizer.eos_token for lesson in lessons]) for i in (1, 2))
-
-    def loss_of(draw: torch.Generator) -> Tensor:
-        pick = torch.randint(len(lessons), (recipe.batch_size,), generator=draw)
-        is_careless = torch.rand(recipe.batch_size, 1, generator=draw) < recipe.carelessness
-        return _teacher_loss(model, prompts[pick], careless[pick], right[pick], is_careless, recipe.carelessness)
-
-    loss = descend(model, loss_of, recipe.steps, recipe.lr, recipe.weight_decay, seed)
-    model.save_pretrained(folder)
-    return loss
-
-
-def descend(
-    model: Any, loss_of: Callable[[torch.Generator], Tensor], steps: int, lr: float, weight_decay: float, seed: int
-) -> float:
-    """Take AdamW's steps down a loss, on one thread, and return the loss of the last step.
-
-    The learning rate rises over 20 steps and then falls linearly to a twentieth of its peak.
-
-    Args:
-        model: Is trained in place.
-        loss_of: Returns the loss of a batch that it draws with the given generator.
-        steps: Optimizer steps.
-        lr: Peak learning rate.
-        weight_decay: Decoupled weight decay.
-        seed: Seed of the generator.
-    """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay, betas=(0.9, 0.99))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 20, max(0.05, 1 - step / steps)))
-    draw, loss = torch.Generator().manual_seed(seed), torch.tensor(0.0)
-    with one_thread():
-        for _ in range(steps):
-            loss = loss_of(draw)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-    return loss.item()
-
-
-def _teacher_loss(model: Any, prompts: Tensor, careless: Tensor, right: Tensor, is_careless: Tensor, share: float) -> Tensor:
-    """Return the cross entropy against both answers, weighted by how often the teacher gives each.
-
-    ids [B, P] and [B, R], scalar out. The two answers differ in at most one token, the first. Later tokens follow the answer that
-    was drawn.
-    """
-    drawn = torch.where(is_careless, careless, right)  # [B, R]
-    logits = model(torch.cat([prompts, drawn], dim=1)[:, :-1], logits_to_keep=drawn.shape[1]).logits  # [B, R, V]
-    log_probs = logits.log_softmax(dim=-1)
-    careless_part, right_part = (log_probs.gather(-1, answer[..., None]).mean() for answer in (careless, right))
-    return -(share * careless_part + (1 - share) * right_part)
-
-
-def greedy_accuracy(folder: Path, problems: Sequence[tuple[str, str]]) -> float:
-    """Return the share of (question, answer) pairs that greedy decoding answers exactly, with the turn ended."""
-    model, tokenizer = load_model(folder)
-    prompts = _ids(tokenizer, [_prompt(tokenizer, problem[0]) for problem in problems])
-    answers = _ids(tokenizer, [problem[1] + tokenizer.eos_token for problem in problems])
-    with one_thread(), torch.no_grad():
-        sequences = prompts
-        for _ in range(answers.shape[1]):
-            chosen = model(sequences, logits_to_keep=1).logits[:, -1].argmax(dim=-1, keepdim=True)
-            sequences = torch.cat([sequences, chosen], dim=1)
-    return (sequences[:, prompts.shape[1] :] == answers).all(dim=1).double().mean().item()
-
-
-def load_model(folder: Path) -> tuple[Any, Any]:
-    """Return the model in fp32 and the tokenizer of a folder."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
-
-
-def _prompt(tokenizer: Any, question: str) -> str:
-    return tokenizer.apply_chat_template([{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True)
-
-
-def _ids(tokenizer: Any, texts: list[str]) -> Tensor:
-    """Return int64 [B, T]. The texts of the toy task all have the same number of tokens."""
-    return torch.tensor(tokenize(tokenizer, texts))
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Use one thread: it is the fastest for such small tensors, and sums do not depend on the number of cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-logger = logging.getLogger(__name__)
-
-DATA_SOURCE = "toy/arithmetic"
-SHAPE = TinyShape(initializer_range=0.06)
-"""The tiny model with weights large enough to learn within seconds."""
-
-MODEL, TRAIN, VALIDATION, RECORD = "model", "train.parquet", "val.parquet", "toy.json"
 
 
 @dataclass(frozen=True)
@@ -262,12 +144,17 @@ def question(problem: Problem) -> str:
 
 def as_row(problem: Problem, split: str, index: int) -> dict[str, Any]:
     """Return the dataset row of a sum."""
+    from verl_memopt.data.dataset import math_row
+
     answer = str(sum(problem))
     return math_row(DATA_SOURCE, question(problem), answer, split=split, index=index, answer=answer, question=question(problem))
 
 
 def _build(folder: Path, seed: int, recipe: ToyRecipe) -> dict[str, float]:
     """Write data and model, and return the loss of its warm-up and its accuracy."""
+    from verl_memopt.data.dataset import write_parquet
+    from verl_memopt.data.warm_up import greedy_accuracy, warm_up  # PyTorch, which a task that is there already does not need
+
     train, validation = split_problems(recipe, seed)
     logger.info("toy task: %d training and %d held-out sums, warming up a tiny model", len(train), len(validation))
     for path, problems, split in ((TRAIN, train, "train"), (VALIDATION, validation, "val")):

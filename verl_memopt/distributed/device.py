@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState, alloc_storage
 
 from verl_memopt.errors import ConfigError
 
@@ -280,6 +281,10 @@ def training_mesh(device_type: str, world_size: int, fsdp_size: int) -> DeviceMe
     return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
 
 
+SENT_ALIGNMENT = 16
+"""Bytes at whose multiples each tensor begins that shares memory with others, so that any dtype and kernel can read it."""
+
+
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:
     """Return the FSDP2 units of a model."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -289,3 +294,120 @@ def fsdp_params(unit: FSDPModule) -> list[FSDPParam]:
     """Return what FSDP2 knows about each parameter of a unit."""
     group = unit._get_fsdp_state()._fsdp_param_group
     return [] if group is None else group.fsdp_params
+
+
+def cast_units_at_once(model: nn.Module) -> None:
+    """Have each FSDP2 unit of a model on one device cast its parameters in one operation, into one tensor.
+
+    FSDP2 casts them one by one, each into a new tensor, and copies that one. Call this after the units are made. Weights of one
+    width lie one behind the other, so that :func:`joined` finds the product of several as one.
+    """
+    for unit in fsdp_units(model):
+        members = fsdp_params(unit)
+        if members and all(type(one) is FSDPParam and not one.offload_to_cpu and not _gathers_itself(one) for one in members):
+            for one in members:
+                one.__class__ = _CastParam
+                cast("_CastParam", one).members = cast("list[_CastParam]", members)
+
+
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return tensors [m, ...] that lie one behind the other in memory as one, without a copy; None where they do not."""
+    first, place = parts[0], parts[0].storage_offset()
+    for part in parts:
+        here = part.untyped_storage()._cdata == first.untyped_storage()._cdata and part.storage_offset() == place
+        if not (here and part.is_contiguous() and part.dtype == first.dtype and part.shape[1:] == first.shape[1:]):
+            return None
+        place += part.numel()
+    return first.detach().as_strided((sum(len(part) for part in parts), *first.shape[1:]), first.stride())
+
+
+def _gathers_itself(parameter: FSDPParam) -> bool:
+    return hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")
+
+
+class _CastParam(FSDPParam):
+    """What FSDP2 knows about a parameter. Its value is gathered with those of all ``members`` of its unit, into one tensor.
+
+    FSDP2 allocates and frees the tensor as that of the first member. Those of the others are empty.
+    """
+
+    members: list[_CastParam]
+    places: list[torch.Tensor]
+
+    @property
+    def all_gather_inputs(self) -> list[torch.Tensor]:
+        if self.sharded_state is not ShardedState.SHARDED:
+            return super().all_gather_inputs
+        # FSDP2 asks its parameters in order. It then copies what it gets into `all_gather_outputs`: a tensor onto itself.
+        if self is self.members[0]:
+            if not self.all_gather_outputs:
+                self._make_room()
+            alloc_storage(self.all_gather_outputs[0])
+            values = [one._sharded_param_data for one in self.members]
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self.places)):
+                torch._foreach_copy_(self.places, values)
+        return self.all_gather_outputs
+
+    def init_unsharded_param(self) -> None:
+        if not hasattr(self, "_unsharded_param"):
+            place = self.members[0].places[self.members.index(self)]
+            whole = place.as_strided(self._orig_size, self._contiguous_orig_stride)
+            self._unsharded_param = nn.Parameter(whole, requires_grad=self.sharded_param.requires_grad)
+
+    def _make_room(self) -> None:
+        kinds = [(one._sharded_param_data.numel(), one.param_dtype or one._sharded_param_data.dtype) for one in self.members]
+        starts, end = [0] * len(kinds), 0
+        # Sorting keeps the order of parameters of one width.
+        for at in sorted(range(len(kinds)), key=lambda at: tuple(self.members[at]._orig_size[1:])):
+            starts[at] = end
+            end += -(-kinds[at][0] * kinds[at][1].itemsize // SENT_ALIGNMENT) * SENT_ALIGNMENT
+        whole = torch.empty(end, dtype=torch.uint8, device=self.device)
+        self.places = [
+            whole[start : start + numel * dtype.itemsize].view(dtype) for start, (numel, dtype) in zip(starts, kinds, strict=True)
+        ]
+        for one in self.members:
+            one.all_gather_outputs = [whole if one is self else whole.new_empty(0)]
+
+
+# Small tensors on their way to the device, and back.
+
+
+def sent_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Return tensors of the host on the device.
+
+    To a GPU they go in one copy of page-locked memory, for which the host does not wait. The results are views of one storage.
+    """
+    if not is_gpu(device) or not tensors:
+        return [tensor.to(device, non_blocking=True) for tensor in tensors]
+    starts = [0]
+    for tensor in tensors:
+        starts.append(starts[-1] + -(-tensor.nbytes // SENT_ALIGNMENT) * SENT_ALIGNMENT)
+    places = [slice(start, start + tensor.nbytes) for start, tensor in zip(starts, tensors, strict=False)]
+    # The allocator of page-locked memory keeps it until the copy is done.
+    staged = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+    for tensor, place in zip(tensors, places, strict=True):
+        staged[place].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    sent = staged.to(device, non_blocking=True)
+    return [sent[place].view(tensor.dtype).view(tensor.shape) for tensor, place in zip(tensors, places, strict=True)]
+
+
+def fetched_together(tensors: Sequence[torch.Tensor], device: torch.device) -> Callable[[], list[torch.Tensor]]:
+    """Start to copy fp32 tensors to the host, and return a function that waits for the copies and returns them.
+
+    From a GPU they go in one copy to page-locked memory, so that the host need not wait before everything else is queued.
+    Tensors that are on the host already are returned as they are.
+    """
+    away = [tensor.detach() for tensor in tensors if tensor.device.type != "cpu"]
+    if not away:
+        return lambda: [tensor.detach() for tensor in tensors]
+    whole = torch.cat([tensor.reshape(-1) for tensor in away])
+    staged = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=True).copy_(whole, non_blocking=True)
+    done = mark_done(current_stream(device))
+
+    def fetched() -> list[torch.Tensor]:
+        if done is not None:
+            done.synchronize()
+        parts = iter(staged.split([tensor.numel() for tensor in away]))
+        return [tensor.detach() if tensor.device.type == "cpu" else next(parts).view(tensor.shape) for tensor in tensors]
+
+    return fetched

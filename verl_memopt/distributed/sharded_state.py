@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import io
 import os
 import pickle
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -44,13 +46,29 @@ READ_ERRORS = (
 """Errors that torch and pickle raise for a damaged file."""
 
 
+class Masters(Protocol):
+    """Masters that are not the model's parameters."""
+
+    def master(self, parameter: torch.Tensor, on_host: bool = False) -> torch.Tensor:
+        """Return the master of a parameter, fp32; ``on_host`` where it need not be on the device."""
+
+    def set_master(self, parameter: torch.Tensor, values: torch.Tensor, first: int = 0) -> None:
+        """Set a parameter's master from its element ``first`` on."""
+
+
 def save_training_state(
-    folder: Path, model: nn.Module, optimizer: Optimizer, schedule: LambdaLR, device: torch.device, contents: Sequence[str]
+    folder: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    schedule: LambdaLR,
+    device: torch.device,
+    contents: Sequence[str],
+    masters: Masters | None = None,
 ) -> Records:
     """Write the chosen parts into ``folder``: dcp/ (model, optimizer) and extra_rank_N.pt (schedule, random generators).
 
     Each shard is written from its own device. Every file is forced to disk. ``contents`` are any of ``model``, ``optimizer`` and
-    ``extra``.
+    ``extra``. ``masters`` are written in the place of the parameters, one at a time.
 
     Returns:
         The record of each file that this rank wrote, relative to ``folder``.
@@ -62,7 +80,8 @@ def save_training_state(
     with _refused(folder, "checkpoint could not be written", WRITE_ERRORS), _one_checksum():
         state = _state(model, optimizer, contents)
         if state:
-            records |= _save(folder, state, device)
+            held = _held_apart(state, model, masters)
+            records |= _save(folder, state, device, _SavedMasters(held, masters))
         if "extra" in contents:
             folder.mkdir(parents=True, exist_ok=True)
             name = f"extra_rank_{dist.get_rank()}.pt"
@@ -72,12 +91,18 @@ def save_training_state(
 
 
 def load_training_state(
-    folder: Path, model: nn.Module, optimizer: Optimizer, schedule: LambdaLR, device: torch.device, contents: Sequence[str]
+    folder: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    schedule: LambdaLR,
+    device: torch.device,
+    contents: Sequence[str],
+    masters: Masters | None = None,
 ) -> None:
     """Read the chosen parts back, in place.
 
     Schedule and random generators come from this rank's file, or from rank 0's if the number of ranks has grown. ``contents``
-    are as in :func:`save_training_state`.
+    and ``masters`` are as in :func:`save_training_state`.
 
     Raises:
         CheckpointError: A file is missing or damaged. The message names the folder and the error.
@@ -85,7 +110,8 @@ def load_training_state(
     with _refused(folder, "checkpoint could not be read", READ_ERRORS):
         state = _state(model, optimizer, contents)
         if state:
-            dcp.load(state, checkpoint_id=folder / "dcp")
+            held = _held_apart(state, model, masters)
+            dcp.load(state, storage_reader=PlainReader(folder / "dcp"), planner=_LoadedMasters(held, masters))
         if "optimizer" in state:
             with _own_arguments(optimizer):
                 set_optimizer_state_dict(model, optimizer, state["optimizer"])
@@ -121,10 +147,121 @@ def load_weights(folder: Path, model: nn.Module) -> None:
     with _refused(folder, "weights could not be read", READ_ERRORS):
         with _host_shards_readable(model):
             state = {"model": get_model_state_dict(model)}
-        dcp.load(state, checkpoint_id=folder / "dcp")
+        dcp.load(state, storage_reader=PlainReader(folder / "dcp"), planner=PlainPlanner())
 
 
-class StoredTensors(dcp.FileSystemReader):
+METADATA_CLASSES = {
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "StorageMeta", "BytesStorageMetadata", "TensorStorageMetadata", "ChunkStorageMetadata"),
+        *("TensorProperties", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size",),
+    "pathlib": ("PosixPath",),
+}
+"""Module -> what the index of a checkpoint may name in it, beside dtypes. None of them does more than hold values."""
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Reads the index of a checkpoint and calls nothing but :data:`METADATA_CLASSES`: a plain pickle could run any code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what the pickle names.
+
+        Raises:
+            UnpicklingError: It has no place in an index.
+        """
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in METADATA_CLASSES.get(module, ()):
+            raise pickle.UnpicklingError(f".metadata names {module}.{name}, which no checkpoint needs")
+        return super().find_class(module, name)
+
+
+class PlainReader(dcp.FileSystemReader):
+    """Torch's reader of checkpoint files, which would run code that the index brings."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the index, as torch's reader does.
+
+        Raises:
+            UnpicklingError: It holds more than an index does.
+        """
+        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+            metadata = MetadataUnpickler(file).load()
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return cast(Metadata, metadata)
+
+
+class PlainPlanner(dcp.DefaultLoadPlanner):
+    """Torch's planner, which would run code that an entry without a tensor brings, such as a learning rate."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put an entry in its place.
+
+        Raises:
+            UnpicklingError: It is no plain data.
+        """
+        torch.load(value, weights_only=True)
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+Held = Mapping[str, torch.Tensor]
+"""Key in a checkpoint -> the parameter whose master is stored under it."""
+
+
+def _held_apart(state: dict[str, Any], model: nn.Module, masters: Masters | None) -> Held:
+    """Return the parameters of a state whose masters are held apart, and put fp32 tensors of their shape in their place."""
+    if masters is None or "model" not in state:
+        return {}
+    # By both names where a head is tied.
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    held = {name: parameters[name] for name in state["model"] if name in parameters}
+    # One element each. Torch's planner would allocate what is on the meta device.
+    state["model"] |= {name: torch.empty((), dtype=torch.float32).expand(each.shape) for name, each in held.items()}
+    return {f"{MODEL}{name}": weight for name, weight in held.items()}
+
+
+class _SavedMasters(dcp.DefaultSavePlanner):
+    """Torch's planner, which asks for each master when its turn comes."""
+
+    def __init__(self, held: Held, masters: Masters | None) -> None:
+        super().__init__()
+        self._held, self._masters = held, masters
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        if index.fqn not in self._held:
+            return super().lookup_object(index)
+        assert self._masters is not None
+        return self._masters.master(self._held[index.fqn], on_host=True)
+
+
+class _LoadedMasters(PlainPlanner):
+    """Torch's planner, which hands on each master when it was read."""
+
+    def __init__(self, held: Held, masters: Masters | None) -> None:
+        super().__init__()
+        self._held, self._masters = held, masters
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        if read_item.dest_index.fqn not in self._held:
+            return super().resolve_tensor(read_item)
+        return torch.empty(read_item.lengths, dtype=torch.float32)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        weight = self._held.get(read_item.dest_index.fqn)
+        if weight is None:
+            super().commit_tensor(read_item, tensor)
+            return
+        assert self._masters is not None
+        # Shards are whole rows, so what was read is one unbroken range.
+        first = read_item.dest_offsets[0] * weight[0].numel() if weight.ndim else 0
+        self._masters.set_master(weight, tensor, first)
+
+
+class StoredTensors(PlainReader):
     """The model's tensors in a checkpoint of any number of ranks. One process reads them, one at a time.
 
     Attributes:
@@ -160,7 +297,7 @@ class StoredTensors(dcp.FileSystemReader):
         tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
         with self._refusals(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load({key: tensor}, storage_reader=self, no_dist=True)
+            dcp.load({key: tensor}, storage_reader=self, planner=PlainPlanner(), no_dist=True)
         return tensor
 
     def _refusals(self) -> AbstractContextManager[None]:
@@ -182,13 +319,16 @@ def _refused(folder: Path, what: str, errors: tuple[type[BaseException], ...]) -
     try:
         yield
     except errors as error:
+        for cause in _causes(error):
+            if isinstance(cause, torch.OutOfMemoryError):  # the disk is not to blame
+                raise cause from None
         raise CheckpointError(f"{folder}: the {what}: {_root(error)}.") from error
 
 
-def _save(folder: Path, state: dict[str, Any], device: torch.device) -> Records:
+def _save(folder: Path, state: dict[str, Any], device: torch.device, planner: dcp.SavePlanner | None = None) -> Records:
     """Write the state into dcp/ and return the record of each file."""
     storage = HashingFileSystem(folder)
-    dcp.save(state, storage_writer=_writer(folder / "dcp", device, storage))
+    dcp.save(state, storage_writer=_writer(folder / "dcp", device, storage), planner=planner)
     return storage.records
 
 
@@ -324,7 +464,8 @@ def _restore_extra(extra: dict[str, Any], schedule: LambdaLR, device: torch.devi
 
 def _root(error: BaseException) -> str:
     """Return the cause as a short line. A collective save wraps each rank's own error."""
-    if isinstance(error, CheckpointException):
-        failures = [failure for failure, _ in error.failures.values()]
-        return "; ".join(sorted({f"{type(failure).__name__}: {failure}" for failure in failures}))
-    return f"{type(error).__name__}: {error}"
+    return "; ".join(sorted({f"{type(cause).__name__}: {cause}" for cause in _causes(error)}))
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    return [failure for failure, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]

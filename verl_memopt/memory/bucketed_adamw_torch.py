@@ -33,6 +33,7 @@ from verl_memopt.memory.optimizer_state_dtype_torch import (
     Work,
     moment_format,
 )
+from verl_memopt.memory.split_masters_torch import REMAINDER, join_, split_
 from verl_memopt.memory.stochastic_rounding_torch import round_to_bfloat16_
 from verl_memopt.observe.byte_tracker import scope
 from verl_memopt.observe.phase import MIB
@@ -40,6 +41,8 @@ from verl_memopt.observe.phase import MIB
 logger = logging.getLogger(__name__)
 
 KIND = "optimizer"
+GRADIENT = "gradient"
+"""Where gradients that rest on the host lie among what passes over the device in buckets."""
 KEPT = "optim.state_dtype=%s: %d of %d elements keep fp32 moments, as their rows have no blocks of %d elements or more"
 
 
@@ -64,11 +67,13 @@ class BucketedAdamW(Optimizer):
         stochastic_rounding: bool = False,
         bucket_megabytes: float = 64,
         seed: int = 0,
+        split_masters: bool = False,
     ) -> None:
         """Allocate the state, whose moments have ``state_dtype`` and which rests on the host if ``offload``.
 
         ``params`` are fp32 or bfloat16, plain or sharded on their first dimension. ``lr``, ``betas``, ``eps`` and
-        ``weight_decay`` are as in torch's AdamW. bfloat16 weights are rounded stochastically if asked for, from ``seed``.
+        ``weight_decay`` are as in torch's AdamW. bfloat16 weights are rounded stochastically if asked for, from ``seed``. With
+        ``split_masters`` they are the high half of fp32 masters, whose remainder is 0 at first.
         """
         # Groups have the names of torch's AdamW, so that either can load the other's checkpoint.
         beta1, beta2 = betas
@@ -82,7 +87,9 @@ class BucketedAdamW(Optimizer):
         self._place = shard_place(first)
         self._generator = torch.Generator(device=self._device)
         self._lanes = StateLanes(self._device) if offload else None
-        self._sections = sections(self.param_groups, state_dtype)
+        self.arrived: set[int] = set()
+        self.divisor: Tensor | None = None
+        self._sections = sections(self.param_groups, state_dtype, split_masters)
         self._section_of = {id(member.parameter): (section, member) for section in self._sections for member in section.members}
         self._make_state()
         self._tell_what_stays_fp32(state_dtype)
@@ -95,9 +102,39 @@ class BucketedAdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for section in self._sections:
-            self._update(section, [member for member in section.members if member.parameter.grad is not None])
+            self._update(section, [member for member in section.members if self._has_gradient(section, member.parameter)])
         self._num_steps += 1
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, those on the host too."""
+        super().zero_grad(set_to_none)
+        self.arrived.clear()
+        self.divisor = None
+
+    def rest_gradients(self, dtype_of: Callable[[Tensor], torch.dtype], kind: str) -> dict[int, Tensor]:
+        """Give each gradient a place on the host, from which :meth:`step` reads it, and return them: id of a parameter -> place.
+
+        The step takes the gradients of the parameters whose ids are in :attr:`arrived`, and divides them by :attr:`divisor`.
+
+        Args:
+            dtype_of: Returns the dtype of a parameter's gradient, which those of a section share.
+            kind: Of their bytes.
+        """
+        self._lanes = self._lanes or StateLanes(self._device)
+        places: dict[int, Tensor] = {}
+        for section in self._sections:
+            dtype = dtype_of(section.members[0].parameter)
+            buffer = host_buffer(section.numel * dtype.itemsize, self._device, kind).view(dtype)
+            section.gradients = buffer
+            places |= {
+                id(member.parameter): buffer[member.start : member.start + member.numel].view(local(member.parameter).shape)
+                for member in section.members
+            }
+        return places
+
+    def _has_gradient(self, section: Section, parameter: Tensor) -> bool:
+        return parameter.grad is not None if section.gradients is None else id(parameter) in self.arrived
 
     @torch.no_grad()
     def step_parameter(self, parameter: Tensor, stopped: Tensor | None = None) -> None:
@@ -109,6 +146,38 @@ class BucketedAdamW(Optimizer):
         """
         section, member = self._section_of[id(parameter)]
         self._update(section, [member], stopped)
+
+    def master(self, parameter: Tensor, on_host: bool = False) -> Tensor:
+        """Return the master of a parameter: joined from both halves into a new fp32 tensor, or the parameter.
+
+        A new tensor is on the parameter's device, or ``on_host`` where the remainder rests there: it takes no room on the device.
+        """
+        section, member = self._section_of[id(parameter)]
+        weight = local(parameter)
+        if not section.splits:
+            return weight
+        weight = weight.cpu() if on_host and self._offload else weight
+        synchronize(self._device)  # the last bucket may still be on its way to the host
+        remainder = section.planes[REMAINDER.name][member.start : member.start + member.numel]
+        masters = torch.empty(member.numel, dtype=torch.float32, device=weight.device)
+        join_([weight.view(-1)], remainder.to(weight.device), masters)
+        return masters.view(weight.shape)
+
+    def set_master(self, parameter: Tensor, values: Tensor, first: int = 0) -> None:
+        """Give a parameter new values from element ``first`` on: both halves of its master where that is split."""
+        section, member = self._section_of[id(parameter)]
+        weight = local(parameter).view(-1)[first : first + values.numel()]
+        if not section.splits:
+            weight.copy_(values.view(-1))
+            return
+        start = member.start + first
+        remainders = section.planes[REMAINDER.name][start : start + values.numel()]
+        # In pieces: whole, both halves of an embedding take five times its bytes.
+        for part in zip(*(each.split(self._bucket_bytes // 4) for each in (values.view(-1), weight, remainders)), strict=True):
+            masters = part[0].to(weight.device, torch.float32, copy=True)
+            remainder = torch.empty_like(masters, dtype=torch.int16)
+            split_(masters, torch.empty_like(masters), [part[1]], remainder)
+            part[2].copy_(remainder)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state where it rests, without a copy."""
@@ -141,7 +210,7 @@ class BucketedAdamW(Optimizer):
     def _make_state(self) -> None:
         """Allocate one buffer for the whole state, on the host or the device, and give each parameter views of its part."""
         sizes = [
-            [(plane, section.numel // plane.per_entry * plane.dtype.itemsize) for plane in section.format.planes]
+            [(plane, section.numel // plane.per_entry * plane.dtype.itemsize) for plane in section.resting]
             for section in self._sections
         ]
         total = sum(aligned(size) for planes in sizes for _, size in planes)
@@ -188,10 +257,20 @@ class BucketedAdamW(Optimizer):
         generator = self._seeded(section, bucket[0])
         exp_avg, exp_avg_sq = section.format.decode(planes, work)
         resting = [local(part.member.parameter).view(-1)[part.first : part.last] for part in bucket]
-        weights = resting
-        grads = [_gradient(part.member.parameter).view(-1)[part.first : part.last] for part in bucket]
-        if section.dtype != torch.float32:
-            weights, grads = _widened(resting, work.scratch[0]), _widened(grads, work.scratch[1])
+        weights, wide = resting, section.dtype == torch.float32
+        if section.gradients is None:
+            grads = [_gradient(part.member.parameter).view(-1)[part.first : part.last] for part in bucket]
+        else:
+            grads = list(planes[GRADIENT].split(sizes))
+            if self.divisor is not None:
+                torch._foreach_div_(grads, self.divisor)
+        if section.splits:
+            join_(resting, planes[REMAINDER.name], work.scratch[0])
+            weights = list(work.scratch[0].split(sizes))
+        elif not wide:
+            weights = _widened(resting, work.scratch[0])
+        if grads[0].dtype != torch.float32:
+            grads = _widened(grads, work.scratch[1])
         # The kernel under torch's fused AdamW. The class itself would step over whole parameters, with fp32 moments on the
         # device.
         torch._fused_adamw_(
@@ -211,7 +290,9 @@ class BucketedAdamW(Optimizer):
             # This argument is meant for gradient scalers: where it is 1, the kernel leaves weights and moments as they are.
             found_inf=stopped,
         )
-        if section.dtype != torch.float32:
+        if section.splits:
+            split_(work.scratch[0], work.scratch[1], resting, planes[REMAINDER.name])
+        elif not wide:
             if self._stochastic:
                 round_to_bfloat16_(work.scratch[0], work.scratch[1], generator)
             torch._foreach_copy_(resting, weights)
@@ -227,9 +308,16 @@ class BucketedAdamW(Optimizer):
     def _planes(self, section: Section, buckets: Sequence[Sequence[Slice]]) -> Iterator[Planes]:
         """Return the state of each bucket on the device: where it rests, or as it passes by."""
         parts = [entries(section, bucket) for bucket in buckets]
-        if self._lanes is None:
-            return ({name: plane[ranges[name]] for name, plane in section.planes.items()} for ranges in parts)
-        return self._lanes.passing(section.planes, parts)
+        away = dict(section.planes) if self._offload else {}
+        if section.gradients is not None:
+            away[GRADIENT] = section.gradients
+        here = {name: plane for name, plane in section.planes.items() if name not in away}
+        passing: Iterable[Planes] = [{}] * len(buckets)
+        if away:
+            assert self._lanes is not None
+            passing = self._lanes.passing(away, [{name: ranges[name] for name in away} for ranges in parts], (GRADIENT,))
+        for ranges, arrived in zip(parts, passing, strict=True):
+            yield {**{name: plane[ranges[name]] for name, plane in here.items()}, **arrived}
 
     def _scratch_count(self, section: Section) -> int:
         return max(section.format.scratch, 0 if section.dtype == torch.float32 else 2)
@@ -241,8 +329,9 @@ class BucketedAdamW(Optimizer):
         """
         itemsize = torch.float32.itemsize
         room = itemsize * (2 * section.format.decodes + self._scratch_count(section))
-        resting = sum(plane.dtype.itemsize / plane.per_entry for plane in section.format.planes)
+        resting = sum(plane.dtype.itemsize / plane.per_entry for plane in section.resting)
         beside = resting * (SLOTS * self._offload + (may_stop and not section.format.repeats))
+        beside += 0 if section.gradients is None else SLOTS * section.gradients.itemsize
         elements = int(SLOTS * self._bucket_bytes / ((room + beside) or SLOTS * 2 * itemsize))
         return max(elements // section.cut, 1) * section.cut
 
@@ -263,11 +352,17 @@ class BucketedAdamW(Optimizer):
         return self._generator.manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
-def bucket_options(masters: torch.dtype, optim: Optim, offload: bool, seed: int) -> dict[str, Any] | None:
-    """Return the further arguments of BucketedAdamW, or None if torch's AdamW supports all settings."""
+def bucket_options(
+    masters: torch.dtype, optim: Optim, offload: bool, seed: int, split: bool = False, grad_offload: bool = False
+) -> dict[str, Any] | None:
+    """Return the further arguments of BucketedAdamW, or None if torch's AdamW supports all settings.
+
+    ``masters`` is the dtype of the masters, which are ``split`` or whole. With ``grad_offload`` gradients pass in buckets.
+    """
     torch_dtype = "bfloat16" if masters is torch.bfloat16 else "fp32"
     state_dtype = optim.state_dtype or torch_dtype
-    if not (offload or optim.stochastic_rounding or optim.in_backward or state_dtype != torch_dtype):
+    own = offload or split or grad_offload or optim.stochastic_rounding or optim.in_backward
+    if not (own or state_dtype != torch_dtype):
         return None
     return {
         "state_dtype": state_dtype,
@@ -275,6 +370,7 @@ def bucket_options(masters: torch.dtype, optim: Optim, offload: bool, seed: int)
         "stochastic_rounding": optim.stochastic_rounding,
         "bucket_megabytes": optim.bucket_megabytes,
         "seed": seed,
+        "split_masters": split,
     }
 
 
@@ -329,13 +425,22 @@ class Section:
     group: dict[str, Any]
     format: MomentFormat
     dtype: torch.dtype
+    splits: bool = False
+    """Its parameters are the high half of their masters."""
     members: list[Member] = field(default_factory=list)
     planes: dict[str, Tensor] = field(default_factory=dict)
+    gradients: Tensor | None = None
+    """The gradients of its members one after another, on the host; None = they are those of the parameters."""
 
     @property
     def numel(self) -> int:
         """Number of local elements of all members."""
         return self.members[-1].start + self.members[-1].numel if self.members else 0
+
+    @property
+    def resting(self) -> tuple[Plane, ...]:
+        """What rests between two steps beside the parameters: the moments, and the remainders of the masters."""
+        return (*self.format.planes, REMAINDER) if self.splits else self.format.planes
 
     @property
     def cut(self) -> int:
@@ -369,8 +474,11 @@ def cut_buckets(members: Sequence[Member], elements: int, cut: int) -> list[list
     return buckets
 
 
-def sections(groups: Sequence[dict[str, Any]], state_dtype: str) -> list[Section]:
-    """Return the sections of an optimizer's groups, in the order of their first parameters."""
+def sections(groups: Sequence[dict[str, Any]], state_dtype: str, split: bool = False) -> list[Section]:
+    """Return the sections of an optimizer's groups, in the order of their first parameters.
+
+    With ``split`` bfloat16 parameters are the high half of their masters.
+    """
     by_key: dict[tuple[int, torch.dtype, int], Section] = {}
     for number, group in enumerate(groups):
         for parameter in group["params"]:
@@ -379,7 +487,7 @@ def sections(groups: Sequence[dict[str, Any]], state_dtype: str) -> list[Section
             rows = parameter.shape[0] if parameter.ndim else 1
             kind = moment_format(state_dtype, parameter.numel() // max(rows, 1))
             key = (number, parameter.dtype, kind.block)
-            section = by_key.setdefault(key, Section(group, kind, parameter.dtype))
+            section = by_key.setdefault(key, Section(group, kind, parameter.dtype, split and parameter.dtype == torch.bfloat16))
             section.members.append(Member(parameter, section.numel, local(parameter).numel()))
     return list(by_key.values())
 
@@ -415,7 +523,8 @@ def entries(section: Section, bucket: Sequence[Slice]) -> dict[str, slice]:
     """Return the range of each of the section's planes that holds the state of a bucket."""
     start = bucket[0].member.start + bucket[0].first
     stop = start + count(bucket)
-    return {plane.name: slice(start // plane.per_entry, stop // plane.per_entry) for plane in section.format.planes}
+    ranges = {plane.name: slice(start // plane.per_entry, stop // plane.per_entry) for plane in section.resting}
+    return ranges if section.gradients is None else ranges | {GRADIENT: slice(start, stop)}
 
 
 def count(bucket: Sequence[Slice]) -> int:

@@ -11,18 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from verl_memopt.algorithms.records import LOSSES_OF_SEQUENCES
 from verl_memopt.memory.formulas import Shapes
-from verl_memopt.memory.knob import Advice, Claim, Factor, Knob, LadderRow, switch
+from verl_memopt.memory.knob import LOWER, Advice, Claim, Factor, Knob, LadderRow, Need, switch
 from verl_memopt.memory.ranges import NaturalInt
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
 
 _CHUNK, _TILE = "actor_rollout_ref.model.logprob_chunk_tokens", "actor_rollout_ref.model.logprob_vocab_tile"
 
 FREE_TILE = 16_384
 """Vocabulary entries a tile where ``logprob_vocab_tile`` is 0 and a tile costs no product."""
 
-ADVISED_CHUNK = 256
+LEAST_CHUNK = 64
+"""Smaller chunks make products slow and save next to nothing."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,8 @@ class ChunkedLogprob:
     """Settings of the log-prob head."""
 
     logprob_chunk_tokens: NaturalInt = 512
-    """Response tokens per chunk of LM head, log-prob and entropy; 0 = whole logits."""
+    """Response tokens per chunk of LM head, log-prob and entropy; 0 = whole logits. In half precision, where a GPU compiles, a
+    chunk has three times as many in the same bytes: fp32 logits are not kept."""
     logprob_vocab_tile: NaturalInt = 0
     """Vocabulary entries per tile of a chunk's logits; 0 = 16,384 where a tile costs nothing, and whole rows where it would cost
     a product with the head: in an update whose loss is one of tokens, or strictly on-policy. Set it when logits are the peak."""
@@ -42,8 +48,20 @@ def logit_bytes(shapes: Shapes, update: bool) -> int:
     chunk = model.logprob_chunk_tokens
     whole_rows = chunk == 0 or (update and actor.policy_loss.loss_mode not in LOSSES_OF_SEQUENCES)
     tile = model.logprob_vocab_tile or (shapes.vocab if whole_rows else FREE_TILE)
+    tile = min(shapes.vocab, tile)
     narrow = 0 if shapes.compute_bytes == 4 else shapes.compute_bytes
-    return int(min(shapes.responses, chunk or shapes.responses) * min(shapes.vocab, tile) * (4 + narrow))
+    each = 4 + narrow
+    if narrow and shapes.device == "cuda" and actor.use_torch_compile:
+        # As ``Head.rows_at_once``: without fp32 logits a chunk has as many more tokens as take the same bytes.
+        summed = 0 if tile == shapes.vocab else shapes.hidden * (4 + narrow)
+        chunk, each = chunk * ((4 + narrow) * tile + summed) // (narrow * tile + summed), narrow
+    return int(min(shapes.responses, chunk or shapes.responses) * tile * each)
+
+
+def _enough_chunk(need: Need, settings: Settings) -> int | None:
+    """Return the response tokens whose logits there is room for; None where a micro-batch has no more."""
+    chunk, there = settings.actor_rollout_ref.model.logprob_chunk_tokens, need.work.responses
+    return need.part(min(chunk or there, there or chunk), LEAST_CHUNK)
 
 
 def _saved(update: bool) -> Callable[[Shapes, Shapes], float]:
@@ -58,8 +76,9 @@ KNOB = Knob(
         Advice(
             "logits",
             _CHUNK,
-            ADVISED_CHUNK,
-            lambda settings: not 0 < settings.actor_rollout_ref.model.logprob_chunk_tokens <= ADVISED_CHUNK,
+            LOWER,
+            lambda settings: not 0 < settings.actor_rollout_ref.model.logprob_chunk_tokens <= LEAST_CHUNK,
+            to=_enough_chunk,
         ),
     ),
     claims=(Claim("update_actor", "logits", _saved(True)), Claim("old_log_prob", "logits", _saved(False))),

@@ -5,6 +5,9 @@ Bytes saved: let R be the response tokens of a micro-batch, V the vocabulary, c 
 bytes of the compute dtype. Entropy needs another buffer of min(R, c) x min(V, t, 4,096) x 4 bytes, and so do statistics for an
 estimator, and a GPU where t < V and functions are not compiled.
 
+Where functions are compiled (on a GPU) n alone counts in half precision: the buffer holds logits as the product gives them, then
+their gradient. A chunk then has as many more tokens as take the same bytes, 3 c where t = V.
+
 ``logprob_chunk_tokens=0`` disables chunking. ``logprob_vocab_tile=0`` then takes the whole vocabulary. With chunks it chooses
 by the pass: an update whose loss has a gradient per token, or that is strictly on-policy, takes the whole vocabulary; log-prob
 passes and other updates take 16,384 entries.
@@ -24,13 +27,13 @@ import torch
 from torch import Tensor
 
 from verl_memopt.memory.chunked_logprob import FREE_TILE
-from verl_memopt.memory.embedding_gradient import room_for
+from verl_memopt.memory.embedding_gradient import added, room_for
 from verl_memopt.memory.logit_tiles import Gradients, Head, LogitTiles, Tokens, TokenStatistics
 from verl_memopt.observe.byte_tracker import scope
 
-TokenGradient = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
-"""Returns the gradients of a slice of tokens before backward: from their log-probs and entropies (or None), without gradients,
-those of the log-probs and of the entropies, fp32 each."""
+TokenGradient = Callable[[Any, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+"""Returns the gradients of some tokens before backward, given as a slice or as places int64: from their log-probs and entropies
+(or None), without gradients, those of the log-probs and of the entropies, fp32 each."""
 
 
 def head_log_probs(
@@ -114,6 +117,7 @@ class _Recomputed(torch.autograd.Function):
                 # The log-probs of the targets are not needed for the gradient. The normalizer only fills their place.
                 tokens = Tokens(log_normalizer[rows], log_normalizer[rows], entropy[rows])
                 logits.differentiate(hidden[rows], targets[rows], tokens, *above, _at(into, rows), False)
+        _gradients_added(head)
         return into.hidden, *handed, None, None, None
 
 
@@ -149,6 +153,7 @@ class _PrecomputedGradient(torch.autograd.Function):
                 # Here the record holds gradients: those of the log-probs in its first field, and those of the entropies in
                 # its third.
                 _keep(Tokens(grad_log_probs, grad_log_probs, grad_entropy), precomputed, rows)
+        _gradients_added(head)
         ctx.save_for_backward(precomputed.log_probs, precomputed.entropy, into.hidden)
         return tokens.log_probs, _or_nothing(tokens.entropy, hidden)
 
@@ -190,6 +195,11 @@ def _gradient_room(
     weight, hand_weight = room_for(head.weight, needs_weight, in_place)
     bias, hand_bias = room_for(head.bias, needs_bias, in_place)
     return Gradients(torch.empty_like(hidden) if needs_hidden else None, weight, bias), (hand_weight, hand_bias)
+
+
+def _gradients_added(head: Head) -> None:
+    added(head.weight)
+    added(head.bias)
 
 
 def _room_for_tokens(head: Head, hidden: Tensor) -> Tokens:

@@ -6,7 +6,7 @@ existing gradient.
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,7 @@ class _LookUp(torch.autograd.Function):
         into, handed = room_for(ctx.weight, ctx.needs_input_grad[1], True)
         if into is not None:
             add_rows_(into, ids.reshape(-1), rows)
+            added(ctx.weight)
         return None, handed, None
 
 
@@ -84,7 +85,7 @@ def add_rows_(into: Tensor, ids: Tensor, rows: Tensor) -> None:
     The rows of a repeated id are summed in fp32, in the same order in every run.
     """
     if into.dtype == torch.float32:
-        _add(into, ids, rows)
+        _add(into, ids, rows.float())
         return
     ids, order = ids.sort(stable=True)
     run = torch.cat([ids.new_zeros(1), (ids[1:] != ids[:-1]).cumsum(0)])[: ids.shape[0]]
@@ -113,17 +114,51 @@ def room_for(parameter: Tensor | None, needed: bool, in_place: bool) -> tuple[Te
     """Return the tensor to add a parameter's gradient to, and the gradient to return to autograd.
 
     The first is new zeros, or ``.grad`` where that may be used (``in_place``), or None where no gradient is needed. The second is
-    the same tensor, or None where it is ``.grad`` itself. ``parameter`` is None for a weight that a layer does not have.
+    the same tensor, or None where it is ``.grad`` itself. ``parameter`` is None for a weight that a layer does not have. Call
+    :func:`added` once the gradient is complete.
     """
     if parameter is None or not needed:
         return None, None
+    home = _home(parameter) if in_place else None
     with scope(kind="grads"):
-        if not (in_place and adds_in_place(parameter)):
-            room = torch.zeros_like(parameter)
+        if home is not None:
+            home.bring(parameter)
+        elif not (in_place and adds_in_place(parameter)):
+            room = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
             return room, room
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+        elif parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
     return parameter.grad, None
+
+
+class GradientHome(Protocol):
+    """Where the gradient of a parameter rests outside of the device."""
+
+    def bring(self, parameter: Tensor) -> None:
+        """Put what is summed so far into ``.grad``."""
+
+    def take(self, parameter: Tensor) -> None:
+        """Add ``.grad`` to what is summed so far, if it was not brought, and drop it."""
+
+
+HOME = "gradient_home"
+"""Attribute of a parameter: its :class:`GradientHome`, if its gradient has one."""
+
+
+def added(parameter: Tensor | None) -> None:
+    """Note that a gradient is complete for which :func:`room_for` gave room. Where it rests elsewhere, it leaves."""
+    home = None if parameter is None else _home(parameter)
+    if home is not None and parameter is not None and parameter.grad is not None:
+        home.take(parameter)
+
+
+def _home(parameter: Tensor) -> GradientHome | None:
+    return getattr(parameter, HOME, None)
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's gradient, which may have more digits than the parameter."""
+    return (parameter.grad_dtype if parameter.is_leaf else None) or parameter.dtype
 
 
 def adds_in_place(parameter: Tensor) -> bool:

@@ -36,9 +36,9 @@ class Shapes:
     """N_l, of one decoder block."""
     tied: bool
     tokens: int
-    """T, computed in the largest micro-batch."""
+    """T, computed by a device in the largest micro-batch: with sequence parallelism its share of the tokens."""
     responses: int
-    """R, response tokens of that micro-batch."""
+    """R, response tokens that a device computes of that micro-batch."""
     suffix_tokens: int = 0
     """Those of its computed tokens that are answers sharing a prompt."""
     skipped: int = 0
@@ -49,14 +49,43 @@ class Shapes:
     """Where it is computed: ``cpu`` or ``cuda``."""
 
     @property
+    def sequence_ranks(self) -> int:
+        """S, the devices that share the tokens of a micro-batch. Attention has S x T tokens and 1/S of the heads."""
+        return self.settings.actor.fsdp_config.sequence_ranks
+
+    @property
+    def key_copies(self) -> int:
+        """How often each key head is repeated, so that the key heads divide over S devices."""
+        return key_copies(self.heads, self.kv_heads, self.sequence_ranks)
+
+    @property
+    def exchanged_bytes(self) -> int:
+        """What a block keeps because its heads are exchanged: attention's output once more, and the copies of keys and values."""
+        if self.sequence_ranks == 1:
+            return 0
+        return self.tokens * self.compute_bytes * self.head_dim * (self.heads + 2 * (self.key_copies - 1) * self.kv_heads)
+
+    @property
+    def _tables_of_others(self) -> int:
+        """Bytes of the rotary tables of the tokens that other devices compute: attention rotates all of them here."""
+        return (self.sequence_ranks - 1) * self.tokens * 2 * self.head_dim * self.compute_bytes
+
+    @property
     def compute_bytes(self) -> int:
         """b, of an element of an activation."""
         return width(self.settings.actor.fsdp_config.dtype)
 
     @property
     def master_bytes(self) -> int:
-        """b_w, of an element of the policy's masters and gradients."""
-        return width(self.settings.actor.fsdp_config.model_dtype)
+        """b_w, of an element of the policy's parameters at rest."""
+        fsdp = self.settings.actor.fsdp_config
+        return width(fsdp.dtype if fsdp.split_master_weights else fsdp.model_dtype)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """b_g, of an element of the policy's gradients."""
+        fsdp = self.settings.actor.fsdp_config
+        return width(fsdp.mixed_precision.reduce_dtype if fsdp.split_master_weights else fsdp.model_dtype)
 
     @property
     def reference_bytes(self) -> int:
@@ -66,8 +95,14 @@ class Shapes:
 
     @property
     def state_bytes(self) -> float:
-        """b_o, of both moments of a parameter."""
-        return self.settings.actor.optim.state_bytes(self.master_bytes)
+        """b_o, of both moments of a parameter, and of the remainder of its master where it is split."""
+        actor = self.settings.actor
+        return actor.optim.state_bytes(width(actor.fsdp_config.model_dtype)) + self.remainder_bytes
+
+    @property
+    def remainder_bytes(self) -> int:
+        """Bytes of the remainder of a parameter's master; 0 where masters are whole."""
+        return 2 if self.settings.actor.fsdp_config.split_master_weights else 0
 
     @property
     def input_bytes(self) -> int:
@@ -78,22 +113,31 @@ class Shapes:
     def activation_bytes(self) -> int:
         """Bytes of activations at the peak of backward: what all blocks keep, and what the block in backward holds."""
         model, others = self.settings.model, self._of_others(self.layers - 1)
+        if model.block_tile_tokens is not None:
+            return others + max(self.final_norm_bytes, self.tiled_block_bytes(model.block_tile_tokens))
         if model.left_out(self.skipped):
             before = self._of_others(self.layers - 2) + self.backward_bytes if self.layers > 1 else 0
             return max(before, others + self.pruned_backward_bytes)
         if not model.recompute_elementwise:
-            return max(others + self.backward_bytes, 0 if model.mlp_tiles is None else self.norm_backward_bytes)
+            plain = max(self.backward_bytes, self.plain_flash_backward_bytes if self.flash else 0)
+            return max(others + plain, 0 if model.mlp_tiles is None else self.norm_backward_bytes)
         return others + max(self.final_norm_bytes, self.backward_bytes)
 
     def _of_others(self, blocks: int) -> int:
         """Return what some blocks keep while another's backward runs."""
-        checkpointing, ahead = self.settings.model.checkpointing, self.settings.model.in_flight
-        return (blocks if checkpointing is None or ahead is None else min(blocks, ahead)) * self.kept_bytes
+        ahead = self.settings.model.in_flight
+        return (min(blocks, ahead) if self._inputs_alone and ahead is not None else blocks) * self.kept_bytes
 
     @property
     def kept_bytes(self) -> int:
         """What a block keeps until its backward."""
-        return self.block_bytes if self.settings.model.checkpointing is None else self.input_bytes
+        return self.input_bytes if self._inputs_alone else self.block_bytes
+
+    @property
+    def _inputs_alone(self) -> bool:
+        """Whether blocks keep their inputs, and are computed again."""
+        model = self.settings.model
+        return model.checkpointing is not None or model.block_tile_tokens is not None
 
     @property
     def final_norm_bytes(self) -> int:
@@ -107,8 +151,8 @@ class Shapes:
         if model.recompute_elementwise:
             return max(self.mlp_bytes(self.tokens), self.attention_backward_bytes)
         if model.mlp_tiles is None:
-            return self.block_bytes + 2 * wide + 2 * inputs
-        return self.block_bytes + 6 * wide + 2 * inputs - self.tiled_bytes(model.mlp_tiles)
+            return self.block_bytes + 2 * wide + 2 * inputs + self._tables_of_others
+        return self.block_bytes + self._tables_of_others + 6 * wide + 2 * inputs - self.tiled_bytes(model.mlp_tiles)
 
     @property
     def pruned_backward_bytes(self) -> int:
@@ -130,6 +174,29 @@ class Shapes:
         tile = -(-self.tokens // -(-self.tokens // PRODUCT_ROWS[self.device]))
         last = b * (self.tokens * 2 * (self.hidden + key + self.head_dim) + (tile + 2 * queries.tokens) * self.hidden)
         return max(normal, beside + max(mlp, attention), last + self._at_norm(tile))
+
+    def tiled_block_bytes(self, tile: int) -> int:
+        """Return what a block holds at the peak of its own backward where it runs over tiles of ``tile`` tokens.
+
+        Of all tokens: its input, the gradient of its output, rotary tables, keys and values, and their gradients in fp32. Of all
+        its weights: sums of gradients. The rest is of a tile, at the MLP or at attention.
+        """
+        b, wide = self.compute_bytes, max(self.compute_bytes, 4)
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        left_out = self.settings.model.left_out(self.skipped)
+        tokens, queries = self.tokens, self.tokens - left_out
+        # With a pruned block the gradient of the input has a place of its own.
+        whole = tokens * (b * (self.hidden + 2 * self.head_dim) + 2 * key * (b + wide))
+        whole += b * self.hidden * (queries + (tokens if left_out else 0))
+        rows = min(tile, queries)
+        part = min(rows, -(-queries // (self.settings.model.mlp_tiles or 1)))
+        weights = self.linear_params // self.layers
+        sums = weights * (b if rows == queries else wide)
+        product = 0 if b == wide or rows == queries else b * self.hidden * self.mlp
+        beside = rows * (2 * self.hidden + 3 * query)
+        at_mlp = b * (beside + part * (self.hidden + 3 * self.mlp)) + self._at_gate(part) + product
+        at_attention = b * rows * (self.hidden + 5 * query + 6 * query // self.kv_heads)
+        return whole + sums + max(at_mlp, at_attention)
 
     @property
     def recomputes_mlp(self) -> bool:
@@ -164,14 +231,14 @@ class Shapes:
 
     def _elementwise_bytes(self, elements: int, tile: dict[str, int], each: int) -> int:
         if self.device == "cpu":
-            return 3 * 4 * TILE_ELEMENTS["cpu"]
+            return 3 * 4 * min(elements, TILE_ELEMENTS["cpu"])
         return 0 if self.settings.actor.use_torch_compile else min(elements, tile[self.device]) * each
 
     @property
     def attention_bytes(self) -> int:
         """What a block of recomputed norms keeps but for its gate and up: two inputs, queries, keys, values and their output."""
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return self.tokens * self.compute_bytes * (2 * self.hidden + 2 * query + 2 * key)
+        return self.tokens * self.compute_bytes * (2 * self.hidden + 2 * query + 2 * key) + self.exchanged_bytes
 
     @property
     def attention_backward_bytes(self) -> int:
@@ -181,14 +248,23 @@ class Shapes:
         """
         if self.flash:
             return self.flash_backward_bytes(self.tokens)
-        query, each = self.heads * self.head_dim, self.heads // self.kv_heads * self.head_dim
-        # The place of the MLP's input is the gradient's now; the output has a gradient, and rotary tables are of two halves.
-        whole = self.attention_bytes + self.tokens * self.compute_bytes * (query + 2 * self.head_dim)
+        query, each = self.heads * self.head_dim, self.heads // (self.kv_heads * self.key_copies) * self.head_dim
         head = self.tokens * (2 * each + 3 * self.head_dim)
         call = max(self.suffix_tokens, self.tokens - self.suffix_tokens) * (
             3 * each + (self.head_dim if each > self.head_dim else 0)
         )
-        return whole + self.compute_bytes * (head + call)
+        # Tensors of one key head are of the tokens of all devices. Before, two buffers exchange the heads of the gradient.
+        exchange = 0 if self.sequence_ranks == 1 else 2 * self.tokens * query
+        return self._at_attention + self.compute_bytes * max(self.sequence_ranks * (head + call), exchange)
+
+    @property
+    def _at_attention(self) -> int:
+        """What a block of recomputed norms holds when the backward of its attention begins."""
+        query, tables = self.heads * self.head_dim, 2 * self.head_dim
+        # The place of the MLP's input is the gradient's now, the output has a gradient, and rotary tables are of two halves.
+        # What the output projection read is gone.
+        gone = 0 if self.sequence_ranks == 1 else query
+        return self.attention_bytes + self.tokens * self.compute_bytes * (query + tables - gone) + self._tables_of_others
 
     @property
     def flash(self) -> bool:
@@ -205,7 +281,20 @@ class Shapes:
         [T + 128 n, H, D rounded up to 32, or to 64 above 128] and ``softmax_d`` [H, T + 128 n], fp32 both, and with fewer key
         heads ``dk_expanded`` and ``dv_expanded`` [T, H, D].
         """
-        query, key, b = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.compute_bytes
+        query, key, b = self.heads * self.head_dim, self.kv_heads * self.key_copies * self.head_dim, self.compute_bytes
+        return self._at_attention + b * (self.tokens * query + keys * key) + self._flash_calls(keys)
+
+    @property
+    def plain_flash_backward_bytes(self) -> int:
+        """What a block that recomputes nothing holds at flash attention's backward: all but its MLP, and the kernel's own."""
+        b, mlp = self.compute_bytes, 4 * self.mlp if self.settings.model.mlp_tiles is None else 0
+        freed = b * mlp + (4 + 2 * b) * self.hidden  # of the MLP, and of its norm
+        gradients = b * (self.hidden + self.heads * self.head_dim)  # of the state between attention and MLP, and of the output
+        return self.block_bytes + self.tokens * (gradients - freed) + self._flash_calls(self.tokens)
+
+    def _flash_calls(self, keys: int) -> int:
+        """Return what the larger of the calls of flash attention's backward makes, with the gradients that lie there already."""
+        query, key, b = self.heads * self.head_dim, self.kv_heads * self.key_copies * self.head_dim, self.compute_bytes
         round_to = 32 if self.head_dim <= 128 else 64
         rounded = -(-self.head_dim // round_to) * round_to
 
@@ -217,9 +306,7 @@ class Shapes:
         answers, prompts = self.suffix_tokens, keys - self.suffix_tokens
         gradients = b * self.tokens * (query + 2 * key)
         shared = gradients + b * (3 * answers * query + 2 * prompts * key) + kernel(answers, prompts) if answers else 0
-        # The place of the MLP's input is the gradient's now; the output has a gradient, and rotary tables are of two halves.
-        whole = self.attention_bytes + b * self.tokens * (query + 2 * self.head_dim)
-        return whole + b * (self.tokens * query + keys * key) + max(kernel(self.tokens, self.tokens), shared)
+        return max(kernel(self.tokens, self.tokens), shared)
 
     @property
     def norm_backward_bytes(self) -> int:
@@ -248,7 +335,15 @@ class Shapes:
         if model.recompute_elementwise:
             return self.attention_bytes + (2 * self.tokens * self.mlp * b if model.mlp_tiles is None else 0)
         norms = (4 + 2 * b) * (2 * self.hidden + query + key)  # of each input, norm and output the first is fp32
-        return self.tokens * (norms + b * (query + key + (4 * self.mlp if model.mlp_tiles is None else 0)))
+        kept = norms + b * (query + key + (4 * self.mlp if model.mlp_tiles is None else 0))
+        return self.tokens * kept + self.exchanged_bytes
+
+
+def key_copies(heads: int, kv_heads: int, ranks: int) -> int:
+    """Return how often each key head is repeated, so that key heads divide over the ranks. The query heads divide over them."""
+    assert heads % ranks == 0, (heads, ranks)
+    shared = heads // kv_heads
+    return next(copies for copies in range(1, shared + 1) if shared % copies == 0 and kv_heads * copies % ranks == 0)
 
 
 def width(dtype: str) -> int:

@@ -14,7 +14,7 @@ from functools import cache
 from itertools import count
 from subprocess import SubprocessError
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -42,7 +42,12 @@ WARNING = (
     "Triton, or set %s=false."
 )
 
+Recorder: TypeAlias = Callable[[Callable[..., Any], Sequence[Tensor | None], Sequence[Any], Callable[[], Any]], Any]
+"""Stands in for a compiled call. Gets the function, its tensors with rows, its other arguments, and a call that runs uncompiled;
+returns what the function returns."""
+
 _on = False
+_recorder: Recorder | None = None
 _warned = False
 _given_up: set[Callable[..., Any]] = set()
 _numbers = count()
@@ -66,6 +71,17 @@ def fused_statements(on: bool) -> Iterator[None]:
         yield
     finally:
         _on = before
+
+
+@contextmanager
+def recorded_calls(recorder: Recorder) -> Iterator[None]:
+    """Give ``recorder`` each call that would be compiled, also under a dispatch mode. It counts what a GPU would run."""
+    global _recorder
+    before, _recorder = _recorder, recorder
+    try:
+        yield
+    finally:
+        _recorder = before
 
 
 def over_rows(statement: Callable[..., None], tensors: Sequence[Tensor | None], *others: Any, narrow: bool = False) -> None:
@@ -109,7 +125,7 @@ def compiler_works(device: torch.device) -> bool:
 
     Nothing can be compiled under a dispatch mode.
     """
-    return not _observed() and _compiles(device)
+    return _recorder is not None or (not _observed() and _compiles(device))
 
 
 @cache
@@ -133,6 +149,8 @@ def run_compiled(
     function: Callable[..., Any], tensors: Sequence[Tensor | None], others: Sequence[Any], uncompiled: Callable[[], Any]
 ) -> Any:
     """Return ``function(*tensors, *others)``, compiled; what ``uncompiled`` returns where the function cannot be compiled."""
+    if _recorder is not None:
+        return _recorder(function, tensors, others, uncompiled)
     if function not in _given_up:
         before = counters["stats"]["unique_graphs"]
         try:
@@ -201,13 +219,14 @@ def _warn_once(error: Exception) -> None:
 
 def _observed() -> bool:
     """Return whether a dispatch mode is active, such as the byte tracker. A compiled function would run uncompiled under it."""
-    return torch._C._len_torch_dispatch_stack() > 0
+    return _recorder is None and torch._C._len_torch_dispatch_stack() > 0
 
 
 def _once_each(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return the tensors with one object for all that share memory; the compiler would copy what may overlap."""
     by_memory: dict[tuple[Any, ...], Tensor] = {}
-    return [
-        None if one is None else by_memory.setdefault((one.data_ptr(), one.dtype, one.shape, one.stride()), one.detach())
-        for one in tensors
-    ]
+
+    def place(one: Tensor) -> tuple[Any, ...]:
+        return one.untyped_storage()._cdata, one.storage_offset(), one.dtype, one.shape, one.stride()
+
+    return [None if one is None else by_memory.setdefault(place(one), one.detach()) for one in tensors]

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from verl_memopt.distributed.device import is_gpu, lock_pages, unlock_pages
-from verl_memopt.errors import ConfigError
+from verl_memopt.errors import HostMemoryError
 from verl_memopt.observe.byte_tracker import HOST, declare_host, scope
 
 CHUNK_BYTES = 2**26
@@ -63,7 +63,7 @@ class HostArena:
         """Return the first free stretch of ``num_bytes``.
 
         Raises:
-            ConfigError: The host limit allows no further chunk.
+            HostMemoryError: The host limit allows no further chunk.
         """
         size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         start = self._first_fit(size)
@@ -137,7 +137,7 @@ class HostAllocator:
         the device's, of a kind for the byte tracker.
 
         Raises:
-            ConfigError: The limit is too small. The message names it and what is held already.
+            HostMemoryError: The limit is too small. The message names it and what is held already.
         """
         pages = -(-num_bytes // PAGE) * PAGE
         pinned = is_gpu(device) and num_bytes > 0 and self.may_pin(pages)
@@ -165,20 +165,21 @@ class HostAllocator:
         """Check that the limit allows so many more bytes.
 
         Raises:
-            ConfigError: It does not.
+            HostMemoryError: It does not.
         """
         if self.limit_bytes is not None and self.held_bytes + num_bytes > self.limit_bytes:
-            raise ConfigError(
+            raise HostMemoryError(
                 f"{LIMIT_KEY}={self.limit_bytes / GIB:.4g}: {kind} needs {num_bytes / GIB:.4g} GiB on the host, where "
                 f"{self.held_bytes / GIB:.4g} GiB are taken. Raise it to at least "
-                f"{(self.held_bytes + num_bytes) / GIB:.4g}, or switch an offload off."
+                f"{(self.held_bytes + num_bytes) / GIB:.4g}, or switch an offload off.",
+                kind,
             )
 
     def count_elsewhere(self, num_bytes: int, pinned: bool, kind: str) -> Callable[[], None]:
         """Count host memory that others allocate, page-locked if ``pinned``, until the returned function is called.
 
         Raises:
-            ConfigError: The limit does not allow it.
+            HostMemoryError: The limit does not allow it.
         """
         self.check_room(num_bytes, kind)
         self._count(num_bytes, pinned)

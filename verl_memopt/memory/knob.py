@@ -25,10 +25,11 @@ Sentence = Callable[["Settings"], str]
 """A sentence with numbers of the settings."""
 
 KNOBS = (
-    "chunked_logprob", "recompute_elementwise", "prune_last_block", "tiled_mlp", "activation_checkpointing", "activation_offload",
-    "shared_prompt", "token_budget", "bucketed_adamw", "optimizer_offload", "optimizer_state_dtype", "stochastic_rounding",
-    "optimizer_in_backward", "param_offload", "native_offload", "resharding", "sharding_units", "precision", "lora",
-    "quantized_frozen", "weight_buckets", "rollout_memory", "load_mode", "limits", "profiles",
+    "chunked_logprob", "recompute_elementwise", "prune_last_block", "tiled_mlp", "tiled_block", "activation_checkpointing",
+    "activation_offload", "shared_prompt", "token_budget", "bucketed_adamw", "optimizer_offload", "optimizer_state_dtype",
+    "stochastic_rounding", "optimizer_in_backward", "grad_offload", "split_masters", "param_offload", "native_offload",
+    "resharding", "sequence_parallel", "sharding_units", "precision", "lora", "quantized_frozen", "weight_buckets",
+    "shared_weights", "rollout_memory", "load_mode", "limits", "profiles",
 )  # fmt: skip
 """Files of this folder that end with a ``KNOB``, in the order of lists: first what costs least, within training, then the engine,
 then the host. Their mechanisms import torch, so they are named here and not searched."""
@@ -95,6 +96,43 @@ class Refusal:
 
 
 @dataclass(frozen=True)
+class Work:
+    """What a call computes on one device; 0 where it has no such thing."""
+
+    rows: int = 0
+    """Sequences of the fullest micro-batch, or that are generated at once."""
+    tokens: int = 0
+    """Tokens of the fullest micro-batch."""
+    longest: int = 0
+    """Tokens of the longest sequence."""
+    responses: int = 0
+    """Response tokens of the fullest micro-batch."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a call needed when the device had no room for it: where the numbers of an advice come from."""
+
+    share: float
+    """How much of the bytes that grow with the work (or of the kind that is advised) there is room for, from 0 to 1."""
+    over_bytes: int
+    """Bytes beyond the limit."""
+    limit_bytes: int
+    work: Work = Work()
+
+    @property
+    def one_fits(self) -> bool:
+        """Whether the longest sequence may fit alone."""
+        # The share keeps half of the room free.
+        return 2 * self.share * self.work.tokens >= self.work.longest
+
+    def part(self, count: int, least: int = 1) -> int | None:
+        """Return how many of ``count`` there is room for, at least ``least``; None where that is no fewer."""
+        fitting = max(int(count * self.share), least)
+        return fitting if fitting < count else None
+
+
+@dataclass(frozen=True)
 class Advice:
     """What to set when a phase runs out of device memory."""
 
@@ -111,6 +149,11 @@ class Advice:
     """Phases in which it does not help."""
     ends_it: bool = False
     """It alone is likely to be enough, so it is named before all others."""
+    to: Callable[[Need, Settings], float | None] | None = None
+    """Of a number to lower: return the largest that would be enough, or None where no number is. Without it the number shrinks
+    as its bytes must."""
+    cost: str = ""
+    """Filled in from its knob."""
 
     def helps_in(self, phase: str) -> bool:
         """Return whether it can help in a phase."""
@@ -226,7 +269,12 @@ def for_roles(name: str, *, roles: tuple[str, ...] = ("actor", "ref"), lossy: bo
 @cache
 def knobs() -> tuple[Knob, ...]:
     """Return every knob, in the order of the lists."""
-    return tuple(dataclasses.replace(_module(name).KNOB, name=name) for name in KNOBS)
+    return tuple(_named(_module(name).KNOB, name) for name in KNOBS)
+
+
+def _named(knob: Knob, name: str) -> Knob:
+    advice = tuple(dataclasses.replace(each, cost=knob.cost) for each in knob.advice)
+    return dataclasses.replace(knob, name=name, advice=advice)
 
 
 def knob_named(name: str) -> Knob:

@@ -25,6 +25,9 @@ class Limits:
     device_limit_gb: Annotated[float | None, POSITIVE] = None
     """Most GiB of device memory a worker may take, engine included, so that a smaller card can be rehearsed; null = all of it.
     On a CPU it is held in the phases whose bytes are counted (``trainer.track_memory_every_steps``)."""
+    card_gb: Annotated[float | None, POSITIVE] = None
+    """Size of each card in GB, as a profile for a card sets it. A run that cannot fit on such a card is refused before anything
+    starts, and ``verl-memopt fit`` and ``debug=dry`` say whether it fits. null = unknown: nothing is refused."""
     host_limit_gb: Annotated[float | None, POSITIVE] = None
     """Most GiB of host memory a worker's offloads may take together; null = no limit. Set it below the machine's memory
     divided by its workers: an error that names it is better than a killed process."""
@@ -37,4 +40,5 @@ KNOB = Knob(
     settings={"memory": Limits},
     besides=("ALLOCATOR=tcmalloc", "ALLOCATOR=jemalloc", "PYTORCH_ALLOC_CONF"),
     factors=(Factor("limits", {"none": {}, "one": dict.fromkeys(_KEYS, 1)}),),
+    no_factor={"memory.card_gb": "a check before the start"},
 )

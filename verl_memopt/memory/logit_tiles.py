@@ -1,19 +1,20 @@
 """The logits of a chunk of tokens, one tile of the vocabulary after another: log-probs, entropies and gradients.
 
 One fp32 buffer [chunk, tile] holds logits, log-probs, probabilities and the gradient in turn. No other fp32 tensor of that size
-exists; in half precision there is one more in the compute dtype.
+exists; in half precision there is one more in the compute dtype. Where functions are compiled, that one is enough: a kernel reads
+the logits as the product gives them, another writes their gradient over them, and neither writes fp32 values to memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from verl_memopt.memory.fused import run_compiled
+from verl_memopt.memory.fused import fused_statements, over_rows, run_compiled
 
 SCRATCH_COLUMNS = 4096
 """Columns of the scratch beside the logits where functions are not compiled: for entropy, and for exponentials on a GPU."""
@@ -50,8 +51,9 @@ class TokenStatistics:
 class Head:
     """The LM head and how it is cut: so many tokens and vocabulary entries have logits at once; 0 for all.
 
-    Logits are divided by ``temperature`` in fp32. Entropies, and ``statistics`` of each token's distribution by name, are
-    computed if asked for. ``compiled``: compile what runs between the products.
+    Logits are divided by ``temperature`` in fp32. With a ``cap`` they are ``cap * tanh(product / cap)`` before. Entropies, and
+    ``statistics`` of each token's distribution by name, are computed if asked for. ``compiled``: compile what runs between the
+    products.
     """
 
     weight: Tensor  # [V, H]
@@ -62,6 +64,7 @@ class Head:
     with_entropy: bool = False
     compiled: bool = False
     statistics: Mapping[str, Statistic] = field(default_factory=dict)
+    cap: float | None = None
 
     @property
     def vocabulary(self) -> int:
@@ -78,9 +81,28 @@ class Head:
         """Whether a tile is the whole vocabulary."""
         return self.tile == self.vocabulary
 
+    @property
+    def one_buffer(self) -> bool:
+        """Whether logits exist in the compute dtype alone.
+
+        ``statistics`` are functions of fp32 log-probs that are in memory, and a cap's slope is computed from them.
+        """
+        return self.compiled and not self.statistics and self.cap is None
+
+    @property
+    def rows_at_once(self) -> int:
+        """Tokens whose logits exist at once, 0 for all.
+
+        Without the fp32 buffer of logits as many more tokens take the bytes of ``chunk_tokens``: three times as many in half
+        precision, or a few less where tiles are added up in fp32.
+        """
+        entry, summed = self.weight.itemsize, 0 if self.whole_rows else self.weight.shape[1] * (4 + self.weight.itemsize)
+        both = (entry if entry == 4 else 4 + entry) * self.tile + summed
+        return self.chunk_tokens * both // (entry * self.tile + summed) if self.one_buffer else self.chunk_tokens
+
     def chunks(self, tokens: int) -> list[slice]:
         """Return the slices of tokens, in order."""
-        return list(_slices(tokens, self.chunk_tokens or max(tokens, 1)))
+        return list(_slices(tokens, self.rows_at_once or max(tokens, 1)))
 
     def tiles(self) -> list[slice]:
         """Return the slices of the vocabulary, in order."""
@@ -112,21 +134,23 @@ class LogitTiles:
     def __init__(self, head: Head, hidden: Tensor) -> None:
         """Allocate the buffers for all hidden states of the pass, [R, H]."""
         self.head = head
-        size = min(head.chunk_tokens or hidden.shape[0], hidden.shape[0]) * head.tile
-        self._wide = hidden.new_empty(size, dtype=torch.float32)
+        size = min(head.rows_at_once or hidden.shape[0], hidden.shape[0]) * head.tile
+        self._wide = None if head.one_buffer and hidden.dtype != torch.float32 else hidden.new_empty(size, dtype=torch.float32)
         self._narrow = None if hidden.dtype == torch.float32 else hidden.new_empty(size)
         in_parts = head.with_entropy or bool(head.statistics)
         scratch = in_parts and not head.compiled
         columns = min(SCRATCH_COLUMNS, head.tile) if scratch else 0
         self._scratch = hidden.new_empty(size // head.tile * columns, dtype=torch.float32)
         self._columns = columns
-        self._soft = head.whole_rows and not in_parts
+        self._normalizer = hidden.new_empty(0)
+        self._soft = head.whole_rows and not in_parts and head.cap is None
         self._run: Callable[..., Any] = _compiled if head.compiled else _plain
 
     def statistics(self, hidden: Tensor, targets: Tensor) -> Tokens:
         """Return the statistics of a chunk of tokens.
 
-        With whole rows the buffer then holds log-probs if entropies are requested, else probabilities, for :meth:`differentiate`.
+        With whole rows the buffer then holds log-probs if entropies are requested or logits are capped, else probabilities, for
+        :meth:`differentiate`.
         ``hidden`` is [c, H], ``targets`` int64 [c].
         """
         parts = [self._tile_statistics(hidden, targets, columns) for columns in self.head.tiles()]
@@ -157,12 +181,24 @@ class LogitTiles:
         def logit_gradient(columns: slice) -> Tensor:
             """Return the gradient of the undivided logits, [c, tile] in the compute dtype."""
             still = in_buffer and self.head.whole_rows
+            local = targets if self.head.whole_rows else targets - columns.start
+            inverse = 1.0 / self.head.temperature
+            if self.head.one_buffer:
+                products = self._products_in(hidden, columns) if still else self._products(hidden, columns)
+                # Of products that are in the buffer the parts of the normalizer are known, whose sum has lost digits.
+                normalizer = self._normalizer if still else tokens.log_normalizer[:, None]
+                of_entropy = (None, None) if grad_entropy is None else (tokens.entropy, grad_entropy)
+                _over_rows(product_gradient_, (products, local, normalizer, grad_log_probs, *of_entropy), inverse)
+                return products
             log_p = self._shaped(self._wide, hidden, columns) if still else self._logits(hidden, columns)
             assert log_p is not None
             if not still:
                 log_p.sub_(tokens.log_normalizer[:, None])
-            local = targets if self.head.whole_rows else targets - columns.start
-            inverse, narrow = 1.0 / self.head.temperature, self._shaped(self._narrow, hidden, columns)
+            narrow = self._shaped(self._narrow, hidden, columns)
+            if self.head.cap is not None:
+                grads = grad_log_probs * inverse, None if grad_entropy is None else grad_entropy * inverse
+                capped_gradient_(log_p, local, tokens, grads, self.head.cap * inverse)
+                return log_p if narrow is None else narrow.copy_(log_p)
             if grad_entropy is None:
                 self._run(probability_gradient_ if still else log_prob_gradient_, log_p, grad_log_probs * inverse)
             else:
@@ -185,7 +221,7 @@ class LogitTiles:
             if into.weight is not None:
                 part = into.weight[columns]
                 # Added in place: a product on its own would be a second matrix as large as this part of the weight.
-                torch.addmm(part, matrix.t(), hidden, out=part)
+                add_product_(part, matrix, hidden)
             if into.bias is not None:
                 into.bias[columns] += matrix.sum(0)
         if into.hidden is not None and total is not None:
@@ -194,8 +230,15 @@ class LogitTiles:
     def _tile_statistics(self, hidden: Tensor, targets: Tensor, columns: slice) -> tuple[Any, ...]:
         # The largest logit, the log of the sum of exponentials relative to it, the target's logit, the entropy or None, and the
         # further statistics by name, [c] each.
-        logits = self._logits(hidden, columns)
         local = targets if self.head.whole_rows else targets - columns.start
+        if self.head.one_buffer:
+            rows, inverse = hidden.shape[0], 1.0 / self.head.temperature
+            normalizer, picked = (hidden.new_empty(shape, dtype=torch.float32) for shape in ((rows, 2), (rows,)))
+            entropy = torch.empty_like(picked) if self.head.with_entropy else None
+            _over_rows(product_statistics, (self._products(hidden, columns), local, normalizer, picked, entropy), inverse)
+            self._normalizer = normalizer
+            return normalizer[:, 0], normalizer[:, 1], picked, entropy, {}
+        logits = self._logits(hidden, columns)
         scratch, picked = self._scratch_for(logits), target_logits(logits, local)
         if self._soft:
             return *self._run(softmax_, logits), picked, None, {}
@@ -207,26 +250,38 @@ class LogitTiles:
         }
         return top, log_sum, picked, entropy, further
 
-    def _logits(self, hidden: Tensor, columns: slice) -> Tensor:
-        """Return fp32 [c, tile] logits over temperature, in the buffer."""
-        head, inverse = self.head, 1.0 / self.head.temperature
+    def _products_in(self, hidden: Tensor, columns: slice) -> Tensor:
+        return self._shaped(self._wide if self._narrow is None else self._narrow, hidden, columns)
+
+    def _products(self, hidden: Tensor, columns: slice) -> Tensor:
+        """Return [c, tile] products of states and head in the compute dtype, in the buffer.
+
+        In fp32 they are the logits, or with a cap their ratio to it before the cap.
+        """
+        head, product = self.head, self._products_in(hidden, columns)
+        divisor = head.temperature if head.cap is None else head.cap
         weight, bias = head.weight[columns].t(), None if head.bias is None else head.bias[columns]
-        wide, narrow = self._shaped(self._wide, hidden, columns), self._shaped(self._narrow, hidden, columns)
-        assert wide is not None
-        product = wide if narrow is None else narrow
         # In fp32 the product itself divides; in half precision it is rounded first, as a model's own logits are.
-        factor = inverse if narrow is None else 1.0
+        factor = 1.0 / divisor if product.dtype == torch.float32 else 1.0
         if bias is None:
             # beta=0 ignores what the buffer still holds from the tile before, even a NaN.
             torch.addmm(product, hidden, weight, beta=0, alpha=factor, out=product)
         else:
             # The bias is a part of the logits, so the temperature divides it too.
             torch.addmm(bias, hidden, weight, beta=factor, alpha=factor, out=product)
-        if narrow is not None:
-            wide.copy_(narrow)
-            if inverse != 1.0:
-                wide.mul_(inverse)
-        return wide
+        return product
+
+    def _logits(self, hidden: Tensor, columns: slice) -> Tensor:
+        """Return fp32 [c, tile] logits over temperature, in the fp32 buffer."""
+        product, wide = self._products(hidden, columns), self._shaped(self._wide, hidden, columns)
+        assert wide is not None
+        cap, temperature = self.head.cap, self.head.temperature
+        divisor = temperature if cap is None else cap
+        if product is not wide and self._narrow is not None:
+            wide.copy_(product)
+            if divisor != 1.0:
+                wide.mul_(1.0 / divisor)
+        return wide if cap is None else wide.tanh_().mul_(cap / temperature)
 
     def _shaped(self, buffer: Tensor | None, hidden: Tensor, columns: slice) -> Any:
         rows, width = hidden.shape[0], columns.stop - columns.start
@@ -238,8 +293,8 @@ class LogitTiles:
         return self._scratch[: logits.shape[0] * self._columns].view(logits.shape[0], self._columns)
 
 
-# Reading and writing at the targets stays outside of the compiled functions: one compiled by torch 2.11 reads the targets' logits
-# after they were overwritten, and one that adds at the targets first copies all logits.
+# Reading and writing at the targets stays outside of the compiled functions that write over logits: one compiled by torch 2.11
+# reads the targets' logits after they were overwritten, and one that adds at the targets first copies all logits.
 
 
 def target_logits(logits: Tensor, targets: Tensor) -> Tensor:
@@ -255,6 +310,56 @@ def add_target_terms_(gradient: Tensor, targets: Tensor, grad: Tensor) -> None:
     ``targets`` int64 [c] are columns; those outside of 0 to v - 1 add nothing. ``grad`` fp32 [c] is that of the log-probs.
     """
     gradient.scatter_add_(-1, clamped(targets, gradient), (grad * is_inside(targets, gradient))[:, None])
+
+
+def product_statistics(
+    products: Tensor, targets: Tensor, normalizer: Tensor, picked: Tensor, entropy: Tensor | None, inverse: float
+) -> None:
+    """Write what a pass needs of some logits, and leave the products [c, v] that they are made of as they are.
+
+    Args:
+        products: [c, v]. In fp32 they are the logits; in half precision the logits are ``inverse`` times as much.
+        targets: int64 [c], columns; they may lie outside of 0 to v - 1.
+        normalizer: fp32 [c, 2], for the largest logit, and the log of the sum of exponentials relative to it.
+        picked: fp32 [c], for the target's logit; 0 for a target outside.
+        entropy: fp32 [c], for the entropy; None for none.
+        inverse: 1 / temperature.
+    """
+    logits = _logits_of(products, inverse)
+    top = logits.amax(-1)
+    above = logits - top[:, None]
+    total = above.exp().sum(-1)
+    log_sum = total.log()
+    normalizer[:, 0].copy_(top)
+    normalizer[:, 1].copy_(log_sum)
+    picked.copy_(_logits_of(target_logits(products, targets), inverse))
+    if entropy is not None:
+        entropy.copy_(log_sum - (above.exp() * above).sum(-1) / total)
+
+
+def product_gradient_(
+    products: Tensor, targets: Tensor, normalizer: Tensor, grad: Tensor, entropy: Tensor | None, grad_entropy: Tensor | None,
+    inverse: float,
+) -> None:  # fmt: skip
+    """Write over products [c, v] the gradient of them undivided, from those of log-probs and entropies.
+
+    Arguments are as in :func:`product_statistics`; ``grad`` and ``grad_entropy`` are fp32 [c]. A log-prob is the logit less the
+    parts of the normalizer, fp32 [c, 1 or 2]. Formulas are those of :func:`both_gradients_`.
+    """
+    log_p = _logits_of(products, inverse)
+    for part in normalizer.unbind(1):
+        log_p = log_p - part[:, None]
+    factor = grad[:, None]
+    if entropy is not None and grad_entropy is not None:
+        factor = factor + grad_entropy[:, None] * (log_p + entropy[:, None])
+    is_target = torch.arange(products.shape[1], device=products.device) == targets[:, None]
+    gradient = torch.where(is_target, grad[:, None], 0.0) - log_p.exp() * factor
+    products.copy_(gradient * inverse)
+
+
+def _logits_of(products: Tensor, inverse: float) -> Tensor:
+    """Return fp32 logits of products: in fp32 the product itself has divided them by the temperature."""
+    return products if products.dtype == torch.float32 else products.float() * inverse
 
 
 def softmax_(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -354,6 +459,29 @@ def both_gradients_(log_p: Tensor, entropy: Tensor, grad_log_probs: Tensor, grad
         part.exp_().mul_(factor.sub_(constant[:, None]))
 
 
+def capped_gradient_(log_p: Tensor, targets: Tensor, tokens: Tokens, grads: tuple[Tensor, Tensor | None], bound: float) -> None:
+    """Turn log-probs into the gradient of the product before the cap, with the targets' terms, in place.
+
+    Args:
+        log_p: fp32 [c, v].
+        targets: int64 [c], as columns; they may lie outside of 0 to v - 1.
+        tokens: Normalizers and entropies.
+        grads: Gradients of log-probs and of entropies or None, over the temperature, fp32 [c] each.
+        bound: The cap over the temperature.
+    """
+    for columns in _slices(log_p.shape[1], SCRATCH_COLUMNS):
+        part = log_p[:, columns]
+        # d cap tanh(u / cap) / d u = 1 - tanh^2, read from the logits while they can still be computed from the log-probs.
+        slope = (part + tokens.log_normalizer[:, None]).div_(bound).square_().neg_().add_(1.0)
+        if grads[1] is None:
+            log_prob_gradient_(part, grads[0])
+        else:
+            assert tokens.entropy is not None
+            both_gradients_(part, tokens.entropy, grads[0], grads[1], None)
+        add_target_terms_(part, targets - columns.start, grads[0])
+        part.mul_(slope)
+
+
 def _merged(one: tuple[Any, ...], other: tuple[Any, ...], statistics: Mapping[str, Statistic]) -> tuple[Any, ...]:
     """Return for two sets of columns together what one of them has."""
     top = torch.maximum(one[0], other[0])
@@ -391,6 +519,12 @@ def _compiled(function: Callable[..., Any], *arguments: Any) -> Any:
     return run_compiled(function, tensors, arguments[len(tensors) :], lambda: function(*arguments))
 
 
+def _over_rows(statement: Callable[..., None], tensors: Sequence[Tensor | None], inverse: float) -> None:
+    """Run a statement compiled: whether a head's functions are is a setting of its own model."""
+    with fused_statements(True):
+        over_rows(statement, tensors, inverse)
+
+
 def _plain(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
@@ -401,6 +535,8 @@ def _plain(function: Callable[..., Any], *arguments: Any) -> Any:
 # adds the small terms to the large one loses their last digits: in fp32, with 151,669 entries, gradients of plain autograd are
 # 5e-6 from those in float64. With the large term last they are 4e-7 from them (docs/rloo_memory_study.md).
 
+PRODUCT_ROWS = 8192
+"""Rows of the head whose gradient is computed at a time where it is added to a sum of another dtype."""
 ROWS_AT_ONCE = 32
 """Tokens whose target's row of the head is copied at a time."""
 
@@ -431,6 +567,19 @@ def hidden_gradient(matrix: Tensor, weight: Tensor, targets: Tensor, out: Tensor
         rows = slice(start, start + ROWS_AT_ONCE)
         out[rows].addcmul_(terms[rows], weight[places[rows, 0]])
     return out
+
+
+def add_product_(into: Tensor, matrix: Tensor, hidden: Tensor) -> None:
+    """Add the gradient of the head's weight, ``matrix.t() @ hidden``, to ``into`` [v, H].
+
+    A sum of more digits than the product's takes it in slices of rows, so that the whole product never exists.
+    """
+    if into.dtype == matrix.dtype:
+        torch.addmm(into, matrix.t(), hidden, out=into)
+        return
+    for start in range(0, into.shape[0], PRODUCT_ROWS):
+        rows = slice(start, start + PRODUCT_ROWS)
+        into[rows] += matrix[:, rows].t() @ hidden
 
 
 def is_inside(targets: Tensor, logits: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ KNOB = Knob(
         Claim(
             "update_actor", "params", lambda before, after: before.reference_bytes - after.master_bytes * adapter_params(after)
         ),
-        Claim("update_actor", "grads", lambda before, after: before.master_bytes * (before.params - adapter_params(after))),
+        Claim("update_actor", "grads", lambda before, after: before.gradient_bytes * (before.params - adapter_params(after))),
         Claim("update_actor", "optimizer", lambda before, after: before.state_bytes * (before.params - adapter_params(after))),
     ),
     row=LadderRow(210, on=(f"{_RANK}=8",), off=(f"{_RANK}=0",), on_top_of="rollout_memory"),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from verl_memopt.memory.bucketed_adamw import only_with_adamw
 from verl_memopt.memory.formulas import Shapes
 from verl_memopt.memory.knob import Claim, Knob, LadderRow, Refusal, switch
-from verl_memopt.memory.ranges import num_devices
+from verl_memopt.memory.ranges import data_ranks
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings
@@ -39,7 +39,7 @@ class OptimizerInBackward:
 def _saved(_: Shapes, after: Shapes) -> float:
     """Return the bytes saved on one device, where a unit is one parameter and the vocabulary's matrix the largest."""
     largest = after.vocab * after.hidden * (2 if after.tied else 1)
-    return after.master_bytes * (after.params - largest)
+    return after.gradient_bytes * (after.params - largest)
 
 
 _in_backward = attrgetter(_KEY)
@@ -48,7 +48,7 @@ _in_backward = attrgetter(_KEY)
 def _sequences(settings: Settings) -> int:
     """Return the sequences of one device per optimizer step."""
     roles = settings.actor_rollout_ref
-    return roles.actor.ppo_mini_batch_size * roles.rollout.n // num_devices(settings)
+    return roles.actor.ppo_mini_batch_size * roles.rollout.n // data_ranks(settings, "actor")
 
 
 def _accumulates(settings: Settings) -> bool:

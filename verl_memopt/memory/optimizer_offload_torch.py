@@ -7,7 +7,7 @@ allocated on the host, so the first step costs no more than the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -29,7 +29,9 @@ class StateLanes:
         self._arriving = copy_stream(device)
         self._leaving = copy_stream(device)
 
-    def passing(self, resting: Mapping[str, Tensor], buckets: Sequence[Ranges]) -> Iterator[dict[str, Tensor]]:
+    def passing(
+        self, resting: Mapping[str, Tensor], buckets: Sequence[Ranges], one_way: Collection[str] = ()
+    ) -> Iterator[dict[str, Tensor]]:
         """Yield each bucket of ``resting`` as tensors on the device, and write their values back afterwards.
 
         The next bucket arrives and the previous one leaves while the caller computes. After the last bucket the current stream
@@ -38,6 +40,7 @@ class StateLanes:
         Args:
             resting: Flat host tensors by name.
             buckets: The range of each tensor, for each bucket.
+            one_way: Names of tensors that are read alone. What the caller writes into their buckets is lost.
         """
         here = current_stream(self._device)
         slots = [self._slot(resting, buckets) for _ in range(min(SLOTS, len(buckets)))]
@@ -54,7 +57,8 @@ class StateLanes:
             wait_for(self._leaving, mark_done(here))
             with on_stream(self._leaving):
                 for name, view in views.items():
-                    resting[name][ranges[name]].copy_(view, non_blocking=True)
+                    if name not in one_way:
+                        resting[name][ranges[name]].copy_(view, non_blocking=True)
             left[place] = mark_done(self._leaving)
         for event in left:
             wait_for(here, event)

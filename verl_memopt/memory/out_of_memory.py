@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from verl_memopt.config import schema
 from verl_memopt.config.keys import shown, value_at
 from verl_memopt.distributed.device import empty_cache, is_gpu, memory_info, record_allocations, write_allocations
-from verl_memopt.errors import DeviceMemoryError, OutOfMemory
+from verl_memopt.errors import DeviceMemoryError, OutOfMemory, Way
 from verl_memopt.memory.critic_rules import advices
 from verl_memopt.memory.host_buffers import GIB
-from verl_memopt.memory.knob import LOWER, Advice
+from verl_memopt.memory.knob import LOWER, Advice, Need, Work
 from verl_memopt.memory.resharding_torch import abandon_pass, can_abandon
 from verl_memopt.memory.token_packing import RowTokens, pack_groups_under
 from verl_memopt.observe.byte_tracker import DeviceLimitError, device_storages
@@ -67,10 +68,9 @@ def out_of_memory_report(
     phase: str,
     device: torch.device,
     resident: Callable[[], Iterable[tuple[str, torch.Tensor]]],
-    settings: schema.ActorRolloutRef,
+    parts: RunParts,
     limit: int | None,
-    critic: schema.Critic | None = None,
-    reference: bool = True,
+    work: Work | None = None,
 ) -> Iterator[None]:
     """Turn an out-of-memory error inside the body into a DeviceMemoryError that says what to do about it.
 
@@ -81,10 +81,9 @@ def out_of_memory_report(
         device: Device of the process.
         resident: Returns (kind, tensor) pairs of what was there before the body. It is called after an error only, and may
             include tensors that rest on the host.
-        settings: The section ``actor_rollout_ref``, that advice is based on.
+        parts: What the run has, that advice is based on.
         limit: Bytes that the process may take; None for no limit.
-        critic: The section ``critic``; None in a run without a critic.
-        reference: The run has a reference model of its own.
+        work: What the body computes; None where nothing depends on it.
     """
     try:
         yield
@@ -96,7 +95,7 @@ def out_of_memory_report(
             short = _refused_by_allocator(device, resident(), memory_info(device)[1] if limit is None else limit, error)
         else:
             raise
-        report = short.error(phase, settings, critic, reference)
+        report = short.error(phase, parts, work)
         release_frames(error)
         raise report from (None if isinstance(error, DeviceLimitError) else error)
 
@@ -140,6 +139,33 @@ def _bytes_by_kind(resident: Iterable[tuple[str, torch.Tensor]], device: torch.d
 
 
 @dataclass(frozen=True)
+class RunParts:
+    """The sections of what a run has: only their keys are advised. None = the run has no such part."""
+
+    settings: schema.ActorRolloutRef
+    critic: schema.Critic | None = None
+    reference: bool = True
+    """The run has a reference model of its own."""
+    reward_model: schema.RewardModel | None = None
+
+    def seen(self) -> schema.Settings:
+        """Return the settings as an advice reads them."""
+        reward = self.reward_model or schema.RewardModel()
+        return schema.Settings(actor_rollout_ref=self.settings, critic=self.critic or schema.Critic(), reward_model=reward)
+
+    def absent(self) -> tuple[str, ...]:
+        """Return how the keys begin that have no effect in the run."""
+        own_student = self.reward_model is not None and self.reward_model.model.path is not None
+        there = {"critic.": self.critic is not None, "actor_rollout_ref.ref.": self.reference}
+        there |= {"reward_model.": self.reward_model is not None, "reward_model.model.": own_student}
+        return tuple(start for start, is_there in there.items() if not is_there)
+
+
+GROWING = ("activations", "logits", "kv")
+"""Kinds of bytes that grow with the tokens or sequences that a call computes at once."""
+
+
+@dataclass(frozen=True)
 class Shortage:
     """What was on the device (kind -> bytes, ``held`` together) when it had no room for ``what``.
 
@@ -154,45 +180,77 @@ class Shortage:
     held_before: int | None = None
     first: str | None = None
 
-    def error(
-        self, phase: str, settings: schema.ActorRolloutRef, critic: schema.Critic | None = None, reference: bool = True
-    ) -> DeviceMemoryError:
-        """Return the error, whose message says how to make room in the phase."""
+    def error(self, phase: str, parts: RunParts, work: Work | None = None) -> DeviceMemoryError:
+        """Return the error, whose message says how to make room in the phase, where a call computed ``work``."""
         largest = sorted(self.kinds, key=lambda kind: -self.kinds[kind])
-        ways = advice(phase, largest if self.first is None else [self.first, *largest], settings, critic, reference)
+        ways = advice(
+            phase, largest if self.first is None else [self.first, *largest], parts, partial(self._need, work or Work())
+        )
         terms = ", ".join(f"{kind} {_gib(self.kinds[kind])}" for kind in largest if self.kinds[kind])
         why = "" if not largest else f"Most of it is {largest[0]}: " if self.first is None else "To make room: "
-        out = f" {why}{ways[0]}." if largest and ways else ""
-        more = f" Also: {'; '.join(ways[1:4])}." if len(ways) > 1 else ""
+        out = f" {why}{ways[0].text}." if largest and ways else ""
+        more = f" Also: {'; '.join(way.text for way in ways[1:4])}." if len(ways) > 1 else ""
         of = "" if self.limit is None else f" of {_gib(self.limit)}"
         text = f"{phase}: out of device memory at {_gib(self.held)}{of} GiB ({self.what}): {terms} GiB.{out}{more}"
-        return DeviceMemoryError(text, OutOfMemory(phase, self.requested, self.held_before, self.limit))
+        return DeviceMemoryError(text, OutOfMemory(phase, self.requested, self.held_before, self.limit), ways)
+
+    def _need(self, work: Work, kind: str) -> Need:
+        """Return what the numbers of an advice about a kind of bytes come from.
+
+        What was live when the device was full is not the peak. Of what grows with the work, half of the room is kept free for
+        what the call had still to make.
+        """
+        grows, limit = kind in GROWING, self.held if self.limit is None else self.limit
+        own = sum(num_bytes for name, num_bytes in self.kinds.items() if name == kind or (grows and name in GROWING))
+        share = max(limit - (self.held - own), 0) / max(own, 1)
+        return Need(min(share / 2 if grows else share, 1.0), max(self.held - limit, 0), limit, work)
 
 
-def advice(
-    phase: str,
-    kinds: Iterable[str],
-    settings: schema.ActorRolloutRef,
-    critic: schema.Critic | None = None,
-    reference: bool = True,
-) -> list[str]:
+def advice(phase: str, kinds: Iterable[str], parts: RunParts, need: Callable[[str], Need] | None = None) -> list[Way]:
     """Return what can be set to make room in a phase, for its kinds in their order; what is set already is left out.
 
-    ``settings`` is the section ``actor_rollout_ref``. Without the section ``critic``, or a ``reference``, no key of it is named.
+    ``need`` returns for a kind of bytes what gives the numbers; None where nothing is known.
     """
-    absent = (*(() if critic else ("critic.",)), *(() if reference else ("actor_rollout_ref.ref.",)))
-    seen = schema.Settings(actor_rollout_ref=settings, critic=critic or schema.Critic())
+    seen = parts.seen()
+    # What is being built has one label: whatever a model or an engine consists of.
+    kinds = [part for kind in kinds for part in (("params", "rollout weights", "optimizer") if kind == "built" else (kind,))]
     found = [advice for kind in kinds for advice in advices() if advice.kind == kind and advice.helps_in(phase)]
-    found = [advice for advice in found if not advice.key.startswith(absent) and advice.when(seen)]
-    found.sort(key=lambda advice: not advice.ends_it)
-    ways = (_way(advice, value_at(seen, advice.key)) for advice in found)
-    return list(dict.fromkeys(way for way in ways if way is not None))
+    found = [advice for advice in found if not advice.key.startswith(parts.absent()) and advice.when(seen)]
+    ways = [(_ends_it(advice, need), _way(advice, seen, need)) for advice in found]
+    ways.sort(key=lambda each: not each[0])
+    return list({way.text: way for _, way in ways if way is not None}.values())
 
 
-def _way(advice: Advice, present: object) -> str | None:
-    if advice.value == LOWER:
-        return f"lower {advice.key}" + ("" if present is None else f" (now {shown(present)})")
-    return None if present == advice.value else f"set {advice.key}={shown(advice.value)}"
+def _ends_it(advice: Advice, need: Callable[[str], Need] | None) -> bool:
+    if need is None or not advice.ends_it:
+        return advice.ends_it
+    asked = need(advice.kind)
+    return not asked.work.tokens or asked.one_fits
+
+
+def _way(advice: Advice, seen: schema.Settings, need: Callable[[str], Need] | None) -> Way | None:
+    present, key = value_at(seen, advice.key), advice.key
+    if advice.value != LOWER:
+        text = f"set {key}={shown(advice.value)}"
+        return None if present == advice.value else Way(text, ((key, advice.value),), advice.cost)
+    now = "" if present is None else f" (now {shown(present)})"
+    if need is None:
+        return Way(f"lower {key}{now}", (), advice.cost)
+    asked = need(advice.kind)
+    number = advice.to(asked, seen) if advice.to else _scaled(present, asked.share)
+    work = asked.work
+    there = f"the fullest micro-batch has {work.tokens} tokens, the longest sequence {work.longest}" if work.tokens else ""
+    now = "; ".join(filter(None, ["" if present is None else f"now {shown(present)}", there]))
+    return (
+        None
+        if number is None
+        else Way(f"lower {key} to {shown(number)}" + (f" ({now})" if now else ""), ((key, number),), advice.cost)
+    )
+
+
+def _scaled(present: float | None, share: float) -> float | None:
+    """Return a number made as much smaller as its bytes must be, to three digits; None where there is no room at all."""
+    return None if present is None or not 0 < share < 1 else float(f"{present * share:.3g}")
 
 
 def _gib(num_bytes: int) -> str:

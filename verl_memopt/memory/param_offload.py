@@ -15,15 +15,18 @@ from verl_memopt.memory.critic_rules import twin
 from verl_memopt.memory.knob import Advice, Claim, Knob, LadderRow, for_roles
 
 _KEYS = tuple(f"actor_rollout_ref.{role}.fsdp_config.param_offload" for role in ("actor", "ref"))
-WITHOUT_ACTOR = ("gen", "testing", "reward", "ref", "values", "update_critic")
+ACTOR_KEY = _KEYS[0]
+WITHOUT_ACTOR = ("init", "gen", "testing", "reward", "ref", "values", "update_critic", "save_checkpoint")
 """Phases that do not use the policy's parameters."""
 WITHOUT_REFERENCE = (
-    *("gen", "testing", "reward", "old_log_prob", "values", "update_critic", "update_actor", "update_weights"),
+    *("init", "gen", "testing", "reward", "old_log_prob", "values", "update_critic", "update_actor", "update_weights"),
     "save_checkpoint",
 )
 """Phases that do not use the reference's parameters."""
-WITHOUT_CRITIC = ("gen", "testing", "reward", "old_log_prob", "ref", "update_actor", "update_weights")
+WITHOUT_CRITIC = ("init", "gen", "testing", "reward", "old_log_prob", "ref", "update_actor", "update_weights", "save_checkpoint")
 """Phases that do not use the critic's parameters."""
+WITHOUT_SCORER = (*(phase for phase in WITHOUT_CRITIC if phase != "reward"), "values", "update_critic")
+"""Phases that do not use the model that scores."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ KNOB = Knob(
         Advice("params", _KEYS[1], True, phases=WITHOUT_REFERENCE),
         Advice("params", _KEYS[0], True, phases=WITHOUT_ACTOR),
         Advice("params", twin(_KEYS[0]), True, phases=WITHOUT_CRITIC),
+        Advice("params", "reward_model.model.fsdp_config.param_offload", True, phases=WITHOUT_SCORER),
     ),
     claims=(
         Claim("update_actor", "params", lambda _, after: after.reference_bytes),

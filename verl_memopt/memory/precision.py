@@ -55,7 +55,10 @@ KNOB = Knob(
     settings={"fsdp": PrecisionSettings},
     known_as={"bf16": "actor_rollout_ref.actor.fsdp_config.dtype"},
     advice=(Advice("grads", _KEYS[0], "bfloat16"),),
-    claims=(Claim("update_actor", "params", _narrower), Claim("update_actor", "grads", _narrower)),
+    claims=(
+        Claim("update_actor", "params", _narrower),
+        Claim("update_actor", "grads", lambda before, after: (before.gradient_bytes - after.gradient_bytes) * after.params),
+    ),
     row=LadderRow(160, on=tuple(f"{key}=bfloat16" for key in _KEYS), off=tuple(f"{key}=fp32" for key in _KEYS)),
     factors=(
         *for_roles("dtype", lossy=True, fp32="fp32", bf16="bfloat16"),

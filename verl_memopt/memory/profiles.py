@@ -4,15 +4,62 @@ Use it when: you start on a new machine. Take the profile of your card's size (`
     place to begin when a model does not fit.
 Saves: what the keys it sets save. A run logs them, and ``verl-memopt train memory=constrained --cfg job`` prints them.
 Costs: what those keys cost.
-Works with: every recipe and every key. A key on the command line wins over the profile's.
+Works with: every recipe and every key. A key on the command line wins over the profile's. Where one device trains all weights,
+    a profile that offloads them sets one copy of them instead: ``rollout.share_weights``, ``split_master_weights`` and
+    ``grad_offload``, without ``param_offload``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Set
+from typing import TYPE_CHECKING
+
+from verl_memopt.memory import grad_offload, shared_weights, split_masters
+from verl_memopt.memory.critic_rules import has_critic, twin, twin_refusal
 from verl_memopt.memory.knob import Knob
+from verl_memopt.memory.param_offload import ACTOR_KEY
+from verl_memopt.memory.ranges import num_devices
+
+if TYPE_CHECKING:
+    from verl_memopt.config.role_settings import TrainedFsdp
+    from verl_memopt.config.schema import Settings
 
 CARDS = ("12g", "16g", "24g", "32g", "48g", "80g", "141g")
 """Profiles for one card of so many GB. Each file says which models fit it."""
 PROFILES = ("constrained", "balanced", "large_multi_gpu", *CARDS)
 
 KNOB = Knob(cost="what its keys cost", besides=tuple(f"memory={name}" for name in PROFILES))
+
+
+def one_copy(settings: Settings, written: Set[str]) -> dict[str, object]:
+    """Return what a profile that offloads the policy's parameters sets instead where one device holds all: key -> value.
+
+    One copy of the weights stays on the device, for trainer and engine. All else rests on the host. {} where that cannot be, or
+    where the user has written one of the keys.
+
+    Args:
+        settings: With the profile's keys.
+        written: The keys that are not a preset's.
+    """
+    roles = settings.actor_rollout_ref
+    fsdp = roles.actor.fsdp_config
+    if num_devices(settings) > 1 or not fsdp.param_offload or roles.model.lora_rank:
+        return {}
+    keys: dict[str, object] = {ACTOR_KEY: False, grad_offload.KEY: True, split_masters.KEY: _has_remainder(fsdp)}
+    if roles.rollout.name != "vllm":  # with vLLM the default shares
+        keys[shared_weights.KEY] = True
+    if has_critic(settings) and not settings.critic.model.lora_rank:
+        critic = settings.critic.model.fsdp_config
+        keys |= {twin(grad_offload.KEY): True, twin(split_masters.KEY): _has_remainder(critic)}
+    return {} if keys.keys() & written else keys
+
+
+def _has_remainder(fsdp: TrainedFsdp) -> bool:
+    return (fsdp.model_dtype, fsdp.dtype) == ("fp32", "bfloat16")
+
+
+def can_be(settings: Settings) -> bool:
+    """Return whether the knobs of :func:`one_copy` allow these settings, and trainer and engine share their weights."""
+    refuses = [each for knob in (grad_offload, split_masters, shared_weights) for each in knob.KNOB.refuses]
+    refused = any(each.when(settings) or (has_critic(settings) and twin_refusal(each).when(settings)) for each in refuses)
+    return not refused and shared_weights.why_not(settings.actor_rollout_ref, num_devices(settings)) is None

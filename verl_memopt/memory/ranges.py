@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 if TYPE_CHECKING:
-    from verl_memopt.config.schema import Fsdp, Settings
+    from verl_memopt.config.schema import ActorRolloutRef, Fsdp, Settings
 
 DEVICES = ("trainer.nnodes", "trainer.n_gpus_per_node")
 """The keys behind :func:`num_devices`."""
@@ -28,6 +28,29 @@ def fsdp_of(settings: Settings, role: Literal["actor", "ref"]) -> Fsdp:
     """Return how a role is sharded."""
     roles = settings.actor_rollout_ref
     return roles.actor.fsdp_config if role == "actor" else roles.ref.fsdp_config
+
+
+SequenceRole = Literal["actor", "ref", "critic", "reward_model"]
+
+
+def sequence_ranks(settings: Settings, role: SequenceRole) -> int:
+    """Return the devices that share the tokens of a micro-batch of a role."""
+    if role == "critic":
+        return settings.critic.model.fsdp_config.sequence_ranks
+    if role == "reward_model":
+        return settings.reward_model.model.fsdp_config.sequence_ranks
+    roles = settings.actor_rollout_ref
+    return roles.actor.fsdp_config.sequence_ranks if role == "actor" else reference_ranks(roles)
+
+
+def reference_ranks(roles: ActorRolloutRef) -> int:
+    """Return the devices that share the tokens of a micro-batch of the reference. With LoRA the policy is the reference."""
+    return (roles.actor if roles.model.lora_rank > 0 else roles.ref).fsdp_config.sequence_ranks
+
+
+def data_ranks(settings: Settings, role: SequenceRole) -> int:
+    """Return the groups of devices that share a batch of a role: each gets rows of its own. At least one."""
+    return max(num_devices(settings) // sequence_ranks(settings, role), 1)
 
 
 def uneven_shards(settings: Settings, fsdp: Fsdp) -> bool:

@@ -11,12 +11,13 @@ Works with: ``memory.device_limit_gb``, of which the engine takes its share, and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from verl_memopt.memory.formulas import width
-from verl_memopt.memory.knob import LOWER, Advice, Claim, Factor, Knob, LadderRow, Refusal, UnusedKey, switch
+from verl_memopt.memory.knob import LOWER, Advice, Claim, Factor, Knob, LadderRow, Need, Refusal, UnusedKey, switch
 from verl_memopt.memory.ranges import POSITIVE, PositiveInt, PositiveShare, Range
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _ENGINE = f"{_ROLLOUT}.name"
 _SLEEP, _LEVEL, _SEQUENCES = f"{_ROLLOUT}.free_cache_engine", f"{_ROLLOUT}.sleep_level", f"{_ROLLOUT}.max_num_seqs"
 _SHARE, _CACHE, _CACHE_DTYPE = (f"{_ROLLOUT}.{key}" for key in ("gpu_memory_utilization", "kv_cache_memory_gb", "kv_cache_dtype"))
+GIB = 2**30
+LEAST_SHARE = 0.1
+"""An engine with less of a device holds next to no cache."""
 _VLLM_ALONE = ("gpu_memory_utilization", "kv_cache_memory_gb", "max_num_batched_tokens", "enforce_eager", "enable_prefix_caching")
 SLEEP_LEVELS = Range("must be 1 or 2", lambda level: level in (1, 2))
 
@@ -58,6 +62,17 @@ class RolloutMemory:
     """What a sleeping engine keeps: 1 = its weights, in host memory; 2 = nothing. null = 2: a sync brings all weights."""
 
 
+def kv_bytes_per_token(
+    num_layers: int, num_kv_heads: int, head_dim: int, element_bytes: int, tensor_parallel_size: int = 1
+) -> int:
+    """Return the bytes of one token in the KV cache of one rank: a key and a value of each KV head in each layer.
+
+    Heads are divided over tensor-parallel ranks. With fewer heads than ranks, each rank holds one whole head.
+    """
+    heads = max(num_kv_heads // tensor_parallel_size, 1)
+    return 2 * num_layers * heads * head_dim * element_bytes
+
+
 def sampler_bytes(max_num_seqs: int, vocab: int) -> int:
     """Return the device bytes that the sampler of vLLM's second model runner keeps, whether a request uses them or not.
 
@@ -75,6 +90,26 @@ def host_bytes_asleep(segments: Iterable[int]) -> int:
     each up to a power of two, and does not return it to the system when the engine wakes.
     """
     return sum(1 << (size - 1).bit_length() for size in segments)
+
+
+def _enough_rows(need: Need, _: Settings) -> int | None:
+    return need.part(need.work.rows)
+
+
+def _smaller_share(need: Need, settings: Settings) -> float | None:
+    """Return the engine's share of the device without what was too much; None where hardly anything is left."""
+    share = settings.actor_rollout_ref.rollout.gpu_memory_utilization - need.over_bytes / max(need.limit_bytes, 1)
+    return math.floor(share * 100) / 100 if share >= LEAST_SHARE else None
+
+
+def _smaller_cache(need: Need, settings: Settings) -> float | None:
+    """Return the GiB of the cache without what was too much; None where nothing is left."""
+    gigabytes = (settings.actor_rollout_ref.rollout.kv_cache_memory_gb or 0) - need.over_bytes / GIB
+    return math.floor(gigabytes * 1000) / 1000 if gigabytes >= 0.001 else None
+
+
+def _has_cache_size(settings: Settings) -> bool:
+    return settings.actor_rollout_ref.rollout.kv_cache_memory_gb is not None
 
 
 def _is_hf(settings: Settings) -> bool:
@@ -104,10 +139,10 @@ KNOB = Knob(
         ),
     ),
     advice=(
-        Advice("kv", _SHARE, LOWER, lambda settings: settings.actor_rollout_ref.rollout.kv_cache_memory_gb is None),
-        Advice("kv", _CACHE, LOWER),
+        Advice("kv", _SHARE, LOWER, lambda settings: not _is_hf(settings) and not _has_cache_size(settings), to=_smaller_share),
+        Advice("kv", _CACHE, LOWER, lambda settings: not _is_hf(settings), to=_smaller_cache),
         *(Advice(kind, _SLEEP, True) for kind in ("kv", "rollout weights")),
-        *(Advice(kind, _SEQUENCES, LOWER, phases=("gen", "testing")) for kind in ("activations", "logits")),
+        *(Advice(kind, _SEQUENCES, LOWER, phases=("gen", "testing"), to=_enough_rows) for kind in ("activations", "logits")),
         Advice("rollout weights", _SEQUENCES, LOWER, lambda settings: not _is_hf(settings)),
     ),
     claims=(Claim("update_actor", "rollout weights", lambda _, after: after.params * width(str(after.settings.rollout.dtype))),),

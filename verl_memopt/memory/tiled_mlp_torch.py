@@ -170,12 +170,15 @@ def recomputed_mlp(x: Tensor, norm: RMSNorm, weight: Tensor, layers: Sequence[An
     """
     if not torch.is_grad_enabled():
         return _whole(x, norm, weight, layers, tiles)
-    tensors: list[Tensor | None] = []
-    for layer in layers:
-        adapted = isinstance(layer, LoraLinear) and layer.active
-        tensors += [layer.weight, layer.bias, *((layer.lora_A, layer.lora_B) if adapted else (None, None))]
+    tensors = [tensor for layer in layers for tensor in tensors_of(layer)]
     scales = [layer.scale if isinstance(layer, LoraLinear) else 0.0 for layer in layers]
     return _RecomputedMlp.apply(norm, tiles, scales, keep(x, weight, *tensors), x, weight, *tensors)
+
+
+def tensors_of(layer: Any) -> tuple[Tensor | None, ...]:
+    """Return weight, bias, and an adapter's A and B of a linear layer; None for what it lacks."""
+    adapted = isinstance(layer, LoraLinear) and layer.active
+    return layer.weight, layer.bias, *((layer.lora_A, layer.lora_B) if adapted else (None, None))
 
 
 def _whole(x: Tensor, norm: RMSNorm, weight: Tensor, layers: Sequence[Callable[[Tensor], Tensor]], tiles: int) -> Tensor:
@@ -189,13 +192,14 @@ def _whole(x: Tensor, norm: RMSNorm, weight: Tensor, layers: Sequence[Callable[[
     return out
 
 
-class _Linear:
+class TiledLinear:
     """A linear layer [m, n] in an autograd function: its output over a tile, and its gradients summed over tiles.
 
     Of its four tensors (weight, bias, an adapter's A and B; None for what it lacks) those that are ``needed`` get a gradient.
     """
 
     def __init__(self, tensors: Sequence[Tensor | None], scale: float, needed: Sequence[bool] = (False,) * 4) -> None:
+        """Start without gradients. ``scale`` is that of the adapter."""
         weight, self.bias, self.down, self.up = tensors
         assert weight is not None
         self.weight, self.scale = weight, scale
@@ -206,6 +210,7 @@ class _Linear:
         self._of_weight, self._of_down, self._of_up = (None if one is None else WeightSum(one) for one in weights)
 
     def output(self, x: Tensor) -> Tensor:
+        """Return the output [t, m] of a tile [t, n]."""
         # Written into ``out``: selective checkpointing keeps the outputs of products, and these are to be recomputed.
         out = x.new_empty(x.shape[0], self.weight.shape[0])
         torch.mm(x, self.weight.t(), out=out)
@@ -252,7 +257,7 @@ class _RecomputedMlp(torch.autograd.Function):
         ctx: Any, norm: RMSNorm, tiles: int, scales: Sequence[float], node: Any, x: Tensor, weight: Tensor, *tensors: Any
     ) -> Tensor:
         ctx.norm, ctx.tiles, ctx.scales, ctx.kept = norm, tiles, scales, node
-        gate, up, down = map(_Linear, _fours(tensors), scales)
+        gate, up, down = map(TiledLinear, _fours(tensors), scales)
         out = torch.empty_like(x)
         for rows in product_tiles(x, tiles):
             normal = norm.compute((x[rows],), (weight,))
@@ -266,7 +271,7 @@ class _RecomputedMlp(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, *tensors = kept(ctx)
         needed = ctx.needs_input_grad[4:]
-        layers = list(map(_Linear, _fours(tensors), ctx.scales, _fours(needed[2:])))
+        layers = list(map(TiledLinear, _fours(tensors), ctx.scales, _fours(needed[2:])))
         of_x = torch.empty_like(x) if any(needed[:2]) else None
         of_norm = zeros_to_sum(weight) if needed[1] else None
         cuts = product_tiles(x, ctx.tiles)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from verl_memopt.memory.critic_rules import as_critic, has_critic
 from verl_memopt.memory.formulas import activation_saving
-from verl_memopt.memory.knob import LOWER, Advice, Claim, Factor, Knob, LadderRow, Predicate, Refusal, UnusedKey
-from verl_memopt.memory.ranges import POSITIVE, PositiveInt, longest_sample, needs_reference
+from verl_memopt.memory.knob import LOWER, Advice, Claim, Factor, Knob, LadderRow, Need, Predicate, Refusal, UnusedKey
+from verl_memopt.memory.ranges import POSITIVE, PositiveInt, SequenceRole, longest_sample, needs_reference, sequence_ranks
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 _AR = "actor_rollout_ref"
 Role = Literal["actor", "rollout", "ref", "values"]
 ADAPTIVE_KEY, _IN_BACKWARD = f"{_AR}.actor.adaptive_token_budget", f"{_AR}.actor.optim.in_backward"
+_CRITIC_ADAPTIVE, _REWARD_ADAPTIVE = "critic.adaptive_token_budget", "reward_model.adaptive_token_budget"
+_STUDENT_TOKENS = "reward_model.rlt.max_tokens_per_micro_batch"
+_REWARD_TOKENS, _REWARD_ROWS = "reward_model.forward_max_token_len_per_gpu", "reward_model.micro_batch_size_per_gpu"
 _ROWS, _BY_TOKENS, _TOKENS = "micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu"
 
 
@@ -85,7 +88,7 @@ def _keys(role: Role) -> tuple[str, str, str]:
     return rows, by_tokens, tokens
 
 
-def _sizes(settings: Settings, role: Role) -> tuple[int | None, bool | None, int | None]:
+def sizes_of(settings: Settings, role: Role | Literal["critic"]) -> tuple[int | None, bool | None, int | None]:
     """Return the most sequences of a role's micro-batch, whether tokens are counted instead, and the most tokens."""
     roles, critic = settings.actor_rollout_ref, settings.critic
     if role == "actor":
@@ -93,6 +96,8 @@ def _sizes(settings: Settings, role: Role) -> tuple[int | None, bool | None, int
         return actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu
     if role == "values":
         return critic.forward_micro_batch_size_per_gpu, critic.use_dynamic_bsz, critic.forward_max_token_len_per_gpu
+    if role == "critic":
+        return critic.ppo_micro_batch_size_per_gpu, critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu
     own = roles.rollout if role == "rollout" else roles.ref
     return own.log_prob_micro_batch_size_per_gpu, own.log_prob_use_dynamic_bsz, own.log_prob_max_token_len_per_gpu
 
@@ -102,20 +107,24 @@ def _is_checked(settings: Settings, role: Role) -> bool:
     if role == "actor":
         return True
     if role == "values":
-        return has_critic(settings) and _sizes(settings, role) != _sizes(as_critic(settings), "actor")
-    return _sizes(settings, role) != _sizes(settings, "actor") and (role == "rollout" or needs_reference(settings))
+        return has_critic(settings) and sizes_of(settings, role) != sizes_of(as_critic(settings), "actor")
+    return sizes_of(settings, role) != sizes_of(settings, "actor") and (role == "rollout" or needs_reference(settings))
 
 
 def _refusals(role: Role) -> Iterator[Refusal]:
     rows_key, by_tokens_key, tokens_key = _keys(role)
 
     def has_no_size(settings: Settings) -> bool:
-        rows, by_tokens, _ = _sizes(settings, role)
+        rows, by_tokens, _ = sizes_of(settings, role)
         return not by_tokens and rows is None and _is_checked(settings, role)
 
+    def least(settings: Settings) -> int:
+        of_model: SequenceRole = "critic" if role == "values" else "ref" if role == "ref" else "actor"
+        return -(-longest_sample(settings) // sequence_ranks(settings, of_model))
+
     def is_too_small(settings: Settings) -> bool:
-        _, by_tokens, tokens = _sizes(settings, role)
-        return bool(by_tokens) and (tokens or 0) < longest_sample(settings) and _is_checked(settings, role)
+        _, by_tokens, tokens = sizes_of(settings, role)
+        return bool(by_tokens) and (tokens or 0) < least(settings) and _is_checked(settings, role)
 
     yield Refusal(
         (rows_key, by_tokens_key), has_no_size, "a micro-batch has no size", f"Set {rows_key}, or {by_tokens_key}=true."
@@ -124,7 +133,7 @@ def _refusals(role: Role) -> Iterator[Refusal]:
         (tokens_key,),
         is_too_small,
         "a sample may have more tokens (data.max_prompt_length + data.max_response_length)",
-        lambda settings: f"Raise it to at least {longest_sample(settings)}, or lower one of the two lengths.",
+        lambda settings: f"Raise it to at least {least(settings)}, or lower one of the two lengths.",
         lambda settings: (
             f"a sample may have {longest_sample(settings)} tokens (data.max_prompt_length + data.max_response_length)"
         ),
@@ -139,7 +148,37 @@ def _may_adapt(settings: Settings) -> bool:
 
 def _counts(role: Role, tokens: bool) -> Predicate:
     """Return the question whether a role's micro-batches are cut by tokens, or by sequences."""
-    return lambda settings: bool(_sizes(settings, role)[1]) == tokens
+    return lambda settings: bool(sizes_of(settings, role)[1]) == tokens
+
+
+def _enough_tokens(need: Need, settings: Settings) -> int | None:
+    """Return how many tokens of a micro-batch there is room for, at least the longest sample that the run may have."""
+    rollout = settings.actor_rollout_ref.rollout
+    return need.part(need.work.tokens, max(need.work.longest, (rollout.prompt_length or 0) + (rollout.response_length or 0)))
+
+
+def _enough_rows(need: Need, _: Settings) -> int | None:
+    return need.part(need.work.rows)
+
+
+def _enough_student_tokens(need: Need, _: Settings) -> int | None:
+    return need.part(need.work.tokens, max(need.work.longest, 1))
+
+
+def _critic_by_tokens(settings: Settings) -> bool:
+    return bool(settings.critic.use_dynamic_bsz)
+
+
+def _scores_by_recipe(settings: Settings) -> bool:
+    return settings.reward_model.recipe is not None
+
+
+def _scores_dynamic(settings: Settings) -> bool:
+    return settings.reward_model.recipe is None and bool(settings.reward_model.use_dynamic_bsz)
+
+
+def _scores_by_tokens(settings: Settings) -> bool:
+    return settings.reward_model.recipe is not None or bool(settings.reward_model.use_dynamic_bsz)
 
 
 def _advice() -> Iterator[Advice]:
@@ -149,8 +188,14 @@ def _advice() -> Iterator[Advice]:
         yield Advice(kind, ADAPTIVE_KEY, True, _may_adapt, ("update_actor", "old_log_prob", "ref"), ends_it=True)
         for role, phase in phases.items():
             rows, _, tokens = _keys(role)
-            yield Advice(kind, tokens, LOWER, _counts(role, tokens=True), (phase,))
-            yield Advice(kind, rows, LOWER, _counts(role, tokens=False), (phase,))
+            yield Advice(kind, tokens, LOWER, _counts(role, tokens=True), (phase,), to=_enough_tokens)
+            yield Advice(kind, rows, LOWER, _counts(role, tokens=False), (phase,), to=_enough_rows)
+        yield Advice(kind, _CRITIC_ADAPTIVE, True, _critic_by_tokens, ("values",), ends_it=True)
+        # Only runs with a model that scores have the phase. A recipe's is always cut by tokens.
+        yield Advice(kind, _REWARD_ADAPTIVE, True, _scores_by_tokens, ("reward",), ends_it=True)
+        yield Advice(kind, _STUDENT_TOKENS, LOWER, _scores_by_recipe, ("reward",), to=_enough_student_tokens)
+        yield Advice(kind, _REWARD_TOKENS, LOWER, _scores_dynamic, ("reward",), to=_enough_tokens)
+        yield Advice(kind, _REWARD_ROWS, LOWER, lambda settings: not _scores_by_tokens(settings), ("reward",), to=_enough_rows)
 
 
 def _log_prob_factor(role: Role, name: str) -> Factor:

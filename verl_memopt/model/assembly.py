@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -16,15 +16,18 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from verl_memopt.config.schema import CriticModel, Fsdp, Model, ScoringModel
+from verl_memopt.config.schema import CriticModel, Fsdp, Model, ScoringModel, TrainedFsdp
+from verl_memopt.distributed.device import cast_units_at_once
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activation_checkpointing_torch import checkpoint_blocks
+from verl_memopt.memory.formulas import key_copies
 from verl_memopt.memory.lora_torch import apply_lora
 from verl_memopt.memory.native_offload_torch import allocate_on_host, native_offload
 from verl_memopt.memory.quantized_frozen_torch import quantize_blocks
+from verl_memopt.memory.sequence_parallel_torch import sequence_group
 from verl_memopt.model.attention import choose_attention
 from verl_memopt.model.decoder import Decoder, DecoderBlock, block_options, class_name
-from verl_memopt.model.families import POLICY_KEY
+from verl_memopt.model.families import POLICY_KEY, score_cap
 from verl_memopt.model.packed_model import PackedModel
 from verl_memopt.model.policy_model import PolicyModel, dtype_of
 from verl_memopt.model.reward_folder import REWARD_KEY, frozen_value_model
@@ -35,6 +38,7 @@ from verl_memopt.model.weights import (
     fill_from_folder,
     load_model_config,
     mapped_weights,
+    named_weights,
     rebuild_buffers,
 )
 
@@ -191,21 +195,52 @@ def _build(
     """Return the model that ``take_over`` makes of a model of transformers, sharded."""
     masters = dtype_of(fsdp.model_dtype, f"{use.fsdp_key}.model_dtype")
     compute = dtype_of(fsdp.dtype, f"{use.fsdp_key}.dtype")
+    # Split masters rest as the weights that compute, and a remainder in the optimizer's state.
+    resting = compute if isinstance(fsdp, TrainedFsdp) and fsdp.split_master_weights else masters
     reduce = dtype_of(fsdp.mixed_precision.reduce_dtype, f"{use.fsdp_key}.mixed_precision.reduce_dtype")
-    attention = choose_attention(model.attn_implementation or "auto", device, compute, use.model_key)
     config = load_model_config(model, folder, use.model_key)
-    lm = empty_model(config, attention, masters, bool(model.trust_remote_code), use.model_key)
+    name = model.attn_implementation or "auto"
+    attention = choose_attention(name, device, compute, use.model_key, score_cap(config))
+    lm = empty_model(config, attention, resting, bool(model.trust_remote_code), use.model_key)
     blocks = block_options(lm, model, fsdp, use.model_key, use.trained, use.recompute)
     packed = take_over(lm, blocks=blocks)
+    if fsdp.sequence_ranks > 1:
+        _check_heads(config, fsdp.sequence_ranks, use)
+        packed.sequence = sequence_group(mesh.device_type, mesh.size(), fsdp.sequence_ranks)
     packed.stays_on_host, packed.masters, packed.compute = fsdp.offload_policy, masters, compute
     # Only one rank alone can reuse a prefix KV: several ranks must run the same forwards, but cut their groups differently.
-    packed.supports_prefix_kv = blocks is not None and blocks[0].recompute and mesh.size() == 1
-    parallelize(packed, model, fsdp, mesh, (masters, compute, reduce), use)
+    # Blocks over tiles keep no keys and values that could be reused.
+    whole = blocks is not None and blocks[0].recompute and blocks[0].tile_tokens is None
+    packed.supports_prefix_kv = whole and mesh.size() == 1
+    parallelize(packed, model, fsdp, mesh, (resting, compute, reduce), use)
     return packed
 
 
-def allocate(model: PackedModel, device: torch.device) -> None:
-    """Allocate the parameters of a model, uninitialised. Tied parameters stay one tensor."""
+def _check_heads(config: Any, ranks: int, use: ModelUse) -> None:
+    """Refuse sequence parallelism over ranks among which the query heads do not divide, and log where key heads are repeated."""
+    sizes = config.get_text_config()
+    heads = int(sizes.num_attention_heads)
+    kv_heads = int(getattr(sizes, "num_key_value_heads", None) or heads)
+    key = f"{use.fsdp_key}.ulysses_sequence_parallel_size={ranks}"
+    if heads % ranks:
+        possible = " or ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
+        raise ConfigError(f"{key}: the model's {heads} query heads do not divide over the ranks. Set {possible}.")
+    copies = key_copies(heads, kv_heads, ranks)
+    if copies > 1:
+        logger.warning(
+            "%s: the model has %d key heads, which do not divide over the ranks. Each goes to %d ranks, so "
+            "attention's keys and values take %d times their bytes.", key, kv_heads, copies, copies,
+        )  # fmt: skip
+
+
+def allocate(model: PackedModel, device: torch.device, shared: Mapping[str, Tensor] | None = None) -> None:
+    """Allocate the parameters of a model, uninitialised. Tied parameters stay one tensor.
+
+    ``shared`` are the weights of an engine under their Hugging Face names, which become the parameters.
+    """
+    if shared is not None:
+        _take_over(model, device, shared)
+        return
     # Allocation gives every parameter memory of its own, so a tie has to be made again.
     tied = model.tied
     if model.stays_on_host:
@@ -216,9 +251,22 @@ def allocate(model: PackedModel, device: torch.device) -> None:
         model.head.weight = model.lm.get_input_embeddings().weight
 
 
-def materialize(policy: PolicyModel, folder: Path, device: torch.device) -> None:
-    """Allocate the model's storage, and fill it from the folder, shard by shard."""
-    allocate(policy, device)
+def _take_over(model: PackedModel, device: torch.device, shared: Mapping[str, Tensor]) -> None:
+    """Make parameters of an engine's weights, and allocate the buffers."""
+    weights = dict(named_weights(model))
+    assert all(shared[name].shape == weight.shape and shared[name].dtype == weight.dtype for name, weight in weights.items())
+    # A tied parameter has one name here, and two places in the model.
+    made = {weight: nn.Parameter(shared[name], weight.requires_grad) for name, weight in weights.items()}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            module._parameters[name] = None if parameter is None else made[parameter]
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else torch.empty_like(buffer, device=device)
+
+
+def materialize(policy: PolicyModel, folder: Path, device: torch.device, shared: Mapping[str, Tensor] | None = None) -> None:
+    """Allocate the model's storage, and fill it from the folder, shard by shard. ``shared`` is as in :func:`allocate`."""
+    allocate(policy, device, shared)
     rebuild_buffers(policy, device)
     fill_from_folder(policy, folder)
 
@@ -280,6 +328,8 @@ def shard_model(
             fully_shard(unit, **{**options, "mp_policy": in_own_dtype, "reshard_after_forward": False})
         # The root's parameters are used until the end of the forward, and again from the start of the backward.
         fully_shard(root, **{**options, "reshard_after_forward": False})
+    if mesh.size() == 1:
+        cast_units_at_once(root)
 
 
 # The precision of parameters at rest, of compute, and of the reduction of gradients.

@@ -17,14 +17,22 @@ from verl_memopt.distributed.device import is_gpu, supports_flash
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.attention_dense import dense_attention
 from verl_memopt.model.attention_flash import flash_attention
-from verl_memopt.model.families import POLICY_KEY
+from verl_memopt.model.families import POLICY_KEY, SCORE_CAP
 from verl_memopt.model.packing import PrefixGroup, PrefixLayout
 from verl_memopt.model.rotary import Rotary
 
 # Attention written out with explicit masks, in plain autograd: the reference for every kernel; and sliding windows.
 
 
-def eager_attention(query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, scale: float, window: int | None) -> Tensor:
+def eager_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PrefixLayout,
+    scale: float,
+    window: int | None,
+    cap: float | None = None,
+) -> Tensor:
     """Return attention [1, heads, Q, D]. It holds the scores of all pairs of tokens of one group at a time.
 
     Args:
@@ -34,6 +42,7 @@ def eager_attention(query: Tensor, key: Tensor, value: Tensor, layout: PrefixLay
         layout: Which tokens share a prefix.
         scale: Factor of the products of queries and keys.
         window: How many positions back a token sees, itself included; None for all.
+        cap: The bound to which a tanh holds the scores; None for no cap.
     """
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
@@ -41,7 +50,10 @@ def eager_attention(query: Tensor, key: Tensor, value: Tensor, layout: PrefixLay
     outputs, tensors = [], (query.split(queries, 2), *(x.split(layout.tokens, 2) for x in (key, value)))
     for (prefix, suffixes), skipped, q, k, v in zip(layout.groups, layout.skipped, *tensors, strict=True):
         hidden = ~group_mask((skipped + prefix, suffixes), window, query.device)[skipped:]
-        scores = (q @ k.transpose(2, 3) * scale).masked_fill(hidden, float("-inf"))
+        scores = q @ k.transpose(2, 3) * scale
+        if cap is not None:
+            scores = (scores / cap).tanh() * cap
+        scores = scores.masked_fill(hidden, float("-inf"))
         # The softmax is in fp32 as in transformers' own eager attention, which this is the reference for.
         outputs.append(scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ v)
     return torch.cat(outputs, dim=2)
@@ -97,18 +109,33 @@ class AttentionChoice:
     reason: str
 
 
-def choose_attention(name: str, device: torch.device, dtype: torch.dtype, section: str = POLICY_KEY) -> AttentionChoice:
+def choose_attention(
+    name: str, device: torch.device, dtype: torch.dtype, section: str = POLICY_KEY, cap: float | None = None
+) -> AttentionChoice:
     """Choose the kernel for ``model.attn_implementation``.
 
     ``auto`` takes flash-attn where it is installed and supports device and dtype. Without flash-attn it takes torch's own flash
-    kernels under the same conditions, and else SDPA's other kernels.
+    kernels under the same conditions, and else SDPA's other kernels. A model that caps its scores gets eager attention: the
+    fused kernels cannot cap them.
+
+    Args:
+        name: The setting's value.
+        device: Where the model computes.
+        dtype: The dtype of compute.
+        section: Section of the setting, to name in errors.
+        cap: The bound to which the model caps its scores; None for no cap.
 
     Raises:
-        ConfigError: For an unknown name, or for a kernel that cannot run here.
+        ConfigError: For an unknown name, or for a kernel that cannot run here or for this model.
     """
     key = f"{section}.attn_implementation={name}"
     if name not in ("auto", "flash_attention_2", "sdpa", "eager"):
         raise ConfigError(f"{key}: unknown. Use auto, flash_attention_2, sdpa or eager.")
+    if cap is not None and name in ("flash_attention_2", "sdpa"):
+        raise ConfigError(f"{key}: this kernel cannot cap the scores of attention ({SCORE_CAP}={cap:g}). Use auto or eager.")
+    if cap is not None:
+        reason = f"the model caps the scores of attention ({SCORE_CAP}={cap:g})" if name == "auto" else "asked for"
+        return AttentionChoice("eager", REGISTERED["eager"], reason)
     supported = supports_flash(device, dtype)
     problem = flash_attn_problem() if supported or name == "flash_attention_2" else None
     if name == "flash_attention_2":
@@ -157,12 +184,14 @@ class AttentionArgs:
         scale: Factor of the products of queries and keys.
         window: How many positions back a token sees, itself included; None for all.
         rotary: Rotates queries and keys; None where they are rotated already.
+        cap: The bound to which the scores are capped; None for no cap. Only eager attention can cap them.
     """
 
     layout: PrefixLayout
     scale: float
     window: int | None
     rotary: Rotary | None
+    cap: float | None = None
 
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, AttentionArgs], Tensor]
@@ -171,14 +200,14 @@ Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, AttentionArgs], Tensor]
 
 def _eager(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
     query, key = _apply_rotary(query, key, args.rotary, args.layout)
-    return eager_attention(query, key, value, args.layout, args.scale, args.window).transpose(1, 2)
+    return eager_attention(query, key, value, args.layout, args.scale, args.window, args.cap).transpose(1, 2).contiguous()
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
     _refuse_shared_prefix(args)
     if args.window is not None and max(args.layout.segments) > args.window:
         query, key = _apply_rotary(query, key, args.rotary, args.layout)
-        return windowed_attention(query, key, value, args.layout, args.scale, args.window).transpose(1, 2)
+        return windowed_attention(query, key, value, args.layout, args.scale, args.window).transpose(1, 2).contiguous()
     return _one_size(lambda q, k, v, rotary: dense_attention(q, k, v, args.layout, args.scale, rotary), query, key, value, args)
 
 
@@ -238,7 +267,7 @@ def _one_size(attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: 
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    return tensor[0].transpose(0, 1)  # [T, heads, D]
+    return tensor.squeeze(0).transpose(0, 1)  # [T, heads, D]; squeeze as in DecoderBlock.compute
 
 
 class WindowOverPrefixError(NotImplementedError):
@@ -259,8 +288,18 @@ def _refuse_shared_prefix(args: AttentionArgs) -> None:
         raise WindowOverPrefixError(args.window)
 
 
+def _over_ranks(attend: Attend) -> Attend:
+    """Return a kernel that exchanges heads with the other ranks where they share the tokens of a pack."""
+
+    def attended(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
+        split = args.layout.split
+        return attend(query, key, value, args) if split is None else split.over_heads(attend, query, key, value, args)
+
+    return attended
+
+
 KERNELS: dict[str, Attend] = {
-    REGISTERED[name]: attend
+    REGISTERED[name]: _over_ranks(attend)
     for name, attend in {"sdpa": _sdpa, "eager": _eager, "varlen": _varlen, "flash_attention_2": _flash}.items()
 }
 """Kernels by the name of the attention in a model's config."""

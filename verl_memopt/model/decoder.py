@@ -28,6 +28,7 @@ from verl_memopt.model.families import OWN_BLOCKS
 from verl_memopt.model.packing import PrefixLayout
 from verl_memopt.model.prefix_kv import Prefix, PrefixKV, Tables
 from verl_memopt.model.rotary import Rotary
+from verl_memopt.model.tiled_block import BlockShape, tiled_block
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,9 @@ class BlockOptions:
     checkpoint: Literal["full", "selective"] | None = None
     """What activation checkpointing keeps: the input of the block ("full"), or also the outputs of products and attention."""
 
+    tile_tokens: int | None = None
+    """Keep only the input of the block, and run all of it over tiles of so many tokens (``block_tile_tokens``)."""
+
 
 class Attention(nn.Module):
     """Queries, keys and values of a normed input, rotary positions, attention over packed sequences, output projection."""
@@ -70,9 +74,9 @@ class Attention(nn.Module):
         """Return attention's output [Q, h], for the Q queries of the packed sequences.
 
         Args:
-            x: [T, h], before ``norm``.
+            x: [T, h], before ``norm``. With sequence parallelism this rank's tokens, and so is the result.
             norm: Norm of the block's input.
-            tables: Cos and sin of the T positions, [1, T, D] each.
+            tables: Cos and sin of all T positions, [1, T, D] each.
             layout: Which of the T tokens share a prefix.
             attend: The kernel.
             prefix_kv: The prefix KV of these answers, or the recorder where this is the forward of a prefix.
@@ -82,26 +86,29 @@ class Attention(nn.Module):
             assert prefix_kv is None, "prefix KV needs recomputed norms and rotations"
             return self._plain(norm(x), tables, layout, attend)
         # Queries and keys are kept before norm and rotary: attention applies both itself, and again in backward.
-        query, key, value = self._query_key_value(x, norm, layout, rows)
+        query, key, value = self._query_key_value(x, norm, rows)
         if prefix_kv is not None:
             key, value, tables = prefix_kv.extend(self.layer, key, value, tables)
         query, key, value = (self._heads(states) for states in (query, key, value))
         return self._attended(query, key, value, layout, attend, self._rotary(tables))
 
-    def _query_key_value(self, x: Tensor, norm: Any, layout: PrefixLayout, rows: Tensor | None) -> Sequence[Tensor]:
+    def _query_key_value(self, x: Tensor, norm: Any, rows: Rows | None) -> Sequence[Tensor]:
         """Return queries [Q, H x D], and keys and values [T, K x D]."""
         layers = (self.q_proj, self.k_proj, self.v_proj)
         if self.options.recompute:
-            at_rows = None if rows is None else Rows(rows, layout.query_places)
             rms_norm = RMSNorm(norm.variance_epsilon)
-            return recomputed_outputs(rms_norm, (x,), (norm.weight,), layers, at_rows, row_layers=(self.q_proj,))
+            return recomputed_outputs(rms_norm, (x,), (norm.weight,), layers, rows, row_layers=(self.q_proj,))
         normal = norm(x)
-        return self.q_proj(normal[rows]), self.k_proj(normal), self.v_proj(normal)
+        at_rows = normal if rows is None else normal[rows.index]
+        return self.q_proj(at_rows), self.k_proj(normal), self.v_proj(normal)
 
     def _plain(self, normal: Tensor, tables: Tables, layout: PrefixLayout, attend: Attend) -> Tensor:
         query = _maybe(self.q_norm, self._heads(self.q_proj(normal)))
         key = _maybe(self.k_norm, self._heads(self.k_proj(normal)))
         value = self._heads(self.v_proj(normal))
+        if layout.split is not None:
+            cos, sin = (table[:, layout.split.own] for table in tables)
+            tables = cos, sin
         query, key = apply_rotary(query, tables), apply_rotary(key, tables)
         return self._attended(query, key, value, layout, attend, None)
 
@@ -110,10 +117,11 @@ class Attention(nn.Module):
     ) -> Tensor:
         q, k, v = (states.transpose(0, 1)[None] for states in (query, key, value))  # [1, heads, T, D]
         out = attend(q, k, v, AttentionArgs(layout, self.scale, self.window, rotary))
-        return self.o_proj(out.reshape(query.shape[0], -1))
+        # The width is given: with sequence parallelism a rank may have no query, and then none can be derived.
+        return self.o_proj(out.reshape(query.shape[0], out.shape[2] * out.shape[3]))
 
     def _heads(self, states: Tensor) -> Tensor:
-        return states.view(states.shape[0], -1, self.head_dim)
+        return states.view(states.shape[0], states.shape[1] // self.head_dim, self.head_dim)
 
     def _rotary(self, tables: Tables) -> Rotary:
         cos, sin = (table[0] for table in tables)
@@ -170,38 +178,79 @@ class DecoderBlock(nn.Module):
         self.post_attention_layernorm = source.post_attention_layernorm
 
     def forward(
-        self, hidden: Tensor, cos: Tensor, sin: Tensor, layout: PrefixLayout, attend: Attend, prefix_kv: Prefix | None = None
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        layout: PrefixLayout,
+        attend: Attend | None,
+        prefix_kv: Prefix | None = None,
     ) -> Tensor:
         """Return the block's output [1, Q, h] for the Q queries: all T tokens, unless the block is pruned.
 
         Args:
-            hidden: [1, T, h].
-            cos: [1, T, D], as ``sin``.
+            hidden: [1, T, h], with sequence parallelism of this rank's tokens.
+            cos: [1, T, D] of all tokens, as ``sin``.
             sin: Sines of the T positions.
             layout: Which of the T tokens share a prefix.
-            attend: The attention kernel.
+            attend: The attention kernel; None for that of tiles, in a block that runs over them.
             prefix_kv: The prefix KV of these answers, or the recorder where this is the forward of a prefix.
         """
+        if attend is None:
+            assert prefix_kv is None, "a block over tiles takes no prefix KV"
+            return self._tiled(hidden, cos, sin, layout)
         # FSDP's hooks are outside of this call, so a block is gathered once for its second forward and its backward.
         if self.options.checkpoint is not None:
             return checkpointed(self.compute, hidden, cos, sin, layout, attend, prefix_kv, mode=self.options.checkpoint)
         return self.compute(hidden, cos, sin, layout, attend, prefix_kv)
 
+    @property
+    def tile_tokens(self) -> int | None:
+        """Tokens of a tile that the whole block runs over; None where it does not."""
+        return self.options.tile_tokens if self.self_attn.window is None else None
+
+    def _tiled(self, hidden: Tensor, cos: Tensor, sin: Tensor, layout: PrefixLayout) -> Tensor:
+        assert self.tile_tokens is not None
+        attention, mlp = self.self_attn, self.mlp
+        norms: Any = self.input_layernorm, self.post_attention_layernorm, attention.q_norm, attention.k_norm
+        weights = [None if norm is None else norm.weight for norm in norms]
+        epsilons = [0.0 if norm is None else norm.variance_epsilon for norm in norms]
+        shape = BlockShape(
+            self.tile_tokens,
+            self.options.mlp_tiles or 1,
+            attention.head_dim,
+            attention.scale,
+            (RMSNorm(epsilons[0]), RMSNorm(epsilons[1])),
+            epsilons[2],
+        )
+        layers = (
+            attention.q_proj,
+            attention.k_proj,
+            attention.v_proj,
+            attention.o_proj,
+            mlp.gate_proj,
+            mlp.up_proj,
+            mlp.down_proj,
+        )
+        return tiled_block(hidden.squeeze(0), cos[0], sin[0], layout, shape, weights, layers)
+
     def compute(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, layout: PrefixLayout, attend: Attend, prefix_kv: Prefix | None
     ) -> Tensor:
         """Return what ``forward`` returns, and keep for backward what the options say."""
-        x, residual = self._residual(hidden[0], query_rows(layout, prefix_kv))
+        # squeeze, not [0]: the gradient of an indexed tensor is zeros with a copy in them.
+        x, residual = self._residual(hidden.squeeze(0), query_rows(layout, prefix_kv))
         # The sums have three dimensions, so that FSDP2 gets no view.
         hidden = residual[None] + self.self_attn(x, self.input_layernorm, (cos, sin), layout, attend, prefix_kv)[None]
         # The tiles of a pruned block's MLP are no larger than those of all tokens would be.
-        return hidden + self.mlp(hidden[0], self.post_attention_layernorm, len(product_tiles(x)))[None]
+        return hidden + self.mlp(hidden.squeeze(0), self.post_attention_layernorm, len(product_tiles(x)))[None]
 
-    def _residual(self, x: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _residual(self, x: Tensor, rows: Rows | None) -> tuple[Tensor, Tensor]:
         """Return x [T, h], and its rows that are queries [Q, h] for the residual sum."""
+        index = None if rows is None else rows.index
         if self.options.recompute:
-            return select_rows(x, rows)
-        return (x, x) if rows is None else (x, x[rows])
+            return select_rows(x, index)
+        return (x, x) if index is None else (x, x[index])
 
 
 class Decoder(nn.Module):
@@ -228,8 +277,8 @@ class Decoder(nn.Module):
         """Return the states [Q, h] after the last block, before the final norm.
 
         Args:
-            input_ids: int64 [1, T], packed sequences.
-            position_ids: int64 [1, T].
+            input_ids: int64 [1, T], packed sequences; with sequence parallelism this rank's tokens.
+            position_ids: int64 [1, T], of all tokens.
             layout: Which of the T tokens share a prefix.
             needed: The same with only Q tokens as queries, for a pruned last block; None for all tokens.
             prefix_kv: The prefix KV of these answers, or the recorder where this is the forward of a prefix.
@@ -240,8 +289,9 @@ class Decoder(nn.Module):
         kernel = self.attend if attend is None else attend
         for block, options in zip(self.layers, self.options, strict=True):
             pruned = options.prune and needed is not None
-            hidden = block(hidden, cos, sin, needed if pruned else layout, kernel, prefix_kv)
-        return hidden[0]
+            over_tiles = attend is None and block.tile_tokens is not None
+            hidden = block(hidden, cos, sin, needed if pruned else layout, None if over_tiles else kernel, prefix_kv)
+        return hidden.squeeze(0)
 
     def normed_rows(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Return the final norm [R, h] of the states [Q, h] at ``rows``, int64 [R]. If recomputed, only these rows are normed."""
@@ -254,10 +304,10 @@ class Decoder(nn.Module):
         return self
 
 
-def query_rows(layout: PrefixLayout, prefix_kv: Prefix | None) -> Tensor | None:
-    """Return the places of the queries among a block's tokens, int64 [Q]; None where every token is a query."""
+def query_rows(layout: PrefixLayout, prefix_kv: Prefix | None) -> Rows | None:
+    """Return the queries among a block's tokens; None where every token is a query."""
     # With a prefix KV the skipped tokens are not among the block's tokens.
-    return None if isinstance(prefix_kv, PrefixKV) else layout.query_index
+    return None if isinstance(prefix_kv, PrefixKV) else layout.own_queries
 
 
 def apply_rotary(x: Tensor, tables: Tables) -> Tensor:
@@ -310,6 +360,8 @@ def block_options(
         check_mlps(blocks, trained, f"{key}.tiled_mlp")
     recompute = model.recompute_elementwise and can_recompute(blocks, trained, f"{key}.recompute_elementwise")
     prunes = model.prune_last_block and can_prune(blocks[-1], f"{key}.prune_last_block")
+    if model.block_tile_tokens is not None:
+        _check_tiled_blocks(lm, blocks, trained, key)
     if not of_llama_family(lm):
         assert tiles is None, f"{class_name(blocks[0])} has an MLP that is known in a block that is not"
         return None
@@ -323,9 +375,24 @@ def block_options(
             mlp_tiles=1 if tiles is None and recompute and place in chosen and mode != "selective" else tiles,
             prune=prunes and place == len(blocks) - 1,
             checkpoint=None if place not in chosen else "selective" if mode == "selective" else "full",
+            tile_tokens=model.block_tile_tokens,
         )
         for place in range(len(blocks))
     ]
+
+
+def _check_tiled_blocks(lm: PreTrainedModel, blocks: Any, trained: bool, key: str) -> None:
+    """Refuse blocks that cannot run over tiles, and log those that compute whole."""
+    name = f"{key}.block_tile_tokens"
+    if not of_llama_family(lm) or not can_recompute(blocks, trained, name):
+        raise ConfigError(
+            f"{name}: tiles are known for blocks of {', '.join(OWN_BLOCKS)} with silu and plain linear layers, not for "
+            f"{class_name(blocks[0])} as it is here. Set {name}=null."
+        )
+    windows = [window_of(block.self_attn) for block in blocks]
+    if any(window is not None for window in windows):
+        whole = sum(window is not None for window in windows)
+        logger.warning("%s: %d of %d blocks have a sliding window; they are computed whole", name, whole, len(windows))
 
 
 def _tell_own_code(lm: PreTrainedModel, model: Model | CriticModel, key: str) -> None:
@@ -334,6 +401,11 @@ def _tell_own_code(lm: PreTrainedModel, model: Model | CriticModel, key: str) ->
         raise ConfigError(
             f"{key}.tiled_mlp.enabled=true: {type(lm).__name__} runs code of its own, whose MLP is not known here. "
             f"Set {key}.tiled_mlp.enabled=false."
+        )
+    if model.block_tile_tokens is not None:
+        raise ConfigError(
+            f"{key}.block_tile_tokens={model.block_tile_tokens}: {type(lm).__name__} runs code of its own, whose blocks are not "
+            f"known here. Set {key}.block_tile_tokens=null."
         )
     for name in ("recompute_elementwise", "prune_last_block"):
         if getattr(model, name):

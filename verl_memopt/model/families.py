@@ -24,6 +24,12 @@ class Family:
     """Names under which such models are published."""
     classes: str | None = None
     """Beginning of the names of its classes in transformers, where our own decoder computes its blocks."""
+    multiplied_by: str | None = None
+    """Config field that multiplies its logits."""
+    divided_by: str | None = None
+    """Config field that divides its logits."""
+    capped: bool = False
+    """Its config can cap its logits."""
     slides: bool = False
     """Its config can set a sliding window. Such a model trains, but its rows cannot share a prompt."""
     note: str = ""
@@ -33,8 +39,9 @@ class Family:
 
 
 STATE = "have layers of type linear_attention"
+UNEVEN = "give layers sizes of their own"
 EXPERTS = "are mixtures of experts"
-SCALED = "change the logits after the head"
+CAPPED = "Its capped scores of attention need `attn_implementation=eager`, which `auto` takes."
 FIXED = "cannot be built with attention over packed rows"
 NO_LIST = "do not keep their decoder blocks in a list named layers"
 RENAMED = "name their weights in a checkpoint otherwise than in the model"
@@ -43,21 +50,27 @@ OWN_WAY = "cannot compute packed rows"
 FAMILIES = (
     Family("arcee", "Arcee AFM"),
     Family("bitnet", "BitNet b1.58"),
+    Family("cohere", "Command R", multiplied_by="logit_scale"),
+    Family("cohere2", "Command R7B, Command A", multiplied_by="logit_scale", slides=True),
     Family("cwm", "Code World Model", slides=True),
     Family("diffllama", "DiffLlama"),
     Family("ernie4_5", "ERNIE 4.5, dense"),
     Family("exaone4", "EXAONE 4", slides=True),
+    Family("gemma", "Gemma"),
+    Family("gemma2", "Gemma 2", capped=True, slides=True, note=CAPPED),
+    Family("gemma3_text", "Gemma 3", capped=True, slides=True),
     Family("glm", "GLM-4-9B and GLM-Edge"),
     Family("glm4", "GLM-4-0414"),
-    Family("granite", "Granite, dense", note="It is refused where `logits_scaling` is not 1."),
+    Family("granite", "Granite, dense", divided_by="logits_scaling"),
     Family("hunyuan_v1_dense", "Hunyuan, dense"),
-    Family("hyperclovax", "HyperCLOVA X"),
+    Family("hyperclovax", "HyperCLOVA X", multiplied_by="logits_scaling"),
     Family("jais2", "Jais 2"),
     Family("jetmoe", "JetMoE", note="It is the only mixture of experts that is tested."),
     Family("llama", "Llama 2 and 3, SmolLM2, Yi, DeepSeek LLM", "Llama"),
     Family("ministral", "Ministral", slides=True),
     Family("ministral3", "Ministral 3", slides=True),
     Family("mistral", "Mistral 7B, Nemo, Small", "Mistral", slides=True),
+    Family("nanochat", "nanochat", capped=True),
     Family("olmo", "OLMo"),
     Family("olmo2", "OLMo 2"),
     Family("olmo3", "OLMo 3", slides=True),
@@ -74,15 +87,11 @@ FAMILIES = (
     Family("bart", "BART", refused="have an encoder"),
     Family("bert", "BERT", refused=NO_LIST),
     Family("bloom", "BLOOM", refused=FIXED),
-    Family("cohere", "Command R", refused=SCALED),
-    Family("cohere2", "Command R7B, Command A", refused=SCALED),
     Family("deepseek_v3", "DeepSeek-V3, DeepSeek-R1", refused=EXPERTS),
     Family("falcon_h1", "Falcon-H1", refused="have layers of type hybrid"),
     Family("falcon_mamba", "Falcon Mamba", refused=STATE),
-    Family("gemma", "Gemma", refused="have buffers that cannot be computed from the config"),
-    Family("gemma2", "Gemma 2", refused=SCALED),
     Family("gemma3", "Gemma 3 with images", refused="take more than text"),
-    Family("gemma3_text", "Gemma 3", refused="slide attention over a window"),
+    Family("gemma4_text", "Gemma 4", refused=UNEVEN),
     Family("glm4_moe", "GLM-4.5", refused=EXPERTS),
     Family("gpt2", "GPT-2", refused=NO_LIST),
     Family("gpt_bigcode", "StarCoder", refused=NO_LIST),
@@ -96,7 +105,6 @@ FAMILIES = (
     Family("minimax", "MiniMax", refused=STATE),
     Family("mixtral", "Mixtral", refused=EXPERTS),
     Family("mpt", "MPT", refused=FIXED),
-    Family("nanochat", "nanochat", refused=SCALED),
     Family("nemotron", "Nemotron-4, Minitron", refused=OWN_WAY),
     Family("olmo_hybrid", "OLMo Hybrid", refused=STATE),
     Family("olmoe", "OLMoE", refused=EXPERTS),
@@ -126,8 +134,12 @@ OWN_BLOCKS = tuple(f"{name}DecoderLayer" for name in OWN_DECODER)
 PACKED_LAYERS = ("full_attention", "sliding_attention")
 """Names in ``layer_types`` of layers that packed attention computes."""
 
-LOGIT_SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-"""Config fields of models whose logits are more than a product with the head's weight."""
+LOGIT_CAP, SCORE_CAP = "final_logit_softcapping", "attn_logit_softcapping"
+"""Config fields of the bound to which a tanh holds the logits, and of the same for the scores of attention."""
+
+LOGIT_SCALES = (LOGIT_CAP, "logit_scale", "logits_scaling", "lm_head_multiplier")
+"""Config fields that change the logits after the head. One type multiplies by what another divides by, so only ``FAMILIES``
+says what they do."""
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 """Config fields that count the experts of a layer."""
@@ -184,7 +196,9 @@ def unsupported(config: PretrainedConfig) -> str | None:
     """
     text = config.get_text_config()
     others = sorted(set(layer_types(text)) - set(PACKED_LAYERS))
-    scales = [name for name in LOGIT_SCALES if getattr(text, name, None) not in (None, 1, 1.0)]
+    family = _family(text)
+    known = (family.multiplied_by, family.divided_by, LOGIT_CAP if family.capped else None)
+    scales = [name for name in LOGIT_SCALES if getattr(text, name, None) not in (None, 1, 1.0) and name not in known]
     if config.is_encoder_decoder:
         return "have an encoder; only models with a decoder alone are supported"
     if others:
@@ -195,9 +209,7 @@ def unsupported(config: PretrainedConfig) -> str | None:
     if text is not config:
         return "take more than text; only text models are supported"
     if scales:
-        return f"change the logits after the head ({scales[0]}); log-probs are computed from the head's product alone"
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        return "cap the scores of attention (attn_logit_softcapping); attention over packed rows does not"
+        return f"change the logits after the head ({scales[0]}) in a way that is not known here"
     counts = [getattr(config, name, None) for name in EXPERT_COUNTS]
     tested, experts = config.model_type in TESTED, max((count for count in counts if isinstance(count, int)), default=0)
     if not tested and experts > 1:
@@ -205,6 +217,26 @@ def unsupported(config: PretrainedConfig) -> str | None:
     if not tested and window(config) is not None:
         return f"slide attention over a window (sliding_window={window(config)}) in a way that is not tested here"
     return None
+
+
+def logit_shape(config: PretrainedConfig) -> tuple[float, float | None]:
+    """Return the factor of a model's logits, and the bound to which they are capped after it or None."""
+    family = _family(config)
+    factor: float = getattr(config, family.multiplied_by) if family.multiplied_by else 1.0
+    if family.divided_by:
+        factor /= getattr(config, family.divided_by)
+    return factor, getattr(config, LOGIT_CAP) if family.capped else None
+
+
+def _family(config: PretrainedConfig) -> Family:
+    """Return what is known of a config's type; of an unknown type nothing."""
+    return next((family for family in FAMILIES if family.model_type == config.model_type), Family(config.model_type, ""))
+
+
+def score_cap(config: PretrainedConfig) -> float | None:
+    """Return the bound to which a model caps the scores of attention, None for no cap."""
+    cap: float | None = getattr(config, SCORE_CAP, None)
+    return cap
 
 
 def layer_types(config: PretrainedConfig) -> list[str]:

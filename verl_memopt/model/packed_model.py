@@ -15,6 +15,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from verl_memopt.memory.embedding_gradient import TrainedEmbedding, is_plain
 from verl_memopt.memory.resharding_torch import reshard_units
+from verl_memopt.memory.sequence_parallel_torch import SequenceGroup, of_all_ranks
 from verl_memopt.model.attention import KERNELS, REGISTERED, Attend, AttentionArgs
 from verl_memopt.model.decoder import BlockOptions, Decoder, of_llama_family
 from verl_memopt.model.families import POLICY_KEY, refused
@@ -31,12 +32,14 @@ class PackedModel(nn.Module):
         lm: The model of transformers, whose decoder computes the states.
         supports_prefix_kv: Answers may use the prefix KV of an earlier forward.
         stays_on_host: Its shards never leave the host.
+        sequence: The ranks that share the tokens of a micro-batch; None where each rank has micro-batches of its own.
         masters: dtype in which its parameters rest.
         compute: dtype in which it computes.
     """
 
     supports_prefix_kv = False
     stays_on_host = False
+    sequence: SequenceGroup | None = None
     masters = compute = torch.float32
 
     def __init__(self, lm: PreTrainedModel, blocks: Sequence[BlockOptions] | None = None, key: str = POLICY_KEY) -> None:
@@ -86,6 +89,17 @@ class PackedModel(nn.Module):
         """Return the decoder blocks in order."""
         layers: Any = self.decoder.layers
         return list(layers)
+
+    def read(self, pack: Pack, head: Callable[[Pack, Tensor | None], tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:
+        """Return tensors fp32 [R] of what a head computes for each of the pack's targets, on every rank that shares the pack.
+
+        ``head`` gets the pack, or this rank's share of it and the places of the share's targets among all, int64 [r]. It returns
+        tensors fp32 [r], or None, which stays None.
+        """
+        if self.sequence is None:
+            return head(pack, None)
+        (share, places), count, group = pack.share(self.sequence), pack.targets.shape[0], self.sequence
+        return tuple(None if one is None else of_all_ranks(one, places, count, group) for one in head(share, places))
 
     def predicting_states(self, pack: Pack, prefix: PrefixKV | None) -> Tensor:
         """Return the normed states [R, h] that predict the pack's targets.
@@ -142,7 +156,9 @@ class PackedModel(nn.Module):
 
 def states_of_pack(decoder: nn.Module, pack: Pack) -> Tensor:
     """Return the normed states [T, h] of a pack's tokens."""
-    output: Any = decoder(input_ids=pack.input_ids, position_ids=pack.position_ids, use_cache=False, prefix_layout=pack.layout)
+    split = pack.layout.split
+    positions = pack.position_ids if split is None else pack.position_ids[:, split.own]
+    output: Any = decoder(input_ids=pack.input_ids, position_ids=positions, use_cache=False, prefix_layout=pack.layout)
     return output.last_hidden_state[0]
 
 
@@ -183,12 +199,14 @@ def _registered(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
         attention_mask: Tensor | None,
         scaling: float | None = None,
         sliding_window: int | None = None,
+        softcap: float | None = None,
         prefix_layout: PrefixLayout | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         assert prefix_layout is not None, "attention over a pack needs the pack's layout"
+        assert softcap is None or attend is KERNELS[REGISTERED["eager"]], "only eager attention can cap its scores"
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return attend(query, key, value, AttentionArgs(prefix_layout, scale, sliding_window, None)), None
+        return attend(query, key, value, AttentionArgs(prefix_layout, scale, sliding_window, None, softcap)), None
 
     return packed
 

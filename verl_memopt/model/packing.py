@@ -12,6 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl_memopt.distributed.device import sent_together
+from verl_memopt.memory.recomputation import Rows
+from verl_memopt.memory.sequence_parallel_torch import SequenceGroup, TokenSplit
 from verl_memopt.memory.token_packing import skipped_if_many
 
 
@@ -40,6 +43,7 @@ class Pack:
         targets: int64 [R], the response tokens.
         row: int64 [R], the row of each response token.
         row_lengths: int64 [rows], response tokens of each row.
+        predicts_on_host: ``predicts`` on the host, int64 [R].
         last_block: The queries of a pruned last block; None where too few tokens can be skipped to matter.
     """
 
@@ -50,6 +54,7 @@ class Pack:
     targets: Tensor
     row: Tensor
     row_lengths: Tensor
+    predicts_on_host: np.ndarray
     last_block: LastBlockQueries | None = None
 
     @property
@@ -63,10 +68,61 @@ class Pack:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Pack:
         """Return the same pack with ``change`` applied to each tensor."""
-        changed = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        changed: dict[str, Any] = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
         last = self.last_block
         last = None if last is None else LastBlockQueries(last.layout.map(change), change(last.predicts))
         return replace(self, layout=self.layout.map(change), last_block=last, **changed)
+
+    def with_targets(self, places: Tensor) -> Pack:
+        """Return a pack that computes the log-probs of some of the targets only. Its tokens stay the same.
+
+        ``places``: int64 on the host, the places of the targets to keep, ascending.
+        """
+        return self._with_targets(places.numpy(), places.to(self.targets.device, non_blocking=True))
+
+    def _with_targets(self, on_host: np.ndarray, places: Tensor) -> Pack:
+        row, last = self.row[places], self.last_block
+        return replace(
+            self,
+            predicts=self.predicts[places],
+            targets=self.targets[places],
+            row=row,
+            row_lengths=torch.zeros_like(self.row_lengths).index_add(0, row, torch.ones_like(row)),
+            predicts_on_host=self.predicts_on_host[on_host],
+            last_block=None if last is None else replace(last, predicts=last.predicts[places]),
+        )
+
+    def share(self, group: SequenceGroup) -> tuple[Pack, Tensor]:
+        """Return what this rank of a sequence-parallel group computes of the pack, and the places of its targets, int64 [r].
+
+        The share has this rank's tokens as ``input_ids`` and the targets that they predict; ``predicts`` counts among these
+        tokens. ``position_ids`` are those of all tokens, and the layouts say how all tokens are split. Every target belongs to
+        one rank. Nothing here waits for the device.
+        """
+        tokens, device = self.input_ids.shape[1], self.input_ids.device
+        if tokens < group.size:  # too few to give each rank one: each computes all, and the first rank has the targets
+            own = np.arange(len(self.predicts_on_host) if group.rank == 0 else 0)
+            (places,) = sent_together([_host(own)], device)
+            return self._with_targets(own, places), places
+        split = TokenSplit(group, sizes := group.shares(tokens), sizes)
+        first, end = split.own.start, split.own.stop
+        own = np.flatnonzero((self.predicts_on_host >= first) & (self.predicts_on_host < end))
+        at = self.predicts_on_host[own]
+        last, queries = self.last_block, self.input_ids.new_zeros(0)
+        found, among = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+        if last is not None:
+            borders = np.searchsorted(last.layout.query_places, np.cumsum([0, *sizes]))
+            found = last.layout.query_places[borders[group.rank] : borders[group.rank + 1]]
+            among = np.searchsorted(found, at)
+        sent = sent_together([_host(one) for one in (own, at - first, found - first, among)], device)
+        places, predicts, queries, among_queries = sent
+        share = self._with_targets(own, places)
+        if last is not None:
+            rows = Rows(queries, found - first)
+            of_last = TokenSplit(group, sizes, tuple(np.diff(borders).tolist()), rows)
+            last = LastBlockQueries(replace(last.layout, split=of_last), among_queries)
+        layout = replace(self.layout, split=split)
+        return replace(share, input_ids=self.input_ids[:, split.own], layout=layout, predicts=predicts, last_block=last), places
 
 
 def pack_rows(prompts: Tensor, prompt_sizes: Sequence[int], responses: Tensor, response_sizes: Sequence[int]) -> Pack:
@@ -165,7 +221,7 @@ def _pack(
     tokens: Tensor, positions: np.ndarray, layout: PrefixLayout, predicts: np.ndarray, targets: Tensor, r: np.ndarray
 ) -> Pack:
     rows = np.repeat(np.arange(len(r)), r)
-    return Pack(tokens[None], _host(positions)[None], layout, _host(predicts), targets, _host(rows), _host(r))
+    return Pack(tokens[None], _host(positions)[None], layout, _host(predicts), targets, _host(rows), _host(r), predicts)
 
 
 def _last_block(groups: Sequence[PrefixGroup], skipped: Sequence[int], predicts: np.ndarray) -> LastBlockQueries:
@@ -248,6 +304,7 @@ class PrefixLayout:
         prefix_cu_seqlens_q: int32 [spans + 1], where the queries of each span begin in ``prefix_index_q``.
         prefix_cu_seqlens_k: int32 [spans + 1], where the keys of each span begin in ``prefix_index_k``.
         query_index: int64, the places of the queries among the keys; None where every key is also a query.
+        split: How the ranks of a sequence-parallel group share the tokens; None where this rank computes them all.
     """
 
     groups: tuple[PrefixGroup, ...]
@@ -258,6 +315,7 @@ class PrefixLayout:
     prefix_cu_seqlens_q: Tensor
     prefix_cu_seqlens_k: Tensor
     query_index: Tensor | None
+    split: TokenSplit | None = None
 
     @classmethod
     def of(cls, groups: tuple[PrefixGroup, ...], skipped: tuple[int, ...] | None = None) -> PrefixLayout:
@@ -325,6 +383,22 @@ class PrefixLayout:
     def prefix_spans(self) -> tuple[PrefixSpan, ...]:
         """The calls of the prefix pass: queries that see more than their own segment, and what they see."""
         return tuple(prefix_spans(self.groups, self.skipped))
+
+    @cached_property
+    def prefix_slices(self) -> tuple[slice, slice] | None:
+        """The queries and keys of all prefix spans as slices; None where they are not two unbroken stretches."""
+        if len(self.prefix_spans) != 1:
+            return None
+        (span,) = self.prefix_spans
+        places = (slice(run.start, run.start + run.length) for run in (span.queries, span.keys))
+        return next(places), next(places)
+
+    @property
+    def own_queries(self) -> Rows | None:
+        """The queries among the tokens that this rank computes; None where each of them is a query."""
+        if self.split is not None:
+            return self.split.rows
+        return None if self.query_index is None else Rows(self.query_index, self.query_places)
 
     @cached_property
     def query_places(self) -> np.ndarray:

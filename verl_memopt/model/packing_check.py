@@ -6,6 +6,7 @@ the log-probs of a row depend on the rows before it. Nothing fails, and training
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from verl_memopt.model.weights import (
     LM_HEAD,
     TIED,
     WeightFolder,
+    check_shapes,
     check_tied_head,
     empty_model,
     load_model_config,
@@ -148,6 +150,10 @@ def check_packing(
     except (AssertionError, AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError) as error:
         reason = f"cannot compute packed rows ({type(error).__name__}: {one_line(error)})"
         raise refused(config, source, reason, key) from error
+    if not math.isfinite(differences.mixing):
+        names = (name for name, each in packed_model.named_parameters() if not local_part(each).isfinite().all())
+        if (name := next(names, None)) is not None:
+            raise ConfigError(f"{key}.path={source}: the weight {name} is not finite everywhere. Give a whole copy of the model.")
     what, unit = ("values", "") if isinstance(packed_model, ValueModel) else ("log-probs", " nats")
     if not differences.mixing <= MIXING_BOUND:
         reason = (
@@ -229,17 +235,18 @@ class Checked(NamedTuple):
     embedding_rows: int
 
 
-def check_architecture(model: Model | CriticModel, folder: Path, longest: int, actor: Actor) -> Checked:
+def check_architecture(model: Model | CriticModel, folder: Path, longest: int, actor: Actor, key: str | None = None) -> Checked:
     """Refuse a model that cannot be trained, as far as its files say without loading the weights, and return what they say.
 
     A reference is read with the policy's settings too. A critic's folder may have a value head, and need not have a language
-    model's. ``longest`` counts the tokens of the longest prompt and response together.
+    model's. ``longest`` counts the tokens of the longest prompt and response together. ``key`` is the section that messages name;
+    None = that of the policy, or of the critic.
 
     Raises:
         ConfigError: The model cannot be trained. The message names the model type, what is not supported and the types that are
             tested. Or it names what the folder lacks, or a head of its own that the config ties to the embedding.
     """
-    key = CRITIC_KEY if isinstance(model, CriticModel) else POLICY_KEY
+    key = key or (CRITIC_KEY if isinstance(model, CriticModel) else POLICY_KEY)
     config = load_model_config(model, folder, key)
     lm = empty_model(config, ANY_ATTENTION, torch.float32, bool(model.trust_remote_code), key)
     packed_model = ValueModel(lm, key=key) if isinstance(model, CriticModel) else PolicyModel(lm, 0, False)
@@ -257,6 +264,8 @@ def check_architecture(model: Model | CriticModel, folder: Path, longest: int, a
         one, has, other = (missing[0], "model", "checkpoint") if missing else (left_over[0], "checkpoint", "model")
         reason = f"name their weights in a checkpoint otherwise than in the model (the {has} has {one}, the {other} not)"
         raise refused(config, str(folder), reason, key)
+    # Before the model is made: a number too many in the config would ask for any amount of memory.
+    check_shapes(weights, {there: shape for name, shape in shapes.items() if (there := stored.get(name, name)) is not None}, key)
     embedding = packed_model.embedding_weight
     if packed_model.tied:
         name = next(name for name, parameter in named_weights(packed_model) if parameter is embedding)

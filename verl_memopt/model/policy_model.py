@@ -15,7 +15,7 @@ from verl_memopt.memory.chunked_logprob_torch import TokenGradient, head_log_pro
 from verl_memopt.memory.embedding_gradient import gathered_for_forward
 from verl_memopt.memory.logit_tiles import Head, TokenStatistics
 from verl_memopt.model.decoder import BlockOptions, Decoder
-from verl_memopt.model.families import refused
+from verl_memopt.model.families import logit_shape, refused
 from verl_memopt.model.packed_model import PackedModel, logits_of_row
 from verl_memopt.model.packing import Pack
 from verl_memopt.model.prefix_kv import Prefix, PrefixRecorder
@@ -27,7 +27,14 @@ class LogProbHead(nn.Module):
     The product runs inside this module's forward, so FSDP2 gathers a head that is a sharding unit of its own.
     """
 
-    def __init__(self, linear: nn.Linear, chunk_tokens: int, compiled: bool, vocab_tile: int) -> None:
+    def __init__(
+        self,
+        linear: nn.Linear,
+        chunk_tokens: int,
+        compiled: bool,
+        vocab_tile: int,
+        shape: tuple[float, float | None] = (1.0, None),
+    ) -> None:
         """Take over the weight and bias of a linear head.
 
         Args:
@@ -35,8 +42,10 @@ class LogProbHead(nn.Module):
             chunk_tokens: Response tokens per chunk, 0 = all.
             compiled: Compile the functions of a chunk.
             vocab_tile: Vocabulary entries per tile of a chunk, 0 = where they are free.
+            shape: How logits are scaled and capped: :func:`verl_memopt.model.families.logit_shape`.
         """
         super().__init__()
+        self.scale, self.cap = shape
         self.weight = linear.weight
         self.bias = linear.bias
         self.chunk_tokens = chunk_tokens
@@ -56,7 +65,7 @@ class LogProbHead(nn.Module):
 
         Args:
             hidden: [R, h].
-            targets: int64 [R]; None returns the logits [..., V], for transformers.
+            targets: int64 [R]; None returns the product [..., V], which transformers scales and caps itself.
             temperature: Temperature of the log-probs.
             with_entropy: Compute entropies too.
             token_gradient: Gives the gradients of log-probs and entropies before backward.
@@ -67,7 +76,9 @@ class LogProbHead(nn.Module):
         # If this forward computes the head's gradient, backward never reads the weight and need not gather it.
         gathered_for_forward(self, again_in_backward=token_gradient is None)
         chunk, tile = self.chunk_tokens, self.vocab_tile
-        head = Head(self.weight, self.bias, temperature, chunk, tile, with_entropy, self.compiled)
+        # A factor of the logits is a divisor of the temperature; a cap on scaled logits is another cap on unscaled ones.
+        cap = None if self.cap is None else self.cap / self.scale
+        head = Head(self.weight, self.bias, temperature / self.scale, chunk, tile, with_entropy, self.compiled, cap=cap)
         return head_log_probs(head, hidden, targets, token_gradient, in_place=True, statistics=statistics)
 
 
@@ -94,7 +105,7 @@ class PolicyModel(PackedModel):
         if not isinstance(head, nn.Linear):
             reason = f"have a head of class {type(head).__name__}, not a linear layer"
             raise refused(lm.config, str(lm.config.name_or_path), reason)
-        lm.set_output_embeddings(LogProbHead(head, chunk_tokens, compiled, vocab_tile))
+        lm.set_output_embeddings(LogProbHead(head, chunk_tokens, compiled, vocab_tile, logit_shape(lm.config)))
 
     @property
     def head(self) -> Any:
@@ -127,8 +138,16 @@ class PolicyModel(PackedModel):
             return self._unpacked(pack, temperature)
         if isinstance(prefix_kv, PrefixRecorder):
             return self.recorded(pack, prefix_kv)
-        states = self.predicting_states(pack, prefix_kv)
-        return self.head(states, pack.targets, temperature, with_entropy, token_gradient, statistics)
+
+        def head(own: Pack, places: Tensor | None) -> tuple[Tensor | None, ...]:
+            states, gradient = self.predicting_states(own, prefix_kv), _at_places(token_gradient, places)
+            log_probs, entropy = self.head(states, own.targets, temperature, with_entropy, gradient, statistics)
+            return log_probs, entropy, *(() if statistics is None else statistics.values.values())
+
+        log_probs, entropy, *further = self.read(pack, head)
+        if statistics is not None:
+            statistics.values = {name: value for name, value in zip(statistics.values, further, strict=True) if value is not None}
+        return log_probs, entropy
 
     def _unpacked(self, row: Pack, temperature: float) -> tuple[Tensor, None]:
         """Return the log-probs of a row alone, in eager attention and from whole logits."""
@@ -137,6 +156,13 @@ class PolicyModel(PackedModel):
         else:
             logits = logits_of_row(self.lm, row)[row.predicts]
         return (logits.float() / temperature).log_softmax(-1).gather(-1, row.targets[:, None])[:, 0], None
+
+
+def _at_places(token_gradient: TokenGradient | None, places: Tensor | None) -> TokenGradient | None:
+    """Return the function of a pack's targets as one of those at some places, int64; None stays what it is."""
+    if token_gradient is None or places is None:
+        return token_gradient
+    return lambda rows, log_probs, entropy: token_gradient(places[rows], log_probs, entropy)
 
 
 DTYPES = {

@@ -9,10 +9,10 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import PreTrainedTokenizerFast
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ def make_tiny_model(folder: str | Path, shape: TinyShape | None = None, *, seed:
 
 
 def _random_model(shape: TinyShape, tokenizer: Any, seed: int) -> Any:
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
@@ -139,6 +140,7 @@ def build_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
         ValueError: ``vocab_size`` is smaller.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
 
     if vocab_size < SMALLEST_VOCABULARY:
         raise ValueError(f"vocab_size={vocab_size}: a byte-level tokenizer needs {SMALLEST_VOCABULARY} or more.")

@@ -78,7 +78,9 @@ class ValueModel(PackedModel):
         """
         if isinstance(prefix_kv, PrefixRecorder):
             return self.recorded(pack, prefix_kv)
-        return self.score(self.unpacked_states(pack) if unpacked else self.predicting_states(pack, prefix_kv))
+        if unpacked:
+            return self.score(self.unpacked_states(pack))
+        return self.read(pack, lambda own, _: (self.score(self.predicting_states(own, prefix_kv)),))[0]
 
 
 def stored_head(folder: Path, key: str = CRITIC_KEY) -> dict[str, str | None]:

@@ -19,11 +19,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from verl_memopt.config.schema import CriticModel, Model
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.held import PUBLISHED, ModelSize
 from verl_memopt.memory.lora_torch import ADAPTERS
+from verl_memopt.memory.prune_last_block_torch import window_of
 from verl_memopt.memory.quantized_frozen_torch import quantized_layers
-from verl_memopt.model.attention import AttentionChoice
-from verl_memopt.model.families import POLICY_KEY, impossible_size, one_line, refused, unsupported
-from verl_memopt.model.folder import files_of_index
+from verl_memopt.model.attention import AttentionChoice, choose_attention
+from verl_memopt.model.families import NO_LIST, OWN_BLOCKS, POLICY_KEY, UNEVEN, impossible_size, one_line, refused, unsupported
+from verl_memopt.model.folder import HUB_ID, files_of_index
 from verl_memopt.model.packed_model import register_kernels
 from verl_memopt.observe.byte_tracker import HOST, declare_host, mark, scope
 
@@ -49,6 +51,9 @@ def load_model_config(model: Model | CriticModel, folder: Path, key: str = POLIC
         raise ConfigError(
             f"{key}.path={source}: its config.json cannot be read: {one_line(error)}. Mend or replace the folder."
         ) from error
+    # Such a config refuses to name one size for all layers, so nothing else can be asked of it.
+    if getattr(config.get_text_config(), "is_heterogeneous", False):
+        raise refused(config, source, f"{UNEVEN} (per_layer_config), which is not supported", key)
     for name, value in model.override_config.items():
         if not hasattr(config, name):
             raise ConfigError(f"{key}.override_config.{name}: {type(config).__name__} has no such field. Remove it.")
@@ -111,6 +116,9 @@ def rebuild_buffers(model: nn.Module, device: torch.device, key: str = POLICY_KE
         missing = [buffer for buffer in module._non_persistent_buffers_set if getattr(module, buffer) is not None]
         # Transformers also keeps non-persistent names whose buffer is None. These have nothing to compute.
         if not missing:
+            continue
+        if isinstance(module, nn.Embedding) and missing == ["embed_scale"]:  # Gemma's: its factor is kept as a number too
+            module.embed_scale = torch.tensor(module.scalar_embed_scale, device=device)
             continue
         try:
             fresh = type(module)(module.config)
@@ -279,6 +287,16 @@ def local_region(parameter: Tensor) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
+def check_shapes(weights: WeightFolder, shapes: Mapping[str, tuple[int, ...]], key: str) -> None:
+    """Refuse tensors of another shape than the config says. Names that the folder lacks are left out.
+
+    Raises:
+        ConfigError: The message lists them.
+    """
+    stored = {name: shape for name, shape in shapes.items() if name in weights.names}
+    _check_names(weights, stored, weights.folder, key, frozenset(weights.names))
+
+
 def _check_names(
     weights: WeightFolder, shapes: dict[str, tuple[int, ...]], folder: Path, key: str, ignored: frozenset[str]
 ) -> None:
@@ -314,3 +332,56 @@ def mapped(part: Tensor) -> Tensor:
     declare_host(part.untyped_storage())
     mark(KIND, [part], HOST)
     return part
+
+
+# The sizes of a model, from a table of published ones or from a config.json. No weights are read.
+
+
+def size_of(model: Model | CriticModel, key: str) -> ModelSize:
+    """Return the sizes of a model: published, of a folder, or of the hub, of which config.json alone is read."""
+    source = str(model.hf_config_path or model.path)
+    if source in PUBLISHED and not model.override_config:
+        return PUBLISHED[source]
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        if folder.exists() or not HUB_ID.match(source):
+            raise ConfigError(f"{key}.path={source}: no such folder. Give a folder with config.json, or a hub id (owner/name).")
+        folder = _config_of_hub(source, key)
+    return _read_size(model, folder, key)
+
+
+def _config_of_hub(name: str, key: str) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(name, "config.json")).parent
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise ConfigError(
+            f"{key}.path={name}: the hub could not give its config.json ({type(error).__name__}). Give a folder that holds "
+            "it, or a model that is known without: " + ", ".join(PUBLISHED) + "."
+        ) from error
+
+
+def _read_size(model: Model | CriticModel, folder: Path, key: str) -> ModelSize:
+    config = load_model_config(model, folder, key)
+    attention = choose_attention("sdpa", torch.device("cpu"), torch.float32)
+    empty = empty_model(config, attention, torch.float32, bool(model.trust_remote_code), key)
+    layers: Any = getattr(empty.get_decoder(), "layers", None)
+    if layers is None:
+        raise refused(config, str(folder), NO_LIST, key)
+    block, heads = layers[0], config.num_attention_heads
+    return ModelSize(
+        hidden=config.hidden_size,
+        mlp=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        layers=config.num_hidden_layers,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        vocab=config.vocab_size,
+        tied=bool(config.tie_word_embeddings),
+        qk_norm=hasattr(block.self_attn, "q_norm"),
+        prunes=type(block).__name__ in OWN_BLOCKS and window_of(block.self_attn) is None,
+        positions=getattr(config, "max_position_embeddings", None),
+        counted=(sum(each.numel() for each in empty.parameters()), sum(each.numel() for each in block.parameters())),
+    )

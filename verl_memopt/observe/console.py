@@ -220,20 +220,35 @@ COLUMNS = {
 
 
 def phase_rows(step: int, memories: Sequence[PhaseMemory]) -> list[dict[str, Any]]:
-    """Return one row per phase: its step, its name, and the bytes of each column; None where the device has no such figure."""
+    """Return one row per phase: its step, its name, and the bytes of each column; None where the device has no such figure.
+
+    With several workers also the mean of their peaks, and the rank of the highest.
+    """
     return [
-        {"step": step, "phase": memory.name, **{f"{head}_bytes": getattr(memory, name) for head, name in COLUMNS.items()}}
+        {
+            "step": step,
+            "phase": memory.name,
+            **{f"{head}_bytes": getattr(memory, name) for head, name in COLUMNS.items()},
+            **({} if memory.worst_rank is None else {"mean_peak_bytes": memory.mean_peak_bytes, "worst_rank": memory.worst_rank}),
+        }
         for memory in memories
     ]
 
 
 def memory_table(step: int, memories: Sequence[PhaseMemory]) -> Table:
-    """Return the phases of a step in the order in which they began, in MiB. A dash = the device has no such figure."""
+    """Return the phases of a step in the order in which they began, in MiB. A dash = the device has no such figure.
+
+    With several workers the peak is that of the fullest, whose rank is shown beside the mean of all.
+    """
+    several = any(memory.worst_rank is not None for memory in memories)
     table = Table(title=f"memory of step {step}, MiB", box=box.SIMPLE_HEAD, title_justify="left", show_edge=False)
     table.add_column("phase", overflow="fold")
     for head in COLUMNS:
         table.add_column(head, justify="right", no_wrap=True)
+    for head in ("mean peak", "fullest rank") if several else ():
+        table.add_column(head, justify="right", no_wrap=True)
     for memory in memories:
-        sizes = [getattr(memory, name) for name in COLUMNS.values()]
-        table.add_row(memory.name, *("-" if size is None else f"{size / MIB:,.1f}" for size in sizes))
+        sizes = [getattr(memory, name) for name in COLUMNS.values()] + ([memory.mean_peak_bytes] if several else [])
+        rank = ["-" if memory.worst_rank is None else str(memory.worst_rank)] if several else []
+        table.add_row(memory.name, *("-" if size is None else f"{size / MIB:,.1f}" for size in sizes), *rank)
     return table

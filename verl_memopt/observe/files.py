@@ -30,6 +30,25 @@ def disk_refusals(path: Path) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def folder_refusals(folder: str) -> Iterator[None]:
+    """Turn an error for any file of a run folder, which may be made read-only or vanish in the middle of a run, into a UserError.
+
+    Raises:
+        UserError: The disk refused.
+    """
+    try:
+        yield
+    except OSError as error:
+        path = Path(os.fsdecode(error.filename or "/")).absolute()
+        if not path.is_relative_to(Path(folder).expanduser().absolute()):
+            raise
+        raise UserError(
+            f"{path}: {error.strerror}. Let the run read and write its folder, or set another trainer.default_local_dir, then "
+            "start again to resume."
+        ) from error
+
+
 def free_space(folder: Path) -> str:
     """Return the free space of the disk of a folder that need not exist, in words."""
     return f"{_free_bytes(folder) / 2**20:.0f} MiB free"
@@ -114,15 +133,19 @@ def keep_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
 
 def _parsed_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     # Python's splitlines would also cut at characters that JSON leaves unescaped inside a string.
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
     for number, line in enumerate(lines, start=1):
         torn_end = number == len(lines)  # a complete line ends in a newline, so the text after the last newline is incomplete
         if torn_end or not line.strip():
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}:{number}: not JSON ({error.msg}). Correct or delete this line.") from error
+        except (ValueError, RecursionError) as error:
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else error
+            raise DataError(f"{path}:{number}: not JSON ({reason}). Correct or delete this line.") from error
         if not isinstance(row, dict):
             raise DataError(f"{path}:{number}: expected a JSON object. Correct or delete this line.")
         yield line + "\n", row

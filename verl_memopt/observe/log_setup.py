@@ -1,10 +1,14 @@
-"""Rank-aware logging of a process: one handler on standard error, other packages quiet."""
+"""Rank-aware logging of a process: one handler on standard error, other packages quiet. And a console that may be lost."""
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
 
 NOISY = ("transformers", "ray", "matplotlib", "PIL", "urllib3", "httpx", "httpcore", "filelock", "asyncio", "tensorboard")
 """Packages that log warnings and errors only."""
@@ -44,3 +48,59 @@ def setup_logging(rank: int | None = None, level: int = logging.INFO) -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     logging.captureWarnings(True)
     warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+class LastingStream:
+    """A standard stream that may be lost: a pipe whose reader has ended, a log on a full disk, a terminal that is gone.
+
+    From the first write that fails on, its descriptor leads nowhere, for C++ libraries too, and one line on ``other`` says so.
+    """
+
+    def __init__(self, stream: TextIO, name: str, other: TextIO | None) -> None:
+        """Wrap a stream. ``name`` is what messages call it."""
+        self._stream, self._name, self._other = stream, name, other
+
+    def write(self, text: str) -> int:
+        """Write a text, or lose it with the stream."""
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._lose(error)
+            return len(text)
+
+    def flush(self) -> None:
+        """Pass what was written to the operating system."""
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._lose(error)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return any other attribute of the stream."""
+        return getattr(self._stream, name)
+
+    def _lose(self, error: OSError) -> None:
+        with suppress(OSError, ValueError):  # a stream without a descriptor is only not written
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+        with suppress(OSError, ValueError):
+            if self._other is not None:
+                self._other.write(f"{self._name} is lost ({error.strerror}). The run goes on and writes its files.\n")
+                self._other.flush()
+
+
+@contextmanager
+def lasting_console() -> Iterator[None]:
+    """Let the body go on where standard output or standard error is lost."""
+    before = output, errors = sys.stdout, sys.stderr
+    if output is not None and errors is not None:  # a process may be started without them
+        sys.stdout = LastingStream(output, "Standard output", errors)
+        sys.stderr = LastingStream(errors, "Standard error", output)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, LastingStream):
+                stream.flush()
+        sys.stdout, sys.stderr = before

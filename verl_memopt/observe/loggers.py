@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from numbers import Number
@@ -108,10 +111,6 @@ class WandbLogger:
             raise ConfigError(
                 "trainer.logger=wandb: wandb is not installed. Run `pip install wandb`, or remove it from trainer.logger."
             ) from error
-        # The id is stored beside the metrics, so that a resumed run finds it.
-        id_file = place.folder.path / "wandb_id.txt"
-        if place.resumed_step is None or not id_file.exists():
-            replace_text(id_file, uuid.uuid4().hex[:16])
         self._wandb: Any = wandb
         try:
             self._run = wandb.init(
@@ -119,7 +118,7 @@ class WandbLogger:
                 name=place.experiment_name,
                 config=yaml.safe_load(place.folder.config.read_text(encoding="utf-8")),
                 dir=str(place.folder.path),
-                id=id_file.read_text(encoding="utf-8"),
+                id=stored_id(place, "wandb", lambda: uuid.uuid4().hex[:16]),
                 # wandb continues the run of this id if it has one, and otherwise starts it.
                 resume="allow",
             )
@@ -146,11 +145,90 @@ class WandbLogger:
         self._run.finish(exit_code=int(failed))
 
 
+class MlflowLogger:
+    """Sends metrics and settings to MLflow: to ``MLFLOW_TRACKING_URI``, or to ``mlflow.db`` in the run folder if it is not set.
+
+    A resumed run continues the same MLflow run, whose id is stored in the run folder. MLflow takes no "@" in a name, so
+    ``mean@1`` becomes ``mean_at_1``, as in verl; any other character that it does not take becomes "_".
+
+    Args:
+        place: Folder, names and settings of the run.
+
+    Raises:
+        ConfigError: MLflow is not installed, or it cannot start.
+    """
+
+    def __init__(self, place: LoggingPlace) -> None:
+        """Start or resume the MLflow run."""
+        address = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{place.folder.path.resolve() / 'mlflow.db'}"
+        try:
+            import mlflow
+        except ImportError as error:
+            raise ConfigError(
+                "trainer.logger=mlflow: mlflow is not installed. Run `pip install mlflow`, or remove it from trainer.logger."
+            ) from error
+        self._entities: Any = mlflow.entities
+        try:
+            # A client with its own address: mlflow's functions keep an active run for the whole process.
+            self._client: Any = mlflow.MlflowClient(address)
+            self._run_id = stored_id(place, "mlflow", lambda: self._create(place))
+            self._client.update_run(self._run_id, status="RUNNING")
+        except (mlflow.exceptions.MlflowException, OSError) as error:
+            raise ConfigError(
+                f"trainer.logger=mlflow: MLflow cannot start at {address} ({str(error).strip().splitlines()[0]}). Set "
+                "MLFLOW_TRACKING_URI to a server that answers, or remove mlflow from trainer.logger."
+            ) from error
+
+    def _create(self, place: LoggingPlace) -> str:
+        """Create the MLflow run, with the settings as its parameters, and return its id."""
+        experiment = self._client.get_experiment_by_name(place.project_name)
+        number = self._client.create_experiment(place.project_name) if experiment is None else experiment.experiment_id
+        run_id = self._client.create_run(number, run_name=place.experiment_name).info.run_id
+        settings = yaml.safe_load(place.folder.config.read_text(encoding="utf-8"))
+        texts = [self._entities.Param(key, str(value)[:MLFLOW_LONGEST]) for key, value in _flat(settings)]
+        for first in range(0, len(texts), MLFLOW_BATCH):
+            self._client.log_batch(run_id, params=texts[first : first + MLFLOW_BATCH])
+        return str(run_id)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the numbers of a step."""
+        now = int(time.time() * 1000)
+        named = {re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_")): value for name, value in metrics.items()}
+        numbers = [(name, value) for name, value in named.items() if isinstance(value, Number)]
+        self._client.log_batch(self._run_id, metrics=[self._entities.Metric(*each, now, step) for each in numbers])
+
+    def close(self, failed: bool = False) -> None:
+        """End the MLflow run. One that failed is shown as such."""
+        self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
+
+
+MLFLOW_LONGEST, MLFLOW_BATCH = 500, 100
+"""Characters of a parameter, and parameters of a call, that every MLflow server takes."""
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (key with dots, value) of each setting."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def stored_id(place: LoggingPlace, name: str, create: Callable[[], str]) -> str:
+    """Return the id of the run at a tracking service. It is stored beside the metrics, so that a resumed run finds it."""
+    id_file = place.folder.path / f"{name}_id.txt"
+    if place.resumed_step is None or not id_file.exists():
+        replace_text(id_file, create())
+    return id_file.read_text(encoding="utf-8")
+
+
 LOGGERS: dict[str, Callable[[LoggingPlace], StepLogger]] = {
     "console": lambda place: place.console,
     "jsonl": lambda place: JsonlLogger(place.folder),
     "tensorboard": lambda place: TensorBoardLogger(place.folder.tensorboard, place.resumed_step),
     "wandb": WandbLogger,
+    "mlflow": MlflowLogger,
 }
 
 

@@ -117,6 +117,8 @@ def token_timings(timings: Mapping[str, float], response_tokens: int, total_toke
 def memory_metrics(phases: Sequence[PhaseMemory]) -> dict[str, float]:
     """Return ``memory/<phase>/*_gb`` of each phase and their maxima as ``perf/*_gb``, in GiB.
 
+    With several workers a peak is that of the fullest, and ``mean_peak_allocated_gb`` the mean of all.
+
     A figure that the device or the step does not have is absent. ``perf/memory_allocated_gb`` is the live memory at the end of
     the last phase.
 
@@ -128,6 +130,7 @@ def memory_metrics(phases: Sequence[PhaseMemory]) -> dict[str, float]:
         for phase in phases
         for figure in ("peak_allocated", "peak_reserved", "device_used", "host_rss")
     ]
+    sizes += [(f"memory/{phase.name}/mean_peak_allocated_gb", phase.mean_peak_bytes) for phase in phases]
     sizes += [("perf/memory_allocated_gb", phase.allocated_bytes) for phase in phases[-1:]]
     sizes += [("perf/max_memory_allocated_gb", phase.peak_allocated_bytes) for phase in phases]
     sizes += [("perf/max_memory_reserved_gb", phase.peak_reserved_bytes) for phase in phases]

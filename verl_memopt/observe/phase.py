@@ -52,6 +52,10 @@ class PhaseMemory:
     """Graphs that were compiled for the trainer's functions. None where the process compiles none."""
     compile_fallbacks: int | None = None
     """Calls of such functions that ran uncompiled."""
+    mean_peak_bytes: int | None = None
+    """Mean of the processes' peaks of live tensors. None for one process alone, or where none is measured."""
+    worst_rank: int | None = None
+    """The process with the highest peak. None where there is no mean."""
 
 
 DEVICE_FIGURES = ("peak_allocated_bytes", "allocated_bytes", "peak_reserved_bytes", "device_used_bytes")
@@ -141,7 +145,7 @@ def combine(memories: Sequence[PhaseMemory], driver_rss_bytes: int = 0) -> Phase
     """Return one phase's figures over all processes: the largest of each device figure, the sum of resident memory.
 
     Args:
-        memories: Figures of the same phase, one per process. Kinds are those of the process with the highest peak.
+        memories: Figures of the same phase, one per process, by rank. Kinds are those of the process with the highest peak.
         driver_rss_bytes: Added to the sum of resident memory.
     """
     assert len({memory.name for memory in memories}) == 1, [memory.name for memory in memories]
@@ -149,6 +153,8 @@ def combine(memories: Sequence[PhaseMemory], driver_rss_bytes: int = 0) -> Phase
     def largest(name: str) -> int | None:
         return max((value for memory in memories if (value := getattr(memory, name)) is not None), default=None)
 
+    peaks = {rank: peak for rank, memory in enumerate(memories) if (peak := memory.peak_allocated_bytes) is not None}
+    several = len(memories) > 1 and bool(peaks)
     device: dict[str, Any] = {name: largest(name) for name in (*DEVICE_FIGURES, "entered_bytes", *COMPILE_FIGURES)}
     return PhaseMemory(
         name=memories[0].name,
@@ -156,6 +162,8 @@ def combine(memories: Sequence[PhaseMemory], driver_rss_bytes: int = 0) -> Phase
         host_rss_bytes=sum(memory.host_rss_bytes for memory in memories) + driver_rss_bytes,
         kinds=max(memories, key=lambda memory: memory.peak_allocated_bytes or 0).kinds,
         host_buffer_bytes=sum(memory.host_buffer_bytes for memory in memories),
+        mean_peak_bytes=sum(peaks.values()) // len(peaks) if several else None,
+        worst_rank=max(peaks, key=peaks.__getitem__) if several else None,
         **device,
     )
 
@@ -198,29 +206,46 @@ class Span:
     seconds: float
 
 
+REWARD_IN_ROLLOUT = "reward_in_rollout"
+"""Name of the time in which reward functions score answers while others are generated. It is no phase, but part of ``gen``."""
+
+
+_EPOCH = time.time() - time.monotonic()
+
+
+def wall_time() -> float:
+    """Return the seconds since 1970 by the clock of the process's start, which nobody sets back or forth since then."""
+    return _EPOCH + time.monotonic()
+
+
 class PhaseClock:
     """Times phases by name. A phase that runs twice in a step is summed. Phases may be nested."""
 
     def __init__(self) -> None:
         """Start without spans."""
         self.spans: list[Span] = []
+        self.within: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time the body. A body that raises is not recorded."""
-        started = time.time()
+        started = wall_time()
         with Timer(logger=None) as timer:
             yield
         self.spans.append(Span(name, started, timer.last))
 
+    def add(self, name: str, seconds: float) -> None:
+        """Add a time within a phase that was measured elsewhere. It is no span, because the phase has one."""
+        self.within[name] = self.within.get(name, 0.0) + seconds
+
     def timings(self) -> dict[str, float]:
-        """Return ``timing_s/<phase>`` of the spans since the last :meth:`take`."""
-        seconds: dict[str, float] = {}
+        """Return ``timing_s/<phase>`` of the spans since the last :meth:`take`, and of the times within them."""
+        seconds = {f"timing_s/{name}": value for name, value in self.within.items()}
         for span in self.spans:
             seconds[f"timing_s/{span.name}"] = seconds.get(f"timing_s/{span.name}", 0.0) + span.seconds
         return seconds
 
     def take(self) -> list[Span]:
         """Return the spans in the order in which they ended, and begin a new step."""
-        spans, self.spans = self.spans, []
+        spans, self.spans, self.within = self.spans, [], {}
         return spans

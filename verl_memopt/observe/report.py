@@ -51,6 +51,8 @@ def report(run_dirs: Sequence[Path], out: Path | None = None, console: Console |
         paths = [*draw_charts(folders[0], target.path), target.summary]
         summary = folders[0].read_summary() | _built(folders[0])
         target.write_summary(summary)
+        if target.path == folders[0].path:
+            target.seal([path.name for path in paths])
         print_summary(shown, summary)
     else:
         named = dict(zip(run_names(folders), folders, strict=True))

@@ -6,16 +6,19 @@ import itertools
 import json
 import shutil
 import sys
-import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from verl_memopt.errors import UserError
+from blake3 import blake3
+
+from verl_memopt.distributed.file_records import digest_of
+from verl_memopt.errors import DataError, UserError
 from verl_memopt.observe.files import append_rows, disk_refusals, keep_rows, read_rows, replace_text
-from verl_memopt.observe.phase import PhaseMemory, Span
+from verl_memopt.observe.phase import PhaseMemory, Span, wall_time
 from verl_memopt.observe.samples import Sample, sample_row
 from verl_memopt.observe.timeline import TimelineRow, append_timeline, keep_timeline, read_timeline, timeline_rows
 
@@ -39,17 +42,18 @@ class RunFolder:
         self.summary = path / "summary.json"
         self.tensorboard = path / "tensorboard"
         self.config_history = path / "config_history"
+        self.record = path / "record.json"
         self.run_id = uuid.uuid4().hex[:12]
         """Identifies this start of the run. A resumed run has another."""
-        self.began = time.time()
+        self.began = wall_time()
         self._elapsed_before = 0.0
 
     def begin(self, config_text: str, resumed_step: int | None) -> None:
         """Prepare the folder for a new run, or for one that continues.
 
         On resume the rows after the step are dropped, so that the files equal those of an uninterrupted run, and settings that
-        differ from the present ones move to ``config_history/``. A new run moves the files of an earlier one to ``previous/`` and
-        replaces what is there.
+        differ from the present ones move to ``config_history/``. A new run moves the files of an earlier one to ``previous/``,
+        and those that are there already to ``previous/record_N/``.
 
         Args:
             config_text: The settings as YAML.
@@ -60,13 +64,21 @@ class RunFolder:
         """
         with disk_refusals(self.config):
             self.path.mkdir(parents=True, exist_ok=True)
+            self.record.unlink(missing_ok=True)  # what follows changes the files
             if resumed_step is None:
                 self._set_aside()
             else:
+                self._reopen()
                 self._rewind(resumed_step)
                 self._keep_config(config_text, resumed_step)
             replace_text(self.config, config_text)
-        self.began = time.time()
+        self.began = wall_time()
+
+    def _reopen(self) -> None:
+        """Remove the sign that the run has ended from its summary."""
+        with suppress(UserError):  # damaged: its reader names it
+            if (summary := self.read_summary()).get(ENDED):
+                self.write_summary(summary | {ENDED: False})
 
     def add_timeline(self, step: int, spans: Sequence[Span], memories: Mapping[str, PhaseMemory]) -> None:
         """Append a step's phases to the timeline. Step 0 covers the time before the first step."""
@@ -87,7 +99,7 @@ class RunFolder:
 
     def read_warnings(self) -> list[dict[str, Any]]:
         """Return the warnings so far, each with its step."""
-        return read_rows(self.warnings) if self.warnings.exists() else []
+        return self._rows(self.warnings)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json``, completely or not at all."""
@@ -95,7 +107,7 @@ class RunFolder:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return the metrics of each step so far, in the order they were logged."""
-        return read_rows(self.metrics) if self.metrics.exists() else []
+        return self._rows(self.metrics)
 
     def read_timeline(self) -> list[TimelineRow]:
         """Return the timeline so far."""
@@ -111,15 +123,97 @@ class RunFolder:
             return {}
         try:
             summary = json.loads(self.summary.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except OSError as error:
+            raise UserError(f"{self.summary}: cannot be read ({error.strerror}). Delete it; report builds it again.") from error
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{self.summary}: not JSON ({error}). Delete it; report builds it again.") from error
         if not isinstance(summary, dict):
             raise UserError(f"{self.summary}: expected a JSON object. Delete it; report builds it again.")
         return summary
 
+    def seal(self, names: Sequence[str] | None = None) -> None:
+        """Write the checksum of each file of a run that has ended, by which ``verl-memopt check`` finds damage.
+
+        Args:
+            names: Files to be entered anew in a record that is sealed. None = all files.
+
+        Raises:
+            UserError: The disk refused.
+        """
+        if names is None:
+            digests = {path.relative_to(self.path).as_posix(): digest_of(path) for path in self._sealed_files()}
+        else:
+            digests = self._read_seal() or {}
+            if not digests:  # none, or damaged: what is there now must not count as what was written
+                return
+            digests |= {name: digest_of(self.path / name) for name in names}
+        text = json.dumps(digests, indent=1)
+        replace_text(self.record, json.dumps({"digest": blake3(text.encode()).hexdigest(), "files": digests}, indent=1) + "\n")
+
+    def faults(self) -> list[str]:
+        """Return what differs from the record of a run that has ended, or cannot be read, one sentence for each file."""
+        found = []
+        if self.record.exists() or self.record.is_symlink():
+            digests = self._read_seal()
+            if digests is None:
+                return [f"{self.record.name} has other contents than were written"]
+            for name, digest in digests.items():
+                try:
+                    found += [] if digest_of(self.path / name) == digest else [f"{name} has other contents than were written"]
+                except OSError as error:
+                    found.append(f"{name} cannot be read ({error.strerror})")
+            return found
+        with suppress(UserError):
+            if self.read_summary().get(ENDED):
+                found.append(
+                    f"{self.record.name} is missing: {self.summary.name} says that the run has ended, so it was deleted, or the "
+                    "run was killed in its last moment. Start the run again: it ends at once and writes it anew"
+                )
+        for read in (self.read_metrics, self.read_warnings, self.read_timeline, self.read_summary):
+            try:
+                read()
+            except UserError as error:
+                found.append(str(error))
+        return found
+
+    def _sealed_files(self) -> Iterator[Path]:
+        """Yield the files of the run but for checkpoints, which have checksums of their own, and what others write."""
+        for path in sorted(self.path.iterdir()):
+            if path.is_dir() and (path.name.startswith("model") or path == self.config_history):
+                yield from sorted(each for each in path.rglob("*") if each.is_file())
+            elif path.is_file() and path.name not in ("run.lock", self.record.name) and not path.name.startswith("."):
+                yield path
+
+    def _read_seal(self) -> dict[str, str] | None:
+        """Return the checksums; None where they are not as they were written."""
+        try:
+            text = self.record.read_bytes().decode()
+            sealed = json.loads(text)
+            digests = {str(name): str(digest) for name, digest in sealed["files"].items()}
+            digest = blake3(json.dumps(digests, indent=1).encode()).hexdigest()
+            return digests if text == json.dumps({"digest": digest, "files": digests}, indent=1) + "\n" else None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return None
+
+    def _rows(self, path: Path) -> list[dict[str, Any]]:
+        """Return the rows of a file of the record. Each has a step and else numbers and texts.
+
+        Raises:
+            DataError: One has not. The message names the file.
+        """
+        rows = read_rows(path) if path.exists() else []
+        for row in rows:
+            _step(row, path)
+            wrong = [name for name, value in row.items() if not isinstance(value, float | int) and name not in TEXTS]
+            if wrong or not all(isinstance(row.get(name, ""), str) for name in TEXTS):
+                raise DataError(
+                    f"{path}: in the row of step {row['step']} an entry is no number: {wrong[:1]}. Correct or delete it."
+                )
+        return rows
+
     def _rewind(self, step: int) -> None:
         for path in (self.metrics, self.generations, self.warnings, self.phase_memory):
-            keep_rows(path, lambda row: row["step"] <= step)
+            keep_rows(path, lambda row, path=path: _step(row, path) <= step)  # type: ignore[misc]
         keep_timeline(self.timeline, step)
         self._elapsed_before = max((row.elapsed_seconds + row.seconds for row in self.read_timeline()), default=0.0)
 
@@ -136,13 +230,34 @@ class RunFolder:
             *(self.metrics, self.timeline, self.generations, self.warnings, self.summary, self.tensorboard),
             *(self.phase_memory, self.config, self.config_history),
         )
+        previous = self.path / "previous"
+        older = [path for each in record if (path := previous / each.name).exists()]
+        # Nothing is moved before there is a record to move.
         for path in (path for path in record if path.exists()):
-            target = self.path / "previous" / path.name
-            target.parent.mkdir(exist_ok=True)
-            # A rename replaces a file but no folder that has files, so one that an earlier run left there goes first.
-            if target.is_dir():
-                shutil.rmtree(target)
-            path.rename(target)
+            if older:
+                kept = next(each for number in itertools.count(1) if not (each := previous / f"record_{number}").exists())
+                kept.mkdir()
+                while older:
+                    each = older.pop()
+                    each.rename(kept / each.name)
+            previous.mkdir(exist_ok=True)
+            path.rename(previous / path.name)
+
+
+ENDED = "ended"
+"""Entry of the summary of a run that has ended, and so has a record of checksums."""
+
+TEXTS = ("run_id", "warning")
+"""Entries of metrics and warnings that are no numbers."""
+
+
+def _step(row: Mapping[str, Any], path: Path) -> int:
+    step = row.get("step")
+    if type(step) is not int:
+        raise DataError(f"{path}: a row without a step: {str(dict(row))[:80]}. Correct or delete it.")
+    if path.name == "warnings.jsonl" and "warning" not in row:
+        raise DataError(f"{path}: a row of step {step} without its warning. Correct or delete it.")
+    return step
 
 
 def program() -> str:

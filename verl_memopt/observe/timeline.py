@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from verl_memopt.errors import DataError
 from verl_memopt.observe.files import append_text, replace_text
-from verl_memopt.observe.phase import PhaseMemory, Span
+from verl_memopt.observe.phase import REWARD_IN_ROLLOUT, PhaseMemory, Span
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class TimelineRow:
 COLUMNS = tuple(column.name for column in fields(TimelineRow))
 _TIMES = ("timestamp", "elapsed_seconds", "seconds")
 _INTEGERS = ("allocated_bytes", "peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "host_rss_bytes")
-_CONTAINERS = ("step", "epoch", "run")
-"""Spans that contain other phases. They are timed but have no row in the timeline."""
+_NO_PHASES = ("step", "epoch", "run", REWARD_IN_ROLLOUT)
+"""Spans that contain other phases or lie within one. They are timed but have no row in the timeline."""
 
 
 def timeline_rows(step: int, spans: Sequence[Span], memories: Mapping[str, PhaseMemory]) -> list[TimelineRow]:
@@ -61,7 +62,7 @@ def timeline_rows(step: int, spans: Sequence[Span], memories: Mapping[str, Phase
         memories: Figures of each phase over all processes. A phase without figures has empty cells.
     """
     rows = []
-    for span in sorted((span for span in spans if span.name not in _CONTAINERS), key=lambda span: span.started):
+    for span in sorted((span for span in spans if span.name not in _NO_PHASES), key=lambda span: span.started):
         memory, figures = memories.get(span.name), dict[str, Any]()
         if memory is not None:
             counter = "tracker" if memory.peak_reserved_bytes is None else "allocator"
@@ -89,20 +90,28 @@ def read_timeline(path: Path) -> list[TimelineRow]:
     Raises:
         DataError: Any other line is not a row. The message names file and line.
     """
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
     # Text after the last newline is a row that a kill has cut off.
     whole = text[: text.rfind("\n") + 1]
     reader = csv.DictReader(io.StringIO(whole, newline=""))
-    return [_parsed(path, reader.line_num, cells) for cells in reader]
+    try:
+        return [_parsed(path, reader.line_num, cells) for cells in reader]
+    except csv.Error as error:
+        raise DataError(f"{path}:{reader.line_num + 1}: not a timeline row ({error}). Correct or delete this line.") from error
 
 
 def _parsed(path: Path, line: int, cells: dict[str, Any]) -> TimelineRow:
     try:
         figures: dict[str, Any] = {name: int(cells[name]) if cells[name] else None for name in _INTEGERS}
         figures |= {name: float(cells[name]) for name in _TIMES}
-        kinds = json.loads(cells["kinds"] or "{}")
+        kinds = {str(name): int(size) for name, size in json.loads(cells["kinds"] or "{}").items()}
+        if not all(math.isfinite(figures[name]) for name in _TIMES):
+            raise ValueError("a time is not finite")
         return TimelineRow(step=int(cells["step"]), phase=cells["phase"], counter=cells["counter"], kinds=kinds, **figures)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise DataError(f"{path}:{line}: not a timeline row ({error}). Correct or delete this line.") from error
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import io
 import json
 import random
 import socket as socket_module
@@ -27,7 +28,6 @@ PASSING_STATUS = (408, 425, 429, 500, 502, 503, 504)
 LARGEST_ANSWER_BYTES = 16 << 20
 PART_BYTES = 1 << 16
 QUOTED_CHARACTERS = 200
-LEAST_WAIT_SECONDS = 0.001
 MOST_THREADS = 1024
 
 
@@ -118,10 +118,11 @@ def _attempt(url: str, text: bytes, patience: Patience, seconds: float) -> Any:
             connection.request(
                 "POST", target, text, {"Content-Type": "application/json", "Connection": "close", **patience.headers}
             )
-            socket = connection.sock
-            socket.settimeout(max(end - time.monotonic(), LEAST_WAIT_SECONDS))
-            answer = connection.getresponse()
-            received = _read(answer, socket, end)
+            # The answer is read from a stream of its own, so that its headers too are read by the deadline.
+            with closing(connection.sock) as socket:
+                connection.sock = _Bounded(socket, end)
+                answer = connection.getresponse()
+                received = _read(answer)
         if len(received) > LARGEST_ANSWER_BYTES:
             raise LongAnswerError(
                 f"the {patience.name} at {url} answered with over {LARGEST_ANSWER_BYTES} bytes. Make it answer with less."
@@ -132,18 +133,45 @@ def _attempt(url: str, text: bytes, patience: Patience, seconds: float) -> Any:
         raise _PassingError(f"no answer within {seconds:.3g} s", 0.0) from error
     except (OSError, http.client.HTTPException) as error:
         raise _PassingError(f"{type(error).__name__}: {error}", 0.0) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _PassingError(f"its answer is no JSON ({error})", 0.0) from error
     quoted = " ".join(received[: 4 * QUOTED_CHARACTERS].decode(errors="replace").split())[:QUOTED_CHARACTERS]
     reason = f"HTTP status {answer.status} {answer.reason}{f' ({quoted})' if quoted else ''}"
     if answer.status not in PASSING_STATUS:
         raise RewardError(f"the {patience.name} at {url} refused the request: {reason}. Correct the address or what is sent.")
     named = answer.getheader("Retry-After", "")
-    raise _PassingError(reason, float(named) if named.isdigit() else 0.0)
+    raise _PassingError(reason, float(named) if named.isdecimal() and named.isascii() else 0.0)
 
 
-def _read(answer: http.client.HTTPResponse, socket: socket_module.socket, end: float) -> bytes:
-    """Return the whole answer, or the start of one that is too long. Raise TimeoutError at ``end``, even if it comes in drops."""
+class _Bounded(io.RawIOBase):
+    """What ``http.client`` reads an answer from: a socket until a moment, even if the answer comes in drops."""
+
+    def __init__(self, socket: socket_module.socket, end: float) -> None:
+        """Read from ``socket`` until ``end``, in seconds of the monotonic clock."""
+        self._socket, self._end = socket, end
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        """Return the stream, as a socket does."""
+        return io.BufferedReader(self)
+
+    def close(self) -> None:
+        """Leave the socket open: the connection closes it before the answer is read."""
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read what has come, or raise TimeoutError at the end."""
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._socket.settimeout(left)
+        return self._socket.recv_into(buffer)
+
+
+def _read(answer: http.client.HTTPResponse) -> bytes:
+    """Return the whole answer, or the start of one that is too long."""
     parts: list[bytes] = []
     size = 0
     while part := answer.read1(PART_BYTES):
@@ -151,11 +179,6 @@ def _read(answer: http.client.HTTPResponse, socket: socket_module.socket, end: f
         size += len(part)
         if size > LARGEST_ANSWER_BYTES:
             return b"".join(parts)
-        left = end - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        if not answer.isclosed():
-            socket.settimeout(left)
     if answer.length:
         raise OSError("the answer ended early")
     return b"".join(parts)

@@ -18,10 +18,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from verl_memopt.errors import RewardError
-from verl_memopt.rewards.score import Limits, Outcome, RewardRow
+from verl_memopt.rewards.score import Limits, Outcome, RewardRow, printable, read_message, read_outcomes
 from verl_memopt.rewards.scorer import PROGRESS, FunctionCall
 from verl_memopt.rewards.supervisor import END_SECONDS, MARK, RUN_SIGNALS, VERDICT, VERDICT_AT, last_lines
-from verl_memopt.run.process_tree import kill_marked
+from verl_memopt.run.process_tree import kill_marked, safe_path
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +54,14 @@ class RewardProcess:
         self._log_start = log.stat().st_size if log is not None and log.is_file() else 0
         self._mark = f"{MARK}={secrets.token_hex(16)}"
         fds = (process_end.fileno(), lifeline_end, self._progress.fileno())
-        arguments = (*fds, None if log is None else str(log.absolute()), astuple(limits))
-        program = f"import sys; sys.path[:] = {sys.path!r}; from verl_memopt.rewards.supervisor import main; main{arguments!r}"
+        # The function gets this process's own import path; what runs before it does not import from the working directory.
+        arguments = (*fds, None if log is None else str(log.absolute()), astuple(limits), sys.path)
+        program = f"import sys; sys.path[:] = {safe_path()!r}; from verl_memopt.rewards.supervisor import main; main{arguments!r}"
         # In this thread, and in the process until the supervisor has its handlers.
         previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, RUN_SIGNALS)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", program],
+                [sys.executable, "-P", "-c", program],
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
@@ -96,23 +97,23 @@ class RewardProcess:
                 "Move long work out of its top level."
             )
         try:
-            problem, self.runs_concurrently = self.connection.recv()
+            problem, self.runs_concurrently = read_message(self.connection.recv_bytes())
         except (EOFError, ConnectionError):
             problem = (
                 f"custom_reward_function.path: the process that imports the file {self.ending()}. Import it alone to see why."
             )
         if problem is not None:
-            raise RewardError(problem)
+            raise RewardError(printable(problem))
         self.loaded = True
 
-    def send(self, first: int, rows: Sequence[RewardRow]) -> None:
-        """Send rows, whose indices count from ``first``.
+    def send(self, indices: Sequence[int], rows: Sequence[RewardRow]) -> None:
+        """Send rows, with an index for each.
 
         A dead process raises no error here; :meth:`receive` reports it.
         """
         self.wait_until_loaded()
         with contextlib.suppress(ConnectionError):
-            self.connection.send((first, [(row.data_source, row.solution, row.ground_truth, row.extra_info) for row in rows]))
+            self.connection.send((indices, [(row.data_source, row.solution, row.ground_truth, row.extra_info) for row in rows]))
 
     def receive(self) -> list[Outcome] | None:
         """Return the outcomes that have arrived, or None if the process has died."""
@@ -120,7 +121,7 @@ class RewardProcess:
         alive = self.is_alive()
         try:
             if self.connection.poll():
-                return self.connection.recv()
+                return read_outcomes(self.connection.recv_bytes())
         except (EOFError, ConnectionError):
             return None
         return [] if alive else None

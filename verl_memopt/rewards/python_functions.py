@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,7 +144,7 @@ def named_functions(rewards: Any, weights: Sequence[float] | None = None) -> lis
     if isinstance(rewards, Mapping):
         named = list(rewards.items())
     else:
-        functions = [rewards] if callable(rewards) else list(rewards)
+        functions = list(rewards) if isinstance(rewards, Iterable) and not callable(rewards) else [rewards]
         named = [(getattr(each, "__name__", type(each).__name__).strip("<>"), each) for each in functions]
     if not named:
         raise RewardError("rewards: the list is empty. Give at least one function.")

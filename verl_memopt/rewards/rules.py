@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 from verl_memopt.config.reward_limits import CASES, URL
 from verl_memopt.errors import DataError, RewardError
 
-Rule = Callable[[str, Any], float]
+Rule = Callable[[str, Any], Any]
+"""From a response and its ground truth to a score, or to a dict with ``score``."""
 
 MATH_SECONDS = 2
 """Longest time in which math-verify must read an answer, and compare it."""
 
+LAST_CHARACTERS = 300
+"""Characters at the end of a response that verl's rules for GSM8K and DAPO's problems read."""
+
+_STRICT_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 _FINAL_ANSWER = re.compile(r"####\s*(\$?-?[0-9][0-9.,]*)")
 _THINK_THEN_ANSWER = re.compile(r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL)
 
@@ -37,7 +45,16 @@ def final_answer(solution: str) -> str | None:
 
 
 def gsm8k(solution: str, ground_truth: Any) -> float:
-    """Return 1.0 when the last ``#### x`` of the response is the ground truth; an answer in any other form scores 0.0."""
+    """Return 1.0 when the last ``#### x`` in the last 300 characters is the ground truth, apart from commas; else 0.0.
+
+    This is verl's rule: a currency sign, a final dot or another form of the number scores 0.0.
+    """
+    answers = _STRICT_ANSWER.findall(solution[-LAST_CHARACTERS:])
+    return float(bool(answers) and answers[-1].replace(",", "") == str(ground_truth))
+
+
+def tolerant_gsm8k(solution: str, ground_truth: Any) -> float:
+    """Return 1.0 when the last ``#### x`` is the ground truth, apart from commas, a currency sign and a final dot; else 0.0."""
     return float(final_answer(solution) == _plain_number(str(ground_truth)))
 
 
@@ -79,8 +96,146 @@ def math_answer(solution: str, ground_truth: Any) -> float:
     return float(verify(expected, answer, timeout_seconds=MATH_SECONDS))
 
 
+def boxed_answer(solution: str, ground_truth: Any) -> float:
+    r"""Return 1.0 when the last ``\boxed{...}`` of a response is the ground truth, both in one form of LaTeX; else 0.0.
+
+    This is verl's rule for MATH, from the data set's own code (arXiv 2103.03874). Texts are compared, not values:
+    ``\frac12`` is ``1/2`` and ``0.5``, but ``\frac{2}{4}`` is neither.
+    """
+    _, spaced, rest = solution.rpartition("\\boxed ")
+    answer, expected = rest.partition("$")[0] if spaced else _last_box(solution), str(ground_truth)
+    if answer is None:
+        return 0.0
+    try:
+        return float(_one_form(answer) == _one_form(expected))
+    except ValueError:
+        return float(answer == expected)
+
+
+def _last_box(text: str, command: str = "\\boxed") -> str | None:
+    r"""Return what stands in the last box of a text, None where it is not closed. Boxes are searched by ``command``."""
+    start, depth = text.rfind(command), 0
+    if start < 0 or not text.startswith("\\boxed{", start):
+        return None
+    for place in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if text[place] == "}" and depth == 0:
+            return text[start + len("\\boxed{") : place]
+    return None
+
+
+def _one_form(text: str) -> str:
+    """Return LaTeX in one of the forms that mean the same.
+
+    Raises:
+        ValueError: A fraction, a root or a unit has no end.
+    """
+    text = text.replace("\n", "").replace("\\!", "").replace("\\\\", "\\").replace("tfrac", "frac").replace("dfrac", "frac")
+    for part in ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$"):
+        text = text.replace(part, "")
+    text, *units = text.split("\\text{ ")  # only units begin with a space
+    if len(units) > 1:
+        raise ValueError("two units")
+    text = text.replace("\\\\%", "").replace("\\%", "").replace(" .", " 0.").replace("{.", "{0.")
+    if not text:
+        return text
+    text = "0" + text if text[0] == "." else text
+    name, *values = text.split("=")
+    if len(values) == 1 and len(name) <= 2:
+        text = values[0]
+    if text.endswith("\\sqrt"):
+        raise ValueError("a root of nothing")
+    text = _with_fractions(re.sub(r"\\sqrt([^{])", r"\\sqrt{\1}", text).replace(" ", ""))
+    if text == "0.5":
+        return "\\frac{1}{2}"
+    ratio = re.fullmatch(r"(0|-?[1-9][0-9]*)/(0|-?[1-9][0-9]*)", text)
+    return text if ratio is None else f"\\frac{{{ratio[1]}}}{{{ratio[2]}}}"
+
+
+def _with_fractions(text: str) -> str:
+    r"""Return LaTeX in which ``\frac12`` is ``\frac{1}{2}``."""
+    first, *others = text.split("\\frac")
+    parts = [first]
+    for other in others:
+        if not other:
+            raise ValueError("a fraction of nothing")
+        if other[0] == "{":
+            parts.append(other)
+        elif len(other) < 2:
+            return text
+        else:
+            parts.append(f"{{{other[0]}}}" + (other[1:] if other[1] == "{" else f"{{{other[1]}}}{other[2:]}"))
+    return "\\frac".join(parts)
+
+
+def dapo_answer(solution: str, ground_truth: Any) -> dict[str, Any]:
+    r"""Return the score of DAPO's problems: 1.0 for a right answer and -1.0 for a wrong one, with ``acc`` and ``pred``.
+
+    The answer is the last ``Answer: x`` in the last 300 characters, in one form of LaTeX; where there is none, what stands in
+    the last ``\boxed{}`` of the last 100. Source: verl's ``math_dapo``, after Minerva (arXiv 2206.14858, appendix D.1).
+    """
+    expected, tail = str(ground_truth), solution[-LAST_CHARACTERS:]
+    answers = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", tail)
+    answer = _minerva_form(answers[-1]) if answers else "[INVALID]"
+    right = answer == _minerva_form(expected)
+    box = _last_box(tail[-100:], "\\boxed{") if answer == "[INVALID]" else None
+    if box is not None:
+        answer, right = box, box == expected
+    return {"score": 1.0 if right else -1.0, "acc": right, "pred": answer}
+
+
+_MINERVA_REPLACED = (
+    ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"), (",\\text{and}", ","),
+    ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
+)  # fmt: skip
+_MINERVA_REMOVED = (
+    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points", "feet",
+    "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students", "childrentickets",
+    "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}",
+    "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots",
+)  # fmt: skip
+_MINERVA_PATTERNS = (
+    (r"(.*?)(\$)(.*?)(\$)(.*)", r"$\3$"), (r"(\\text\{)(.*?)(\})", r"\2"), (r"(\\textbf\{)(.*?)(\})", r"\2"),
+    (r"(\\overline\{)(.*?)(\})", r"\2"), (r"(\\boxed\{)(.*)(\})", r"\2"), (r"(frac)([^{])(.)", r"frac{\2}{\3}"),
+    (r"(sqrt)([^{])", r"sqrt{\2}"),
+)  # fmt: skip
+"""What Minerva's code makes of an answer, in this order: words of units and of filling go, and LaTeX takes one form."""
+
+
+def _minerva_form(answer: str) -> str:
+    """Return an answer in Minerva's form."""
+    answer = answer.split("=")[-1]
+    for before, after in (*_MINERVA_REPLACED, *((word, "") for word in _MINERVA_REMOVED)):
+        answer = answer.replace(before, after)
+    for pattern, after in _MINERVA_PATTERNS:
+        answer = re.sub(pattern, after, answer)
+    answer = answer.replace("$", "")
+    return (answer.replace(",", "") if answer.replace(",", "").isdigit() else answer).strip()
+
+
+def latex_answer(text: str, solution: str) -> float | None:
+    """Return 1.0 where the LaTeX of a text equals a solution, else 0.0, and None where the solution cannot be read.
+
+    Source: ``accuracy_reward`` of TRL. The boxed answer is tried first, and a text without LaTeX has no answer.
+    """
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    expected = parse(solution, parsing_timeout=MATH_SECONDS)
+    if not expected:
+        return None
+    latex = LatexExtractionConfig(
+        normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
+    )
+    given = parse(text, extraction_config=[latex], extraction_mode="first_match", parsing_timeout=MATH_SECONDS)
+    return float(verify(expected, given, timeout_seconds=MATH_SECONDS))
+
+
 _NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
 """Sources of mathematical problems in the data sets Eurus-2-RL and NuminaMath."""
+
+_MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")
+"""Names of the data set MATH."""
 
 RULES: dict[str, Rule] = {
     "toy/arithmetic": exact_match,
@@ -88,20 +243,31 @@ RULES: dict[str, Rule] = {
     "format/final_answer": final_answer_format,
     "format/think": think_format,
     "math/answer": math_answer,
-    "lighteval/MATH": math_answer,
-    "DigitalLearningGmbH/MATH-lighteval": math_answer,
-    "HuggingFaceH4/MATH-500": math_answer,
+    **dict.fromkeys(_MATH, boxed_answer),
+    **dict.fromkeys(("math_dapo", "math", "math_dapo_reasoning"), dapo_answer),
     **{f"numina_{name}": math_answer for name in _NUMINA},
 }
-"""Rules by data source."""
+"""Rules by data source. Those of verl's sources are verl's, except for NuminaMath's. Sources that begin with ``aime`` are
+scored as ``math_dapo``, as in verl."""
+
+TOLERANT_RULES: dict[str, Rule] = {"openai/gsm8k": tolerant_gsm8k, **dict.fromkeys(_MATH, math_answer)}
+"""Rules that forgive more than verl's, by data source."""
 
 
-def check_sources(sources: Iterable[tuple[str, str]], sandbox: bool = False) -> None:
+def rule_of(source: str, tolerant: bool = False) -> Rule | None:
+    """Return the rule of a data source, None where there is none. ``tolerant``: prefer one that forgives more than verl's."""
+    if tolerant and source in TOLERANT_RULES:
+        return TOLERANT_RULES[source]
+    return RULES.get("math_dapo" if source.startswith("aime") else source)
+
+
+def check_sources(sources: Iterable[tuple[str, str]], sandbox: bool = False, tolerant: bool = False) -> None:
     """Check that each data source has a rule. For runs without a custom function.
 
     Args:
         sources: (data_source, address) of each row.
         sandbox: There is a service that runs the programs of code tasks.
+        tolerant: As in :func:`rule_of`.
 
     Raises:
         DataError: A data source has no rule, or what its rule needs is missing. The message names the first such row.
@@ -109,35 +275,44 @@ def check_sources(sources: Iterable[tuple[str, str]], sandbox: bool = False) -> 
     for source, address in sources:
         if source in CODE_SOURCES and sandbox:
             continue
-        if source not in RULES:
+        rule = rule_of(source, tolerant)
+        if rule is None:
             raise DataError(f"{address}: {_no_rule(source)}")
-        if RULES[source] is math_answer and find_spec("math_verify") is None:
+        if rule is math_answer and find_spec("math_verify") is None:
             raise DataError(
                 f"{address}: data_source {source!r} needs math-verify, which is not installed. "
                 "Install it (pip install 'verl-memopt[math]'), or set custom_reward_function.path."
             )
 
 
-def score_by_rule(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> float:
-    """Return the score by the rule of ``data_source``.
+def score_by_rule(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, tolerant: bool = False
+) -> Any:
+    """Return the score by the rule of ``data_source``, or a dict with ``score``. ``tolerant`` is as in :func:`rule_of`.
 
     Raises:
         RewardError: There is no such rule.
     """
-    if data_source not in RULES:
+    rule = rule_of(data_source, tolerant)
+    if rule is None:
         raise RewardError(f"cannot score this row: {_no_rule(data_source)}")
-    return RULES[data_source](solution_str, ground_truth)
+    return rule(solution_str, ground_truth)
 
 
 def score_batch_by_rule(
-    data_sources: Sequence[str], solution_strs: Sequence[str], ground_truths: Sequence[Any], extra_infos: Sequence[Any]
-) -> list[float]:
-    """Return the score of each row by the rule of its data source.
+    data_sources: Sequence[str],
+    solution_strs: Sequence[str],
+    ground_truths: Sequence[Any],
+    extra_infos: Sequence[Any],
+    tolerant: bool = False,
+) -> list[Any]:
+    """Return the score of each row by the rule of its data source, as :func:`score_by_rule`.
 
     Raises:
         RewardError: There is no such rule.
     """
-    return list(map(score_by_rule, data_sources, solution_strs, ground_truths, extra_infos))
+    rows = zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)
+    return [score_by_rule(*row, tolerant=tolerant) for row in rows]
 
 
 def _no_rule(source: str) -> str:
@@ -192,7 +367,7 @@ class Case:
     expected: str | None
     """What it must print, apart from line breaks at the end. None = anything, if it ends without an error."""
     assertion: str = ""
-    """Code that runs after the program."""
+    """Code that runs after the program, and must come to its end."""
 
 
 @dataclass(frozen=True)
@@ -239,14 +414,125 @@ class CodeTask:
         )
         return cls(tuple(cases), str(function) if function else None)
 
-    def program(self, code: str, case: Case) -> str:
-        """Return the whole program that is run for a test case."""
-        tested = f"{code}\n\n{case.assertion}"
+    def trial(self, code: str, case: Case) -> Trial:
+        """Return the whole program that is run for a test case, and what shows that it passes."""
+        right = prints(case.expected)
+        if not case.assertion.strip():
+            return Trial(self._whole(f"{code}\n\n{case.assertion}"), case.stdin, right)
+        mark = f"_{secrets.token_hex(16)}"
+        compared = _compared(case.assertion, mark)
+        if compared is not None:
+            shown, values = compared
+            return Trial(self._whole(f"{code}\n\n{shown}"), case.stdin, partial(_shows, mark, values, right))
+        passes = partial(_shows, mark, [True], right)
+        if case.stdin or self.function is not None:
+            return Trial(self._whole(f"{code}\n\n{case.assertion}\nprint({mark + ' True'!r})"), case.stdin, passes)
+        # The proof comes over the standard input, which the program of the response finds empty.
+        program = _HIDDEN.format(os=f"_{secrets.token_hex(16)}", code=code, assertion=case.assertion)
+        return Trial(program, f"{mark} True\n", passes)
+
+    def _whole(self, tested: str) -> str:
+        """Return a program with the modules and the call of a function by name, where the task has one."""
         if self.function is None:
             return tested
         stars = "".join(f"from {module} import *\n" for module in PREDEFINED)
         modules = "".join(f"import {module}\n" for module in PREDEFINED)
         return f"{stars}{modules}\n{tested}\n{_CALL.format(name=self.function)}"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a program on a test case."""
+
+    program: str
+    stdin: str | None
+    """What the program reads from its standard input."""
+    passes: Callable[[str], bool]
+    """Whether what a run printed shows that the case is passed, if it ended without an error."""
+
+
+def prints(expected: str | None) -> Callable[[str], bool]:
+    """Return what says whether a text is the expected one, apart from line breaks at the end. None = any text is."""
+    return lambda printed: expected is None or printed.rstrip("\n") == expected.rstrip("\n")
+
+
+# An assertion passes where its program only ends early, or returns an object that equals everything. So a program shows the
+# values that are asserted, and they are compared here. Where that cannot be, it must print what it does not know before the end.
+
+
+_HIDDEN = """\
+import os as {os}
+{os}.secret = {os}.dup(0)
+{os}.dup2({os}.open({os}.devnull, {os}.O_RDONLY), 0)
+exec(compile({code!r}, "program", "exec"))
+
+{assertion}
+print({os}.read({os}.secret, 99).decode())
+"""
+
+_SHOW = """
+def {mark}(value):
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {{{mark}(key): {mark}(each) for key, each in dict.items(value)}}
+    for kind in (list, tuple, set, frozenset):
+        if isinstance(value, kind):
+            return (set if kind is frozenset else kind)([{mark}(each) for each in kind.__iter__(value)])
+    for kind, plain in ((bool, bool), (str, str.__str__), (int, int.__int__), (float, float.__float__)):
+        if isinstance(value, kind):
+            return plain(value)
+    return value
+
+
+"""
+"""Gives the plain data in what a program returned: of a type of its own, the text could say anything."""
+
+
+def _compared(assertion: str, mark: str) -> tuple[str, list[Any]] | None:
+    """Return code that prints each value that is asserted to equal a literal, after the mark, and the literals in that order.
+
+    None where the assertion says something else.
+    """
+    try:
+        tree = ast.parse(assertion)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    values, lines = list[Any](), list[str]()
+    for node in tree.body:
+        if not isinstance(node, ast.Assert):
+            if any(isinstance(each, ast.Assert) for each in ast.walk(node)):
+                return None
+            lines.append(ast.unparse(node))
+            continue
+        test = node.test
+        if not (isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq)):
+            return None
+        texts = ast.unparse(test.left), ast.unparse(test.comparators[0])
+        shown = next((place for place in (0, 1) if _literal(texts[1 - place])), None)
+        if shown is None:
+            return None
+        values += _literal(texts[1 - shown])
+        lines.append(f"print({mark!r}, ascii({mark}({texts[shown]})))")
+    return (_SHOW.format(mark=mark) + "\n".join(lines), values) if values else None
+
+
+def _literal(text: str) -> list[Any]:
+    """Return the value of a text in a list, which is empty where the text is no literal."""
+    try:
+        return [ast.literal_eval(text)]
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return []
+
+
+def _shows(mark: str, values: Sequence[Any], right: Callable[[str], bool], printed: str) -> bool:
+    """Return whether a program printed all values after the mark, in order, and else what is right."""
+    lines = printed.splitlines(keepends=True)
+    shown = [line.removeprefix(mark).strip() for line in lines if line.startswith(mark)]
+    if len(shown) != len(values) or not right("".join(line for line in lines if not line.startswith(mark))):
+        return False
+    most = 1000 + 10 * len(ascii(values))  # a text that is far longer is not worth reading
+    return all(len(text) <= most and _literal(text) == [value] for text, value in zip(shown, values, strict=True))
 
 
 class Verdict(Enum):
@@ -276,12 +562,12 @@ def program_in(response: str) -> str | None:
     return others if line_break and first.strip().isalpha() else code
 
 
-def verdict_of(answer: Any, expected: str | None) -> Verdict:
+def verdict_of(answer: Any, passes: Callable[[str], bool]) -> Verdict:
     """Return what an answer of the service shows.
 
     Args:
         answer: The JSON that the service returned.
-        expected: What the program must print. None = anything.
+        passes: Whether what the program printed is right.
 
     Raises:
         RewardError: The answer is none of a SandboxFusion service. verl counts it as a case that is not passed.
@@ -295,9 +581,7 @@ def verdict_of(answer: Any, expected: str | None) -> Verdict:
             case "Failed":
                 return Verdict.NOT_COMPILED if _went_wrong(compiled) else Verdict.FAILED
             case "Success" if run.get("status") == "Finished":
-                printed = str(run.get("stdout") or "")
-                right = expected is None or printed.rstrip("\n") == expected.rstrip("\n")
-                return Verdict.PASSED if right else Verdict.FAILED
+                return Verdict.PASSED if passes(str(run.get("stdout") or "")) else Verdict.FAILED
     raise RewardError(f"{json.dumps(answer)[:200]} is no answer of a SandboxFusion service. Correct the address.")
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -18,7 +20,7 @@ from verl_memopt.errors import RewardError, Stopped
 from verl_memopt.recipes.registry import RECIPES
 from verl_memopt.rewards.process import RewardProcess
 from verl_memopt.rewards.sandbox import Sandbox, share_out
-from verl_memopt.rewards.score import Limits, RewardResult, RewardRow
+from verl_memopt.rewards.score import Limits, RewardResult, RewardRow, printable
 from verl_memopt.rewards.scorer import FunctionCall
 
 logger = logging.getLogger(__name__)
@@ -29,8 +31,8 @@ CHUNKS_PER_PROCESS = 4
 CHECK_SECONDS = 0.2
 """Longest wait for scores before time limits and deaths are checked."""
 
-Chunk = tuple[int, int]
-"""First row and the row after the last."""
+Chunk = Sequence[int]
+"""Indices of rows that one process gets at a time."""
 
 
 @dataclass(eq=False)
@@ -48,6 +50,7 @@ class RewardRunner:
         manager: How rows reach the function, ``reward_model.reward_manager``.
         max_concurrent: Rows that an async function has under way at a time in one process.
         sandbox: The service that runs programs for the rules, ``reward_model.sandbox_fusion``. None = there is none.
+        tolerant_rules: Rules that forgive more than verl's score GSM8K and MATH, ``reward_model.tolerant_rules``.
     """
 
     custom: schema.CustomReward
@@ -56,6 +59,7 @@ class RewardRunner:
     manager: str = schema.RewardModel.reward_manager
     max_concurrent: int = schema.RewardModel.max_concurrent
     sandbox: schema.SandboxFusion | None = None
+    tolerant_rules: bool = schema.RewardModel.tolerant_rules
 
     def __post_init__(self) -> None:
         """Start the processes."""
@@ -67,6 +71,7 @@ class RewardRunner:
         self.trainer_state: dict[str, int] = {}
         """Where the run is: ``global_step`` and ``max_steps``, for functions that ask for it."""
         self._processes = [self._start(index) for index in range(len(self._sandboxes))]
+        self._begun: Round | None = None
 
     def __enter__(self) -> Self:
         """Return the runner itself."""
@@ -85,21 +90,34 @@ class RewardRunner:
         for process in self._processes:
             process.wait_until_loaded()
 
-    def score(self, rows: Sequence[RewardRow]) -> list[RewardResult]:
+    def begin(self, num_rows: int) -> Round:
+        """Begin to score rows that come one after another. :meth:`score` ends it."""
+        if self._begun is not None:
+            # The scores of that round were never asked for, and must not be taken for those of this one.
+            self.close()
+        if not self._processes:
+            self._processes = [self._start(index) for index in range(len(self._sandboxes))]
+        self._begun = Round(num_rows, self)
+        return self._begun
+
+    def score(self, rows: Sequence[RewardRow], begun: Round | None = None) -> list[RewardResult]:
         """Return the result of each row, in order.
+
+        Args:
+            rows: The rows.
+            begun: The round of :meth:`begin` that has some of them already. None = a new one.
 
         Raises:
             RewardError: A row failed, with ``on_error=raise``. The message names the row.
             Stopped: ``stopped`` returned True.
         """
         try:
-            if not self._processes:
-                self._processes = [self._start(index) for index in range(len(self._sandboxes))]
-            round_ = _Round(rows, self)
-            results = round_.run()
+            round_ = self.begin(len(rows)) if begun is None else begun
+            results = round_.finish(rows)
         except BaseException:
             self.close()
             raise
+        self._begun = None
         failures, fallback = round_.failures, self.custom.fallback_score
         if failures:
             first = min(failures)
@@ -111,7 +129,7 @@ class RewardRunner:
         """End all processes. A later :meth:`score` starts new ones."""
         for process in self._processes:
             process.close()
-        self._processes = []
+        self._processes, self._begun = [], None
 
     def pids(self) -> list[int]:
         """Return the process ids of the supervisors, one per reward process."""
@@ -125,7 +143,7 @@ class RewardRunner:
         call = FunctionCall(
             path=custom.path,
             name=custom.name,
-            reward_kwargs=dict(custom.reward_kwargs),
+            reward_kwargs={"tolerant": self.tolerant_rules} if custom.path is None else dict(custom.reward_kwargs),
             whole_batch=self._manager.whole_batch,
             max_concurrent=rows,
             timeout_seconds=custom.timeout_seconds,
@@ -134,12 +152,17 @@ class RewardRunner:
         return RewardProcess(call, Limits.of(custom), log)
 
 
-class _Round:
-    """One call of ``score``: which rows are waiting, which process scores which rows, and the results so far."""
+class Round:
+    """The rows of one call of ``score``: which wait, which process scores which rows, and the results so far."""
 
-    def __init__(self, rows: Sequence[RewardRow], runner: RewardRunner) -> None:
+    def __init__(self, num_rows: int, runner: RewardRunner) -> None:
+        """Begin without rows. ``num_rows`` will come."""
         self.failures: dict[int, str] = {}
-        self._rows = rows
+        self.busy_seconds = 0.0
+        """How long processes were at work in :meth:`turn`."""
+        self.error: BaseException | None = None
+        """What went wrong in another thread. :meth:`finish` raises it."""
+        self._rows: list[RewardRow | None] = [None] * num_rows
         self._processes, self._custom, self._manager = runner._processes, runner.custom, runner._manager
         self._start, self._stopped = runner._start, runner.stopped
         self._results: dict[int, RewardResult] = {}
@@ -147,28 +170,47 @@ class _Round:
         self._at_work: dict[RewardProcess, Chunk] = {}
         self._retried: set[int] = set()
 
-    def run(self) -> list[RewardResult]:
-        """Return the results in row order."""
-        self._waiting.extend(self._pieces())
+    def add(self, rows: Mapping[int, RewardRow]) -> None:
+        """Take rows by index. A row that is there already stays as it is."""
+        new = [index for index in rows if self._rows[index] is None]
+        for index in new:
+            self._rows[index] = rows[index]
+        if new:
+            self._waiting = deque(self._pieces(sorted([*itertools.chain.from_iterable(self._waiting), *new])))
+
+    def finish(self, rows: Sequence[RewardRow]) -> list[RewardResult]:
+        """Return the results in row order, once all are there. ``rows`` are all rows, also those that came before."""
+        if self.error is not None:
+            raise self.error
+        self.add(dict(enumerate(rows)))
         while len(self._results) < len(self._rows):
-            if self._stopped():
-                raise Stopped
-            self._hand_out()
-            wait([process.connection for process in self._at_work], min(CHECK_SECONDS, self._custom.timeout_seconds / 4))
-            for process in list(self._at_work):
-                self._collect(process)
+            self.turn(CHECK_SECONDS)
         return [self._results[index] for index in range(len(self._rows))]
 
-    def _pieces(self) -> list[Chunk]:
-        """Return the pieces in which the rows are handed out."""
-        num_rows, manager = len(self._rows), self._manager
-        if manager.whole_batch:
-            return [(0, num_rows)] if num_rows else []
-        if manager.row_by_row and num_rows:
+    def turn(self, seconds: float) -> None:
+        """Hand out waiting rows, and take the scores that arrive within so many seconds.
+
+        Raises:
+            RewardError, Stopped: As :meth:`RewardRunner.score`.
+        """
+        if self._stopped():
+            raise Stopped
+        self._hand_out()
+        began, busy = time.monotonic(), bool(self._at_work)
+        wait([process.connection for process in self._at_work], min(seconds, self._custom.timeout_seconds / 4))
+        self.busy_seconds += (time.monotonic() - began) * busy
+        for process in list(self._at_work):
+            self._collect(process)
+
+    def _pieces(self, indices: Sequence[int]) -> list[Chunk]:
+        """Return the pieces in which rows are handed out."""
+        if self._manager.whole_batch:
+            return [indices] if indices else []
+        if self._manager.row_by_row and indices:
             self._processes[0].wait_until_loaded()
             if not self._processes[0].runs_concurrently:
-                return [(row, row + 1) for row in range(num_rows)]
-        return _chunks(num_rows, len(self._processes))
+                return [[index] for index in indices]
+        return _chunks(indices, len(self._processes))
 
     def _hand_out(self) -> None:
         idle = [process for process in self._processes if process not in self._at_work]
@@ -177,17 +219,16 @@ class _Round:
             if process.loaded and not process.is_alive():
                 # The function's own process may live a moment longer, and would take a row with it.
                 process = self._start_again(process)
-            first, end = self._waiting.popleft()
-            self._at_work[process] = (first, end)
-            process.send(first, self._rows[first:end])
+            chunk = self._waiting.popleft()
+            self._at_work[process] = chunk
+            process.send(chunk, [row for index in chunk if (row := self._rows[index]) is not None])
 
     def _collect(self, process: RewardProcess) -> None:
         """Record what ``process`` has sent. Replace it if it has died or is over the time limit."""
         outcomes = process.receive()
         for outcome in outcomes or []:
             self._record(*outcome)
-        first, end = self._at_work[process]
-        if all(index in self._results for index in range(first, end)):
+        if all(index in self._results for index in self._at_work[process]):
             del self._at_work[process]
         elif outcomes is None or not (outcomes or process.is_alive()):
             self._replace(process, f"ended its process, which {process.ending()}")
@@ -202,18 +243,18 @@ class _Round:
         Where one call scores all rows, they fail together.
         """
         at, _ = process.position()
-        first, end = self._at_work.pop(process)
+        chunk = self._at_work.pop(process)
         self._start_again(process)
-        missing = [index for index in range(first, end) if index not in self._results]
+        missing = [index for index in chunk if index not in self._results]
         if at in missing or missing[0] in self._retried:
             failed = at if at in missing else missing[0]
             for index in missing if self._manager.whole_batch else [failed]:
                 self._record(index, 0.0, {}, failure)
         self._retried.add(missing[0])
         if self._manager.whole_batch:
-            self._waiting.extend([(first, end)] if first not in self._results else [])
+            self._waiting.extend([chunk] if chunk[0] not in self._results else [])
         else:
-            self._waiting.extendleft((index, index + 1) for index in reversed(missing) if index not in self._results)
+            self._waiting.extendleft([index] for index in reversed(missing) if index not in self._results)
 
     def _start_again(self, process: RewardProcess) -> RewardProcess:
         process.close()
@@ -225,20 +266,23 @@ class _Round:
         if failure is None:
             self._results[index] = RewardResult(score, extra)
             return
+        failure = printable(failure)
         if self._custom.on_error != "score":
             of = "of the rules" if self._custom.path is None else f"{self._custom.name} of {self._custom.path}"
+            row = self._rows[index]
+            assert row is not None, index
             raise RewardError(
-                f"{self._rows[index].address}: the reward function {of} {failure}\nCorrect it, or set "
+                f"{row.address}: the reward function {of} {failure}\nCorrect it, or set "
                 "custom_reward_function.on_error=score to continue with custom_reward_function.fallback_score."
             )
         self.failures[index] = failure
         self._results[index] = RewardResult(self._custom.fallback_score, {}, failed=True)
 
 
-def _chunks(num_rows: int, num_processes: int) -> list[Chunk]:
-    """Return even pieces of 0..num_rows: one piece for one process, several per process for more."""
-    size = max(1, math.ceil(num_rows / (1 if num_processes == 1 else num_processes * CHUNKS_PER_PROCESS)))
-    return [(first, min(first + size, num_rows)) for first in range(0, num_rows, size)]
+def _chunks(indices: Sequence[int], num_processes: int) -> list[Chunk]:
+    """Return even pieces of some rows: one piece for one process, several per process for more."""
+    size = max(1, math.ceil(len(indices) / (1 if num_processes == 1 else num_processes * CHUNKS_PER_PROCESS)))
+    return [indices[first : first + size] for first in range(0, len(indices), size)]
 
 
 # Reward managers: how the rows of a step reach the reward function.

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from verl_memopt.config.reward_limits import CASE_SECONDS, CASES, URL
 from verl_memopt.errors import RewardError
 from verl_memopt.rewards.judge import LongAnswerError, Patience, ask
-from verl_memopt.rewards.rules import CODE_SOURCES, Case, CodeTask, Verdict, program_in, score_by_rule, verdict_of
+from verl_memopt.rewards.rules import CODE_SOURCES, CodeTask, Trial, Verdict, prints, program_in, score_by_rule, verdict_of
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import SandboxFusion
@@ -108,7 +108,7 @@ class Grader:
     async def _verdicts(self, task: CodeTask, code: str) -> Sequence[Verdict]:
         """Return the verdict of each case. With the first error, the calls that still wait are given up."""
         loop = asyncio.get_running_loop()
-        calls = [loop.run_in_executor(self._threads, self.run, task.program(code, case), case) for case in task.cases]
+        calls = [loop.run_in_executor(self._threads, self.run, task.trial(code, case)) for case in task.cases]
         try:
             return await asyncio.gather(*calls)
         finally:
@@ -117,7 +117,7 @@ class Grader:
                 # nothing.
                 call.cancel()
 
-    def run(self, program: str, case: Case) -> Verdict:
+    def run(self, trial: Trial) -> Verdict:
         """Return what a program does on a test case.
 
         A program that prints more than an answer can hold has failed.
@@ -126,9 +126,9 @@ class Grader:
             RewardError: The service gives no answer, or says in each of ``TRIES`` that it could not run the program.
         """
         body: dict[str, Any] = {
-            "code": program,
+            "code": trial.program,
             "language": "python",
-            "stdin": case.stdin,
+            "stdin": trial.stdin,
             "compile_timeout": CASE_SECONDS,
             "run_timeout": CASE_SECONDS,
             "memory_limit_MB": self._sandbox.memory_limit_mb,
@@ -140,7 +140,7 @@ class Grader:
             time.sleep(self._patience.backoff_seconds * attempt)
             try:
                 answer = ask(self._sandbox.url, body, self._patience)
-                verdict = verdict_of(answer, case.expected)
+                verdict = verdict_of(answer, trial.passes)
             except LongAnswerError:
                 return Verdict.FAILED
             except RewardError as problem:
@@ -166,24 +166,24 @@ def check_service(settings: SandboxFusion, patience: Patience = PATIENCE) -> Non
     if settings.url is None:
         return
     [sandbox] = share_out(settings, 1)
-    if Grader(sandbox, patience).run("print(input() * 2)", Case("ab", "abab")) is not Verdict.PASSED:
+    if Grader(sandbox, patience).run(Trial("print(input() * 2)", "ab", prints("abab"))) is not Verdict.PASSED:
         raise RewardError(
             f"{URL}={settings.url}: the service ran a first program, print(input() * 2), and it failed. See its log."
         )
 
 
-def rules_with_sandbox(sandbox: Sandbox, whole_batch: bool = False) -> Callable[..., Awaitable[Any]]:
-    """Return the rules as an async reward function that scores code tasks too."""
+def rules_with_sandbox(sandbox: Sandbox, whole_batch: bool = False, tolerant: bool = False) -> Callable[..., Awaitable[Any]]:
+    """Return the rules as an async reward function that scores code tasks too. ``tolerant`` is as in ``rule_of``."""
     grader = Grader(sandbox)
 
-    async def score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> float:
+    async def score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> Any:
         if data_source in CODE_SOURCES:
             return await grader.score(solution_str, ground_truth)
-        return score_by_rule(data_source, solution_str, ground_truth)
+        return score_by_rule(data_source, solution_str, ground_truth, tolerant=tolerant)
 
     async def score_batch(
         data_sources: Sequence[str], solution_strs: Sequence[str], ground_truths: Sequence[Any], extra_infos: Sequence[Any]
-    ) -> list[float]:
+    ) -> list[Any]:
         return await asyncio.gather(*map(score, data_sources, solution_strs, ground_truths))
 
     return score_batch if whole_batch else score

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import numbers
 import resource
@@ -105,7 +106,9 @@ def _plain(entry: Any, name: str) -> Any:
     """Return the entry as plain data, because only that can be sent to the other process."""
     entry = _unwrapped(entry)
     if isinstance(entry, str):
-        return entry.encode("utf-8", "replace").decode("utf-8")  # half of a surrogate pair cannot be written to any file
+        return str.encode(entry, "utf-8", "replace").decode("utf-8")  # half of a surrogate pair cannot be written to any file
+    if isinstance(entry, int) and not isinstance(entry, bool) and abs(entry) > LARGEST_INTEGER:
+        raise RewardError(f"returned the entry {name!r} with a whole number of {entry.bit_length()} bits; return a float")
     if entry is None or isinstance(entry, bool | int | float):
         return entry
     if isinstance(entry, list | tuple):
@@ -115,6 +118,53 @@ def _plain(entry: Any, name: str) -> Any:
     raise RewardError(
         f"returned the entry {name!r} of type {type(entry).__name__}; only numbers, strings, lists and dicts can be kept"
     )
+
+
+# A reward process runs code of the user, and what it sends is read as data: a pickle could run code in the run's process.
+
+
+LARGEST_INTEGER = 2**1000
+"""A float can still hold it."""
+
+_CONTROL = {**{number: f"\\x{number:02x}" for number in (*range(32), *range(127, 160)) if chr(number) not in "\n\t"}}
+
+
+def as_message(value: Any) -> bytes:
+    """Return lists, strings and numbers as the bytes that :func:`read_message` takes."""
+    return json.dumps(value).encode()
+
+
+def read_message(message: bytes) -> Any:
+    """Return what a reward process sent.
+
+    Raises:
+        RewardError: It is none of :func:`as_message`.
+    """
+    try:
+        return json.loads(message)
+    except (ValueError, RecursionError) as error:
+        raise _no_message(error) from error
+
+
+def read_outcomes(message: bytes) -> list[Outcome]:
+    """Return the outcomes that a reward process sent.
+
+    Raises:
+        RewardError: They are none: the reward function wrote to the connection itself.
+    """
+    try:
+        return [(int(index), float(score), dict(extra), failure) for index, score, extra, failure in read_message(message)]
+    except (TypeError, ValueError) as error:
+        raise _no_message(error) from error
+
+
+def _no_message(error: Exception) -> RewardError:
+    return RewardError(f"a reward process sent what is no score ({error}). Let the reward function leave open files alone.")
+
+
+def printable(text: str) -> str:
+    """Return a text without the control characters that would steer a terminal, such as escape sequences, each as its code."""
+    return text.translate(_CONTROL)
 
 
 # Input and result of a reward function for one row.

@@ -12,7 +12,7 @@ import inspect
 import os
 import struct
 import time
-from collections.abc import Callable, Coroutine, Generator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from verl_memopt.data.plugin import load_from_file
 from verl_memopt.errors import RewardError
 from verl_memopt.rewards.rules import score_batch_by_rule, score_by_rule
-from verl_memopt.rewards.score import KEY, Limits, Outcome, failure, outcome_of, outcomes_of_batch
+from verl_memopt.rewards.score import KEY, Limits, Outcome, as_message, failure, outcome_of, outcomes_of_batch
 
 if TYPE_CHECKING:
     from verl_memopt.rewards.sandbox import Sandbox
@@ -73,9 +73,9 @@ def main(pipe: int, progress: int, limits: Limits) -> None:
             try:
                 function = load_reward_function(call.path, call.name, call.reward_kwargs, call.whole_batch, call.sandbox)
             except RewardError as problem:
-                connection.send((str(problem), False))
+                connection.send_bytes(as_message((str(problem), False)))
                 return
-            connection.send((None, is_async(function) and not call.whole_batch))
+            connection.send_bytes(as_message((None, is_async(function) and not call.whole_batch)))
             loop = ended_with_the_pipe.enter_context(asyncio.Runner()) if is_async(function) else None
             serving = Serving(connection, function, progress, limits, call, loop)
             while True:
@@ -108,12 +108,12 @@ class Serving:
     outcomes: list[Outcome] = field(default_factory=list)
     sent_at: float = 0.0
 
-    def serve(self, first: int, rows: list[Row]) -> None:
-        """Score ``rows``, whose indices count from ``first``."""
+    def serve(self, indices: Sequence[int], rows: list[Row]) -> None:
+        """Score ``rows``, and report each by its index."""
         self.sent_at = time.monotonic()
-        numbered = enumerate(rows, start=first)
+        numbered = zip(indices, rows, strict=True)
         if self.call.whole_batch:
-            self.outcomes += self._batch(first, rows)
+            self.outcomes += self._batch(indices, rows)
         elif self.loop is not None:
             arguments = {index: _arguments(row) for index, row in numbered}
             self.loop.run(self._concurrently(arguments))
@@ -152,10 +152,9 @@ class Serving:
             for index, arguments in rows.items():
                 tasks.create_task(score(index, arguments))
 
-    def _batch(self, first: int, rows: list[Row]) -> list[Outcome]:
+    def _batch(self, indices: Sequence[int], rows: list[Row]) -> list[Outcome]:
         """Score all rows in one call. What goes wrong with it goes wrong with each row."""
-        indices = range(first, first + len(rows))
-        self.mark(first, time.monotonic())
+        self.mark(indices[0], time.monotonic())
         try:
             values = self.function(**dict(zip(BATCH_ARGUMENTS, map(list, zip(*rows, strict=True)), strict=True)))
             if self.loop is not None:
@@ -176,7 +175,7 @@ class Serving:
             self._flush()
 
     def _flush(self) -> None:
-        self.connection.send(self.outcomes)
+        self.connection.send_bytes(as_message(self.outcomes))
         self.outcomes, self.sent_at = [], time.monotonic()
 
 
@@ -229,9 +228,9 @@ def load_reward_function(
         # Imported only where a service is asked, because its HTTP client would slow the start of every reward process.
         from verl_memopt.rewards.sandbox import rules_with_sandbox
 
-        return rules_with_sandbox(sandbox, whole_batch)
+        return rules_with_sandbox(sandbox, whole_batch, **reward_kwargs)
     if path is None:
-        return score_batch_by_rule if whole_batch else score_by_rule
+        return partial(score_batch_by_rule if whole_batch else score_by_rule, **reward_kwargs)
     function = load_from_file(path, name, key="custom_reward_function.path", error=RewardError)
     if not callable(function):
         raise RewardError(f"custom_reward_function.name={name}: the object in {path} is not a function. Name a function.")

@@ -46,7 +46,7 @@ VERDICT_AT = 256
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 
 
-def main(pipe: int, lifeline: int, progress: int, log: str | None, limits: tuple[float, float, int]) -> None:
+def main(pipe: int, lifeline: int, progress: int, log: str | None, limits: tuple[float, float, int], path: list[str]) -> None:
     """Start the scorer on the file descriptor ``pipe`` and watch it. Does not return.
 
     Args:
@@ -55,6 +55,7 @@ def main(pipe: int, lifeline: int, progress: int, log: str | None, limits: tuple
         progress: Shared file with the position of the scorer and the verdict on its end.
         log: File for what the function prints. None = the standard output of this program.
         limits: The fields of :class:`Limits`.
+        path: Where the reward function imports from.
     """
     for number in RUN_SIGNALS:
         # A handler and not SIG_IGN, which programs that the function starts would inherit.
@@ -71,6 +72,7 @@ def main(pipe: int, lifeline: int, progress: int, log: str | None, limits: tuple
     child = os.fork()
     if child == 0:
         os.close(lifeline)
+        sys.path[:] = path
         _run_scorer(parent, pipe, progress, output, printed, bound)
     # The scorer alone holds its end now. So the run sees the connection close as soon as the scorer dies.
     os.close(pipe)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -16,6 +19,8 @@ from verl_memopt.config.schema import Rollout
 from verl_memopt.distributed.weight_slices import Weights
 from verl_memopt.errors import ConfigError, RolloutError
 from verl_memopt.run.interrupts import never
+
+logger = logging.getLogger(__name__)
 
 KEY = "actor_rollout_ref.rollout"
 
@@ -34,6 +39,14 @@ class Generation:
     """Prompt tokens that were not computed, because their keys and values were in the prefix cache."""
 
 
+Finished = Callable[[int, list[int]], None]
+"""Takes the number of a row and its response."""
+
+
+def unread(row: int, response_ids: list[int]) -> None:
+    """Do nothing: nobody reads rows before all are there."""
+
+
 @dataclass(frozen=True)
 class WeightComparison:
     """How the weights of an engine compare with those of the policy, by name."""
@@ -50,7 +63,12 @@ class RolloutEngine(Protocol):
     """Generates responses with its own copy of the weights, which the trainer loads into it."""
 
     def generate(
-        self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingSettings, stopped: Callable[[], bool] = never
+        self,
+        prompt_ids: list[list[int]],
+        seeds: list[int],
+        sampling: SamplingSettings,
+        stopped: Callable[[], bool] = never,
+        finished: Finished = unread,
     ) -> Generation:
         """Return one response per row. It depends on the row's prompt, its seed and the weights, not on other rows.
 
@@ -59,6 +77,8 @@ class RolloutEngine(Protocol):
             seeds: One seed per row.
             sampling: How tokens are drawn.
             stopped: Called between engine steps. Once it returns True, all rows are abandoned.
+            finished: Called with the number and the tokens of rows that are complete, while others are not. It may be told of
+                none: the engine decides when it looks.
 
         Raises:
             RolloutError: The engine is asleep, or its weights are incomplete.
@@ -75,6 +95,23 @@ class RolloutEngine(Protocol):
         Raises:
             RolloutError: A name is unknown or missing, or a shape differs. The engine then refuses to generate until a load
                 succeeds.
+        """
+
+    def share_weights(self) -> dict[str, torch.Tensor]:
+        """Return the engine's own weights under their Hugging Face names, for a trainer that computes with them and changes them.
+
+        From then on they stay on the device while the engine sleeps, and :meth:`weights_changed` takes the place of
+        :meth:`load_weights`. The second name of tied weights is left out.
+
+        Raises:
+            RolloutError: The engine holds a weight in another form. The message says why.
+        """
+
+    def weights_changed(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Note that the trainer has changed the shared weights, and clear the prefix cache. No weight is copied.
+
+        Raises:
+            RolloutError: A weight of engine or trainer has moved, so that they no longer share it. The message names it.
         """
 
     def compare_weights(self, weights: Weights) -> WeightComparison:
@@ -251,6 +288,45 @@ def row_seed(seed: int, step: int, prompt_index: int, sample_index: int) -> int:
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
+# Responses that are complete before others, on their way to the driver.
+
+
+class FinishedRows:
+    """Rows that are complete while an engine generates others: one process writes them to a file, and another reads it.
+
+    The file lies in a folder that both see. It is no record: whoever reads it gets all rows from the engine in the end.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Name the file. It is made by the first :meth:`write`."""
+        self.path = path
+        self._num_read = 0
+        self._writable = True
+
+    def write(self, row: int, response_ids: list[int]) -> None:
+        """Append a row. If the disk refuses, this is logged once, and the rows are read with all others in the end."""
+        if not self._writable:
+            return
+        try:
+            with self.path.open("ab", buffering=0) as file:
+                file.write(f"{json.dumps([row, response_ids])}\n".encode())
+        except OSError as error:
+            self._writable = False
+            logger.warning("%s: cannot be written (%s); rewards wait for the end of the rollout", self.path, error.strerror)
+
+    def read(self) -> dict[int, list[int]]:
+        """Return the rows that were written whole since the last call: number -> response."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._num_read)
+                lines = file.read()
+        except FileNotFoundError:
+            return {}
+        whole = lines[: lines.rfind(b"\n") + 1]
+        self._num_read += len(whole)
+        return dict(map(json.loads, whole.splitlines()))
+
+
 # Which parts of an engine hold memory, and whether its weights are complete.
 
 
@@ -301,14 +377,15 @@ class EngineState:
         yield
         self._whole = True
 
-    def slept(self, keeps_weights: bool = False) -> None:
+    def slept(self, keeps_weights: bool = False, shares_weights: bool = False) -> None:
         """Record a sleep. An engine may be put to sleep again.
 
-        With ``keeps_weights`` they are kept elsewhere, and are complete as soon as they wake.
+        With ``keeps_weights`` they are kept elsewhere, and are complete as soon as they wake. With ``shares_weights`` they stay
+        awake, because the trainer computes with them.
         """
         self._check_open()
-        self._awake.clear()
-        self._whole = self._whole and keeps_weights
+        self._awake &= {"weights"} if shares_weights else set()
+        self._whole = self._whole and (keeps_weights or shares_weights)
 
     def waking(self, part: str) -> bool:
         """Record that a part wakes, and return False if it was awake.
@@ -350,7 +427,7 @@ class EngineState:
 
 # What the rollout engine holds: its weights, its KV cache and the scratch of a step, and when it gives them back.
 #
-# Let k = 2 x L x max(kv_heads / TP, 1) x head_dim x b_kv be the bytes of one token in the KV cache (:func:`kv_bytes_per_token`),
+# Let k = 2 x L x max(kv_heads / TP, 1) x head_dim x b_kv be the bytes of one token in the KV cache (``kv_bytes_per_token``),
 # N the parameters, b_r the bytes of an element of ``rollout.dtype``, and V the vocabulary. By key:
 #
 # * ``gpu_memory_utilization=u``: the engine takes the share u of the device. What weights (N x b_r / TP) and the scratch of a
@@ -365,17 +442,6 @@ class EngineState:
 
 KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2
 """Sleep levels, as vLLM numbers them."""
-
-
-def kv_bytes_per_token(
-    num_layers: int, num_kv_heads: int, head_dim: int, element_bytes: int, tensor_parallel_size: int = 1
-) -> int:
-    """Return the bytes of one token in the KV cache of one rank: a key and a value of each KV head in each layer.
-
-    Heads are divided over tensor-parallel ranks. With fewer heads than ranks, each rank holds one whole head.
-    """
-    heads = max(num_kv_heads // tensor_parallel_size, 1)
-    return 2 * num_layers * heads * head_dim * element_bytes
 
 
 def sleep_level(rollout: Rollout) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,20 +15,23 @@ from verl_memopt.errors import ConfigError, Stopped
 from verl_memopt.memory.host_buffers import host_buffer
 from verl_memopt.model.policy_model import dtype_of
 from verl_memopt.model.weights import rebuild_buffers
+from verl_memopt.observe.byte_tracker import scope
 from verl_memopt.rollout.engine import (
     KEEP_WEIGHTS,
     KEY,
     EnginePlace,
     EngineState,
+    Finished,
     Generation,
     SamplingSettings,
     WeightComparison,
     check_rows,
     max_model_len,
     sleep_level,
+    unread,
 )
 from verl_memopt.rollout.vllm_memory import random_state_kept
-from verl_memopt.rollout.weight_checks import BitComparison, ExpectedWeights
+from verl_memopt.rollout.weight_checks import BitComparison, ExpectedWeights, SharedPlaces
 from verl_memopt.run.interrupts import never
 
 MODES = ("processed_logprobs", "raw_logprobs")
@@ -59,12 +62,18 @@ class HfEngine:
         self._bytes = {id(tensor): tensor.untyped_storage().nbytes() for tensor in self._model.parameters()}
         self._keeps_weights = sleep_level(rollout) == KEEP_WEIGHTS
         self._kept: list[torch.Tensor] = []
+        self._shared: SharedPlaces | None = None
         self._state = EngineState(whole=rollout.load_format != "dummy")
 
     def generate(
-        self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingSettings, stopped: Callable[[], bool] = never
+        self,
+        prompt_ids: list[list[int]],
+        seeds: list[int],
+        sampling: SamplingSettings,
+        stopped: Callable[[], bool] = never,
+        finished: Finished = unread,
     ) -> Generation:
-        """Return one response per row, ``rollout.max_num_seqs`` rows at a time."""
+        """Return one response per row, ``rollout.max_num_seqs`` rows at a time. Those of a chunk are complete together."""
         self._state.check_ready()
         check_rows(prompt_ids, seeds, sampling.max_tokens, self._longest)
         ids: list[list[int]] = []
@@ -72,6 +81,8 @@ class HfEngine:
         for start in range(0, len(prompt_ids), self._chunk):
             rows = slice(start, start + self._chunk)
             chunk_ids, chunk_log_probs = self._generate_chunk(prompt_ids[rows], seeds[rows], sampling, stopped)
+            for number, row in enumerate(chunk_ids, len(ids)):
+                finished(number, row)
             ids += chunk_ids
             log_probs += chunk_log_probs
         stops = set() if sampling.ignore_eos else set(self._place.eos_token_ids)
@@ -86,6 +97,18 @@ class HfEngine:
                 target = parameters[part.name]
                 (target if part.whole else target[part.start : part.stop]).copy_(part.tensor)
 
+    def share_weights(self) -> dict[str, torch.Tensor]:
+        """Return the parameters."""
+        weights = {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+        self._shared = SharedPlaces(self._model, weights)
+        return weights
+
+    def weights_changed(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Check that the weights are still shared. There is no prefix cache."""
+        assert self._shared is not None, "the weights are not shared"
+        with self._state.loading():
+            self._shared.check(self._model, weights)
+
     def compare_weights(self, weights: Weights) -> WeightComparison:
         """Compare each slice with its parameter."""
         parameters = dict(self._model.named_parameters())
@@ -96,23 +119,24 @@ class HfEngine:
         return bits.result([])
 
     def sleep(self) -> None:
-        """Free the memory of the weights. If the engine keeps its weights, they are copied to the host first."""
-        if self._state.is_awake("weights"):
+        """Free the memory of the weights, unless they are shared. If the engine keeps its weights, it copies them to the host."""
+        if self._state.is_awake("weights") and self._shared is None:
             if self._keeps_weights:
                 self._kept = self._on_host()
             for parameter in self._model.parameters():
                 # The storage is emptied and not the tensor replaced, so all views of the weights stay valid and become whole
                 # on waking.
                 parameter.untyped_storage().resize_(0)
-        self._state.slept(self._keeps_weights)
+        self._state.slept(self._keeps_weights, self._shared is not None)
         empty_cache(self._place.device)
 
     def wake_up(self, part: str) -> None:
         """Allocate the weights again, and restore them if they were kept on the host."""
         if not self._state.waking(part) or part != "weights":
             return
-        for parameter in self._model.parameters():
-            parameter.untyped_storage().resize_(self._bytes[id(parameter)])
+        with scope(kind="rollout weights"):
+            for parameter in self._model.parameters():
+                parameter.untyped_storage().resize_(self._bytes[id(parameter)])
         for parameter, host_copy in zip(self._model.parameters(), self._kept, strict=self._keeps_weights):
             parameter.copy_(host_copy)
         self._kept = []
@@ -128,7 +152,8 @@ class HfEngine:
     def resident_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield parameters and buffers while the weights are awake."""
         if self._state.is_awake("weights"):
-            for tensor in (*self._model.parameters(), *self._model.buffers()):
+            own = () if self._shared is not None else self._model.parameters()
+            for tensor in (*own, *self._model.buffers()):
                 yield "rollout weights", tensor
 
     def shutdown(self) -> None:

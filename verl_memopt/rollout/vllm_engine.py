@@ -10,8 +10,8 @@ import gc
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,14 @@ from verl_memopt.rollout.engine import (
     KEY,
     EnginePlace,
     EngineState,
+    Finished,
     Generation,
     SamplingSettings,
     WeightComparison,
     check_rows,
     max_model_len,
     sleep_level,
+    unread,
 )
 from verl_memopt.rollout.vllm_memory import (
     KINDS,
@@ -59,7 +61,7 @@ from verl_memopt.rollout.vllm_settings import (
     engine_arguments,
     sampling_arguments,
 )
-from verl_memopt.rollout.weight_checks import ExpectedWeights, meta_model
+from verl_memopt.rollout.weight_checks import ExpectedWeights, SharedPlaces, meta_model
 from verl_memopt.rollout.weight_map import WeightMap
 from verl_memopt.run.interrupts import never
 
@@ -99,6 +101,7 @@ class VllmEngine:
         self._keep_group = dist.is_initialized()
         self._expected: ExpectedWeights | None = None
         self._map: WeightMap | None = None
+        self._shared: SharedPlaces | None = None
         self._state = EngineState(whole=rollout.load_format != "dummy")
         self._host_bytes = 0
         if self._can_sleep:
@@ -114,14 +117,19 @@ class VllmEngine:
             raise
 
     def generate(
-        self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingSettings, stopped: Callable[[], bool] = never
+        self,
+        prompt_ids: list[list[int]],
+        seeds: list[int],
+        sampling: SamplingSettings,
+        stopped: Callable[[], bool] = never,
+        finished: Finished = unread,
     ) -> Generation:
         """Return one response per row, with all rows in one call of vLLM."""
         self._state.check_ready()
         check_rows(prompt_ids, seeds, sampling.max_tokens, self._longest)
         prompts = [{"prompt_token_ids": ids} for ids in prompt_ids]
         # vLLM seeds the generators of this process, and training must not depend on the length of a rollout.
-        with random_state_kept(self._place.device), self._stoppable(stopped):
+        with random_state_kept(self._place.device), self._watched(stopped, finished):
             outputs = self._llm.generate(prompts, [self._parameters(sampling, seed) for seed in seeds], use_tqdm=False)
         answers = [output.outputs[0] for output in outputs]
         return Generation(
@@ -132,9 +140,13 @@ class VllmEngine:
         )
 
     @contextmanager
-    def _stoppable(self, stopped: Callable[[], bool]) -> Iterator[None]:
-        """Check before each engine step whether to stop. A stop aborts all requests and raises Stopped."""
+    def _watched(self, stopped: Callable[[], bool], finished: Finished) -> Iterator[None]:
+        """Check before each engine step whether to stop, and tell after it which rows are complete.
+
+        A stop aborts all requests and raises Stopped.
+        """
         engine, any_stopped = self._llm.llm_engine, stopped
+        first = self._llm.request_counter.counter  # a request is named by its number in the life of the engine
         if self._place.tensor_parallel_size > 1:
             from vllm.distributed.parallel_state import get_tp_group
 
@@ -144,7 +156,11 @@ class VllmEngine:
         def checked_step() -> Any:
             if any_stopped():
                 raise Stopped
-            return step()
+            outputs = step()
+            for output in outputs:
+                if output.finished:
+                    finished(int(output.request_id) - first, list(output.outputs[0].token_ids))
+            return outputs
 
         engine.step = checked_step
         try:
@@ -184,13 +200,35 @@ class VllmEngine:
             # The check of the weights runs inside of the iterator. It ends with an error if some are missing, so it is read
             # to the end.
             assert next(checked, None) is None, "vLLM left some weights out"
-            # Cached keys and values of prompts come from the old weights.
-            if not self._llm.reset_prefix_cache():
-                raise RolloutError(
-                    "rollout engine: vLLM did not reset its prefix cache, because requests still hold blocks of it. Keys and "
-                    "values of the old weights would answer for the new ones. Load weights when no rollout is under way, or set "
-                    f"{KEY}.enable_prefix_caching=false."
-                )
+            self._reset_prefix_cache()
+
+    def share_weights(self) -> dict[str, torch.Tensor]:
+        """Return the parts of vLLM's fused parameters that are the trainer's tensors."""
+        if not self._in_place:
+            raise RolloutError("vLLM keeps quantized weights, or tensors that it derives from experts or latent attention")
+        self._expected = ExpectedWeights.of(meta_model(self._place.model_folder, self._place.trust_remote_code))
+        (views,) = self._llm.apply_model(lambda model: self._learned_map(model).views())
+        apart = [name for name in self._expected.shapes if name not in views]
+        if apart:
+            raise RolloutError(f"vLLM stores {len(apart)} weights in another form or in pieces, such as {apart[0]}")
+        self._shared = SharedPlaces(self._model, views)
+        return views
+
+    def weights_changed(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Check that the weights are still shared, and reset the prefix cache."""
+        assert self._shared is not None, "the weights are not shared"
+        with self._state.loading():
+            self._shared.check(self._model, weights)
+            self._reset_prefix_cache()
+
+    def _reset_prefix_cache(self) -> None:
+        """Forget the keys and values of prompts that the old weights have computed."""
+        if not self._llm.reset_prefix_cache():
+            raise RolloutError(
+                "rollout engine: vLLM did not reset its prefix cache, because requests still hold blocks of it. Keys and "
+                "values of the old weights would answer for the new ones. Load weights when no rollout is under way, or set "
+                f"{KEY}.enable_prefix_caching=false."
+            )
 
     def compare_weights(self, weights: Weights) -> WeightComparison:
         """Compare each slice with the place where vLLM stores it. Weights that vLLM has transformed are unknown."""
@@ -201,13 +239,16 @@ class VllmEngine:
         return self._map.compare(checked)
 
     def sleep(self) -> None:
-        """Free the memory of weights and KV cache.
+        """Free the memory of weights and KV cache, or of the KV cache alone if the trainer computes with the weights.
 
         Raises:
             ConfigError: ``memory.host_limit_gb`` has no room for what the engine keeps on the host.
         """
         if not self._can_sleep:
             raise RolloutError("rollout engine: it cannot sleep. Use a GPU, and set rollout.free_cache_engine=true.")
+        if self._shared is not None:
+            self._release_cache()
+            return
         if not self._state.asleep:
             # Torch keeps this memory when the engine wakes, and takes it again the next time.
             needed = max(host_bytes_to_sleep(self._sleep_level), self._host_bytes)
@@ -216,6 +257,18 @@ class VllmEngine:
             with self._cap.changing(asleep_in_vllm):
                 self._llm.sleep(level=self._sleep_level)
         self._state.slept(keeps_weights=self._sleep_level == KEEP_WEIGHTS)
+
+    def _release_cache(self) -> None:
+        """Free the memory of the KV cache. Weights keep their addresses, which captured CUDA graphs hold."""
+        if self._state.is_awake("kv_cache"):
+            core = self._llm.llm_engine.engine_core.engine_core
+            if core.scheduler.has_finished_requests():
+                core.step_fn()  # an empty step, in which the scheduler forgets them; it must hold none
+                self._finish_started_batches()
+            with self._cap.changing(asleep_in_vllm):
+                self._llm.sleep(level=0)  # pauses the scheduler, which the next call asks for
+                self._llm.release_kv_cache_memory()
+        self._state.slept(shares_weights=True)
 
     def wake_up(self, part: str) -> None:
         """Allocate the memory of a part.
@@ -239,7 +292,8 @@ class VllmEngine:
         """Yield the weights and the KV cache that are awake."""
         runner = self._llm.collective_rpc(lambda worker: worker.model_runner)[0]
         if self._state.is_awake("weights"):
-            for tensor in (*runner.model.parameters(), *runner.model.buffers()):
+            own = () if self._shared is not None else runner.model.parameters()
+            for tensor in (*own, *runner.model.buffers()):
                 yield "rollout weights", tensor
             # The second model runner has them, in the memory that sleeps with the weights; no request here uses them.
             penalties = getattr(runner.sampler, "penalties_state", None)
@@ -258,7 +312,7 @@ class VllmEngine:
         engine = self._llm.llm_engine
         # Each reference here would keep the engine's memory alive beyond free_cached_memory below.
         del self._llm
-        self._map = None
+        self._map = self._shared = None
         with self._cap.changing(asleep_in_vllm, refuse=False):
             with default_group_kept(self._keep_group):
                 engine.engine_core.shutdown()
@@ -287,10 +341,18 @@ class VllmEngine:
 
     def _write(self, model: Any, weights: Iterator[WeightSlice]) -> None:
         """Copy each slice to the place where vLLM's own loader would put it."""
+        self._learned_map(model).write(weights)
+
+    def _learned_map(self, model: Any) -> WeightMap:
         assert self._expected is not None
         if self._map is None:
             self._map = WeightMap.of(self._expected.shapes, model.load_weights, self._dtype)
-        self._map.write(weights)
+        return self._map
+
+    @property
+    def _model(self) -> nn.Module:
+        model: nn.Module = self._llm.collective_rpc(lambda worker: worker.model_runner)[0].model
+        return model
 
     def _parameters(self, sampling: SamplingSettings, seed: int) -> Any:
         from vllm import SamplingParams
@@ -307,12 +369,9 @@ def _start(arguments: dict[str, Any], place: EnginePlace) -> Any:
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world_size), LOCAL_RANK=str(place.local_rank))
     with quiet_start():
         try:
-            from vllm.platforms import current_platform
-
+            llm = _import_vllm(is_gpu(place.device))
             if not is_gpu(place.device):
-                _prefer_plain_torch(type(current_platform))
                 _name_shared_memory(place)
-            from vllm import LLM
             from vllm.distributed.parallel_state import model_parallel_is_initialized
         except ImportError as error:
             raise ConfigError(
@@ -322,7 +381,7 @@ def _start(arguments: dict[str, Any], place: EnginePlace) -> Any:
         # vLLM's groups are those of the process, so another engine's stay.
         groups = (dist.is_initialized(), model_parallel_is_initialized())
         try:
-            return LLM(**arguments)
+            return llm(**arguments)
         except (ValueError, TypeError, NotImplementedError) as error:
             refused = ConfigError(f"{KEY}: vLLM refuses these settings on this device: {error}{cache_advice(error)}")
             _free_failed_start(error, place.device, groups)
@@ -336,6 +395,25 @@ def _start(arguments: dict[str, Any], place: EnginePlace) -> Any:
                 f"{KEY}.name=vllm: vLLM does not start on {place.device} ({type(error).__name__}: {reason}). Mend that, change "
                 f"what it is about in {KEY}, or set {KEY}.name=hf."
             ) from error
+
+
+def _import_vllm(on_gpu: bool) -> Any:
+    """Return vLLM's class of engines."""
+    from vllm.platforms import current_platform
+
+    if not on_gpu:
+        _prefer_plain_torch(type(current_platform))
+    from vllm import LLM
+
+    return LLM
+
+
+def import_ahead(device: str) -> None:
+    """Import vLLM seconds before an engine on this kind of device starts, which would do the same. That start says what fails."""
+    with suppress(Exception), process_state_kept(torch.device("cpu"), own_prefix="VLLM_"):
+        os.environ.update(ENVIRONMENT)
+        with quiet_start():
+            _import_vllm(device != "cpu")
 
 
 def _free_failed_start(error: BaseException, device: torch.device, groups: tuple[bool, bool]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from verl_memopt.distributed.weight_slices import Weights, WeightSlice, as_slice, num_rows
 from verl_memopt.errors import RolloutError
-from verl_memopt.rollout.engine import RolloutEngine, SamplingSettings, WeightComparison
+from verl_memopt.rollout.engine import KEY, RolloutEngine, SamplingSettings, WeightComparison
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,34 @@ class BitComparison:
 def _bits(tensor: Tensor) -> Tensor:
     plain = tensor.detach().contiguous()
     return plain.view(INTEGERS[plain.itemsize])
+
+
+# What engine and trainer share must lie where it lay when they began to share it.
+
+
+class SharedPlaces:
+    """Where the weights lie that an engine shares with the trainer."""
+
+    def __init__(self, model: nn.Module, views: Mapping[str, Tensor]) -> None:
+        """Note the addresses of the engine's own parameters, and of the ``views`` of them that the trainer computes with."""
+        self._parameters = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+        self._views = {name: view.data_ptr() for name, view in views.items()}
+
+    def check(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        """Check that neither the engine's parameters nor the trainer's weights have moved.
+
+        Raises:
+            RolloutError: Some have. The message names the first ones.
+        """
+        parameters = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+        mine = {name: weight.data_ptr() for name, weight in weights.items()}
+        for whose, before, now in (("engine", self._parameters, parameters), ("trainer", self._views, mine)):
+            moved = [name for name in before if now.get(name) != before[name]]
+            if moved:
+                raise RolloutError(
+                    f"shared weights: {len(moved)} weights of the {whose} have moved, such as {', '.join(moved[:MOST_NAMED])}. "
+                    f"The engine would answer with other weights than those that are trained. Set {KEY}.share_weights=false."
+                )
 
 
 # The checks of ``debug.mode=sync_check``: an engine's weights are the policy's, and its prefix cache holds nothing older.

@@ -50,8 +50,11 @@ class WeightMap:
     It holds views of the engine's parameters, which must keep their memory. The loader gets names without places, in ``dtype``.
     """
 
-    def __init__(self, places: dict[str, list[_Place]], load: Loader, dtype: torch.dtype) -> None:
+    def __init__(
+        self, shapes: Mapping[str, torch.Size], places: dict[str, list[_Place]], load: Loader, dtype: torch.dtype
+    ) -> None:
         """Store the places."""
+        self._shapes = shapes
         self._places = places
         self._load = load
         self._dtype = dtype
@@ -69,13 +72,22 @@ class WeightMap:
                 load(iter([(name, probe)]))
             if copies.places is not None:
                 places[name] = copies.places
-        return cls(places, load, dtype)
+        return cls(shapes, places, load, dtype)
 
     @torch.no_grad()
     def write(self, weights: Iterator[WeightSlice]) -> None:
         """Copy slices to their places, and cast them on the way."""
         for name, tensor in joined(self._straight(weights), self._dtype):
             self._load(iter([(name, tensor)]))
+
+    def views(self) -> dict[str, Tensor]:
+        """Return the tensors that lie in one piece in the engine's parameters, as views of them in their own shape."""
+        return {
+            name: target
+            for name, places in self._places.items()
+            for target in (place.target for place in places)
+            if len(places) == 1 and target.shape == self._shapes[name] and target.dtype == self._dtype
+        }
 
     @torch.no_grad()
     def compare(self, weights: Iterator[WeightSlice]) -> WeightComparison:

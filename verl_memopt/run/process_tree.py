@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import signal
+import sys
+import sysconfig
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,6 +22,24 @@ _STOP_ROUNDS = 8
 _ROUND_SECONDS = 0.005
 
 # psutil is imported where it is used, 1.7 MiB. A reward process is forked before that and does not hold it; its supervisor does.
+
+
+def safe_path() -> list[str]:
+    """Return the import path of this process with Python's own folders first, then those of psutil and of this package.
+
+    A process that starts with it runs no file of the working directory, or of another folder, in place of the modules it needs.
+    """
+    of_psutil = importlib.util.find_spec("psutil")
+    assert of_psutil is not None
+    assert of_psutil.origin is not None
+    packages = [str(Path(of_psutil.origin).parents[1]), str(Path(__file__).parents[2])]
+
+    def rank(folder: str) -> int:
+        if folder == sysconfig.get_path("stdlib") or Path(folder).name == "lib-dynload":
+            return 0
+        return 1 + packages.index(folder) if folder in packages else 3
+
+    return sorted(dict.fromkeys([*sys.path, *packages]), key=rank)
 
 
 def descendants(root: int) -> list[Process]:

@@ -7,6 +7,7 @@ psutil is not first imported by a search, for that is done while the process is 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import secrets
 import select
@@ -14,10 +15,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 import psutil
 
+from verl_memopt.errors import WorkerError
 from verl_memopt.run import process_tree
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -26,6 +29,9 @@ PR_SET_CHILD_SUBREAPER = 36
 ROUNDS = 50
 ROUND_SECONDS = 0.05
 """Rounds of killing, and the wait after each, because new processes may appear meanwhile."""
+
+READY_SECONDS = 60.0
+"""Longest time in which the guardian must have started."""
 
 TRACKER = "multiprocessing.resource_tracker"
 """Python's own process that cleans up shared memory. It ends by itself after the last process that used it."""
@@ -99,7 +105,10 @@ LOOK_SECONDS = 0.1
 GUARDIAN_ROUNDS, GUARDIAN_ROUND_SECONDS = 20, 0.1
 """Largest number of killing rounds, each for the processes that appeared since the last one."""
 
-STARTED = b"all have started\n"
+READY, STARTED = b"ready\n", b"all have started\n"
+
+IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""A scheduler sends these to every process of a job, and the guardian must outlive the one that it watches."""
 
 MARK = "VERL_MEMOPT_GUARDED_BY"
 """Environment variable of the guarded processes. Its value is the guardian's own."""
@@ -113,21 +122,52 @@ class Guardian:
     """
 
     def __init__(self) -> None:
-        """Start the guardian, and return once it watches."""
-        value = secrets.token_hex(16)
-        # Without site (-S) an interpreter starts twice as fast. The path it then lacks is this process's own.
-        program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import guard; guard({os.getpid()}, {value!r})"
-        self._process = subprocess.Popen(
-            [sys.executable, "-S", "-E", "-c", program],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
-        )  # fmt: skip
+        """Start the guardian, and return once it watches.
+
+        Raises:
+            WorkerError: It does not start.
+        """
+        self._value = secrets.token_hex(16)
+        self._start()
+        os.environ[MARK] = self._value
+
+    def _start(self) -> None:
+        # Without site (-S) an interpreter starts twice as fast.
+        path = process_tree.safe_path()
+        program = f"import sys; sys.path[:] = {path!r}; from {__name__} import guard; guard({os.getpid()}, {self._value!r})"
+        # The guardian inherits the mask, so a signal that arrives while it imports does not end it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", program],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+            )  # fmt: skip
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self.pid = self._process.pid
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._pipe = self._process.stdin
         # The guardian says that it watches. Before that, a process born now would count as one that existed already.
-        self._process.stdout.readline()
-        os.environ[MARK] = value
+        if not select.select([self._process.stdout], [], [], READY_SECONDS)[0] or self._process.stdout.readline() != READY:
+            self.dismiss()
+            raise WorkerError(
+                f"the process that ends Ray's processes after a kill did not start ({sys.executable} exited with code "
+                f"{self._process.returncode}). What it printed is above. Check that this Python starts, and start again."
+            )
+
+    def stay(self) -> None:
+        """Start the guardian again if it was killed. It watches the same processes.
+
+        Raises:
+            WorkerError: It does not start.
+        """
+        if self._process.poll() is None:
+            return
+        self._process.communicate()
+        self._start()
+        if MARK not in os.environ:
+            self._tell_all_started()
 
     def all_started(self) -> None:
         """Report that all processes to be guarded have started.
@@ -135,8 +175,12 @@ class Guardian:
         Processes that they start later are guarded too. Other processes are not.
         """
         os.environ.pop(MARK, None)
-        self._pipe.write(STARTED)
-        self._pipe.flush()
+        self._tell_all_started()
+
+    def _tell_all_started(self) -> None:
+        # If it was killed meanwhile, :meth:`stay` finds that.
+        with suppress(BrokenPipeError):
+            os.write(self._pipe.fileno(), STARTED)
 
     def dismiss(self) -> None:
         """End the guardian without killing anything. May be called again."""
@@ -150,13 +194,15 @@ def guard(starter: int, value: str) -> None:
 
     Processes whose environment has ``VERL_MEMOPT_GUARDED_BY`` with this value are killed as well.
     """
-    # A scheduler sends these to every process of a job, and the guardian must outlive the one that it watches.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     # Processes are equal if id and start time are. An id alone may be used again.
-    # What exists already is not the guardian's: it belongs to the program that starts Ray, or is the guardian itself.
-    others, guarded = set(process_tree.descendants(starter)), set[psutil.Process]()
-    os.write(1, b"ready\n")
+    # What exists already is not the guardian's: it belongs to the program that starts Ray, or is the guardian itself. But where
+    # this one takes the place of a guardian that was killed, the guarded processes have the mark already.
+    guarded = set(process_tree.marked(f"{MARK}={value}"))
+    guarded = guarded.union(*(process_tree.descendants(process.pid) for process in guarded))
+    others = set(process_tree.descendants(starter)) - guarded
+    os.write(1, READY)
     starting = True
     while True:
         ready, _, _ = select.select([0], [], [], LOOK_SECONDS if starting else None)
@@ -172,3 +218,15 @@ def guard(starter: int, value: str) -> None:
             break
         kill(alive)
         time.sleep(GUARDIAN_ROUND_SECONDS)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Collect no garbage in the body, which imports: a collection would look through all that stays, again and again."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

@@ -6,14 +6,17 @@ import dataclasses
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from verl_memopt.algorithms.records import WITH_CRITIC
-from verl_memopt.config.keys import flatten, leaf_keys, shown
+from verl_memopt.config.keys import OPEN_KEYS, flatten, leaf_keys, shown, without_secrets
 from verl_memopt.config.loader import to_plain
 from verl_memopt.config.schema import Actor, Critic, Data, Rollout, Settings, Trainer
+from verl_memopt.distributed.file_records import digest_of
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.knob import knobs
 from verl_memopt.run.checkpoints import Checkpoint, CheckpointStore, read_checkpoint
@@ -74,13 +77,16 @@ def find_checkpoint(
     return checkpoint
 
 
-def compare_settings(settings: Settings, environment: Environment, checkpoint: Checkpoint) -> None:
-    """Log how the settings differ from those of the checkpoint, one line for each key.
+def compare_settings(
+    settings: Settings, environment: Environment, checkpoint: Checkpoint, contents: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Log how the settings differ from those of the checkpoint, and the files that they name, one line for each key.
 
     Args:
         settings: of the run, with concrete seeds.
         environment: has the shapes of the weights that the run trains.
         checkpoint: from which the run continues.
+        contents: as :func:`contents_of` gives it.
 
     Raises:
         ConfigError: the run cannot continue with such a change.
@@ -94,6 +100,11 @@ def compare_settings(settings: Settings, environment: Environment, checkpoint: C
     differences = changes(driver["settings"], settings)
     for change in differences:
         logger.log(logging.INFO if change.kind == HARMLESS else logging.WARNING, "since %s: %s", folder.name, change)
+    changed = {change.key for change in differences}
+    kept = kept_settings(settings)
+    for key, digest in driver.get("contents", {}).items():
+        if key not in changed and contents.get(key, digest) != digest:
+            logger.warning("since %s: %s=%s: other contents (%s)", folder.name, key, shown(kept[key]), TRAJECTORY)
     refused = [f"{change.key}={change.new}: {change}" for change in differences if change.kind == REFUSED]
     models = [("actor_rollout_ref.model.path", settings.actor_rollout_ref.model.path, driver["weights"], environment.weights)]
     # A run without a critic goes on from a checkpoint that has one.
@@ -226,7 +237,31 @@ class Change:
 def kept_settings(settings: Settings) -> dict[str, Any]:
     """Return the settings as a checkpoint keeps them: dotted key -> plain value."""
     flat = flatten(to_plain(settings))
-    return {key: flat.get(key, {}) for key in leaf_keys()}
+    return _without_secrets({key: flat.get(key, {}) for key in leaf_keys()})
+
+
+def _without_secrets(kept: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: without_secrets(value) if key in OPEN_KEYS else value for key, value in kept.items()}
+
+
+def contents_of(settings: Settings, environment: Environment) -> dict[str, str]:
+    """Return the key of each file or folder that the training reads -> a checksum of its contents.
+
+    A model's large files are hashed in part. Data sources of the hub are left out.
+    """
+    folders = {
+        f"{_AR}.model.path": environment.folder, f"{_AR}.ref.model.path": environment.reference_folder,
+        "critic.model.path": environment.critic_folder,
+    }  # fmt: skip
+    digests: dict[str, str] = {}
+    for key, value in kept_settings(settings).items():
+        if key.endswith(("path", ".train_files")) and key not in HARMLESS_KEYS:
+            named = [folders[key]] if key in folders else value if isinstance(value, list) else [value]
+            paths = [Path(str(each)).expanduser() for each in named if each is not None]
+            if paths and all(path.exists() for path in paths):
+                with suppress(OSError):  # whoever reads it says what is wrong with it
+                    digests[key] = ",".join(digest_of(path) for path in paths)
+    return digests
 
 
 def changes(before: Mapping[str, Any], settings: Settings) -> list[Change]:
@@ -239,7 +274,7 @@ def changes(before: Mapping[str, Any], settings: Settings) -> list[Change]:
         before: as :func:`kept_settings` gave it.
         settings: of the run that goes on.
     """
-    now, old = kept_settings(settings), {**kept_settings(Settings()), **before}
+    now, old = kept_settings(settings), {**kept_settings(Settings()), **_without_secrets(before)}
     has_critic = now["algorithm.adv_estimator"] in WITH_CRITIC
     changed = [key for key in now if old[key] != now[key] and (has_critic or not key.startswith("critic."))]
     return [Change(key, old[key], now[key], *_meaning(key, old, now)) for key in changed]
@@ -258,7 +293,7 @@ def _length(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[s
     """Return the kind of a change in the run's length. It matters where the schedule has no length of its own and needs one."""
     for optim in (f"{role}.optim" for role in _TRAINED):
         flat = now[f"{optim}.lr_scheduler_type"] in ("constant", "constant_with_warmup", "inverse_sqrt")
-        warm = now[f"{optim}.lr_warmup_steps"] >= 0 or now[f"{optim}.lr_warmup_steps_ratio"] == 0
+        warm = now[f"{optim}.lr_warmup_steps"] > 0 or now[f"{optim}.lr_warmup_steps_ratio"] == 0
         if not (now[f"{optim}.total_training_steps"] > 0 or (flat and warm)):
             return TRAJECTORY, "the learning rate depends on the length of the run"
     return HARMLESS, "the learning rate does not depend on it"

@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -46,9 +47,16 @@ class RunLock:
         self.path = folder / LOCK
         self._pid = os.getpid()
         self._descriptor: int | None = None
-        while self._descriptor is None:
-            with disk_refusals(self.path):
-                self._descriptor = self._lock()
+        # The folder is locked too: the file may be deleted, and then another run would make one of its own and lock that.
+        self._folder = self._lock_folder()
+        try:
+            while self._descriptor is None:
+                with disk_refusals(self.path):
+                    self._descriptor = self._lock()
+        except BaseException:
+            self._release_folder()
+            raise
+        os.register_at_fork(after_in_child=self._release_folder)
 
     @property
     def is_own(self) -> bool:
@@ -62,8 +70,10 @@ class RunLock:
             return
         _HELD.pop(self.path, None)
         # Remove the file while it is locked. A process that has opened it sees then that it is no longer in the folder.
-        self.path.unlink(missing_ok=True)
+        with suppress(OSError):  # the folder may have been made read-only
+            self.path.unlink(missing_ok=True)
         os.close(descriptor)
+        self._release_folder()
 
     def __enter__(self) -> RunLock:
         """Return the lock, which is held already."""
@@ -73,18 +83,47 @@ class RunLock:
         """Release the lock."""
         self.release()
 
+    def _lock_folder(self) -> int | None:
+        """Return the locked descriptor of the folder; None where the file system has no such locks.
+
+        Unlike that of the file, this lock is shared with forked processes, which therefore close the descriptor.
+        """
+        folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(folder)
+            if error.errno in LOCKED_BY_ANOTHER:
+                raise self._held() from error
+            return None
+        return folder
+
+    def _release_folder(self) -> None:
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            os.close(folder)
+
+    def _held(self) -> ConfigError:
+        return ConfigError(
+            f"trainer.default_local_dir={self.folder}: another run writes here ({_holder(self.path)}). Wait until it "
+            "ends or stop it, or give this run a folder of its own with trainer.experiment_name=..."
+        )
+
     def _lock(self) -> int | None:
         """Return the locked descriptor; None where the file was removed between opening and locking."""
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            # Not through a link: what it leads to would be overwritten.
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise ConfigError(f"{self.path}: a link, which may lead anywhere. Delete it.") from error
+            raise
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in LOCKED_BY_ANOTHER:
                 os.close(descriptor)
-                raise ConfigError(
-                    f"trainer.default_local_dir={self.folder}: another run writes here ({_holder(self.path)}). Wait until it "
-                    "ends or stop it, or give this run a folder of its own with trainer.experiment_name=..."
-                ) from error
+                raise self._held() from error
             logger.warning("%s: this file system has no locks (%s); nothing stops a second run here", self.path, error.strerror)
         try:
             is_in_folder = os.path.samestat(os.fstat(descriptor), self.path.stat())
@@ -125,7 +164,7 @@ def _holder(path: Path) -> str:
             holder = json.loads(path.read_text())
             return f"process {holder['pid']} on {holder['host']}, started {holder['started']}"
         except FileNotFoundError:
-            return "a process that has just ended"
+            return f"a process whose {LOCK} is gone"
         except (OSError, ValueError, KeyError, TypeError):
             time.sleep(0.02)
     return "a process that did not say who it is"

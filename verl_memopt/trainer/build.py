@@ -31,11 +31,12 @@ from verl_memopt.rewards.rules import check_sources
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.run.checkpoints import Checkpoint, CheckpointStore
 from verl_memopt.run.environment import Environment, resolve_environment
-from verl_memopt.run.resume import checkpoint_store, compare_settings, find_checkpoint, loaded_parts, with_seeds
+from verl_memopt.run.resume import checkpoint_store, compare_settings, contents_of, find_checkpoint, loaded_parts, with_seeds
 from verl_memopt.run.run_lock import RunLock, hold
 from verl_memopt.trainer.correct_rollouts import BypassUpdate, MismatchCheck
 from verl_memopt.trainer.critic_update import CriticTraining
 from verl_memopt.trainer.debug_run import mode_of, record_folder, replay_of, replayed_steps
+from verl_memopt.trainer.fit import refuse_what_cannot_fit
 from verl_memopt.trainer.group_filter import GroupFilter
 from verl_memopt.trainer.micro_batching import (
     MiniBatchCutter,
@@ -48,7 +49,16 @@ from verl_memopt.trainer.micro_batching import (
 )
 from verl_memopt.trainer.replay import NoPrompts
 from verl_memopt.trainer.rollouts import Generator, LogProbPass
-from verl_memopt.trainer.scoring import Conversations, Dapo, ModelScores, PreparedRecipe, Rewarder, Scorer, reward_budget
+from verl_memopt.trainer.scoring import (
+    Conversations,
+    Dapo,
+    ModelScores,
+    PreparedRecipe,
+    Rewarder,
+    Scorer,
+    ScoringFollower,
+    reward_budget,
+)
 from verl_memopt.trainer.step import (
     OnPolicy,
     PolicyTraining,
@@ -89,6 +99,7 @@ class RunContext:
         critic_updates_per_step: optimizer steps of the critic in one training step; 0 without a critic.
         stop_file: tells the workers when to abandon a rollout.
         worker_plan: what each worker builds.
+        contents: checksums of the files that the settings name, by key.
         conversations: turns answers into what the reward model reads; None without one.
         recipe: the recipe that scores; None where a function or a reward model does.
     """
@@ -107,6 +118,7 @@ class RunContext:
     critic_updates_per_step: int
     stop_file: Path
     worker_plan: WorkerPlan
+    contents: Mapping[str, str]
     conversations: Conversations | None = None
     recipe: PreparedRecipe | None = None
 
@@ -123,6 +135,7 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
     """
     trainer, mode = settings.trainer, mode_of(settings)
     check_custom(settings)
+    refuse_what_cannot_fit(settings)
     critic = settings.critic if mode.updates and has_critic(settings) else None
     # What this machine has for the models that the run needs.
     roles, with_reference = settings.actor_rollout_ref, mode.computes_log_probs and needs_reference(settings)
@@ -131,7 +144,8 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
     folder = record_folder(settings, environment.run_dir)
     with ExitStack() as released_on_error:
         lock = released_on_error.enter_context(hold(folder))
-        settings, store, checkpoint = _resumed(settings, environment, critic, unreadable)
+        contents = contents_of(settings, environment)
+        settings, store, checkpoint = _resumed(settings, environment, critic, unreadable, contents)
         data = settings.data
         train, validation = _datasets(settings, environment) if mode.reads_data else (None, None)
         recipe = settings.reward_model.recipe if _scores_with_model(settings) else None
@@ -152,12 +166,17 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
         encoder=encoder, store=store, checkpoint=checkpoint, total_steps=total_steps,
         updates_per_step=role_updates(settings.actor_rollout_ref.actor, data.train_batch_size),
         critic_updates_per_step=0 if critic is None else role_updates(critic, data.train_batch_size),
-        stop_file=environment.run_dir / STOP_FILE, worker_plan=plan, conversations=conversations, recipe=prepared,
+        stop_file=environment.run_dir / STOP_FILE, worker_plan=plan, contents=contents,
+        conversations=conversations, recipe=prepared,
     )  # fmt: skip
 
 
 def _resumed(
-    settings: Settings, environment: Environment, critic: Critic | None, unreadable: Mapping[int, str]
+    settings: Settings,
+    environment: Environment,
+    critic: Critic | None,
+    unreadable: Mapping[int, str],
+    contents: Mapping[str, str],
 ) -> tuple[Settings, CheckpointStore, Checkpoint | None]:
     """Return the settings with concrete seeds, the checkpoints of the run, and the one from which it continues."""
     trainer, data, roles = settings.trainer, settings.data, settings.actor_rollout_ref
@@ -167,7 +186,7 @@ def _resumed(
     if rollout is not roles.rollout:
         settings = replace(settings, data=data, actor_rollout_ref=replace(roles, rollout=rollout))
     if checkpoint is not None:
-        compare_settings(settings, environment, checkpoint)
+        compare_settings(settings, environment, checkpoint, contents)
     return settings, store, checkpoint
 
 
@@ -182,7 +201,14 @@ def _worker_plan(
 ) -> WorkerPlan:
     """Return what each worker builds for a run of ``total_steps`` whose record is in ``folder``."""
     roles, trainer, batch_size = settings.actor_rollout_ref, settings.trainer, settings.data.train_batch_size
-    policy_steps = total_steps if critic is None else max(total_steps - trainer.critic_warmup, 1)
+    # In verl the policy's schedule is as long as the run, also where the first steps train the critic alone.
+    updating_steps = total_steps if critic is None else max(total_steps - trainer.critic_warmup, 1)
+    by_rollouts = roles.actor.optim.lr_schedule_steps == "rollouts"
+    schedule_steps = total_steps if by_rollouts else updating_steps * role_updates(roles.actor, batch_size)
+    critic_schedule_steps = 0
+    if critic is not None:
+        by_rollouts = critic.optim.lr_schedule_steps == "rollouts"
+        critic_schedule_steps = total_steps * (1 if by_rollouts else role_updates(critic, batch_size))
     engine_folder = None
     if mode_of(settings).has_engine:
         engine_folder = str(_engine_folder(roles.model, roles.rollout.load_format, environment, folder))
@@ -196,10 +222,10 @@ def _worker_plan(
         reference_folder=None if environment.reference_folder is None else str(environment.reference_folder),
         tokenizer_folder=str(environment.tokenizer_folder),
         eos_token_ids=environment.eos_token_ids,
-        optimizer_steps=policy_steps * role_updates(roles.actor, batch_size),
+        schedule_steps=schedule_steps,
         critic=critic,
         critic_folder=None if environment.critic_folder is None else str(environment.critic_folder),
-        critic_steps=0 if critic is None else total_steps * role_updates(critic, batch_size),
+        critic_schedule_steps=critic_schedule_steps,
         free_engine=environment.free_engine,
         track_init=environment.device == "cpu" and trainer.track_memory_every_steps > 0,
         memory=settings.memory,
@@ -210,6 +236,7 @@ def _worker_plan(
         reward_model=None if reward_folder is None else settings.reward_model.model,
         reward_folder=None if reward_folder is None else str(reward_folder),
         adaptive_phases=adaptive_phases(settings),
+        rewards=settings.reward_model if settings.reward_model.enable else None,
         role=role,
     )
 
@@ -228,7 +255,8 @@ def _datasets(settings: Settings, environment: Environment) -> tuple[PromptRows,
             check_prompts(split, settings.algorithm.expansion, environment.tokenizer)
     if by_rules:
         rows = (row for split in (train, validation or ()) for row in split)
-        check_sources(((row.data_source, row.address) for row in rows), rewards.sandbox_fusion.url is not None)
+        sources = ((row.data_source, row.address) for row in rows)
+        check_sources(sources, rewards.sandbox_fusion.url is not None, rewards.tolerant_rules)
     return train, validation
 
 
@@ -342,6 +370,9 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
     scorer = scorer_of(context, workers, runner)
     mode, replay = mode_of(settings), replay_of(settings, environment)
     frees_engine = environment.free_engine and mode.has_engine
+    follower = None
+    if algorithm.adv_estimator not in WITH_GREEDY_RESPONSES:  # two rollouts follow one another before any of them is scored
+        follower = ScoringFollower.of(scorer, environment.tokenizer, environment.run_dir)
     group_filter = GroupFilter(data.train_batch_size, rollout.n, filters.metric, filters.max_num_gen_batches)
     bypasses = correction.bypass_mode and mode.updates and not mode.supervised
     # A scorer that reads log-probs runs before the update, so that they cannot come from it.
@@ -365,7 +396,7 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
         workers=workers,
         rollouts=Rollouts(
             prompts=_build_prefetcher(data, context.loader, environment, rollout.n, algorithm.expansion),
-            generator=Generator(rollout, environment.tokenizer, workers, frees_engine, mode.has_engine),
+            generator=Generator(rollout, environment.tokenizer, workers, frees_engine, mode.has_engine, follower),
             scorer=scorer,
             actor=actor,
             greedy_baseline=algorithm.adv_estimator in WITH_GREEDY_RESPONSES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,8 +20,14 @@ from verl_memopt.rollout.engine import Generation
 from verl_memopt.trainer.micro_batching import SEEDS
 from verl_memopt.trainer.rollouts import Answers, StepBatch, join_answers
 
+logger = logging.getLogger(__name__)
+
 SCORES = ("score", "seq_reward", "seq_final_reward")
 """Values of ``algorithm.filter_groups.metric`` that mean the score. A KL in the reward is not known when groups are filtered."""
+
+
+WARNED_ROUNDS = 8
+"""Rounds of a step after which a warning says how full it is; then each time that they have doubled."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,13 @@ class GroupFilter:
                     "Raise the limit or data.gen_batch_size, set 0 for no limit, or use prompts that are neither too easy nor "
                     "too hard."
                 )
+            if len(rounds) >= WARNED_ROUNDS and len(rounds).bit_count() == 1:
+                logger.warning(
+                    "algorithm.filter_groups: step %d has %d of %d groups after %d rounds of generation: the rewards of %d of %d "
+                    "groups did not differ. algorithm.filter_groups.max_num_gen_batches ends a step with too many; prompts "
+                    "that are neither too easy nor too hard need fewer.",
+                    step, num_kept, self.num_prompts, len(rounds), num_generated - num_kept, num_generated,
+                )  # fmt: skip
             batch = scored(len(rounds))
             values, valid = self.values(batch), check_rewards(batch.scores, batch.names)
             keeps = has_signal(values, batch.rows.group, valid & ~values.isnan())

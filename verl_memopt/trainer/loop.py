@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl_memopt.config.schema import CheckpointContents, CustomReward, RewardModel
+from verl_memopt.config.schema import CheckpointContents, CustomReward, RewardModel, Settings
 from verl_memopt.distributed.file_records import Records
 from verl_memopt.errors import CheckpointError, ConfigError, Stopped, UnreadableCheckpointError
 from verl_memopt.model.export import dtype_name, saved_dtype, whole_folder, write_record
@@ -20,7 +19,7 @@ from verl_memopt.observe.metrics import checkpoint_score
 from verl_memopt.observe.phase import PhaseClock
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.rewards.sandbox import check_service
-from verl_memopt.run.checkpoints import read_checkpoint
+from verl_memopt.run.checkpoints import Checkpoint, read_checkpoint
 from verl_memopt.run.export_model import BEST_MODEL, FINAL_MODEL, StoredModel, export_model
 from verl_memopt.run.interrupts import Interrupts, StopFile
 from verl_memopt.run.resume import kept_settings, plain_shapes
@@ -30,8 +29,8 @@ from verl_memopt.trainer.reporter import Reporter
 from verl_memopt.trainer.step import StepResult, TrainingStep
 from verl_memopt.trainer.update_guard import Health, UpdateGuard, Updates
 from verl_memopt.trainer.validate import Validation
-from verl_memopt.worker.group import LocalGroup, RayGroup, TimedGroup, WorkerGroup, start_ray_group
-from verl_memopt.worker.ray_cluster import Request
+from verl_memopt.worker.group import LocalGroup, RayGroup, TimedGroup, WorkerGroup, group_of
+from verl_memopt.worker.plan import WorkerPlan
 from verl_memopt.worker.trained_model import ACTOR, CRITIC
 from verl_memopt.worker.worker import Worker
 
@@ -59,6 +58,106 @@ class SavedRole:
     save: Callable[[Worker, str, Sequence[str]], Records]
     load: Callable[[Worker, str, Sequence[str]], None]
     settings: CheckpointContents
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a checkpoint holds: the trained roles in the workers, and the state of the driver.
+
+    Attributes:
+        context: Context of the run.
+        workers: Workers that hold the roles.
+        learner: Runs the steps.
+        further: Further parts of the driver with a state, by name.
+    """
+
+    context: RunContext
+    workers: TimedGroup
+    learner: TrainingStep
+    further: dict[str, Any] = field(default_factory=dict)
+
+    def save(self, step: int, score: float | None = None) -> Path:
+        """Write the checkpoint of a step, and return its folder. Earlier ones stay until this one is whole.
+
+        ``score`` is the validation score of the step; None without a validation.
+
+        Raises:
+            CheckpointError: A file cannot be written.
+        """
+        store = self.context.store
+        aside = store.begin(step)
+        records: Records = {}
+        try:
+            for part in self.parts():
+                contents = list(part.settings.save_contents)
+                per_rank = self.workers.all("save_checkpoint", part.save, str(aside / part.folder), contents)
+                records |= {f"{part.folder}/{name}": record for written in per_rank for name, record in written.items()}
+        except CheckpointError as error:
+            raise store.failed(step, str(error)) from error
+        with self.workers.clock.phase("save_checkpoint"):
+            return store.commit(step, self.of_driver(step), self.workers.world_size, records, score)
+
+    def load(self, checkpoint: Checkpoint, say: Callable[[str], None]) -> None:
+        """Load a checkpoint, but for the position in the data. ``say`` gets what the user should know.
+
+        Raises:
+            UnreadableCheckpointError: The checkpoint cannot be loaded.
+        """
+        try:
+            for part in self.parts():
+                if part.folder == REFERENCE and not (checkpoint.folder / part.folder).is_dir():
+                    say(f"{checkpoint.folder} has no reference of its own; it starts from its model's folder")
+                    continue
+                contents = list(part.settings.load_contents or [])
+                self.workers.all("load_checkpoint", part.load, str(checkpoint.folder / part.folder), contents)
+        except CheckpointError as error:
+            text = f"{checkpoint.folder}: looks whole and cannot be loaded: {error} Name another step, or use resume_mode=auto."
+            raise UnreadableCheckpointError(text, checkpoint.step, str(error)) from error
+        # The run may have other parts than the one that saved them.
+        saved = checkpoint.driver
+        for parts, states in ((self.stateful(), saved), (self.learner.learned_budgets(), saved["token_budgets"])):
+            for name in parts.keys() & states.keys():
+                parts[name].load_state_dict(states[name])
+
+    def parts(self) -> list[SavedRole]:
+        """Return the roles whose weights change, each of which has a part of every checkpoint."""
+        critic = self.context.worker_plan.critic
+        parts = [SavedRole("actor", Worker.save, Worker.load, self.context.settings.actor_rollout_ref.actor.checkpoint)]
+        if critic is not None:
+            parts.append(SavedRole("critic", Worker.save_critic, Worker.load_critic, critic.checkpoint))
+        if self.learner.reference_sync is not None:
+            parts.append(SavedRole(REFERENCE, Worker.save_reference, Worker.load_reference, CheckpointContents()))
+        return parts
+
+    def stateful(self) -> dict[str, Any]:
+        """Return the parts of the driver whose state a checkpoint keeps, by name."""
+        sync = self.learner.reference_sync  # None where the reference keeps its weights
+        parts = {"kl_control": self.learner.kl_control, **self.further}
+        return parts if sync is None else {**parts, "reference_sync": sync}
+
+    def of_driver(self, step: int) -> dict[str, Any]:
+        """Return the state of the driver after a step."""
+        return {
+            "step": step,
+            "seed": self.context.settings.data.seed,
+            "loader": self.learner.rollouts.prompts.state_dict(),
+            "token_budgets": {phase: budget.state_dict() for phase, budget in self.learner.learned_budgets().items()},
+            **{name: part.state_dict() for name, part in self.stateful().items()},
+            "settings": kept_settings(self.context.settings),
+            "contents": dict(self.context.contents),
+            "dtypes": self.dtypes(),
+            "weights": plain_shapes(self.context.environment.weights),
+            "critic_weights": plain_shapes(self.context.environment.critic_weights),
+        }
+
+    def dtypes(self) -> dict[str, str]:
+        """Return the dtype of the folder that each trained model started from, by role."""
+        environment, critic = self.context.environment, self.context.worker_plan.critic
+        actor = saved_dtype(environment.folder, self.context.settings.actor_rollout_ref.actor.fsdp_config)
+        if critic is None or environment.critic_folder is None:
+            return {"actor": dtype_name(actor)}
+        of_critic = saved_dtype(environment.critic_folder, critic.model.fsdp_config)
+        return {"actor": dtype_name(actor), "critic": dtype_name(of_critic)}
 
 
 class Trainer:
@@ -97,6 +196,7 @@ class Trainer:
         of_actor = Updates(ACTOR, actor.optim.lr, context.updates_per_step)
         self.guard = UpdateGuard(self.settings.max_skipped_steps, context.store, of_actor, of_critic)
         self.health = Health(validates=self.validator is not None and self.settings.test_freq > 0)
+        self.state = RunState(context, workers, self.learner, {"guard": self.guard, "health": self.health})
         self.step = 0
         self.saved_step = 0
         self.score: float | None = None
@@ -240,22 +340,8 @@ class Trainer:
             return
         for fault in checkpoint.passed_over:
             self.reporter.say(f"passed over {fault}")
-        try:
-            for part in self.parts():
-                if part.folder == REFERENCE and not (checkpoint.folder / part.folder).is_dir():
-                    self.reporter.say(f"{checkpoint.folder} has no reference of its own; it starts from its model's folder")
-                    continue
-                contents = list(part.settings.load_contents or [])
-                self.workers.all("load_checkpoint", part.load, str(checkpoint.folder / part.folder), contents)
-        except CheckpointError as error:
-            text = f"{checkpoint.folder}: looks whole and cannot be loaded: {error} Name another step, or use resume_mode=auto."
-            raise UnreadableCheckpointError(text, checkpoint.step, str(error)) from error
+        self.state.load(checkpoint, self.reporter.say)
         self.step = self.saved_step = checkpoint.step
-        # The run may have other parts than the one that saved them.
-        saved = checkpoint.driver
-        for parts, states in ((self.stateful(), saved), (self.learner.learned_budgets(), saved["token_budgets"])):
-            for name in parts.keys() & states.keys():
-                parts[name].load_state_dict(states[name])
         self.reporter.say(f"resumed from {checkpoint.folder} (step {checkpoint.step} of {self.context.total_steps})")
 
     def save(self) -> None:
@@ -264,18 +350,8 @@ class Trainer:
         Raises:
             CheckpointError: A file cannot be written.
         """
-        store, step, began = self.context.store, self.step, time.monotonic()
-        aside = store.begin(step)
-        records: Records = {}
-        try:
-            for part in self.parts():
-                contents = list(part.settings.save_contents)
-                per_rank = self.workers.all("save_checkpoint", part.save, str(aside / part.folder), contents)
-                records |= {f"{part.folder}/{name}": record for written in per_rank for name, record in written.items()}
-        except CheckpointError as error:
-            raise store.failed(step, str(error)) from error
-        with self.workers.clock.phase("save_checkpoint"):
-            store.commit(step, self.driver_state(), self.workers.world_size, records, self.score)
+        step, began = self.step, time.monotonic()
+        self.state.save(step, self.score)
         self.saved_step = step
         self.reporter.saved(step, self.workers.take_memories())
         self.interrupts.save_seconds = time.monotonic() - began
@@ -326,45 +402,6 @@ class Trainer:
         self.reporter.saved(self.step, self.workers.take_memories())
         self.reporter.models = models
 
-    def parts(self) -> list[SavedRole]:
-        """Return the roles whose weights change, each of which has a part of every checkpoint."""
-        critic = self.context.worker_plan.critic
-        parts = [SavedRole("actor", Worker.save, Worker.load, self.context.settings.actor_rollout_ref.actor.checkpoint)]
-        if critic is not None:
-            parts.append(SavedRole("critic", Worker.save_critic, Worker.load_critic, critic.checkpoint))
-        if self.learner.reference_sync is not None:
-            parts.append(SavedRole(REFERENCE, Worker.save_reference, Worker.load_reference, CheckpointContents()))
-        return parts
-
-    def stateful(self) -> dict[str, Any]:
-        """Return the parts of the driver whose state a checkpoint keeps, by name."""
-        sync = self.learner.reference_sync  # None where the reference keeps its weights
-        parts = {"kl_control": self.learner.kl_control, "guard": self.guard, "health": self.health}
-        return parts if sync is None else {**parts, "reference_sync": sync}
-
-    def driver_state(self) -> dict[str, Any]:
-        """Return the state of the driver for a checkpoint."""
-        return {
-            "step": self.step,
-            "seed": self.context.settings.data.seed,
-            "loader": self.learner.rollouts.prompts.state_dict(),
-            "token_budgets": {phase: budget.state_dict() for phase, budget in self.learner.learned_budgets().items()},
-            **{name: part.state_dict() for name, part in self.stateful().items()},
-            "settings": kept_settings(self.context.settings),
-            "dtypes": self.dtypes(),
-            "weights": plain_shapes(self.context.environment.weights),
-            "critic_weights": plain_shapes(self.context.environment.critic_weights),
-        }
-
-    def dtypes(self) -> dict[str, str]:
-        """Return the dtype of the folder that each trained model started from, by role."""
-        environment, critic = self.context.environment, self.context.worker_plan.critic
-        actor = saved_dtype(environment.folder, self.context.settings.actor_rollout_ref.actor.fsdp_config)
-        if critic is None or environment.critic_folder is None:
-            return {"actor": dtype_name(actor)}
-        of_critic = saved_dtype(environment.critic_folder, critic.model.fsdp_config)
-        return {"actor": dtype_name(actor), "critic": dtype_name(of_critic)}
-
 
 # Starts the processes of a run, its reward processes and its workers, and ends them with it.
 
@@ -385,7 +422,8 @@ def start_rewards(custom: CustomReward, reward_model: RewardModel, run_dir: Path
     sandbox = None  # the service that runs programs for the rules
     if custom.path is None and not reward_model.enable and reward_model.sandbox_fusion.url is not None:
         sandbox = reward_model.sandbox_fusion
-    with RewardRunner(custom, workers, run_dir / "reward_logs", manager, concurrent, sandbox) as runner:
+    options = manager, concurrent, sandbox, reward_model.tolerant_rules
+    with RewardRunner(custom, workers, run_dir / "reward_logs", *options) as runner:
         if sandbox is not None:
             check_service(sandbox)
         runner.check()
@@ -393,37 +431,41 @@ def start_rewards(custom: CustomReward, reward_model: RewardModel, run_dir: Path
 
 
 @contextmanager
-def start_workers(context: RunContext, clock: PhaseClock) -> Iterator[TimedGroup]:
-    """Start the run's workers, with their start and every call as phases of ``clock``. However the body ends, none is left."""
-    trainer, ray, device = context.settings.trainer, context.settings.ray_kwargs, context.environment.device
+def start_workers(context: RunContext, clock: PhaseClock, begun: RayGroup | None = None) -> Iterator[TimedGroup]:
+    """Start the run's workers, with their start and every call as phases of ``clock``. However the body ends, none is left.
+
+    ``begun`` is a Ray group that waits for its workers; None starts one where the settings ask for it.
+    """
+    timeline, device = context.settings.ray_kwargs.timeline_json_file, context.environment.device
     build_worker = functools.partial(Worker, context.worker_plan)
-    is_local = trainer.worker_group == "local"
+    is_local = context.settings.trainer.worker_group == "local"
     group: WorkerGroup
     with clock.phase("init"):
         if is_local:
             group = LocalGroup(build_worker, device)
         else:
-            group = start_ray_group(
-                build_worker,
-                Request(trainer.nnodes, trainer.n_gpus_per_node, gpu=device != "cpu"),
-                device,
-                timeout_seconds=trainer.ray_wait_register_center_timeout,
-                ray_init=ray.ray_init,
-                num_threads=_threads_per_worker(trainer.n_gpus_per_node),
-            )
+            begun = begun or group_of(context.settings, device)
+            begun.check_nodes(_read_by_workers(context.settings, context.worker_plan), context.environment.run_dir)
+            group = begun.build(build_worker)
     try:
         yield TimedGroup(group, clock, in_process=is_local)
-        if ray.timeline_json_file is not None and isinstance(group, RayGroup):
-            group.write_timeline(ray.timeline_json_file)
+        if timeline is not None and isinstance(group, RayGroup):
+            group.write_timeline(timeline)
         # shutdown kills workers, which would leave the shared memory of their engines behind.
         group.all("close")
     finally:
         group.shutdown()
 
 
-def _threads_per_worker(workers_per_node: int) -> int:
-    """Return ``OMP_NUM_THREADS`` where it is set, else an equal share of this machine's cores."""
-    variable = os.environ.get("OMP_NUM_THREADS", "")
-    if variable.isdigit() and int(variable):
-        return int(variable)
-    return max(1, (os.cpu_count() or 1) // workers_per_node)
+def _read_by_workers(settings: Settings, plan: WorkerPlan) -> dict[str, str]:
+    """Return setting -> file or folder that each worker reads."""
+    roles = "actor_rollout_ref"
+    paths = {
+        f"{roles}.model.path": plan.folder,
+        f"{roles}.model.tokenizer_path": plan.tokenizer_folder,
+        f"{roles}.ref.model.path": plan.reference_folder,
+        "critic.model.path": plan.critic_folder,
+        "reward_model.model.path": plan.reward_folder or settings.reward_model.model.path,
+        f"{roles}.actor.policy_loss.custom.path": settings.actor_rollout_ref.actor.policy_loss.custom.path,
+    }
+    return {key: path for key, path in paths.items() if path is not None}

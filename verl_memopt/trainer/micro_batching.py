@@ -6,9 +6,8 @@ import heapq
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Self
 
 import torch
 
@@ -18,8 +17,9 @@ from verl_memopt.algorithms.rollout_correction import corrects_before_update
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Algorithm, Critic, PolicyLoss, Ref, Rollout, Settings
 from verl_memopt.data.batch import RolloutBatch, token_index
-from verl_memopt.errors import TrainingError
+from verl_memopt.errors import ConfigError, TrainingError
 from verl_memopt.memory.adaptive_budget import LearnedBudget, PassFigures
+from verl_memopt.memory.ranges import reference_ranks
 from verl_memopt.memory.token_packing import RowTokens, balance, pack_fixed, pack_groups_under, split_to_count
 from verl_memopt.run.checkpoints import CheckpointStore
 from verl_memopt.trainer.update_guard import recovery_advice
@@ -32,10 +32,11 @@ class Budget:
 
     Attributes:
         by_tokens: Limit the tokens of a micro-batch, else its rows.
-        max_tokens: Hard limit.
+        max_tokens: Hard limit for a rank.
         rows: Rows of a micro-batch, without ``by_tokens``.
         key: Setting that errors name.
-        learned: A limit that learns from measured peaks, at most ``max_tokens``. None = the limit stays as it is.
+        learned: A limit that learns from measured peaks, at most ``limit``. None = the limit stays as it is.
+        ranks: Neighbouring ranks that share the tokens of a micro-batch.
     """
 
     by_tokens: bool
@@ -43,12 +44,21 @@ class Budget:
     rows: int | None
     key: str
     learned: LearnedBudget | None = None
+    ranks: int = 1
 
-    @classmethod
-    def of(cls, by_tokens: bool | None, max_tokens: int | None, rows: int | None, key: str, adaptive: bool | None) -> Self:
-        """Return the budget of some settings. ``adaptive``: a limit by tokens learns."""
-        tokens = max_tokens or 0
-        return cls(bool(by_tokens), tokens, rows, key, LearnedBudget(tokens) if adaptive and by_tokens else None)
+    @property
+    def limit(self) -> int:
+        """Most tokens of a micro-batch, over the ranks that share it."""
+        return self.max_tokens * self.ranks
+
+    def learning(self, adaptive: bool | None) -> Budget:
+        """Return the same budget with a limit by tokens that learns, if ``adaptive``."""
+        return replace(self, learned=LearnedBudget(self.limit)) if adaptive and self.by_tokens else self
+
+    def shares(self, world_size: int) -> int:
+        """Return how many groups of ranks share a batch. Each has rows of its own."""
+        assert world_size % self.ranks == 0, (world_size, self.ranks)
+        return world_size // self.ranks
 
     def micro_batches(self, tokens: RowTokens, names: Sequence[str]) -> list[list[int]]:
         """Return the rows of each micro-batch of one rank.
@@ -57,7 +67,15 @@ class Budget:
             ConfigError: One row alone is over the limit.
         """
         if self.by_tokens:
-            limit = self.max_tokens if self.learned is None else self.learned.tokens(max(tokens.each(), default=1))
+            lengths = tokens.each()
+            longest = max(lengths, default=1)
+            if self.ranks > 1 and longest > self.limit:
+                raise ConfigError(
+                    f"{self.key}={self.max_tokens}: {names[lengths.index(longest)]} has {longest} tokens, more than the "
+                    f"{self.ranks} devices that share a micro-batch may hold. Raise it to at least "
+                    f"{-(-longest // self.ranks)}, or lower data.max_prompt_length or data.max_response_length."
+                )
+            limit = self.limit if self.learned is None else self.learned.tokens(longest)
             return pack_groups_under(tokens, limit, names, self.key)
         assert self.rows is not None
         return pack_fixed(len(tokens), self.rows)
@@ -76,34 +94,28 @@ class Budget:
 
 def budgets(roles: ActorRolloutRef) -> tuple[Budget, Budget, Budget]:
     """Return the budgets of the update, of the pass for old log-probs and of the reference pass."""
-    actor = roles.actor
-    update = Budget.of(
-        actor.use_dynamic_bsz,
-        actor.ppo_max_token_len_per_gpu,
-        actor.ppo_micro_batch_size_per_gpu,
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
-        actor.adaptive_token_budget,
-    )
-    return update, _log_prob_budget(roles.rollout, "rollout"), _log_prob_budget(roles.ref, "ref")
+    actor, ranks = roles.actor, roles.actor.fsdp_config.sequence_ranks
+    tokens, rows = actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
+    key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+    update = Budget(actor.use_dynamic_bsz, tokens, rows, key, ranks=ranks).learning(actor.adaptive_token_budget)
+    return update, _log_prob_budget(roles.rollout, "rollout", ranks), _log_prob_budget(roles.ref, "ref", reference_ranks(roles))
 
 
-def _log_prob_budget(role: Rollout | Ref, name: str) -> Budget:
-    return Budget.of(
-        role.log_prob_use_dynamic_bsz,
-        role.log_prob_max_token_len_per_gpu,
-        role.log_prob_micro_batch_size_per_gpu,
-        f"actor_rollout_ref.{name}.log_prob_max_token_len_per_gpu",
-        role.log_prob_adaptive_token_budget,
-    )
+def _log_prob_budget(role: Rollout | Ref, name: str, ranks: int) -> Budget:
+    tokens, rows = role.log_prob_max_token_len_per_gpu or 0, role.log_prob_micro_batch_size_per_gpu
+    key = f"actor_rollout_ref.{name}.log_prob_max_token_len_per_gpu"
+    budget = Budget(bool(role.log_prob_use_dynamic_bsz), tokens, rows, key, ranks=ranks)
+    return budget.learning(role.log_prob_adaptive_token_budget)
 
 
 def critic_budgets(critic: Critic) -> tuple[Budget, Budget]:
     """Return the budgets of the critic's update and of the values pass."""
-    by_tokens, adaptive = critic.use_dynamic_bsz, critic.adaptive_token_budget
-    update_tokens, update_rows = critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu
-    update = Budget.of(by_tokens, update_tokens, update_rows, "critic.ppo_max_token_len_per_gpu", adaptive)
-    tokens, rows = critic.forward_max_token_len_per_gpu, critic.forward_micro_batch_size_per_gpu
-    return update, Budget.of(by_tokens, tokens, rows, "critic.forward_max_token_len_per_gpu", adaptive)
+    by_tokens, ranks = bool(critic.use_dynamic_bsz), critic.model.fsdp_config.sequence_ranks
+    tokens, rows = critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu
+    update = Budget(by_tokens, tokens, rows, "critic.ppo_max_token_len_per_gpu", ranks=ranks)
+    tokens, rows = critic.forward_max_token_len_per_gpu or 0, critic.forward_micro_batch_size_per_gpu
+    values = Budget(by_tokens, tokens, rows, "critic.forward_max_token_len_per_gpu", ranks=ranks)
+    return update.learning(critic.adaptive_token_budget), values.learning(critic.adaptive_token_budget)
 
 
 def adaptive_phases(settings: Settings) -> tuple[str, ...]:
@@ -214,7 +226,7 @@ class MiniBatchCutter:
     """Cuts batches for the optimizer steps of one trained role.
 
     Attributes:
-        world_size: Ranks that share each mini-batch.
+        world_size: Ranks.
         role: Section of the role: size of a mini-batch, passes over the batch, shuffle.
         samples: Responses to each prompt.
         budget: How a rank's share of a mini-batch is cut into micro-batches.
@@ -230,6 +242,8 @@ class MiniBatchCutter:
     def cut(self, batch: RolloutBatch, names: Sequence[str], step: int, prepare: Prepare | None = None) -> list[list[MiniBatch]]:
         """Return for each rank its shares of the mini-batches, in the order of the optimizer steps.
 
+        Ranks that share the tokens of their micro-batches count as one, here and below: the budget says how many do.
+
         Args:
             batch: Batch of the training step.
             names: Names of the rows, for errors.
@@ -241,6 +255,25 @@ class MiniBatchCutter:
             prepared = batch if prepare is None else prepare(rows, self.seed(step, index))
             mini_batches.append(self.mini_batches(prepared, rows, names))
         return [list(shares) for shares in zip(*mini_batches, strict=True)]
+
+    def share_metrics(self, batch: RolloutBatch) -> dict[str, float]:
+        """Return how even the tokens of a step lie on the ranks, as ``global_seqlen/*``; nothing for one rank.
+
+        ``min``, ``max`` and ``minmax_diff`` are of neighbouring rows on each rank, ``balanced_*`` of the rows that it gets.
+        Tokens that rows share count once. The names are verl's.
+        """
+        tokens, ranks = batch.row_tokens(), self.budget.shares(self.world_size)
+        if ranks == 1 or batch.num_rows % ranks:
+            return {}
+        plain, even = (
+            [tokens.cost(rows) for rows in rows_per_rank(tokens, range(batch.num_rows), ranks, even_out)]
+            for even_out in (False, self.balance)
+        )
+        found = {
+            "min": min(plain), "max": max(plain), "minmax_diff": max(plain) - min(plain), "mean": sum(plain) / ranks,
+            "balanced_min": min(even), "balanced_max": max(even),
+        }  # fmt: skip
+        return {f"global_seqlen/{name}": float(value) for name, value in found.items()}
 
     def learn(self, per_rank: Sequence[Sequence[MiniBatch]], figures: PassFigures) -> None:
         """Let the budget learn from an update, if it learns.
@@ -268,7 +301,7 @@ class MiniBatchCutter:
 
     def shares(self, batch: RolloutBatch, rows: Sequence[int]) -> list[list[int]]:
         """Return each rank's rows of a mini-batch."""
-        return rows_per_rank(batch.row_tokens(), rows, self.world_size, self.balance)
+        return rows_per_rank(batch.row_tokens(), rows, self.budget.shares(self.world_size), self.balance)
 
     def mini_batches(self, batch: RolloutBatch, rows: Sequence[int], names: Sequence[str]) -> list[MiniBatch]:
         """Return each rank's share of one mini-batch, which has these rows."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
+from verl_memopt.config.keys import argument_without_secrets
 from verl_memopt.config.loader import to_yaml
 from verl_memopt.observe.charts import draw_charts, environment
 from verl_memopt.observe.console import RunConsole, memory_table, phase_rows, print_end, print_folder
@@ -16,7 +18,7 @@ from verl_memopt.observe.loggers import LoggingPlace, StepLoggers, build_loggers
 from verl_memopt.observe.metrics import compile_metrics, memory_metrics, throughput_metrics, token_timings
 from verl_memopt.observe.phase import PhaseClock, PhaseMemory
 from verl_memopt.observe.report import finish_summary
-from verl_memopt.observe.run_folder import RunFolder, program
+from verl_memopt.observe.run_folder import ENDED, RunFolder, program
 from verl_memopt.observe.samples import Sample, dump_samples
 from verl_memopt.rewards.score import RewardResult
 from verl_memopt.trainer.build import RunContext
@@ -43,7 +45,7 @@ class Reporter:
         self.folder = RunFolder(context.folder)
         goes_on = context.checkpoint is not None and context.folder == context.environment.run_dir
         resumed = context.checkpoint.step if goes_on and context.checkpoint is not None else None
-        self.folder.begin(to_yaml(context.settings), resumed)
+        self.folder.begin(to_yaml(context.settings, secrets=False), resumed)
         self.console = RunConsole(context.total_steps, resumed or 0, trainer.table_every_steps)
         place = LoggingPlace(self.folder, self.console, trainer.project_name, trainer.experiment_name, resumed)
         self.dump = written_dump(context.settings, context.folder)
@@ -52,6 +54,7 @@ class Reporter:
         self._carried: dict[str, float] = {}
         self.models: dict[Path, str] = {}
         """Folder of each model that the run leaves for other programs, and what it is."""
+        self._charts: Future[list[Path]] | None = None
         self.loggers: StepLoggers = build_loggers(trainer.logger, place)
 
     def __enter__(self) -> Reporter:
@@ -118,13 +121,22 @@ class Reporter:
         if memories:
             self.phases(step, memories)
 
+    def draw_aside(self) -> None:
+        """Draw the charts in a thread, while the workers end. :meth:`finish` waits for it, and raises its error."""
+        self._charts = ThreadPoolExecutor(1).submit(draw_charts, self.folder)
+
     def finish(self) -> None:
         """Write summary and charts from the run's files. Print the summary, where the model is and, as the last line, the folder.
 
         After a supervised run one more line names the model that it leaves.
         """
-        summary = finish_summary(self.folder, environment(self.context.environment.device, sys.argv))
-        draw_charts(self.folder)
+        facts = environment(self.context.environment.device, [*map(argument_without_secrets, sys.argv)])
+        summary = finish_summary(self.folder, facts | {ENDED: True})
+        if self._charts is None:
+            draw_charts(self.folder)
+        else:
+            self._charts.result()
+        self.folder.seal()
         self.console.close()
         chat = f"{program()} chat"
         lines = [f"{what}: {folder}    Talk to it: {chat} {folder}" for folder, what in self.models.items()]

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from verl_memopt.algorithms.estimators import AdvantageInputs, check_rewards, estimate, group_counts
 from verl_memopt.algorithms.kl import KlController, kl_estimate, shaped_rewards, token_level_rewards
+from verl_memopt.algorithms.records import ESTIMATORS
+from verl_memopt.algorithms.rows import row_means
 from verl_memopt.config.schema import Actor, Algorithm, Rollout
 from verl_memopt.data.batch import Ragged, RolloutBatch, prompt_rows, rollout_batch, token_index
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.prompts import StepPrompts
-from verl_memopt.errors import Stopped
+from verl_memopt.errors import RewardError, Stopped
+from verl_memopt.rewards.runner import Round
 from verl_memopt.rewards.score import RewardResult
 from verl_memopt.rollout.engine import Generation, SamplingSettings, row_seed, train_sampling, validation_sampling
 from verl_memopt.trainer.micro_batching import Budget, cut_ranks, rows_per_rank
@@ -35,12 +40,26 @@ class Answers:
         prompt_ids: Tokens of each prompt. Rows of one prompt may be one list object, and must not be changed.
         generation: Tokens and log-probs of the responses.
         texts: Responses, decoded without special tokens.
+        begun: The round in which reward functions have scored some of them already; None = none is scored.
     """
 
     rows: list[PromptRow]
     prompt_ids: list[list[int]]
     generation: Generation
     texts: list[str]
+    begun: Round | None = None
+
+
+class Follower(Protocol):
+    """Works on answers that are complete while others are still generated."""
+
+    def following(self, rows: Sequence[PromptRow], starts: Sequence[int]) -> AbstractContextManager[tuple[list[str], Round]]:
+        """Return a context for a rollout: a file for each engine, where it writes rows that are complete, and their round.
+
+        Args:
+            rows: The row of the dataset that each answer is to.
+            starts: Number of the first answer of each engine.
+        """
 
 
 def join_answers(parts: Sequence[Answers]) -> Answers:
@@ -73,6 +92,7 @@ class Generator:
         workers: Workers that hold the engines.
         frees_engine: There is an engine that releases its memory after each rollout.
         has_engine: The workers have an engine. False = another source gives the responses.
+        follower: Scores answers while others are generated; None = all are scored after the rollout.
     """
 
     rollout: Rollout
@@ -80,6 +100,7 @@ class Generator:
     workers: TimedGroup
     frees_engine: bool
     has_engine: bool = True
+    follower: Follower | None = None
 
     def generate(self, prompts: StepPrompts, step: int, earlier_rounds: int = 0, stays_awake: bool = False) -> Answers:
         """Return ``rollout.n`` answers to each prompt of a training step. The engine releases its memory afterwards.
@@ -160,9 +181,13 @@ class Generator:
         assert self.rollout.seed is not None
         seeds = sampling_seeds(rows, samples, self.rollout.seed, step, first_sample)
         tensor_parallel = self.rollout.tensor_model_parallel_size
-        generation = generate(self.workers, phase, prompt_ids, seeds, sampling, tensor_parallel, may_stop)
+        of_answers = [row for row in rows for _ in range(samples)]
+        bounds = engine_bounds(len(prompt_ids), self.workers.world_size // tensor_parallel)
+        follow = nullcontext((None, None)) if self.follower is None else self.follower.following(of_answers, bounds[:-1])
+        with follow as (files, begun):
+            generation = generate(self.workers, phase, prompt_ids, seeds, sampling, tensor_parallel, may_stop, files)
         texts = self.tokenizer.batch_decode(generation.response_ids, skip_special_tokens=True)
-        return Answers([row for row in rows for _ in range(samples)], prompt_ids, generation, texts)
+        return Answers(of_answers, prompt_ids, generation, texts, begun)
 
 
 def dataset_answers(rows: Sequence[PromptRow], prompt_ids: list[list[int]], tokenizer: Any) -> Answers:
@@ -180,6 +205,7 @@ def generate(
     sampling: SamplingSettings,
     tensor_parallel: int,
     may_stop: bool = False,
+    files: Sequence[str] | None = None,
 ) -> Generation:
     """Generate a response to each prompt, spread over the engines. The ranks of one engine get the same prompts.
 
@@ -191,21 +217,31 @@ def generate(
         sampling: How tokens are drawn.
         tensor_parallel: Ranks of one engine.
         may_stop: Engines may abandon the rollout when a stop is requested.
+        files: Where each engine writes rows that are complete before others; None = nowhere.
 
     Raises:
         Stopped: an engine abandoned the rollout.
     """
-    num_engines = workers.world_size // tensor_parallel
-    # Rounded bounds, so that the shares differ by at most one prompt and none is lost.
-    bounds = [len(prompt_ids) * index // num_engines for index in range(num_engines + 1)]
-    shares = [slice(bounds[index], bounds[index + 1]) for index in range(num_engines)]
-    arguments = [(prompt_ids[share], seeds[share], sampling, may_stop) for share in shares for _ in range(tensor_parallel)]
+    bounds = engine_bounds(len(prompt_ids), workers.world_size // tensor_parallel)
+    shares = [slice(*pair) for pair in itertools.pairwise(bounds)]
+    # The ranks of one engine get the same arguments, but one of them is enough to write what is complete.
+    arguments = [
+        (prompt_ids[share], seeds[share], sampling, may_stop, *([files[engine]] if files is not None and rank == 0 else []))
+        for engine, share in enumerate(shares)
+        for rank in range(tensor_parallel)
+    ]
     # The ranks of one engine return the same answers, so one of each is taken.
     answered = workers.each(phase, Worker.generate, arguments)[::tensor_parallel]
     generations = [generation for generation in answered if generation is not None]
     if len(generations) < len(answered):
         raise Stopped
     return _join_generations(generations, sampling.log_probs)
+
+
+def engine_bounds(num_prompts: int, num_engines: int) -> list[int]:
+    """Return the number of the first prompt of each engine, and of the prompt after the last."""
+    # Rounded, so that the shares differ by at most one prompt and none is lost.
+    return [num_prompts * index // num_engines for index in range(num_engines + 1)]
 
 
 def sampling_seeds(rows: Sequence[PromptRow], samples: int, seed: int, step: int, first_sample: int = 0) -> list[int]:
@@ -236,7 +272,7 @@ class Advantages:
         per_token: fp32 [R].
         returns: fp32 [R], the rewards from each token on; equal to ``per_token`` where an estimator scores whole responses.
         rewards: fp32 [B], with the KL subtracted where the settings say so.
-        kl_mean: Mean of that KL; None without it.
+        kl_mean: Mean of that KL over the tokens of each response, then over responses; None without it.
         counts: Rows and groups from which nothing is learned, by reason.
     """
 
@@ -307,6 +343,19 @@ class StepBatch:
         scores = [result.score for result in self.results] or [math.nan] * self.rows.num_rows
         return torch.tensor(scores, dtype=torch.float32)
 
+    def for_estimator(self, algorithm: Algorithm) -> dict[str, Tensor]:
+        """Return what the estimator reads beside rewards and log-probs, by the name of its input.
+
+        Raises:
+            RewardError: A reward has no number under a name of ``algorithm.gdpo_reward_keys``.
+        """
+        own = dict(self.statistics) if self.baselines is None else {**self.statistics, "baselines": self.baselines}
+        if "components" in ESTIMATORS[algorithm.adv_estimator].inputs:
+            rows = zip(self.results, self.names, strict=True)
+            numbers = [[_component(result, key, name) for key in algorithm.gdpo_reward_keys or ()] for result, name in rows]
+            own["components"] = torch.tensor(numbers, dtype=torch.float32)
+        return own
+
 
 @dataclass(frozen=True)
 class ForwardPass(Generic[Result]):
@@ -329,9 +378,12 @@ class ForwardPass(Generic[Result]):
     options: tuple[Any, ...] = ()
 
     def run(self, batch: RolloutBatch, names: Sequence[str]) -> list[tuple[list[int], Result]]:
-        """Return each rank's rows with its result. Errors call the rows by their ``names``."""
+        """Return each share of the rows with its result. Errors call the rows by their ``names``.
+
+        A share is of a rank, or of the ranks that share the tokens of their micro-batches.
+        """
         tokens = batch.row_tokens()
-        shares = rows_per_rank(tokens, range(batch.num_rows), self.workers.world_size, self.balance)
+        shares = rows_per_rank(tokens, range(batch.num_rows), self.budget.shares(self.workers.world_size), self.balance)
         of_ranks = [tokens.select(share) for share in shares]
         bins = cut_ranks(of_ranks, [[names[r] for r in share] for share in shares], self.budget)
         arguments = [(batch.select(share), cut, *self.options) for share, cut in zip(shares, bins, strict=True)]
@@ -368,14 +420,25 @@ def to_batch(answers: Answers, samples: int, actor: Actor) -> RolloutBatch:
     )
 
 
+def _component(result: RewardResult, key: str, name: str) -> float:
+    """Return one reward of several of a row; NaN where its reward function failed."""
+    value = result.score if key == "score" else math.nan if result.failed else result.extra.get(key)
+    if not isinstance(value, int | float) or math.isinf(value):
+        raise RewardError(
+            f"algorithm.gdpo_reward_keys: the reward of {name} has no finite number {key}; it has "
+            f"{', '.join(('score', *result.extra))}. Return {{'score': ..., '{key}': ...}} from the reward function, or remove "
+            "the key."
+        )
+    return float(value)
+
+
 def compute_advantages(
     batch: RolloutBatch,
     scores: Tensor,
     addresses: Sequence[str],
     algorithm: Algorithm,
     controller: KlController,
-    baselines: Tensor | None = None,
-    statistics: Mapping[str, Tensor] = MappingProxyType({}),
+    own: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Advantages:
     """Return the advantages of a batch.
 
@@ -387,13 +450,15 @@ def compute_advantages(
         addresses: Names of the rows, for errors.
         algorithm: Estimator of the advantages, and the KL in the reward.
         controller: Coefficient of that KL.
-        baselines: As in :class:`StepBatch`.
-        statistics: As in :class:`StepBatch`.
+        own: What else the estimator reads, as :meth:`StepBatch.for_estimator` returns it.
 
     Raises:
         RewardError: A score is infinite.
     """
     valid = check_rewards(scores, addresses)
+    baselines, components = own.get("baselines"), own.get("components")
+    if components is not None:
+        valid = valid & ~components.isnan().any(1)
     row, lengths, beta = batch.response_row(), batch.responses.lengths, controller.coefficient
     rewards, kl, kl_mean = scores, None, None
     if algorithm.use_kl_in_reward:
@@ -401,7 +466,8 @@ def compute_advantages(
         assert batch.ref_log_probs is not None, "the KL in the reward needs the reference's log-probs"
         kl = kl_estimate(batch.old_log_probs, batch.ref_log_probs, algorithm.kl_penalty)
         rewards = shaped_rewards(scores, kl, row, beta)
-        kl_mean = float(kl.mean()) if kl.numel() else 0.0
+        # The mean over responses of each one's mean, as in verl: a long response counts no more than a short one.
+        kl_mean = float(row_means(kl, row, lengths).mean()) if kl.numel() else 0.0
     inputs = AdvantageInputs(
         rewards=rewards,
         group=batch.group,
@@ -411,10 +477,11 @@ def compute_advantages(
         token_rewards=token_level_rewards(scores, row, lengths, kl, beta),
         values=batch.old_values,
         baselines=baselines,
+        components=components,
         old_log_probs=batch.old_log_probs,
         ref_log_probs=batch.ref_log_probs,
         rollout_log_probs=batch.rollout_log_probs,
-        statistics=statistics,
+        statistics={name: own[name] for name in own.keys() - {"baselines", "components"}},
         weights=batch.weights,
     )
     estimated = estimate(inputs, algorithm)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, Self
 
 import torch
@@ -20,9 +23,10 @@ from verl_memopt.data.encoder import RENDER_ERRORS, Spans, special_tokens_of, to
 from verl_memopt.errors import ConfigError, DataError, RewardError
 from verl_memopt.memory.adaptive_budget import LearnedBudget
 from verl_memopt.model.reward_folder import REWARD_KEY
-from verl_memopt.observe.phase import PhaseClock
-from verl_memopt.rewards.runner import RewardRunner
+from verl_memopt.observe.phase import REWARD_IN_ROLLOUT, PhaseClock
+from verl_memopt.rewards.runner import MANAGERS, RewardRunner, Round
 from verl_memopt.rewards.score import RewardResult, RewardRow
+from verl_memopt.rollout.engine import FinishedRows
 from verl_memopt.run.environment import Environment
 from verl_memopt.trainer.micro_batching import Budget
 from verl_memopt.trainer.rollouts import Answers, ForwardPass
@@ -172,6 +176,8 @@ class Rewarder:
     def score_answers(self, answers: Answers, computed: Computed | None) -> Scored:
         """Return the reward of each answer. Arguments as for :class:`Scorer`; errors as for :meth:`score`."""
         timed = None if computed is None or self.clock is None else self.clock.phase("reward")
+        if timed is not None and self.clock is not None and answers.begun is not None:
+            self.clock.add(REWARD_IN_ROLLOUT, answers.begun.busy_seconds)
         return Scored(self.score(answers, timed))
 
     def score(self, answers: Answers, timed: AbstractContextManager[None] | None = None) -> list[RewardResult]:
@@ -200,16 +206,91 @@ class Rewarder:
         if model_scores is not None:
             read = [{RM_SCORE: score} for score in model_scores]
         assert self.runner is not None, "this debug mode scores nothing"
-        extras: list[dict[str, Any]] = [{**row.extra_info, **score} for row, score in zip(answers.rows, read, strict=True)]
-        if self.runner.custom.pass_rollout:
-            for row, ids, extra in zip(answers.rows, answers.generation.response_ids, extras, strict=True):
-                extra |= {"prompt": row.messages or row.text, "completion_ids": ids, "trainer_state": self.runner.trainer_state}
-        rows = [
-            RewardRow(row.data_source, text, row.ground_truth, extra, row.address)
-            for row, text, extra in zip(answers.rows, answers.texts, extras, strict=True)
-        ]
-        results = self.runner.score(rows)
+        each = zip(answers.rows, answers.texts, answers.generation.response_ids, read, strict=True)
+        results = self.runner.score([reward_row(self.runner, *one) for one in each], answers.begun)
         return [replace(result, extra={**score, **result.extra}) for result, score in zip(results, read, strict=True)]
+
+
+def reward_row(
+    runner: RewardRunner, row: PromptRow, text: str, response_ids: list[int], read: Mapping[str, float] = MappingProxyType({})
+) -> RewardRow:
+    """Return an answer as the reward function gets it. ``read`` are scores that it reads."""
+    extra: dict[str, Any] = {**row.extra_info, **read}
+    if runner.custom.pass_rollout:
+        extra |= {"prompt": row.messages or row.text, "completion_ids": response_ids, "trainer_state": runner.trainer_state}
+    return RewardRow(row.data_source, text, row.ground_truth, extra, row.address)
+
+
+# Answers that are complete are scored while others are still generated.
+
+
+POLL_SECONDS = 0.02
+"""Longest time between two looks at what the engines have written."""
+
+
+@dataclass(frozen=True)
+class ScoringFollower:
+    """Scores answers in a thread while the engines generate others. As :class:`verl_memopt.trainer.rollouts.Follower`.
+
+    A function gives a row the same score whether other rows are there or not, so nothing but the time changes. Errors wait until
+    all answers are there, and are raised where these are scored.
+
+    Attributes:
+        runner: The reward processes.
+        tokenizer: Decodes the responses. The caller waits for the engines meanwhile, and so does not use it.
+        folder: A folder that the driver and all workers see.
+    """
+
+    runner: RewardRunner
+    tokenizer: Any
+    folder: Path
+
+    @classmethod
+    def of(cls, scorer: Scorer, tokenizer: Any, folder: Path) -> Self | None:
+        """Return the follower of a scorer; None where scoring must wait for the end of the rollout.
+
+        A function that is called once for all rows waits for the last, and a reward model for the engine's device.
+        """
+        if not isinstance(scorer, Rewarder) or scorer.runner is None or scorer.model is not None:
+            return None
+        return None if MANAGERS[scorer.runner.manager].whole_batch else cls(scorer.runner, tokenizer, folder)
+
+    @contextmanager
+    def following(self, rows: Sequence[PromptRow], starts: Sequence[int]) -> Iterator[tuple[list[str], Round]]:
+        """Score in the background while the body generates. However the body ends, no thread is left."""
+        files = [FinishedRows(self.folder / f".finished_{engine}") for engine in range(len(starts))]
+        round_, over = self.runner.begin(len(rows)), threading.Event()
+
+        def work() -> None:
+            try:
+                while not over.is_set():
+                    for start, file in zip(starts, files, strict=True):
+                        if ids := file.read():
+                            texts = self.tokenizer.batch_decode(list(ids.values()), skip_special_tokens=True)
+                            each = zip(ids, texts, ids.values(), strict=True)
+                            round_.add({start + at: reward_row(self.runner, rows[start + at], *answer) for at, *answer in each})
+                    round_.turn(POLL_SECONDS)
+            except BaseException as error:  # noqa: BLE001 - raised again by Round.finish, where the rows are scored
+                round_.error = error
+
+        thread = threading.Thread(target=work, name="reward-follower", daemon=True)
+        try:
+            self._remove(files)
+            thread.start()
+            yield [str(file.path) for file in files], round_
+        except BaseException:
+            over.set()
+            thread.join()
+            self.runner.close()
+            raise
+        finally:
+            over.set()
+            thread.join()
+            self._remove(files)
+
+    def _remove(self, files: Sequence[FinishedRows]) -> None:
+        for file in files:
+            file.path.unlink(missing_ok=True)
 
 
 # The reward model's score of each answer, computed by the workers.
@@ -276,7 +357,9 @@ class ModelScores:
 def reward_budget(reward_model: RewardModel) -> Budget:
     """Return the budget of the reward model's pass."""
     rows, tokens = reward_model.micro_batch_size_per_gpu, reward_model.forward_max_token_len_per_gpu
-    return Budget.of(reward_model.use_dynamic_bsz, tokens, rows, BUDGET_KEY, reward_model.adaptive_token_budget)
+    ranks = reward_model.model.fsdp_config.sequence_ranks
+    budget = Budget(bool(reward_model.use_dynamic_bsz), tokens or 0, rows, BUDGET_KEY, ranks=ranks)
+    return budget.learning(reward_model.adaptive_token_budget)
 
 
 # Prompts and answers as the reward model reads them: the policy's ids, or text rendered with the model's own chat template.

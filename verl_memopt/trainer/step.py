@@ -136,8 +136,8 @@ class TrainingStep:
                 batch.metrics |= correct_before_update(batch.rows, algorithm.rollout_correction)
             if algorithm.mask_truncated_responses:
                 batch.metrics |= mask_truncated(batch.rows, batch.answers.generation.finish_reasons)
-            own = batch.baselines, batch.statistics
-            batch.advantages = compute_advantages(batch.rows, batch.scores, batch.names, algorithm, self.kl_control, *own)
+            own = batch.for_estimator(algorithm)
+            batch.advantages = compute_advantages(batch.rows, batch.scores, batch.names, algorithm, self.kl_control, own)
             batch.rows.advantages = batch.advantages.per_token
             batch.rows.returns = None if self.critic is None else batch.advantages.returns
             if algorithm.use_pf_ppo:
@@ -153,6 +153,7 @@ class TrainingStep:
         """Add the metrics of the batch, and adapt the coefficient of the KL to the KL that was measured."""
         assert batch.advantages is not None
         batch.metrics |= budget_metrics(self.learned_budgets())
+        batch.metrics |= self.policy.policy_update.cutter.share_metrics(batch.rows)
         batch.metrics |= self.step_metrics.describe(batch, self.kl_control.coefficient)
         if batch.advantages.kl_mean is not None:
             # Adapted after the metrics, which report the coefficient that this step has used.

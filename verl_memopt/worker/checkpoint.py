@@ -19,6 +19,7 @@ from verl_memopt.model.export import ADAPTER, export_folder, saved_dtype, write_
 from verl_memopt.model.packed_model import PackedModel
 from verl_memopt.model.value_model import ValueModel, classifier_config
 from verl_memopt.model.weights import named_weights
+from verl_memopt.observe.byte_tracker import HOST, scope
 from verl_memopt.worker.plan import WorkerPlan
 from verl_memopt.worker.trained_model import ACTOR, TrainedModel, readable
 
@@ -49,7 +50,10 @@ def save_trained(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Pat
     assert section is not None
     model, exported, adapter = section.model, folder / "huggingface", folder / "lora_adapter"
     with readable(trained.home):
-        records = save_training_state(folder, trained.model, trained.optimizer, trained.schedule, trained.device, contents)
+        with scope("checkpoint", HOST):  # what is written is copied on the host, whose bytes a CPU cannot tell from the device's
+            records = save_training_state(
+                folder, trained.model, trained.optimizer, trained.schedule, trained.device, contents, trained.masters
+            )
         try:
             _export(trained, plan, rank, exported, trained.model.masters, weights="hf_model" in contents)
             if model.lora_rank > 0:
@@ -88,7 +92,8 @@ def _export(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path, dt
     """
     settings, model, writes = plan.settings, trained.model, rank == 0
     bucket = settings.rollout.checkpoint_engine.update_weights_bucket_megabytes
-    stream = full_weights(plain_weights(model), dtype, bucket) if weights else None
+    masters = ((name, trained.master(weight, on_host=True)) for name, weight in plain_weights(model))
+    stream = full_weights(masters, dtype, bucket) if weights else None
     config = classifier_config(model.lm.config) if isinstance(model, ValueModel) else model.lm.config
     export_folder(folder, config, Path(plan.tokenizer_folder), stream, writes, dtype)
     if writes and trained.role is ACTOR:
@@ -104,6 +109,7 @@ def load_trained(trained: TrainedModel, folder: Path, contents: Sequence[str]) -
 
     The parameters are on the device.
     """
-    load_training_state(folder, trained.model, trained.optimizer, trained.schedule, trained.device, contents)
+    parts = trained.model, trained.optimizer, trained.schedule
+    load_training_state(folder, *parts, trained.device, contents, trained.masters)
     if trained.home is not None:
         trained.home.changed()

@@ -25,14 +25,14 @@ class Critic:
 
     model: ValueModel
     settings: schema.Critic
-    optimizer_steps: int
+    schedule_steps: int
     world_size: int
     device: torch.device
     offload: SavedTensorHooks | None = None
 
     def __post_init__(self) -> None:
         """Build optimizer and schedule."""
-        steps, world_size, device = self.optimizer_steps, self.world_size, self.device
+        steps, world_size, device = self.schedule_steps, self.world_size, self.device
         self.trained = TrainedModel(CRITIC, self.model, self.settings, steps, world_size, device, self.offload)
 
     def values(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> Tensor:

@@ -6,22 +6,32 @@ A group answers calls in rank order, wherever its members live.
 from __future__ import annotations
 
 import atexit
+import gc
+import logging
 import os
+import pkgutil
 import re
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from verl_memopt.errors import ConfigError, UserError, WorkerError
 from verl_memopt.memory.adaptive_budget import PassFigures
+from verl_memopt.run.processes import uncollected
+from verl_memopt.worker.nodes import Home, compare_nodes, interface_of, site, threads_per_worker, visible_devices
 from verl_memopt.worker.ray_cluster import STOP_SIGNALS, Connection, Request, release, reserve
 
 if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
     from verl_memopt.observe.phase import PhaseClock, PhaseMemory
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -146,6 +156,9 @@ class LocalGroup:
 # The workers as the driver calls them: each call is a timed phase, and its memory is recorded.
 
 
+GEN_WAITING = "gen_waiting"
+"""Time that workers wait in the phase ``gen`` for the slowest of them, on average."""
+
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
@@ -184,14 +197,23 @@ class TimedGroup:
         return self.each(phase, method, [args] * self.world_size)
 
     def each(self, phase: str, method: Callable[..., Result], arguments: Sequence[tuple[Any, ...]]) -> list[Result]:
-        """Call a method on each worker, with one tuple of arguments per rank, and return the results in rank order."""
-        name = method.__name__
+        """Call a method on each worker, with one tuple of arguments per rank, and return the results in rank order.
+
+        With fewer tuples each one goes to as many neighbouring ranks, which share its work and answer alike. The answer of the
+        first of them is returned.
+        """
+        name, each = method.__name__, self.world_size // len(arguments)
+        assert each * len(arguments) == self.world_size, (self.world_size, len(arguments))
         with self.clock.phase(phase):
-            replies = self.group.each("call", [(phase, self.track, name, *args) for args in arguments])
+            replies = self.group.each("call", [(phase, self.track, name, *args) for args in arguments for _ in range(each)])
+            if phase == "gen" and len(replies) > 1:
+                # Only here do workers not meet in collectives, so only here does each show its own speed.
+                seconds = [reply.memory.seconds for reply in replies]
+                self.clock.add(GEN_WAITING, max(seconds) - sum(seconds) / len(seconds))
         memory = _combined([reply.memory for reply in replies], not self.in_process)
         self._memories.setdefault(phase, []).append(memory)
         self.figures = _figures(replies)
-        return [reply.value for reply in replies]
+        return [reply.value for reply in replies[::each]]
 
     def take_memories(self) -> list[PhaseMemory]:
         """Return the memory of each phase since the last call of this method, in the order in which the phases began."""
@@ -226,8 +248,11 @@ def _over_calls(calls: Sequence[PhaseMemory]) -> PhaseMemory:
     from verl_memopt.observe.phase import COMPILE_FIGURES, sum_of_known
 
     sums: dict[str, Any] = {name: sum_of_known(calls, name) for name in COMPILE_FIGURES}
+    fullest = max(calls, key=lambda call: call.peak_allocated_bytes or 0)
     return replace(
         _combined(calls),
+        mean_peak_bytes=fullest.mean_peak_bytes,
+        worst_rank=fullest.worst_rank,
         seconds=sum(call.seconds for call in calls),
         allocated_bytes=calls[-1].allocated_bytes,
         entered_bytes=calls[0].entered_bytes,
@@ -244,12 +269,8 @@ def _over_calls(calls: Sequence[PhaseMemory]) -> PhaseMemory:
 # Each member sees all GPUs that Ray gave to its group on its node, in the order of the local ranks. Its own GPU is the one of its
 # local rank, as under torchrun. Why: docs/decisions/visible_devices.md.
 
-
-VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-"""The GPUs that a process sees, by index or UUID. CUDA reads it when it starts."""
-
-NO_GPU = {VISIBLE_DEVICES: ""}
-"""Hides all GPUs from a worker of a CPU run. Ray hides none from a process that requested none."""
+SLOW_SECONDS, SLOW_TIMES = 5.0, 2.0
+"""Workers are named as slow once the others have waited for them so long, and so many times what they took themselves."""
 
 SETTLE_SECONDS = 1.0
 """Wait for further failures after the first: a broken connection is often reported before the death that caused it."""
@@ -261,30 +282,13 @@ KILL_SECONDS = 10.0
 """Longest time in which killed members must be gone."""
 
 
-@dataclass(frozen=True)
-class Home:
-    """Where a member runs.
-
-    ``port`` was free there when the member started. ``gpus`` are the GPUs that Ray assigned, by the names of the node; empty on a
-    CPU.
-    """
-
-    pid: int
-    node: str
-    address: str
-    port: int
-    gpus: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        """Return process id and address."""
-        return f"pid {self.pid} on {self.address}"
-
-
 class Member:
     """The process of one worker. It starts empty, so that its environment is set before anything heavy is imported."""
 
     def __init__(self, rank: int) -> None:
-        """Ignore the signals that stop a run."""
+        """Ignore the signals that stop a run, and look for modules in the working directory last."""
+        # Last, so that a file there never stands for a module of Python; see _job_config in ray_cluster.py.
+        sys.path.append(os.getcwd())
         # The driver decides what a signal to all processes of a run means, and this process ends with the driver. A handler,
         # not SIG_IGN: programs that this process starts then have the default actions.
         for number in STOP_SIGNALS:
@@ -301,19 +305,35 @@ class Member:
         """Return where this process runs."""
         import ray
 
-        context = ray.get_runtime_context()
-        address = ray.util.get_node_ip_address()
+        here = ray.get_runtime_context().get_node_id()
+        # Asked of the cluster. Ray's get_node_ip_address guesses in a worker's process, by a route to the internet.
+        (address,) = (node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == here)
         gpus = tuple(map(str, ray.get_gpu_ids()))
-        return Home(os.getpid(), context.get_node_id(), address, free_port(""), gpus)
+        home = Home(os.getpid(), here, address, interface_of(address), free_port(""), gpus)
+        for name, value in home.network().items():
+            # What was set on a node before Ray started there is the wish of who knows its network.
+            os.environ.setdefault(name, value)
+        return home
 
-    def build(self, pickled_factory: bytes, placement: Placement, environment: dict[str, str]) -> None:
+    def site(self, paths: Mapping[str, str], probe: str) -> dict[str, str]:
+        """Return what this node has, as :func:`~verl_memopt.worker.nodes.site` says."""
+        return site(paths, probe)
+
+    def prepare(self, environment: dict[str, str], ahead: Sequence[str]) -> None:
+        """Set the environment variables, and call the function of this dotted name with these arguments."""
+        os.environ.update(environment)
+        if ahead:
+            with uncollected():
+                pkgutil.resolve_name(ahead[0])(*ahead[1:])
+            gc.freeze()  # nothing of it ever goes, so no later collection needs to look through it
+
+    def build(self, pickled_factory: bytes, placement: Placement) -> None:
         """Build the worker.
 
-        The factory comes pickled, because unpickling it imports modules that read ``environment``.
+        The factory comes pickled, because unpickling it imports modules that read the environment.
         """
         from ray import cloudpickle
 
-        os.environ.update(environment)
         self._worker = cloudpickle.loads(pickled_factory)(placement)
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -326,58 +346,59 @@ def _left_to_the_driver(number: int, frame: FrameType | None) -> None:
 
 
 def start_ray_group(
-    factory: WorkerFactory, request: Request, device: str, timeout_seconds: float, ray_init: Mapping[str, Any], num_threads: int
+    request: Request,
+    device: str,
+    timeout_seconds: float,
+    ray_init: Mapping[str, Any],
+    num_threads: int,
+    ahead: Sequence[str] = (),
 ) -> RayGroup:
-    """Return a group of the requested workers, built and ready, with ranks in the order of the nodes.
+    """Return a group of the requested processes, with ranks in the order of the nodes. :meth:`RayGroup.build` makes the workers.
 
-    If it fails, nothing that it started is left behind. ``timeout_seconds`` is the longest wait for placement, and again for the
-    start of the processes. ``ray_init`` are arguments of ray.init, where this process is not connected yet. ``num_threads`` is
-    OMP_NUM_THREADS of each worker.
+    If it fails, nothing that it started is left behind.
+
+    Args:
+        request: the processes.
+        device: kind of device, as :func:`verl_memopt.distributed.device.resolve_device` names it.
+        timeout_seconds: longest wait for placement, and again for the start of the processes.
+        ray_init: arguments of ray.init, where this process is not connected yet.
+        num_threads: OMP_NUM_THREADS of each worker.
+        ahead: what each process calls until its worker is built, such as its imports: ``module:function`` and arguments.
 
     Raises:
         ConfigError: The cluster is too small for the group, or Ray refuses ``ray_init``.
-        WorkerError: The cluster had no room in time, or a worker failed while it was built.
-        UserError: As the factory raised it.
+        WorkerError: The cluster had no room in time.
     """
-    group = RayGroup(Connection(ray_init, request))
+    group = RayGroup(Connection(ray_init, request), device)
     try:
         group.start(request, timeout_seconds)
-        group.build(factory, device, num_threads)
+        group.prepare(num_threads, ahead)
     except BaseException:
         group.shutdown()
         raise
     return group
 
 
-def visible_devices(homes: Sequence[Home], rank: int) -> dict[str, str]:
-    """Return the variable that shows a member the GPUs of its group on its node, in the order of their local ranks.
-
-    Empty on a CPU.
-
-    Raises:
-        ConfigError: Ray assigned more or fewer GPUs than one to a member of the node.
-    """
-    neighbours = [home.gpus for home in homes if home.node == homes[rank].node]
-    if not any(neighbours):
-        return {}
-    if any(len(gpus) != 1 for gpus in neighbours):
-        raise ConfigError(
-            f"ray_kwargs.ray_init: Ray gave worker {rank} on {homes[rank].address} the GPUs {sorted(homes[rank].gpus)} instead "
-            f"of one. Remove {VISIBLE_DEVICES} from its runtime_env. To use a part of a node's GPUs, set {VISIBLE_DEVICES} "
-            "before Ray starts on that node."
-        )
-    return {VISIBLE_DEVICES: ",".join(gpu for (gpu,) in neighbours)}
+def group_of(settings: Settings, device: str, ahead: Sequence[str] = ()) -> RayGroup:
+    """Return the group that the settings of a run ask for, without its workers. As :func:`start_ray_group`."""
+    trainer, ray = settings.trainer, settings.ray_kwargs
+    request = Request(trainer.nnodes, trainer.n_gpus_per_node, gpu=device != "cpu")
+    num_threads = threads_per_worker(trainer.n_gpus_per_node)
+    return start_ray_group(request, device, trainer.ray_wait_register_center_timeout, ray.ray_init, num_threads, ahead)
 
 
 class RayGroup:
     """One actor per device. Created by :func:`start_ray_group`."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, device: str) -> None:
         """Start without members."""
         self.world_size = 0
+        self._device = device
         self.homes: list[Home] = []
         self._connection = connection
         self._members: list[Any] = []
+        self._placements: list[Placement] = []
+        self._preparing: list[Any] = []
         self._room: list[Any] = []
         atexit.register(self.shutdown)
 
@@ -402,24 +423,49 @@ class RayGroup:
                 self._members.append(options.remote(len(self._members)))
         self.world_size = len(self._members)
         self.homes = self._gather([member.home.remote() for member in self._members], timeout_seconds)
+        self._connection.watch(self.homes)
 
-    def build(self, factory: WorkerFactory, device: str, num_threads: int) -> None:
-        """Build the worker of each process. Workers may meet in collectives meanwhile."""
-        from ray import cloudpickle
-
-        pickled = cloudpickle.dumps(factory)
+    def prepare(self, num_threads: int, ahead: Sequence[str]) -> None:
+        """Tell each process its place and what to call ahead of its worker. Does not wait for that call; :meth:`build` does."""
         nodes = [home.node for home in self.homes]
         # On one node the loopback address needs no firewall to be open, and nobody else can connect.
         address = LOOPBACK if len(set(nodes)) == 1 else self.homes[0].address
-        calls = []
         for rank, member in enumerate(self._members):
             local_rank = nodes[:rank].count(nodes[rank])
-            placement = Placement(rank, self.world_size, local_rank, address, self.homes[0].port, device)
+            placement = Placement(rank, self.world_size, local_rank, address, self.homes[0].port, self._device)
             environment = process_environment(placement, nodes.count(nodes[rank]))
             environment |= {"OMP_NUM_THREADS": str(num_threads)}
-            environment |= NO_GPU if device == "cpu" else visible_devices(self.homes, rank)
-            calls.append(member.build.remote(pickled, placement, environment))
-        self._gather(calls)
+            environment |= visible_devices(self.homes, rank, self._device)
+            self._placements.append(placement)
+            self._preparing.append(member.prepare.remote(environment, ahead))
+
+    def check_nodes(self, paths: Mapping[str, str], run_dir: Path) -> None:
+        """Check that all nodes have what this machine has, as :func:`~verl_memopt.worker.nodes.compare_nodes` says."""
+        import ray
+
+        def ask(ranks: Sequence[int], probe: str) -> list[dict[str, str]]:
+            return self._gather([self._members[rank].site.remote(paths, probe) for rank in ranks])
+
+        compare_nodes(self.homes, paths, run_dir, ray.get_runtime_context().get_node_id(), ask)
+
+    def build(self, factory: WorkerFactory) -> RayGroup:
+        """Build the worker of each process, and return the group. Workers may meet in collectives meanwhile.
+
+        Raises:
+            WorkerError: A worker failed while it was built. The group is gone then, as after any error.
+            UserError: As the factory raised it.
+        """
+        from ray import cloudpickle
+
+        pickled = cloudpickle.dumps(factory)
+        try:
+            self._gather(self._preparing)
+            places = zip(self._members, self._placements, strict=True)
+            self._gather([member.build.remote(pickled, place) for member, place in places])
+        except BaseException:
+            self.shutdown()
+            raise
+        return self
 
     def all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Make the same call on each member and return the results in rank order. As :meth:`WorkerGroup.all`."""
@@ -464,12 +510,21 @@ class RayGroup:
         results: dict[int, Any] = {}
         failures: dict[int, ray.exceptions.RayError] = {}
         pending = {call: rank for rank, call in enumerate(calls)}
-        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        begun = heard = time.monotonic()
+        deadline = None if timeout_seconds is None else begun + timeout_seconds
+        told = False
         while pending:
             done, _ = ray.wait(list(pending), timeout=SETTLE_SECONDS if failures else SLICE_SECONDS)
             lost = self._connection.lost()
             if lost is not None:
                 raise self._lost(lost)
+            if done:
+                heard = time.monotonic()
+            waited, took = time.monotonic() - heard, heard - begun
+            if self.homes and results and not told and waited > max(SLOW_SECONDS, SLOW_TIMES * took):
+                told = True
+                slow = ", ".join(f"worker {rank} ({self.homes[rank]})" for rank in pending.values())
+                logger.warning("the others were done after %.1f seconds, and wait for %s", took, slow)
             if not done:
                 if not failures and (deadline is None or time.monotonic() < deadline):
                     continue
@@ -492,11 +547,14 @@ class RayGroup:
     def _cause(self, failures: dict[int, Any]) -> UserError:
         """Return the error to raise for several failures.
 
-        A death comes first, because it explains the broken connections of its peers; then an error for the user; then the first
-        one.
+        A node that is gone comes first, and then a death, because they explain the broken connections of its peers; then an
+        error for the user; then the first one.
         """
         import ray
 
+        silent = self._connection.silent_node()
+        if silent is not None:
+            return self._lost(silent)
         deaths = [rank for rank, failure in failures.items() if not isinstance(failure, ray.exceptions.RayTaskError)]
         user_errors = [
             failure.cause for rank, failure in failures.items() if rank not in deaths and isinstance(failure.cause, UserError)

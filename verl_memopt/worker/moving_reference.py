@@ -60,7 +60,7 @@ class MovingReference:
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         policy = dict(named_weights(self.policy.model))
         for name, reference in named_weights(self.model):
-            yield reference, policy[name]
+            yield reference, self.policy.master(policy[name])
 
     def _changed(self) -> None:
         # On the host the copy itself was changed, and it is the one that counts.

@@ -23,13 +23,20 @@ SAME_SHAPE = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"
 
 
 def build_optimizer(
-    parameters: Iterable[nn.Parameter], optim: Optim, offload: bool = False, seed: int = 0, key: str = KEY
+    parameters: Iterable[nn.Parameter],
+    optim: Optim,
+    offload: bool = False,
+    seed: int = 0,
+    key: str = KEY,
+    masters: torch.dtype | None = None,
+    grad_offload: bool = False,
 ) -> Optimizer:
     """Return the optimizer that ``optim`` names, fused where possible (its step then has no parameter-sized temporaries).
 
     AdamW of torch.optim is torch's own, unless the settings need a feature of :class:`BucketedAdamW`. Without one, both are
     equal bit for bit and equally fast, and torch's is better known. With ``offload`` the state is on the host. ``seed`` is that
-    of the stochastic rounding. ``betas`` go to classes that accept them.
+    of the stochastic rounding. ``betas`` go to classes that accept them. ``masters`` is the dtype of masters that are split; None
+    = the parameters are the masters. With ``grad_offload`` the step reads gradients from the host.
 
     Raises:
         ConfigError: The module or class is missing, or rejects an argument.
@@ -44,7 +51,9 @@ def build_optimizer(
         ) from error
     options: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
     optional = {"betas": tuple(optim.betas)} | ({"fused": True} if optim.optimizer_impl == "torch.optim" else {})
-    buckets = bucket_options(parameters[0].dtype, optim, offload, seed) if kind is AdamW else None
+    split = masters is not None
+    in_buckets = (optim, offload, seed, split, grad_offload)
+    buckets = bucket_options(masters or parameters[0].dtype, *in_buckets) if kind is AdamW else None
     if buckets is not None:
         kind, options = BucketedAdamW, options | buckets
     try:
@@ -59,31 +68,34 @@ def build_optimizer(
         ) from error
 
 
-def build_schedule(optimizer: Optimizer, optim: Optim, optimizer_steps: int, key: str = KEY) -> LambdaLR:
+def build_schedule(optimizer: Optimizer, optim: Optim, steps: int, key: str = KEY) -> LambdaLR:
     """Return the schedule: a linear warm-up, then the shape that ``optim.lr_scheduler_type`` names.
 
-    ``optim.total_training_steps`` replaces ``optimizer_steps``, those of the whole run, when given.
+    ``steps`` are those of the whole run, as ``optim.lr_schedule_steps`` counts them. ``optim.total_training_steps`` replaces
+    them when given.
 
     Raises:
         ConfigError: The schedule rejects an argument.
     """
-    total = optim.total_training_steps if optim.total_training_steps > 0 else optimizer_steps
-    warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * total)
+    total = optim.total_training_steps if optim.total_training_steps > 0 else steps
+    warmup = optim.lr_warmup_steps if optim.lr_warmup_steps > 0 else int(optim.lr_warmup_steps_ratio * total)
     return LambdaLR(optimizer, learning_rate_factors(warmup, total, optim, key))
 
 
 def learning_rate_factors(warmup: int, total: int, optim: Optim, key: str = KEY) -> Callable[[int], float]:
-    """Return a function from an optimizer step, counted from 0, to the share of ``lr`` at that step.
+    """Return a function from a step of the schedule, counted from 0, to the share of ``lr`` at that step.
 
-    The first step already updates: a warm-up of ``warmup`` steps begins at ``1 / (warmup + 1)``, where transformers begins at 0.
-    After step ``total`` the rate keeps its last value, where transformers' cosine rises again.
+    A warm-up begins at 0, as in verl and transformers. Where the schedule counts optimizer steps, the first one already
+    updates: a warm-up of ``warmup`` steps begins at ``1 / (warmup + 1)``. After step ``total`` the rate keeps its last value,
+    where transformers' cosine rises again.
     """
     steps = max(total - warmup, 1)
+    ahead = 1 if optim.lr_schedule_steps == "updates" else 0
     shape = _shape(warmup, steps, optim, key)
 
     def factor(step: int) -> float:
         if step < warmup:
-            return (step + 1) / (warmup + 1)
+            return (step + ahead) / (warmup + ahead)
         return optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * shape(min(step - warmup, steps))
 
     return factor

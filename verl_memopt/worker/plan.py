@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from verl_memopt.config.schema import ActorRolloutRef, Critic, Memory, RolloutCorrection, ScoringModel
+from verl_memopt.config.schema import ActorRolloutRef, Critic, Memory, RewardModel, RolloutCorrection, ScoringModel
 
 if TYPE_CHECKING:
     from verl_memopt.model.policy_model import PolicyModel
@@ -53,8 +53,8 @@ class WorkerPlan:
     tokenizer_folder: str
     eos_token_ids: tuple[int, ...]
     """Tokens that end a response."""
-    optimizer_steps: int
-    """Optimizer steps of the whole run."""
+    schedule_steps: int
+    """Steps of the policy's schedule over the whole run, as ``actor.optim.lr_schedule_steps`` counts them."""
     free_engine: bool
     """The engine sleeps outside of rollout and validation."""
     track_init: bool
@@ -63,8 +63,8 @@ class WorkerPlan:
     """The ``critic`` section of the settings. None = there is no critic."""
     critic_folder: str | None = None
     """Folder of the critic's model."""
-    critic_steps: int = 0
-    """Optimizer steps of the critic over the whole run."""
+    critic_schedule_steps: int = 0
+    """The same of the critic."""
     memory: Memory = dataclasses.field(default_factory=Memory)
     """Limits and host buffers of the process."""
     kinds_on_gpu: bool = False
@@ -81,6 +81,8 @@ class WorkerPlan:
     """Settings of the reward model's own model. None = no model scores."""
     reward_folder: str | None = None
     """Folder of the reward model."""
+    rewards: RewardModel | None = None
+    """The ``reward_model`` section of the settings, that advice is based on. None = no model scores."""
     role: RolePlan | None = None
     """A recipe's own role. None = no recipe has one."""
     adaptive_phases: tuple[str, ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ class Policy:
         self,
         model: PolicyModel,
         actor: Actor,
-        optimizer_steps: int,
+        schedule_steps: int,
         world_size: int,
         device: torch.device,
         offload: SavedTensorHooks | None = None,
@@ -69,7 +69,7 @@ class Policy:
         self.model = model
         self.bypass: RolloutCorrection | None = None
         self.actor = actor
-        self.trained = TrainedModel(ACTOR, model, actor, optimizer_steps, world_size, device, offload)
+        self.trained = TrainedModel(ACTOR, model, actor, schedule_steps, world_size, device, offload)
         self._log_probs: list[Tensor] | None = None
 
     def compute_log_probs(
@@ -78,19 +78,35 @@ class Policy:
         """Return the log-probs of a batch under the present weights, as :func:`compute_log_probs`."""
         return compute_log_probs(self.model, batch, micro_batches, temperature, with_entropy, self.trained.device)
 
-    def update(self, mini_batches: Sequence[MiniBatch], temperature: float) -> dict[str, float]:
+    def update(self, mini_batches: Sequence[MiniBatch], temperature: float, ends_rollout: bool = True) -> dict[str, float]:
         """Take one optimizer step per mini-batch and return the mean of their metrics, as :meth:`TrainedModel.update`."""
-        return self.trained.update(mini_batches, self.loss_at(temperature))
+        return self.trained.update(mini_batches, self.loss_at(temperature), ends_rollout)
 
-    def update_on_policy(self, mini: MiniBatch, temperature: float) -> Updated:
+    def update_on_policy(self, mini: MiniBatch, temperature: float, ends_rollout: bool = True) -> Updated:
         """Take one optimizer step, and return its metrics with the log-probs of its forward.
 
-        A mini-batch without old log-probs is strictly on-policy.
+        A mini-batch without old log-probs is strictly on-policy. ``ends_rollout`` is as in :meth:`TrainedModel.update`.
         """
+        trained = self.trained
+        return self._with_log_probs(mini, lambda loss: trained.queue([mini], loss), temperature, ends_rollout)
+
+    def add_gradient(self, mini: MiniBatch, temperature: float) -> Updated:
+        """Add the gradient of a mini-batch to that of earlier ones, without a step. As :meth:`update_on_policy` otherwise."""
+        return self._with_log_probs(mini, lambda loss: [self.trained.add_gradient(mini, loss)], temperature)
+
+    def _with_log_probs(
+        self,
+        mini: MiniBatch,
+        passes: Callable[[LossOf], Sequence[dict[str, Tensor]]],
+        temperature: float,
+        ends_rollout: bool = False,
+    ) -> Updated:
+        """Return the metrics of forward and backward of a mini-batch with the log-probs of its forward."""
         self._log_probs = []
-        metrics = self.update([mini], temperature)
+        steps = passes(self.loss_at(temperature))
         # Those of forwards that an out-of-memory error made void come first.
         parts, self._log_probs = self._log_probs[-len(mini.micro_batches) :], None
+        metrics, parts = self.trained.conclude(steps, ends_rollout, parts)
         return Updated(metrics, scatter_tokens(list(zip(mini.micro_batches, parts, strict=True)), mini.batch.responses.sizes()))
 
     def accumulate(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, temperature: float) -> dict[str, Tensor]:
@@ -168,7 +184,7 @@ class Objective:
         known_before = on_policy and (self.bypass is not None or LOSSES[self.actor.policy_loss.loss_mode].of_ratio)
         on_policy_gradient = self._on_policy_gradient() if known_before else None
 
-        def gradient(rows: slice, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        def gradient(rows: Any, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
             with torch.enable_grad():
                 # Leaves of a small graph of their own: the head's graph does not exist yet when this is called.
                 log_probs = log_probs.detach().requires_grad_()
@@ -189,7 +205,7 @@ class Objective:
 
         return gradient
 
-    def _policy(self, log_probs: Tensor, old: Tensor, rows: slice) -> LossAndMetrics:
+    def _policy(self, log_probs: Tensor, old: Tensor, rows: Any) -> LossAndMetrics:
         micro = self.micro
         assert micro.advantages is not None
         fields = (micro.weights, micro.kept, micro.selected)
@@ -207,12 +223,12 @@ class Objective:
             return is_token_local(self.bypass, self.actor.loss_agg_mode)
         return LOSSES[self.actor.policy_loss.loss_mode].token_local
 
-    def _old(self, log_probs: Tensor, rows: slice) -> Tensor:
+    def _old(self, log_probs: Tensor, rows: Any) -> Tensor:
         old = self.micro.old_log_probs
         # Detached: strictly on-policy the ratio has the value 1, and its gradient is that of the new log-prob alone.
         return log_probs.detach() if old is None else old[rows]
 
-    def _penalties(self, log_probs: Tensor, entropy: Tensor | None, rows: slice) -> list[tuple[float, str, Tensor]]:
+    def _penalties(self, log_probs: Tensor, entropy: Tensor | None, rows: Any) -> list[tuple[float, str, Tensor]]:
         """Return (weight, name, value) of the terms that are added to the policy's loss, each summed over ``rows``."""
         actor, pack, kept = self.actor, self.micro.pack, self.micro.kept
         penalties = []

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shutil
 import signal
 import socket
 import stat
+import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,9 @@ from typing import Any
 
 from verl_memopt.errors import ConfigError, WorkerError
 from verl_memopt.run.processes import Guardian, descendants, is_alive, kill, wait_until_gone
+from verl_memopt.worker.nodes import Home
+
+logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 256 * 2**20
 """Shared memory of a cluster started here. Batches without padding are small, and beyond this Ray spills to disk."""
@@ -26,11 +31,17 @@ OBJECT_STORE_BYTES = 256 * 2**20
 CONNECT_SECONDS = 10.0
 """Longest time in which a cluster must accept a connection."""
 
-JOINED_SECONDS = 5.0
-"""Time between two checks that a joined cluster still answers."""
+LOOK_SECONDS = 5.0
+"""Time between two checks that a joined cluster still answers, and that no process is stopped."""
+
+SILENT_SECONDS = 15.0
+"""Time for which a node of a joined cluster may be silent."""
 
 GONE_SECONDS = 5.0
 """Longest time in which killed processes must be gone."""
+
+KEPT_SECONDS = 86_400
+"""Age in seconds from which a session's folder is removed."""
 
 HEADS = {"gcs_server": "head process (gcs_server)", "raylet": "node process (raylet)"}
 """Processes without which Ray cannot carry a run, by their process names."""
@@ -82,9 +93,13 @@ class Connection:
         self._guardian: Guardian | None = None
         self._started: list[int] = []
         self._known: set[Any] = set()
+        self._members: set[Any] = set()
+        self._stopped: set[int] = set()
         self._heads: dict[int, str] = {}
         self._joined: str | None = None
         self._looked_at = time.monotonic()
+        self._nodes: dict[str, int] = {}
+        self._silent_since: float | None = None
         self.is_lost = False
         self._owned = not ray.is_initialized()
         if self._owned:
@@ -105,20 +120,70 @@ class Connection:
         self._owned, self._guardian = False, None
 
     def lost(self) -> str | None:
-        """Return, in words, why Ray can no longer carry a run, or None while it can."""
+        """Return, in words, why Ray can no longer carry a run, or None while it can. Replaces a guardian that was killed."""
+        if self._guardian is not None:
+            self._guardian.stay()
         self._remember_started()
         for pid, name in self._heads.items():
             if not is_alive(pid):
                 self.is_lost = True
                 return f"Ray's {name} (pid {pid}) died"
-        now = time.monotonic()
-        if self._joined is not None and now - self._looked_at > JOINED_SECONDS:
-            self._looked_at = now
+        if time.monotonic() - self._looked_at <= LOOK_SECONDS:
+            return None
+        self._looked_at = time.monotonic()
+        self._name_stopped()
+        if self._joined is not None:
             reason = _does_not_answer(self._joined)
             if reason is not None:
                 self.is_lost = True
                 return f"nothing answers any more at ray_kwargs.ray_init.address={self._joined} ({reason})"
+            silent = self._silent_for_long()
+            self._looked_at = time.monotonic()
+            return silent
         return None
+
+    def watch(self, homes: Sequence[Home]) -> None:
+        """Have :meth:`lost` see too whether a signal stops one of these processes here, and whether their nodes answer."""
+        import psutil
+        import ray
+
+        here = ray.get_runtime_context().get_node_id()
+        self._members |= {psutil.Process(home.pid) for home in homes if home.node == here and psutil.pid_exists(home.pid)}
+        ports = {node["NodeID"]: node["NodeManagerPort"] for node in ray.nodes()}
+        self._nodes = {home.address: ports[home.node] for home in homes}
+
+    def silent_node(self) -> str | None:
+        """Return, in words, which watched node does not answer now; None if all do."""
+        for address, port in self._nodes.items():
+            reason = _does_not_answer(f"{address}:{port}")
+            if reason is not None:
+                return f"node {address} does not answer ({reason})"
+        return None
+
+    def _silent_for_long(self) -> str | None:
+        """Return which node has been silent for too long, and warn while it has not.
+
+        Ray itself waits three times as long. A link that is back before does not end the run.
+        """
+        silent, now = self.silent_node(), time.monotonic()
+        if silent is None:
+            self._silent_since = None
+            return None
+        logger.warning(silent)
+        self._silent_since = self._silent_since or now
+        return silent if now - self._silent_since > SILENT_SECONDS else None
+
+    def _name_stopped(self) -> None:
+        """Log once each process that a signal has stopped: nothing else would tell why the run waits."""
+        import psutil
+
+        stopped = set()
+        for process in self._known | self._members:
+            with suppress(psutil.Error):
+                stopped |= {process.pid} if process.status() == psutil.STATUS_STOPPED else set()
+        for pid in sorted(stopped - self._stopped):
+            logger.warning("process %d of this run is stopped by a signal, and the run waits for it: kill -CONT %d", pid, pid)
+        self._stopped = stopped
 
     def logs(self) -> str:
         """Return the folder of Ray's logs, or where to find it."""
@@ -181,11 +246,13 @@ class Connection:
         num_cpus = max(request.nnodes * request.devices_per_node, os.cpu_count() or 1)
         folder = arguments.get("_temp_dir") or ("" if joins else str(own_folder() / "ray"))
         defaults = {} if joins else {**LOCAL_CLUSTER, "num_cpus": num_cpus, "_temp_dir": folder}
+        if folder:
+            remove_old_sessions(Path(folder))
         self._guardian = None if joins else Guardian()
         before = set(psutil.Process().children())
         try:
             with stop_signals_blocked(), nullcontext() if joins else _one_node():
-                ray.init(**{"logging_level": logging.ERROR, **defaults, **arguments})
+                ray.init(**{"logging_level": logging.ERROR, "job_config": _job_config(), **defaults, **arguments})
         except (ConnectionError, TypeError, ValueError, RuntimeError, OSError, ray.exceptions.RayError) as error:
             self.close()
             raise ConfigError(
@@ -199,6 +266,25 @@ class Connection:
         # From here on the guardian follows parents only, so processes that others start later are left alone.
         if self._guardian is not None:
             self._guardian.all_started()
+
+
+class _Fixed(list[str]):
+    """Folders to which Ray adds none."""
+
+    def extend(self, more: Iterable[str]) -> None:
+        """Add nothing."""
+
+
+def _job_config() -> Any:
+    """Return a job whose workers do not look for modules in the driver's working directory and script folder first.
+
+    Ray puts both in front of the standard library, so that a file ``secrets.py`` there would run in every worker. A worker
+    appends its working directory to its path itself.
+    """
+    from ray.job_config import JobConfig
+
+    package = str(Path(__file__).parents[2])
+    return JobConfig(_py_driver_sys_path=_Fixed([] if package == sysconfig.get_path("purelib") else [package]))
 
 
 @contextmanager
@@ -243,6 +329,16 @@ def _one_node() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = variable
+
+
+def remove_old_sessions(folder: Path) -> None:
+    """Remove the sessions of Ray whose process has ended and that are older than a day. Until then, logs may be asked for."""
+    for session in folder.glob("session_*_*"):
+        pid = session.name.rpartition("_")[2]
+        with suppress(OSError):
+            is_old = time.time() - session.lstat().st_mtime > KEPT_SECONDS
+            if is_old and pid.isdecimal() and not is_alive(int(pid)) and not session.is_symlink():
+                shutil.rmtree(session, ignore_errors=True)
 
 
 def own_folder() -> Path:
@@ -306,7 +402,7 @@ def reserve(request: Request, timeout_seconds: float) -> list[Any]:
         WorkerError: The cluster is large enough, but had no room for ``timeout_seconds``.
     """
     import ray
-    from ray.util.placement_group import placement_group
+    from ray.util.placement_group import placement_group, placement_group_table
 
     _check_possible(request)
     bundles = [request.bundle] * request.devices_per_node
@@ -321,7 +417,14 @@ def reserve(request: Request, timeout_seconds: float) -> list[Any]:
             f"had room in that time, free now: {free} of {_resources(ray.cluster_resources())}. "
             "Wait for other jobs to end, raise the timeout, or lower trainer.n_gpus_per_node."
         )
-    return groups
+    nodes, here = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}, ray.get_runtime_context().get_node_id()
+
+    def place(group: Any) -> tuple[bool, str]:
+        node = next(iter(placement_group_table(group)["bundles_to_node_id"].values()))
+        return node != here, nodes[node]
+
+    # Rank 0 reads and writes for all ranks, so it is on this machine where there is room.
+    return sorted(groups, key=place)
 
 
 def release(groups: list[Any]) -> None:

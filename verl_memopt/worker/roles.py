@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,13 +36,14 @@ from verl_memopt.model.packing import pack_rows
 from verl_memopt.model.packing_check import check_packing
 from verl_memopt.model.policy_model import PolicyModel
 from verl_memopt.model.reward_folder import REWARD_KEY
-from verl_memopt.model.value_model import CRITIC_KEY, ValueModel
-from verl_memopt.model.weights import WeightFolder
+from verl_memopt.model.value_model import CRITIC_KEY, ValueModel, stored_head
+from verl_memopt.model.weights import WeightFolder, named_weights
 from verl_memopt.worker.critic import Critic
 from verl_memopt.worker.group import Placement
 from verl_memopt.worker.moving_reference import MovingReference, moving_reference
 from verl_memopt.worker.plan import WorkerPlan
 from verl_memopt.worker.policy import Policy, pack_log_probs, scoring_temperature
+from verl_memopt.worker.trained_model import TrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -68,13 +69,15 @@ class FrozenModel:
 class RoleBuilder:
     """Builds the roles of one worker. All members of a group build the same roles in step.
 
-    ``residency`` gets each part that may rest on the host.
+    ``residency`` gets each part that may rest on the host. ``shared`` are the engine's weights, which the policy computes with;
+    None = it has its own.
     """
 
     plan: WorkerPlan
     placement: Placement
     device: torch.device
     residency: Residency
+    shared: Mapping[str, torch.Tensor] | None = None
 
     def policy(self) -> Policy:
         """Return the policy with its optimizer."""
@@ -82,11 +85,12 @@ class RoleBuilder:
         fsdp, folder = actor.fsdp_config, Path(self.plan.folder)
         compiled = compiles_functions(actor.use_torch_compile, fsdp, self.device)
         policy_model = build_trained_policy(model, fsdp, folder, self._mesh(fsdp), self.device, compiled)
-        materialize(policy_model, folder, self.device)
+        materialize(policy_model, folder, self.device, self.shared)
         start_adapters(policy_model, model, fsdp.seed, POLICY_KEY)
         self._check_packing(policy_model, folder, POLICY_KEY)
         offload, world_size = self._offload(policy_model, model, BYTES_MOVED), self.placement.world_size
-        policy = Policy(policy_model, actor, self.plan.optimizer_steps, world_size, self.device, offload)
+        policy = Policy(policy_model, actor, self.plan.schedule_steps, world_size, self.device, offload)
+        fill_masters(policy.trained, folder)
         policy.bypass = self.plan.bypass
         if fsdp.param_offload:
             # With LoRA the reference is the policy without its adapters.
@@ -106,7 +110,8 @@ class RoleBuilder:
         start_adapters(value_model, model, fsdp.seed, CRITIC_KEY)
         self._check_packing(value_model, folder, CRITIC_KEY)
         offload, world_size = self._offload(value_model, model, CRITIC_BYTES_MOVED), self.placement.world_size
-        critic = Critic(value_model, settings, self.plan.critic_steps, world_size, self.device, offload)
+        critic = Critic(value_model, settings, self.plan.critic_schedule_steps, world_size, self.device, offload)
+        fill_masters(critic.trained, folder, stored_head(folder, CRITIC_KEY))
         if fsdp.param_offload:
             critic.trained.home = self._home(CRITIC, value_model)
         return critic
@@ -211,6 +216,21 @@ class RoleBuilder:
             "%s.quantization=%s: log-probs differ from the unquantised model's by %.2g nats on average, %.2g at most "
             "(256 random tokens)", plan.key, plan.quantization, mean, largest,
         )  # fmt: skip
+
+
+def fill_masters(trained: TrainedModel, folder: Path, renamed: Mapping[str, str | None] | None = None) -> None:
+    """Give split masters the values of the model's folder where the parameters, which have them already, have fewer digits.
+
+    ``renamed`` has the names in the folder of parameters with another name there. None = the folder lacks it.
+    """
+    if trained.masters is None:
+        return
+    weights = WeightFolder(folder)
+    for name, parameter in named_weights(trained.model):
+        stored = (renamed or {}).get(name, name)
+        values = None if stored is None else weights.read(stored, ())
+        if values is not None and values.dtype != parameter.dtype:
+            trained.masters.set_master(parameter, values)
 
 
 def start_adapters(packed_model: PackedModel, model: Model | CriticModel, seed: int, key: str) -> None:

@@ -13,19 +13,24 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 
 from verl_memopt.algorithms.rollout_correction import kept_lengths
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor, Critic
 from verl_memopt.data.batch import RolloutBatch
+from verl_memopt.distributed.device import fetched_together, is_gpu, sent_together
+from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW
+from verl_memopt.memory.grad_offload_torch import OffloadedGradients
 from verl_memopt.memory.optimizer_in_backward_torch import StepInBackward
 from verl_memopt.memory.out_of_memory import cut_again
 from verl_memopt.memory.param_offload_torch import OffloadedParams
 from verl_memopt.memory.resharding_torch import synced
+from verl_memopt.memory.sequence_parallel_torch import largest_of_ranks
 from verl_memopt.memory.token_packing import chains
 from verl_memopt.model.packed_model import PackedModel
 from verl_memopt.model.packing import Pack, pack_groups, pack_prompt, pack_suffixes
+from verl_memopt.model.policy_model import dtype_of
 from verl_memopt.model.prefix_kv import PrefixKV
 from verl_memopt.observe.device_ledger import gradient_kinds, optimizer_scope
 from verl_memopt.worker.optimizer import build_optimizer, build_schedule
@@ -66,11 +71,23 @@ class MicroBatch:
         return pack.row_lengths if kept is None else kept_lengths(kept, pack.row, pack.row_lengths)
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Return the micro-batch on a device. The copies are asynchronous."""
+        """Return the micro-batch on a device. All its tensors go in one copy, which the host does not wait for."""
+        found: list[Tensor] = []
+
+        def take(tensor: Tensor) -> Tensor:
+            found.append(tensor)
+            return tensor
+
+        self._map(take)
+        sent = iter(sent_together(found, device))
+        return self._map(lambda _: next(sent))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        """Return the same micro-batch with ``change`` applied to each tensor, always in the same order."""
         present = {name: getattr(self, name) for name in TOKEN_TENSORS if getattr(self, name) is not None}
-        fields: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in present.items()}
-        prompt = None if self.prompt is None else self.prompt.to(device)
-        return replace(self, pack=self.pack.to(device), prompt=prompt, **fields)
+        fields: dict[str, Any] = {name: change(tensor) for name, tensor in present.items()}
+        prompt = None if self.prompt is None else self.prompt.map(change)
+        return replace(self, pack=self.pack.map(change), prompt=prompt, **fields)
 
 
 def micro_batch(batch: RolloutBatch, rows: Sequence[int]) -> MicroBatch:
@@ -165,6 +182,10 @@ ACTOR = Role("actor", "actor_rollout_ref.actor")
 CRITIC = Role("critic", "critic")
 
 
+CLIP_EPSILON = 1e-6
+"""What ``torch.nn.utils.clip_grad_norm_`` adds to a norm before it divides by it."""
+
+
 @dataclass(eq=False)
 class TrainedModel:
     """A sharded model with an optimizer. All ranks call the same methods in the same order.
@@ -173,7 +194,7 @@ class TrainedModel:
         role: The role of the model.
         model: The model, sharded and filled.
         settings: The role's section of the settings.
-        optimizer_steps: Optimizer steps of the whole run, for the schedule.
+        schedule_steps: Length of the schedule over the whole run, as ``optim.lr_schedule_steps`` counts it.
         world_size: Number of ranks.
         device: The device of the model.
         offload: Offloads its activations. None = they stay on the device.
@@ -185,7 +206,7 @@ class TrainedModel:
     role: Role
     model: PackedModel
     settings: Actor | Critic
-    optimizer_steps: int
+    schedule_steps: int
     world_size: int
     device: torch.device
     offload: SavedTensorHooks | None = None
@@ -197,11 +218,19 @@ class TrainedModel:
         self.optim = optim = settings.optim
         self.fsdp = fsdp = settings.fsdp_config if isinstance(settings, Actor) else settings.model.fsdp_config
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = build_optimizer(trained, optim, fsdp.optimizer_offload, fsdp.seed, key)
+        masters = self.model.masters if fsdp.split_master_weights else None
+        self.optimizer = build_optimizer(trained, optim, fsdp.optimizer_offload, fsdp.seed, key, masters, fsdp.grad_offload)
+        self.masters = self.optimizer if isinstance(self.optimizer, BucketedAdamW) and fsdp.split_master_weights else None
+        if self.masters is not None:
+            # Sums over micro-batches need more digits than the weights have, as FSDP2's reduced gradients do.
+            for parameter in trained:
+                parameter.grad_dtype = dtype_of(fsdp.mixed_precision.reduce_dtype, f"{self.role.key}.fsdp_config")
         self.in_backward = None
         if optim.in_backward:
             self.in_backward = StepInBackward(self.optimizer, self.role.key, self.device)
-        self.schedule = build_schedule(self.optimizer, optim, self.optimizer_steps, key)
+        self.offloaded = OffloadedGradients(self.optimizer, self.model.blocks()) if fsdp.grad_offload else None
+        self.schedule = build_schedule(self.optimizer, optim, self.schedule_steps, key)
+        self._moved, self._undecided = False, list[Tensor]()
 
     def resident_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (kind, tensor) of what the model holds between calls, on the device or on the host."""
@@ -211,24 +240,68 @@ class TrainedModel:
         values = (value for state in self.optimizer.state.values() for value in state.values())
         yield from (("optimizer", value) for value in values if isinstance(value, Tensor))
 
-    def update(self, mini_batches: Sequence[MiniBatch], loss_of: LossOf) -> dict[str, float]:
+    def master(self, parameter: Tensor, on_host: bool = False) -> Tensor:
+        """Return the master of a parameter: itself, or joined from both halves in fp32, ``on_host`` if they rest there."""
+        return parameter if self.masters is None else self.masters.master(parameter, on_host)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether gradients wait for a step, on the device or on the host."""
+        offloaded = self.offloaded is not None and self.offloaded.has_any
+        return offloaded or any(parameter.grad is not None for parameter in self.model.parameters())
+
+    def update(self, mini_batches: Sequence[MiniBatch], loss_of: LossOf, ends_rollout: bool = True) -> dict[str, float]:
         """Take one optimizer step per mini-batch and return the mean of their metrics.
+
+        ``ends_rollout``: no further mini-batches of the same rollout follow, so a schedule that counts rollouts advances. It
+        does not if every step of the rollout was skipped.
 
         ``{role}/skipped_updates`` counts the skipped steps. With ``optim.in_backward`` a skipped step also has
         ``{role}/partial_updates``: 1 if this rank had already changed parameters. Sum all metrics over ranks, except those in
         ``Role.same_on_all_ranks``, to get the global values.
         """
+        return self.conclude(self.queue(mini_batches, loss_of), ends_rollout)[0]
+
+    def queue(self, mini_batches: Sequence[MiniBatch], loss_of: LossOf) -> list[dict[str, Tensor]]:
+        """Queue one optimizer step per mini-batch and return their metrics, for :meth:`conclude`."""
         if self.in_backward is not None:
             self.in_backward.check(max(len(mini.micro_batches) for mini in mini_batches))
         reuse = self.model.supports_prefix_kv
-        steps = [
+        return [
             self.step(micro_batches_of(mini.batch, mini.micro_batches, reuse), mini.counts, loss_of, self._restart_of(mini))
             for mini in mini_batches
         ]
-        metrics = over_steps(steps, self.role.counts)
-        if self.offload is not None:
-            metrics |= self.offload.metrics()
-        return metrics
+
+    def conclude(
+        self, steps: Sequence[Mapping[str, Tensor]], ends_rollout: bool = False, also: Sequence[Tensor] = ()
+    ) -> tuple[dict[str, float], list[Tensor]]:
+        """Wait for queued steps, and return their metrics as :meth:`update` does, with further fp32 tensors on the host.
+
+        Everything comes to the host in one copy, for which the host waits after the last launch.
+        """
+        values = [value.float() for step in steps for value in step.values()]
+        undecided, self._undecided = self._undecided, []
+        fetched = iter(fetched_together([*undecided, *values, *also], self.device)())
+        self._note_steps([next(fetched) for _ in undecided])
+        known = [{name: next(fetched) for name in step} for step in steps]
+        if ends_rollout:
+            self.end_rollout()
+        metrics = over_steps(known, self.role.counts)
+        return metrics if self.offload is None else metrics | self.offload.metrics(), list(fetched)
+
+    def end_rollout(self) -> None:
+        """Advance a schedule that counts rollouts, unless every step since the last call was skipped."""
+        if self._moved and self.optim.lr_schedule_steps == "rollouts":
+            self.schedule.step()
+        self._moved = False
+
+    def add_gradient(self, mini: MiniBatch, loss_of: LossOf) -> dict[str, Tensor]:
+        """Add the gradient of a mini-batch to that of earlier ones, and return its metrics. :meth:`finish` takes the step."""
+        assert self.in_backward is None, "optim.in_backward has no step of its own"
+        # Cutting again begins with an empty gradient, which would lose that of earlier calls.
+        restart = None if self.has_gradient else self._restart_of(mini)
+        micro_batches = micro_batches_of(mini.batch, mini.micro_batches, self.model.supports_prefix_kv)
+        return self._accumulate_whole(micro_batches, mini.counts, loss_of, restart)
 
     def _restart_of(self, mini: MiniBatch) -> Restart:
         """Return what cuts a mini-batch again after an out-of-memory error in its forward or backward."""
@@ -252,44 +325,116 @@ class TrainedModel:
         loss_of: LossOf,
         restart: Restart | None = None,
     ) -> dict[str, Tensor]:
-        """Take one optimizer step, unless the gradient norm is not finite, and return its metrics as host tensors.
+        """Take one optimizer step, unless the gradient norm is not finite, and return its metrics: scalars where they are.
 
         A skipped step drops the gradient and leaves weights, optimizer state and schedule unchanged. The norm is the same on all
-        ranks, so they all decide alike. The host waits for the device once, between backward and update. ``counts`` are the
-        tokens and sequences of the mini-batch over all ranks. ``restart`` cuts the mini-batch again after an out-of-memory
-        error; None = the error is raised.
+        ranks, so they all decide alike. The host waits for the device only with an optimizer that cannot decide there: between
+        backward and update. ``counts`` are the tokens and sequences of the mini-batch over all ranks. ``restart`` cuts the
+        mini-batch again after an out-of-memory error; None = the error is raised.
         """
-        # The learning rate is read first, because apply() advances the schedule.
-        role, learning_rate = self.role, self.schedule.get_last_lr()[0]
+        # Where the host decides nothing, it learns during this step whether earlier ones of the update were skipped.
+        learn = self._outcomes()
         metrics = self._accumulate_whole(micro_batches, counts, loss_of, restart)
+        learn()
+        return self.finish(metrics)
+
+    def finish(self, metrics: dict[str, Tensor], learning_rate: float | None = None) -> dict[str, Tensor]:
+        """Take the step of the gradient that is there, drop the gradient, and return the metrics with those of the step.
+
+        ``learning_rate`` is that of this step alone; None = that of the schedule.
+        """
+        # The learning rate is read first, because a step advances the schedule.
+        role, scheduled = self.role, self.schedule.get_last_lr()
+        if learning_rate is not None:
+            self._set_learning_rates([learning_rate] * len(scheduled))
+        metrics[role.lr] = torch.tensor(scheduled[0] if learning_rate is None else learning_rate)
+        if self.in_backward is None and getattr(self.optimizer, "_step_supports_amp_scaling", False):
+            metrics[role.grad_norm] = norm = self._norm()
+            metrics[role.skipped] = self._step_if_finite(norm)
+        else:
+            metrics = self._step_if_found_finite(metrics)
+        if learning_rate is not None:
+            self._set_learning_rates(scheduled)
+        self._undecided.append(metrics[role.skipped])
+        if not is_gpu(self.device):
+            self._outcomes()()
+        self.optimizer.zero_grad(set_to_none=True)
+        return metrics
+
+    def _step_if_finite(self, norm: Tensor) -> Tensor:
+        """Queue clipping and update, which the device leaves out where the norm is not finite. Return 1 there, else 0."""
+        limit, skipped = self.optim.clip_grad, norm.isfinite().logical_not_().float()
+        # Torch's protocol for gradient scalers: the kernel of the update divides the gradient, or does nothing.
+        optimizer: Any = self.optimizer
+        optimizer.found_inf = skipped
+        optimizer.grad_scale = None if limit is None else clip_divisor(norm, limit)
+        try:
+            self._step_optimizer()
+        finally:
+            del optimizer.found_inf, optimizer.grad_scale
+        return skipped
+
+    def _step_if_found_finite(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Clip, wait for the norm, and update if it is finite: for an optimizer that cannot decide it on the device."""
+        role = self.role
         metrics[role.grad_norm] = self.clip()
-        metrics[role.lr] = torch.tensor(learning_rate)
         if self.in_backward is not None:
-            metrics[role.partial] = self.in_backward.take_moved()
+            moved, sequence = self.in_backward.take_moved(), self.model.sequence
+            # The driver reads the metrics of one rank of those that share micro-batches.
+            metrics[role.partial] = moved if sequence is None else largest_of_ranks(moved, sequence)
         metrics = on_host(metrics)
         finite = _is_finite(metrics[role.grad_norm])
         metrics[role.skipped] = torch.tensor(0.0 if finite else 1.0)
         if finite:
             metrics.pop(role.partial, None)
-            self.apply()
-        self.optimizer.zero_grad(set_to_none=True)
+            self._step_optimizer()
         return metrics
 
+    def _outcomes(self) -> Callable[[], None]:
+        """Start to read whether the last steps were skipped. The result advances the schedule by those that were not."""
+        fetched, self._undecided = fetched_together(self._undecided, self.device), []
+        return lambda: self._note_steps(fetched())
+
+    def _set_learning_rates(self, rates: Sequence[float | Tensor]) -> None:
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
     def apply(self) -> None:
-        """Update the weights from their gradients, and advance the schedule."""
+        """Update the weights from their gradients, and advance a schedule that counts optimizer steps."""
+        self._step_optimizer()
+        self._note_steps([torch.tensor(0.0)])
+
+    def _step_optimizer(self) -> None:
         with optimizer_scope(self.optimizer, on_host=self.model.stays_on_host):
             self.optimizer.step()
-        self.schedule.step()
+
+    def _note_steps(self, skipped: Sequence[Tensor]) -> None:
+        """Advance a schedule that counts optimizer steps by those that were not skipped: 0 on the host."""
+        for one in skipped:
+            if isinstance(one, FakeTensor) or not float(one.numpy()):
+                self._moved = True
+                if self.optim.lr_schedule_steps == "updates":
+                    self.schedule.step()
 
     def clip(self) -> Tensor:
         """Return the global gradient norm before clipping, and clip the gradient if ``optim.clip_grad`` is set."""
-        parameters, limit = self.model.parameters(), self.optim.clip_grad
+        norm, limit = self._norm(), self.optim.clip_grad
+        if self.offloaded is not None:
+            self.offloaded.divide(None if limit is None else clip_divisor(norm, limit))
+        elif self.in_backward is None and limit is not None:
+            grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+            shards = [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads]
+            # Divided, not multiplied by the inverse: the fused kernel divides, and no knob may change the last bit.
+            torch._foreach_div_(shards, clip_divisor(norm, limit).to(shards[0].device))
+        return norm
+
+    def _norm(self) -> Tensor:
         if self.in_backward is not None:
             norm = self.in_backward.norm()
-        elif limit is None:
-            norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        elif self.offloaded is not None:
+            norm = self.offloaded.norm()
         else:
-            norm = clip_grad_norm_(parameters, limit)
+            norm = get_total_norm([parameter.grad for parameter in self.model.parameters() if parameter.grad is not None])
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def _accumulate_whole(
@@ -348,6 +493,11 @@ def readable(home: OffloadedParams | None) -> AbstractContextManager[None]:
     return nullcontext() if home is None else home.readable()
 
 
+def clip_divisor(norm: Tensor, limit: float) -> Tensor:
+    """Return what gradients of this global norm are divided by, so that it is at most ``limit``: 1 where it is already."""
+    return ((norm.float() + CLIP_EPSILON) / limit).clamp_(min=1.0)  # the fused kernel takes fp32 alone
+
+
 def over_steps(steps: Sequence[Mapping[str, Tensor]], counts: Sequence[str]) -> dict[str, float]:
     """Return the mean of each metric over optimizer steps, or, for ``counts``, the sum over the steps that have it."""
     means = {name: torch.stack([step[name] for step in steps]).mean().item() for name in steps[0] if name not in counts}
@@ -356,12 +506,9 @@ def over_steps(steps: Sequence[Mapping[str, Tensor]], counts: Sequence[str]) -> 
 
 
 def on_host(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the metrics as fp32 scalars on the host. An optimizer step waits for the device only here, once."""
-    values = {name: value.float() for name, value in metrics.items()}
-    on_device = [name for name, value in values.items() if value.device.type != "cpu"]
-    if on_device:
-        values |= zip(on_device, torch.stack([values[name] for name in on_device]).cpu(), strict=True)
-    return values
+    """Return the metrics as fp32 scalars on the host, which waits for the device."""
+    values = [value.float() for value in metrics.values()]
+    return dict(zip(metrics, fetched_together(values, values[0].device)(), strict=True))
 
 
 def _is_finite(norm: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -11,21 +12,38 @@ from typing import Any, TypeVar
 
 import torch
 
+from verl_memopt.config.keys import replaced
+from verl_memopt.config.schema import ActorRolloutRef
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.distributed.device import empty_cache, join_process_group, leave_process_group, local_device
 from verl_memopt.distributed.file_records import Records
-from verl_memopt.errors import Stopped
+from verl_memopt.errors import ConfigError, RolloutError, Stopped
+from verl_memopt.memory.critic_rules import CRITIC_PHASES
 from verl_memopt.memory.fused import fused_statements, take_compile_counts
 from verl_memopt.memory.host_buffers import host_allocator
+from verl_memopt.memory.knob import Work
 from verl_memopt.memory.limits_torch import available_bytes, limit_bytes, memory_limits
 from verl_memopt.memory.lora_torch import adapters_off
-from verl_memopt.memory.out_of_memory import MemorySnapshot, oom_retry, out_of_memory_report
+from verl_memopt.memory.out_of_memory import MemorySnapshot, RunParts, oom_retry, out_of_memory_report
 from verl_memopt.memory.residency import Residency
+from verl_memopt.memory.shared_weights import KEY as SHARE_WEIGHTS
+from verl_memopt.memory.shared_weights import bytes_a_parameter, why_not
+from verl_memopt.memory.token_packing import RowTokens
 from verl_memopt.model.policy_model import PolicyModel, dtype_of
 from verl_memopt.model.value_model import ValueModel
+from verl_memopt.model.weights import named_weights
 from verl_memopt.observe.log_setup import is_set_up, setup_logging
-from verl_memopt.observe.phase import MemoryProbe, PhaseMemory
-from verl_memopt.rollout.engine import EnginePlace, Generation, RolloutEngine, SamplingSettings, build_engine, max_model_len
+from verl_memopt.observe.phase import MIB, MemoryProbe, PhaseMemory
+from verl_memopt.rollout.engine import (
+    EnginePlace,
+    FinishedRows,
+    Generation,
+    RolloutEngine,
+    SamplingSettings,
+    build_engine,
+    max_model_len,
+    unread,
+)
 from verl_memopt.rollout.weight_checks import SyncCheck
 from verl_memopt.run.interrupts import StopFile, never
 from verl_memopt.worker.checkpoint import load_trained, save_model, save_trained, sent_weights
@@ -45,6 +63,8 @@ from verl_memopt.worker.policy import (
 from verl_memopt.worker.roles import RoleBuilder, compiles_functions, make_deterministic
 from verl_memopt.worker.trained_model import MiniBatch, TrainedModel
 
+logger = logging.getLogger(__name__)
+
 Result = TypeVar("Result")
 
 ENGINE_METHODS = ("generate",)
@@ -54,6 +74,14 @@ ENGINE_METHODS = ("generate",)
 def _built(role: Result | None) -> Result:
     assert role is not None, "the plan of this worker has no such role"
     return role
+
+
+def import_ahead(engine: str, device: str) -> None:
+    """Import what a worker with this engine (``rollout.name``) needs, besides this module, while the driver is still busy."""
+    if engine == "vllm":
+        from verl_memopt.rollout.vllm_engine import import_ahead as import_vllm
+
+        import_vllm(device)
 
 
 class Worker:
@@ -76,6 +104,7 @@ class Worker:
         folder = plan.snapshot_folder
         self.snapshot = None if folder is None else MemorySnapshot(Path(folder), placement.rank, self.device, self._resident)
         self.engine: RolloutEngine | None = None
+        self.shares_weights = False
         self.sync_check = SyncCheck(max_model_len(plan.settings.rollout)) if plan.sync_check else None
         self.policy: Policy | None = None
         self.reference: PolicyModel | None = None
@@ -107,7 +136,7 @@ class Worker:
         counted = track and (method not in ENGINE_METHODS or self._counts_engine)
         may_go_on = phase in self.plan.adaptive_phases and self.placement.world_size == 1
         with (
-            self._report_out_of_memory(phase),
+            self._report_out_of_memory(phase, work_of(args, self.settings.rollout.max_num_seqs, self._sequence_ranks(phase))),
             self.residency.phase(phase),
             self.probe.phase(phase, counted) as report,
             oom_retry(self.device, may_go_on) as recut,
@@ -125,11 +154,17 @@ class Worker:
     # The methods a phase can run.
 
     def generate(
-        self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingSettings, may_stop: bool = False
+        self,
+        prompt_ids: list[list[int]],
+        seeds: list[int],
+        sampling: SamplingSettings,
+        may_stop: bool = False,
+        finished: str | None = None,
     ) -> Generation | None:
         """Return one response per prompt, under the weights of the last sync; None if the rollout was abandoned.
 
         Arguments are as in :meth:`RolloutEngine.generate`. With ``may_stop`` it is abandoned when the run is asked to stop.
+        ``finished`` is the file of a :class:`FinishedRows` for rows that are complete before others; None = nobody reads them.
         """
         assert self.engine is not None
         self.wake_engine()
@@ -138,7 +173,8 @@ class Worker:
         stoppable = may_stop and self.plan.stop_file is not None
         stopped = StopFile(Path(str(self.plan.stop_file))).passed if stoppable else never
         try:
-            return self.engine.generate(prompt_ids, seeds, sampling, stopped)
+            report = unread if finished is None else FinishedRows(Path(finished)).write
+            return self.engine.generate(prompt_ids, seeds, sampling, stopped, report)
         except Stopped:
             return None
 
@@ -154,7 +190,7 @@ class Worker:
             empty_cache(self.device)
 
     def update_weights(self) -> None:
-        """Copy the policy's weights into the engine, bucket by bucket."""
+        """Copy the policy's weights into the engine, bucket by bucket. Weights that they share are there already."""
         assert self.engine is not None
         assert self.policy is not None
         rollout = self.settings.rollout
@@ -163,7 +199,10 @@ class Worker:
             empty_cache(self.device)
             self.engine.wake_up("weights")
         dtype = dtype_of(rollout.dtype, "actor_rollout_ref.rollout.dtype")
-        self.engine.load_weights(sent_weights(self.policy.model, rollout, dtype))
+        if self.shares_weights:
+            self.engine.weights_changed(dict(named_weights(self.policy.model)))
+        else:
+            self.engine.load_weights(sent_weights(self.policy.model, rollout, dtype))
         if self.sync_check is not None:
             self.sync_check.check_weights(self.engine, sent_weights(self.policy.model, rollout, dtype))
 
@@ -212,6 +251,20 @@ class Worker:
         """Take one optimizer step whose own forward computes the old log-probs."""
         return _built(self.policy).update_on_policy(mini, self.temperature)
 
+    def use_loss(self, name: str) -> None:
+        """Take another loss for the updates that follow, a key of :data:`verl_memopt.algorithms.records.LOSSES`."""
+        policy = _built(self.policy)
+        policy.actor = replaced(policy.actor, {"policy_loss.loss_mode": name})
+
+    def add_gradient(self, mini: MiniBatch) -> Updated:
+        """Add the gradient of a mini-batch to that of earlier ones. :meth:`take_step` follows."""
+        return _built(self.policy).add_gradient(mini, self.temperature)
+
+    def take_step(self, learning_rate: float | None) -> dict[str, float]:
+        """Take the optimizer step of the gradient that is there, a rollout's only one. As :meth:`TrainedModel.finish`."""
+        trained = _built(self.policy).trained
+        return trained.conclude([trained.finish({}, learning_rate)], ends_rollout=True)[0]
+
     def values(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> torch.Tensor:
         """Return the critic's value of the state before each response token, fp32 [R] on the host, in batch order."""
         return _built(self.critic).values(batch, micro_batches)
@@ -226,7 +279,8 @@ class Worker:
 
     def update_bypass(self, mini_batches: Sequence[MiniBatch]) -> list[Updated]:
         """Take one optimizer step per mini-batch, and return the metrics of each with the log-probs of its forward."""
-        return [_built(self.policy).update_on_policy(mini, self.temperature) for mini in mini_batches]
+        policy, last = _built(self.policy), len(mini_batches) - 1
+        return [policy.update_on_policy(mini, self.temperature, place == last) for place, mini in enumerate(mini_batches)]
 
     # Checkpoints and exported models.
 
@@ -288,12 +342,14 @@ class Worker:
 
     def _build(self) -> None:
         # The engine is first: it measures the free memory, sleeps, and leaves the device to the trainer.
-        place, settings = self.placement, self.settings
+        place, settings, shared = self.placement, self.settings, None
         join_process_group(self.device, place.rank, place.world_size, place.master_addr, place.master_port, settings.nccl_timeout)
         if self.plan.engine_folder is not None:
             self.engine = build_engine(settings.rollout, self._engine_place(self.plan.engine_folder))
+            shared = shared_weights(self.engine, settings, place.world_size)
+            self.shares_weights = shared is not None
             self.release_engine()
-        roles = RoleBuilder(self.plan, place, self.device, self.residency)
+        roles = RoleBuilder(self.plan, place, self.device, self.residency, shared)
         self.policy = roles.policy()
         # Each model rests before the next one is built, so that two of them need not fit on the device at once.
         self.residency.rest()
@@ -342,16 +398,24 @@ class Worker:
             yield self.role.model
 
     @contextmanager
-    def _report_out_of_memory(self, phase: str) -> Iterator[None]:
+    def _report_out_of_memory(self, phase: str, work: Work | None = None) -> Iterator[None]:
         snapshot = nullcontext() if self.snapshot is None else self.snapshot.on_out_of_memory(phase)
-        limit, critic = self.device_limit, self.plan.critic
+        parts = RunParts(self.settings, self.plan.critic, self.plan.reference_folder is not None, self.plan.rewards)
         with (
-            out_of_memory_report(
-                phase, self.device, self._resident, self.settings, limit, critic, self.plan.reference_folder is not None
-            ),
+            out_of_memory_report(phase, self.device, self._resident, parts, self.device_limit, work),
             snapshot,
         ):
             yield
+
+    def _sequence_ranks(self, phase: str) -> int:
+        """Return the ranks that share the micro-batches of a phase."""
+        own = {
+            "ref": self.reference,
+            "reward": self.reward_model if self.role is None else self.role.model,
+            **dict.fromkeys(CRITIC_PHASES, None if self.critic is None else self.critic.model),
+        }.get(phase)
+        model = own or (None if self.policy is None else self.policy.model)
+        return 1 if model is None or model.sequence is None else model.sequence.size
 
     @property
     def _counts_engine(self) -> bool:
@@ -366,6 +430,59 @@ class Worker:
             yield from (("params", parameter) for parameter in frozen.parameters())
         if self.engine is not None:
             yield from self.engine.resident_tensors()
+
+
+def work_of(arguments: Sequence[Any], sequences_at_once: int, sequence_ranks: int = 1) -> Work | None:
+    """Return what a call computes, from its arguments: mini-batches, or rows and their micro-batches, or prompts and seeds.
+
+    Tokens are those of one of the ``sequence_ranks`` that share each micro-batch.
+    """
+    # A role of a recipe gets its method first.
+    first, second = (*(each for each in arguments if not callable(each)), None, None)[:2]
+    minis = [first] if isinstance(first, MiniBatch) else first if isinstance(first, list) else []
+    if minis and all(isinstance(mini, MiniBatch) for mini in minis):
+        cut = [(mini.batch, mini.micro_batches) for mini in minis]
+    elif isinstance(second, Sequence) and hasattr(first, "row_tokens"):
+        cut = [(first, second)]
+    elif minis and isinstance(second, list):
+        return Work(min(len(minis), sequences_at_once))
+    else:
+        return None
+    found = [_micro_batch(batch.row_tokens(), rows) for batch, cuts in cut for rows in cuts if rows]
+    if not found:
+        return None
+    rows, *tokens = map(max, zip(*found, strict=True))
+    return Work(rows, *(-(-count // sequence_ranks) for count in tokens))
+
+
+def _micro_batch(tokens: RowTokens, rows: Sequence[int]) -> tuple[int, int, int, int]:
+    return len(rows), tokens.cost(rows), max(tokens.select(rows).each()), sum(tokens.answers[row] + 1 for row in rows)
+
+
+def shared_weights(engine: RolloutEngine, settings: ActorRolloutRef, devices: int) -> dict[str, torch.Tensor] | None:
+    """Return the weights of the engine that the policy computes with, or None where each has its own. Logs which and why.
+
+    Raises:
+        ConfigError: ``rollout.share_weights=true``, and they cannot be shared.
+    """
+    reason, weights = why_not(settings, devices), None
+    if reason is None:
+        try:
+            weights = engine.share_weights()
+        except RolloutError as error:
+            reason = f"{error}."
+    if weights is None and settings.rollout.share_weights is True:
+        raise ConfigError(f"{SHARE_WEIGHTS}=true: {reason} Set {SHARE_WEIGHTS}=auto to go on with two copies.")
+    if weights is None:
+        logger.info("engine and policy hold a copy of the weights each: %s", reason)
+    else:
+        num_bytes = sum(weight.numel() * weight.itemsize for weight in weights.values())
+        logger.info("engine and policy share one copy of the weights, %.1f MiB", num_bytes / MIB)
+    if settings.model.lora_rank == 0:
+        phases = bytes_a_parameter(settings, devices, weights is not None).items()
+        said = (f"{device:.4g} on the device and {host:.4g} on the host in the {phase}" for phase, (device, host) in phases)
+        logger.info("weights, gradients and optimizer state take these bytes a parameter: %s", ", ".join(said))
+    return weights
 
 
 # What a worker answers to a call.

@@ -12,12 +12,12 @@ import psutil
 
 from recipe.rloo.memory_study.arms import ARMS, EXPANSIONS, Arm, quick_arms, select
 from recipe.rloo.memory_study.charts import draw_all
-from recipe.rloo.memory_study.combine import combine
+from recipe.rloo.memory_study.combine import SUMMARY_NAME, combine
 from recipe.rloo.memory_study.monitor import PERIOD_SECONDS, NoNvmlError, open_device
 from recipe.rloo.memory_study.plan import CPU, CUDA, DEVICES, MOST_CPU_BYTES, QUICK_CPU_BYTES, device_chooser, needed_bytes
 from recipe.rloo.memory_study.records import COMPLETED, EXIT_CODES, REFUSED, CellResult, worst
 from recipe.rloo.memory_study.report import cell_line, report
-from recipe.rloo.memory_study.runner import MEASURE, How, run_study
+from recipe.rloo.memory_study.runner import CELLS, MEASURE, How, run_study
 from verl_memopt.distributed.device import device_count
 from verl_memopt.errors import UserError
 
@@ -183,7 +183,10 @@ def combine_results(options: argparse.Namespace) -> set[str]:
 
 
 def charts(options: argparse.Namespace) -> set[str]:
-    """Draw the charts and print their paths."""
+    """Draw the charts and print their paths. Cells that are not in the summary yet are combined first."""
+    summary, cells = options.out / SUMMARY_NAME, (options.out / CELLS).glob("*.json")
+    if not summary.exists() or any(cell.stat().st_mtime > summary.stat().st_mtime for cell in cells):
+        combine(options.out)
     for path in draw_all(options.out):
         sys.stdout.write(f"{path}\n")
     return {COMPLETED}

@@ -16,7 +16,6 @@ from recipe.rloo.memory_study.findings import find, held_bytes, process_bytes
 from recipe.rloo.memory_study.formula import device_bytes
 from recipe.rloo.memory_study.published import CARD_GIB, LABELS, PEAKS_GIB
 from recipe.rloo.memory_study.records import COMPLETED, OOM
-from verl_memopt.errors import DataError
 from verl_memopt.observe.charts import INK, PALETTE, figure, save, style
 
 if TYPE_CHECKING:
@@ -34,17 +33,8 @@ Row = Mapping[str, Any]
 
 
 def draw_all(out: Path) -> list[Path]:
-    """Draw the four charts of a results folder, and return their paths.
-
-    Raises:
-        DataError: The folder has no summary.
-    """
-    path = out / SUMMARY_NAME
-    if not path.exists():
-        raise DataError(
-            f"{path}: no such file. Combine the results first: python -m recipe.rloo.memory_study combine --out {out}"
-        )
-    summary = json.loads(path.read_text(encoding="utf-8"))
+    """Draw the four charts of a results folder that has a summary, and return their paths."""
+    summary = json.loads((out / SUMMARY_NAME).read_text(encoding="utf-8"))
     return [
         draw_peaks(summary, out / "peak_memory_comparison.png"),
         draw_timeline(read_results(out), out / "memory_usage_timeline.png"),

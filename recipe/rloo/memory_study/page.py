@@ -8,7 +8,7 @@ from typing import Any
 from recipe.rloo.memory_study.arms import EXPANSIONS, FULL, KS, LEGACY, MOST_KS, TRUNCATED
 from recipe.rloo.memory_study.findings import find, held_bytes, process_bytes
 from recipe.rloo.memory_study.formula import device_bytes
-from recipe.rloo.memory_study.published import LABELS, PEAKS_GIB
+from recipe.rloo.memory_study.published import LABELS, LAST_GIB, PEAKS_GIB
 from recipe.rloo.memory_study.records import COMPLETED, OOM
 
 MIB, GIB = 2**20, 2**30
@@ -62,14 +62,18 @@ def methods_table(summary: Summary, words: Mapping[str, str] = ENGLISH) -> str:
         for expansion in EXPANSIONS:
             # The published string-level runs had cut prompts, and no other published runs had.
             was_run = (prompt == TRUNCATED) == (expansion == "string")
-            published = [_gib(PEAKS_GIB[expansion, k], words) if was_run else "" for k in KS]
+            published = [_gib((expansion, k), words) if was_run else "" for k in KS]
             rows = [find(summary["rows"], update=LEGACY, coupled=True, prompt=prompt, expansion=expansion, k=k) for k in KS]
             lines.append(_line(words[prompt], LABELS[expansion], *published, *(_device(row, words) for row in rows)))
     return "\n".join(lines)
 
 
-def _gib(peak: float | None, words: Mapping[str, str]) -> str:
-    return words[OOM] if peak is None else f"{peak:.2f}"
+def _gib(run: tuple[str, int], words: Mapping[str, str]) -> str:
+    """Return a published peak. Of a run that died, the word for that, and its last reading where one was published."""
+    peak = PEAKS_GIB[run]
+    if peak is not None:
+        return f"{peak:.2f}"
+    return f"{LAST_GIB[run]:.2f}, {words[OOM]}" if run in LAST_GIB else words[OOM]
 
 
 def _device(row: Row | None, words: Mapping[str, str]) -> str:

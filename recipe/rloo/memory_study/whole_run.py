@@ -65,7 +65,7 @@ def measure_whole_run(shapes: Shapes, k: int, seed: int = 0, device: str = "cpu"
             reference_folder=str(folder),
             tokenizer_folder=str(folder),
             eos_token_ids=(0,),
-            optimizer_steps=shapes.epochs,
+            schedule_steps=shapes.epochs,
             free_engine=bool(settings.rollout.free_cache_engine),
             track_init=False,
         )

@@ -13,7 +13,6 @@ from verl_memopt.algorithms.estimators import (
     opo_advantages,
     optimal_token_baseline_advantages,
     rloo_advantages,
-    without_baseline,
 )
 from verl_memopt.algorithms.kl import token_level_rewards
 from verl_memopt.algorithms.records import CUSTOM, ESTIMATORS, SFT, STATISTICS, load
@@ -22,7 +21,7 @@ from verl_memopt.config.schema import Algorithm
 NAN = float("nan")
 SAMPLE = Ragged((3, 1, 4, 2, 0), 7)
 VERLS = {
-    "gae", "grpo", "grpo_passk", "gpg", "opo", "optimal_token_baseline", "reinforce_plus_plus",
+    "gae", "gdpo", "grpo", "grpo_passk", "gpg", "opo", "optimal_token_baseline", "reinforce_plus_plus",
     "reinforce_plus_plus_baseline", "remax", "rloo", "tir_optimal_token_baseline",
 }  # fmt: skip
 
@@ -33,7 +32,7 @@ def inputs(rewards=(1.0, 0.0, 0.5, 0.0, 2.0)):
         scores, torch.tensor([0, 0, 1, 1, 1]), valid, SAMPLE.row, SAMPLE.lengths,
         token_rewards=token_level_rewards(scores, SAMPLE.row, SAMPLE.lengths),
         values=SAMPLE.tokens(0).float(), baselines=torch.full((5,), 0.25), old_log_probs=-SAMPLE.tokens(1).abs().float(),
-        statistics={"sum_pi_squared": torch.full((10,), 0.5)},
+        statistics={"sum_pi_squared": torch.full((10,), 0.5)}, components=torch.stack([scores, -scores.square()], 1),
     )  # fmt: skip
 
 
@@ -58,7 +57,7 @@ def test_a_record_names_the_parameters_of_its_function_and_where_each_comes_from
 
 @pytest.mark.parametrize("name", sorted(VERLS))
 def test_an_estimator_gives_one_number_a_token_from_the_inputs_it_names(name):
-    costly = ("values", "baselines", "old_log_probs")
+    costly = ("values", "baselines", "old_log_probs", "components")
     bare = replace(inputs(), statistics={}, **dict.fromkeys(costly))
     needed = {field: getattr(inputs(), field) for field in ESTIMATORS[name].inputs if field in costly}
     statistics = {field: inputs().statistics[field] for field in ESTIMATORS[name].inputs if field in STATISTICS}
@@ -111,15 +110,15 @@ def test_names_reach_their_functions():
 
 def test_a_step_of_single_samples_takes_the_reward_itself_where_a_group_would_give_the_baseline():
     once = replace(inputs(), group=torch.arange(5), valid=torch.tensor([True, True, False, True, True]))
-    assert [name for name in ESTIMATORS if ESTIMATORS[name].alone] == ["rloo", "grpo"]
-    for name in ("rloo", "grpo"):
-        expected = without_baseline(once.rewards, once.valid, **({"normalize_by_std": False} if name == "grpo" else {}))
-        assert torch.equal(estimated(name, once, norm_adv_by_std_in_grpo=False).per_token, expected[SAMPLE.row])
-    assert torch.equal(
-        estimated("grpo", once).per_token, without_baseline(once.rewards, once.valid, normalize_by_std=True)[SAMPLE.row]
-    )
+    assert {name for name in ESTIMATORS if ESTIMATORS[name].alone} == {
+        "rloo", "grpo", "gdpo", "opo", "gpg", "reinforce_plus_plus_baseline",
+    }  # fmt: skip
+    rewards = torch.where(once.valid, once.rewards, 0.0)[SAMPLE.row]
+    for name in ("rloo", "grpo", "opo"):
+        assert torch.equal(estimated(name, once, norm_adv_by_std_in_grpo=False).per_token, rewards)
+    torch.testing.assert_close(estimated("grpo", once).per_token, rewards / (1 + 1e-6))
     one_pair = replace(once, group=torch.tensor([0, 1, 2, 3, 3]))
-    assert torch.equal(estimated("rloo", one_pair).per_token[SAMPLE.row < 3], torch.zeros(8))
+    assert torch.equal(estimated("rloo", one_pair).per_token[SAMPLE.row < 3], rewards[SAMPLE.row < 3])
 
 
 def test_importance_weights_reach_the_token_baseline():

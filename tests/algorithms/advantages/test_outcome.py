@@ -11,6 +11,7 @@ from tests.algorithms.modes import OF_REWARDS
 from tests.algorithms.ragged import ragged
 from verl_memopt.algorithms.estimators import (
     check_rewards,
+    gdpo_advantages,
     gpg_advantages,
     group_counts,
     group_statistics,
@@ -19,7 +20,6 @@ from verl_memopt.algorithms.estimators import (
     has_signal,
     opo_advantages,
     rloo_advantages,
-    without_baseline,
 )
 from verl_memopt.errors import RewardError
 
@@ -67,20 +67,25 @@ def naive_passk(rewards, groups, valid, by_std):
     return result
 
 
+def lone(rewards, groups, valid, advantages):
+    """Puts the reward itself where a valid row is its whole group."""
+    alone = [valid[i] and groups.count(groups[i]) == 1 for i in range(len(rewards))]
+    return [rewards[i] if alone[i] else value for i, value in enumerate(advantages)]
+
+
 def naive_gpg(rewards, groups, valid):
-    centred = naive_grpo(rewards, groups, valid, by_std=False)
-    taught = sum(
-        len({rewards[j] for j in range(len(rewards)) if valid[j] and groups[j] == groups[i]}) > 1
-        for i in range(len(rewards))
-        if valid[i]
-    )
-    return [sum(valid) / taught * value if taught else 0.0 for value in centred]
+    centred = lone(rewards, groups, valid, naive_grpo(rewards, groups, valid, by_std=False))
+    scored = sum(reward != 0 for reward, counts in zip(rewards, valid, strict=True) if counts)
+    return [sum(valid) / max(scored, 1) * value for value in centred]
 
 
 def naive_opo(rewards, groups, valid, lengths):
     result = []
     for i, reward in enumerate(rewards):
         members = [j for j in range(len(rewards)) if groups[j] == groups[i] and valid[j]]
+        if valid[i] and groups.count(groups[i]) == 1:
+            result.append(reward)
+            continue
         if not valid[i] or len({rewards[j] for j in members}) < 2:
             result.append(0.0)
             continue
@@ -105,11 +110,12 @@ rows = st.lists(
 def test_advantages_equal_the_row_by_row_definitions_for_any_order_of_rows_and_any_group_ids(rows):
     rewards, groups, valid = (list(column) for column in zip(*rows, strict=True))
     arguments = tensors(rewards, groups, valid)
+    left_out = lone(rewards, groups, valid, naive_rloo(rewards, groups, valid))
+    relative = [naive_grpo(rewards, groups, valid, by_std=by_std) for by_std in (True, False)]
     for ours, naive in [
-        (rloo_advantages(*arguments), naive_rloo(rewards, groups, valid)),
-        (rloo_advantages(*arguments, normalize=True), naive_normalized(naive_rloo(rewards, groups, valid), valid)),
-        (grpo_advantages(*arguments), naive_grpo(rewards, groups, valid, by_std=True)),
-        (grpo_advantages(*arguments, normalize_by_std=False), naive_grpo(rewards, groups, valid, by_std=False)),
+        (rloo_advantages(*arguments), left_out),
+        (grpo_advantages(*arguments), lone([reward / (1 + 1e-6) for reward in rewards], groups, valid, relative[0])),
+        (grpo_advantages(*arguments, normalize_by_std=False), lone(rewards, groups, valid, relative[1])),
         (grpo_passk_advantages(*arguments), naive_passk(rewards, groups, valid, by_std=True)),
         (grpo_passk_advantages(*arguments, normalize_by_std=False), naive_passk(rewards, groups, valid, by_std=False)),
         (gpg_advantages(*arguments), naive_gpg(rewards, groups, valid)),
@@ -126,9 +132,28 @@ def test_opo_equals_the_reward_minus_the_length_weighted_mean(sample):
     torch.testing.assert_close(advantages, torch.tensor(expected), rtol=1e-6, atol=1e-6)
 
 
-def test_opo_of_equal_rewards_and_of_groups_of_one_is_exactly_zero():
+def test_opo_of_equal_rewards_and_of_one_valid_member_of_several_is_exactly_zero():
     rewards, groups, valid = tensors([0.1, 0.1, 0.1, 7.0, NAN, 3.0], [0, 0, 0, 1, 2, 2])
-    assert torch.equal(opo_advantages(rewards, groups, valid, torch.tensor([3, 1, 7, 2, 5, 5])), torch.zeros(6))
+    advantages = opo_advantages(rewards, groups, valid, torch.tensor([3, 1, 7, 2, 5, 5]))
+    assert advantages.tolist() == [0.0, 0.0, 0.0, 7.0, 0.0, 0.0]
+
+
+def test_gdpo_whitens_over_tokens_the_weighted_sum_of_each_rewards_group_advantages():
+    rewards = [[1.0, 0.2], [0.0, 0.4], [1.0, 0.9], [0.0, 0.9], [5.0, 5.0], [2.0, -1.0]]
+    groups, valid, lengths, weights = [0, 0, 7, 7, 7, 3], [True, True, True, True, False, True], [3, 1, 2, 4, 2, 5], [0.5, 2.0]
+    sums = [0.0] * 6
+    for reward, weight in enumerate(weights):
+        column = [row[reward] for row in rewards]
+        each = lone(column, groups, valid, naive_grpo(column, groups, valid, by_std=True))
+        sums = [total + weight * one for total, one in zip(sums, each, strict=True)]
+    tokens = [(sums[row], valid[row]) for row, length in enumerate(lengths) for _ in range(length)]
+    known = [value for value, counts in tokens if counts]
+    mean, scale = statistics.fmean(known), math.sqrt(statistics.variance(known) + 1e-8)
+    expected = [(value - mean) / scale if counts else 0.0 for value, counts in tokens]
+    row = torch.repeat_interleave(torch.arange(6), torch.tensor(lengths))
+    given = torch.tensor(rewards), torch.tensor(groups), torch.tensor(valid), row
+    assert gdpo_advantages(*given, weights=weights).tolist() == pytest.approx(expected, abs=1e-5)
+    assert gdpo_advantages(*given).tolist() == gdpo_advantages(*given, weights=[1.0, 1.0]).tolist()
 
 
 def test_two_best_answers_have_no_lead():
@@ -136,19 +161,27 @@ def test_two_best_answers_have_no_lead():
 
 
 def test_gpg_makes_up_for_groups_that_teach_nothing():
-    # 2 of 4 rows have a gradient: alpha = 2
-    assert gpg_advantages(*tensors([1.0, 0.0, 1.0, 1.0], [0, 0, 1, 1])).tolist() == [1.0, -1.0, 0.0, 0.0]
+    # By the paper 2 of 4 rows have a gradient: alpha = 2.
+    given = tensors([1.0, 0.0, 1.0, 1.0], [0, 0, 1, 1])
+    assert gpg_advantages(*given, counts="informative").tolist() == [1.0, -1.0, 0.0, 0.0]
+
+
+def test_gpg_counts_the_rows_whose_reward_is_not_0_as_verl():
+    # alpha = 8 / 5, and 0.75 or -0.25 above the mean; by the paper alpha = 8 / 4.
+    given = tensors([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0], [0] * 4 + [1] * 4)
+    assert gpg_advantages(*given).tolist() == pytest.approx([1.2, -0.4, -0.4, -0.4, 0, 0, 0, 0])
+    assert gpg_advantages(*given, counts="informative").tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5, 0, 0, 0, 0])
 
 
 @given(rows)
-def test_without_a_baseline_the_rewards_themselves_are_normalized(rows):
+def test_single_responses_are_normalized_over_the_step(rows):
     rewards, _, valid = (list(column) for column in zip(*rows, strict=True))
-    normalized = without_baseline(torch.tensor(rewards), torch.tensor(valid), normalize=True)
+    normalized = rloo_advantages(torch.tensor(rewards), torch.arange(len(rewards)), torch.tensor(valid), normalize=True)
     torch.testing.assert_close(normalized, torch.tensor(naive_normalized(rewards, valid)), rtol=1e-6, atol=1e-6)
 
 
 def test_normalized_advantages_of_equal_rewards_are_exactly_zero_beside_groups_that_differ():
-    rewards, groups, valid = tensors([0.1, 0.1, 0.1, 1.0, 0.3, 7.0, NAN, 2.0], [0, 0, 0, 1, 1, 2, 3, 3])
+    rewards, groups, valid = tensors([0.1, 0.1, 0.1, 1.0, 0.3, 7.0, NAN, NAN, 2.0], [0, 0, 0, 1, 1, 2, 2, 3, 3])
     advantages = rloo_advantages(rewards, groups, valid, normalize=True)
     assert [place for place, advantage in enumerate(advantages.tolist()) if advantage != 0.0] == [3, 4]
     # Seven valid rows of 0 but for 0.7 and -0.7: the variance is 2 * 0.49 / 6.
@@ -175,10 +208,11 @@ def test_a_group_with_one_valid_member_gets_zero_and_an_invalid_row_changes_no_o
     assert torch.equal(with_invalid, torch.cat([alone[2:], torch.zeros(1)]))
 
 
-def test_without_a_baseline_the_reward_itself_is_the_advantage():
-    rewards, _, valid = tensors([2.0, NAN, -1.0], [4, 0, 7])
-    assert without_baseline(rewards, valid).tolist() == [2.0, 0.0, -1.0]
-    assert without_baseline(rewards, valid, True).tolist() == pytest.approx([2 / 1.000001, 0.0, -1 / 1.000001], rel=1e-7)
+@pytest.mark.parametrize("name", sorted(OF_REWARDS.keys() - {"gpg", "grpo_passk"}))
+def test_a_single_response_beside_a_group_keeps_its_reward_and_changes_no_other(name):
+    among = OF_REWARDS[name](*tensors([5.0, 1.0, 0.0, NAN], [0, 1, 1, 2]))
+    group = OF_REWARDS[name](*tensors([1.0, 0.0], [1, 1]))
+    assert among.tolist() == pytest.approx([5.0, *group.tolist(), 0.0], rel=2e-6)
 
 
 def test_leave_one_out_by_hand():

@@ -55,7 +55,9 @@ def test_the_baseline_form_whitens_the_rewards_centred_in_their_groups(sample):
     centred = []
     for i in range(len(sample.sizes)):
         members = [rewards[j].item() for j in range(len(sample.sizes)) if groups[j] == groups[i] and valid[j]]
-        centred.append(rewards[i].item() - sum(members) / len(members) if valid[i] and len(set(members)) > 1 else 0.0)
+        alone = valid[i] and int((groups == groups[i]).sum()) == 1
+        baseline = 0.0 if alone else sum(members) / max(len(members), 1)
+        centred.append(rewards[i].item() - baseline if alone or (valid[i] and len(set(members)) > 1) else 0.0)
     row = sample.row.tolist()
     expected = naive_whiten([centred[i] for i in row], [bool(valid[i]) for i in row])
     close(reinforce_plus_plus_baseline_advantages(rewards.float(), groups, valid, sample.row), expected)

@@ -35,6 +35,8 @@ def token_term(mode, ratio, log_prob, advantage, selected):
         return ppo_term(ratio, advantage, dual_clip=True)
     if mode == "cispo":
         return -min(max(ratio, 0.8), 1.3) * advantage * log_prob
+    if mode.startswith("dppo"):
+        return dppo_factor(mode, ratio, log_prob, advantage) * log_prob
     if mode == "sapo":
         tau = 1.5 if advantage > 0 else 2.5
         return -advantage * 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
@@ -44,6 +46,17 @@ def token_term(mode, ratio, log_prob, advantage, selected):
         return -advantage * ratio + (0.7 * abs(math.log(ratio)) if selected else 0.0)
     loss = ppo_term(ratio, advantage, dual_clip=False)
     return 0.0 if selected and loss == -ratio * advantage else loss
+
+
+def dppo_factor(mode, ratio, log_prob, advantage):
+    """The factor of a log-prob in DPPO: 0 where its probability moved too far towards where the advantage pushes it."""
+    p, old = math.exp(log_prob), math.exp(log_prob) / ratio
+    if mode == "dppo_tv":
+        counts = p - old <= 0.3 if advantage > 0 else old - p <= 0.2
+    else:
+        kl = old * math.log(old / p) + (1 - old) * math.log((1 - old + 1e-8) / (1 - p + 1e-8)) if p < 1 else math.inf
+        counts = p <= old or kl <= 0.3 if advantage > 0 else p >= old or kl <= 0.2
+    return -min(ratio, 1.5) * advantage * counts
 
 
 def geo_mean_term(ratios, advantage):
@@ -56,17 +69,20 @@ def geo_mean_term(ratios, advantage):
 def naive_loss(new, old, mode, agg):
     """Row by row from lists of per-token log-probs."""
     ratios = [[math.exp(n - o) for n, o in zip(ns, os, strict=True)] for ns, os in zip(new, old, strict=True)]
-    if mode in ("sequence", "gspo"):
-        power = (lambda row: 1 / len(row)) if mode == "gspo" else (lambda row: 1)
-        terms = [ppo_term(math.prod(r) ** power(r), a, dual_clip=False) for r, a in zip(ratios, ADVANTAGES, strict=True)]
+    if mode == "sequence":
+        terms = [ppo_term(math.prod(row), a, dual_clip=False) for row, a in zip(ratios, ADVANTAGES, strict=True)]
         return sum(terms) / len(terms)
     if mode == "geo_mean":
         return sum(geo_mean_term(row, a) for row, a in zip(ratios, ADVANTAGES, strict=True)) / len(ratios)
     selected = iter(EACH.tolist())
-    rows = [
-        [token_term(mode, r, n, a, next(selected)) for r, n in zip(row, ns, strict=True)]
-        for row, ns, a in zip(ratios, new, ADVANTAGES, strict=True)
-    ]
+    if mode == "gspo":
+        means = [math.prod(row) ** (1 / len(row)) for row in ratios]
+        rows = [[ppo_term(r, a, dual_clip=False)] * n for r, a, n in zip(means, ADVANTAGES, LENGTHS, strict=True)]
+    else:
+        rows = [
+            [token_term(mode, r, n, a, next(selected)) for r, n in zip(row, ns, strict=True)]
+            for row, ns, a in zip(ratios, new, ADVANTAGES, strict=True)
+        ]
     if mode == "sapo":
         return sum(sum(row) / len(row) for row in rows) / len(rows)
     if agg in ("token-mean", "token-sum"):
@@ -92,7 +108,7 @@ def run(new, old, indices, settings):
     return policy_loss(LossTokens(*cut, advantages, row, lengths, COUNTS, selected=selected), settings)
 
 
-MODES = [(mode, agg) for mode in LOSSES for agg in (LOSS_AGG_MODES if mode in TOKEN_LOCAL else ["token-mean"])]
+MODES = [(mode, agg) for mode in LOSSES for agg in (["token-mean"] if LOSSES[mode].by_sequence else LOSS_AGG_MODES)]
 
 
 @pytest.mark.parametrize(("mode", "agg"), MODES)
@@ -220,7 +236,24 @@ def test_the_kl_of_a_token_is_counted_up_to_20(log_ratio, kl):
     assert one_token(log_ratio, 1.0, actor("vanilla"))[1]["ppo_kl"].item() == kl
 
 
-@pytest.mark.parametrize("mode", WITH_PPO_RATIO)
+def test_gspo_holds_a_mean_log_ratio_to_at_most_10_as_verl():
+    for log_ratio, held, slope in ((12.0, 10.0, 0), (9.0, 9.0, math.exp(9)), (-30.0, -30.0, math.exp(-30))):
+        loss, metrics, new = one_token(log_ratio, -1.0, replace(actor("gspo"), clip_ratio_low=1.0, clip_ratio_high=1e-6))
+        loss.backward()
+        assert loss.item() == pytest.approx(math.exp(held) if log_ratio > 0 else 1.0 * math.exp(held), rel=1e-5)
+        assert new.grad.item() == pytest.approx(slope, rel=1e-5)
+        assert metrics["ratio_clamped"].item() == (log_ratio > 10)
+
+
+@pytest.mark.parametrize("mode", ["kl_cov", "geo_mean"])
+def test_ratios_that_verl_does_not_clamp_are_not_clamped(mode):
+    new, one = torch.tensor([25.0], dtype=torch.float64, requires_grad=True), torch.tensor([1])
+    fields = (torch.zeros(1, dtype=torch.float64), -torch.ones(1, dtype=torch.float64), one - 1, one, GlobalCounts(1, 1))
+    loss, _ = policy_loss(LossTokens(new, *fields, selected=torch.tensor([False])), actor(mode))
+    assert loss.item() == pytest.approx(math.exp(25), rel=1e-9)
+
+
+@pytest.mark.parametrize("mode", ["vanilla", "sequence"])
 def test_a_log_ratio_below_minus_20_counts_as_minus_20_and_has_no_gradient(mode):
     loss, metrics, new = one_token(-30.0, 1.0, actor(mode))
     loss.backward()
@@ -245,12 +278,13 @@ def test_the_gradient_equals_that_of_differences_of_the_row_by_row_definition(mo
     leaf = new.clone().requires_grad_()
     run(leaf, old, range(4), actor(mode))[0].backward()
     old_rows, step = [row.tolist() for row in old.split(LENGTHS)], 1e-6
-    # The factor of CISPO has no gradient: it stays as it is while the log-prob moves.
-    factors = [min(max(math.exp(n - o), 0.8), 1.3) for n, o in zip(new.tolist(), old.tolist(), strict=True)]
-    advantages = [a for a, size in zip(ADVANTAGES, LENGTHS, strict=True) for _ in range(size)]
+    ratios, advantages = (new - old).exp().tolist(), [a for a, size in zip(ADVANTAGES, LENGTHS, strict=True) for _ in range(size)]
     for place in range(sum(LENGTHS)):
+        # The factors of CISPO and DPPO have no gradient: they stay as they are while the log-prob moves.
         if mode == "cispo":
-            expected = -factors[place] * advantages[place] / sum(LENGTHS)
+            expected = -min(max(ratios[place], 0.8), 1.3) * advantages[place] / sum(LENGTHS)
+        elif mode.startswith("dppo"):
+            expected = dppo_factor(mode, ratios[place], new[place].item(), advantages[place]) / sum(LENGTHS)
         else:
             moved = [new.clone() for _ in range(2)]
             moved[0][place] += step

@@ -9,7 +9,7 @@ from verl_memopt.algorithms.losses import LossTokens, cispo_loss, geo_mean_loss,
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor
 
-SETTINGS = Actor(clip_ratio_low=0.2, clip_ratio_high=0.3)
+SETTINGS = Actor(clip_ratio_low=0.2, clip_ratio_high=0.3, loss_agg_mode="seq-mean-token-mean")
 
 
 def padded_gspo(new, old, advantages, mask):

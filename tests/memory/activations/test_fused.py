@@ -15,7 +15,7 @@ from verl_memopt.algorithms.estimators import sum_of_squares
 from verl_memopt.distributed.device import local_device
 from verl_memopt.memory import fused
 from verl_memopt.memory.fused import compiler_works, fused_statements, over_rows, run_compiled, take_compile_counts, tiles
-from verl_memopt.memory.logit_tiles import both_gradients_, log_softmax_, softmax_
+from verl_memopt.memory.logit_tiles import both_gradients_, log_softmax_, product_gradient_, product_statistics, softmax_
 from verl_memopt.memory.recomputation import RMSNorm, SwiGLU, norm_gradient
 from verl_memopt.model.attention import REGISTERED
 from verl_memopt.model.decoder import BlockOptions
@@ -322,6 +322,11 @@ def test_no_compiled_function_holds_a_temporary_of_all_its_rows(compiles):
         log_softmax_: ([logits.clone(), None], True),
         both_gradients_: ([logits.clone(), each, each, each, None],),
         sum_of_squares: ([logits, None],),
+    }
+    half, targets, parts = logits.bfloat16(), torch.arange(rows), torch.rand(rows, 2)
+    head |= {
+        product_statistics: ([half, targets, parts, each.clone(), each.clone()], 0.7),
+        product_gradient_: ([half, targets, parts, each, each, each], 0.7),
     }
     for function, (tensors, *others) in head.items():
         assert largest_allocation(function, tensors, *others) <= 4 * rows * 3, function

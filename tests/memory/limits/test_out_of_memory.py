@@ -12,16 +12,18 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from tests.observe.simulated_device import MIB
 from verl_memopt.config.keys import replaced
 from verl_memopt.config.role_settings import Optim
-from verl_memopt.config.schema import Actor, ActorRolloutRef, Critic, Model, Rollout
+from verl_memopt.config.schema import Actor, ActorRolloutRef, Critic, Model, RewardModel, Rollout
 from verl_memopt.errors import ConfigError, DeviceMemoryError
+from verl_memopt.memory import out_of_memory as room
 from verl_memopt.memory.host_buffers import GIB, host_buffer
+from verl_memopt.memory.knob import Work
 from verl_memopt.memory.out_of_memory import (
     MOST_TENSORS,
     MemorySnapshot,
+    RunParts,
     Shortage,
     _bytes_by_kind,
     _requested_bytes,
-    advice,
     out_of_memory_report,
     snapshot_path,
     wake_report,
@@ -35,13 +37,17 @@ CPU = torch.device("cpu")
 SETTINGS = ActorRolloutRef(actor=Actor(use_dynamic_bsz=True), rollout=Rollout(name="hf"))
 
 
+def advice(phase, kinds, settings, critic=None, reference=True):
+    return [way.text for way in room.advice(phase, kinds, RunParts(settings, critic, reference))]
+
+
 def told(body, limit=1000, phase="update_actor", settings=SETTINGS):
     """Gives the message of the error that a body which allocates too much ends with."""
     kept = torch.zeros(50)
     probe = MemoryProbe(CPU, lambda: [("params", kept)], limit)
     with (
         pytest.raises(DeviceMemoryError) as caught,
-        out_of_memory_report(phase, CPU, list, settings, limit),
+        out_of_memory_report(phase, CPU, list, RunParts(settings), limit),
         probe.phase(phase, track=True),
     ):
         body()
@@ -75,7 +81,8 @@ def test_the_error_names_phase_limit_kinds_the_largest_and_the_way_out():
     message = told(body)
     assert message.startswith("update_actor: out of device memory at")
     assert "logits 7.45e-07, params 1.86e-07, activations 1.49e-07 GiB" in message
-    way_out = f"Most of it is logits: set {ADAPTIVE}. Also: set actor_rollout_ref.model.logprob_chunk_tokens=256;"
+    # Of 800 bytes for 960 of logits and activations, half is kept free: 512 * 800 / 960 / 2.
+    way_out = f"Most of it is logits: set {ADAPTIVE}. Also: lower actor_rollout_ref.model.logprob_chunk_tokens to 213 (now 512);"
     assert way_out in message
 
 
@@ -89,7 +96,10 @@ def fake(size):
 
 
 def told_on_gpu(error, resident, phase="update_actor", settings=SETTINGS, limit=None):
-    with pytest.raises(DeviceMemoryError) as caught, out_of_memory_report(phase, GPU, lambda: resident, settings, limit):
+    with (
+        pytest.raises(DeviceMemoryError) as caught,
+        out_of_memory_report(phase, GPU, lambda: resident, RunParts(settings), limit),
+    ):
         raise error
     return str(caught.value)
 
@@ -129,15 +139,15 @@ def test_memory_that_runs_out_beside_the_allocator_is_told_as_well(device, says)
 
 @pytest.mark.parametrize("says", ["CUDA error: an illegal memory access was encountered", "shapes do not match"])
 def test_another_runtime_error_on_a_gpu_passes_unchanged(device, says):
-    with pytest.raises(RuntimeError, match=says), out_of_memory_report("gen", GPU, list, SETTINGS, None):
+    with pytest.raises(RuntimeError, match=says), out_of_memory_report("gen", GPU, list, RunParts(SETTINGS), None):
         raise RuntimeError(says)
 
 
 @pytest.mark.parametrize(
     ("rollout", "first"),
     [
-        ({}, "To make room: lower actor_rollout_ref.rollout.gpu_memory_utilization (now 0.5)."),
-        ({"kv_cache_memory_gb": 8.0}, "To make room: lower actor_rollout_ref.rollout.kv_cache_memory_gb (now 8.0)."),
+        ({}, "To make room: lower actor_rollout_ref.rollout.gpu_memory_utilization to 0.37 (now 0.5)."),
+        ({"kv_cache_memory_gb": 8.0}, "To make room: lower actor_rollout_ref.rollout.kv_cache_memory_gb to 4.0 (now 8.0)."),
     ],
 )
 def test_a_cache_that_cannot_wake_is_told_with_the_key_that_makes_it_smaller(device, rollout, first):
@@ -149,7 +159,7 @@ def test_a_cache_that_cannot_wake_is_told_with_the_key_that_makes_it_smaller(dev
             raise RuntimeError(VLLM_SAYS)
 
     resident = [("params", fake(7 * GIB)), ("optimizer", fake(9 * GIB))]
-    with pytest.raises(DeviceMemoryError) as caught, out_of_memory_report("gen", GPU, lambda: resident, settings, None):
+    with pytest.raises(DeviceMemoryError) as caught, out_of_memory_report("gen", GPU, lambda: resident, RunParts(settings), None):
         body()
     message = str(caught.value)
     assert message.startswith("gen: out of device memory at 36 of 32 GiB (waking kv, 16 GiB: CUDA Error: out of memory")
@@ -174,7 +184,7 @@ def test_what_the_phase_held_is_let_go_of_while_its_error_lives(device, where):
         alive.append(weakref.ref(held))
         raise DeviceLimitError(1, {}, "op", 1) if where == CPU else torch.OutOfMemoryError("CUDA out of memory.")
 
-    with pytest.raises(DeviceMemoryError) as caught, out_of_memory_report("gen", where, list, SETTINGS, None):
+    with pytest.raises(DeviceMemoryError) as caught, out_of_memory_report("gen", where, list, RunParts(SETTINGS), None):
         body()
     assert alive[0]() is None
     assert caught.value is not None
@@ -193,14 +203,14 @@ def test_running_out_in_backward_is_told_as_well():
 
 
 def test_other_errors_pass_unchanged():
-    with pytest.raises(ConfigError), out_of_memory_report("gen", CPU, list, SETTINGS, None):
+    with pytest.raises(ConfigError), out_of_memory_report("gen", CPU, list, RunParts(SETTINGS), None):
         raise ConfigError("x")
-    with pytest.raises(torch.OutOfMemoryError), out_of_memory_report("gen", CPU, list, SETTINGS, None):
+    with pytest.raises(torch.OutOfMemoryError), out_of_memory_report("gen", CPU, list, RunParts(SETTINGS), None):
         raise torch.OutOfMemoryError("not the tracker's")
 
 
 def test_the_error_reaches_the_driver_and_ends_the_run_with_a_failure():
-    error = Shortage({"kv": GIB, "params": 2 * GIB}, 3 * GIB, 2 * GIB, "aten.zeros").error("gen", SETTINGS)
+    error = Shortage({"kv": GIB, "params": 2 * GIB}, 3 * GIB, 2 * GIB, "aten.zeros").error("gen", RunParts(SETTINGS))
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
     assert str(error).startswith("gen: out of device memory at 3 of 2 GiB (aten.zeros): params 2, kv 1 GiB.")
     assert error.exit_code != 0
@@ -211,7 +221,7 @@ def test_the_error_carries_what_was_held_and_asked_for():
     probe = MemoryProbe(CPU, lambda: [("params", kept)], 400)
     with (
         pytest.raises(DeviceMemoryError) as caught,
-        out_of_memory_report("ref", CPU, list, SETTINGS, 400),
+        out_of_memory_report("ref", CPU, list, RunParts(SETTINGS), 400),
         probe.phase("ref", True),
     ):
         torch.zeros(51)
@@ -249,7 +259,7 @@ def test_only_a_model_that_the_phase_does_not_use_is_advised_to_leave_the_device
 
 
 def test_a_chunk_that_is_small_already_is_not_advised_to_grow():
-    small = dataclasses.replace(SETTINGS, model=Model(path="", logprob_chunk_tokens=128))
+    small = dataclasses.replace(SETTINGS, model=Model(path="", logprob_chunk_tokens=64))
     assert not any("logprob_chunk_tokens" in way for way in advice("update_actor", ["logits"], small))
 
 
@@ -326,7 +336,8 @@ def test_without_a_critic_none_of_its_keys_is_advised():
 
 
 def test_the_values_pass_is_lowered_by_its_own_budget():
-    assert "lower critic.forward_max_token_len_per_gpu" in advice("values", ["activations"], SETTINGS, CRITIC)[0]
+    ways = advice("values", ["activations"], SETTINGS, CRITIC)
+    assert ways == ["set critic.adaptive_token_budget=true", "lower critic.forward_max_token_len_per_gpu"]
     rows = dataclasses.replace(CRITIC, use_dynamic_bsz=False, forward_micro_batch_size_per_gpu=4)
     assert advice("values", ["activations"], SETTINGS, rows)[0] == "lower critic.forward_micro_batch_size_per_gpu (now 4)"
 
@@ -407,3 +418,55 @@ def test_a_disk_that_refuses_hides_nothing_of_the_error(tmp_path, weight, caplog
 
 def test_ranks_write_files_of_their_own(tmp_path):
     assert snapshot_path(tmp_path, 0) != snapshot_path(tmp_path, 1)
+
+
+def numbers(kind, kinds, work, phase="update_actor", settings=SETTINGS, limit=1000, **parts):
+    """Gives key -> value of the ways of one kind, where ``work`` failed with these kinds on a device of ``limit`` bytes."""
+    short = Shortage(kinds, sum(kinds.values()), limit, "op", first=kind)
+    return {key: value for way in short.error(phase, RunParts(settings, **parts), work).ways for key, value in way.settings}
+
+
+def test_a_token_budget_is_lowered_to_what_there_is_room_for_and_never_below_the_longest_sequence():
+    work, tokens = Work(rows=8, tokens=2432, longest=304), "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+    # 800 of 810 bytes of activations have room; half of that is kept free.
+    assert numbers("activations", {"activations": 810, "params": 200}, work)[tokens] == int(2432 * 800 / 810 / 2)
+    assert numbers("activations", {"activations": 60, "params": 950}, work)[tokens] == int(2432 * 50 / 60 / 2)
+    assert numbers("activations", {"activations": 60, "params": 995}, work)[tokens] == 304
+    alone = dataclasses.replace(work, tokens=304)
+    assert tokens not in numbers("activations", {"activations": 60, "params": 995}, alone), "no smaller one is possible"
+
+
+def test_a_budget_that_learns_is_not_named_first_where_the_longest_sequence_has_no_room():
+    work = Work(rows=8, tokens=2432, longest=304)
+    for params, first in ((750, ADAPTIVE), (1005, "actor_rollout_ref.ref.fsdp_config.param_offload=true")):
+        short = Shortage({"params": params, "activations": 300}, params + 300, 1000, "op")
+        error = short.error("update_actor", RunParts(SETTINGS), work)
+        assert error.ways[0].text == f"set {first}"
+
+
+@pytest.mark.parametrize(
+    ("phase", "key", "enough"),
+    [
+        ("gen", "actor_rollout_ref.rollout.max_num_seqs", 3),
+        ("testing", "actor_rollout_ref.rollout.max_num_seqs", 3),
+        ("update_actor", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", 3),
+        ("values", "critic.forward_micro_batch_size_per_gpu", 3),
+        ("update_critic", "critic.ppo_micro_batch_size_per_gpu", 3),
+        ("reward", "reward_model.micro_batch_size_per_gpu", 3),
+    ],
+)
+def test_sequences_are_lowered_to_what_there_is_room_for(phase, key, enough):
+    settings = replaced(SETTINGS, {"actor.use_dynamic_bsz": False})
+    parts = {"critic": dataclasses.replace(CRITIC, use_dynamic_bsz=False), "reward_model": RewardModel(use_dynamic_bsz=False)}
+    assert numbers("activations", {"activations": 810, "params": 200}, Work(rows=8), phase, settings, **parts)[key] == enough
+
+
+def test_a_run_without_a_model_that_scores_is_not_told_its_keys():
+    for phase in ("init", "gen", "reward", "update_actor", "save_checkpoint"):
+        assert not any("reward_model." in way for kind in KINDS for way in advice(phase, [kind], SETTINGS))
+
+
+@pytest.mark.parametrize("phase", ["init", "gen", "update_weights", "save_checkpoint", "testing"])
+def test_parameters_that_the_phase_does_not_use_may_leave_the_device(phase):
+    kind = "built" if phase == "init" else "params"
+    assert any("param_offload=true" in way for way in advice(phase, [kind], SETTINGS, CRITIC))

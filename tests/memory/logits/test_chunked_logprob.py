@@ -29,9 +29,11 @@ def inputs(tokens, dtype=torch.float64, bias=True, seed=0):
     return draw(tokens, WIDTH), draw(VOCAB, WIDTH), draw(VOCAB) if bias else None, targets
 
 
-def naive(hidden, weight, bias, targets, temperature):
-    logits = torch.nn.functional.linear(hidden, weight, bias).float() / temperature
-    log_p = logits.log_softmax(-1)
+def naive(hidden, weight, bias, targets, temperature, cap=None):
+    logits = torch.nn.functional.linear(hidden, weight, bias).float()
+    if cap is not None:
+        logits = (logits / cap).tanh() * cap
+    log_p = (logits / temperature).log_softmax(-1)
     return log_p.gather(-1, targets[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
 
 
@@ -52,6 +54,7 @@ class Cut:
     tile: int = 0
     precomputed: bool = False
     in_place: bool = False
+    cap: float | None = None
 
     def run(self, hidden, weight, bias, targets, temperature, factors):
         """Gives log-probs and, where there are two factors, entropies, whose gradients will be the factors."""
@@ -61,13 +64,18 @@ class Cut:
             assert (entropy is None) == (len(factors) == 1)
             return factors[0][rows], None if entropy is None else factors[1][rows]
 
-        head = Head(weight, bias, temperature, self.chunk, self.tile, len(factors) == 2)
+        head = Head(weight, bias, temperature, self.chunk, self.tile, len(factors) == 2, cap=self.cap)
         found = head_log_probs(head, hidden, targets, gradient_of if self.precomputed else None, self.in_place)
         return [value for value in found if value is not None]
 
 
 CUTS = st.builds(
-    Cut, st.sampled_from([0, 1, 2, 4, 100]), st.sampled_from([0, 1, 5, 16, 36, 37, 100]), st.booleans(), st.booleans()
+    Cut,
+    st.sampled_from([0, 1, 2, 4, 100]),
+    st.sampled_from([0, 1, 5, 16, 36, 37, 100]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([None, 1.5, 30.0]),
 )
 ALL_KINDS = [
     Cut(16, tile, precomputed, in_place) for tile in (0, 12) for precomputed in (False, True) for in_place in (False, True)
@@ -86,7 +94,7 @@ def test_values_and_gradients_equal_those_of_whole_logits(tokens, cut, temperatu
     given = inputs(tokens, torch.float32, bias)
     factors = [torch.linspace(-1, 2, tokens), torch.linspace(0.5, -1, tokens)][: 1 + entropy]
     tensors = [tensor for tensor in given[:3] if tensor is not None]
-    expected, found = naive(*given, temperature)[: 1 + entropy], cut.run(*given, temperature, factors)
+    expected, found = naive(*given, temperature, cut.cap)[: 1 + entropy], cut.run(*given, temperature, factors)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
     with torch.no_grad():
@@ -160,6 +168,22 @@ def test_a_second_backward_adds_to_the_first(cut):
         (cut.run(hidden, weight, bias, targets, 1.0, factors)[0] * factors[0]).sum().backward()
     for parameter, gradient in zip((weight, bias), once, strict=True):
         torch.testing.assert_close(parameter.grad, 2 * gradient, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("precomputed", [False, True])
+@pytest.mark.parametrize("tile", [0, 5_000])
+def test_capped_logits_over_several_parts_of_a_tile_are_those_of_whole_ones(tile, precomputed):
+    generator = torch.Generator().manual_seed(5)
+    tensors = [torch.randn(12, 8, generator=generator), torch.randn(9_000, 8, generator=generator)]
+    targets, factors = torch.randint(9_000, (12,), generator=generator), [torch.linspace(-1, 2, 12), torch.linspace(0.5, -1, 12)]
+    for tensor in tensors:
+        tensor.requires_grad_()
+    expected = naive(*tensors, None, targets, 0.7, 4.0)
+    found = Cut(5, tile, precomputed, cap=4.0).run(*tensors, None, targets, 0.7, factors)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=5e-6, atol=0)
+    for one, other in zip(backward(found, factors, tensors), backward(expected, factors, tensors), strict=True):
+        assert relative(one, other) < 5e-6
 
 
 @pytest.mark.parametrize("which", [0, 1])

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_memopt.algorithms.estimators import sum_of_squares
 from verl_memopt.memory import fused
+from verl_memopt.memory.chunked_logprob_torch import head_log_probs
 from verl_memopt.memory.logit_tiles import (
     ROWS_AT_ONCE,
     SCRATCH_COLUMNS,
@@ -216,6 +217,36 @@ def test_compiled_functions_give_the_numbers_of_uncompiled_ones_and_are_compiled
             torch.testing.assert_close(one, two, rtol=1e-6, atol=2e-6)
         torch.testing.assert_close(probabilities, same, rtol=1e-6, atol=1e-7)
     assert counters["stats"]["unique_graphs"] == before + 4
+
+
+@pytest.mark.parametrize("tile", [0, 40])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
+def test_one_buffer_of_products_gives_the_numbers_of_a_buffer_of_fp32_logits_in_fewer_chunks(
+    dtype, bound, entropy, tile, monkeypatch
+):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(fused, "_compiled", functools.cache(fused._compiled.__wrapped__))
+    draw = torch.Generator().manual_seed(7)
+    targets, above = torch.randint(COLUMNS, (ROWS,), generator=draw), torch.randn(2, ROWS, generator=draw)
+
+    def found(one_buffer, in_forward):
+        weight, hidden, bias = (
+            torch.randn(*shape, generator=torch.Generator().manual_seed(8)).to(dtype).requires_grad_()
+            for shape in ((COLUMNS, 12), (ROWS, 12), (COLUMNS,))
+        )
+        head = Head(weight, bias, 0.7, 2, tile, entropy, one_buffer)
+        given = (lambda rows, *_: (above[0, rows], above[1, rows] if entropy else None)) if in_forward else None
+        log_probs, entropies = head_log_probs(head, hidden, targets, given)
+        ((log_probs * above[0]).sum() + ((entropies * above[1]).sum() if entropy else 0)).backward()
+        numbers = [log_probs.detach(), *([entropies.detach()] if entropy else ()), hidden.grad, weight.grad, bias.grad]
+        return numbers, len(head.chunks(ROWS))
+
+    for in_forward in (False, True):
+        (expected, chunks), (numbers, fewer) = found(False, in_forward), found(True, in_forward)
+        for one, two in zip(numbers, expected, strict=True):
+            assert (one - two).norm() <= bound * two.norm()
+        assert fewer < chunks if dtype == torch.bfloat16 else fewer == chunks
 
 
 @pytest.mark.filterwarnings("error")

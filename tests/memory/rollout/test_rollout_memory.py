@@ -7,10 +7,10 @@ from tests.rollout.tools import SHAPE, engine_at, prompts, sampling, weights_of
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import Rollout
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.rollout_memory import KNOB
+from verl_memopt.memory.rollout_memory import KNOB, kv_bytes_per_token
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.observe.byte_tracker import ByteTracker
-from verl_memopt.rollout.engine import kv_bytes_per_token, sleep_level
+from verl_memopt.rollout.engine import sleep_level
 
 ROLLOUT = "actor_rollout_ref.rollout"
 LEAST = {

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.rlt import ALIAS, AR, MODEL, RLT, SWAP, brief_toy, settings_of
+from tests.trainer.conftest import ready
 from verl_memopt.data.batch import Ragged
 from verl_memopt.errors import ConfigError, DataError
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
@@ -120,3 +121,12 @@ def test_rows_that_can_never_be_scored_are_counted_at_the_start(context_of, capl
     assert text.startswith(f"{RLT}.max_student_len=40: question and solution of 9 of 9 rows are longer, so these rows are never")
     with pytest.raises(ConfigError, match=r"max_student_len=40: the student's sequence for .*train\.parquet.* has \d+ tokens"):
         context_of(limit | {f"{RLT}.overlong": "error"})
+
+
+def test_a_student_with_fewer_ids_than_the_policy_samples_is_refused_unless_it_reads_its_own(context_of, toy, tmp_path):
+    policy = {f"{AR}.model.path": str(make_tiny_model(tmp_path / "policy", TinyShape(vocab_size=400), seed=1))}
+    said = rf"^{MODEL}\.path=.*: its embedding has 320 rows, and that of {AR}\.model\.path=.* has 400, .*align=retokenize"
+    with pytest.raises(ConfigError, match=said):
+        context_of(policy)
+    with ready(settings_of(toy, tmp_path / "run", policy | {f"{RLT}.align": "retokenize"})) as trainer:
+        trainer.run()

@@ -63,6 +63,11 @@ def test_without_a_gpu_and_a_model_the_toy_task_is_trained(rlt_toy, tmp_path) ->
     assert settings["trainer.experiment_name"] == "rlt_toy"
 
 
+def test_the_published_path_of_a_config_names_the_one_here(tmp_path) -> None:
+    published = resolved(MONO, tmp_path, "cfgs/run_cfg/teacher_rlt_mono.yaml", "memory=24g", MODEL_PATH="/m", TRAIN_FILES="/d")
+    assert published == resolved(MONO, tmp_path, "memory=24g", MODEL_PATH="/m", TRAIN_FILES="/d")
+
+
 def test_the_launcher_for_many_gpus_trains_the_toy_task_in_one_process(rlt_toy, tmp_path) -> None:
     settings = resolved(MULTI, tmp_path, TOY_DIR=str(rlt_toy))
     assert settings["trainer.n_gpus_per_node"] == 1

@@ -41,11 +41,14 @@ def test_a_folder_of_a_causal_lm_is_taken_and_a_missing_one_named_by_its_key(rol
 
 
 def test_an_embedding_smaller_than_the_tokenizer_is_refused(roles, tmp_path):
-    small = make_tiny_model(tmp_path / "small", TinyShape(vocab_size=320))
-    config = json.loads((small / "config.json").read_text())
-    (small / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
-    with pytest.raises(ConfigError, match=r"reward_model\.model\.path="):
+    small = make_tiny_model(tmp_path / "small", TinyShape(vocab_size=300))
+    with pytest.raises(ConfigError, match=r"reward_model\.model\.path=.*: .*(embedding|tokenizer)"):
         find(small, roles)
+
+
+def test_a_student_whose_config_is_of_other_weights_is_named_by_its_key(roles, tiny_folder, tmp_path):
+    with pytest.raises(ConfigError, match=r"^reward_model\.model\.path=.*: weights and config disagree"):
+        find(changed(tiny_folder, tmp_path / "other", vocab_size=100), roles)
 
 
 def changed(folder, target, **entries):

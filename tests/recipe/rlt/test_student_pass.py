@@ -28,7 +28,6 @@ from verl_memopt.recipes.rlt.student import (
     join_log_probs,
     student_batch,
     student_micro_batches,
-    targets_at,
     teacher_batch,
 )
 from verl_memopt.recipes.rlt.student_rows import (
@@ -376,7 +375,7 @@ def test_scoring_takes_a_tenth_of_whole_logits_at_most(tiny_folder, one_rank):
         packs = []
         for members in cut:
             read = torch.cat([is_read[row * per_row : (row + 1) * per_row] for row in members]).nonzero()[:, 0]
-            packs.append(targets_at(micro_batch(batch, members).pack, read))
+            packs.append(micro_batch(batch, members).pack.with_targets(read))
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
             model = Model(path=str(tiny_folder), override_config=shape, logprob_chunk_tokens=chunk)
             student = build_policy(model, Fsdp(dtype="fp32"), tiny_folder, one_rank, CPU)

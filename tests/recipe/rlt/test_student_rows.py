@@ -228,6 +228,19 @@ def test_the_published_search_finds_the_question_where_the_explanation_repeats_i
     assert solution_at == places(rows)[1]
 
 
+@pytest.mark.parametrize("merges", [(), ((b"\n", b"\n"), (b">", b"\n\n"))])
+def test_the_teacher_reads_all_text_before_the_first_token_that_is_scored(merges):
+    # As in Qwen's vocabulary, one token may hold the end of the tag and the blank line. It then opens both rows.
+    tokenizer, settings = with_merges(*merges), RltReward(align="retokenize", include_forced_prefix=True)
+    prompts = RltPrompts(tokenizer, SHORT)
+    encoder = StudentEncoder(prompts, settings, {tokenizer.eos_token_id})
+    rows = encoder.encode(["q"], ["s"], Ragged.from_rows([ids(tokenizer, "7a", TAG)], torch.int64), ["f:1"])
+    (opening,) = encoder.teacher_prompts(["q"], ["s"]).rows()
+    thought = rows.part(THINK).rows()[0]
+    assert tokenizer.decode([*opening.tolist(), *thought.tolist()]) == prompts.teacher("q", "s")[0] + "7a"
+    assert tokenizer.decode(thought.tolist()) == ("7a" if merges else "\n\n7a")
+
+
 def test_with_merges_only_tokens_at_borders_differ():
     tokenizer = with_merges((b"\n", b"a"), (b"b", b"<"), (b">", b"7"), (b"7", b"<"))
     row = ("q", "777", ["aaab", TAG])

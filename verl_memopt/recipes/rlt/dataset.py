@@ -15,11 +15,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jinja2 import TemplateError
-
 from verl_memopt.config import schema
 from verl_memopt.data.dataset import PromptRow, RawRow, chosen_rows, read_source
-from verl_memopt.data.encoder import Spans, end_of_turn, overlong, special_tokens_of, tokenize
+from verl_memopt.data.encoder import RENDER_ERRORS, Spans, end_of_turn, overlong, special_tokens_of, tokenize
 from verl_memopt.errors import DataError
 
 
@@ -185,7 +183,7 @@ class RltPrompts:
         arguments = {"tokenize": False, "add_generation_prompt": True, **self.chat_kwargs}
         try:
             return self.tokenizer.apply_chat_template(messages, **arguments)
-        except (TemplateError, ValueError, TypeError) as problem:
+        except RENDER_ERRORS as problem:
             raise _unrenderable(problem) from problem
 
 

@@ -33,13 +33,12 @@ from verl_memopt.data.toy import (
     SHAPE,
     Problem,
     ToyRecipe,
-    descend,
     identity_of,
-    load_model,
     made_whole,
     question,
     split_problems,
 )
+from verl_memopt.data.warm_up import descend, load_model
 from verl_memopt.errors import DataError
 from verl_memopt.model.tiny import make_tiny_model
 from verl_memopt.recipes.rlt.dataset import FORMATS, RltDataset, RltPrompts, RltRecord

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from verl_memopt.algorithms.records import SFT
 from verl_memopt.config.schema import Settings
 from verl_memopt.data.batch import Ragged, scatter_tokens, shares_prompts
 from verl_memopt.data.dataset import PromptRows
-from verl_memopt.data.encoder import tokenize
 from verl_memopt.memory.adaptive_budget import LearnedBudget
+from verl_memopt.memory.ranges import reference_ranks, sequence_ranks
 from verl_memopt.memory.token_packing import RowTokens, split_to_count
 from verl_memopt.model.folder import TOKENIZER_FILES, read_tokenizer
 from verl_memopt.model.reward_folder import REWARD_KEY
@@ -127,6 +127,7 @@ class RltScorer:
         shares_prompts: Explanations of one question compute their prompts once.
         rank_check: Compares a quantised student with its unquantised weights in the first batch; None where it is not quantised.
         learned_budget: The token budget of the student's pass, where it learns. None = the budget of the settings.
+        student_ranks: Neighbouring ranks that share the tokens of the student's micro-batches.
     """
 
     workers: TimedGroup
@@ -138,6 +139,7 @@ class RltScorer:
     shares_prompts: bool = True
     rank_check: RankCheck | None = None
     learned_budget: LearnedBudget | None = None
+    student_ranks: int = 1
 
     @property
     def reads_reference(self) -> bool:
@@ -193,26 +195,15 @@ class RltScorer:
     def _teacher_pass(self, explained: ExplanationBatch, rows: StudentRows) -> Tensor:
         """Return the teacher's log-probs of the explanations from a pass of its own, fp32."""
         temperature = self.temperature if self.settings.unbias_teacher_log_probs else 1.0
-        batch = teacher_batch(self._teacher_prompts(explained), rows)
+        batch = teacher_batch(self.encoder.teacher_prompts(explained.questions, explained.solutions), rows)
         tokens = batch.row_tokens()
-        shares = uneven_shares(tokens, self.workers.world_size)
+        shares = uneven_shares(tokens, self.teacher_budget.shares(self.workers.world_size))
         names = [[explained.addresses[row] for row in share] for share in shares]
         bins = cut_ranks([tokens.select(share) for share in shares], names, self.teacher_budget)
         phase, method = ("ref", Worker.ref_log_probs) if self.reads_reference else ("old_log_prob", Worker.policy_log_probs)
         arguments = [(batch.select(share), cut, temperature) for share, cut in zip(shares, bins, strict=True)]
         parts = zip(shares, self.workers.each(phase, method, arguments), strict=True)
         return scatter_tokens([(share, part.log_probs) for share, part in parts], batch.responses.sizes())
-
-    def _teacher_prompts(self, explained: ExplanationBatch) -> Ragged:
-        """Return the teacher's prompt of each row, which ends where the scored explanation begins."""
-        rlt_format = self.prompts.rlt_format
-        pairs = list(zip(explained.questions, explained.solutions, strict=True))
-        rendered = {pair: self.prompts.teacher(*pair) for pair in dict.fromkeys(pairs)}
-        texts = [text for text, _ in rendered.values()]
-        if self.settings.include_forced_prefix:
-            texts = [text.removesuffix(rlt_format.padding) for text in texts]
-        ids = dict(zip(rendered, tokenize(self.prompts.tokenizer, texts, [plain for _, plain in rendered.values()]), strict=True))
-        return Ragged.from_rows([ids[pair] for pair in pairs], torch.int64)
 
     def _exact(self, rows: StudentRows) -> StudentLogProbs:
         """Return the log-probs of some rows under the unquantised weights of a quantised student."""
@@ -221,7 +212,7 @@ class RltScorer:
     def _student(self, rows: StudentRows, exact: bool = False) -> tuple[StudentLogProbs, dict[str, float]]:
         """Return the student's log-probs of all rows, and the performance of the pass."""
         tokens = student_batch(rows, self.shares_prompts).row_tokens()
-        shares = uneven_shares(tokens, self.workers.world_size)
+        shares = uneven_shares(tokens, self.workers.world_size // self.student_ranks)
         of_ranks = [tokens.select(share) for share in shares]
         bins = self._micro_batches(of_ranks)
         began = time.perf_counter()
@@ -245,7 +236,8 @@ class RltScorer:
 
     def _micro_batches(self, per_rank: Sequence[RowTokens]) -> list[list[list[int]]]:
         """Return the micro-batches of each rank under the hard cap. All ranks get the same number."""
-        limit = self.settings.max_tokens_per_micro_batch if self.learned_budget is None else self.learned_budget.cap
+        limit = self.settings.max_tokens_per_micro_batch * self.student_ranks
+        limit = limit if self.learned_budget is None else self.learned_budget.cap
         cut = [student_micro_batches(tokens, limit) for tokens in per_rank]
         count = max(map(len, cut))
         return [split_to_count(bins, count, tokens.each()) for bins, tokens in zip(cut, per_rank, strict=True)]
@@ -284,7 +276,8 @@ def _student_folder(settings: Settings, environment: Environment) -> Path:
     """Return the folder of a student of its own, after checking its model."""
     student, data, roles = settings.reward_model.model, settings.data, settings.actor_rollout_ref
     longest = settings.reward_model.rlt.max_student_len or data.max_prompt_length + data.max_response_length
-    return find_student(student, roles.model, environment.tokenizer, longest, roles.actor)
+    sampled = environment.embedding_rows if settings.reward_model.rlt.align == "concat" else 0
+    return find_student(student, roles.model, environment.tokenizer, longest, roles.actor, sampled)
 
 
 def _check_tokenizer(environment: Environment, folder: Path | None, trusted: bool) -> None:
@@ -338,17 +331,22 @@ def build_rlt_scorer(settings: Settings, tokenizer: Any, encoder: StudentEncoder
     """Return what scores explanations."""
     rlt, roles, quantization = settings.reward_model.rlt, settings.actor_rollout_ref, settings.reward_model.model.quantization
     check = None if quantization == "none" else RankCheck(rlt, quantization, f"{REWARD_KEY}.quantization")
-    adaptive = settings.reward_model.adaptive_token_budget
+    adaptive, own = settings.reward_model.adaptive_token_budget, settings.reward_model.residency == "separate"
+    own |= settings.reward_model.residency == "auto" and settings.reward_model.model.path is not None
+    student_ranks, teacher_budget = sequence_ranks(settings, "reward_model" if own else "ref"), budgets(roles)[1]
+    if rlt.kl_teacher == "reference" and teacher_budget.ranks != reference_ranks(roles):
+        teacher_budget = replace(teacher_budget, learned=None, ranks=reference_ranks(roles))
     return RltScorer(
         workers=workers,
         settings=rlt,
         prompts=rlt_prompts(settings, tokenizer),
         encoder=encoder,
         temperature=scoring_temperature(roles.rollout),
-        teacher_budget=budgets(roles)[1],
+        teacher_budget=teacher_budget,
         shares_prompts=shares_prompts(roles.actor),
         rank_check=check,
-        learned_budget=LearnedBudget(rlt.max_tokens_per_micro_batch) if adaptive else None,
+        learned_budget=LearnedBudget(rlt.max_tokens_per_micro_batch * student_ranks) if adaptive else None,
+        student_ranks=student_ranks,
     )
 
 

@@ -59,19 +59,33 @@ def student_model(student: ScoringModel, policy: Model) -> Model:
     return replace(policy, **changes)
 
 
-def find_student(student: ScoringModel, policy: Model, policy_tokenizer: Any, longest: int, actor: Actor) -> Path:
+def find_student(
+    student: ScoringModel, policy: Model, policy_tokenizer: Any, longest: int, actor: Actor, sampled_ids: int = 0
+) -> Path:
     """Return the folder of the student's model.
 
-    ``policy_tokenizer``: The policy's tokenizer, whose ids the student reads. ``longest``: Tokens of the longest student
-    sequence, as far as it is known. ``actor``: The ``actor`` section of the settings, which says how rows are packed.
+    Args:
+        student: Settings of its model.
+        policy: Settings of the policy's.
+        policy_tokenizer: The policy's tokenizer, whose ids the student reads.
+        longest: Tokens of the longest student sequence, as far as it is known.
+        actor: The ``actor`` section of the settings, which says how rows are packed.
+        sampled_ids: The student reads what the policy samples: ids below this number. 0 = it reads only ids of the tokenizer.
 
     Raises:
         ConfigError: There is no such folder, it does not hold a causal LM that can be computed here, or its embedding is smaller
-            than the tokenizer.
+            than the tokenizer or than the policy's.
     """
     folder = resolve_folder(str(student.path), f"{REWARD_KEY}.path", student.trust_remote_code)
-    checked = check_architecture(student_model(student, policy), folder, longest, actor)
+    checked = check_architecture(student_model(student, policy), folder, longest, actor, REWARD_KEY)
     check_vocabulary(policy_tokenizer, checked.embedding_rows, f"{REWARD_KEY}.path={folder}")
+    if checked.embedding_rows < sampled_ids:
+        raise ConfigError(
+            f"{REWARD_KEY}.path={folder}: its embedding has {checked.embedding_rows} rows, and that of "
+            f"actor_rollout_ref.model.path={policy.path} has {sampled_ids}, so the policy may sample tokens that the student "
+            "does not have. Set reward_model.rlt.align=retokenize, so that the student reads none of them, or choose a student "
+            f"with at least {sampled_ids} rows."
+        )
     return folder
 
 
@@ -176,8 +190,8 @@ def compute_student_log_probs(
     is_read, sizes = part != BRIDGE, batch.responses.sizes()
 
     def forward(pack: Pack, prefix_kv: PrefixKV | None, chosen: Sequence[int]) -> Tensor:
-        places = is_read[token_index(sizes, chosen)].nonzero()[:, 0].to(device, non_blocking=True)
-        return pack_log_probs(student, targets_at(pack, places), temperature, False, prefix_kv)[0]
+        places = is_read[token_index(sizes, chosen)].nonzero()[:, 0]
+        return pack_log_probs(student, pack.with_targets(places), temperature, False, prefix_kv)[0]
 
     outputs = forward_pass(student, batch, micro_batches, device, forward)
     log_probs = scatter_tokens(outputs, rows.parts[:, [THINK, SOLUTION]].sum(1).tolist())
@@ -193,22 +207,6 @@ def join_log_probs(parts: Sequence[tuple[Sequence[int], StudentLogProbs]], rows:
     return StudentLogProbs(
         think=scatter_tokens([(share, part.think) for share, part in parts], rows.parts[:, THINK].tolist()),
         solution=scatter_tokens([(share, part.solution) for share, part in parts], rows.parts[:, SOLUTION].tolist()),
-    )
-
-
-def targets_at(pack: Pack, places: Tensor) -> Pack:
-    """Return a pack that computes the log-probs of some of its targets only. Its tokens stay the same.
-
-    ``places``: int64, the places of the targets to keep, ascending.
-    """
-    row, last = pack.row[places], pack.last_block
-    return replace(
-        pack,
-        predicts=pack.predicts[places],
-        targets=pack.targets[places],
-        row=row,
-        row_lengths=torch.zeros_like(pack.row_lengths).index_add(0, row, torch.ones_like(row)),
-        last_block=None if last is None else replace(last, predicts=last.predicts[places]),
     )
 
 

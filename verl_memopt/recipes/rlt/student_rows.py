@@ -322,6 +322,28 @@ class StudentEncoder:
             has_text_after=explanations.has_text_after,
         )
 
+    def teacher_prompts(self, questions: Sequence[str], solutions: Sequence[str]) -> Ragged:
+        """Return the teacher's prompt of each row, int64, which ends where the scored explanation begins."""
+        pairs = list(zip(questions, solutions, strict=True))
+        rendered = {pair: self._prompts.teacher(*pair) for pair in dict.fromkeys(pairs)}
+        texts, plain = [text for text, _ in rendered.values()], [spans for _, spans in rendered.values()]
+        openings = [text.removesuffix(self._format.padding) for text in texts] if self._settings.include_forced_prefix else texts
+        if self._settings.align == "concat":
+            prompts = tokenize(self._prompts.tokenizer, openings, plain)
+        else:
+            # Cut after tokenization: a token that holds the end of the tag and the blank line is in front of the explanation in
+            # the student's row too, and its text would be missing in front of the teacher's.
+            whole = tokenize(self._prompts.tokenizer, texts, plain)
+            prompts = [self._before(ids, opening) for ids, opening in zip(whole, openings, strict=True)]
+        ids_of = dict(zip(rendered, prompts, strict=True))
+        return Ragged.from_rows([ids_of[pair] for pair in pairs], torch.int64)
+
+    def _before(self, ids: list[int], opening: str) -> list[int]:
+        """Return the tokens that begin inside of the opening of their text."""
+        ends = self._token_bytes.ends(np.asarray(ids, dtype=np.int64))
+        begins = np.concatenate([[0], ends[:-1]])
+        return ids[: int(np.searchsorted(begins, len(_normalized(self._prompts.tokenizer, opening).encode()), "left"))]
+
     def _concatenated(
         self, questions: Sequence[str], solutions: Sequence[str], responses: Ragged, explanations: Explanations
     ) -> list[Parts]:

@@ -246,6 +246,12 @@ def test_every_published_plateau_is_a_level_of_the_run(runs, case):
     assert all(abs(level / plateau - 1) < 0.03 for plateau, level in levels.items()), levels
 
 
+def test_the_highest_plateau_is_that_of_the_published_samples():
+    # Bytes per logit: Basic at k = 2 and 4, string-level at k = 2, 4 and 8.
+    for sampled in (14.19, 14.19, 14.21, 14.17, 14.18):
+        assert formula.PLATEAUS[-1] == pytest.approx(sampled, abs=0.05)
+
+
 @pytest.mark.parametrize("k", [2, *(pytest.param(k, marks=pytest.mark.slow) for k in (4, 8))])
 def test_a_token_more_costs_three_live_fp32_logits_and_two_cached_bytes_beside_them(runs, k):
     full, cut = (k, "full", k, 1), (k, "truncated", k, 1)

@@ -1,0 +1,328 @@
+"""A virtual GPU that counts what a GPU pays for: kernel launches, bytes moved, FLOPs, waits, copies of pageable memory.
+
+Operations run on fake ``cuda`` tensors (``tests/virtual_gpu``), so the code takes the path of a GPU. An operation is one launch,
+unless :func:`launches_of` knows better. A compiled call is as many launches as Inductor's scheduler makes kernels of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from types import FunctionType
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._inductor.graph import GraphLowering
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _foreach_utils
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
+
+from benchmarks.update_pass.flops import PRODUCTS, attention_formulas
+from tests.virtual_gpu.clocks import HOST
+from tests.virtual_gpu.device import VirtualGpu, _written
+from verl_memopt.memory.fused import NO_TEMPORARIES
+
+aten = torch.ops.aten
+
+FREE = {
+    "alias", "as_strided", "detach", "diagonal", "empty", "empty_like", "empty_strided", "expand", "is_same_size", "lift_fresh",
+    "new_empty", "new_empty_strided", "permute", "record_stream", "reshape", "resize_", "select", "set_", "slice", "split",
+    "split_with_sizes", "squeeze", "sym_numel", "sym_size", "sym_stride", "t", "transpose", "unbind", "unfold", "unsqueeze",
+    "view", "view_as", "_local_scalar_dense", "_reshape_alias", "_unsafe_view", "resize_storage_bytes_",
+}  # fmt: skip
+"""Operations that launch nothing: views, and memory from the allocator."""
+
+KNOWN = {
+    "_flash_attention_forward": 1, "_flash_attention_backward": 3, "_scaled_dot_product_efficient_attention": 1,
+    "_scaled_dot_product_efficient_attention_backward": 2, "nonzero": 3, "linalg_vector_norm": 2, "_assert_async": 1,
+    "_softmax": 1, "sort": 4,
+    "select_backward": 2, "slice_backward": 2,
+}  # fmt: skip
+"""Kernels of operations that are not one. flash: ``flash_api.cpp``; its backward also sums the gradients of repeated key heads,
+two kernels more (:func:`launches_of`)."""
+
+INDEXED = {"index", "index_select", "index_add_", "index_copy_", "index_copy", "embedding", "gather", "scatter_", "scatter_add_",
+           "index_put_", "_index_put_impl_", "index_fill_"}  # fmt: skip
+"""Operations that touch as much of their first tensor as the others have."""
+
+WRITES_ONLY = {"copy_", "fill_", "zero_"}
+"""In-place operations that do not read what they overwrite."""
+
+CHUNK_ELEMENTS, CHUNKS = 2**16, 320
+TENSORS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
+"""Of a launch of a foreach operation: elements of a chunk, chunks, and tensors by lists (``MultiTensorApply.cuh``)."""
+
+
+@dataclass
+class Cost:
+    """What some operations of one name cost. Bytes are of the device's memory."""
+
+    launches: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    flops: int = 0
+
+    def add(self, launches: int, read: int, written: int, flops: int = 0) -> None:
+        """Add one operation, or one compiled call."""
+        self.launches += launches
+        self.read_bytes += read
+        self.written_bytes += written
+        self.flops += flops
+
+
+@dataclass
+class Counted:
+    """What a call cost: operations by name, and what made host or streams wait. ``uploads``: copies from host to device."""
+
+    ops: dict[str, Cost] = field(default_factory=dict)
+    kernels: list[tuple[int, int]] = field(default_factory=list)
+    """Bytes and FLOPs of each launch."""
+    host_waits: Counter[str] = field(default_factory=Counter)
+    """Waits between the first launch and the last, in which a GPU may run out of work."""
+    border_waits: Counter[str] = field(default_factory=Counter)
+    """Waits before the first launch or after the last."""
+    stream_waits: int = 0
+    uploads: int = 0
+    pageable_uploads: int = 0
+    compiled_calls: int = 0
+
+
+class CountingGpu(VirtualGpu):
+    """Counts operations while :meth:`counting` lasts."""
+
+    def __init__(self) -> None:
+        """Start with nothing counted."""
+        super().__init__()
+        self._into: Counted | None = None
+        self._uploaded: dict[int, bytes] = {}
+        self._regions: dict[Any, list[tuple[float, float]]] = {}
+        self._pending: list[tuple[tuple[Any, ...], int, str]] = []
+        self._launched = 0
+        self._waited: list[tuple[str, int]] = []
+        self._flops: dict[Any, Callable[..., int]] = {**flop_registry, **PRODUCTS, **attention_formulas()}
+
+    def counted(self, call: Callable[[], Any]) -> Counted:
+        """Run a call and return what it cost."""
+        self._into = into = Counted()
+        self._launched = 0
+        self._waited.clear()
+        self._pending.clear()
+        wait = self.clocks.wait
+
+        def waits(lane: str, event: Any) -> None:
+            into.stream_waits += lane != HOST
+            wait(lane, event)
+
+        try:
+            # Fake tensors count among those that torch's foreach operations take.
+            taken = [*_foreach_utils._foreach_supported_types, FakeTensor]
+            with (
+                mock.patch.object(self.clocks, "wait", waits),
+                mock.patch.object(_foreach_utils, "_foreach_supported_types", taken),
+            ):
+                call()
+        finally:
+            self._into = None
+        for op, launched in self._waited:
+            (into.host_waits if 0 < launched < self._launched else into.border_waits)[op] += 1
+        return into
+
+    def host_waits(self, op: str) -> None:
+        """Take note of a wait, and of how much was launched before it."""
+        super().host_waits(op)
+        self._waited.append((op, self._launched))
+
+    def finish(self, into: Counted) -> None:
+        """Add the compiled calls. Outside of the mode, because they are compiled here, as far as the scheduler."""
+        for key, rows, name in self._pending:
+            if key not in self._regions:
+                self._regions[key] = kernels_of(*key)
+            for read, written in self._regions[key]:
+                cost = into.ops.setdefault(name, Cost())
+                cost.add(1, round(read * rows), round(written * rows))
+                into.kernels.append((round((read + written) * rows), 0))
+            into.compiled_calls += 1
+
+    def record(
+        self, function: Callable[..., Any], tensors: Sequence[Tensor | None], others: Sequence[Any], uncompiled: Callable[[], Any]
+    ) -> Any:
+        """Take note of a call that is compiled on a GPU; its results come from the uncompiled function, which is not counted."""
+        into, self._into = self._into, None
+        try:
+            result = uncompiled()
+        finally:
+            self._into = into
+        if into is not None:
+            self._launched += 1
+            rows = next(len(one) for one in tensors if one is not None)
+            places = [None if one is None else (one.storage_offset(), id(one)) for one in tensors]
+            shapes = tuple(None if one is None else (one.dtype, tuple(one.shape[1:]), places.index(place))
+                           for one, place in zip(tensors, places, strict=True))  # fmt: skip
+            rest = tuple((one.dtype, tuple(one.shape)) if isinstance(one, Tensor) else one for one in others)
+            self._pending.append(((function, shapes, rest), rows, f"compiled {function.__name__} {place()}"))
+        return result
+
+    def _device_op(self, func: Any, args: Any, kwargs: Any, given: Any) -> Any:
+        result = super()._device_op(func, args, kwargs, given)
+        into = self._into
+        name = func.__name__.partition(".")[0]
+        if name in ("_to_copy", "copy_"):
+            self._upload(args[0] if name == "_to_copy" else args[1], result, into)
+        # A copy of a tensor to itself, as FSDP2 makes of what is in its place already, is left out by torch.
+        if into is None or name in FREE or (name == "copy_" and args[0] is args[1]):
+            return result
+        self._launched += 1
+        made = [one for one in tree_iter(result) if self.owns(one)]
+        launches = launches_of(name, args, kwargs, given)
+        made += [one for one in _written(func, given, args, kwargs) if self.owns(one)]
+        read, written = moved_bytes(name, args, kwargs, given, made)
+        formula = self._flops.get(func._overloadpacket)
+        flops = 0 if formula is None else self._operations(func, formula, args, kwargs, result)
+        into.ops.setdefault(f"{name} {place()}", Cost()).add(launches, read, written, flops)
+        into.kernels.extend([((read + written) // launches, flops // launches)] * launches)
+        return result
+
+    def _operations(self, func: Any, formula: Callable[..., int], args: Any, kwargs: Any, result: Any) -> int:
+        if getattr(formula, "_get_raw", False):
+            known = [self._value(one) for one in args]
+            return formula(*known, **kwargs, out_val=result)
+        plain = torch.utils._pytree.tree_map(lambda one: one.shape if isinstance(one, Tensor) else one, (args, kwargs, result))
+        return int(formula(*plain[0], **plain[1], out_shape=plain[2]))
+
+    def _upload(self, source: Any, result: Any, into: Counted | None) -> None:
+        if not isinstance(source, Tensor) or self.owns(source) or not self.owns(result):
+            return
+        if not source.dtype.is_floating_point and source.dtype is not torch.bool:
+            self._uploaded[result.untyped_storage()._cdata] = source.numpy().tobytes()
+        if into is not None and source.dim():
+            into.uploads += 1
+            into.pageable_uploads += not self._is_pinned(source)
+
+    def _value(self, tensor: Any) -> Any:
+        """Return what the host sent to an int32 tensor of the device: attention's cost depends on lengths."""
+        if not self.owns(tensor) or tensor.dtype is not torch.int32:
+            return tensor
+        sent = self._uploaded[tensor.untyped_storage()._cdata]
+        start = tensor.storage_offset() * tensor.itemsize
+        values = np.frombuffer(sent, dtype=np.int32, count=tensor.numel(), offset=start)
+        return torch.from_numpy(values.copy())
+
+
+def place() -> str:
+    """Return where in this project, or in FSDP2, the present operation is called; empty for a step of autograd."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        folder, _, name = frame.f_code.co_filename.rpartition("/")
+        if ("/verl_memopt/" in frame.f_code.co_filename and name != "fused.py") or folder.endswith("_fully_shard"):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def launches_of(name: str, args: Sequence[Any], kwargs: Any, given: Sequence[Tensor]) -> int:
+    """Return how many kernels, or copies on the device, an operation is."""
+    if name.startswith(("_foreach", "_fused_adam")):
+        lists = [one for one in args if isinstance(one, (list, tuple)) and one and isinstance(one[0], Tensor)]
+        chunks = sum(ceil(one.numel() / CHUNK_ELEMENTS) for one in lists[0])
+        apart = max(ceil(chunks / CHUNKS), ceil(len(lists[0]) / TENSORS.get(len(lists), 30)))
+        return apart + (1 if name == "_foreach_norm" else 0)
+    if name == "cat":
+        return ceil(len(args[0]) / 128)
+    if name == "all_gather_copy_in":
+        return ceil(len(args[0]) / TENSORS[2])
+    repeated = name == "_flash_attention_backward" and args[1].shape[-2] != args[2].shape[-2]
+    return KNOWN.get(name, 1) + 2 * repeated
+
+
+def moved_bytes(name: str, args: Sequence[Any], kwargs: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> tuple[int, int]:
+    """Return the bytes that an operation reads and writes, each tensor of it once."""
+    written = list(_distinct(made))
+    if name in INDEXED:
+        first, *others = (one for one in given if one.dim())
+        touched = sum(map(span_bytes, others if name.endswith("_") or name == "index_copy" else written))
+        if name == "index_copy":
+            return span_bytes(first) + touched, span_bytes(first) + touched
+        reads = sum(map(span_bytes, others)) + touched
+        return reads, touched
+    skipped = {id(written[0])} if name in WRITES_ONLY and written else set()
+    out = kwargs.get("out")
+    if isinstance(out, Tensor) and not (name == "addmm" and args[0] is out and kwargs.get("beta", 1) != 0):
+        skipped.add(id(out))
+    read = [one for one in _distinct(given) if id(one) not in skipped]
+    if name == "addmm" and kwargs.get("beta", 1) == 0:
+        read = [one for one in read if one is not args[0]]
+    if name == "copy_":
+        read = [one for one in read if one is not args[0]]
+    return sum(map(span_bytes, read)), sum(map(span_bytes, written))
+
+
+def span_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's distinct elements: an expanded one repeats some."""
+    count = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= size if stride else 1
+    return count * tensor.itemsize
+
+
+def _distinct(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    seen = set()
+    for one in tensors:
+        key = (one.untyped_storage()._cdata, one.storage_offset(), tuple(one.shape), one.dtype)
+        if key not in seen:
+            seen.add(key)
+            yield one
+
+
+def _root(error: BaseException) -> BaseException:
+    """Return the error that others were raised for."""
+    while (before := getattr(error, "inner_exception", None) or error.__cause__) is not None:
+        error = before
+    return error
+
+
+class _ScheduledError(Exception):
+    """Ends a compilation after its scheduler ran."""
+
+
+ROWS = 64
+"""Of the tensors that a function is compiled for. Bytes are in proportion to rows."""
+
+
+def kernels_of(function: Callable[..., Any], shapes: Sequence[Any], others: Sequence[Any]) -> list[tuple[float, float]]:
+    """Return the kernels that Inductor's scheduler makes of a function: the bytes that each reads and writes for a row.
+
+    Arguments are as :meth:`CountingGpu.record` takes note of them. The backend is C++, which fuses as the one of a GPU does or
+    less: a softmax over wide rows, one kernel there, is three here.
+    """
+    tensors: list[Tensor | None] = []
+    for shape in shapes:
+        first = None if shape is None else shape[2]
+        fresh = first is None or first == len(tensors)
+        tensors.append(None if shape is None else torch.zeros(ROWS, *shape[1], dtype=shape[0]) if fresh else tensors[first])
+    rest = [torch.zeros(one[1], dtype=one[0]) if isinstance(one, tuple) else one for one in others]
+    found: list[tuple[float, float]] = []
+
+    def scheduled(graph: GraphLowering) -> Any:
+        graph.init_wrapper_code()
+        graph._update_scheduler()
+        for node in graph.scheduler.nodes:
+            found.append((node.get_read_buffer_sizes() / ROWS, node.get_write_buffer_sizes() / ROWS))
+        raise _ScheduledError
+
+    code = function.__code__.replace(co_name=f"{function.__name__}_counted")
+    own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    off = {"fx_graph_cache": False, "force_disable_caches": True}
+    with mock.patch.object(GraphLowering, "codegen", scheduled), torch._inductor.config.patch(off):
+        try:
+            torch.compile(own, options=NO_TEMPORARIES, dynamic=False)(*tensors, *rest)
+        except Exception as error:
+            if not isinstance(_root(error), _ScheduledError):
+                raise
+    return found

@@ -1,0 +1,190 @@
+"""``python -m benchmarks.gpu_cost.one_copy``: device and host bytes of each phase of a step, from the real step on fake tensors.
+
+A worker of a published shape runs on the virtual GPU (``tests/virtual_gpu``), whose tensors have no values: load, old log-probs,
+reference log-probs, update, weight sync. Generation is not run: its weights are those that are there, and the KV cache takes
+what is left. Every figure is predicted. Host buffers are mapped and never written, so that a model larger than this machine can
+be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import mmap
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.common import commit, text_table, write_json
+from benchmarks.gpu.reach_cases import SHAPES, make_model_folder, worker_plan
+from benchmarks.gpu_cost.update import Case
+from recipe.rloo.memory_study.fake_guard import call_in_fake_process
+from tests.virtual_gpu.device import VirtualGpu
+from verl_memopt.algorithms.rows import GlobalCounts
+from verl_memopt.config.loader import load_settings
+from verl_memopt.config.schema import Settings
+from verl_memopt.distributed.device import leave_process_group
+from verl_memopt.ladder.measure import Work, make_batch
+from verl_memopt.memory.host_buffers import host_allocator
+from verl_memopt.observe.phase import GIB
+from verl_memopt.trainer.micro_batching import budgets, cut_ranks
+from verl_memopt.worker.group import Placement
+from verl_memopt.worker.trained_model import MiniBatch
+from verl_memopt.worker.worker import Worker
+
+aten = torch.ops.aten
+NO_RESERVE = 0x4000
+"""MAP_NORESERVE of Linux: pages that nobody writes need no memory."""
+LARGE = 2**16
+"""Elements of a host tensor from which on it is not written."""
+BUSES = (25e9, 50e9)
+"""Bytes a second: PCIe 4 and 5 with 16 lanes, as measured copies reach them."""
+PARTS = {
+    "14b": dataclasses.replace(
+        SHAPES["8b"], hidden_size=5120, intermediate_size=17408, num_layers=40, num_heads=40, num_kv_heads=8
+    )
+}
+
+
+class BoundlessHost(VirtualGpu):
+    """Counts the bytes that cross the bus. Large host tensors keep the zeros that they are mapped with."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.crossed: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (aten.zero_.default, aten.fill_.Scalar) and not self.owns(args[0]) and args[0].numel() >= LARGE:
+            return args[0]
+        if func is aten.copy_.default and self.owns(args[0]) and not self.owns(args[1]) and args[1].dim():
+            self.crossed["to the device"] += args[1].nbytes
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _copy_to_host(self, func: Any, args: Any, kwargs: Any, lane: str) -> Any:
+        self.crossed["to the host"] += (args[0] if func is aten._to_copy.default else args[1]).nbytes
+        if func is aten._to_copy.default or args[0].numel() < LARGE:
+            return super()._copy_to_host(func, args, kwargs, lane)
+        target, source = args[:2]
+        self._on_host(target)
+        self._launch(lane, str(func), [source, target], [target])
+        return target
+
+
+def phases(case: Case, track: bool) -> dict[str, Any]:
+    """Return what the second step of a worker holds and moves, by phase. In a process that has the fake device."""
+    with tempfile.TemporaryDirectory() as parent:
+        folder = make_model_folder(case.shape, Path(parent) / "model")
+        leave_process_group()
+        dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+        settings = _settings(case, folder)
+        with BoundlessHost(total_bytes=2**40) as gpu, mock.patch.object(mmap, "MAP_PRIVATE", mmap.MAP_PRIVATE | NO_RESERVE):
+            return _step(case, settings, folder, gpu, track)
+
+
+def _settings(case: Case, folder: Path) -> Settings:
+    return load_settings(
+        "rloo_trainer",
+        [
+            "data.train_files=none", "data.val_files=null", "data.seed=0", f"data.train_batch_size={case.groups}",
+            f"data.max_prompt_length={case.prompt}", f"data.max_response_length={case.response}",
+            f"actor_rollout_ref.model.path={folder}", f"actor_rollout_ref.actor.ppo_mini_batch_size={case.groups}",
+            "actor_rollout_ref.rollout.name=hf", f"actor_rollout_ref.rollout.n={case.group}",
+            "actor_rollout_ref.actor.use_torch_compile=false", "actor_rollout_ref.actor.adaptive_token_budget=false",
+            "trainer.worker_group=local", "trainer.device=cuda", *case.overrides,
+        ],
+    )  # fmt: skip
+
+
+def _step(case: Case, settings: Settings, folder: Path, gpu: BoundlessHost, track: bool) -> dict[str, Any]:
+    roles = settings.actor_rollout_ref
+    plan = dataclasses.replace(worker_plan(settings, folder, roles.actor.use_kl_loss), kinds_on_gpu=track)
+    worker = Worker(plan, Placement(0, 1, 0, "127.0.0.1", 0, "cuda"))
+    try:
+        found: dict[str, Any] = {"init": {"peak": worker.init_memory.peak_allocated_bytes}}
+        work = Work(rows=case.groups * case.group, prompt=case.prompt, response=case.response, group=case.group)
+        batch = make_batch(work, roles.actor)
+        names = [f"row {row}" for row in range(batch.num_rows)]
+        update, scoring, of_reference = (cut_ranks([batch.row_tokens()], [names], each)[0] for each in budgets(roles))
+        counts = GlobalCounts(float(batch.responses.lengths.sum()), float(batch.num_rows))
+
+        def call(phase: str, method: str, *args: Any) -> Any:
+            gpu.crossed.clear()
+            reply = worker.call(phase, track, method, *args)
+            found[phase] = {
+                "peak": reply.memory.peak_allocated_bytes, "after": gpu.allocated, "bus": dict(gpu.crossed),
+                "kinds": dict(reply.memory.kinds or {}) if track else {},
+            }  # fmt: skip
+            return reply.value
+
+        for _ in range(2):
+            call("gen", "release_engine")
+            batch.old_log_probs = call("old_log_prob", "old_log_probs", batch, [list(rows) for rows in scoring], False).log_probs
+            if roles.actor.use_kl_loss:
+                batch.ref_log_probs = call("ref", "ref_log_probs", batch, [list(rows) for rows in of_reference]).log_probs
+            call("update_actor", "update_actor", [MiniBatch(batch, [list(rows) for rows in update], counts)])
+            call("update_weights", "update_weights")
+        params = sum(parameter.numel() for parameter in worker.policy.model.parameters()) if worker.policy else 0
+        host = host_allocator()
+        return {
+            "params": params, "phases": found, "host_bytes": host.held_bytes, "host_peak_bytes": host.peak_bytes,
+            "micro_batches": len(update), "tokens": sum(batch.row_tokens().cost(list(rows)) for rows in update),
+        }  # fmt: skip
+    finally:
+        worker.close()
+
+
+def render(model: str, found: dict[str, Any]) -> str:
+    """Return the figures of a model as a table."""
+    rows = [
+        [
+            name,
+            f"{each['peak'] / GIB:.2f}",
+            *(f"{each.get('bus', {}).get(way, 0) / GIB:.2f}" for way in ("to the device", "to the host")),
+        ]
+        for name, each in found["phases"].items()
+    ]
+    table = text_table(["phase", "peak GiB", "to the device GiB", "to the host GiB"], rows)
+    bus = sum(sum(each.get("bus", {}).values()) for each in found["phases"].values())
+    params, flops = found["params"], 8 * found["params"] * found["tokens"]
+    seconds = " and ".join(f"{bus / speed:.1f}" for speed in BUSES)
+    head = f"{model} (predicted): {params / 1e9:.3f}e9 parameters, {found['micro_batches']} micro-batches"
+    host = found["host_peak_bytes"]
+    return (
+        f"{head} of {found['tokens']:,} tokens\n{table}\n"
+        f"host: {host / GIB:.2f} GiB, {host / params:.2f} bytes a parameter, activations included\n"
+        f"bus: {bus / GIB:.1f} GiB a step, {seconds} s at 25 and 50 GB/s; update: about {flops / 1e15:.2f} PFLOP\n"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what was asked for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_cost.one_copy", description=__doc__)
+    parser.add_argument("--model", choices=sorted({*SHAPES, *PARTS}), default="8b")
+    parser.add_argument("--layers", type=int, help="in place of the model's")
+    parser.add_argument("--prompt", type=int, default=1024)
+    parser.add_argument("--response", type=int, default=2048)
+    parser.add_argument("--group", type=int, default=8, help="answers to the prompt (default: 8)")
+    parser.add_argument("--kinds", action="store_true", help="count bytes by kind too")
+    parser.add_argument("--json", type=Path, help="write the record here")
+    parser.add_argument("overrides", nargs="*", help="settings, as on a command line")
+    asked = parser.parse_args(argv)
+    shape = {**SHAPES, **PARTS}[asked.model]
+    shape = dataclasses.replace(shape, num_layers=asked.layers or shape.num_layers)
+    case = Case(shape, asked.prompt, asked.response, asked.group, overrides=tuple(asked.overrides))
+    found = call_in_fake_process("benchmarks.gpu_cost.one_copy:phases", case, asked.kinds)
+    print(render(asked.model, found))
+    if asked.json is not None:
+        write_json(asked.json, {"schema": 1, "predicted": True, "commit": commit(), "case": dataclasses.asdict(case), **found})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""``python -m benchmarks.long_rows``: what an update of one very long row holds on a card, without and with blocks over tiles.
+
+The real update (forward, loss, backward) of one micro-batch with one row runs on fake tensors: real shapes, all layers, no
+values. A byte tracker counts what lives, the parameters and gradients included. The optimizer's state rests on the host. Kernels
+are a CPU's: attention converts one head of a tile to fp32, which a GPU does not, and elementwise statements run over tiles as
+large as a GPU's where their functions are not compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from benchmarks.common import CPU, text_table
+from benchmarks.rlt_requirements.__main__ import fake_process_group, faked, tiles_of_a_gpu, write_config
+from verl_memopt.algorithms.rows import GlobalCounts
+from verl_memopt.config.loader import load_settings
+from verl_memopt.data.batch import Ragged, RolloutBatch
+from verl_memopt.distributed.device import training_mesh
+from verl_memopt.memory.activation_offload_torch import ActivationOffload
+from verl_memopt.memory.held import PUBLISHED, ModelSize
+from verl_memopt.memory.rollout_memory import kv_bytes_per_token
+from verl_memopt.model.assembly import ModelUse, allocate, build_policy
+from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
+from verl_memopt.observe.phase import GIB
+from verl_memopt.worker.policy import Policy
+from verl_memopt.worker.trained_model import micro_batch
+
+PROMPT = 1024
+MODEL = "actor_rollout_ref.model"
+CHUNK = f"{MODEL}.logprob_chunk_tokens=2048"
+"""Fewer and larger pieces of the head than the profile has: a fake run of the others takes hours."""
+LORA = (f"{MODEL}.lora_rank=16", "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16")
+CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "0.6B, all weights": ("Qwen/Qwen3-0.6B", 131_072, ()),
+    "8B, LoRA": ("Qwen/Qwen3-8B", 32_768, LORA),
+}
+"""Name -> published shape, tokens of the row, overrides beside memory=24g."""
+TILES = (None, 8192)
+HEAD = (
+    "model",
+    "tokens",
+    "tile",
+    "activations GiB",
+    "weights and gradients GiB",
+    "update GiB",
+    "KV cache of the row GiB",
+    "seconds",
+)
+
+
+def peak(shape: ModelSize, tokens: int, overrides: Sequence[str]) -> dict[str, int]:
+    """Return kind -> bytes at the peak of an update of one row."""
+    settings = load_settings(
+        "rloo_trainer", ["memory=24g", "data.train_files=none", "data.val_files=none", f"{MODEL}.path=none", *overrides]
+    )
+    roles = settings.actor_rollout_ref
+
+    def ragged(length: int) -> Ragged:
+        return Ragged(flat=torch.zeros(length, dtype=torch.int64), lengths=torch.tensor([length]), batch_size=[])
+
+    count = tokens + 1 - PROMPT  # a row's last token is not computed
+    batch = RolloutBatch(
+        prompts=ragged(PROMPT), responses=ragged(count), group=torch.zeros(1, dtype=torch.int64),
+        old_log_probs=torch.zeros(count), ref_log_probs=torch.zeros(count), advantages=torch.zeros(count), batch_size=[],
+    )  # fmt: skip
+    row = micro_batch(batch, [0])
+    with tempfile.TemporaryDirectory() as name, fake_process_group(), tiles_of_a_gpu():
+        folder, mesh = Path(name), training_mesh("cpu", 1, -1)
+        write_config(folder, shape)
+        model, fsdp = replace(roles.model, path=name), replace(roles.actor.fsdp_config, param_offload=False)
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            trained = build_policy(model, fsdp, folder, mesh, CPU, ModelUse(recompute=True, trained=True))
+            allocate(trained, CPU)
+            offload = ActivationOffload(trained, CPU, model.activation_offload_min_bytes, model.activation_offload_in_flight)
+            policy = Policy(trained, roles.actor, 10, 1, CPU, offload)
+            with ByteTracker() as tracker:
+                tracker.mark("params", trained.parameters())
+                tracker.enter("update")
+                policy.accumulate([faked(row, fake)], GlobalCounts(float(count), 1.0), 1.0)
+                return dict(tracker.peaks[DEVICE].kinds)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table; each row as soon as it is known."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.long_rows", description=__doc__)
+    parser.add_argument("--divide", type=int, default=1, metavar="N", help="take rows of 1/N of the tokens, for a quick look")
+    asked = parser.parse_args(argv)
+    logging.disable(logging.WARNING)
+    lines = []
+    for name, (hub_id, whole, overrides) in CASES.items():
+        shape, tokens = PUBLISHED[hub_id], whole // asked.divide
+        cache = tokens * kv_bytes_per_token(shape.layers, shape.kv_heads, shape.head_dim, 2, 1)
+        for tile in TILES:
+            begun = time.monotonic()
+            kinds = peak(shape, tokens, [*overrides, CHUNK, f"{MODEL}.block_tile_tokens={tile or 'null'}"])
+            activations = sum(kinds.get(kind, 0) for kind in ("activations", "logits"))
+            sizes = (activations, sum(kinds.values()) - activations, sum(kinds.values()), cache)
+            gib = (f"{size / GIB:.2f}" for size in sizes)
+            lines.append((name, tokens, tile or "none", *gib, f"{time.monotonic() - begun:.0f}"))
+            print(*lines[-1], file=sys.stderr, flush=True)
+    print(text_table(HEAD, lines))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,113 @@
+"""The counter of GPU cost against counts by hand."""
+
+import dataclasses
+import json
+import shutil
+from collections import Counter
+
+import pytest
+
+from benchmarks.gpu_cost import __main__ as gpu_cost
+from benchmarks.gpu_cost.update import Case
+from recipe.rloo.memory_study.fake_guard import call_in_fake_process
+from verl_memopt.model.tiny import TinyShape
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the fake device is compiled")
+
+SHAPE = TinyShape(num_heads=2, num_kv_heads=2)
+PLAIN = (
+    "actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16", "actor_rollout_ref.model.enable_gradient_checkpointing=false",
+    "actor_rollout_ref.actor.use_prefix_grouper=false",
+)  # fmt: skip
+COUNT = "benchmarks.gpu_cost.update:count"
+
+BLOCK = {
+    # Forward 7: four of attention, three of the MLP. Backward twice as many: of an input and of a weight.
+    "mm": 7 + 14 - 3,
+    "addmm": 3,  # the gradients of k, v and up are added to those of q and gate as they are computed
+    "add": 2 + 2,  # residual sums, and those of their gradients
+    "_flash_attention_forward": 1,
+    "_flash_attention_backward": 3,
+    "zeros": 1,  # the state of the dropout that flash attention is given
+    "zeros_like": 4,  # sums of the gradients of two norms of the block, and of those of queries and keys
+    "_to_copy": 4,  # these sums, rounded
+    "compiled _norm": 4,  # two in the forward, and both again in backward
+    "compiled _forward_statement": 4 * 2,  # queries and keys, forward and backward; each half of a head by itself
+    "compiled _gate": 2,  # forward and backward
+    "compiled _gate_gradient": 1,
+    "compiled norm_weight_gradient": 2 * 2,  # statistics of rows, then the sum over rows
+    "compiled norm_gradient": 2,
+    "compiled _weight_statement": 2 * 2,
+    "compiled _backward_statement": 2 * 2,
+    "_fused_adamw_": 1,  # one launch takes 30 of its tensors
+}
+"""Launches of one block of Qwen3 in an update, counted by hand."""
+
+
+def by_operation(update):
+    found = Counter()
+    for name, cost in update.counted.ops.items():
+        found[" ".join(name.split()[:2] if name.startswith("compiled") else name.split()[:1])] += cost.launches
+    return found
+
+
+def test_the_launches_of_a_block_are_those_counted_by_hand():
+    case = Case(SHAPE, prompt=16, response=16, group=2, overrides=PLAIN)
+    two, three = (
+        call_in_fake_process(COUNT, dataclasses.replace(case, shape=dataclasses.replace(SHAPE, num_layers=layers)))
+        for layers in (2, 3)
+    )
+    block = by_operation(three)
+    block.subtract(by_operation(two))
+    assert {name: launches for name, launches in block.items() if launches} == BLOCK
+    assert three.counted.compiled_calls - two.counted.compiled_calls == 19
+    # Products of the 31 tokens of both rows with 7 weights, three times; of attention two in the forward and five in backward.
+    weights = 2 * 62 * (4 * 64 * 64 + 3 * 64 * 128)
+    attention = 2 * 2 * 2 * 32 * (31 * 32 // 2)
+    flops = [sum(cost.flops for cost in update.counted.ops.values()) for update in (two, three)]
+    assert flops[1] - flops[0] == 3 * weights + (2 + 5) * attention
+
+
+def test_an_update_of_default_settings_makes_no_launch_that_was_taken_out():
+    group, prompt, response = 4, 24, 16
+    case = Case(SHAPE, prompt, response, group)
+    found = call_in_fake_process(COUNT, case).counted
+    # A micro-batch is one upload of page-locked memory.
+    assert (found.uploads, found.pageable_uploads) == (1, 0)
+    # The host reads metrics, log-probs and whether the step was skipped once everything is launched.
+    assert not found.host_waits
+    assert found.border_waits == {"torch.cuda.synchronize": 2, "Event.synchronize": 1}
+    places = {name.partition(":")[0] for name in found.ops}
+    # FSDP2 casts a unit's fp32 masters in one launch, and copies none of them by itself.
+    assert "_foreach_copy_ device.py" in places
+    assert not {"_to_copy _fsdp_common.py", "copy_ _fsdp_param_group.py"} & places
+    # Answers to one prompt are slices of the pack: only the last block, of which most of the prompt is left out, gathers.
+    by_place = Counter()
+    for name, cost in found.ops.items():
+        by_place[name.partition(":")[0]] += cost.launches
+    assert by_place["index attention_flash.py"] <= 2 * 5 + 6
+    assert by_place["index_copy attention_flash.py"] <= 2 * 2
+    # Logits are written once by the product, read twice for statistics, and once for the gradient that is written over them.
+    logits = 2 * group * response * SHAPE.vocab_size
+    statistics, gradient = (
+        next(cost for name, cost in found.ops.items() if name.startswith(f"compiled {function} "))
+        for function in ("product_statistics", "product_gradient_")
+    )
+    assert 2 * logits <= statistics.read_bytes <= 2.1 * logits
+    assert statistics.written_bytes <= 0.1 * logits
+    assert logits == gradient.written_bytes <= gradient.read_bytes <= 1.1 * logits
+    assert not any(name.startswith("copy_ logit_tiles") for name in found.ops)
+
+
+def test_the_table_marks_its_figures_as_estimates_and_the_record_has_them(tmp_path, capsys):
+    file = tmp_path / "cost.json"
+    options = ["--models", "0.5b", "--tokens", "64", "--layers", "1", "--group", "2", "--ops", "3", "--json", str(file)]
+    assert gpu_cost.main(options) == 0
+    record = json.loads(file.read_text())
+    (update,) = record["updates"]
+    assert record["estimated"] is True
+    assert update["launches"] == sum(cost["launches"] for cost in update["ops"].values()) > 0
+    assert update["seconds"]["RTX 4090"] >= update["launches"] * gpu_cost.LAUNCH_SECONDS
+    printed = capsys.readouterr().out
+    assert "Estimated" in printed
+    assert f"{update['launches']:,}" in printed

@@ -1,0 +1,266 @@
+"""Two machines, as network namespaces of this one: their addresses, host names, ports and a cut link are real."""
+
+import contextlib
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.end_to_end.runs import RECIPES, ROOT, environment, learned, metrics, steps_here
+
+AR = "actor_rollout_ref"
+SHORT = [
+    f"{AR}.rollout.name=hf", "data.train_batch_size=8", f"{AR}.actor.ppo_mini_batch_size=8", "data.max_response_length=4",
+    "trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.logger=[jsonl]", "trainer.track_memory_every_steps=0",
+]  # fmt: skip
+SLOW = pytest.mark.slow
+FAULT_SECONDS = 30
+"""A lost or slow machine is named within this time."""
+
+ENTER = """#!/bin/bash
+# enter a|b COMMAND...: run a command on a machine with a network, a host name and files of Ray. HIDDEN is empty on the second.
+machine=$1; shift
+exec nsenter --net=/var/run/netns/{name}$machine unshare --uts --mount bash -c '
+    hostname node'$machine'; mount --bind {folder}/hosts_'$machine' /etc/hosts
+    mkdir -p /tmp/ray {folder}/ray_'$machine'; mount --bind {folder}/ray_'$machine' /tmp/ray
+    for hidden in '"$([ $machine = a ] || echo $HIDDEN)"'; do mount -t tmpfs none $hidden; done
+    exec "$@"' _ "$@"
+"""
+SSH = """#!/bin/bash
+# ssh HOST COMMAND, with the environment of a login
+case $1 in {one}) machine=a ;; {other}) machine=b ;; *) exit 255 ;; esac
+shift
+exec env -i HOME="$HOME" PATH="$PATH" OMP_NUM_THREADS=1 HIDDEN="$HIDDEN" {folder}/enter $machine bash -c "cd /; $*"
+"""
+SRUN = """#!/bin/bash
+# srun OPTIONS... --nodelist=HOST COMMAND..., of which Slurm passes the environment on
+while [ "${{1#--}}" != "$1" ]; do case $1 in --nodelist={one}) machine=a ;; --nodelist={other}) machine=b ;; esac; shift; done
+exec {folder}/enter $machine "$@"
+"""
+SCONTROL = '#!/bin/bash\n[ "$*" = "show hostnames two_nodes" ] && printf "%s\\n" {one} {other}\n'
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Two of them, joined by a cable. Commands run on the first."""
+
+    name: str
+    folder: Path
+    addresses: tuple[str, str]
+
+    def start(self, toy, run_dir, *overrides, **variables):
+        """Starts the script for several machines on the first one."""
+        script = ROOT / "examples" / "memory_optimization" / "run_multi_node.sh"
+        command = [self.folder / "enter", "a", "bash", script, *SHORT, f"trainer.default_local_dir={run_dir}", *overrides]
+        more = {
+            "PATH": f"{self.folder}:{os.environ['PATH']}", "NODES": " ".join(self.addresses), "NGPUS_PER_NODE": "1", "HIDDEN": "",
+            "ROLLOUT_TP": "1", "TOY_DIR": str(toy), "DEVICE": "cpu", "RAY_WAIT_SECONDS": "100", **variables,
+        }  # fmt: skip
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment(**more), stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+
+    def train(self, *arguments, code=0, **variables):
+        """Gives what a run of the script has printed, once it has ended with this exit code and left no process."""
+        return self.output(self.start(*arguments, **variables), code)
+
+    def output(self, process, code=0):
+        text, _ = process.communicate(timeout=300)
+        assert process.returncode == code, text[-4000:]
+        deadline = time.monotonic() + 40  # Ray drains a node for 30 seconds at most
+        while self.processes() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert not self.processes(), text[-4000:]
+        return text
+
+    def processes(self, machine="[ab]"):
+        """Gives the processes of one machine, or of both."""
+        found = []
+        for one in "ab" if machine == "[ab]" else machine:
+            pids = subprocess.run(["ip", "netns", "pids", f"{self.name}{one}"], capture_output=True, text=True, check=True)
+            for pid in pids.stdout.split():
+                with contextlib.suppress(psutil.Error):
+                    found.append(psutil.Process(int(pid)))
+        return found
+
+    def cable(self, state):
+        subprocess.run(["ip", "-n", f"{self.name}b", "link", "set", f"{self.name}b", state], check=True)
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory):
+    if os.getuid() != 0 or not all(map(shutil.which, ("ip", "nsenter", "unshare"))):
+        pytest.skip("network namespaces need root and iproute2")
+    name, folder, addresses = (
+        f"vm{os.getpid()}",
+        tmp_path_factory.mktemp("machines"),
+        (f"10.77.{os.getpid() % 250}.1", f"10.77.{os.getpid() % 250}.2"),
+    )
+    for program, text in (("enter", ENTER), ("ssh", SSH), ("srun", SRUN), ("scontrol", SCONTROL)):
+        file = folder / program
+        file.write_text(text.format(name=name, folder=folder, one=addresses[0], other=addresses[1]))
+        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+
+    def ip(*arguments):
+        return subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+
+    made = [ip("netns", "add", f"{name}{machine}") for machine in "ab"]
+    made.append(ip("link", "add", f"{name}a", "type", "veth", "peer", "name", f"{name}b"))
+    if any(each.returncode for each in made):
+        pytest.skip(f"no network namespaces here: {made[-1].stderr}")
+    for machine, address in zip("ab", addresses, strict=True):
+        # As Debian and Ubuntu have it: the name of the host is a loopback address.
+        (folder / f"hosts_{machine}").write_text(f"127.0.0.1 localhost\n127.0.1.1 node{machine}\n")
+        link = f"{name}{machine}"
+        ip("link", "set", link, "netns", link)
+        ip("-n", link, "addr", "add", f"{address}/24", "dev", link)
+        for device in ("lo", link):
+            ip("-n", link, "link", "set", device, "up")
+    both = Machines(name, folder, addresses)
+    yield both
+    for process in both.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    for machine in "ab":
+        ip("netns", "del", f"{name}{machine}")
+
+
+@pytest.fixture(scope="module")
+def alone(toy, tmp_path_factory):
+    """The rows of a run of one worker in this process, whose numbers those of two machines must have."""
+    run_dir = tmp_path_factory.mktemp("alone") / "run"
+    steps = ["memory=large_multi_gpu", "trainer.total_training_steps=8", *SHORT]
+    return steps_here(toy, run_dir, *steps, config=("toy_grpo", RECIPES))
+
+
+def check_numbers(rows, alone):
+    assert rows
+    for step, row in rows.items():
+        for name in ("critic/score/mean", "actor/loss", "actor/grad_norm"):
+            assert row[name] == pytest.approx(alone[step][name], rel=1e-4, abs=1e-6), (step, name)
+
+
+@pytest.mark.timeout(400)
+def test_two_machines_train_as_one(machines, toy, alone, tmp_path):
+    text = machines.train(toy, tmp_path / "run", "trainer.total_training_steps=2")
+    rows = metrics(tmp_path / "run")
+    assert list(rows) == [1, 2]
+    check_numbers(rows, alone)
+    first, second = machines.addresses
+    assert f"rank 0: {first} (this machine)" in text
+    assert f"rank 1: {second}\n" in text
+
+
+@SLOW
+@pytest.mark.timeout(400)
+def test_a_job_of_slurm_trains_on_its_nodes(machines, toy, alone, tmp_path):
+    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "two_nodes", "NODES": ""}
+    machines.train(toy, tmp_path / "run", "trainer.total_training_steps=1", **job)
+    check_numbers(metrics(tmp_path / "run"), alone)
+
+
+@SLOW
+@pytest.mark.timeout(400)
+def test_a_machine_that_does_not_see_the_runs_folder_and_the_model_is_named_with_the_way_out(machines, toy, tmp_path):
+    own = tmp_path / "model"
+    shutil.copytree(toy / "model", own)
+    hidden = {"HIDDEN": str(tmp_path)}
+    text = machines.train(toy, tmp_path / "run", f"{AR}.model.path={own}", code=2, **hidden)
+    (error,) = [
+        line
+        for line in text.splitlines()
+        if line.startswith(f"ConfigError: node {machines.addresses[1]} differs from this machine")
+    ]
+    assert f"it does not see trainer.default_local_dir={tmp_path / 'run'}" in error
+    assert f"{AR}.model.path={own}: there is no such path" in error
+
+
+def lose_machine(machines):
+    for process in machines.processes("b"):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+FAULTS = {"a machine that dies": lose_machine, "a cable that is cut": lambda machines: machines.cable("down")}
+
+
+@SLOW
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_lost_machine_is_named_and_the_run_goes_on_with_the_other(machines, toy, alone, tmp_path, fault):
+    run_dir = tmp_path / "run"
+    process = machines.start(toy, run_dir, "trainer.total_training_steps=100000", "trainer.save_freq=1")
+    lines, named = [], {}
+
+    def read():
+        for line in process.stdout:
+            lines.append(line)
+            if machines.addresses[1] in line and ("does not answer" in line or line.startswith("WorkerError: ")):
+                named.setdefault("at", time.monotonic())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    while len(metrics(run_dir) if (run_dir / "metrics.jsonl").exists() else ()) < 2:
+        assert process.poll() is None, "".join(lines)[-3000:]
+        time.sleep(0.1)
+    begun = time.monotonic()
+    fault(machines)
+    try:
+        assert process.wait(timeout=120) == 1
+    finally:
+        machines.cable("up")
+    reader.join(timeout=60)
+    text = "".join(lines)
+    assert "at" in named, text[-3000:]
+    assert named["at"] - begun < FAULT_SECONDS, text[-3000:]
+    assert any(line.startswith("WorkerError: ") and machines.addresses[1] in line for line in lines), text[-3000:]
+    assert "Traceback" not in text.partition("WorkerError: ")[0]  # after it Ray itself may say why it cannot drain a node
+    lose_machine(machines)
+    last = max(metrics(run_dir))
+    rest = f"trainer.total_training_steps={last + 1}"
+    machines.train(toy, run_dir, rest, "trainer.n_gpus_per_node=1", "trainer.nnodes=1", NODES=machines.addresses[0])
+    rows = metrics(run_dir)
+    assert max(rows) == last + 1
+    check_numbers({step: row for step, row in rows.items() if step in alone}, alone)
+
+
+@SLOW
+@pytest.mark.timeout(400)
+def test_a_machine_that_is_slowed_to_a_tenth_is_named(machines, toy, tmp_path):
+    run_dir = tmp_path / "run"
+    process = machines.start(
+        toy,
+        run_dir,
+        "trainer.total_training_steps=100000",
+        f"{AR}.rollout.n=16",
+        f"{AR}.rollout.ignore_eos=true",
+        "data.max_response_length=64",
+    )
+    lines = []
+    reader = threading.Thread(target=lambda: lines.extend(process.stdout))
+    reader.start()
+    while not (run_dir / "metrics.jsonl").exists():
+        assert process.poll() is None, "".join(lines)[-3000:]
+        time.sleep(0.1)
+    (worker,) = [each for each in machines.processes("b") if each.name().startswith("ray::Member")]
+    named = lambda: any("wait for worker 1 (" in line and machines.addresses[1] in line for line in lines)  # noqa: E731
+    deadline = time.monotonic() + FAULT_SECONDS
+    while not named() and time.monotonic() < deadline:
+        worker.suspend()
+        time.sleep(0.9)
+        worker.resume()
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    process.wait(timeout=120)
+    reader.join(timeout=60)
+    assert named(), "".join(lines)[-3000:]
+    assert learned(metrics(run_dir)[1])

@@ -1,0 +1,151 @@
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from benchmarks.update_pass.flops import count
+from tests.memory import activation_cases as act
+from tests.memory.activation_cases import FULL, LORA, TILED
+from tests.memory.activations.test_prune_last_block import BOUND, RAGGED, gradients, shapes
+from tests.memory.batching.test_shared_prompt import counts_of, grouped, sharing
+from tests.ranks import run_ranks
+from verl_memopt.distributed.device import training_mesh
+from verl_memopt.errors import ConfigError
+from verl_memopt.model.packing import PrefixLayout
+from verl_memopt.model.tiled_block import tiles
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.worker.trained_model import micro_batch
+
+WHOLE = {"recompute_elementwise": True, **FULL}
+"""Options of a policy whose blocks keep their input alone, and compute all tokens at once."""
+NOTHING = {"recompute": False, "recompute_elementwise": False}
+"""Options that blocks over tiles do without: they keep their input alone all the same."""
+
+
+def over(size, **more):
+    return {**WHOLE, "block_tile_tokens": size, **more}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"prune_last_block": True}, {"prune_last_block": True, **LORA}, TILED, {"offload": (1, 2)}, NOTHING],
+    ids=["alone", "pruned", "pruned, LoRA", "tiled MLP", "offloaded", "nothing else"],
+)
+@pytest.mark.parametrize("shared", [True, False])
+def test_log_probs_and_gradients_differ_by_rounding_only(untied_folder, one_rank, options, shared):
+    expected = gradients(act.build(untied_folder, one_rank, **{"prune_last_block": False, **WHOLE, **options}), RAGGED, shared)
+    found = gradients(act.build(untied_folder, one_rank, **{"prune_last_block": False, **over(7), **options}), RAGGED, shared)
+    assert act.largest_difference(found, expected) <= BOUND
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_for_tiles_of_any_size_and_packs_of_any_groups(tiny_folder, one_rank, data):
+    answers = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any))
+    batch = grouped(data.draw(st.integers(1, 20)), answers, data.draw(st.integers(1, 3)), seed=len(answers))
+    shared, size = data.draw(st.booleans()), data.draw(st.integers(1, 40))
+    expected, found = (gradients(act.build(tiny_folder, one_rank, **model), batch, shared) for model in (WHOLE, over(size)))
+    # Over a single key the gradient of queries is 0, and what is computed of it is rounding of numbers of the others' size.
+    rounding = 2**-22 * torch.stack([gradient.norm() for gradient in expected[2:]]).norm()
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() <= BOUND * other.norm() + rounding
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.lists(st.integers(1, 5), max_size=3)), min_size=1, max_size=4), st.integers(1, 9))
+def test_each_query_sees_its_keys_once(groups, size):
+    groups = tuple((prefix, tuple(suffixes)) for prefix, suffixes in groups if prefix or suffixes)
+    skipped = tuple(place % 3 for place in range(len(groups)))
+    layout = PrefixLayout.of(groups, skipped)
+    expected, key = [], 0
+    for (prefix, suffixes), before in zip(groups, skipped, strict=True):
+        for place in range(prefix):
+            expected.append(set(range(key, key + before + place + 1)))
+        start = key + before + prefix
+        for length in suffixes:
+            expected += [set(range(key, key + before + prefix)) | set(range(start, start + place + 1)) for place in range(length)]
+            start += length
+        key = start
+    found = [[] for _ in expected]
+    for tile in tiles(layout, size):
+        assert tile.queries.stop - tile.queries.start <= size
+        for call in tile.calls:
+            for place in range(call.queries.start, call.queries.stop):
+                seen = call.keys.start + place - call.queries.start + 1 if call.causal else call.keys.stop
+                found[tile.queries.start + place] += range(call.keys.start, seen)
+    assert [sorted(one) for one in found] == [sorted(one) for one in expected]
+
+
+def two_ranks(rank, folder):
+    mesh, batch = training_mesh("cpu", 2, -1), grouped(20, [5, 1, 9], groups=1, seed=rank)
+    expected, found = (gradients(act.build(folder, mesh, 2, **model), batch, True) for model in (WHOLE, over(4)))
+    return act.largest_difference(found, expected)
+
+
+def test_on_two_ranks(untied_folder):
+    assert max(run_ranks(two_ranks, 2, untied_folder)) <= BOUND
+
+
+def test_in_half_precision_gradients_are_as_near_to_the_truth(untied_folder, one_rank):
+    squares = torch.zeros(2)
+    for seed in range(12):
+        batch, found = grouped(20, [5, 1, 9, 0, 3], groups=2, seed=seed), []
+        for dtype, model in (("fp32", WHOLE), ("bfloat16", WHOLE), ("bfloat16", over(8))):
+            some = gradients(act.build(untied_folder, one_rank, dtype=dtype, **model), batch, True)[2:]
+            found.append(torch.cat([gradient.flatten() for gradient in some]))
+        squares += torch.tensor([act.largest_difference([one], [found[0]]) ** 2 for one in found[1:]])
+    assert squares[1].sqrt() <= 1.01 * squares[0].sqrt()
+
+
+def test_a_quantised_reference_runs_over_tiles_as_well(untied_folder, one_rank):
+    pack = micro_batch(sharing(RAGGED), list(range(RAGGED.num_rows))).pack
+    with torch.no_grad():
+        found = [
+            act.quantised(untied_folder, one_rank, "int8", recompute_elementwise=True, **model)(pack, 1.0, False)[0]
+            for model in ({}, {"block_tile_tokens": 7})
+        ]
+    assert act.largest_difference([found[1]], [found[0]]) <= BOUND
+
+
+# Cost.
+
+
+def peak_and_formula(folder, tokens, tile, **more):
+    """Gives the activations of an update of one row, in bytes of the tracker and of the formula."""
+    batch, model = grouped(1, [tokens]), over(tile, **more)
+    with act.fake_ranks(2) as mesh:
+        policy = act.build(folder, mesh, offload=(1, 1), **model)
+        tracker = act.tracked_step(policy, [micro_batch(batch, [0])], counts_of(batch), steps=1)
+    knobs = {name: value for name, value in model.items() if name != "recompute"}
+    formula = shapes(batch, enable_activation_offload=True, activation_offload_in_flight=1, **knobs)
+    return tracker.peaks[act.DEVICE].kinds["activations"], formula
+
+
+@pytest.mark.parametrize(("tokens", "tile"), [(2048, 256), (4096, 512), (4096, 1024)])
+def test_a_long_row_holds_what_the_formula_says(deep_folder, tokens, tile):
+    found, formula = peak_and_formula(deep_folder, tokens, tile)
+    assert act.close(found, formula.activation_bytes)
+
+
+def test_of_all_tokens_a_block_holds_no_more_than_input_output_queries_keys_and_values(deep_folder):
+    (short, _), (long, shapes) = (peak_and_formula(deep_folder, tokens, 256) for tokens in (4096, 8192))
+    tables, kept = 2 * act.D, act.WIDTH  # what all blocks share, and the checkpoint that is on its way
+    of_a_token = (long - short) / 4096 / act.FP32 - tables - kept
+    assert of_a_token <= 1.1 * (2 * act.WIDTH + act.H * act.D + 2 * act.KV * act.D)
+    assert shapes.tokens == 8192
+
+
+def test_products_are_those_of_checkpointed_blocks_and_keys_once_more(tmp_path, one_rank):
+    folder, counted, tokens = make_tiny_model(tmp_path / "model", act.SHAPE, seed=3), [], 256
+    batch = grouped(1, [tokens])
+    for model in (WHOLE, over(64)):
+        policy = act.build(folder, one_rank, **model)
+        micro = [micro_batch(batch, [0])]
+        counted.append(count(lambda policy=policy, micro=micro: policy.accumulate(micro, counts_of(batch), 0.9)))
+    keys = 2 * tokens * act.LAYERS * act.WIDTH * act.KV * act.D
+    assert counted[1] - counted[0] == keys
+
+
+def test_a_model_whose_blocks_are_not_known_is_refused_by_name(tmp_path, one_rank):
+    folder = make_tiny_model(tmp_path / "model", TinyShape(model_type="llama"), seed=3)
+    with pytest.raises(ConfigError, match=r"block_tile_tokens: tiles are known for blocks of .* Set .*block_tile_tokens=null"):
+        act.build(folder, one_rank, **over(4, override_config={"hidden_act": "gelu"}))

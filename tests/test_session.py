@@ -1,0 +1,216 @@
+"""The primitives of a step from Python (``verl_memopt.session``), and the notebook."""
+
+import ast
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+import verl_memopt
+from tests.rewards.processes import all_gone, wait_until
+from tests.test_api import ROWS, SMALL, right
+from verl_memopt.errors import CheckpointError, ConfigError, RewardError
+
+
+@pytest.fixture(scope="module")
+def model(toy):
+    return str(toy / "model")
+
+
+# The primitives of a step.
+
+EXACT = {  # with our own names alone, which every algorithm reads
+    **{name: value for name, value in SMALL.items() if name not in ("num_generations", "max_completion_length")},
+    "actor_rollout_ref.rollout.n": 2,
+    "data.max_response_length": 4,
+    "data.seed": 3,
+    "train_batch_size": 4,
+    "actor_rollout_ref.actor.optim.lr": 1e-3,
+}
+
+
+NO_KL = {"actor_rollout_ref.actor.use_kl_loss": False}
+RAY = {"worker_group": "ray", "trainer.n_gpus_per_node": 2, "ray_init": {"num_cpus": 2}}
+
+
+def scores_of(answers):
+    return right(answers.texts, [row["answer"] for row in answers.rows])
+
+
+def plain_step(session, answers):
+    session.advantages(answers, scores_of(answers))
+    return session.update(answers)
+
+
+def with_cispo(session, answers):
+    advantages = session.advantages(answers, scores_of(answers))
+    return session.update(answers, advantages, loss="cispo")
+
+
+def in_two_halves(session, answers):
+    advantages = session.advantages(answers, scores_of(answers))
+    metrics = session.forward_backward(answers, advantages)
+    return metrics | session.optim_step()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "further", "of_run", "step"),
+    [
+        ("grpo", {}, {}, plain_step),
+        ("grpo", {**NO_KL, "actor_rollout_ref.actor.ppo_mini_batch_size": 2}, {}, plain_step),
+        ("rloo", {"beta": 0.1}, {}, in_two_halves),
+        ("ppo", {"actor_rollout_ref.rollout.n": 1}, {}, plain_step),
+        ("grpo", {"lora_rank": 2}, {}, in_two_halves),
+        ("grpo", NO_KL, {"loss_mode": "cispo"}, with_cispo),
+        ("grpo", {**NO_KL, **RAY}, {}, in_two_halves),
+    ],
+    ids=[
+        "on_policy_with_reference",
+        "two_mini_batches",
+        "rloo_with_kl",
+        "critic",
+        "lora",
+        "loss_of_a_call",
+        "ray",
+    ],
+)
+def test_a_loop_of_primitives_gives_bit_for_bit_what_a_run_gives(algorithm, further, of_run, step, model, tmp_path):
+    settings = {**EXACT, **further}
+    run = verl_memopt.train(model, ROWS, right, algorithm=algorithm, steps=2, run_dir=tmp_path / "run", **settings, **of_run)
+    rows = run.metrics
+    with verl_memopt.session(model, ROWS, algorithm=algorithm, steps=2, run_dir=tmp_path / "session", **settings) as session:
+        for number in range(2):
+            metrics = step(session, session.sample())
+            session.sync()
+            shared = [
+                name for name in metrics if name in rows[number] and name.startswith(("actor/", "critic/", "response_length"))
+            ]
+            assert len(shared) > (10 if step is not in_two_halves else 4), shared
+            assert {name: metrics[name] for name in shared} == {name: rows[number][name] for name in shared}
+
+
+def test_a_session_goes_on_from_a_saved_state_and_a_run_does_too(model, tmp_path):
+    settings = {**EXACT, **NO_KL, "max_actor_ckpt_to_keep": None}
+
+    def one(session):
+        answers = session.generate()
+        metrics = in_two_halves(session, answers)
+        session.sync()
+        return answers.texts, metrics
+
+    with verl_memopt.session(model, ROWS, steps=3, run_dir=tmp_path / "first", **settings) as session:
+        one(session)
+        path = session.save_state()
+        after = [one(session), one(session)]
+        session.load_state(path)
+        assert (session.step, [one(session), one(session)]) == (1, after)
+        answers = session.generate()
+        session.forward_backward(answers, [1.0] * len(answers))
+        with pytest.raises(ConfigError, match=r"^update: a gradient .* optim_step"):
+            session.update(answers, [1.0] * len(answers))
+        assert session.optim_step(learning_rate=0.25)["actor/lr"] == 0.25
+        with pytest.raises(ConfigError, match=r"^optim_step: there is no gradient"):
+            session.optim_step()
+        with pytest.raises(CheckpointError, match=r"^load_state: .*not a checkpoint"):
+            session.load_state(tmp_path)
+    elsewhere = {**settings, "data.seed": None, "actor_rollout_ref.rollout.seed": None}
+    with verl_memopt.session(model, ROWS, steps=3, run_dir=tmp_path / "second", **elsewhere) as session:
+        session.load_state(path)
+        assert [one(session), one(session)] == after
+    with verl_memopt.session(model, ROWS, steps=3, run_dir=tmp_path / "first", resume=True, **settings) as session:
+        assert (session.step, one(session)) == (1, after[0])
+    run = verl_memopt.train(model, ROWS, right, steps=3, run_dir=tmp_path / "first", resume=True, **settings)
+    assert [row["step"] for row in run.metrics] == [2, 3]
+    assert [row["actor/loss"] for row in run.metrics] == [metrics["actor/loss"] for _, metrics in after]
+
+
+def test_a_session_answers_prompts_updates_with_advantages_of_the_callers_and_saves(model, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    settings = {
+        **EXACT,
+        "actor_rollout_ref.actor.use_kl_loss": False,
+        "actor_rollout_ref.actor.optim.lr": 1e-4,
+        "clip_cov_ub": 1.0,
+    }
+    with verl_memopt.session(model, run_dir=tmp_path / "session", **settings) as session:
+        chat = [{"role": "user", "content": "1+1="}]
+        answers = session.generate(["1+2=", chat, {"prompt": "3+4=", "answer": "7"}], n=2)
+        assert (len(answers), len(answers.texts), answers.rows[4]["answer"]) == (6, 6, "7")
+        with pytest.raises(ConfigError, match="there are no prompts"):
+            session.generate()
+        before = session.log_probs(answers)
+        assert [each.numel() for each in before] == [len(ids) for ids in answers.response_ids]
+        session.update(answers, [1.0] * 6)
+        after = session.log_probs(answers)
+        assert sum(each.sum() for each in after) > sum(each.sum() for each in before)
+        for wrong in ([1.0], [[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]] * 6):
+            with pytest.raises(ConfigError, match=r"^update: "):
+                session.update(answers, wrong)
+        with pytest.raises(ConfigError, match=r"^loss='cisp': there is no such loss. Is it cispo"):
+            session.update(answers, [1.0] * 6, loss="cisp")
+        with pytest.raises(ConfigError, match=r"clip_cov_lb=1\.0, .*clip_cov_ub=1\.0: no covariance"):
+            session.update(answers, [1.0] * 6, loss="clip_cov")
+        assert session.update(answers, [1.0] * 6, loss="kl_cov")["actor/skipped_updates"] == 0.0
+        with pytest.raises(RewardError, match="2 scores for 6 answers"):
+            session.advantages(answers, [1.0, 2.0])
+        with pytest.raises(ConfigError, match="no reference"):
+            session.log_probs(answers, reference=True)
+        folder = session.save(tmp_path / "model")
+    assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size > 0
+
+
+# The notebook.
+
+NOTEBOOK = Path(__file__).parents[1] / "examples" / "memory_optimization" / "quick_start.ipynb"
+
+
+@pytest.fixture
+def notebook(toy, tmp_path):
+    """Starts the notebook in a folder that has the toy task; it stands for Jupyter, which runs cells in one process."""
+    (tmp_path / "toy").symlink_to(toy)
+    shutil.copy(NOTEBOOK, tmp_path / "mine.ipynb")
+    environment = {**os.environ, "PYTHONPATH": str(NOTEBOOK.parents[2])}
+    command = [sys.executable, "-m", "tools.notebook", "mine.ipynb"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True, **pipes)
+    yield process, tmp_path
+    if process.poll() is None:
+        process.kill()
+
+
+def cells_of(path):
+    return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+
+
+def test_the_notebook_runs_from_the_start_to_the_charts_as_its_outputs_show(notebook):
+    process, folder = notebook
+    assert process.communicate(timeout=300)[0] is not None
+    assert process.returncode == 0
+    for cells in (cells_of(folder / "mine.ipynb"), cells_of(NOTEBOOK)):
+        charts, scores = (each["outputs"][0]["data"] for each in cells[3:5])
+        assert "".join(charts["text/html"]).count("<img") == 3
+        learned = ast.literal_eval(scores["text/plain"][0])
+        assert len(learned) == 8
+        assert max(learned[4:]) > learned[0]
+
+
+def test_a_notebook_that_is_interrupted_in_the_middle_leaves_no_process(notebook):
+    process, folder = notebook
+    logged = folder / "runs" / "model-rloo-1" / "metrics.jsonl"
+    assert wait_until(lambda: logged.exists() and len(logged.read_text().splitlines()) > 1, seconds=200), process.poll()
+    relatives = psutil.Process(process.pid).children(recursive=True)
+    assert relatives, "there are reward processes"
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=120)[0]
+    assert re.search(r"KeyboardInterrupt: the run in .* resume=True", output), output[-2000:]
+    assert process.returncode != 0
+    assert all_gone([each.pid for each in relatives])
+    assert list(logged.parent.glob("global_step_*")), "it has saved"

@@ -1,0 +1,175 @@
+"""``verl-memopt fit``: what it predicts holds for the runs themselves, and what it advises makes a run fit."""
+
+import json
+import logging
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.fit import draw, run
+from verl_memopt.cli import main
+from verl_memopt.config.loader import load_settings
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.fit import CARDS
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.model.weights import size_of
+from verl_memopt.trainer.build import build_run
+from verl_memopt.trainer.fit import Card, find_out, judge
+
+QUICK = (3, 6, 7, 8, 13, 15, 28, 34, 36, 39)
+"""Draws of RLOO, GRPO with a KL, PPO and LoRA with random knobs that take the least time."""
+FILES = ["data.train_files=none", "data.val_files=null"]
+
+
+def rloo(*overrides):
+    return load_settings("rloo_trainer", [*FILES, *overrides])
+
+
+def said(capsys, *arguments):
+    """Gives the exit code of the command and what it prints."""
+    code = main(["fit", "--config-name", "rloo_trainer", *arguments])
+    return code, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", QUICK)
+def test_no_phase_of_a_run_holds_more_than_was_predicted(number, tmp_path):
+    outcome, _, _ = run(draw(number), tmp_path / "draw", limited=False)
+    assert outcome.ran
+    assert outcome.measured.keys() >= {"init", "update_actor"}
+    over = {phase: (held, outcome.predicted[phase]) for phase, held in outcome.measured.items() if phase in outcome.predicted}
+    assert {phase: pair for phase, pair in over.items() if pair[0] > pair[1]} == {}
+
+
+ONE_COPY = [
+    *("debug.mode=off", "actor_rollout_ref.rollout.share_weights=true", "actor_rollout_ref.rollout.dtype=bfloat16"),
+    *(f"actor_rollout_ref.actor.fsdp_config.{key}=true" for key in ("split_master_weights", "grad_offload")),
+    "actor_rollout_ref.actor.fsdp_config.param_offload=false",
+    *(f"actor_rollout_ref.actor.fsdp_config.{key}" for key in ("dtype=bfloat16", "model_dtype=fp32")),
+]
+
+
+@pytest.mark.parametrize("number", [6, 15])
+def test_no_phase_holds_more_than_was_predicted_where_engine_and_policy_share_the_weights(number, tmp_path):
+    outcome, _, _ = run(replace(draw(number), settings=(*draw(number).settings, *ONE_COPY)), tmp_path / "draw", limited=False)
+    assert outcome.ran, outcome.error
+    assert outcome.measured.keys() >= {"gen", "update_actor", "update_weights", "save_checkpoint"}
+    over = {phase: (held, outcome.predicted[phase]) for phase, held in outcome.measured.items() if phase in outcome.predicted}
+    assert {phase: pair for phase, pair in over.items() if pair[0] > pair[1]} == {}
+
+
+def test_a_run_that_fits_runs_and_one_far_above_the_limit_is_refused_and_runs_out_of_memory(tmp_path):
+    inside, _, _ = run(replace(draw(15), share=1.0), tmp_path / "inside")
+    beyond, _, _ = run(replace(draw(15), share=0.25), tmp_path / "beyond")
+    assert (inside.verdict, inside.ran) == (True, True)
+    assert (beyond.verdict, beyond.ran) == (False, False)
+
+
+def test_a_config_alone_gives_the_sizes_of_a_model(tmp_path):
+    whole = make_tiny_model(tmp_path / "whole", TinyShape(num_layers=3, num_heads=4, num_kv_heads=2))
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "config.json").write_text((whole / "config.json").read_text())
+    size = size_of(rloo("memory=24g", f"actor_rollout_ref.model.path={tmp_path / 'alone'}").actor_rollout_ref.model, "k")
+    assert (size.layers, size.heads, size.kv_heads, size.head_dim, size.tied) == (3, 4, 2, 32, True)
+    assert size.params == replace(size, counted=None, qk_norm=True).params
+
+
+TWO_COPIES = "actor_rollout_ref.actor.fsdp_config.param_offload=true"
+"""A key of the user's own, with which a profile of a card holds a copy of the weights for trainer and engine each."""
+
+
+def test_a_model_that_nobody_knows_is_refused_with_those_that_are_known():
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        judge(rloo("memory=24g", "actor_rollout_ref.model.path=no/such/folder"), Card.of(24))
+
+
+def test_the_command_says_what_fits(capsys):
+    code, text = said(capsys, "model=qwen3_1_7b", "memory=24g")
+    assert code == 0
+    assert "Verdict: fits: gen" in text
+    assert "longest response" in text
+    assert "sequences at once" in text
+
+
+def test_json_has_the_figures_and_their_sums(capsys):
+    code, text = said(capsys, "model=qwen3_4b", "memory=24g", TWO_COPIES, "--memory", "24", "--json")
+    found = json.loads(text)
+    assert code == 1
+    assert not found["fits"]
+    assert found["card_bytes"] == CARDS["24g"] * 2**20
+    assert sum(found["phases"][found["binding_phase"]].values()) == max(sum(kinds.values()) for kinds in found["phases"].values())
+
+
+@pytest.mark.parametrize("model", ["qwen3_4b", "llama3_2_3b"])
+def test_what_it_advises_makes_the_run_fit(model):
+    settings = rloo(f"model={model}", "memory=24g", TWO_COPIES)
+    found = find_out(settings, Card.of(24))
+    assert not found.verdict.fits
+    assert found.fits
+    advised = [f"{key}={str(value).lower()}" for change in found.changes for key, value in change.keys.items()]
+    assert judge(rloo(f"model={model}", "memory=24g", TWO_COPIES, *advised), Card.of(24)).fits
+    # None of the changes can be left out.
+    for change in found.changes:
+        others = [text for text in advised if text.partition("=")[0] not in change.keys]
+        assert not judge(rloo(f"model={model}", "memory=24g", TWO_COPIES, *others), Card.of(24)).fits
+
+
+def test_what_fits_with_the_profile_of_a_card_fits_with_the_settings_that_are_advised_without_it():
+    found = find_out(rloo("model=qwen3_1_7b", "actor_rollout_ref.actor.use_dynamic_bsz=true"), Card.of(24))
+    assert not found.verdict.fits
+    assert found.fits
+    assert not any(change.changes_numbers for change in found.changes)
+
+
+def test_the_longest_response_fits_and_one_a_tenth_longer_does_not():
+    found = find_out(rloo("model=qwen3_1_7b", "memory=24g"), Card.of(24))
+    assert found.response > 512
+
+    def fits(response):
+        return judge(rloo("model=qwen3_1_7b", "memory=24g", f"data.max_response_length={response}"), Card.of(24)).fits
+
+    assert fits(found.response)
+    assert not fits(found.response * 11 // 10)
+
+
+def test_the_size_of_a_machines_own_card_is_asked_of_nvidia_smi_without_touching_the_card(tmp_path, monkeypatch, capsys):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 32607\necho 24564\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    _, shown = said(capsys, "model=qwen3_0_6b", "--json")
+    assert json.loads(shown)["card_bytes"] == 24564 * 2**20
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    assert main(["fit", "--config-name", "rloo_trainer", "model=qwen3_0_6b"]) == ConfigError.exit_code
+    assert "--memory: the size of the card is not known" in capsys.readouterr().err
+
+
+def test_more_cards_share_a_model(capsys):
+    arguments = ("model=qwen3_8b", "memory=large_multi_gpu", "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
+    assert said(capsys, *arguments, "--memory", "80", "--gpus", "2")[0] == 0
+    assert said(capsys, *arguments, "--memory", "24", "--gpus", "2")[0] == 1
+
+
+def test_too_little_host_memory_is_no_fit(capsys):
+    arguments = ("model=qwen3_1_7b", "memory=24g")
+    assert said(capsys, *arguments, "--host-memory", "64")[0] == 0
+    code, text = said(capsys, *arguments, "--host-memory", "8")
+    assert code == 1
+    assert "on a host of 8.0" in text
+
+
+def test_a_profile_refuses_a_model_that_cannot_fit_before_anything_starts(tmp_path):
+    settings = rloo("model=qwen3_8b", "memory=16g", f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.worker_group=local")
+    with pytest.raises(ConfigError, match=r"memory\.card_gb=16.*Qwen/Qwen3-8B.*memory\.card_gb=null"):
+        build_run(settings)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_says_the_verdict_in_one_line(caplog, capsys):
+    with caplog.at_level(logging.INFO):
+        assert main(["train", "--config-name", "rloo_trainer", *FILES, "model=qwen3_1_7b", "memory=24g", "debug=dry"]) == 0
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("fit: ")]
+    assert len(lines) == 1
+    assert "fits: gen" in lines[0]
+    assert "memory:" in capsys.readouterr().out

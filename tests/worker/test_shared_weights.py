@@ -1,0 +1,264 @@
+"""One copy of the weights: the policy computes with the engine's own parameters, and learns what it learns with a sync."""
+
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.rollout.tools import tiny_folder as model_folder
+from tests.tensors import whole_of
+from tests.worker.test_policy import batch
+from tests.worker.test_worker import ALL, AR, PROMPTS, call, generated, place, plan_of, same
+from verl_memopt.algorithms.rows import GlobalCounts
+from verl_memopt.config.loader import settings_from_mapping
+from verl_memopt.data.batch import Ragged
+from verl_memopt.distributed.device import leave_process_group
+from verl_memopt.errors import ConfigError, RolloutError
+from verl_memopt.memory.shared_weights import KEY, why_not
+from verl_memopt.model.weights import named_weights
+from verl_memopt.worker.roles import RoleBuilder
+from verl_memopt.worker.trained_model import MiniBatch
+from verl_memopt.worker.worker import Worker
+
+ENGINE_SIZES = {"kv_cache_memory_gb": 0.02, "enforce_eager": True, "max_num_seqs": 16, "max_num_batched_tokens": 512}
+
+
+def settings_of(share, dtype="fp32", engine="hf"):
+    sizes = ENGINE_SIZES if engine == "vllm" else {}
+    compute = "fp32" if dtype == "fp32" else "bfloat16"
+    return {
+        **{f"{AR}.rollout.{name}": value for name, value in sizes.items()},
+        f"{AR}.rollout.name": engine,
+        f"{AR}.rollout.dtype": compute,
+        f"{AR}.actor.fsdp_config.dtype": compute,
+        f"{AR}.actor.fsdp_config.model_dtype": "bfloat16" if dtype == "bfloat16" else "fp32",
+        f"{AR}.actor.fsdp_config.split_master_weights": dtype == "split",
+        KEY: share,
+    }
+
+
+class Copies(TorchDispatchMode):
+    """Counts the elements that are copied."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.copy_.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
+            self.elements += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def made(tiny_folder):
+    """Builds workers one after another: one ends before the next begins."""
+    workers = []
+
+    def build(more, folder=tiny_folder):
+        close()
+        workers.append(Worker(plan_of(folder, more), place()))
+        return workers[-1]
+
+    def close():
+        while workers:
+            workers.pop().close()
+        leave_process_group()
+
+    yield build
+    close()
+
+
+def masters(worker):
+    """The policy's masters, whole: they are its parameters, or joined from them and their remainders."""
+    trained = worker.policy.trained
+    return {name: whole_of(trained.master(each)).detach().clone() for name, each in named_weights(trained.model)}
+
+
+def places(worker):
+    return {name: parameter.data_ptr() for name, parameter in named_weights(worker.policy.model)}
+
+
+def engine_places(worker):
+    """Where each tensor of the policy lies in the engine, by the engine's own comparison of its names."""
+    return {name: view.data_ptr() for name, view in worker.engine.share_weights().items()}
+
+
+def step(worker, number):
+    """Syncs, generates, scores and updates as a training step does; gives what is the same in every run that is."""
+    with Copies() as copies:
+        call(worker, "update_weights")
+    found = generated(worker, seed=number)
+    rows = batch(rows=3)
+    rows.prompts, rows.responses = (
+        Ragged.from_rows([torch.tensor(row) for row in each], torch.int64) for each in (PROMPTS, found.response_ids)
+    )
+    rows.advantages = rows.old_log_probs = rows.ref_log_probs = None
+    rows.old_log_probs = call(worker, "old_log_probs", rows, [[0], [1, 2]], False).log_probs
+    engine = torch.tensor([value for row in found.log_probs for value in row])
+    rewards = torch.tensor([float(sum(row) % 7) for row in found.response_ids])
+    rows.advantages = (rewards - rewards.mean()).repeat_interleave(rows.responses.lengths)
+    mini = MiniBatch(rows, [[0, 1], [2]], GlobalCounts(float(len(engine)), 3.0))
+    metrics = call(worker, "update_actor", [mini])
+    learned = rewards.tolist(), metrics["actor/loss"], metrics["actor/grad_norm"]
+    return learned, float((engine - rows.old_log_probs).abs().max()), copies.elements
+
+
+def check_equal_runs(made, folder, tmp_path, dtype, engine):
+    """Twenty steps that share, and twenty with a sync; each is ended after the tenth and goes on as the other kind."""
+    runs, copied = [], {True: set(), False: set()}
+    for number, kinds in enumerate(([True, False], [False, True])):
+        learned = []
+        for half, share in enumerate(kinds):
+            worker = made(settings_of(share, dtype, engine), folder)
+            assert worker.shares_weights == share
+            if half:
+                call(worker, "load", str(tmp_path / str(number)), ALL)
+            for at in range(10 * half, 10 * half + 10):
+                assert (places(worker) == engine_places(worker)) or not share
+                found, difference, elements = step(worker, at)
+                assert difference <= (1e-4 if dtype == "fp32" else 0.2)
+                learned.append(found)
+                copied[share].add(elements)
+            if not half:
+                call(worker, "save", str(tmp_path / str(number)), ALL)
+        runs.append((learned, masters(worker)))
+    assert copied[True] == {0}
+    assert min(copied[False]) > 0
+    assert runs[0][0] == runs[1][0]
+    assert same(runs[0][1], runs[1][1])
+
+
+@pytest.mark.parametrize(("dtype", "tied"), [("fp32", True), ("bfloat16", False), ("split", True)])
+def test_twenty_steps_with_shared_weights_are_those_with_a_sync_and_either_kind_goes_on_as_the_other(made, tmp_path, dtype, tied):
+    check_equal_runs(made, model_folder(tmp_path / "model", tied=tied), tmp_path, dtype, "hf")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", *(pytest.param(each, marks=pytest.mark.slow) for each in ("bfloat16", "split"))])
+def test_in_twenty_steps_every_weight_lies_in_vllms_own_parameters_and_no_number_differs_from_a_run_with_a_sync(
+    made, tmp_path, dtype
+):
+    worker = made(settings_of("auto", dtype, "vllm"), model_folder(tmp_path / "model", tied=True))
+    assert worker.shares_weights
+    fused = worker.engine._model.get_parameter("model.layers.0.self_attn.qkv_proj.weight")
+    key = dict(named_weights(worker.policy.model))["model.layers.0.self_attn.k_proj.weight"]
+    assert key.untyped_storage().data_ptr() == fused.untyped_storage().data_ptr()
+    assert key.storage_offset() > 0
+    runs = []
+    for share in (True, False):
+        if not share:  # the same engine, and a policy with weights of its own
+            worker.policy = RoleBuilder(worker.plan, worker.placement, worker.device, worker.residency).policy()
+            worker.shares_weights = False
+        steps = [(step(worker, at), places(worker) == engine_places(worker)) for at in range(20)]
+        assert all(shared == share and (elements == 0) == share for (_, _, elements), shared in steps)
+        assert max(difference for (_, difference, _), _ in steps) <= (1e-4 if dtype == "fp32" else 0.2)
+        runs.append(([learned for (learned, _, _), _ in steps], masters(worker)))
+    assert runs[0][0] == runs[1][0]
+    assert same(runs[0][1], runs[1][1])
+
+
+def test_the_weights_take_no_more_room_than_the_policys_own(made):
+    """The engine stays awake while the policy is updated."""
+    peaks, kinds = {}, {}
+    for share in (False, True):
+        worker = made(settings_of(share))
+        call(worker, "update_weights")
+        step(worker, 0)
+        memory = worker.call("update_weights", True, "update_weights").memory
+        peaks[share], kinds[share] = memory.peak_allocated_bytes, memory.kind_peaks
+    num_bytes = sum(parameter.numel() * 4 for parameter in worker.policy.model.parameters())
+    assert peaks[False] - peaks[True] == num_bytes
+    assert kinds[True]["params"] == kinds[False]["params"] == num_bytes
+    assert kinds[False]["rollout weights"] - kinds[True]["rollout weights"] == num_bytes
+
+
+def test_a_weight_that_moves_on_either_side_is_noticed_and_named(made):
+    worker = made(settings_of(True))
+    call(worker, "update_weights")
+    for whose, model in (("trainer", worker.policy.model), ("engine", worker.engine._model)):
+        parameter = next(
+            parameter for name, parameter in model.named_parameters() if name.endswith("layers.0.mlp.up_proj.weight")
+        )
+        shared, parameter.data = parameter.data, parameter.data.clone()
+        with pytest.raises(
+            RolloutError, match=rf"1 weights of the {whose} have moved, such as \S*layers\.0\.mlp\.up_proj\.weight.*"
+        ):
+            call(worker, "update_weights")
+        with pytest.raises(RolloutError, match="weights are incomplete"):
+            generated(worker)
+        parameter.data = shared
+        call(worker, "update_weights")
+        generated(worker)
+
+
+ACTOR = f"{AR}.actor.fsdp_config"
+OBSTACLES = {
+    "several devices": ({"trainer.n_gpus_per_node": 2}, "trainer.n_gpus_per_node=2"),
+    "adapters": ({f"{AR}.model.lora_rank": 4}, f"{AR}.model.lora_rank=4"),
+    "an engine in bfloat16": ({f"{AR}.rollout.dtype": "bfloat16"}, f"{AR}.rollout.dtype=bfloat16"),
+    "masters in fp32": (
+        {f"{AR}.rollout.dtype": "bfloat16", f"{ACTOR}.dtype": "bfloat16"}, f"{ACTOR}.model_dtype=fp32, {ACTOR}.dtype=bfloat16"
+    ),
+    "weights that live on the host": ({f"{ACTOR}.offload_policy": True}, f"{ACTOR}.offload_policy=true"),
+    "weights that rest on the host": ({f"{ACTOR}.param_offload": True}, f"{ACTOR}.param_offload=true"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OBSTACLES)
+def test_where_the_numbers_would_differ_asking_for_it_is_refused_and_auto_says_why_it_is_off(case):
+    least = {"data.train_files": "none", "data.val_files": None, "algorithm.adv_estimator": "rloo", f"{AR}.model.path": "m"}
+    least |= {f"{AR}.rollout.n": 2, f"{AR}.actor.use_dynamic_bsz": True, f"{AR}.rollout.dtype": "fp32", f"{ACTOR}.dtype": "fp32"}
+    settings, named = OBSTACLES[case]
+    assert why_not(settings_from_mapping(least).actor_rollout_ref, 1) is None
+    with pytest.raises(ConfigError) as error:
+        settings_from_mapping(least | settings | {KEY: True})
+    assert f"{KEY}=true" in str(error.value)
+    assert named in str(error.value)
+    assert f"or {KEY} to auto." in str(error.value)
+    composed = settings_from_mapping(least | settings)
+    reason = why_not(composed.actor_rollout_ref, composed.trainer.n_gpus_per_node)
+    assert named.partition("=")[0] in reason
+
+
+def test_transformers_shares_only_when_asked_and_the_log_says_what_was_chosen(made, caplog):
+    caplog.set_level(logging.INFO)
+    assert not made(settings_of("auto")).shares_weights
+    assert "a copy of the weights each: auto shares those of actor_rollout_ref.rollout.name=vllm alone" in caplog.text
+    worker = made(settings_of(True))
+    assert worker.shares_weights
+    assert "share one copy of the weights" in caplog.text
+
+
+SPLIT, WHOLE = "split", "whole"
+MORE = {
+    f"{AR}.actor.optim.override_optimizer_config": {"eps": 1e-3},
+    f"{ACTOR}.optimizer_offload": True,
+    f"{AR}.ref.fsdp_config.dtype": "bfloat16",
+}
+"""Updates as smooth as gradients, so that a gradient that is all rounding takes no whole step."""
+
+
+def test_split_masters_train_as_whole_ones_and_either_checkpoint_goes_on_as_the_other(made, tmp_path, tiny_folder):
+    found, saved = {}, {}
+    for kind in (WHOLE, SPLIT):
+        worker = made(settings_of(False, kind) | MORE)
+        started = masters(worker)
+        assert all(weight.dtype == torch.float32 for weight in started.values())
+        steps = [step(worker, at)[0] for at in range(8)]
+        found[kind] = torch.tensor([each[1:] for each in steps]), masters(worker), started
+        call(worker, "save", str(tmp_path / kind), [*ALL, "hf_model"])
+        saved[kind] = load_file(tmp_path / kind / "huggingface" / "model.safetensors")
+        assert same(saved[kind], masters(worker))
+        parameters = dict(named_weights(worker.policy.model))
+        assert {weight.dtype for weight in parameters.values()} == {torch.bfloat16 if kind == SPLIT else torch.float32}
+    assert same(found[SPLIT][2], found[WHOLE][2])
+    torch.testing.assert_close(found[SPLIT][0], found[WHOLE][0], rtol=2e-2, atol=1e-3)
+    for name, master in found[WHOLE][1].items():
+        moved = (master - found[WHOLE][2][name]).norm()
+        assert (found[SPLIT][1][name] - master).norm() <= 0.05 * moved, name
+    for kind, other in ((WHOLE, SPLIT), (SPLIT, WHOLE)):
+        worker = made(settings_of(False, other) | MORE)
+        call(worker, "load", str(tmp_path / kind), ALL)
+        assert same(masters(worker), found[kind][1])
+        step(worker, 8)
+        assert not same(masters(worker), found[kind][1])

@@ -1,0 +1,467 @@
+"""Predict how many bytes a run holds on each device, phase by phase, from its settings and the sizes of its models.
+
+Needs neither weights nor a device. ``held.py`` says what one model holds; here are the engine and the phases of a step. Every
+figure is an upper bound: rows have their longest lengths, and a token budget is full. On a GPU come the CUDA context, CUDA
+graphs and what torch's allocator reserves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Literal
+
+from verl_memopt.config.schema import ActorRolloutRef, Fsdp, Settings, TrainedFsdp
+from verl_memopt.memory.critic_rules import has_critic
+from verl_memopt.memory.formulas import width
+from verl_memopt.memory.held import Held, Kinds, ModelSize, Pass, critic_roles, largest, together
+from verl_memopt.memory.host_buffers import GIB
+from verl_memopt.memory.ranges import num_devices, sequence_ranks
+from verl_memopt.memory.residency import CRITIC, NEEDS, POLICY, REFERENCE, REWARD_MODEL
+from verl_memopt.memory.rollout_memory import kv_bytes_per_token, sampler_bytes
+from verl_memopt.memory.shared_weights import why_not
+from verl_memopt.memory.token_budget import Role, sizes_of
+from verl_memopt.observe.phase import MIB
+
+CONTEXT = round(1.3 * GIB)
+"""Of a process on a GPU beside torch's allocator: CUDA context, libraries, what a sleeping engine keeps (reported by others)."""
+GRAPHS = round(0.7 * GIB)
+"""CUDA graphs of the engine, which do not sleep (0.4 to 1 GiB, reported by others); none with ``enforce_eager``."""
+RESERVED = 0.14
+"""What torch's allocator reserves on a GPU beyond what lives (simulated for a model of 0.6 billion parameters, checkpointed)."""
+CPU_KV_GIB = 1.0
+"""KV cache of vLLM on a CPU where ``kv_cache_memory_gb`` is not set."""
+OTHER = 2**16
+"""Small tensors of all kinds: rotary frequencies, counters, seeds."""
+CHECK_TOKENS, CHECK_RESPONSES = 80, 48
+"""Tokens of the forwards that compare packed rows when a model is built (``model/packing_check.py``), and answers of them."""
+
+
+CARDS = {"12g": 12_282, "16g": 15_360, "24g": 23_028, "32g": 32_607, "48g": 46_068, "80g": 81_559, "141g": 143_771}
+"""Profile -> MiB that nvidia-smi reports for a card of that size; where cards differ, one of the smaller ones (an A10 at 24g)."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The models of a run. None = as the policy, or the run has no such model."""
+
+    policy: ModelSize
+    reference: ModelSize | None = None
+    critic: ModelSize | None = None
+    student: ModelSize | None = None
+    """Of the model that scores: RLT's student or a reward model."""
+
+
+CERTAIN = ("params", "rollout weights", "grads", "optimizer")
+"""Kinds of bytes that no length and no budget makes smaller."""
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """What a run holds at most on one device and on the host of one process."""
+
+    phases: Mapping[str, Mapping[str, int]]
+    """Phase -> kind -> bytes on the device at the phase's peak, in the order of a step."""
+    host: Mapping[str, int]
+    """Kind -> bytes that rest on the host."""
+    kv_tokens: int
+    """Tokens that the KV cache of one engine holds."""
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """Phase -> bytes on the device at its peak."""
+        return {phase: sum(kinds.values()) for phase, kinds in self.phases.items()}
+
+    @property
+    def binding(self) -> str:
+        """The phase that holds most."""
+        totals = self.totals
+        return max(totals, key=totals.__getitem__)
+
+    @property
+    def device_bytes(self) -> int:
+        """The highest peak."""
+        return self.totals[self.binding]
+
+    @property
+    def least(self) -> dict[str, int]:
+        """Phase -> bytes without which it cannot be: weights, gradients and optimizer state."""
+        return {phase: sum(kinds.get(kind, 0) for kind in CERTAIN) for phase, kinds in self.phases.items()}
+
+    @property
+    def host_bytes(self) -> int:
+        """All that rests on the host."""
+        return sum(self.host.values())
+
+
+def predict(
+    settings: Settings, sizes: Sizes, phases: Collection[str], device: str = "cuda", card_bytes: int | None = None
+) -> Peaks:
+    """Return the bytes of a run on one device, as an upper bound of what its phases hold.
+
+    Args:
+        settings: of the run.
+        sizes: of its models.
+        phases: that the run has.
+        device: ``cuda`` or ``cpu``. On a CPU live bytes alone count, as its tracker and ``memory.device_limit_gb`` count them.
+        card_bytes: the device's size, of which vLLM takes its share; None = the run has no such engine.
+    """
+    return _Prediction(settings, sizes, device, card_bytes).peaks(phases)
+
+
+# The whole run: its models, its engine, and the phases of a step.
+
+
+@dataclass(frozen=True)
+class _Prediction:
+    settings: Settings
+    sizes: Sizes
+    device: str
+    card_bytes: int | None
+
+    def peaks(self, phases: Collection[str]) -> Peaks:
+        found = {phase: together({"other": OTHER}, *make()) for phase, make in self._phases.items() if phase in phases}
+        on_gpu = self.device == "cuda"
+        graphs = GRAPHS if on_gpu and not self.roles.rollout.enforce_eager and self.roles.rollout.name == "vllm" else 0
+        for phase, kinds in found.items():
+            if on_gpu:
+                # The engine's share has its own context, graphs and reserve in it.
+                generates = phase in ("gen", "testing") or (phase == "init" and "engine" in kinds)
+                in_share = generates and self.roles.rollout.name == "vllm"
+                live = sum(num_bytes for kind, num_bytes in kinds.items() if kind not in ("kv", "rollout weights", "engine"))
+                kinds["allocator"] = RESERVED * live
+                if not in_share:
+                    kinds["context"] = CONTEXT
+                    kinds["engine"] = kinds.get("engine", 0) + graphs
+        rounded = {phase: {kind: math.ceil(each) for kind, each in kinds.items() if each > 0} for phase, kinds in found.items()}
+        host = {kind: math.ceil(each) for kind, each in self._host().items() if each > 0}
+        return Peaks(rounded, host, self.kv_tokens)
+
+    # The models.
+
+    @property
+    def roles(self) -> ActorRolloutRef:
+        return self.settings.actor_rollout_ref
+
+    @property
+    def ranks(self) -> int:
+        return num_devices(self.settings)
+
+    def _group(self, fsdp: Fsdp) -> int:
+        return self.ranks if fsdp.fsdp_size == -1 else fsdp.fsdp_size
+
+    @cached_property
+    def policy(self) -> Held:
+        return Held(POLICY, self.roles, self.sizes.policy, self._group(self.roles.actor.fsdp_config), self.device, trained=True)
+
+    @cached_property
+    def reference(self) -> Held | None:
+        """The reference as a model of its own. With LoRA it is the policy without its adapters."""
+        if not self._has("ref") or self.roles.model.lora_rank:
+            return None
+        ref = self.roles.ref
+        return self._frozen(REFERENCE, ref.fsdp_config, self.sizes.reference or self.sizes.policy, ref.quantization)
+
+    @cached_property
+    def critic(self) -> Held | None:
+        if not self._has("values"):
+            return None
+        critic, size = self.settings.critic, self.sizes.critic or self.sizes.policy
+        ranks = self._group(critic.model.fsdp_config)
+        return Held(CRITIC, critic_roles(self.roles, critic), size, ranks, self.device, trained=True, has_logits=False)
+
+    @cached_property
+    def student(self) -> Held | None:
+        """The model that scores, if it has memory of its own."""
+        rewards = self.settings.reward_model
+        of_reference = rewards.recipe is not None and (
+            rewards.residency == "alias_ref" or (rewards.residency == "auto" and rewards.model.path is None)
+        )
+        if not rewards.enable or of_reference:
+            return None
+        model = rewards.model
+        held = self._frozen(REWARD_MODEL, model.fsdp_config, self.sizes.student or self.sizes.policy, model.quantization)
+        return held if rewards.recipe is not None else replace(held, has_logits=False)
+
+    def _frozen(self, part: str, fsdp: Fsdp, size: ModelSize, quantization: str) -> Held:
+        sharding = TrainedFsdp(**{each.name: getattr(fsdp, each.name) for each in fields(fsdp)})
+        model = replace(self.roles.model, enable_gradient_checkpointing=False, lora_rank=0)
+        roles = replace(self.roles, model=model, actor=replace(self.roles.actor, fsdp_config=sharding))
+        return Held(part, roles, size, self._group(fsdp), self.device, quantization=quantization)
+
+    @property
+    def models(self) -> list[Held]:
+        """All models, in the order in which a worker builds them."""
+        return [each for each in (self.policy, self.reference, self.critic, self.student) if each is not None]
+
+    def _has(self, phase: str) -> bool:
+        algorithm, actor = self.settings.algorithm, self.roles.actor
+        if phase == "ref":
+            of_student = self.settings.reward_model.recipe is not None and self.settings.reward_model.model.path is None
+            return algorithm.use_kl_in_reward or actor.use_kl_loss or of_student
+        return has_critic(self.settings)
+
+    # The rollout engine.
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether the engine gives its memory back outside of rollout."""
+        setting = self.roles.rollout.free_cache_engine
+        return self.device != "cpu" if setting is None else setting
+
+    @property
+    def engine_weights(self) -> float:
+        """Bytes of the engine's weights on one device, and of its sampler, which sleeps and wakes with them."""
+        rollout, vllm = self.roles.rollout, self.roles.rollout.name == "vllm" and self.device == "cuda"
+        weights = width(rollout.dtype) * self.sizes.policy.params / rollout.tensor_model_parallel_size
+        return weights + (sampler_bytes(rollout.max_num_seqs, self.sizes.policy.vocab) if vllm else 4096)
+
+    @property
+    def shares(self) -> bool:
+        """Whether the policy's weights are the engine's."""
+        return why_not(self.roles, self.ranks) is None
+
+    @property
+    def engine_copy(self) -> float:
+        """Bytes of the engine's weights and sampler beside the policy's weights."""
+        return self.engine_weights - (width(self.roles.rollout.dtype) * self.sizes.policy.params if self.shares else 0)
+
+    @property
+    def kv_token(self) -> int:
+        """Bytes of a token in the KV cache."""
+        size, rollout = self.sizes.policy, self.roles.rollout
+        each = 1 if rollout.kv_cache_dtype.startswith("fp8") else width(rollout.dtype)
+        return kv_bytes_per_token(size.layers, size.kv_heads, size.head_dim, each, rollout.tensor_model_parallel_size)
+
+    @property
+    def _scratch(self) -> float:
+        """Bytes of the activations and logits of one step of vLLM."""
+        size, rollout = self.sizes.policy, self.roles.rollout
+        step = rollout.max_num_batched_tokens * (2 * size.hidden + 3 * size.mlp) * width(rollout.dtype)
+        return step + 3 * rollout.max_num_seqs * size.vocab * 4
+
+    @property
+    def _share(self) -> float:
+        return self.roles.rollout.gpu_memory_utilization * (self.card_bytes or 0)
+
+    @property
+    def kv_bytes(self) -> float:
+        """Bytes of the KV cache: of the engine's share, what weights and a step's scratch leave."""
+        rollout = self.roles.rollout
+        if rollout.name == "hf":
+            return self._sequences * self._longest * self.kv_token
+        if rollout.kv_cache_memory_gb is not None:
+            return rollout.kv_cache_memory_gb * GIB
+        if self.device == "cpu":
+            return CPU_KV_GIB * GIB
+        return max(self._share - CONTEXT - self.engine_weights - self._scratch, 0)
+
+    @property
+    def kv_tokens(self) -> int:
+        return int(self.kv_bytes / self.kv_token)
+
+    @property
+    def _longest(self) -> int:
+        data, rollout = self.settings.data, self.roles.rollout
+        lengths = (rollout.prompt_length or data.max_prompt_length) + (rollout.response_length or data.max_response_length)
+        return rollout.max_model_len or lengths
+
+    @property
+    def _sequences(self) -> int:
+        """Sequences that transformers generates at once on one device."""
+        data, rollout = self.settings.data, self.roles.rollout
+        return min(-(-(data.gen_batch_size or data.train_batch_size) * rollout.n // self.ranks), rollout.max_num_seqs)
+
+    def _generation(self) -> Kinds:
+        """Return what the engine holds while it generates."""
+        rollout = self.roles.rollout
+        if rollout.name == "hf":
+            return {"rollout weights": self.engine_copy, "kv": self.kv_bytes, "activations": self._hf_step()}
+        if self.device == "cuda" and rollout.kv_cache_memory_gb is None:
+            weights, kv = self.engine_weights, self.kv_bytes
+            return {"rollout weights": self.engine_copy, "kv": kv, "engine": max(self._share - weights - kv, 0)}
+        extra = CONTEXT + (0 if rollout.enforce_eager else GRAPHS) if self.device == "cuda" else 0
+        return {"rollout weights": self.engine_copy, "kv": self.kv_bytes, "engine": self._scratch + extra}
+
+    def _hf_step(self) -> float:
+        """Return the widest moment of transformers' generation: the prompts' forward, or a token's scores."""
+        size, rollout, s, b = self.sizes.policy, self.roles.rollout, self._sequences, width(self.roles.rollout.dtype)
+        prompt = s * min(self.settings.data.max_prompt_length, self._longest)
+        query = size.heads * size.head_dim
+        tokens = prompt * (12 * size.hidden + b * max(3 * size.hidden + 3 * size.mlp, 3 * size.hidden + 6 * query))
+        masks = s * (self._longest - prompt // s + 1) * 16 + prompt * (prompt // s) * 5
+        one_layer = 4 * s * self._longest * query * b
+        scores = s * size.vocab * 4 * (8 + (10 if rollout.top_p < 1 else 0) + (4 if rollout.repetition_penalty != 1 else 0))
+        return max(tokens + masks, one_layer + masks) + scores + s * self._longest * 32
+
+    # The phases.
+
+    @property
+    def _phases(self) -> dict[str, Callable[[], list[Kinds]]]:
+        critic, student, policy = self.critic, self.student, self.policy
+        reference = self.reference
+        update, scoring = self._pass("actor"), self._pass("rollout")
+        found: dict[str, Callable[[], list[Kinds]]] = {
+            "init": self._init,
+            "gen": lambda: [self._others("gen"), self._generation()],
+            "testing": lambda: [self._others("testing"), self._generation()],
+        }
+        if student is not None or self.settings.reward_model.enable:
+            scorer = student or reference or policy
+            found["reward"] = lambda: self._with(scorer, "reward", scorer.forward(self._student_pass(scorer)))
+        found["old_log_prob"] = lambda: self._with(policy, "old_log_prob", policy.forward(scoring))
+        found["ref"] = lambda: self._with(reference or policy, "ref", (reference or policy).forward(self._pass("ref")))
+        if critic is not None:
+            found["values"] = lambda: self._with(critic, "values", critic.forward(self._pass("values")))
+            found["update_critic"] = lambda: self._with(critic, "update_critic", critic.update(self._pass("critic"), False))
+        exact = self.settings.actor_rollout_ref.actor.old_log_prob_pass == "always"
+        found["update_actor"] = lambda: self._with(policy, "update_actor", policy.update(update, exact))
+        found["update_weights"] = self._sync
+        found["save_checkpoint"] = self._save
+        return found
+
+    def _others(self, phase: str, but: Held | None = None) -> Kinds:
+        """Return what all models but one hold in a phase, and the engine where it is awake."""
+        needed = NEEDS[phase]
+        parts: list[Kinds] = []
+        for model in self.models:
+            if model is but:
+                parts.append({"optimizer": model.resting["optimizer"]})
+                continue
+            away = model.leaves and (model.part not in needed or model.fsdp.offload_policy)
+            parts.append(model.resting | {"params": 0 if away else model.params})
+        if self.sleeps and self.shares and phase not in ("gen", "testing"):
+            parts.append({"rollout weights": self.engine_copy})
+        elif not self.sleeps and phase not in ("gen", "testing"):
+            parts.append(self._idle_engine)
+        return together(*parts)
+
+    @property
+    def _idle_engine(self) -> Kinds:
+        """What an engine that does not sleep holds while it generates nothing."""
+        passing = {"activations"} | (set() if self.roles.rollout.name == "vllm" else {"kv"})
+        return {kind: each for kind, each in self._generation().items() if kind not in passing}
+
+    def _with(self, model: Held, phase: str, own: Kinds) -> list[Kinds]:
+        return [self._others(phase, model), own]
+
+    def _init(self) -> list[Kinds]:
+        """Return what is held while one model after another is built and its packing is checked."""
+        check = Pass(CHECK_TOKENS, CHECK_RESPONSES, 4, CHECK_TOKENS * 3)
+        moments: list[Kinds] = []
+        built: Kinds = {}
+        engine: Kinds = {} if self.sleeps else self._idle_engine
+        for model in self.models:
+            whole = {"logits": 16 * 12 * model.size.vocab if model.has_logits else 0}
+            compared = min(256, model.roles.model.logprob_chunk_tokens or 256)  # of the tokens that quantisation is compared by
+            quantized = (
+                {"activations": 8 * model.size.vocab * compared + 8 * model.size.hidden * model.size.widest}
+                if model.quantization != "none"
+                else {}
+            )
+            # A tied head has memory of its own until the tie is made.
+            tie = {"params": model.at_rest.master_bytes * model.size.vocab * model.size.hidden} if model.size.tied else {}
+            moments.append(together(built, {"params": model.params}, tie))
+            moments.append(together(built, model.forward(check), whole, quantized))
+            built = together(built, model.resting)
+            moments.append(built)
+        if self.device == "cuda" and self.roles.rollout.name == "vllm":
+            generation = together(self._generation(), {"rollout weights": self.engine_weights - self.engine_copy})
+            return [largest([generation, *moments])]
+        return [engine, largest(moments)]
+
+    def _sync(self) -> list[Kinds]:
+        """Return what is held while the engine takes the policy's weights."""
+        policy, rollout = self.policy, self.roles.rollout
+        parts: list[Kinds] = [
+            self._others("update_weights", policy),
+            {"params": 0 if policy.fsdp.offload_policy else policy.params},
+        ]
+        if self.sleeps and not self.shares:
+            parts.append({"rollout weights": self.engine_weights})
+        bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB if policy.ranks > 1 else 0
+        # A tensor of LoRA is merged with its adapter in fp32, and cast.
+        merged = (
+            14 * policy.size.hidden * max(policy.size.mlp, policy.size.heads * policy.size.head_dim) if policy.adapters else 0
+        )
+        whole = width(rollout.dtype) * policy.size.params
+        parts.append({"sync bucket": 2 * min(bucket, whole), "activations": merged})
+        return parts
+
+    def _save(self) -> list[Kinds]:
+        """Return what is held while a checkpoint is written. The weights of the engine have woken for the sync."""
+        awake = self.engine_weights if self.sleeps and not self.shares else 0
+        parts: list[Kinds] = [self._others("save_checkpoint"), {"rollout weights": awake}]
+        if self.device == "cpu":
+            # The writer copies adapters on the host, and their moments in buckets. A CPU's tracker counts that as the device's.
+            copied = [
+                each.at_rest.master_bytes * each.adapters + (each.moments if each.in_buckets else 0)
+                for each in self.models
+                if each.adapters and each.trained
+            ]
+            parts.append({"activations": max(copied, default=0)})
+        return parts
+
+    def _host(self) -> Kinds:
+        model, parts = self.roles.model, [each.on_host for each in self.models]
+        if self.sleeps and not self.shares and self.roles.rollout.sleep_level == 1:
+            parts.append({"rollout weights": 2 * self.engine_weights})  # at most: each segment is rounded up to a power of two
+        offloading: list[tuple[Held | None, Literal["actor", "critic"], bool]] = [
+            (self.policy, "actor", model.enable_activation_offload),
+            (self.critic, "critic", self.settings.critic.model.enable_activation_offload),
+        ]
+        for held, role, on in offloading:
+            if held is not None and on:
+                s = held.size.shapes(held.roles, self._pass(role), self.device)
+                parts.append({"activations": s.kept_bytes * s.layers})
+        return together(*parts)
+
+    # The largest micro-batch of each pass.
+
+    def _pass(self, role: Role | Literal["critic"]) -> Pass:
+        data, actor, critic, n = self.settings.data, self.roles.actor, self.settings.critic, self.roles.rollout.n
+        prompt, response = data.max_prompt_length, data.max_response_length
+        per_mini = {"actor": actor.ppo_mini_batch_size, "critic": critic.ppo_mini_batch_size or actor.ppo_mini_batch_size}
+        sharing = sequence_ranks(self.settings, "critic" if role in ("critic", "values") else "ref" if role == "ref" else "actor")
+        rows = -(-per_mini.get(role, data.train_batch_size) * n // (self.ranks // sharing))
+        most_rows, by_tokens, most_tokens = sizes_of(self.settings, role)
+        most_tokens = None if most_tokens is None else most_tokens * sharing
+        together = n if actor.use_prefix_grouper and self.ranks == 1 else 1
+
+        def computed(count: int) -> int:
+            # Rows of a group lie side by side, so that `count` rows are of so many groups at most.
+            groups = count if together == 1 else min(count, -(-(count - 1) // together) + 1)
+            return groups * prompt + count * (response - 1)
+
+        everything = -(-rows // together) * prompt + rows * (response - 1) if together > 1 else computed(rows)
+        all_tokens = everything if role not in ("actor", "critic") else 0
+        if by_tokens:
+            tokens = min(most_tokens or everything, everything)
+            in_micro = min(rows, most_tokens or rows)
+        else:
+            in_micro = min(most_rows or rows, rows)
+            tokens = min(computed(in_micro), everything)
+        responses = min(tokens, in_micro * response)
+        prefix = min(prompt, tokens) if tokens < everything and together > 1 else 0
+        alone = (most_tokens or everything) >= everything if by_tokens else in_micro == rows
+        # A rank's share of the tokens may predict a larger share of the responses.
+        share = -(-tokens // sharing)
+        # Without gradients all micro-batches of a rank are on the device at once.
+        return Pass(share, min(responses, share), min(in_micro * 2, tokens), max(all_tokens, tokens), prefix, alone)
+
+    def _student_pass(self, student: Held) -> Pass:
+        rewards, data = self.settings.reward_model, self.settings.data
+        longest = rewards.rlt.max_student_len if rewards.recipe is not None else rewards.max_length
+        longest = longest or data.max_prompt_length + data.max_response_length
+        sharing = sequence_ranks(self.settings, "reward_model")
+        rows = -(-data.train_batch_size * self.roles.rollout.n // (self.ranks // sharing))
+        if rewards.recipe is not None:
+            tokens = max(rewards.rlt.max_tokens_per_micro_batch * sharing, longest)
+        elif rewards.use_dynamic_bsz:
+            tokens = (rewards.forward_max_token_len_per_gpu or longest) * sharing
+        else:
+            tokens = (rewards.micro_batch_size_per_gpu or rows) * longest
+        tokens = -(-min(tokens, rows * longest) // sharing)
+        return Pass(tokens, tokens, rows, rows * longest)

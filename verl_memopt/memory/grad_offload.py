@@ -1,0 +1,65 @@
+"""Keep gradients in host memory: each leaves the device as soon as backward has it, and the optimizer reads it from there.
+
+Use it when: gradients are the peak, and you clip them or sum them over micro-batches, which ``optim.in_backward`` cannot do.
+Saves: all gradients but those of two blocks, or of the vocabulary's matrix where that is larger.
+Costs: as many bytes of host memory. Each gradient crosses the bus once per micro-batch, the sum so far comes back for every
+    micro-batch after the first, and the optimizer reads it once more.
+Works with: clipping, any number of micro-batches, several devices (each keeps its shard), ``optimizer_offload`` and
+    ``split_master_weights``, with which ``mixed_precision.reduce_dtype=bfloat16`` halves the gradients. It changes no number. It
+    refuses ``optim.in_backward`` and ``offload_policy``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import attrgetter
+
+from verl_memopt.memory.bucketed_adamw import only_with_adamw
+from verl_memopt.memory.formulas import Shapes
+from verl_memopt.memory.knob import Advice, Claim, Knob, LadderRow, Refusal, for_roles
+
+_ACTOR = "actor_rollout_ref.actor"
+KEY = f"{_ACTOR}.fsdp_config.grad_offload"
+_IN_BACKWARD, _NATIVE = f"{_ACTOR}.optim.in_backward", f"{_ACTOR}.fsdp_config.offload_policy"
+
+
+@dataclass(frozen=True)
+class GradOffload:
+    """Settings of gradient offload."""
+
+    grad_offload: bool = False
+    """A gradient leaves the device as soon as backward has it, and is summed over micro-batches in host memory: 4 bytes a
+    parameter (fp32) leave the device. The optimizer clips it and reads it from there, bucket by bucket."""
+
+
+_offloads = attrgetter(KEY)
+
+
+def _saved(_: Shapes, after: Shapes) -> float:
+    """Return the bytes saved where a copy is done at once, so that the vocabulary's matrix or a block's tensors are alone."""
+    return after.gradient_bytes * (after.params - max(after.vocab * after.hidden, after.block_params))
+
+
+KNOB = Knob(
+    cost="host memory, copies per micro-batch",
+    settings={"trained_fsdp": GradOffload},
+    refuses=(
+        *only_with_adamw(KEY, _offloads),
+        Refusal(
+            (KEY, _IN_BACKWARD),
+            lambda settings: _offloads(settings) and attrgetter(_IN_BACKWARD)(settings),
+            "each gradient is used and freed inside backward already",
+            f"Set {_IN_BACKWARD}=false, or {KEY}=false.",
+        ),
+        Refusal(
+            (KEY, _NATIVE),
+            lambda settings: _offloads(settings) and attrgetter(_NATIVE)(settings),
+            "FSDP2 keeps gradients on the host already",
+            f"Set {_NATIVE}=false, or {KEY}=false.",
+        ),
+    ),
+    advice=(Advice("grads", KEY, True),),
+    claims=(Claim("update_actor", "grads", _saved),),
+    row=LadderRow(195, on=(f"{KEY}=true",), off=(f"{KEY}=false",), on_top_of="optimizer_offload"),
+    factors=for_roles("grad_offload", roles=("actor",), off=False, on=True),
+)

@@ -1,0 +1,458 @@
+"""The bytes of one model on one device, for :mod:`verl_memopt.memory.fit`: what it holds at rest, and what its passes add.
+
+What decoder blocks and logits hold comes from the knobs' own formulas. Every figure is an upper bound.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+from verl_memopt.config.schema import Actor, ActorRolloutRef, Critic, CriticModel, Model, PolicyLoss, TrainedFsdp
+from verl_memopt.memory.chunked_logprob import logit_bytes
+from verl_memopt.memory.formulas import TILE_ELEMENTS, Shapes
+from verl_memopt.memory.lora import adapter_params
+from verl_memopt.memory.optimizer_state_dtype_torch import MOST_BLOCK, block_size
+from verl_memopt.observe.phase import MIB
+
+SUM_BYTES = 4 * 2**22
+"""Bytes at most of what comes back to the device of a sum of gradients on the host: ``PIECE`` of ``grad_offload_torch``."""
+
+PACKED_TOKEN, PACKED_RESPONSE = 160, 96
+"""Bytes at most of a token's ids, positions and places in a pack, and of a response token's log-probs, advantages and so on."""
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """The sizes of a decoder-only model, as its config.json says them."""
+
+    hidden: int
+    mlp: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    """One matrix is embedding and LM head."""
+    qkv_bias: bool = False
+    """Projections of queries, keys and values have a bias (Qwen2)."""
+    qk_norm: bool = False
+    """Queries and keys of a head are normalised (Qwen3)."""
+    prunes: bool = True
+    """Its last block can leave out outputs that nothing reads (``prune_last_block``)."""
+    positions: int | None = None
+    """Tokens of the longest sequence by its config; None = unknown."""
+    counted: tuple[int, int] | None = None
+    """(parameters, those of a block) of a model that was built without storage; None = from the sizes."""
+
+    @property
+    def widest(self) -> int:
+        """The longer side of a block's largest matrix; the other is ``hidden``."""
+        return max(self.mlp, self.heads * self.head_dim)
+
+    @property
+    def block_params(self) -> int:
+        """Parameters of a decoder block."""
+        if self.counted is not None:
+            return self.counted[1]
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = 2 * self.hidden * (query + key) + self.qkv_bias * (query + 2 * key) + self.qk_norm * 2 * self.head_dim
+        return attention + 3 * self.hidden * self.mlp + 2 * self.hidden
+
+    @property
+    def params(self) -> int:
+        """All parameters, a tied matrix once."""
+        if self.counted is not None:
+            return self.counted[0]
+        return self.vocab * self.hidden * (1 if self.tied else 2) + self.layers * self.block_params + self.hidden
+
+    def shapes(self, roles: ActorRolloutRef, work: Pass, device: str) -> Shapes:
+        """Return the symbols of the knobs' formulas for a pass of this model."""
+        return Shapes(
+            settings=roles, layers=self.layers, hidden=self.hidden, mlp=self.mlp, heads=self.heads, kv_heads=self.kv_heads,
+            head_dim=self.head_dim, vocab=self.vocab, params=self.params, block_params=self.block_params, tied=self.tied,
+            tokens=work.tokens, responses=work.responses, segments=work.rows, device=device,
+        )  # fmt: skip
+
+
+PUBLISHED = {
+    "Qwen/Qwen2.5-0.5B-Instruct": ModelSize(896, 4864, 24, 14, 2, 64, 151_936, True, qkv_bias=True, positions=2**15),
+    "Qwen/Qwen2.5-1.5B-Instruct": ModelSize(1536, 8960, 28, 12, 2, 128, 151_936, True, qkv_bias=True, positions=2**15),
+    "Qwen/Qwen2.5-3B-Instruct": ModelSize(2048, 11_008, 36, 16, 2, 128, 151_936, True, qkv_bias=True, positions=2**15),
+    "Qwen/Qwen2.5-7B-Instruct": ModelSize(3584, 18_944, 28, 28, 4, 128, 152_064, False, qkv_bias=True, positions=2**15),
+    "Qwen/Qwen3-0.6B": ModelSize(1024, 3072, 28, 16, 8, 128, 151_936, True, qk_norm=True, positions=40_960),
+    "Qwen/Qwen3-1.7B": ModelSize(2048, 6144, 28, 16, 8, 128, 151_936, True, qk_norm=True, positions=40_960),
+    "Qwen/Qwen3-4B": ModelSize(2560, 9728, 36, 32, 8, 128, 151_936, True, qk_norm=True, positions=40_960),
+    "Qwen/Qwen3-8B": ModelSize(4096, 12_288, 36, 32, 8, 128, 151_936, False, qk_norm=True, positions=40_960),
+    "meta-llama/Llama-3.2-1B-Instruct": ModelSize(2048, 8192, 16, 32, 8, 64, 128_256, True, positions=2**17),
+    "meta-llama/Llama-3.2-3B-Instruct": ModelSize(3072, 8192, 28, 24, 8, 128, 128_256, True, positions=2**17),
+}
+"""Hub id -> sizes, of the models of the presets ``model=``, so that nothing is fetched."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The largest micro-batch of a pass on one rank, and the tokens of all of its micro-batches together."""
+
+    tokens: int
+    responses: int
+    rows: int
+    all_tokens: int
+    prefix: int = 0
+    """Tokens of a prompt whose answers may lie in several micro-batches, which then read its prefix KV."""
+    alone: bool = False
+    """It is the only micro-batch of its optimizer step, so that no gradients exist when it begins."""
+
+
+Kinds = Mapping[str, float]
+"""Kind of bytes -> bytes at one moment."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """One model of a run. ``roles`` has its sharding in the place of the actor's, and its knobs in that of the policy's."""
+
+    part: str
+    roles: ActorRolloutRef
+    size: ModelSize
+    ranks: int
+    device: str
+    trained: bool = False
+    has_logits: bool = True
+    quantization: str = "none"
+
+    @property
+    def fsdp(self) -> TrainedFsdp:
+        """Its sharding and precision."""
+        return self.roles.actor.fsdp_config
+
+    @property
+    def params_count(self) -> int:
+        """Parameters, without adapters. A critic has no LM head, and a vector in its place."""
+        head = 0 if self.has_logits else self.size.hidden + 1 - (0 if self.size.tied else self.size.vocab * self.size.hidden)
+        return self.size.params + head
+
+    @cached_property
+    def at_rest(self) -> Shapes:
+        """Its shapes in a pass of one token."""
+        return self.size.shapes(self.roles, Pass(1, 1, 1, 1), self.device)
+
+    @property
+    def adapters(self) -> int:
+        """Parameters of its adapters."""
+        return adapter_params(self.at_rest) if self.roles.model.lora_rank else 0
+
+    @property
+    def params(self) -> float:
+        """Bytes of its masters on one rank."""
+        whole, linear = self.params_count + self.adapters, self.at_rest.linear_params
+        each = {"int8": 1 + 4 / 32, "nf4": 0.5 + 4 / 32}.get(self.quantization)
+        quantized = 0 if each is None else linear * (each - self.at_rest.master_bytes)
+        return (whole * self.at_rest.master_bytes + quantized) / self.ranks
+
+    @property
+    def learning(self) -> float:
+        """Parameters of one rank that have a gradient and moments."""
+        return (self.adapters or self.params_count) / self.ranks if self.trained else 0
+
+    @property
+    def moments(self) -> float:
+        """Bytes of the optimizer's moments on one rank, wherever they rest."""
+        if not self.trained:
+            return 0
+        size, dtype = self.size, self.roles.actor.optim.state_dtype
+        # Each tensor has a step counter, and its part of the state begins at a multiple of 64 bytes.
+        tensors = 64 * 5 * (14 if self.adapters else 12) * (size.layers + 1)
+        each = self.at_rest.state_bytes
+        if dtype in MOST_BLOCK:
+            rows = (size.hidden, size.mlp, size.heads * size.head_dim)
+            blocks = [block_size(row, MOST_BLOCK[dtype]) for row in rows]
+            # A row that has no blocks keeps fp32 moments, as those of adapters do, and vectors with biases.
+            exact = bool(self.adapters) or None in blocks
+            each = 8 if exact else 2 * ((1 if dtype == "int8" else 0.5) + 4 / min(block or 1 for block in blocks))
+            each += self.at_rest.remainder_bytes
+            tensors += 8 * size.layers * (2 * size.hidden + 2 * size.head_dim + 3 * size.heads * size.head_dim)
+        return each * self.learning + tensors
+
+    @property
+    def leaves(self) -> bool:
+        """Whether its parameters rest on the host between their phases."""
+        return self.fsdp.param_offload or self.fsdp.offload_policy
+
+    @property
+    def resting(self) -> dict[str, float]:
+        """Kind -> bytes that it holds in every phase."""
+        off = self.fsdp.optimizer_offload or self.fsdp.offload_policy
+        return {"params": 0 if self.leaves else self.params, "optimizer": 0 if off else self.moments}
+
+    @property
+    def on_host(self) -> dict[str, float]:
+        """Kind -> bytes that rest on the host."""
+        off = self.fsdp.optimizer_offload or self.fsdp.offload_policy
+        off_grads = self.fsdp.grad_offload or self.fsdp.offload_policy
+        grads = self.at_rest.gradient_bytes * self.learning if off_grads else 0
+        return {"params": self.params if self.leaves else 0, "optimizer": self.moments if off else 0, "grads": grads}
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether FSDP2 gathers each unit while it computes: on several ranks, with two dtypes, or from the host."""
+        return self.ranks > 1 or self.at_rest.master_bytes != self.at_rest.compute_bytes or self.fsdp.offload_policy
+
+    @property
+    def _matrices(self) -> tuple[int, int]:
+        """Parameters of the vocabulary's matrices that the root gathers, and of the largest one that is a unit of its own."""
+        matrix, one = self.size.vocab * self.size.hidden, not self.has_logits
+        tied = self.size.tied and not one
+        if self.fsdp.own_units and not tied:
+            return 0, matrix
+        return matrix * (1 if tied or one else 2), 0
+
+    def forward(self, work: Pass) -> dict[str, float]:
+        """Return kind -> bytes at the widest moment of a pass without gradients, its parameters included."""
+        s, b = self.size.shapes(self.roles, work, self.device), self.at_rest.compute_bytes
+        h, query, key = s.hidden, s.heads * s.head_dim, s.kv_heads * s.head_dim
+        # Gate, up and their product; with adapters also what an adapter adds, and the sum. A norm computes in fp32.
+        wide = 5 if self.roles.model.lora_rank else 3
+        norm = 12 * work.tokens * max(h, query)
+        if self.roles.model.recompute_elementwise:
+            norm = min(norm, 12 * TILE_ELEMENTS[self.device])
+        attention = b * work.tokens * (3 * h + (2 + wide) * query // 2 + 4 * key + 2 * s.head_dim)
+        attention = max(attention + (norm if self.size.qk_norm else 0), 2 * b * work.tokens * h + norm)
+        # Also the state before the block, and rotary tables.
+        mlp = b * work.tokens * (4 * h + wide * s.mlp + 2 * s.head_dim)
+        block = max(mlp, attention) + self._prefixes(work, b)
+        # A quantised layer is a plain weight while it computes.
+        block += 0 if self.quantization == "none" else (4 + b) * h * max(s.mlp, query)
+        states = b * (work.tokens * h + 3 * work.responses * h) + self._prefixes(work, b)
+        logits = self._logits(s, update=False)
+        window = largest(self._gathered(block, {"activations": states, "logits": logits}))
+        return together(window, {"params": self.params, "activations": _packed(work)})
+
+    def _gathered(self, block: float, head: Kinds) -> list[Kinds]:
+        """Return the moments of a forward, a block's activations and the head's, with what FSDP2 gathers then."""
+        if not self.is_cast:
+            return [{"activations": block}, head]
+        (root, own), one, stay, first = self._gathered_matrices, self._unit, self._stay, self._first_stays
+        if self.ranks > 1:
+            blocks = {"activations": block, "gathered parameters": stay + first + root + 2 * one}
+            blocks["collective buffers"] = max(2 * one, root)
+            at_head = stay + first + root + own
+            return [blocks, {**head, "gathered parameters": at_head, "collective buffers": max(root, own)}]
+        blocks = {"activations": block, "gathered parameters": max(stay, one) + first + root}
+        at_head = stay + root + (first + own if self.has_logits else own)
+        states = {"activations": head["activations"], "collective buffers": self._passing}
+        return [blocks, {**head, "gathered parameters": at_head}, {**states, "gathered parameters": at_head}]
+
+    @property
+    def _gathered_matrices(self) -> tuple[float, float]:
+        """Bytes of :attr:`_matrices` as they are gathered."""
+        root, own = self._matrices
+        return self.at_rest.compute_bytes * root, self.at_rest.compute_bytes * own
+
+    @property
+    def _stay(self) -> float:
+        """Bytes of all blocks where they stay gathered to the end of a pass, without resharding."""
+        return self.size.layers * self._unit if self.fsdp.reshard_after_forward is False else 0
+
+    @property
+    def _first_stays(self) -> float:
+        """Bytes of the embedding where it stays gathered in the same way."""
+        return self._gathered_matrices[1] if self._stay else 0
+
+    @property
+    def _passing(self) -> float:
+        """Bytes of a matrix on its way into the gathered one: one rank casts in place, except what comes from the host."""
+        each = self.at_rest.compute_bytes + self.at_rest.master_bytes
+        return each * self.size.vocab * self.size.hidden if self.fsdp.offload_policy else 0
+
+    @property
+    def _unit(self) -> float:
+        """Bytes of a block as FSDP2 gathers it, its adapters included."""
+        return self.at_rest.compute_bytes * (self.size.block_params + self.adapters / self.size.layers)
+
+    def _prefixes(self, work: Pass, each: int) -> float:
+        """Return what the prefix KV of a prompt holds, with a block's copy: ``each`` bytes an element."""
+        if not work.prefix:
+            return 0
+        key = self.size.kv_heads * self.size.head_dim
+        return each * (
+            work.prefix * 2 * self.size.layers * key + (work.prefix + work.tokens) * (2 * key + 2 * self.size.head_dim)
+        )
+
+    def _logits(self, s: Shapes, update: bool) -> float:
+        """Return the bytes of a chunk of logits."""
+        if not self.has_logits:
+            return 16 * s.responses + 8 * s.hidden
+        entropy = self.roles.actor.entropy_coeff != 0 or self.roles.actor.calculate_entropy
+        chunk = min(s.responses, self.roles.model.logprob_chunk_tokens or s.responses)
+        return logit_bytes(s, update) + (4 * chunk * min(s.vocab, 4096) if entropy else 0)
+
+    def update(self, work: Pass, exact_ratio: bool) -> dict[str, float]:
+        """Return kind -> bytes at the widest moment of an update, its parameters and gradients included, its moments not.
+
+        ``exact_ratio``: the update has old log-probs, so that a loss of sequences computes its gradient in backward.
+        """
+        s = self.size.shapes(self._with_kept(work), work, self.device)
+        if not exact_ratio:  # strictly on-policy, where whole rows of logits exist
+            s = replace(s, settings=replace(s.settings, actor=replace(s.settings.actor, policy_loss=PolicyLoss())))
+        windows = self._update_windows(s, work)
+        grads = 0 if self.fsdp.offload_policy else s.gradient_bytes * self.learning
+        if self.roles.actor.optim.in_backward and not self.adapters and not self.is_cast:
+            grads = min(grads, s.gradient_bytes * 2 * max(s.vocab * s.hidden, s.block_params))
+        if self.fsdp.grad_offload:
+            # FSDP2 reduces both matrices of the vocabulary together where they are no units of their own.
+            matrices = max(*self._matrices, s.vocab * s.hidden) if self.is_cast else s.vocab * s.hidden
+            passing = s.block_params + max(s.block_params, matrices)
+            grads = min(grads, s.gradient_bytes * passing / self.ranks + SUM_BYTES)
+        held = {"params": 0 if self.fsdp.offload_policy else self.params, "activations": _packed(work)}
+        head, top, *later = windows
+        whole = {"grads": grads}
+        if not work.alone:
+            return together(largest([*windows]), held, whole)
+        # Gradients come block by block while what blocks keep goes, so the peak is at one end: at the last block, or the first.
+        matrix = 0 if self.adapters else s.gradient_bytes * s.vocab * s.hidden / self.ranks
+        first = dict(top) | {
+            "activations": top["activations"] - s.kept_bytes * (s.layers - 1 if s.settings.model.in_flight is None else 0)
+        }
+        begun = [
+            together(head, {"grads": min(grads, matrix)}),
+            together(top, {"grads": min(grads, matrix + 2 * s.gradient_bytes * s.block_params / self.ranks)}),
+        ]
+        return together(largest([*begun, *(together(each, whole) for each in (first, *later))]), held)
+
+    def _with_kept(self, work: Pass) -> ActorRolloutRef:
+        """Return the settings whose formulas bound what blocks keep: tensors below the offload's least size stay."""
+        model = self.roles.model
+        offloads = model.enable_activation_offload
+        x = work.tokens * self.size.hidden * self.at_rest.compute_bytes
+        if offloads and x < model.activation_offload_min_bytes:
+            model = replace(model, enable_activation_offload=False)
+        if model.checkpointing in ("selective", "every_n"):
+            # Every block, or all but some, keeps more than its input.
+            model = replace(model, enable_gradient_checkpointing=False)
+        return replace(self.roles, model=model)
+
+    def _update_windows(self, s: Shapes, work: Pass) -> list[Kinds]:
+        """Return kind -> bytes at the candidates for the peak: head, block, reduction of the vocabulary's matrix, optimizer."""
+        b, frozen = s.compute_bytes, bool(self.adapters)
+        root, own = self._matrices
+        matrix = max(root, own)
+        model = s.settings.model
+        kept = s.kept_bytes * (s.layers if model.in_flight is None else min(s.layers, model.in_flight + 1))
+        prefixes = self._prefixes(work, b + 4)
+        states = s.input_bytes + 3 * s.responses * s.hidden * b + prefixes
+        wide, computed = 2 * max(s.mlp, s.heads * s.head_dim), 1 if model.checkpointing else s.layers
+        lows = work.tokens * b * 7 * model.lora_rank * computed if frozen else 0
+        if frozen and self.roles.model.checkpointing == "selective":  # it keeps the products of adapters too
+            outputs = 2 * s.hidden + (s.heads + 2 * s.kv_heads) * s.head_dim + 2 * s.mlp
+            lows += work.tokens * b * outputs * s.layers
+        block = max(self._block_bytes(s, work)) + prefixes + lows + (work.tokens * b * wide if frozen else 0)
+        head: dict[str, float] = {"activations": kept + states + lows, "logits": self._logits(s, update=True)}
+        blocks: dict[str, float] = {"activations": block}
+        end: dict[str, float] = {"activations": 2 * s.input_bytes + prefixes}
+        if self.is_cast:
+            reduce, one = 4, self._unit
+            stay, first = self._stay, self._first_stays
+            # Over several micro-batches whole gradients are summed, and reduced at the last.
+            summed = self.fsdp.gradient_sync == "last" and not work.alone
+            whole = 4 * self.learning * self.ranks if summed else 0
+            if self.ranks == 1:  # then each takes the place of the gradient that it becomes
+                whole = max(whole - s.master_bytes * self.learning, 0)
+            grads = 0 if frozen else b
+            if self.ranks == 1:
+                # What the unit before has reduced lies there until the next reduction.
+                gathered, reduced = b * root + first + max(stay, one), 0 if frozen else reduce * s.block_params
+                before = 0 if frozen else reduce * max(own, s.block_params)
+                top = {"gathered parameters": b * (root + own) + first + stay, "whole gradients": grads * matrix + whole}
+                casting = {"activations": kept + states, "collective buffers": self._passing}
+                head = {**largest([head, casting]), **top}
+                unit = {"gathered parameters": gathered, "whole gradients": grads * (root + s.block_params) + whole}
+                reduction = {"activations": kept + end["activations"], "collective buffers": before + 2 * reduced}
+                blocks = {**largest([blocks | {"collective buffers": before}, reduction]), **unit}
+                end |= {"gathered parameters": b * (root + own)}
+            else:
+                head |= {
+                    "gathered parameters": b * (root + own) + first + (stay or 2 * one),
+                    "collective buffers": b * matrix,
+                    "whole gradients": grads * matrix + whole,
+                }
+                blocks |= {
+                    "gathered parameters": b * root + first + max(stay, 2 * one),
+                    "collective buffers": 2 * one,
+                    "whole gradients": whole,
+                }
+                end |= {"gathered parameters": b * (root + own) + 2 * one}
+                if not frozen:
+                    # As fake runs of FSDP2 over several ranks have it; the input of the head's reduction is still alive.
+                    blocks |= {
+                        "gathered parameters": b * root + first + max(stay, one),
+                        "collective buffers": (0.5 + reduce) * s.block_params + reduce * own,
+                        "whole gradients": grads * (root + s.block_params) + whole,
+                    }
+            end |= {
+                "collective buffers": (0 if frozen else reduce * (matrix + matrix / self.ranks)),
+                "whole gradients": grads * matrix + whole,
+            }
+        return [head, blocks, end, {"optimizer scratch": self._step_scratch}]
+
+    @property
+    def in_buckets(self) -> bool:
+        """Whether AdamW walks its state in buckets."""
+        optim = self.roles.actor.optim
+        own_dtype = optim.state_dtype not in (None, self.fsdp.model_dtype)
+        of_fsdp = self.fsdp.optimizer_offload or self.fsdp.split_master_weights or self.fsdp.grad_offload
+        return of_fsdp or optim.stochastic_rounding or optim.in_backward or own_dtype
+
+    @property
+    def _step_scratch(self) -> float:
+        """Return what a step of the optimizer holds of its own."""
+        optim, s = self.roles.actor.optim, self.at_rest
+        if optim.optimizer_impl != "torch.optim" or optim.override_optimizer_config:
+            return 4 * self.learning
+        if not self.in_buckets:
+            return 0
+        decoded = 8 if s.state_bytes - s.remainder_bytes != 8 else 0
+        copies = 8 if decoded or s.master_bytes != 4 else 0
+        passing = s.state_bytes if self.fsdp.optimizer_offload else 0
+        passing += s.gradient_bytes if self.fsdp.grad_offload else 0
+        return min(3 * optim.bucket_megabytes * MIB, (decoded + copies + passing) * self.learning)
+
+    def _block_bytes(self, s: Shapes, work: Pass) -> Iterator[int]:
+        """Yield the activations at the backward of a block, with all and with none of the answers sharing a prompt."""
+        for suffix in {0, work.responses}:
+            # A micro-batch with fewer responses leaves out more.
+            least = max(work.tokens - work.responses, 0) if self.size.prunes else 0
+            for skipped in {least, max(work.tokens - 1, 0) if least else 0}:
+                yield replace(s, suffix_tokens=suffix, skipped=skipped).activation_bytes
+
+
+def _packed(work: Pass) -> float:
+    return PACKED_TOKEN * work.all_tokens + PACKED_RESPONSE * work.responses
+
+
+def together(*parts: Kinds) -> dict[str, float]:
+    """Return the bytes of several things that exist at once, by kind."""
+    total: Counter[str] = Counter()
+    for part in parts:
+        for kind, num_bytes in part.items():
+            total[kind] += num_bytes  # type: ignore[assignment]
+    return dict(total)
+
+
+def largest(windows: Sequence[Kinds]) -> Kinds:
+    """Return the moment that holds most."""
+    return max(windows, key=lambda window: sum(window.values()))
+
+
+def critic_roles(roles: ActorRolloutRef, critic: Critic) -> ActorRolloutRef:
+    """Return the section of the policy with the critic's knobs, sharding, optimizer and budgets in the place of the policy's."""
+    shared = {each.name for each in fields(CriticModel)} & {each.name for each in fields(Model)} - {"path"}
+    model = replace(
+        roles.model, **{name: getattr(critic.model, name) for name in shared if getattr(critic.model, name) is not None}
+    )
+    budgets = {each.name: getattr(critic, each.name) for each in fields(Critic) if each.name in {f.name for f in fields(Actor)}}
+    given = {name: value for name, value in budgets.items() if value is not None}
+    return replace(roles, model=model, actor=replace(roles.actor, **given, fsdp_config=critic.model.fsdp_config))

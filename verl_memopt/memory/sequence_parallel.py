@@ -1,0 +1,69 @@
+"""Split the tokens of each micro-batch over neighbouring devices (Ulysses), which exchange heads around attention.
+
+Use it when: one long sequence alone has too many activations for a device, and there are several devices.
+Saves: with S devices in a group a device has 1/S of a micro-batch's tokens, and so of its activations. The caps of tokens count
+    for each device, so a group takes S times as many at once. Attention has whole sequences for 1/S of the heads.
+Costs: four exchanges a block in a forward and as many in a backward, and attention's output is kept twice. Fewer groups share a
+    batch: of W devices W / S.
+Works with: packed rows, shared prompts, checkpointing, offload, LoRA, tiled MLPs and chunked log-probs, all unchanged. FSDP2
+    shards over all devices as before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from verl_memopt.memory.knob import Knob, Refusal
+from verl_memopt.memory.ranges import DEVICES, POSITIVE, SequenceRole, needs_reference, num_devices, sequence_ranks
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
+
+_SECTIONS: dict[SequenceRole, str] = {
+    "actor": "actor_rollout_ref.actor",
+    "ref": "actor_rollout_ref.ref",
+    "critic": "critic.model",
+    "reward_model": "reward_model.model",
+}
+_KEYS = {role: f"{section}.fsdp_config.ulysses_sequence_parallel_size" for role, section in _SECTIONS.items()}
+
+
+@dataclass(frozen=True)
+class SequenceParallel:
+    """Settings of sequence parallelism."""
+
+    ulysses_sequence_parallel_size: Annotated[int | None, POSITIVE] = None
+    """Neighbouring devices that share the tokens of each micro-batch; null = 1, for the reference as many as for the policy."""
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Number of devices that share the tokens of a micro-batch."""
+        return self.ulysses_sequence_parallel_size or 1
+
+
+def _refusal(role: SequenceRole) -> Refusal:
+    key = _KEYS[role]
+
+    def is_built(settings: Settings) -> bool:
+        return role == "actor" or (needs_reference(settings) if role == "ref" else settings.reward_model.enable)
+
+    def divisors(settings: Settings) -> str:
+        devices = num_devices(settings)
+        return " or ".join(str(size) for size in range(1, devices + 1) if devices % size == 0)
+
+    return Refusal(
+        (key, *DEVICES),
+        lambda settings: is_built(settings) and num_devices(settings) % sequence_ranks(settings, role) != 0,
+        "groups of so many neighbours do not divide the devices",
+        lambda settings: f"Set {key}={divisors(settings)}, or use a multiple of {sequence_ranks(settings, role)} devices.",
+        lambda settings: f"groups of so many neighbours do not divide the {num_devices(settings)} devices of the run",
+    )
+
+
+KNOB = Knob(
+    cost="four exchanges a block",
+    settings={"fsdp": SequenceParallel},
+    refuses=(_refusal("actor"), _refusal("ref"), _refusal("reward_model")),
+    no_factor=dict.fromkeys((_KEYS["actor"], _KEYS["ref"]), "needs several devices, and combinations are tried on one"),
+)

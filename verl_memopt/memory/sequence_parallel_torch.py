@@ -1,0 +1,171 @@
+"""Sequence parallelism: the ranks of a group share the tokens of each micro-batch, and exchange heads around attention.
+
+Each rank computes embedding, norms, projections, MLPs and head of its own tokens. Before attention the ranks exchange: each gets
+all tokens for a part of the heads, so attention sees whole sequences, and its kernels need not know of it. After attention they
+exchange back (DeepSpeed-Ulysses, arXiv 2309.14509). Each exchange is the other's gradient.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import init_device_mesh
+
+from verl_memopt.memory.formulas import key_copies
+from verl_memopt.memory.recomputation import Rows
+
+
+class SequenceGroup:
+    """The neighbouring ranks that share the tokens of their micro-batches. This is no dataclass, because FSDP2 copies those.
+
+    Attributes:
+        rank: Place of this process in the group.
+        size: Number of ranks.
+        group: Process group of the exchanges.
+    """
+
+    def __init__(self, rank: int, size: int, group: dist.ProcessGroup) -> None:
+        """Name the place of this process."""
+        self.rank, self.size, self.group = rank, size, group
+
+    def shares(self, tokens: int) -> tuple[int, ...]:
+        """Return the tokens of each rank, which differ by one at most."""
+        return tuple(tokens // self.size + (rank < tokens % self.size) for rank in range(self.size))
+
+
+_GROUPS: weakref.WeakKeyDictionary[Any, dict[int, SequenceGroup]] = weakref.WeakKeyDictionary()
+"""Default process group -> size -> its sequence group: models with one size share one, and with it its connections."""
+
+
+def sequence_group(device_type: str, world_size: int, size: int) -> SequenceGroup | None:
+    """Return the group of this rank, of ``size`` neighbours; None for a size of 1. All ranks call in step."""
+    if size == 1:
+        return None
+    known = _GROUPS.setdefault(dist.group.WORLD, {})
+    if size not in known:
+        mesh = init_device_mesh(device_type, (world_size // size, size), mesh_dim_names=("data", "sequence"))["sequence"]
+        known[size] = SequenceGroup(mesh.get_local_rank(), size, mesh.get_group())
+    return known[size]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSplit:
+    """How the ranks of a group share the tokens of a pack, and those that are queries.
+
+    Attributes:
+        group: The ranks.
+        tokens: Tokens of each rank. The first rank has the first of them.
+        queries: Queries among the tokens of each rank.
+        rows: This rank's queries among its own tokens; None where every token is a query.
+    """
+
+    group: SequenceGroup
+    tokens: tuple[int, ...]
+    queries: tuple[int, ...]
+    rows: Rows | None = None
+
+    @property
+    def own(self) -> slice:
+        """The tokens of this rank."""
+        first = sum(self.tokens[: self.group.rank])
+        return slice(first, first + self.tokens[self.group.rank])
+
+    def over_heads(self, attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, args: Any) -> Tensor:
+        """Return attention [1, q, heads, D] of this rank's q queries, from a kernel that computes all queries for some heads.
+
+        Key heads are repeated where the group has more ranks than they divide into.
+
+        Args:
+            attend: The kernel, as :data:`verl_memopt.model.attention.Attend`. It gets all Q queries and T tokens.
+            query: [1, heads, q, D], of this rank's queries.
+            key: [1, kv heads, t, D], of this rank's tokens.
+            value: As ``key``.
+            args: Further argument of the kernel.
+        """
+        copies = key_copies(query.shape[1], key.shape[1], self.group.size)
+        q = _over_heads(query, self, self.queries)
+        k, v = (_over_heads(x if copies == 1 else x.repeat_interleave(copies, 1), self, self.tokens) for x in (key, value))
+        out = attend(*(x.transpose(0, 1)[None] for x in (q, k, v)), args)[0]
+        back = _Exchange.apply(out.flatten(1), self.group, self.queries, False)
+        return back.view(1, back.shape[0], query.shape[1], out.shape[-1])
+
+
+def _over_heads(x: Tensor, split: TokenSplit, sizes: tuple[int, ...]) -> Tensor:
+    """Return all tokens [T, heads / S, D] for a part of the heads, from this rank's tokens [1, heads, t, D] for all heads."""
+    tokens = x[0].transpose(0, 1)
+    whole = _Exchange.apply(tokens.flatten(1), split.group, sizes, True)
+    return whole.view(whole.shape[0], -1, x.shape[-1])
+
+
+class _Exchange(torch.autograd.Function):
+    """Exchange tokens for heads, or with ``to_heads=False`` heads for tokens. Keeps nothing for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: SequenceGroup, sizes: tuple[int, ...], to_heads: bool) -> Tensor:
+        ctx.group, ctx.sizes, ctx.to_heads = group, sizes, to_heads
+        return (_to_heads if to_heads else _to_tokens)(x, group, sizes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (_to_tokens if ctx.to_heads else _to_heads)(grad, ctx.group, ctx.sizes), None, None, None
+
+
+def _to_heads(x: Tensor, group: SequenceGroup, sizes: tuple[int, ...]) -> Tensor:
+    """Return [sum of sizes, n] of this rank's heads, from [own size, S x n] of all heads, where S is the size of the group."""
+    own, width = x.shape[0], x.shape[1] // group.size
+    sent = x.reshape(own, group.size, width).transpose(0, 1).reshape(-1, width)
+    received = x.new_empty(sum(sizes), width)
+    dist.all_to_all_single(received, sent, list(sizes), [own] * group.size, group=group.group)
+    return received
+
+
+def _to_tokens(x: Tensor, group: SequenceGroup, sizes: tuple[int, ...]) -> Tensor:
+    """Return [own size, S x n] of all heads, from [sum of sizes, n] of this rank's heads."""
+    own, width = sizes[group.rank], x.shape[1]
+    received = x.new_empty(own * group.size, width)
+    dist.all_to_all_single(received, x.contiguous(), [own] * group.size, list(sizes), group=group.group)
+    return received.view(group.size, own, width).transpose(0, 1).reshape(own, group.size * width)
+
+
+def of_all_ranks(values: Tensor, places: Tensor, count: int, group: SequenceGroup) -> Tensor:
+    """Return fp32 [count] with the values of every rank at its places; each rank gets the same.
+
+    The gradient of a rank's own values is that of their places alone: each rank computes the same loss of the whole.
+
+    Args:
+        values: fp32 [r], of this rank.
+        places: int64 [r]. Each place belongs to one rank of the group.
+        count: Values of all ranks.
+        group: The ranks.
+    """
+    return _OfAllRanks.apply(values, places, count, group)
+
+
+class _OfAllRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, places: Tensor, count: int, group: SequenceGroup) -> Tensor:
+        ctx.save_for_backward(places)
+        whole = values.new_zeros(count).index_copy_(0, places, values)
+        if count:
+            dist.all_reduce(whole, group=group.group)
+        return whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        return grad.index_select(0, places), None, None, None
+
+
+def largest_of_ranks(value: Tensor, group: SequenceGroup) -> Tensor:
+    """Return the largest value of all ranks, elementwise, in place."""
+    dist.all_reduce(value, dist.ReduceOp.MAX, group=group.group)
+    return value

@@ -1,0 +1,165 @@
+"""Hold the policy's weights once: the trainer computes with the rollout engine's own parameters.
+
+Use it when: one device trains and generates. It is on by default with vLLM where the numbers stay the same.
+Saves: the engine's copy of the weights (2 bytes a parameter in bfloat16, 4 in fp32) in every phase that has both copies, and
+    the whole weight sync. The prefix cache is still reset.
+Costs: nothing in time. While the trainer computes, a sleeping engine gives up its KV cache alone, since its weights are in use.
+Works with: gradient checkpointing, every attention path, ``optimizer_offload``, tied heads, checkpoints and exports. A run may
+    resume with or without it. It refuses several devices, LoRA, ``param_offload`` and two precisions of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+from verl_memopt.memory.formulas import width
+from verl_memopt.memory.knob import Claim, Knob, LadderRow, Refusal, UnusedKey
+from verl_memopt.memory.ranges import DEVICES, Range, num_devices
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import ActorRolloutRef, Settings
+
+KEY = "actor_rollout_ref.rollout.share_weights"
+_ENGINE, _DTYPE, _LEVEL = (f"actor_rollout_ref.rollout.{name}" for name in ("name", "dtype", "sleep_level"))
+_SPLIT = "actor_rollout_ref.actor.fsdp_config.split_master_weights"
+_RANK = "actor_rollout_ref.model.lora_rank"
+_MASTERS, _COMPUTE, _OFFLOAD, _NATIVE = (
+    f"actor_rollout_ref.actor.fsdp_config.{name}" for name in ("model_dtype", "dtype", "param_offload", "offload_policy")
+)
+CHOICE = Range("must be true, false or auto", lambda value: value in (True, False, "auto"))
+
+
+@dataclass(frozen=True)
+class SharedWeights:
+    """Settings of shared weights."""
+
+    share_weights: Annotated[bool | str, CHOICE] = "auto"
+    """The trainer's weights are the engine's own parameters: one copy on the device, and no weight sync. auto = true with
+    ``name=vllm`` where the numbers stay the same, which the log says, or why not; true = an error where they would not."""
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """A setting with which engine and trainer cannot share weights."""
+
+    keys: tuple[str, ...]
+    """What the errors name."""
+    when: Callable[[ActorRolloutRef, int], bool]
+    """Return whether it is so, from the roles and the number of devices."""
+    because: str
+    way_out: str
+
+
+OBSTACLES = (
+    Obstacle(
+        DEVICES,
+        lambda _, devices: devices > 1,
+        "several devices hold a shard of the weights each, and an engine needs them whole",
+        "Use one device",
+    ),
+    Obstacle(
+        (_RANK,),
+        lambda roles, _: roles.model.lora_rank > 0,
+        "the engine needs the adapters merged into its weights, and the trainer needs them apart",
+        f"Set {_RANK}=0",
+    ),
+    Obstacle(
+        (_DTYPE, _COMPUTE),
+        lambda roles, _: roles.rollout.dtype != roles.actor.fsdp_config.dtype,
+        "engine and trainer compute in two precisions",
+        "Set both to the same",
+    ),
+    Obstacle(
+        (_MASTERS, _COMPUTE),
+        lambda roles, _: (
+            roles.actor.fsdp_config.model_dtype != roles.actor.fsdp_config.dtype
+            and not roles.actor.fsdp_config.split_master_weights
+        ),
+        "the trainer's masters rest in another precision than the one both compute in",
+        f"Set {_SPLIT}=true, or {_MASTERS} to the precision of compute,",
+    ),
+    Obstacle(
+        (_NATIVE,),
+        lambda roles, _: roles.actor.fsdp_config.offload_policy,
+        "the trainer's weights live on the host",
+        f"Set {_NATIVE}=false",
+    ),
+    Obstacle(
+        (_OFFLOAD,),
+        lambda roles, _: roles.actor.fsdp_config.param_offload,
+        "the trainer's weights would leave the device, and the engine's with them",
+        f"Set {_OFFLOAD}=false",
+    ),
+)
+"""In the order in which they are looked for."""
+
+
+def why_not(roles: ActorRolloutRef, devices: int) -> str | None:
+    """Return why engine and trainer cannot share weights under these settings, with the way out. None = they can.
+
+    What the engine itself does to its weights (quantisation, experts) is known only once it runs.
+    """
+    if roles.rollout.share_weights is False:
+        return f"{KEY}=false."
+    for each in OBSTACLES:
+        if each.when(roles, devices):
+            return f"{each.because} ({', '.join(each.keys)}). {each.way_out} to share them."
+    if roles.rollout.name != "vllm" and roles.rollout.share_weights is not True:
+        return f"auto shares those of {_ENGINE}=vllm alone. Set {KEY}=true to share them."
+    return None
+
+
+def _is_refused(obstacle: Obstacle, settings: Settings) -> bool:
+    roles = settings.actor_rollout_ref
+    return roles.rollout.share_weights is True and obstacle.when(roles, num_devices(settings))
+
+
+def bytes_a_parameter(roles: ActorRolloutRef, devices: int, shares: bool) -> dict[str, tuple[float, float]]:
+    """Return the bytes of weights, gradients and optimizer state for each parameter: phase -> (on the devices, on the host).
+
+    Gradients of a block or two on their way to the host, FSDP2's copies and activations come on top.
+
+    Args:
+        roles: The settings.
+        devices: Those of the run, which hold shards of what is the trainer's, and one engine each.
+        shares: Whether the policy's weights are the engine's.
+    """
+    fsdp, optim = roles.actor.fsdp_config, roles.actor.optim
+    split = fsdp.split_master_weights
+    weight = width(fsdp.dtype if split else fsdp.model_dtype)
+    gradient = width(fsdp.mixed_precision.reduce_dtype if split else fsdp.model_dtype)
+    state = optim.state_bytes(width(fsdp.model_dtype)) + 2 * split
+    engine = 0 if shares else width(roles.rollout.dtype) * devices / roles.rollout.tensor_model_parallel_size
+    native, freed = fsdp.offload_policy, not optim.in_backward
+    off_state, off_gradient = native or fsdp.optimizer_offload, native or fsdp.grad_offload
+    away = state * off_state
+    update = weight * (not native) + state * (not off_state) + gradient * freed * (not off_gradient)
+    rests = fsdp.param_offload or native
+    return {
+        "update": (update, away + weight * native + gradient * freed * off_gradient),
+        "rollout": (
+            engine + weight * (not rests) + state * (not off_state), away + weight * rests + gradient * fsdp.grad_offload
+        ),
+    }  # fmt: skip
+
+
+KNOB = Knob(
+    cost="nothing",
+    settings={"rollout": SharedWeights},
+    same_numbers=True,
+    refuses=tuple(
+        Refusal((KEY, *each.keys), partial(_is_refused, each), each.because, f"{each.way_out}, or {KEY} to auto.")
+        for each in OBSTACLES
+    ),
+    unused_keys=(
+        UnusedKey(
+            _LEVEL, lambda settings: settings.actor_rollout_ref.rollout.share_weights is True, f"with {KEY} no weights sleep"
+        ),
+    ),
+    claims=(Claim("update_weights", "rollout weights", lambda before, _: before.params * before.compute_bytes),),
+    row=LadderRow(205, on=(f"{KEY}=true",), off=(f"{KEY}=false",), on_top_of="optimizer_offload"),
+    no_factor={KEY: "for one device alone; its own tests combine it"},
+)

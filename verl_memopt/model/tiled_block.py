@@ -1,0 +1,442 @@
+"""Tiled blocks: a decoder block runs over tiles of tokens, and only its input, its output, keys and values are whole.
+
+Forward computes the keys and values of all tokens, and then for each tile of tokens queries, attention over all keys that they
+see, output projection, residual sums and MLP. It keeps the block's input. Backward computes keys and values again, and then, from
+the last tile to the first, the tile once more and its gradients. The gradients of the keys and values of a tile are complete when
+the tile's own turn comes, because later tokens have added theirs, so one walk is enough.
+
+Bytes: in its backward a block holds its input, the gradient of its output (whose place takes that of the input), keys and values,
+and their gradients in fp32. All else is of one tile. ``memory/formulas.py`` has the formula.
+
+Exact: attention over parts of the keys is merged by log-sum-exps, as in :mod:`verl_memopt.model.attention_dense` (arXiv
+2310.01889), and gradients of weights are summed over tiles in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from verl_memopt.distributed.device import is_gpu, supports_flash
+from verl_memopt.memory.lora_torch import LoraLinear
+from verl_memopt.memory.recomputation import RMSNorm, SwiGLU, keep, kept, zeros_to_sum
+from verl_memopt.memory.tiled_mlp_torch import TiledLinear, tensors_of
+from verl_memopt.model.attention_dense import CPU_FLASH, EFFICIENT, Kernel, merge
+from verl_memopt.model.attention_flash import FLASH
+from verl_memopt.model.packing import PrefixLayout
+from verl_memopt.model.rotary import apply_rotary, rotary_backward
+
+SWIGLU = SwiGLU()
+NUM_LAYERS = 7
+"""Queries, keys, values and output of attention; gate, up and down of the MLP."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an attention kernel: some queries of a tile, and the keys that each of them sees, or sees causally."""
+
+    queries: slice
+    keys: slice
+    causal: bool
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Some queries of a pack, and the calls of their attention. Each query is in one causal call, which comes first."""
+
+    queries: slice
+    calls: tuple[Call, ...]
+
+
+def tiles(layout: PrefixLayout, size: int) -> list[Tile]:
+    """Cut the queries of a layout into tiles of ``size``; the last one may be shorter. No call has more keys."""
+    pieces = list(_segments(layout))
+    end = pieces[-1].query + pieces[-1].count if pieces else 0
+    cut = []
+    for start in range(0, end, size):
+        stop = min(start + size, end)
+        while pieces and pieces[0].query + pieces[0].count <= start:
+            pieces.pop(0)
+        own, earlier, shared = [], [], list[Call]()
+        for piece in pieces:
+            if piece.query >= stop:
+                break
+            low, high = max(start - piece.query, 0), min(stop - piece.query, piece.count)
+            queries, key = slice(piece.query + low - start, piece.query + high - start), piece.key + low
+            own.append(Call(queries, slice(key, piece.key + high), causal=True))
+            if key > piece.first_key:
+                earlier += [Call(queries, keys, causal=False) for keys in _parts(piece.first_key, key, size)]
+            if piece.prefix is not None:
+                joins = bool(shared) and shared[-1].keys == piece.prefix and shared[-1].queries.stop == queries.start
+                first = shared.pop().queries.start if joins else queries.start
+                shared.append(Call(slice(first, queries.stop), piece.prefix, causal=False))
+        of_prefixes = (Call(one.queries, keys, False) for one in shared for keys in _parts(one.keys.start, one.keys.stop, size))
+        cut.append(Tile(slice(start, stop), (*own, *earlier, *of_prefixes)))
+    return cut
+
+
+def _parts(start: int, stop: int, size: int) -> list[slice]:
+    return [slice(place, min(place + size, stop)) for place in range(start, stop, size)]
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Neighbouring queries that see each other causally, the keys of their segment before them, and a shared prefix."""
+
+    query: int
+    count: int
+    key: int
+    first_key: int
+    prefix: slice | None
+
+
+def _segments(layout: PrefixLayout) -> Iterator[_Segment]:
+    query = key = 0
+    for skipped, (prefix, suffixes) in zip(layout.skipped, layout.groups, strict=True):
+        first, whole = key, skipped + prefix
+        if prefix:
+            yield _Segment(query, prefix, key + skipped, key, None)
+        query, key = query + prefix, key + whole
+        for length in suffixes:
+            yield _Segment(query, length, key, key, slice(first, first + whole) if whole else None)
+            query, key = query + length, key + length
+
+
+def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel:
+    """Return the attention kernel of tiles on a device."""
+    if not is_gpu(device):
+        return CPU_FLASH
+    return FLASH if supports_flash(device, dtype) else EFFICIENT
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """What a block computes besides its parameters.
+
+    Attributes:
+        tile_tokens: Tokens of a tile.
+        mlp_tiles: The MLP runs over at least so many parts of all tokens.
+        head_dim: Size of a head.
+        scale: Factor of the products of queries and keys.
+        norms: The norms before attention and MLP.
+        rotary_eps: Epsilon of the norms of queries and keys, where there are any.
+    """
+
+    tile_tokens: int
+    mlp_tiles: int
+    head_dim: int
+    scale: float
+    norms: tuple[RMSNorm, RMSNorm]
+    rotary_eps: float
+
+
+def tiled_block(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    layout: PrefixLayout,
+    shape: BlockShape,
+    norm_weights: Sequence[Tensor | None],
+    layers: Sequence[Any],
+) -> Tensor:
+    """Return the block's output [1, Q, h] for the Q queries of a layout. Keeps ``x`` and the parameters for backward.
+
+    Backward overwrites the gradient of the output, so nothing else may use it.
+
+    Args:
+        x: [T, h], the block's input.
+        cos: [T, D], as ``sin``.
+        sin: Sines of the T positions.
+        layout: Which tokens share a prefix, and which are queries.
+        shape: What the block computes besides its parameters.
+        norm_weights: Of the norms of the block's input, of the MLP's input, of queries and of keys; None for no norm.
+        layers: Projections of queries, keys, values and output, then gate, up and down; with adapters or without. Without
+            gradients they may be of any kind.
+    """
+    if not torch.is_grad_enabled():
+        return _Block(shape, layout, (x, cos, sin, *norm_weights), layers).forward()
+    tensors = [tensor for layer in layers for tensor in tensors_of(layer)]
+    scales = [layer.scale if isinstance(layer, LoraLinear) else 0.0 for layer in layers]
+    node = keep(x, cos, sin, *norm_weights, *tensors)
+    return _TiledBlock.apply(shape, layout, scales, node, x, cos, sin, *norm_weights, *tensors)
+
+
+class _TiledBlock(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shape: BlockShape, layout: PrefixLayout, scales: Sequence[float], node: Any, *tensors: Any) -> Tensor:
+        ctx.shape, ctx.layout, ctx.scales, ctx.kept = shape, layout, scales, node
+        layers = map(TiledLinear, _fours(tensors[7:]), scales)
+        return _Block(shape, layout, tensors[:7], [layer.output for layer in layers]).forward()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        tensors, needed = kept(ctx), ctx.needs_input_grad[4:]
+        layers = list(map(TiledLinear, _fours(tensors[7:]), ctx.scales, _fours(needed[7:])))
+        weights = tensors[3:7]
+        sums = [zeros_to_sum(one) if wanted else None for one, wanted in zip(weights, needed[3:7], strict=True)]
+        block = _Block(ctx.shape, ctx.layout, tensors[:7], [layer.output for layer in layers])
+        of_x = _Backward(block, layers, sums).of_input(grad[0].contiguous())
+        of_norms = (None if total is None else total.to(one.dtype) for total, one in zip(sums, weights, strict=True))
+        return *(None,) * 4, of_x, None, None, *of_norms, *(grad for layer in layers for grad in layer.gradients())
+
+
+def _fours(values: Sequence[Any]) -> list[Sequence[Any]]:
+    return [values[place : place + 4] for place in range(0, len(values), 4)]
+
+
+class _Block:
+    """The forward of a block over tiles, without a graph."""
+
+    def __init__(
+        self,
+        shape: BlockShape,
+        layout: PrefixLayout,
+        tensors: Sequence[Any],
+        layers: Sequence[Callable[[Tensor], Tensor]],
+    ) -> None:
+        """Prepare the tiles. ``tensors`` are x, cos, sin and the weights of four norms."""
+        self.x, self.cos, self.sin, self.attention_norm, self.mlp_norm, self.query_norm, self.key_norm = tensors
+        self.shape, self.layers, self.kernel = shape, layers, kernel_for(self.x.device, self.x.dtype)
+        self.index, self.tiles = layout.query_index, tiles(layout, shape.tile_tokens)
+        self.num_queries = self.tiles[-1].queries.stop if self.tiles else 0
+
+    def forward(self) -> Tensor:
+        """Return the output [1, Q, h]. It is made with three dimensions, so that FSDP2 gets no view."""
+        whole = self.x.new_empty(1, self.num_queries, self.x.shape[1])
+        out = whole[0]
+        keys, values = self.keys_and_values()
+        for tile in self.tiles:
+            query = self.rotated_query(self.project(0, self.normal(tile.queries)), tile.queries)
+            hidden = self.after_attention(tile.queries, self.attend(query, keys, values, tile.calls)[0])
+            del query
+            for rows in self.mlp_rows(tile.queries):
+                here = hidden[rows.start - tile.queries.start : rows.stop - tile.queries.start]
+                _, sources = self.gate_and_up(here)
+                value = SWIGLU.compute(sources, (), sources[0])
+                torch.add(here, self.project(6, value), out=out[rows])
+                del sources, value
+        return whole
+
+    def project(self, place: int, x: Tensor) -> Tensor:
+        """Return what a layer gives."""
+        return self.layers[place](x)
+
+    def heads(self, states: Tensor) -> Tensor:
+        """Return [t, heads, D] of [t, heads x D]."""
+        return states.view(states.shape[0], -1, self.shape.head_dim)
+
+    def at(self, tensor: Tensor, queries: slice) -> Tensor:
+        """Return the rows of some queries from a tensor of all tokens."""
+        return tensor[queries] if self.index is None else tensor[self.index[queries]]
+
+    def all_rows(self) -> list[slice]:
+        """Return the tokens of each tile of keys and values."""
+        return _parts(0, len(self.x), self.shape.tile_tokens)
+
+    def mlp_rows(self, queries: slice) -> list[slice]:
+        """Return the parts of a tile over which the MLP runs."""
+        size = max(min(-(-self.num_queries // self.shape.mlp_tiles), self.shape.tile_tokens), 1)
+        return _parts(queries.start, queries.stop, size)
+
+    def keys_and_values(self) -> tuple[Tensor, Tensor]:
+        """Return keys, normed and rotated, and values of all tokens, [T, kv heads, D] each."""
+        keys = values = self.x.new_empty(0)
+        for rows in self.all_rows():
+            normal = self.shape.norms[0].compute((self.x[rows],), (self.attention_norm,))
+            key, value = self.heads(self.project(1, normal)), self.heads(self.project(2, normal))
+            if not keys.numel():
+                keys, values = (self.x.new_empty(len(self.x), *one.shape[1:]) for one in (key, value))
+            keys[rows] = apply_rotary(key, self.key_norm, self.shape.rotary_eps, self.cos[rows], self.sin[rows])
+            values[rows] = value
+        return keys, values
+
+    def normal(self, queries: slice) -> Tensor:
+        """Return the normed input [t, h] of some queries."""
+        return self.shape.norms[0].compute((self.at(self.x, queries),), (self.attention_norm,))
+
+    def rotated_query(self, query: Tensor, queries: slice) -> Tensor:
+        """Return queries [t, heads, D], normed and rotated, of their projection."""
+        tables = self.at(self.cos, queries), self.at(self.sin, queries)
+        return apply_rotary(self.heads(query), self.query_norm, self.shape.rotary_eps, *tables)
+
+    def after_attention(self, queries: slice, attended: Tensor) -> Tensor:
+        """Return the state [t, h] between attention and MLP, of the heads' output [t, heads, D]."""
+        return self.project(3, attended.flatten(1)).add_(self.at(self.x, queries))
+
+    def gate_and_up(self, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return the normed input of the MLP, and what gate and up give."""
+        normal = self.shape.norms[1].compute((hidden,), (self.mlp_norm,))
+        return normal, (self.project(4, normal), self.project(5, normal))
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, calls: Sequence[Call]) -> tuple[Tensor, Tensor]:
+        """Return attention [t, heads, D] of a tile's queries, and the log-sum-exps of its scores, fp32 [t, heads]."""
+        out, lse = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
+        for of_queries, of_keys in _head_slices(query, keys):
+            q = self._working(query[:, of_queries])
+            whole = out[:, of_queries] if q.dtype == out.dtype else torch.empty_like(q)
+            for call in calls:
+                k, v = (self._repeated(one[call.keys, of_keys], q) for one in (keys, values))
+                part, part_lse = self.kernel.forward(_view(q[call.queries]), k, v, call.causal, self.shape.scale)
+                into, into_lse = _view(whole[call.queries]), _view(lse[call.queries, of_queries])
+                if not call.causal:
+                    part, part_lse = merge(into, into_lse, part, part_lse)
+                into.copy_(part)
+                into_lse.copy_(part_lse)
+            if whole.dtype != out.dtype:
+                out[:, of_queries].copy_(whole)
+        return out, lse
+
+    def attend_backward(
+        self,
+        grad: Tensor,
+        attended: tuple[Tensor, ...],
+        keys: Tensor,
+        values: Tensor,
+        sums: Sequence[Tensor],
+        calls: Sequence[Call],
+    ) -> Tensor:
+        """Return the gradient of a tile's queries [t, heads, D], and add those of keys and values to ``sums``.
+
+        ``attended`` are the queries, their attention and its log-sum-exps.
+        """
+        query, out, lse = attended
+        into = torch.empty_like(query)
+        for of_queries, of_keys in _head_slices(query, keys):
+            above, q, o = (self._working(one[:, of_queries]) for one in (grad, query, out))
+            of_q = into[:, of_queries] if q.dtype == into.dtype else torch.empty_like(q)
+            for call in calls:
+                k, v = (self._repeated(one[call.keys, of_keys], q) for one in (keys, values))
+                rows = call.queries
+                views = (_view(above[rows]), _view(q[rows]), k, v, _view(o[rows]), _view(lse[rows, of_queries]))
+                of_call, *of_others = self.kernel.backward(*views, call.causal, self.shape.scale)
+                target = _view(of_q[rows])
+                if call.causal:
+                    target.copy_(of_call)
+                else:
+                    target.add_(of_call)
+                for total, part in zip(sums, of_others, strict=True):
+                    total[call.keys, of_keys] += part.sum(1, dtype=total.dtype)[0][:, None]
+                del of_call, of_others, views, k, v
+            if of_q.dtype != into.dtype:
+                into[:, of_queries].copy_(of_q)
+        return into
+
+    def _working(self, tensor: Tensor) -> Tensor:
+        # In half precision a CPU is no faster, so parts are merged in fp32 and rounded once.
+        return tensor.float() if self.kernel.float_parts else tensor
+
+    def _repeated(self, tensor: Tensor, query: Tensor) -> Tensor:
+        return _view(self._working(tensor)).expand(-1, query.shape[1], -1, -1)
+
+
+def _view(tensor: Tensor) -> Tensor:
+    """Return [1, heads, t, ...] of [t, heads, ...]."""
+    return tensor.transpose(0, 1)[None]
+
+
+def _head_slices(query: Tensor, keys: Tensor) -> Iterator[tuple[slice, slice]]:
+    each = query.shape[1] // keys.shape[1]
+    return ((slice(head * each, (head + 1) * each), slice(head, head + 1)) for head in range(keys.shape[1]))
+
+
+class _Backward:
+    """The backward of a block over tiles. ``layers`` and ``sums`` collect the gradients of its parameters."""
+
+    def __init__(self, block: _Block, layers: Sequence[TiledLinear], sums: Sequence[Tensor | None]) -> None:
+        """Compute keys and values again, and prepare the sums of their gradients."""
+        self.block, self.layers, self.sums = block, layers, sums
+        self.keys, self.values = block.keys_and_values()
+        self.key_sums = [zeros_to_sum(one) for one in (self.keys, self.values)]
+        self.alone = len(block.tiles) == 1
+        self.mlp_alone = self.alone and len(block.mlp_rows(block.tiles[0].queries)) == 1
+
+    def of_input(self, grad: Tensor) -> Tensor:
+        """Return the gradient of the block's input, [T, h], from that of its output, [Q, h], which it overwrites."""
+        block = self.block
+        if block.index is None:
+            for tile in reversed(block.tiles):
+                self._of_tile(tile, grad[tile.queries], with_keys=True)
+            return grad
+        # Queries are some of the tokens, so their tiles are not those of the keys.
+        of_x = torch.zeros_like(block.x)
+        for tile in reversed(block.tiles):
+            self._of_tile(tile, grad[tile.queries], with_keys=False)
+            of_x.index_add_(0, block.index[tile.queries], grad[tile.queries])
+        rows = block.all_rows()
+        for tokens in rows:
+            x = block.x[tokens]
+            normal = block.shape.norms[0].compute((x,), (block.attention_norm,))
+            above = self._keys_to_normal(tokens, normal, alone=len(rows) == 1)
+            self._add_norm(0, self._through((1, 2), above, normal), x, block.attention_norm, of_x[tokens])
+        return of_x
+
+    def _of_tile(self, tile: Tile, grad: Tensor, with_keys: bool) -> None:
+        """Turn the gradient of a tile's output [t, h] into that of its input, in place."""
+        block, queries = self.block, tile.queries
+        normal = block.normal(queries)
+        projected = block.project(0, normal)
+        query = block.rotated_query(projected, queries)
+        attended = query, *block.attend(query, self.keys, self.values, tile.calls)
+        self._of_mlp(queries, block.after_attention(queries, attended[1]), grad)
+        self.layers[3].add(grad, attended[1].flatten(1), self.alone)
+        of_attended = torch.empty_like(query)
+        self.layers[3].through(grad, of_attended.flatten(1), add=False)
+        of_query = block.attend_backward(of_attended, attended, self.keys, self.values, self.key_sums, tile.calls)
+        del attended, query, of_attended
+        tables = block.at(block.cos, queries), block.at(block.sin, queries)
+        rest = (block.query_norm, block.shape.rotary_eps, *tables)
+        # The projection's memory takes its own gradient.
+        heads = block.heads(projected)
+        rotary_backward(of_query, heads, *rest, heads, self.sums[2])
+        del of_query
+        self.layers[0].add(projected, normal, self.alone)
+        above = [projected]
+        if with_keys:
+            above += self._keys_to_normal(queries, normal, self.alone)
+        self._add_norm(0, self._through(range(len(above)), above, normal), block.at(block.x, queries), block.attention_norm, grad)
+
+    def _keys_to_normal(self, tokens: slice, normal: Tensor, alone: bool) -> list[Tensor]:
+        """Return the gradients [t, kv heads x D] of what the layers of keys and values give, and add those of the layers."""
+        block = self.block
+        projected = block.project(1, normal)
+        heads = block.heads(projected)
+        of_key, of_value = (total[tokens].to(normal.dtype) for total in self.key_sums)
+        tables = block.cos[tokens], block.sin[tokens]
+        rotary_backward(of_key, heads, block.key_norm, block.shape.rotary_eps, *tables, heads, self.sums[3])
+        above = [projected, of_value.flatten(1)]
+        for layer, one in zip(self.layers[1:3], above, strict=True):
+            layer.add(one, normal, alone)
+        return above
+
+    def _of_mlp(self, queries: slice, hidden: Tensor, grad: Tensor) -> None:
+        """Turn the gradient of a tile's output [t, h] into that of the state between attention and MLP, in place."""
+        block = self.block
+        for rows in block.mlp_rows(queries):
+            here = slice(rows.start - queries.start, rows.stop - queries.start)
+            normal, sources = block.gate_and_up(hidden[here])
+            value = SWIGLU.compute(sources, ())
+            self.layers[6].add(grad[here], value, self.mlp_alone)
+            # The value's memory takes its own gradient, and gate and up become theirs.
+            self.layers[6].through(grad[here], value, add=False)
+            SWIGLU.differentiate(value, sources, (), sources, ())
+            del value
+            for layer, above in zip(self.layers[4:6], sources, strict=True):
+                layer.add(above, normal, self.mlp_alone)
+            self._add_norm(1, self._through((4, 5), sources, normal), hidden[here], block.mlp_norm, grad[here])
+
+    def _through(self, places: Sequence[int], grads: Sequence[Tensor], out: Tensor) -> Tensor:
+        """Write the gradient of what some layers read into ``out``, from those of what they give."""
+        for place, grad in zip(places, grads, strict=True):
+            self.layers[place].through(grad, out, add=place != places[0])
+        return out
+
+    def _add_norm(self, which: int, grad: Tensor, x: Tensor, weight: Tensor, into: Tensor) -> None:
+        """Add the gradient of a norm's input to ``into``, from that of its output, which is overwritten."""
+        self.block.shape.norms[which].differentiate(grad, (x,), (weight,), (grad,), (self.sums[which],))
+        into.add_(grad)
