@@ -204,6 +204,8 @@ def _build(
     lm = empty_model(config, attention, resting, bool(model.trust_remote_code), use.model_key)
     blocks = block_options(lm, model, fsdp, use.model_key, use.trained, use.recompute)
     packed = take_over(lm, blocks=blocks)
+    if isinstance(packed, ValueModel):
+        packed.score.to(masters)  # its product runs in fp32, so it stays whole where the other masters are split
     if fsdp.sequence_ranks > 1:
         _check_heads(config, fsdp.sequence_ranks, use)
         packed.sequence = sequence_group(mesh.device_type, mesh.size(), fsdp.sequence_ranks)

@@ -223,7 +223,7 @@ class TrainedModel:
         self.masters = self.optimizer if isinstance(self.optimizer, BucketedAdamW) and fsdp.split_master_weights else None
         if self.masters is not None:
             # Sums over micro-batches need more digits than the weights have, as FSDP2's reduced gradients do.
-            for parameter in trained:
+            for parameter in (each for each in trained if each.dtype != torch.float32):
                 parameter.grad_dtype = dtype_of(fsdp.mixed_precision.reduce_dtype, f"{self.role.key}.fsdp_config")
         self.in_backward = None
         if optim.in_backward:
