@@ -198,6 +198,7 @@ class DecoderBlock(nn.Module):
         """
         if attend is None:
             assert prefix_kv is None, "a block over tiles takes no prefix KV"
+            assert layout.split is None, "a block over tiles needs all tokens of its keys"
             return self._tiled(hidden, cos, sin, layout)
         # FSDP's hooks are outside of this call, so a block is gathered once for its second forward and its backward.
         if self.options.checkpoint is not None:
