@@ -21,7 +21,7 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activation_checkpointing_torch import checkpointed, chosen_blocks
 from verl_memopt.memory.prune_last_block_torch import can_prune, window_of
 from verl_memopt.memory.recomputation import RMSNorm, Rows, SwiGLU, product_tiles, select_rows
-from verl_memopt.memory.recompute_elementwise_torch import can_recompute, recomputed_norm, recomputed_outputs
+from verl_memopt.memory.recompute_elementwise_torch import can_recompute, recomputed_norm, recomputed_outputs, why_kept
 from verl_memopt.memory.tiled_mlp_torch import check_mlps, recomputed_mlp, tiled_mlp
 from verl_memopt.model.attention import Attend, AttentionArgs
 from verl_memopt.model.families import OWN_BLOCKS
@@ -385,10 +385,13 @@ def block_options(
 def _check_tiled_blocks(lm: PreTrainedModel, blocks: Any, trained: bool, key: str) -> None:
     """Refuse blocks that cannot run over tiles, and log those that compute whole."""
     name = f"{key}.block_tile_tokens"
-    if not of_llama_family(lm) or not can_recompute(blocks, trained, name):
+    reason = why_kept(blocks, trained)
+    if reason is None and not of_llama_family(lm):
+        reason = f"{type(lm).__name__} has parts that are not known"
+    if reason is not None:
         raise ConfigError(
-            f"{name}: tiles are known for blocks of {', '.join(OWN_BLOCKS)} with silu and plain linear layers, not for "
-            f"{class_name(blocks[0])} as it is here. Set {name}=null."
+            f"{name}: tiles are known for blocks of {', '.join(OWN_BLOCKS)} with silu and plain linear layers, but {reason}. "
+            f"Set {name}=null."
         )
     windows = [window_of(block.self_attn) for block in blocks]
     if any(window is not None for window in windows):
