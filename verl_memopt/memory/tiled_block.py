@@ -59,7 +59,9 @@ KNOB = Knob(
             "a block over tiles takes fused kernels of attention",
             f"Set {_ATTENTION}=auto, or {_KEY}=null.",
         ),
-        *map(_shares_tokens, ("actor", "ref", "reward_model")),
+        _shares_tokens("actor"),
+        _shares_tokens("ref"),
+        _shares_tokens("reward_model"),
     ),
     factors=(Factor("tiled block", {"off": {}, "5": {_KEY: 5}}),),
 )
