@@ -210,7 +210,8 @@ def _build(
     blocks = block_options(lm, model, fsdp, use.knobs_key, use.trained, use.recompute)
     packed = take_over(lm, blocks=blocks)
     if isinstance(packed, ValueModel):
-        packed.score.to(masters)  # its product runs in fp32, so it stays whole where the other masters are split
+        # Its product runs in fp32, so it stays whole where the other masters are split.
+        packed.score = ValueHead(packed.embedding_weight, lm.config.hidden_size, masters)
     if fsdp.sequence_ranks > 1:
         _check_heads(config, fsdp.sequence_ranks, use)
         packed.sequence = sequence_group(mesh.device_type, mesh.size(), fsdp.sequence_ranks)
