@@ -141,8 +141,8 @@ def _refuse_units_inside_blocks(packed: PackedModel, fsdp: Fsdp, use: ModelUse) 
         if inside:
             raise ConfigError(
                 f"{use.fsdp_key}.wrap_policy.transformer_layer_cls_to_wrap={list(wanted)}: {', '.join(inside)} lies inside "
-                f"{class_name(block)}, whose weights recompute_elementwise=true and prune_last_block=true of "
-                f"{use.knobs_key} read as one unit. Leave the key out, or set both to false."
+                f"{class_name(block)}, whose weights recompute_elementwise=true, prune_last_block=true and block_tile_tokens of "
+                f"{use.knobs_key} read as one unit. Leave the key out, or set both to false and block_tile_tokens to null."
             )
 
 

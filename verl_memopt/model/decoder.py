@@ -261,7 +261,9 @@ class Decoder(nn.Module):
         """Take over the submodules of a Hugging Face decoder."""
         super().__init__()
         self.options = tuple(blocks)
-        self.recompute, self.prunes, self.attend = all(block.recompute for block in blocks), blocks[-1].prune, attend
+        # A block over tiles computes its norms again whatever else is set, and so does the norm after it.
+        self.recompute = all(block.recompute or block.tile_tokens is not None for block in blocks)
+        self.prunes, self.attend = blocks[-1].prune, attend
         self.embed_tokens = source.embed_tokens
         self.layers = nn.ModuleList(DecoderBlock(block, own) for block, own in zip(source.layers, blocks, strict=True))
         self.norm, self.rotary_emb = source.norm, source.rotary_emb
