@@ -358,7 +358,7 @@ def block_options(
     if not type(lm).__module__.startswith("transformers."):
         _tell_own_code(lm, model, key)
         return None
-    tiles = model.tiled_mlp.num_shards if model.tiled_mlp.enabled else None
+    tiles = model.mlp_tiles
     if tiles is not None:
         check_mlps(blocks, trained, f"{key}.tiled_mlp")
     recompute = model.recompute_elementwise and can_recompute(blocks, trained, f"{key}.recompute_elementwise")
