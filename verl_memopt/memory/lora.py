@@ -17,6 +17,7 @@ from verl_memopt.memory.knob import Claim, Factor, Knob, LadderRow, Refusal
 from verl_memopt.memory.ranges import NaturalInt, PositiveFloat, needs_reference
 
 if TYPE_CHECKING:
+    from verl_memopt.config.role_settings import TrainedFsdp
     from verl_memopt.config.schema import Settings
 
 _MODEL = "actor_rollout_ref.model"
@@ -42,6 +43,14 @@ class Lora:
     """Layers left out: a list of name endings or a regular expression."""
     lora_adapter_path: str | None = None
     """Folder in the peft format to start the adapters from."""
+
+
+def base_rests_as_computed(lora_rank: int, fsdp: TrainedFsdp, devices: int) -> bool:
+    """Return whether the frozen base rests in the dtype that computes, and only the adapters in that of the masters.
+
+    A base that nothing updates needs no more digits. On several devices FSDP2 casts the masters of a whole unit.
+    """
+    return lora_rank > 0 and devices == 1 and not fsdp.offload_policy
 
 
 def _adapts(settings: Settings) -> bool:

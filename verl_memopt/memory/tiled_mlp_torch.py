@@ -67,7 +67,8 @@ def check_mlps(blocks: Iterable[nn.Module], trained: bool, key: str = KEY) -> No
 def tiled_mlp(mlp: Any, x: Tensor, num_shards: int) -> Tensor:
     """Return ``mlp.gated(x)`` [T, h] of a normed input x [T, h], computed over ``num_shards`` tiles; keep only x."""
     if torch.is_grad_enabled():
-        names, weights = zip(*mlp.named_parameters(), strict=True)
+        names, parameters = zip(*mlp.named_parameters(), strict=True)
+        weights = [weight.to(x.dtype) for weight in parameters]  # adapters may rest in more digits
         # In a checkpointed block nothing is saved after this, so the block's second forward stops here.
         return _Tiles.apply(mlp, num_shards, keep(x, *weights), names, x, *weights)
     out = torch.empty_like(x)
@@ -178,7 +179,7 @@ def recomputed_mlp(x: Tensor, norm: RMSNorm, weight: Tensor, layers: Sequence[An
 def tensors_of(layer: Any) -> tuple[Tensor | None, ...]:
     """Return weight, bias, and an adapter's A and B of a linear layer; None for what it lacks."""
     adapted = isinstance(layer, LoraLinear) and layer.active
-    return layer.weight, layer.bias, *((layer.lora_A, layer.lora_B) if adapted else (None, None))
+    return layer.weight, layer.bias, *(layer.factors if adapted else (None, None))
 
 
 def _whole(x: Tensor, norm: RMSNorm, weight: Tensor, layers: Sequence[Callable[[Tensor], Tensor]], tiles: int) -> Tensor:

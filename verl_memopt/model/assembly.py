@@ -21,6 +21,7 @@ from verl_memopt.distributed.device import cast_units_at_once
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activation_checkpointing_torch import checkpoint_blocks
 from verl_memopt.memory.formulas import key_copies
+from verl_memopt.memory.lora import base_rests_as_computed
 from verl_memopt.memory.lora_torch import apply_lora
 from verl_memopt.memory.native_offload_torch import allocate_on_host, native_offload
 from verl_memopt.memory.quantized_frozen_torch import quantize_blocks
@@ -83,7 +84,8 @@ def parallelize(
         ConfigError: The model has no modules for the adapters or units, or torch cannot shard its quantised blocks.
     """
     if use.trained and model.lora_rank > 0:
-        apply_lora(packed.lm, model.lora_rank, model.lora_alpha, model.target_modules, model.exclude_modules, use.model_key)
+        layers, key = (model.target_modules, model.exclude_modules), use.model_key
+        apply_lora(packed.lm, model.lora_rank, model.lora_alpha, *layers, key, packed.masters)
     precision, offload = mixed_precision(*dtypes), native_offload(fsdp.offload_policy)
     if use.quantization != "none":
         if not stays_plain(mesh, precision, offload) and TORCH < SHARDS_BYTES:
@@ -195,8 +197,7 @@ def _build(
     """Return the model that ``take_over`` makes of a model of transformers, sharded."""
     masters = dtype_of(fsdp.model_dtype, f"{use.fsdp_key}.model_dtype")
     compute = dtype_of(fsdp.dtype, f"{use.fsdp_key}.dtype")
-    # Split masters rest as the weights that compute, and a remainder in the optimizer's state.
-    resting = compute if isinstance(fsdp, TrainedFsdp) and fsdp.split_master_weights else masters
+    resting = compute if _rests_as_computed(model, fsdp, mesh, use) else masters
     reduce = dtype_of(fsdp.mixed_precision.reduce_dtype, f"{use.fsdp_key}.mixed_precision.reduce_dtype")
     config = load_model_config(model, folder, use.model_key)
     name = model.attn_implementation or "auto"
@@ -208,12 +209,21 @@ def _build(
         _check_heads(config, fsdp.sequence_ranks, use)
         packed.sequence = sequence_group(mesh.device_type, mesh.size(), fsdp.sequence_ranks)
     packed.stays_on_host, packed.masters, packed.compute = fsdp.offload_policy, masters, compute
+    if isinstance(packed.head, ValueHead) and use.trained and model.lora_rank > 0:
+        packed.head.to(masters)  # it is trained as a whole beside the adapters
     # Only one rank alone can reuse a prefix KV: several ranks must run the same forwards, but cut their groups differently.
     # Blocks over tiles keep no keys and values that could be reused.
     whole = blocks is not None and blocks[0].recompute and blocks[0].tile_tokens is None
     packed.supports_prefix_kv = whole and mesh.size() == 1
     parallelize(packed, model, fsdp, mesh, (resting, compute, reduce), use)
     return packed
+
+
+def _rests_as_computed(model: Model | CriticModel, fsdp: Fsdp, mesh: DeviceMesh, use: ModelUse) -> bool:
+    """Return whether the parameters rest in the dtype that computes. Elsewhere more digits of those that are trained are kept."""
+    if not use.trained or not isinstance(fsdp, TrainedFsdp):
+        return False
+    return fsdp.split_master_weights or base_rests_as_computed(model.lora_rank, fsdp, mesh.size())
 
 
 def _check_heads(config: Any, ranks: int, use: ModelUse) -> None:
