@@ -187,7 +187,7 @@ def save_adapter(folder: Path, model: nn.Module, base: str, rank: int, alpha: fl
     name of the base model. Every rank gathers in step; the rank that ``writes`` writes.
     """
     trained = whole_parameters(model)
-    tensors = {name: _on_host(parameter, writes) for name, parameter in (_stored(model) | _beside(trained)).items()}
+    tensors = {name: _on_host(parameter, writes) for name, parameter in (stored_adapters(model) | _beside(trained)).items()}
     if not writes:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -202,7 +202,7 @@ def save_adapter(folder: Path, model: nn.Module, base: str, rank: int, alpha: fl
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _stored(model: nn.Module) -> dict[str, Tensor]:
+def stored_adapters(model: nn.Module) -> dict[str, Tensor]:
     """Return the adapters by their names in the peft format."""
     layers = adapters(model).items()
     return {f"base_model.model.{name}.{part}.weight": getattr(layer, part) for name, layer in layers for part in ADAPTERS}
@@ -236,7 +236,7 @@ def load_adapter(folder: Path, model: nn.Module, key: str = KEY) -> None:
         raise ConfigError(f"{setting}: it has no adapter_model.safetensors. Give a folder in the peft format.")
     tensors = load_file(path)
     beside = _beside(whole_parameters(model))
-    wanted = _stored(model) | {name: parameter for name, parameter in beside.items() if name in tensors}
+    wanted = stored_adapters(model) | {name: parameter for name, parameter in beside.items() if name in tensors}
     problems = [f"missing {name}" for name in wanted if name not in tensors]
     problems += [f"unexpected {name}" for name in tensors if name not in wanted]
     problems += [

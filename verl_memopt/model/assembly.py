@@ -35,6 +35,7 @@ from verl_memopt.model.reward_folder import REWARD_KEY, frozen_value_model
 from verl_memopt.model.value_model import CRITIC_KEY, ValueHead, ValueModel, stored_head
 from verl_memopt.model.weights import (
     REFERENCE_DTYPE,
+    base_weights,
     empty_model,
     fill_from_folder,
     load_model_config,
@@ -263,10 +264,16 @@ def allocate(model: PackedModel, device: torch.device, shared: Mapping[str, Tens
 
 def _take_over(model: PackedModel, device: torch.device, shared: Mapping[str, Tensor]) -> None:
     """Make parameters of an engine's weights, and allocate the buffers."""
-    weights = dict(named_weights(model))
+    weights = dict(base_weights(model))
     assert all(shared[name].shape == weight.shape and shared[name].dtype == weight.dtype for name, weight in weights.items())
-    # A tied parameter has one name here, and two places in the model.
-    made = {weight: nn.Parameter(shared[name], weight.requires_grad) for name, weight in weights.items()}
+    # A tied parameter has one name here, and two places in the model. Adapters are the trainer's own.
+    values = {weight: shared[name] for name, weight in weights.items()}
+    made = {
+        weight: nn.Parameter(
+            values[weight] if weight in values else torch.empty_like(weight, device=device), weight.requires_grad
+        )
+        for _, weight in named_weights(model)
+    }
     for module in model.modules():
         for name, parameter in module._parameters.items():
             module._parameters[name] = None if parameter is None else made[parameter]

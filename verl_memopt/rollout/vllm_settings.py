@@ -25,6 +25,7 @@ SET_BY = {
     "distributed_executor_backend": f"{KEY}.tensor_model_parallel_size",
     "generation_config": f"{KEY}.temperature and its neighbours",
     "skip_tokenizer_init": f"{KEY}.ignore_eos and the model's end-of-sequence tokens",
+    **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank"), "actor_rollout_ref.model.lora_rank"),
 }
 """The setting behind each engine argument that has another name."""
 
@@ -70,6 +71,8 @@ def engine_arguments(rollout: schema.Rollout, place: EnginePlace) -> dict[str, A
         "use_tqdm_on_load": False,
         **{name: getattr(rollout, name) for name in SAME_NAME},
     }
+    if place.lora_rank:
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _slot_rank(place.lora_rank)}
     kv_cache_gb = rollout.kv_cache_memory_gb
     if kv_cache_gb is None and not is_gpu(place.device):
         kv_cache_gb = CPU_KV_CACHE_GB
@@ -84,6 +87,19 @@ def engine_arguments(rollout: schema.Rollout, place: EnginePlace) -> dict[str, A
                 f"{KEY}.engine_kwargs.vllm.{name}: {SET_BY.get(name, f'{KEY}.{name}')} sets it already. Use that key alone."
             )
     return arguments | further
+
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM has room for. An adapter of another rank is filled up with zeros."""
+
+
+def _slot_rank(rank: int) -> int:
+    if rank > LORA_RANKS[-1]:
+        raise ConfigError(
+            f"actor_rollout_ref.model.lora_rank={rank}: vLLM takes adapters up to rank {LORA_RANKS[-1]}. Lower it, or set "
+            f"{KEY}.share_weights=false, with which vLLM gets merged weights."
+        )
+    return next(size for size in LORA_RANKS if size >= rank)
 
 
 def can_sleep(rollout: schema.Rollout, place: EnginePlace) -> bool:
