@@ -5,8 +5,8 @@ Saves: the engine's copy of the weights (2 bytes a parameter in bfloat16, 4 in f
     the whole weight sync. The prefix cache is still reset.
 Costs: nothing in time. While the trainer computes, a sleeping engine gives up its KV cache alone, since its weights are in use.
 Works with: gradient checkpointing, every attention path, ``optimizer_offload``, tied heads, checkpoints and exports. A run may
-    resume with or without it. With LoRA the engine shares the frozen base and gets the adapters alone. It refuses several devices,
-    ``param_offload`` and two precisions of the weights.
+    resume with or without it. With LoRA the engine shares the frozen base and gets the adapters alone. It refuses several
+    devices, ``param_offload`` and two precisions of the weights.
 """
 
 from __future__ import annotations

@@ -267,13 +267,9 @@ def _take_over(model: PackedModel, device: torch.device, shared: Mapping[str, Te
     weights = dict(base_weights(model))
     assert all(shared[name].shape == weight.shape and shared[name].dtype == weight.dtype for name, weight in weights.items())
     # A tied parameter has one name here, and two places in the model. Adapters are the trainer's own.
-    values = {weight: shared[name] for name, weight in weights.items()}
-    made = {
-        weight: nn.Parameter(
-            values[weight] if weight in values else torch.empty_like(weight, device=device), weight.requires_grad
-        )
-        for _, weight in named_weights(model)
-    }
+    own = {weight: torch.empty_like(weight, device=device) for name, weight in named_weights(model) if name not in weights}
+    values = own | {weight: shared[name] for name, weight in weights.items()}
+    made = {weight: nn.Parameter(value, weight.requires_grad) for weight, value in values.items()}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             module._parameters[name] = None if parameter is None else made[parameter]

@@ -240,11 +240,12 @@ class VllmEngine:
         place, name = self._place, "policy"
         manager = self._llm.collective_rpc(lambda worker: worker.model_runner)[0].lora_manager._adapter_manager
         mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-        config = PEFTHelper(r=place.lora_rank, lora_alpha=place.lora_alpha, target_modules=[])  # type: ignore[arg-type]
+        # Copies, because vLLM multiplies B by the adapter's scale in place.
+        copies = {key: tensor.detach().to(manager.lora_config.lora_dtype, copy=True) for key, tensor in adapters.items()}
+        config = PEFTHelper(r=place.lora_rank, lora_alpha=place.lora_alpha, target_modules=[])
         adapter = LoRAModel.from_lora_tensors(
-            ADAPTER_ID, dict(adapters), config, str(place.device), manager.lora_config.lora_dtype,
-            weights_mapper=mapper and mapper.get_rename_mapper(),
-        )  # fmt: skip
+            ADAPTER_ID, copies, config, str(place.device), weights_mapper=mapper and mapper.get_rename_mapper()
+        )
         known = set(manager.modules).union(*manager.packed_modules.values())
         unknown = sorted(set(adapter.loras) - known)
         if unknown:
