@@ -195,12 +195,6 @@ def test_with_lora_vllm_shares_the_frozen_base_and_gets_the_adapters_alone(made,
             assert one == pytest.approx(other, abs=1e-5)
 
 
-def test_a_rank_for_which_vllm_has_no_room_is_refused(made, tmp_path):
-    lora = {f"{AR}.model.lora_rank": 600}
-    with pytest.raises(ConfigError, match=r"lora_rank=600: vLLM takes adapters up to rank 512.*share_weights=false"):
-        made(settings_of("auto", "fp32", "vllm") | lora, model_folder(tmp_path / "model", tied=True))
-
-
 def test_the_weights_take_no_more_room_than_the_policys_own(made):
     """The engine stays awake while the policy is updated."""
     peaks, kinds = {}, {}
@@ -241,6 +235,7 @@ OBSTACLES = {
     "adapters without vLLM": (
         {f"{AR}.model.lora_rank": 4, f"{AR}.rollout.name": "hf"}, f"{AR}.model.lora_rank=4, {AR}.rollout.name=hf"
     ),
+    "adapters too wide for vLLM": ({f"{AR}.model.lora_rank": 600}, f"{AR}.model.lora_rank=600"),
     "an engine in bfloat16": ({f"{AR}.rollout.dtype": "bfloat16"}, f"{AR}.rollout.dtype=bfloat16"),
     "masters in fp32": (
         {f"{AR}.rollout.dtype": "bfloat16", f"{ACTOR}.dtype": "bfloat16"}, f"{ACTOR}.model_dtype=fp32, {ACTOR}.dtype=bfloat16"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from verl_memopt.memory.formulas import width
 from verl_memopt.memory.knob import Claim, Knob, LadderRow, Refusal, UnusedKey
+from verl_memopt.memory.lora import SLOT_RANKS
 from verl_memopt.memory.ranges import DEVICES, Range, num_devices
 
 if TYPE_CHECKING:
@@ -66,6 +67,12 @@ OBSTACLES = (
         lambda roles, _: roles.model.lora_rank > 0 and roles.rollout.name != "vllm",
         "the engine has no adapters of its own and needs them merged into its weights, and the trainer needs them apart",
         f"Set {_ENGINE}=vllm",
+    ),
+    Obstacle(
+        (_RANK,),
+        lambda roles, _: roles.model.lora_rank > SLOT_RANKS[-1],
+        f"vLLM has room for adapters up to rank {SLOT_RANKS[-1]}",
+        f"Set {_RANK}={SLOT_RANKS[-1]}",
     ),
     Obstacle(
         (_DTYPE, _COMPUTE),

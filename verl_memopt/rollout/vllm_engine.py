@@ -333,6 +333,9 @@ class VllmEngine:
             own = () if self._shared is not None else runner.model.parameters()
             for tensor in (*own, *runner.model.buffers()):
                 yield "rollout weights", tensor
+            for module in runner.model.modules():
+                for tensor in (*getattr(module, "lora_a_stacked", ()), *getattr(module, "lora_b_stacked", ())):
+                    yield "rollout weights", tensor
             # The second model runner has them, in the memory that sleeps with the weights; no request here uses them.
             penalties = getattr(runner.sampler, "penalties_state", None)
             if penalties is not None:

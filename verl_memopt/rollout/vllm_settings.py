@@ -8,6 +8,7 @@ from typing import Any
 from verl_memopt.config import schema
 from verl_memopt.distributed.device import is_gpu, memory_info
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.lora import slot_rank
 from verl_memopt.model.policy_model import dtype_of
 from verl_memopt.rollout.engine import KEY, EnginePlace, SamplingSettings, max_model_len
 
@@ -72,7 +73,7 @@ def engine_arguments(rollout: schema.Rollout, place: EnginePlace) -> dict[str, A
         **{name: getattr(rollout, name) for name in SAME_NAME},
     }
     if place.lora_rank:
-        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _slot_rank(place.lora_rank)}
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": slot_rank(place.lora_rank)}
     kv_cache_gb = rollout.kv_cache_memory_gb
     if kv_cache_gb is None and not is_gpu(place.device):
         kv_cache_gb = CPU_KV_CACHE_GB
@@ -87,19 +88,6 @@ def engine_arguments(rollout: schema.Rollout, place: EnginePlace) -> dict[str, A
                 f"{KEY}.engine_kwargs.vllm.{name}: {SET_BY.get(name, f'{KEY}.{name}')} sets it already. Use that key alone."
             )
     return arguments | further
-
-
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM has room for. An adapter of another rank is filled up with zeros."""
-
-
-def _slot_rank(rank: int) -> int:
-    if rank > LORA_RANKS[-1]:
-        raise ConfigError(
-            f"actor_rollout_ref.model.lora_rank={rank}: vLLM takes adapters up to rank {LORA_RANKS[-1]}. Lower it, or set "
-            f"{KEY}.share_weights=false, with which vLLM gets merged weights."
-        )
-    return next(size for size in LORA_RANKS if size >= rank)
 
 
 def can_sleep(rollout: schema.Rollout, place: EnginePlace) -> bool:
