@@ -81,9 +81,7 @@ _MODEL = {
     **dict.fromkeys(("lora.dropout", "lora_dropout"), Refusal((0, 0.0), _LORA_DROPOUT)),
     "lora.type": Refusal(("lora",), "low-rank adapters of linear layers are the one kind. Set lora"),
     "lora.merge": Refusal(
-        EITHER,
-        "actor_rollout_ref.rollout.share_weights decides it: an engine that shares the base gets adapters apart, another gets merged "
-        "weights. Remove the key",
+        EITHER, "an engine that shares the base gets adapters apart, another gets merged weights. Remove the key"
     ),
     "lora.dtype": Refusal((), "adapters rest in the policy's dtype. Use actor_rollout_ref.actor.fsdp_config.model_dtype"),
     "lora.dropout_position": Refusal(("pre", "post"), _LORA_DROPOUT),
