@@ -18,6 +18,7 @@ from verl_memopt.memory.critic_rules import has_critic
 from verl_memopt.memory.formulas import width
 from verl_memopt.memory.held import Held, Kinds, ModelSize, Pass, critic_roles, largest, together
 from verl_memopt.memory.host_buffers import GIB
+from verl_memopt.memory.lora import slot_rank
 from verl_memopt.memory.ranges import num_devices, sequence_ranks
 from verl_memopt.memory.residency import CRITIC, NEEDS, POLICY, REFERENCE, REWARD_MODEL
 from verl_memopt.memory.rollout_memory import kv_bytes_per_token, sampler_bytes
@@ -216,7 +217,17 @@ class _Prediction:
         """Bytes of the engine's weights on one device, and of its sampler, which sleeps and wakes with them."""
         rollout, vllm = self.roles.rollout, self.roles.rollout.name == "vllm" and self.device == "cuda"
         weights = width(rollout.dtype) * self.sizes.policy.params / rollout.tensor_model_parallel_size
+        weights += self._engine_adapters
         return weights + (sampler_bytes(rollout.max_num_seqs, self.sizes.policy.vocab) if vllm else 4096)
+
+    @property
+    def _engine_adapters(self) -> float:
+        """Bytes of vLLM's places for the adapters of a base that it shares; embedding and head have places too."""
+        rank, size = self.roles.model.lora_rank, self.sizes.policy
+        if not rank or not self.shares:
+            return 0
+        matrices = 2 * (size.vocab + size.hidden)
+        return width(self.roles.rollout.dtype) * slot_rank(rank) * (self.policy.adapters / rank + matrices)
 
     @property
     def shares(self) -> bool:
@@ -383,9 +394,9 @@ class _Prediction:
             parts.append({"rollout weights": self.engine_weights})
         bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB if policy.ranks > 1 else 0
         # A tensor of LoRA is merged with its adapter in fp32, and cast.
-        merged = (
-            14 * policy.size.hidden * max(policy.size.mlp, policy.size.heads * policy.size.head_dim) if policy.adapters else 0
-        )
+        merged = 14 * policy.size.hidden * max(policy.size.mlp, policy.size.heads * policy.size.head_dim)
+        # Adapters by themselves are copied, and those of layers that vLLM has fused put together.
+        merged = 0 if not policy.adapters else 3 * width(rollout.dtype) * policy.adapters if self.shares else merged
         whole = width(rollout.dtype) * policy.size.params
         parts.append({"sync bucket": 2 * min(bucket, whole), "activations": merged})
         return parts

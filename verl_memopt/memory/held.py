@@ -13,7 +13,7 @@ from functools import cached_property
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Critic, CriticModel, Model, PolicyLoss, TrainedFsdp
 from verl_memopt.memory.chunked_logprob import logit_bytes
 from verl_memopt.memory.formulas import TILE_ELEMENTS, Shapes
-from verl_memopt.memory.lora import adapter_params
+from verl_memopt.memory.lora import adapter_params, base_rests_as_computed
 from verl_memopt.memory.optimizer_state_dtype_torch import MOST_BLOCK, block_size
 from verl_memopt.observe.phase import MIB
 
@@ -148,10 +148,15 @@ class Held:
     @property
     def params(self) -> float:
         """Bytes of its masters on one rank."""
-        whole, linear = self.params_count + self.adapters, self.at_rest.linear_params
+        linear, master = self.at_rest.linear_params, self.at_rest.master_bytes
         each = {"int8": 1 + 4 / 32, "nf4": 0.5 + 4 / 32}.get(self.quantization)
-        quantized = 0 if each is None else linear * (each - self.at_rest.master_bytes)
-        return (whole * self.at_rest.master_bytes + quantized) / self.ranks
+        quantized = 0 if each is None else linear * (each - master)
+        base = self.at_rest.compute_bytes if self._base_rests_as_computed else master
+        return (self.params_count * base + self.adapters * master + quantized) / self.ranks
+
+    @property
+    def _base_rests_as_computed(self) -> bool:
+        return self.trained and base_rests_as_computed(self.roles.model.lora_rank, self.fsdp, self.ranks)
 
     @property
     def learning(self) -> float:
@@ -199,7 +204,8 @@ class Held:
     @property
     def is_cast(self) -> bool:
         """Whether FSDP2 gathers each unit while it computes: on several ranks, with two dtypes, or from the host."""
-        return self.ranks > 1 or self.at_rest.master_bytes != self.at_rest.compute_bytes or self.fsdp.offload_policy
+        two_dtypes = self.at_rest.master_bytes != self.at_rest.compute_bytes and not self._base_rests_as_computed
+        return self.ranks > 1 or two_dtypes or self.fsdp.offload_policy
 
     @property
     def _matrices(self) -> tuple[int, int]:

@@ -59,6 +59,9 @@ class WeightComparison:
     """Stored in another form, so that they cannot be compared."""
 
 
+NO_ADAPTERS: Mapping[str, torch.Tensor] = {}
+
+
 class RolloutEngine(Protocol):
     """Generates responses with its own copy of the weights, which the trainer loads into it."""
 
@@ -107,8 +110,10 @@ class RolloutEngine(Protocol):
             RolloutError: The engine holds a weight in another form. The message says why.
         """
 
-    def weights_changed(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def weights_changed(self, weights: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor] = NO_ADAPTERS) -> None:
         """Note that the trainer has changed the shared weights, and clear the prefix cache. No weight is copied.
+
+        ``adapters`` are those of LoRA under their names in the peft format; the engine copies them and answers with them.
 
         Raises:
             RolloutError: A weight of engine or trainer has moved, so that they no longer share it. The message names it.
@@ -158,6 +163,10 @@ class EnginePlace:
     """Tokens that end a response."""
     device_limit_bytes: int | None = None
     """Limit of this process on the device. None = the whole device. The engine's share is a share of this limit."""
+    lora_rank: int = 0
+    """Rank of the adapters that the engine gets beside the weights that it shares with the trainer. 0 = it gets none."""
+    lora_alpha: float = 0
+    """Adapters are scaled by lora_alpha / lora_rank."""
 
 
 def _vllm(rollout: schema.Rollout, place: EnginePlace) -> RolloutEngine:

@@ -8,6 +8,7 @@ from typing import Any
 from verl_memopt.config import schema
 from verl_memopt.distributed.device import is_gpu, memory_info
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.lora import slot_rank
 from verl_memopt.model.policy_model import dtype_of
 from verl_memopt.rollout.engine import KEY, EnginePlace, SamplingSettings, max_model_len
 
@@ -25,6 +26,7 @@ SET_BY = {
     "distributed_executor_backend": f"{KEY}.tensor_model_parallel_size",
     "generation_config": f"{KEY}.temperature and its neighbours",
     "skip_tokenizer_init": f"{KEY}.ignore_eos and the model's end-of-sequence tokens",
+    **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank"), "actor_rollout_ref.model.lora_rank"),
 }
 """The setting behind each engine argument that has another name."""
 
@@ -70,6 +72,8 @@ def engine_arguments(rollout: schema.Rollout, place: EnginePlace) -> dict[str, A
         "use_tqdm_on_load": False,
         **{name: getattr(rollout, name) for name in SAME_NAME},
     }
+    if place.lora_rank:
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": slot_rank(place.lora_rank)}
     kv_cache_gb = rollout.kv_cache_memory_gb
     if kv_cache_gb is None and not is_gpu(place.device):
         kv_cache_gb = CPU_KV_CACHE_GB

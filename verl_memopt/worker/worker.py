@@ -23,7 +23,7 @@ from verl_memopt.memory.fused import fused_statements, take_compile_counts
 from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.memory.knob import Work
 from verl_memopt.memory.limits_torch import available_bytes, limit_bytes, memory_limits
-from verl_memopt.memory.lora_torch import adapters_off
+from verl_memopt.memory.lora_torch import adapters_off, stored_adapters
 from verl_memopt.memory.out_of_memory import MemorySnapshot, RunParts, oom_retry, out_of_memory_report
 from verl_memopt.memory.residency import Residency
 from verl_memopt.memory.shared_weights import KEY as SHARE_WEIGHTS
@@ -200,11 +200,12 @@ class Worker:
             self.engine.wake_up("weights")
         dtype = dtype_of(rollout.dtype, "actor_rollout_ref.rollout.dtype")
         if self.shares_weights:
-            self.engine.weights_changed(dict(named_weights(self.policy.model)))
+            self.engine.weights_changed(dict(named_weights(self.policy.model)), stored_adapters(self.policy.model))
         else:
             self.engine.load_weights(sent_weights(self.policy.model, rollout, dtype))
         if self.sync_check is not None:
-            self.sync_check.check_weights(self.engine, sent_weights(self.policy.model, rollout, dtype))
+            merged = not self.shares_weights  # an engine that shares the base gets the adapters apart
+            self.sync_check.check_weights(self.engine, sent_weights(self.policy.model, rollout, dtype, merged))
 
     def old_log_probs(
         self,
@@ -369,7 +370,7 @@ class Worker:
             self.residency.rest()
 
     def _engine_place(self, folder: str) -> EnginePlace:
-        place, plan = self.placement, self.plan
+        place, plan, model = self.placement, self.plan, self.settings.model
         return EnginePlace(
             rank=place.rank,
             world_size=place.world_size,
@@ -381,6 +382,8 @@ class Worker:
             trust_remote_code=self.settings.model.trust_remote_code,
             eos_token_ids=plan.eos_token_ids,
             device_limit_bytes=self.device_limit,
+            lora_rank=model.lora_rank if why_not(self.settings, place.world_size) is None else 0,
+            lora_alpha=model.lora_alpha,
         )
 
     def _trained(self) -> Iterator[TrainedModel]:
