@@ -306,6 +306,13 @@ def test_a_run_without_a_folder_gets_a_new_one(tmp_path, monkeypatch):
         api._run_folder(None, "m", "grpo", resume=True)
 
 
+def test_the_command_of_a_run_keeps_no_secret(model, tmp_path):
+    secret = {"custom_reward_function.reward_kwargs": {"api_key": "sk-4,2"}}
+    folder, loaded = api.Call(model, ROWS, {**SMALL, **secret}, run_dir=tmp_path / "run", rewards="reward.py:f").load()
+    assert loaded.custom_reward_function.reward_kwargs == {"api_key": "sk-4,2"}
+    assert "sk-4" not in (folder / "inputs" / "command.txt").read_text()
+
+
 # TRL's trainers.
 
 

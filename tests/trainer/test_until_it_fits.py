@@ -19,7 +19,7 @@ from verl_memopt.config.keys import shown
 from verl_memopt.errors import DeviceMemoryError
 from verl_memopt.memory.host_buffers import GIB
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
-from verl_memopt.trainer.until_it_fits import Attempts, CommandLine, everything, train_until_it_fits
+from verl_memopt.trainer.until_it_fits import Attempts, CommandLine, _checkpoints, everything, train_until_it_fits
 
 ACTOR, MODEL, ROLLOUT = f"{AR}.actor", f"{AR}.model", f"{AR}.rollout"
 RUN = {
@@ -311,6 +311,18 @@ def test_a_change_takes_the_place_of_what_the_command_said():
     line = CommandLine("verl-memopt train", "toy", "recipe/rloo", ("a.b=1", "++c=[x, y]", "d=2"))
     assert line.having({"c": 3, "a.b": True}).overrides == ("d=2", "c=3", "a.b=true")
     assert str(line) == "verl-memopt train --config-dir recipe/rloo --config-name toy a.b=1 '++c=[x, y]' d=2"
+
+
+def test_a_command_that_is_shown_has_no_secret():
+    line = CommandLine("verl-memopt train", "toy", None, ("custom_reward_function.reward_kwargs.api_key='sk-4,2'", "d=2"))
+    assert "sk-4" not in str(line)
+    assert line.overrides[0].endswith("'sk-4,2'")
+    assert str(line).endswith(" d=2")
+
+
+def test_a_checkpoint_that_is_a_link_to_nowhere_is_one(tmp_path):
+    (tmp_path / "global_step_3").symlink_to(tmp_path / "gone")
+    assert {name for name, _ in _checkpoints(tmp_path)} == {"global_step_3"}
 
 
 def test_settings_that_are_refused_beside_the_runs_own_are_left_out(values, command):
