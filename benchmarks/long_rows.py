@@ -1,9 +1,9 @@
 """``python -m benchmarks.long_rows``: what an update of one very long row holds on a card, without and with blocks over tiles.
 
 The real update (forward, loss, backward) of one micro-batch with one row runs on fake tensors: real shapes, all layers, no
-values. A byte tracker counts what lives, the parameters and gradients included: fp32 masters in a copy of the trainer's own, where
-all weights train. The optimizer's state rests on the host. Kernels are a CPU's: attention converts one head of a tile to fp32, which a GPU does not, and elementwise statements run over tiles as
-large as a GPU's where their functions are not compiled.
+values. A byte tracker counts what lives, the parameters and gradients included: fp32 masters in a copy of its own, where
+all weights train. The optimizer's state rests on the host. Kernels are a CPU's: attention converts one head of a tile to fp32,
+which a GPU does not, and elementwise statements run over tiles as large as a GPU's where their functions are not compiled.
 """
 
 from __future__ import annotations
