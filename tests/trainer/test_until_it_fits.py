@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.rlt import brief_toy, values_of
 from tests.trainer.conftest import AR, LEAST, ready, write_rows
@@ -330,6 +331,14 @@ def test_settings_that_are_refused_beside_the_runs_own_are_left_out(values, comm
     line = changed(command(limited(values, 1, **{f"{ACTOR}.optim.optimizer": "SGD"})))
     assert not line.settings().actor_rollout_ref.actor.fsdp_config.optimizer_offload
     assert line.settings().actor_rollout_ref.actor.fsdp_config.param_offload
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="auto is the CPU where there is no GPU")
+def test_a_device_that_is_a_cpu_by_itself_gets_no_setting_of_a_gpu(values, command):
+    """vLLM on a CPU refuses to sleep when it starts, so the run would end there."""
+    line = command(values("rloo") | {"trainer.device": "auto", f"{ROLLOUT}.name": "vllm"})
+    same, lossy, last = (keys for keys, _ in everything(line.settings(), 0))
+    assert (same[f"{ROLLOUT}.free_cache_engine"], lossy[f"{ROLLOUT}.free_cache_engine"], last) == (None, None, {})
 
 
 def test_the_parts_that_a_run_does_not_have_are_not_set(values, command):

@@ -574,7 +574,8 @@ def _print_peaks(verdict: Verdict, console: Console) -> None:
 def _print_changes(found: Findings, console: Console) -> None:
     assert found.after is not None
     if not found.after.fits:
-        console.print(f"It cannot fit, because with all that helps it {found.after.line}.")
+        why = found.after.line.removeprefix("does not fit: ")
+        console.print(f"It cannot fit, because even with all that helps {why}.")
         console.print("Use a smaller model, more or larger cards (--gpus, --memory), or shorter lengths.")
         if not found.changes:
             return

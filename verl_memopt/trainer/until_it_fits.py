@@ -235,7 +235,7 @@ def everything(settings: Settings, limit: float) -> tuple[tuple[Keys, str], ...]
 
     ``limit`` is the device's, in bytes; numbers are small parts of it. 0 = unknown.
     """
-    actor, on_cpu = settings.actor_rollout_ref.actor, settings.trainer.device == "cpu"
+    actor, on_cpu = settings.actor_rollout_ref.actor, resolve_device(settings.trainer.device) == "cpu"
     longest, limit = longest_sample(settings), limit or 8 * GIB
     chunk = min(settings.actor_rollout_ref.model.logprob_chunk_tokens or 512, 128, round(16 * limit / MIB))
     adapts = num_devices(settings) == 1 and not actor.optim.in_backward
