@@ -151,6 +151,14 @@ def test_more_cards_share_a_model(capsys):
     assert said(capsys, *arguments, "--memory", "24", "--gpus", "2")[0] == 1
 
 
+def test_a_reward_model_counts_in_the_run_that_has_it_also_after_one_that_only_names_it():
+    named = ["model=qwen3_0_6b", "memory=24g", "reward_model.model.path=Qwen/Qwen3-1.7B"]
+    without, counted = (judge(rloo(*named, f"reward_model.enable={on}"), Card.of(24)) for on in ("false", "true"))
+    own = judge(rloo(*named[:2], "reward_model.enable=true", "reward_model.model.path=Qwen/Qwen3-0.6B"), Card.of(24))
+    assert "reward" not in without.peaks.phases
+    assert counted.peaks.totals["reward"] > own.peaks.totals["reward"]
+
+
 def test_too_little_host_memory_is_no_fit(capsys):
     arguments = ("model=qwen3_1_7b", "memory=24g")
     assert said(capsys, *arguments, "--host-memory", "64")[0] == 0

@@ -115,10 +115,9 @@ class Card:
     device: str = "cuda"
 
     @classmethod
-    def of(cls, gigabytes: float, host_gigabytes: float | None = None) -> Card:
+    def of(cls, gigabytes: float) -> Card:
         """Return the card of a size: of the usual ones what nvidia-smi reports, else so many GiB."""
-        mib = CARDS.get(f"{gigabytes:g}g", gigabytes * 1024)
-        return cls(round(mib * MIB), None if host_gigabytes is None else round(host_gigabytes * GIB))
+        return cls(round(CARDS.get(f"{gigabytes:g}g", gigabytes * 1024) * MIB))
 
 
 def card_asked_for(settings: Settings, gigabytes: float | None, host_gigabytes: float | None = None) -> Card:
@@ -127,13 +126,10 @@ def card_asked_for(settings: Settings, gigabytes: float | None, host_gigabytes: 
     Raises:
         ConfigError: None of them says a size.
     """
-    host = None if host_gigabytes is None else round(host_gigabytes * GIB)
-    if gigabytes is not None:
-        return dataclasses.replace(Card.of(gigabytes), host_bytes=host)
-    known = known_card(settings)
-    if known is None:
+    card = known_card(settings) if gigabytes is None else Card.of(gigabytes)
+    if card is None:
         raise ConfigError("--memory: the size of the card is not known. Give it in GB (--memory 24), or a profile (memory=24g).")
-    return dataclasses.replace(known, host_bytes=host)
+    return dataclasses.replace(card, host_bytes=None if host_gigabytes is None else round(host_gigabytes * GIB))
 
 
 def known_card(settings: Settings) -> Card | None:
@@ -218,7 +214,8 @@ def _sizes(settings: Settings) -> Sizes:
     """Return the sizes of the models, which a search asks for again and again."""
     roles, critic = settings.actor_rollout_ref, settings.critic
     named = (roles.model.path, roles.model.hf_config_path, str(roles.model.override_config), roles.ref.model.path)
-    key = (*named, needs_reference(settings), has_critic(settings), str(critic.model), settings.reward_model.model.path)
+    scorer = settings.reward_model.model.path if settings.reward_model.enable else None
+    key = (*named, needs_reference(settings), has_critic(settings), str(critic.model), scorer)
     if key not in _KNOWN:
         _KNOWN[key] = sizes_of_models(settings)
     return _KNOWN[key]
@@ -577,7 +574,8 @@ def _print_peaks(verdict: Verdict, console: Console) -> None:
 def _print_changes(found: Findings, console: Console) -> None:
     assert found.after is not None
     if not found.after.fits:
-        console.print(f"It cannot fit, because with all that helps it {found.after.line}.")
+        why = found.after.line.removeprefix("does not fit: ")
+        console.print(f"It cannot fit, because even with all that helps {why}.")
         console.print("Use a smaller model, more or larger cards (--gpus, --memory), or shorter lengths.")
         if not found.changes:
             return
