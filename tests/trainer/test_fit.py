@@ -59,6 +59,17 @@ def test_no_phase_holds_more_than_was_predicted_where_engine_and_policy_share_th
     assert {phase: pair for phase, pair in over.items() if pair[0] > pair[1]} == {}
 
 
+@pytest.mark.parametrize(("number", "momentum"), [(6, 0.9), (13, 0.0)])
+def test_no_phase_holds_more_than_was_predicted_with_sgd(number, momentum, tmp_path):
+    optims = ("actor_rollout_ref.actor.optim", "critic.optim")
+    sgd = [setting for optim in optims for setting in (f"{optim}.optimizer=SGD", f"{optim}.momentum={momentum}")]
+    kept = [setting for setting in draw(number).settings if "state_dtype" not in setting]
+    outcome, _, _ = run(replace(draw(number), settings=(*kept, *sgd)), tmp_path / "draw", limited=False)
+    assert outcome.ran, outcome.error
+    over = {phase: (held, outcome.predicted[phase]) for phase, held in outcome.measured.items() if phase in outcome.predicted}
+    assert {phase: pair for phase, pair in over.items() if pair[0] > pair[1]} == {}
+
+
 def test_a_run_that_fits_runs_and_one_far_above_the_limit_is_refused_and_runs_out_of_memory(tmp_path):
     inside, _, _ = run(replace(draw(15), share=1.0), tmp_path / "inside")
     beyond, _, _ = run(replace(draw(15), share=0.25), tmp_path / "beyond")
