@@ -7,7 +7,7 @@ Saves: the parameter-sized temporary of torch's unfused AdamW. Offloaded, quanti
 Costs: nothing: with fp32 state on the device it is torch's fused AdamW or SGD, bit for bit. SGD needs its own learning rate.
 Works with: ``optimizer_offload``, ``grad_offload``, ``split_master_weights``, ``optim.state_dtype``,
     ``optim.stochastic_rounding`` and ``optim.in_backward``, which only these two optimizers can do. They refuse others. Source of
-    SGD as AdamW's equal in RL: arXiv 2602.07729.
+    SGD as AdamW's equal in RL: arXiv 2602.07729; on the toy task: ``docs/evidence/2026-11-24-sgd``.
 """
 
 from __future__ import annotations
