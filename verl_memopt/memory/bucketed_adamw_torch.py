@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -42,6 +42,8 @@ from verl_memopt.observe.phase import MIB
 logger = logging.getLogger(__name__)
 
 KIND = "optimizer"
+COMPARED_BYTES = 5
+"""Bytes of an element of a bucket while weights that compute are compared: before, after, and whether they differ."""
 GRADIENT = "gradient"
 """Where gradients that rest on the host lie among what passes over the device in buckets."""
 KEPT = "optim.state_dtype=%s: %d of %d elements keep fp32 moments, as their rows have no blocks of %d elements or more"
@@ -56,6 +58,8 @@ class Bucketed(Optimizer):
 
     Attributes:
         counts_steps: Whether the update depends on the number of steps.
+        computes_in: dtype of half precision of the weights that compute, of which :meth:`changed_share` says how many have
+            changed; None = they are not compared.
     """
 
     counts_steps: bool
@@ -89,6 +93,8 @@ class Bucketed(Optimizer):
         self._lanes = StateLanes(self._device) if offload else None
         self.arrived: set[int] = set()
         self.divisor: Tensor | None = None
+        self.computes_in: torch.dtype | None = None
+        self._changed = torch.zeros((), dtype=torch.int64, device=self._device)
         self._sections = sections(self.param_groups, state_dtype, split_masters, self._format)
         self._section_of = {id(member.parameter): (section, member) for section in self._sections for member in section.members}
         self._make_state()
@@ -146,6 +152,19 @@ class Bucketed(Optimizer):
 
     def _has_gradient(self, section: Section, parameter: Tensor) -> bool:
         return parameter.grad is not None if section.gradients is None else id(parameter) in self.arrived
+
+    def changed_share(self) -> Tensor:
+        """Return the share of the weights that compute whose bits have changed since the last call, of all ranks (a scalar).
+
+        A weight that two steps have changed counts twice.
+        """
+        parameters = [member.parameter for section in self._sections for member in section.members]
+        changed, self._changed = self._changed, torch.zeros_like(self._changed)
+        first = parameters[0]
+        if isinstance(first, DTensor):
+            parts = [Partial() if isinstance(each, Shard) else each for each in first.placements]
+            changed = DTensor.from_local(changed, first.device_mesh, parts, run_check=False).full_tensor()
+        return (changed.double() / sum(parameter.numel() for parameter in parameters)).float()
 
     def remainders(self) -> Iterator[Tensor]:
         """Yield what rests beside the state: the remainders of masters."""
@@ -279,6 +298,7 @@ class Bucketed(Optimizer):
         moments = section.format.decode(planes, work)
         resting = [local(part.member.parameter).view(-1)[part.first : part.last] for part in bucket]
         weights, wide = resting, section.dtype == torch.float32
+        self._cast(resting, work.before)
         if section.gradients is None:
             grads = [_gradient(part.member.parameter).view(-1)[part.first : part.last] for part in bucket]
         else:
@@ -300,6 +320,11 @@ class Bucketed(Optimizer):
             if self._stochastic:
                 round_to_bfloat16_(work.scratch[0], work.scratch[1], generator)
             torch._foreach_copy_(resting, weights)
+        if work.before.numel():
+            self._cast(resting, work.after)
+            # Compared as bits: a weight that is not a number is then equal to itself.
+            torch.ne(work.before.view(torch.int16), work.after.view(torch.int16), out=work.differs)
+            self._changed.add_(work.differs.sum())
         if stopped is None or section.format.repeats:
             section.format.encode(planes, work, generator)
             return
@@ -308,6 +333,11 @@ class Bucketed(Optimizer):
         section.format.encode(planes, work, generator)
         for name, plane in planes.items():
             torch.where(stopped.bool(), before[name], plane, out=plane)
+
+    def _cast(self, resting: Sequence[Tensor], room: Tensor) -> None:
+        """Fill ``room`` with the weights as they compute, if they are compared."""
+        if room.numel():
+            torch._foreach_copy_(list(room.split([part.numel() for part in resting])), list(resting))
 
     def _planes(self, section: Section, buckets: Sequence[Sequence[Slice]]) -> Iterator[Planes]:
         """Return the state of each bucket on the device: where it rests, or as it passes by."""
@@ -333,6 +363,7 @@ class Bucketed(Optimizer):
         """
         itemsize = torch.float32.itemsize
         room = itemsize * (section.format.moments * section.format.decodes + self._scratch_count(section))
+        room += 0 if self.computes_in is None else COMPARED_BYTES
         resting = sum(plane.dtype.itemsize / plane.per_entry for plane in section.resting)
         beside = resting * (SLOTS * self._offload + (may_stop and not section.format.repeats))
         beside += 0 if section.gradients is None else SLOTS * section.gradients.itemsize
@@ -344,7 +375,10 @@ class Bucketed(Optimizer):
         second = decoded if section.format.moments > 1 else 0
         sizes = (decoded, second, *(elements,) * self._scratch_count(section))
         exp_avg, exp_avg_sq, *scratch = (torch.empty(size, dtype=torch.float32, device=self._device) for size in sizes)
-        return Work(exp_avg, exp_avg_sq, tuple(scratch))
+        half, compared = self.computes_in or torch.bfloat16, 0 if self.computes_in is None else elements
+        before, after = (torch.empty(compared, dtype=half, device=self._device) for _ in range(2))
+        differs = torch.empty(compared, dtype=torch.bool, device=self._device)
+        return Work(exp_avg, exp_avg_sq, tuple(scratch), before, after, differs)
 
     def _seeded(self, section: Section, first: Slice) -> torch.Generator:
         """Return the generator in a state that depends on the step and the place only, so that a resumed run rounds alike.
@@ -479,7 +513,9 @@ def bucket_options(
 
 
 def _cut(work: Work, elements: int) -> Work:
-    return Work(work.exp_avg[:elements], work.exp_avg_sq[:elements], tuple(room[:elements] for room in work.scratch))
+    rooms = (work.before, work.after, work.differs)
+    scratch = tuple(room[:elements] for room in work.scratch)
+    return Work(work.exp_avg[:elements], work.exp_avg_sq[:elements], scratch, *(room[:elements] for room in rooms))
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

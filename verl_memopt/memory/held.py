@@ -420,6 +420,8 @@ class Held:
             return 0
         decoded = 4 * optim.num_moments if optim.moment_bytes(width(self.fsdp.model_dtype)) != 4 else 0
         copies = 8 if decoded or s.master_bytes != 4 else 0
+        # Weights that compute in half precision are compared before and after: both, and whether they differ.
+        copies += 5 if s.compute_bytes == 2 and not self.adapters else 0
         passing = s.state_bytes if self.fsdp.optimizer_offload else 0
         passing += s.gradient_bytes if self.fsdp.grad_offload else 0
         return min(3 * optim.bucket_megabytes * MIB, (decoded + copies + passing) * self.learning)

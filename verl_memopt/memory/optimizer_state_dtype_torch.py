@@ -47,11 +47,18 @@ class Plane:
 
 @dataclass(frozen=True)
 class Work:
-    """fp32 room for one bucket: the two decoded moments, and scratch. What a format does not need is empty."""
+    """Room for one bucket: in fp32 the two decoded moments and scratch. What a format does not need is empty.
+
+    ``before`` and ``after`` are for the weights as they compute, in half precision, and ``differs`` (bool) for where they differ;
+    empty where they are not compared.
+    """
 
     exp_avg: Tensor
     exp_avg_sq: Tensor
     scratch: tuple[Tensor, ...]
+    before: Tensor
+    after: Tensor
+    differs: Tensor
 
 
 @dataclass(frozen=True)

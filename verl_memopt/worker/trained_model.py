@@ -172,9 +172,11 @@ class Role:
         """How many optimizer steps of an update were skipped."""
         self.partial = f"{name}/partial_updates"
         """In a skipped step: 1 if this rank had already changed parameters."""
+        self.changed = f"{name}/changed_weights"
+        """The share of the weights that compute, in half precision, whose bits an optimizer step has changed."""
         self.counts = self.skipped, self.partial
         """Metrics that are summed over the optimizer steps of an update. The others are averaged."""
-        self.same_on_all_ranks = self.grad_norm, self.lr, self.skipped
+        self.same_on_all_ranks = self.grad_norm, self.lr, self.skipped, self.changed
         """Metrics with the same value on every rank. The others are each rank's share of a sum."""
 
 
@@ -225,6 +227,11 @@ class TrainedModel:
             # Sums over micro-batches need more digits than the weights have, as FSDP2's reduced gradients do.
             for parameter in trained:
                 parameter.grad_dtype = dtype_of(fsdp.mixed_precision.reduce_dtype, f"{self.role.key}.fsdp_config")
+        # With adapters the weights that compute are most of all those of the frozen model.
+        half, whole = (torch.bfloat16, torch.float16), len(trained) == len(list(self.model.parameters()))
+        self.bucketed = self.optimizer if isinstance(self.optimizer, Bucketed) else None
+        if self.bucketed is not None and whole and self.model.compute in half:
+            self.bucketed.computes_in = self.model.compute
         self.in_backward = None
         if optim.in_backward:
             self.in_backward = StepInBackward(self.optimizer, self.role.key, self.device)
@@ -352,6 +359,8 @@ class TrainedModel:
             metrics[role.skipped] = self._step_if_finite(norm)
         else:
             metrics = self._step_if_found_finite(metrics)
+        if self.bucketed is not None and self.bucketed.computes_in is not None:
+            metrics[role.changed] = self.bucketed.changed_share()
         if learning_rate is not None:
             self._set_learning_rates(scheduled)
         self._undecided.append(metrics[role.skipped])
