@@ -94,7 +94,7 @@ class Bucketed(Optimizer):
         self.arrived: set[int] = set()
         self.divisor: Tensor | None = None
         self.computes_in: torch.dtype | None = None
-        self._changed = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._changed: Tensor | None = None
         self._sections = sections(self.param_groups, state_dtype, split_masters, self._format)
         self._section_of = {id(member.parameter): (section, member) for section in self._sections for member in section.members}
         self._make_state()
@@ -159,7 +159,8 @@ class Bucketed(Optimizer):
         A weight that two steps have changed counts twice.
         """
         parameters = [member.parameter for section in self._sections for member in section.members]
-        changed, self._changed = self._changed, torch.zeros_like(self._changed)
+        none = torch.zeros((), dtype=torch.int64, device=self._device)
+        changed, self._changed = none if self._changed is None else self._changed, None
         first = parameters[0]
         if isinstance(first, DTensor):
             parts = [Partial() if isinstance(each, Shard) else each for each in first.placements]
@@ -324,7 +325,8 @@ class Bucketed(Optimizer):
             self._cast(resting, work.after)
             # Compared as bits: a weight that is not a number is then equal to itself.
             torch.ne(work.before.view(torch.int16), work.after.view(torch.int16), out=work.differs)
-            self._changed.add_(work.differs.sum())
+            changed = work.differs.sum()
+            self._changed = changed if self._changed is None else self._changed.add_(changed)
         if stopped is None or section.format.repeats:
             section.format.encode(planes, work, generator)
             return
