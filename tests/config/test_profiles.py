@@ -66,13 +66,14 @@ SHARED, MOVED, ADAPTERS = (False, True, True), (True, False, False), (False, Fal
 ONE_COPY = {
     "one device": ([], SHARED),
     "transformers' engine": ([f"{ROLLOUT}.name=hf"], SHARED),
+    "SGD": (["actor_rollout_ref.actor.optim.optimizer=SGD"], SHARED),
     "two devices": ([TWO], MOVED),
     "adapters": (["actor_rollout_ref.model.lora_rank=4"], ADAPTERS),
     "adapters beside a critic": (["actor_rollout_ref.model.lora_rank=4", "algorithm.adv_estimator=gae"], MOVED),
     "adapters of transformers' engine": (["actor_rollout_ref.model.lora_rank=4", f"{ROLLOUT}.name=hf"], MOVED),
     "the user's own key": ([f"{FSDP}.param_offload=true"], MOVED),
     "two copies": ([f"{ROLLOUT}.share_weights=false"], MOVED),
-    "another optimizer": (["actor_rollout_ref.actor.optim.optimizer=SGD", f"{FSDP}.optimizer_offload=false"], MOVED),
+    "another optimizer": (["actor_rollout_ref.actor.optim.optimizer=RMSprop", f"{FSDP}.optimizer_offload=false"], MOVED),
     "an engine of another precision": ([f"{ROLLOUT}.dtype=fp16"], MOVED),
 }
 

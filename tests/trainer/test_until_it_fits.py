@@ -327,8 +327,8 @@ def test_a_checkpoint_that_is_a_link_to_nowhere_is_one(tmp_path):
 
 
 def test_settings_that_are_refused_beside_the_runs_own_are_left_out(values, command):
-    """An optimizer of the user's that is no AdamW cannot rest on the host; all else still changes."""
-    line = changed(command(limited(values, 1, **{f"{ACTOR}.optim.optimizer": "SGD"})))
+    """The state of an optimizer that is neither AdamW nor SGD cannot rest on the host; all else still changes."""
+    line = changed(command(limited(values, 1, **{f"{ACTOR}.optim.optimizer": "RMSprop"})))
     assert not line.settings().actor_rollout_ref.actor.fsdp_config.optimizer_offload
     assert line.settings().actor_rollout_ref.actor.fsdp_config.param_offload
 

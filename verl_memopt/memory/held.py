@@ -12,7 +12,7 @@ from functools import cached_property
 
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Critic, CriticModel, Model, PolicyLoss, TrainedFsdp
 from verl_memopt.memory.chunked_logprob import logit_bytes
-from verl_memopt.memory.formulas import TILE_ELEMENTS, Shapes
+from verl_memopt.memory.formulas import TILE_ELEMENTS, Shapes, width
 from verl_memopt.memory.lora import adapter_params, base_rests_as_computed
 from verl_memopt.memory.optimizer_state_dtype_torch import MOST_BLOCK, block_size
 from verl_memopt.observe.phase import MIB
@@ -169,6 +169,8 @@ class Held:
         if not self.trained:
             return 0
         size, dtype = self.size, self.roles.actor.optim.state_dtype
+        if not self.at_rest.state_bytes:
+            return 0
         # Each tensor has a step counter, and its part of the state begins at a multiple of 64 bytes.
         tensors = 64 * 5 * (14 if self.adapters else 12) * (size.layers + 1)
         each = self.at_rest.state_bytes
@@ -406,8 +408,10 @@ class Held:
 
     @property
     def in_buckets(self) -> bool:
-        """Whether AdamW walks its state in buckets."""
+        """Whether the optimizer walks its state in buckets."""
         optim = self.roles.actor.optim
+        if optim.num_moments < 2:
+            return True
         own_dtype = optim.state_dtype not in (None, self.fsdp.model_dtype)
         of_fsdp = self.fsdp.optimizer_offload or self.fsdp.split_master_weights or self.fsdp.grad_offload
         return of_fsdp or optim.stochastic_rounding or optim.in_backward or own_dtype
@@ -420,8 +424,10 @@ class Held:
             return 4 * self.learning
         if not self.in_buckets:
             return 0
-        decoded = 8 if s.state_bytes - s.remainder_bytes != 8 else 0
+        decoded = 4 * optim.num_moments if optim.moment_bytes(width(self.fsdp.model_dtype)) != 4 else 0
         copies = 8 if decoded or s.master_bytes != 4 else 0
+        # Weights that compute in half precision are compared before and after: both, and whether they differ.
+        copies += 5 if s.compute_bytes == 2 and not self.adapters else 0
         passing = s.state_bytes if self.fsdp.optimizer_offload else 0
         passing += s.gradient_bytes if self.fsdp.grad_offload else 0
         return min(3 * optim.bucket_megabytes * MIB, (decoded + copies + passing) * self.learning)

@@ -117,6 +117,9 @@ class VllmEngine:
             _unlink_shared_memory(place)
             check_arrived(arguments, self._llm.llm_engine.vllm_config, self._llm.llm_engine.log_stats)
             self._in_place = copies_in_place(self._llm.llm_engine.vllm_config.model_config)
+            if place.cache_bytes is not None:
+                cache = self._llm.llm_engine.vllm_config.cache_config
+                logger.info("the KV cache holds %d tokens", cache.num_gpu_blocks * cache.block_size)
         except BaseException:
             self.shutdown()
             raise

@@ -25,10 +25,11 @@ from verl_memopt.config.schema import Model, Settings
 from verl_memopt.distributed.device import resolve_device
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.critic_rules import has_critic, twin
-from verl_memopt.memory.fit import CARDS, CERTAIN, Peaks, Sizes, predict
+from verl_memopt.memory.fit import CARDS, CERTAIN, Peaks, Sizes, bytes_beside_cache, predict
 from verl_memopt.memory.held import PUBLISHED
 from verl_memopt.memory.knob import knob_named, knobs
 from verl_memopt.memory.ranges import longest_sample, needs_reference
+from verl_memopt.memory.rollout_memory import AUTO, CACHE
 from verl_memopt.model.weights import size_of
 from verl_memopt.observe.phase import GIB, MIB
 from verl_memopt.trainer.micro_batching import update_gives_old_log_probs
@@ -164,6 +165,7 @@ class Verdict:
     processes: int
     """On one machine."""
     needs_cache: bool
+    cache_takes_the_rest: bool = False
 
     @property
     def too_much(self) -> dict[str, int]:
@@ -187,7 +189,8 @@ class Verdict:
         peaks, of = self.peaks, f"of {self.card.num_bytes / GIB:.1f} GiB"
         most = f"{peaks.binding} needs at most {peaks.device_bytes / GIB:.1f} {of}"
         if self.fits:
-            return f"fits: {most}"
+            rest = f", as the KV cache takes what is left: {peaks.kv_tokens} tokens" if self.cache_takes_the_rest else ""
+            return f"fits: {most}{rest}"
         over = self.too_much
         why = [f"{peaks.binding} may need {peaks.device_bytes / GIB:.1f} {of}"] if over.keys() - {"KV cache", "host"} else []
         if "KV cache" in over:
@@ -204,7 +207,26 @@ def judge(settings: Settings, card: Card) -> Verdict:
     rollout = settings.actor_rollout_ref.rollout
     in_cache = rollout.name == "vllm" and "gen" in peaks.phases
     longest = rollout.max_model_len or longest_sample(settings)
-    return Verdict(peaks, card, longest, settings.trainer.n_gpus_per_node, in_cache)
+    takes_the_rest = in_cache and rollout.kv_cache_memory_gb == AUTO
+    return Verdict(peaks, card, longest, settings.trainer.n_gpus_per_node, in_cache, takes_the_rest)
+
+
+def beside_cache(settings: Settings) -> int | None:
+    """Return what a run holds beside the KV cache where that takes the rest of the device; None where it has a size of its own.
+
+    Raises:
+        ConfigError: The size of the device is not known, or the sizes of a model are not.
+    """
+    rollout, device = settings.actor_rollout_ref.rollout, resolve_device(settings.trainer.device)
+    phases = phases_of(settings)
+    if rollout.kv_cache_memory_gb != AUTO or rollout.name != "vllm" or "gen" not in phases:
+        return None
+    if device == "cpu" and settings.memory.device_limit_gb is None:
+        raise ConfigError(
+            f"{CACHE}=auto, memory.device_limit_gb=null: a CPU has no device memory of which the cache could take the rest. Set "
+            f"memory.device_limit_gb, or give {CACHE} a size in GiB."
+        )
+    return bytes_beside_cache(settings, _sizes(settings), phases, device)
 
 
 _KNOWN: dict[tuple[Any, ...], Sizes] = {}
