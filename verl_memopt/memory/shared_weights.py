@@ -89,7 +89,7 @@ OBSTACLES = (
     ),
     Obstacle(
         (_OFFLOAD,),
-        lambda roles, _: roles.actor.fsdp_config.param_offload,
+        lambda roles, _: bool(roles.actor.fsdp_config.param_offload),
         "the trainer's weights would leave the device, and the engine's with them",
         f"Set {_OFFLOAD}=false",
     ),
@@ -137,7 +137,7 @@ def bytes_a_parameter(roles: ActorRolloutRef, devices: int, shares: bool) -> dic
     off_state, off_gradient = native or fsdp.optimizer_offload, native or fsdp.grad_offload
     away = state * off_state
     update = weight * (not native) + state * (not off_state) + gradient * freed * (not off_gradient)
-    rests = fsdp.param_offload or native
+    rests = bool(fsdp.param_offload) or native
     return {
         "update": (update, away + weight * native + gradient * freed * off_gradient),
         "rollout": (

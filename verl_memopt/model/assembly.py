@@ -25,6 +25,7 @@ from verl_memopt.memory.lora_torch import apply_lora
 from verl_memopt.memory.native_offload_torch import allocate_on_host, native_offload
 from verl_memopt.memory.quantized_frozen_torch import quantize_blocks
 from verl_memopt.memory.sequence_parallel_torch import sequence_group
+from verl_memopt.memory.streamed_params_torch import StreamedParams
 from verl_memopt.model.attention import choose_attention
 from verl_memopt.model.decoder import Decoder, DecoderBlock, block_options, class_name
 from verl_memopt.model.families import POLICY_KEY, score_cap
@@ -195,8 +196,8 @@ def _build(
     """Return the model that ``take_over`` makes of a model of transformers, sharded."""
     masters = dtype_of(fsdp.model_dtype, f"{use.fsdp_key}.model_dtype")
     compute = dtype_of(fsdp.dtype, f"{use.fsdp_key}.dtype")
-    # Split masters rest as the weights that compute, and a remainder in the optimizer's state.
-    resting = compute if isinstance(fsdp, TrainedFsdp) and fsdp.split_master_weights else masters
+    # Split masters rest as the weights that compute, and a remainder in the optimizer's state. What streams comes as it computes.
+    resting = compute if fsdp.streams or (isinstance(fsdp, TrainedFsdp) and fsdp.split_master_weights) else masters
     reduce = dtype_of(fsdp.mixed_precision.reduce_dtype, f"{use.fsdp_key}.mixed_precision.reduce_dtype")
     config = load_model_config(model, folder, use.model_key)
     name = model.attn_implementation or "auto"
@@ -204,10 +205,13 @@ def _build(
     lm = empty_model(config, attention, resting, bool(model.trust_remote_code), use.model_key)
     blocks = block_options(lm, model, fsdp, use.model_key, use.trained, use.recompute)
     packed = take_over(lm, blocks=blocks)
+    if fsdp.streams and isinstance(packed.head, ValueHead):  # it stays on the device, and computes in fp32
+        packed.head.to(masters)
     if fsdp.sequence_ranks > 1:
         _check_heads(config, fsdp.sequence_ranks, use)
         packed.sequence = sequence_group(mesh.device_type, mesh.size(), fsdp.sequence_ranks)
-    packed.stays_on_host, packed.masters, packed.compute = fsdp.offload_policy, masters, compute
+    packed.streams, packed.stays_on_host = fsdp.streams, fsdp.offload_policy or fsdp.streams
+    packed.masters, packed.compute = masters, compute
     # Only one rank alone can reuse a prefix KV: several ranks must run the same forwards, but cut their groups differently.
     # Blocks over tiles keep no keys and values that could be reused.
     whole = blocks is not None and blocks[0].recompute and blocks[0].tile_tokens is None
@@ -239,7 +243,11 @@ def allocate(model: PackedModel, device: torch.device, shared: Mapping[str, Tens
     ``shared`` are the weights of an engine under their Hugging Face names, which become the parameters.
     """
     if shared is not None:
-        _take_over(model, device, shared)
+        _place(model, device, _shared_parameters(model, shared))
+        return
+    if model.streams:
+        model.stream = StreamedParams(model.blocks(), _vocabulary(model), device)
+        _place(model, device, model.stream.resting)
         return
     # Allocation gives every parameter memory of its own, so a tie has to be made again.
     tied = model.tied
@@ -251,12 +259,26 @@ def allocate(model: PackedModel, device: torch.device, shared: Mapping[str, Tens
         model.head.weight = model.lm.get_input_embeddings().weight
 
 
-def _take_over(model: PackedModel, device: torch.device, shared: Mapping[str, Tensor]) -> None:
-    """Make parameters of an engine's weights, and allocate the buffers."""
+def _shared_parameters(model: PackedModel, shared: Mapping[str, Tensor]) -> dict[Tensor, nn.Parameter]:
+    """Return each parameter of a model -> one made of an engine's weights."""
     weights = dict(named_weights(model))
     assert all(shared[name].shape == weight.shape and shared[name].dtype == weight.dtype for name, weight in weights.items())
+    return {weight: nn.Parameter(shared[name], weight.requires_grad) for name, weight in weights.items()}
+
+
+def _vocabulary(model: PackedModel) -> list[list[nn.Module]]:
+    """Return the modules of the vocabulary's matrices, those of one matrix side by side."""
+    embedding, head = model.lm.get_input_embeddings(), model.head
+    if isinstance(head, ValueHead):  # a vector, which stays on the device
+        return [[embedding]]
+    return [[embedding, head]] if model.tied else [[embedding], [head]]
+
+
+def _place(model: PackedModel, device: torch.device, made: Mapping[Tensor, nn.Parameter]) -> None:
+    """Put the parameters that are made in the places of a model's own, and allocate the others and the buffers."""
+    others = (parameter for parameter in model.parameters() if parameter not in made)
+    made = {**made, **{other: nn.Parameter(torch.empty_like(other, device=device), other.requires_grad) for other in others}}
     # A tied parameter has one name here, and two places in the model.
-    made = {weight: nn.Parameter(shared[name], weight.requires_grad) for name, weight in weights.items()}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             module._parameters[name] = None if parameter is None else made[parameter]
