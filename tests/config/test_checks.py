@@ -119,8 +119,8 @@ WRONG = {
     ),
     "a reference that streams to several devices": (
         {f"{AR}.ref.fsdp_config.param_offload": "stream", f"{AR}.actor.use_kl_loss": True, "trainer.n_gpus_per_node": 2},
-        f"{AR}.ref.fsdp_config.param_offload=stream, trainer.nnodes=1, trainer.n_gpus_per_node=2: each device has a shard of every "
-        f"block, and FSDP2 gathers them. Set {AR}.ref.fsdp_config.offload_policy=true",
+        f"{AR}.ref.fsdp_config.param_offload=stream, trainer.nnodes=1, trainer.n_gpus_per_node=2: each device has a shard of "
+        f"every block, and FSDP2 gathers them. Set {AR}.ref.fsdp_config.offload_policy=true",
     ),
     "a reference that streams from a mapped file": (
         {f"{AR}.ref.fsdp_config.param_offload": "stream", f"{AR}.actor.use_kl_loss": True, f"{AR}.model.load_mode": "mmap"},
