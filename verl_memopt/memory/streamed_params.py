@@ -68,8 +68,13 @@ def _has_other_masters(settings: Settings) -> bool:
     return _streams(REFERENCE_KEY)(settings) and follows and width(masters) != width(compute)
 
 
-def _may_stream(settings: Settings) -> bool:
-    return num_devices(settings) == 1
+def _may_stream(key: str) -> Predicate:
+    """Return whether a frozen model could stream."""
+    native, load = attrgetter(key.replace("param_offload", "offload_policy")), attrgetter(_LOAD)
+    swaps = attrgetter("reward_model.residency")
+    return lambda settings: (
+        num_devices(settings) == 1 and not native(settings) and load(settings) != "mmap" and swaps(settings) != "swap"
+    )
 
 
 def _saved(before: Shapes, _: Shapes) -> float:
@@ -106,8 +111,8 @@ KNOB = Knob(
         ),
     ),
     advice=(
-        Advice("params", REFERENCE_KEY, STREAM, _may_stream, phases=("ref",)),
-        Advice("params", SCORER_KEY, STREAM, _may_stream, phases=("reward",)),
+        Advice("params", REFERENCE_KEY, STREAM, _may_stream(REFERENCE_KEY), phases=("ref",)),
+        Advice("params", SCORER_KEY, STREAM, _may_stream(SCORER_KEY), phases=("reward",)),
     ),
     claims=(Claim("ref", "params", _saved),),
     row=LadderRow(235, on=(f"{REFERENCE_KEY}=stream",), off=(f"{REFERENCE_KEY}=false",), on_top_of="param_offload"),
