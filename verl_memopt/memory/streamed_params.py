@@ -62,19 +62,23 @@ def _refuses(key: str) -> Iterator[Refusal]:
     )
 
 
-def _has_other_masters(settings: Settings) -> bool:
+def _would_lose_masters(settings: Settings) -> bool:
+    """Return whether the reference follows the policy with masters of another dtype than that of compute."""
     masters, compute = (attrgetter(key)(settings) for key in _DTYPES)
     follows = attrgetter(_FOLLOWS)(settings) is not None and needs_reference(settings)
-    return _streams(REFERENCE_KEY)(settings) and follows and width(masters) != width(compute)
+    return follows and width(masters) != width(compute)
 
 
-def _may_stream(key: str) -> Predicate:
-    """Return whether a frozen model could stream."""
-    native, load = attrgetter(key.replace("param_offload", "offload_policy")), attrgetter(_LOAD)
-    swaps = attrgetter("reward_model.residency")
-    return lambda settings: (
-        num_devices(settings) == 1 and not native(settings) and load(settings) != "mmap" and swaps(settings) != "swap"
-    )
+def may_stream(key: str) -> Predicate:
+    """Return the question whether a frozen model of a run could stream."""
+    native = attrgetter(key.replace("param_offload", "offload_policy"))
+
+    def may(settings: Settings) -> bool:
+        model, swaps = settings.actor_rollout_ref.model, settings.reward_model.residency == "swap"
+        refused = native(settings) or model.load_mode == "mmap" or swaps or num_devices(settings) > 1
+        return not refused and not (key == REFERENCE_KEY and (model.lora_rank or _would_lose_masters(settings)))
+
+    return may
 
 
 def _saved(before: Shapes, _: Shapes) -> float:
@@ -105,14 +109,14 @@ KNOB = Knob(
         *_refuses(SCORER_KEY),
         Refusal(
             (REFERENCE_KEY, _FOLLOWS, *_DTYPES),
-            _has_other_masters,
+            lambda settings: _streams(REFERENCE_KEY)(settings) and _would_lose_masters(settings),
             "a reference that streams rests in the dtype of compute, and one that follows the policy needs its masters",
             f"Set {_DTYPES[0]} to {_DTYPES[1]}, or {REFERENCE_KEY}=true.",
         ),
     ),
     advice=(
-        Advice("params", REFERENCE_KEY, STREAM, _may_stream(REFERENCE_KEY), phases=("ref",)),
-        Advice("params", SCORER_KEY, STREAM, _may_stream(SCORER_KEY), phases=("reward",)),
+        Advice("params", REFERENCE_KEY, STREAM, may_stream(REFERENCE_KEY), phases=("ref",)),
+        Advice("params", SCORER_KEY, STREAM, may_stream(SCORER_KEY), phases=("reward",)),
     ),
     claims=(Claim("ref", "params", _saved),),
     row=LadderRow(235, on=(f"{REFERENCE_KEY}=stream",), off=(f"{REFERENCE_KEY}=false",), on_top_of="param_offload"),
