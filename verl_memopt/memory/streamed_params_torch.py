@@ -14,9 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from verl_memopt.distributed.device import Done, copy_stream, current_stream, mark_done, on_stream, wait_for
 from verl_memopt.memory.host_buffers import ALIGNMENT, host_buffer
@@ -50,13 +52,20 @@ class StreamedParams:
     """Of the part; set by who adds it to the table."""
     on_device = False
 
-    def __init__(self, blocks: Sequence[nn.Module], vocabulary: Sequence[Sequence[nn.Module]], device: torch.device) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        vocabulary: Sequence[Sequence[nn.Module]],
+        device: torch.device,
+        inputs: torch.dtype | None = None,
+    ) -> None:
         """Allocate the parameters on the host, uninitialised, and register the hooks.
 
         Args:
             blocks: In the order in which they compute.
             vocabulary: Embedding and LM head, one beside the other where they share a matrix.
             device: Where they compute.
+            inputs: dtype to which the floating point inputs of a block are cast, as FSDP2 casts them; None = they are not.
         """
         self.resting: dict[Tensor, nn.Parameter] = {}
         """Parameter of the model, which has no storage -> the one on the host that takes its place."""
@@ -69,6 +78,8 @@ class StreamedParams:
         for place, (unit, block) in enumerate(zip(self._blocks, blocks, strict=True)):
             unit.first, unit.room = place % 2 * most, 2 * most
             self._hook(block, unit, self._blocks[place + 1 : place + 2])
+            if inputs is not None:
+                block.register_forward_pre_hook(partial(_cast, inputs), with_kwargs=True)
         for modules in vocabulary:
             unit = self._unit(modules)
             unit.room = unit.host.numel()
@@ -149,6 +160,13 @@ def _show(unit: _Unit, buffer: Tensor | None) -> None:
     """Give the modules of a unit their parameters in a buffer; None = those on the host."""
     for module, name, resting, start in unit.shown:
         module._parameters[name] = resting if buffer is None else _view(buffer, unit.first + start, resting)
+
+
+def _cast(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Cast the floating point inputs of a module, as a hook before its forward."""
+    return tree_map(
+        lambda each: each.to(dtype) if isinstance(each, Tensor) and each.is_floating_point() else each, (args, kwargs)
+    )
 
 
 def _view(buffer: Tensor, start: int, like: Tensor) -> nn.Parameter:

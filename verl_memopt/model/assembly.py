@@ -246,7 +246,9 @@ def allocate(model: PackedModel, device: torch.device, shared: Mapping[str, Tens
         _place(model, device, _shared_parameters(model, shared))
         return
     if model.streams:
-        model.stream = StreamedParams(model.blocks(), _vocabulary(model), device)
+        # A model that does not stream is cast by FSDP2, which casts the inputs of its units too.
+        inputs = None if model.masters == model.compute else model.compute
+        model.stream = StreamedParams(model.blocks(), _vocabulary(model), device, inputs)
         _place(model, device, model.stream.resting)
         return
     # Allocation gives every parameter memory of its own, so a tie has to be made again.

@@ -5,6 +5,8 @@ import gc
 import pytest
 import torch
 
+from tests.end_to_end.runs import LOCAL, steps_here
+from tests.model.architectures import tiny_folder
 from tests.virtual_gpu.late_streams import late_streams
 from tests.worker.test_policy import CPU, batch
 from tests.worker.test_reward_scores import classifier, conversations
@@ -24,7 +26,7 @@ PRECISIONS = {"fp32": ("fp32", "fp32"), "cast": ("fp32", "bfloat16"), "bf16": ("
 def frozen(folder, mesh, streams, precision="fp32", quantization="none", **model):
     masters, compute = PRECISIONS[precision]
     fsdp = Fsdp(model_dtype=masters, dtype=compute, param_offload="stream" if streams else False)
-    settings = Model(path=str(folder), attn_implementation="sdpa", logprob_chunk_tokens=8, **model)
+    settings = Model(path=str(folder), logprob_chunk_tokens=8, **{"attn_implementation": "sdpa", **model})
     policy = build_policy(settings, fsdp, folder, mesh, CPU, ModelUse(quantization=quantization))
     policy.requires_grad_(False)
     materialize(policy, folder, CPU)
@@ -61,6 +63,14 @@ def test_the_other_knobs_of_a_frozen_model_work_with_it(folder, one_rank, more):
     assert torch.equal(log_probs(stays), log_probs(streams))
     if "quantization" in more:
         assert quantization_error(stays, folder, CPU, 1.0) == quantization_error(streams, folder, CPU, 1.0)
+
+
+@pytest.mark.parametrize("kind", ["olmo2", "gemma2", "phi"])
+def test_a_model_whose_blocks_transformers_computes_streams_too(tmp_path, one_rank, kind):
+    """The first gets rotary tables in fp32, which FSDP2 casts; the second scales its embedding; the third's head has a bias."""
+    other = tiny_folder(tmp_path / "model", kind, 0.02)
+    stays, streams = (log_probs(frozen(other, one_rank, each, "cast", attn_implementation="auto")) for each in (False, True))
+    assert torch.equal(stays, streams)
 
 
 def test_copies_that_come_late_change_no_bit(folder, one_rank):
@@ -138,3 +148,17 @@ def test_a_reward_model_streams_and_keeps_its_head_in_fp32(tmp_path, tiny_folder
         found.append(compute_scores(model, conversations(False), [[0, 1], [2, 3, 4]], CPU))
     assert torch.equal(*found)
     assert model.head.weight.dtype == torch.float32
+
+
+@pytest.mark.slow
+def test_fifty_steps_are_to_the_bit_those_beside_a_reference_that_stays(toy, tmp_path):
+    kl = ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.ref.fsdp_config.dtype=bfloat16"]
+    fixed = [*LOCAL, *kl, "trainer.total_training_steps=50", "data.val_files=null", "trainer.val_before_train=false"]
+    found = []
+    for offload in ("false", "stream"):
+        rows = steps_here(toy, tmp_path / offload, *fixed, f"actor_rollout_ref.ref.fsdp_config.param_offload={offload}")
+        learned = [{key: value for key, value in row.items() if key.startswith(("actor/", "critic/"))} for row in rows.values()]
+        found.append(learned)
+    assert len(found[0]) >= 50
+    assert found[0][-1]["actor/kl_loss"] > 0
+    assert found[0] == found[1]
