@@ -11,7 +11,8 @@ from tests.virtual_gpu.late_streams import late_streams
 from tests.worker.test_policy import CPU, batch
 from tests.worker.test_reward_scores import classifier, conversations
 from verl_memopt.config.schema import Fsdp, Model, ScoringModel
-from verl_memopt.memory.host_buffers import ALIGNMENT, host_allocator
+from verl_memopt.errors import HostMemoryError
+from verl_memopt.memory.host_buffers import ALIGNMENT, host_allocator, host_limits
 from verl_memopt.model.assembly import ModelUse, build_policy, build_reward_model, materialize, materialize_critic
 from verl_memopt.model.reward_folder import REWARD_KEY
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
@@ -98,6 +99,11 @@ def test_two_blocks_or_a_matrix_are_on_the_device_and_never_the_model(folder, on
         assert "params" not in tracker.kinds(DEVICE)
     padding = ALIGNMENT * len(list(model.parameters()))
     assert size - norm <= host_allocator().held_bytes - held <= size + padding
+
+
+def test_a_host_too_small_is_told_before_a_weight_is_read(folder, one_rank):
+    with host_limits(2**16, None), pytest.raises(HostMemoryError, match=r"memory\.host_limit_gb=.*: params needs .* Raise it"):
+        frozen(folder, one_rank, True)
 
 
 class Copies(torch.utils._python_dispatch.TorchDispatchMode):
