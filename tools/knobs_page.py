@@ -9,11 +9,15 @@ from verl_memopt.memory.list_knobs import MIB, example
 
 HEAD = """# Memory knobs
 
-Written by `python -m tools.knobs_page` from the files of `verl_memopt/memory/`; edit those, not this page.
-`verl-memopt knobs` prints the table, `verl-memopt knobs NAME` one section, and
-`verl-memopt knobs --measure --model FOLDER` measures each knob on a model of yours. With `algorithm.adv_estimator=gae`, keys
-below `critic` turn the same knobs for it, and what a knob refuses for the policy's keys it refuses for the critic's. Has your run
-just run out of memory? Begin with [Out of memory](out_of_memory.md).
+<!-- Written by `python -m tools.knobs_page` from the files of `verl_memopt/memory/`; edit those, not this page. -->
+
+A knob saves device memory and costs something else. This page says for each one what it does, when to use it, what it saves and
+costs, and what it cannot be combined with. If your run has just run out of memory, begin with
+[Out of memory](out_of_memory.md).
+
+`verl-memopt knobs` prints the table, `verl-memopt knobs NAME` one section, and `verl-memopt knobs --measure --model FOLDER`
+measures each knob on a model of yours. With `algorithm.adv_estimator=gae`, keys below `critic` turn the same knobs for the
+critic, and they refuse there what they refuse for the policy.
 """
 
 

@@ -8,7 +8,7 @@ from verl_memopt.model.families import FAMILIES, Family
 
 HEAD = """# Which models
 
-Written by `python -m tools.models_page` from `FAMILIES` in `verl_memopt/model/families.py`; edit that table, not this page.
+<!-- Written by `python -m tools.models_page` from `FAMILIES` in `verl_memopt/model/families.py`; edit that, not this page. -->
 
 This page says which models of transformers can be trained. A model is found by the `model_type` in its `config.json`. You
 need none of this if your model is in the first table: set `actor_rollout_ref.model.path` to its folder or its name on the

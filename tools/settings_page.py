@@ -20,8 +20,7 @@ from verl_memopt.memory.ranges import Meanings
 
 _HEAD = """# Configuration
 
-Written by `python -m tools.settings_page` from `verl_memopt/config/` and `verl_memopt/memory/`; edit those,
-not this page.
+<!-- Written by `python -m tools.settings_page` from `verl_memopt/config/` and `verl_memopt/memory/`; edit those. -->
 
 Keys carry verl's names. A key is given on the command line (`key=value`) or in a YAML file; every other key has the default
 below. `<- key` means: follows that key unless given. `required` means: there is no default.

@@ -18,7 +18,7 @@ _AR = "actor_rollout_ref"
 
 _HEAD = """# From TRL
 
-Written by `python -m tools.trl_page` from `verl_memopt/config/trl_names.py`; edit that, not this page.
+<!-- Written by `python -m tools.trl_page` from `verl_memopt/config/trl_names.py`; edit that, not this page. -->
 
 Give the names of TRL's `RLOOConfig` and `GRPOConfig` as they are, without a section, to any recipe of RLOO or GRPO:
 

@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.gpu.profile_update import measured_peak, rate, stated_peak, summary, with_flops
 from benchmarks.gpu.traces import Launch, busy_seconds, by_group, kernel_group, launches, operation_group, profiled, span_seconds
+from benchmarks.gpu_cost.__main__ import LAUNCH_SECONDS
 from tests.end_to_end.runs import ROOT, script_environment
 
 NAMES = {
@@ -159,7 +160,7 @@ def test_a_compiled_profile_takes_the_operations_that_were_counted_uncompiled():
 
 def test_the_profile_script_leaves_table_json_picture_and_what_it_ran_on(tmp_path):
     out = tmp_path / "out"
-    small = {"LAYERS": "1", "SHRINK": "64", "REPEATS": "1", "COMPILE": "off"}
+    small = {"LAYERS": "1", "SHRINK": "64", "REPEATS": "1", "COMPILE": "off", "PROMPT": "64", "RESPONSE": "32"}
     env = script_environment(**small, OUT=str(out))
     command = ["bash", "benchmarks/gpu/profile.sh", "--groups", "1", "--group", "2"]
     process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
@@ -173,3 +174,11 @@ def test_the_profile_script_leaves_table_json_picture_and_what_it_ran_on(tmp_pat
     assert "% of" in (out / "profile.txt").read_text()
     assert (out / "profile.png").read_bytes().startswith(b"\x89PNG")
     assert "benchmarks.gpu.profile_update" in (out / "machine.txt").read_text()
+    # Beside what was measured is what is counted without a GPU, marked as an estimate.
+    counted, printed = json.loads((out / "counted.json").read_text()), (out / "counted.txt").read_text()
+    (update,) = counted["updates"]
+    assert counted["estimated"] is True
+    assert update["launches"] == sum(cost["launches"] for cost in update["ops"].values()) > 0
+    assert update["seconds"]["RTX 4090"] >= update["launches"] * LAUNCH_SECONDS
+    assert "Estimated" in printed
+    assert f"{update['launches']:,}" in printed

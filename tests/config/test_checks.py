@@ -276,6 +276,10 @@ LIMITS = {
     "groups that share tokens divide the devices": (
         FOUR, f"{AR}.actor.fsdp_config.ulysses_sequence_parallel_size", [None, 1, 2, 4], [3, 5, 8],
     ),
+    "a reference over tiles has all tokens of a pack": (
+        FOUR | {f"{AR}.model.block_tile_tokens": 64, f"{AR}.actor.use_kl_loss": True},
+        f"{AR}.ref.fsdp_config.ulysses_sequence_parallel_size", [1], [2],
+    ),
     "the caps of devices that share tokens add up": (
         FOUR | {f"{AR}.actor.fsdp_config.ulysses_sequence_parallel_size": 2},
         f"{AR}.actor.ppo_max_token_len_per_gpu", [512], [511],

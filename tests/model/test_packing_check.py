@@ -249,13 +249,19 @@ def test_the_check_computes_in_fp32_where_training_may_round_to_tf32(untied_fold
 def on_two_ranks(rank, folder):
     policy = built(folder, training_mesh("cpu", 2, -1), "bfloat16")
     check_packing(policy, CPU, torch.bfloat16, SHARED, "folder")
-    return dataclasses.asdict(row_differences(policy, CPU, GROUPS))
+    differences = dataclasses.asdict(row_differences(policy, CPU, GROUPS))
+    if rank == 0:
+        policy.decoder.norm.weight._local_tensor[0] = math.nan
+    with pytest.raises(ConfigError) as refusal:
+        check_packing(policy, CPU, torch.bfloat16, SHARED, "folder")
+    return differences, str(refusal.value)
 
 
-def test_two_ranks_find_the_same(untied_folder):
-    one, other = run_ranks(on_two_ranks, 2, untied_folder)
-    assert one == other
+def test_two_ranks_find_the_same_also_in_a_shard_that_one_of_them_holds(untied_folder):
+    (one, refusal), other = run_ranks(on_two_ranks, 2, untied_folder)
+    assert (one, refusal) == other
     assert one["mixing"] == 0 < MIXING_BOUND
+    assert "the weight lm.model.norm.weight is not finite everywhere" in refusal
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ SHAPED = {
     "cohere2": {"logit_scale": 3.0},
     "gemma2": {"final_logit_softcapping": 0.8, "attn_logit_softcapping": 0.3, "query_pre_attn_scalar": 4},
     "granite": {"logits_scaling": 0.25},
-    "hyperclovax": {"logits_scaling": 3.0},
+    "hyperclovax": {"logits_scaling": 1.5},
     "nanochat": {"final_logit_softcapping": 0.8},
 }
 """Types that scale or cap their logits or scores, with numbers that change the log-probs of a small model."""

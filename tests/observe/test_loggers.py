@@ -242,5 +242,21 @@ def test_an_mlflow_that_is_missing_or_does_not_answer_is_a_config_error(place, m
         build_loggers("mlflow", place)
 
 
+def test_an_mlflow_that_stops_answering_is_told_once_and_the_run_goes_on(place, mlflow, caplog):
+    logger, asked = build_loggers("mlflow", place), []
+
+    def refuse(*_, **__):
+        asked.append(1)
+        raise MlflowError("the server is gone\nat length")
+
+    logger.loggers[0]._client.log_batch = refuse
+    for step in (1, 2):
+        logger.log(step, {"loss": 0.5})
+    logger.close()
+    assert len(asked) == len(caplog.messages) == 1
+    assert "the server is gone)" in caplog.text
+    assert mlflow.runs[0]["status"] == "RUNNING"
+
+
 def test_these_are_the_loggers():
     assert set(LOGGERS) == {"console", "jsonl", "tensorboard", "wandb", "mlflow"}

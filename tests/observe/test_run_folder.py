@@ -49,6 +49,14 @@ def test_a_record_that_vanished_is_told_from_a_run_that_has_not_ended(make_run):
     assert folder.read_summary()["steps"] == 2
 
 
+def test_what_mlflow_writes_after_the_end_is_no_damage(make_run):
+    folder = make_run(steps=1)
+    (folder.path / "mlflow.db").write_text("the run")
+    folder.seal()
+    (folder.path / "mlflow.db").write_text("the run, and what a page that shows it notes")
+    assert folder.faults() == []
+
+
 def test_resuming_where_nothing_was_written_yet_is_no_error(tmp_path):
     folder = RunFolder(tmp_path / "run")
     folder.begin("a: 1\n", resumed_step=5)

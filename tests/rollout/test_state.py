@@ -1,7 +1,7 @@
 import pytest
 
 from verl_memopt.errors import RolloutError
-from verl_memopt.rollout.engine import EngineState
+from verl_memopt.rollout.engine import EngineState, FinishedRows
 
 
 def load(state):
@@ -90,3 +90,14 @@ def test_nothing_works_after_a_shutdown():
     for call in (state.check_ready, state.slept, lambda: state.waking("weights"), lambda: load(state)):
         with pytest.raises(RolloutError, match="shut down"):
             call()
+
+
+def test_a_row_that_a_full_disk_has_cut_short_is_left_out_with_the_one_behind_it(tmp_path):
+    rows = FinishedRows(tmp_path / "finished")
+    rows.write(0, [1])
+    with rows.path.open("ab") as file:
+        file.write(b"[1, [2, 3")
+    assert rows.read() == {0: [1]}
+    for row in (2, 3):
+        rows.write(row, [4])
+    assert rows.read() == {3: [4]}

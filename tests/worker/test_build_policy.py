@@ -36,7 +36,8 @@ def test_a_unit_inside_a_block_is_refused_where_a_block_reads_its_weights_itself
         return build_policy(Model(path=str(tiny_folder), **model), fsdp, tiny_folder, one_rank, CPU, use)
 
     expected = r"critic.fsdp_config.wrap_policy.*\['Qwen3MLP'\]: Qwen3MLP lies inside .*DecoderLayer.*set both to false"
-    for one in ("recompute_elementwise", "prune_last_block"):
+    neither = {"recompute_elementwise": False, "prune_last_block": False}
+    for one in ({"recompute_elementwise": True}, {"prune_last_block": True}, {"block_tile_tokens": 8}):
         with pytest.raises(ConfigError, match=expected):
-            build(**{one: False})
-    build(recompute_elementwise=False, prune_last_block=False)
+            build(**{**neither, **one})
+    build(**neither)

@@ -27,6 +27,14 @@ def test_a_loaded_worker_goes_on_bit_for_bit(made, tmp_path):  # noqa: F811
     assert same(weights(worker), weights(other))
 
 
+def test_a_loaded_worker_forgets_a_gradient_of_the_weights_before(made, tmp_path):  # noqa: F811
+    worker = made()
+    call(worker, "save", str(tmp_path), ALL)
+    worker.call("update_actor", False, "add_gradient", mini_batch())
+    call(worker, "load", str(tmp_path), ALL)
+    assert not worker.policy.trained.has_gradient
+
+
 def test_a_checkpoint_holds_a_model_folder_with_weights_only_when_asked(made, tmp_path, tiny_folder):  # noqa: F811
     worker = made()
     call(worker, "save", str(tmp_path / "plain"), ALL)

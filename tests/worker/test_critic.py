@@ -13,8 +13,11 @@ from verl_memopt.data.batch import Ragged, RolloutBatch
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.memory.activation_offload_torch import ActivationOffload
 from verl_memopt.memory.lora_torch import adapters, initialize_adapters
+from verl_memopt.memory.precision import MixedPrecision
 from verl_memopt.memory.tiled_mlp import TiledMlp
+from verl_memopt.model.value_model import CRITIC_KEY, stored_head
 from verl_memopt.model.weights import named_weights
+from verl_memopt.worker.roles import fill_masters
 from verl_memopt.worker.trained_model import micro_batch
 
 METRICS = ("critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean", "critic/grad_norm")
@@ -222,6 +225,29 @@ def test_answers_in_several_micro_batches_read_one_prefix_kv(folder, one_rank):
     torch.testing.assert_close(cut_values, values, rtol=0, atol=1e-5)
     for name in METRICS:
         assert cut_metrics[name] == pytest.approx(metrics[name], rel=1e-5), name
+
+
+def test_a_head_beside_split_masters_stays_whole_and_learns_the_same(folder, one_rank):
+    (mini,), found = shares(critic_batch(), 1, WHOLE), []
+    for fsdp in ({}, {"split_master_weights": True}, {"split_master_weights": True, "grad_offload": True}):
+        whole = dataclasses.replace(CRITIC.optim, clip_grad=None)
+        critic = critic_for(folder, one_rank, optim=whole, fsdp={"dtype": "bfloat16", **fsdp})
+        fill_masters(critic.trained, folder, stored_head(folder, CRITIC_KEY))
+        values = critic.values(mini.batch, mini.micro_batches)
+        critic.update([mini])
+        found.append((values, critic.model.score.weight.detach(), critic.model.score.bias.detach()))
+    for other in found[1:]:
+        assert all(torch.equal(whole_of(one), each) for one, each in zip(found[0], other, strict=True))
+
+
+def test_a_head_beside_gradients_of_fewer_digits_has_all_of_its_own(folder, one_rank):
+    reduced = MixedPrecision(reduce_dtype="bfloat16")
+    fsdp = {"dtype": "bfloat16", "split_master_weights": True, "mixed_precision": reduced}
+    critic, (mini,) = critic_for(folder, one_rank, fsdp=fsdp), shares(critic_batch(), 1, SMALL)
+    critic.trained.accumulate(micros(mini), mini.counts, critic.loss)
+    assert {p.grad.dtype for p in critic.model.score.parameters()} == {torch.float32}
+    assert {p.grad.dtype for p in critic.model.lm.parameters()} == {torch.bfloat16}
+    assert critic.update([mini])["critic/skipped_updates"] == 0.0
 
 
 def two_rank_steps(rank, folder):

@@ -8,9 +8,10 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoMod
 
 from tests.ranks import run_ranks
 from tests.worker.test_worker import AR, place, plan_of
-from verl_memopt.config.schema import Actor, Fsdp, MixedPrecision, ScoringModel
+from verl_memopt.config.schema import Actor, Fsdp, MixedPrecision, Model, ScoringModel
 from verl_memopt.data.batch import Ragged, rollout_batch
 from verl_memopt.distributed.device import leave_process_group, training_mesh
+from verl_memopt.errors import ConfigError
 from verl_memopt.model.assembly import build_reward_model, materialize_critic
 from verl_memopt.model.reward_folder import REWARD_KEY
 from verl_memopt.worker.policy import compute_scores
@@ -138,6 +139,13 @@ def test_an_offloaded_model_holds_no_device_byte_outside_its_own_phase(worker_of
         assert bytes_of_phases == [beside - size, beside, beside - size]
         assert torch.equal(found, expected)
     torch.testing.assert_close(expected, logits(model), rtol=0, atol=1e-5)
+
+
+def test_a_knob_that_does_not_act_in_a_reward_model_is_named_by_its_own_key(tiny_folder, tmp_path, one_rank):
+    folder, _ = classifier(tmp_path / "rm", tiny_folder)
+    settings, policy = ScoringModel(override_config={"hidden_act": "gelu"}), Model(block_tile_tokens=64)
+    with pytest.raises(ConfigError, match=f"^{AR}.model.block_tile_tokens: .* Set {AR}.model.block_tile_tokens=null"):
+        build_reward_model(settings, policy, folder, one_rank, torch.device("cpu"))
 
 
 SHARDINGS = [

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -299,8 +300,7 @@ def fsdp_params(unit: FSDPModule) -> list[FSDPParam]:
 def cast_units_at_once(model: nn.Module) -> None:
     """Have each FSDP2 unit of a model on one device cast its parameters in one operation, into one tensor.
 
-    FSDP2 casts them one by one, each into a new tensor, and copies that one. Call this after the units are made. Weights of one
-    width lie one behind the other, so that :func:`joined` finds the product of several as one.
+    FSDP2 casts them one by one, each into a new tensor, and copies that one. Call this after the units are made.
     """
     for unit in fsdp_units(model):
         members = fsdp_params(unit)
@@ -308,17 +308,6 @@ def cast_units_at_once(model: nn.Module) -> None:
             for one in members:
                 one.__class__ = _CastParam
                 cast("_CastParam", one).members = cast("list[_CastParam]", members)
-
-
-def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return tensors [m, ...] that lie one behind the other in memory as one, without a copy; None where they do not."""
-    first, place = parts[0], parts[0].storage_offset()
-    for part in parts:
-        here = part.untyped_storage()._cdata == first.untyped_storage()._cdata and part.storage_offset() == place
-        if not (here and part.is_contiguous() and part.dtype == first.dtype and part.shape[1:] == first.shape[1:]):
-            return None
-        place += part.numel()
-    return first.detach().as_strided((sum(len(part) for part in parts), *first.shape[1:]), first.stride())
 
 
 def _gathers_itself(parameter: FSDPParam) -> bool:
@@ -356,17 +345,19 @@ class _CastParam(FSDPParam):
 
     def _make_room(self) -> None:
         kinds = [(one._sharded_param_data.numel(), one.param_dtype or one._sharded_param_data.dtype) for one in self.members]
-        starts, end = [0] * len(kinds), 0
-        # Sorting keeps the order of parameters of one width.
-        for at in sorted(range(len(kinds)), key=lambda at: tuple(self.members[at]._orig_size[1:])):
-            starts[at] = end
-            end += -(-kinds[at][0] * kinds[at][1].itemsize // SENT_ALIGNMENT) * SENT_ALIGNMENT
-        whole = torch.empty(end, dtype=torch.uint8, device=self.device)
+        starts = _aligned_starts([numel * dtype.itemsize for numel, dtype in kinds])
+        whole = torch.empty(starts[-1], dtype=torch.uint8, device=self.device)
         self.places = [
-            whole[start : start + numel * dtype.itemsize].view(dtype) for start, (numel, dtype) in zip(starts, kinds, strict=True)
+            whole[start : start + numel * dtype.itemsize].view(dtype)
+            for start, (numel, dtype) in zip(starts[:-1], kinds, strict=True)
         ]
         for one in self.members:
             one.all_gather_outputs = [whole if one is self else whole.new_empty(0)]
+
+
+def _aligned_starts(sizes: Iterable[int]) -> list[int]:
+    """Return where tensors of some bytes begin in memory that they share, and at last where it ends."""
+    return list(accumulate((-(-size // SENT_ALIGNMENT) * SENT_ALIGNMENT for size in sizes), initial=0))
 
 
 # Small tensors on their way to the device, and back.
@@ -379,9 +370,7 @@ def sent_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list
     """
     if not is_gpu(device) or not tensors:
         return [tensor.to(device, non_blocking=True) for tensor in tensors]
-    starts = [0]
-    for tensor in tensors:
-        starts.append(starts[-1] + -(-tensor.nbytes // SENT_ALIGNMENT) * SENT_ALIGNMENT)
+    starts = _aligned_starts(tensor.nbytes for tensor in tensors)
     places = [slice(start, start + tensor.nbytes) for start, tensor in zip(starts, tensors, strict=False)]
     # The allocator of page-locked memory keeps it until the copy is done.
     staged = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)

@@ -49,10 +49,15 @@ def can_recompute(blocks: Iterable[nn.Module], trained: bool, key: str = KEY) ->
         trained: false for a model that only ever runs without gradients; its layers may then be of any kind (quantised).
         key: The setting to name in the warning.
     """
-    unknown = next((reason for block in blocks if (reason := _unlike(block, trained))), None)
+    unknown = why_kept(blocks, trained)
     if unknown is not None:
         logger.warning("%s=true: %s; the blocks of this model keep these values", key, unknown)
     return unknown is None
+
+
+def why_kept(blocks: Iterable[nn.Module], trained: bool) -> str | None:
+    """Return why the cheap values of some blocks cannot be computed again; None if they can. As :func:`can_recompute`."""
+    return next((reason for block in blocks if (reason := _unlike(block, trained))), None)
 
 
 def _unlike(block: Any, trained: bool) -> str | None:

@@ -26,7 +26,8 @@ _SECTIONS: dict[SequenceRole, str] = {
     "critic": "critic.model",
     "reward_model": "reward_model.model",
 }
-_KEYS = {role: f"{section}.fsdp_config.ulysses_sequence_parallel_size" for role, section in _SECTIONS.items()}
+KEYS = {role: f"{section}.fsdp_config.ulysses_sequence_parallel_size" for role, section in _SECTIONS.items()}
+"""Role -> its key."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,13 @@ class SequenceParallel:
         return self.ulysses_sequence_parallel_size or 1
 
 
-def _refusal(role: SequenceRole) -> Refusal:
-    key = _KEYS[role]
+def is_built(settings: Settings, role: SequenceRole) -> bool:
+    """Return whether the run has a role: the actor, the reference or the reward model."""
+    return role == "actor" or (needs_reference(settings) if role == "ref" else settings.reward_model.enable)
 
-    def is_built(settings: Settings) -> bool:
-        return role == "actor" or (needs_reference(settings) if role == "ref" else settings.reward_model.enable)
+
+def _refusal(role: SequenceRole) -> Refusal:
+    key = KEYS[role]
 
     def divisors(settings: Settings) -> str:
         devices = num_devices(settings)
@@ -54,7 +57,7 @@ def _refusal(role: SequenceRole) -> Refusal:
 
     return Refusal(
         (key, *DEVICES),
-        lambda settings: is_built(settings) and num_devices(settings) % sequence_ranks(settings, role) != 0,
+        lambda settings: is_built(settings, role) and num_devices(settings) % sequence_ranks(settings, role) != 0,
         "groups of so many neighbours do not divide the devices",
         lambda settings: f"Set {key}={divisors(settings)}, or use a multiple of {sequence_ranks(settings, role)} devices.",
         lambda settings: f"groups of so many neighbours do not divide the {num_devices(settings)} devices of the run",
@@ -65,5 +68,5 @@ KNOB = Knob(
     cost="four exchanges a block",
     settings={"fsdp": SequenceParallel},
     refuses=(_refusal("actor"), _refusal("ref"), _refusal("reward_model")),
-    no_factor=dict.fromkeys((_KEYS["actor"], _KEYS["ref"]), "needs several devices, and combinations are tried on one"),
+    no_factor=dict.fromkeys((KEYS["actor"], KEYS["ref"]), "needs several devices, and combinations are tried on one"),
 )

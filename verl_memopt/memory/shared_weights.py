@@ -117,7 +117,7 @@ def _is_refused(obstacle: Obstacle, settings: Settings) -> bool:
     return roles.rollout.share_weights is True and obstacle.when(roles, num_devices(settings))
 
 
-def bytes_a_parameter(roles: ActorRolloutRef, devices: int, shares: bool) -> dict[str, tuple[float, float]]:
+def bytes_a_parameter(roles: ActorRolloutRef, devices: int, shares: bool, sleeps: bool) -> dict[str, tuple[float, float]]:
     """Return the bytes of weights, gradients and optimizer state for each parameter: phase -> (on the devices, on the host).
 
     Gradients of a block or two on their way to the host, FSDP2's copies and activations come on top.
@@ -126,6 +126,7 @@ def bytes_a_parameter(roles: ActorRolloutRef, devices: int, shares: bool) -> dic
         roles: The settings.
         devices: Those of the run, which hold shards of what is the trainer's, and one engine each.
         shares: Whether the policy's weights are the engine's.
+        sleeps: Whether the engine sleeps outside of rollouts.
     """
     fsdp, optim = roles.actor.fsdp_config, roles.actor.optim
     split = fsdp.split_master_weights
@@ -135,15 +136,15 @@ def bytes_a_parameter(roles: ActorRolloutRef, devices: int, shares: bool) -> dic
     engine = 0 if shares else width(roles.rollout.dtype) * devices / roles.rollout.tensor_model_parallel_size
     native, freed = fsdp.offload_policy, not optim.in_backward
     off_state, off_gradient = native or fsdp.optimizer_offload, native or fsdp.grad_offload
-    away = state * off_state
     update = weight * (not native) + state * (not off_state) + gradient * freed * (not off_gradient)
     rests = bool(fsdp.param_offload) or native
+    # Parameters that rest on the host keep their place there while they are on the device.
+    away = state * off_state + weight * rests
+    asleep = engine * (sleeps and roles.rollout.sleep_level == 1)
     return {
-        "update": (update, away + weight * native + gradient * freed * off_gradient),
-        "rollout": (
-            engine + weight * (not rests) + state * (not off_state), away + weight * rests + gradient * fsdp.grad_offload
-        ),
-    }  # fmt: skip
+        "update": (update + engine * (not sleeps), away + asleep + gradient * freed * off_gradient),
+        "rollout": (engine + weight * (not rests) + state * (not off_state), away + gradient * fsdp.grad_offload),
+    }
 
 
 KNOB = Knob(

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from verl_memopt.memory.knob import Factor, Knob, Refusal
-from verl_memopt.memory.ranges import POSITIVE, sequence_ranks
+from verl_memopt.memory.ranges import POSITIVE, SequenceRole, sequence_ranks
+from verl_memopt.memory.sequence_parallel import KEYS, is_built
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings
 
 _MODEL = "actor_rollout_ref.model"
 _KEY, _ATTENTION = f"{_MODEL}.block_tile_tokens", f"{_MODEL}.attn_implementation"
-_RANKS = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,16 @@ def _tiles(settings: Settings) -> bool:
     return settings.actor_rollout_ref.model.block_tile_tokens is not None
 
 
+def _shares_tokens(role: SequenceRole) -> Refusal:
+    # The role's key comes first: only the actor's has a twin of the critic. The others' models have the policy's tiles.
+    return Refusal(
+        (KEYS[role], _KEY),
+        lambda settings: _tiles(settings) and is_built(settings, role) and sequence_ranks(settings, role) > 1,
+        "a block over tiles needs all tokens of its keys on one device",
+        f"Set {KEYS[role]}=1, or {_KEY}=null.",
+    )
+
+
 KNOB = Knob(
     cost="short tiles are slower",
     settings={"model": TiledBlock},
@@ -49,12 +59,9 @@ KNOB = Knob(
             "a block over tiles takes fused kernels of attention",
             f"Set {_ATTENTION}=auto, or {_KEY}=null.",
         ),
-        Refusal(
-            (_KEY, _RANKS),
-            lambda settings: _tiles(settings) and sequence_ranks(settings, "actor") > 1,
-            "a block over tiles needs all tokens of its keys on one device",
-            f"Set {_RANKS}=1, or {_KEY}=null.",
-        ),
+        _shares_tokens("actor"),
+        _shares_tokens("ref"),
+        _shares_tokens("reward_model"),
     ),
     factors=(Factor("tiled block", {"off": {}, "5": {_KEY: 5}}),),
 )

@@ -170,15 +170,17 @@ def recomputed_mlp(x: Tensor, norm: RMSNorm, weight: Tensor, layers: Sequence[An
     """
     if not torch.is_grad_enabled():
         return _whole(x, norm, weight, layers, tiles)
-    tensors = [tensor for layer in layers for tensor in tensors_of(layer)]
-    scales = [layer.scale if isinstance(layer, LoraLinear) else 0.0 for layer in layers]
+    tensors, scales = tensors_and_scales(layers)
     return _RecomputedMlp.apply(norm, tiles, scales, keep(x, weight, *tensors), x, weight, *tensors)
 
 
-def tensors_of(layer: Any) -> tuple[Tensor | None, ...]:
-    """Return weight, bias, and an adapter's A and B of a linear layer; None for what it lacks."""
-    adapted = isinstance(layer, LoraLinear) and layer.active
-    return layer.weight, layer.bias, *((layer.lora_A, layer.lora_B) if adapted else (None, None))
+def tensors_and_scales(layers: Sequence[Any]) -> tuple[list[Tensor | None], list[float]]:
+    """Return weight, bias, and an adapter's A and B of each linear layer, None for what it lacks; and the adapters' scales."""
+    tensors: list[Tensor | None] = []
+    for layer in layers:
+        adapted = isinstance(layer, LoraLinear) and layer.active
+        tensors += (layer.weight, layer.bias, *((layer.lora_A, layer.lora_B) if adapted else (None, None)))
+    return tensors, [layer.scale if isinstance(layer, LoraLinear) else 0.0 for layer in layers]
 
 
 def _whole(x: Tensor, norm: RMSNorm, weight: Tensor, layers: Sequence[Callable[[Tensor], Tensor]], tiles: int) -> Tensor:
@@ -198,7 +200,7 @@ class TiledLinear:
     Of its four tensors (weight, bias, an adapter's A and B; None for what it lacks) those that are ``needed`` get a gradient.
     """
 
-    def __init__(self, tensors: Sequence[Tensor | None], scale: float, needed: Sequence[bool] = (False,) * 4) -> None:
+    def __init__(self, tensors: Sequence[Tensor | None], scale: float, needed: Sequence[bool]) -> None:
         """Start without gradients. ``scale`` is that of the adapter."""
         weight, self.bias, self.down, self.up = tensors
         assert weight is not None
@@ -251,13 +253,22 @@ class TiledLinear:
         return torch.mm(x, y, out=x.new_empty(x.shape[0], y.shape[1]))
 
 
+def tiled_linears(
+    tensors: Sequence[Tensor | None], scales: Sequence[float], needed: Sequence[bool] | None = None
+) -> list[TiledLinear]:
+    """Return the layers of :func:`tensors_and_scales`. ``needed``: which tensors get a gradient; None = none does."""
+    needed = (False,) * len(tensors) if needed is None else needed
+    fours = [slice(4 * place, 4 * place + 4) for place in range(len(scales))]
+    return [TiledLinear(tensors[four], scale, needed[four]) for four, scale in zip(fours, scales, strict=True)]
+
+
 class _RecomputedMlp(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, norm: RMSNorm, tiles: int, scales: Sequence[float], node: Any, x: Tensor, weight: Tensor, *tensors: Any
     ) -> Tensor:
         ctx.norm, ctx.tiles, ctx.scales, ctx.kept = norm, tiles, scales, node
-        gate, up, down = map(TiledLinear, _fours(tensors), scales)
+        gate, up, down = tiled_linears(tensors, scales)
         out = torch.empty_like(x)
         for rows in product_tiles(x, tiles):
             normal = norm.compute((x[rows],), (weight,))
@@ -271,7 +282,7 @@ class _RecomputedMlp(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, *tensors = kept(ctx)
         needed = ctx.needs_input_grad[4:]
-        layers = list(map(TiledLinear, _fours(tensors), ctx.scales, _fours(needed[2:])))
+        layers = tiled_linears(tensors, ctx.scales, needed[2:])
         of_x = torch.empty_like(x) if any(needed[:2]) else None
         of_norm = zeros_to_sum(weight) if needed[1] else None
         cuts = product_tiles(x, ctx.tiles)
@@ -301,7 +312,3 @@ class _RecomputedMlp(torch.autograd.Function):
             of_tile(rows)
         gradients = (gradient for layer in layers for gradient in layer.gradients())
         return *(None,) * 4, of_x, None if of_norm is None else of_norm.to(weight.dtype), *gradients
-
-
-def _fours(values: Sequence[Any]) -> list[Sequence[Any]]:
-    return [values[place : place + 4] for place in range(0, len(values), 4)]

@@ -67,6 +67,11 @@ class ModelUse:
     compiled: bool = False
     """Compile the functions of a chunk of the LM head."""
 
+    @property
+    def knobs_key(self) -> str:
+        """The section of the knobs that act in the model: a reward model has those of the policy."""
+        return POLICY_KEY if self.model_key == REWARD_KEY else self.model_key
+
 
 Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype]
 """Of the masters, of compute and of the gradient reduction."""
@@ -137,8 +142,8 @@ def _refuse_units_inside_blocks(packed: PackedModel, fsdp: Fsdp, use: ModelUse) 
         if inside:
             raise ConfigError(
                 f"{use.fsdp_key}.wrap_policy.transformer_layer_cls_to_wrap={list(wanted)}: {', '.join(inside)} lies inside "
-                f"{class_name(block)}, whose weights recompute_elementwise=true and prune_last_block=true of "
-                f"{use.model_key} read as one unit. Leave the key out, or set both to false."
+                f"{class_name(block)}, whose weights recompute_elementwise=true, prune_last_block=true and block_tile_tokens of "
+                f"{use.knobs_key} read as one unit. Leave the key out, or set both to false and block_tile_tokens to null."
             )
 
 
@@ -201,12 +206,13 @@ def _build(
     reduce = dtype_of(fsdp.mixed_precision.reduce_dtype, f"{use.fsdp_key}.mixed_precision.reduce_dtype")
     config = load_model_config(model, folder, use.model_key)
     name = model.attn_implementation or "auto"
-    attention = choose_attention(name, device, compute, use.model_key, score_cap(config))
+    attention = choose_attention(name, device, compute, use.knobs_key, score_cap(config))
     lm = empty_model(config, attention, resting, bool(model.trust_remote_code), use.model_key)
-    blocks = block_options(lm, model, fsdp, use.model_key, use.trained, use.recompute)
+    blocks = block_options(lm, model, fsdp, use.knobs_key, use.trained, use.recompute)
     packed = take_over(lm, blocks=blocks)
-    if fsdp.streams and isinstance(packed.head, ValueHead):  # it stays on the device, and computes in fp32
-        packed.head.to(masters)
+    if isinstance(packed, ValueModel):
+        # Its product runs in fp32, so it stays whole where the other masters are split, or stream.
+        packed.score = ValueHead(packed.embedding_weight, lm.config.hidden_size, masters)
     if fsdp.sequence_ranks > 1:
         _check_heads(config, fsdp.sequence_ranks, use)
         packed.sequence = sequence_group(mesh.device_type, mesh.size(), fsdp.sequence_ranks)

@@ -120,7 +120,7 @@ class _DenseAttention(torch.autograd.Function):
         query_tables = eps, query_cos, query_sin
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-        for queries, keys in _heads(query, key):
+        for queries, keys in key_heads(query, key):
             rotated = apply_rotary(query[:, queries], query_norm, *query_tables), apply_rotary(key[:, keys], key_norm, *tables)
             q, k, v = kernel.working(layout, *rotated, value[:, keys])
             # The kernel's own outputs are not written to: selective checkpointing keeps them, and refuses outputs that were.
@@ -152,7 +152,7 @@ class _DenseAttention(torch.autograd.Function):
         sums = weight_sums(norms, ctx.needs_input_grad[5:7])
         # The saved queries, keys and values are not read again after their own head, so their memory takes their gradients.
         into = (query, key, value) if cos is not None else tuple(torch.empty_like(x) for x in (query, key, value))
-        for queries, keys in _heads(query, key):
+        for queries, keys in key_heads(query, key):
             x, y = query[:, queries], key[:, keys]
             rotated = apply_rotary(x, query_norm, *query_tables), apply_rotary(y, key_norm, *tables)
             inputs = kernel.working(layout, *rotated, value[:, keys], grad[:, queries], out[:, queries])
@@ -207,7 +207,7 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
     return out.float().lerp(other.float(), share[..., None]), torch.logaddexp(lse, other_lse)
 
 
-def _heads(query: Tensor, key: Tensor) -> Iterator[tuple[slice, slice]]:
+def key_heads(query: Tensor, key: Tensor) -> Iterator[tuple[slice, slice]]:
     """Yield, for each key head, the slice of query heads that share it and the slice of itself."""
     each = query.shape[1] // key.shape[1]
     return ((slice(head * each, (head + 1) * each), slice(head, head + 1)) for head in range(key.shape[1]))

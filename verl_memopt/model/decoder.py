@@ -21,7 +21,7 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activation_checkpointing_torch import checkpointed, chosen_blocks
 from verl_memopt.memory.prune_last_block_torch import can_prune, window_of
 from verl_memopt.memory.recomputation import RMSNorm, Rows, SwiGLU, product_tiles, select_rows
-from verl_memopt.memory.recompute_elementwise_torch import can_recompute, recomputed_norm, recomputed_outputs
+from verl_memopt.memory.recompute_elementwise_torch import can_recompute, recomputed_norm, recomputed_outputs, why_kept
 from verl_memopt.memory.tiled_mlp_torch import check_mlps, recomputed_mlp, tiled_mlp
 from verl_memopt.model.attention import Attend, AttentionArgs
 from verl_memopt.model.families import OWN_BLOCKS
@@ -198,6 +198,7 @@ class DecoderBlock(nn.Module):
         """
         if attend is None:
             assert prefix_kv is None, "a block over tiles takes no prefix KV"
+            assert layout.split is None, "a block over tiles needs all tokens of its keys"
             return self._tiled(hidden, cos, sin, layout)
         # FSDP's hooks are outside of this call, so a block is gathered once for its second forward and its backward.
         if self.options.checkpoint is not None:
@@ -260,7 +261,9 @@ class Decoder(nn.Module):
         """Take over the submodules of a Hugging Face decoder."""
         super().__init__()
         self.options = tuple(blocks)
-        self.recompute, self.prunes, self.attend = all(block.recompute for block in blocks), blocks[-1].prune, attend
+        # A block over tiles computes its norms again whatever else is set, and so does the norm after it.
+        self.recompute = all(block.recompute or block.tile_tokens is not None for block in blocks)
+        self.prunes, self.attend = blocks[-1].prune, attend
         self.embed_tokens = source.embed_tokens
         self.layers = nn.ModuleList(DecoderBlock(block, own) for block, own in zip(source.layers, blocks, strict=True))
         self.norm, self.rotary_emb = source.norm, source.rotary_emb
@@ -355,7 +358,7 @@ def block_options(
     if not type(lm).__module__.startswith("transformers."):
         _tell_own_code(lm, model, key)
         return None
-    tiles = model.tiled_mlp.num_shards if model.tiled_mlp.enabled else None
+    tiles = model.mlp_tiles
     if tiles is not None:
         check_mlps(blocks, trained, f"{key}.tiled_mlp")
     recompute = model.recompute_elementwise and can_recompute(blocks, trained, f"{key}.recompute_elementwise")
@@ -384,10 +387,13 @@ def block_options(
 def _check_tiled_blocks(lm: PreTrainedModel, blocks: Any, trained: bool, key: str) -> None:
     """Refuse blocks that cannot run over tiles, and log those that compute whole."""
     name = f"{key}.block_tile_tokens"
-    if not of_llama_family(lm) or not can_recompute(blocks, trained, name):
+    reason = why_kept(blocks, trained)
+    if reason is None and not of_llama_family(lm):
+        reason = f"{type(lm).__name__} has parts that are not known"
+    if reason is not None:
         raise ConfigError(
-            f"{name}: tiles are known for blocks of {', '.join(OWN_BLOCKS)} with silu and plain linear layers, not for "
-            f"{class_name(blocks[0])} as it is here. Set {name}=null."
+            f"{name}: tiles are known for blocks of {', '.join(OWN_BLOCKS)} with silu and plain linear layers, but {reason}. "
+            f"Set {name}=null."
         )
     windows = [window_of(block.self_attn) for block in blocks]
     if any(window is not None for window in windows):

@@ -108,7 +108,7 @@ class Pack:
         first, end = split.own.start, split.own.stop
         own = np.flatnonzero((self.predicts_on_host >= first) & (self.predicts_on_host < end))
         at = self.predicts_on_host[own]
-        last, queries = self.last_block, self.input_ids.new_zeros(0)
+        last = self.last_block
         found, among = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
         if last is not None:
             borders = np.searchsorted(last.layout.query_places, np.cumsum([0, *sizes]))

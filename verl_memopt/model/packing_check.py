@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PretrainedConfig
@@ -151,8 +152,8 @@ def check_packing(
         reason = f"cannot compute packed rows ({type(error).__name__}: {one_line(error)})"
         raise refused(config, source, reason, key) from error
     if not math.isfinite(differences.mixing):
-        names = (name for name, each in packed_model.named_parameters() if not local_part(each).isfinite().all())
-        if (name := next(names, None)) is not None:
+        name = _not_finite(packed_model, device)
+        if name is not None:
             raise ConfigError(f"{key}.path={source}: the weight {name} is not finite everywhere. Give a whole copy of the model.")
     what, unit = ("values", "") if isinstance(packed_model, ValueModel) else ("log-probs", " nats")
     if not differences.mixing <= MIXING_BOUND:
@@ -168,6 +169,15 @@ def check_packing(
             f"rounding in {str(dtype).removeprefix('torch.')} explains {bound:.2g}. They compute {_mixing_layers(packed_model)}"
         )
         raise refused(config, source, reason, key)
+
+
+def _not_finite(packed_model: PackedModel, device: torch.device) -> str | None:
+    """Return the name of the first weight that is not finite everywhere, on whichever rank; None where all are."""
+    weights = dict(packed_model.named_parameters())
+    finite = torch.stack([local_part(each).isfinite().all().to(device) for each in weights.values()]).int()
+    if dist.is_initialized():
+        dist.all_reduce(finite, dist.ReduceOp.MIN)
+    return next((name for name, is_finite in zip(weights, finite.tolist(), strict=True) if not is_finite), None)
 
 
 def refuse_sliding_window(config: PretrainedConfig, actor: Actor) -> None:

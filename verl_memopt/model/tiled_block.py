@@ -23,17 +23,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from verl_memopt.distributed.device import is_gpu, supports_flash
-from verl_memopt.memory.lora_torch import LoraLinear
 from verl_memopt.memory.recomputation import RMSNorm, SwiGLU, keep, kept, zeros_to_sum
-from verl_memopt.memory.tiled_mlp_torch import TiledLinear, tensors_of
-from verl_memopt.model.attention_dense import CPU_FLASH, EFFICIENT, Kernel, merge
+from verl_memopt.memory.tiled_mlp_torch import TiledLinear, tensors_and_scales, tiled_linears
+from verl_memopt.model.attention_dense import CPU_FLASH, EFFICIENT, Kernel, key_heads, merge
 from verl_memopt.model.attention_flash import FLASH
 from verl_memopt.model.packing import PrefixLayout
 from verl_memopt.model.rotary import apply_rotary, rotary_backward
 
 SWIGLU = SwiGLU()
-NUM_LAYERS = 7
-"""Queries, keys, values and output of attention; gate, up and down of the MLP."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +157,7 @@ def tiled_block(
     """
     if not torch.is_grad_enabled():
         return _Block(shape, layout, (x, cos, sin, *norm_weights), layers).forward()
-    tensors = [tensor for layer in layers for tensor in tensors_of(layer)]
-    scales = [layer.scale if isinstance(layer, LoraLinear) else 0.0 for layer in layers]
+    tensors, scales = tensors_and_scales(layers)
     node = keep(x, cos, sin, *norm_weights, *tensors)
     return _TiledBlock.apply(shape, layout, scales, node, x, cos, sin, *norm_weights, *tensors)
 
@@ -170,24 +166,20 @@ class _TiledBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shape: BlockShape, layout: PrefixLayout, scales: Sequence[float], node: Any, *tensors: Any) -> Tensor:
         ctx.shape, ctx.layout, ctx.scales, ctx.kept = shape, layout, scales, node
-        layers = map(TiledLinear, _fours(tensors[7:]), scales)
+        layers = tiled_linears(tensors[7:], scales)
         return _Block(shape, layout, tensors[:7], [layer.output for layer in layers]).forward()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors, needed = kept(ctx), ctx.needs_input_grad[4:]
-        layers = list(map(TiledLinear, _fours(tensors[7:]), ctx.scales, _fours(needed[7:])))
+        layers = tiled_linears(tensors[7:], ctx.scales, needed[7:])
         weights = tensors[3:7]
         sums = [zeros_to_sum(one) if wanted else None for one, wanted in zip(weights, needed[3:7], strict=True)]
         block = _Block(ctx.shape, ctx.layout, tensors[:7], [layer.output for layer in layers])
         of_x = _Backward(block, layers, sums).of_input(grad[0].contiguous())
         of_norms = (None if total is None else total.to(one.dtype) for total, one in zip(sums, weights, strict=True))
         return *(None,) * 4, of_x, None, None, *of_norms, *(grad for layer in layers for grad in layer.gradients())
-
-
-def _fours(values: Sequence[Any]) -> list[Sequence[Any]]:
-    return [values[place : place + 4] for place in range(0, len(values), 4)]
 
 
 class _Block:
@@ -277,7 +269,7 @@ class _Block:
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, calls: Sequence[Call]) -> tuple[Tensor, Tensor]:
         """Return attention [t, heads, D] of a tile's queries, and the log-sum-exps of its scores, fp32 [t, heads]."""
         out, lse = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
-        for of_queries, of_keys in _head_slices(query, keys):
+        for of_queries, of_keys in key_heads(query, keys):
             q = self._working(query[:, of_queries])
             whole = out[:, of_queries] if q.dtype == out.dtype else torch.empty_like(q)
             for call in calls:
@@ -307,7 +299,7 @@ class _Block:
         """
         query, out, lse = attended
         into = torch.empty_like(query)
-        for of_queries, of_keys in _head_slices(query, keys):
+        for of_queries, of_keys in key_heads(query, keys):
             above, q, o = (self._working(one[:, of_queries]) for one in (grad, query, out))
             of_q = into[:, of_queries] if q.dtype == into.dtype else torch.empty_like(q)
             for call in calls:
@@ -338,11 +330,6 @@ class _Block:
 def _view(tensor: Tensor) -> Tensor:
     """Return [1, heads, t, ...] of [t, heads, ...]."""
     return tensor.transpose(0, 1)[None]
-
-
-def _head_slices(query: Tensor, keys: Tensor) -> Iterator[tuple[slice, slice]]:
-    each = query.shape[1] // keys.shape[1]
-    return ((slice(head * each, (head + 1) * each), slice(head, head + 1)) for head in range(keys.shape[1]))
 
 
 class _Backward:

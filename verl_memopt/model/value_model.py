@@ -41,14 +41,14 @@ class ValueHead(nn.Module):
         bias: [1].
     """
 
-    def __init__(self, like: Tensor, hidden_size: int) -> None:
+    def __init__(self, like: Tensor, hidden_size: int, dtype: torch.dtype | None = None) -> None:
         """Make the parameters, uninitialised.
 
-        They have the dtype and device of ``like``, a parameter of the model.
+        They have the device of ``like``, a parameter of the model, and its dtype unless another is given.
         """
         super().__init__()
-        self.weight = nn.Parameter(like.new_empty(1, hidden_size))
-        self.bias = nn.Parameter(like.new_empty(1))
+        self.weight = nn.Parameter(like.new_empty(1, hidden_size, dtype=dtype))
+        self.bias = nn.Parameter(like.new_empty(1, dtype=dtype))
 
     def forward(self, states: Tensor) -> Tensor:
         """Return the values fp32 [R] of states [R, h]."""

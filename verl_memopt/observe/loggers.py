@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
@@ -20,6 +21,8 @@ from verl_memopt.observe.console import RunConsole
 from verl_memopt.observe.files import append_rows, replace_text
 from verl_memopt.observe.run_folder import RunFolder
 from verl_memopt.observe.samples import Sample
+
+logger = logging.getLogger(__name__)
 
 STEP = "training/global_step"
 """Metric that is the x axis of every other one in wandb."""
@@ -149,7 +152,8 @@ class MlflowLogger:
     """Sends metrics and settings to MLflow: to ``MLFLOW_TRACKING_URI``, or to ``mlflow.db`` in the run folder if it is not set.
 
     A resumed run continues the same MLflow run, whose id is stored in the run folder. MLflow takes no "@" in a name, so
-    ``mean@1`` becomes ``mean_at_1``, as in verl; any other character that it does not take becomes "_".
+    ``mean@1`` becomes ``mean_at_1``, as in verl; any other character that it does not take becomes "_". A server that stops
+    answering does not stop the run: a warning says so once, and nothing more is sent.
 
     Args:
         place: Folder, names and settings of the run.
@@ -168,15 +172,16 @@ class MlflowLogger:
                 "trainer.logger=mlflow: mlflow is not installed. Run `pip install mlflow`, or remove it from trainer.logger."
             ) from error
         self._entities: Any = mlflow.entities
+        self._refusals, self._is_lost = (mlflow.exceptions.MlflowException, OSError), False
         try:
             # A client with its own address: mlflow's functions keep an active run for the whole process.
             self._client: Any = mlflow.MlflowClient(address)
             self._run_id = stored_id(place, "mlflow", lambda: self._create(place))
             self._client.update_run(self._run_id, status="RUNNING")
-        except (mlflow.exceptions.MlflowException, OSError) as error:
+        except self._refusals as error:
             raise ConfigError(
-                f"trainer.logger=mlflow: MLflow cannot start at {address} ({str(error).strip().splitlines()[0]}). Set "
-                "MLFLOW_TRACKING_URI to a server that answers, or remove mlflow from trainer.logger."
+                f"trainer.logger=mlflow: MLflow cannot start at {address} ({_first_line(error)}). Set MLFLOW_TRACKING_URI to a "
+                "server that answers, or remove mlflow from trainer.logger."
             ) from error
 
     def _create(self, place: LoggingPlace) -> str:
@@ -195,15 +200,31 @@ class MlflowLogger:
         now = int(time.time() * 1000)
         named = {re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_")): value for name, value in metrics.items()}
         numbers = [(name, value) for name, value in named.items() if isinstance(value, Number)]
-        self._client.log_batch(self._run_id, metrics=[self._entities.Metric(*each, now, step) for each in numbers])
+        sent = [self._entities.Metric(*each, now, step) for each in numbers]
+        self._send(lambda: self._client.log_batch(self._run_id, metrics=sent))
 
     def close(self, failed: bool = False) -> None:
         """End the MLflow run. One that failed is shown as such."""
-        self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
+        self._send(lambda: self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED"))
+
+    def _send(self, call: Callable[[], Any]) -> None:
+        """Make a call, unless an earlier one was refused. MLflow itself tries each for minutes."""
+        try:
+            if not self._is_lost:
+                call()
+        except self._refusals as error:
+            self._is_lost = True
+            logger.warning(
+                "MLflow does not answer (%s). The run goes on without it, and metrics.jsonl has all figures.", _first_line(error)
+            )
 
 
 MLFLOW_LONGEST, MLFLOW_BATCH = 500, 100
 """Characters of a parameter, and parameters of a call, that every MLflow server takes."""
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

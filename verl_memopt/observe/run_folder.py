@@ -181,7 +181,7 @@ class RunFolder:
         for path in sorted(self.path.iterdir()):
             if path.is_dir() and (path.name.startswith("model") or path == self.config_history):
                 yield from sorted(each for each in path.rglob("*") if each.is_file())
-            elif path.is_file() and path.name not in ("run.lock", self.record.name) and not path.name.startswith("."):
+            elif path.is_file() and path.name not in ("run.lock", self.record.name) and not path.name.startswith(NOT_SEALED):
                 yield path
 
     def _read_seal(self) -> dict[str, str] | None:
@@ -246,6 +246,9 @@ class RunFolder:
 
 ENDED = "ended"
 """Entry of the summary of a run that has ended, and so has a record of checksums."""
+
+NOT_SEALED = (".", "mlflow.db")
+"""How the names of files begin that others write: looking at MLflow's record changes it."""
 
 TEXTS = ("run_id", "warning")
 """Entries of metrics and warnings that are no numbers."""

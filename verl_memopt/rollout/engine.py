@@ -7,7 +7,7 @@ import json
 import logging
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -324,7 +324,11 @@ class FinishedRows:
             return {}
         whole = lines[: lines.rfind(b"\n") + 1]
         self._num_read += len(whole)
-        return dict(map(json.loads, whole.splitlines()))
+        rows: dict[int, list[int]] = {}
+        for line in whole.splitlines():
+            with suppress(ValueError):  # a disk that was full for a moment has cut a line short, and the next one follows it
+                rows |= [json.loads(line)]
+        return rows
 
 
 # Which parts of an engine hold memory, and whether its weights are complete.

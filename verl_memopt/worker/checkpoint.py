@@ -107,8 +107,9 @@ def _export(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path, dt
 def load_trained(trained: TrainedModel, folder: Path, contents: Sequence[str]) -> None:
     """Read this rank's part of a checkpoint, written by any number of ranks.
 
-    The parameters are on the device.
+    The parameters are on the device. A gradient that waits for a step is dropped: it is of other weights.
     """
+    trained.optimizer.zero_grad(set_to_none=True)
     parts = trained.model, trained.optimizer, trained.schedule
     load_training_state(folder, *parts, trained.device, contents, trained.masters)
     if trained.home is not None:

@@ -223,7 +223,7 @@ class TrainedModel:
         self.masters = self.optimizer if isinstance(self.optimizer, BucketedAdamW) and fsdp.split_master_weights else None
         if self.masters is not None:
             # Sums over micro-batches need more digits than the weights have, as FSDP2's reduced gradients do.
-            for parameter in trained:
+            for parameter in (each for each in trained if each.dtype != torch.float32):
                 parameter.grad_dtype = dtype_of(fsdp.mixed_precision.reduce_dtype, f"{self.role.key}.fsdp_config")
         self.in_backward = None
         if optim.in_backward:
@@ -285,15 +285,12 @@ class TrainedModel:
         self._note_steps([next(fetched) for _ in undecided])
         known = [{name: next(fetched) for name in step} for step in steps]
         if ends_rollout:
-            self.end_rollout()
+            # A schedule that counts rollouts stays where it is if every step since the last rollout was skipped.
+            if self._moved and self.optim.lr_schedule_steps == "rollouts":
+                self.schedule.step()
+            self._moved = False
         metrics = over_steps(known, self.role.counts)
         return metrics if self.offload is None else metrics | self.offload.metrics(), list(fetched)
-
-    def end_rollout(self) -> None:
-        """Advance a schedule that counts rollouts, unless every step since the last call was skipped."""
-        if self._moved and self.optim.lr_schedule_steps == "rollouts":
-            self.schedule.step()
-        self._moved = False
 
     def add_gradient(self, mini: MiniBatch, loss_of: LossOf) -> dict[str, Tensor]:
         """Add the gradient of a mini-batch to that of earlier ones, and return its metrics. :meth:`finish` takes the step."""

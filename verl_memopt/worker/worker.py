@@ -346,7 +346,7 @@ class Worker:
         join_process_group(self.device, place.rank, place.world_size, place.master_addr, place.master_port, settings.nccl_timeout)
         if self.plan.engine_folder is not None:
             self.engine = build_engine(settings.rollout, self._engine_place(self.plan.engine_folder))
-            shared = shared_weights(self.engine, settings, place.world_size)
+            shared = shared_weights(self.engine, settings, place.world_size, self.plan.free_engine)
             self.shares_weights = shared is not None
             self.release_engine()
         roles = RoleBuilder(self.plan, place, self.device, self.residency, shared)
@@ -460,8 +460,12 @@ def _micro_batch(tokens: RowTokens, rows: Sequence[int]) -> tuple[int, int, int,
     return len(rows), tokens.cost(rows), max(tokens.select(rows).each()), sum(tokens.answers[row] + 1 for row in rows)
 
 
-def shared_weights(engine: RolloutEngine, settings: ActorRolloutRef, devices: int) -> dict[str, torch.Tensor] | None:
+def shared_weights(
+    engine: RolloutEngine, settings: ActorRolloutRef, devices: int, sleeps: bool
+) -> dict[str, torch.Tensor] | None:
     """Return the weights of the engine that the policy computes with, or None where each has its own. Logs which and why.
+
+    ``sleeps``: the engine sleeps outside of rollouts.
 
     Raises:
         ConfigError: ``rollout.share_weights=true``, and they cannot be shared.
@@ -480,7 +484,7 @@ def shared_weights(engine: RolloutEngine, settings: ActorRolloutRef, devices: in
         num_bytes = sum(weight.numel() * weight.itemsize for weight in weights.values())
         logger.info("engine and policy share one copy of the weights, %.1f MiB", num_bytes / MIB)
     if settings.model.lora_rank == 0:
-        phases = bytes_a_parameter(settings, devices, weights is not None).items()
+        phases = bytes_a_parameter(settings, devices, weights is not None, sleeps).items()
         said = (f"{device:.4g} on the device and {host:.4g} on the host in the {phase}" for phase, (device, host) in phases)
         logger.info("weights, gradients and optimizer state take these bytes a parameter: %s", ", ".join(said))
     return weights

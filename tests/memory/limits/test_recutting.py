@@ -89,7 +89,13 @@ def test_values_of_prompts_that_are_computed_once_survive_an_error(untied_folder
 
 
 PLACES = [(0, False), (2, False), (0, True), (2, True)]
-FSDP = [{}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "gradient_sync": "last"}, {"offload_policy": True}]
+FSDP = [
+    {},
+    {"grad_offload": True},
+    {"dtype": "bfloat16"},
+    {"dtype": "bfloat16", "gradient_sync": "last"},
+    {"offload_policy": True},
+]
 SOME = [(place, {}) for place in PLACES] + [((2, True), fsdp) for fsdp in FSDP[1:]]
 FURTHER = [case for case in product(PLACES, FSDP) if case not in SOME]
 
