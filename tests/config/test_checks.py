@@ -117,6 +117,34 @@ WRONG = {
         {f"{AR}.actor.fsdp_config.offload_policy": True, f"{AR}.actor.fsdp_config.param_offload": True},
         f"{AR}.actor.fsdp_config.offload_policy=true, {AR}.actor.fsdp_config.param_offload=true: with offload_policy",
     ),
+    "a policy that streams": (
+        {f"{AR}.actor.fsdp_config.param_offload": "stream"},
+        f"{AR}.actor.fsdp_config.param_offload=stream: backward and optimizer need the whole model on the device; only a frozen "
+        f"model streams. Set {AR}.actor.fsdp_config.param_offload=true.",
+    ),
+    "a reference that streams to several devices": (
+        {f"{AR}.ref.fsdp_config.param_offload": "stream", f"{AR}.actor.use_kl_loss": True, "trainer.n_gpus_per_node": 2},
+        f"{AR}.ref.fsdp_config.param_offload=stream, trainer.nnodes=1, trainer.n_gpus_per_node=2: each device has a shard of "
+        f"every block, and FSDP2 gathers them. Set {AR}.ref.fsdp_config.offload_policy=true",
+    ),
+    "a reference that streams from a mapped file": (
+        {f"{AR}.ref.fsdp_config.param_offload": "stream", f"{AR}.actor.use_kl_loss": True, f"{AR}.model.load_mode": "mmap"},
+        f"{AR}.ref.fsdp_config.param_offload=stream, {AR}.model.load_mode=mmap: a copy from a mapped file",
+    ),
+    "a reference that streams and never leaves the host": (
+        {f"{AR}.ref.fsdp_config.{key}": value for key, value in (("param_offload", "stream"), ("offload_policy", True))}
+        | {f"{AR}.actor.use_kl_loss": True},
+        f"{AR}.ref.fsdp_config.offload_policy=true, {AR}.ref.fsdp_config.param_offload=stream: with offload_policy",
+    ),
+    "adapters and a reference that streams": (
+        {f"{AR}.ref.fsdp_config.param_offload": "stream", f"{AR}.model.lora_rank": 4},
+        f"{AR}.ref.fsdp_config.param_offload=stream, {AR}.model.lora_rank=4: with LoRA the reference is the policy's own base",
+    ),
+    "a reference that follows the policy and has lost its masters": (
+        {f"{AR}.ref.fsdp_config.param_offload": "stream", f"{AR}.actor.use_kl_loss": True, f"{AR}.ref.sync_every_steps": 1},
+        f"{AR}.ref.fsdp_config.param_offload=stream, {AR}.ref.sync_every_steps=1, {AR}.ref.fsdp_config.model_dtype=fp32, "
+        f"{AR}.ref.fsdp_config.dtype=bfloat16: a reference that streams rests in the dtype of compute",
+    ),
     "two ways of offloading optimizer state": (
         {f"{AR}.actor.fsdp_config.offload_policy": True, f"{AR}.actor.fsdp_config.optimizer_offload": True},
         f"{AR}.actor.fsdp_config.offload_policy=true, {AR}.actor.fsdp_config.optimizer_offload=true: with offload_policy",

@@ -94,6 +94,27 @@ def test_a_critic_beside_one_copy_rests_on_the_host_with_split_masters():
     assert (critic.param_offload, critic.grad_offload, critic.split_master_weights) == (True, True, True)
 
 
+REFERENCE = "actor_rollout_ref.ref.fsdp_config.param_offload"
+KL = "actor_rollout_ref.actor.use_kl_loss=true"
+STREAMED = {
+    "one device": ([KL], "stream"),
+    "no reference": ([], True),
+    "two devices": ([KL, TWO], True),
+    "adapters": ([KL, "actor_rollout_ref.model.lora_rank=4"], True),
+    "the user's own key": ([KL, f"{REFERENCE}=true"], True),
+    "a mapped file": ([KL, "actor_rollout_ref.model.load_mode=mmap"], True),
+    "a reference that follows the policy": ([KL, "actor_rollout_ref.ref.sync_every_steps=1"], True),
+}
+
+
+@pytest.mark.parametrize("case", STREAMED)
+def test_on_one_device_a_profile_that_moves_the_reference_streams_it_where_that_can_be(case, caplog):
+    more, expected = STREAMED[case]
+    for profile in ("constrained", "balanced"):
+        assert value_at(load_settings("rloo_trainer", [*LEAST, f"memory={profile}", *more]), REFERENCE) == expected
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
 def test_no_profile_is_no_key():
     assert keys_of("none") == {}
     more = [*LEAST, "actor_rollout_ref.actor.use_dynamic_bsz=true"]

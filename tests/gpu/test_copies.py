@@ -6,7 +6,7 @@ Only a GPU has streams. Each run is three whole steps, and its numbers are those
 import pytest
 import torch
 
-from tests.end_to_end.covering import all_off
+from tests.end_to_end.covering import REF, all_off
 from tests.end_to_end.knob_runs import make_model, run_row
 from tests.end_to_end.test_combinations import apart
 from tests.gpu import machine
@@ -24,6 +24,7 @@ OFFLOADS = {
     "moments in int8": {"actor optimizer_offload": "on", "bucket": "small", "state": "int8"},
     "moments in backward": {"actor optimizer_offload": "on", "bucket": "small", "in backward": "on", "clip": "none"},
     "parameters": {"actor param_offload": "on", "ref param_offload": "on"},
+    "a streamed reference": {"shared prompt": "on", "batching": "tokens"},
     "parameters by FSDP": {"actor offload_policy": "on", "ref offload_policy": "on"},
     "engine": {"engine": "level 1", "sync": "one"},
     "prefix kv": {"recomputed values": "on", "shared prompt": "on", "batching": "tokens", "activation offload": "on"},
@@ -34,6 +35,8 @@ OFFLOADS = {
     },
 }  # fmt: skip
 """What rests on the host -> the knobs that put it there."""
+MORE = {"a streamed reference": {f"{REF}.fsdp_config.param_offload": "stream"}}
+"""What puts it there beside its knobs."""
 PLAIN = {
     # Its buckets decide which element draws which random number: this is the same run at full speed.
     "moments in int8": OFFLOADS["moments in int8"],
@@ -64,7 +67,7 @@ def plain(folder):
 def offloaded(name, folder, slow):
     row = all_off() | OFFLOADS[name]
     with machine.Slowed(slow) as slowed:
-        return row, run_row(row, folder, device=machine.kind(), more=UNCOMPILED), slowed
+        return row, run_row(row, folder, device=machine.kind(), more=UNCOMPILED | MORE.get(name, {})), slowed
 
 
 CASES = [

@@ -70,6 +70,22 @@ def test_no_phase_holds_more_than_was_predicted_with_sgd(number, momentum, tmp_p
     assert {phase: pair for phase, pair in over.items() if pair[0] > pair[1]} == {}
 
 
+STREAMS = [
+    *("debug.mode=forge", "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.model.lora_rank=0"),
+    "actor_rollout_ref.ref.fsdp_config.param_offload=stream",
+]
+
+
+@pytest.mark.parametrize(("number", "quantization"), [(6, "none"), (15, "int8")])
+def test_no_phase_holds_more_than_was_predicted_where_the_reference_streams(number, quantization, tmp_path):
+    settings = (*draw(number).settings, *STREAMS, f"actor_rollout_ref.ref.quantization={quantization}")
+    outcome, _, _ = run(replace(draw(number), settings=settings), tmp_path / "draw", limited=False)
+    assert outcome.ran, outcome.error
+    over = {phase: (held, outcome.predicted[phase]) for phase, held in outcome.measured.items() if phase in outcome.predicted}
+    assert {phase: pair for phase, pair in over.items() if pair[0] > pair[1]} == {}
+    assert "ref" in over
+
+
 def test_a_run_that_fits_runs_and_one_far_above_the_limit_is_refused_and_runs_out_of_memory(tmp_path):
     inside, _, _ = run(replace(draw(15), share=1.0), tmp_path / "inside")
     beyond, _, _ = run(replace(draw(15), share=0.25), tmp_path / "beyond")

@@ -345,5 +345,5 @@ def test_the_parts_that_a_run_does_not_have_are_not_set(values, command):
     for kind, has_critic, has_reference in (("rloo", False, False), ("kl", False, True), ("ppo", True, True)):
         said = str(changed(command(values(kind))))
         assert ("critic.model.fsdp_config.param_offload=true" in said) == has_critic
-        assert (f"{AR}.ref.fsdp_config.param_offload=true" in said) == has_reference
+        assert (f"{AR}.ref.fsdp_config.param_offload=stream" in said) == has_reference
         assert "reward_model.model" not in said

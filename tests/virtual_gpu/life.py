@@ -59,14 +59,14 @@ def first_worker(plan, world_size):
             worker.close()
 
 
-def live(row, folder, world_size=1, attention=None, whole=True, critic=False):
+def live(row, folder, world_size=1, attention=None, whole=True, critic=False, more=None):
     """Runs a worker's life under a row of knobs and returns what was seen. Raises: whatever goes wrong in it.
 
     world_size: ranks of a group of which this is the first; the others are not there, and what they send is nothing.
     attention: ``model.attn_implementation``. whole: with generation, an update that finds its own log-probs, a checkpoint.
-    critic: with a critic that has every knob as the policy has it.
+    critic: with a critic that has every knob as the policy has it. more: settings on top of the row's.
     """
-    plan, settings = _plan(row, folder, world_size, attention)
+    plan, settings = _plan(row, folder, world_size, attention, more)
     if critic:
         ours = settings.actor_rollout_ref
         plan = dataclasses.replace(
@@ -90,8 +90,8 @@ def compare_packed_rows(row, folder, world_size=1):
         return [row_differences(model, worker.device, groups) for model in models]
 
 
-def _plan(row, folder, world_size, attention):
-    settings = settings_of(row, folder, world_size)
+def _plan(row, folder, world_size, attention, more=None):
+    settings = settings_of(row, folder, world_size, more)
     ours = settings.actor_rollout_ref
     model = ours.model if attention is None else dataclasses.replace(ours.model, attn_implementation=attention)
     # What is compiled is not dispatched: the operations behind it would not be seen.

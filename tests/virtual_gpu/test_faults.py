@@ -21,6 +21,11 @@ def test_a_copy_that_nobody_waits_for_is_an_error(on_virtual_gpu, folder):
         on_virtual_gpu(faults.copy_not_waited_for, folder)
 
 
+def test_a_block_that_comes_into_memory_still_in_use_is_an_error(on_virtual_gpu, folder):
+    with pytest.raises(RaceError, match="copy_"):
+        on_virtual_gpu(faults.block_overwritten_in_use, folder)
+
+
 def test_parameters_that_stay_on_the_device_are_told(on_virtual_gpu, folder):
     found = on_virtual_gpu(faults.parameters_that_never_leave, folder)
     assert any(line.startswith("policy after released") for line in found), found

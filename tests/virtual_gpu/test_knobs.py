@@ -6,7 +6,8 @@ from itertools import combinations
 import pytest
 
 from tests.end_to_end.covering import FOUR_RANKS, REFERENCE, all_off, covering_rows, options, pair_row
-from tests.virtual_gpu.life import live, misplaced
+from tests.virtual_gpu.faults import STREAMS
+from tests.virtual_gpu.life import SLACK_BYTES, live, misplaced
 
 ALONE = [option for option in options() if pair_row(frozenset([option])) != all_off()]
 NEEDS_PACKAGE = {("optimizer", "torchao"): "torchao"}
@@ -57,6 +58,14 @@ def test_a_knob_alone_runs_its_whole_life_and_rests_where_it_says(option, on_vir
     row = pair_row(frozenset([option]))
     life = on_virtual_gpu(live, row, folder, 4 if option in FOUR_RANKS else 1, critic=package is None)
     assert misplaced(row, life) == []
+
+
+def test_a_reference_that_streams_runs_its_whole_life_and_leaves_its_norm_alone_on_the_device(on_virtual_gpu, folder):
+    stays, streams = (on_virtual_gpu(live, all_off(), folder, more=more) for more in (None, STREAMS))
+    assert misplaced(all_off(), streams) == []
+    assert [op for op in streams.waits if "synchronize" not in op] == []
+    assert {phase: kinds["reference"] for phase, kinds in streams.rests.items() if kinds["reference"] > SLACK_BYTES} == {}
+    assert streams.peaks["ref"] < stays.peaks["ref"]
 
 
 def test_options_of_four_ranks_run_their_whole_life_and_rest_where_they_say(on_virtual_gpu, folder):

@@ -56,3 +56,9 @@ def test_one_that_stays_is_on_the_device_and_the_host_waits_once_for_the_scores_
     assert all(held >= size for held in stays.values())
     copies = [wait for wait in waits if wait != "torch.cuda.synchronize"]  # those are the phase's own, before and after
     assert copies == ["aten._to_copy.default to the host"]
+
+
+def test_one_that_streams_is_never_left_on_the_device_and_the_host_waits_no_more_often(on_virtual_gpu, folder, reward_folder):
+    streams, _, waits = on_virtual_gpu(phases, folder, reward_folder, 1, "stream")
+    assert all(held <= SLACK_BYTES for held in streams.values())
+    assert [wait for wait in waits if wait != "torch.cuda.synchronize"] == ["aten._to_copy.default to the host"]

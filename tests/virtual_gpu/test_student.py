@@ -68,3 +68,9 @@ def test_a_student_that_is_not_offloaded_stays_and_the_host_waits_once_for_the_l
     assert all(held["student"] >= sizes["student"] for held in seen.values())
     copies = [wait for wait in waits if wait != "torch.cuda.synchronize"]  # those are the phase's own, before and after
     assert copies == ["aten._to_copy.default to the host"]
+
+
+def test_a_student_that_streams_is_never_left_on_the_device_and_the_host_waits_no_more_often(on_virtual_gpu, folder):
+    seen, _, waits = on_virtual_gpu(phases, folder, 1, "separate", "stream")
+    assert all(held["student"] <= SLACK_BYTES for held in seen.values())
+    assert [wait for wait in waits if wait != "torch.cuda.synchronize"] == ["aten._to_copy.default to the host"]

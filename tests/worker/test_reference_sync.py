@@ -20,6 +20,7 @@ PLACES = {
     "the reference rests": {f"{AR}.ref.fsdp_config.param_offload": True},
     "the policy rests": {f"{AR}.actor.fsdp_config.param_offload": True},
     "both rest": {f"{AR}.{role}.fsdp_config.param_offload": True for role in ("actor", "ref")},
+    "the reference streams": {f"{AR}.ref.fsdp_config.param_offload": "stream", f"{AR}.actor.fsdp_config.param_offload": True},
     "fsdp offloads the reference": {f"{AR}.ref.fsdp_config.offload_policy": True},
     "fsdp offloads both": {f"{AR}.{role}.fsdp_config.offload_policy": True for role in ("actor", "ref")},
 }
@@ -77,8 +78,9 @@ def test_the_reference_is_the_moving_average_to_the_bit_wherever_the_two_rest(fo
         assert not same(before, policy)
 
 
-def test_the_next_reference_pass_reads_the_new_weights(following):
-    worker = following(PLACES["both rest"])
+@pytest.mark.parametrize("where", ["both rest", "the reference streams"])
+def test_the_next_reference_pass_reads_the_new_weights(following, where):
+    worker = following(PLACES[where])
     first = call(worker, "ref_log_probs", batch(rows=2), [[0, 1]]).log_probs
     call(worker, "update_actor", [mini_batch()])
     again = call(worker, "ref_log_probs", batch(rows=2), [[0, 1]]).log_probs
@@ -90,11 +92,14 @@ def test_the_next_reference_pass_reads_the_new_weights(following):
     assert (moved - policy).abs().sum() < (first - policy).abs().sum()
 
 
-def test_a_resting_reference_follows_without_a_byte_on_the_device(following):
-    worker = following(PLACES["both rest"])
+@pytest.mark.parametrize("where", ["both rest", "the reference streams"])
+def test_a_resting_reference_follows_without_a_byte_on_the_device(following, where):
+    worker = following(PLACES[where])
     call(worker, "update_actor", [mini_batch()])
     memory = sync(worker)
-    assert memory.kinds.get("params", 0) == memory.kinds.get("moving average", 0) == 0
+    norm = worker.reference.decoder.norm.weight.nbytes  # the one weight of a reference that streams that stays
+    assert memory.kinds.get("params", 0) == (norm if where == "the reference streams" else 0)
+    assert memory.kinds.get("moving average", 0) == 0
     assert not worker.residency.find("reference params").on_device
 
 
@@ -142,7 +147,7 @@ def test_the_shards_of_two_ranks_make_the_reference_of_one(following, tiny_folde
     assert same(reference_weights(back), expected)
 
 
-@pytest.mark.parametrize("where", ["both on the device", "both rest", "fsdp offloads both"])
+@pytest.mark.parametrize("where", ["both on the device", "both rest", "the reference streams", "fsdp offloads both"])
 def test_a_saved_reference_comes_back_to_the_bit(following, tmp_path, where):
     worker = following(PLACES[where])
     call(worker, "update_actor", [mini_batch()])

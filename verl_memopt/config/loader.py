@@ -115,6 +115,10 @@ def settings_from_mapping(
             (settings, values, _), of_presets, translated = instead, of_presets | one_copy.keys(), translated | one_copy
             shared = ", ".join(f"{key}={shown(value)}" for key, value in one_copy.items())
             logger.info("on one device the profile sets one copy of the weights instead of moving them: %s", shared)
+    if not mistyped and (streams := profiles.streamed(settings, _by_user(translated, of_presets, written))):
+        of_presets, translated = of_presets | streams.keys(), translated | streams
+        settings, values, _ = build(translated)
+        logger.info("on one device the profile streams the reference instead of moving it: %s=%s", *next(iter(streams.items())))
     problems += mistyped
     wrong = {key for each in problems for key in each.keys}
     problems += check(settings, values, frozenset(translated) - of_presets, wrong)

@@ -361,7 +361,7 @@ class _Prediction:
             if model is but:
                 parts.append({"optimizer": model.resting["optimizer"]})
                 continue
-            away = model.leaves and (model.part not in needed or model.fsdp.offload_policy)
+            away = model.leaves and (model.part not in needed or model.fsdp.offload_policy or model.fsdp.streams)
             parts.append(model.resting | {"params": 0 if away else model.params})
         if self.sleeps and self.shares and phase not in ("gen", "testing"):
             parts.append({"rollout weights": self.engine_copy})
@@ -394,7 +394,7 @@ class _Prediction:
             )
             # A tied head has memory of its own until the tie is made.
             tie = {"params": model.at_rest.master_bytes * model.size.vocab * model.size.hidden} if model.size.tied else {}
-            moments.append(together(built, {"params": model.params}, tie))
+            moments.append(built if model.fsdp.streams else together(built, {"params": model.params}, tie))
             moments.append(together(built, model.forward(check), whole, quantized))
             built = together(built, model.resting)
             moments.append(built)

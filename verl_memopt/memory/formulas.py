@@ -79,7 +79,7 @@ class Shapes:
     def master_bytes(self) -> int:
         """b_w, of an element of the policy's parameters at rest."""
         fsdp = self.settings.actor.fsdp_config
-        return width(fsdp.dtype if fsdp.split_master_weights else fsdp.model_dtype)
+        return width(fsdp.dtype if fsdp.split_master_weights or fsdp.streams else fsdp.model_dtype)
 
     @property
     def gradient_bytes(self) -> int:

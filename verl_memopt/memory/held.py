@@ -187,7 +187,7 @@ class Held:
     @property
     def leaves(self) -> bool:
         """Whether its parameters rest on the host between their phases."""
-        return self.fsdp.param_offload or self.fsdp.offload_policy
+        return bool(self.fsdp.param_offload) or self.fsdp.offload_policy
 
     @property
     def resting(self) -> dict[str, float]:
@@ -236,8 +236,19 @@ class Held:
         block += 0 if self.quantization == "none" else (4 + b) * h * max(s.mlp, query)
         states = b * (work.tokens * h + 3 * work.responses * h) + self._prefixes(work, b)
         logits = self._logits(s, update=False)
-        window = largest(self._gathered(block, {"activations": states, "logits": logits}))
-        return together(window, {"params": self.params, "activations": _packed(work)})
+        moments = self._gathered(block, {"activations": states, "logits": logits})
+        if self.fsdp.streams:
+            moments = [together(moment, {"params": each}) for moment, each in zip(moments, self._streamed, strict=True)]
+        held = {"activations": _packed(work)} | ({} if self.fsdp.streams else {"params": self.params})
+        return together(largest(moments), held)
+
+    @property
+    def _streamed(self) -> tuple[float, float]:
+        """Bytes of parameters that stream: of two blocks, and of a matrix of the vocabulary. The final norm stays."""
+        each, hidden, vocab = self.at_rest.master_bytes, self.size.hidden, self.size.vocab
+        matrices = vocab * hidden * (1 if self.size.tied or not self.has_logits else 2)
+        blocks = self.params - each * matrices
+        return each * hidden + 2 * blocks / self.size.layers, each * (hidden + vocab * hidden)
 
     def _gathered(self, block: float, head: Kinds) -> list[Kinds]:
         """Return the moments of a forward, a block's activations and the head's, with what FSDP2 gathers then."""

@@ -41,7 +41,8 @@ def _maps(settings: Settings) -> bool:
 def _recipe_rests(settings: Settings) -> bool:
     """Return whether a recipe's frozen model, such as a student, rests on the host."""
     reward, model = settings.reward_model, settings.reward_model.model
-    return reward.enable and reward.reward_manager in RECIPES and model.path is not None and model.fsdp_config.param_offload
+    names_one = reward.enable and reward.reward_manager in RECIPES and model.path is not None
+    return names_one and bool(model.fsdp_config.param_offload)
 
 
 def _adapts(settings: Settings) -> bool:

@@ -50,8 +50,8 @@ KNOB = Knob(
     cost="host memory, slow steps",
     settings={"fsdp": NativeOffload},
     refuses=(
-        not_beside_native_offload("actor", "param_offload", lambda settings: fsdp_of(settings, "actor").param_offload),
-        not_beside_native_offload("ref", "param_offload", lambda settings: fsdp_of(settings, "ref").param_offload),
+        not_beside_native_offload("actor", "param_offload", lambda settings: bool(fsdp_of(settings, "actor").param_offload)),
+        not_beside_native_offload("ref", "param_offload", lambda settings: bool(fsdp_of(settings, "ref").param_offload)),
     ),
     claims=(
         Claim("update_actor", "params", lambda before, _: before.params * before.master_bytes + before.reference_bytes),

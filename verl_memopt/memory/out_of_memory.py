@@ -147,11 +147,14 @@ class RunParts:
     reference: bool = True
     """The run has a reference model of its own."""
     reward_model: schema.RewardModel | None = None
+    devices: int = 1
+    """Those of the run."""
 
     def seen(self) -> schema.Settings:
         """Return the settings as an advice reads them."""
         reward = self.reward_model or schema.RewardModel()
-        return schema.Settings(actor_rollout_ref=self.settings, critic=self.critic or schema.Critic(), reward_model=reward)
+        trainer, critic = schema.Trainer(n_gpus_per_node=self.devices), self.critic or schema.Critic()
+        return schema.Settings(actor_rollout_ref=self.settings, critic=critic, reward_model=reward, trainer=trainer)
 
     def absent(self) -> tuple[str, ...]:
         """Return how the keys begin that have no effect in the run."""

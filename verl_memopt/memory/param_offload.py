@@ -4,18 +4,26 @@ Use it when: parameters are a large part of the peak. Turn it on for the referen
 Saves: all parameters of a model in every phase that does not use it: 4 bytes each with fp32 masters, 2 with bfloat16.
 Costs: as many bytes of host memory, and one copy each way at every change of phase. Frozen parameters go one way only.
 Works with: an engine that sleeps (``rollout.free_cache_engine``), ``optimizer_offload``, and ``model.load_mode=mmap``, which lets
-    a reference rest in its file. It refuses ``offload_policy``, with which parameters never leave the host.
+    a reference rest in its file. It refuses ``offload_policy``, with which parameters never leave the host. A frozen model that
+    does not fit in its own phase either streams: ``streamed_params``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Annotated
 
 from verl_memopt.memory.critic_rules import twin
-from verl_memopt.memory.knob import Advice, Claim, Knob, LadderRow, for_roles
+from verl_memopt.memory.knob import Advice, Claim, Knob, LadderRow, Predicate, for_roles
+from verl_memopt.memory.ranges import Range
 
 _KEYS = tuple(f"actor_rollout_ref.{role}.fsdp_config.param_offload" for role in ("actor", "ref"))
-ACTOR_KEY = _KEYS[0]
+ACTOR_KEY, REFERENCE_KEY = _KEYS
+SCORER_KEY = "reward_model.model.fsdp_config.param_offload"
+STREAM = "stream"
+"""Value with which a frozen model is not on the device in its own phase either: ``streamed_params``."""
+CHOICE = Range("must be true, false or stream", lambda value: value in (True, False, STREAM))
 WITHOUT_ACTOR = ("init", "gen", "testing", "reward", "ref", "values", "update_critic", "save_checkpoint")
 """Phases that do not use the policy's parameters."""
 WITHOUT_REFERENCE = (
@@ -33,21 +41,32 @@ WITHOUT_SCORER = (*(phase for phase in WITHOUT_CRITIC if phase != "reward"), "va
 class ParamOffload:
     """Settings of parameter offload."""
 
-    param_offload: bool = False
+    param_offload: Annotated[bool | str, CHOICE] = False
     """Parameters rest in one host buffer outside the phases that need them: 4 bytes a parameter (fp32) leave the device.
-    Turn it on for a reference first: it is needed in one phase only."""
+    Turn it on for a reference first: it is needed in one phase only. stream, of a frozen model on one device: its blocks come
+    one by one while it computes, and two of them are on the device at once."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether the model's blocks come from the host as it computes."""
+        return self.param_offload == STREAM
+
+
+def _stays(key: str) -> Predicate:
+    """Return whether a frozen model's parameters are on the device in every phase."""
+    return lambda settings: not attrgetter(key)(settings)
 
 
 KNOB = Knob(
     cost="host memory, copies per phase",
     settings={"fsdp": ParamOffload},
     same_numbers=True,
-    known_as={"offload_untrained_models": "actor_rollout_ref.ref.fsdp_config.param_offload"},
+    known_as={"offload_untrained_models": REFERENCE_KEY},
     advice=(
-        Advice("params", _KEYS[1], True, phases=WITHOUT_REFERENCE),
+        Advice("params", REFERENCE_KEY, True, _stays(REFERENCE_KEY), phases=WITHOUT_REFERENCE),
         Advice("params", _KEYS[0], True, phases=WITHOUT_ACTOR),
         Advice("params", twin(_KEYS[0]), True, phases=WITHOUT_CRITIC),
-        Advice("params", "reward_model.model.fsdp_config.param_offload", True, phases=WITHOUT_SCORER),
+        Advice("params", SCORER_KEY, True, _stays(SCORER_KEY), phases=WITHOUT_SCORER),
     ),
     claims=(
         Claim("update_actor", "params", lambda _, after: after.reference_bytes),

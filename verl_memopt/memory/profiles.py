@@ -6,7 +6,7 @@ Saves: what the keys it sets save. A run logs them, and ``verl-memopt train memo
 Costs: what those keys cost.
 Works with: every recipe and every key. A key on the command line wins over the profile's. On one device a profile that offloads
     weights has one copy of them instead: ``rollout.share_weights``, and ``split_master_weights`` and ``grad_offload`` where all
-    weights train, without ``param_offload``.
+    weights train, without ``param_offload``. A reference on one device streams: ``ref.fsdp_config.param_offload=stream``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import TYPE_CHECKING
 
-from verl_memopt.memory import grad_offload, shared_weights, split_masters
+from verl_memopt.memory import grad_offload, shared_weights, split_masters, streamed_params
 from verl_memopt.memory.critic_rules import has_critic, twin, twin_refusal
 from verl_memopt.memory.knob import Knob
-from verl_memopt.memory.param_offload import ACTOR_KEY
-from verl_memopt.memory.ranges import num_devices
+from verl_memopt.memory.param_offload import ACTOR_KEY, REFERENCE_KEY, STREAM
+from verl_memopt.memory.ranges import needs_reference, num_devices
 
 if TYPE_CHECKING:
     from verl_memopt.config.role_settings import TrainedFsdp
@@ -57,6 +57,21 @@ def one_copy(settings: Settings, written: Set[str]) -> dict[str, object]:
         critic = settings.critic.model.fsdp_config
         keys |= {twin(grad_offload.KEY): True, twin(split_masters.KEY): _has_remainder(critic)}
     return {} if keys.keys() & written else keys
+
+
+def streamed(settings: Settings, written: Set[str]) -> dict[str, object]:
+    """Return what a profile that offloads the reference sets instead where it can stream: key -> value; else {}.
+
+    With the profiles' micro-batches a block computes for about as long as the next one takes to come, so that streaming takes no
+    longer than to bring the whole reference before its phase. It takes less memory, on the device and on the host.
+
+    Args:
+        settings: With the profile's keys.
+        written: The keys that are not a preset's.
+    """
+    rests = settings.actor_rollout_ref.ref.fsdp_config.param_offload is True and needs_reference(settings)
+    may = REFERENCE_KEY not in written and streamed_params.may_stream(REFERENCE_KEY)(settings)
+    return {REFERENCE_KEY: STREAM} if rests and may else {}
 
 
 def _has_remainder(fsdp: TrainedFsdp) -> bool:

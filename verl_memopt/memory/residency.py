@@ -10,6 +10,7 @@ import torch
 
 from verl_memopt.distributed.device import empty_cache
 from verl_memopt.memory.param_offload_torch import OffloadedParams
+from verl_memopt.memory.streamed_params_torch import StreamedParams
 from verl_memopt.observe.phase import MIB
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,8 @@ NEEDS: dict[str, frozenset[str]] = {
 
 The engine's weights and its KV cache are not here: the engine sleeps and wakes through methods of its own. Optimizer state is not
 here either: it is needed inside an optimizer step only, never for a whole phase. A checkpoint is written from where parts rest,
-and the reference follows the policy where both rest.
+and the reference follows the policy where both rest. A part that streams is never there for a whole phase: its blocks come and
+go in its own pass.
 """
 
 
@@ -54,11 +56,11 @@ class Residency:
     def __init__(self, device: torch.device) -> None:
         """Start without parts."""
         self._device = device
-        self._parts: list[tuple[OffloadedParams, frozenset[str]]] = []
+        self._parts: list[tuple[OffloadedParams | StreamedParams, frozenset[str]]] = []
         self._turns: list[tuple[OffloadedParams, OffloadedParams]] = []
         self._logged: set[str] = set()
 
-    def add(self, part: OffloadedParams, also: Iterable[str] = ()) -> None:
+    def add(self, part: OffloadedParams | StreamedParams, also: Iterable[str] = ()) -> None:
         """Add a part. It is needed where the table says its name, or one of the names in ``also``."""
         self._parts.append((part, frozenset({part.name, *also})))
 
@@ -66,7 +68,7 @@ class Residency:
         """Note that two parts use the same storages. Where a phase needs the one that is away, it takes over from the other."""
         self._turns += [(one, other), (other, one)]
 
-    def find(self, name: str) -> OffloadedParams | None:
+    def find(self, name: str) -> OffloadedParams | StreamedParams | None:
         """Return the part of that name; None where it never leaves the device."""
         return next((part for part, _ in self._parts if part.name == name), None)
 

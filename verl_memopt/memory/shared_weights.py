@@ -98,7 +98,7 @@ OBSTACLES = (
     ),
     Obstacle(
         (_OFFLOAD,),
-        lambda roles, _: roles.actor.fsdp_config.param_offload,
+        lambda roles, _: bool(roles.actor.fsdp_config.param_offload),
         "the trainer's weights would leave the device, and the engine's with them",
         f"Set {_OFFLOAD}=false",
     ),
@@ -146,7 +146,7 @@ def bytes_a_parameter(roles: ActorRolloutRef, devices: int, shares: bool, sleeps
     native, freed = fsdp.offload_policy, not optim.in_backward
     off_state, off_gradient = native or fsdp.optimizer_offload, native or fsdp.grad_offload
     update = weight * (not native) + state * (not off_state) + gradient * freed * (not off_gradient)
-    rests = fsdp.param_offload or native
+    rests = bool(fsdp.param_offload) or native
     # Parameters that rest on the host keep their place there while they are on the device.
     away = state * off_state + weight * rests
     asleep = engine * (sleeps and roles.rollout.sleep_level == 1)

@@ -26,6 +26,7 @@ from verl_memopt.memory.lora_torch import apply_lora
 from verl_memopt.memory.native_offload_torch import allocate_on_host, native_offload
 from verl_memopt.memory.quantized_frozen_torch import quantize_blocks
 from verl_memopt.memory.sequence_parallel_torch import sequence_group
+from verl_memopt.memory.streamed_params_torch import StreamedParams
 from verl_memopt.model.attention import choose_attention
 from verl_memopt.model.decoder import Decoder, DecoderBlock, block_options, class_name
 from verl_memopt.model.families import POLICY_KEY, score_cap
@@ -40,7 +41,6 @@ from verl_memopt.model.weights import (
     fill_from_folder,
     load_model_config,
     mapped_weights,
-    named_weights,
     rebuild_buffers,
 )
 
@@ -203,7 +203,8 @@ def _build(
     """Return the model that ``take_over`` makes of a model of transformers, sharded."""
     masters = dtype_of(fsdp.model_dtype, f"{use.fsdp_key}.model_dtype")
     compute = dtype_of(fsdp.dtype, f"{use.fsdp_key}.dtype")
-    resting = compute if _rests_as_computed(model, fsdp, mesh, use) else masters
+    # What streams comes as it computes.
+    resting = compute if fsdp.streams or _rests_as_computed(model, fsdp, mesh, use) else masters
     reduce = dtype_of(fsdp.mixed_precision.reduce_dtype, f"{use.fsdp_key}.mixed_precision.reduce_dtype")
     config = load_model_config(model, folder, use.model_key)
     name = model.attn_implementation or "auto"
@@ -212,12 +213,13 @@ def _build(
     blocks = block_options(lm, model, fsdp, use.knobs_key, use.trained, use.recompute)
     packed = take_over(lm, blocks=blocks)
     if isinstance(packed, ValueModel):
-        # Its product runs in fp32, so it stays whole where the other masters are split, or a frozen base rests as it computes.
+        # Its product runs in fp32, so it stays whole where the other masters are split, rest as they compute, or stream.
         packed.score = ValueHead(packed.embedding_weight, lm.config.hidden_size, masters)
     if fsdp.sequence_ranks > 1:
         _check_heads(config, fsdp.sequence_ranks, use)
         packed.sequence = sequence_group(mesh.device_type, mesh.size(), fsdp.sequence_ranks)
-    packed.stays_on_host, packed.masters, packed.compute = fsdp.offload_policy, masters, compute
+    packed.streams, packed.stays_on_host = fsdp.streams, fsdp.offload_policy or fsdp.streams
+    packed.masters, packed.compute = masters, compute
     # Only one rank alone can reuse a prefix KV: several ranks must run the same forwards, but cut their groups differently.
     # Blocks over tiles keep no keys and values that could be reused.
     whole = blocks is not None and blocks[0].recompute and blocks[0].tile_tokens is None
@@ -256,7 +258,13 @@ def allocate(model: PackedModel, device: torch.device, shared: Mapping[str, Tens
     ``shared`` are the weights of an engine under their Hugging Face names, which become the parameters.
     """
     if shared is not None:
-        _take_over(model, device, shared)
+        _place(model, device, _shared_parameters(model, shared))
+        return
+    if model.streams:
+        # A model that does not stream is cast by FSDP2, which casts the inputs of its units too.
+        inputs = None if model.masters == model.compute else model.compute
+        model.stream = StreamedParams(model.blocks(), _vocabulary(model), device, inputs)
+        _place(model, device, model.stream.resting)
         return
     # Allocation gives every parameter memory of its own, so a tie has to be made again.
     tied = model.tied
@@ -268,14 +276,26 @@ def allocate(model: PackedModel, device: torch.device, shared: Mapping[str, Tens
         model.head.weight = model.lm.get_input_embeddings().weight
 
 
-def _take_over(model: PackedModel, device: torch.device, shared: Mapping[str, Tensor]) -> None:
-    """Make parameters of an engine's weights, and allocate the buffers."""
-    weights = dict(base_weights(model))
+def _shared_parameters(model: PackedModel, shared: Mapping[str, Tensor]) -> dict[Tensor, nn.Parameter]:
+    """Return each parameter of a model -> one made of an engine's weights."""
+    weights = dict(base_weights(model))  # adapters are the trainer's own
     assert all(shared[name].shape == weight.shape and shared[name].dtype == weight.dtype for name, weight in weights.items())
-    # A tied parameter has one name here, and two places in the model. Adapters are the trainer's own.
-    own = {weight: torch.empty_like(weight, device=device) for name, weight in named_weights(model) if name not in weights}
-    values = own | {weight: shared[name] for name, weight in weights.items()}
-    made = {weight: nn.Parameter(value, weight.requires_grad) for weight, value in values.items()}
+    return {weight: nn.Parameter(shared[name], weight.requires_grad) for name, weight in weights.items()}
+
+
+def _vocabulary(model: PackedModel) -> list[list[nn.Module]]:
+    """Return the modules of the vocabulary's matrices, those of one matrix side by side."""
+    embedding, head = model.lm.get_input_embeddings(), model.head
+    if isinstance(head, ValueHead):  # a vector, which stays on the device
+        return [[embedding]]
+    return [[embedding, head]] if model.tied else [[embedding], [head]]
+
+
+def _place(model: PackedModel, device: torch.device, made: Mapping[Tensor, nn.Parameter]) -> None:
+    """Put the parameters that are made in the places of a model's own, and allocate the others and the buffers."""
+    others = (parameter for parameter in model.parameters() if parameter not in made)
+    made = {**made, **{other: nn.Parameter(torch.empty_like(other, device=device), other.requires_grad) for other in others}}
+    # A tied parameter has one name here, and two places in the model.
     for module in model.modules():
         for name, parameter in module._parameters.items():
             module._parameters[name] = None if parameter is None else made[parameter]

@@ -16,6 +16,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from verl_memopt.memory.embedding_gradient import TrainedEmbedding, is_plain
 from verl_memopt.memory.resharding_torch import reshard_units
 from verl_memopt.memory.sequence_parallel_torch import SequenceGroup, of_all_ranks
+from verl_memopt.memory.streamed_params_torch import StreamedParams
 from verl_memopt.model.attention import KERNELS, REGISTERED, Attend, AttentionArgs
 from verl_memopt.model.decoder import BlockOptions, Decoder, of_llama_family
 from verl_memopt.model.families import POLICY_KEY, refused
@@ -32,6 +33,8 @@ class PackedModel(nn.Module):
         lm: The model of transformers, whose decoder computes the states.
         supports_prefix_kv: Answers may use the prefix KV of an earlier forward.
         stays_on_host: Its shards never leave the host.
+        streams: Its blocks come from the host in each pass, if it is frozen.
+        stream: What brings them, once it is allocated; None where it does not stream.
         sequence: The ranks that share the tokens of a micro-batch; None where each rank has micro-batches of its own.
         masters: dtype in which its parameters rest.
         compute: dtype in which it computes.
@@ -39,6 +42,8 @@ class PackedModel(nn.Module):
 
     supports_prefix_kv = False
     stays_on_host = False
+    streams = False
+    stream: StreamedParams | None = None
     sequence: SequenceGroup | None = None
     masters = compute = torch.float32
 
@@ -138,8 +143,10 @@ class PackedModel(nn.Module):
         return hidden[-1:].clone(), *recorder.outputs()
 
     def end_pass(self) -> None:
-        """Free what is gathered, at the end of a pass without backward."""
+        """Free what is gathered or streamed, at the end of a pass without backward."""
         reshard_units(self)
+        if self.stream is not None:
+            self.stream.release()
 
     def compute_prefix(self, prompt: Pack) -> PrefixKV:
         """Compute the prefix KV of a prompt, for the answers in later micro-batches."""

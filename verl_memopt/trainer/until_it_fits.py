@@ -26,7 +26,9 @@ from verl_memopt.memory.critic_rules import has_critic, twin
 from verl_memopt.memory.held import Pass
 from verl_memopt.memory.host_buffers import GIB
 from verl_memopt.memory.knob import knob_named
+from verl_memopt.memory.param_offload import REFERENCE_KEY, SCORER_KEY, STREAM
 from verl_memopt.memory.ranges import longest_sample, needs_reference, num_devices
+from verl_memopt.memory.streamed_params import may_stream
 from verl_memopt.model.weights import size_of
 from verl_memopt.observe.phase import MIB
 from verl_memopt.run.interrupts import of_process
@@ -260,7 +262,8 @@ def everything(settings: Settings, limit: float) -> tuple[tuple[Keys, str], ...]
     }
     frozen = [_REF] if needs_reference(settings) else []
     frozen += [_SCORER] if settings.reward_model.enable else []
-    same |= {f"{section}.fsdp_config.param_offload": True for section in frozen}
+    rests = {key: STREAM if may_stream(key)(settings) else True for key in (REFERENCE_KEY, SCORER_KEY)}
+    same |= {key: rests[key] for key in (f"{section}.fsdp_config.param_offload" for section in frozen)}
     dtypes = {"model_dtype": "bfloat16", "dtype": "bfloat16"}
     lossy: Keys = {**same, f"{_ROLLOUT}.max_num_seqs": 1, f"{_MODEL}.tiled_mlp.enabled": _tiles_save(settings, half=True)}
     lossy |= {f"{_ACTOR}.fsdp_config.{key}": value for key, value in dtypes.items()}

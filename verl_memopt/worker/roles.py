@@ -20,6 +20,7 @@ from verl_memopt.memory.lora_torch import initialize_adapters, load_adapter
 from verl_memopt.memory.param_offload_torch import OffloadedParams
 from verl_memopt.memory.quantized_frozen_torch import exact_weights
 from verl_memopt.memory.residency import CRITIC, POLICY, REFERENCE, REWARD_MODEL, Residency
+from verl_memopt.memory.streamed_params_torch import StreamedParams
 from verl_memopt.model.assembly import (
     ModelUse,
     build_critic,
@@ -38,6 +39,7 @@ from verl_memopt.model.policy_model import PolicyModel
 from verl_memopt.model.reward_folder import REWARD_KEY
 from verl_memopt.model.value_model import CRITIC_KEY, ValueModel, stored_head
 from verl_memopt.model.weights import WeightFolder, named_weights
+from verl_memopt.observe.phase import MIB
 from verl_memopt.worker.critic import Critic
 from verl_memopt.worker.group import Placement
 from verl_memopt.worker.moving_reference import MovingReference, moving_reference
@@ -144,7 +146,9 @@ class RoleBuilder:
                 materialize(model, folder, self.device)
         if plan.quantization != "none":
             self._log_quantization_error(model, folder, plan)
-        if fsdp.param_offload:
+        if model.stream is not None:
+            self._add_stream(plan.part, model.stream, also)
+        elif fsdp.param_offload:
             home = self._home(plan.part, model, also, mapped)
             if mapped is not None:  # it gets its values on the device
                 home.to_host()
@@ -159,8 +163,9 @@ class RoleBuilder:
             ConfigError: The two models differ in their weights' names or shapes.
         """
         home = self.residency.find(REFERENCE)
-        assert home is None or isinstance(home, OffloadedParams), home
-        return moving_reference(reference, home, policy.trained, str(self.plan.reference_folder))
+        # One that streams has its weights on the host at all times.
+        moves = home if isinstance(home, OffloadedParams) else None
+        return moving_reference(reference, moves, policy.trained, str(self.plan.reference_folder))
 
     def reward_model(self, folder: Path) -> ValueModel:
         """Return the frozen reward model, whose folder has a scalar head."""
@@ -172,7 +177,9 @@ class RoleBuilder:
             reward_model.requires_grad_(False)
             has_head = materialize_critic(reward_model, folder, self.device, REWARD_KEY)
         assert has_head, f"{folder} was checked before the workers started"
-        if fsdp.param_offload:
+        if reward_model.stream is not None:
+            self._add_stream(REWARD_MODEL, reward_model.stream)
+        elif fsdp.param_offload:
             self._home(REWARD_MODEL, reward_model)
         self._check_packing(reward_model, folder, REWARD_KEY)
         return reward_model
@@ -194,6 +201,15 @@ class RoleBuilder:
         home = OffloadedParams(part, model.parameters(), self.device, mapped)
         self.residency.add(home, also)
         return home
+
+    def _add_stream(self, part: str, stream: StreamedParams, also: tuple[str, ...] = ()) -> None:
+        """Enter a model that streams into the residency table under its name, and log what it holds and moves."""
+        stream.name = part
+        self.residency.add(stream, also)
+        logger.info(
+            "%s: %.4g MiB rest on the host and come to the device for every micro-batch, at most %.4g MiB of them at once",
+            part, stream.num_bytes / MIB, stream.most_bytes / MIB,
+        )  # fmt: skip
 
     @property
     def _also(self) -> tuple[str, ...]:

@@ -409,7 +409,8 @@ class Worker:
     @contextmanager
     def _report_out_of_memory(self, phase: str, work: Work | None = None) -> Iterator[None]:
         snapshot = nullcontext() if self.snapshot is None else self.snapshot.on_out_of_memory(phase)
-        parts = RunParts(self.settings, self.plan.critic, self.plan.reference_folder is not None, self.plan.rewards)
+        has_reference, devices = self.plan.reference_folder is not None, self.placement.world_size
+        parts = RunParts(self.settings, self.plan.critic, has_reference, self.plan.rewards, devices)
         with (
             out_of_memory_report(phase, self.device, self._resident, parts, self.device_limit, work),
             snapshot,

@@ -256,7 +256,20 @@ def test_every_kind_of_bytes_has_advice(kind):
 )
 def test_only_a_model_that_the_phase_does_not_use_is_advised_to_leave_the_device(phase, roles):
     ways = [f"set actor_rollout_ref.{role}.fsdp_config.param_offload=true" for role in roles]
-    assert advice(phase, ["params"], SETTINGS) == ways
+    assert [way for way in advice(phase, ["params"], SETTINGS) if not way.endswith("=stream")] == ways
+
+
+STREAM = "actor_rollout_ref.ref.fsdp_config.param_offload=stream"
+
+
+def test_a_reference_is_advised_to_stream_in_its_own_phase_on_one_device_alone():
+    resting = replaced(SETTINGS, {"ref.fsdp_config.param_offload": True, "actor.fsdp_config.param_offload": True})
+    assert advice("ref", ["params"], resting) == [f"set {STREAM}"]
+    assert [way.text for way in room.advice("ref", ["params"], RunParts(resting, devices=2))] == []
+    for more in ({"ref.fsdp_config.param_offload": "stream"}, {"model.load_mode": "mmap"}):
+        assert advice("ref", ["params"], replaced(resting, more)) == []
+    streaming = replaced(resting, {"ref.fsdp_config.param_offload": "stream"})
+    assert not any("ref.fsdp_config" in way for way in advice("gen", ["params"], streaming))
 
 
 def test_a_chunk_that_is_small_already_is_not_advised_to_grow():

@@ -28,6 +28,7 @@ MORE = {
 """Debug mode -> what it needs besides."""
 TEACHER, STUDENT = "actor_rollout_ref.model.path", "reward_model.model.path"
 BUDGET = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+REFERENCE = "actor_rollout_ref.ref.fsdp_config.param_offload"
 OFFLOADED, SHARED = (f"actor_rollout_ref.actor.fsdp_config.{key}" for key in ("param_offload", "grad_offload"))
 
 
@@ -71,6 +72,8 @@ def test_every_model_and_profile_composes_with_the_debug_mode(debug, profiles_of
             kept = {key: value for key, value in preset_keys("memory", memory).items() if "max_token_len" not in key}
             if value_at(settings, SHARED):  # one copy of the weights in place of weights that leave
                 kept |= {OFFLOADED: False} if OFFLOADED in kept else {}
+            if value_at(settings, REFERENCE) == "stream":  # a reference that streams in place of one that moves
+                kept |= {REFERENCE: "stream"} if REFERENCE in kept else {}
             assert {key: value_at(settings, key) for key in kept} == kept
             longest = settings.data.max_prompt_length + settings.data.max_response_length
             assert value_at(settings, BUDGET) >= longest

@@ -50,6 +50,7 @@ CASES = [
     (SWAP | {f"{AR}.actor.use_kl_loss": False}, "reward_model.residency=swap", "no reference to take turns with"),
     (SWAP | {f"{AR}.model.lora_rank": 2}, f"reward_model.residency=swap, {AR}.model.lora_rank=2", "residency=separate"),
     (SWAP | {f"{AR}.ref.fsdp_config.param_offload": False}, "reward_model.residency=swap", "param_offload=true"),
+    (SWAP | {f"{AR}.ref.fsdp_config.param_offload": "stream"}, "reward_model.residency=swap", "streams has no place"),
     (SWAP | {f"{MODEL}.quantization": "nf4"}, f"reward_model.residency=swap, {MODEL}.quantization=nf4", "residency=separate"),
     (SWAP | {f"{AR}.ref.quantization": "int8"}, f"reward_model.residency=swap, {AR}.ref.quantization=int8", "=none"),
     (STUDENT | {"algorithm.filter_groups.enable": True}, "algorithm.filter_groups.enable=true", "Set algorithm.filter_groups"),

@@ -22,7 +22,7 @@ from verl_memopt.recipes.rlt.student import Student, StudentPlan, logits_in_chun
 
 OFFLOADED = {f"{AR}.{role}.fsdp_config.param_offload": True for role in ("actor", "ref")}
 MAPPED = {**OFFLOADED, f"{AR}.actor.use_kl_loss": True, f"{AR}.model.load_mode": "mmap"}
-MODES = ("alias_ref", "separate", "swap", "mapped", "mapped swap", "resident", "int8", "nf4")
+MODES = ("alias_ref", "separate", "swap", "mapped", "mapped swap", "resident", "streams", "streams as reference", "int8", "nf4")
 ROWS = rows_of(12, 20, 6, 6)
 BINS = [[0, 1, 2], [3, 4], [5]]
 HEAT = 0.9
@@ -40,11 +40,15 @@ def scoring(made, tiny_folder, student_folder):  # noqa: F811
 
     def build(mode, more=None, student_dtype="fp32"):
         settings = {**(MAPPED if "mapped" in mode else OFFLOADED), **(more or {})}
+        if "streams" in mode:
+            settings[f"{AR}.ref.fsdp_config.param_offload"] = "stream"
         quantization = mode if mode in ("int8", "nf4") else "none"
-        fsdp = Fsdp(dtype="fp32", model_dtype=student_dtype, param_offload=mode not in ("resident", "int8", "nf4"))
-        residency = {"alias_ref": "alias_ref", "swap": "swap", "mapped swap": "swap"}.get(mode, "separate")
+        rests = "stream" if mode == "streams" else mode not in ("resident", "int8", "nf4")
+        fsdp = Fsdp(dtype="fp32", model_dtype=student_dtype, param_offload=rests)
+        alias = ("alias_ref", "streams as reference")
+        residency = "alias_ref" if mode in alias else "swap" if "swap" in mode else "separate"
         model = ScoringModel(path=str(student_folder), fsdp_config=fsdp, quantization=quantization)
-        folder = None if mode == "alias_ref" else str(student_folder)
+        folder = None if mode in alias else str(student_folder)
         plan = StudentPlan(model, RltReward(logits_chunk_tokens=8), residency, folder)
         return made(settings, reference_folder=str(tiny_folder), role=plan)
 
@@ -85,7 +89,8 @@ def test_the_student_scores_with_the_weights_of_its_folder(scoring, mode, tiny_f
     ref(worker)
     with worker.residency.phase("reward"):
         weights = {name: whole_of(each).clone() for name, each in named_weights(worker.role.model)}
-    stored = load_file((tiny_folder if mode == "alias_ref" else student_folder) / "model.safetensors")
+    is_reference = worker.role.model is worker.reference and "swap" not in mode
+    stored = load_file((tiny_folder if is_reference else student_folder) / "model.safetensors")
     plain = {name: value for name, value in weights.items() if name in stored}
     assert len(plain) == (len(stored) if mode not in ("int8", "nf4") else len(stored) - 14)
     assert all(torch.equal(value, stored[name]) for name, value in plain.items())
@@ -97,7 +102,7 @@ def test_the_student_scores_with_the_weights_of_its_folder(scoring, mode, tiny_f
 
 def test_every_residency_gives_the_same_log_probs(scoring, made):  # noqa: F811
     results = {}
-    for mode in ("separate", "swap", "mapped", "mapped swap", "resident"):
+    for mode in ("separate", "swap", "mapped", "mapped swap", "resident", "streams"):
         results[mode] = score(scoring(mode)).value.log_probs
         made.close()
     first = results.pop("separate")

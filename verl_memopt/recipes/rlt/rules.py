@@ -28,6 +28,7 @@ from verl_memopt.config.trl_names import (
 from verl_memopt.config.unused_keys import ANY
 from verl_memopt.config.unused_keys import Refusal as Inert
 from verl_memopt.memory.knob import Refusal
+from verl_memopt.memory.param_offload import STREAM
 from verl_memopt.memory.ranges import KL
 from verl_memopt.recipes.rlt.settings import RltReward
 
@@ -116,6 +117,7 @@ def _swap() -> Iterator[Refusal]:
     for key, fault, because, way_out in (
         (_RANK, above(0), own_base, separate),
         (_REF_OFFLOAD, False, stays, f"Set {_REF_OFFLOAD}=true, or {RESIDENCY}=separate."),
+        (_REF_OFFLOAD, STREAM, "a reference that streams has no place", f"Set {_REF_OFFLOAD}=true, or {RESIDENCY}=separate."),
         *(
             (key, other_than("none"), quantized, f"Set {key}=none, or {RESIDENCY}=separate.")
             for key in (_QUANTIZATION, f"{_AR}.ref.quantization")

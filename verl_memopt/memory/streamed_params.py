@@ -1,0 +1,123 @@
+"""Bring a frozen model from host memory while it computes: each block comes while the one before it computes.
+
+Use it when: a reference, a student or a reward model does not fit beside what its own phase holds, with ``param_offload=true``.
+Saves: in that phase all of its parameters but two blocks, or a matrix of the vocabulary where that is larger. Building it takes
+    no more. On the host they have the dtype of compute, so with fp32 masters and bfloat16 compute half the bytes.
+Costs: the model's bytes over the bus for every micro-batch (8 billion parameters in bfloat16: 16 GB, 0.6 s at 25 GB/s), and
+    nothing where a block computes for longer than the next one comes. Set few, large micro-batches
+    (``ref.log_prob_max_token_len_per_gpu``). A prompt whose answers lie in several micro-batches brings the blocks once more.
+Works with: shared prompts, ``ref.quantization`` (the codes come), ``block_tile_tokens``, any dtype; log-probs do not change by a
+    bit. It refuses several devices, trained models, LoRA, ``load_mode=mmap``, ``offload_policy`` and ``residency=swap``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from verl_memopt.memory.formulas import Shapes, width
+from verl_memopt.memory.knob import Advice, Claim, Knob, LadderRow, Predicate, Refusal
+from verl_memopt.memory.param_offload import ACTOR_KEY, REFERENCE_KEY, SCORER_KEY, STREAM
+from verl_memopt.memory.ranges import DEVICES, needs_reference, num_devices
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
+
+_RANK, _LOAD = "actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.load_mode"
+_FOLLOWS = "actor_rollout_ref.ref.sync_every_steps"
+_DTYPES = tuple(f"actor_rollout_ref.ref.fsdp_config.{name}" for name in ("model_dtype", "dtype"))
+
+
+def _streams(key: str) -> Predicate:
+    return lambda settings: attrgetter(key)(settings) == STREAM
+
+
+def _has(key: str, settings: Settings) -> bool:
+    """Return whether the run has the frozen model of a key."""
+    scorer = settings.reward_model
+    return needs_reference(settings) if key == REFERENCE_KEY else scorer.enable and scorer.model.path is not None
+
+
+def _refuses(key: str) -> Iterator[Refusal]:
+    """Yield what a frozen model that streams refuses."""
+    native = key.replace("param_offload", "offload_policy")
+
+    def refusal(others: tuple[str, ...], when: Predicate, because: str, way_out: str) -> Refusal:
+        return Refusal(
+            (key, *others), lambda settings: _streams(key)(settings) and _has(key, settings) and when(settings), because, way_out
+        )
+
+    yield refusal(
+        DEVICES,
+        lambda settings: num_devices(settings) > 1,
+        "each device has a shard of every block, and FSDP2 gathers them",
+        f"Set {native}=true and {key}=false: the shards come from the host block by block. Or set {key}=true.",
+    )
+    yield refusal(
+        (_LOAD,),
+        lambda settings: settings.actor_rollout_ref.model.load_mode == "mmap",
+        "a copy from a mapped file does not run beside the computation",
+        f"Set {_LOAD}=stream, or {key}=true.",
+    )
+
+
+def _would_lose_masters(settings: Settings) -> bool:
+    """Return whether the reference follows the policy with masters of another dtype than that of compute."""
+    masters, compute = (attrgetter(key)(settings) for key in _DTYPES)
+    follows = attrgetter(_FOLLOWS)(settings) is not None and needs_reference(settings)
+    return follows and width(masters) != width(compute)
+
+
+def may_stream(key: str) -> Predicate:
+    """Return the question whether a frozen model of a run could stream."""
+    native = attrgetter(key.replace("param_offload", "offload_policy"))
+
+    def may(settings: Settings) -> bool:
+        model, swaps = settings.actor_rollout_ref.model, settings.reward_model.residency == "swap"
+        refused = native(settings) or model.load_mode == "mmap" or swaps or num_devices(settings) > 1
+        return not refused and not (key == REFERENCE_KEY and (model.lora_rank or _would_lose_masters(settings)))
+
+    return may
+
+
+def _saved(before: Shapes, _: Shapes) -> float:
+    """Return the bytes of a reference without those that a pass holds."""
+    frozen = before.settings.ref.fsdp_config
+    most = max(2 * before.block_params, before.vocab * before.hidden)
+    return before.reference_bytes - width(frozen.dtype) * most
+
+
+KNOB = Knob(
+    cost="host memory, copies per micro-batch",
+    shared_keys=(REFERENCE_KEY, SCORER_KEY),
+    same_numbers=True,
+    refuses=(
+        Refusal(
+            (ACTOR_KEY,),
+            _streams(ACTOR_KEY),
+            "backward and optimizer need the whole model on the device; only a frozen model streams",
+            f"Set {ACTOR_KEY}=true.",
+        ),
+        Refusal(
+            (REFERENCE_KEY, _RANK),
+            lambda settings: _streams(REFERENCE_KEY)(settings) and settings.actor_rollout_ref.model.lora_rank > 0,
+            "with LoRA the reference is the policy's own base",
+            f"Set {REFERENCE_KEY}=false.",
+        ),
+        *_refuses(REFERENCE_KEY),
+        *_refuses(SCORER_KEY),
+        Refusal(
+            (REFERENCE_KEY, _FOLLOWS, *_DTYPES),
+            lambda settings: _streams(REFERENCE_KEY)(settings) and _would_lose_masters(settings),
+            "a reference that streams rests in the dtype of compute, and one that follows the policy needs its masters",
+            f"Set {_DTYPES[0]} to {_DTYPES[1]}, or {REFERENCE_KEY}=true.",
+        ),
+    ),
+    advice=(
+        Advice("params", REFERENCE_KEY, STREAM, may_stream(REFERENCE_KEY), phases=("ref",)),
+        Advice("params", SCORER_KEY, STREAM, may_stream(SCORER_KEY), phases=("reward",)),
+    ),
+    claims=(Claim("ref", "params", _saved),),
+    row=LadderRow(235, on=(f"{REFERENCE_KEY}=stream",), off=(f"{REFERENCE_KEY}=false",), on_top_of="param_offload"),
+)

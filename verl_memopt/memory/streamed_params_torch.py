@@ -1,0 +1,183 @@
+"""A frozen model rests on the host, and its blocks pass through the device: the next one comes while the present one computes.
+
+Bytes on the device inside a pass, and none outside of it: b x max(2 x N_l, V x h), where b is the width of compute (or of the
+codes of a quantised block), N_l counts the parameters of a block and V x h those of a matrix of the vocabulary. Two blocks have a
+buffer, and so has the embedding or the LM head while it computes; the two buffers never exist together. Parameters that are in
+none of these (the final norm, the head of a reward model) stay on the device.
+
+Bytes over the bus: those of the model once a micro-batch, or twice those of a matrix that is embedding and head where blocks come
+between, and those of the blocks once more for each prefix KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from verl_memopt.distributed.device import Done, copy_stream, current_stream, mark_done, on_stream, wait_for
+from verl_memopt.memory.host_buffers import ALIGNMENT, host_buffer
+from verl_memopt.observe.byte_tracker import scope
+
+KIND = "params"
+
+
+@dataclass(eq=False)
+class _Unit:
+    """Parameters that come together.
+
+    ``host`` holds their bytes, uint8. ``shown`` are the (module, name, parameter on the host, first byte) of each.
+    ``first`` is the first byte of their place in a buffer of ``room`` bytes on the device.
+    """
+
+    host: Tensor
+    shown: list[tuple[nn.Module, str, nn.Parameter, int]]
+    first: int = 0
+    room: int = 0
+
+    @property
+    def stop(self) -> int:
+        return self.first + self.host.numel()
+
+
+class StreamedParams:
+    """The parameters of a model that come to the device block by block, as a part of the residency table."""
+
+    name = ""
+    """Of the part; set by who adds it to the table."""
+    on_device = False
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        vocabulary: Sequence[Sequence[nn.Module]],
+        device: torch.device,
+        inputs: torch.dtype | None = None,
+    ) -> None:
+        """Allocate the parameters on the host, uninitialised, and register the hooks.
+
+        Args:
+            blocks: In the order in which they compute.
+            vocabulary: Embedding and LM head, one beside the other where they share a matrix.
+            device: Where they compute.
+            inputs: dtype to which the floating point inputs of a block are cast, as FSDP2 casts them; None = they are not.
+        """
+        self.resting: dict[Tensor, nn.Parameter] = {}
+        """Parameter of the model, which has no storage -> the one on the host that takes its place."""
+        self._device, self._stream = device, copy_stream(device)
+        self._buffer: Tensor | None = None
+        self._there: dict[_Unit, Done] = {}
+        self._blocks = [self._unit([block]) for block in blocks]
+        self._matrices: list[_Unit] = []
+        most = max(unit.host.numel() for unit in self._blocks)
+        for place, (unit, block) in enumerate(zip(self._blocks, blocks, strict=True)):
+            unit.first, unit.room = place % 2 * most, 2 * most
+            self._hook(block, unit, self._blocks[place + 1 : place + 2])
+            if inputs is not None:
+                block.register_forward_pre_hook(partial(_cast, inputs), with_kwargs=True)
+        for modules in vocabulary:
+            unit = self._unit(modules)
+            unit.room = unit.host.numel()
+            self._matrices.append(unit)
+            for module in modules:
+                self._hook(module, unit, ())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the host, which come to the device in a pass."""
+        return sum(unit.host.numel() for unit in (*self._blocks, *self._matrices))
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes on the device at most."""
+        return max(unit.room for unit in (*self._blocks, *self._matrices))
+
+    def to_host(self) -> int:
+        """Free what a pass that failed has left on the device. No bytes go to the host, where the parameters are."""
+        self.release()
+        return 0
+
+    def to_device(self) -> int:
+        """Move nothing: the parameters come in the pass."""
+        return 0
+
+    def release(self) -> None:
+        """Free the buffer on the device at the end of a pass."""
+        for done in self._there.values():
+            wait_for(current_stream(self._device), done)
+        self._there.clear()
+        self._buffer = None
+
+    def _unit(self, modules: Sequence[nn.Module]) -> _Unit:
+        """Return a unit of all parameters of some modules, with its bytes on the host."""
+        members = [(part, name, own) for module in modules for part in module.modules() for name, own in _own_parameters(part)]
+        starts: dict[nn.Parameter, int] = {}
+        end = 0
+        for _, _, parameter in members:
+            if parameter not in starts:
+                assert parameter not in self.resting, "two blocks share a parameter"
+                starts[parameter] = end
+                end += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
+        host = host_buffer(end, self._device, KIND)
+        for parameter, start in starts.items():
+            self.resting[parameter] = _view(host, start, parameter)
+        return _Unit(host, [(part, name, self.resting[parameter], starts[parameter]) for part, name, parameter in members])
+
+    def _hook(self, module: nn.Module, unit: _Unit, following: Sequence[_Unit]) -> None:
+        module.register_forward_pre_hook(_without_arguments(partial(self._enter, unit, following)))
+        # Also after an error, which would else leave the module with parameters in a buffer that others overwrite.
+        module.register_forward_hook(_without_arguments(partial(_show, unit, None)), always_call=True)
+
+    def _enter(self, unit: _Unit, following: Sequence[_Unit]) -> None:
+        self._bring(unit)
+        wait_for(current_stream(self._device), self._there[unit])
+        _show(unit, self._buffer)
+        for other in following:
+            self._bring(other)
+
+    def _bring(self, unit: _Unit) -> None:
+        """Queue the copy of a unit to its place on the device. Nothing happens where it is there already, or on its way."""
+        if unit in self._there:
+            return
+        if self._buffer is None or self._buffer.numel() != unit.room:
+            self.release()
+            with scope(kind=KIND):
+                self._buffer = torch.empty(unit.room, dtype=torch.uint8, device=self._device)
+        self._there = {other: done for other, done in self._there.items() if other.stop <= unit.first or unit.stop <= other.first}
+        # What computed with the bytes that were there is queued already.
+        wait_for(self._stream, mark_done(current_stream(self._device)))
+        with on_stream(self._stream):
+            self._buffer[unit.first : unit.stop].copy_(unit.host, non_blocking=True)
+        self._there[unit] = mark_done(self._stream)
+
+
+def _show(unit: _Unit, buffer: Tensor | None) -> None:
+    """Give the modules of a unit their parameters in a buffer; None = those on the host."""
+    for module, name, resting, start in unit.shown:
+        module._parameters[name] = resting if buffer is None else _view(buffer, unit.first + start, resting)
+
+
+def _cast(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Cast the floating point inputs of a module, as a hook before its forward."""
+    return tree_map(
+        lambda each: each.to(dtype) if isinstance(each, Tensor) and each.is_floating_point() else each, (args, kwargs)
+    )
+
+
+def _view(buffer: Tensor, start: int, like: Tensor) -> nn.Parameter:
+    part = buffer[start : start + like.nbytes].view(like.dtype).view(like.shape)
+    return nn.Parameter(part, requires_grad=False)
+
+
+def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, own) for name, own in module._parameters.items() if own is not None]
+
+
+def _without_arguments(call: Callable[[], None]) -> Callable[..., None]:
+    """Return a hook of a module that ignores the module, its inputs and its output."""
+    return lambda *_: call()
