@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -36,7 +37,7 @@ RANKS, A_NODE, CHECKED = (1, 2, 4, 8, 64, 512), 8, 8
 MODELS = {"8B": PUBLISHED["Qwen/Qwen3-8B"], "70B": ModelSize(8192, 28_672, 80, 64, 8, 128, 128_256, False)}
 GROUPS, GROUP, PROMPT, RESPONSE, KV_GIB = 512, 8, 1024, 2048, 8
 FLOPS = 400e12  # of a device each second: stated, not measured
-ROWS, UPDATE, SCORING = (4_096, 12_288, 102_400), 0, 1
+ROWS, UPDATE, OLD, REFERENCE = (4_096, 12_288, 102_400), 0, 1, 2
 NOTHING = ("data.train_files=none", "data.val_files=null", "actor_rollout_ref.model.path=none")
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 PROFILE = ("memory=large_multi_gpu", f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.old_log_prob_pass=always")
@@ -74,12 +75,13 @@ def cut(batch: RolloutBatch, of: Settings, which: int) -> tuple[list[list[int]],
     return shares, [[each.cost(members) for members in bins] for each, bins in zip(chosen, cuts, strict=True)]
 
 
-def wire(size: ModelSize, ranks: int, updates: int, forwards: int) -> dict[str, dict[str, float]]:
+def wire(size: ModelSize, ranks: int, micro_batches: Sequence[int]) -> dict[str, dict[str, float]]:
     """Return the bytes that a rank sends in a step, gathered (bfloat16; blocks and an untied head twice) and reduced (fp32)."""
     once = 2 * size.params * (ranks - 1) / ranks
     again = once - 2 * (size.vocab * size.hidden + size.hidden) * (ranks - 1) / ranks
-    forward, update = {"gathered": forwards * once}, {"gathered": updates * (once + again), "reduced": updates * 2 * once}
-    return {"old_log_prob": forward, "ref": forward, "update_actor": update, "update_weights": {"gathered": once}}
+    updates, old, ref = micro_batches
+    found = {"old_log_prob": {"gathered": old * once}, "ref": {"gathered": ref * once}, "update_weights": {"gathered": once}}
+    return found | {"update_actor": {"gathered": updates * (once + again), "reduced": updates * 2 * once}}
 
 
 def predicted_tables() -> str:
@@ -88,10 +90,10 @@ def predicted_tables() -> str:
     for (name, size), ranks in itertools.product(MODELS.items(), RANKS):
         of = settings(name, ranks)
         found = predict(of, Sizes(size), phases_of(of), "cuda", 80 * GIB)
-        (_, updates), (_, forwards) = (cut(batch, of, which) for which in (UPDATE, SCORING))
+        updates, old, ref = (cut(batch, of, which)[1] for which in (UPDATE, OLD, REFERENCE))
         sizes = (*found.totals.values(), found.host_bytes, found.host_bytes * min(ranks, A_NODE))
         peaks.append((name, str(ranks), *(f"{each / GIB:,.1f}" for each in sizes)))
-        crossing = wire(size, ranks, len(updates[0]), len(forwards[0]))
+        crossing = wire(size, ranks, [len(each[0]) for each in (updates, old, ref)])
         cells = (f"{sum(crossing[phase].values()) / GIB:,.0f}" for phase in PHASES)
         seconds = (2 * 2 + 8) * size.params * max(map(sum, updates)) / FLOPS  # two forwards, and an update with one more
         sent.append((name, str(ranks), str(len(updates[0])), *cells, f"{seconds:,.0f}", f"{GROUPS * GROUP / seconds:,.1f}"))
@@ -121,7 +123,7 @@ def check_table(model: str, layers: int) -> str:
     case = Case(dataclasses.replace(SHAPES[model], num_layers=layers), PROMPT, RESPONSE, GROUP, groups=2, overrides=PROFILE)
     step, size = call_in_fake_process("benchmarks.gpu_cost.one_copy:phases", case, False, CHECKED), size_of(case.shape)
     peaks = predict(settings_of(case, Path("none"), CHECKED), Sizes(size), PHASES, "cuda")
-    sent, lines = wire(size, CHECKED, step["micro_batches"], 1), []
+    sent, lines = wire(size, CHECKED, step["passes"]), []
     for phase in PHASES:
         had, kinds = step["phases"][phase], peaks.phases[phase]
         live = sum(each for kind, each in kinds.items() if kind not in ("context", "allocator", "engine"))

@@ -166,7 +166,8 @@ def _step(case: Case, settings: Settings, folder: Path, gpu: BoundlessHost, trac
         host = host_allocator()
         return {
             "params": params, "phases": found, "host_bytes": host.held_bytes, "host_peak_bytes": host.peak_bytes,
-            "micro_batches": len(update), "tokens": sum(batch.row_tokens().cost(list(rows)) for rows in update),
+            "micro_batches": len(update), "passes": [len(update), len(scoring), len(of_reference)],
+            "tokens": sum(batch.row_tokens().cost(list(rows)) for rows in update),
         }  # fmt: skip
     finally:
         worker.close()
