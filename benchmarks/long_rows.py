@@ -1,9 +1,12 @@
 """``python -m benchmarks.long_rows``: what an update of one very long row holds on a card, without and with blocks over tiles.
 
 The real update (forward, loss, backward) of one micro-batch with one row runs on fake tensors: real shapes, all layers, no
-values. A byte tracker counts what lives, the parameters and gradients included: fp32 masters in a copy of its own, where
-all weights train. The optimizer's state rests on the host. Kernels are a CPU's: attention converts one head of a tile to fp32,
-which a GPU does not, and elementwise statements run over tiles as large as a GPU's where their functions are not compiled.
+values. A byte tracker counts what lives, the parameters and gradients included. The optimizer's state rests on the host. Kernels
+are a CPU's: attention converts one head of a tile to fp32, which a GPU does not, and elementwise statements run over tiles as
+large as a GPU's where their functions are not compiled.
+
+``--real`` runs a small model on rows of 16,384 tokens on this CPU, with values, beside TRL and Liger where they are installed
+(``.venv-peers/bin/python``; ``benchmarks/update_pass/setup.sh`` makes it).
 """
 
 from __future__ import annotations
@@ -13,15 +16,18 @@ import logging
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.common import CPU, text_table
+from benchmarks.common import CPU, NONE, text_table
 from benchmarks.rlt_requirements.__main__ import fake_process_group, faked, tiles_of_a_gpu, write_config
+from benchmarks.update_pass.contest import CONTESTANTS, missing
+from benchmarks.update_pass.sides import Job
+from benchmarks.update_pass.work import WORKLOADS, make_batch
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.loader import load_settings
 from verl_memopt.data.batch import Ragged, RolloutBatch
@@ -30,8 +36,10 @@ from verl_memopt.memory.activation_offload_torch import ActivationOffload
 from verl_memopt.memory.held import PUBLISHED, ModelSize
 from verl_memopt.memory.rollout_memory import kv_bytes_per_token
 from verl_memopt.model.assembly import ModelUse, allocate, build_policy
+from verl_memopt.model.tiny import make_tiny_model
+from verl_memopt.model.weights import named_weights
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
-from verl_memopt.observe.phase import GIB
+from verl_memopt.observe.phase import GIB, MIB
 from verl_memopt.worker.policy import Policy
 from verl_memopt.worker.trained_model import micro_batch
 
@@ -39,15 +47,14 @@ PROMPT = 1024
 MODEL = "actor_rollout_ref.model"
 CHUNK = f"{MODEL}.logprob_chunk_tokens=2048"
 """Fewer and larger pieces of the head than the profile has: a fake run of the others takes hours."""
-OWN_COPY = "actor_rollout_ref.actor.fsdp_config.param_offload=true"
-"""Said by the user, it keeps the profile from sharing the engine's weights, and there is no engine."""
-LORA = (f"{MODEL}.lora_rank=16", "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16")
-CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
-    "0.6B, all weights": ("Qwen/Qwen3-0.6B", 131_072, ()),
-    "8B, LoRA": ("Qwen/Qwen3-8B", 32_768, LORA),
+CASES = {
+    "0.6B, all weights": ("Qwen/Qwen3-0.6B", 131_072),
+    "8B, all weights": ("Qwen/Qwen3-8B", 32_768),
 }
-"""Name -> published shape, tokens of the row, overrides beside memory=24g."""
+"""Name -> published shape, tokens of the row."""
 TILES = (None, 8192)
+REAL_TILE = 2048
+REAL_HEAD = ("update", "peak MiB", "beyond weights and gradients", "gradient, apart", "processor seconds")
 HEAD = (
     "model",
     "tokens",
@@ -82,7 +89,8 @@ def peak(shape: ModelSize, tokens: int, overrides: Sequence[str]) -> dict[str, i
         model, fsdp = replace(roles.model, path=name), replace(roles.actor.fsdp_config, param_offload=False)
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
             trained = build_policy(model, fsdp, folder, mesh, CPU, ModelUse(recompute=True, trained=True))
-            allocate(trained, CPU)
+            # A plain model's fake parameters cannot be moved in place.
+            allocate(trained, CPU, {name: torch.empty_like(each, device=CPU) for name, each in named_weights(trained)})
             offload = ActivationOffload(trained, CPU, model.activation_offload_min_bytes, model.activation_offload_in_flight)
             policy = Policy(trained, roles.actor, 10, 1, CPU, offload)
             with ByteTracker() as tracker:
@@ -92,23 +100,60 @@ def peak(shape: ModelSize, tokens: int, overrides: Sequence[str]) -> dict[str, i
                 return dict(tracker.peaks[DEVICE].kinds)
 
 
+def real(tokens: int) -> Iterator[tuple[str, ...]]:
+    """Yield the lines of the table of an update that is computed: two rows, one in a micro-batch, blocks checkpointed by all."""
+    shape = replace(WORKLOADS["b"].shape, num_layers=2, max_positions=tokens)
+    work = replace(WORKLOADS["b"], shape=shape, k=2, rows=1, prompt=PROMPT, answer=tokens - PROMPT)
+    sides = {
+        "ours": ("ours_no_sharing", work),
+        f"ours, tiles of {REAL_TILE}": ("ours_no_sharing", replace(work, block_tile=REAL_TILE)),
+        "TRL": ("trl_grpo_trimmed", work),
+        "Liger": ("liger", work),
+    }
+    with tempfile.TemporaryDirectory() as name:
+        folder = make_tiny_model(Path(name) / "model", shape, seed=0)
+        expected: dict[str, torch.Tensor] = {}
+        for label, (contestant, each) in sides.items():
+            if (reason := missing(contestant)) is not None:
+                yield label, reason, NONE, NONE, NONE
+                continue
+            job = Job(each, make_batch(each), folder, checkpointing=True, device=CPU, old_log_probs=())
+            side = CONTESTANTS[contestant].build(job)
+            held = sum(parameter.nbytes for parameter in side.model.parameters())
+            begun = time.process_time()
+            with ByteTracker() as tracker:
+                tracker.mark("params", side.model.parameters())
+                tracker.enter("update")
+                side.update()
+            seconds, most = time.process_time() - begun, tracker.peaks[DEVICE].bytes
+            found = side.gradients()
+            expected = expected or {key: gradient.clone() for key, gradient in found.items()}
+            apart = max(float((found[key] - gradient).norm() / gradient.norm()) for key, gradient in expected.items())
+            yield label, f"{most / MIB:.0f}", f"{(most - 2 * held) / MIB:.0f}", f"{apart:.1e}", f"{seconds:.0f}"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; each row as soon as it is known."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.long_rows", description=__doc__)
     parser.add_argument("--divide", type=int, default=1, metavar="N", help="take rows of 1/N of the tokens, for a quick look")
+    parser.add_argument("--real", type=int, nargs="?", const=16_384, metavar="TOKENS", help="compute rows of so many tokens")
     asked = parser.parse_args(argv)
     logging.disable(logging.WARNING)
+    if asked.real:
+        torch.set_num_threads(1)
+        print(text_table(REAL_HEAD, list(real(asked.real))))
+        return 0
     lines = []
-    for name, (hub_id, whole, overrides) in CASES.items():
+    for name, (hub_id, whole) in CASES.items():
         shape, tokens = PUBLISHED[hub_id], whole // asked.divide
         cache = tokens * kv_bytes_per_token(shape.layers, shape.kv_heads, shape.head_dim, 2, 1)
         for tile in TILES:
             begun = time.monotonic()
-            kinds = peak(shape, tokens, [*overrides, CHUNK, f"{MODEL}.block_tile_tokens={tile or 'null'}"])
+            kinds = peak(shape, tokens, [CHUNK, f"{MODEL}.block_tile_tokens={tile or 'null'}"])
             activations = sum(kinds.get(kind, 0) for kind in ("activations", "logits"))
             sizes = (activations, sum(kinds.values()) - activations, sum(kinds.values()), cache)
             gib = (f"{size / GIB:.2f}" for size in sizes)
-            lines.append((name, tokens, tile or "none", *gib, f"{time.monotonic() - begun:.0f}"))
+            lines.append((name, f"{tokens:,}", str(tile or "none"), *gib, f"{time.monotonic() - begun:.0f}"))
             print(*lines[-1], file=sys.stderr, flush=True)
     print(text_table(HEAD, lines))
     return 0

@@ -31,6 +31,9 @@ SHAPES = {
 
 _ACTOR, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 
+MOST_BYTES = 2**34
+"""Of a file of weights."""
+
 WAYS = {
     "lora": ("actor_rollout_ref.model.lora_rank=16", f"{_ACTOR}.fsdp_config.model_dtype=bfloat16"),
     "full": (),
@@ -137,7 +140,15 @@ def make_model_folder(shape: TinyShape, folder: Path) -> Path:
     tokenizer.save_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    _write_sparse(folder / "model.safetensors", {name: tuple(one.shape) for name, one in model.named_parameters()})
+    shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
+    if 2 * sum(torch.Size(each).numel() for each in shapes.values()) < MOST_BYTES:
+        _write_sparse(folder / "model.safetensors", shapes)
+        return folder
+    # A file of its own for each tensor: Linux maps none that is larger than the machine's memory.
+    files = {name: f"{name}.safetensors" for name in shapes}
+    for name, shape in shapes.items():
+        _write_sparse(folder / files[name], {name: shape})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
     return folder
 
 

@@ -3,7 +3,7 @@
 A worker of a published shape runs on the virtual GPU (``tests/virtual_gpu``), whose tensors have no values: load, old log-probs,
 reference log-probs, update, weight sync. Generation is not run: its weights are those that are there, and the KV cache takes
 what is left. Every figure is predicted. Host buffers are mapped and never written, so that a model larger than this machine can
-be run.
+be run. ``--cards`` asks ``verl-memopt fit`` instead which models fit which cards, and what is left for the KV cache.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed._tools.fake_collectives import CollectiveOp
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_iter
 
-from benchmarks.common import commit, text_table, write_json
-from benchmarks.gpu.reach_cases import SHAPES, make_model_folder, worker_plan
+from benchmarks.common import NONE, commit, text_table, write_json
+from benchmarks.gpu.reach_cases import SHAPES, WAYS, make_model_folder, size_of, worker_plan
 from benchmarks.gpu_cost.update import Case
+from benchmarks.rlt_requirements.__main__ import write_config
 from recipe.rloo.memory_study.fake_guard import call_in_fake_process
 from tests.virtual_gpu.device import VirtualGpu
 from verl_memopt.algorithms.rows import GlobalCounts
@@ -33,8 +36,10 @@ from verl_memopt.config.loader import load_settings
 from verl_memopt.config.schema import Settings
 from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.ladder.measure import Work, make_batch
+from verl_memopt.memory.fit import CARDS
 from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.observe.phase import GIB
+from verl_memopt.trainer.fit import Card, find_out
 from verl_memopt.trainer.micro_batching import budgets, cut_ranks
 from verl_memopt.worker.group import Placement
 from verl_memopt.worker.trained_model import MiniBatch
@@ -52,6 +57,24 @@ PARTS = {
         SHAPES["8b"], hidden_size=5120, intermediate_size=17408, num_layers=40, num_heads=40, num_kv_heads=8
     )
 }
+PARTS["32b"] = dataclasses.replace(PARTS["14b"], intermediate_size=25_600, num_layers=64, num_heads=64)
+LOW_PRECISION = (
+    "actor_rollout_ref.actor.optim.state_dtype=int8",
+    "actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype=bfloat16",
+)
+"""Moments in int8, and gradients that rest on the host in bfloat16. Masters are exact."""
+
+
+c10d = torch.ops.c10d
+WIRE = {
+    c10d._allgather_base_.default: "gathered", c10d.allgather_.default: "gathered",
+    c10d._reduce_scatter_base_.default: "reduced",
+}  # fmt: skip
+"""Collectives of FSDP2 and of the weight sync -> what their bytes are counted as: those that one rank receives, and sends."""
+
+
+def _size(given: Any) -> int:
+    return sum(each.nbytes for each in tree_iter(given) if isinstance(each, torch.Tensor))
 
 
 class BoundlessHost(VirtualGpu):
@@ -66,6 +89,9 @@ class BoundlessHost(VirtualGpu):
             return args[0]
         if func is aten.copy_.default and self.owns(args[0]) and not self.owns(args[1]) and args[1].dim():
             self.crossed["to the device"] += args[1].nbytes
+        if func in WIRE:
+            group, size = CollectiveOp.get_process_group(func, args).size(), max(map(_size, (args[0], args[1])))
+            self.crossed[WIRE[func]] += size * (group - 1) // group
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _copy_to_host(self, func: Any, args: Any, kwargs: Any, lane: str) -> Any:
@@ -78,35 +104,40 @@ class BoundlessHost(VirtualGpu):
         return target
 
 
-def phases(case: Case, track: bool) -> dict[str, Any]:
-    """Return what the second step of a worker holds and moves, by phase. In a process that has the fake device."""
+def phases(case: Case, track: bool, ranks: int = 1) -> dict[str, Any]:
+    """Return what the second step of a worker holds and moves, by phase. In a process that has the fake device.
+
+    ``ranks``: of the group of which the worker is the first. The case is its share of the work; the others are not there.
+    """
     with tempfile.TemporaryDirectory() as parent:
         folder = make_model_folder(case.shape, Path(parent) / "model")
         leave_process_group()
-        dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
-        settings = _settings(case, folder)
+        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+        settings = settings_of(case, folder, ranks)
         with BoundlessHost(total_bytes=2**40) as gpu, mock.patch.object(mmap, "MAP_PRIVATE", mmap.MAP_PRIVATE | NO_RESERVE):
-            return _step(case, settings, folder, gpu, track)
+            return _step(case, settings, folder, gpu, track, ranks)
 
 
-def _settings(case: Case, folder: Path) -> Settings:
+def settings_of(case: Case, folder: Path, ranks: int = 1) -> Settings:
+    """Return the settings of a run of which each rank has the case's work."""
     return load_settings(
         "rloo_trainer",
         [
-            "data.train_files=none", "data.val_files=null", "data.seed=0", f"data.train_batch_size={case.groups}",
+            "data.train_files=none", "data.val_files=null", "data.seed=0", f"data.train_batch_size={case.groups * ranks}",
             f"data.max_prompt_length={case.prompt}", f"data.max_response_length={case.response}",
-            f"actor_rollout_ref.model.path={folder}", f"actor_rollout_ref.actor.ppo_mini_batch_size={case.groups}",
+            f"actor_rollout_ref.model.path={folder}", f"actor_rollout_ref.actor.ppo_mini_batch_size={case.groups * ranks}",
             "actor_rollout_ref.rollout.name=hf", f"actor_rollout_ref.rollout.n={case.group}",
             "actor_rollout_ref.actor.use_torch_compile=false", "actor_rollout_ref.actor.adaptive_token_budget=false",
-            "trainer.worker_group=local", "trainer.device=cuda", *case.overrides,
+            f"trainer.worker_group={'local' if ranks == 1 else 'ray'}", f"trainer.n_gpus_per_node={ranks}", "trainer.device=cuda",
+            *case.overrides,
         ],
     )  # fmt: skip
 
 
-def _step(case: Case, settings: Settings, folder: Path, gpu: BoundlessHost, track: bool) -> dict[str, Any]:
+def _step(case: Case, settings: Settings, folder: Path, gpu: BoundlessHost, track: bool, ranks: int) -> dict[str, Any]:
     roles = settings.actor_rollout_ref
     plan = dataclasses.replace(worker_plan(settings, folder, roles.actor.use_kl_loss), kinds_on_gpu=track)
-    worker = Worker(plan, Placement(0, 1, 0, "127.0.0.1", 0, "cuda"))
+    worker = Worker(plan, Placement(0, ranks, 0, "127.0.0.1", 0, "cuda"))
     try:
         found: dict[str, Any] = {"init": {"peak": worker.init_memory.peak_allocated_bytes}}
         work = Work(rows=case.groups * case.group, prompt=case.prompt, response=case.response, group=case.group)
@@ -135,7 +166,8 @@ def _step(case: Case, settings: Settings, folder: Path, gpu: BoundlessHost, trac
         host = host_allocator()
         return {
             "params": params, "phases": found, "host_bytes": host.held_bytes, "host_peak_bytes": host.peak_bytes,
-            "micro_batches": len(update), "tokens": sum(batch.row_tokens().cost(list(rows)) for rows in update),
+            "micro_batches": len(update), "passes": [len(update), len(scoring), len(of_reference)],
+            "tokens": sum(batch.row_tokens().cost(list(rows)) for rows in update),
         }  # fmt: skip
     finally:
         worker.close()
@@ -164,6 +196,40 @@ def render(model: str, found: dict[str, Any]) -> str:
     )
 
 
+def cards_table(prompt: int, response: int, group: int) -> str:
+    """Return the KV cache in tokens that ``verl-memopt fit`` leaves each model on each card, and what it changed to fit it."""
+    names, rows, notes = [name for name in CARDS if name != "141g"], [], []
+    for model in ("1.7b", "4b", "8b", "14b", "32b"):
+        for way, overrides in (("full", LOW_PRECISION), ("LoRA", WAYS["lora"])):
+            cells = []
+            for card in names:
+                with tempfile.TemporaryDirectory() as folder:
+                    write_config(Path(folder), size_of({**SHAPES, **PARTS}[model]))
+                    settings = load_settings(
+                        "rloo_trainer",
+                        [
+                            f"memory={card}", "data.train_files=none", "data.val_files=null", "data.train_batch_size=16",
+                            f"data.max_prompt_length={prompt}", f"data.max_response_length={response}",
+                            f"actor_rollout_ref.model.path={folder}", "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+                            f"actor_rollout_ref.rollout.n={group}", "actor_rollout_ref.rollout.gpu_memory_utilization=0.9",
+                            "trainer.device=cuda", *overrides,
+                        ],
+                    )  # fmt: skip
+                    found = find_out(settings, Card.of(float(card.removesuffix("g"))))
+                last = found.verdict if found.verdict.fits else found.after
+                assert last is not None
+                cells.append(f"{last.peaks.kv_tokens:,}{'' if found.verdict.fits else ' *'}" if last.fits else NONE)
+                if found.changes and last.fits:
+                    changed = ", ".join(f"{each.name}{' (numbers change)' * each.changes_numbers}" for each in found.changes)
+                    notes.append(f"* {model}, {way}, {card}: {changed}")
+            # Of the last card, the largest, whose profile has the largest micro-batches.
+            rows.append(
+                (model, way, *cells, f"{last.peaks.totals['update_actor'] / GIB:.1f}", f"{last.peaks.host_bytes / GIB:.1f}")
+            )
+    table = text_table(("model", "weights", *names, "update GiB", "host GiB"), rows, left=(0, 1))
+    return "\n".join(["KV cache in tokens on one card (predicted by verl-memopt fit)", table, *notes])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what was asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_cost.one_copy", description=__doc__)
@@ -174,8 +240,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--group", type=int, default=8, help="answers to the prompt (default: 8)")
     parser.add_argument("--kinds", action="store_true", help="count bytes by kind too")
     parser.add_argument("--json", type=Path, help="write the record here")
+    parser.add_argument("--cards", action="store_true", help="print which models fit which cards by verl-memopt fit")
     parser.add_argument("overrides", nargs="*", help="settings, as on a command line")
     asked = parser.parse_args(argv)
+    if asked.cards:
+        print(cards_table(asked.prompt, asked.response, asked.group))
+        return 0
     shape = {**SHAPES, **PARTS}[asked.model]
     shape = dataclasses.replace(shape, num_layers=asked.layers or shape.num_layers)
     case = Case(shape, asked.prompt, asked.response, asked.group, overrides=tuple(asked.overrides))

@@ -26,7 +26,7 @@ KEY = "actor_rollout_ref.actor"
 def build_ours(job: Job, shared: bool = True) -> Side:
     """Gives the project's update. shared: each prompt is computed once for the answers to it in a micro-batch."""
     policy, micro_batches, counts = sharded_policy(job), cut(job, shared), counts_of(job)
-    assert policy.model.supports_prefix_kv
+    assert policy.model.supports_prefix_kv or job.work.block_tile
 
     def update() -> None:
         policy.accumulate(micro_batches, counts, TEMPERATURE)
@@ -57,7 +57,7 @@ def cut(job: Job, shared: bool) -> list[MicroBatch]:
     else:
         budget = Budget(True, job.work.token_budget, None, f"{KEY}.ppo_max_token_len_per_gpu")
         rows = budget.micro_batches(batch.row_tokens(), [str(row) for row in range(batch.num_rows)])
-    return list(micro_batches_of(batch, rows, with_prefix_kv=True))
+    return list(micro_batches_of(batch, rows, with_prefix_kv=job.work.block_tile is None))
 
 
 def counts_of(job: Job) -> GlobalCounts:
@@ -71,7 +71,7 @@ def sharded_policy(job: Job) -> Policy:
     join_process_group(job.device, 0, 1, "", 0, 600)
     mesh = training_mesh(job.device.type, 1, -1)
     fsdp = TrainedFsdp(model_dtype=job.work.dtype, dtype=job.work.dtype)
-    model = Model(path=str(job.folder), logprob_chunk_tokens=job.work.chunk_tokens)
+    model = Model(path=str(job.folder), logprob_chunk_tokens=job.work.chunk_tokens, block_tile_tokens=job.work.block_tile)
     actor = Actor(
         use_dynamic_bsz=True, use_torch_compile=False, loss_agg_mode="seq-mean-token-sum", clip_ratio_low=CLIP,
         clip_ratio_high=CLIP, fsdp_config=fsdp,

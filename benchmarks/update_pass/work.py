@@ -42,6 +42,8 @@ class Workload:
     """Most tokens in a micro-batch of the project's contestants; None = the rows that the others take."""
     chunk_tokens: int = 512
     """``logprob_chunk_tokens`` of the project's contestants."""
+    block_tile: int | None = None
+    """``block_tile_tokens`` of the project's contestants."""
     dtype: str = "fp32"
     """Of weights, compute and gradients."""
     gpu: bool = False

@@ -268,6 +268,12 @@ def test_the_size_of_a_machines_own_card_is_asked_of_nvidia_smi_without_touching
     assert "--memory: the size of the card is not known" in capsys.readouterr().err
 
 
+def test_an_engine_that_shares_its_weights_takes_its_share_of_the_card_and_no_more():
+    card = Card.of(24)
+    generating = judge(rloo("model=qwen3_1_7b", "memory=24g"), card).peaks.totals["gen"]
+    assert generating == pytest.approx(0.7 * card.num_bytes, rel=1e-4)
+
+
 def test_more_cards_share_a_model(capsys):
     arguments = ("model=qwen3_8b", "memory=large_multi_gpu", "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
     assert said(capsys, *arguments, "--memory", "80", "--gpus", "2")[0] == 0

@@ -77,9 +77,9 @@ class Peaks:
 
     @property
     def binding(self) -> str:
-        """The phase that holds most."""
+        """The phase that holds most; one of the step, where the start holds as much."""
         totals = self.totals
-        return max(totals, key=totals.__getitem__)
+        return max(totals, key=lambda phase: (totals[phase], phase != "init"))
 
     @property
     def device_bytes(self) -> int:
@@ -150,7 +150,9 @@ class _Prediction:
                 generates = phase in ("gen", "testing") or (phase == "init" and "engine" in kinds)
                 in_share = generates and self.roles.rollout.name == "vllm"
                 live = sum(num_bytes for kind, num_bytes in kinds.items() if kind not in ("kv", "rollout weights", "engine"))
-                kinds["allocator"] = RESERVED * live
+                # Weights that the trainer shares lie in the engine's own memory, which it takes once.
+                in_engine = min(kinds.get("params", 0), self.shared_weights)
+                kinds["allocator"] = RESERVED * (live - in_engine)
                 if not in_share:
                     kinds["context"] = CONTEXT
                     kinds["engine"] = kinds.get("engine", 0) + graphs
@@ -255,7 +257,12 @@ class _Prediction:
     @property
     def engine_copy(self) -> float:
         """Bytes of the engine's weights and sampler beside the policy's weights."""
-        return self.engine_weights - (width(self.roles.rollout.dtype) * self.sizes.policy.params if self.shares else 0)
+        return self.engine_weights - self.shared_weights
+
+    @property
+    def shared_weights(self) -> float:
+        """Bytes of the policy's weights that are the engine's."""
+        return width(self.roles.rollout.dtype) * self.sizes.policy.params if self.shares else 0
 
     @property
     def kv_token(self) -> int:
