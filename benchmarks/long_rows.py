@@ -70,7 +70,7 @@ HEAD = (
 def peak(shape: ModelSize, tokens: int, overrides: Sequence[str]) -> dict[str, int]:
     """Return kind -> bytes at the peak of an update of one row."""
     settings = load_settings(
-        "rloo_trainer", ["memory=24g", "data.train_files=none", "data.val_files=none", f"{MODEL}.path=none", OWN_COPY, *overrides]
+        "rloo_trainer", ["memory=24g", "data.train_files=none", "data.val_files=none", f"{MODEL}.path=none", *overrides]
     )
     roles = settings.actor_rollout_ref
 
