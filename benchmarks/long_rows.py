@@ -1,9 +1,9 @@
 """``python -m benchmarks.long_rows``: what an update of one very long row holds on a card, without and with blocks over tiles.
 
 The real update (forward, loss, backward) of one micro-batch with one row runs on fake tensors: real shapes, all layers, no
-values. A byte tracker counts what lives, the parameters and gradients included. The optimizer's state rests on the host. Kernels
-are a CPU's: attention converts one head of a tile to fp32, which a GPU does not, and elementwise statements run over tiles as
-large as a GPU's where their functions are not compiled.
+values. A byte tracker counts what lives, the parameters and gradients included: fp32 masters in a copy of its own, where
+all weights train. The optimizer's state rests on the host. Kernels are a CPU's: attention converts one head of a tile to fp32,
+which a GPU does not, and elementwise statements run over tiles as large as a GPU's where their functions are not compiled.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ PROMPT = 1024
 MODEL = "actor_rollout_ref.model"
 CHUNK = f"{MODEL}.logprob_chunk_tokens=2048"
 """Fewer and larger pieces of the head than the profile has: a fake run of the others takes hours."""
+OWN_COPY = "actor_rollout_ref.actor.fsdp_config.param_offload=true"
+"""Said by the user, it keeps the profile from sharing the engine's weights, and there is no engine."""
 LORA = (f"{MODEL}.lora_rank=16", "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16")
 CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "0.6B, all weights": ("Qwen/Qwen3-0.6B", 131_072, ()),
@@ -61,7 +63,7 @@ HEAD = (
 def peak(shape: ModelSize, tokens: int, overrides: Sequence[str]) -> dict[str, int]:
     """Return kind -> bytes at the peak of an update of one row."""
     settings = load_settings(
-        "rloo_trainer", ["memory=24g", "data.train_files=none", "data.val_files=none", f"{MODEL}.path=none", *overrides]
+        "rloo_trainer", ["memory=24g", "data.train_files=none", "data.val_files=none", f"{MODEL}.path=none", OWN_COPY, *overrides]
     )
     roles = settings.actor_rollout_ref
 

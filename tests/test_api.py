@@ -6,6 +6,7 @@ import datetime
 import re
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import pytest
 import verl_memopt
 from verl_memopt import api, trl
 from verl_memopt.config.loader import compose_mapping
-from verl_memopt.errors import ConfigError, DataError, RewardError, UserError
+from verl_memopt.errors import CheckpointError, ConfigError, DataError, RewardError, UserError
 from verl_memopt.rewards.python_functions import PLAIN, TRL, VERL, VERL_BATCH, NamedFunction, named_functions, save_functions
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.rewards.score import RewardRow
@@ -306,6 +307,13 @@ def test_a_run_without_a_folder_gets_a_new_one(tmp_path, monkeypatch):
         api._run_folder(None, "m", "grpo", resume=True)
 
 
+def test_the_command_of_a_run_keeps_no_secret(model, tmp_path):
+    secret = {"custom_reward_function.reward_kwargs": {"api_key": "sk-4,2"}}
+    folder, loaded = api.Call(model, ROWS, {**SMALL, **secret}, run_dir=tmp_path / "run", rewards="reward.py:f").load()
+    assert loaded.custom_reward_function.reward_kwargs == {"api_key": "sk-4,2"}
+    assert "sk-4" not in (folder / "inputs" / "command.txt").read_text()
+
+
 # TRL's trainers.
 
 
@@ -378,6 +386,15 @@ def test_a_script_of_trl_trains(model, tmp_path):
     trainer.save_model(tmp_path / "model")
     assert (tmp_path / "model" / "model.safetensors").is_file()
     assert trainer.train(resume_from_checkpoint=True).global_step == 1
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_checkpoint_of_trl_is_named_by_its_path_with_or_without_an_output_folder(kind, model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for args in ({}, {"output_dir": str(tmp_path / "out")}):
+        trainer = trl.GRPOTrainer(model, right, {"max_steps": 1, **SMALL, **args}, ROWS)
+        with pytest.raises(CheckpointError, match=r"resume_from_path=.*global_step_3: not a checkpoint"):
+            trainer.train(resume_from_checkpoint=kind(tmp_path / "global_step_3"))
 
 
 SCRIPTS = {

@@ -118,6 +118,11 @@ def test_a_setting_after_only_is_a_setting_and_no_knob(tiny_folder, capsys):
             for option in ("--layers", "--rows", "--prompt", "--response")
         ),
         (["toy", "folder", "--seed", "lucky"], "argument --seed: invalid int value: 'lucky'"),
+        *(
+            (["fit", "model=qwen3_0_6b", option, size], f"argument {option}: {size} is no number of GB above 0")
+            for option in ("--memory", "--host-memory")
+            for size in ("0", "-1", "nan", "inf", "24g")
+        ),
     ],
 )
 def test_an_argument_that_is_missing_or_cannot_be_is_named(arguments, said, capsys):

@@ -60,6 +60,13 @@ def in_two_halves(session, answers):
     return metrics | session.optim_step()
 
 
+def refuse_what_does_not_divide_over_two_devices(session):
+    answers = session.generate(["1+1="], n=3)
+    for call, arguments in ((session.log_probs, ()), (session.update, ([1.0] * 3,)), (session.forward_backward, ([1.0] * 3,))):
+        with pytest.raises(ConfigError, match=r"3 answers do not divide over 2 devices"):
+            call(answers, *arguments)
+
+
 @pytest.mark.parametrize(
     ("algorithm", "further", "of_run", "step"),
     [
@@ -94,6 +101,8 @@ def test_a_loop_of_primitives_gives_bit_for_bit_what_a_run_gives(algorithm, furt
             ]
             assert len(shared) > (10 if step is not in_two_halves else 4), shared
             assert {name: metrics[name] for name in shared} == {name: rows[number][name] for name in shared}
+        if "ray_init" in settings:
+            refuse_what_does_not_divide_over_two_devices(session)
 
 
 def test_a_session_goes_on_from_a_saved_state_and_a_run_does_too(model, tmp_path):
@@ -165,6 +174,51 @@ def test_a_session_answers_prompts_updates_with_advantages_of_the_callers_and_sa
             session.log_probs(answers, reference=True)
         folder = session.save(tmp_path / "model")
     assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size > 0
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "prompts", "n"),
+    [("grpo", 1, 3), ("grpo", 6, 2), ("ppo", 1, 3)],
+    ids=["more_answers", "more_prompts", "more_answers_with_a_critic"],
+)
+def test_an_update_learns_every_answer_whatever_their_number(algorithm, prompts, n, model, tmp_path):
+    """A step of the dataset has 4 prompts with 2 answers each."""
+    with verl_memopt.session(model, algorithm=algorithm, run_dir=tmp_path / "session", **EXACT, **NO_KL) as session:
+        answers = session.generate([f"{number}+1=" for number in range(prompts)], n=n)
+        session.advantages(answers, [1.0] * len(answers))
+        metrics = session.update(answers, [0.0] * (len(answers) - 1) + [1.0])
+        assert metrics["actor/grad_norm"] > 0, "the last answer is learned"
+
+
+def test_a_wrong_argument_of_a_primitive_is_one_line_and_changes_nothing(model, tmp_path):
+    settings = {**EXACT, **NO_KL, "data.prompt_key": "question", "train_batch_size": 40}
+    with verl_memopt.session(model, run_dir=tmp_path / "session", **settings) as session:
+        for n in (0, -1, "2", 1.5):
+            with pytest.raises(ConfigError, match=r"^generate\(n=.*at least 1"):
+                session.generate(["1+1="], n=n)
+        with pytest.raises(ConfigError, match=r"^generate: '1\+1=' is one text. Give a list"):
+            session.generate("1+1=")
+        assert session.step == 0
+        answers = session.generate(["1+1="], n=2)
+        for scores in ([None, 1.0], ["x", 1.0]):
+            with pytest.raises(RewardError, match=r"^advantages: the score of answer 0 is .*, no number"):
+                session.advantages(answers, scores)
+        for advantages in ([None, 1.0], ["x", 1.0]):
+            with pytest.raises(ConfigError, match=r"^forward_backward: the advantage of answer 0, .*, is no number"):
+                session.forward_backward(answers, advantages)
+        session.forward_backward(answers, [1.0, 1.0])
+        for rate in ("x", -1.0, float("nan")):
+            with pytest.raises(ConfigError, match=r"^optim_step: learning_rate=.* at least 0"):
+                session.optim_step(rate)
+        assert session.optim_step()["actor/lr"] == pytest.approx(EXACT["actor_rollout_ref.actor.optim.lr"])
+        notes = tmp_path / "mine" / "notes.txt"
+        notes.parent.mkdir()
+        notes.write_text("mine")
+        for path in (notes, notes.parent):
+            with pytest.raises(ConfigError, match=r"^save: .* is no model's folder"):
+                session.save(path)
+        assert notes.read_text() == "mine"
+        assert session.save(session.save(tmp_path / "model")) == tmp_path / "model"
 
 
 # The notebook.

@@ -127,7 +127,7 @@ class Run:
 
     @property
     def command(self) -> str:
-        """The command line that starts the same run in a shell."""
+        """The command line that starts the same run in a shell. A secret in it is a checksum, as in ``config.yaml``."""
         file = self.path / INPUTS / "command.txt"
         return file.read_text() if file.is_file() else ""
 
@@ -180,6 +180,8 @@ class Run:
 
 INPUTS = "inputs"
 """Folder of a run with the rows, functions and model that came from Python."""
+NO_ROWS = object()
+"""The dataset of a session whose prompts are given call by call."""
 
 
 @dataclass(frozen=True)
@@ -205,21 +207,28 @@ class Call:
         Raises:
             UserError: An argument is wrong.
         """
+        from verl_memopt.config.keys import argument_without_secrets
         from verl_memopt.config.loader import load_settings, log_objective
 
         folder = _run_folder(self.run_dir, self.model, self.algorithm, self.resume)
         values = self._values(folder / INPUTS)
         values |= {"trainer.default_local_dir": str(folder), "trainer.resume_mode": "auto" if self.resume else "disable"}
         given = settings_by_key(self.settings)
-        rows, values["data.train_files"] = _rows(self.dataset, folder / INPUTS / "train.jsonl", "dataset")
+        train = folder / INPUTS / "train.jsonl"
+        has_rows = self.dataset is not NO_ROWS
+        rows, values["data.train_files"] = _rows(self.dataset, train, "dataset") if has_rows else (None, str(train))
         values |= _batch(rows, given) | given
         overrides = [f"{key}={as_override(value)}" for key, value in values.items()]
         overrides += [] if self.memory is None else [f"memory={self.memory}"]
         config = CONFIGS.get(self.algorithm, CONFIGS["ppo"])
         entry = ["sft"] if self.algorithm == "sft" else ["train", "--config-name", config]
         loaded = load_settings(config, overrides)
+        if not has_rows:  # a run has rows: here as many as a step takes, which are never asked for
+            unused = {loaded.data.prompt_key: "-"}
+            _rows([unused] * max(loaded.data.train_batch_size, loaded.data.gen_batch_size or 0), train, "dataset")
         (folder / INPUTS).mkdir(parents=True, exist_ok=True)
-        (folder / INPUTS / "command.txt").write_text(shlex.join(["verl-memopt", *entry, *overrides]) + "\n")
+        shown = map(argument_without_secrets, overrides)
+        (folder / INPUTS / "command.txt").write_text(shlex.join(["verl-memopt", *entry, *shown]) + "\n")
         log_objective(loaded)
         return folder, loaded
 

@@ -163,6 +163,14 @@ def _size(text: str) -> int:
     return int(text)
 
 
+def _gb(text: str) -> float:
+    """Return a size of the command line, in GB."""
+    with suppress(ValueError):
+        if 0 < (size := float(text)) < 1e9:
+            return size
+    raise argparse.ArgumentTypeError(f"{text} is no number of GB above 0")
+
+
 def _show_knobs(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from rich.console import Console
 
@@ -229,9 +237,9 @@ def fit_command(arguments: Sequence[str]) -> int:
     """Run ``verl-memopt fit``."""
     parser = _parser("fit", "Say whether a run fits on a card, and what would make it. Needs no weights and no GPU.")
     parser.usage = "%(prog)s [--memory GB] [--gpus N] [--host-memory GB] [--json] [--config-name NAME] [key=value ...]"
-    parser.add_argument("--memory", type=float, metavar="GB", help="size of the card (default: that of the profile, memory=24g)")
+    parser.add_argument("--memory", type=_gb, metavar="GB", help="size of the card (default: that of the profile, memory=24g)")
     parser.add_argument("--gpus", type=_size, metavar="N", help="cards of the machine (trainer.n_gpus_per_node)")
-    parser.add_argument("--host-memory", type=float, metavar="GB", help="memory of the machine, for what rests there")
+    parser.add_argument("--host-memory", type=_gb, metavar="GB", help="memory of the machine, for what rests there")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, in bytes and tokens")
     parser.add_argument("--config-name", default="ppo_trainer", help=ENTRIES)
     parser.add_argument("--config-dir", "--config-path", default=None, help="folder of a recipe's YAML")

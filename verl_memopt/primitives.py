@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +20,9 @@ from torch import Tensor
 
 from verl_memopt.algorithms.custom import check_custom
 from verl_memopt.algorithms.records import LOSSES, SFT, WITH_GREEDY_RESPONSES
-from verl_memopt.api import BATCH, INPUTS, Call, _rows, settings_by_key
-from verl_memopt.config.checks import check
+from verl_memopt.api import INPUTS, NO_ROWS, Call, _rows
+from verl_memopt.config.aliases import is_count
+from verl_memopt.config.checks import check, groups_of_passes
 from verl_memopt.config.keys import leaf_values, raise_together, replaced
 from verl_memopt.data.batch import scatter_tokens
 from verl_memopt.data.dataset import build_dataset
@@ -115,18 +117,23 @@ class Session:
         """
         if prompts is None and not self._has_dataset:
             raise ConfigError("generate: there are no prompts. Give some, or give the session a dataset.")
-        self.step += 1
         rollouts, rollout = self._learner.rollouts, self._learner.rollouts.generator.rollout
-        samples = n or rollout.n
+        samples = rollout.n if n is None else n
+        if not is_count(samples):
+            raise ConfigError(f"generate(n={n!r}): give a whole number of answers, at least 1.")
+        if isinstance(prompts, str):
+            raise ConfigError(f"generate: {prompts!r:.100} is one text. Give a list of prompts.")
         if prompts is None:
             if n not in (None, rollout.n):
                 raise ConfigError(
                     f"generate(n={n}): the dataset's prompts are prepared for rollout.n={rollout.n}. Give prompts too."
                 )
             assert isinstance(rollouts.prompts, PromptPrefetcher)
+            self.step += 1
             return Answers(rollouts.generate(rollouts.prompts.next(), self.step))
-        here = replace(rollouts, generator=replace(rollouts.generator, rollout=replace(rollout, n=samples)))
-        return Answers(here.generate(self._encoded(prompts, samples), self.step))
+        here, encoded = replace(rollout, n=samples), self._encoded(prompts, samples)
+        self.step += 1
+        return Answers(replace(rollouts, generator=replace(rollouts.generator, rollout=here)).generate(encoded, self.step))
 
     def log_probs(self, answers: Answers, reference: bool = False) -> list[Tensor]:
         """Return the policy's log-prob of each token, fp32 [tokens] of each answer; ``reference``: those of the reference.
@@ -135,6 +142,7 @@ class Session:
             ConfigError: There is no reference.
         """
         learner, batch = self._learner, answers._batch
+        self._check_shares("log_probs", batch.rows.num_rows)
         if not reference:
             log_probs = self._policy.old_pass.compute(batch.rows, batch.names).log_probs
         elif learner.ref_pass is None:
@@ -149,13 +157,15 @@ class Session:
         ``scores``: the reward of each answer.
 
         Raises:
-            RewardError: There are not as many scores as answers.
+            RewardError: There are not as many scores as answers, or one is no number.
         """
         if len(scores) != len(answers):
             raise RewardError(f"advantages: there are {len(scores)} scores for {len(answers)} answers. Give one for each.")
         learner, batch = self._learner, answers._batch
+        self._check_shares("advantages", batch.rows.num_rows)
+        results = [_result(number, score) for number, score in enumerate(scores)]
         self._complete(batch)
-        batch.results = [RewardResult(float(score)) for score in scores]
+        batch.results = results
         learner.advantages(batch)
         assert batch.rows.advantages is not None
         return list(batch.rows.advantages.split(batch.rows.responses.sizes()))
@@ -176,9 +186,22 @@ class Session:
         self._prepare("update", batch, advantages, loss)
         if self._num_gradients:
             raise ConfigError("update: a gradient of forward_backward waits. Call optim_step before.")
-        if learner.critic is not None:
-            batch.metrics |= learner.critic.update(*batch.for_update(), batch.step)
-        learner.policy.update(batch)
+        # The answers may be more to a prompt, or to more prompts, than a step of the dataset has.
+        rows, names = batch.for_update()
+        policy, critic, samples = self._policy, learner.critic, batch.rows.num_rows // batch.rows.group.unique().numel()
+        cutter = replace(policy.policy_update.cutter, samples=samples)
+        minis = cutter.mini_batch_rows(rows, batch.step)
+        for mini in minis:
+            self._check_shares("update", len(mini))
+        if critic is not None:
+            batch.metrics |= replace(critic, cutter=replace(critic.cutter, samples=samples)).update(rows, names, batch.step)
+        policy = replace(policy, policy_update=replace(policy.policy_update, cutter=cutter))
+        if len(minis) == 1:
+            policy.update(batch)
+        else:  # in the forward of the first step alone the policy is that of the rollout
+            if rows.old_log_probs is None:
+                policy.add_old_log_probs(batch)
+            batch.metrics |= policy.take_steps(batch)
         if learner.reference_sync is not None:
             batch.metrics |= learner.reference_sync.after_update(batch.metrics)
         if batch.advantages is not None:
@@ -221,8 +244,10 @@ class Session:
         ``learning_rate`` is that of this step alone. None = that of the session's schedule, which goes on in either case.
 
         Raises:
-            ConfigError: There is no gradient.
+            ConfigError: There is no gradient, or the learning rate is no number of at least 0.
         """
+        if learning_rate is not None and not (isinstance(learning_rate, int | float) and 0 <= learning_rate < math.inf):
+            raise ConfigError(f"optim_step: learning_rate={learning_rate!r:.100}: give a number of at least 0.")
         if not self._num_gradients:
             raise ConfigError("optim_step: there is no gradient. Call forward_backward(answers, advantages) before.")
         metrics = self._learner.workers.all("update_actor", Worker.take_step, learning_rate)
@@ -276,8 +301,15 @@ class Session:
         self._learner.sync_weights()
 
     def save(self, path: str | Path) -> Path:
-        """Write the policy as a folder that transformers and vLLM load, and return it. An older folder there is replaced."""
+        """Write the policy as a folder that transformers and vLLM load, and return it. An older model there is replaced.
+
+        Raises:
+            ConfigError: There is something else.
+        """
         target = Path(path).expanduser().absolute()
+        is_model = (target / "config.json").is_file() or (target.is_dir() and not any(target.iterdir()))
+        if target.exists() and not is_model:
+            raise ConfigError(f"save: {target} exists and is no model's folder. Give a new one, or remove it.")
         with whole_folder(target) as aside:
             self._learner.workers.all("save_checkpoint", Worker.save_model, str(aside))
         return target
@@ -298,6 +330,7 @@ class Session:
     def _prepare(self, name: str, batch: StepBatch, advantages: Sequence[Any] | None, loss: str | None) -> None:
         """Give a batch all that the method ``name`` reads, and the workers the loss of the call."""
         rows = batch.rows
+        self._check_shares(name, rows.num_rows)
         if advantages is not None:
             rows.advantages = _per_token(name, advantages, rows.responses.sizes())
         if rows.advantages is None:
@@ -324,6 +357,15 @@ class Session:
         update = replace(policy.policy_update, actor=settings.actor_rollout_ref.actor)
         self._learner.policy = replace(policy, policy_update=update)
 
+    def _check_shares(self, name: str, num_rows: int) -> None:
+        """Refuse answers that do not divide over the devices, for the method ``name``."""
+        groups = groups_of_passes(self._context.settings)
+        if num_rows % groups:
+            raise ConfigError(
+                f"{name}: {num_rows} answers do not divide over {groups} devices or groups of devices. Generate a multiple of "
+                f"{groups}."
+            )
+
     def _complete(self, batch: StepBatch) -> None:
         """Add what the update and the advantages read: log-probs before the update and of the reference, and values."""
         learner, rows = self._learner, batch.rows
@@ -335,13 +377,28 @@ class Session:
             rows.old_values = learner.critic.values(rows, batch.names)
 
 
+def _result(number: int, score: Any) -> RewardResult:
+    """Return the score of an answer as a reward.
+
+    Raises:
+        RewardError: It is no number.
+    """
+    try:
+        return RewardResult(float(score))
+    except (TypeError, ValueError) as problem:
+        raise RewardError(f"advantages: the score of answer {number} is {score!r:.100}, no number.") from problem
+
+
 def _per_token(name: str, advantages: Sequence[Any], sizes: Sequence[int]) -> Tensor:
     """Return advantages as one value for each token, fp32."""
     if len(advantages) != len(sizes):
         raise ConfigError(f"{name}: there are {len(advantages)} advantages for {len(sizes)} answers. Give one for each.")
     parts = []
     for number, (value, size) in enumerate(zip(advantages, sizes, strict=True)):
-        part = torch.as_tensor(value, dtype=torch.float32).flatten()
+        try:
+            part = torch.as_tensor(value, dtype=torch.float32).flatten()
+        except (TypeError, ValueError, RuntimeError) as problem:
+            raise ConfigError(f"{name}: the advantage of answer {number}, {value!r:.100}, is no number or numbers.") from problem
         if part.numel() not in (1, size):
             raise ConfigError(f"{name}: answer {number} has {size} tokens, but {part.numel()} advantages. Give 1 or {size}.")
         parts.append(part.expand(size) if part.numel() == 1 else part)
@@ -373,9 +430,7 @@ def session(
     from verl_memopt.observe.log_setup import setup_logging
 
     setup_logging()
-    # A run has rows. Without a dataset they are as many as a step takes, and are never asked for.
-    unused = [{"prompt": "-"}] * settings_by_key(settings).get("data.train_batch_size", BATCH)
-    rows = unused if dataset is None else dataset
+    rows = NO_ROWS if dataset is None else dataset
     # A function decides the rewards, so that rows need no column of the rules.
     call = Call(model, rows, settings, algorithm, memory, run_dir, tokenizer, rewards=_no_reward, steps=steps, resume=resume)
     folder, loaded = call.load()

@@ -104,7 +104,7 @@ class _Trainer:
         }
         self.run: api.Run | None = None
 
-    def train(self, resume_from_checkpoint: bool | str | None = None) -> Any:
+    def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> Any:
         """Train, and return TRL's ``TrainOutput``: ``global_step``, ``training_loss`` and ``metrics`` of the last step.
 
         ``resume_from_checkpoint``: True = continue in ``output_dir``; a path = continue at that ``global_step_N`` folder.
@@ -114,14 +114,15 @@ class _Trainer:
         """
         settings = dict(self._settings)
         folder = settings.pop("output_dir", None)
-        if isinstance(resume_from_checkpoint, str):
-            settings |= {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": resume_from_checkpoint}
+        named = isinstance(resume_from_checkpoint, str | Path)
+        if named:
+            settings |= {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(resume_from_checkpoint)}
         self.run = api.train(
             **self._call,
             algorithm=self.algorithm,
             reward_weights=self._weights,
             run_dir=folder,
-            resume=bool(resume_from_checkpoint),
+            resume=bool(resume_from_checkpoint) and not named,
             **settings,
         )
         rows = self.run.metrics

@@ -26,6 +26,7 @@ SAMPLES = {
     f"{AR}.rollout.log_prob_micro_batch_size_per_gpu": (3, 4),
     f"{AR}.actor.optim.clip_grad": (0.5, 0.25),
     f"{AR}.actor.optim.lr_scheduler_type": ("cosine", "constant"),
+    **{f"{role}.optim.optimizer": ("lion", "adam") for role in (f"{AR}.actor", "critic")},
     f"{AR}.rollout.n": (4, 2),
     **{f"{AR}.actor.{name}": (1.5, 2.5) for name in ("tau_pos", "tau_neg")},
     f"{AR}.model.lora_rank": (8, 16),

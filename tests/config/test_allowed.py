@@ -113,6 +113,7 @@ EDGES = {
         and_critics([f"{AR}.actor.optim.betas"]),
         ([(0, 0), (1 - STEP, 1 - STEP)], [(-STEP, 0.9), (0.9, -STEP), (1, 0.9), (0.9, 1)]),
     ),
+    **dict.fromkeys(and_critics([f"{AR}.actor.optim.momentum"]), ([0, 1 - STEP], [-STEP, 1])),
     "custom_reward_function.open_files": ([64], [63]),
     "reward_model.rlt.not_matched_penalty": ([0, -STEP], [STEP]),
     f"{AR}.rollout.sleep_level": ([1, 2], [0, 3]),

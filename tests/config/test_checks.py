@@ -56,16 +56,21 @@ def test_a_number_out_of_range_is_refused_alone(complaint):
 
 WRONG = {
     "another optimizer that should rest on the host": (
-        {f"{AR}.actor.fsdp_config.optimizer_offload": True, f"{AR}.actor.optim.optimizer": "SGD"},
-        f"{AR}.actor.fsdp_config.optimizer_offload=true, {AR}.actor.optim.optimizer=SGD, "
-        f"{AR}.actor.optim.optimizer_impl=torch.optim: only AdamW of torch.optim can. Remove "
+        {f"{AR}.actor.fsdp_config.optimizer_offload": True, f"{AR}.actor.optim.optimizer": "RMSprop"},
+        f"{AR}.actor.fsdp_config.optimizer_offload=true, {AR}.actor.optim.optimizer=RMSprop, "
+        f"{AR}.actor.optim.optimizer_impl=torch.optim: only AdamW and SGD of torch.optim can. Remove "
         f"{AR}.actor.fsdp_config.optimizer_offload, or {AR}.actor.optim.optimizer and optimizer_impl.",
     ),
     "an argument that our AdamW does not take": (
         {f"{AR}.actor.optim.state_dtype": "int8", f"{AR}.actor.optim.override_optimizer_config": {"foreach": True}},
         f"{AR}.actor.optim.state_dtype=int8, {AR}.actor.optim.override_optimizer_config={{'foreach': True}}: AdamW with "
-        f"{AR}.actor.optim.state_dtype takes lr, betas, eps and weight_decay. Remove foreach from "
-        f"{AR}.actor.optim.override_optimizer_config.",
+        f"{AR}.actor.optim.state_dtype takes lr, betas, eps and weight_decay; SGD takes lr, momentum, nesterov and weight_decay. "
+        f"Remove foreach from {AR}.actor.optim.override_optimizer_config.",
+    ),
+    "a quantised momentum": (
+        {f"{AR}.actor.optim.state_dtype": "int8", f"{AR}.actor.optim.optimizer": "SGD", f"{AR}.actor.optim.momentum": 0.9},
+        f"{AR}.actor.optim.state_dtype=int8, {AR}.actor.optim.optimizer=SGD: SGD's momentum is not quantised. Set "
+        f"{AR}.actor.optim.state_dtype=bfloat16, or {AR}.actor.optim.optimizer=AdamW.",
     ),
     "rounding of weights that are not rounded": (
         {f"{AR}.actor.optim.stochastic_rounding": True},

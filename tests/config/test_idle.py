@@ -48,6 +48,7 @@ IDLE_CASES = {
     "algorithm.kl_ctrl.kl_coef": ({}, 0.5, {"algorithm.use_kl_in_reward": True}),
     "algorithm.kl_ctrl.horizon": ({}, 5, {"algorithm.kl_ctrl.type": "adaptive", "algorithm.use_kl_in_reward": True}),
     "algorithm.kl_ctrl.target_kl": ({}, 5, {"algorithm.kl_ctrl.type": "adaptive", "algorithm.use_kl_in_reward": True}),
+    f"{AR}.actor.optim.momentum": ({}, 0.9, {f"{AR}.actor.optim.optimizer": "SGD"}),
     f"{AR}.actor.optim.bucket_megabytes": ({}, 8.0, {f"{AR}.actor.optim.state_dtype": "bfloat16"}),
     f"{AR}.actor.kl_loss_coef": ({}, 0.5, {f"{AR}.actor.use_kl_loss": True}),
     f"{AR}.actor.kl_loss_type": ({}, "abs", {f"{AR}.actor.use_kl_loss": True}),

@@ -3,8 +3,10 @@ import dataclasses
 import pytest
 
 from tools.reads import record_reads
+from verl_memopt.api import as_override
 from verl_memopt.config.keys import (
     Problem,
+    argument_without_secrets,
     field_types,
     flatten,
     leaf_keys,
@@ -17,6 +19,7 @@ from verl_memopt.config.keys import (
     shown,
     value_at,
     walk,
+    without_secrets,
 )
 from verl_memopt.config.loader import to_plain
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Data, Fsdp, Ref, Settings
@@ -164,3 +167,17 @@ def test_the_schema_is_usable_again_after_an_exception(settled):
     with pytest.raises(ValueError), record_reads(settings):
         raise ValueError
     assert "__getattribute__" not in vars(Settings)
+
+
+KWARGS = "custom_reward_function.reward_kwargs"
+
+
+@pytest.mark.parametrize("name", ["api_key", "hf_token", "x-api-key", "Authorization", "judge_password"])
+@pytest.mark.parametrize("secret", ["sk42", "sk-4,2}x", "sk 4'2"])
+def test_a_secret_of_any_form_is_hidden_in_settings_and_on_the_command_line(name, secret):
+    hidden = [argument_without_secrets(f"{KWARGS}={as_override({'judge': {name: secret}, 'tokens': 7})}")]
+    hidden += [argument_without_secrets(f"{KWARGS}.{name}={as_override(secret)}")]
+    hidden += [str(without_secrets({"judge": {name: secret}, "tokens": 7}))]
+    assert all("hidden:" in text for text in hidden)
+    assert not any(part in text for text in hidden for part in ("sk", "2}x", "4'2", "4\\'2"))
+    assert "tokens:7" in hidden[0].replace(" ", "")

@@ -96,6 +96,8 @@ def test_other_adapters_are_refused(compared, key, new):
     [
         (f"{OPTIM}.optimizer", "AdamW", "SGD", REFUSED),
         (f"{OPTIM}.optimizer_impl", "torch.optim", "torch.optim.adamw", REFUSED),
+        (f"{OPTIM}.momentum", 0.0, 0.9, REFUSED),
+        (f"{OPTIM}.momentum", 0.9, 0.5, TRAJECTORY),
         (f"{OPTIM}.state_dtype", "fp32", "bfloat16", TRAJECTORY),
         (f"{OPTIM}.state_dtype", "fp32", "int8", REFUSED),
         (f"{OPTIM}.state_dtype", "int4", "int8", REFUSED),

@@ -30,6 +30,9 @@ PPO = [
     *("algorithm.adv_estimator=gae", f"{AR}.actor.policy_loss.loss_mode=vanilla", "critic.ppo_max_token_len_per_gpu=4096"),
     *(f"{AR}.actor.ppo_mini_batch_size=4", "critic.model.enable_activation_offload=true"),
     "critic.model.activation_offload_min_bytes=64",
+    *(f"{role}.fsdp_config.dtype=bfloat16" for role in (f"{AR}.actor", "critic.model")),
+    *(f"{role}.fsdp_config.optimizer_offload=true" for role in (f"{AR}.actor", "critic.model")),
+    f"{AR}.rollout.max_logprob_diff=null",
 ]
 SFT = [
     *("algorithm.adv_estimator=sft", f"{AR}.actor.policy_loss.loss_mode=gpg", f"{AR}.rollout.n=1"),

@@ -48,11 +48,11 @@ def model_folder(parent, shape=SHAPE):
     return make_tiny_model(parent / "deep", shape, seed=5)
 
 
-def build(folder, mesh, world_size=1, offload=None, recompute=False, dtype="fp32", fill=True, **model):
+def build(folder, mesh, world_size=1, offload=None, recompute=False, dtype="fp32", masters="fp32", fill=True, **model):
     """Gives a policy. offload: (min_bytes, in_flight) of activation offload, None for none; model: settings of the model."""
     asked = {"attn_implementation": "sdpa", "logprob_chunk_tokens": 64, "recompute_elementwise": False, **model}
     settings = Model(path=str(folder), **asked)
-    fsdp = TrainedFsdp(dtype=dtype)
+    fsdp = TrainedFsdp(dtype=dtype, model_dtype=masters)
     policy_model = build_policy(settings, fsdp, folder, mesh, CPU, ModelUse(recompute=recompute, trained=True))
     if fill:
         materialize(policy_model, folder, CPU)

@@ -65,6 +65,11 @@ def test_a_gpu_engine_can_sleep_unless_told_otherwise_and_sizes_its_cache_by_its
     assert not engine_arguments(rollout_settings("vllm", free_cache_engine=False), place)["enable_sleep_mode"]
 
 
+def test_a_cache_that_takes_the_rest_has_the_bytes_that_the_worker_found(tmp_path):
+    place = replace(place_at(tmp_path), cache_bytes=12_345_678)
+    assert engine_arguments(rollout_settings("vllm", kv_cache_memory_gb="auto"), place)["kv_cache_memory_bytes"] == 12_345_678
+
+
 def test_one_process_needs_no_launcher_and_several_use_the_callers(tmp_path):
     for world_size, size, backend in [(1, 1, "uni"), (2, 1, "external_launcher"), (4, 2, "external_launcher")]:
         place = place_at(tmp_path, world_size=world_size, tensor_parallel_size=size)

@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.fit import draw, run
-from verl_memopt.cli import main
+from benchmarks.fit import SCORE, draw, run
+from verl_memopt.cli import main, train
 from verl_memopt.config.loader import load_settings
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.fit import CARDS
+from verl_memopt.memory.fit import CARDS, CONTEXT
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.model.weights import size_of
 from verl_memopt.trainer.build import build_run
-from verl_memopt.trainer.fit import Card, find_out, judge
+from verl_memopt.trainer.fit import Card, beside_cache, find_out, judge, known_card
 
 QUICK = (3, 6, 7, 8, 13, 15, 28, 34, 36, 39)
 """Draws of RLOO, GRPO with a KL, PPO and LoRA with random knobs that take the least time."""
@@ -73,6 +73,17 @@ def test_no_phase_holds_more_than_was_predicted_where_the_reference_streams(numb
     over = {phase: (held, outcome.predicted[phase]) for phase, held in outcome.measured.items() if phase in outcome.predicted}
     assert {phase: pair for phase, pair in over.items() if pair[0] > pair[1]} == {}
     assert "ref" in over
+
+
+@pytest.mark.parametrize(("number", "momentum"), [(6, 0.9), (13, 0.0)])
+def test_no_phase_holds_more_than_was_predicted_with_sgd(number, momentum, tmp_path):
+    optims = ("actor_rollout_ref.actor.optim", "critic.optim")
+    sgd = [setting for optim in optims for setting in (f"{optim}.optimizer=SGD", f"{optim}.momentum={momentum}")]
+    kept = [setting for setting in draw(number).settings if "state_dtype" not in setting]
+    outcome, _, _ = run(replace(draw(number), settings=(*kept, *sgd)), tmp_path / "draw", limited=False)
+    assert outcome.ran, outcome.error
+    over = {phase: (held, outcome.predicted[phase]) for phase, held in outcome.measured.items() if phase in outcome.predicted}
+    assert {phase: pair for phase, pair in over.items() if pair[0] > pair[1]} == {}
 
 
 def test_a_run_that_fits_runs_and_one_far_above_the_limit_is_refused_and_runs_out_of_memory(tmp_path):
@@ -149,6 +160,102 @@ def test_the_longest_response_fits_and_one_a_tenth_longer_does_not():
     assert not fits(found.response * 11 // 10)
 
 
+CACHE = "actor_rollout_ref.rollout.kv_cache_memory_gb"
+ON_CPU = ["trainer.device=cpu", "actor_rollout_ref.rollout.name=vllm"]
+DYNAMIC = "actor_rollout_ref.actor.use_dynamic_bsz=true"
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_cache_that_takes_the_rest_fills_the_card_and_no_more(shares, sleeps):
+    keys = (f"actor_rollout_ref.rollout.share_weights={shares}", f"actor_rollout_ref.rollout.free_cache_engine={sleeps}".lower())
+    half = ("actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16", "actor_rollout_ref.rollout.dtype=bfloat16")
+    given = [*(key.lower() for key in keys), *half]
+
+    def verdict(cache):
+        return judge(
+            rloo("model=qwen3_0_6b", "memory=24g", TWO_COPIES.replace("true", "false"), *given, f"{CACHE}={cache}"), Card.of(24)
+        )
+
+    rest, card = verdict("auto"), CARDS["24g"] * 2**20
+    assert rest.fits
+    assert rest.peaks.device_bytes == card - CONTEXT
+    assert f"{rest.peaks.kv_tokens} tokens" in rest.line
+    # Everything beside it is what it is with a cache of any other size, in every phase.
+    fixed, cache = verdict(0.5), rest.peaks.phases["gen"]["kv"]
+    bare = {phase: {**kinds, "kv": 0} for phase, kinds in rest.peaks.phases.items()}
+    assert bare == {phase: {**kinds, "kv": 0} for phase, kinds in fixed.peaks.phases.items()}
+    in_update = rest.peaks.phases["update_actor"].get("kv", 0)
+    assert in_update == (0 if sleeps else cache)
+
+
+def test_a_card_without_room_for_a_cache_is_no_fit():
+    verdict = judge(rloo("model=qwen3_4b", "memory=24g", TWO_COPIES, f"{CACHE}=auto"), Card.of(10))
+    assert verdict.peaks.kv_tokens == 0
+    assert "KV cache" in verdict.too_much
+
+
+def test_a_cpu_without_a_limit_has_nothing_of_which_a_cache_could_take_the_rest(tmp_path):
+    settings = rloo(*ON_CPU, DYNAMIC, "model=qwen3_0_6b", f"{CACHE}=auto", f"trainer.default_local_dir={tmp_path / 'run'}")
+    with pytest.raises(ConfigError, match=rf"{CACHE}=auto, memory\.device_limit_gb=null.*give {CACHE} a size"):
+        build_run(settings)
+    assert not (tmp_path / "run").exists()
+
+
+def test_only_an_engine_of_vllm_that_generates_has_a_cache_that_takes_the_rest():
+    keys = (DYNAMIC, "model=qwen3_0_6b", "trainer.device=cpu", "memory.device_limit_gb=8")
+    assert beside_cache(rloo(*keys)) is None
+    assert beside_cache(rloo(*keys, f"{CACHE}=auto", "actor_rollout_ref.rollout.name=hf")) is None
+    assert beside_cache(rloo(*keys, f"{CACHE}=auto", "actor_rollout_ref.rollout.name=vllm")) > 2**30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "models",
+    [
+        ["actor_rollout_ref.rollout.share_weights=true"],
+        ["actor_rollout_ref.rollout.share_weights=false", "actor_rollout_ref.actor.use_kl_loss=true"],
+        ["algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.rollout.n=1"],
+    ],
+    ids=["one copy", "two copies and a reference", "critic and reference"],
+)
+def test_a_run_whose_cache_takes_the_rest_stays_below_its_limit_in_every_phase(models, tmp_path, caplog):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "7" * 30, "answer": "1", "data_source": "toy"}) + "\n")
+    (tmp_path / "score.py").write_text(SCORE)
+    model, limit = make_tiny_model(tmp_path / "model", TinyShape(num_layers=2)), 64 * 2**20
+    settings = load_settings(
+        "ppo_trainer",
+        [
+            *(f"actor_rollout_ref.model.path={model}", f"critic.model.path={model}", f"memory.device_limit_gb={limit / 2**30}"),
+            *(f"data.train_files={tmp_path}/rows.jsonl", f"custom_reward_function.path={tmp_path}/score.py", *ON_CPU),
+            *("data.val_files=null", "data.train_batch_size=1", "data.max_prompt_length=32", "data.max_response_length=8"),
+            *("actor_rollout_ref.actor.ppo_mini_batch_size=1", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4"),
+            *("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4", "critic.ppo_micro_batch_size_per_gpu=4"),
+            *("actor_rollout_ref.rollout.max_num_seqs=16", "actor_rollout_ref.rollout.max_num_batched_tokens=512"),
+            *("actor_rollout_ref.rollout.enforce_eager=true", "actor_rollout_ref.rollout.dtype=fp32"),
+            *("actor_rollout_ref.actor.fsdp_config.dtype=fp32", "actor_rollout_ref.rollout.n=4", f"{CACHE}=auto"),
+            *("algorithm.adv_estimator=rloo", "trainer.total_training_steps=2", "trainer.track_memory_every_steps=1"),
+            *(
+                "trainer.save_freq=2",
+                "trainer.save_final_model=false",
+                "trainer.val_before_train=false",
+                "trainer.logger=[jsonl]",
+            ),
+            *("trainer.worker_group=local", f"trainer.default_local_dir={tmp_path}/run", *models),
+        ],
+    )
+    with caplog.at_level(logging.INFO):
+        train(settings)
+    phases = json.loads(next((tmp_path / "run").rglob("summary.json")).read_text())["phases"]
+    cache = limit - beside_cache(settings)
+    (tokens,) = [record.args[0] for record in caplog.records if record.msg.startswith("the KV cache holds")]
+    each = judge(settings, known_card(settings)).peaks
+    assert tokens == pytest.approx(each.kv_tokens, rel=0.01)  # vLLM takes whole blocks
+    assert phases["gen"]["kinds"]["kv"] == pytest.approx(cache, rel=0.01)
+    peaks = [phase["peak_allocated_bytes"] for phase in phases.values() if phase["peak_allocated_bytes"]]
+    assert 0.95 * limit < max(peaks) <= limit
+
+
 def test_the_size_of_a_machines_own_card_is_asked_of_nvidia_smi_without_touching_the_card(tmp_path, monkeypatch, capsys):
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 32607\necho 24564\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
@@ -165,6 +272,14 @@ def test_more_cards_share_a_model(capsys):
     arguments = ("model=qwen3_8b", "memory=large_multi_gpu", "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
     assert said(capsys, *arguments, "--memory", "80", "--gpus", "2")[0] == 0
     assert said(capsys, *arguments, "--memory", "24", "--gpus", "2")[0] == 1
+
+
+def test_a_reward_model_counts_in_the_run_that_has_it_also_after_one_that_only_names_it():
+    named = ["model=qwen3_0_6b", "memory=24g", "reward_model.model.path=Qwen/Qwen3-1.7B"]
+    without, counted = (judge(rloo(*named, f"reward_model.enable={on}"), Card.of(24)) for on in ("false", "true"))
+    own = judge(rloo(*named[:2], "reward_model.enable=true", "reward_model.model.path=Qwen/Qwen3-0.6B"), Card.of(24))
+    assert "reward" not in without.peaks.phases
+    assert counted.peaks.totals["reward"] > own.peaks.totals["reward"]
 
 
 def test_too_little_host_memory_is_no_fit(capsys):

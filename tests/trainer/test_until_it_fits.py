@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.rlt import brief_toy, values_of
 from tests.trainer.conftest import AR, LEAST, ready, write_rows
@@ -19,7 +20,7 @@ from verl_memopt.config.keys import shown
 from verl_memopt.errors import DeviceMemoryError
 from verl_memopt.memory.host_buffers import GIB
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
-from verl_memopt.trainer.until_it_fits import Attempts, CommandLine, everything, train_until_it_fits
+from verl_memopt.trainer.until_it_fits import Attempts, CommandLine, _checkpoints, everything, train_until_it_fits
 
 ACTOR, MODEL, ROLLOUT = f"{AR}.actor", f"{AR}.model", f"{AR}.rollout"
 RUN = {
@@ -313,11 +314,31 @@ def test_a_change_takes_the_place_of_what_the_command_said():
     assert str(line) == "verl-memopt train --config-dir recipe/rloo --config-name toy a.b=1 '++c=[x, y]' d=2"
 
 
+def test_a_command_that_is_shown_has_no_secret():
+    line = CommandLine("verl-memopt train", "toy", None, ("custom_reward_function.reward_kwargs.api_key='sk-4,2'", "d=2"))
+    assert "sk-4" not in str(line)
+    assert line.overrides[0].endswith("'sk-4,2'")
+    assert str(line).endswith(" d=2")
+
+
+def test_a_checkpoint_that_is_a_link_to_nowhere_is_one(tmp_path):
+    (tmp_path / "global_step_3").symlink_to(tmp_path / "gone")
+    assert {name for name, _ in _checkpoints(tmp_path)} == {"global_step_3"}
+
+
 def test_settings_that_are_refused_beside_the_runs_own_are_left_out(values, command):
-    """An optimizer of the user's that is no AdamW cannot rest on the host; all else still changes."""
-    line = changed(command(limited(values, 1, **{f"{ACTOR}.optim.optimizer": "SGD"})))
+    """The state of an optimizer that is neither AdamW nor SGD cannot rest on the host; all else still changes."""
+    line = changed(command(limited(values, 1, **{f"{ACTOR}.optim.optimizer": "RMSprop"})))
     assert not line.settings().actor_rollout_ref.actor.fsdp_config.optimizer_offload
     assert line.settings().actor_rollout_ref.actor.fsdp_config.param_offload
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="auto is the CPU where there is no GPU")
+def test_a_device_that_is_a_cpu_by_itself_gets_no_setting_of_a_gpu(values, command):
+    """vLLM on a CPU refuses to sleep when it starts, so the run would end there."""
+    line = command(values("rloo") | {"trainer.device": "auto", f"{ROLLOUT}.name": "vllm"})
+    same, lossy, last = (keys for keys, _ in everything(line.settings(), 0))
+    assert (same[f"{ROLLOUT}.free_cache_engine"], lossy[f"{ROLLOUT}.free_cache_engine"], last) == (None, None, {})
 
 
 def test_the_parts_that_a_run_does_not_have_are_not_set(values, command):

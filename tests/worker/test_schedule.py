@@ -8,7 +8,7 @@ from torch import nn
 from verl_memopt.config.schema import Optim
 from verl_memopt.config.values import choices
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW
+from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW, BucketedSGD
 from verl_memopt.worker.optimizer import build_optimizer, build_schedule, learning_rate_factors
 
 KEY = "actor_rollout_ref.actor.optim"
@@ -144,7 +144,7 @@ def test_the_optimizer_has_its_settings_is_fused_and_takes_further_arguments():
 @pytest.mark.parametrize("name", ["SGD", "Adafactor", "RMSprop"])
 def test_an_optimizer_without_betas_is_not_given_any(name):
     optimizer = build_optimizer(weights(), Optim(optimizer=name, lr=0.5))
-    assert type(optimizer) is getattr(torch.optim, name)
+    assert type(optimizer) is (BucketedSGD if name == "SGD" else getattr(torch.optim, name))
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
@@ -177,7 +177,8 @@ def test_what_cannot_be_built_is_refused_under_its_key(settings, said):
         (torch.float32, {}, True, BucketedAdamW),
         (torch.float32, {"in_backward": True}, False, BucketedAdamW),
         (torch.bfloat16, {"stochastic_rounding": True}, False, BucketedAdamW),
-        (torch.float32, {"optimizer": "SGD"}, False, torch.optim.SGD),
+        (torch.float32, {"optimizer": "SGD"}, False, BucketedSGD),
+        (torch.float32, {"optimizer": "SGD", "override_optimizer_config": {"dampening": 0.1}}, False, torch.optim.SGD),
     ],
 )
 def test_adamw_is_torchs_until_something_is_asked_that_only_ours_does(dtype, settings, offload, expected):

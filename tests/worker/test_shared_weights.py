@@ -16,6 +16,7 @@ from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.data.batch import Ragged
 from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.errors import ConfigError, RolloutError
+from verl_memopt.memory.lora_torch import ADAPTERS
 from verl_memopt.memory.shared_weights import KEY, why_not
 from verl_memopt.model.weights import named_weights
 from verl_memopt.worker.roles import RoleBuilder
@@ -157,6 +158,43 @@ def test_in_twenty_steps_every_weight_lies_in_vllms_own_parameters_and_no_number
     assert same(runs[0][1], runs[1][1])
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "default"])
+def test_with_lora_vllm_shares_the_frozen_base_and_gets_the_adapters_alone(made, tmp_path, dtype):
+    lora = {f"{AR}.model.lora_rank": 4, f"{AR}.model.lora_alpha": 8, f"{AR}.actor.optim.lr": 1e-2}
+    worker = made(settings_of("auto", dtype, "vllm") | lora, model_folder(tmp_path / "model", tied=True))
+    assert worker.shares_weights
+    weights = dict(named_weights(worker.policy.model))
+    adapters = {name for name in weights if name.rsplit(".", 1)[-1] in ADAPTERS}
+    compute = torch.float32 if dtype == "fp32" else torch.bfloat16
+    assert {weights[name].dtype for name in adapters} == {torch.float32}
+    assert {weight.dtype for name, weight in weights.items() if name not in adapters} == {compute}
+    base = {name: weight.clone() for name, weight in weights.items() if name not in adapters}
+    in_adapters = sum(weights[name].numel() for name in adapters)
+    losses = []
+    for at in range(6):
+        assert {name: places(worker)[name] for name in base} == engine_places(worker)
+        learned, difference, elements = step(worker, at)
+        # Each adapter is copied to vLLM's place for it, at most twice, and a step writes nothing of the base.
+        assert 0 < elements <= 3 * in_adapters * 2
+        assert difference <= (1e-5 if dtype == "fp32" else 0.2)
+        losses.append(learned[1])
+    assert same(base, {name: weights[name] for name in base})
+    assert weights["model.layers.0.mlp.up_proj.lora_B"].abs().max() > 0
+    # The same adapters merged into an engine's weights answer with the same log-probs.
+    call(worker, "update_weights")
+    shared = generated(worker, seed=9)
+    call(worker, "save", str(tmp_path / "saved"), ALL)
+    worker = made(settings_of(False, dtype, "vllm") | lora, tmp_path / "model")
+    assert not worker.shares_weights
+    call(worker, "load", str(tmp_path / "saved"), ALL)
+    call(worker, "update_weights")
+    merged = generated(worker, seed=9)
+    if dtype == "fp32":
+        assert merged.response_ids == shared.response_ids
+        for one, other in zip(merged.log_probs, shared.log_probs, strict=True):
+            assert one == pytest.approx(other, abs=1e-5)
+
+
 def test_the_weights_take_no_more_room_than_the_policys_own(made):
     """The engine stays awake while the policy is updated."""
     peaks, kinds = {}, {}
@@ -194,7 +232,10 @@ def test_a_weight_that_moves_on_either_side_is_noticed_and_named(made):
 ACTOR = f"{AR}.actor.fsdp_config"
 OBSTACLES = {
     "several devices": ({"trainer.n_gpus_per_node": 2}, "trainer.n_gpus_per_node=2"),
-    "adapters": ({f"{AR}.model.lora_rank": 4}, f"{AR}.model.lora_rank=4"),
+    "adapters without vLLM": (
+        {f"{AR}.model.lora_rank": 4, f"{AR}.rollout.name": "hf"}, f"{AR}.model.lora_rank=4, {AR}.rollout.name=hf"
+    ),
+    "adapters too wide for vLLM": ({f"{AR}.model.lora_rank": 600}, f"{AR}.model.lora_rank=600"),
     "an engine in bfloat16": ({f"{AR}.rollout.dtype": "bfloat16"}, f"{AR}.rollout.dtype=bfloat16"),
     "masters in fp32": (
         {f"{AR}.rollout.dtype": "bfloat16", f"{ACTOR}.dtype": "bfloat16"}, f"{ACTOR}.model_dtype=fp32, {ACTOR}.dtype=bfloat16"

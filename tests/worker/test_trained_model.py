@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 from tests.critics import critic_batch, critic_for
+from tests.memory.optimizers import policy_with, whole_share
+from tests.tensors import whole_of
 from tests.worker.test_policy import SMALL, policy_for, shares
 from verl_memopt.errors import ConfigError
 from verl_memopt.worker.trained_model import micro_batch, on_host, over_steps
@@ -75,3 +77,29 @@ def test_an_unknown_optimizer_is_refused_under_the_roles_key(untied_folder, one_
     wrong = dataclasses.replace(critic_for(untied_folder, one_rank).settings.optim, optimizer="NoSuch")
     with pytest.raises(ConfigError, match=r"critic\.optim\.optimizer_impl=torch\.optim, optimizer=NoSuch"):
         critic_for(untied_folder, one_rank, optim=wrong)
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "optim", "reported"),
+    [
+        ({"dtype": "bfloat16", "optimizer_offload": True}, {}, True),
+        ({"dtype": "bfloat16", "split_master_weights": True}, {}, True),
+        ({"dtype": "bfloat16"}, {"in_backward": True, "clip_grad": None}, True),
+        ({"dtype": "bfloat16"}, {"optimizer": "SGD"}, True),
+        ({"dtype": "bfloat16"}, {}, False),
+        ({"dtype": "fp32", "optimizer_offload": True}, {}, False),
+    ],
+)
+def test_the_share_of_weights_that_changed_is_reported_where_buckets_of_half_precision_are_compared(
+    tiny_folder, one_rank, fsdp, optim, reported
+):
+    policy = policy_with(tiny_folder, one_rank, fsdp=fsdp, lr=3e-3, **optim)
+    before = [whole_of(each).detach().clone().bfloat16() for each in policy.model.parameters()]
+    metrics = policy.update([whole_share()], 1.0)
+    assert ("actor/changed_weights" in metrics) is reported
+    after = [whole_of(each).detach().bfloat16() for each in policy.model.parameters()]
+    changed = sum(int((one != other).sum()) for one, other in zip(before, after, strict=True))
+    assert changed > 0
+    if reported:
+        share = changed / sum(each.numel() for each in before)
+        assert metrics["actor/changed_weights"] == pytest.approx(share, rel=1e-5)

@@ -39,6 +39,7 @@ RENAMED = {
             "grad_clip": "clip_grad",
             "optim.grad_clip": "clip_grad",
             "optim.warmup_style": "lr_scheduler_type",
+            "optim.name": "optimizer",
         }.items()
     },
     **{f"{role}.rollout_n": f"{_AR}.rollout.n" for role in _FSDP},
@@ -123,6 +124,7 @@ VALUES = {
     "reward_model.reward_manager": {"gdpo": "naive"},
     "algorithm.kl_penalty": _KL_TYPES,
     f"{_AR}.actor.kl_loss_type": _KL_TYPES | {f"{short}+": f"{name}+" for short, name in _KL_TYPES.items()},
+    **{f"{role}.optim.optimizer": {"adamw": "AdamW", "sgd": "SGD"} for role in _MODELS},
     **{f"{role}.optim.state_dtype": _PRECISIONS | {"8bit": "int8", "4bit": "int4"} for role in _MODELS},
     f"{_AR}.rollout.load_format": {"safetensors": "auto"},
     f"{_AR}.rollout.dtype": _PRECISIONS | {"float16": "fp16", "half": "fp16"},

@@ -198,7 +198,7 @@ def _over_devices(key: str, groups: Callable[[Settings], int]) -> Refusal:
     )
 
 
-def _groups_of_passes(settings: Settings) -> int:
+def groups_of_passes(settings: Settings) -> int:
     """Return a number that the sequences of a step must be a multiple of: each pass over them has its own groups of devices."""
     roles: list[SequenceRole] = ["actor"]
     roles += ["ref"] if needs_reference(settings) else []
@@ -216,7 +216,7 @@ def _batches() -> Iterator[Refusal]:
         "the prompts of a step do not divide into mini-batches",
         f"Set {mini} to a divisor of {batch}.",
     )
-    yield _over_devices(batch, _groups_of_passes)
+    yield _over_devices(batch, groups_of_passes)
     yield _over_devices(mini, lambda settings: data_ranks(settings, "actor"))
     yield Refusal(
         (prompt, "data.max_prompt_length"),

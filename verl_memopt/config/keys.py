@@ -136,7 +136,7 @@ def problem(values: dict[str, Any], what: str, way_out: str) -> Problem:
 OPEN_KEYS = ("custom_reward_function.reward_kwargs", "ray_kwargs.ray_init")
 """Keys whose entries the user names, among them secrets of a service."""
 
-_SECRET = r"(?:\w*_)?(?:api_?key|access_key|token|secret|passw(?:or)?d|authorization|credentials?)"
+_SECRET = r"(?:[\w-]*[_-])?(?:api[_-]?key|access[_-]?key|token|secret|passw(?:or)?d|authorization|credentials?)"
 
 
 def without_secrets(value: Any) -> Any:
@@ -154,7 +154,7 @@ def argument_without_secrets(argument: str) -> str:
     if not any(key in argument for key in OPEN_KEYS):
         return argument
     return re.sub(
-        rf"\b({_SECRET}[\"']?\s*[=:]\s*)([^,{{}}]+)",
+        rf"\b({_SECRET}[\"']?\s*[=:]\s*)('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[^,{{}}]+)",
         lambda match: match[1] + _hidden(match[2].strip(" \"'")),
         argument,
         flags=re.I,

@@ -70,9 +70,9 @@ class Optim(OptimizerInBackward, StochasticRounding, OptimizerStateDtype, Bucket
     """Optimizer and schedule."""
 
     lr: NaturalFloat = 1e-6
-    """Peak learning rate."""
+    """Peak learning rate. SGD needs one that is larger by orders of magnitude, as its update has the size of the gradient."""
     weight_decay: NaturalFloat = 0.01
-    """Decoupled weight decay."""
+    """Decoupled weight decay; with SGD it is added to the gradient, as in torch."""
     betas: Annotated[tuple[float, float], DECAYS] = (0.9, 0.999)
     """Adam's moment decays."""
     clip_grad: Annotated[float | None, POSITIVE] = 1.0
@@ -96,6 +96,10 @@ class Optim(OptimizerInBackward, StochasticRounding, OptimizerStateDtype, Bucket
     """What the schedule counts. rollouts: as in verl, all optimizer steps of a rollout have one rate, and a warm-up begins with a
     rollout at rate 0. updates: the rate changes with each optimizer step, and a warm-up of w steps begins at 1 / (w + 1), so
     that no rollout is wasted."""
+
+    def state_bytes(self, master_bytes: int) -> float:
+        """Return the bytes of what the optimizer keeps of a parameter whose master has so many."""
+        return self.num_moments * self.moment_bytes(master_bytes)
 
 
 @dataclass(frozen=True)

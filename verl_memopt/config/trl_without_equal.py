@@ -12,7 +12,23 @@ _LOSS_MODE = f"{_ACTOR}.policy_loss.loss_mode"
 _CORRECTION = "algorithm.rollout_correction"
 _REWARD_FUNCTION = "Use custom_reward_function.path: it belongs in the reward function"
 
-_FURTHER: tuple[tuple[str, tuple[Any, ...] | None, str], ...] = (
+_ROWS: tuple[tuple[str, tuple[Any, ...] | None, str], ...] = (
+    ("missing_eos_penalty", (), f"a score has no further penalty. {_REWARD_FUNCTION}"),
+    ("reward_clip_range", (), f"scores are not clipped. {_REWARD_FUNCTION}"),
+    ("reward_weights", (), f"there is one reward. {_REWARD_FUNCTION}"),
+    ("reward_funcs", (), "a reward function is named by its file. Use custom_reward_function.path"),
+    ("whiten_rewards", (False,), "rewards are not whitened. Use algorithm.normalize_advantages"),
+    ("token_level_kl", (False,), "RLOO takes the KL of a whole response off its reward. Set false, or remove the key"),
+    ("min_p", (0, 0.0), f"samples are cut by {_ROLLOUT}.top_p and top_k alone. Use one of them"),
+    ("vllm_mode", ("colocate",), f"the engine always lives in the worker's process. Set {_ROLLOUT}.name=vllm alone"),
+    ("disable_dropout", EITHER, "models are computed in evaluation mode, whatever this key says"),
+    ("local_rollout_forward_batch_size", ANY,
+     f"passes without gradients are cut by tokens. Use {_ROLLOUT}.log_prob_max_token_len_per_gpu"),
+    ("per_device_eval_batch_size", ANY, "a validation is one call. Use data.val_batch_size to cut it"),
+    ("stop_token", ("eos",), "a response ends at the end-of-sequence tokens of the model's folder. Remove the key"),
+    ("dataset_name", (), "rows come from files. Use data.train_files and data.val_files"),
+    ("log_completions", EITHER, "samples are written to the run folder. Use trainer.log_val_generations for a table"),
+    ("remove_unused_columns", EITHER, "a reward function gets every column. Remove the key"),
     ("model_init_kwargs", (), f"models load by other keys. Use {_AR}.model.override_config and {_ACTOR}.fsdp_config.dtype"),
     ("router_aux_loss_coef", (0, 0.0), "the loss has no term for the balance of experts. Set 0, or remove the key"),
     ("pad_to_multiple_of", ANY, "nothing is padded: sequences are packed"),
@@ -86,28 +102,9 @@ _FURTHER: tuple[tuple[str, tuple[Any, ...] | None, str], ...] = (
     ("label_smoothing_factor", (0, 0.0), "the loss is of the policy's log-probs. Set 0, or remove the key"),
     ("neftune_noise_alpha", (), "embeddings get no noise. Remove the key"),
     ("use_bias_correction_kl", (False,), "the KL is not weighted by the ratio. Set false, or remove the key"),
+    ("ds3_gather_for_generation", EITHER, "weights reach the engine inside its process, piece by piece. Remove the key"),
 )  # fmt: skip
-"""Names (separated by spaces) that only the newest trainers have, the values that ask for nothing, why, and the way out."""
+"""Names (separated by spaces), the values that ask for nothing, why, and the way out."""
 
-NO_EQUAL: dict[str, Refusal] = {
-    "missing_eos_penalty": Refusal((), f"a score has no further penalty. {_REWARD_FUNCTION}"),
-    "reward_clip_range": Refusal((), f"scores are not clipped. {_REWARD_FUNCTION}"),
-    "reward_weights": Refusal((), f"there is one reward. {_REWARD_FUNCTION}"),
-    "reward_funcs": Refusal((), "a reward function is named by its file. Use custom_reward_function.path"),
-    "whiten_rewards": Refusal((False,), "rewards are not whitened. Use algorithm.normalize_advantages"),
-    "token_level_kl": Refusal((False,), "RLOO takes the KL of a whole response off its reward. Set false, or remove the key"),
-    "min_p": Refusal((0, 0.0), f"samples are cut by {_ROLLOUT}.top_p and top_k alone. Use one of them"),
-    "vllm_mode": Refusal(("colocate",), f"the engine always lives in the worker's process. Set {_ROLLOUT}.name=vllm alone"),
-    "disable_dropout": Refusal(EITHER, "models are computed in evaluation mode, whatever this key says"),
-    "local_rollout_forward_batch_size": Refusal(
-        ANY, f"passes without gradients are cut by tokens. Use {_ROLLOUT}.log_prob_max_token_len_per_gpu"
-    ),
-    "per_device_eval_batch_size": Refusal(ANY, "a validation is one call. Use data.val_batch_size to cut it"),
-    "stop_token": Refusal(("eos",), "a response ends at the end-of-sequence tokens of the model's folder. Remove the key"),
-    "dataset_name": Refusal((), "rows come from files. Use data.train_files and data.val_files"),
-    "log_completions": Refusal(EITHER, "samples are written to the run folder. Use trainer.log_val_generations for a table"),
-    "remove_unused_columns": Refusal(EITHER, "a reward function gets the columns of verl's schema. Remove the key"),
-    **{name: Refusal(inert, reason) for names, inert, reason in _FURTHER for name in names.split()},
-    "ds3_gather_for_generation": Refusal(EITHER, "the engine has its own copy of the weights. Remove the key"),
-}
+NO_EQUAL: dict[str, Refusal] = {name: Refusal(inert, reason) for names, inert, reason in _ROWS for name in names.split()}
 """Name of TRL without an equal here -> the values that ask for nothing, why, and the way out."""

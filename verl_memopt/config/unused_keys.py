@@ -80,7 +80,9 @@ _MODEL = {
     "torch_dtype": Refusal(ANY, f"{_UNREAD}. actor_rollout_ref.actor.fsdp_config.model_dtype is the dtype of the weights"),
     **dict.fromkeys(("lora.dropout", "lora_dropout"), Refusal((0, 0.0), _LORA_DROPOUT)),
     "lora.type": Refusal(("lora",), "low-rank adapters of linear layers are the one kind. Set lora"),
-    "lora.merge": Refusal(EITHER, "the engine always gets merged weights. Remove the key"),
+    "lora.merge": Refusal(
+        EITHER, "an engine that shares the base gets adapters apart, another gets merged weights. Remove the key"
+    ),
     "lora.dtype": Refusal((), "adapters rest in the policy's dtype. Use actor_rollout_ref.actor.fsdp_config.model_dtype"),
     "lora.dropout_position": Refusal(("pre", "post"), _LORA_DROPOUT),
     "lora.lora_A_init_method": Refusal(("kaiming", "xavier"), "A is drawn Kaiming uniform, as peft draws it. Remove the key"),

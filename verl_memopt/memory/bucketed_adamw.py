@@ -1,20 +1,22 @@
-"""AdamW that updates its state bucket by bucket, so that its step needs little scratch memory whatever the largest tensor.
+"""AdamW or SGD that updates its state bucket by bucket, so that its step needs little scratch whatever the largest tensor.
 
-Use it when: always; it is the default. Lower ``bucket_megabytes`` when optimizer scratch is the peak.
+Use it when: always; AdamW is the default. Lower ``bucket_megabytes`` when optimizer scratch is the peak. Try
+    ``optim.optimizer=SGD`` with a far higher learning rate where AdamW's moments do not fit: it has no state at all.
 Saves: the parameter-sized temporary of torch's unfused AdamW. Offloaded, quantised or rounded state takes three buckets of
     scratch.
-Costs: nothing: with fp32 state on the device it is torch's fused AdamW, bit for bit.
-Works with: ``optimizer_offload``, ``optim.state_dtype``, ``optim.stochastic_rounding`` and ``optim.in_backward``, which only this
-    optimizer can do. They refuse other optimizers.
+Costs: nothing: with fp32 state on the device it is torch's fused AdamW or SGD, bit for bit. SGD needs its own learning rate.
+Works with: ``optimizer_offload``, ``grad_offload``, ``split_master_weights``, ``optim.state_dtype``,
+    ``optim.stochastic_rounding`` and ``optim.in_backward``, which only these two optimizers can do. They refuse others. Source of
+    SGD as AdamW's equal in RL: arXiv 2602.07729; on the toy task: ``docs/evidence/2026-11-24-sgd``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from verl_memopt.memory.knob import LOWER, Advice, Claim, Factor, Knob, LadderRow, Predicate, Refusal, UnusedKey, switch
-from verl_memopt.memory.ranges import PositiveFloat
+from verl_memopt.memory.ranges import PositiveFloat, Range
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings
@@ -22,8 +24,11 @@ if TYPE_CHECKING:
 _OPTIM = "actor_rollout_ref.actor.optim"
 OPTIMIZER, IMPL, OVERRIDES = (f"{_OPTIM}.{name}" for name in ("optimizer", "optimizer_impl", "override_optimizer_config"))
 BUCKET = f"{_OPTIM}.bucket_megabytes"
-_ARGUMENTS = {"lr", "betas", "eps", "weight_decay"}
-_IN_BUCKETS: list[Predicate] = []
+_ADAMW, _SGD = ("torch.optim", "AdamW"), ("torch.optim", "SGD")
+_ARGUMENTS = {_ADAMW: {"lr", "betas", "eps", "weight_decay"}, _SGD: {"lr", "momentum", "nesterov", "weight_decay"}}
+MOMENTUM = Range("must be at least 0 and below 1", lambda value: 0 <= value < 1)
+_MOMENTUM = f"{_OPTIM}.momentum"
+_IN_BUCKETS: list[Predicate] = [lambda settings: _class(settings) == _SGD]
 """Whether each knob is on with which the step walks the state in buckets."""
 
 
@@ -32,18 +37,27 @@ class BucketedAdamW:
     """Settings of the optimizer's class and its buckets."""
 
     optimizer: str = "AdamW"
-    """Class name inside ``optimizer_impl``."""
+    """Class name inside ``optimizer_impl``: AdamW, or SGD, which has no moments and saves 8 bytes a parameter in fp32."""
+    momentum: Annotated[float, MOMENTUM] = 0.0
+    """Momentum of SGD, 4 bytes a parameter in fp32; 0 = no state at all. Also of other classes that take it."""
     optimizer_impl: str = "torch.optim"
     """Module that holds the optimizer class."""
     override_optimizer_config: dict[str, Any] | None = None
     """Further arguments of the optimizer; the optimizer itself rejects names it does not know."""
     bucket_megabytes: PositiveFloat = 64
-    """MiB of a bucket in which AdamW walks its state where that is offloaded, quantised or rounded; its step holds three at
-    most. Lower it when the step sets the peak; a few MiB are enough to keep a bus busy."""
+    """MiB of a bucket in which AdamW walks its state where that is offloaded, quantised or rounded, and SGD always; its step
+    holds three at most. Lower it when the step sets the peak; a few MiB are enough to keep a bus busy."""
+
+    @property
+    def num_moments(self) -> int:
+        """Numbers that the optimizer keeps for each parameter. A class of another library counts as AdamW."""
+        if (self.optimizer_impl, self.optimizer) == _SGD:
+            return 1 if self.momentum else 0
+        return 2
 
 
 def only_with_adamw(key: str, is_on: Predicate) -> tuple[Refusal, ...]:
-    """Return the refusals of a knob that only this AdamW can do, and note that it does its step in buckets.
+    """Return the refusals of a knob that only these optimizers can do, and note that it does its step in buckets.
 
     Args:
         key: of the knob.
@@ -53,14 +67,14 @@ def only_with_adamw(key: str, is_on: Predicate) -> tuple[Refusal, ...]:
     return (
         Refusal(
             (key, OPTIMIZER, IMPL),
-            lambda settings: is_on(settings) and _class(settings) != ("torch.optim", "AdamW"),
-            "only AdamW of torch.optim can",
+            lambda settings: is_on(settings) and _class(settings) not in _ARGUMENTS,
+            "only AdamW and SGD of torch.optim can",
             f"Remove {key}, or {OPTIMIZER} and optimizer_impl.",
         ),
         Refusal(
             (key, OVERRIDES),
             lambda settings: is_on(settings) and bool(_unknown(settings)),
-            f"AdamW with {key} takes lr, betas, eps and weight_decay",
+            f"AdamW with {key} takes lr, betas, eps and weight_decay; SGD takes lr, momentum, nesterov and weight_decay",
             lambda settings: f"Remove {', '.join(_unknown(settings))} from {OVERRIDES}.",
         ),
     )
@@ -72,8 +86,9 @@ def _class(settings: Settings) -> tuple[str, str]:
 
 
 def _unknown(settings: Settings) -> list[str]:
-    """Return the names of arguments that AdamW with buckets does not take."""
-    return sorted(set(settings.actor_rollout_ref.actor.optim.override_optimizer_config or {}) - _ARGUMENTS)
+    """Return the names of arguments that the optimizer does not take in buckets."""
+    given = set(settings.actor_rollout_ref.actor.optim.override_optimizer_config or {})
+    return sorted(given - _ARGUMENTS.get(_class(settings), given))
 
 
 def _is_compiled_while_counted(settings: Settings) -> bool:
@@ -90,6 +105,7 @@ KNOB = Knob(
             lambda settings: not any(is_on(settings) for is_on in _IN_BUCKETS),
             "the whole state is updated at once where it is neither offloaded, quantised nor rounded",
         ),
+        UnusedKey(_MOMENTUM, lambda settings: _class(settings) == _ADAMW, "AdamW has betas in its place"),
     ),
     refuses=(
         Refusal(
@@ -112,5 +128,8 @@ KNOB = Knob(
         Factor("optimizer", {"torch": {}, "torchao": {OPTIMIZER: "AdamW8bit", IMPL: "torchao.optim"}}, lossy=True),
         switch("bucket", BUCKET, large=64, small=0.01),
     ),
-    no_factor={OVERRIDES: "any arguments; every run here gives one"},
+    no_factor={
+        OVERRIDES: "any arguments; every run here gives one",
+        _MOMENTUM: "of SGD, whose own tests combine it with the other knobs of the update",
+    },
 )

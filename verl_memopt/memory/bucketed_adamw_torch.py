@@ -1,4 +1,4 @@
-"""AdamW that walks the elements of all shards in buckets, so that its step holds as little for large tensors as for small ones.
+"""AdamW and SGD that walk the elements of all shards in buckets, so that a step holds little whatever the largest tensor.
 
 Bytes saved: torch's unfused step holds a temporary as large as the parameters, 4 x N / W bytes. With fp32 state on the device
 this step holds nothing of its own, like torch's fused AdamW. In every other combination it holds at most three buckets of
@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from verl_memopt.config.schema import Optim
 from verl_memopt.distributed.device import synchronize
@@ -32,6 +32,7 @@ from verl_memopt.memory.optimizer_state_dtype_torch import (
     Planes,
     Work,
     moment_format,
+    momentum_format,
 )
 from verl_memopt.memory.split_masters_torch import REMAINDER, join_, split_
 from verl_memopt.memory.stochastic_rounding_torch import round_to_bfloat16_
@@ -41,26 +42,32 @@ from verl_memopt.observe.phase import MIB
 logger = logging.getLogger(__name__)
 
 KIND = "optimizer"
+COMPARED_BYTES = 5
+"""Bytes of an element of a bucket while weights that compute are compared: before, after, and whether they differ."""
 GRADIENT = "gradient"
 """Where gradients that rest on the host lie among what passes over the device in buckets."""
 KEPT = "optim.state_dtype=%s: %d of %d elements keep fp32 moments, as their rows have no blocks of %d elements or more"
 
 
-class BucketedAdamW(Optimizer):
-    """AdamW whose state may rest on the host or in fewer bits, and whose bfloat16 weights may be rounded stochastically.
+class Bucketed(Optimizer):
+    """An optimizer whose state may rest on the host or in fewer bits, and whose bfloat16 weights may be rounded stochastically.
 
-    The state of a parameter is ``step`` (fp32) and the planes of its format: ``exp_avg`` and ``exp_avg_sq`` for fp32 and bf16. It
+    The state of a parameter is the planes of its format, and ``step`` (fp32) where its update or its rounding depends on that. It
     is allocated at construction, as views of one buffer, and shaped and sharded as the parameter is, so that another number of
-    ranks can load it. Quantised moments are saved as they are, codes and scales.
+    ranks can load it.
+
+    Attributes:
+        counts_steps: Whether the update depends on the number of steps.
+        computes_in: dtype of half precision of the weights that compute, of which :meth:`changed_share` says how many have
+            changed; None = they are not compared.
     """
+
+    counts_steps: bool
 
     def __init__(
         self,
         params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
-        lr: float,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
+        defaults: dict[str, Any],
         *,
         state_dtype: str = "fp32",
         offload: bool = False,
@@ -71,14 +78,11 @@ class BucketedAdamW(Optimizer):
     ) -> None:
         """Allocate the state, whose moments have ``state_dtype`` and which rests on the host if ``offload``.
 
-        ``params`` are fp32 or bfloat16, plain or sharded on their first dimension. ``lr``, ``betas``, ``eps`` and
-        ``weight_decay`` are as in torch's AdamW. bfloat16 weights are rounded stochastically if asked for, from ``seed``. With
-        ``split_masters`` they are the high half of fp32 masters, whose remainder is 0 at first.
+        ``params`` are fp32 or bfloat16, plain or sharded on their first dimension. ``defaults`` are those of groups. bfloat16
+        weights are rounded stochastically if asked for, from ``seed``. With ``split_masters`` they are the high half of fp32
+        masters, whose remainder is 0 at first.
         """
-        # Groups have the names of torch's AdamW, so that either can load the other's checkpoint.
-        beta1, beta2 = betas
-        theirs = AdamW([torch.zeros(1)], lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay, fused=True)
-        super().__init__(params, theirs.defaults)
+        super().__init__(params, defaults)
         self._offload, self._stochastic, self._seed = offload, stochastic_rounding, seed
         self._num_steps = 0
         self._bucket_bytes = int(bucket_megabytes * MIB)
@@ -89,10 +93,23 @@ class BucketedAdamW(Optimizer):
         self._lanes = StateLanes(self._device) if offload else None
         self.arrived: set[int] = set()
         self.divisor: Tensor | None = None
-        self._sections = sections(self.param_groups, state_dtype, split_masters)
+        self.computes_in: torch.dtype | None = None
+        self._changed: Tensor | None = None
+        self._sections = sections(self.param_groups, state_dtype, split_masters, self._format)
         self._section_of = {id(member.parameter): (section, member) for section in self._sections for member in section.members}
         self._make_state()
         self._tell_what_stays_fp32(state_dtype)
+
+    def _format(self, group: dict[str, Any], state_dtype: str, row: int) -> MomentFormat:
+        """Return how the moments of a group's parameters are stored whose rows have ``row`` elements."""
+        raise NotImplementedError
+
+    def _kernel(
+        self, weights: list[Tensor], grads: list[Tensor], moments: list[list[Tensor]], steps: list[Tensor], group: dict[str, Any],
+        stopped: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Update fp32 ``weights`` and ``moments`` in place. Where ``stopped`` is 1 on the device, they stay as they are."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -135,6 +152,24 @@ class BucketedAdamW(Optimizer):
 
     def _has_gradient(self, section: Section, parameter: Tensor) -> bool:
         return parameter.grad is not None if section.gradients is None else id(parameter) in self.arrived
+
+    def changed_share(self) -> Tensor:
+        """Return the share of the weights that compute whose bits have changed since the last call, of all ranks (a scalar).
+
+        A weight that two steps have changed counts twice.
+        """
+        parameters = [member.parameter for section in self._sections for member in section.members]
+        none = torch.zeros((), dtype=torch.int64, device=self._device)
+        changed, self._changed = none if self._changed is None else self._changed, None
+        first = parameters[0]
+        if isinstance(first, DTensor):
+            parts = [Partial() if isinstance(each, Shard) else each for each in first.placements]
+            changed = DTensor.from_local(changed, first.device_mesh, parts, run_check=False).full_tensor()
+        return (changed.double() / sum(parameter.numel() for parameter in parameters)).float()
+
+    def remainders(self) -> Iterator[Tensor]:
+        """Yield what rests beside the state: the remainders of masters."""
+        yield from (section.planes[REMAINDER.name] for section in self._sections if section.splits)
 
     @torch.no_grad()
     def step_parameter(self, parameter: Tensor, stopped: Tensor | None = None) -> None:
@@ -190,7 +225,7 @@ class BucketedAdamW(Optimizer):
         """Copy saved values into the state where it rests. Parameters are matched by their order.
 
         Args:
-            state_dict: As :meth:`state_dict` or torch's AdamW returned it.
+            state_dict: As :meth:`state_dict` or torch's own class returned it.
 
         Raises:
             KeyError: The state was saved in another ``state_dtype``. The message names what is missing.
@@ -205,7 +240,7 @@ class BucketedAdamW(Optimizer):
                 source, target = local(state_dict["state"][name][key]), local(tensor)
                 if source.data_ptr() != target.data_ptr():
                     target.copy_(source)
-        self._num_steps = int(max(state["step"] for state in self.state.values()))
+        self._num_steps = int(max((state["step"] for state in self.state.values() if "step" in state), default=0))
 
     def _make_state(self) -> None:
         """Allocate one buffer for the whole state, on the host or the device, and give each parameter views of its part."""
@@ -215,7 +250,7 @@ class BucketedAdamW(Optimizer):
         ]
         total = sum(aligned(size) for planes in sizes for _, size in planes)
         with scope(kind=KIND):
-            if self._offload:
+            if self._offload and total:
                 buffer = host_buffer(total, self._device, KIND).zero_()
             else:
                 buffer = torch.zeros(total, dtype=torch.uint8, device=self._device)
@@ -228,7 +263,8 @@ class BucketedAdamW(Optimizer):
         members = ((section, member) for section in self._sections for member in section.members)
         for (section, member), step in zip(members, steps.unbind(), strict=True):
             parts = {plane.name: shown(member, plane, section.planes[plane.name]) for plane in section.format.planes}
-            self.state[member.parameter] = {"step": step, **parts}
+            counter = {"step": step} if self.counts_steps or self._stochastic else {}
+            self.state[member.parameter] = counter | parts
 
     def _tell_what_stays_fp32(self, state_dtype: str) -> None:
         whole = sum(section.numel for section in self._sections)
@@ -240,9 +276,10 @@ class BucketedAdamW(Optimizer):
     def _update(self, section: Section, members: Sequence[Member], stopped: Tensor | None = None) -> None:
         if not members:
             return
-        steps = [self.state[member.parameter]["step"] for member in members]
+        steps = [step for member in members for step in self._steps(member)]
         # Where the update may be stopped, the increment is on the device.
-        torch._foreach_add_(steps, 1 if stopped is None else [1 - stopped] * len(steps))
+        if steps:
+            torch._foreach_add_(steps, 1 if stopped is None else [1 - stopped] * len(steps))
         buckets = cut_buckets(members, self._bucket_elements(section, stopped is not None), section.cut)
         if not buckets:  # a rank may hold no row of any of them
             return
@@ -250,14 +287,19 @@ class BucketedAdamW(Optimizer):
         for bucket, planes in zip(buckets, self._planes(section, buckets), strict=True):
             self._update_bucket(section, bucket, planes, _cut(work, count(bucket)), stopped)
 
+    def _steps(self, member: Member) -> list[Tensor]:
+        state = self.state[member.parameter]
+        return [state["step"]] if "step" in state else []
+
     def _update_bucket(
         self, section: Section, bucket: Sequence[Slice], planes: Planes, work: Work, stopped: Tensor | None
     ) -> None:
         group, sizes = section.group, [part.last - part.first for part in bucket]
         generator = self._seeded(section, bucket[0])
-        exp_avg, exp_avg_sq = section.format.decode(planes, work)
+        moments = section.format.decode(planes, work)
         resting = [local(part.member.parameter).view(-1)[part.first : part.last] for part in bucket]
         weights, wide = resting, section.dtype == torch.float32
+        self._cast(resting, work.before)
         if section.gradients is None:
             grads = [_gradient(part.member.parameter).view(-1)[part.first : part.last] for part in bucket]
         else:
@@ -271,31 +313,20 @@ class BucketedAdamW(Optimizer):
             weights = _widened(resting, work.scratch[0])
         if grads[0].dtype != torch.float32:
             grads = _widened(grads, work.scratch[1])
-        # The kernel under torch's fused AdamW. The class itself would step over whole parameters, with fp32 moments on the
-        # device.
-        torch._fused_adamw_(
-            weights,
-            grads,
-            list(exp_avg.split(sizes)),
-            list(exp_avg_sq.split(sizes)),
-            [],
-            [self.state[part.member.parameter]["step"] for part in bucket],
-            lr=group["lr"],
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=False,
-            maximize=False,
-            # This argument is meant for gradient scalers: where it is 1, the kernel leaves weights and moments as they are.
-            found_inf=stopped,
-        )
+        steps = [step for part in bucket for step in self._steps(part.member)]
+        self._kernel(weights, grads, [list(moment.split(sizes)) for moment in moments], steps, group, stopped)
         if section.splits:
             split_(work.scratch[0], work.scratch[1], resting, planes[REMAINDER.name])
         elif not wide:
             if self._stochastic:
                 round_to_bfloat16_(work.scratch[0], work.scratch[1], generator)
             torch._foreach_copy_(resting, weights)
+        if work.before.numel():
+            self._cast(resting, work.after)
+            # Compared as bits: a weight that is not a number is then equal to itself.
+            torch.ne(work.before.view(torch.int16), work.after.view(torch.int16), out=work.differs)
+            changed = work.differs.sum()
+            self._changed = changed if self._changed is None else self._changed.add_(changed)
         if stopped is None or section.format.repeats:
             section.format.encode(planes, work, generator)
             return
@@ -304,6 +335,11 @@ class BucketedAdamW(Optimizer):
         section.format.encode(planes, work, generator)
         for name, plane in planes.items():
             torch.where(stopped.bool(), before[name], plane, out=plane)
+
+    def _cast(self, resting: Sequence[Tensor], room: Tensor) -> None:
+        """Fill ``room`` with the weights as they compute, if they are compared."""
+        if room.numel():
+            torch._foreach_copy_(list(room.split([part.numel() for part in resting])), list(resting))
 
     def _planes(self, section: Section, buckets: Sequence[Sequence[Slice]]) -> Iterator[Planes]:
         """Return the state of each bucket on the device: where it rests, or as it passes by."""
@@ -328,7 +364,8 @@ class BucketedAdamW(Optimizer):
         If the update ``may_stop``, the previous state is scratch too where encoding it again would change it.
         """
         itemsize = torch.float32.itemsize
-        room = itemsize * (2 * section.format.decodes + self._scratch_count(section))
+        room = itemsize * (section.format.moments * section.format.decodes + self._scratch_count(section))
+        room += 0 if self.computes_in is None else COMPARED_BYTES
         resting = sum(plane.dtype.itemsize / plane.per_entry for plane in section.resting)
         beside = resting * (SLOTS * self._offload + (may_stop and not section.format.repeats))
         beside += 0 if section.gradients is None else SLOTS * section.gradients.itemsize
@@ -337,9 +374,13 @@ class BucketedAdamW(Optimizer):
 
     def _work(self, section: Section, elements: int) -> Work:
         decoded = elements if section.format.decodes else 0
-        sizes = (decoded, decoded, *(elements,) * self._scratch_count(section))
+        second = decoded if section.format.moments > 1 else 0
+        sizes = (decoded, second, *(elements,) * self._scratch_count(section))
         exp_avg, exp_avg_sq, *scratch = (torch.empty(size, dtype=torch.float32, device=self._device) for size in sizes)
-        return Work(exp_avg, exp_avg_sq, tuple(scratch))
+        half, compared = self.computes_in or torch.bfloat16, 0 if self.computes_in is None else elements
+        before, after = (torch.empty(compared, dtype=half, device=self._device) for _ in range(2))
+        differs = torch.empty(compared, dtype=torch.bool, device=self._device)
+        return Work(exp_avg, exp_avg_sq, tuple(scratch), before, after, differs)
 
     def _seeded(self, section: Section, first: Slice) -> torch.Generator:
         """Return the generator in a state that depends on the step and the place only, so that a resumed run rounds alike.
@@ -352,16 +393,115 @@ class BucketedAdamW(Optimizer):
         return self._generator.manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
+class BucketedAdamW(Bucketed):
+    """AdamW in buckets.
+
+    Its state is ``step`` and, for fp32 and bf16, ``exp_avg`` and ``exp_avg_sq``. Quantised moments are saved as codes and scales.
+    """
+
+    counts_steps = True
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        **options: Any,
+    ) -> None:
+        """Take the arguments of torch's AdamW, and the ``options`` of :class:`Bucketed`."""
+        # Groups have the names of torch's AdamW, so that either can load the other's checkpoint.
+        beta1, beta2 = betas
+        theirs = AdamW([torch.zeros(1)], lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay, fused=True)
+        super().__init__(params, theirs.defaults, **options)
+
+    def _format(self, group: dict[str, Any], state_dtype: str, row: int) -> MomentFormat:
+        return moment_format(state_dtype, row)
+
+    def _kernel(
+        self, weights: list[Tensor], grads: list[Tensor], moments: list[list[Tensor]], steps: list[Tensor], group: dict[str, Any],
+        stopped: Tensor | None,
+    ) -> None:  # fmt: skip
+        # The kernel under torch's fused AdamW. The class itself would step over whole parameters, with fp32 moments on the
+        # device.
+        torch._fused_adamw_(
+            weights,
+            grads,
+            moments[0],
+            moments[1],
+            [],
+            steps,
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+            # This argument is meant for gradient scalers: where it is 1, the kernel leaves weights and moments as they are.
+            found_inf=stopped,
+        )
+
+
+class BucketedSGD(Bucketed):
+    """SGD in buckets. Its state is ``momentum_buffer``, or nothing without momentum; ``step`` where rounding is stochastic."""
+
+    counts_steps = False
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        lr: float,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        **options: Any,
+    ) -> None:
+        """Take the arguments of torch's SGD, and the ``options`` of :class:`Bucketed`."""
+        theirs = SGD([torch.zeros(1)], lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov, fused=True)
+        super().__init__(params, theirs.defaults, **options)
+
+    def _format(self, group: dict[str, Any], state_dtype: str, row: int) -> MomentFormat:
+        return momentum_format(state_dtype, bool(group["momentum"]))
+
+    def _kernel(
+        self, weights: list[Tensor], grads: list[Tensor], moments: list[list[Tensor]], steps: list[Tensor], group: dict[str, Any],
+        stopped: Tensor | None,
+    ) -> None:  # fmt: skip
+        torch._fused_sgd_(
+            weights,
+            grads,
+            moments[0] if moments else [],
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=0.0,
+            nesterov=group["nesterov"],
+            maximize=False,
+            # The buffer exists from the start. It is 0 then, so the first step makes it the gradient.
+            is_first_step=False,
+            found_inf=stopped,
+        )
+
+
 def bucket_options(
-    masters: torch.dtype, optim: Optim, offload: bool, seed: int, split: bool = False, grad_offload: bool = False
+    masters: torch.dtype,
+    optim: Optim,
+    offload: bool,
+    seed: int,
+    split: bool = False,
+    grad_offload: bool = False,
+    always: bool = False,
 ) -> dict[str, Any] | None:
-    """Return the further arguments of BucketedAdamW, or None if torch's AdamW supports all settings.
+    """Return the further arguments of a bucketed optimizer, or None if torch's own class supports all settings.
 
     ``masters`` is the dtype of the masters, which are ``split`` or whole. With ``grad_offload`` gradients pass in buckets.
+    ``always``: torch's own class does not do.
     """
     torch_dtype = "bfloat16" if masters is torch.bfloat16 else "fp32"
     state_dtype = optim.state_dtype or torch_dtype
-    own = offload or split or grad_offload or optim.stochastic_rounding or optim.in_backward
+    own = always or offload or split or grad_offload or optim.stochastic_rounding or optim.in_backward
     if not (own or state_dtype != torch_dtype):
         return None
     return {
@@ -375,7 +515,9 @@ def bucket_options(
 
 
 def _cut(work: Work, elements: int) -> Work:
-    return Work(work.exp_avg[:elements], work.exp_avg_sq[:elements], tuple(room[:elements] for room in work.scratch))
+    rooms = (work.before, work.after, work.differs)
+    scratch = tuple(room[:elements] for room in work.scratch)
+    return Work(work.exp_avg[:elements], work.exp_avg_sq[:elements], scratch, *(room[:elements] for room in rooms))
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
@@ -474,10 +616,16 @@ def cut_buckets(members: Sequence[Member], elements: int, cut: int) -> list[list
     return buckets
 
 
-def sections(groups: Sequence[dict[str, Any]], state_dtype: str, split: bool = False) -> list[Section]:
+def sections(
+    groups: Sequence[dict[str, Any]],
+    state_dtype: str,
+    split: bool = False,
+    format_of: Callable[[dict[str, Any], str, int], MomentFormat] = lambda _, state_dtype, row: moment_format(state_dtype, row),
+) -> list[Section]:
     """Return the sections of an optimizer's groups, in the order of their first parameters.
 
-    With ``split`` bfloat16 parameters are the high half of their masters.
+    With ``split`` bfloat16 parameters are the high half of their masters. ``format_of`` returns the format of a group's
+    parameters from ``state_dtype`` and the elements of a row; the default is that of AdamW.
     """
     by_key: dict[tuple[int, torch.dtype, int], Section] = {}
     for number, group in enumerate(groups):
@@ -485,7 +633,7 @@ def sections(groups: Sequence[dict[str, Any]], state_dtype: str, split: bool = F
             placements = parameter.placements if isinstance(parameter, DTensor) else ()
             assert all(isinstance(placement, Replicate) or placement == Shard(0) for placement in placements), placements
             rows = parameter.shape[0] if parameter.ndim else 1
-            kind = moment_format(state_dtype, parameter.numel() // max(rows, 1))
+            kind = format_of(group, state_dtype, parameter.numel() // max(rows, 1))
             key = (number, parameter.dtype, kind.block)
             section = by_key.setdefault(key, Section(group, kind, parameter.dtype, split and parameter.dtype == torch.bfloat16))
             section.members.append(Member(parameter, section.numel, local(parameter).numel()))

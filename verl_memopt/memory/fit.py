@@ -18,9 +18,10 @@ from verl_memopt.memory.critic_rules import has_critic
 from verl_memopt.memory.formulas import width
 from verl_memopt.memory.held import Held, Kinds, ModelSize, Pass, critic_roles, largest, together
 from verl_memopt.memory.host_buffers import GIB
+from verl_memopt.memory.lora import slot_rank
 from verl_memopt.memory.ranges import num_devices, sequence_ranks
 from verl_memopt.memory.residency import CRITIC, NEEDS, POLICY, REFERENCE, REWARD_MODEL
-from verl_memopt.memory.rollout_memory import kv_bytes_per_token, sampler_bytes
+from verl_memopt.memory.rollout_memory import AUTO, kv_bytes_per_token, sampler_bytes
 from verl_memopt.memory.shared_weights import why_not
 from verl_memopt.memory.token_budget import Role, sizes_of
 from verl_memopt.observe.phase import MIB
@@ -108,7 +109,23 @@ def predict(
         device: ``cuda`` or ``cpu``. On a CPU live bytes alone count, as its tracker and ``memory.device_limit_gb`` count them.
         card_bytes: the device's size, of which vLLM takes its share; None = the run has no such engine.
     """
-    return _Prediction(settings, sizes, device, card_bytes).peaks(phases)
+    prediction = _Prediction(settings, sizes, device, card_bytes)
+    if settings.actor_rollout_ref.rollout.kv_cache_memory_gb == AUTO:
+        # The worker asks a GPU what it has free, and a context is there already by then.
+        free = (card_bytes or 0) - (CONTEXT if device == "cuda" else 0)
+        left = free - bytes_beside_cache(settings, sizes, phases, device)
+        prediction = replace(prediction, left_for_cache=max(left, 0))
+    return prediction.peaks(phases)
+
+
+def bytes_beside_cache(settings: Settings, sizes: Sizes, phases: Collection[str], device: str) -> int:
+    """Return the most that a run with ``kv_cache_memory_gb=auto`` holds beside its KV cache, in the phases in which that exists.
+
+    Arguments are as in :func:`predict`. An engine that sleeps has its cache in rollout and validation alone.
+    """
+    empty = _Prediction(settings, sizes, device, None)
+    totals = empty.peaks(phases).totals
+    return max(total for phase, total in totals.items() if not empty.sleeps or phase in ("gen", "testing"))
 
 
 # The whole run: its models, its engine, and the phases of a step.
@@ -120,6 +137,8 @@ class _Prediction:
     sizes: Sizes
     device: str
     card_bytes: int | None
+    left_for_cache: int = 0
+    """Bytes of the KV cache with ``kv_cache_memory_gb=auto``."""
 
     def peaks(self, phases: Collection[str]) -> Peaks:
         found = {phase: together({"other": OTHER}, *make()) for phase, make in self._phases.items() if phase in phases}
@@ -216,7 +235,17 @@ class _Prediction:
         """Bytes of the engine's weights on one device, and of its sampler, which sleeps and wakes with them."""
         rollout, vllm = self.roles.rollout, self.roles.rollout.name == "vllm" and self.device == "cuda"
         weights = width(rollout.dtype) * self.sizes.policy.params / rollout.tensor_model_parallel_size
+        weights += self._engine_adapters
         return weights + (sampler_bytes(rollout.max_num_seqs, self.sizes.policy.vocab) if vllm else 4096)
+
+    @property
+    def _engine_adapters(self) -> float:
+        """Bytes of vLLM's places for the adapters of a base that it shares; embedding and head have places too."""
+        rank, size = self.roles.model.lora_rank, self.sizes.policy
+        if not rank or not self.shares:
+            return 0
+        matrices = 2 * (size.vocab + size.hidden)
+        return width(self.roles.rollout.dtype) * slot_rank(rank) * (self.policy.adapters / rank + matrices)
 
     @property
     def shares(self) -> bool:
@@ -252,8 +281,10 @@ class _Prediction:
         rollout = self.roles.rollout
         if rollout.name == "hf":
             return self._sequences * self._longest * self.kv_token
+        if rollout.kv_cache_memory_gb == AUTO:
+            return self.left_for_cache
         if rollout.kv_cache_memory_gb is not None:
-            return rollout.kv_cache_memory_gb * GIB
+            return float(rollout.kv_cache_memory_gb) * GIB
         if self.device == "cpu":
             return CPU_KV_GIB * GIB
         return max(self._share - CONTEXT - self.engine_weights - self._scratch, 0)
@@ -383,9 +414,9 @@ class _Prediction:
             parts.append({"rollout weights": self.engine_weights})
         bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB if policy.ranks > 1 else 0
         # A tensor of LoRA is merged with its adapter in fp32, and cast.
-        merged = (
-            14 * policy.size.hidden * max(policy.size.mlp, policy.size.heads * policy.size.head_dim) if policy.adapters else 0
-        )
+        merged = 14 * policy.size.hidden * max(policy.size.mlp, policy.size.heads * policy.size.head_dim)
+        # Adapters by themselves are copied, and those of layers that vLLM has fused put together.
+        merged = 0 if not policy.adapters else 3 * width(rollout.dtype) * policy.adapters if self.shares else merged
         whole = width(rollout.dtype) * policy.size.params
         parts.append({"sync bucket": 2 * min(bucket, whole), "activations": merged})
         return parts

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from verl_memopt.distributed.device import Done, copy_stream, current_stream, mark_done, on_stream, wait_for
-from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW, local
+from verl_memopt.memory.bucketed_adamw_torch import Bucketed, local
 from verl_memopt.memory.embedding_gradient import HOME, gradient_dtype
 from verl_memopt.observe.byte_tracker import mark, scope
 
@@ -35,7 +35,7 @@ class OffloadedGradients:
 
     def __init__(self, optimizer: Optimizer, blocks: Iterable[nn.Module]) -> None:
         """Allocate the places on the host, and register the hooks. ``blocks`` say how many bytes may be on their way at once."""
-        assert isinstance(optimizer, BucketedAdamW), type(optimizer)
+        assert isinstance(optimizer, Bucketed), type(optimizer)
         self._optimizer = optimizer
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._device = local(self._parameters[0]).device

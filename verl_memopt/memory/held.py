@@ -12,8 +12,8 @@ from functools import cached_property
 
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Critic, CriticModel, Model, PolicyLoss, TrainedFsdp
 from verl_memopt.memory.chunked_logprob import logit_bytes
-from verl_memopt.memory.formulas import TILE_ELEMENTS, Shapes
-from verl_memopt.memory.lora import adapter_params
+from verl_memopt.memory.formulas import TILE_ELEMENTS, Shapes, width
+from verl_memopt.memory.lora import adapter_params, base_rests_as_computed
 from verl_memopt.memory.optimizer_state_dtype_torch import MOST_BLOCK, block_size
 from verl_memopt.observe.phase import MIB
 
@@ -148,10 +148,15 @@ class Held:
     @property
     def params(self) -> float:
         """Bytes of its masters on one rank."""
-        whole, linear = self.params_count + self.adapters, self.at_rest.linear_params
+        linear, master = self.at_rest.linear_params, self.at_rest.master_bytes
         each = {"int8": 1 + 4 / 32, "nf4": 0.5 + 4 / 32}.get(self.quantization)
-        quantized = 0 if each is None else linear * (each - self.at_rest.master_bytes)
-        return (whole * self.at_rest.master_bytes + quantized) / self.ranks
+        quantized = 0 if each is None else linear * (each - master)
+        base = self.at_rest.compute_bytes if self._base_rests_as_computed else master
+        return (self.params_count * base + self.adapters * master + quantized) / self.ranks
+
+    @property
+    def _base_rests_as_computed(self) -> bool:
+        return self.trained and base_rests_as_computed(self.roles.model.lora_rank, self.fsdp, self.ranks)
 
     @property
     def learning(self) -> float:
@@ -164,6 +169,8 @@ class Held:
         if not self.trained:
             return 0
         size, dtype = self.size, self.roles.actor.optim.state_dtype
+        if not self.at_rest.state_bytes:
+            return 0
         # Each tensor has a step counter, and its part of the state begins at a multiple of 64 bytes.
         tensors = 64 * 5 * (14 if self.adapters else 12) * (size.layers + 1)
         each = self.at_rest.state_bytes
@@ -199,7 +206,8 @@ class Held:
     @property
     def is_cast(self) -> bool:
         """Whether FSDP2 gathers each unit while it computes: on several ranks, with two dtypes, or from the host."""
-        return self.ranks > 1 or self.at_rest.master_bytes != self.at_rest.compute_bytes or self.fsdp.offload_policy
+        two_dtypes = self.at_rest.master_bytes != self.at_rest.compute_bytes and not self._base_rests_as_computed
+        return self.ranks > 1 or two_dtypes or self.fsdp.offload_policy
 
     @property
     def _matrices(self) -> tuple[int, int]:
@@ -411,8 +419,10 @@ class Held:
 
     @property
     def in_buckets(self) -> bool:
-        """Whether AdamW walks its state in buckets."""
+        """Whether the optimizer walks its state in buckets."""
         optim = self.roles.actor.optim
+        if optim.num_moments < 2:
+            return True
         own_dtype = optim.state_dtype not in (None, self.fsdp.model_dtype)
         of_fsdp = self.fsdp.optimizer_offload or self.fsdp.split_master_weights or self.fsdp.grad_offload
         return of_fsdp or optim.stochastic_rounding or optim.in_backward or own_dtype
@@ -425,8 +435,10 @@ class Held:
             return 4 * self.learning
         if not self.in_buckets:
             return 0
-        decoded = 8 if s.state_bytes - s.remainder_bytes != 8 else 0
+        decoded = 4 * optim.num_moments if optim.moment_bytes(width(self.fsdp.model_dtype)) != 4 else 0
         copies = 8 if decoded or s.master_bytes != 4 else 0
+        # Weights that compute in half precision are compared before and after: both, and whether they differ.
+        copies += 5 if s.compute_bytes == 2 and not self.adapters else 0
         passing = s.state_bytes if self.fsdp.optimizer_offload else 0
         passing += s.gradient_bytes if self.fsdp.grad_offload else 0
         return min(3 * optim.bucket_megabytes * MIB, (decoded + copies + passing) * self.learning)

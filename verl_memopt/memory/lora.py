@@ -2,9 +2,10 @@
 
 Use it when: gradients and optimizer state do not fit, and low-rank training is good enough.
 Saves: gradients and optimizer state of all frozen parameters (12 bytes each with fp32 AdamW), and the second model of a KL.
-Costs: two thin products per layer, and one merged tensor at a time in a weight sync.
-Works with: bfloat16 masters for the frozen base, checkpointing, every packing knob. The engine gets merged weights. It refuses a
-    reference of another path, and ``ref.quantization``. Source: arXiv 2106.09685.
+Costs: two thin products per layer. An engine that shares the base computes them too; another gets merged weights, one tensor at
+    a time.
+Works with: ``rollout.share_weights``, checkpointing, every packing knob. On one device the base rests in the precision that
+    computes. It refuses a reference of another path, and ``ref.quantization``. Source: arXiv 2106.09685.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from verl_memopt.memory.knob import Claim, Factor, Knob, LadderRow, Refusal
 from verl_memopt.memory.ranges import NaturalInt, PositiveFloat, needs_reference
 
 if TYPE_CHECKING:
+    from verl_memopt.config.role_settings import TrainedFsdp
     from verl_memopt.config.schema import Settings
 
 _MODEL = "actor_rollout_ref.model"
@@ -42,6 +44,23 @@ class Lora:
     """Layers left out: a list of name endings or a regular expression."""
     lora_adapter_path: str | None = None
     """Folder in the peft format to start the adapters from."""
+
+
+SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM has room. An adapter of another rank is filled up with zeros."""
+
+
+def slot_rank(rank: int) -> int:
+    """Return the rank for which an engine that shares the base makes room: the next one that vLLM has."""
+    return next(size for size in SLOT_RANKS if size >= rank)
+
+
+def base_rests_as_computed(lora_rank: int, fsdp: TrainedFsdp, devices: int) -> bool:
+    """Return whether the frozen base rests in the dtype that computes, and only the adapters in that of the masters.
+
+    A base that nothing updates needs no more digits. On several devices FSDP2 casts the masters of a whole unit.
+    """
+    return lora_rank > 0 and devices == 1 and not fsdp.offload_policy
 
 
 def _adapts(settings: Settings) -> bool:

@@ -37,19 +37,27 @@ class LoraLinear(nn.Linear):
         active: Whether the adapter is on.
     """
 
-    def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
-        """Take over the weight and bias of a layer; the adapter is uninitialised."""
+    def __init__(self, base: nn.Linear, rank: int, scale: float, dtype: torch.dtype | None = None) -> None:
+        """Take over the weight and bias of a layer; the adapter is uninitialised, in ``dtype``, or in the weight's for None."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
         self.scale, self.active = scale, True
-        self.lora_A = nn.Parameter(self.weight.new_empty(rank, self.in_features))
-        self.lora_B = nn.Parameter(self.weight.new_empty(self.out_features, rank))
+        self.lora_A = nn.Parameter(self.weight.new_empty(rank, self.in_features, dtype=dtype))
+        self.lora_B = nn.Parameter(self.weight.new_empty(self.out_features, rank, dtype=dtype))
+
+    @property
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """A and B as they compute: in the weight's dtype, to which adapters of more digits are cast as FSDP2 casts masters."""
+        return self.lora_A.to(self.weight.dtype), self.lora_B.to(self.weight.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output [..., out] of x [..., in]."""
         out = linear(x, self.weight, self.bias)
-        return out + self.scale * linear(linear(x, self.lora_A), self.lora_B) if self.active else out
+        if not self.active:
+            return out
+        down, up = self.factors
+        return out + self.scale * linear(linear(x, down), up)
 
 
 def apply_lora(
@@ -59,11 +67,13 @@ def apply_lora(
     target_modules: str | Sequence[str],
     exclude_modules: str | Sequence[str] | None,
     key: str = KEY,
+    dtype: torch.dtype | None = None,
 ) -> list[str]:
     """Freeze a model and give each chosen linear layer an adapter, scaled by ``alpha / rank``. Call this before sharding.
 
     ``target_modules`` are ``all-linear`` = every linear layer but the head; a list of name endings; or a regular expression for
     the whole name. So are ``exclude_modules``, the layers to leave out. ``key`` is the settings section, to name in errors.
+    ``dtype`` is that of the adapters; None = as their layer.
 
     Returns:
         The names of the chosen layers.
@@ -79,7 +89,7 @@ def apply_lora(
         endings = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in linears}))
         raise ConfigError(f"{key}.target_modules={target_modules}: no linear layer is chosen. Its layers end in {endings}.")
     for name in chosen:
-        model.set_submodule(name, LoraLinear(linears[name], rank, alpha / rank))
+        model.set_submodule(name, LoraLinear(linears[name], rank, alpha / rank, dtype))
     return chosen
 
 
@@ -177,7 +187,7 @@ def save_adapter(folder: Path, model: nn.Module, base: str, rank: int, alpha: fl
     name of the base model. Every rank gathers in step; the rank that ``writes`` writes.
     """
     trained = whole_parameters(model)
-    tensors = {name: _on_host(parameter, writes) for name, parameter in (_stored(model) | _beside(trained)).items()}
+    tensors = {name: _on_host(parameter, writes) for name, parameter in (stored_adapters(model) | _beside(trained)).items()}
     if not writes:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -192,7 +202,7 @@ def save_adapter(folder: Path, model: nn.Module, base: str, rank: int, alpha: fl
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _stored(model: nn.Module) -> dict[str, Tensor]:
+def stored_adapters(model: nn.Module) -> dict[str, Tensor]:
     """Return the adapters by their names in the peft format."""
     layers = adapters(model).items()
     return {f"base_model.model.{name}.{part}.weight": getattr(layer, part) for name, layer in layers for part in ADAPTERS}
@@ -226,7 +236,7 @@ def load_adapter(folder: Path, model: nn.Module, key: str = KEY) -> None:
         raise ConfigError(f"{setting}: it has no adapter_model.safetensors. Give a folder in the peft format.")
     tensors = load_file(path)
     beside = _beside(whole_parameters(model))
-    wanted = _stored(model) | {name: parameter for name, parameter in beside.items() if name in tensors}
+    wanted = stored_adapters(model) | {name: parameter for name, parameter in beside.items() if name in tensors}
     problems = [f"missing {name}" for name in wanted if name not in tensors]
     problems += [f"unexpected {name}" for name in tensors if name not in wanted]
     problems += [

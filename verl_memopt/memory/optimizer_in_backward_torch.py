@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from verl_memopt.distributed.device import wait_on_host
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW, local
+from verl_memopt.memory.bucketed_adamw_torch import Bucketed, local
 from verl_memopt.observe.byte_tracker import scope
 
 ACTOR = "actor_rollout_ref.actor"
@@ -30,7 +30,7 @@ class StepInBackward:
 
         ``backward_on`` is the device that computes gradients; None for that of the parameters.
         """
-        assert isinstance(optimizer, BucketedAdamW), type(optimizer)
+        assert isinstance(optimizer, Bucketed), type(optimizer)
         self._optimizer, self._key = optimizer, key
         self._norms: dict[int, Tensor] = {}
         device = local(optimizer.param_groups[0]["params"][0]).device

@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from verl_memopt.memory.bucketed_adamw import only_with_adamw
+from verl_memopt.memory.bucketed_adamw import OPTIMIZER, only_with_adamw
 from verl_memopt.memory.formulas import Shapes
-from verl_memopt.memory.knob import Claim, Knob, LadderRow, switch
+from verl_memopt.memory.knob import Claim, Knob, LadderRow, Refusal, switch
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings
@@ -28,19 +28,24 @@ class OptimizerStateDtype:
 
     state_dtype: Literal["fp32", "bfloat16", "int8", "int4"] | None = None
     """dtype in which AdamW's two moments rest: fp32, bfloat16, int8, int4 (8, 4, 2.03, 1.06 bytes a parameter). Go down when
-    optimizer state does not fit and ``optimizer_offload`` costs too much time; the last two are block-wise quantised."""
+    optimizer state does not fit and ``optimizer_offload`` costs too much time; the last two are block-wise quantised. SGD's
+    momentum takes the first two."""
 
-    def state_bytes(self, master_bytes: int) -> float:
-        """Return the bytes of both moments of a parameter; without a dtype of their own they have the masters'."""
+    def moment_bytes(self, master_bytes: int) -> float:
+        """Return the bytes of a moment of a parameter; without a dtype of its own it has the master's."""
         if self.state_dtype is None:
-            return 2.0 * master_bytes
-        return 2.0 * {"fp32": 4, "bfloat16": 2, "int8": 1 + 4 / 256, "int4": 0.5 + 4 / 128}[self.state_dtype]
+            return master_bytes
+        return {"fp32": 4, "bfloat16": 2, "int8": 1 + 4 / 256, "int4": 0.5 + 4 / 128}[self.state_dtype]
 
 
 def has_state_dtype(settings: Settings) -> bool:
     """Return whether the optimizer state has another dtype than the parameters."""
     actor = settings.actor_rollout_ref.actor
     return actor.optim.state_dtype != actor.fsdp_config.model_dtype
+
+
+def _is_quantised(settings: Settings) -> bool:
+    return settings.actor_rollout_ref.actor.optim.state_dtype in ("int8", "int4")
 
 
 def _saved(before: Shapes, after: Shapes) -> float:
@@ -53,7 +58,15 @@ KNOB = Knob(
     known_as={
         "optim": "actor_rollout_ref.actor.optim.state_dtype (8-bit and 4-bit AdamW), or actor_rollout_ref.actor.optim.optimizer"
     },
-    refuses=only_with_adamw(_KEY, has_state_dtype),
+    refuses=(
+        *only_with_adamw(_KEY, has_state_dtype),
+        Refusal(
+            (_KEY, OPTIMIZER),
+            lambda settings: _is_quantised(settings) and settings.actor_rollout_ref.actor.optim.num_moments < 2,
+            "SGD's momentum is not quantised",
+            f"Set {_KEY}=bfloat16, or {OPTIMIZER}=AdamW.",
+        ),
+    ),
     claims=(Claim("update_actor", "host buffers", _saved),),
     row=LadderRow(180, on=(f"{_KEY}=int8",), off=(f"{_KEY}=null",)),
     factors=(switch("state", _KEY, lossy=True, follows=None, bf16="bfloat16", int8="int8", int4="int4"),),

@@ -47,11 +47,18 @@ class Plane:
 
 @dataclass(frozen=True)
 class Work:
-    """fp32 room for one bucket: the two decoded moments, and scratch. What a format does not need is empty."""
+    """Room for one bucket: in fp32 the two decoded moments and scratch. What a format does not need is empty.
+
+    ``before`` and ``after`` are for the weights as they compute, in half precision, and ``differs`` (bool) for where they differ;
+    empty where they are not compared.
+    """
 
     exp_avg: Tensor
     exp_avg_sq: Tensor
     scratch: tuple[Tensor, ...]
+    before: Tensor
+    after: Tensor
+    differs: Tensor
 
 
 @dataclass(frozen=True)
@@ -59,15 +66,16 @@ class MomentFormat:
     """How the moments of some parameters are stored, in which tensors (``planes``).
 
     A bucket is cut at multiples of ``block`` elements. ``decodes``: the moments need room in fp32, which ``decode`` fills.
-    ``encode`` writes them back, with a generator for rounding and ``scratch`` fp32 tensors.
+    ``encode`` writes them back, with a generator for rounding and ``scratch`` fp32 tensors. There are so many ``moments``.
     """
 
     planes: tuple[Plane, ...]
     block: int
     decodes: bool
     scratch: int
-    decode: Callable[[Planes, Work], tuple[Tensor, Tensor]]
+    decode: Callable[[Planes, Work], tuple[Tensor, ...]]
     encode: Callable[[Planes, Work, torch.Generator], None]
+    moments: int = 2
 
     @property
     def repeats(self) -> bool:
@@ -92,6 +100,26 @@ def moment_format(state_dtype: str, row: int) -> MomentFormat:
     return MomentFormat(
         planes, block, True, 2, partial(_decode_blocks, state_dtype, block), partial(_encode_blocks, state_dtype, block)
     )
+
+
+MOMENTUM = "momentum_buffer"
+
+
+def momentum_format(state_dtype: str, exists: bool) -> MomentFormat:
+    """Return the format of SGD's momentum, fp32 or bfloat16; that of no state at all where it does not exist."""
+    if not exists:
+        return MomentFormat((), 1, False, 0, lambda planes, work: (), _leave, 0)
+    if state_dtype == "bfloat16":
+        return MomentFormat((Plane(MOMENTUM, torch.bfloat16, 1),), 1, True, 1, _decode_momentum, _encode_momentum, 1)
+    return MomentFormat((Plane(MOMENTUM, torch.float32, 1),), 1, False, 0, lambda planes, work: (planes[MOMENTUM],), _leave, 1)
+
+
+def _decode_momentum(planes: Planes, work: Work) -> tuple[Tensor]:
+    return (work.exp_avg.copy_(planes[MOMENTUM]),)
+
+
+def _encode_momentum(planes: Planes, work: Work, generator: torch.Generator) -> None:
+    planes[MOMENTUM].copy_(round_to_bfloat16_(work.exp_avg, work.scratch[0], generator))
 
 
 def block_size(row: int, most: int) -> int | None:

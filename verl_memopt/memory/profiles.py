@@ -4,9 +4,9 @@ Use it when: you start on a new machine. Take the profile of your card's size (`
     place to begin when a model does not fit.
 Saves: what the keys it sets save. A run logs them, and ``verl-memopt train memory=constrained --cfg job`` prints them.
 Costs: what those keys cost.
-Works with: every recipe and every key. A key on the command line wins over the profile's. Where one device trains all weights,
-    a profile that offloads them sets one copy of them instead: ``rollout.share_weights``, ``split_master_weights`` and
-    ``grad_offload``, without ``param_offload``. A reference on one device streams: ``ref.fsdp_config.param_offload=stream``.
+Works with: every recipe and every key. A key on the command line wins over the profile's. On one device a profile that offloads
+    weights has one copy of them instead: ``rollout.share_weights``, and ``split_master_weights`` and ``grad_offload`` where all
+    weights train, without ``param_offload``. A reference on one device streams: ``ref.fsdp_config.param_offload=stream``.
 """
 
 from __future__ import annotations
@@ -43,10 +43,15 @@ def one_copy(settings: Settings, written: Set[str]) -> dict[str, object]:
     """
     roles = settings.actor_rollout_ref
     fsdp = roles.actor.fsdp_config
-    if num_devices(settings) > 1 or not fsdp.param_offload or roles.model.lora_rank:
+    adapts, shares = roles.model.lora_rank > 0, roles.rollout.name == "vllm"
+    if num_devices(settings) > 1 or not fsdp.param_offload:
         return {}
-    keys: dict[str, object] = {ACTOR_KEY: False, grad_offload.KEY: True, split_masters.KEY: _has_remainder(fsdp)}
-    if roles.rollout.name != "vllm":  # with vLLM the default shares
+    if adapts and (not shares or has_critic(settings)):
+        return {}  # a frozen base gains little by being shared, and a critic has more room where the base leaves
+    keys: dict[str, object] = {ACTOR_KEY: False}
+    if not adapts:  # what learns is small with adapters
+        keys |= {grad_offload.KEY: True, split_masters.KEY: _has_remainder(fsdp)}
+    if not shares:  # with vLLM the default shares
         keys[shared_weights.KEY] = True
     if has_critic(settings) and not settings.critic.model.lora_rank:
         critic = settings.critic.model.fsdp_config

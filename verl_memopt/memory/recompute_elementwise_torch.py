@@ -94,14 +94,15 @@ def recomputed_outputs(
         part = value if rows is None else value[rows.index]
         return [layer(part if marked else value) for layer, marked in zip(layers, on_rows(layers), strict=True)]
     adapted = [layer for layer in layers if isinstance(layer, LoraLinear) and layer.active]
-    weights = [layer.weight for layer in layers] + [layer.lora_A for layer in adapted]
+    factors = {id(layer): layer.factors for layer in adapted}
+    weights = [layer.weight for layer in layers] + [down for down, _ in factors.values()]
     outs = list(recomputed_products(recomputable, sources, parameters, weights, rows, on_rows([*layers, *adapted])))
     thin = dict(zip(map(id, adapted), outs[len(layers) :], strict=True))
     for place, layer in enumerate(layers):
         if layer.bias is not None:
             outs[place] = outs[place] + layer.bias
         if id(layer) in thin:
-            outs[place] = outs[place] + layer.scale * linear(thin[id(layer)], layer.lora_B)
+            outs[place] = outs[place] + layer.scale * linear(thin[id(layer)], factors[id(layer)][1])
     return outs[: len(layers)]
 
 

@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ENGINE = f"{_ROLLOUT}.name"
 _SLEEP, _LEVEL, _SEQUENCES = f"{_ROLLOUT}.free_cache_engine", f"{_ROLLOUT}.sleep_level", f"{_ROLLOUT}.max_num_seqs"
-_SHARE, _CACHE, _CACHE_DTYPE = (f"{_ROLLOUT}.{key}" for key in ("gpu_memory_utilization", "kv_cache_memory_gb", "kv_cache_dtype"))
+_SHARE, CACHE, _CACHE_DTYPE = (f"{_ROLLOUT}.{key}" for key in ("gpu_memory_utilization", "kv_cache_memory_gb", "kv_cache_dtype"))
 GIB = 2**30
 LEAST_SHARE = 0.1
 """An engine with less of a device holds next to no cache."""
 _VLLM_ALONE = ("gpu_memory_utilization", "kv_cache_memory_gb", "max_num_batched_tokens", "enforce_eager", "enable_prefix_caching")
+AUTO = "auto"
+CACHE_SIZE = Range("must be above 0, or auto", lambda value: value == AUTO if isinstance(value, str) else value > 0)
 SLEEP_LEVELS = Range("must be 1 or 2", lambda level: level in (1, 2))
 
 
@@ -40,8 +42,10 @@ class RolloutMemory:
 
     gpu_memory_utilization: PositiveShare = 0.5
     """vLLM's share of total device memory (GPU)."""
-    kv_cache_memory_gb: Annotated[float | None, POSITIVE] = None
-    """Size of the KV cache in GiB; null = from ``gpu_memory_utilization`` on a GPU, 1 GiB on a CPU."""
+    kv_cache_memory_gb: Annotated[float | str | None, CACHE_SIZE] = None
+    """Size of the KV cache in GiB; null = from ``gpu_memory_utilization`` on a GPU, 1 GiB on a CPU. auto = what the device, or
+    ``memory.device_limit_gb``, has free when the engine starts, less what the formulas of ``verl-memopt fit`` say the run holds
+    beside the cache: in rollout where the engine sleeps, else in every phase. The log says how many tokens that is."""
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
     """Elements of the KV cache: auto = ``dtype``; bfloat16; fp8 (e4m3), fp8_e4m3, fp8_e5m2 take one byte. Touch it when the
     cache bounds how many sequences run at once, and watch rollout/logprob_diff_mean."""
@@ -104,12 +108,16 @@ def _smaller_share(need: Need, settings: Settings) -> float | None:
 
 def _smaller_cache(need: Need, settings: Settings) -> float | None:
     """Return the GiB of the cache without what was too much; None where nothing is left."""
-    gigabytes = (settings.actor_rollout_ref.rollout.kv_cache_memory_gb or 0) - need.over_bytes / GIB
+    gigabytes = float(settings.actor_rollout_ref.rollout.kv_cache_memory_gb or 0) - need.over_bytes / GIB
     return math.floor(gigabytes * 1000) / 1000 if gigabytes >= 0.001 else None
 
 
 def _has_cache_size(settings: Settings) -> bool:
     return settings.actor_rollout_ref.rollout.kv_cache_memory_gb is not None
+
+
+def _takes_the_rest(settings: Settings) -> bool:
+    return settings.actor_rollout_ref.rollout.kv_cache_memory_gb == AUTO
 
 
 def _is_hf(settings: Settings) -> bool:
@@ -140,7 +148,8 @@ KNOB = Knob(
     ),
     advice=(
         Advice("kv", _SHARE, LOWER, lambda settings: not _is_hf(settings) and not _has_cache_size(settings), to=_smaller_share),
-        Advice("kv", _CACHE, LOWER, lambda settings: not _is_hf(settings), to=_smaller_cache),
+        Advice("kv", CACHE, LOWER, lambda settings: not _is_hf(settings) and not _takes_the_rest(settings), to=_smaller_cache),
+        Advice("kv", CACHE, None, lambda settings: not _is_hf(settings) and _takes_the_rest(settings)),
         *(Advice(kind, _SLEEP, True) for kind in ("kv", "rollout weights")),
         *(Advice(kind, _SEQUENCES, LOWER, phases=("gen", "testing"), to=_enough_rows) for kind in ("activations", "logits")),
         Advice("rollout weights", _SEQUENCES, LOWER, lambda settings: not _is_hf(settings)),

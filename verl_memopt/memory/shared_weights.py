@@ -5,7 +5,8 @@ Saves: the engine's copy of the weights (2 bytes a parameter in bfloat16, 4 in f
     the whole weight sync. The prefix cache is still reset.
 Costs: nothing in time. While the trainer computes, a sleeping engine gives up its KV cache alone, since its weights are in use.
 Works with: gradient checkpointing, every attention path, ``optimizer_offload``, tied heads, checkpoints and exports. A run may
-    resume with or without it. It refuses several devices, LoRA, ``param_offload`` and two precisions of the weights.
+    resume with or without it. With LoRA the engine shares the frozen base and gets the adapters alone. It refuses several
+    devices, ``param_offload`` and two precisions of the weights.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from verl_memopt.memory.formulas import width
 from verl_memopt.memory.knob import Claim, Knob, LadderRow, Refusal, UnusedKey
+from verl_memopt.memory.lora import SLOT_RANKS
 from verl_memopt.memory.ranges import DEVICES, Range, num_devices
 
 if TYPE_CHECKING:
@@ -61,10 +63,16 @@ OBSTACLES = (
         "Use one device",
     ),
     Obstacle(
+        (_RANK, _ENGINE),
+        lambda roles, _: roles.model.lora_rank > 0 and roles.rollout.name != "vllm",
+        "the engine has no adapters of its own and needs them merged into its weights, and the trainer needs them apart",
+        f"Set {_ENGINE}=vllm",
+    ),
+    Obstacle(
         (_RANK,),
-        lambda roles, _: roles.model.lora_rank > 0,
-        "the engine needs the adapters merged into its weights, and the trainer needs them apart",
-        f"Set {_RANK}=0",
+        lambda roles, _: roles.model.lora_rank > SLOT_RANKS[-1],
+        f"vLLM has room for adapters up to rank {SLOT_RANKS[-1]}",
+        f"Set {_RANK}={SLOT_RANKS[-1]}",
     ),
     Obstacle(
         (_DTYPE, _COMPUTE),
@@ -77,6 +85,7 @@ OBSTACLES = (
         lambda roles, _: (
             roles.actor.fsdp_config.model_dtype != roles.actor.fsdp_config.dtype
             and not roles.actor.fsdp_config.split_master_weights
+            and not roles.model.lora_rank  # the frozen base rests as it computes
         ),
         "the trainer's masters rest in another precision than the one both compute in",
         f"Set {_SPLIT}=true, or {_MASTERS} to the precision of compute,",

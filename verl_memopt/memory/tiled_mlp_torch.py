@@ -67,7 +67,8 @@ def check_mlps(blocks: Iterable[nn.Module], trained: bool, key: str = KEY) -> No
 def tiled_mlp(mlp: Any, x: Tensor, num_shards: int) -> Tensor:
     """Return ``mlp.gated(x)`` [T, h] of a normed input x [T, h], computed over ``num_shards`` tiles; keep only x."""
     if torch.is_grad_enabled():
-        names, weights = zip(*mlp.named_parameters(), strict=True)
+        names, parameters = zip(*mlp.named_parameters(), strict=True)
+        weights = [weight.to(x.dtype) for weight in parameters]  # adapters may rest in more digits
         # In a checkpointed block nothing is saved after this, so the block's second forward stops here.
         return _Tiles.apply(mlp, num_shards, keep(x, *weights), names, x, *weights)
     out = torch.empty_like(x)
@@ -179,7 +180,7 @@ def tensors_and_scales(layers: Sequence[Any]) -> tuple[list[Tensor | None], list
     tensors: list[Tensor | None] = []
     for layer in layers:
         adapted = isinstance(layer, LoraLinear) and layer.active
-        tensors += (layer.weight, layer.bias, *((layer.lora_A, layer.lora_B) if adapted else (None, None)))
+        tensors += (layer.weight, layer.bias, *(layer.factors if adapted else (None, None)))
     return tensors, [layer.scale if isinstance(layer, LoraLinear) else 0.0 for layer in layers]
 
 

@@ -21,6 +21,7 @@ from verl_memopt.distributed.device import cast_units_at_once
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activation_checkpointing_torch import checkpoint_blocks
 from verl_memopt.memory.formulas import key_copies
+from verl_memopt.memory.lora import base_rests_as_computed
 from verl_memopt.memory.lora_torch import apply_lora
 from verl_memopt.memory.native_offload_torch import allocate_on_host, native_offload
 from verl_memopt.memory.quantized_frozen_torch import quantize_blocks
@@ -35,11 +36,11 @@ from verl_memopt.model.reward_folder import REWARD_KEY, frozen_value_model
 from verl_memopt.model.value_model import CRITIC_KEY, ValueHead, ValueModel, stored_head
 from verl_memopt.model.weights import (
     REFERENCE_DTYPE,
+    base_weights,
     empty_model,
     fill_from_folder,
     load_model_config,
     mapped_weights,
-    named_weights,
     rebuild_buffers,
 )
 
@@ -89,7 +90,8 @@ def parallelize(
         ConfigError: The model has no modules for the adapters or units, or torch cannot shard its quantised blocks.
     """
     if use.trained and model.lora_rank > 0:
-        apply_lora(packed.lm, model.lora_rank, model.lora_alpha, model.target_modules, model.exclude_modules, use.model_key)
+        layers, key = (model.target_modules, model.exclude_modules), use.model_key
+        apply_lora(packed.lm, model.lora_rank, model.lora_alpha, *layers, key, packed.masters)
     precision, offload = mixed_precision(*dtypes), native_offload(fsdp.offload_policy)
     if use.quantization != "none":
         if not stays_plain(mesh, precision, offload) and TORCH < SHARDS_BYTES:
@@ -201,8 +203,7 @@ def _build(
     """Return the model that ``take_over`` makes of a model of transformers, sharded."""
     masters = dtype_of(fsdp.model_dtype, f"{use.fsdp_key}.model_dtype")
     compute = dtype_of(fsdp.dtype, f"{use.fsdp_key}.dtype")
-    # Split masters rest as the weights that compute, and a remainder in the optimizer's state. What streams comes as it computes.
-    resting = compute if fsdp.streams or (isinstance(fsdp, TrainedFsdp) and fsdp.split_master_weights) else masters
+    resting = compute if _rests_as_computed(model, fsdp, mesh, use) else masters
     reduce = dtype_of(fsdp.mixed_precision.reduce_dtype, f"{use.fsdp_key}.mixed_precision.reduce_dtype")
     config = load_model_config(model, folder, use.model_key)
     name = model.attn_implementation or "auto"
@@ -211,7 +212,7 @@ def _build(
     blocks = block_options(lm, model, fsdp, use.knobs_key, use.trained, use.recompute)
     packed = take_over(lm, blocks=blocks)
     if isinstance(packed, ValueModel):
-        # Its product runs in fp32, so it stays whole where the other masters are split, or stream.
+        # Its product runs in fp32, so it stays whole where the other masters are split, or other weights rest as they compute.
         packed.score = ValueHead(packed.embedding_weight, lm.config.hidden_size, masters)
     if fsdp.sequence_ranks > 1:
         _check_heads(config, fsdp.sequence_ranks, use)
@@ -224,6 +225,13 @@ def _build(
     packed.supports_prefix_kv = whole and mesh.size() == 1
     parallelize(packed, model, fsdp, mesh, (resting, compute, reduce), use)
     return packed
+
+
+def _rests_as_computed(model: Model | CriticModel, fsdp: Fsdp, mesh: DeviceMesh, use: ModelUse) -> bool:
+    """Return whether the parameters rest in the dtype that computes. Elsewhere more digits of those that are trained are kept."""
+    if not use.trained or not isinstance(fsdp, TrainedFsdp):
+        return fsdp.streams
+    return fsdp.split_master_weights or base_rests_as_computed(model.lora_rank, fsdp, mesh.size())
 
 
 def _check_heads(config: Any, ranks: int, use: ModelUse) -> None:
@@ -268,8 +276,8 @@ def allocate(model: PackedModel, device: torch.device, shared: Mapping[str, Tens
 
 
 def _shared_parameters(model: PackedModel, shared: Mapping[str, Tensor]) -> dict[Tensor, nn.Parameter]:
-    """Return each parameter of a model -> one made of an engine's weights."""
-    weights = dict(named_weights(model))
+    """Return each parameter of a model, without adapters -> one made of an engine's weights."""
+    weights = dict(base_weights(model))
     assert all(shared[name].shape == weight.shape and shared[name].dtype == weight.dtype for name, weight in weights.items())
     return {weight: nn.Parameter(shared[name], weight.requires_grad) for name, weight in weights.items()}
 
@@ -283,7 +291,7 @@ def _vocabulary(model: PackedModel) -> list[list[nn.Module]]:
 
 
 def _place(model: PackedModel, device: torch.device, made: Mapping[Tensor, nn.Parameter]) -> None:
-    """Put the parameters that are made in the places of a model's own, and allocate the others and the buffers."""
+    """Put the parameters that are made in the places of a model's own. Allocate the others, such as adapters, and the buffers."""
     others = (parameter for parameter in model.parameters() if parameter not in made)
     made = {**made, **{other: nn.Parameter(torch.empty_like(other, device=device), other.requires_grad) for other in others}}
     # A tied parameter has one name here, and two places in the model.

@@ -180,6 +180,11 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield name.removeprefix("lm."), parameter
 
 
+def base_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the same without the adapters of LoRA."""
+    return ((name, parameter) for name, parameter in named_weights(model) if name.rsplit(".", 1)[-1] not in ADAPTERS)
+
+
 def fill_from_folder(
     model: nn.Module, folder: Path, key: str = POLICY_KEY, stored: Mapping[str, str | None] | None = None
 ) -> None:
@@ -192,7 +197,7 @@ def fill_from_folder(
         ConfigError: A tensor is missing, left over, or of another shape. The message lists them all.
     """
     weights, renamed = WeightFolder(folder, key), stored or {}
-    named = {name: parameter for name, parameter in named_weights(model) if name.rsplit(".", 1)[-1] not in ADAPTERS}
+    named = dict(base_weights(model))
     for name in (name for name, there in renamed.items() if there is None):
         # The parameters are leaves that may require gradients, which autograd lets nobody write to in place.
         with torch.no_grad():

@@ -247,9 +247,11 @@ def optimizer_scope(optimizer: torch.optim.Optimizer, on_host: bool = False) -> 
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Yield every tensor of an optimizer's state."""
+    """Yield every tensor of an optimizer's state, and the remainders of masters, which our optimizers keep beside it."""
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+    remainders: Callable[[], Iterable[torch.Tensor]] = getattr(optimizer, "remainders", tuple)
+    yield from remainders()
 
 
 @contextmanager

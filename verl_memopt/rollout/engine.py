@@ -59,6 +59,9 @@ class WeightComparison:
     """Stored in another form, so that they cannot be compared."""
 
 
+NO_ADAPTERS: Mapping[str, torch.Tensor] = {}
+
+
 class RolloutEngine(Protocol):
     """Generates responses with its own copy of the weights, which the trainer loads into it."""
 
@@ -107,8 +110,10 @@ class RolloutEngine(Protocol):
             RolloutError: The engine holds a weight in another form. The message says why.
         """
 
-    def weights_changed(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def weights_changed(self, weights: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor] = NO_ADAPTERS) -> None:
         """Note that the trainer has changed the shared weights, and clear the prefix cache. No weight is copied.
+
+        ``adapters`` are those of LoRA under their names in the peft format; the engine copies them and answers with them.
 
         Raises:
             RolloutError: A weight of engine or trainer has moved, so that they no longer share it. The message names it.
@@ -158,6 +163,12 @@ class EnginePlace:
     """Tokens that end a response."""
     device_limit_bytes: int | None = None
     """Limit of this process on the device. None = the whole device. The engine's share is a share of this limit."""
+    lora_rank: int = 0
+    """Rank of the adapters that the engine gets beside the weights that it shares with the trainer. 0 = it gets none."""
+    lora_alpha: float = 0
+    """Adapters are scaled by lora_alpha / lora_rank."""
+    cache_bytes: int | None = None
+    """Size of the KV cache with ``kv_cache_memory_gb=auto``. None = the settings say it."""
 
 
 def _vllm(rollout: schema.Rollout, place: EnginePlace) -> RolloutEngine:
@@ -435,13 +446,15 @@ class EngineState:
 # N the parameters, b_r the bytes of an element of ``rollout.dtype``, and V the vocabulary. By key:
 #
 # * ``gpu_memory_utilization=u``: the engine takes the share u of the device. What weights (N x b_r / TP) and the scratch of a
-# step leave of it is KV cache. * ``kv_cache_memory_gb``: exactly that many GiB of KV cache. * ``kv_cache_dtype=fp8``: b_kv is 1
-# instead of 2 (4 in an fp32 engine), so twice the tokens or half the bytes. * ``max_model_len``: does not shrink the cache, but
-# max_model_len x k bytes must fit. If they do not, the start says so. * ``max_num_seqs=s``: logits and their sorted copies take a
-# few times s x V x 4 bytes. With name=hf it is the number of rows generated at once, with s x (P + R) x k bytes of cache. *
-# ``max_num_batched_tokens=t``: activations of a prefill take about t x (2 x h + 3 x I / TP) x b_r bytes. * ``enforce_eager``: no
-# CUDA graphs, which hold 0.5 to 2 GiB that sleeping does not free (as others report). * ``free_cache_engine``: frees N x b_r / TP
-# bytes and the whole cache while the trainer computes.
+#   step leave of it is KV cache.
+# * ``kv_cache_memory_gb``: exactly that many GiB of KV cache, or auto: what the run leaves.
+# * ``kv_cache_dtype=fp8``: b_kv is 1 instead of 2 (4 in an fp32 engine), so twice the tokens or half the bytes.
+# * ``max_model_len``: does not shrink the cache, but max_model_len x k bytes must fit. If they do not, the start says so.
+# * ``max_num_seqs=s``: logits and their sorted copies take a few times s x V x 4 bytes. With name=hf it is the number of rows
+#   generated at once, with s x (P + R) x k bytes of cache.
+# * ``max_num_batched_tokens=t``: activations of a prefill take about t x (2 x h + 3 x I / TP) x b_r bytes.
+# * ``enforce_eager``: no CUDA graphs, which hold 0.5 to 2 GiB that sleeping does not free (as others report).
+# * ``free_cache_engine``: frees N x b_r / TP bytes and the whole cache while the trainer computes.
 
 
 KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2

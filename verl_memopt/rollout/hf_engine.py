@@ -19,6 +19,7 @@ from verl_memopt.observe.byte_tracker import scope
 from verl_memopt.rollout.engine import (
     KEEP_WEIGHTS,
     KEY,
+    NO_ADAPTERS,
     EnginePlace,
     EngineState,
     Finished,
@@ -103,9 +104,10 @@ class HfEngine:
         self._shared = SharedPlaces(self._model, weights)
         return weights
 
-    def weights_changed(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def weights_changed(self, weights: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor] = NO_ADAPTERS) -> None:
         """Check that the weights are still shared. There is no prefix cache."""
         assert self._shared is not None, "the weights are not shared"
+        assert not adapters, "its model has none"
         with self._state.loading():
             self._shared.check(self._model, weights)
 

@@ -30,6 +30,7 @@ from verl_memopt.model.policy_model import dtype_of
 from verl_memopt.rollout.engine import (
     KEEP_WEIGHTS,
     KEY,
+    NO_ADAPTERS,
     EnginePlace,
     EngineState,
     Finished,
@@ -73,6 +74,9 @@ ENVIRONMENT = {
 }
 """Run vLLM in this process, pin no thread to a core, and report nothing."""
 
+ADAPTER_ID = 1
+"""Number of the policy's adapter in vLLM, which has room for one."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -102,6 +106,7 @@ class VllmEngine:
         self._expected: ExpectedWeights | None = None
         self._map: WeightMap | None = None
         self._shared: SharedPlaces | None = None
+        self._adapter: Any = None  # what a request names to be answered with the adapter
         self._state = EngineState(whole=rollout.load_format != "dummy")
         self._host_bytes = 0
         if self._can_sleep:
@@ -112,6 +117,9 @@ class VllmEngine:
             _unlink_shared_memory(place)
             check_arrived(arguments, self._llm.llm_engine.vllm_config, self._llm.llm_engine.log_stats)
             self._in_place = copies_in_place(self._llm.llm_engine.vllm_config.model_config)
+            if place.cache_bytes is not None:
+                cache = self._llm.llm_engine.vllm_config.cache_config
+                logger.info("the KV cache holds %d tokens", cache.num_gpu_blocks * cache.block_size)
         except BaseException:
             self.shutdown()
             raise
@@ -130,7 +138,8 @@ class VllmEngine:
         prompts = [{"prompt_token_ids": ids} for ids in prompt_ids]
         # vLLM seeds the generators of this process, and training must not depend on the length of a rollout.
         with random_state_kept(self._place.device), self._watched(stopped, finished):
-            outputs = self._llm.generate(prompts, [self._parameters(sampling, seed) for seed in seeds], use_tqdm=False)
+            parameters = [self._parameters(sampling, seed) for seed in seeds]
+            outputs = self._llm.generate(prompts, parameters, use_tqdm=False, lora_request=self._adapter)
         answers = [output.outputs[0] for output in outputs]
         return Generation(
             response_ids=[list(answer.token_ids) for answer in answers],
@@ -196,7 +205,8 @@ class VllmEngine:
                 # Copies, because a slice may share the bucket's memory, which the next slice overwrites before vLLM has used
                 # this one.
                 copies = ((name, tensor.clone()) for name, tensor in joined(checked, self._dtype))
-                self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies})
+                with _without_adapters(self._model):
+                    self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies})
             # The check of the weights runs inside of the iterator. It ends with an error if some are missing, so it is read
             # to the end.
             assert next(checked, None) is None, "vLLM left some weights out"
@@ -214,12 +224,43 @@ class VllmEngine:
         self._shared = SharedPlaces(self._model, views)
         return views
 
-    def weights_changed(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Check that the weights are still shared, and reset the prefix cache."""
+    def weights_changed(self, weights: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor] = NO_ADAPTERS) -> None:
+        """Check that the weights are still shared, take over the adapters, and reset the prefix cache."""
         assert self._shared is not None, "the weights are not shared"
         with self._state.loading():
             self._shared.check(self._model, weights)
+            if adapters:
+                self._load_adapter(adapters)
             self._reset_prefix_cache()
+
+    @torch.no_grad()
+    def _load_adapter(self, adapters: Mapping[str, torch.Tensor]) -> None:
+        """Copy the adapters to vLLM's places for them, whose addresses stay."""
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.peft_helper import PEFTHelper
+        from vllm.lora.request import LoRARequest
+
+        place, name = self._place, "policy"
+        manager = self._llm.collective_rpc(lambda worker: worker.model_runner)[0].lora_manager._adapter_manager
+        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+        # Copies, because vLLM multiplies B by the adapter's scale in place.
+        copies = {key: tensor.detach().to(manager.lora_config.lora_dtype, copy=True) for key, tensor in adapters.items()}
+        config = PEFTHelper(r=place.lora_rank, lora_alpha=place.lora_alpha, target_modules=[])
+        adapter = LoRAModel.from_lora_tensors(
+            ADAPTER_ID, copies, config, str(place.device), weights_mapper=mapper and mapper.get_rename_mapper()
+        )
+        known = set(manager.modules).union(*manager.packed_modules.values())
+        unknown = sorted(set(adapter.loras) - known)
+        if unknown:
+            raise RolloutError(
+                f"actor_rollout_ref.model.target_modules: vLLM has no adapters for {len(unknown)} of these layers, such as "
+                f"{unknown[0]}. Leave them out, or set {KEY}.share_weights=false, with which vLLM gets merged weights."
+            )
+        manager.remove_adapter(ADAPTER_ID)
+        manager.add_adapter(adapter)
+        manager.activate_adapter(ADAPTER_ID)
+        # The path is not read, because the adapter is there under its number.
+        self._adapter = LoRARequest(name, ADAPTER_ID, name)
 
     def _reset_prefix_cache(self) -> None:
         """Forget the keys and values of prompts that the old weights have computed."""
@@ -295,6 +336,9 @@ class VllmEngine:
             own = () if self._shared is not None else runner.model.parameters()
             for tensor in (*own, *runner.model.buffers()):
                 yield "rollout weights", tensor
+            for module in runner.model.modules():
+                for tensor in (*getattr(module, "lora_a_stacked", ()), *getattr(module, "lora_b_stacked", ())):
+                    yield "rollout weights", tensor
             # The second model runner has them, in the memory that sleeps with the weights; no request here uses them.
             penalties = getattr(runner.sampler, "penalties_state", None)
             if penalties is not None:
@@ -346,7 +390,8 @@ class VllmEngine:
     def _learned_map(self, model: Any) -> WeightMap:
         assert self._expected is not None
         if self._map is None:
-            self._map = WeightMap.of(self._expected.shapes, model.load_weights, self._dtype)
+            with _without_adapters(model):
+                self._map = WeightMap.of(self._expected.shapes, model.load_weights, self._dtype)
         return self._map
 
     @property
@@ -360,6 +405,19 @@ class VllmEngine:
 
         arguments = sampling_arguments(sampling, seed, self._place.eos_token_ids)
         return SamplingParams(**arguments, output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+@contextmanager
+def _without_adapters(model: nn.Module) -> Iterator[None]:
+    """Put the layers in the places of those that vLLM has wrapped around them for adapters, so that its loader finds them."""
+    wrapped = {name: module for name, module in model.named_modules() if hasattr(module, "base_layer")}
+    for name, module in wrapped.items():
+        model.set_submodule(name, module.base_layer)
+    try:
+        yield
+    finally:
+        for name, module in wrapped.items():
+            model.set_submodule(name, module)
 
 
 def _start(arguments: dict[str, Any], place: EnginePlace) -> Any:

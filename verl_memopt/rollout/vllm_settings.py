@@ -8,6 +8,8 @@ from typing import Any
 from verl_memopt.config import schema
 from verl_memopt.distributed.device import is_gpu, memory_info
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.lora import slot_rank
+from verl_memopt.memory.rollout_memory import AUTO
 from verl_memopt.model.policy_model import dtype_of
 from verl_memopt.rollout.engine import KEY, EnginePlace, SamplingSettings, max_model_len
 
@@ -25,6 +27,7 @@ SET_BY = {
     "distributed_executor_backend": f"{KEY}.tensor_model_parallel_size",
     "generation_config": f"{KEY}.temperature and its neighbours",
     "skip_tokenizer_init": f"{KEY}.ignore_eos and the model's end-of-sequence tokens",
+    **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank"), "actor_rollout_ref.model.lora_rank"),
 }
 """The setting behind each engine argument that has another name."""
 
@@ -70,11 +73,11 @@ def engine_arguments(rollout: schema.Rollout, place: EnginePlace) -> dict[str, A
         "use_tqdm_on_load": False,
         **{name: getattr(rollout, name) for name in SAME_NAME},
     }
-    kv_cache_gb = rollout.kv_cache_memory_gb
-    if kv_cache_gb is None and not is_gpu(place.device):
-        kv_cache_gb = CPU_KV_CACHE_GB
-    if kv_cache_gb is not None:
-        arguments["kv_cache_memory_bytes"] = int(kv_cache_gb * GIB)
+    if place.lora_rank:
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": slot_rank(place.lora_rank)}
+    cache_bytes = _cache_bytes(rollout, place)
+    if cache_bytes is not None:
+        arguments["kv_cache_memory_bytes"] = cache_bytes
     if rollout.cudagraph_capture_sizes is not None:
         arguments["compilation_config"] = {"cudagraph_capture_sizes": list(rollout.cudagraph_capture_sizes)}
     further = rollout.engine_kwargs.vllm
@@ -84,6 +87,17 @@ def engine_arguments(rollout: schema.Rollout, place: EnginePlace) -> dict[str, A
                 f"{KEY}.engine_kwargs.vllm.{name}: {SET_BY.get(name, f'{KEY}.{name}')} sets it already. Use that key alone."
             )
     return arguments | further
+
+
+def _cache_bytes(rollout: schema.Rollout, place: EnginePlace) -> int | None:
+    """Return the size of the KV cache. None = what weights and scratch leave of the engine's share of a GPU."""
+    gigabytes = rollout.kv_cache_memory_gb
+    if gigabytes == AUTO:
+        assert place.cache_bytes is not None, "the worker measures what its device has free"
+        return place.cache_bytes
+    if gigabytes is None:
+        return None if is_gpu(place.device) else int(CPU_KV_CACHE_GB * GIB)
+    return int(float(gigabytes) * GIB)
 
 
 def can_sleep(rollout: schema.Rollout, place: EnginePlace) -> bool:
@@ -158,5 +172,5 @@ def cache_advice(error: BaseException) -> str:
     """Return advice for vLLM's error about a cache that is too small, in the keys of this project; empty for other errors."""
     if "KV cache" not in str(error) and "cache blocks" not in str(error):
         return ""
-    raised = f"raise {KEY}.gpu_memory_utilization or {KEY}.kv_cache_memory_gb"
+    raised = f"raise {KEY}.gpu_memory_utilization or {KEY}.kv_cache_memory_gb (with auto: free memory, as verl-memopt fit says)"
     return f" Here: {raised}, or lower data.max_response_length or {KEY}.max_num_seqs."

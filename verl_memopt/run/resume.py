@@ -310,6 +310,16 @@ def _state_dtype(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tu
     return _another_optimizer(key, old, now) if quantised else (TRAJECTORY, "")
 
 
+def _momentum(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
+    return (TRAJECTORY, "") if old[key] and now[key] else _another_optimizer(key, old, now)
+
+
+def _rounding(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
+    # SGD counts its steps for the rounding alone.
+    counts_steps = now[f"{key.rpartition('.')[0]}.optimizer"] != "SGD"
+    return (TRAJECTORY, "") if counts_steps else _another_optimizer(key, old, now)
+
+
 def _optimizer_arguments(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
     one, other = old[key] or {}, now[key] or {}
     changed = {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
@@ -332,6 +342,8 @@ RULES: dict[str, Callable[[str, Mapping[str, Any], Mapping[str, Any]], tuple[str
             "optimizer": _another_optimizer,
             "optimizer_impl": _another_optimizer,
             "state_dtype": _state_dtype,
+            "momentum": _momentum,
+            "stochastic_rounding": _rounding,
             "override_optimizer_config": _optimizer_arguments,
         }.items()
     },

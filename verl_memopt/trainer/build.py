@@ -36,7 +36,7 @@ from verl_memopt.run.run_lock import RunLock, hold
 from verl_memopt.trainer.correct_rollouts import BypassUpdate, MismatchCheck
 from verl_memopt.trainer.critic_update import CriticTraining
 from verl_memopt.trainer.debug_run import mode_of, record_folder, replay_of, replayed_steps
-from verl_memopt.trainer.fit import refuse_what_cannot_fit
+from verl_memopt.trainer.fit import beside_cache, refuse_what_cannot_fit
 from verl_memopt.trainer.group_filter import GroupFilter
 from verl_memopt.trainer.micro_batching import (
     MiniBatchCutter,
@@ -136,6 +136,7 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
     trainer, mode = settings.trainer, mode_of(settings)
     check_custom(settings)
     refuse_what_cannot_fit(settings)
+    beside_cache_bytes = beside_cache(settings)
     critic = settings.critic if mode.updates and has_critic(settings) else None
     # What this machine has for the models that the run needs.
     roles, with_reference = settings.actor_rollout_ref, mode.computes_log_probs and needs_reference(settings)
@@ -159,6 +160,7 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
             total_steps = trainer.total_epochs * loader.steps_per_epoch if steps is None else steps
         role = None if prepared is None else prepared.role
         plan = _worker_plan(settings, environment, folder, total_steps, critic, reward_folder, role)
+        plan = replace(plan, beside_cache_bytes=beside_cache_bytes)
         released_on_error.pop_all()
     encoder = PromptEncoder(environment.tokenizer, data.max_prompt_length, data.truncation, environment.embedding_rows)
     return RunContext(

@@ -25,10 +25,11 @@ from verl_memopt.config.schema import Model, Settings
 from verl_memopt.distributed.device import resolve_device
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.critic_rules import has_critic, twin
-from verl_memopt.memory.fit import CARDS, CERTAIN, Peaks, Sizes, predict
+from verl_memopt.memory.fit import CARDS, CERTAIN, Peaks, Sizes, bytes_beside_cache, predict
 from verl_memopt.memory.held import PUBLISHED
 from verl_memopt.memory.knob import knob_named, knobs
 from verl_memopt.memory.ranges import longest_sample, needs_reference
+from verl_memopt.memory.rollout_memory import AUTO, CACHE
 from verl_memopt.model.weights import size_of
 from verl_memopt.observe.phase import GIB, MIB
 from verl_memopt.trainer.micro_batching import update_gives_old_log_probs
@@ -115,10 +116,9 @@ class Card:
     device: str = "cuda"
 
     @classmethod
-    def of(cls, gigabytes: float, host_gigabytes: float | None = None) -> Card:
+    def of(cls, gigabytes: float) -> Card:
         """Return the card of a size: of the usual ones what nvidia-smi reports, else so many GiB."""
-        mib = CARDS.get(f"{gigabytes:g}g", gigabytes * 1024)
-        return cls(round(mib * MIB), None if host_gigabytes is None else round(host_gigabytes * GIB))
+        return cls(round(CARDS.get(f"{gigabytes:g}g", gigabytes * 1024) * MIB))
 
 
 def card_asked_for(settings: Settings, gigabytes: float | None, host_gigabytes: float | None = None) -> Card:
@@ -127,13 +127,10 @@ def card_asked_for(settings: Settings, gigabytes: float | None, host_gigabytes: 
     Raises:
         ConfigError: None of them says a size.
     """
-    host = None if host_gigabytes is None else round(host_gigabytes * GIB)
-    if gigabytes is not None:
-        return dataclasses.replace(Card.of(gigabytes), host_bytes=host)
-    known = known_card(settings)
-    if known is None:
+    card = known_card(settings) if gigabytes is None else Card.of(gigabytes)
+    if card is None:
         raise ConfigError("--memory: the size of the card is not known. Give it in GB (--memory 24), or a profile (memory=24g).")
-    return dataclasses.replace(known, host_bytes=host)
+    return dataclasses.replace(card, host_bytes=None if host_gigabytes is None else round(host_gigabytes * GIB))
 
 
 def known_card(settings: Settings) -> Card | None:
@@ -168,6 +165,7 @@ class Verdict:
     processes: int
     """On one machine."""
     needs_cache: bool
+    cache_takes_the_rest: bool = False
 
     @property
     def too_much(self) -> dict[str, int]:
@@ -191,7 +189,8 @@ class Verdict:
         peaks, of = self.peaks, f"of {self.card.num_bytes / GIB:.1f} GiB"
         most = f"{peaks.binding} needs at most {peaks.device_bytes / GIB:.1f} {of}"
         if self.fits:
-            return f"fits: {most}"
+            rest = f", as the KV cache takes what is left: {peaks.kv_tokens} tokens" if self.cache_takes_the_rest else ""
+            return f"fits: {most}{rest}"
         over = self.too_much
         why = [f"{peaks.binding} may need {peaks.device_bytes / GIB:.1f} {of}"] if over.keys() - {"KV cache", "host"} else []
         if "KV cache" in over:
@@ -208,7 +207,26 @@ def judge(settings: Settings, card: Card) -> Verdict:
     rollout = settings.actor_rollout_ref.rollout
     in_cache = rollout.name == "vllm" and "gen" in peaks.phases
     longest = rollout.max_model_len or longest_sample(settings)
-    return Verdict(peaks, card, longest, settings.trainer.n_gpus_per_node, in_cache)
+    takes_the_rest = in_cache and rollout.kv_cache_memory_gb == AUTO
+    return Verdict(peaks, card, longest, settings.trainer.n_gpus_per_node, in_cache, takes_the_rest)
+
+
+def beside_cache(settings: Settings) -> int | None:
+    """Return what a run holds beside the KV cache where that takes the rest of the device; None where it has a size of its own.
+
+    Raises:
+        ConfigError: The size of the device is not known, or the sizes of a model are not.
+    """
+    rollout, device = settings.actor_rollout_ref.rollout, resolve_device(settings.trainer.device)
+    phases = phases_of(settings)
+    if rollout.kv_cache_memory_gb != AUTO or rollout.name != "vllm" or "gen" not in phases:
+        return None
+    if device == "cpu" and settings.memory.device_limit_gb is None:
+        raise ConfigError(
+            f"{CACHE}=auto, memory.device_limit_gb=null: a CPU has no device memory of which the cache could take the rest. Set "
+            f"memory.device_limit_gb, or give {CACHE} a size in GiB."
+        )
+    return bytes_beside_cache(settings, _sizes(settings), phases, device)
 
 
 _KNOWN: dict[tuple[Any, ...], Sizes] = {}
@@ -218,7 +236,8 @@ def _sizes(settings: Settings) -> Sizes:
     """Return the sizes of the models, which a search asks for again and again."""
     roles, critic = settings.actor_rollout_ref, settings.critic
     named = (roles.model.path, roles.model.hf_config_path, str(roles.model.override_config), roles.ref.model.path)
-    key = (*named, needs_reference(settings), has_critic(settings), str(critic.model), settings.reward_model.model.path)
+    scorer = settings.reward_model.model.path if settings.reward_model.enable else None
+    key = (*named, needs_reference(settings), has_critic(settings), str(critic.model), scorer)
     if key not in _KNOWN:
         _KNOWN[key] = sizes_of_models(settings)
     return _KNOWN[key]
@@ -577,7 +596,8 @@ def _print_peaks(verdict: Verdict, console: Console) -> None:
 def _print_changes(found: Findings, console: Console) -> None:
     assert found.after is not None
     if not found.after.fits:
-        console.print(f"It cannot fit, because with all that helps it {found.after.line}.")
+        why = found.after.line.removeprefix("does not fit: ")
+        console.print(f"It cannot fit, because even with all that helps {why}.")
         console.print("Use a smaller model, more or larger cards (--gpus, --memory), or shorter lengths.")
         if not found.changes:
             return

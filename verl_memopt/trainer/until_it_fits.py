@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from verl_memopt.config.keys import leaf_types, shown, value_at
+from verl_memopt.config.keys import argument_without_secrets, leaf_types, shown, value_at
 from verl_memopt.config.loader import load_settings
 from verl_memopt.config.schema import Settings
 from verl_memopt.distributed.device import resolve_device
@@ -69,9 +69,10 @@ class CommandLine:
         return replace(self, overrides=(*kept, *(f"{key}={shown(value)}" for key, value in keys.items())))
 
     def __str__(self) -> str:
-        """Return the command as a shell takes it."""
+        """Return the command as a shell takes it, with a checksum in place of each secret."""
         folder = [] if self.config_dir is None else ["--config-dir", self.config_dir]
-        return f"{self.program} {shlex.join([*folder, '--config-name', self.config_name, *self.overrides])}"
+        overrides = map(argument_without_secrets, self.overrides)
+        return f"{self.program} {shlex.join([*folder, '--config-name', self.config_name, *overrides])}"
 
 
 def train_until_it_fits(line: CommandLine, train: Callable[[Settings], int]) -> int:
@@ -236,7 +237,7 @@ def everything(settings: Settings, limit: float) -> tuple[tuple[Keys, str], ...]
 
     ``limit`` is the device's, in bytes; numbers are small parts of it. 0 = unknown.
     """
-    actor, on_cpu = settings.actor_rollout_ref.actor, settings.trainer.device == "cpu"
+    actor, on_cpu = settings.actor_rollout_ref.actor, resolve_device(settings.trainer.device) == "cpu"
     longest, limit = longest_sample(settings), limit or 8 * GIB
     chunk = min(settings.actor_rollout_ref.model.logprob_chunk_tokens or 512, 128, round(16 * limit / MIB))
     adapts = num_devices(settings) == 1 and not actor.optim.in_backward
@@ -326,4 +327,4 @@ def _with_critic(keys: Keys, settings: Settings) -> Keys:
 
 def _checkpoints(run_dir: Path) -> set[tuple[str, int]]:
     """Return the checkpoints in a run folder. One that was made anew under the name of another is another one."""
-    return {(path.name, path.stat().st_ino) for path in run_dir.glob("global_step_*")}
+    return {(path.name, path.lstat().st_ino) for path in run_dir.glob("global_step_*")}

@@ -18,7 +18,7 @@ from verl_memopt.memory.weight_buckets_torch import full_weights, weight_slices
 from verl_memopt.model.export import ADAPTER, export_folder, saved_dtype, write_generation_config
 from verl_memopt.model.packed_model import PackedModel
 from verl_memopt.model.value_model import ValueModel, classifier_config
-from verl_memopt.model.weights import named_weights
+from verl_memopt.model.weights import base_weights, named_weights
 from verl_memopt.observe.byte_tracker import HOST, scope
 from verl_memopt.worker.plan import WorkerPlan
 from verl_memopt.worker.trained_model import ACTOR, TrainedModel, readable
@@ -29,9 +29,13 @@ def plain_weights(model: PackedModel) -> Iterator[tuple[str, torch.Tensor]]:
     return merged_weights(named_weights(model), model)
 
 
-def sent_weights(model: PackedModel, rollout: Rollout, dtype: torch.dtype) -> Iterator[WeightSlice]:
-    """Return the same weights for the engine, bucket by bucket. Gathered rows come in ``dtype``."""
-    return weight_slices(plain_weights(model), dtype, rollout.checkpoint_engine.update_weights_bucket_megabytes)
+def sent_weights(model: PackedModel, rollout: Rollout, dtype: torch.dtype, merged: bool = True) -> Iterator[WeightSlice]:
+    """Return the weights for the engine, bucket by bucket; with adapters ``merged``, else without them.
+
+    Gathered rows come in ``dtype``.
+    """
+    weights = plain_weights(model) if merged else base_weights(model)
+    return weight_slices(weights, dtype, rollout.checkpoint_engine.update_weights_bucket_megabytes)
 
 
 def save_trained(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path, contents: Sequence[str]) -> Records:

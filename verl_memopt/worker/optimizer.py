@@ -15,9 +15,13 @@ from transformers import get_scheduler
 
 from verl_memopt.config.schema import Optim
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW, bucket_options
+from verl_memopt.memory.bucketed_adamw_torch import Bucketed, BucketedAdamW, BucketedSGD, bucket_options
 
 KEY = "actor_rollout_ref.actor.optim"
+IN_BUCKETS: dict[type[Optimizer], type[Bucketed]] = {AdamW: BucketedAdamW, SGD: BucketedSGD}
+"""Class of torch -> ours, which walks its state in buckets."""
+SGD_ALONE = frozenset({"dampening", "maximize", "foreach", "differentiable", "fused"})
+"""Arguments of torch's SGD that ours lacks."""
 SAME_SHAPE = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
 """Schedules of transformers with a warm-up or a minimum. Here every schedule has both."""
 
@@ -33,10 +37,11 @@ def build_optimizer(
 ) -> Optimizer:
     """Return the optimizer that ``optim`` names, fused where possible (its step then has no parameter-sized temporaries).
 
-    AdamW of torch.optim is torch's own, unless the settings need a feature of :class:`BucketedAdamW`. Without one, both are
-    equal bit for bit and equally fast, and torch's is better known. With ``offload`` the state is on the host. ``seed`` is that
-    of the stochastic rounding. ``betas`` go to classes that accept them. ``masters`` is the dtype of masters that are split; None
-    = the parameters are the masters. With ``grad_offload`` the step reads gradients from the host.
+    AdamW of torch.optim is torch's own, unless the settings need a feature of :class:`Bucketed`. Without one, both are equal bit
+    for bit and equally fast, and torch's is better known. SGD is ours, as torch's fused SGD has no rule for sharded parameters;
+    with arguments that ours lacks it is torch's, unfused. With ``offload`` the state is on the host. ``seed`` is that of the
+    stochastic rounding. ``betas`` and ``momentum`` go to classes that accept them. ``masters`` is the dtype of masters that are
+    split; None = the parameters are the masters. With ``grad_offload`` the step reads gradients from the host.
 
     Raises:
         ConfigError: The module or class is missing, or rejects an argument.
@@ -50,12 +55,14 @@ def build_optimizer(
             "and an optimizer class in it."
         ) from error
     options: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
-    optional = {"betas": tuple(optim.betas)} | ({"fused": True} if optim.optimizer_impl == "torch.optim" else {})
+    optional = {"betas": tuple(optim.betas), "momentum": optim.momentum}
+    optional |= {"fused": True} if optim.optimizer_impl == "torch.optim" and kind is not SGD else {}
     split = masters is not None
     in_buckets = (optim, offload, seed, split, grad_offload)
-    buckets = bucket_options(masters or parameters[0].dtype, *in_buckets) if kind is AdamW else None
+    always = kind is SGD and SGD_ALONE.isdisjoint(optim.override_optimizer_config or {})
+    buckets = bucket_options(masters or parameters[0].dtype, *in_buckets, always) if kind in IN_BUCKETS else None
     if buckets is not None:
-        kind, options = BucketedAdamW, options | buckets
+        kind, options = IN_BUCKETS[kind], options | buckets
     try:
         accepted = inspect.signature(kind).parameters
         # A class of another library gets only the arguments that it knows, so that it need not have torch's.

@@ -85,5 +85,8 @@ class WorkerPlan:
     """The ``reward_model`` section of the settings, that advice is based on. None = no model scores."""
     role: RolePlan | None = None
     """A recipe's own role. None = no recipe has one."""
+    beside_cache_bytes: int | None = None
+    """What the device holds beside the KV cache by the formulas, with ``rollout.kv_cache_memory_gb=auto``. None = the settings
+    say how large the cache is."""
     adaptive_phases: tuple[str, ...] = ()
     """Phases whose micro-batches are cut again after an out-of-memory error, on one rank."""

@@ -20,7 +20,7 @@ from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor, Critic
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.distributed.device import fetched_together, is_gpu, sent_together
-from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW
+from verl_memopt.memory.bucketed_adamw_torch import Bucketed
 from verl_memopt.memory.grad_offload_torch import OffloadedGradients
 from verl_memopt.memory.optimizer_in_backward_torch import StepInBackward
 from verl_memopt.memory.out_of_memory import cut_again
@@ -32,7 +32,7 @@ from verl_memopt.model.packed_model import PackedModel
 from verl_memopt.model.packing import Pack, pack_groups, pack_prompt, pack_suffixes
 from verl_memopt.model.policy_model import dtype_of
 from verl_memopt.model.prefix_kv import PrefixKV
-from verl_memopt.observe.device_ledger import gradient_kinds, optimizer_scope
+from verl_memopt.observe.device_ledger import gradient_kinds, optimizer_scope, state_tensors
 from verl_memopt.worker.optimizer import build_optimizer, build_schedule
 
 # Micro-batches: the rows of one forward, packed, with the fields that the loss reads.
@@ -172,9 +172,11 @@ class Role:
         """How many optimizer steps of an update were skipped."""
         self.partial = f"{name}/partial_updates"
         """In a skipped step: 1 if this rank had already changed parameters."""
+        self.changed = f"{name}/changed_weights"
+        """The share of the weights that compute, in half precision, whose bits an optimizer step has changed."""
         self.counts = self.skipped, self.partial
         """Metrics that are summed over the optimizer steps of an update. The others are averaged."""
-        self.same_on_all_ranks = self.grad_norm, self.lr, self.skipped
+        self.same_on_all_ranks = self.grad_norm, self.lr, self.skipped, self.changed
         """Metrics with the same value on every rank. The others are each rank's share of a sum."""
 
 
@@ -220,11 +222,16 @@ class TrainedModel:
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         masters = self.model.masters if fsdp.split_master_weights else None
         self.optimizer = build_optimizer(trained, optim, fsdp.optimizer_offload, fsdp.seed, key, masters, fsdp.grad_offload)
-        self.masters = self.optimizer if isinstance(self.optimizer, BucketedAdamW) and fsdp.split_master_weights else None
+        self.masters = self.optimizer if isinstance(self.optimizer, Bucketed) and fsdp.split_master_weights else None
         if self.masters is not None:
             # Sums over micro-batches need more digits than the weights have, as FSDP2's reduced gradients do.
             for parameter in (each for each in trained if each.dtype != torch.float32):
                 parameter.grad_dtype = dtype_of(fsdp.mixed_precision.reduce_dtype, f"{self.role.key}.fsdp_config")
+        # With adapters the weights that compute are most of all those of the frozen model.
+        half, whole = (torch.bfloat16, torch.float16), len(trained) == len(list(self.model.parameters()))
+        self.bucketed = self.optimizer if isinstance(self.optimizer, Bucketed) else None
+        if self.bucketed is not None and whole and self.model.compute in half:
+            self.bucketed.computes_in = self.model.compute
         self.in_backward = None
         if optim.in_backward:
             self.in_backward = StepInBackward(self.optimizer, self.role.key, self.device)
@@ -237,8 +244,7 @@ class TrainedModel:
         parameters = list(self.model.parameters())
         yield from (("params", parameter) for parameter in parameters)
         yield from (("grads", parameter.grad) for parameter in parameters if parameter.grad is not None)
-        values = (value for state in self.optimizer.state.values() for value in state.values())
-        yield from (("optimizer", value) for value in values if isinstance(value, Tensor))
+        yield from (("optimizer", value) for value in state_tensors(self.optimizer))
 
     def master(self, parameter: Tensor, on_host: bool = False) -> Tensor:
         """Return the master of a parameter: itself, or joined from both halves in fp32, ``on_host`` if they rest there."""
@@ -350,6 +356,8 @@ class TrainedModel:
             metrics[role.skipped] = self._step_if_finite(norm)
         else:
             metrics = self._step_if_found_finite(metrics)
+        if self.bucketed is not None and self.bucketed.computes_in is not None:
+            metrics[role.changed] = self.bucketed.changed_share()
         if learning_rate is not None:
             self._set_learning_rates(scheduled)
         self._undecided.append(metrics[role.skipped])

@@ -23,9 +23,10 @@ from verl_memopt.memory.fused import fused_statements, take_compile_counts
 from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.memory.knob import Work
 from verl_memopt.memory.limits_torch import available_bytes, limit_bytes, memory_limits
-from verl_memopt.memory.lora_torch import adapters_off
+from verl_memopt.memory.lora_torch import adapters_off, stored_adapters
 from verl_memopt.memory.out_of_memory import MemorySnapshot, RunParts, oom_retry, out_of_memory_report
 from verl_memopt.memory.residency import Residency
+from verl_memopt.memory.rollout_memory import CACHE
 from verl_memopt.memory.shared_weights import KEY as SHARE_WEIGHTS
 from verl_memopt.memory.shared_weights import bytes_a_parameter, why_not
 from verl_memopt.memory.token_packing import RowTokens
@@ -33,7 +34,7 @@ from verl_memopt.model.policy_model import PolicyModel, dtype_of
 from verl_memopt.model.value_model import ValueModel
 from verl_memopt.model.weights import named_weights
 from verl_memopt.observe.log_setup import is_set_up, setup_logging
-from verl_memopt.observe.phase import MIB, MemoryProbe, PhaseMemory
+from verl_memopt.observe.phase import GIB, MIB, MemoryProbe, PhaseMemory
 from verl_memopt.rollout.engine import (
     EnginePlace,
     FinishedRows,
@@ -200,11 +201,12 @@ class Worker:
             self.engine.wake_up("weights")
         dtype = dtype_of(rollout.dtype, "actor_rollout_ref.rollout.dtype")
         if self.shares_weights:
-            self.engine.weights_changed(dict(named_weights(self.policy.model)))
+            self.engine.weights_changed(dict(named_weights(self.policy.model)), stored_adapters(self.policy.model))
         else:
             self.engine.load_weights(sent_weights(self.policy.model, rollout, dtype))
         if self.sync_check is not None:
-            self.sync_check.check_weights(self.engine, sent_weights(self.policy.model, rollout, dtype))
+            merged = not self.shares_weights  # an engine that shares the base gets the adapters apart
+            self.sync_check.check_weights(self.engine, sent_weights(self.policy.model, rollout, dtype, merged))
 
     def old_log_probs(
         self,
@@ -369,7 +371,7 @@ class Worker:
             self.residency.rest()
 
     def _engine_place(self, folder: str) -> EnginePlace:
-        place, plan = self.placement, self.plan
+        place, plan, model = self.placement, self.plan, self.settings.model
         return EnginePlace(
             rank=place.rank,
             world_size=place.world_size,
@@ -381,7 +383,14 @@ class Worker:
             trust_remote_code=self.settings.model.trust_remote_code,
             eos_token_ids=plan.eos_token_ids,
             device_limit_bytes=self.device_limit,
+            lora_rank=model.lora_rank if why_not(self.settings, place.world_size) is None else 0,
+            lora_alpha=model.lora_alpha,
+            cache_bytes=self._cache_bytes(),
         )
+
+    def _cache_bytes(self) -> int | None:
+        beside = self.plan.beside_cache_bytes
+        return None if beside is None else left_for_cache(self.device, self.device_limit, beside)
 
     def _trained(self) -> Iterator[TrainedModel]:
         """Yield the models that are trained."""
@@ -458,6 +467,24 @@ def work_of(arguments: Sequence[Any], sequences_at_once: int, sequence_ranks: in
 
 def _micro_batch(tokens: RowTokens, rows: Sequence[int]) -> tuple[int, int, int, int]:
     return len(rows), tokens.cost(rows), max(tokens.select(rows).each()), sum(tokens.answers[row] + 1 for row in rows)
+
+
+def left_for_cache(device: torch.device, limit: int | None, beside: int) -> int:
+    """Return the bytes that a device, of which a process may take ``limit``, has free beside what will be on it; and log them.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    free = available_bytes(device, limit)
+    assert free is not None, "the driver has refused a device of unknown size"
+    if free <= beside:
+        raise ConfigError(
+            f"{CACHE}=auto: {free / GIB:.2f} GiB of the device are free, and {beside / GIB:.2f} may be needed beside the cache, "
+            "so nothing is left for it. Save memory (verl-memopt fit says what would), or give the cache a size in GiB."
+        )
+    sizes = free / GIB, beside / GIB, (free - beside) / GIB
+    logger.info("%.2f GiB of the device are free, of which at most %.2f are needed beside the KV cache: it takes %.2f", *sizes)
+    return free - beside
 
 
 def shared_weights(

@@ -15,6 +15,7 @@ from verl_memopt.memory.limits_torch import DeviceCap, available_bytes, device_l
 from verl_memopt.observe.byte_tracker import ByteTracker, DeviceLimitError
 from verl_memopt.observe.device_ledger import Asleep, ledger_of
 from verl_memopt.rollout.vllm_settings import engine_share
+from verl_memopt.worker.worker import left_for_cache
 
 CPU = torch.device("cpu")
 LIMIT = 8 * GIB
@@ -259,3 +260,11 @@ def test_a_gpu_has_what_the_process_holds_and_what_is_free(device):
     assert available_bytes(GPU, 30 * GIB) == 28 * GIB
     assert available_bytes(GPU, LIMIT) == LIMIT
     del tensor
+
+
+def test_a_cache_gets_what_a_gpu_has_free_beside_what_will_be_on_it(device):
+    device.driver.outside = 4 * GIB
+    assert left_for_cache(GPU, None, 20 * GIB) == 8 * GIB
+    assert left_for_cache(GPU, 24 * GIB, 20 * GIB) == 4 * GIB
+    with pytest.raises(ConfigError, match=r"kv_cache_memory_gb=auto: 28\.00 GiB .* free, and 28\.00 may be needed"):
+        left_for_cache(GPU, None, 28 * GIB)

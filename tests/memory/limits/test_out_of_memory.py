@@ -148,6 +148,7 @@ def test_another_runtime_error_on_a_gpu_passes_unchanged(device, says):
     [
         ({}, "To make room: lower actor_rollout_ref.rollout.gpu_memory_utilization to 0.37 (now 0.5)."),
         ({"kv_cache_memory_gb": 8.0}, "To make room: lower actor_rollout_ref.rollout.kv_cache_memory_gb to 4.0 (now 8.0)."),
+        ({"kv_cache_memory_gb": "auto"}, "To make room: set actor_rollout_ref.rollout.kv_cache_memory_gb=null"),
     ],
 )
 def test_a_cache_that_cannot_wake_is_told_with_the_key_that_makes_it_smaller(device, rollout, first):

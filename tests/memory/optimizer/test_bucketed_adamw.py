@@ -255,11 +255,82 @@ def replicas(rank):
     return [local(parameter).float().detach().numpy() for parameter in model.parameters()]
 
 
+CHANGING = {
+    "fp32 weights": (torch.float32, {}),
+    "on the host": (torch.float32, {"offload": True, "bucket_megabytes": 0.01}),
+    "int8 moments": (torch.float32, {"state_dtype": "int8"}),
+    "bfloat16 weights": (BF16, {"state_dtype": "fp32"}),
+    "rounded by chance": (BF16, {"stochastic_rounding": True, "state_dtype": "bfloat16"}),
+    "split masters": (BF16, {"split_masters": True}),
+    "split masters on the host": (BF16, {"split_masters": True, "offload": True, "bucket_megabytes": 0.01}),
+}
+
+
+def halves_of(params):
+    return torch.cat([whole_of(parameter).detach().bfloat16().view(-1).view(torch.int16) for parameter in params])
+
+
+@pytest.mark.parametrize("kind", CHANGING)
+def test_the_share_of_weights_that_changed_is_that_of_a_copy_compared_afterwards(kind):
+    dtype, options = CHANGING[kind]
+    params, other = parameters(dtype), parameters(dtype)
+    optimizer, plain = (BucketedAdamW(each, lr=1e-4, **options) for each in (params, other))
+    optimizer.computes_in = BF16
+    assert optimizer.changed_share() == 0
+    shares = []
+    for step in range(3):
+        give_gradients(params, step)
+        give_gradients(other, step)
+        before = halves_of(params)
+        optimizer.step()
+        plain.step()
+        expected = (halves_of(params) != before).float().mean()
+        shares.append(optimizer.changed_share())
+        assert shares[-1] == pytest.approx(expected.item(), rel=1e-6)
+    assert 0 < min(shares) <= max(shares) < 1
+    if "stochastic_rounding" not in options and "state_dtype" not in options:
+        assert same(params, other)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    assert optimizer.changed_share() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("options", [{}, {"offload": True}, {"state_dtype": "int8"}])
+def test_comparing_weights_needs_no_second_copy_of_them(dtype, options):
+    more = {"state_dtype": "bfloat16", "stochastic_rounding": True} if dtype == BF16 else {}
+    params = [torch.nn.Parameter(torch.randn(1024, 1024).to(dtype))]
+    optimizer = BucketedAdamW(params, lr=1e-2, bucket_megabytes=0.125, **{**more, **options})
+    optimizer.computes_in = BF16
+    give_gradients(params, 0)
+    with counting(torch.nn.ParameterList(params), optimizer) as tracker:
+        tracker.mark("grads", [parameter.grad for parameter in params])
+        before = tracker.total()
+        tracker.enter("step")
+        optimizer.step()
+        assert 0 < tracker.peaks["device"].bytes - before <= 3 * 0.125 * MIB * 1.02
+    assert optimizer.changed_share() > 0
+
+
+def changed_of_two(mesh):
+    """Gives the share that all ranks agree on, and that of whole copies compared."""
+    model, optimizer, schedule = run(mesh, {"state_dtype": "bfloat16", "stochastic_rounding": True}, BF16)
+    optimizer.computes_in = BF16
+    before = halves_of(model.parameters())
+    sharded_step(model, optimizer, schedule, seed=1)
+    return float(optimizer.changed_share()), (halves_of(model.parameters()) != before).float().mean().item()
+
+
 def two_ranks(rank, folder):
     """Gives, per format, what two ranks load and what they have after a further step; and saves it for a world of one."""
     mesh, found = training_mesh("cpu", 2, -1), {}
     assert same(stepped_in_backward(mesh, True), stepped_in_backward(mesh, False))
     found["replicas"] = replicas(rank)
+    for each in (mesh, training_mesh("cpu", 2, 1)):
+        share, expected = changed_of_two(each)
+        assert share == pytest.approx(expected, rel=1e-6)
+        assert 0 < share <= 1
     for kind in OVER_RANKS:
         two = run(mesh, FORMATS[kind])
         load_training_state(folder / kind, *two, CPU, ALL)

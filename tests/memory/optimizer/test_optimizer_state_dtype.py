@@ -14,7 +14,8 @@ def encoded(state_dtype, moments, seed=0):
     elements = moments["exp_avg"].numel()
     kind = moment_format(state_dtype, 256)
     planes = {plane.name: torch.zeros(elements // plane.per_entry, dtype=plane.dtype) for plane in kind.planes}
-    work = Work(moments["exp_avg"].clone(), moments["exp_avg_sq"].clone(), tuple(torch.empty(elements) for _ in range(2)))
+    scratch = tuple(torch.empty(elements) for _ in range(2))
+    work = Work(moments["exp_avg"].clone(), moments["exp_avg_sq"].clone(), scratch, *[torch.empty(0)] * 3)
     kind.encode(planes, work, torch.Generator().manual_seed(seed))
     return dict(zip(MOMENTS, (moment.clone() for moment in kind.decode(planes, work)), strict=True)), planes
 

@@ -6,12 +6,15 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from transformers import AutoModelForCausalLM
 
+from tests.memory.activation_cases import ELEMENTWISE, FULL, LORA, TILED, build
+from tests.memory.activations.test_prune_last_block import RAGGED, gradients
 from tests.model.test_build import built
 from tests.ranks import run_ranks
 from tests.tensors import whole_of
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.lora_torch import (
+    ADAPTERS,
     LoraLinear,
     adapters,
     adapters_off,
@@ -112,6 +115,27 @@ def test_layers_are_chosen_by_ending_or_expression(tiny_folder, targets, exclude
 def test_a_choice_of_nothing_is_refused_with_the_layers_there_are(tiny_folder):
     with pytest.raises(ConfigError, match=r"target_modules=\['c_attn'\].*q_proj"):
         adapted(tiny_folder, targets=["c_attn"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, ELEMENTWISE, FULL, TILED, {**ELEMENTWISE, **TILED, **FULL}, {**ELEMENTWISE, **FULL, "block_tile_tokens": 7}],
+    ids=["plain", "elementwise", "checkpoints", "tiled MLP", "all", "tiled block"],
+)
+def test_on_one_device_the_base_rests_as_it_computes_and_fp32_adapters_compute_as_bfloat16_ones(tiny_folder, one_rank, options):
+    found = {}
+    for masters in ("fp32", "bfloat16"):
+        policy = build(tiny_folder, one_rank, dtype="bfloat16", masters=masters, **LORA, **options)
+        for layer in adapters(policy.model).values():
+            torch.manual_seed(1)
+            for each in (layer.lora_A, layer.lora_B):  # values that both dtypes have
+                each.detach().copy_(torch.randn(each.shape).bfloat16() * 0.1)
+        dtypes = {name.rsplit(".", 1)[-1] in ADAPTERS: each.dtype for name, each in named_weights(policy.model)}
+        assert dtypes == {True: getattr(torch, masters.replace("fp32", "float32")), False: torch.bfloat16}
+        found[masters] = gradients(policy, RAGGED, True)
+    assert len(found["fp32"]) == 2 + 2 * 2 * len(LINEARS)
+    for one, other in zip(found["fp32"], found["bfloat16"], strict=True):
+        assert torch.equal(one.to(other.dtype), other)
 
 
 def test_gradients_and_state_of_the_base_are_never_made(tiny_folder):
