@@ -247,7 +247,8 @@ def fit_command(arguments: Sequence[str]) -> int:
     parsed = parser.parse_intermixed_args(arguments)
     from verl_memopt.config.loader import load_settings
     from verl_memopt.observe.log_setup import setup_logging
-    from verl_memopt.trainer.fit import card_asked_for, command
+    from verl_memopt.trainer.fit import card_asked_for
+    from verl_memopt.trainer.fit_report import command
 
     setup_logging(level=logging.ERROR)
     # Rows are not read, so a command line needs no files.

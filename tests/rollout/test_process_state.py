@@ -10,8 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from verl_memopt.rollout.vllm_engine import LEVEL_VARIABLE, NOISY_LOGGERS, quiet_start
-from verl_memopt.rollout.vllm_memory import default_group_kept, process_state_kept, random_state_kept
+from verl_memopt.rollout.vllm_memory import (
+    LEVEL_VARIABLE,
+    NOISY_LOGGERS,
+    default_group_kept,
+    process_state_kept,
+    quiet_start,
+    random_state_kept,
+)
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from verl_memopt.errors import ConfigError
-from verl_memopt.worker.group import free_port
+from verl_memopt.worker.nodes import free_port
 from verl_memopt.worker.ray_cluster import (
     SOCKET_BYTES,
     STOP_SIGNALS,

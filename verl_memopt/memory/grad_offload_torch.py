@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from verl_memopt.distributed.device import Done, copy_stream, current_stream, mark_done, on_stream, wait_for
-from verl_memopt.memory.bucketed_adamw_torch import Bucketed, local
+from verl_memopt.memory.bucketed_adamw_torch import Bucketed
 from verl_memopt.memory.embedding_gradient import HOME, gradient_dtype
+from verl_memopt.memory.optimizer_layout import local
 from verl_memopt.observe.byte_tracker import mark, scope
 
 KIND = "grads"

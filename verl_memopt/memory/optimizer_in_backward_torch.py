@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from verl_memopt.distributed.device import wait_on_host
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.bucketed_adamw_torch import Bucketed, local
+from verl_memopt.memory.bucketed_adamw_torch import Bucketed
+from verl_memopt.memory.optimizer_layout import local
 from verl_memopt.observe.byte_tracker import scope
 
 ACTOR = "actor_rollout_ref.actor"

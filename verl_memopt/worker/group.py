@@ -12,7 +12,6 @@ import os
 import pkgutil
 import re
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 from verl_memopt.errors import ConfigError, UserError, WorkerError
 from verl_memopt.memory.adaptive_budget import PassFigures
 from verl_memopt.run.processes import uncollected
-from verl_memopt.worker.nodes import Home, compare_nodes, interface_of, site, threads_per_worker, visible_devices
+from verl_memopt.worker.nodes import Home, compare_nodes, free_port, interface_of, site, threads_per_worker, visible_devices
 from verl_memopt.worker.ray_cluster import STOP_SIGNALS, Connection, Request, release, reserve
 
 if TYPE_CHECKING:
@@ -87,13 +86,6 @@ def process_environment(placement: Placement, local_world_size: int) -> dict[str
         "MASTER_ADDR": placement.master_addr,
         "MASTER_PORT": str(placement.master_port),
     }
-
-
-def free_port(address: str) -> int:
-    """Return a port that is free on this node at this moment."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
 
 
 # A group of one member in this process: for a debugger, and for machines without Ray.

@@ -8,6 +8,7 @@ import logging
 import os
 import platform
 import secrets
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -54,6 +55,13 @@ class Home:
         Gloo would listen at the address of the host's name, which on Debian and Ubuntu is a loopback address (127.0.1.1).
         """
         return {"VLLM_HOST_IP": self.address} | ({GLOO_INTERFACE: self.interface} if self.interface else {})
+
+
+def free_port(address: str) -> int:
+    """Return a port that is free on this node at this moment."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
 
 
 def interface_of(address: str) -> str:
