@@ -20,7 +20,7 @@ from verl_memopt.rollout.vllm_memory import (
     check_no_other_sleeper,
     host_bytes_to_sleep,
 )
-from verl_memopt.rollout.vllm_settings import cache_advice, check_arrived, copies_in_place, engine_arguments, sampling_arguments
+from verl_memopt.rollout.vllm_settings import advice_for, check_arrived, copies_in_place, engine_arguments, sampling_arguments
 
 CHANGED = {
     "dtype": ("bfloat16", "dtype", "bfloat16"),
@@ -103,10 +103,11 @@ def test_only_a_plain_dense_model_takes_its_weights_in_place(changed):
 
 
 def test_advice_follows_an_error_about_the_cache_alone():
-    advice = cache_advice(ValueError("No available KV cache memory"))
+    advice = advice_for(ValueError("No available KV cache memory"))
     assert "raise actor_rollout_ref.rollout.gpu_memory_utilization" in advice
     assert "lower data.max_response_length or actor_rollout_ref.rollout.max_num_seqs" in advice
-    assert cache_advice(ValueError("the dtype is unknown")) == ""
+    assert "rollout.share_weights=false" in advice_for(ValueError("NewForCausalLM does not support LoRA yet."))
+    assert advice_for(ValueError("the dtype is unknown")) == ""
 
 
 @pytest.mark.parametrize("key", CHANGED)

@@ -56,7 +56,7 @@ from verl_memopt.rollout.vllm_memory import (
     random_state_kept,
 )
 from verl_memopt.rollout.vllm_settings import (
-    cache_advice,
+    advice_for,
     can_sleep,
     check_arrived,
     copies_in_place,
@@ -442,7 +442,7 @@ def _start(arguments: dict[str, Any], place: EnginePlace) -> Any:
         try:
             return llm(**arguments)
         except (ValueError, TypeError, NotImplementedError) as error:
-            refused = ConfigError(f"{KEY}: vLLM refuses these settings on this device: {error}{cache_advice(error)}")
+            refused = ConfigError(f"{KEY}: vLLM refuses these settings on this device: {error}{advice_for(error)}")
             _free_failed_start(error, place.device, groups)
             raise refused from error
         except BaseException as error:

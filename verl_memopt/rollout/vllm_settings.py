@@ -168,8 +168,10 @@ def copies_in_place(model_config: Any) -> bool:
     return model_config.quantization is None and not model_config.is_moe and not model_config.use_mla
 
 
-def cache_advice(error: BaseException) -> str:
-    """Return advice for vLLM's error about a cache that is too small, in the keys of this project; empty for other errors."""
+def advice_for(error: BaseException) -> str:
+    """Return advice for vLLM's error about a cache that is too small, or a model without adapters, in the keys of this project."""
+    if "LoRA" in str(error):
+        return f" Here: set {KEY}.share_weights=false, with which vLLM gets merged weights."
     if "KV cache" not in str(error) and "cache blocks" not in str(error):
         return ""
     raised = f"raise {KEY}.gpu_memory_utilization or {KEY}.kv_cache_memory_gb (with auto: free memory, as verl-memopt fit says)"
