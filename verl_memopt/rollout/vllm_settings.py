@@ -169,7 +169,7 @@ def copies_in_place(model_config: Any) -> bool:
 
 
 def advice_for(error: BaseException) -> str:
-    """Return advice for vLLM's error about a cache that is too small, or a model without adapters, in the keys of this project."""
+    """Return advice, in the keys of this project, for an error of vLLM about a small cache or a model without adapters."""
     if "LoRA" in str(error):
         return f" Here: set {KEY}.share_weights=false, with which vLLM gets merged weights."
     if "KV cache" not in str(error) and "cache blocks" not in str(error):
