@@ -11,7 +11,6 @@ from verl_memopt.config.loader import load_settings
 READ_ELSEWHERE = {
     # read only by vLLM's settings (tests/rollout/test_vllm_settings.py holds that each reaches the engine)
     "actor_rollout_ref.rollout.gpu_memory_utilization",
-    "actor_rollout_ref.rollout.kv_cache_memory_gb",
     "actor_rollout_ref.rollout.max_num_batched_tokens",
     "actor_rollout_ref.rollout.enable_chunked_prefill",
     "actor_rollout_ref.rollout.enable_prefix_caching",
@@ -27,6 +26,8 @@ READ_ELSEWHERE = {
         f"{role}.fsdp_config.ulysses_sequence_parallel_size"
         for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic.model", "reward_model.model")
     ),
+    # read through mlp_tiles, over which an MLP runs (tests/memory/activations/test_tiled_mlp.py)
+    *(f"{role}.model.tiled_mlp.{key}" for role in ("actor_rollout_ref", "critic") for key in ("enabled", "num_shards")),
     # read only where there is a sandbox service (tests/rewards/test_sandbox.py)
     "reward_model.sandbox_fusion.max_concurrent",
     "reward_model.sandbox_fusion.memory_limit_mb",
