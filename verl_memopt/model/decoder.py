@@ -23,7 +23,7 @@ from verl_memopt.memory.prune_last_block_torch import can_prune, window_of
 from verl_memopt.memory.recomputation import RMSNorm, Rows, SwiGLU, product_tiles, select_rows
 from verl_memopt.memory.recompute_elementwise_torch import can_recompute, recomputed_norm, recomputed_outputs, why_kept
 from verl_memopt.memory.tiled_mlp_torch import check_mlps, recomputed_mlp, tiled_mlp
-from verl_memopt.model.attention import Attend, AttentionArgs
+from verl_memopt.model.attention import HEAD_MULTIPLE, Attend, AttentionArgs
 from verl_memopt.model.families import OWN_BLOCKS
 from verl_memopt.model.packing import PrefixLayout
 from verl_memopt.model.prefix_kv import Prefix, PrefixKV, Tables
@@ -394,6 +394,12 @@ def _check_tiled_blocks(lm: PreTrainedModel, blocks: Any, trained: bool, key: st
         raise ConfigError(
             f"{name}: tiles are known for blocks of {', '.join(OWN_BLOCKS)} with silu and plain linear layers, but {reason}. "
             f"Set {name}=null."
+        )
+    size = int(blocks[0].self_attn.head_dim)
+    if size % HEAD_MULTIPLE:
+        raise ConfigError(
+            f"{name}: the model's heads have a size of {size}, and kernels of a GPU take tiles of multiples of {HEAD_MULTIPLE} "
+            f"alone. Set {name}=null."
         )
     windows = [window_of(block.self_attn) for block in blocks]
     if any(window is not None for window in windows):

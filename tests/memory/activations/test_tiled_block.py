@@ -150,3 +150,9 @@ def test_a_model_whose_blocks_are_not_known_is_refused_by_name(tmp_path, one_ran
     with pytest.raises(ConfigError, match=r"block_tile_tokens: tiles .* activation gelu.* Set .*block_tile_tokens=null"):
         act.build(folder, one_rank, **over(4, recompute_elementwise=False, override_config={"hidden_act": "gelu"}))
     assert not caplog.messages
+
+
+def test_heads_of_a_size_that_no_kernel_of_a_gpu_takes_are_refused(tmp_path, one_rank):
+    folder = make_tiny_model(tmp_path / "model", TinyShape(head_dim=20), seed=3)
+    with pytest.raises(ConfigError, match=r"block_tile_tokens: .*heads have a size of 20.*Set .*block_tile_tokens=null"):
+        act.build(folder, one_rank, **over(4))
