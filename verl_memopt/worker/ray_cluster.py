@@ -148,7 +148,10 @@ class Connection:
         import ray
 
         here = ray.get_runtime_context().get_node_id()
-        self._members |= {psutil.Process(home.pid) for home in homes if home.node == here and psutil.pid_exists(home.pid)}
+        for home in homes:
+            if home.node == here:
+                with suppress(psutil.NoSuchProcess):  # its end is seen by the call that it does not answer
+                    self._members.add(psutil.Process(home.pid))
         ports = {node["NodeID"]: node["NodeManagerPort"] for node in ray.nodes()}
         self._nodes = {home.address: ports[home.node] for home in homes}
 
