@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# LoRA on one 24 GB card: adapters of rank 32 on a frozen model in bfloat16, up to 4 billion parameters.
+# LoRA on one 24 GB card: fp32 adapters of rank 32 on a frozen model in bfloat16, which trainer and engine share.
 #   LORA_RANK=16 bash examples/memory_optimization/run_lora_24gb.sh model=llama3_2_3b
 # Any setting can be overridden on the command line, or by a variable of train.sh. Without a GPU: the tiny model on the toy task.
 set -euo pipefail
@@ -13,11 +13,7 @@ hub_lr=1e-5
 KNOBS=(
     actor_rollout_ref.model.lora_rank="${LORA_RANK:-32}"
     actor_rollout_ref.model.lora_alpha="${LORA_ALPHA:-64}"
-    # Adapters rest in bfloat16 as well. Rounding by chance keeps their small updates, and their moments stay fp32.
-    actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16
-    actor_rollout_ref.actor.optim.stochastic_rounding=true
-    actor_rollout_ref.actor.optim.state_dtype=fp32
-    # The engine gets merged weights, which are rounded to bfloat16: also where the recipe computes in fp32.
+    # The engine computes in bfloat16, also where the recipe computes in fp32.
     actor_rollout_ref.rollout.max_logprob_diff=auto
 )
 . examples/memory_optimization/train.sh
