@@ -241,7 +241,7 @@ def test_a_machine_that_is_slowed_to_a_tenth_is_named(machines, toy, tmp_path):
         toy,
         run_dir,
         "trainer.total_training_steps=100000",
-        f"{AR}.rollout.n=16",
+        f"{AR}.rollout.n=64",
         f"{AR}.rollout.ignore_eos=true",
         "data.max_response_length=64",
     )

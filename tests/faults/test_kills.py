@@ -18,7 +18,7 @@ from verl_memopt.observe.timeline import read_timeline
 
 RAY = [
     *QUIET, "trainer.logger=[jsonl]",
-    "trainer.total_training_steps=24", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=3",
+    "trainer.total_training_steps=60", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=3",
     "actor_rollout_ref.rollout.name=hf", "data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8",
 ]  # fmt: skip
 WHO = ("driver", "worker", "reward", "raylet", "gcs", "agent", "guardian")
