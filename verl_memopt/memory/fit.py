@@ -34,8 +34,8 @@ RESERVED = 0.14
 """What torch's allocator reserves on a GPU beyond what lives (simulated for a model of 0.6 billion parameters, checkpointed)."""
 CPU_KV_GIB = 1.0
 """KV cache of vLLM on a CPU where ``kv_cache_memory_gb`` is not set."""
-OTHER = 2**16
-"""Small tensors of all kinds: rotary frequencies, counters, seeds."""
+OTHER = 2**17
+"""Small tensors of all kinds: rotary frequencies, counters, seeds, indices of tokens."""
 CHECK_TOKENS, CHECK_RESPONSES = 80, 48
 """Tokens of the forwards that compare packed rows when a model is built (``model/packing_check.py``), and answers of them."""
 

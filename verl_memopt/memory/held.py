@@ -255,12 +255,14 @@ class Held:
         if not self.is_cast:
             return [{"activations": block}, head]
         (root, own), one, stay, first = self._gathered_matrices, self._unit, self._stay, self._first_stays
+        # A head that stays gathered is there in the next micro-batch too.
+        stays = own if stay and self.has_logits else 0
         if self.ranks > 1:
-            blocks = {"activations": block, "gathered parameters": stay + first + root + 2 * one}
+            blocks = {"activations": block, "gathered parameters": stay + first + root + stays + 2 * one}
             blocks["collective buffers"] = max(2 * one, root)
             at_head = stay + first + root + own
             return [blocks, {**head, "gathered parameters": at_head, "collective buffers": max(root, own)}]
-        blocks = {"activations": block, "gathered parameters": max(stay, one) + first + root}
+        blocks = {"activations": block, "gathered parameters": max(stay, one) + first + root + stays}
         at_head = stay + root + (first + own if self.has_logits else own)
         states = {"activations": head["activations"], "collective buffers": self._passing}
         return [blocks, {**head, "gathered parameters": at_head}, {**states, "gathered parameters": at_head}]
@@ -392,6 +394,11 @@ class Held:
                 reduction = {"activations": kept + end["activations"], "collective buffers": before + 2 * reduced}
                 blocks = {**largest([blocks | {"collective buffers": before}, reduction]), **unit}
                 end |= {"gathered parameters": b * (root + own)}
+                if own and not frozen:
+                    # The head is reduced while all that blocks keep is there.
+                    at_head = {"activations": kept + states, "collective buffers": 2 * reduce * own}
+                    at_head |= {"gathered parameters": gathered, "whole gradients": grads * own + whole}
+                    blocks = dict(largest([blocks, at_head]))
             else:
                 head |= {
                     "gathered parameters": b * (root + own) + first + (stay or 2 * one),
