@@ -31,7 +31,7 @@ from verl_memopt.run.checkpoints import CheckpointStore, check_folder
 
 DRAWN = 50
 """Cases of each table in every run of the tests."""
-PLACES = range(3)
+PLACES = range(6)
 """Where a file is damaged in the slow test, as seeds."""
 
 
