@@ -8,6 +8,7 @@ import json
 import logging
 import pkgutil
 import re
+import signal
 import sys
 import tempfile
 import threading
@@ -314,6 +315,11 @@ def guarded(command: Callable[[], int], watched: bool) -> int:
     except UserError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return error.exit_code
+    except SystemExit as error:
+        # Ray has a handler of its own while it starts. It ends this thread before the watch has begun to end the process.
+        if watch is not None and error.code == signal.SIGTERM:
+            watch.hold_while_ending(begins_within=5)
+        raise
     finally:
         if watch is not None:
             watch.hold_while_ending()

@@ -170,3 +170,33 @@ print(*(set(sys.modules) - before))"""
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     foreign = {name.split(".")[0] for name in loaded} - set(sys.stdlib_module_names) - {"verl_memopt"}
     assert {name for name in foreign if not name.startswith("_psutil")} == {"psutil"}
+
+
+RAYS_OWN = """
+import signal, sys, time
+from verl_memopt.cli import guarded
+plain = SignalWatch._handle
+def late(self, number):
+    time.sleep(0.5)
+    plain(self, number)
+SignalWatch._handle = late
+def command():
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+    print("ready", flush=True)
+    time.sleep(600)
+sys.exit(guarded(command, watched=True))
+"""
+"""A command that has a handler as Ray sets one while it starts, and a watch that comes later than this handler."""
+
+
+def test_a_handler_that_ray_sets_for_a_moment_changes_no_exit_code():
+    code = f"from verl_memopt.run.interrupts import SignalWatch\n{RAYS_OWN}"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        ready(process)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=20)
+    finally:
+        kill([process.pid])
+    assert process.returncode == 143
+    assert errors == "SIGTERM: ended before the first step; there was nothing to save.\n"

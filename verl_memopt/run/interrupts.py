@@ -196,8 +196,12 @@ class SignalWatch:
         os.register_at_fork(after_in_child=_as_if_never_watched)
         threading.Thread(target=self._watch, name="signals", daemon=True).start()
 
-    def hold_while_ending(self) -> None:
-        """Return at once, or never if the watch is ending the process, so that no other exit code or message comes after it."""
+    def hold_while_ending(self, begins_within: float = 0) -> None:
+        """Return at once, or never if the watch is ending the process, so that no other exit code or message comes after it.
+
+        ``begins_within``: wait so many seconds for the watch to begin.
+        """
+        self._ending.wait(begins_within)
         while self._ending.is_set():
             time.sleep(FLUSH_SECONDS)
 
