@@ -92,10 +92,11 @@ guardian = Guardian()
 child = subprocess.Popen(["sh", "-c", "sleep 300 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
 grandchild = int(child.stdout.readline())
 os.kill(guardian.pid, signal.SIGKILL)
-os.waitid(os.P_PID, guardian.pid, os.WEXITED | os.WNOWAIT)
+killed = guardian.pid
 guardian.all_started()
 after = subprocess.Popen(["sleep", "300"])
-guardian.stay()
+while guardian.pid == killed:
+    time.sleep(0.01)
 print(guardian.pid, before.pid, child.pid, grandchild, after.pid, flush=True)
 time.sleep(300)
 """

@@ -455,13 +455,15 @@ def test_members_and_rays_processes_live_through_a_signal_to_all_and_what_member
     assert set(psutil.wait_procs(descendants, timeout=1)[1]) == set(descendants)
 
 
-def test_a_guardian_that_was_killed_has_a_successor_as_soon_as_it_is_missed(cluster):
+def test_a_guardian_that_was_killed_has_a_successor_at_once_whatever_the_driver_does(cluster):
     (guardian,) = members(os.getpid())["guardian"]
     guardian.kill()
-    guardian.wait()
-    assert cluster.lost() is None
+    deadline = time.monotonic() + 20
+    while members(os.getpid()).get("guardian", [guardian]) == [guardian] and time.monotonic() < deadline:
+        time.sleep(0.05)
     (successor,) = members(os.getpid())["guardian"]
     assert successor != guardian
+    assert cluster.lost() is None
 
 
 def test_shutdown_ends_the_processes_and_may_be_called_again(group):

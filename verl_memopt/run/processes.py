@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import os
 import secrets
 import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,6 +24,8 @@ import psutil
 
 from verl_memopt.errors import WorkerError
 from verl_memopt.run import process_tree
+
+logger = logging.getLogger(__name__)
 
 PR_SET_CHILD_SUBREAPER = 36
 """The prctl option that makes orphans children of this process instead of children of init."""
@@ -118,7 +122,8 @@ class Guardian:
     """Kills descendants of this process once this process is gone.
 
     It kills those that are born from now on until :meth:`all_started`, and their descendants. Until then this process has the
-    environment variable ``VERL_MEMOPT_GUARDED_BY``, which they inherit.
+    environment variable ``VERL_MEMOPT_GUARDED_BY``, which they inherit. A guardian that is killed has a successor at once, which
+    watches the same processes.
     """
 
     def __init__(self) -> None:
@@ -128,8 +133,11 @@ class Guardian:
             WorkerError: It does not start.
         """
         self._value = secrets.token_hex(16)
+        self._changing, self._dismissed = threading.Lock(), False
         self._start()
         os.environ[MARK] = self._value
+        # A thread, because the driver may be killed next, while its main thread waits in the start of Ray.
+        threading.Thread(target=self._follow, name="guardian", daemon=True).start()
 
     def _start(self) -> None:
         # Without site (-S) an interpreter starts twice as fast.
@@ -150,41 +158,50 @@ class Guardian:
         self._pipe = self._process.stdin
         # The guardian says that it watches. Before that, a process born now would count as one that existed already.
         if not select.select([self._process.stdout], [], [], READY_SECONDS)[0] or self._process.stdout.readline() != READY:
-            self.dismiss()
+            self._end()
             raise WorkerError(
                 f"the process that ends Ray's processes after a kill did not start ({sys.executable} exited with code "
                 f"{self._process.returncode}). What it printed is above. Check that this Python starts, and start again."
             )
 
-    def stay(self) -> None:
-        """Start the guardian again if it was killed. It watches the same processes.
-
-        Raises:
-            WorkerError: It does not start.
-        """
-        if self._process.poll() is None:
-            return
-        self._process.communicate()
-        self._start()
-        if MARK not in os.environ:
-            self._tell_all_started()
+    def _follow(self) -> None:
+        """Start the guardian again whenever it was killed, until it is dismissed."""
+        while True:
+            self._process.wait()
+            with self._changing:
+                if self._dismissed:
+                    return
+                self._process.communicate()
+                try:
+                    self._start()
+                except WorkerError as error:
+                    logger.warning("a kill of this run may leave processes of Ray behind: %s", error)
+                    return
+                if MARK not in os.environ:
+                    self._tell_all_started()
 
     def all_started(self) -> None:
         """Report that all processes to be guarded have started.
 
         Processes that they start later are guarded too. Other processes are not.
         """
-        os.environ.pop(MARK, None)
-        self._tell_all_started()
+        with self._changing:
+            os.environ.pop(MARK, None)
+            self._tell_all_started()
 
     def _tell_all_started(self) -> None:
-        # If it was killed meanwhile, :meth:`stay` finds that.
+        # If it was killed meanwhile, its successor is told.
         with suppress(BrokenPipeError):
             os.write(self._pipe.fileno(), STARTED)
 
     def dismiss(self) -> None:
         """End the guardian without killing anything. May be called again."""
-        os.environ.pop(MARK, None)
+        with self._changing:
+            self._dismissed = True
+            os.environ.pop(MARK, None)
+            self._end()
+
+    def _end(self) -> None:
         self._process.kill()
         self._process.communicate()
 
@@ -202,14 +219,17 @@ def guard(starter: int, value: str) -> None:
     guarded = set(process_tree.marked(f"{MARK}={value}"))
     guarded = guarded.union(*(process_tree.descendants(process.pid) for process in guarded))
     others = set(process_tree.descendants(starter)) - guarded
-    os.write(1, READY)
+    with suppress(BrokenPipeError):  # the starter is gone already, and what it has started has to go too
+        os.write(1, READY)
     starting = True
     while True:
         ready, _, _ = select.select([0], [], [], LOOK_SECONDS if starting else None)
-        if ready and not os.read(0, len(STARTED)):
+        if not ready:
+            guarded |= set(process_tree.descendants(starter)) - others
+        elif os.read(0, len(STARTED)):
+            starting = False  # what was born since the last look has the mark, and what is born now is not guarded
+        else:
             break
-        guarded |= set(process_tree.descendants(starter)) - others
-        starting = starting and not ready
     for _ in range(GUARDIAN_ROUNDS):
         below = [process_tree.descendants(process.pid) for process in guarded if process.is_running()]
         guarded |= {*process_tree.marked(f"{MARK}={value}")}.union(*below)

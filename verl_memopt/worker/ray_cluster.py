@@ -120,9 +120,7 @@ class Connection:
         self._owned, self._guardian = False, None
 
     def lost(self) -> str | None:
-        """Return, in words, why Ray can no longer carry a run, or None while it can. Replaces a guardian that was killed."""
-        if self._guardian is not None:
-            self._guardian.stay()
+        """Return, in words, why Ray can no longer carry a run, or None while it can."""
         self._remember_started()
         for pid, name in self._heads.items():
             if not is_alive(pid):
