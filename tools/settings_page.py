@@ -16,7 +16,7 @@ from verl_memopt.config.aliases import VALUES, spelled
 from verl_memopt.config.keys import field_types, shown, value_at, walk
 from verl_memopt.config.unused_keys import REFUSED
 from verl_memopt.config.values import DERIVED, LINKS
-from verl_memopt.memory.ranges import Meanings
+from verl_memopt.memory.knob import Meanings
 
 _HEAD = """# Configuration
 

@@ -16,7 +16,7 @@ import torch
 from benchmarks.common import seconds_of
 from verl_memopt.distributed.device import local_device, resolve_device
 from verl_memopt.memory import fused
-from verl_memopt.memory import recomputation as ops
+from verl_memopt.memory import recompute_elementwise_torch as ops
 from verl_memopt.model import rotary
 
 BYTES_PER_SECOND = 3e12

@@ -14,7 +14,7 @@ from tests.worker.test_policy import batch
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.data.batch import Ragged, RolloutBatch
 from verl_memopt.distributed.device import leave_process_group
-from verl_memopt.memory.token_packing import prompt_groups
+from verl_memopt.memory.shared_prompt import prompt_groups
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.rollout.engine import train_sampling
 from verl_memopt.trainer.micro_batching import budgets, cut_ranks, rows_per_rank

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.model.attention_cases import attention_of_one, gpu_operators_on_a_cpu
 from tests.worker.test_policy import NothingWaits
 from verl_memopt.distributed import device as device_room
-from verl_memopt.memory.limits_torch import memory_limits
+from verl_memopt.memory.out_of_memory import memory_limits
 from verl_memopt.model import attention, attention_dense
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 

@@ -73,7 +73,7 @@ def test_weights_that_slept_come_back_and_the_driver_has_their_memory_meanwhile(
 def test_corrected_figures_are_what_the_driver_says_while_asleep(device, allocator, limit_gb):
     ledger_room = pytest.importorskip("verl_memopt.observe.device_ledger", reason="corrected figures: no ledger of the device")
     from verl_memopt.config.schema import Memory
-    from verl_memopt.memory.limits_torch import DeviceCap, memory_limits
+    from verl_memopt.memory.out_of_memory import DeviceCap, memory_limits
     from verl_memopt.rollout.vllm_memory import asleep_in_vllm
 
     limit = None if limit_gb is None else int(limit_gb * 2**30)

@@ -11,7 +11,7 @@ import torch
 from tests.observe.simulated_device import MIB, SimulatedDevice
 from tests.rollout.sleeping import SleepingWorker, sleeping_allocator
 from verl_memopt.distributed import device as device_room
-from verl_memopt.memory.limits_torch import DeviceCap
+from verl_memopt.memory.out_of_memory import DeviceCap
 from verl_memopt.observe.device_ledger import Asleep
 from verl_memopt.observe.phase import MemoryProbe, PhaseMemory
 from verl_memopt.rollout.vllm_memory import asleep_in_vllm

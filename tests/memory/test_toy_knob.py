@@ -24,7 +24,7 @@ Works with: every knob but a chunk of 7.
 from dataclasses import dataclass
 
 from verl_memopt.memory.knob import LOWER, Advice, Claim, Knob, LadderRow, Refusal, UnusedKey, switch
-from verl_memopt.memory.ranges import PositiveInt
+from verl_memopt.memory.knob import PositiveInt
 
 KEY, CHUNK = "actor_rollout_ref.model.toy_tiles", "actor_rollout_ref.model.logprob_chunk_tokens"
 

@@ -16,8 +16,8 @@ from verl_memopt.config.schema import Actor, Fsdp, Model
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.lora_torch import initialize_adapters
+from verl_memopt.memory.shared_prompt import prompt_groups
 from verl_memopt.memory.tiled_mlp import TiledMlp
-from verl_memopt.memory.token_packing import prompt_groups
 from verl_memopt.model import packing_check
 from verl_memopt.model.assembly import ModelUse, allocate, build_policy, materialize
 from verl_memopt.model.attention import choose_attention

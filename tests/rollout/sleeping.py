@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import torch
 
 from tests.observe.simulated_device import GRANULARITY, MIB
-from verl_memopt.memory.limits_torch import DeviceCap
+from verl_memopt.memory.out_of_memory import DeviceCap
 from verl_memopt.rollout.vllm_memory import asleep_in_vllm
 
 

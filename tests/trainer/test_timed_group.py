@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from tests.trainer.conftest import Member, Members, group_of, memory
-from verl_memopt.memory.adaptive_budget import PassFigures
+from verl_memopt.memory.token_budget import PassFigures
 from verl_memopt.observe.phase import PhaseClock, host_rss_bytes
 from verl_memopt.worker.group import TimedGroup
 from verl_memopt.worker.worker import Reply, Worker

@@ -16,7 +16,7 @@ from verl_memopt.config.schema import Critic, CriticModel
 from verl_memopt.data.batch import Ragged, rollout_batch
 from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.memory.residency import CRITIC, NEEDS, POLICY, REFERENCE
-from verl_memopt.memory.token_packing import prompt_groups
+from verl_memopt.memory.shared_prompt import prompt_groups
 from verl_memopt.model.packing_check import GROUPS, row_differences
 from verl_memopt.observe.byte_tracker import storages_of
 from verl_memopt.observe.device_ledger import state_tensors

@@ -17,8 +17,8 @@ from verl_memopt.algorithms.rows import positions
 from verl_memopt.config.schema import Actor, Algorithm, Settings
 from verl_memopt.data.plugin import load_from_file, raised
 from verl_memopt.errors import ConfigError, TrainingError, UserError
+from verl_memopt.memory.knob import needs_reference
 from verl_memopt.memory.logit_tiles import Statistic
-from verl_memopt.memory.ranges import needs_reference
 
 ESTIMATOR_KEY = "algorithm.custom_estimator"
 LOSS_KEY = "actor_rollout_ref.actor.policy_loss.custom"

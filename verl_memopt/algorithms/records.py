@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from verl_memopt.memory.knob import Refusal, UnusedKey
-from verl_memopt.memory.ranges import Meanings, NaturalFloat, PositiveShare, Share
+from verl_memopt.memory.knob import Meanings, NaturalFloat, PositiveShare, Refusal, Share, UnusedKey
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings

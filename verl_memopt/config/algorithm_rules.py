@@ -12,8 +12,7 @@ from verl_memopt.config.keys import IS_SET, leaf_types, other_than, refused, sho
 from verl_memopt.config.reward_rules import ENABLE, even_shards
 from verl_memopt.config.schema import Settings
 from verl_memopt.memory.critic_rules import has_critic, with_critic
-from verl_memopt.memory.knob import Refusal, UnusedKey
-from verl_memopt.memory.ranges import DEVICES, data_ranks
+from verl_memopt.memory.knob import DEVICES, Refusal, UnusedKey, data_ranks
 from verl_memopt.recipes.registry import RECIPES
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

@@ -11,8 +11,17 @@ from urllib.parse import urlsplit
 from verl_memopt.config.keys import idle, leaf_types, other_than, refused, value_at
 from verl_memopt.config.reward_limits import CASE_SECONDS, CASES, SANDBOX, URL
 from verl_memopt.config.schema import POLICY_TOKENIZER, Settings
-from verl_memopt.memory.knob import Predicate, Refusal, Sentence, UnusedKey
-from verl_memopt.memory.ranges import DEVICES, longest_sample, num_devices, sequence_ranks, uneven_shards
+from verl_memopt.memory.knob import (
+    DEVICES,
+    Predicate,
+    Refusal,
+    Sentence,
+    UnusedKey,
+    longest_sample,
+    num_devices,
+    sequence_ranks,
+    uneven_shards,
+)
 
 ENABLE, MANAGER = "reward_model.enable", "reward_model.reward_manager"
 RLT = "rlt"

@@ -11,17 +11,7 @@ from verl_memopt.memory.activation_offload import ActivationOffload
 from verl_memopt.memory.bucketed_adamw import BucketedAdamW
 from verl_memopt.memory.chunked_logprob import ChunkedLogprob
 from verl_memopt.memory.grad_offload import GradOffload
-from verl_memopt.memory.load_mode import LoadMode
-from verl_memopt.memory.lora import Lora
-from verl_memopt.memory.native_offload import NativeOffload
-from verl_memopt.memory.optimizer_in_backward import OptimizerInBackward
-from verl_memopt.memory.optimizer_offload import OptimizerOffload
-from verl_memopt.memory.optimizer_state_dtype import OptimizerStateDtype
-from verl_memopt.memory.param_offload import ParamOffload
-from verl_memopt.memory.precision import PrecisionSettings
-from verl_memopt.memory.prune_last_block import PruneLastBlock
-from verl_memopt.memory.quantized_frozen import QuantizedFrozen
-from verl_memopt.memory.ranges import (
+from verl_memopt.memory.knob import (
     MINUS_ONE_OR_MORE,
     NOT_NEGATIVE,
     POSITIVE,
@@ -34,6 +24,16 @@ from verl_memopt.memory.ranges import (
     Range,
     Share,
 )
+from verl_memopt.memory.load_mode import LoadMode
+from verl_memopt.memory.lora import Lora
+from verl_memopt.memory.native_offload import NativeOffload
+from verl_memopt.memory.optimizer_in_backward import OptimizerInBackward
+from verl_memopt.memory.optimizer_offload import OptimizerOffload
+from verl_memopt.memory.optimizer_state_dtype import OptimizerStateDtype
+from verl_memopt.memory.param_offload import ParamOffload
+from verl_memopt.memory.precision import PrecisionSettings
+from verl_memopt.memory.prune_last_block import PruneLastBlock
+from verl_memopt.memory.quantized_frozen import QuantizedFrozen
 from verl_memopt.memory.recompute_elementwise import RecomputeElementwise
 from verl_memopt.memory.resharding import GradientSync, Resharding
 from verl_memopt.memory.rollout_memory import RolloutMemory

@@ -34,10 +34,7 @@ from verl_memopt.config.role_settings import (
     ValKwargs,
     WrapPolicy,
 )
-from verl_memopt.memory.limits import Limits
-from verl_memopt.memory.precision import MixedPrecision
-from verl_memopt.memory.quantized_frozen import QuantizedFrozen
-from verl_memopt.memory.ranges import (
+from verl_memopt.memory.knob import (
     POSITIVE,
     CountOrMinusOne,
     NaturalFloat,
@@ -47,6 +44,9 @@ from verl_memopt.memory.ranges import (
     Range,
     Words,
 )
+from verl_memopt.memory.limits import Limits
+from verl_memopt.memory.precision import MixedPrecision
+from verl_memopt.memory.quantized_frozen import QuantizedFrozen
 from verl_memopt.memory.weight_buckets import BucketEngine
 from verl_memopt.recipes.registry import RECIPES, Recipe
 from verl_memopt.recipes.rlt.settings import RltReward

@@ -18,8 +18,7 @@ from verl_memopt.config.reward_rules import SANDBOX_UNUSED
 from verl_memopt.config.schema import Fsdp, Settings, TrainedFsdp
 from verl_memopt.memory.critic_rules import twin_unused, unused_keys
 from verl_memopt.memory.knob import Refusal as Rule
-from verl_memopt.memory.knob import UnusedKey
-from verl_memopt.memory.ranges import needs_reference, num_devices
+from verl_memopt.memory.knob import UnusedKey, needs_reference, num_devices
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from verl_memopt.config.debug_modes import REPLAYING
 from verl_memopt.config.keys import Problem, annotated_types, leaf_types, problem, shown
-from verl_memopt.memory.ranges import Range, Words
+from verl_memopt.memory.knob import Range, Words
 
 _AR = "actor_rollout_ref"
 

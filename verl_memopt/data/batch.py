@@ -11,7 +11,8 @@ from tensordict import TensorClass
 from torch import Tensor
 
 from verl_memopt.config.schema import Actor
-from verl_memopt.memory.token_packing import RowTokens, prompt_groups
+from verl_memopt.memory.shared_prompt import prompt_groups
+from verl_memopt.memory.token_packing import RowTokens
 from verl_memopt.model.packing import ranges
 
 TOKEN_FIELDS = (

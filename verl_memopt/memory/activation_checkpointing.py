@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from verl_memopt.memory.formulas import activation_saving
-from verl_memopt.memory.knob import Advice, Claim, Factor, Knob, LadderRow, UnusedKey
-from verl_memopt.memory.ranges import PositiveInt
+from verl_memopt.memory.knob import Advice, Claim, Factor, Knob, LadderRow, PositiveInt, UnusedKey
 
 _MODEL = "actor_rollout_ref.model"
 _ON, _MODE, _EVERY = (

@@ -13,8 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl_memopt.memory.formulas import activation_saving
-from verl_memopt.memory.knob import Advice, Claim, Factor, Knob, LadderRow, UnusedKey
-from verl_memopt.memory.ranges import NaturalInt, PositiveInt
+from verl_memopt.memory.knob import Advice, Claim, Factor, Knob, LadderRow, NaturalInt, PositiveInt, UnusedKey
 
 _MODEL = "actor_rollout_ref.model"
 _ON, _LEAST, _IN_FLIGHT = (

@@ -15,8 +15,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from verl_memopt.memory.knob import LOWER, Advice, Claim, Factor, Knob, LadderRow, Predicate, Refusal, UnusedKey, switch
-from verl_memopt.memory.ranges import PositiveFloat, Range
+from verl_memopt.memory.knob import (
+    LOWER,
+    Advice,
+    Claim,
+    Factor,
+    Knob,
+    LadderRow,
+    PositiveFloat,
+    Predicate,
+    Range,
+    Refusal,
+    UnusedKey,
+    switch,
+)
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings

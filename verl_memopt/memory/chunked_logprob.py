@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from verl_memopt.algorithms.records import LOSSES_OF_SEQUENCES
 from verl_memopt.memory.formulas import Shapes
-from verl_memopt.memory.knob import LOWER, Advice, Claim, Factor, Knob, LadderRow, Need, switch
-from verl_memopt.memory.ranges import NaturalInt
+from verl_memopt.memory.knob import LOWER, Advice, Claim, Factor, Knob, LadderRow, NaturalInt, Need, switch
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings

@@ -18,8 +18,8 @@ from verl_memopt.memory.critic_rules import has_critic
 from verl_memopt.memory.formulas import width
 from verl_memopt.memory.held import Held, Kinds, ModelSize, Pass, critic_roles, largest, together
 from verl_memopt.memory.host_buffers import GIB
+from verl_memopt.memory.knob import num_devices, sequence_ranks
 from verl_memopt.memory.lora import slot_rank
-from verl_memopt.memory.ranges import num_devices, sequence_ranks
 from verl_memopt.memory.residency import CRITIC, NEEDS, POLICY, REFERENCE, REWARD_MODEL
 from verl_memopt.memory.rollout_memory import AUTO, kv_bytes_per_token, sampler_bytes
 from verl_memopt.memory.shared_weights import why_not

@@ -12,8 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from verl_memopt.memory.knob import Factor, Knob
-from verl_memopt.memory.ranges import POSITIVE
+from verl_memopt.memory.knob import POSITIVE, Factor, Knob
 
 _KEYS = tuple(f"memory.{part}_limit_gb" for part in ("device", "host", "pinned"))
 

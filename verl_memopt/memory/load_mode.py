@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
-from verl_memopt.memory.knob import Claim, Knob, LadderRow, Refusal, switch
-from verl_memopt.memory.ranges import needs_reference
+from verl_memopt.memory.knob import Claim, Knob, LadderRow, Refusal, needs_reference, switch
 from verl_memopt.recipes.registry import RECIPES
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from verl_memopt.memory.formulas import Shapes
-from verl_memopt.memory.knob import Claim, Factor, Knob, LadderRow, Refusal
-from verl_memopt.memory.ranges import NaturalInt, PositiveFloat, needs_reference
+from verl_memopt.memory.knob import Claim, Factor, Knob, LadderRow, NaturalInt, PositiveFloat, Refusal, needs_reference
 
 if TYPE_CHECKING:
     from verl_memopt.config.role_settings import TrainedFsdp

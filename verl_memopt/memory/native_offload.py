@@ -12,8 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from verl_memopt.memory.knob import Claim, Knob, LadderRow, Predicate, Refusal, for_roles
-from verl_memopt.memory.ranges import fsdp_of, needs_reference
+from verl_memopt.memory.knob import Claim, Knob, LadderRow, Predicate, Refusal, for_roles, fsdp_of, needs_reference
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings

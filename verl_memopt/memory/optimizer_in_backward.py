@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 from verl_memopt.memory.bucketed_adamw import only_with_adamw
 from verl_memopt.memory.formulas import Shapes
-from verl_memopt.memory.knob import Claim, Knob, LadderRow, Refusal, switch
-from verl_memopt.memory.ranges import data_ranks
+from verl_memopt.memory.knob import Claim, Knob, LadderRow, Refusal, data_ranks, switch
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings

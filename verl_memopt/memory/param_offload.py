@@ -15,8 +15,7 @@ from operator import attrgetter
 from typing import Annotated
 
 from verl_memopt.memory.critic_rules import twin
-from verl_memopt.memory.knob import Advice, Claim, Knob, LadderRow, Predicate, for_roles
-from verl_memopt.memory.ranges import Range
+from verl_memopt.memory.knob import Advice, Claim, Knob, LadderRow, Predicate, Range, for_roles
 
 _KEYS = tuple(f"actor_rollout_ref.{role}.fsdp_config.param_offload" for role in ("actor", "ref"))
 ACTOR_KEY, REFERENCE_KEY = _KEYS

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 
 from verl_memopt.memory import grad_offload, shared_weights, split_masters, streamed_params
 from verl_memopt.memory.critic_rules import has_critic, twin, twin_refusal
-from verl_memopt.memory.knob import Knob
+from verl_memopt.memory.knob import Knob, needs_reference, num_devices
 from verl_memopt.memory.param_offload import ACTOR_KEY, REFERENCE_KEY, STREAM
-from verl_memopt.memory.ranges import needs_reference, num_devices
 
 if TYPE_CHECKING:
     from verl_memopt.config.role_settings import TrainedFsdp

@@ -9,10 +9,18 @@ Works with: every knob. A last block with sliding-window attention, or of an unk
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from verl_memopt.memory.formulas import activation_saving
 from verl_memopt.memory.knob import Claim, Knob, LadderRow, switch
+from verl_memopt.model.families import OWN_BLOCKS
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+logger = logging.getLogger(__name__)
 
 _KEY = "actor_rollout_ref.model.prune_last_block"
 
@@ -36,3 +44,23 @@ KNOB = Knob(
     row=LadderRow(60, on=(f"{_KEY}=true",), off=(f"{_KEY}=false",)),
     factors=(switch("last block", _KEY, whole=False, pruned=True),),
 )
+
+
+def can_prune(block: Module, key: str = _KEY) -> bool:
+    """Return whether a block, as transformers made it, can skip the outputs that nothing uses; warn, naming ``key``, if not."""
+    name = type(block).__name__
+    if name not in OWN_BLOCKS:
+        reason = f"{name} is not one of {', '.join(OWN_BLOCKS)}"
+    elif (window := window_of(block.self_attn)) is not None:
+        reason = f"attention of {name} slides over a window of {window} tokens"
+    else:
+        return True
+    logger.warning("%s=true: %s; the last block computes all tokens", key, reason)
+    return False
+
+
+def window_of(attention: Any) -> int | None:
+    """Return how many positions back a token sees in a known block's attention, itself included; None for all."""
+    if hasattr(attention, "sliding_window"):
+        return attention.sliding_window
+    return getattr(attention.config, "sliding_window", None) if type(attention).__name__.startswith("Mistral") else None

@@ -12,8 +12,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from verl_memopt.memory.knob import Advice, Knob, LadderRow, Refusal, for_roles
-from verl_memopt.memory.ranges import CountOrMinusOne, fsdp_of, needs_reference, num_devices
+from verl_memopt.memory.knob import (
+    Advice,
+    CountOrMinusOne,
+    Knob,
+    LadderRow,
+    Refusal,
+    for_roles,
+    fsdp_of,
+    needs_reference,
+    num_devices,
+)
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings

@@ -17,8 +17,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from verl_memopt.memory.formulas import width
-from verl_memopt.memory.knob import LOWER, Advice, Claim, Factor, Knob, LadderRow, Need, Refusal, UnusedKey, switch
-from verl_memopt.memory.ranges import POSITIVE, PositiveInt, PositiveShare, Range
+from verl_memopt.memory.knob import (
+    LOWER,
+    POSITIVE,
+    Advice,
+    Claim,
+    Factor,
+    Knob,
+    LadderRow,
+    Need,
+    PositiveInt,
+    PositiveShare,
+    Range,
+    Refusal,
+    UnusedKey,
+    switch,
+)
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings

@@ -14,8 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from verl_memopt.memory.knob import Knob, Refusal
-from verl_memopt.memory.ranges import DEVICES, POSITIVE, SequenceRole, needs_reference, num_devices, sequence_ranks
+from verl_memopt.memory.knob import DEVICES, POSITIVE, Knob, Refusal, SequenceRole, needs_reference, num_devices, sequence_ranks
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings

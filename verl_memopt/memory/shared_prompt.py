@@ -10,6 +10,7 @@ Works with: every knob; a token budget of at least one prompt and all its answer
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from verl_memopt.memory.formulas import activation_saving
@@ -33,3 +34,13 @@ KNOB = Knob(
     row=LadderRow(20, on=(f"{_KEY}=true",), off=(f"{_KEY}=false",)),
     factors=(switch("shared prompt", _KEY, off=False, on=True),),
 )
+
+
+def prompt_groups(groups: Sequence[int], actor: SharedPrompt) -> Sequence[int]:
+    """Return a number for each row. Rows with the same number compute their prompt once, together.
+
+    Those that have the same prompt have the same number in ``groups``. If k answers of one prompt of P tokens are one micro-
+    batch, activations fall by (k - 1) x P x (L x A / T + 2 x (I + h) x b) bytes: A / T is what a block keeps of one token, and
+    the second term is what the backward of an MLP holds. Exact for causal attention over the whole sequence.
+    """
+    return groups if actor.use_prefix_grouper else range(len(groups))

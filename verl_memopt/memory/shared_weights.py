@@ -17,9 +17,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from verl_memopt.memory.formulas import width
-from verl_memopt.memory.knob import Claim, Knob, LadderRow, Refusal, UnusedKey
+from verl_memopt.memory.knob import DEVICES, Claim, Knob, LadderRow, Range, Refusal, UnusedKey, num_devices
 from verl_memopt.memory.lora import SLOT_RANKS
-from verl_memopt.memory.ranges import DEVICES, Range, num_devices
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import ActorRolloutRef, Settings

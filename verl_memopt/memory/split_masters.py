@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from verl_memopt.memory.bucketed_adamw import only_with_adamw
-from verl_memopt.memory.knob import Claim, Knob, LadderRow, Predicate, Refusal
-from verl_memopt.memory.ranges import DEVICES, num_devices
+from verl_memopt.memory.knob import DEVICES, Claim, Knob, LadderRow, Predicate, Refusal, num_devices
 
 _FSDP = "actor_rollout_ref.actor.fsdp_config"
 KEY = f"{_FSDP}.split_master_weights"

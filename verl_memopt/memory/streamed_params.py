@@ -17,9 +17,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from verl_memopt.memory.formulas import Shapes, width
-from verl_memopt.memory.knob import Advice, Claim, Knob, LadderRow, Predicate, Refusal
+from verl_memopt.memory.knob import DEVICES, Advice, Claim, Knob, LadderRow, Predicate, Refusal, needs_reference, num_devices
 from verl_memopt.memory.param_offload import ACTOR_KEY, REFERENCE_KEY, SCORER_KEY, STREAM
-from verl_memopt.memory.ranges import DEVICES, needs_reference, num_devices
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings

@@ -15,8 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from verl_memopt.memory.knob import Factor, Knob, Refusal
-from verl_memopt.memory.ranges import POSITIVE, SequenceRole, sequence_ranks
+from verl_memopt.memory.knob import POSITIVE, Factor, Knob, Refusal, SequenceRole, sequence_ranks
 from verl_memopt.memory.sequence_parallel import KEYS, is_built
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.lora_torch import LoraLinear
-from verl_memopt.memory.recomputation import (
+from verl_memopt.memory.recompute_elementwise_torch import (
     RMSNorm,
     SwiGLU,
     WeightSum,

@@ -17,7 +17,6 @@ from itertools import groupby
 
 import numpy as np
 
-from verl_memopt.config.schema import Actor
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.token_budget import BUDGET_KEY
 
@@ -375,24 +374,3 @@ def _parts(tokens: RowTokens, family: list[int], budget: int, names: Sequence[st
     if not any(answers):
         return [family]
     return [[family[place] for place in places] for places in pack(answers, budget - prompt, key=key)]
-
-
-# The prompt of a group is computed once for all its answers, in every pass.
-#
-# This file decides which rows compute their prompt together. The batch of a step carries that to whatever counts tokens
-# (``row_tokens.py``), packs rows (``model/packing.py``) or computes a prompt ahead of its answers (``worker/trained_model.py``).
-#
-# Bytes saved: let k answers of R_i tokens follow one prompt of P tokens. Apart from each other they compute k x P + sum(R_i - 1)
-# tokens. Together they compute (k - 1) x P fewer. If the group is one micro-batch, activations fall by (k - 1) x P x (L x A / T +
-# 2 x (I + h) x b) bytes. A / T is what a block keeps of one token. The second term is what the backward of an MLP holds. Under a
-# token budget the peak stays the same, and there are fewer micro-batches.
-#
-# Exact for causal attention over the whole sequence. A model with a sliding window is refused.
-
-
-def prompt_groups(groups: Sequence[int], actor: Actor) -> Sequence[int]:
-    """Return a number for each row. Rows with the same number compute their prompt once, together.
-
-    Those that have the same prompt have the same number in ``groups``.
-    """
-    return groups if actor.use_prefix_grouper else range(len(groups))

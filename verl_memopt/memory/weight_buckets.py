@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from verl_memopt.memory.knob import LOWER, Advice, Knob, LadderRow, switch
-from verl_memopt.memory.ranges import PositiveInt
+from verl_memopt.memory.knob import LOWER, Advice, Knob, LadderRow, PositiveInt, switch
 
 _KEY = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
 

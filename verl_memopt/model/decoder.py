@@ -19,9 +19,18 @@ from transformers import PreTrainedModel
 from verl_memopt.config.schema import CriticModel, Fsdp, Model
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activation_checkpointing_torch import checkpointed, chosen_blocks
-from verl_memopt.memory.prune_last_block_torch import can_prune, window_of
-from verl_memopt.memory.recomputation import RMSNorm, Rows, SwiGLU, product_tiles, select_rows
-from verl_memopt.memory.recompute_elementwise_torch import can_recompute, recomputed_norm, recomputed_outputs, why_kept
+from verl_memopt.memory.prune_last_block import can_prune, window_of
+from verl_memopt.memory.recompute_elementwise_torch import (
+    RMSNorm,
+    Rows,
+    SwiGLU,
+    can_recompute,
+    product_tiles,
+    recomputed_norm,
+    recomputed_outputs,
+    select_rows,
+    why_kept,
+)
 from verl_memopt.memory.tiled_mlp_torch import check_mlps, recomputed_mlp, tiled_mlp
 from verl_memopt.model.attention import HEAD_MULTIPLE, Attend, AttentionArgs
 from verl_memopt.model.families import OWN_BLOCKS

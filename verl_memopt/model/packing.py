@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from verl_memopt.distributed.device import sent_together
-from verl_memopt.memory.recomputation import Rows
+from verl_memopt.memory.recompute_elementwise_torch import Rows
 from verl_memopt.memory.sequence_parallel_torch import SequenceGroup, TokenSplit
 from verl_memopt.memory.token_packing import skipped_if_many
 

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 
 from verl_memopt.config.schema import Actor, CriticModel, Model
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.token_packing import prompt_groups
+from verl_memopt.memory.shared_prompt import prompt_groups
 from verl_memopt.model.attention import REGISTERED, AttentionChoice, WindowOverPrefixError
 from verl_memopt.model.decoder import class_name
 from verl_memopt.model.families import PACKED_LAYERS, POLICY_KEY, TESTED, check_lengths, layer_types, one_line, refused, window

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from verl_memopt.memory.fused import over_rows, runs_compiled
-from verl_memopt.memory.recomputation import norm_gradient, norm_weight_gradient, normalized, zeros_to_sum
+from verl_memopt.memory.recompute_elementwise_torch import norm_gradient, norm_weight_gradient, normalized, zeros_to_sum
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from verl_memopt.distributed.device import is_gpu, supports_flash
-from verl_memopt.memory.recomputation import RMSNorm, SwiGLU, keep, kept, zeros_to_sum
+from verl_memopt.memory.recompute_elementwise_torch import RMSNorm, SwiGLU, keep, kept, zeros_to_sum
 from verl_memopt.memory.tiled_mlp_torch import TiledLinear, tensors_and_scales, tiled_linears
 from verl_memopt.model.attention_dense import CPU_FLASH, EFFICIENT, Kernel, key_heads, merge
 from verl_memopt.model.attention_flash import FLASH

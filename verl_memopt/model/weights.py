@@ -21,7 +21,7 @@ from verl_memopt.config.schema import CriticModel, Model
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.held import PUBLISHED, ModelSize
 from verl_memopt.memory.lora_torch import ADAPTERS
-from verl_memopt.memory.prune_last_block_torch import window_of
+from verl_memopt.memory.prune_last_block import window_of
 from verl_memopt.memory.quantized_frozen_torch import quantized_layers
 from verl_memopt.model.attention import AttentionChoice, choose_attention
 from verl_memopt.model.families import NO_LIST, OWN_BLOCKS, POLICY_KEY, UNEVEN, impossible_size, one_line, refused, unsupported

@@ -23,7 +23,7 @@ from verl_memopt.data.prompts import PromptPrefetcher, StepLoader, load_sampler
 from verl_memopt.data.responses import build_supervised_dataset
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.critic_rules import has_critic
-from verl_memopt.memory.ranges import needs_reference
+from verl_memopt.memory.knob import needs_reference
 from verl_memopt.model.export import export_folder
 from verl_memopt.model.reward_folder import find_reward_model
 from verl_memopt.model.weights import load_model_config

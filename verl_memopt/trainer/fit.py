@@ -22,8 +22,7 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.memory.critic_rules import has_critic, twin
 from verl_memopt.memory.fit import CARDS, CERTAIN, Peaks, Sizes, bytes_beside_cache, predict
 from verl_memopt.memory.held import PUBLISHED
-from verl_memopt.memory.knob import knob_named, knobs
-from verl_memopt.memory.ranges import longest_sample, needs_reference
+from verl_memopt.memory.knob import knob_named, knobs, longest_sample, needs_reference
 from verl_memopt.memory.rollout_memory import AUTO, CACHE
 from verl_memopt.model.weights import size_of
 from verl_memopt.observe.phase import GIB, MIB

@@ -18,8 +18,8 @@ from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Algorithm, Critic, PolicyLoss, Ref, Rollout, Settings
 from verl_memopt.data.batch import RolloutBatch, token_index
 from verl_memopt.errors import ConfigError, TrainingError
-from verl_memopt.memory.adaptive_budget import LearnedBudget, PassFigures
-from verl_memopt.memory.ranges import reference_ranks
+from verl_memopt.memory.knob import reference_ranks
+from verl_memopt.memory.token_budget import LearnedBudget, PassFigures
 from verl_memopt.memory.token_packing import RowTokens, balance, pack_fixed, pack_groups_under, split_to_count
 from verl_memopt.run.checkpoints import CheckpointStore
 from verl_memopt.trainer.update_guard import recovery_advice

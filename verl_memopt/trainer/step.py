@@ -17,7 +17,7 @@ from verl_memopt.algorithms.rollout_correction import corrects_before_update
 from verl_memopt.config.schema import Actor, Algorithm
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
 from verl_memopt.data.prompts import PromptPrefetcher, StepPrompts
-from verl_memopt.memory.adaptive_budget import LearnedBudget, budget_metrics
+from verl_memopt.memory.token_budget import LearnedBudget, budget_metrics
 from verl_memopt.observe.metrics import LOSS, critic_metrics, length_metrics, reward_metrics, summary_of
 from verl_memopt.rewards.score import RewardResult
 from verl_memopt.trainer.correct_rollouts import BypassUpdate, MismatchCheck, correct_before_update, divergence_metrics

@@ -25,9 +25,8 @@ from verl_memopt.errors import ConfigError, DeviceMemoryError, HostMemoryError, 
 from verl_memopt.memory.critic_rules import has_critic, twin
 from verl_memopt.memory.held import Pass
 from verl_memopt.memory.host_buffers import GIB
-from verl_memopt.memory.knob import knob_named
+from verl_memopt.memory.knob import knob_named, longest_sample, needs_reference, num_devices
 from verl_memopt.memory.param_offload import REFERENCE_KEY, SCORER_KEY, STREAM
-from verl_memopt.memory.ranges import longest_sample, needs_reference, num_devices
 from verl_memopt.memory.streamed_params import may_stream
 from verl_memopt.model.weights import size_of
 from verl_memopt.observe.phase import MIB

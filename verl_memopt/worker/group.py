@@ -21,7 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from verl_memopt.errors import ConfigError, UserError, WorkerError
-from verl_memopt.memory.adaptive_budget import PassFigures
+from verl_memopt.memory.token_budget import PassFigures
 from verl_memopt.run.processes import uncollected
 from verl_memopt.worker.nodes import Home, compare_nodes, free_port, interface_of, site, threads_per_worker, visible_devices
 from verl_memopt.worker.ray_cluster import STOP_SIGNALS, Connection, Request, release, reserve

@@ -22,9 +22,16 @@ from verl_memopt.memory.critic_rules import CRITIC_PHASES
 from verl_memopt.memory.fused import fused_statements, take_compile_counts
 from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.memory.knob import Work
-from verl_memopt.memory.limits_torch import available_bytes, limit_bytes, memory_limits
 from verl_memopt.memory.lora_torch import adapters_off, stored_adapters
-from verl_memopt.memory.out_of_memory import MemorySnapshot, RunParts, oom_retry, out_of_memory_report
+from verl_memopt.memory.out_of_memory import (
+    MemorySnapshot,
+    RunParts,
+    available_bytes,
+    limit_bytes,
+    memory_limits,
+    oom_retry,
+    out_of_memory_report,
+)
 from verl_memopt.memory.residency import Residency
 from verl_memopt.memory.rollout_memory import CACHE
 from verl_memopt.memory.shared_weights import KEY as SHARE_WEIGHTS

@@ -9,7 +9,7 @@ from tests.memory import activation_cases as act
 from tests.memory.activation_cases import ELEMENTWISE, EVERY_2, FULL, SELECTIVE, TILED
 from tests.ranks import run_ranks
 from verl_memopt.distributed.device import training_mesh
-from verl_memopt.memory.prune_last_block_torch import can_prune
+from verl_memopt.memory.prune_last_block import can_prune
 from verl_memopt.memory.recompute_elementwise_torch import can_recompute
 from verl_memopt.model.decoder import class_name
 

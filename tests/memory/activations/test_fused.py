@@ -16,7 +16,7 @@ from verl_memopt.distributed.device import local_device
 from verl_memopt.memory import fused
 from verl_memopt.memory.fused import compiler_works, fused_statements, over_rows, run_compiled, take_compile_counts, tiles
 from verl_memopt.memory.logit_tiles import both_gradients_, log_softmax_, product_gradient_, product_statistics, softmax_
-from verl_memopt.memory.recomputation import RMSNorm, SwiGLU, norm_gradient
+from verl_memopt.memory.recompute_elementwise_torch import RMSNorm, SwiGLU, norm_gradient
 from verl_memopt.model.attention import REGISTERED
 from verl_memopt.model.decoder import BlockOptions
 from verl_memopt.model.packed_model import register_kernels

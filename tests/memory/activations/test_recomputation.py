@@ -10,8 +10,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from tests.memory.recomputed import DOUBLE, EPS, ROUNDING, drawn, gradients, plain_norm, relative, saved_by
 from verl_memopt.memory.formulas import PRODUCT_ROWS
-from verl_memopt.memory.recomputation import RMSNorm, Rows, SwiGLU, keep, kept
-from verl_memopt.memory.recompute_elementwise_torch import recomputed_norm, recomputed_products
+from verl_memopt.memory.recompute_elementwise_torch import RMSNorm, Rows, SwiGLU, keep, kept, recomputed_norm, recomputed_products
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 
 

@@ -11,7 +11,7 @@ from verl_memopt.memory.activation_checkpointing_torch import checkpoint_blocks
 from verl_memopt.memory.formulas import PRODUCT_ROWS
 from verl_memopt.memory.lora_torch import LoraLinear
 from verl_memopt.memory.quantized_frozen_torch import quantize_blocks
-from verl_memopt.memory.recomputation import RMSNorm
+from verl_memopt.memory.recompute_elementwise_torch import RMSNorm
 from verl_memopt.memory.tiled_mlp_torch import recomputed_mlp
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 

@@ -1,6 +1,6 @@
 import torch
 
-from verl_memopt.memory.recomputation import select_rows
+from verl_memopt.memory.recompute_elementwise_torch import select_rows
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 
 ROWS = torch.tensor([1, 2, 4])

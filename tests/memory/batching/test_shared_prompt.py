@@ -13,7 +13,7 @@ from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor
 from verl_memopt.data.batch import Ragged, RolloutBatch
 from verl_memopt.distributed.device import training_mesh
-from verl_memopt.memory.token_packing import prompt_groups
+from verl_memopt.memory.shared_prompt import prompt_groups
 from verl_memopt.model.weights import named_weights
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 from verl_memopt.worker.trained_model import MiniBatch, micro_batch

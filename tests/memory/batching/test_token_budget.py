@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.packing.__main__ import SHAPES, batches, measure
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.adaptive_budget import GROWTH, HEAD_ROOM, LearnedBudget, PassFigures, budget_metrics
+from verl_memopt.memory.token_budget import GROWTH, HEAD_ROOM, LearnedBudget, PassFigures, budget_metrics
 from verl_memopt.memory.token_packing import (
     FINEST,
     RowTokens,

@@ -11,7 +11,7 @@ from verl_memopt.config.schema import Memory
 from verl_memopt.distributed.device import device_memory_cap
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.host_buffers import host_allocator, host_buffer
-from verl_memopt.memory.limits_torch import DeviceCap, available_bytes, device_limit, memory_limits
+from verl_memopt.memory.out_of_memory import DeviceCap, available_bytes, device_limit, memory_limits
 from verl_memopt.observe.byte_tracker import ByteTracker, DeviceLimitError
 from verl_memopt.observe.device_ledger import Asleep, ledger_of
 from verl_memopt.rollout.vllm_settings import engine_share

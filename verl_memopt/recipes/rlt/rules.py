@@ -27,9 +27,8 @@ from verl_memopt.config.trl_names import (
 )
 from verl_memopt.config.unused_keys import ANY
 from verl_memopt.config.unused_keys import Refusal as Inert
-from verl_memopt.memory.knob import Refusal
+from verl_memopt.memory.knob import KL, Refusal
 from verl_memopt.memory.param_offload import STREAM
-from verl_memopt.memory.ranges import KL
 from verl_memopt.recipes.rlt.settings import RltReward
 
 _AR, _MODEL, _RLT = "actor_rollout_ref", "reward_model.model", "reward_model.rlt"

@@ -17,8 +17,8 @@ from verl_memopt.algorithms.records import SFT
 from verl_memopt.config.schema import Settings
 from verl_memopt.data.batch import Ragged, scatter_tokens, shares_prompts
 from verl_memopt.data.dataset import PromptRows
-from verl_memopt.memory.adaptive_budget import LearnedBudget
-from verl_memopt.memory.ranges import reference_ranks, sequence_ranks
+from verl_memopt.memory.knob import reference_ranks, sequence_ranks
+from verl_memopt.memory.token_budget import LearnedBudget
 from verl_memopt.memory.token_packing import RowTokens, split_to_count
 from verl_memopt.model.folder import TOKENIZER_FILES, read_tokenizer
 from verl_memopt.model.reward_folder import REWARD_KEY

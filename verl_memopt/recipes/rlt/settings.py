@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from verl_memopt.memory.ranges import POSITIVE, NaturalFloat, PositiveFloat, PositiveInt, Range
+from verl_memopt.memory.knob import POSITIVE, NaturalFloat, PositiveFloat, PositiveInt, Range
 
 Reduction = Literal["mean", "sum", "min", "max", "median", "first_quartile", "last_quartile"]
 """How the values of a span of tokens become one number."""
