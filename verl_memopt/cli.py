@@ -69,7 +69,7 @@ def export_command(arguments: Sequence[str]) -> int:
     parser.add_argument("--critic", action="store_true", help="the critic in place of the policy")
     parser.add_argument("--base", metavar="FOLDER", help="model under the adapter, where it is no longer where the run found it")
     parsed = parser.parse_args(arguments)
-    from verl_memopt.model.policy_model import dtype_of
+    from verl_memopt.model.packed_model import dtype_of
     from verl_memopt.run.export_model import StoredModel, check_empty, export_adapter, export_model, find_checkpoint
 
     folder = parsed.folder.expanduser().resolve()

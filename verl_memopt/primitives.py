@@ -26,8 +26,7 @@ from verl_memopt.config.checks import check, groups_of_passes
 from verl_memopt.config.keys import leaf_values, raise_together, replaced
 from verl_memopt.data.batch import scatter_tokens
 from verl_memopt.data.dataset import build_dataset
-from verl_memopt.data.expansion import expand
-from verl_memopt.data.prompts import PromptPrefetcher, StepPrompts
+from verl_memopt.data.prompts import PromptPrefetcher, StepPrompts, expand
 from verl_memopt.errors import ConfigError, RewardError
 from verl_memopt.model.export import whole_folder
 from verl_memopt.observe.phase import PhaseClock

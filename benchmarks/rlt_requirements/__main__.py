@@ -36,8 +36,8 @@ from verl_memopt.memory.formulas import NARROW_TILE_ELEMENTS, TILE_ELEMENTS, wid
 from verl_memopt.memory.held import PUBLISHED, ModelSize
 from verl_memopt.memory.rollout_memory import kv_bytes_per_token
 from verl_memopt.model.assembly import ModelUse, allocate, build_policy
+from verl_memopt.model.packed_model import PolicyModel
 from verl_memopt.model.packing import Pack
-from verl_memopt.model.policy_model import PolicyModel
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 from verl_memopt.observe.phase import GIB, MIB
 from verl_memopt.trainer.micro_batching import Budget, budgets, cut_ranks

@@ -33,7 +33,7 @@ from verl_memopt.data.encoder import tokenize
 from verl_memopt.distributed.device import join_process_group, leave_process_group, training_mesh
 from verl_memopt.memory.quantized_frozen_torch import quantized_layers
 from verl_memopt.model.assembly import ModelUse, build_policy, materialize
-from verl_memopt.model.policy_model import PolicyModel
+from verl_memopt.model.packed_model import PolicyModel
 from verl_memopt.model.tiny import SHAPES, make_tiny_model
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 from verl_memopt.recipes.rlt.dataset import FORMATS, RltPrompts

@@ -7,7 +7,7 @@ LOGGERS = {"matplotlib", "tensorboard", "wandb", "vllm", "ray"}
 HEAVY = {
     "verl_memopt": {"torch", "vllm", "ray", "transformers"},
     "verl_memopt.rewards.supervisor": {"torch", "vllm", "ray", "transformers"},
-    "verl_memopt.rewards.process": {"torch", "vllm", "ray", "transformers", "psutil"},
+    "verl_memopt.rewards.runner": {"torch", "vllm", "ray", "transformers", "psutil"},
     "verl_memopt.cli": {"torch", "vllm", "ray", "transformers", "hydra"},
     "verl_memopt.config.loader": {"torch", "vllm", "ray", "transformers"},
     "verl_memopt.worker.group": {"torch", "vllm", "ray", "transformers"},

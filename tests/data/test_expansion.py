@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.encoder import PromptEncoder, special_tokens_of
-from verl_memopt.data.expansion import EXPANSIONS, Expanded, check_prompts, expand
+from verl_memopt.data.prompts import EXPANSIONS, Expanded, check_prompts, expand
 from verl_memopt.errors import ConfigError, DataError
 from verl_memopt.model.tiny import SPECIALS, build_tokenizer
 

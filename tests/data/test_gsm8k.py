@@ -7,9 +7,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from recipe.rloo.prepare_gsm8k import INSTRUCTION, as_row, final_number, prepare_gsm8k
 from verl_memopt.config.schema import Data
 from verl_memopt.data.dataset import PromptDataset
-from verl_memopt.data.gsm8k import INSTRUCTION, as_row, final_number, prepare_gsm8k
 from verl_memopt.errors import DataError
 from verl_memopt.rewards.rules import gsm8k
 

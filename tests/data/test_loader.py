@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from verl_memopt.config.schema import CustomSampler
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.encoder import PromptEncoder
-from verl_memopt.data.expansion import EXPANSIONS, expand
-from verl_memopt.data.prompts import PromptPrefetcher, StepLoader, load_sampler
+from verl_memopt.data.prompts import EXPANSIONS, PromptPrefetcher, StepLoader, expand, load_sampler
 from verl_memopt.errors import DataError
 from verl_memopt.model.tiny import build_tokenizer
 

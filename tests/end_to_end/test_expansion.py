@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.end_to_end.runs import LOCAL, learned, lines_of, metrics, steps_here, succeeded, train
-from verl_memopt.data.expansion import EXPANSIONS
+from verl_memopt.data.prompts import EXPANSIONS
 from verl_memopt.model.tiny import build_tokenizer
 
 AR = "actor_rollout_ref"

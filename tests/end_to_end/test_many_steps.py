@@ -18,7 +18,7 @@ from tests.end_to_end.runs import settings_of as arguments_of
 from tests.trainer.conftest import ready
 from verl_memopt.config.loader import load_settings
 from verl_memopt.memory.host_buffers import host_allocator
-from verl_memopt.model.policy_model import PolicyModel
+from verl_memopt.model.packed_model import PolicyModel
 from verl_memopt.observe.timeline import read_timeline
 from verl_memopt.worker.worker import Worker
 

@@ -18,7 +18,7 @@ from tests.model.attention_cases import (
     with_rotary_gradients,
 )
 from verl_memopt.model.attention import eager_attention
-from verl_memopt.model.attention_dense import EFFICIENT, _DenseAttention, dense_attention, merge
+from verl_memopt.model.attention_fused import EFFICIENT, _DenseAttention, dense_attention, merge
 from verl_memopt.model.packing import PrefixLayout
 from verl_memopt.model.rotary import rotary_arguments
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker

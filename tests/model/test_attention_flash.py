@@ -15,7 +15,7 @@ from tests.model.attention_cases import (
     with_rotary_gradients,
 )
 from verl_memopt.model.attention import eager_attention
-from verl_memopt.model.attention_flash import flash_attention
+from verl_memopt.model.attention_fused import flash_attention
 from verl_memopt.model.packing import PrefixLayout
 
 

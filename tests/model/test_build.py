@@ -11,7 +11,7 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.model import weights
 from verl_memopt.model.assembly import allocate
 from verl_memopt.model.attention import choose_attention
-from verl_memopt.model.policy_model import PolicyModel
+from verl_memopt.model.packed_model import PolicyModel
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.model.weights import (
     WeightFolder,

@@ -21,6 +21,7 @@ from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.model import packing_check
 from verl_memopt.model.assembly import ModelUse, allocate, build_policy, materialize
 from verl_memopt.model.attention import choose_attention
+from verl_memopt.model.packed_model import PolicyModel, dtype_of
 from verl_memopt.model.packing_check import (
     GROUPS,
     MIXING_BOUND,
@@ -30,7 +31,6 @@ from verl_memopt.model.packing_check import (
     refuse_sliding_window,
     row_differences,
 )
-from verl_memopt.model.policy_model import PolicyModel, dtype_of
 from verl_memopt.model.value_model import ValueModel, stored_head
 from verl_memopt.model.weights import empty_model, fill_from_folder, rebuild_buffers
 

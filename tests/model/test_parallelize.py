@@ -12,7 +12,7 @@ from verl_memopt.model.assembly import ModelUse, parallelize, wrapped_modules
 from verl_memopt.model.attention import choose_attention
 from verl_memopt.model.decoder import BlockOptions, block_options
 from verl_memopt.model.families import POLICY_KEY
-from verl_memopt.model.policy_model import PolicyModel
+from verl_memopt.model.packed_model import PolicyModel
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.model.weights import empty_model, load_model_config
 

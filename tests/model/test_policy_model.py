@@ -3,8 +3,8 @@ import torch
 
 from tests.model.test_build import filled
 from verl_memopt.errors import ConfigError
+from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.model.packing import pack_rows
-from verl_memopt.model.policy_model import dtype_of
 
 PROMPTS, RESPONSES = [[5, 6, 7], [8], [9, 10]], [[11, 12], [13, 14, 15], []]
 

@@ -10,8 +10,8 @@ from tests.memory import activation_cases as act
 from tests.memory.batching.test_shared_prompt import counts_of, grouped, sharing
 from tests.tensors import whole_of
 from tests.worker.test_policy import NothingWaits
+from verl_memopt.model.decoder import PrefixKV, PrefixRecorder
 from verl_memopt.model.packing import pack_prompt
-from verl_memopt.model.prefix_kv import PrefixKV, PrefixRecorder
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.worker.trained_model import MiniBatch, micro_batches_of
 

@@ -6,7 +6,7 @@ from transformers import AutoTokenizer
 from tests.worker.test_reward_scores import classifier
 from verl_memopt.config.schema import Actor, Model, ScoringModel
 from verl_memopt.errors import ConfigError
-from verl_memopt.model.reward_folder import REWARD_KEY, find_reward_model, frozen_value_model
+from verl_memopt.model.packing_check import REWARD_KEY, find_reward_model, frozen_value_model
 from verl_memopt.model.tiny import build_tokenizer
 
 POLICY = Model(path="policy", lora_rank=4, lora_adapter_path="adapters", prune_last_block=False)

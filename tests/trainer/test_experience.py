@@ -12,7 +12,7 @@ from verl_memopt.config.values import choices
 from verl_memopt.data.batch import SharedRows
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.encoder import PromptEncoder
-from verl_memopt.data.expansion import EXPANSIONS, expand
+from verl_memopt.data.prompts import EXPANSIONS, expand
 from verl_memopt.errors import RewardError
 from verl_memopt.model.tiny import build_tokenizer
 from verl_memopt.rewards.score import RewardResult

@@ -8,8 +8,7 @@ from tests import rlt
 from tests.trainer.conftest import AR, batch_of, rewards_of, write_rows
 from verl_memopt.data.batch import SharedRows
 from verl_memopt.data.dataset import PromptRow
-from verl_memopt.data.expansion import EXPANSIONS
-from verl_memopt.data.prompts import StepPrompts
+from verl_memopt.data.prompts import EXPANSIONS, StepPrompts
 from verl_memopt.observe.phase import PhaseClock
 from verl_memopt.recipes.rlt.scorer import ExplanationBatch
 from verl_memopt.rollout.engine import Generation

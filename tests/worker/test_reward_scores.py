@@ -13,7 +13,7 @@ from verl_memopt.data.batch import Ragged, rollout_batch
 from verl_memopt.distributed.device import leave_process_group, training_mesh
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.assembly import build_reward_model, materialize_critic
-from verl_memopt.model.reward_folder import REWARD_KEY
+from verl_memopt.model.packing_check import REWARD_KEY
 from verl_memopt.worker.policy import compute_scores
 from verl_memopt.worker.worker import Worker
 

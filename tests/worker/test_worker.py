@@ -17,7 +17,7 @@ from verl_memopt.config.schema import Memory
 from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.errors import DeviceMemoryError, RolloutError
 from verl_memopt.memory.host_buffers import GIB, host_allocator
-from verl_memopt.model.policy_model import PolicyModel
+from verl_memopt.model.packed_model import PolicyModel
 from verl_memopt.model.weights import named_weights
 from verl_memopt.rollout.engine import train_sampling
 from verl_memopt.worker.group import Placement

@@ -27,7 +27,7 @@ from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.memory.knob import knob_named, knobs
 from verl_memopt.model.attention import choose_attention
 from verl_memopt.model.folder import resolve_folder
-from verl_memopt.model.policy_model import PolicyModel
+from verl_memopt.model.packed_model import PolicyModel
 from verl_memopt.model.weights import empty_model, load_model_config
 from verl_memopt.observe.phase import PhaseMemory
 from verl_memopt.trainer.micro_batching import budgets, critic_budgets, cut_ranks, with_selection

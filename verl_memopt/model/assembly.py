@@ -30,9 +30,8 @@ from verl_memopt.memory.streamed_params_torch import StreamedParams
 from verl_memopt.model.attention import choose_attention
 from verl_memopt.model.decoder import Decoder, DecoderBlock, block_options, class_name
 from verl_memopt.model.families import POLICY_KEY, score_cap
-from verl_memopt.model.packed_model import PackedModel
-from verl_memopt.model.policy_model import PolicyModel, dtype_of
-from verl_memopt.model.reward_folder import REWARD_KEY, frozen_value_model
+from verl_memopt.model.packed_model import PackedModel, PolicyModel, dtype_of
+from verl_memopt.model.packing_check import REWARD_KEY, frozen_value_model
 from verl_memopt.model.value_model import CRITIC_KEY, ValueHead, ValueModel, stored_head
 from verl_memopt.model.weights import (
     REFERENCE_DTYPE,

@@ -18,7 +18,7 @@ from verl_memopt.config.schema import Fsdp
 from verl_memopt.distributed.file_records import sync_folder, sync_tree
 from verl_memopt.errors import CheckpointError
 from verl_memopt.memory.host_buffers import host_buffer
-from verl_memopt.model.policy_model import dtype_of
+from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.observe.files import free_space
 
 INDEX = "model.safetensors.index.json"

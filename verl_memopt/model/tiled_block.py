@@ -8,7 +8,7 @@ the tile's own turn comes, because later tokens have added theirs, so one walk i
 Bytes: in its backward a block holds its input, the gradient of its output (whose place takes that of the input), keys and values,
 and their gradients in fp32. All else is of one tile. ``memory/formulas.py`` has the formula.
 
-Exact: attention over parts of the keys is merged by log-sum-exps, as in :mod:`verl_memopt.model.attention_dense` (arXiv
+Exact: attention over parts of the keys is merged by log-sum-exps, as in :mod:`verl_memopt.model.attention_fused` (arXiv
 2310.01889), and gradients of weights are summed over tiles in fp32.
 """
 
@@ -25,8 +25,7 @@ from torch.autograd.function import once_differentiable
 from verl_memopt.distributed.device import is_gpu, supports_flash
 from verl_memopt.memory.recompute_elementwise_torch import RMSNorm, SwiGLU, keep, kept, zeros_to_sum
 from verl_memopt.memory.tiled_mlp_torch import TiledLinear, tensors_and_scales, tiled_linears
-from verl_memopt.model.attention_dense import CPU_FLASH, EFFICIENT, Kernel, key_heads, merge
-from verl_memopt.model.attention_flash import FLASH
+from verl_memopt.model.attention_fused import CPU_FLASH, EFFICIENT, FLASH, Kernel, key_heads, merge
 from verl_memopt.model.packing import PrefixLayout
 from verl_memopt.model.rotary import apply_rotary, rotary_backward
 

@@ -19,10 +19,9 @@ from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, PretrainedConfi
 
 from verl_memopt.distributed.device import synchronize
 from verl_memopt.errors import ConfigError
-from verl_memopt.model.decoder import BlockOptions
+from verl_memopt.model.decoder import BlockOptions, Prefix, PrefixRecorder
 from verl_memopt.model.packed_model import PackedModel
 from verl_memopt.model.packing import Pack
-from verl_memopt.model.prefix_kv import Prefix, PrefixRecorder
 from verl_memopt.model.weights import WeightFolder, local_part, local_region
 
 logger = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ class ValueModel(PackedModel):
     def forward(self, pack: Pack, prefix_kv: Prefix | None = None, unpacked: bool = False) -> Any:
         """Return values fp32 [R], one for each of ``pack.targets``.
 
-        ``prefix_kv`` is as in :class:`verl_memopt.model.policy_model.PolicyModel`. ``unpacked`` computes a pack of one row with
+        ``prefix_kv`` is as in :class:`verl_memopt.model.packed_model.PolicyModel`. ``unpacked`` computes a pack of one row with
         eager attention, for comparisons.
         """
         if isinstance(prefix_kv, PrefixRecorder):

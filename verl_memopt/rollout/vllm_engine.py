@@ -25,7 +25,7 @@ from verl_memopt.distributed.weight_slices import Weights, WeightSlice, joined
 from verl_memopt.errors import ConfigError, RolloutError, Stopped, UserError
 from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.memory.out_of_memory import DeviceCap, is_out_of_memory, release_frames, wake_report
-from verl_memopt.model.policy_model import dtype_of
+from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.rollout.engine import (
     KEEP_WEIGHTS,
     KEY,

@@ -10,7 +10,7 @@ from verl_memopt.distributed.device import is_gpu, memory_info
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.lora import slot_rank
 from verl_memopt.memory.rollout_memory import AUTO
-from verl_memopt.model.policy_model import dtype_of
+from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.rollout.engine import KEY, EnginePlace, SamplingSettings, max_model_len
 
 GIB = 1 << 30

@@ -20,7 +20,7 @@ from verl_memopt.errors import CheckpointError, ConfigError, UserError
 from verl_memopt.memory.lora_torch import ADAPTERS, with_adapter
 from verl_memopt.model.export import ADAPTER, RECORD, export_stored, stored_dtype, whole_folder, write_record
 from verl_memopt.model.folder import resolve_folder
-from verl_memopt.model.policy_model import dtype_of
+from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.model.weights import WeightFolder
 from verl_memopt.observe.files import check_space
 from verl_memopt.run.checkpoints import Checkpoint, CheckpointStore, is_checkpoint, read_checkpoint

@@ -18,14 +18,13 @@ from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import Critic, Data, Model, Settings
 from verl_memopt.data.dataset import PromptDataset, PromptRows, build_dataset
 from verl_memopt.data.encoder import PromptEncoder
-from verl_memopt.data.expansion import check_prompts
-from verl_memopt.data.prompts import PromptPrefetcher, StepLoader, load_sampler
+from verl_memopt.data.prompts import PromptPrefetcher, StepLoader, check_prompts, load_sampler
 from verl_memopt.data.responses import build_supervised_dataset
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.critic_rules import has_critic
 from verl_memopt.memory.knob import needs_reference
 from verl_memopt.model.export import export_folder
-from verl_memopt.model.reward_folder import find_reward_model
+from verl_memopt.model.packing_check import find_reward_model
 from verl_memopt.model.weights import load_model_config
 from verl_memopt.rewards.rules import check_sources
 from verl_memopt.rewards.runner import RewardRunner

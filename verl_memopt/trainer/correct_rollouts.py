@@ -12,7 +12,7 @@ from verl_memopt.algorithms.rollout_correction import bounded_weights, correct, 
 from verl_memopt.config.schema import Fsdp, Rollout, RolloutCorrection
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens, token_index
 from verl_memopt.errors import RolloutError
-from verl_memopt.model.policy_model import dtype_of
+from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.trainer.micro_batching import Budget, PolicyUpdate
 from verl_memopt.trainer.rollouts import StepBatch
 from verl_memopt.worker.group import TimedGroup

@@ -22,7 +22,7 @@ from verl_memopt.data.dataset import PromptRow, PromptRows
 from verl_memopt.data.encoder import RENDER_ERRORS, Spans, special_tokens_of, tokenize
 from verl_memopt.errors import ConfigError, DataError, RewardError
 from verl_memopt.memory.token_budget import LearnedBudget
-from verl_memopt.model.reward_folder import REWARD_KEY
+from verl_memopt.model.packing_check import REWARD_KEY
 from verl_memopt.observe.phase import REWARD_IN_ROLLOUT, PhaseClock
 from verl_memopt.rewards.runner import MANAGERS, RewardRunner, Round
 from verl_memopt.rewards.score import RewardResult, RewardRow

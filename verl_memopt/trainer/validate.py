@@ -10,7 +10,7 @@ from itertools import islice
 from verl_memopt.config.schema import Actor
 from verl_memopt.data.dataset import PromptRows
 from verl_memopt.data.encoder import PromptEncoder
-from verl_memopt.data.expansion import expand
+from verl_memopt.data.prompts import expand
 from verl_memopt.observe.metrics import VAL_LOSS, ValidationRow, validation_metrics
 from verl_memopt.rewards.score import RewardResult
 from verl_memopt.trainer.rollouts import Answers, Generator, LogProbPass, dataset_answers, join_answers, to_batch

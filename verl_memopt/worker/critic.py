@@ -12,8 +12,8 @@ from verl_memopt.algorithms.losses import ValueTokens, value_loss
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config import schema
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
+from verl_memopt.model.decoder import PrefixKV
 from verl_memopt.model.packing import Pack
-from verl_memopt.model.prefix_kv import PrefixKV
 from verl_memopt.model.value_model import ValueModel
 from verl_memopt.worker.policy import forward_pass
 from verl_memopt.worker.trained_model import CRITIC, MicroBatch, MiniBatch, SavedTensorHooks, TrainedModel

@@ -14,7 +14,7 @@ from verl_memopt.distributed.file_records import Records
 from verl_memopt.distributed.sharded_state import load_weights, save_weights
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.param_offload_torch import OffloadedParams
-from verl_memopt.model.policy_model import PolicyModel
+from verl_memopt.model.packed_model import PolicyModel
 from verl_memopt.model.weights import named_weights
 from verl_memopt.observe.byte_tracker import HOST, scope
 from verl_memopt.worker.trained_model import TrainedModel, readable

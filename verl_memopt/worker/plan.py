@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from verl_memopt.config.schema import ActorRolloutRef, Critic, Memory, RewardModel, RolloutCorrection, ScoringModel
 
 if TYPE_CHECKING:
-    from verl_memopt.model.policy_model import PolicyModel
+    from verl_memopt.model.packed_model import PolicyModel
     from verl_memopt.worker.roles import RoleBuilder
 
 

@@ -21,10 +21,9 @@ from verl_memopt.data.batch import RolloutBatch, scatter_tokens
 from verl_memopt.memory.chunked_logprob_torch import TokenGradient
 from verl_memopt.memory.logit_tiles import TokenStatistics
 from verl_memopt.memory.out_of_memory import cut_again
-from verl_memopt.model.packed_model import PackedModel
+from verl_memopt.model.decoder import PrefixKV
+from verl_memopt.model.packed_model import PackedModel, PolicyModel
 from verl_memopt.model.packing import Pack
-from verl_memopt.model.policy_model import PolicyModel
-from verl_memopt.model.prefix_kv import PrefixKV
 from verl_memopt.model.value_model import ValueModel
 from verl_memopt.worker.trained_model import (
     ACTOR,

@@ -32,11 +32,9 @@ from verl_memopt.model.assembly import (
     materialize_mapped,
 )
 from verl_memopt.model.families import POLICY_KEY
-from verl_memopt.model.packed_model import PackedModel
+from verl_memopt.model.packed_model import PackedModel, PolicyModel
 from verl_memopt.model.packing import pack_rows
-from verl_memopt.model.packing_check import check_packing
-from verl_memopt.model.policy_model import PolicyModel
-from verl_memopt.model.reward_folder import REWARD_KEY
+from verl_memopt.model.packing_check import REWARD_KEY, check_packing
 from verl_memopt.model.value_model import CRITIC_KEY, ValueModel, stored_head
 from verl_memopt.model.weights import WeightFolder, named_weights
 from verl_memopt.observe.phase import MIB

@@ -28,10 +28,9 @@ from verl_memopt.memory.param_offload_torch import OffloadedParams
 from verl_memopt.memory.resharding_torch import synced
 from verl_memopt.memory.sequence_parallel_torch import largest_of_ranks
 from verl_memopt.memory.token_packing import chains
-from verl_memopt.model.packed_model import PackedModel
+from verl_memopt.model.decoder import PrefixKV
+from verl_memopt.model.packed_model import PackedModel, dtype_of
 from verl_memopt.model.packing import Pack, pack_groups, pack_prompt, pack_suffixes
-from verl_memopt.model.policy_model import dtype_of
-from verl_memopt.model.prefix_kv import PrefixKV
 from verl_memopt.observe.device_ledger import gradient_kinds, optimizer_scope, state_tensors
 from verl_memopt.worker.optimizer import build_optimizer, build_schedule
 

@@ -37,7 +37,7 @@ from verl_memopt.memory.rollout_memory import CACHE
 from verl_memopt.memory.shared_weights import KEY as SHARE_WEIGHTS
 from verl_memopt.memory.shared_weights import bytes_a_parameter, why_not
 from verl_memopt.memory.token_packing import RowTokens
-from verl_memopt.model.policy_model import PolicyModel, dtype_of
+from verl_memopt.model.packed_model import PolicyModel, dtype_of
 from verl_memopt.model.value_model import ValueModel
 from verl_memopt.model.weights import named_weights
 from verl_memopt.observe.log_setup import is_set_up, setup_logging

@@ -13,7 +13,7 @@ from typing import Any
 from recipe.rloo.memory_study.arms import TRUNCATED, TRUNCATED_TOKENS, Arm
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.encoder import PromptEncoder
-from verl_memopt.data.expansion import expand
+from verl_memopt.data.prompts import expand
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 

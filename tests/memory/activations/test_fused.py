@@ -19,9 +19,8 @@ from verl_memopt.memory.logit_tiles import both_gradients_, log_softmax_, produc
 from verl_memopt.memory.recompute_elementwise_torch import RMSNorm, SwiGLU, norm_gradient
 from verl_memopt.model.attention import REGISTERED
 from verl_memopt.model.decoder import BlockOptions
-from verl_memopt.model.packed_model import register_kernels
+from verl_memopt.model.packed_model import PolicyModel, register_kernels
 from verl_memopt.model.packing import pack_rows
-from verl_memopt.model.policy_model import PolicyModel
 from verl_memopt.model.rotary import _backward_statement, _weight_statement, apply_rotary, rotary_backward
 from verl_memopt.observe.byte_tracker import ByteTracker
 

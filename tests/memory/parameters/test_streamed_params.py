@@ -14,7 +14,7 @@ from verl_memopt.config.schema import Fsdp, Model, ScoringModel
 from verl_memopt.errors import HostMemoryError
 from verl_memopt.memory.host_buffers import ALIGNMENT, host_allocator, host_limits
 from verl_memopt.model.assembly import ModelUse, build_policy, build_reward_model, materialize, materialize_critic
-from verl_memopt.model.reward_folder import REWARD_KEY
+from verl_memopt.model.packing_check import REWARD_KEY
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.model.weights import named_weights
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker

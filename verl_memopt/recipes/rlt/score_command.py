@@ -25,8 +25,8 @@ from verl_memopt.errors import ConfigError, DataError
 from verl_memopt.memory.precision import Precision
 from verl_memopt.model.assembly import ModelUse, build_policy, materialize
 from verl_memopt.model.folder import check_vocabulary, end_tokens, load_tokenizer, resolve_folder
+from verl_memopt.model.packed_model import PolicyModel, dtype_of
 from verl_memopt.model.packing_check import check_architecture, check_packing
-from verl_memopt.model.policy_model import PolicyModel, dtype_of
 from verl_memopt.observe.files import json_line, replace_text
 from verl_memopt.observe.phase import MemoryProbe, PhaseClock, PhaseMemory
 from verl_memopt.recipes.rlt.dataset import FORMATS, RltPrompts

@@ -21,7 +21,7 @@ from verl_memopt.memory.knob import reference_ranks, sequence_ranks
 from verl_memopt.memory.token_budget import LearnedBudget
 from verl_memopt.memory.token_packing import RowTokens, split_to_count
 from verl_memopt.model.folder import TOKENIZER_FILES, read_tokenizer
-from verl_memopt.model.reward_folder import REWARD_KEY
+from verl_memopt.model.packing_check import REWARD_KEY
 from verl_memopt.recipes.rlt.dataset import FORMATS, RltDataset, RltPrompts
 from verl_memopt.recipes.rlt.formula import RltScores, rlt_scores
 from verl_memopt.recipes.rlt.lessons import teacher_rows
