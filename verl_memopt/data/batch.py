@@ -98,12 +98,7 @@ def rollout_batch(
 ) -> RolloutBatch:
     """Return the batch of a step, with the rows that compute their prompt together as the settings say.
 
-    Args:
-        prompts: The prompt of each row.
-        responses: The response of each row.
-        group: int64 [B], the prompt that each row answers.
-        actor: The ``actor`` section of the settings.
-        rollout_log_probs: fp32 [R], the engine's log-probs.
+    ``group`` is int64 [B], the prompt that each row answers. ``rollout_log_probs`` are the engine's, fp32 [R].
     """
     return RolloutBatch(
         prompts=prompts,
@@ -123,11 +118,8 @@ def shares_prompts(actor: Actor) -> bool:
 def scatter_tokens(parts: Sequence[tuple[Sequence[int], Tensor]], lengths: Sequence[int]) -> Tensor:
     """Return fp32 [R] on the host, in batch order, from parts that each hold the tokens of some rows.
 
-    All values reach the host in one copy.
-
-    Args:
-        parts: (rows, values [tokens of those rows]), all on one device. Together they hold every row once.
-        lengths: Response length of each row.
+    ``parts`` are (rows, values [tokens of those rows]), all on one device, and together hold every row once. All values reach the
+    host in one copy. ``lengths`` are the response lengths of all rows.
     """
     if not parts:
         return torch.empty(0, dtype=torch.float32)
@@ -234,11 +226,8 @@ class SharedRows(TensorClass):
 def prompt_rows(rows: Sequence[list[int]]) -> Ragged | SharedRows:
     """Return prompt ids as tensors. Rows that are one and the same list object are stored once.
 
-    Args:
-        rows: Token ids of each row. The expansion ``lazy`` gives all rows of a prompt one list, the others give each row its own.
-
-    Returns:
-        Rows with an index where a list appears more than once, else plain rows.
+    The expansion ``lazy`` gives all rows of a prompt one list, the others give each row its own. Where no list appears twice, the
+    rows are plain.
     """
     stored = {id(row): row for row in rows}
     different = Ragged.from_rows(list(stored.values()), torch.int64)

@@ -203,12 +203,7 @@ class PromptDataset(list[PromptRow]):
 def build_dataset(files: Any, data: schema.Data, tokenizer: Any, split: str, by_rules: bool = True) -> PromptDataset | CustomRows:
     """Return the dataset of a split: a :class:`PromptDataset`, or the class named by ``data.custom_cls``, called the same way.
 
-    Args:
-        files: As :func:`read_source` takes them.
-        data: The ``data`` section of the settings.
-        tokenizer: Of the model.
-        split: ``train`` or ``val``.
-        by_rules: As :class:`PromptDataset` has it.
+    Arguments are as in :class:`PromptDataset`.
 
     Raises:
         DataError: The user's class cannot be loaded or is not a dataset, or its rows are wrong as :class:`CustomRows` says.
@@ -229,10 +224,7 @@ def build_dataset(files: Any, data: schema.Data, tokenizer: Any, split: str, by_
 class CustomRows:
     """The rows of a class of the user's own. Every row is read once at the start, so that its faults show before a run.
 
-    Args:
-        dataset: The user's dataset.
-        address: Setting and class, for errors.
-        path: The user's file, for errors.
+    ``address`` is setting and class, and ``path`` the user's file, for errors.
 
     Raises:
         DataError: The dataset raised an error or has no rows, an item is no PromptRow, or two rows have the same index.
@@ -277,13 +269,7 @@ class CustomRows:
 
 
 def chosen_rows(rows: list[Row], data: schema.Data, split: str) -> list[Row]:
-    """Return the rows that ``data.{split}_max_samples`` leaves (-1 = all), in file order: the first, or a random choice.
-
-    Args:
-        rows: All rows of the files.
-        data: Limit, shuffling and seed.
-        split: ``train`` or ``val``.
-    """
+    """Return the rows that ``data.{split}_max_samples`` leaves (-1 = all), in file order: the first, or a random choice."""
     limit, shuffle = data.train_max_samples, data.shuffle
     if split == "val":
         limit, shuffle = data.val_max_samples, data.validation_shuffle
@@ -344,11 +330,7 @@ RawRow = tuple[str, dict[str, Any]]
 
 
 def read_rows(files: Any, key: str) -> list[RawRow]:
-    """Return all rows of a file or of a list of files, in order.
-
-    Raises:
-        DataError: A file is missing, unreadable, malformed or empty.
-    """
+    """Return all rows of a file or of a list of files, in order."""
     paths = [files] if isinstance(files, str | Path) else list(files)
     if not paths:
         raise DataError(f"{key}: the list of files is empty. Name a .parquet, .json or .jsonl file.")
@@ -501,9 +483,6 @@ def hub_rows(source: str, split: str, key: str) -> list[RawRow]:
     """Return the rows of one split of a hub dataset, downloaded once or read from the local cache.
 
     ``source``: ``owner/name[:config][@split]``.
-
-    Raises:
-        DataError: The hub cannot deliver the dataset, or it has no file of the split.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -531,9 +510,6 @@ def files_of_split(folder: Path, names: Sequence[str], source: str, starts: Sequ
     """Return the files of a split in a folder and in the folders inside it, sorted.
 
     ``names``: how they may begin, the best first. ``source``: for errors. ``starts``: where they may lie.
-
-    Raises:
-        DataError: There is no such file, or there are some of several configurations.
     """
     for name in names:
         files = sorted(path for start in starts for path in folder.glob(f"{start}{name}*") if path.suffix in READERS)

@@ -35,10 +35,7 @@ TRUNCATIONS: dict[str, Callable[[list[int], int], list[int]] | None] = {
 def tokenize(tokenizer: Any, texts: Sequence[str], plain: Sequence[Spans] = ()) -> list[list[int]]:
     """Return the token ids of each text, without adding tokens and without a length limit.
 
-    Args:
-        tokenizer: A Hugging Face tokenizer.
-        texts: Any number of texts.
-        plain: For each text, the spans whose special tokens are encoded as plain text. Elsewhere they become tokens.
+    ``plain`` has, for each text, the spans whose special tokens are encoded as plain text. Elsewhere they become tokens.
     """
     if not texts:
         return []
@@ -58,13 +55,9 @@ def decode(tokenizer: Any, ids: Sequence[int]) -> str:
 class PromptEncoder:
     """Encodes prompts and counts what truncation removes.
 
-    ``rows_truncated`` and ``tokens_dropped`` grow over the encoder's life. A prompt that is repeated n times counts once.
-
-    Attributes:
-        tokenizer: A Hugging Face tokenizer.
-        max_prompt_length: Largest number of tokens of a prompt.
-        truncation: What to do with longer prompts, a key of ``TRUNCATIONS``.
-        embedding_rows: Rows of the model's embedding. A prompt with a larger token id is refused. None = unknown.
+    ``truncation`` is a key of ``TRUNCATIONS``. ``embedding_rows`` are those of the model: a prompt with a larger token id is
+    refused; None = unknown. ``rows_truncated`` and ``tokens_dropped`` grow over the encoder's life. A prompt that is repeated n
+    times counts once.
 
     Raises:
         ConfigError: ``truncation`` is unknown.
@@ -102,13 +95,10 @@ class PromptEncoder:
     def fit(self, ids: list[int], address: str, counted: bool = True) -> list[int]:
         """Return the ids of a prompt within ``max_prompt_length``. The first prompt that is cut earns a warning.
 
-        Args:
-            ids: Token ids of the prompt.
-            address: File and row, for errors.
-            counted: Count what is cut. False for a further copy of a prompt.
+        ``address`` is file and row, for errors. A further copy of a prompt is not ``counted``.
 
         Raises:
-            DataError: As :meth:`encode` raises it.
+            DataError: The prompt is empty, is too long with ``truncation=error``, or has a token id that the model does not have.
         """
         if not ids:
             raise DataError(f"{address}: the prompt has no tokens. Remove the row, or add a prompt.")
@@ -136,11 +126,7 @@ class PromptEncoder:
 def overlong(address: str, length: int, limit: int, others: int = 0) -> DataError:
     """Return the error for a prompt over the limit.
 
-    Args:
-        address: File and row of the prompt.
-        length: Its tokens.
-        limit: ``data.max_prompt_length``.
-        others: Further prompts over the limit.
+    ``others`` counts further prompts over the limit.
     """
     more = f" ({others} more rows are too long as well)" if others else ""
     return DataError(
@@ -187,9 +173,6 @@ class SpecialTokens:
     """The special tokens of a tokenizer. Tokens that it does not mark as special, such as ``<think>``, are not among them.
 
     Each special token has a stand-in with a random number in it, so that no text can contain one by chance or on purpose.
-
-    Args:
-        tokenizer: A Hugging Face tokenizer.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -223,11 +206,7 @@ class SpecialTokens:
         return _map_texts(value, lambda text: self._pattern.sub(lambda match: self._stand_ins[match[0]], text))
 
     def reveal(self, text: str) -> tuple[str, Spans]:
-        """Return a rendered text with the special tokens in place of their stand-ins, and their spans.
-
-        Raises:
-            ValueError: The template changed a stand-in.
-        """
+        """Return a rendered text with the special tokens in place of their stand-ins, and their spans."""
         parts, spans, length, end = [], [], 0, 0
         for match in self._hidden.finditer(text):
             name = self.names[int(match[1])]
@@ -244,14 +223,8 @@ class SpecialTokens:
     def render(self, tokenizer: Any, messages: Any, hides: bool, /, **arguments: Any) -> tuple[str, Spans]:
         """Return messages as the chat template renders them, and the spans of special tokens that are plain text.
 
-        Args:
-            tokenizer: Has the template.
-            messages: A conversation.
-            hides: Special tokens in the messages are plain text. False = they become tokens.
-            arguments: Of the template.
-
-        Raises:
-            TemplateError, ValueError, TypeError: ``RENDER_ERRORS``, the template cannot render the messages.
+        ``hides``: special tokens in the messages are plain text. False = they become tokens. ``arguments`` are the template's.
+        Raises ``RENDER_ERRORS`` where it cannot render the messages.
         """
         shown = self.hide(messages) if hides else messages
         text = tokenizer.apply_chat_template(shown, tokenize=False, **arguments)
@@ -260,10 +233,8 @@ class SpecialTokens:
     def encode(self, texts: Sequence[str], plain: Sequence[Spans]) -> list[list[int]]:
         """Return the ids of each text in one call. Special tokens in the spans ``plain`` are text, all others are tokens.
 
-        The ids of plain text are those of a tokenizer that does not have the special token.
-
-        Raises:
-            DataError: The tokenizer has no fast backend.
+        The ids of plain text are those of a tokenizer that does not have the special token. Without a fast backend this is a
+        DataError.
         """
         self._blind = self._blind or self._blinded()
         marked = ["".join(self._with_stand_ins(text, spans)) for text, spans in zip(texts, plain, strict=True)]

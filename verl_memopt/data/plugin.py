@@ -17,14 +17,8 @@ from verl_memopt.errors import DataError, UserError
 def load_from_file(path: str, name: str | None, *, key: str, error: type[UserError]) -> Any:
     """Return the object called ``name`` in the Python file ``path``. A file is run once, even if it is loaded again.
 
-    Args:
-        path: The Python file.
-        name: The class or function.
-        key: The setting that named the file, for errors.
-        error: Class of the error to raise.
-
-    Raises:
-        UserError: Of the class ``error``: the file is missing, does not run, or lacks the name.
+    ``key`` is the setting that named the file, for errors. They are of the class ``error``: the file is missing, does not run, or
+    lacks the name.
     """
     file = Path(path).expanduser()
     if not file.is_file():
@@ -41,14 +35,8 @@ def load_from_file(path: str, name: str | None, *, key: str, error: type[UserErr
 def refuse_verls_arguments(made: Any, theirs: Sequence[str], ours: str, address: str) -> None:
     """Refuse a class that was written for verl, whose arguments have other names and another order.
 
-    Args:
-        made: The class.
-        theirs: Arguments by which verl's are known, all of which the class has.
-        ours: The arguments that a class gets here.
-        address: Setting and class, for the error.
-
-    Raises:
-        DataError: The class takes verl's arguments.
+    ``theirs`` are arguments by which verl's classes are known, and ``ours`` those that a class gets here. ``address`` is setting
+    and class, for the error.
     """
     try:
         names = inspect.signature(made).parameters

@@ -41,15 +41,8 @@ def load_sampler(settings: schema.CustomSampler) -> Sampler | None:
 class StepLoader:
     """Returns ``batch_size`` prompts per step, without end. Rows left over at the end of an epoch are dropped.
 
-    Its state is a few integers, so a resumed run sees exactly the rows that an uninterrupted one would have seen.
-
-    Attributes:
-        dataset: The prompts.
-        batch_size: Prompts per step.
-        shuffle: Shuffle each epoch. Has no effect where ``sampler`` is given.
-        seed: Seed of the order.
-        sampler: Returns the row indices of an epoch.
-        key: Setting of ``batch_size``, for errors.
+    Its state is a few integers, so a resumed run sees exactly the rows that an uninterrupted one would have seen. ``sampler``
+    gives the row indices of an epoch, and then ``shuffle`` has no effect. ``key`` is the setting of ``batch_size``, for errors.
 
     Raises:
         DataError: An epoch has fewer rows than a batch.
@@ -86,11 +79,7 @@ class StepLoader:
         return {"seed": self.seed, "epoch": self.epoch, "position": self._position, "num_rows": len(self.dataset)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state.
-
-        Raises:
-            DataError: The dataset has another number of rows.
-        """
+        """Continue from a saved state."""
         if state["num_rows"] != len(self.dataset):
             raise DataError(
                 f"data.train_files: the checkpoint was written with {state['num_rows']} rows, but there are "
@@ -138,12 +127,7 @@ class PromptPrefetcher:
     """Prepares the prompts one step ahead of the caller.
 
     :meth:`state_dict` is the loader's state after the last step that was returned, so a resumed run loses and repeats nothing.
-
-    Args:
-        loader: Returns the prompts of each step.
-        n: Samples of each prompt.
-        expansion: How the samples of a prompt get their ids, a key of ``EXPANSIONS``.
-        encoder: An encoder of the prefetcher's own, because it works in its own thread.
+    ``encoder`` is the prefetcher's own, because it works in its own thread.
     """
 
     def __init__(self, loader: StepLoader, n: int, expansion: str, encoder: PromptEncoder) -> None:
@@ -158,20 +142,12 @@ class PromptPrefetcher:
         self._prepared: Future[tuple[StepPrompts, dict[str, Any], int]] | None = None
 
     def next(self) -> StepPrompts:
-        """Return the next step's prompts and start to prepare those of the step after it.
-
-        Raises:
-            DataError: As the loader and the encoder raise it.
-        """
+        """Return the next step's prompts and start to prepare those of the step after it."""
         self._before = self._state, self.epoch
         return self.more()
 
     def more(self) -> StepPrompts:
-        """Return further prompts for the same step. :meth:`give_back` undoes them with the :meth:`next` before them.
-
-        Raises:
-            DataError: As the loader and the encoder raise it.
-        """
+        """Return further prompts for the same step. :meth:`give_back` undoes them with the :meth:`next` before them."""
         prepared = self._thread.submit(self._prepare) if self._prepared is None else self._prepared
         step, self._state, self.epoch = prepared.result()
         self._prepared = self._thread.submit(self._prepare)
@@ -189,11 +165,7 @@ class PromptPrefetcher:
         return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the step whose :meth:`state_dict` this is. What was prepared is dropped.
-
-        Raises:
-            DataError: The dataset has another number of rows.
-        """
+        """Continue after the step whose :meth:`state_dict` this is. What was prepared is dropped."""
         if self._prepared is not None:
             self._prepared.exception()  # waits, because the thread uses the loader
             self._prepared = None
@@ -228,9 +200,7 @@ class PromptPrefetcher:
 class Expanded:
     """Some prompts, and the ids of all their samples.
 
-    Attributes:
-        prompts: Each prompt once.
-        ids: Token ids of each row; row = prompt * n + sample. With ``lazy`` all rows of a prompt are one list object.
+    ``ids`` has the token ids of each row; row = prompt * n + sample. With ``lazy`` all rows of a prompt are one list object.
     """
 
     prompts: list[PromptRow]
@@ -277,16 +247,11 @@ EXPANSIONS: dict[str, Callable[[Sequence[PromptRow], int, PromptEncoder], list[l
 def expand(dataset: PromptRows, indices: Sequence[int], n: int, method: str, encoder: PromptEncoder) -> Expanded:
     """Return the prompts at some indices of a data set, and the ids of all their samples, prompt-major.
 
-    Args:
-        dataset: Returns a prompt for an index.
-        indices: The prompts.
-        n: Samples of each prompt.
-        method: A key of ``EXPANSIONS``.
-        encoder: Makes the ids.
+    ``n`` are the samples of each prompt, and ``method`` is a key of ``EXPANSIONS``.
 
     Raises:
         ConfigError: ``method`` is unknown.
-        DataError: As :meth:`PromptEncoder.encode` raises it; or ``string`` cannot give the ids of a row whose prompt is ids; or
+        DataError: As :meth:`PromptEncoder.fit` raises it; or ``string`` cannot give the ids of a row whose prompt is ids; or
             ``repeat_sampler`` reads different prompts at one index.
     """
     if method not in EXPANSIONS:
@@ -299,11 +264,7 @@ def expand(dataset: PromptRows, indices: Sequence[int], n: int, method: str, enc
 
 
 def check_prompts(rows: Iterable[PromptRow], method: str, tokenizer: Any) -> None:
-    """Check before a run that a method can give the ids of all rows whose prompt is ids.
-
-    Raises:
-        DataError: ``string`` gives other ids for a row. The message names the row and the first position.
-    """
+    """Check before a run that a method can give the ids of all rows whose prompt is ids."""
     if method == "string":
         _ids_of_texts([row for row in rows if row.ids is not None], tokenizer)
 

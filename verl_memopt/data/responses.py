@@ -21,11 +21,7 @@ SOURCE = "sft"
 def build_supervised_dataset(files: Any, data: schema.Data, tokenizer: Any, split: str) -> list[PromptRow] | CustomRows:
     """Return the rows of a split with their responses. A class of the user's own (``data.custom_cls``) brings its own.
 
-    Args:
-        files: One path or a list of paths.
-        data: The ``data`` section of the settings.
-        tokenizer: Renders prompts, and encodes responses.
-        split: ``train`` or ``val``.
+    Arguments are as in :class:`PromptDataset`.
 
     Raises:
         DataError: A file or a row is wrong. The message names the row.
@@ -50,11 +46,7 @@ def build_supervised_dataset(files: Any, data: schema.Data, tokenizer: Any, spli
 
 
 def as_prompt_row(address: str, columns: dict[str, Any], data: schema.Data) -> dict[str, Any]:
-    """Return the columns of a row as a reinforcement-learning run reads them. The response is the ground truth.
-
-    Raises:
-        DataError: The prompt or the response is missing or empty.
-    """
+    """Return the columns of a row as a reinforcement-learning run reads them. The response is the ground truth."""
     found, prompt = _at(columns, data.response_key), columns.get(data.prompt_key)
     key, turns = f"data.response_key={data.response_key}", columns.get(data.messages_key)
     if found is None and turns is not None:
@@ -86,14 +78,8 @@ def with_responses(
     """Return the rows with the token ids of their responses, within ``data.max_response_length``.
 
     A longer response is refused, or the row is left out (``filter_overlong_prompts``), or its end is cut (``truncation``).
-
-    Args:
-        rows: Prompts.
-        responses: For each row the text of the response, and what ends the turn. Special tokens in the text are plain text unless
-            ``data.allow_special_tokens`` says otherwise.
-        data: The ``data`` section of the settings.
-        tokenizer: Of the model.
-        split: ``train`` or ``val``.
+    ``responses`` has for each row the text of the response, and what ends the turn. Special tokens in the text are plain text
+    unless ``data.allow_special_tokens`` says otherwise.
 
     Raises:
         DataError: A response is too long, or no row is left.

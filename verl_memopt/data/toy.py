@@ -93,9 +93,6 @@ def made_whole(
         build: Fills a new folder, and returns what else the record says.
         title: What logs call the folder.
         occupied: What the error says of a folder with other contents.
-
-    Raises:
-        DataError: The folder exists and holds something else.
     """
     folder, has_record = record.parent, record.is_file()
     if has_record and identity.items() <= json.loads(record.read_text()).items():

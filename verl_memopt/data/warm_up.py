@@ -19,14 +19,8 @@ if TYPE_CHECKING:
 def warm_up(folder: Path, lessons: Sequence[tuple[str, str, str]], recipe: WarmUp, seed: int) -> float:
     """Train the model in ``folder``, save it in place, and return the loss of the last step in nats per answer token.
 
-    The model learns the teacher's probabilities instead of sampled answers, which removes the sampling noise from the labels. The
-    same seed gives the same weights.
-
-    Args:
-        folder: Holds model and tokenizer.
-        lessons: (question, careless answer, right answer) of each problem.
-        recipe: Settings of the warm-up.
-        seed: Seed of the batches and of the teacher.
+    ``lessons`` are (question, careless answer, right answer). The model learns the teacher's probabilities instead of sampled
+    answers, which removes the sampling noise from the labels. The same seed gives the same weights.
     """
     model, tokenizer = load_model(folder)
     prompts = _ids(tokenizer, [_prompt(tokenizer, lesson[0]) for lesson in lessons])
@@ -47,15 +41,8 @@ def descend(
 ) -> float:
     """Take AdamW's steps down a loss, on one thread, and return the loss of the last step.
 
-    The learning rate rises over 20 steps and then falls linearly to a twentieth of its peak.
-
-    Args:
-        model: Is trained in place.
-        loss_of: Returns the loss of a batch that it draws with the given generator.
-        steps: Optimizer steps.
-        lr: Peak learning rate.
-        weight_decay: Decoupled weight decay.
-        seed: Seed of the generator.
+    The learning rate rises over 20 steps and then falls linearly to a twentieth of its peak. ``loss_of`` returns the loss of a
+    batch that it draws with the given generator.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 20, max(0.05, 1 - step / steps)))

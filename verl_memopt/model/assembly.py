@@ -82,8 +82,7 @@ def parallelize(
 ) -> None:
     """Apply LoRA, quantisation, checkpointing, FSDP2 and parameter offload to a model without weights.
 
-    The blocks of ``packed`` have their options
-    already.
+    The blocks of ``packed`` have their options already.
 
     Raises:
         ConfigError: The model has no modules for the adapters or units, or torch cannot shard its quantised blocks.
@@ -116,11 +115,7 @@ def parallelize(
 
 
 def wrapped_modules(root: nn.Module, blocks: Sequence[nn.Module], fsdp: Fsdp) -> list[nn.Module]:
-    """Return the modules that are checkpointed and sharded one by one: the blocks, or those of the named classes.
-
-    Raises:
-        ConfigError: The model has no module of these classes.
-    """
+    """Return the modules that are checkpointed and sharded one by one: the blocks, or those of the named classes."""
     wanted = fsdp.wrap_policy.transformer_layer_cls_to_wrap
     if wanted is None:
         return list(blocks)
@@ -181,10 +176,7 @@ def build_critic(model: CriticModel, folder: Path, mesh: DeviceMesh, device: tor
 
 
 def build_reward_model(model: ScoringModel, policy: Model, folder: Path, mesh: DeviceMesh, device: torch.device) -> ValueModel:
-    """Return the sharded reward model without weights. :func:`materialize_critic` fills it.
-
-    ``policy`` is the policy's ``model`` section, whose knobs act in the reward model too.
-    """
+    """Return the sharded reward model without weights. :func:`materialize_critic` fills it."""
     use = ModelUse(REWARD_KEY, f"{REWARD_KEY}.fsdp_config", quantization=model.quantization)
     as_critic = frozen_value_model(model, policy)
     return _build(partial(ValueModel, key=REWARD_KEY), as_critic, model.fsdp_config, folder, mesh, device, use)

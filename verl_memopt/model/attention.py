@@ -34,14 +34,8 @@ def eager_attention(
 ) -> Tensor:
     """Return attention [1, heads, Q, D]. It holds the scores of all pairs of tokens of one group at a time.
 
-    Args:
-        query: [1, heads, Q, D], of the queries of the layout.
-        key: [1, kv heads, T, D], of all tokens.
-        value: As ``key``.
-        layout: Which tokens share a prefix.
-        scale: Factor of the products of queries and keys.
-        window: How many positions back a token sees, itself included; None for all.
-        cap: The bound to which a tanh holds the scores; None for no cap.
+    ``query`` is [1, heads, Q, D] of the queries of the layout, ``key`` and ``value`` are [1, kv heads, T, D] of all tokens. The
+    others are as in :class:`AttentionArgs`.
     """
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
@@ -114,15 +108,8 @@ def choose_attention(
     """Choose the kernel for ``model.attn_implementation``.
 
     ``auto`` takes flash-attn where it is installed and supports device and dtype. Without flash-attn it takes torch's own flash
-    kernels under the same conditions, and else SDPA's other kernels. A model that caps its scores gets eager attention: the
-    fused kernels cannot cap them.
-
-    Args:
-        name: The setting's value.
-        device: Where the model computes.
-        dtype: The dtype of compute.
-        section: Section of the setting, to name in errors.
-        cap: The bound to which the model caps its scores; None for no cap.
+    kernels under the same conditions, and else SDPA's other kernels. A model that caps its scores gets eager attention: the fused
+    kernels cannot cap them. ``cap`` is that bound, and ``section`` the settings section to name in errors.
 
     Raises:
         ConfigError: For an unknown name, or for a kernel that cannot run here or for this model.
@@ -270,11 +257,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 class WindowOverPrefixError(NotImplementedError):
-    """Attention with a sliding window cannot share a prefix: the window would cut it.
-
-    Attributes:
-        window: The sliding window in tokens.
-    """
+    """Attention with a sliding window cannot share a prefix: the window would cut it."""
 
     def __init__(self, window: int) -> None:
         """Name the window in the message."""

@@ -87,15 +87,9 @@ def dense_attention(
     """Return attention [Q, heads, D].
 
     Saves its arguments, its output and one log-sum-exp for each token and head. Key heads are computed one after another, each
-    with the query heads that share it, so temporary tensors are of one key head.
-
-    Args:
-        query: [Q, heads, D], of the queries of the layout.
-        key: [T, kv heads, D], of all tokens. The last stride must be 1.
-        value: As ``key``.
-        layout: Which tokens share a prefix.
-        scale: Factor of the products of queries and keys.
-        rotary: Rotates queries and keys here, and again in backward. Backward then overwrites the arguments with their gradients.
+    with the query heads that share it, so temporary tensors are of one key head. ``query`` is [Q, heads, D] of the queries of the
+    layout, ``key`` and ``value`` are [T, kv heads, D] of all tokens, with a last stride of 1. ``rotary`` rotates queries and keys
+    here, and again in backward, which then overwrites the arguments with their gradients.
     """
     kernel = EFFICIENT if is_gpu(query.device) else CPU_FLASH
     return _DenseAttention.apply(query, key, value, *rotary_arguments(rotary), layout, scale, kernel)
@@ -194,14 +188,8 @@ def _backward_of_heads(kernel: Kernel, layout: PrefixLayout, scale: float, input
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Merge attention over two sets of keys into attention over both.
 
-    Args:
-        out: [..., D], attention over the first set.
-        lse: fp32 [...], log-sum-exp of the scores over the first set.
-        other: [..., D], attention over the second set.
-        other_lse: fp32 [...], as ``lse``.
-
-    Returns:
-        Output fp32 [..., D] and log-sum-exp fp32 [...].
+    ``out`` and ``other`` are [..., D], and ``lse`` and ``other_lse`` the log-sum-exps of their scores, fp32 [...]. Returns the
+    output fp32 [..., D] and its log-sum-exp fp32 [...].
     """
     # A sigmoid of the difference cannot overflow, which exponentials of the two log-sum-exps could.
     share = torch.sigmoid(other_lse - lse)
@@ -263,9 +251,9 @@ def flash_attention(
 ) -> Tensor:
     """Return attention [Q, heads, D], computed by torch's own flash kernels.
 
-    Saves its arguments, its output and one log-sum-exp for each token and head. Arguments are as in
-    :func:`verl_memopt.model.attention_fused.dense_attention`. ``window`` counts how many positions back a token sees, itself
-    included; None for all. A window is for sequences that share no prefix.
+    Saves its arguments, its output and one log-sum-exp for each token and head. Arguments are as in :func:`dense_attention`.
+    ``window`` counts how many positions back a token sees, itself included; None for all. A window is for sequences that share no
+    prefix.
     """
     assert window is None or not layout.prefix_spans, (window, layout.groups)
     return _FlashAttention.apply(query, key, value, *rotary_arguments(rotary), layout, scale, window)

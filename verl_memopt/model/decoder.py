@@ -82,13 +82,8 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Return attention's output [Q, h], for the Q queries of the packed sequences.
 
-        Args:
-            x: [T, h], before ``norm``. With sequence parallelism this rank's tokens, and so is the result.
-            norm: Norm of the block's input.
-            tables: Cos and sin of all T positions, [1, T, D] each.
-            layout: Which of the T tokens share a prefix.
-            attend: The kernel.
-            prefix_kv: The prefix KV of these answers, or the recorder where this is the forward of a prefix.
+        ``x`` [T, h] comes before ``norm``. With sequence parallelism it is this rank's tokens, and so is the result. The others
+        are as in :meth:`DecoderBlock.forward`.
         """
         rows = query_rows(layout, prefix_kv)
         if not self.options.recompute and rows is None:
@@ -153,10 +148,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, norm: Any, least_tiles: int = 1) -> Tensor:
         """Return the MLP's output [T, h].
 
-        Args:
-            x: [T, h], before ``norm``.
-            norm: Norm of the MLP's input.
-            least_tiles: A recomputed MLP that runs over tiles has at least so many.
+        ``x`` [T, h] comes before ``norm``. A recomputed MLP that runs over tiles has at least ``least_tiles``.
         """
         tiles = self.options.mlp_tiles
         if not self.options.recompute:
@@ -293,7 +285,7 @@ class Decoder(nn.Module):
             position_ids: int64 [1, T], of all tokens.
             layout: Which of the T tokens share a prefix.
             needed: The same with only Q tokens as queries, for a pruned last block; None for all tokens.
-            prefix_kv: The prefix KV of these answers, or the recorder where this is the forward of a prefix.
+            prefix_kv: As in :meth:`DecoderBlock.forward`.
             attend: Another kernel than the decoder's own, for comparisons.
         """
         hidden = self.embed_tokens(input_ids)
@@ -478,9 +470,8 @@ class PrefixKV:
     def __init__(self, state: Tensor, outputs: Sequence[Tensor]) -> None:
         """Take over the outputs of a prompt's forward.
 
-        Args:
-            state: [1, h], the state of the last token after the last block.
-            outputs: As :meth:`PrefixRecorder.outputs` returns them.
+        ``state`` [1, h] is that of the last token after the last block, and ``outputs`` what :meth:`PrefixRecorder.outputs`
+        returns.
         """
         # Leaves share their storage with the tensors of the graph; attention's backward writes gradients into these in the end.
         self._state, *self._pairs = (_PrefixTensor(root) for root in (state, *outputs[2:]))
@@ -491,14 +482,7 @@ class PrefixKV:
         return self._state.prepend_to(hidden)
 
     def extend(self, block: int, key: Tensor, value: Tensor, tables: Tables) -> tuple[Tensor, Tensor, Tables]:
-        """Prepend a block's keys, values and rotary tables of the prompt to those of answers.
-
-        Args:
-            block: Index of the block.
-            key: [T, n], of the answers.
-            value: [T, n], of the answers.
-            tables: Cos and sin [1, T, D], of the answers.
-        """
+        """Prepend a block's keys, values and rotary tables of the prompt to those of answers."""
         keys, values = self._pairs[2 * block : 2 * block + 2]
         cos, sin = (torch.cat(pair, dim=1) for pair in zip(self._tables, tables, strict=True))
         return keys.prepend_to(key), values.prepend_to(value), (cos, sin)

@@ -84,11 +84,7 @@ def existing_tokenizer(folder: Path, key: str, trusted: bool, way_out: str) -> A
 def read_tokenizer(
     folder: Path, key: str, trust_remote_code: bool, way_out: str = "Add tokenizer files or set model.tokenizer_path."
 ) -> Any:
-    """Return the tokenizer of a folder as it is.
-
-    Raises:
-        ConfigError: The tokenizer cannot be read.
-    """
+    """Return the tokenizer of a folder as it is."""
     from transformers import AutoTokenizer
 
     try:
@@ -146,11 +142,7 @@ def _has_tokenizer_code(folder: Path) -> bool:
 
 
 def end_tokens(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """Return the ids that end a response: those of generation_config.json, and the tokenizer's own.
-
-    Raises:
-        ConfigError: generation_config.json cannot be read.
-    """
+    """Return the ids that end a response: those of generation_config.json, and the tokenizer's own."""
     path = folder / "generation_config.json"
     try:
         listed = dict(json.loads(path.read_text())).get("eos_token_id") if path.is_file() else None

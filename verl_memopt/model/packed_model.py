@@ -246,12 +246,8 @@ class LogProbHead(nn.Module):
     ) -> None:
         """Take over the weight and bias of a linear head.
 
-        Args:
-            linear: The head.
-            chunk_tokens: Response tokens per chunk, 0 = all.
-            compiled: Compile the functions of a chunk.
-            vocab_tile: Vocabulary entries per tile of a chunk, 0 = where they are free.
-            shape: How logits are scaled and capped: :func:`verl_memopt.model.families.logit_shape`.
+        ``chunk_tokens`` counts response tokens per chunk, 0 = all; ``vocab_tile`` vocabulary entries per tile of a chunk, 0 =
+        where they are free. ``shape`` is as :func:`verl_memopt.model.families.logit_shape` returns it.
         """
         super().__init__()
         self.scale, self.cap = shape
@@ -272,13 +268,8 @@ class LogProbHead(nn.Module):
     ) -> Any:
         """Return log-probs and entropies, fp32 [R] each, the latter or None.
 
-        Args:
-            hidden: [R, h].
-            targets: int64 [R]; None returns the product [..., V], which transformers scales and caps itself.
-            temperature: Temperature of the log-probs.
-            with_entropy: Compute entropies too.
-            token_gradient: Gives the gradients of log-probs and entropies before backward.
-            statistics: Is filled, in a pass without gradients.
+        For hidden states [R, h]. Without ``targets`` it returns the product [..., V], which transformers scales and caps itself.
+        ``statistics`` is filled, in a pass without gradients. The others are as in :meth:`PolicyModel.forward`.
         """
         if targets is None:
             return linear(hidden, self.weight, self.bias)
@@ -384,11 +375,7 @@ DTYPES = {
 
 
 def dtype_of(name: str, key: str) -> torch.dtype:
-    """Return the torch dtype for a setting's spelling.
-
-    Raises:
-        ConfigError: The dtype is unknown.
-    """
+    """Return the torch dtype for a setting's spelling."""
     if name not in DTYPES:
         raise ConfigError(f"{key}={name}: unknown dtype. Use one of {', '.join(DTYPES)}.")
     return DTYPES[name]

@@ -344,11 +344,7 @@ class PrefixLayout:
         return replace(self, **changed)
 
     def at_queries(self, *tensors: Any) -> tuple[Any, ...]:
-        """Return the rows of the queries from tensors of all keys, or the tensors themselves where every key is a query.
-
-        Args:
-            tensors: [T, ...] each, or None, which stays None.
-        """
+        """Return the rows of the queries from tensors of all keys, or the tensors themselves where every key is a query."""
         if self.query_index is None:
             return tensors
         return tuple(None if one is None else one[self.query_index] for one in tensors)
@@ -356,9 +352,7 @@ class PrefixLayout:
     def at_keys(self, tensor: Tensor, like: Tensor) -> Tensor:
         """Return a tensor of the queries as one of all keys, with zeros for the skipped tokens.
 
-        Args:
-            tensor: [Q, ...].
-            like: [T, ...], whose shape and dtype the result has.
+        ``tensor`` is [Q, ...]. The result has shape and dtype of ``like``, [T, ...].
         """
         if self.query_index is None:
             return tensor

@@ -65,13 +65,9 @@ def packing_bound(dtype: torch.dtype, layers: int) -> float:
     """Return the largest mean difference in nats between a row's log-probs in a pack and alone, which sum in another order.
 
     Measured with random weights (standard deviations of 0.02 and 0.06): over all tested types with 4 blocks at most 2.7e-6 in
-    fp32 and 6.5e-3 in bfloat16. With 64 blocks Qwen3 and Llama differ by 0.5 to 1.7 times as much as with 2 in fp32, and by
-    1.7 to 3 times in bfloat16. The bound grows with the fourth root of the number of blocks: 2.4 times from 2 to 64. At 4
-    blocks it is 10 and 28 times what was measured, because trained models round worse.
-
-    Args:
-        dtype: The dtype that the model computes in.
-        layers: Its decoder blocks.
+    fp32 and 6.5e-3 in bfloat16. With 64 blocks Qwen3 and Llama differ by 0.5 to 1.7 times as much as with 2 in fp32, and by 1.7
+    to 3 times in bfloat16. The bound grows with the fourth root of the number of blocks: 2.4 times from 2 to 64. At 4 blocks it
+    is 10 and 28 times what was measured, because trained models round worse.
     """
     rounding = torch.finfo(dtype).eps / 2
     return ROUNDINGS[dtype] * rounding * (max(layers, 2) / 2) ** 0.25
@@ -181,11 +177,7 @@ def _not_finite(packed_model: PackedModel, device: torch.device) -> str | None:
 
 
 def refuse_sliding_window(config: PretrainedConfig, actor: Actor) -> None:
-    """Refuse to share prompts in a model whose sliding window would cut them.
-
-    Raises:
-        ConfigError: A layer of the model has a sliding window, and rows share their prompt.
-    """
+    """Refuse to share prompts in a model whose sliding window would cut them."""
     size = window(config)
     if size is not None and actor.use_prefix_grouper:
         raise ConfigError(_no_sharing(size, f"{config.model_type} model's"))

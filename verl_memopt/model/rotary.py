@@ -45,14 +45,8 @@ class Rotary:
 def rotary_embedding(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
     """Return x normed and rotated, differentiably.
 
-    Keeps ``x`` for backward where it is normed, and nothing of its size where it is not.
-
-    Args:
-        x: [T, heads, D].
-        weight: [D], of the norm; None for no norm.
-        eps: The norm's epsilon.
-        cos: [T, D].
-        sin: [T, D].
+    ``x`` is [T, heads, D], ``cos`` and ``sin`` are [T, D], and ``weight`` [D] is of the norm, None for no norm. Keeps ``x`` for
+    backward where it is normed, and nothing of its size where it is not.
     """
     return _RotaryEmbedding.apply(x, weight, eps, cos, sin)
 
@@ -104,15 +98,8 @@ def rotary_backward(
 ) -> None:
     """Write the gradient of the input of :func:`apply_rotary` into ``into``, from that of its output.
 
-    Args:
-        grad: [T, heads, D], the gradient of the output.
-        x: [T, heads, D], the input; read only where there is a norm.
-        weight: [D], of the norm; None for no norm.
-        eps: The norm's epsilon.
-        cos: [T, D], or None.
-        sin: [T, D], or None.
-        into: [T, heads, D], may be ``x``.
-        sums: [D] in fp32 or wider, to which the weight's gradient is added; None where it is not needed.
+    ``x`` is read only where there is a norm, and may be ``into``. To ``sums`` [D], fp32 or wider, the gradient of the norm's
+    weight is added; None where it is not needed. The others are as in :func:`apply_rotary`.
     """
     if cos is None or sin is None:
         into.copy_(grad)

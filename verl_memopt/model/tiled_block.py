@@ -142,17 +142,10 @@ def tiled_block(
 ) -> Tensor:
     """Return the block's output [1, Q, h] for the Q queries of a layout. Keeps ``x`` and the parameters for backward.
 
-    Backward overwrites the gradient of the output, so nothing else may use it.
-
-    Args:
-        x: [T, h], the block's input.
-        cos: [T, D], as ``sin``.
-        sin: Sines of the T positions.
-        layout: Which tokens share a prefix, and which are queries.
-        shape: What the block computes besides its parameters.
-        norm_weights: Of the norms of the block's input, of the MLP's input, of queries and of keys; None for no norm.
-        layers: Projections of queries, keys, values and output, then gate, up and down; with adapters or without. Without
-            gradients they may be of any kind.
+    Backward overwrites the gradient of the output, so nothing else may use it. ``x`` is [T, h], and cos and sin are [T, D].
+    ``norm_weights`` are of the norms of the block's input, of the MLP's input, of queries and of keys; None for no norm.
+    ``layers`` are the projections of queries, keys, values and output, then gate, up and down; with adapters or without. Without
+    gradients they may be of any kind.
     """
     if not torch.is_grad_enabled():
         return _Block(shape, layout, (x, cos, sin, *norm_weights), layers).forward()

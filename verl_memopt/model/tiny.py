@@ -63,9 +63,6 @@ def make_tiny_model(folder: str | Path, shape: TinyShape | None = None, *, seed:
 
     The same shape and seed give the same bytes. The folder is written under another name and renamed, so a folder that exists is
     complete. An older folder is replaced.
-
-    Returns:
-        The folder.
     """
     shape = TinyShape() if shape is None else shape
     folder = Path(folder)

@@ -33,12 +33,7 @@ STORED_HEADS = ("score", "classifier")
 
 
 class ValueHead(nn.Module):
-    """A linear head with one output. It rests in the masters' dtype and computes in fp32.
-
-    Attributes:
-        weight: [1, h].
-        bias: [1].
-    """
+    """A linear head with one output. It rests in the masters' dtype and computes in fp32."""
 
     def __init__(self, like: Tensor, hidden_size: int, dtype: torch.dtype | None = None) -> None:
         """Make the parameters, uninitialised.
@@ -83,11 +78,7 @@ class ValueModel(PackedModel):
 
 
 def stored_head(folder: Path, key: str = CRITIC_KEY) -> dict[str, str | None]:
-    """Return the names of the value head's parameters in a folder, by their names in the model. None = the folder has none.
-
-    Raises:
-        ConfigError: The folder's head has several outputs.
-    """
+    """Return the names of the value head's parameters in a folder, by their names in the model. None = the folder has none."""
     weights = WeightFolder(folder, key)
     stored = next((name for name in STORED_HEADS if f"{name}.weight" in weights.names), None)
     if stored is None:
@@ -155,12 +146,8 @@ TILE_TOKENS = 2048
 def scalar_head(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Return ``states @ weight + bias`` in fp32, [R].
 
-    Gradients flow to all three, each in its own dtype. The weight's gradient is summed in fp32.
-
-    Args:
-        states: [R, h].
-        weight: [1, h].
-        bias: [1].
+    For states [R, h], weight [1, h] and bias [1]. Gradients flow to all three, each in its own dtype. The weight's gradient is
+    summed in fp32.
     """
     return _ScalarHead.apply(states, weight, bias)
 

@@ -107,11 +107,7 @@ def empty_model(
 
 
 def rebuild_buffers(model: nn.Module, device: torch.device, key: str = POLICY_KEY) -> None:
-    """Fill the buffers that no checkpoint holds (rotary frequencies) by building their module again on the CPU.
-
-    Raises:
-        ConfigError: A module's buffers cannot be computed from its config alone. The message names it.
-    """
+    """Fill the buffers that no checkpoint holds (rotary frequencies) by building their module again on the CPU."""
     for name, module in model.named_modules():
         missing = [buffer for buffer in module._non_persistent_buffers_set if getattr(module, buffer) is not None]
         # Transformers also keeps non-persistent names whose buffer is None. These have nothing to compute.
@@ -136,11 +132,7 @@ class WeightFolder:
     """The safetensors files of a model folder, read slice by slice. Only the requested slice is held in memory."""
 
     def __init__(self, folder: Path, key: str = POLICY_KEY) -> None:
-        """Open the files of a folder.
-
-        Raises:
-            ConfigError: The folder holds no safetensors, or its index names a file that is missing or outside of it.
-        """
+        """Open the files of a folder."""
         self.folder = folder
         index = folder / "model.safetensors.index.json"
         files = files_of_index(index) if index.is_file() else {"model.safetensors"}
@@ -293,11 +285,7 @@ def local_region(parameter: Tensor) -> tuple[slice, ...]:
 
 
 def check_shapes(weights: WeightFolder, shapes: Mapping[str, tuple[int, ...]], key: str) -> None:
-    """Refuse tensors of another shape than the config says. Names that the folder lacks are left out.
-
-    Raises:
-        ConfigError: The message lists them.
-    """
+    """Refuse tensors of another shape than the config says. Names that the folder lacks are left out."""
     stored = {name: shape for name, shape in shapes.items() if name in weights.names}
     _check_names(weights, stored, weights.folder, key, frozenset(weights.names))
 

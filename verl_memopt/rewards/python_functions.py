@@ -44,11 +44,7 @@ class NamedFunction:
 
     @classmethod
     def of(cls, name: str, function: Any, weight: float) -> NamedFunction:
-        """Return a function with what its signature says.
-
-        Raises:
-            RewardError: It cannot be called with any of the three signatures.
-        """
+        """Return a function with what its signature says."""
         if not callable(function):
             raise RewardError(f"rewards: {function!r:.100} is not a function. Give a function, or a list of functions.")
         try:
@@ -137,9 +133,6 @@ def named_functions(rewards: Any, weights: Sequence[float] | None = None) -> lis
     """Return reward functions with their names and weights (default 1).
 
     ``rewards``: a function, a list of functions, or name -> function.
-
-    Raises:
-        RewardError: There is none, a weight is missing, or a function has none of the known signatures.
     """
     if isinstance(rewards, Mapping):
         named = list(rewards.items())
@@ -160,11 +153,7 @@ def named_functions(rewards: Any, weights: Sequence[float] | None = None) -> lis
 
 
 def save_functions(functions: Sequence[NamedFunction], path: Path) -> dict[str, Any]:
-    """Pickle functions, and return the settings that have the reward processes call them, by key.
-
-    Raises:
-        RewardError: A function holds something that cannot be pickled.
-    """
+    """Pickle functions, and return the settings that have the reward processes call them, by key."""
     import cloudpickle
 
     path.parent.mkdir(parents=True, exist_ok=True)

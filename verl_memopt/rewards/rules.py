@@ -127,8 +127,7 @@ def _last_box(text: str, command: str = "\\boxed") -> str | None:
 def _one_form(text: str) -> str:
     """Return LaTeX in one of the forms that mean the same.
 
-    Raises:
-        ValueError: A fraction, a root or a unit has no end.
+    A ValueError says that a fraction, a root or a unit has no end.
     """
     text = text.replace("\n", "").replace("\\!", "").replace("\\\\", "\\").replace("tfrac", "frac").replace("dfrac", "frac")
     for part in ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$"):
@@ -264,10 +263,7 @@ def rule_of(source: str, tolerant: bool = False) -> Rule | None:
 def check_sources(sources: Iterable[tuple[str, str]], sandbox: bool = False, tolerant: bool = False) -> None:
     """Check that each data source has a rule. For runs without a custom function.
 
-    Args:
-        sources: (data_source, address) of each row.
-        sandbox: There is a service that runs the programs of code tasks.
-        tolerant: As in :func:`rule_of`.
+    ``sources`` are (data_source, address) of each row. ``sandbox``: there is a service that runs the programs of code tasks.
 
     Raises:
         DataError: A data source has no rule, or what its rule needs is missing. The message names the first such row.
@@ -288,11 +284,7 @@ def check_sources(sources: Iterable[tuple[str, str]], sandbox: bool = False, tol
 def score_by_rule(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, tolerant: bool = False
 ) -> Any:
-    """Return the score by the rule of ``data_source``, or a dict with ``score``. ``tolerant`` is as in :func:`rule_of`.
-
-    Raises:
-        RewardError: There is no such rule.
-    """
+    """Return the score by the rule of ``data_source``, or a dict with ``score``. ``tolerant`` is as in :func:`rule_of`."""
     rule = rule_of(data_source, tolerant)
     if rule is None:
         raise RewardError(f"cannot score this row: {_no_rule(data_source)}")
@@ -306,11 +298,7 @@ def score_batch_by_rule(
     extra_infos: Sequence[Any],
     tolerant: bool = False,
 ) -> list[Any]:
-    """Return the score of each row by the rule of its data source, as :func:`score_by_rule`.
-
-    Raises:
-        RewardError: There is no such rule.
-    """
+    """Return the score of each row by the rule of its data source, as :func:`score_by_rule`."""
     rows = zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)
     return [score_by_rule(*row, tolerant=tolerant) for row in rows]
 
@@ -564,10 +552,6 @@ def program_in(response: str) -> str | None:
 
 def verdict_of(answer: Any, passes: Callable[[str], bool]) -> Verdict:
     """Return what an answer of the service shows.
-
-    Args:
-        answer: The JSON that the service returned.
-        passes: Whether what the program printed is right.
 
     Raises:
         RewardError: The answer is none of a SandboxFusion service. verl counts it as a case that is not passed.

@@ -90,11 +90,7 @@ class RewardRunner:
         self.close()
 
     def check(self) -> None:
-        """Wait until every process has loaded the function.
-
-        Raises:
-            RewardError: A process cannot load it.
-        """
+        """Wait until every process has loaded the function."""
         for process in self._processes:
             process.wait_until_loaded()
 
@@ -111,9 +107,7 @@ class RewardRunner:
     def score(self, rows: Sequence[RewardRow], begun: Round | None = None) -> list[RewardResult]:
         """Return the result of each row, in order.
 
-        Args:
-            rows: The rows.
-            begun: The round of :meth:`begin` that has some of them already. None = a new one.
+        ``begun`` is the round of :meth:`begin` that has some of the rows already; None = a new one.
 
         Raises:
             RewardError: A row failed, with ``on_error=raise``. The message names the row.
@@ -196,11 +190,7 @@ class Round:
         return [self._results[index] for index in range(len(self._rows))]
 
     def turn(self, seconds: float) -> None:
-        """Hand out waiting rows, and take the scores that arrive within so many seconds.
-
-        Raises:
-            RewardError, Stopped: As :meth:`RewardRunner.score`.
-        """
+        """Hand out waiting rows, and take the scores that arrive within so many seconds."""
         if self._stopped():
             raise Stopped
         self._hand_out()
@@ -323,12 +313,7 @@ MANAGERS = {
 
 
 def num_processes(manager: str, num_workers: int) -> int:
-    """Return how many reward processes a manager has.
-
-    Args:
-        manager: ``reward_model.reward_manager``.
-        num_workers: ``reward_model.num_workers``.
-    """
+    """Return how many reward processes a manager has."""
     if not MANAGERS[manager].calls_function:
         return 0
     cores = len(os.sched_getaffinity(0)) if MANAGERS[manager].row_by_row else 0
@@ -346,12 +331,8 @@ class RewardProcess:
     """A new interpreter that runs one reward function under a supervisor. It starts in the background.
 
     It and all that it starts end with this process, however this process ends. It has its own session and ignores the signals
-    that end a run, so that a stopped run can still finish its step.
-
-    Args:
-        call: The function, and how it is called.
-        limits: Memory, processor time and open files.
-        log: File for what the function prints. None = the standard output of this process.
+    that end a run, so that a stopped run can still finish its step. ``log`` is the file for what the function prints; None = the
+    standard output of this process.
     """
 
     def __init__(self, call: FunctionCall, limits: Limits, log: Path | None = None) -> None:
@@ -397,11 +378,7 @@ class RewardProcess:
         return self._process.pid
 
     def wait_until_loaded(self) -> None:
-        """Wait until the function is imported.
-
-        Raises:
-            RewardError: It could not be imported. The message gives the reason.
-        """
+        """Wait until the function is imported."""
         if self.loaded:
             return
         if not self.connection.poll(max(0.0, self._started + LOAD_SECONDS - time.monotonic())):

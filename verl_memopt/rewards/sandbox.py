@@ -57,10 +57,6 @@ def share_out(settings: SandboxFusion, num_processes: int) -> list[Sandbox]:
 
     There may be fewer processes than ``num_processes``, so that each has slots for all test cases of a row. One process waits for
     many programs at a time.
-
-    Args:
-        settings: ``reward_model.sandbox_fusion``, with a url.
-        num_processes: Most reward processes.
     """
     assert settings.url is not None
     total = settings.max_concurrent
@@ -71,9 +67,7 @@ def share_out(settings: SandboxFusion, num_processes: int) -> list[Sandbox]:
 class Grader:
     """Scores responses to code tasks.
 
-    Args:
-        sandbox: The service. Never more than ``slots`` of its calls are under way, also where rows were given up.
-        patience: Time limits and attempts of a call.
+    Never more than ``slots`` of the service's calls are under way, also where rows were given up.
     """
 
     def __init__(self, sandbox: Sandbox, patience: Patience = PATIENCE) -> None:
@@ -86,10 +80,6 @@ class Grader:
         """Return the share of the test cases that the program of a response passes.
 
         Where one case shows that the program does not compile, the cases after it are not passed.
-
-        Args:
-            solution: The response.
-            ground_truth: The row's test cases, as :meth:`CodeTask.read` takes them.
 
         Raises:
             RewardError: The ground truth is no code task, or the service gives no answer.
@@ -156,12 +146,7 @@ class Grader:
 def check_service(settings: SandboxFusion, patience: Patience = PATIENCE) -> None:
     """Let the service run a first program, so that a wrong address is an error before a run begins.
 
-    Args:
-        settings: ``reward_model.sandbox_fusion``. Without a url nothing happens.
-        patience: Time limits and attempts.
-
-    Raises:
-        RewardError: The service gives no answer, or a wrong one. The message names key and address.
+    Without a url nothing happens. The error names key and address.
     """
     if settings.url is None:
         return

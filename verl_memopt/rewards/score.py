@@ -32,11 +32,8 @@ def outcome_of(index: int, value: Any) -> Outcome:
 def failure(index: int, problem: BaseException, limits: Limits, frames: int = 1) -> Outcome:
     """Return the outcome of a row whose function raised.
 
-    Args:
-        index: The row.
-        problem: What it raised.
-        limits: Limits of the process, named where it found no memory.
-        frames: Outermost frames that belong to this package, and are left out.
+    ``limits`` are named where memory was missing. ``frames`` counts outermost frames that belong to this package, and are left
+    out.
     """
     if isinstance(problem, RewardError):
         return index, 0.0, {}, str(problem)
@@ -54,9 +51,7 @@ def failure(index: int, problem: BaseException, limits: Limits, frames: int = 1)
 def outcomes_of_batch(indices: Sequence[int], values: Any) -> list[Outcome]:
     """Return the outcome of each row of a call that scored them all.
 
-    Args:
-        indices: The rows.
-        values: What the function returned: a number or a dict with ``score`` for each row.
+    ``values`` is what the function returned: a number or a dict with ``score`` for each row.
     """
     if isinstance(values, str | dict) or not hasattr(values, "__iter__") or not hasattr(values, "__len__"):
         what = f"returned {values!r:.200} of type {type(values).__name__}, not a list of scores"
@@ -68,11 +63,7 @@ def outcomes_of_batch(indices: Sequence[int], values: Any) -> list[Outcome]:
 
 
 def read_score(value: Any) -> tuple[float, dict[str, Any]]:
-    """Return the finite score in the return value of a reward function, and its other entries.
-
-    Raises:
-        RewardError: There is no finite number.
-    """
+    """Return the finite score in the return value of a reward function, and its other entries."""
     if not isinstance(value, dict):
         return _finite(value, "returned"), {}
     if "score" not in value:
@@ -135,11 +126,7 @@ def as_message(value: Any) -> bytes:
 
 
 def read_message(message: bytes) -> Any:
-    """Return what a reward process sent.
-
-    Raises:
-        RewardError: It is none of :func:`as_message`.
-    """
+    """Return what a reward process sent."""
     try:
         return json.loads(message)
     except (ValueError, RecursionError) as error:
@@ -149,8 +136,7 @@ def read_message(message: bytes) -> Any:
 def read_outcomes(message: bytes) -> list[Outcome]:
     """Return the outcomes that a reward process sent.
 
-    Raises:
-        RewardError: They are none: the reward function wrote to the connection itself.
+    A RewardError says that they are none: the reward function wrote to the connection itself.
     """
     try:
         return [(int(index), float(score), dict(extra), failure) for index, score, extra, failure in read_message(message)]

@@ -59,12 +59,8 @@ class FunctionCall:
 def main(pipe: int, progress: int, limits: Limits) -> None:
     """Serve rows from a pipe until it closes.
 
-    The first answer says what is wrong with the function (None = nothing), and whether it scores rows concurrently.
-
-    Args:
-        pipe: File descriptor of the connection to the run.
-        progress: File descriptor of the shared file.
-        limits: Limits of this process, for messages.
+    The first answer says what is wrong with the function (None = nothing), and whether it scores rows concurrently. ``pipe`` and
+    ``progress`` are file descriptors of the connection to the run and of the shared file.
     """
     connection = Connection(pipe)
     with ExitStack() as ended_with_the_pipe:
@@ -88,15 +84,8 @@ def main(pipe: int, progress: int, limits: Limits) -> None:
 class Serving:
     """Scores the rows that arrive, and sends their outcomes in batches, each within a few milliseconds.
 
-    Attributes:
-        connection: To the run.
-        function: The reward function.
-        progress: File descriptor of the shared file.
-        limits: Limits of this process, for messages.
-        call: How the function is called.
-        loop: Runs an async function; None where the function is none.
-        outcomes: Outcomes that are not sent yet.
-        sent_at: When the last ones were sent.
+    ``progress`` is the file descriptor of the shared file. ``loop`` runs an async function; None where the function is none.
+    ``outcomes`` are not sent yet.
     """
 
     connection: Connection
@@ -214,12 +203,7 @@ def load_reward_function(
 ) -> RewardFunction:
     """Return the reward function, with its keyword arguments bound.
 
-    Args:
-        path: The user's Python file. None = the rules.
-        name: The function in it.
-        reward_kwargs: Further keyword arguments for every call.
-        whole_batch: The function scores all rows in one call.
-        sandbox: The service that runs programs for the rules. None = there is none.
+    ``path`` is the user's Python file; None = the rules, for which ``sandbox`` runs programs, if there is one.
 
     Raises:
         RewardError: The file or the function is missing, or the function does not accept the arguments.
