@@ -29,7 +29,7 @@ from verl_memopt.memory.sequence_parallel_torch import sequence_group
 from verl_memopt.memory.streamed_params_torch import StreamedParams
 from verl_memopt.model.attention import choose_attention
 from verl_memopt.model.decoder import Decoder, DecoderBlock, block_options, class_name
-from verl_memopt.model.families import POLICY_KEY, score_cap
+from verl_memopt.model.families import POLICY_KEY, SCORE_CAP
 from verl_memopt.model.packed_model import PackedModel, PolicyModel, dtype_of
 from verl_memopt.model.packing_check import REWARD_KEY, frozen_value_model
 from verl_memopt.model.value_model import CRITIC_KEY, ValueHead, ValueModel, stored_head
@@ -199,7 +199,7 @@ def _build(
     reduce = dtype_of(fsdp.mixed_precision.reduce_dtype, f"{use.fsdp_key}.mixed_precision.reduce_dtype")
     config = load_model_config(model, folder, use.model_key)
     name = model.attn_implementation or "auto"
-    attention = choose_attention(name, device, compute, use.knobs_key, score_cap(config))
+    attention = choose_attention(name, device, compute, use.knobs_key, getattr(config, SCORE_CAP, None))
     lm = empty_model(config, attention, resting, bool(model.trust_remote_code), use.model_key)
     blocks = block_options(lm, model, fsdp, use.knobs_key, use.trained, use.recompute)
     packed = take_over(lm, blocks=blocks)

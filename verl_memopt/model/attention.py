@@ -93,19 +93,10 @@ HEAD_MULTIPLE = 8
 """GPU kernels take head sizes that are multiples of this."""
 
 
-@dataclass(frozen=True)
-class AttentionChoice:
-    """The kernel that a model uses: its short name, its name in transformers, and why it was chosen."""
-
-    name: str
-    registered: str
-    reason: str
-
-
 def choose_attention(
     name: str, device: torch.device, dtype: torch.dtype, section: str = POLICY_KEY, cap: float | None = None
-) -> AttentionChoice:
-    """Choose the kernel for ``model.attn_implementation``.
+) -> str:
+    """Choose the kernel for ``model.attn_implementation``, and return its registered name.
 
     ``auto`` takes flash-attn where it is installed and supports device and dtype. Without flash-attn it takes torch's own flash
     kernels under the same conditions, and else SDPA's other kernels. A model that caps its scores gets eager attention: the fused
@@ -120,8 +111,7 @@ def choose_attention(
     if cap is not None and name in ("flash_attention_2", "sdpa"):
         raise ConfigError(f"{key}: this kernel cannot cap the scores of attention ({SCORE_CAP}={cap:g}). Use auto or eager.")
     if cap is not None:
-        reason = f"the model caps the scores of attention ({SCORE_CAP}={cap:g})" if name == "auto" else "asked for"
-        return AttentionChoice("eager", REGISTERED["eager"], reason)
+        return REGISTERED["eager"]
     supported = supports_flash(device, dtype)
     problem = flash_attn_problem() if supported or name == "flash_attention_2" else None
     if name == "flash_attention_2":
@@ -131,14 +121,9 @@ def choose_attention(
             raise ConfigError(
                 f"{key}: flash kernels need a GPU of capability 8.0 and half precision, not {device} {dtype}. Use auto."
             )
-    reason = "asked for"
     if name == "auto":
-        name, reason = "sdpa", f"no flash kernel for {device} {dtype}"
-        if supported and problem is None:
-            name, reason = "flash_attention_2", f"installed, supports {device} {dtype}"
-        elif supported:
-            name, reason = "varlen", f"flash-attn {problem}; torch has a kernel of its own"
-    return AttentionChoice(name, REGISTERED[name], reason)
+        name = "sdpa" if not supported else "flash_attention_2" if problem is None else "varlen"
+    return REGISTERED[name]
 
 
 FLASH_ATTN_INSTALL = ".venv/bin/pip install --no-build-isolation 'flash-attn==2.8.3.post1'"

@@ -350,10 +350,10 @@ def _merge_statement(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor,
 
 @dataclass(frozen=True)
 class _Varlen:
-    """Which queries see which keys. ``cu_seqlens`` are int32 [sequences + 1], ``left`` and ``right`` of -1 see all."""
+    """Which queries see which keys. ``cu_seqlens`` are int32 [sequences + 1], None for one rectangle. -1 sees all."""
 
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
     max_seqlen_q: int
     max_seqlen_k: int
     causal: bool
@@ -396,9 +396,7 @@ def _backward(
 
 def _rectangle_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
-    )
+    out, lse = _forward(q, k, v, _Varlen(None, None, q.shape[1], k.shape[1], causal), scale)
     return out.transpose(1, 2), lse
 
 
@@ -406,13 +404,8 @@ def _rectangle_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, q, k, v, out))
-    # Arguments for dropout, which is off.
-    state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-    gradients = torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], 0.0, causal, state, unused, scale=scale
-    )
-    of_q, of_k, of_v = (x.transpose(1, 2) for x in gradients)
-    return of_q, of_k, of_v
+    of_q, of_k, of_v = _backward(grad, q, k, v, out, lse, _Varlen(None, None, q.shape[1], k.shape[1], causal), scale)
+    return of_q.transpose(1, 2), of_k.transpose(1, 2), of_v.transpose(1, 2)
 
 
 FLASH = Kernel(_rectangle_forward, _rectangle_backward, float_parts=False)

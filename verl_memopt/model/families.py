@@ -233,12 +233,6 @@ def _family(config: PretrainedConfig) -> Family:
     return next((family for family in FAMILIES if family.model_type == config.model_type), Family(config.model_type, ""))
 
 
-def score_cap(config: PretrainedConfig) -> float | None:
-    """Return the bound to which a model caps the scores of attention, None for no cap."""
-    cap: float | None = getattr(config, SCORE_CAP, None)
-    return cap
-
-
 def layer_types(config: PretrainedConfig) -> list[str]:
     """Return the kind of each layer from the config; an empty list where the config does not say."""
     for name in ("layer_types", "layers_block_type"):

@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 from verl_memopt.config.schema import Actor, CriticModel, Model, ModelKnobs, ScoringModel
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.shared_prompt import prompt_groups
-from verl_memopt.model.attention import REGISTERED, AttentionChoice, WindowOverPrefixError
+from verl_memopt.model.attention import REGISTERED, WindowOverPrefixError
 from verl_memopt.model.decoder import class_name
 from verl_memopt.model.families import PACKED_LAYERS, POLICY_KEY, TESTED, check_lengths, layer_types, one_line, refused, window
 from verl_memopt.model.folder import TOKENIZER_FILES, check_vocabulary, existing_tokenizer, resolve_folder
@@ -226,10 +226,6 @@ def _mixing_layers(packed_model: PackedModel) -> str:
 # Build a model without its weights on the driver, so that an unsupported one is refused before any worker starts.
 
 
-ANY_ATTENTION = AttentionChoice("sdpa", REGISTERED["sdpa"], "nothing is computed")
-"""Nothing is computed. Transformers checks more of a model for this kernel than for the others."""
-
-
 class Checked(NamedTuple):
     """What the files of a model say: the shape of each weight without adapters, and the rows of the embedding."""
 
@@ -250,7 +246,8 @@ def check_architecture(model: Model | CriticModel, folder: Path, longest: int, a
     """
     key = key or (CRITIC_KEY if isinstance(model, CriticModel) else POLICY_KEY)
     config = load_model_config(model, folder, key)
-    lm = empty_model(config, ANY_ATTENTION, torch.float32, bool(model.trust_remote_code), key)
+    # Nothing is computed. Transformers checks more of a model for this kernel than for the others.
+    lm = empty_model(config, REGISTERED["sdpa"], torch.float32, bool(model.trust_remote_code), key)
     packed_model = ValueModel(lm, key=key) if isinstance(model, CriticModel) else PolicyModel(lm, 0, False)
     # The names in the folder of weights that have another name there.
     stored = stored_head(folder, key) if isinstance(model, CriticModel) else {}

@@ -23,7 +23,7 @@ from verl_memopt.memory.held import PUBLISHED, ModelSize
 from verl_memopt.memory.lora_torch import ADAPTERS
 from verl_memopt.memory.prune_last_block import window_of
 from verl_memopt.memory.quantized_frozen_torch import quantized_layers
-from verl_memopt.model.attention import AttentionChoice, choose_attention
+from verl_memopt.model.attention import REGISTERED
 from verl_memopt.model.families import NO_LIST, OWN_BLOCKS, POLICY_KEY, UNEVEN, impossible_size, one_line, refused, unsupported
 from verl_memopt.model.folder import HUB_ID, files_of_index
 from verl_memopt.model.packed_model import register_kernels
@@ -76,7 +76,7 @@ def load_model_config(model: Model | CriticModel, folder: Path, key: str = POLIC
 
 
 def empty_model(
-    config: PretrainedConfig, attention: AttentionChoice, dtype: torch.dtype, trust_remote_code: bool, key: str = POLICY_KEY
+    config: PretrainedConfig, attention: str, dtype: torch.dtype, trust_remote_code: bool, key: str = POLICY_KEY
 ) -> PreTrainedModel:
     """Return the model without storage (on meta), or with fake storage inside a fake mode. Computed buffers are real.
 
@@ -92,13 +92,13 @@ def empty_model(
     config = type(config).from_dict(config.to_dict())
     # from_dict does not restore the name, which errors show.
     config.name_or_path = source
-    config._attn_implementation = attention.registered
+    config._attn_implementation = attention
     config.use_cache = False
     storage: AbstractContextManager[Any] = torch.device("meta") if detect_fake_mode() is None else nullcontext()
     with storage:
         try:
             model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attention.registered, trust_remote_code=trust_remote_code
+                config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
             )
         except Exception as error:
             reason = f"cannot be built with attention over packed rows ({type(error).__name__}: {one_line(error)})"
@@ -358,8 +358,7 @@ def _config_of_hub(name: str, key: str) -> Path:
 
 def _read_size(model: Model | CriticModel, folder: Path, key: str) -> ModelSize:
     config = load_model_config(model, folder, key)
-    attention = choose_attention("sdpa", torch.device("cpu"), torch.float32)
-    empty = empty_model(config, attention, torch.float32, bool(model.trust_remote_code), key)
+    empty = empty_model(config, REGISTERED["sdpa"], torch.float32, bool(model.trust_remote_code), key)
     layers: Any = getattr(empty.get_decoder(), "layers", None)
     if layers is None:
         raise refused(config, str(folder), NO_LIST, key)
