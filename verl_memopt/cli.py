@@ -37,7 +37,7 @@ def report_command(arguments: Sequence[str]) -> int:
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="folder that a run printed as its last line")
     parser.add_argument("--out", type=Path, default=None, help="where to put the charts (default: the run's own folder)")
     parsed = parser.parse_args(arguments)
-    from verl_memopt.observe.report import report
+    from verl_memopt.observe.charts import report
 
     report(parsed.run_dirs, parsed.out)
     return 0

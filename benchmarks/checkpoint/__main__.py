@@ -27,8 +27,7 @@ from verl_memopt.distributed import file_records
 from verl_memopt.distributed.device import join_process_group, leave_process_group
 from verl_memopt.distributed.sharded_state import save_training_state
 from verl_memopt.run import checkpoints
-from verl_memopt.run.checkpoints import CheckpointStore
-from verl_memopt.run.manifest import find_fault
+from verl_memopt.run.checkpoints import CheckpointStore, find_fault
 
 CONTENTS = ["model", "optimizer", "extra"]
 QWEN3_06B = {"layers": 28, "hidden": 1024, "attention": 2048, "key_value": 1024, "mlp": 3072, "vocabulary": 151_936}

@@ -31,8 +31,8 @@ from verl_memopt.algorithms.losses import LossTokens, ValueTokens, select_clip_c
 from verl_memopt.algorithms.records import CUSTOM, ESTIMATORS, LOSSES, load
 from verl_memopt.algorithms.rollout_correction import bypass_loss, correct, kept_lengths
 from verl_memopt.algorithms.rows import LOSS_AGG_MODES, GlobalCounts, aggregate
+from verl_memopt.config.algorithm_rules import REJECTIONS
 from verl_memopt.config.aliases import PRESETS
-from verl_memopt.config.correction_rules import REJECTIONS
 from verl_memopt.config.schema import Actor, Algorithm, KlControl, Optim, PolicyLoss, RolloutCorrection
 from verl_memopt.data.batch import Ragged, RolloutBatch
 from verl_memopt.rewards.rules import score_by_rule

@@ -38,7 +38,7 @@ from verl_memopt.config.loader import load_settings
 from verl_memopt.data.batch import Ragged, RolloutBatch
 from verl_memopt.model.weights import named_weights
 from verl_memopt.observe.phase import PhaseClock
-from verl_memopt.observe.timeline import read_timeline
+from verl_memopt.observe.run_folder import read_timeline
 from verl_memopt.run.interrupts import Interrupts
 from verl_memopt.trainer.build import build_run
 from verl_memopt.trainer.loop import Trainer, start_rewards, start_workers

@@ -11,7 +11,7 @@ HEAVY = {
     "verl_memopt.cli": {"torch", "vllm", "ray", "transformers", "hydra"},
     "verl_memopt.config.loader": {"torch", "vllm", "ray", "transformers"},
     "verl_memopt.worker.group": {"torch", "vllm", "ray", "transformers"},
-    "verl_memopt.observe.report": LOGGERS,
+    "verl_memopt.observe.charts": LOGGERS,
     "verl_memopt.observe.loggers": LOGGERS,
     "verl_memopt.trainer.loop": {"vllm", "ray"},
 }

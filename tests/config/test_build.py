@@ -1,9 +1,8 @@
 import pytest
 
-from verl_memopt.config.builder import MismatchError, build, convert
 from verl_memopt.config.keys import leaf_keys, leaf_types, value_at
 from verl_memopt.config.schema import REQUIRED, Settings
-from verl_memopt.config.values import DERIVED, LINKS
+from verl_memopt.config.values import DERIVED, LINKS, MismatchError, build, convert
 
 
 @pytest.mark.parametrize(

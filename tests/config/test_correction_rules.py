@@ -4,9 +4,9 @@ from dataclasses import asdict, replace
 import pytest
 
 from verl_memopt.algorithms.records import WITH_STATISTICS
+from verl_memopt.config.algorithm_rules import CORRECTION_RULES, CORRECTION_UNUSED, importance_bounds, rejection_bounds
 from verl_memopt.config.aliases import PRESETS
 from verl_memopt.config.checks import RULES
-from verl_memopt.config.correction_rules import CORRECTION_RULES, CORRECTION_UNUSED, importance_bounds, rejection_bounds
 from verl_memopt.config.unused_keys import UNUSED_KEYS
 from verl_memopt.errors import ConfigError
 

@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-from verl_memopt.config.builder import FOREIGN, hint
 from verl_memopt.config.keys import leaf_keys
 from verl_memopt.config.trl_names import (
     BETAS,
@@ -36,6 +35,7 @@ from verl_memopt.config.trl_names import (
     updates_per_rollout,
     words,
 )
+from verl_memopt.config.values import FOREIGN, hint
 
 SET = {SAMPLES: 4, PROMPTS: 64, MINI_BATCH: 16, EPOCHS: 2}
 """64 prompts x 4 responses, 4 optimizer steps a pass, 2 passes."""

@@ -19,7 +19,7 @@ from tests.trainer.conftest import ready
 from verl_memopt.config.loader import load_settings
 from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.model.packed_model import PolicyModel
-from verl_memopt.observe.timeline import read_timeline
+from verl_memopt.observe.run_folder import read_timeline
 from verl_memopt.worker.worker import Worker
 
 STEPS, SETTLED = 20, 3

@@ -26,7 +26,7 @@ from tests.end_to_end.runs import STARTED, learned, metrics
 from tests.faults.kills import members
 from tests.faults.machine import Machine, held, left
 from verl_memopt.cli import main as command_line
-from verl_memopt.observe.timeline import read_timeline
+from verl_memopt.observe.run_folder import read_timeline
 
 SETTLED = 50
 """Steps after a start from which on nothing may grow."""

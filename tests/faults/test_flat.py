@@ -5,7 +5,7 @@ import pytest
 from tests.end_to_end.runs import metrics, wait_for_step
 from tests.faults.conftest import QUIET
 from tests.faults.machine import held
-from verl_memopt.observe.timeline import read_timeline
+from verl_memopt.observe.run_folder import read_timeline
 
 STEPS = 300
 SETTLED = 50

@@ -24,7 +24,7 @@ from verl_memopt.distributed.sharded_state import StoredTensors
 from verl_memopt.errors import RewardError, UserError
 from verl_memopt.model.folder import load_tokenizer
 from verl_memopt.model.packing_check import check_architecture
-from verl_memopt.observe.report import finish_summary
+from verl_memopt.observe.charts import finish_summary
 from verl_memopt.observe.run_folder import RunFolder, open_run_folder
 from verl_memopt.rewards.scorer import load_reward_function
 from verl_memopt.run.checkpoints import CheckpointStore, check_folder

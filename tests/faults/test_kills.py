@@ -14,7 +14,7 @@ from tests.end_to_end.runs import assert_equal_runs
 from tests.faults.conftest import QUIET, SHORT
 from tests.faults.kills import BOTH, ENDS_A_RUN, HOWS, KILL, members
 from tests.faults.machine import left
-from verl_memopt.observe.timeline import read_timeline
+from verl_memopt.observe.run_folder import read_timeline
 
 RAY = [
     *QUIET, "trainer.logger=[jsonl]",

@@ -5,9 +5,16 @@ import pytest
 from rich.console import Console
 
 from verl_memopt.errors import UserError
-from verl_memopt.observe.charts import build_summary, environment
+from verl_memopt.observe.charts import (
+    build_summary,
+    comparison_table,
+    draw_comparison,
+    environment,
+    finish_summary,
+    report,
+    run_names,
+)
 from verl_memopt.observe.phase import MIB
-from verl_memopt.observe.report import comparison_table, draw_comparison, finish_summary, report, run_names
 from verl_memopt.observe.run_folder import RunFolder
 
 

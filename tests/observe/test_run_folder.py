@@ -5,8 +5,15 @@ import pytest
 from verl_memopt.errors import DataError, UserError
 from verl_memopt.observe.files import append_text, read_rows
 from verl_memopt.observe.phase import PhaseClock, PhaseMemory, Span
-from verl_memopt.observe.run_folder import RunFolder, open_run_folder
-from verl_memopt.observe.timeline import COLUMNS, append_timeline, keep_timeline, read_timeline, timeline_rows
+from verl_memopt.observe.run_folder import (
+    COLUMNS,
+    RunFolder,
+    append_timeline,
+    keep_timeline,
+    open_run_folder,
+    read_timeline,
+    timeline_rows,
+)
 
 
 def test_after_a_resume_the_files_equal_those_of_a_run_that_was_never_stopped(make_run, log_step):

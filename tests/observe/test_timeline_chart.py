@@ -2,7 +2,7 @@ import pytest
 
 from verl_memopt.observe import charts
 from verl_memopt.observe.charts import WHOLE_UP_TO, draw_timeline
-from verl_memopt.observe.timeline import TimelineRow
+from verl_memopt.observe.run_folder import TimelineRow
 
 MIB = 2**20
 

@@ -3,8 +3,7 @@ import re
 import pytest
 
 from verl_memopt.cli import main
-from verl_memopt.run.checkpoints import CheckpointStore
-from verl_memopt.run.manifest import TRACKER
+from verl_memopt.run.checkpoints import TRACKER, CheckpointStore
 
 
 def save(store, step, score=None):

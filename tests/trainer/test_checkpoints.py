@@ -11,8 +11,7 @@ from blake3 import blake3
 
 from verl_memopt.distributed.file_records import FileRecord
 from verl_memopt.errors import CheckpointError, UserError
-from verl_memopt.run.checkpoints import CheckpointStore, read_checkpoint
-from verl_memopt.run.manifest import TRACKER, Manifest, find_fault, write_manifest
+from verl_memopt.run.checkpoints import TRACKER, CheckpointStore, Manifest, find_fault, read_checkpoint, write_manifest
 
 
 def save(store, step, size=10):

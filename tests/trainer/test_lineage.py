@@ -1,6 +1,6 @@
 import pytest
 
-from verl_memopt.run.manifest import MANIFEST, TRACKER, Manifest, read_history, write_manifest
+from verl_memopt.run.checkpoints import MANIFEST, TRACKER, Manifest, read_history, write_manifest
 
 
 def history(root, commits, tracked=None):

@@ -15,7 +15,7 @@ from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.errors import CheckpointError, TrainingError
 from verl_memopt.observe.metrics import headline_score
 from verl_memopt.run import checkpoints
-from verl_memopt.run.manifest import find_fault, read_manifest
+from verl_memopt.run.checkpoints import find_fault, read_manifest
 from verl_memopt.worker.worker import Worker
 
 ADAPTIVE_KL = {

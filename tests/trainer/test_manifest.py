@@ -4,7 +4,7 @@ import pytest
 from blake3 import blake3
 
 from verl_memopt.distributed.file_records import FileRecord
-from verl_memopt.run.manifest import MANIFEST, Manifest, ManifestError, find_fault, read_manifest, write_manifest
+from verl_memopt.run.checkpoints import MANIFEST, Manifest, ManifestError, find_fault, read_manifest, write_manifest
 
 CONTENTS = {"data.pt": b"driver", "actor/shard": b"weights"}
 

@@ -14,8 +14,7 @@ from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.distributed.file_records import FileRecord
 from verl_memopt.errors import CheckpointError, ConfigError, UnreadableCheckpointError
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
-from verl_memopt.run.checkpoints import CheckpointStore
-from verl_memopt.run.manifest import read_manifest, write_manifest
+from verl_memopt.run.checkpoints import CheckpointStore, read_manifest, write_manifest
 from verl_memopt.run.resume import checkpoint_store, loaded_parts, plain_shapes, with_seeds
 from verl_memopt.trainer.build import build_run
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from verl_memopt.algorithms.kl import MAX_LOG_RATIO
 from verl_memopt.algorithms.losses import LossAndMetrics, LossTokens, gpg_loss, vanilla_loss
 from verl_memopt.algorithms.rows import row_means, row_sums
-from verl_memopt.config.correction_rules import importance_bounds, rejection_bounds
+from verl_memopt.config.algorithm_rules import importance_bounds, rejection_bounds
 from verl_memopt.config.schema import Actor, RolloutCorrection
 
 # How far the trainer's probabilities are from the rollout engine's: divergences and perplexities.

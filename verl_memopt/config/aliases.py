@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from verl_memopt.config.correction_rules import KEY
+from verl_memopt.config.algorithm_rules import KEY
 from verl_memopt.config.keys import Problem, flatten, problem, shown
 from verl_memopt.config.schema import REQUIRED, Model, RolloutCorrection, Trainer
 from verl_memopt.config.unused_keys import refusal_of, refuse

@@ -12,8 +12,14 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
-from verl_memopt.config.algorithm_rules import ALGORITHM_RULES, CRITIC_RULES, SUPERVISED_RULES, WITHOUT_CRITIC, WITHOUT_ENGINE
-from verl_memopt.config.correction_rules import CORRECTION_RULES
+from verl_memopt.config.algorithm_rules import (
+    ALGORITHM_RULES,
+    CORRECTION_RULES,
+    CRITIC_RULES,
+    SUPERVISED_RULES,
+    WITHOUT_CRITIC,
+    WITHOUT_ENGINE,
+)
 from verl_memopt.config.debug_modes import WITHOUT_DATA, debug_rules
 from verl_memopt.config.keys import IS_SET, Problem, above, leaf_values, other_than, problem, refused, value_at
 from verl_memopt.config.reward_limits import LARGEST_SCORE

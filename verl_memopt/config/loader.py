@@ -24,7 +24,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_memopt.algorithms.records import LOSSES, SFT
 from verl_memopt.config.aliases import translate
-from verl_memopt.config.builder import build
 from verl_memopt.config.checks import check
 from verl_memopt.config.keys import (
     OPEN_KEYS,
@@ -39,6 +38,7 @@ from verl_memopt.config.keys import (
 )
 from verl_memopt.config.schema import Algorithm, Settings
 from verl_memopt.config.trl_names import KeySources, translate_trl
+from verl_memopt.config.values import build
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory import profiles
 

@@ -11,8 +11,7 @@ from typing import Any
 from verl_memopt.config.aliases import VALUES, is_count, our_key
 from verl_memopt.config.keys import Problem, flatten, problem, shown, value_at
 from verl_memopt.config.schema import Settings
-from verl_memopt.config.trl_without_equal import NO_EQUAL
-from verl_memopt.config.unused_keys import Refusal, refuse
+from verl_memopt.config.unused_keys import NO_EQUAL, Refusal, refuse
 from verl_memopt.recipes.registry import RECIPES
 
 logger = logging.getLogger(__name__)

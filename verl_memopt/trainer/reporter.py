@@ -11,13 +11,12 @@ from types import TracebackType
 
 from verl_memopt.config.keys import argument_without_secrets
 from verl_memopt.config.loader import to_yaml
-from verl_memopt.observe.charts import draw_charts, environment
+from verl_memopt.observe.charts import draw_charts, environment, finish_summary
 from verl_memopt.observe.console import RunConsole, memory_table, phase_rows, print_end, print_folder
 from verl_memopt.observe.files import append_rows
 from verl_memopt.observe.loggers import LoggingPlace, StepLoggers, build_loggers
 from verl_memopt.observe.metrics import compile_metrics, memory_metrics, throughput_metrics, token_timings
 from verl_memopt.observe.phase import PhaseClock, PhaseMemory
-from verl_memopt.observe.report import finish_summary
 from verl_memopt.observe.run_folder import ENDED, RunFolder, program
 from verl_memopt.observe.samples import Sample, dump_samples
 from verl_memopt.rewards.score import RewardResult

@@ -18,8 +18,8 @@ from verl_memopt.algorithms.rollout_correction import (
     mean_weight,
     rejection,
 )
+from verl_memopt.config.algorithm_rules import REJECTIONS, importance_bounds
 from verl_memopt.config.aliases import PRESETS
-from verl_memopt.config.correction_rules import REJECTIONS, importance_bounds
 
 K = {"k1": lambda x: -x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - 1 - x}
 
