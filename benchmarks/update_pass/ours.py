@@ -23,9 +23,9 @@ from verl_memopt.worker.trained_model import MicroBatch, micro_batches_of
 KEY = "actor_rollout_ref.actor"
 
 
-def build_ours(job: Job, shared: bool = True) -> Side:
+def build_ours(job: Job, shared: bool = True, compiled: bool = False) -> Side:
     """Gives the project's update. shared: each prompt is computed once for the answers to it in a micro-batch."""
-    policy, micro_batches, counts = sharded_policy(job), cut(job, shared), counts_of(job)
+    policy, micro_batches, counts = sharded_policy(job, compiled), cut(job, shared), counts_of(job)
     assert policy.model.supports_prefix_kv or job.work.block_tile
 
     def update() -> None:
@@ -66,17 +66,19 @@ def counts_of(job: Job) -> GlobalCounts:
     return GlobalCounts(tokens=float(tokens), sequences=float(len(job.batch.answers)))
 
 
-def sharded_policy(job: Job) -> Policy:
-    """Gives the policy as a worker builds it, on one rank; compile is off, as for all."""
+def sharded_policy(job: Job, compiled: bool = False) -> Policy:
+    """Gives the policy as a worker builds it, on one rank. Compile is off for all in the contest."""
     join_process_group(job.device, 0, 1, "", 0, 600)
     mesh = training_mesh(job.device.type, 1, -1)
     fsdp = TrainedFsdp(model_dtype=job.work.dtype, dtype=job.work.dtype)
     model = Model(path=str(job.folder), logprob_chunk_tokens=job.work.chunk_tokens, block_tile_tokens=job.work.block_tile)
     actor = Actor(
-        use_dynamic_bsz=True, use_torch_compile=False, loss_agg_mode="seq-mean-token-sum", clip_ratio_low=CLIP,
+        use_dynamic_bsz=True, use_torch_compile=compiled, loss_agg_mode="seq-mean-token-sum", clip_ratio_low=CLIP,
         clip_ratio_high=CLIP, fsdp_config=fsdp,
     )  # fmt: skip
-    policy = build_policy(model, fsdp, job.folder, mesh, job.device, ModelUse(recompute=job.checkpointing, trained=True))
+    policy = build_policy(
+        model, fsdp, job.folder, mesh, job.device, ModelUse(recompute=job.checkpointing, trained=True, compiled=compiled)
+    )
     materialize(policy, job.folder, job.device)
     return Policy(policy, actor, schedule_steps=1, world_size=1, device=job.device)
 
