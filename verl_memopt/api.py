@@ -104,7 +104,6 @@ class Run:
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Open the folder."""
         from verl_memopt.observe.run_folder import open_run_folder
 
         self.path = Path(path)
@@ -164,7 +163,6 @@ class Run:
         return answers[0] if one else answers
 
     def __repr__(self) -> str:
-        """Return the folder and the last score."""
         rows = self.metrics
         score = rows[-1].get("critic/score/mean") if rows else None
         return f"Run({str(self.path)!r}, {len(rows)} rows of metrics" + ("" if score is None else f", score {score:.3f}") + ")"
@@ -261,7 +259,6 @@ def _batch(rows: int | None, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _run_folder(run_dir: str | Path | None, model: Any, algorithm: str, resume: bool) -> Path:
-    """Return the folder of a run: the one asked for, or a new one."""
     if run_dir is not None:
         return Path(run_dir).expanduser().absolute()
     if resume:
@@ -277,11 +274,7 @@ def settings_by_key(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _setting(name: str, value: Any) -> Iterable[tuple[str, Any]]:
-    """Return (key, value) of a setting that is named by its key, the last part of it, TRL's name, or a section.
-
-    Raises:
-        ConfigError: There is no such setting, or there are several with this last part.
-    """
+    """Return (key, value) of a setting that is named by its key, the last part of it, TRL's name, or a section."""
     from verl_memopt.config.aliases import our_key
     from verl_memopt.config.keys import flatten, leaf_types, section_keys
 
@@ -338,7 +331,6 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def _model(model: Any, tokenizer: Any, folder: Path) -> str:
-    """Return the folder or hub id of a model. A model of transformers is saved."""
     if isinstance(model, str | Path):
         return str(model)
     if not hasattr(model, "save_pretrained"):
@@ -356,11 +348,7 @@ def _model(model: Any, tokenizer: Any, folder: Path) -> str:
 
 
 def _rows(dataset: Any, path: Path, name: str) -> tuple[int | None, Any]:
-    """Return the number of rows (None where files hold them) and the files of a dataset. Rows of Python are written to ``path``.
-
-    Raises:
-        DataError: It is no dataset, or a row cannot be written.
-    """
+    """Return the number of rows (None: files hold them) and the files of a dataset. Rows of Python are written to ``path``."""
     if isinstance(dataset, str | Path):
         text = str(dataset)
         is_hub = not Path(text).expanduser().exists() and _HUB_ID.fullmatch(text) and not Path(text).suffix

@@ -84,7 +84,6 @@ def export_command(arguments: Sequence[str]) -> int:
 
 
 def _step(text: str) -> str:
-    """Return a step of the command line: a number, or best."""
     if text != "best" and not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text} is neither a step nor best")
     return text
@@ -158,14 +157,12 @@ def knobs_command(arguments: Sequence[str]) -> int:
 
 
 def _size(text: str) -> int:
-    """Return a number of the command line that must be at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
     return int(text)
 
 
 def _gb(text: str) -> float:
-    """Return a size of the command line, in GB."""
     with suppress(ValueError):
         if 0 < (size := float(text)) < 1e9:
             return size
@@ -477,10 +474,8 @@ def _train(settings: Settings, begun: RayGroup | None, unreadable: dict[int, str
 
 @contextmanager
 def _begun_workers(settings: Settings) -> Iterator[RayGroup | None]:
-    """Yield Ray's processes, which import what a worker needs while this process checks the run. None where Ray is not used.
-
-    Ray's start is a wait for other processes, so the driver's own imports, which take as long, go on beside it in a thread.
-    """
+    """Yield Ray's processes, which import what a worker needs while this process checks the run. None where Ray is not used."""
+    # Ray's start is a wait for other processes, so the driver's own imports, which take as long, go on beside it in a thread.
     if settings.trainer.worker_group != "ray" or settings.debug.mode != "off":
         yield None
         return

@@ -99,7 +99,6 @@ class DeviceMemoryError(UserError):
     exit_code = 1
 
     def __init__(self, message: str, figures: OutOfMemory = OutOfMemory(), ways: Sequence[Way] = ()) -> None:
-        """Keep figures and ways beside the message."""
         super().__init__(message)
         self.figures, self.ways = figures, tuple(ways)
 
@@ -113,7 +112,6 @@ class HostMemoryError(ConfigError):
     """
 
     def __init__(self, message: str, kind: str) -> None:
-        """Keep the kind beside the message."""
         super().__init__(message)
         self.kind = kind
 
@@ -138,7 +136,6 @@ class UnreadableCheckpointError(CheckpointError):
     """
 
     def __init__(self, message: str, step: int, fault: str) -> None:
-        """Keep step and fault beside the message."""
         super().__init__(message)
         self.step = step
         self.fault = fault

@@ -48,11 +48,9 @@ class Answers:
     """Answers to prompts. Row = prompt * n + sample, as everywhere."""
 
     def __init__(self, batch: StepBatch) -> None:
-        """Wrap the batch of a step."""
         self._batch = batch
 
     def __len__(self) -> int:
-        """Return the number of answers."""
         return self._batch.rows.num_rows
 
     @property
@@ -327,7 +325,6 @@ class Session:
         return self._learner.policy
 
     def _prepare(self, name: str, batch: StepBatch, advantages: Sequence[Any] | None, loss: str | None) -> None:
-        """Give a batch all that the method ``name`` reads, and the workers the loss of the call."""
         rows = batch.rows
         self._check_shares(name, rows.num_rows)
         if advantages is not None:
@@ -357,7 +354,6 @@ class Session:
         self._learner.policy = replace(policy, policy_update=update)
 
     def _check_shares(self, name: str, num_rows: int) -> None:
-        """Refuse answers that do not divide over the devices, for the method ``name``."""
         groups = groups_of_passes(self._context.settings)
         if num_rows % groups:
             raise ConfigError(
@@ -377,11 +373,7 @@ class Session:
 
 
 def _result(number: int, score: Any) -> RewardResult:
-    """Return the score of an answer as a reward.
-
-    Raises:
-        RewardError: It is no number.
-    """
+    """Return the score of an answer as a reward."""
     try:
         return RewardResult(float(score))
     except (TypeError, ValueError) as problem:

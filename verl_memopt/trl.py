@@ -166,11 +166,7 @@ def accuracy_reward(completions: Sequence[Any], solution: Sequence[str], **colum
 
 
 def _given(args: Any, name: str) -> dict[str, Any]:
-    """Return what somebody gave: all of a dict, and of a config of TRL or peft what differs from its defaults.
-
-    Raises:
-        ConfigError: The argument ``name`` is neither.
-    """
+    """Return what somebody gave: all of a dict, and of a config of TRL or peft what differs from its defaults."""
     if args is None:
         return {}
     if isinstance(args, Mapping):
@@ -206,11 +202,7 @@ def _derived(make: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adapters(config: Any) -> dict[str, Any]:
-    """Return the LoRA settings of peft's LoraConfig.
-
-    Raises:
-        ConfigError: A field asks for something that there is not.
-    """
+    """Return the LoRA settings of peft's LoraConfig."""
     if config is None:
         return {}
     settings: dict[str, Any] = {"lora_rank": 8, "lora_alpha": 8}  # peft's defaults

@@ -34,7 +34,6 @@ _filters = attrgetter("algorithm.filter_groups.enable")
 
 
 def _groups() -> Iterator[Refusal]:
-    """Yield the rules of groups, and of steps that leave groups out."""
     batch, round_batch, n = "data.train_batch_size", "data.gen_batch_size", f"{_ROLLOUT}.n"
     on, metric, kl = "algorithm.filter_groups.enable", "algorithm.filter_groups.metric", "algorithm.use_kl_in_reward"
     compared = {n: 1, _ESTIMATOR: other_than(*WITHOUT_GROUPS, *WITHOUT_BASELINE)}
@@ -56,7 +55,6 @@ def _groups() -> Iterator[Refusal]:
 
 
 def _losses() -> Iterator[Refusal]:
-    """Yield the rules of the policy's loss."""
     mask, bypass = "algorithm.mask_truncated_responses", f"{KEY}.bypass_mode"
     way_out = f"Set {mask}=false, or {bypass}=false."
     yield refused({mask: True, bypass: True}, "the losses of bypass mode read every token", way_out)
@@ -65,7 +63,6 @@ def _losses() -> Iterator[Refusal]:
 
 
 def _custom(choice: str, section: str) -> Iterator[Refusal]:
-    """Yield the rules of a function of the user's own."""
     path = f"{section}.path"
     way_out = f"Set {path}=/path/to/file.py and {section}.name, or choose another {choice}."
     yield refused({choice: CUSTOM, path: None}, "a function of your own needs its file", way_out)
@@ -100,12 +97,10 @@ def _has_own_mini_batch(settings: Settings) -> bool:
 
 
 def _sequences(settings: Settings) -> int:
-    """Return the sequences of one optimizer step of the critic."""
     return (settings.critic.ppo_mini_batch_size or 0) * settings.actor_rollout_ref.rollout.n
 
 
 def _critic_rules() -> Iterator[Refusal]:
-    """Yield the rules of runs with a critic."""
     batch, mini, samples = "data.train_batch_size", "critic.ppo_mini_batch_size", f"{_ROLLOUT}.n"
     yield refused(
         {_ENABLE: False},
@@ -143,7 +138,6 @@ def _critic_rules() -> Iterator[Refusal]:
 
 
 def _unused_critic() -> Iterator[UnusedKey]:
-    """Yield when a key of the critic has no effect."""
     yield UnusedKey(_ENABLE, lambda settings: bool(settings.critic.enable) and _without_critic(settings), _NO_CRITIC)
     of_critic = (key for key in leaf_types() if key.startswith("critic.") and key != _ENABLE)
     for key in (*of_critic, _WARMUP, _KEPT):
@@ -190,7 +184,6 @@ def _brings_no_dataset(settings: Settings) -> bool:
 
 
 def _without_engine() -> Iterator[UnusedKey]:
-    """Yield the keys of the engine and of its sampling, which nothing reads without one."""
     for key in (key for key in leaf_types() if key.startswith(f"{_ROLLOUT}.")):
         if key.removeprefix(f"{_ROLLOUT}.") not in _READ and ".log_prob_" not in key:
             yield UnusedKey(key, is_supervised, f"{_ESTIMATOR} is {SFT}, which has no engine")
@@ -277,7 +270,6 @@ def rejection_bounds(names: str, threshold: float | str | None) -> dict[str, tup
 
 
 def _bounds(name: str, spec: str) -> tuple[float, float]:
-    """Return the bounds of one rejection from its part of the setting."""
     try:
         numbers = [float(part) for part in spec.split("_")]
     except ValueError:
@@ -328,7 +320,6 @@ _bypasses = attrgetter(_BYPASS)
 
 
 def _correction_rules() -> Iterator[Refusal]:
-    """Yield the rules that refuse."""
     yield Refusal(
         (_WEIGHTS_BOUND,),
         lambda settings: _weights_fault(settings) is not None,
@@ -365,7 +356,6 @@ def _reports_weights_alone(settings: Settings) -> bool:
 
 
 def _unused_corrections() -> Iterator[UnusedKey]:
-    """Yield the rules about settings without effect."""
     yield from idle(_WEIGHTS, None, _WEIGHTS_BOUND, f"{KEY}.rollout_is_batch_normalize")
     yield from idle(_REJECTION, None, _REJECTION_BOUND)
     yield from idle(_BYPASS, False, _BYPASS_LOSS)

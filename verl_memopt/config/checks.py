@@ -98,7 +98,6 @@ def check(settings: Settings, values: Mapping[str, Any], user_keys: frozenset[st
 
 
 def _set_twice(arguments: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield each further argument of vLLM that a key of its own sets."""
     for name, value in arguments.items():
         if name in ENGINE_NAMES:
             key = ENGINE_NAMES[name]
@@ -108,7 +107,6 @@ def _set_twice(arguments: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _uneven(number: int, parts: int) -> bool:
-    """Return whether a number does not divide into parts."""
     return parts > 0 and number % parts != 0
 
 
@@ -148,7 +146,6 @@ def _files() -> Iterator[Refusal]:
 
 
 def _best_checkpoint() -> Iterator[Refusal]:
-    """Yield the rules of the metric that says which checkpoint is best."""
     key = "trainer.keep_best_checkpoint"
     yield refused(
         {key: lambda name: name is not None and name.removeprefix("min:").removeprefix("max:").strip() == ""},
@@ -178,7 +175,6 @@ def _is_half(one: str, other: str, settings: Settings) -> bool:
 
 
 def _engine_tokens(settings: Settings) -> int:
-    """Return the tokens of the longest prompt and response that the engine takes."""
     rollout = settings.actor_rollout_ref.rollout
     return (rollout.prompt_length or 0) + (rollout.response_length or 0)
 
@@ -212,7 +208,6 @@ def groups_of_passes(settings: Settings) -> int:
 
 
 def _batches() -> Iterator[Refusal]:
-    """Yield the rules of prompts, samples and tokens."""
     batch, mini = "data.train_batch_size", f"{_AR}.actor.ppo_mini_batch_size"
     prompt, response, longest = (f"{_ROLLOUT}.{key}" for key in ("prompt_length", "response_length", "max_model_len"))
     yield Refusal(
@@ -245,7 +240,6 @@ def _batches() -> Iterator[Refusal]:
 
 
 def _devices() -> Iterator[Refusal]:
-    """Yield the rules of devices and how models are split over them."""
     group, parts = "trainer.worker_group", f"{_ROLLOUT}.tensor_model_parallel_size"
 
     def uneven_here(settings: Settings) -> str:
@@ -275,7 +269,6 @@ def _devices() -> Iterator[Refusal]:
 
 
 def _runs() -> Iterator[Refusal]:
-    """Yield the rules of scores, validation and resuming."""
     yield refused(
         {"custom_reward_function.fallback_score": lambda score: abs(score) > LARGEST_SCORE},
         f"scores beyond {LARGEST_SCORE:g} would train nothing",

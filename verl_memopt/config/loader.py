@@ -141,11 +141,7 @@ def compose_mapping(config_name: str, overrides: list[str], config_dir: str | No
 
 
 def _compose(config_name: str, overrides: list[str], config_dir: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the mapping of :func:`compose_mapping`, and the presets of the command line: group -> name.
-
-    Raises:
-        ConfigError: there is no such config, or Hydra cannot read the config or an override.
-    """
+    """Return the mapping of :func:`compose_mapping`, and the presets of the command line: group -> name."""
     folder = _folder(config_name, config_dir)
     groups = _groups(folder)
     signed: list[str] = []
@@ -191,11 +187,7 @@ def _resolved(config: DictConfig) -> Any:
 
 
 def _folder(config_name: str, config_dir: str | None) -> Path:
-    """Return the folder of a config.
-
-    Raises:
-        ConfigError: there is no such folder, or no such config in it.
-    """
+    """Return the folder of a config."""
     folder = PACKAGED if config_dir is None else Path(config_dir).resolve()
     if not folder.is_dir() and Path(config_dir or "") == VERLS_OWN:
         logger.info("config_dir=%s is read as the packaged configs: verl looks for it in its own package", config_dir)
@@ -209,15 +201,7 @@ def _folder(config_name: str, config_dir: str | None) -> Path:
 
 
 def _sign(override: Override, groups: set[str]) -> str | None:
-    """Return the sign with which Hydra takes an override, whether or not a file sets its key; None = as it is written.
-
-    Args:
-        override: One of the command line.
-        groups: The config groups of the recipe's folder.
-
-    Raises:
-        ConfigError: the override cannot have an effect.
-    """
+    """Return the sign with which Hydra takes an override, whether or not a file sets its key; None = as it is written."""
     key, packaged = override.key_or_group, _packaged_groups()
     if key.split(".")[0] == "hydra":
         raise ConfigError("Hydra only composes the settings here, its own keys have no effect. Remove the override.")
@@ -237,7 +221,6 @@ def _sign(override: Override, groups: set[str]) -> str | None:
 
 
 def _groups(folder: Path) -> set[str]:
-    """Return the names of the config groups in a folder: its subfolders, as Hydra writes them."""
     return {below.relative_to(folder).as_posix() for below in folder.rglob("*") if below.is_dir()}
 
 
@@ -253,7 +236,6 @@ def _part(tree: Any, keys: Any) -> Any:
 
 @cache
 def _preset(group: str, name: str) -> Mapping[str, Any]:
-    """Return the keys that a preset sets."""
     return flatten(yaml.safe_load((PACKAGED / group / f"{name}.yaml").read_text()) or {})
 
 
@@ -264,7 +246,6 @@ def _kept(group: str, name: str, composed: Mapping[str, Any]) -> list[str]:
 
 
 def _log_preset(group: str, name: str, composed: Mapping[str, Any]) -> None:
-    """Log which keys a preset set, and which of its keys the command line set otherwise."""
     preset, final, kept = _preset(group, name), flatten(composed), _kept(group, name, composed)
     changed = {key: value for key, value in preset.items() if key in final and key not in kept}
     other = [f"{key}={shown(final[key])} (profile: {shown(value)})" for key, value in changed.items()]

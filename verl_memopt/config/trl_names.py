@@ -190,7 +190,6 @@ class NotConvertibleError(Exception):
     """
 
     def __init__(self, what: str, way_out: str, names: tuple[str, ...] = ()) -> None:
-        """Keep the sentences."""
         super().__init__(what)
         self.what, self.way_out, self.names = what, way_out, names
 

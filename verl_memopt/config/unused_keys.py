@@ -244,7 +244,6 @@ def _has_other_shards(settings: Settings) -> bool:
 
 
 def _rules() -> Iterator[Rule]:
-    """Yield what a reference must be so that it can follow the policy."""
     keep = f"or {EVERY}=null to keep the reference as it is."
     yield refused(
         {EVERY: IS_SET, _RANK: above(0)},
@@ -289,7 +288,6 @@ def _estimator(settings: Settings) -> str:
 
 
 def _of_advantages() -> Iterator[UnusedKey]:
-    """Yield the rules of estimators, groups and the KL."""
     for key in dict.fromkeys(key for record in ESTIMATORS.values() for key in record.options.values()):
         owners = with_option(key)
         yield belongs(f"algorithm.{key}", "algorithm.adv_estimator", owners, f"it belongs to {' and '.join(owners)}")
@@ -312,7 +310,6 @@ def _averages_sequences(settings: Settings) -> bool:
 
 
 def _of_losses() -> Iterator[UnusedKey]:
-    """Yield the rules of the losses."""
     scale_factor = UnusedKey(
         f"{_AR}.actor.loss_scale_factor",
         lambda settings: settings.actor_rollout_ref.actor.loss_agg_mode != "seq-mean-token-sum-norm",
@@ -335,7 +332,6 @@ def _has_equal_answers(settings: Settings) -> bool:
 
 
 def _of_rollouts() -> Iterator[UnusedKey]:
-    """Yield the rules of sampling and of the engine."""
     yield UnusedKey(
         f"{_AR}.rollout.do_sample", _has_equal_answers, "greedy samples of one prompt are all alike, so every advantage is 0"
     )
@@ -353,7 +349,6 @@ def _never_ranks_checkpoints(settings: Settings) -> bool:
 
 
 def _of_rewards_and_runs() -> Iterator[UnusedKey]:
-    """Yield the rules of reward functions, validation and checkpoints."""
     yield from idle(f"{_REWARD}.path", None, f"{_REWARD}.name")
     yield from idle(f"{_REWARD}.on_error", "raise", f"{_REWARD}.fallback_score")
     of_penalty = (

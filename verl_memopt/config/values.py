@@ -99,7 +99,6 @@ def check_values(values: Mapping[str, Any]) -> list[Problem]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield every text in a value, however deep."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

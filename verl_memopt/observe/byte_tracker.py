@@ -49,7 +49,6 @@ class DeviceLimitError(torch.OutOfMemoryError):
     """
 
     def __init__(self, num_bytes: int, kinds: dict[str, int], op: str, asked_bytes: int) -> None:
-        """Keep the figures beside the message."""
         super().__init__(f"{op}: {num_bytes} bytes are past the limit")
         self.num_bytes, self.kinds, self.op, self.asked_bytes = num_bytes, kinds, op, asked_bytes
 
@@ -97,7 +96,6 @@ class ByteTracker(TorchDispatchMode):
         default_kind: str = "activations",
         limit_bytes: int | None = None,
     ) -> None:
-        """Start with empty counts."""
         super().__init__()
         self._limit_bytes = limit_bytes
         self.totals: Counter[tuple[str, str]] = Counter()
@@ -205,7 +203,6 @@ class ByteTracker(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run an op and count the storages of its results."""
         # A wrapper subclass runs its own dispatch, and the ops on its inner tensors come back here.
         if types and any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented
@@ -225,7 +222,6 @@ class ByteTracker(TorchDispatchMode):
         return result
 
     def __enter__(self) -> ByteTracker:
-        """Begin to count."""
         assert not _active, "a ByteTracker is already active"
         super().__enter__()
         self._plans = active_fake_mode() is not None

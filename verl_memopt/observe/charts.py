@@ -292,7 +292,6 @@ def draw_timeline(rows: Sequence[TimelineRow], path: Path) -> Path:
 
 
 def _last_counted_steps(rows: Sequence[TimelineRow]) -> list[TimelineRow]:
-    """Return the last one or two steps whose bytes were counted, or the last step if none was."""
     counted = sorted({row.step for row in rows if row.peak_allocated_bytes is not None and row.step > 0}) or [rows[-1].step]
     last = counted[-1]
     first = last - 1 if last - 1 in counted else last

@@ -98,7 +98,6 @@ class RunConsole:
     """
 
     def __init__(self, total_steps: int, first_step: int = 0, table_every: int = 10, console: Console | None = None) -> None:
-        """Create the bar. It appears when the console is entered."""
         self.console = console or Console(highlight=False)
         self._total = total_steps
         self._every = table_every
@@ -108,12 +107,10 @@ class RunConsole:
         self._task = self._bar.add_task("", total=total_steps, completed=first_step)
 
     def __enter__(self) -> RunConsole:
-        """Show the bar."""
         self._bar.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Print the last table and remove the bar."""
         self.close()
 
     def log(self, step: int, metrics: Metrics) -> None:

@@ -48,7 +48,6 @@ class DeviceLedger:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Start with nothing asleep."""
         self.asleep = Asleep()
         self._device = device
         self._peak_allocated = 0
@@ -145,7 +144,6 @@ class DeviceLedger:
         device_room.reset_peak_memory(self._device)
 
     def _warn_once(self, kind: str, words: str) -> None:
-        """Warn once per kind."""
         if kind not in self._warned:
             self._warned.add(kind)
             logger.warning(words)

@@ -57,7 +57,6 @@ class LastingStream:
     """
 
     def __init__(self, stream: TextIO, name: str, other: TextIO | None) -> None:
-        """Wrap a stream. ``name`` is what messages call it."""
         self._stream, self._name, self._other = stream, name, other
 
     def write(self, text: str) -> int:
@@ -76,7 +75,6 @@ class LastingStream:
             self._lose(error)
 
     def __getattr__(self, name: str) -> Any:
-        """Return any other attribute of the stream."""
         return getattr(self._stream, name)
 
     def _lose(self, error: OSError) -> None:

@@ -75,7 +75,6 @@ class TensorBoardLogger:
     """
 
     def __init__(self, folder: Path, resumed_step: int | None) -> None:
-        """Open the event file."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder), purge_step=None if resumed_step is None else resumed_step + 1)
@@ -107,7 +106,6 @@ class WandbLogger:
     """
 
     def __init__(self, place: LoggingPlace) -> None:
-        """Start or resume the wandb run."""
         try:
             import wandb
         except ImportError as error:
@@ -163,7 +161,6 @@ class MlflowLogger:
     """
 
     def __init__(self, place: LoggingPlace) -> None:
-        """Start or resume the MLflow run."""
         address = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{place.folder.path.resolve() / 'mlflow.db'}"
         try:
             import mlflow
@@ -185,7 +182,6 @@ class MlflowLogger:
             ) from error
 
     def _create(self, place: LoggingPlace) -> str:
-        """Create the MLflow run, with the settings as its parameters, and return its id."""
         experiment = self._client.get_experiment_by_name(place.project_name)
         number = self._client.create_experiment(place.project_name) if experiment is None else experiment.experiment_id
         run_id = self._client.create_run(number, run_name=place.experiment_name).info.run_id

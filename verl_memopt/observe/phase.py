@@ -222,7 +222,6 @@ class PhaseClock:
     """Times phases by name. A phase that runs twice in a step is summed. Phases may be nested."""
 
     def __init__(self) -> None:
-        """Start without spans."""
         self.spans: list[Span] = []
         self.within: dict[str, float] = {}
 

@@ -33,7 +33,6 @@ class RunFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        """Set the paths; nothing is created yet."""
         self.path = path
         self.config = path / "config.yaml"
         self.metrics = path / "metrics.jsonl"
@@ -198,11 +197,7 @@ class RunFolder:
             return None
 
     def _rows(self, path: Path) -> list[dict[str, Any]]:
-        """Return the rows of a file of the record. Each has a step and else numbers and texts.
-
-        Raises:
-            DataError: One has not. The message names the file.
-        """
+        """Return the rows of a file of the record. Each has a step and else numbers and texts."""
         rows = read_rows(path) if path.exists() else []
         for row in rows:
             _step(row, path)

@@ -66,7 +66,6 @@ class Chat:
     out: IO[str] | None = None
 
     def __post_init__(self) -> None:
-        """Start an empty conversation."""
         self.messages: Messages = []
 
     @property
@@ -135,8 +134,6 @@ class Chat:
 
 
 class _Streamer(TextStreamer):
-    """Writes an answer while it is generated, and a line break after it."""
-
     def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._write = write
@@ -199,7 +196,6 @@ def prompts_of(run: Path | None) -> RunPrompts:
 
 
 def _sample(run: Path) -> Messages | str | None:
-    """Return the prompt of the last sample that the run kept."""
     path = run / "generations.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     if not lines:
@@ -210,7 +206,6 @@ def _sample(run: Path) -> Messages | str | None:
 
 
 def _first_row(data: Mapping[str, Any]) -> Messages | str | None:
-    """Return the first prompt of the held-out rows, or of the training rows."""
     _, columns = next(iter(read_rows(data.get("val_files") or data["train_files"], "data.val_files")))
     prompt = columns.get(data["prompt_key"])
     return prompt if isinstance(prompt, str) or is_chat(prompt) else None

@@ -283,7 +283,6 @@ class CheckpointStore:
         return target
 
     def _folders(self) -> dict[int, Path]:
-        """Return the ``global_step_N`` folders by step."""
         if not self.root.is_dir():
             return {}
         # A link that leads nowhere is a checkpoint that is gone, and not one that never was.
@@ -577,7 +576,6 @@ def _newest(commits: Mapping[int, int | None], numbered: Mapping[int, int], trac
 
 
 def _tracked(root: Path) -> int | None:
-    """Return the step in the tracker file; None where it cannot be read."""
     try:
         match = re.fullmatch(r"([0-9]+)\n?", (root / TRACKER).read_text())
     except (OSError, ValueError):

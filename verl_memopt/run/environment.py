@@ -150,7 +150,6 @@ def _check_devices(trainer: Trainer, ray: RayKwargs, device: str) -> None:
 
 
 def _check_engine(engine: str, device_setting: str, device: str) -> None:
-    """Refuse vLLM where it is not installed, or where its build is not for the run's device."""
     if engine != "vllm":
         return
     if importlib.util.find_spec("vllm") is None:
@@ -203,7 +202,6 @@ def frees_engine(rollout: Rollout, device: str) -> bool:
 
 
 def _writable(folder: Path) -> Path:
-    """Return the absolute path of the run folder after making it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -116,14 +116,12 @@ class Interrupts:
         on_request(time.time() + max(0.0, self.seconds_left() - self.reserve_seconds))
 
     def __enter__(self) -> Interrupts:
-        """Set handlers, unless a SignalWatch handles the signals."""
         if not self._watched and threading.current_thread() is threading.main_thread():
             self._wakeup = signal.set_wakeup_fd(-1)
             self._before = _set_handlers(self._handle)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Restore the handlers of before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._before:
@@ -138,7 +136,6 @@ class Interrupts:
 
 
 def _set_handlers(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
-    """Set a handler for each signal that stops a run, and return the handlers of before."""
     before: dict[int, Any] = {number: signal.getsignal(number) for number in EXIT_CODES}
     for number, was in before.items():
         if not (number == signal.SIGHUP and was is signal.SIG_IGN):  # nohup: the run outlives its terminal
@@ -184,7 +181,6 @@ class SignalWatch:
     """
 
     def __init__(self) -> None:
-        """Start to watch."""
         self.interrupts = Interrupts(watched=True)
         _watched.append(self.interrupts)
         self._ending = threading.Event()

@@ -72,7 +72,6 @@ def proportional_bytes(tree: Iterable[Process]) -> int:
 
 
 def _each(tree: Iterable[Process], method: str) -> list[Any]:
-    """Return what a method gives for each process that still exists and may be asked."""
     import psutil
 
     answers = []

@@ -151,7 +151,6 @@ def plain_shapes(weights: Shapes) -> dict[str, list[int]]:
 
 
 def _different(before: Mapping[str, Any], now: Shapes) -> str:
-    """Return a text that names weights whose shapes differ or that one side lacks; empty where all are equal."""
     shapes = {name: (_shape(before.get(name)), _shape(now.get(name))) for name in sorted(before.keys() | now.keys())}
     names = [name for name, (there, here) in shapes.items() if there != here]
     texts = [f"{name}: {shapes[name][0]} there, {shapes[name][1]} here" for name in names[:MOST_NAMED]]
@@ -229,7 +228,6 @@ class Change:
     reason: str = ""
 
     def __str__(self) -> str:
-        """Return the change as a log line shows it."""
         reason = f": {self.reason}" if self.reason else ""
         return f"{self.key}: {shown(self.old)} -> {shown(self.new)} ({self.kind}{reason})"
 

@@ -76,18 +76,14 @@ class RunLock:
         self._release_folder()
 
     def __enter__(self) -> RunLock:
-        """Return the lock, which is held already."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Release the lock."""
         self.release()
 
     def _lock_folder(self) -> int | None:
-        """Return the locked descriptor of the folder; None where the file system has no such locks.
-
-        Unlike that of the file, this lock is shared with forked processes, which therefore close the descriptor.
-        """
+        """Return the locked descriptor of the folder; None where the file system has no such locks."""
+        # Unlike that of the file, this lock is shared with forked processes, which therefore close the descriptor.
         folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
