@@ -277,10 +277,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    A :class:`UserError` is printed as its message on standard error, without a traceback.
-
-    Args:
-        argv: The command line without the program's name. None = that of this process, whose signals are then watched to its end.
+    A :class:`UserError` is printed as its message on standard error, without a traceback. ``argv``: the command line without the
+    program's name. None = that of this process, whose signals are then watched to its end.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in COMMANDS:
@@ -300,9 +298,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def guarded(command: Callable[[], int], watched: bool) -> int:
     """Run a command and return its exit code. A user's error is printed as its message, without a traceback.
 
-    Args:
-        command: Returns the exit code.
-        watched: Watch for signals until the process ends.
+    ``watched``: for signals, until the process ends.
     """
     from verl_memopt.run.interrupts import SignalWatch  # imports psutil, which the plain help does not need
 
@@ -357,11 +353,7 @@ def sft(
 ) -> int:
     """Run supervised fine-tuning and return its exit code. It is a training run whose settings say so.
 
-    Args:
-        arguments: of the command line; None = those of this process.
-        prog: name of the program in its help.
-        config_name: config, if the command line names none.
-        config_dir: folder of a recipe's YAML, likewise.
+    ``arguments``: None = those of this process. ``config_name``, ``config_dir``: if the command line names none.
 
     Raises:
         UserError: for what the user must mend.
@@ -377,10 +369,8 @@ def sft(
 def run(arguments: Sequence[str] | None, parser: argparse.ArgumentParser | None = None, estimator: str | None = None) -> int:
     """Run the training that a command line asks for, and return its exit code.
 
-    Args:
-        arguments: of the command line; None = those of this process.
-        parser: of the entry; None = that of ``verl-memopt train``.
-        estimator: the only estimator that the entry takes; None = any.
+    ``arguments``: None = those of this process. ``parser``: None = that of ``verl-memopt train``. ``estimator``: the only one
+    that the entry takes; None = any.
 
     Raises:
         UserError: for what the user must mend.

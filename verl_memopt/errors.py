@@ -88,13 +88,7 @@ class OutOfMemory:
 
 
 class DeviceMemoryError(UserError):
-    """The device, or the limit set for it, has no room for a phase.
-
-    Args:
-        message: The whole message for the user.
-        figures: The figures behind it.
-        ways: What makes room, in the order in which to try it.
-    """
+    """The device, or the limit set for it, has no room for a phase. ``ways`` are in the order in which to try them."""
 
     exit_code = 1
 
@@ -104,12 +98,7 @@ class DeviceMemoryError(UserError):
 
 
 class HostMemoryError(ConfigError):
-    """The host, or the limit set for it, has no room for what leaves the device.
-
-    Args:
-        message: The whole message for the user.
-        kind: Kind of the bytes that have no room.
-    """
+    """The host, or the limit set for it, has no room for what leaves the device. ``kind``: of the bytes that have no room."""
 
     def __init__(self, message: str, kind: str) -> None:
         super().__init__(message)
@@ -127,13 +116,7 @@ class CheckpointError(UserError):
 
 
 class UnreadableCheckpointError(CheckpointError):
-    """A checkpoint passed its checks but could not be loaded.
-
-    Args:
-        message: The whole message for the user.
-        step: The step of the checkpoint.
-        fault: The error of the loader.
-    """
+    """A checkpoint passed its checks but could not be loaded."""
 
     def __init__(self, message: str, step: int, fault: str) -> None:
         super().__init__(message)

@@ -224,9 +224,6 @@ REJECTIONS = (
 def importance_bounds(threshold: float | str) -> tuple[float | None, float]:
     """Return the lower bound, or None, and the upper bound that ``rollout_is_threshold`` spells.
 
-    Args:
-        threshold: One number, or ``lower_upper``.
-
     Raises:
         ConfigError: A bound is not a positive number, or the lower is above the upper.
     """
@@ -246,11 +243,8 @@ def rejection_bounds(names: str, threshold: float | str | None) -> dict[str, tup
     """Return the lower and the upper bound of each rejection, in the units of its divergence.
 
     k1 reads ``lower_upper`` as bounds of a ratio, and one number as an upper bound whose reciprocal is the lower one. k2 and k3
-    read one number; their lower bound is minus infinity.
-
-    Args:
-        names: ``rollout_rs``, names separated by commas.
-        threshold: ``rollout_rs_threshold``, one for each name or one for all.
+    read one number; their lower bound is minus infinity. ``names`` are separated by commas; there is one ``threshold`` for each,
+    or one for all.
 
     Raises:
         ConfigError: A name is unknown, a bound is missing, is not a positive number or is in the wrong form.

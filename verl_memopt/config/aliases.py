@@ -141,10 +141,6 @@ def translate(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     """Return the given settings under our names and with our values, and what is wrong with them.
 
     A key without effect here is left out, with a warning.
-
-    Returns:
-        Dotted key -> value, and the problems: two spellings of one key that disagree, a spelling whose value means nothing, and a
-        key of a feature that does not exist here.
     """
     flat = {key: value for key, value in flatten(tree, our_key).items() if value != REQUIRED}
     for overrides in (f"{model}.override_config" for model in _MODELS.values()):

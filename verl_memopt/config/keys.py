@@ -212,12 +212,8 @@ def refused(
 ) -> Refusal:
     """Return the rule that some values cannot stand together.
 
-    Args:
-        where: Dotted key -> its value, or a question about it. All must hold.
-        because: As in :class:`Refusal`, and so is ``way_out``.
-        way_out: What to set.
-        given: A further question about the settings.
-        here: The reason with the numbers of the settings.
+    All of ``where`` (dotted key -> its value, or a question about it) must hold, and ``given`` too. ``because``, ``way_out``,
+    ``here``: as in :class:`Refusal`.
     """
     assert leaf_types().keys() >= where.keys(), where
 

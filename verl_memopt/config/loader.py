@@ -132,11 +132,7 @@ def _by_user(translated: Mapping[str, Any], of_presets: Set[str], written: KeySo
 
 
 def compose_mapping(config_name: str, overrides: list[str], config_dir: str | None = None) -> dict[str, Any]:
-    """Return what Hydra makes of a config name and overrides, interpolations resolved, as a plain nested mapping.
-
-    Raises:
-        ConfigError: there is no such config, or Hydra cannot read the config or an override.
-    """
+    """Return what Hydra makes of a config name and overrides, interpolations resolved, as a plain nested mapping."""
     return _compose(config_name, overrides, config_dir)[0]
 
 

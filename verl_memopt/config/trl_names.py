@@ -183,10 +183,7 @@ Convert = Callable[[str, TrlSettings, Values], dict[str, Any]]
 class NotConvertibleError(Exception):
     """A value of TRL has no equal here.
 
-    Args:
-        what: Why, as a sentence without a full stop.
-        way_out: What to set instead.
-        names: The names of TRL that it is about; () = the one that is being read.
+    ``what`` has no full stop. ``names`` of TRL it is about; () = the one that is being read.
     """
 
     def __init__(self, what: str, way_out: str, names: tuple[str, ...] = ()) -> None:

@@ -67,10 +67,8 @@ def _marks() -> Iterator[tuple[str, Any]]:
 def check_values(values: Mapping[str, Any]) -> list[Problem]:
     """Return a problem for each value that is no choice of its key, out of its range, or a text that no file can hold.
 
-    Null is left to the type of the key. A key that takes a wrong value from another key is not reported again.
-
-    Args:
-        values: dotted key -> typed value, of every key; each follower has its value.
+    Null is left to the type of the key. A key that takes a wrong value from another key is not reported again. ``values`` has
+    every key, and each follower its value.
     """
     way_out = "Change the value, or leave it out for the default."
     problems: list[Problem] = []
@@ -178,11 +176,7 @@ LINKED = frozenset({*LINKS, *LINKS.values(), *DERIVED, *(part for parts in DERIV
 
 
 def with_links(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with each follower that is null set to what it follows.
-
-    Args:
-        values: dotted key -> typed value, of the keys of :data:`LINKED` at least. Nothing in it is changed.
-    """
+    """Return the values with each follower that is null set to what it follows. Nothing in ``values`` is changed."""
     linked = dict(values)
     for follower, target in LINKS.items():
         if linked[follower] is None:
@@ -230,12 +224,9 @@ class MismatchError(Exception):
 def build(overrides: Mapping[str, Any]) -> tuple[Settings, dict[str, Any], list[Problem]]:
     """Return the typed sections, the value of every key, and what is wrong with the given values.
 
-    A key that is not given has its default, or the value of the key that it follows. A key with a problem counts as not given,
-    so that the checks that follow can look at all the others.
-
-    Args:
-        overrides: dotted key -> value, under our names. None for a section, an unknown key, a value of a wrong type and a
-            missing required key are problems.
+    A key that is not given has its default, or the value of the key that it follows. A key with a problem counts as not given, so
+    that the checks that follow can look at all the others. ``overrides`` has our names. None for a section, an unknown key, a
+    wrong type and a missing required key are problems.
     """
     known, values = leaf_types(), leaf_values(Settings())
     problems: list[Problem] = []
@@ -262,11 +253,7 @@ def build(overrides: Mapping[str, Any]) -> tuple[Settings, dict[str, Any], list[
 
 
 def convert(value: Any, kind: Any) -> Any:
-    """Return the value as the type of its key. A float may be text (YAML reads 1e-6 as text).
-
-    Raises:
-        MismatchError: the value is of another type.
-    """
+    """Return the value as the type of its key. A float may be text (YAML reads 1e-6 as text)."""
     kind = _word_type(kind)
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:

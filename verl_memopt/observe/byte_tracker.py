@@ -41,11 +41,7 @@ def declare_host(storage: torch.UntypedStorage) -> None:
 class DeviceLimitError(torch.OutOfMemoryError):
     """Live bytes passed a tracker's limit, as on a full device.
 
-    Args:
-        num_bytes: Live bytes including the new allocation.
-        kinds: Live bytes by kind.
-        op: The op that allocated.
-        asked_bytes: Size of the new allocation.
+    Bytes and kinds include the new allocation, which is ``asked_bytes``.
     """
 
     def __init__(self, num_bytes: int, kinds: dict[str, int], op: str, asked_bytes: int) -> None:

@@ -31,12 +31,7 @@ Points = tuple[list[float], list[float]]
 
 
 def draw_charts(folder: RunFolder, out: Path | None = None) -> list[Path]:
-    """Draw a run's three charts from its files and return their paths.
-
-    Args:
-        folder: The run.
-        out: Folder for the charts. None = the run folder.
-    """
+    """Draw a run's three charts from its files and return their paths. ``out``: None = the run folder."""
     target = out or folder.path
     target.mkdir(parents=True, exist_ok=True)
     metrics, timeline = folder.read_metrics(), folder.read_timeline()
@@ -241,11 +236,7 @@ def whole_steps(axes: Axes) -> None:
 
 
 def save(drawing: Figure, path: Path) -> Path:
-    """Write a PNG, completely or not at all, and return its path.
-
-    Raises:
-        UserError: The disk refused.
-    """
+    """Write a PNG, completely or not at all, and return its path."""
     aside = path.with_name(f".{path.name}.partial")
     layout = drawing.get_layout_engine()
     if layout is not None:
@@ -430,11 +421,7 @@ def environment(device: str, command: Sequence[str]) -> dict[str, Any]:
 def report(run_dirs: Sequence[Path], out: Path | None = None, console: Console | None = None) -> list[Path]:
     """Build the charts and summary of a run again, or compare several runs. Print the tables and return the files written.
 
-    Args:
-        run_dirs: One run folder or several.
-        out: Folder for the files. None = the run folder, or the folder ``comparison`` beside the first of several runs, which are
-            not changed.
-        console: Where to print. None = standard output.
+    ``out``: None = the run folder; for several runs, which are not changed, ``comparison`` beside the first.
 
     Raises:
         UserError: A folder does not exist or contains no run.
@@ -462,12 +449,7 @@ def report(run_dirs: Sequence[Path], out: Path | None = None, console: Console |
 
 
 def finish_summary(folder: RunFolder, environment: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Build the summary of a run from its files, write it and return it.
-
-    Args:
-        folder: The run.
-        environment: Versions, device and command. None = keep those of an earlier summary.
-    """
+    """Build the summary of a run from its files, write it and return it. ``environment``: None = that of an earlier summary."""
     summary = folder.read_summary() | (environment or {}) | _built(folder)
     folder.write_summary(summary)
     return summary

@@ -88,13 +88,8 @@ def progress_bar(unit: str, clock: ProgressColumn, console: Console) -> Progress
 class RunConsole:
     """Shows a run's progress: a moving bar on a terminal, one plain line per step elsewhere. It is the logger ``console``.
 
-    Use as a context manager, so that the bar is removed however the run ends.
-
-    Args:
-        total_steps: Steps of the whole run.
-        first_step: Steps that are already done.
-        table_every: Steps between two tables. 0 = no tables before the end.
-        console: Where to print. None = standard output.
+    Use as a context manager, so that the bar is removed however the run ends. ``first_step``: steps that are already done.
+    ``table_every``: 0 = no tables before the end.
     """
 
     def __init__(self, total_steps: int, first_step: int = 0, table_every: int = 10, console: Console | None = None) -> None:

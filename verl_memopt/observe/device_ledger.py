@@ -41,11 +41,7 @@ AsleepReader: TypeAlias = Callable[[], Asleep | None]
 
 
 class DeviceLedger:
-    """The memory figures of one process on one GPU. There is one per device: :func:`ledger_of`.
-
-    Args:
-        device: The GPU.
-    """
+    """The memory figures of one process on one GPU. There is one per device: :func:`ledger_of`."""
 
     def __init__(self, device: torch.device) -> None:
         self.asleep = Asleep()
@@ -232,9 +228,7 @@ def _marking_whole_grad(put_by: Callable[..., Any]) -> Callable[..., Any]:
 def optimizer_scope(optimizer: torch.optim.Optimizer, on_host: bool = False) -> Iterator[None]:
     """Label allocations of ``step()`` as ``optimizer scratch``, and the remaining state as ``optimizer``.
 
-    Args:
-        optimizer: Its step runs in the body.
-        on_host: The step runs on the host, and its state stays there.
+    ``on_host``: the step runs on the host, and its state stays there.
     """
     tier = HOST if on_host else None
     with scope("optimizer scratch", tier):

@@ -15,11 +15,7 @@ from verl_memopt.errors import CheckpointError, DataError, UserError
 
 @contextmanager
 def disk_refusals(path: Path) -> Iterator[None]:
-    """Turn a disk error for ``path`` into a UserError that states the free space.
-
-    Raises:
-        UserError: The disk refused.
-    """
+    """Turn a disk error for ``path`` into a UserError that states the free space."""
     try:
         yield
     except OSError as error:
@@ -32,11 +28,7 @@ def disk_refusals(path: Path) -> Iterator[None]:
 
 @contextmanager
 def folder_refusals(folder: str) -> Iterator[None]:
-    """Turn an error for any file of a run folder, which may be made read-only or vanish in the middle of a run, into a UserError.
-
-    Raises:
-        UserError: The disk refused.
-    """
+    """Turn an error for any file of a run folder, which may be made read-only or vanish in a run, into a UserError."""
     try:
         yield
     except OSError as error:
@@ -55,11 +47,7 @@ def free_space(folder: Path) -> str:
 
 
 def check_space(folder: Path, num_bytes: int) -> None:
-    """Refuse to write more than the disk of a folder has room for.
-
-    Raises:
-        CheckpointError: The message has both sizes.
-    """
+    """Raise a CheckpointError, with both sizes, where the disk of a folder has not room for so much."""
     if num_bytes > _free_bytes(folder):
         raise CheckpointError(
             f"{folder}: the model needs {num_bytes / 2**20:.0f} MiB ({free_space(folder)}). Free some space, or give a folder "
@@ -72,11 +60,7 @@ def _free_bytes(folder: Path) -> int:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file so that a reader finds the old text or the new one, never a part.
-
-    Raises:
-        UserError: The disk refused.
-    """
+    """Write a file so that a reader finds the old text or the new one, never a part."""
     with disk_refusals(path):
         write_whole(path, text)
 
@@ -93,20 +77,12 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Append JSON objects, one per line, and pass them to the operating system at once.
-
-    Raises:
-        UserError: The disk refused.
-    """
+    """Append JSON objects, one per line, and pass them to the operating system at once."""
     append_text(path, "".join(json_line(row) for row in rows))
 
 
 def append_text(path: Path, text: str) -> None:
-    """Append text and pass it to the operating system at once.
-
-    Raises:
-        UserError: The disk refused.
-    """
+    """Append text and pass it to the operating system at once."""
     with disk_refusals(path), path.open("a", encoding="utf-8", newline="") as file:
         file.write(text)
 

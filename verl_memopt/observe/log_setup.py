@@ -26,9 +26,7 @@ def is_set_up() -> bool:
 def setup_logging(rank: int | None = None, level: int = logging.INFO) -> None:
     """Log to standard error, each line with time, rank and level. A second call replaces the first.
 
-    Args:
-        rank: Rank of a worker. None = the driver. Ranks above 0 log warnings only.
-        level: Lowest level of this project's messages. Other packages log warnings only.
+    ``rank``: None = the driver. Ranks above 0, and other packages, log warnings only.
     """
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if isinstance(handler, _StandardError)]:

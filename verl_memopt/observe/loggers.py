@@ -69,9 +69,7 @@ class JsonlLogger:
 class TensorBoardLogger:
     """Writes scalars to ``tensorboard/``. On resume TensorBoard drops the steps after the resumed one.
 
-    Args:
-        folder: Folder of the event files.
-        resumed_step: The step after which the run continues. None = a new run.
+    ``resumed_step``: None = a new run.
     """
 
     def __init__(self, folder: Path, resumed_step: int | None) -> None:
@@ -97,9 +95,6 @@ class WandbLogger:
 
     A resumed run continues the same wandb run, whose id is stored in the run folder. The x axis is the training step and not
     wandb's own counter: wandb drops rows whose counter goes back, and a resumed run repeats the steps after its checkpoint.
-
-    Args:
-        place: Folder, names and settings of the run.
 
     Raises:
         ConfigError: wandb is not installed, or it cannot start.
@@ -152,9 +147,6 @@ class MlflowLogger:
     A resumed run continues the same MLflow run, whose id is stored in the run folder. MLflow takes no "@" in a name, so
     ``mean@1`` becomes ``mean_at_1``, as in verl; any other character that it does not take becomes "_". A server that stops
     answering does not stop the run: a warning says so once, and nothing more is sent.
-
-    Args:
-        place: Folder, names and settings of the run.
 
     Raises:
         ConfigError: MLflow is not installed, or it cannot start.

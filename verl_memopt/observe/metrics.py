@@ -15,12 +15,7 @@ from verl_memopt.observe.phase import COMPILE_FIGURES, GIB, PhaseMemory, sum_of_
 
 
 def summary_of(name: str, values: torch.Tensor | Sequence[float]) -> dict[str, float]:
-    """Return ``name/{mean,max,min}`` of values; empty if there are none.
-
-    Args:
-        name: Prefix of the metrics.
-        values: [N].
-    """
+    """Return ``name/{mean,max,min}`` of values; empty if there are none. ``values``: [N]."""
     numbers = torch.as_tensor(values, dtype=torch.float64)
     if not numbers.numel():
         return {}
@@ -32,13 +27,8 @@ def critic_metrics(
 ) -> dict[str, float]:
     """Return ``critic/{score,rewards,advantages,returns}/{mean,max,min}``.
 
-    Scores and rewards are averaged over rows; advantages and returns over response tokens.
-
-    Args:
-        scores: [B], one value per row.
-        rewards: [B].
-        advantages: [R], one value per response token.
-        returns: [R].
+    Scores and rewards are averaged over rows; advantages and returns over response tokens. Scores and rewards: [B]. Advantages
+    and returns: [R].
     """
     metrics: dict[str, float] = {}
     for name, values in (("score", scores), ("rewards", rewards), ("advantages", advantages), ("returns", returns)):
@@ -51,13 +41,7 @@ def length_metrics(
 ) -> dict[str, float]:
     """Return the prompt and response length metrics in tokens, with the share of rows that reach the limit.
 
-    An aborted row is a row with an empty response.
-
-    Args:
-        prompt_lengths: [B].
-        response_lengths: [B].
-        max_prompt_length: Limit of prompts.
-        max_response_length: Limit of responses.
+    An aborted row is a row with an empty response. Lengths: [B].
     """
     groups = (
         ("prompt_length", prompt_lengths, max_prompt_length),
@@ -120,10 +104,7 @@ def memory_metrics(phases: Sequence[PhaseMemory]) -> dict[str, float]:
     With several workers a peak is that of the fullest, and ``mean_peak_allocated_gb`` the mean of all.
 
     A figure that the device or the step does not have is absent. ``perf/memory_allocated_gb`` is the live memory at the end of
-    the last phase.
-
-    Args:
-        phases: Figures of each phase, already combined over ranks.
+    the last phase. ``phases`` are combined over ranks already.
     """
     sizes = [
         (f"memory/{phase.name}/{figure}_gb", getattr(phase, f"{figure}_bytes"))

@@ -84,10 +84,8 @@ class MemoryProbe:
     def phase(self, name: str, track: bool, kind: str = "activations") -> Iterator[Callable[[], PhaseMemory]]:
         """Measure the body. The yielded function returns the figures once the body has ended.
 
-        Args:
-            name: Name of the phase.
-            track: Count live tensor bytes on a CPU, which slows the phase. On a GPU the allocator always counts.
-            kind: Kind of tensors without a label.
+        ``track``: count live tensor bytes on a CPU, which slows the phase; on a GPU the allocator always counts. ``kind``: of
+        tensors without a label.
         """
         measured: list[PhaseMemory] = []
         started = time.perf_counter()
@@ -144,9 +142,7 @@ class MemoryProbe:
 def combine(memories: Sequence[PhaseMemory], driver_rss_bytes: int = 0) -> PhaseMemory:
     """Return one phase's figures over all processes: the largest of each device figure, the sum of resident memory.
 
-    Args:
-        memories: Figures of the same phase, one per process, by rank. Kinds are those of the process with the highest peak.
-        driver_rss_bytes: Added to the sum of resident memory.
+    ``memories``: by rank. Kinds are those of the process with the highest peak.
     """
     assert len({memory.name for memory in memories}) == 1, [memory.name for memory in memories]
 

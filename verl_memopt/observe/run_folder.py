@@ -26,11 +26,7 @@ from verl_memopt.observe.samples import Sample, sample_row
 
 
 class RunFolder:
-    """Paths and files of one run. It does not depend on what the run computes.
-
-    Args:
-        path: The folder.
-    """
+    """Paths and files of one run. It does not depend on what the run computes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -54,14 +50,7 @@ class RunFolder:
 
         On resume the rows after the step are dropped, so that the files equal those of an uninterrupted run, and settings that
         differ from the present ones move to ``config_history/``. A new run moves the files of an earlier one to ``previous/``,
-        and those that are there already to ``previous/record_N/``.
-
-        Args:
-            config_text: The settings as YAML.
-            resumed_step: The step after which the run continues. None = a new run.
-
-        Raises:
-            UserError: The disk refused.
+        and those that are there already to ``previous/record_N/``. ``resumed_step``: None = a new run.
         """
         with disk_refusals(self.config):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -135,11 +124,7 @@ class RunFolder:
     def seal(self, names: Sequence[str] | None = None) -> None:
         """Write the checksum of each file of a run that has ended, by which ``verl-memopt check`` finds damage.
 
-        Args:
-            names: Files to be entered anew in a record that is sealed. None = all files.
-
-        Raises:
-            UserError: The disk refused.
+        ``names``: files to be entered anew in a record that is sealed; None = all files.
         """
         if names is None:
             digests = {path.relative_to(self.path).as_posix(): digest_of(path) for path in self._sealed_files()}
@@ -325,10 +310,7 @@ _NO_PHASES = ("step", "epoch", "run", REWARD_IN_ROLLOUT)
 def timeline_rows(step: int, spans: Sequence[Span], memories: Mapping[str, PhaseMemory]) -> list[TimelineRow]:
     """Return a step's rows in the order in which the phases began. The run folder fills in their running time.
 
-    Args:
-        step: Number of the step.
-        spans: The phases of the step.
-        memories: Figures of each phase over all processes. A phase without figures has empty cells.
+    A phase without ``memories``, which are over all processes, has empty cells.
     """
     rows = []
     for span in sorted((span for span in spans if span.name not in _NO_PHASES), key=lambda span: span.started):

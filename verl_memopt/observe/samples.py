@@ -76,11 +76,7 @@ OF_FILE = ("tokenizer", "row", "rows")
 def dump_samples(folder: Path, step: int, samples: Sequence[Sample], tokenizer: str = "") -> Path:
     """Write ``{folder}/{step}.jsonl``, one row per sample, completely or not at all, and return its path.
 
-    Args:
-        folder: Made where it does not exist.
-        step: Number of the step.
-        samples: The samples, those of one prompt in a row.
-        tokenizer: Hash of the tokenizer that the ids belong to.
+    Samples of one prompt are neighbours. ``tokenizer``: hash of the one that the ids belong to.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{step}.jsonl"
@@ -100,11 +96,7 @@ def dumped_steps(folder: Path) -> list[int]:
 def read_samples(folder: Path, step: int, tokenizer: str, num_tokens: int) -> list[ReadSample]:
     """Return the samples of one step of a dump, in the order of the file.
 
-    Args:
-        folder: Folder of the dump.
-        step: Number of the step.
-        tokenizer: Hash of the tokenizer that the reader uses.
-        num_tokens: Token ids are below it.
+    ``tokenizer``: hash of the reader's. Token ids are below ``num_tokens``.
 
     Raises:
         DataError: The file is missing or incomplete, has another schema or tokenizer, or a row is malformed.

@@ -51,12 +51,7 @@ class ChatOptions:
 class Chat:
     """A dialogue with a model. Without a chat template each text is continued as it is, and nothing is remembered.
 
-    Attributes:
-        model: Of transformers.
-        tokenizer: Of the same folder.
-        options: From the command line.
-        template: Further arguments of the chat template, as the run rendered its prompts.
-        out: Where answers are written, as they are generated; None = standard output.
+    ``template``: further arguments of the chat template, as the run rendered its prompts. ``out``: None = standard output.
     """
 
     model: Any
@@ -175,9 +170,8 @@ def run_of(path: Path) -> Path | None:
 class RunPrompts:
     """What a run says about prompts.
 
-    Attributes:
-        example: A prompt of its data: messages, or a text that is rendered already. None = none is known.
-        template: Its arguments of the chat template.
+    ``example``: a prompt of its data, messages or a text that is rendered already. ``template``: its arguments of the chat
+    template.
     """
 
     example: Messages | str | None = None
@@ -294,12 +288,7 @@ def own_interrupts() -> Iterator[None]:
 def chat(path: Path, prompt: str | None, device: str, trust_remote_code: bool, options: ChatOptions) -> int:
     """Run ``verl-memopt chat`` and return the exit code.
 
-    Args:
-        path: A run folder, a model folder or a checkpoint.
-        prompt: The one prompt to answer; None = those of standard input.
-        device: auto, cpu or cuda.
-        trust_remote_code: Let the folder run its own code.
-        options: How answers are generated.
+    ``path``: a run folder, a model folder or a checkpoint. ``prompt``: None = those of standard input.
 
     Raises:
         UserError: There is no model, or it cannot be loaded.

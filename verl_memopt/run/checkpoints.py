@@ -86,11 +86,7 @@ class CheckpointStore:
         return self.root / f"global_step_{step}"
 
     def begin(self, step: int) -> Path:
-        """Return an empty folder for the checkpoint of ``step``. It is no checkpoint until :meth:`commit`.
-
-        Raises:
-            CheckpointError: The folder cannot be made.
-        """
+        """Return an empty folder for the checkpoint of ``step``. It is no checkpoint until :meth:`commit`."""
         aside = self._aside(step)
         # A folder under this name is what a killed run left unfinished.
         shutil.rmtree(aside, ignore_errors=True)
@@ -110,12 +106,8 @@ class CheckpointStore:
     ) -> Path:
         """Make the folder of :meth:`begin` the newest checkpoint, and remove older ones that are no longer kept.
 
-        Args:
-            step: Step of the run.
-            driver: State of the driver.
-            world_size: Ranks that wrote.
-            records: name -> record of the files that their writers hashed. The others are hashed here.
-            score: Validation score of the step; None without a validation.
+        ``records``: name -> record of the files that their writers hashed; the others are hashed here. ``score``: None = no
+        validation.
 
         Raises:
             CheckpointError: A file cannot be written, or its size differs from its record. Earlier checkpoints stay as they are.
@@ -172,10 +164,8 @@ class CheckpointStore:
     def newest(self, unreadable: Mapping[int, str] | None = None) -> Checkpoint | None:
         """Return the newest whole checkpoint, from which the run continues; None where there is no checkpoint at all.
 
-        Damaged checkpoints are skipped, and each is logged with its fault.
-
-        Args:
-            unreadable: Step -> fault of checkpoints that looked whole but could not be loaded.
+        Damaged checkpoints are skipped, and each is logged with its fault. ``unreadable``: step -> fault of checkpoints that
+        looked whole but could not be loaded.
 
         Raises:
             CheckpointError: There are checkpoints, but none is whole.
@@ -265,11 +255,7 @@ class CheckpointStore:
         return [(rank_of(manifest.metric, cast(float, manifest.score)), manifest.step) for manifest in alike]
 
     def set_aside(self) -> Path | None:
-        """Move all checkpoints to a new folder in ``previous/`` and return that folder; None if there are none.
-
-        Raises:
-            UserError: The disk refused.
-        """
+        """Move all checkpoints to a new folder in ``previous/`` and return that folder; None if there are none."""
         folders = self._folders()
         if not folders:
             (self.root / TRACKER).unlink(missing_ok=True)
@@ -376,8 +362,7 @@ def _read(folder: Path) -> Checkpoint | str:
 def check_folder(run_dir: Path) -> int:
     """Verify the checkpoints of a run folder and print one line for each, oldest step first. Then name each damaged other file.
 
-    Returns:
-        The exit code: 0 if all are whole, 1 if one is not.
+    The exit code is 1 if something is not whole.
 
     Raises:
         UserError: The folder does not exist or has no checkpoint.
@@ -484,9 +469,7 @@ def read_manifest(folder: Path) -> Manifest:
 def find_fault(folder: Path, contents: bool = True) -> str | None:
     """Return what is wrong with a checkpoint folder; None where every file is as its manifest says.
 
-    Args:
-        folder: Folder of one checkpoint.
-        contents: Compare checksums too, and not only sizes.
+    ``contents``: compare checksums too, and not only sizes.
     """
     try:
         manifest = read_manifest(folder)
@@ -538,10 +521,7 @@ def read_history(root: Path, folders: Mapping[int, Path]) -> CheckpointHistory:
 
     A run that starts again from an earlier checkpoint leaves later steps behind, with smaller commit numbers than its own. So a
     step belongs to the present run unless an earlier step has a larger commit number, or it is beyond the newest step.
-
-    Args:
-        root: The run folder.
-        folders: Step -> folder of each checkpoint.
+    ``folders``: step -> folder of each checkpoint.
     """
     manifests: dict[int, Manifest] = {}
     for step, folder in folders.items():

@@ -68,10 +68,7 @@ ANSWER_SECONDS = 5.0
 def cached(repo_id: str, repo_type: str, wanted: Sequence[str]) -> bool:
     """Return whether the local cache holds a file for each pattern, and each file that a weight index lists.
 
-    Args:
-        repo_id: ``owner/name``.
-        repo_type: ``model`` or ``dataset``.
-        wanted: Glob patterns below the repository's root.
+    ``wanted``: glob patterns below the root of the repository (``owner/name``), whose type is ``model`` or ``dataset``.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -90,12 +87,7 @@ def why_no_answer(repo_id: str, repo_type: str, seconds: float = ANSWER_SECONDS,
     """Return why the hub cannot give a repository, or None when it answers that it has it.
 
     A thread asks, and is abandoned after ``seconds``, because a name lookup or a silent proxy has no time limit of its own.
-
-    Args:
-        repo_id: ``owner/name``.
-        repo_type: ``model`` or ``dataset``.
-        seconds: How long to wait.
-        endpoint: The hub's address; None = HF_ENDPOINT, or the public hub.
+    ``endpoint``: None = HF_ENDPOINT, or the public hub.
     """
     from huggingface_hub import HfApi, constants
 
@@ -124,12 +116,8 @@ OWN_GENERATION = "actor_rollout_ref.rollout.name=hf"
 def choose(device: str, model: str, dataset: str | None, train_file: str, gpu_listed: bool) -> tuple[list[str], str | None]:
     """Return the task with its overrides, and a sentence where it is not the usual choice.
 
-    Args:
-        device: ``trainer.device``. The CPU always means the toy task.
-        model: Hub id of the model to train on a GPU.
-        dataset: Hub id of its data; None for the user's own files.
-        train_file: Path of the hub's data once it is prepared.
-        gpu_listed: Whether ``nvidia-smi`` lists a GPU.
+    ``model`` and ``dataset`` are hub ids; no dataset = the user's own files. ``train_file``: the hub's data once it is prepared.
+    The CPU always means the toy task.
 
     Raises:
         ConfigError: The device is unknown, or it is cuda and PyTorch sees no GPU.

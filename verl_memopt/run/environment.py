@@ -62,13 +62,7 @@ def resolve_environment(
 ) -> Environment:
     """Return what this machine has for a run.
 
-    Args:
-        trainer: device, nodes and run folder.
-        ray: says whether the run joins a cluster.
-        data: lengths of prompts and responses, trust in the tokenizer's code.
-        roles: the model's folders, the engine and whether it releases its memory, how rows are packed.
-        reference_path: folder or hub id of the reference; None where the run needs no model for it.
-        critic: section of the critic; None in a run without one.
+    ``reference_path``: None where the run needs no model for the reference. ``critic``: None in a run without one.
 
     Raises:
         ConfigError: the machine cannot do what the settings ask for. No worker has started by then.

@@ -64,11 +64,7 @@ class StoredModel:
     base: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a role that the checkpoint does not have.
-
-        Raises:
-            CheckpointError: The message says what there is.
-        """
+        """Refuse a role that the checkpoint does not have."""
         if not (self.folder / "huggingface" / "config.json").is_file():
             raise CheckpointError(
                 f"{self.checkpoint.folder}: it holds no {self.role}. Only a run with algorithm.adv_estimator=gae has a critic."
@@ -223,11 +219,7 @@ def export_adapter(model: StoredModel, folder: Path) -> None:
 
 
 def check_empty(folder: Path) -> None:
-    """Refuse a folder that has something in it.
-
-    Raises:
-        UserError: The message names it.
-    """
+    """Refuse a folder that has something in it."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UserError(f"{folder}: it exists and is not empty. Give a folder that does not exist yet, or remove it.")
 

@@ -71,9 +71,8 @@ class Interrupts:
     def begin_steps(self, deadline_seconds: float, on_request: Callable[[float], None]) -> None:
         """Note that from now on a stop has something to finish.
 
-        Args:
-            deadline_seconds: Time from the signal to the end of the process, in seconds.
-            on_request: Called once, when a stop is requested, with the moment (seconds since the epoch) to abandon a rollout.
+        ``deadline_seconds``: from the signal to the end of the process. ``on_request`` is called once, when a stop is requested,
+        with the moment (seconds since the epoch) to abandon a rollout.
         """
         self.deadline_seconds = deadline_seconds
         self._on_request = on_request
@@ -290,8 +289,7 @@ POLL_SECONDS = 1.0
 class StopFile:
     """The time after which rollouts are abandoned. No file means never.
 
-    Attributes:
-        path: The file, in a folder that the driver and all workers see.
+    Its path is in a folder that the driver and all workers see.
     """
 
     path: Path

@@ -49,11 +49,7 @@ def find_checkpoint(
 ) -> Checkpoint | None:
     """Return the checkpoint that ``trainer.resume_mode`` selects; None for a fresh start.
 
-    Args:
-        trainer: ``resume_mode`` and ``resume_from_path``.
-        loaded: as :func:`loaded_parts` gives it.
-        store: checkpoints of the run.
-        unreadable: step -> fault of checkpoints that looked whole but could not be loaded.
+    ``loaded``: as :func:`loaded_parts` gives it. ``unreadable``: step -> fault of checkpoints that could not be loaded.
 
     Raises:
         CheckpointError: the named checkpoint is not whole, or there are checkpoints but none is.
@@ -82,11 +78,7 @@ def compare_settings(
 ) -> None:
     """Log how the settings differ from those of the checkpoint, and the files that they name, one line for each key.
 
-    Args:
-        settings: of the run, with concrete seeds.
-        environment: has the shapes of the weights that the run trains.
-        checkpoint: from which the run continues.
-        contents: as :func:`contents_of` gives it.
+    ``settings`` have concrete seeds. ``contents``: as :func:`contents_of` gives it.
 
     Raises:
         ConfigError: the run cannot continue with such a change.
@@ -125,13 +117,7 @@ def compare_settings(
 def with_seeds(data: Data, rollout: Rollout, resumed_seed: int | None) -> tuple[Data, Rollout]:
     """Return both sections with concrete seeds: those of the settings, else the resumed run's, else drawn and logged.
 
-    Args:
-        data: its seed may be None.
-        rollout: its seed may be None, and is then that of the data.
-        resumed_seed: ``data.seed`` of the checkpoint; None for a fresh start.
-
-    Returns:
-        The very sections that were passed if both have a seed, else copies.
+    The seed of the rollout is by default that of the data. ``resumed_seed``: None for a fresh start.
     """
     seed = data.seed
     if seed is not None and rollout.seed is not None:
@@ -265,12 +251,8 @@ def contents_of(settings: Settings, environment: Environment) -> dict[str, str]:
 def changes(before: Mapping[str, Any], settings: Settings) -> list[Change]:
     """Return what settings change of those that a checkpoint kept, in the order of the schema.
 
-    A key that did not exist when the checkpoint was made counts as if it had had its default. In a run without a critic,
-    the critic's keys are left out.
-
-    Args:
-        before: as :func:`kept_settings` gave it.
-        settings: of the run that goes on.
+    A key that did not exist when the checkpoint was made counts as if it had had its default. In a run without a critic, the
+    critic's keys are left out. ``before``: as :func:`kept_settings` gave it.
     """
     now, old = kept_settings(settings), {**kept_settings(Settings()), **_without_secrets(before)}
     has_critic = now["algorithm.adv_estimator"] in WITH_CRITIC

@@ -36,9 +36,6 @@ class RunLock:
     def __init__(self, folder: Path) -> None:
         """Lock the folder.
 
-        Args:
-            folder: Folder of the run. It exists.
-
         Raises:
             ConfigError: Another process holds the lock. The message names its process id and start time.
             UserError: The file cannot be written.
