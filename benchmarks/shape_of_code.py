@@ -29,7 +29,7 @@ SMALL, LARGE = 80, 600
 WAY = {
     "driver and worker": (
         "cli.main", "cli.run", "load_settings", "build_run", "start_workers", "Trainer.one_step", "TrainingStep.train_step",
-        "Generator.generate", "LogProbPass.compute", "Budget.micro_batches", "TokenAdvantages", "rloo_advantages",
+        "Generator.generate", "LogProbPass.compute", "Budget.micro_batches", "AdvantageInputs", "rloo_advantages",
         "PolicyUpdate.cut", "MiniBatchCutter.cut", "TimedGroup", "RayGroup", "Worker.call", "RoleBuilder", "TrainedModel",
         "Policy.accumulate", "micro_batches_of", "Objective", "forward_pass", "policy_loss", "sequence_loss",
     ),

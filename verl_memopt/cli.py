@@ -245,8 +245,7 @@ def fit_command(arguments: Sequence[str]) -> int:
     parsed = parser.parse_intermixed_args(arguments)
     from verl_memopt.config.loader import load_settings
     from verl_memopt.observe.log_setup import setup_logging
-    from verl_memopt.trainer.fit import card_asked_for
-    from verl_memopt.trainer.fit_report import command
+    from verl_memopt.trainer.fit import card_asked_for, command
 
     setup_logging(level=logging.ERROR)
     # Rows are not read, so a command line needs no files.
@@ -433,8 +432,8 @@ def _train(settings: Settings, begun: RayGroup | None, unreadable: dict[int, str
     """Run training from the newest checkpoint that is not ``unreadable`` (step -> fault), and return the exit code."""
     from verl_memopt.observe.phase import PhaseClock
     from verl_memopt.trainer.build import build_run
-    from verl_memopt.trainer.debug_run import debug_settings, mode_of
     from verl_memopt.trainer.loop import Trainer, start_rewards, start_workers
+    from verl_memopt.trainer.replay import debug_settings, mode_of
     from verl_memopt.trainer.reporter import Reporter
 
     settings, clock = debug_settings(settings), PhaseClock()

@@ -73,7 +73,7 @@ def weights_and_kept(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def advantages(name: str, batch: Batch, by_std: bool = True, corrected: bool = False) -> Values:
-    result = estimate(
+    advantages, returns = estimate(
         AdvantageInputs(
             batch.scores, batch.group, ~torch.isnan(batch.scores), batch.row, batch.lengths,
             token_rewards=batch.token_rewards, values=batch.values,
@@ -85,7 +85,7 @@ def advantages(name: str, batch: Batch, by_std: bool = True, corrected: bool = F
             gdpo_reward_weights=[*REWARDS.values()],
         ),
     )  # fmt: skip
-    return {"advantages": result.per_token, "returns": result.returns}
+    return {"advantages": advantages, "returns": returns}
 
 
 def unscored(case: Case) -> Case:

@@ -6,7 +6,7 @@ from torch._subclasses import FakeTensorMode
 
 from tests.algorithms.ragged import Ragged, ragged
 from tests.tensors import row_of_each_token
-from verl_memopt.algorithms.kl import PF_PPO_METHODS, overlong_penalty, pf_ppo_weights, resample_rows
+from verl_memopt.algorithms.kl import PF_PPO_METHODS, overlong_penalty, pf_ppo_weights
 from verl_memopt.algorithms.rows import (
     LOSS_AGG_MODES,
     GlobalCounts,
@@ -166,16 +166,6 @@ def test_equal_scores_are_drawn_alike(method, score):
     weights = pf_ppo_weights(torch.full((4,), score), torch.ones(4, dtype=torch.bool), method, 2.0)
     assert weights.unique().numel() == 1
     assert weights[0] > 0
-
-
-def test_rows_are_drawn_in_proportion_to_their_weights_and_never_without_one():
-    weights = torch.tensor([3.0, 0.0, 1.0] * 1000, dtype=torch.float64)
-    drawn = resample_rows(weights, torch.Generator().manual_seed(0))
-    counts = torch.bincount(drawn % 3, minlength=3)
-    assert drawn.shape == (3000,)
-    assert counts[1] == 0
-    assert counts[0].item() == pytest.approx(2250, abs=4 * (3000 * 0.75 * 0.25) ** 0.5)
-    assert torch.equal(drawn, resample_rows(weights, torch.Generator().manual_seed(0)))
 
 
 @pytest.mark.parametrize("method", PF_PPO_METHODS)

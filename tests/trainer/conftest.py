@@ -13,8 +13,8 @@ from verl_memopt.observe.phase import PhaseClock, PhaseMemory
 from verl_memopt.rollout.engine import Generation
 from verl_memopt.run.interrupts import Interrupts
 from verl_memopt.trainer.build import build_learner, build_run
-from verl_memopt.trainer.debug_run import debug_settings, mode_of
 from verl_memopt.trainer.loop import Trainer, start_rewards, start_workers
+from verl_memopt.trainer.replay import debug_settings, mode_of
 from verl_memopt.trainer.reporter import Reporter
 from verl_memopt.trainer.rollouts import Answers, to_batch
 from verl_memopt.worker.group import TimedGroup

@@ -26,18 +26,13 @@ def texts(rows):
     return [row.text for row in rows]
 
 
-def test_a_context_holds_what_the_files_hold(settled):
-    context = build_run(settled())
-    assert len(context.validation) == 3
-    assert context.checkpoint is None
-    assert context.encoder.max_prompt_length == 12
-    assert context.total_steps == 2
-
-
 def test_steps_are_epochs_times_whole_batches_unless_given_and_validation_needs_a_file(settled):
     assert build_run(settled({"trainer.total_training_steps": None, "trainer.total_epochs": 3})).total_steps == 6  # 10 rows by 4
     assert build_run(settled({"trainer.total_training_steps": 5, "trainer.total_epochs": 3})).total_steps == 5
     assert build_run(settled({"data.val_files": None})).validation is None
+    context = build_run(settled())
+    assert (len(context.validation), context.checkpoint, context.total_steps) == (3, None, 2)
+    assert context.encoder.max_prompt_length == 12
 
 
 def test_a_resumed_run_goes_on_after_the_checkpoint_with_its_seed(settled):
@@ -56,14 +51,10 @@ def test_settings_with_seeds_are_used_as_they_are(settled):
     assert build_run(settings).settings is settings
 
 
-def test_a_resumed_run_keeps_the_whole_runs_length(settled):
+def test_a_resumed_run_keeps_the_whole_runs_length_and_resuming_may_be_switched_off(settled):
     settings = settled({"trainer.total_training_steps": None, "trainer.total_epochs": 2})
     leave_checkpoint(settings, 3)
     assert build_run(settings).total_steps == 4
-
-
-def test_resuming_may_be_switched_off(settled):
-    leave_checkpoint(settled(), 1)
     assert build_run(settled({"trainer.resume_mode": "disable"})).checkpoint is None
 
 
@@ -103,15 +94,14 @@ def test_the_plan_counts_the_rollouts_or_every_optimizer_step_of_the_run(settled
     assert plan.schedule_steps == 5 * 2 * 3  # steps, mini-batches of 2 in 4 prompts, passes
 
 
-def test_the_plan_names_folders_and_the_reference_only_when_asked(settled, tiny_folder):
-    plan = build_run(settled()).worker_plan
+@pytest.mark.parametrize(("every", "tracked"), [(0, False), (10, True)])
+def test_the_plan_tracks_the_start_when_steps_are_and_names_folders_and_a_reference_where_there_is_one(
+    settled, tiny_folder, every, tracked
+):
+    plan = build_run(settled({"trainer.track_memory_every_steps": every})).worker_plan
+    assert plan.track_init is tracked
     assert (plan.folder, plan.engine_folder, plan.reference_folder) == (str(tiny_folder), str(tiny_folder), None)
     assert build_run(settled({f"{AR}.actor.use_kl_loss": True})).worker_plan.reference_folder == str(tiny_folder)
-
-
-@pytest.mark.parametrize(("every", "tracked"), [(0, False), (10, True)])
-def test_the_start_is_tracked_when_steps_are(settled, every, tracked):
-    assert build_run(settled({"trainer.track_memory_every_steps": every})).worker_plan.track_init is tracked
 
 
 def test_with_overrides_engine_and_trainer_read_the_same_config(settled):

@@ -37,15 +37,16 @@ def test_what_was_committed_is_found_again_with_its_driver_state(store):
     assert (final / "actor" / "shard").read_bytes() == b"x" * 10
 
 
-def test_a_folder_counts_as_nothing_until_it_is_committed(store):
-    store.begin(4)
-    assert store.newest() is None
-    assert store.steps() == []
-
-
-def test_beginning_again_forgets_what_was_written_before(store):
+def test_a_folder_counts_as_nothing_until_it_is_committed_and_what_a_kill_left_in_it_is_forgotten(store):
     (store.begin(4) / "left over").write_text("x")
+    assert (store.newest(), store.steps()) == (None, [])
     assert list(store.begin(4).iterdir()) == []
+    save(store, 5)
+    left = store.root / "global_step_5.old.partial"  # of a replaced step
+    left.mkdir()
+    (left / "shard").write_bytes(b"x")
+    save(store, 5)
+    assert names(store.root) == ["global_step_5", TRACKER]
 
 
 def test_the_manifest_lists_every_file_with_its_size_its_checksum_and_who_wrote_it(store):
@@ -65,17 +66,11 @@ def test_the_tracker_file_holds_the_last_step_and_leaves_nothing_beside_it(store
     assert names(store.root) == ["global_step_10", "global_step_2", TRACKER]
 
 
-def test_the_newest_are_kept_in_order_of_number(tmp_path):
+def test_the_newest_are_kept_in_order_of_number_and_rotation_leaves_nothing_behind(tmp_path):
     store = CheckpointStore(tmp_path, 2)
     for step in (8, 9, 10):
         save(store, step)
-    assert store.steps() == [9, 10]
-
-
-def test_a_new_save_removes_what_a_kill_left_half_written(store):
-    store.begin(3)
-    save(store, 4)
-    assert names(store.root) == ["global_step_4", TRACKER]
+    assert names(tmp_path) == ["global_step_10", "global_step_9", TRACKER]
 
 
 def test_saving_a_step_again_replaces_it(store):
@@ -96,63 +91,51 @@ def test_a_run_that_goes_back_to_an_earlier_step_keeps_and_resumes_its_own(tmp_p
     assert {"global_step_6", "global_step_8"} <= set(names(tmp_path))
 
 
-def test_without_a_tracker_file_the_highest_number_is_the_newest(store):
+def test_without_a_tracker_file_the_highest_number_is_the_newest_and_all_are_set_aside(store):
     save(store, 6)
     save(store, 8)
     (store.root / TRACKER).unlink()
     assert store.newest().step == 8
+    assert names(store.set_aside()) == ["global_step_6", "global_step_8"]
 
 
-def test_a_checkpoint_removed_by_hand_is_not_missed(store):
+def test_a_checkpoint_removed_by_hand_is_not_missed_and_not_proven(store):
     for step in (6, 8):
         folder = save(store, step)
-    for path in sorted(folder.rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-    folder.rmdir()
+    shutil.rmtree(folder)
     assert store.newest().step == 6
+    store.prove(8)
+    assert store.proven() is None
 
 
-def cut_short(folder):
-    (folder / "actor" / "shard").write_bytes(b"x" * 9)
-    return "actor/shard has 9 bytes of 10"
+def damage(folder, name="actor/shard", data=b"x" * 9):
+    """Gives a file of a checkpoint other contents; dir puts a folder in its place, None removes it."""
+    (folder / name).unlink()
+    if data is dir:
+        (folder / name).mkdir()
+    elif data is not None:
+        (folder / name).write_bytes(data)
 
 
-def file_lost(folder):
-    (folder / "data.pt").unlink()
-    return "data.pt is missing"
-
-
-def a_folder(folder):
-    (folder / "data.pt").unlink()
-    (folder / "data.pt").mkdir()
-    return "data.pt"
-
-
-def manifest_lost(folder):
-    (folder / "meta.json").unlink()
-    return "meta.json is missing"
-
-
-def manifest_cut(folder):
-    text = (folder / "meta.json").read_text()
-    (folder / "meta.json").write_text(text[: len(text) // 2])
-    return "meta.json cannot be read"
-
-
-def manifest_foreign(folder):
-    (folder / "meta.json").write_text("[]")
-    return "meta.json cannot be read"
-
-
-@pytest.mark.parametrize("damage", [cut_short, file_lost, a_folder, manifest_lost, manifest_cut, manifest_foreign])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(store, caplog, damage):
+@pytest.mark.parametrize(
+    ("name", "data", "fault"),
+    [
+        ("actor/shard", b"x" * 9, "actor/shard has 9 bytes of 10"),
+        ("data.pt", None, "data.pt is missing"),
+        ("data.pt", dir, "data.pt"),
+        ("meta.json", None, "meta.json is missing"),
+        ("meta.json", b'{"format": 1, "al', "meta.json cannot be read"),
+        ("meta.json", b"[]", "meta.json cannot be read"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(store, caplog, name, data, fault):
     save(store, 6)
     folder = save(store, 8)
     assert find_fault(folder) is None
-    expected = damage(folder)
-    assert expected in find_fault(folder)
+    damage(folder, name, data)
+    assert fault in find_fault(folder)
     assert store.newest().step == 6
-    assert f"{folder}: not whole ({expected}" in caplog.text
+    assert f"{folder}: not whole ({fault}" in caplog.text
 
 
 def test_a_folder_without_any_checkpoint_has_none(tmp_path):
@@ -162,13 +145,27 @@ def test_a_folder_without_any_checkpoint_has_none(tmp_path):
     assert CheckpointStore(tmp_path, None).steps() == []
 
 
-def test_a_failed_save_says_why_and_what_is_left_and_removes_its_part(store):
+@pytest.fixture
+def five_mib_free(monkeypatch):
+    """A disk with 5 MiB left, which answers for folders that exist."""
+
+    def usage(path):
+        assert os.path.isdir(path)
+        return SimpleNamespace(free=5 * 2**20)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+
+
+def test_a_failed_save_says_why_what_is_left_and_what_to_do_and_removes_its_part(store, five_mib_free):
+    start = f"trainer.default_local_dir={store.root}: step 4 could not be saved: full (5 MiB free; "
+    way_out = (
+        "Free space, lower trainer.max_actor_ckpt_to_keep, or set another trainer.default_local_dir; then start again to resume."
+    )
+    assert str(store.failed(4, "full")) == f"{start}there is no earlier checkpoint). {way_out}"
     save(store, 2)
     (store.begin(4) / "part").write_bytes(b"x")
-    error = store.failed(4, "No space left on device")
-    text = str(error)
-    assert text.startswith(f"trainer.default_local_dir={store.root}: step 4 could not be saved: No space left on device (")
-    assert "MiB free; the checkpoint of step 2 is untouched). Free space" in text
+    error = store.failed(4, "full")
+    assert str(error) == f"{start}the checkpoint of step 2 is untouched). {way_out}"
     assert error.exit_code == 1
     assert names(store.root) == ["global_step_2", TRACKER]
 
@@ -211,17 +208,15 @@ def test_a_path_that_is_no_checkpoint_is_refused(store, name):
         read_checkpoint(store.root / name)
 
 
-def test_a_damaged_checkpoint_asked_for_by_name_is_refused_with_its_fault(store):
-    folder = save(store, 3)
-    cut_short(folder)
-    with pytest.raises(CheckpointError, match=r"not whole \(actor/shard has 9 bytes of 10\).*resume_mode=auto"):
-        read_checkpoint(folder)
-
-
-def test_a_damaged_checkpoint_is_passed_over_with_its_fault_in_hand(store):
+def test_a_damaged_checkpoint_is_refused_by_name_and_else_passed_over_like_one_that_could_not_be_loaded(store):
     save(store, 6)
-    cut_short(save(store, 8))
-    assert store.newest().passed_over == (f"{store.root / 'global_step_8'}: not whole (actor/shard has 9 bytes of 10)",)
+    folder, fault = save(store, 8), "actor/shard has 9 bytes of 10"
+    checkpoint = store.newest({8: "the loader said no"})
+    assert (checkpoint.step, checkpoint.passed_over) == (6, (f"{folder}: not whole (the loader said no)",))
+    damage(folder)
+    with pytest.raises(CheckpointError, match=rf"not whole \({fault}\).*resume_mode=auto"):
+        read_checkpoint(folder)
+    assert store.newest().passed_over == (f"{folder}: not whole ({fault})",)
     assert save(store, 9)
     assert store.newest().passed_over == ()
 
@@ -230,17 +225,9 @@ def test_checkpoints_of_a_run_that_was_left_behind_do_not_stand_in_for_the_runs_
     store = CheckpointStore(tmp_path, None)
     for step in (6, 8, 5):
         save(store, step)
-    cut_short(store.folder(5))
+    damage(store.folder(5))
     with pytest.raises(CheckpointError, match=r"global_step_5: not whole .*global_step_6: belongs to an earlier run that"):
         store.newest()
-
-
-def test_one_that_could_not_be_loaded_is_passed_over_like_a_damaged_one(store):
-    save(store, 6)
-    save(store, 8)
-    checkpoint = store.newest({8: "the loader said no"})
-    assert checkpoint.step == 6
-    assert checkpoint.passed_over == (f"{store.root / 'global_step_8'}: not whole (the loader said no)",)
 
 
 def test_a_folder_under_another_steps_name_is_not_taken_for_that_step(store):
@@ -272,27 +259,9 @@ def test_two_hundred_flipped_bits_over_all_files_are_found_and_the_checkpoint_be
     assert store.newest().step == 8
 
 
-@pytest.fixture
-def five_mib_free(monkeypatch):
-    """A disk with 5 MiB left, which answers for folders that exist."""
-
-    def usage(path):
-        assert os.path.isdir(path)
-        return SimpleNamespace(free=5 * 2**20)
-
-    monkeypatch.setattr(shutil, "disk_usage", usage)
-
-
-def test_the_text_of_a_failed_save_says_what_happened_and_what_to_do(store, five_mib_free):
-    assert str(store.failed(1, "full")) == (
-        f"trainer.default_local_dir={store.root}: step 1 could not be saved: full (5 MiB free; there is no earlier checkpoint). "
-        "Free space, lower trainer.max_actor_ckpt_to_keep, or set another trainer.default_local_dir; then start again to resume."
-    )
-
-
 def test_the_text_about_no_whole_checkpoint_names_each_and_every_way_out(store):
-    cut_short(save(store, 6))
-    file_lost(save(store, 8))
+    damage(save(store, 6))
+    damage(save(store, 8), "data.pt", None)
     with pytest.raises(CheckpointError) as caught:
         store.newest()
     assert str(caught.value) == (
@@ -316,31 +285,6 @@ def test_a_proof_that_the_disk_refuses_is_an_error_with_the_file(store, five_mib
     assert str(caught.value) == f"{folder / 'proven'}: cannot be written (No space left on device; 5 MiB free). Free space."
 
 
-def test_a_checkpoint_that_was_removed_by_hand_is_not_proven(store):
-    shutil.rmtree(save(store, 3))
-    store.prove(3)
-    assert store.proven() is None
-
-
-def test_without_a_score_there_is_no_best_checkpoint(store):
-    assert store.best() is None
-    save(store, 3)
-    assert store.best() is None
-
-
-def test_checkpoints_without_a_tracker_file_are_set_aside_too(store):
-    save(store, 3)
-    (store.root / TRACKER).unlink()
-    assert names(store.set_aside()) == ["global_step_3"]
-
-
-def test_what_rotation_removes_leaves_nothing_behind(tmp_path):
-    store = CheckpointStore(tmp_path, 1)
-    save(store, 1)
-    save(store, 2)
-    assert names(tmp_path) == ["global_step_2", TRACKER]
-
-
 def test_a_folder_that_cannot_be_removed_stops_no_save(tmp_path, monkeypatch):
     def refuse(path, **_):
         raise OSError(errno.EBUSY, "Device or resource busy")
@@ -354,20 +298,11 @@ def test_a_folder_that_cannot_be_removed_stops_no_save(tmp_path, monkeypatch):
     assert store.newest().step == 2
 
 
-def test_what_a_kill_left_of_a_replaced_step_is_no_hindrance(store):
-    save(store, 3)
-    left = store.root / "global_step_3.old.partial"
-    left.mkdir()
-    (left / "shard").write_bytes(b"x")
-    save(store, 3)
-    assert names(store.root) == ["global_step_3", TRACKER]
-
-
 def test_what_is_passed_over_and_what_is_in_doubt_is_logged_in_whole_sentences(store, caplog):
     save(store, 6)
     folder = save(store, 8)
     (store.root / TRACKER).write_text("6\n")
-    cut_short(folder)
+    damage(folder)
     assert store.newest().step == 6
     assert [record.message for record in caplog.records] == [
         f"{store.root / TRACKER}: says step 6, and the checkpoint that was committed last is of step 8; that one counts",
@@ -382,6 +317,8 @@ def test_a_whole_checkpoint_in_no_doubt_is_resumed_without_a_word_and_can_be_pro
     assert caplog.records == []
     again.prove(8)
     assert again.proven() == 8
+    assert again.is_proven(8)
+    assert find_fault(again.folder(8)) is None
 
 
 class Runs:
@@ -403,23 +340,23 @@ def test_code_in_the_drivers_state_is_not_run(store, tmp_path):
     assert not folder.exists()
 
 
-def test_records_of_the_writers_are_trusted_and_the_rest_is_hashed(store):
-    folder = store.begin(3)
-    (folder / "actor").mkdir()
-    (folder / "actor" / "shard").write_bytes(b"x" * 10)
-    final = store.commit(3, {}, 1, {"actor/shard": FileRecord(10, "0" * 64)})
-    assert find_fault(final) == "actor/shard has other contents than were written"
+RECORDS = {"actor/shard": FileRecord(11, "0")}, {"actor/none": FileRecord(1, "0")}
 
 
-@pytest.mark.parametrize("record", [{"actor/shard": FileRecord(11, "0")}, {"actor/none": FileRecord(1, "0")}])
-def test_a_file_that_is_not_on_disk_as_it_was_written_is_not_committed(store, record):
+def test_records_of_the_writers_are_trusted_unless_the_disk_holds_another_size_or_no_such_file(store):
+    def commit(step, records):
+        folder = store.begin(step)
+        (folder / "actor").mkdir()
+        (folder / "actor" / "shard").write_bytes(b"x" * 10)
+        return store.commit(step, {}, 1, records)
+
     save(store, 2)
-    folder = store.begin(3)
-    (folder / "actor").mkdir()
-    (folder / "actor" / "shard").write_bytes(b"x" * 10)
-    with pytest.raises(CheckpointError, match=r"step 3 could not be saved: actor/.* bytes on disk"):
-        store.commit(3, {}, 1, record)
-    assert store.newest().step == 2
+    for records in RECORDS:
+        with pytest.raises(CheckpointError, match=r"step 3 could not be saved: actor/.* bytes on disk"):
+            commit(3, records)
+        assert store.newest().step == 2
+    final = commit(3, {"actor/shard": FileRecord(10, "0" * 64)})
+    assert find_fault(final) == "actor/shard has other contents than were written"
 
 
 def test_everything_is_forced_to_disk_before_the_folder_gets_its_name(store, monkeypatch):
@@ -506,13 +443,6 @@ def test_a_checkpoint_of_another_folder_proves_none_of_this_one(tmp_path):
     assert (one.proven(), other.proven()) == (None, None)
 
 
-def test_proving_does_not_make_a_checkpoint_look_damaged(store):
-    folder = save(store, 3)
-    store.prove(3)
-    assert store.is_proven(3)
-    assert find_fault(folder) is None
-
-
 def test_the_best_checkpoint_is_never_rotated_away_and_of_equals_the_newer_is_best(tmp_path):
     store = CheckpointStore(tmp_path, 1, keep_best=True)
     scores = {2: 0.5, 4: 0.9, 6: 0.9, 8: 0.1}
@@ -524,17 +454,17 @@ def test_the_best_checkpoint_is_never_rotated_away_and_of_equals_the_newer_is_be
     again.newest()
     prove_and_save(again, 10, 12)
     assert again.steps() == [6, 10, 12]
-
-
-def test_without_keep_best_the_best_is_rotated_away(tmp_path):
-    store = CheckpointStore(tmp_path, 1)
-    prove_and_save(store, 2, 4, scores={2: 0.9})
-    store.prove(4)
-    assert store.steps() == [4]
+    other = CheckpointStore(tmp_path / "other", 1)  # without keep_best
+    prove_and_save(other, 2, 4, scores={2: 0.9})
+    other.prove(4)
+    assert other.steps() == [4]
 
 
 @pytest.mark.parametrize("score", [float("nan"), float("inf"), None])
 def test_a_score_that_is_no_number_is_never_the_best(store, score):
+    assert store.best() is None
+    save(store, 1)
+    assert store.best() is None
     prove_and_save(store, 2, 4, scores={2: 0.1, 4: score})
     assert store.best() == 2
 

@@ -12,7 +12,7 @@ from verl_memopt.config.keys import leaf_values, shown
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import Settings
 from verl_memopt.errors import ConfigError, DataError, DeviceMemoryError
-from verl_memopt.trainer.debug_run import debug_settings
+from verl_memopt.trainer.replay import debug_settings
 
 NO_FILES = {"data.train_files": "???", "data.val_files": "???"}
 """The files of the data left out, as on a command line without them."""

@@ -41,10 +41,15 @@ def test_a_kl_brings_the_reference_which_is_the_model_unless_another_is_named(se
     assert resolved(settled({key: True, f"{AR}.ref.model.path": str(untied_folder)})).reference_folder == untied_folder
 
 
-def test_a_reference_is_looked_for_where_it_is_needed_and_refused_under_its_own_key(settled):
-    assert resolved(settled({f"{AR}.ref.model.path": "/nowhere"})).reference_folder is None
-    with pytest.raises(ConfigError, match=re.escape(f"{AR}.ref.model.path=/nowhere")):
-        resolved(settled({f"{AR}.actor.use_kl_loss": True, f"{AR}.ref.model.path": "/nowhere"}))
+@pytest.mark.parametrize(
+    ("key", "needed"),
+    [(f"{AR}.ref.model.path", {f"{AR}.actor.use_kl_loss": True}), ("critic.model.path", {"algorithm.adv_estimator": "gae"})],
+)
+def test_a_missing_reference_or_critic_is_refused_under_its_own_key_and_only_where_it_is_needed(settled, key, needed):
+    environment = resolved(settled({key: "/nowhere"}))
+    assert (environment.reference_folder, environment.critic_folder) == (None, None)
+    with pytest.raises(ConfigError, match=re.escape(f"{key}=/nowhere")):
+        resolved(settled(needed | {key: "/nowhere"}))
 
 
 def test_another_tokenizer_folder_is_taken(settled, untied_folder):
@@ -116,16 +121,21 @@ def test_a_tilde_is_the_home_folder(settled, tmp_path, monkeypatch):
     assert resolved(settled({"trainer.default_local_dir": "~/runs/one"})).run_dir == tmp_path / "runs" / "one"
 
 
-@pytest.mark.parametrize("which", ["model", "reference"])
-def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_refused(settled, tiny_folder, tmp_path, which):
+@pytest.mark.parametrize(
+    ("key", "more"),
+    [
+        (f"{AR}.model.path", {f"{AR}.model.tokenizer_path": None}),
+        (f"{AR}.ref.model.path", {f"{AR}.actor.use_kl_loss": True}),
+        ("critic.model.path", {"algorithm.adv_estimator": "gae"}),
+    ],
+)
+def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_refused(settled, tiny_folder, tmp_path, key, more):
     small = make_tiny_model(tmp_path / "small", TinyShape(vocab_size=300))
-    more = {f"{AR}.model.path": str(small), f"{AR}.model.tokenizer_path": str(tiny_folder)}
-    key = f"{AR}.model.path={small}"
-    if which == "reference":
-        more = {f"{AR}.actor.use_kl_loss": True, f"{AR}.ref.model.path": str(small)}
-        key = f"{AR}.ref.model.path={small}"
-    with pytest.raises(ConfigError, match=re.escape(f"{key}: its embedding has 300 rows, and the tokenizer has 320 tokens")):
-        resolved(settled(more))
+    folders = {name: str(tiny_folder) for name, value in more.items() if value is None}
+    with pytest.raises(
+        ConfigError, match=re.escape(f"{key}={small}: its embedding has 300 rows, and the tokenizer has 320 tokens")
+    ):
+        resolved(settled(more | folders | {key: str(small)}))
 
 
 GAE = {"algorithm.adv_estimator": "gae"}
@@ -141,12 +151,6 @@ def test_a_critic_starts_from_the_policys_folder_unless_another_is_named(settled
     assert resolved(settled(GAE | {CRITIC: str(untied_folder)})).critic_folder == untied_folder
 
 
-def test_a_missing_critic_is_refused_under_its_own_key_and_only_where_it_is_needed(settled):
-    assert resolved(settled({CRITIC: "/nowhere"})).critic_folder is None
-    with pytest.raises(ConfigError, match=re.escape(f"{CRITIC}=/nowhere")):
-        resolved(settled(GAE | {CRITIC: "/nowhere"}))
-
-
 def test_a_critic_with_another_vocabulary_is_refused_with_both_folders(settled, tmp_path, tiny_folder):
     other = make_tiny_model(tmp_path / "other", TinyShape())
     file = other / "tokenizer.json"
@@ -156,9 +160,3 @@ def test_a_critic_with_another_vocabulary_is_refused_with_both_folders(settled, 
     assert str(caught.value).startswith(f"{CRITIC}={other}: its tokenizer is another than the policy's in {tiny_folder}")
     (other / "tokenizer.json").unlink()
     assert resolved(settled(GAE | {CRITIC: str(other)})).critic_folder == other  # it is taken to use the policy's
-
-
-def test_a_critic_with_too_small_an_embedding_is_refused(settled, tmp_path):
-    small = make_tiny_model(tmp_path / "small", TinyShape(vocab_size=300))
-    with pytest.raises(ConfigError, match=re.escape(f"{CRITIC}={small}: its embedding has 300 rows")):
-        resolved(settled(GAE | {CRITIC: str(small)}))

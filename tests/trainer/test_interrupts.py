@@ -104,15 +104,12 @@ def test_a_quarter_of_the_deadline_is_kept_for_saving_and_more_where_saves_are_l
     assert not interrupts.too_late_for(1e9)
 
 
-def test_rollouts_are_told_once_when_to_end():
+def test_rollouts_are_told_once_when_to_end_also_of_a_stop_from_before_the_first_step():
     before = time.time()
     interrupts, moments = asked_in_steps(100)
     interrupts.request(signal.SIGTERM)
     assert len(moments) == 1
     assert before + 74 < moments[0] < time.time() + 76
-
-
-def test_a_stop_that_was_asked_for_before_the_first_step_is_told_when_steps_begin():
     interrupts, moments = Interrupts(), []
     interrupts.request(signal.SIGINT)
     interrupts.begin_steps(100, moments.append)

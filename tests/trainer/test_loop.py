@@ -1,7 +1,7 @@
 import json
-import logging
 import math
 import os
+import re
 import shutil
 import signal
 from dataclasses import replace
@@ -10,12 +10,15 @@ from types import SimpleNamespace
 import pytest
 from safetensors.torch import load_file
 
-from tests.trainer.conftest import AR, LEAST, learned, ready
+from tests.trainer.conftest import AR, LEAST, learned, ready, rewards_of
 from verl_memopt.config.loader import settings_from_mapping
-from verl_memopt.errors import CheckpointError, TrainingError
+from verl_memopt.errors import CheckpointError, RewardError, TrainingError
 from verl_memopt.observe.metrics import headline_score
+from verl_memopt.observe.phase import PhaseClock
 from verl_memopt.run import checkpoints
 from verl_memopt.run.checkpoints import find_fault, read_manifest
+from verl_memopt.trainer.build import build_run
+from verl_memopt.trainer.loop import start_workers
 from verl_memopt.worker.worker import Worker
 
 ADAPTIVE_KL = {
@@ -100,11 +103,10 @@ def test_saves_and_validations_come_every_so_many_steps_and_at_the_last_and_a_va
 
 
 def test_without_a_validation_set_nothing_is_validated_however_often_it_is_due(settled):
-    more = {"data.val_files": None, "trainer.val_before_train": True, "trainer.test_freq": 1}
-    with ready(settled(more | {"trainer.total_training_steps": 1})) as trainer:
+    often = {"data.val_files": None, "trainer.val_before_train": True, "trainer.test_freq": 1, "trainer.total_training_steps": 1}
+    with ready(settled(often)) as trainer:
         trainer.run()
-        assert list(rows(trainer)) == [1]
-        assert validated(trainer) == []
+        assert (list(rows(trainer)), validated(trainer)) == ([1], [])
 
 
 def test_validation_alone_takes_no_step_and_saves_nothing(settled):
@@ -276,16 +278,6 @@ def test_epochs_count_whole_batches_and_more_of_them_prolong_a_finished_run(goes
     assert first != second
 
 
-def test_a_seed_that_was_drawn_is_kept_over_a_resume(run_in, caplog):
-    drawn = {"data.seed": None, "trainer.save_freq": 1}
-    with caplog.at_level(logging.INFO):
-        run_in("run", drawn | {"trainer.total_training_steps": 1})
-        run_in("run", drawn)
-    said = [record.getMessage().split("uses ")[1] for record in caplog.records if "this run uses" in record.getMessage()]
-    seed = said[0].split()[0]
-    assert said == [f"{seed} (drawn)", f"{seed} (from the checkpoint)"]
-
-
 def lost(trainer):
     """Lets the policy's weights become what an update that is far too large makes of them."""
     for parameter in trainer.workers.group._worker.policy.model.parameters():
@@ -307,16 +299,6 @@ def test_a_run_whose_weights_are_lost_stops_and_keeps_the_last_good_checkpoint_a
             trainer.run()
         assert saved(trainer) == [1, 4]
         assert [row["actor/skipped_updates"] for row in rows(trainer).values()] == [0, 0, 2, 2, 2]
-
-
-def test_the_best_validated_checkpoint_outlives_those_that_came_after_it(settled, monkeypatch):
-    scores = iter((0.25, 0.75, 0.5, 0.0))
-    monkeypatch.setattr("verl_memopt.trainer.loop.checkpoint_score", lambda metrics: next(scores))
-    more = {"trainer.total_training_steps": 4, "trainer.save_freq": 1, "trainer.test_freq": 1}
-    with ready(settled(more | {"trainer.max_actor_ckpt_to_keep": 1})) as trainer:
-        trainer.run()
-        assert trainer.context.store.best() == 2
-        assert saved(trainer) == [2, 3, 4]  # 3 is the newest that is proven: no step has begun with the weights of 4
 
 
 def test_a_checkpoint_holds_the_score_of_its_own_step_and_none_where_it_was_not_validated(trained):
@@ -393,3 +375,35 @@ def test_an_update_that_would_leave_no_time_to_save_is_not_begun(settled, monkey
         trainer.learner.before_update = begin_update
         trainer.run()
         assert (trainer.step, saved(trainer)) == (last, [last])
+
+
+def test_workers_are_ready_inside_and_gone_after_an_error(settled):
+    clock, inside = PhaseClock(), []
+
+    def fail():
+        with start_workers(build_run(settled()), clock) as workers:
+            inside.append((workers, workers.world_size, os.environ["WORLD_SIZE"]))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    ((workers, *sizes),) = inside
+    assert sizes == [1, "1"]
+    assert [span.name for span in clock.take()] == ["init"]
+    assert "WORLD_SIZE" not in os.environ
+    with pytest.raises(AssertionError, match="shut down"):
+        workers.group.all("started")
+
+
+def test_reward_processes_have_their_function_before_the_run_goes_on(settled, tmp_path):
+    broken = tmp_path / "reward.py"
+    broken.write_text("def compute_score(:")
+    context = build_run(settled({"custom_reward_function.path": str(broken)}))
+    with pytest.raises(RewardError, match=re.escape(str(broken))), rewards_of(context):
+        pytest.fail("the body ran")
+
+
+def test_a_service_for_programs_is_not_asked_where_a_function_decides(settled):
+    context = build_run(settled({"reward_model.sandbox_fusion.url": "http://127.0.0.1:9/run_code"}))
+    with rewards_of(context) as runner:
+        assert runner.pids()

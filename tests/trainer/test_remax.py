@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.trainer.conftest import AR
-from tests.trainer.test_resampling import step_batch
+from tests.trainer.test_group_filter import step_batch
 from tests.trainer.test_step import running
 from tests.worker.test_reward_scores import classifier
 from verl_memopt.trainer.step import add_baselines

@@ -3,10 +3,12 @@ from dataclasses import replace
 
 import pytest
 
+from verl_memopt.config.keys import replaced
 from verl_memopt.data.prompts import StepPrompts
 from verl_memopt.errors import DataError
+from verl_memopt.model.tiny import build_tokenizer
 from verl_memopt.observe.samples import Sample, dump_samples
-from verl_memopt.trainer.replay import NoPrompts, Replay, check_same_prompts, dump_folder
+from verl_memopt.trainer.replay import Forge, NoPrompts, Replay, check_same_prompts, dump_folder
 
 PROMPTS = [[5, 6], [7, 8, 9]]
 SAMPLES = [
@@ -156,3 +158,49 @@ def test_a_run_without_prompts_has_no_state():
     prompts.give_back()
     prompts.close()
     assert (prompts.state_dict(), prompts.epoch) == ({}, 0)
+
+
+@pytest.fixture
+def forge(settled):
+    return Forge(settled({"data.seed": 1, "actor_rollout_ref.rollout.calculate_log_probs": True}), build_tokenizer(), 50)
+
+
+def test_forged_rows_have_the_largest_lengths_share_their_prompt_and_have_scores_that_differ(forge):
+    data = forge.settings.data
+    answers, results = forge.read(1).answers, forge.read(1).results
+    assert {len(ids) for ids in answers.prompt_ids} == {data.max_prompt_length} == {12}
+    assert {len(ids) for ids in answers.generation.response_ids} == {data.max_response_length} == {4}
+    assert {len(row) for row in answers.generation.log_probs} == {4}
+    assert {token for ids in (*answers.prompt_ids, *answers.generation.response_ids) for token in ids} <= set(range(50))
+    assert len(answers.rows) == 8
+    assert answers.prompt_ids[0] is answers.prompt_ids[1]
+    assert answers.rows[0] is answers.rows[1]
+    assert len({tuple(ids) for ids in answers.prompt_ids}) == 4
+    assert len({tuple(ids) for ids in answers.generation.response_ids}) == 8
+    assert len({result.score for result in results}) == 8
+    assert all(0 <= result.score < 1 for result in results)
+
+
+def test_a_forged_step_depends_on_seed_and_number_alone_and_has_log_probs_where_the_engine_gives_them(forge):
+    assert forge.read(2) == forge.read(2) != forge.read(3)
+    assert forge.read(2) != replace(forge, settings=replaced(forge.settings, {"data.seed": 2})).read(2)
+    without = replaced(forge.settings, {"actor_rollout_ref.rollout.calculate_log_probs": False})
+    assert replace(forge, settings=without).read(1).answers.generation.log_probs is None
+
+
+def test_forged_scores_count_unless_a_model_scores(forge):
+    assert forge.scored
+    assert not replace(forge, settings=replaced(forge.settings, {"reward_model.enable": True})).scored
+
+
+def test_a_recipe_finds_a_question_of_each_prompt_and_a_solution_in_forged_rows(forge):
+    rows, word = forge.read(1).answers.rows, forge.text_of(1)
+    assert {row.extra_info["question"].removesuffix(forge.text_of(6)) for row in rows} == {"0", "1", "2", "3"}
+    assert {row.extra_info["solution"] for row in rows} == {row.ground_truth for row in rows} == {forge.text_of(3)}
+    assert set(forge.read(1).answers.texts) == {forge.text_of(4)}
+    assert word.strip()
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 100])
+def test_a_forged_text_has_about_as_many_tokens_as_asked_for(forge, tokens):
+    assert len(forge.tokenizer(forge.text_of(tokens), add_special_tokens=False)["input_ids"]) == pytest.approx(tokens, abs=4)

@@ -72,22 +72,16 @@ def timeline(reporter):
         return [(int(row["step"]), row["phase"]) for row in csv.DictReader(file)]
 
 
-def test_a_step_is_one_row_with_its_metrics_times_and_memory(report):
+def test_a_step_is_one_row_with_its_metrics_times_memory_and_validation(report):
     reporter = report()
-    finish_step(reporter, 1, epoch=3, **{"actor/loss": 0.5})
+    finish_step(reporter, 1, validation_of(0.25), epoch=3, **{"actor/loss": 0.5})
     (row,) = logged(reporter)
     assert (row["step"], row["training/global_step"], row["training/epoch"], row["actor/loss"]) == (1, 1.0, 3.0, 0.5)
+    assert row["val-core/toy/arithmetic/reward/mean@1"] == 0.25
     assert row["memory/gen/peak_allocated_gb"] == 1.0
     assert row["perf/total_num_tokens"] == 40.0
     assert row["perf/throughput"] == pytest.approx(40 / row["timing_s/step"])
     assert row["timing_per_token_ms/gen"] == pytest.approx(1000 * row["timing_s/gen"] / 10)
-
-
-def test_a_step_with_a_validation_holds_both(report):
-    reporter = report()
-    finish_step(reporter, 1, validation_of(0.25), **{"actor/loss": 0.5})
-    (row,) = logged(reporter)
-    assert (row["actor/loss"], row["val-core/toy/arithmetic/reward/mean@1"]) == (0.5, 0.25)
 
 
 def test_a_save_is_logged_with_the_step_that_follows_and_lies_on_the_timeline_of_its_own(report):
@@ -99,14 +93,8 @@ def test_a_save_is_logged_with_the_step_that_follows_and_lies_on_the_timeline_of
     rows = logged(reporter)
     assert ["timing_s/save_checkpoint" in row for row in rows] == [False, True, False]
     assert [row.get("memory/save_checkpoint/host_rss_gb") for row in rows] == [None, 2.0, None]
+    assert rows[1]["perf/cpu_memory_used_gb"] == pytest.approx(1 / GIB)  # of its own phases alone
     assert timeline(reporter) == [(1, "gen"), (1, "save_checkpoint"), (2, "gen"), (3, "gen")]
-
-
-def test_a_save_says_nothing_of_the_step_after_it(report):
-    reporter = report()
-    finish_save(reporter, 1)
-    finish_step(reporter, 2)
-    assert logged(reporter)[0]["perf/cpu_memory_used_gb"] == pytest.approx(1 / GIB)
 
 
 def test_the_validation_of_the_first_weights_is_a_row_of_its_own(report):
@@ -145,13 +133,13 @@ def test_some_samples_are_kept_with_each_table(report):
     reporter = report()
     for step in (1, 2, 3, 4):
         finish_step(reporter, step)
-    assert [(row["step"], row["uid"]) for row in logged(reporter, "generations.jsonl")] == [
-        (step, str(uid)) for step in (2, 4) for uid in range(4)
-    ]
+    shown = [(row["step"], row["uid"]) for row in logged(reporter, "generations.jsonl")]
+    assert shown == [(step, str(uid)) for step in (2, 4) for uid in range(4)]
 
 
-def test_dumps_hold_every_sample_of_every_step(report, tmp_path):
-    reporter = report({"trainer.rollout_data_dir": str(tmp_path / "train"), "trainer.validation_data_dir": str(tmp_path / "val")})
+def test_dumps_hold_every_sample_of_every_step_and_as_many_validation_samples_are_shown_as_asked_for(report, tmp_path):
+    folders = {"trainer.rollout_data_dir": str(tmp_path / "train"), "trainer.validation_data_dir": str(tmp_path / "val")}
+    reporter = report(folders | {"trainer.log_val_generations": 2})
     reporter.first_validation(0, validation_of(0.5), [])
     finish_step(reporter, 1)
     finish_step(reporter, 2, validation_of(0.5))
@@ -159,12 +147,8 @@ def test_dumps_hold_every_sample_of_every_step(report, tmp_path):
     assert {str(path) for path in files} == {"train/1.jsonl", "train/2.jsonl", "val/0.jsonl", "val/2.jsonl"}
     assert len((tmp_path / "train" / "1.jsonl").read_text().splitlines()) == 6
     assert len((tmp_path / "val" / "0.jsonl").read_text().splitlines()) == 3
-
-
-def test_as_many_validation_samples_are_shown_as_asked_for(report):
-    reporter = report({"trainer.log_val_generations": 2})
-    reporter.first_validation(0, validation_of(0.5), [])
-    assert [row["output"] for row in logged(reporter, "generations.jsonl")] == ["text 0", "text 1"]
+    assert [row["output"] for row in logged(reporter, "generations.jsonl")[:2]] == ["text 0", "text 1"]
+    assert [row["step"] for row in logged(reporter, "generations.jsonl")] == [0, 0, *[2] * 6]
 
 
 def test_a_resumed_run_drops_the_rows_beyond_its_checkpoint(report, tmp_path):
@@ -196,12 +180,9 @@ def test_the_end_writes_the_summary_and_charts_and_prints_the_folder_last(report
     summary = json.loads((reporter.folder.path / "summary.json").read_text())
     assert (summary["steps"], summary["validation_before"], summary["validation_after"]) == (1, 0.25, 0.75)
     assert (summary["device"], "torch" in summary["versions"]) == ("cpu", True)
+    assert "train_batch_size: 4" in (reporter.folder.path / "config.yaml").read_text()
     assert (reporter.folder.path / "reward_and_validation.png").stat().st_size > 0
     assert capsys.readouterr().out.rstrip().splitlines()[-1] == str(reporter.folder.path)
-
-
-def test_the_settings_a_run_used_lie_in_its_folder(report):
-    assert "train_batch_size: 4" in (report().folder.path / "config.yaml").read_text()
 
 
 def test_a_warning_is_logged_and_stands_in_the_summary(report, caplog, capsys):

@@ -124,19 +124,15 @@ def test_starting_over_loses_neither_the_checkpoints_nor_the_record(settled, run
     assert (run_dir / "previous" / "config.yaml").exists()
 
 
-def test_a_change_of_settings_is_logged_with_what_it_means(settled, run_dir, caplog):
+def test_a_change_of_settings_is_logged_with_what_it_means_and_the_same_ones_are_not(settled, run_dir, caplog):
     with caplog.at_level(logging.INFO):
+        resumed_context(settled)
+        assert [each.message for each in caplog.records if "since global" in each.message and MOVED not in each.message] == []
         resumed_context(settled, {f"{AR}.rollout.n": 4, "trainer.save_freq": 5})
     assert f"since global_step_2: {AR}.rollout.n: 2 -> 4 (changes the trajectory)" in caplog.text
     assert "since global_step_2: trainer.save_freq: 1 -> 5 (harmless: " in caplog.text
     levels = {record.message.split(": ")[1]: record.levelname for record in caplog.records if "since global" in record.message}
     assert levels == {f"{AR}.rollout.n": "WARNING"} | dict.fromkeys(("trainer.save_freq", MOVED), "INFO")
-
-
-def test_the_same_settings_again_log_no_change(settled, run_dir, caplog):
-    with caplog.at_level(logging.INFO):
-        resumed_context(settled)
-    assert [record.message for record in caplog.records if "since global" in record.message and MOVED not in record.message] == []
 
 
 REWARD = "def compute_score(*args, **kwargs): return 1.0"
@@ -228,9 +224,15 @@ def seeded(settings, resumed):
         ({"data.seed": None, f"{AR}.rollout.seed": 4}, 8, (8, 4)),
     ],
 )
-def test_seeds_are_those_of_the_settings_else_the_resumed_runs(settled, more, resumed, expected):
-    data, rollout = seeded(settled(more), resumed)
+def test_seeds_are_those_of_the_settings_else_the_resumed_runs_and_nothing_else_changes(settled, caplog, more, resumed, expected):
+    caplog.set_level(logging.INFO)
+    settings = settled(more)
+    data, rollout = seeded(settings, resumed)
     assert (data.seed, rollout.seed) == expected
+    assert dataclasses.replace(data, seed=settings.data.seed) == settings.data
+    given = settings.actor_rollout_ref.rollout
+    assert dataclasses.replace(rollout, seed=given.seed) == given
+    assert (f"this run uses {resumed} (from the checkpoint)" in caplog.text) == (settings.data.seed is None)
 
 
 def test_a_seed_that_nobody_gave_is_drawn_and_logged(settled, caplog):
@@ -241,10 +243,3 @@ def test_a_seed_that_nobody_gave_is_drawn_and_logged(settled, caplog):
     for data, rollout in drawn:
         assert data.seed == rollout.seed
         assert f"this run uses {data.seed} (drawn)" in caplog.text
-
-
-def test_nothing_but_seeds_changes(settled):
-    settings = settled({"data.seed": None})
-    data, rollout = seeded(settings, 8)
-    assert dataclasses.replace(data, seed=None) == settings.data
-    assert dataclasses.replace(rollout, seed=None) == settings.actor_rollout_ref.rollout

@@ -32,12 +32,11 @@ def watched():
     """Starts a process that watches its signals, runs some code and then says so; it is ended with the test."""
     started = []
 
-    def begin(then, before=""):
+    def begin(then, before="", starts="watch = SignalWatch()"):
         buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-        code = f"{before}\nfrom verl_memopt.run.interrupts import SignalWatch\nwatch = SignalWatch()\n{then}"
-        process = subprocess.Popen(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=buffered
-        )
+        code = f"{before}\nfrom verl_memopt.run.interrupts import SignalWatch\n{starts}\n{then}"
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = subprocess.Popen([sys.executable, "-c", code], **pipes, text=True, env=buffered)
         started.append(process)
         return process
 
@@ -51,16 +50,20 @@ def ready(process, word="ready"):
     assert process.stdout.readline() == f"{word}\n"
 
 
+def ended_by(process, name):
+    """Sends a signal to a process that is ready, and gives its exit code, its output and its errors."""
+    ready(process)
+    process.send_signal(signal.Signals[name])
+    output, errors = process.communicate(timeout=20)
+    return process.returncode, output, errors
+
+
 @pytest.mark.parametrize(
     ("name", "code", "work"), [(*code, work) for code, work in zip(CODES, (BUSY, IN_C, ASLEEP), strict=True)]
 )
 def test_before_the_first_step_a_signal_ends_the_process_at_once_whatever_it_does(watched, name, code, work):
-    process = watched(f"print('ready', flush=True)\n{work}")
-    ready(process)
-    process.send_signal(signal.Signals[name])
-    _, errors = process.communicate(timeout=20)
-    assert process.returncode == code
-    assert errors == f"{name}: ended before the first step; there was nothing to save.\n"
+    found = ended_by(watched(f"print('ready', flush=True)\n{work}"), name)
+    assert found == (code, "", f"{name}: ended before the first step; there was nothing to save.\n")
 
 
 def test_every_process_that_was_started_ends_with_it_and_what_was_printed_is_kept(watched):
@@ -81,15 +84,9 @@ def test_every_process_that_was_started_ends_with_it_and_what_was_printed_is_kep
 @pytest.mark.parametrize(("name", "code"), CODES)
 def test_in_the_steps_the_first_signal_asks_and_the_main_thread_decides_when_to_end(watched, name, code):
     loop = "print('ready', flush=True)\nwhile not (watch.interrupts.requested and said): time.sleep(0.01)\ntime.sleep(0.1)\n"
-    process = watched(
-        f"{STEPS.format(deadline=60)}{loop}print('saved', flush=True)\nraise SystemExit(watch.interrupts.exit_code)"
-    )
-    ready(process)
-    process.send_signal(signal.Signals[name])
-    output, errors = process.communicate(timeout=20)
-    assert process.returncode == code
-    assert output == "told\nsaved\n"
-    assert errors == f"{name}: stopping after this step, then saving; once more stops at once\n"
+    steps = f"{STEPS.format(deadline=60)}{loop}print('saved', flush=True)\nraise SystemExit(watch.interrupts.exit_code)"
+    said = f"{name}: stopping after this step, then saving; once more stops at once\n"
+    assert ended_by(watched(steps), name) == (code, "told\nsaved\n", said)
 
 
 def test_a_second_signal_ends_at_once_and_says_where_a_new_start_goes_on(watched):
@@ -118,11 +115,8 @@ def test_a_signal_that_a_supervisor_sends_twice_is_one(watched):
 
 
 def test_at_the_deadline_the_process_ends_with_the_code_of_the_signal_and_names_the_key(watched):
-    process = watched(f"{STEPS.format(deadline=0.3)}print('ready', flush=True)\n{IN_C}")
-    ready(process)
-    process.send_signal(signal.SIGHUP)
-    _, errors = process.communicate(timeout=20)
-    assert process.returncode == 129
+    code, _, errors = ended_by(watched(f"{STEPS.format(deadline=0.3)}print('ready', flush=True)\n{IN_C}"), "SIGHUP")
+    assert code == 129
     message = "the stop was not finished within trainer.stop_deadline_seconds=0.3; ended at once. No checkpoint was saved."
     assert errors.splitlines()[1:] == [message]
 
@@ -156,11 +150,7 @@ def test_a_started_program_has_the_default_actions_and_a_forked_one_does_not_sto
 
 def test_a_signal_that_the_main_thread_blocks_is_seen_by_the_watch(watched):
     block = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})"
-    process = watched(f"{block}\nprint('ready', flush=True)\n{ASLEEP}")
-    ready(process)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=20)
-    assert process.returncode == 143
+    assert ended_by(watched(f"{block}\nprint('ready', flush=True)\n{ASLEEP}"), "SIGTERM")[0] == 143
 
 
 def test_the_watch_brings_no_package_but_psutil():
@@ -189,14 +179,6 @@ sys.exit(guarded(command, watched=True))
 """A command that has a handler as Ray sets one while it starts, and a watch that comes later than this handler."""
 
 
-def test_a_handler_that_ray_sets_for_a_moment_changes_no_exit_code():
-    code = f"from verl_memopt.run.interrupts import SignalWatch\n{RAYS_OWN}"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        ready(process)
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=20)
-    finally:
-        kill([process.pid])
-    assert process.returncode == 143
-    assert errors == "SIGTERM: ended before the first step; there was nothing to save.\n"
+def test_a_handler_that_ray_sets_for_a_moment_changes_no_exit_code(watched):
+    found = ended_by(watched(RAYS_OWN, starts=""), "SIGTERM")
+    assert found == (143, "", "SIGTERM: ended before the first step; there was nothing to save.\n")

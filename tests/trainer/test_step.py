@@ -1,3 +1,4 @@
+import dataclasses
 import math
 from contextlib import contextmanager
 
@@ -5,17 +6,22 @@ import pytest
 import torch
 
 from tests import rlt
-from tests.trainer.conftest import AR, batch_of, rewards_of, write_rows
+from tests.trainer.conftest import AR, Member, batch_of, group_of, rewards_of, write_rows
+from verl_memopt.config.schema import Critic, Optim
 from verl_memopt.data.batch import SharedRows
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.prompts import EXPANSIONS, StepPrompts
+from verl_memopt.errors import ConfigError, TrainingError
 from verl_memopt.observe.phase import PhaseClock
 from verl_memopt.recipes.rlt.scorer import ExplanationBatch
+from verl_memopt.rewards.score import RewardResult
 from verl_memopt.rollout.engine import Generation
+from verl_memopt.run.checkpoints import CheckpointStore
 from verl_memopt.trainer.build import build_learner, build_run
 from verl_memopt.trainer.loop import start_workers
-from verl_memopt.trainer.rollouts import Answers, StepBatch
-from verl_memopt.trainer.step import OnPolicy, score
+from verl_memopt.trainer.micro_batching import MiniBatchCutter, critic_budgets
+from verl_memopt.trainer.rollouts import Advantages, Answers, StepBatch
+from verl_memopt.trainer.step import CriticTraining, OnPolicy, StepMetrics, mask_truncated, score
 from verl_memopt.worker.worker import Worker
 
 
@@ -154,9 +160,8 @@ def test_a_step_with_a_critic_computes_values_and_updates_both_models(settled):
     with running(settled(GAE)) as learner:
         first, second = (learner.train_step(step).metrics for step in (1, 2))
         phases = [span.name for span in learner.workers.clock.take()]
-    assert phases[2:] == [
-        "gen", "reward", "old_log_prob", "values", "adv", "update_critic", "update_actor", "update_weights",
-    ] * 2  # fmt: skip
+    order = ["gen", "reward", "old_log_prob", "values", "adv", "update_critic", "update_actor", "update_weights"]
+    assert phases[2:] == order * 2
     assert first["critic/values/max"] == first["critic/values/min"] == 0  # the head starts at 0
     assert second["critic/values/max"] != 0
     assert first["critic/lr"] == pytest.approx(1e-3)
@@ -209,14 +214,8 @@ def test_a_student_scores_between_the_log_probs_while_the_engine_sleeps(rlt_toy,
     with running(settings) as learner:
         learner.workers.clock.take()
         metrics = learner.train_step(1).metrics
-        assert [span.name for span in learner.workers.clock.take()] == [
-            "gen",
-            "gen",
-            *scoring,
-            "adv",
-            "update_actor",
-            "update_weights",
-        ]
+        phases = [span.name for span in learner.workers.clock.take()]
+        assert phases == ["gen", "gen", *scoring, "adv", "update_actor", "update_weights"]
         assert metrics["actor/grad_norm"] > 0
         assert metrics["critic/score/mean"] == pytest.approx(metrics["rlt/reward"])
 
@@ -298,3 +297,176 @@ def test_a_budget_learns_from_the_limit_of_the_device(settled):
         )
         assert 20 <= budget.cap <= 25
         assert fullest <= budget.cap
+
+
+def described(truncates=False, kl_mean=None, entropy=None, old_log_prob=-5.0, values=None):
+    """Describes two groups of two: responses of 4, 1, 0 and 3 tokens, rewards 1, 0, 0.5 and 0.5, the last one a failure."""
+    rows = batch_of([4, 1, 0, 3])
+    rows.old_log_probs[0] = old_log_prob
+    rows.old_values = values
+    results = [RewardResult(1.0, {}), RewardResult(0.0, {}), RewardResult(0.5, {}), RewardResult(0.5, {}, failed=True)]
+    per_token = torch.tensor([1.0, -1.0, 0.0, 0.0])[rows.response_row()]
+    scores = torch.tensor([result.score for result in results])
+    advantages = Advantages(per_token, per_token + 0.5, scores - 0.25, kl_mean, {"groups": 2.0})
+    answers = Answers([], [], Generation([], None, [], cached_tokens=6), [])
+    prompts = StepPrompts([], [], rows_truncated=2, tokens_dropped=9)
+    batch = StepBatch(3, prompts, answers, rows, results, entropy, advantages)
+    return StepMetrics(3, 4, truncates).describe(batch, 0.5)
+
+
+def test_a_step_is_described_by_means_shares_and_counts():
+    metrics = described()
+    assert metrics["critic/score/mean"] == 0.5
+    assert metrics["critic/rewards/mean"] == 0.25
+    assert metrics["critic/advantages/mean"] == pytest.approx((4 - 1) / 8)
+    assert metrics["critic/returns/mean"] == pytest.approx((4 - 1) / 8 + 0.5)
+    assert metrics["prompt_length/clip_ratio"] == 1.0  # each prompt has three tokens, which is the cap
+    assert metrics["response_length/clip_ratio"] == 0.25
+    assert metrics["response/aborted_ratio"] == 0.25
+    assert (metrics["reward/failed_rows"], metrics["reward/groups"]) == (1.0, 2.0)
+    assert metrics["rollout/prefix_cache_hit_rate"] == 6 / 12
+
+
+@pytest.mark.parametrize(("old_log_prob", "count"), [(-5.0, 0.0), (math.nan, 1.0), (-math.inf, 1.0)])
+def test_log_probs_that_are_not_finite_are_counted(old_log_prob, count):
+    assert described(old_log_prob=old_log_prob)["training/log_probs_not_finite"] == count
+
+
+def test_what_a_run_does_not_compute_is_absent():
+    assert {"actor/entropy", "actor/reward_kl_penalty", "data/tokens_dropped"}.isdisjoint(described())
+    assert "actor/entropy" not in described(entropy=torch.zeros(0))
+    metrics = described(truncates=True, kl_mean=0.125, entropy=torch.tensor([1.0, 2.0]))
+    assert metrics["actor/entropy"] == 1.5
+    assert (metrics["actor/reward_kl_penalty"], metrics["actor/reward_kl_penalty_coeff"]) == (0.125, 0.5)
+    assert (metrics["data/tokens_dropped"], metrics["data/rows_truncated"]) == (9.0, 2.0)
+
+
+def test_values_are_described_and_compared_with_the_returns_where_there_is_a_critic():
+    assert not any(name.startswith(("critic/values", "critic/vf_")) for name in described())
+    returns = torch.tensor([1.5, 1.5, 1.5, 1.5, -0.5, 0.5, 0.5, 0.5])
+    metrics = described(values=returns - torch.tensor([0.5, -0.5] * 4))
+    assert (metrics["critic/values/min"], metrics["critic/values/max"]) == (-1.0, 2.0)
+    residual, total = torch.tensor([0.5, -0.5] * 4).double().var(), returns.double().var()
+    assert metrics["critic/vf_explained_var"] == pytest.approx(float(1 - residual / (total + 1e-5)))
+    assert described(values=returns)["critic/vf_explained_var"] == 1.0
+
+
+def test_tokens_of_truncated_responses_are_not_kept_beside_those_that_the_rollout_correction_rejects():
+    def masked(reasons, kept=None):
+        rows = batch_of([2, 3, 1, 1])
+        rows.kept = kept
+        return mask_truncated(rows, reasons), rows
+
+    metrics, rows = masked(["stop", "length", "stop", "stop"])
+    assert metrics == {"reward/masked_rows": 1.0}
+    assert rows.kept.tolist() == [True, True, False, False, False, True, True]
+    assert rows.kept_sizes() == [2, 0, 1, 1]
+    metrics, rows = masked(["stop"] * 4)
+    assert (metrics, bool(rows.kept.all())) == ({"reward/masked_rows": 0.0}, True)
+    _, rows = masked(["stop", "length", "stop", "stop"], torch.tensor([False, *[True] * 6]))
+    assert rows.kept.tolist() == [False, True, False, False, False, True, True]
+
+
+FOLLOWS = {f"{AR}.actor.use_kl_loss": True, f"{AR}.ref.sync_every_steps": 2}
+
+
+def test_the_reference_moves_every_so_many_steps_that_update_the_policy_and_the_count_is_restored(settled):
+    with running(settled(FOLLOWS)) as learner:
+        sync = learner.reference_sync
+        assert (sync.every, sync.optimizer_steps) == (2, 2)
+        skipped = [0, 1, 2, 2, 0, 0, 0]  # of two optimizer steps each
+        moves = [sync.after_update({"actor/skipped_updates": count})["ref/sync"] for count in skipped]
+        assert moves == [0, 1, 0, 0, 0, 1, 0]
+        other = dataclasses.replace(sync, steps=0)
+        other.load_state_dict(sync.state_dict())
+        assert other.after_update({"actor/skipped_updates": 0}) == {"ref/sync": 1.0}
+
+
+def test_a_run_without_a_kl_has_no_reference_to_move(settled):
+    with running(settled({f"{AR}.ref.sync_every_steps": 2})) as learner:
+        assert learner.reference_sync is None
+
+
+CRITIC = Critic(
+    ppo_mini_batch_size=2,
+    ppo_epochs=1,
+    shuffle=False,
+    use_dynamic_bsz=True,
+    ppo_max_token_len_per_gpu=40,
+    forward_max_token_len_per_gpu=9,
+    optim=Optim(lr=0.5),
+)
+
+
+class Valuer(Member):
+    """Gives each token its id as value, and answers an update with figures that depend on its rank."""
+
+    norm, partial = 2.0, ()
+
+    def values(self, batch, micro_batches):
+        self.cut = micro_batches
+        return batch.responses.flat.float()
+
+    def update_critic(self, minis):
+        self.minis = minis
+        skipped = 0.0 if math.isfinite(self.norm) else 1.0
+        metrics = {"critic/vf_loss": 1.0 + self.rank, "critic/grad_norm": self.norm, "critic/lr": 0.5}
+        metrics["critic/skipped_updates"] = skipped
+        return metrics | ({"critic/partial_updates": self.partial[self.rank]} if self.partial else {})
+
+
+def training(tmp_path, ranks=1, critic=CRITIC, warmup=0):
+    workers = group_of(*map(Valuer, range(ranks)))
+    update, values = critic_budgets(critic)
+    cutter = MiniBatchCutter(ranks, critic, 2, update, True)
+    return CriticTraining(workers, critic, cutter, values, warmup, None, CheckpointStore(tmp_path / "run", None))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_values_are_in_batch_order_however_they_are_spread(tmp_path, ranks):
+    batch = batch_of([4, 1, 0, 3, 2, 2, 4, 4])
+    critic = training(tmp_path, ranks)
+    assert critic.values(batch, "abcdefgh").tolist() == batch.responses.flat.tolist()
+    cuts = [member.cut for member in critic.workers.group.members]
+    assert len({len(cut) for cut in cuts}) == 1
+    assert len(cuts[0]) > 1, "the values pass has its own budget"
+
+
+def test_a_row_beyond_the_values_budget_is_named_with_the_key(tmp_path):
+    small = dataclasses.replace(CRITIC, forward_max_token_len_per_gpu=3)
+    with pytest.raises(ConfigError, match=r"critic\.forward_max_token_len_per_gpu=3: .*a"):
+        training(tmp_path, critic=small).values(batch_of([4, 4]), "ab")
+
+
+def test_an_update_has_the_critics_mini_batches_with_old_values_and_returns(tmp_path):
+    batch, critic = batch_of([1] * 8), training(tmp_path)
+    batch.old_values, batch.returns = torch.arange(8.0), -torch.arange(8.0)
+    metrics = critic.update(batch, "abcdefgh", 1)
+    (member,) = critic.workers.group.members
+    assert [mini.batch.old_values.tolist() for mini in member.minis] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [mini.batch.returns.tolist() for mini in member.minis] == [[0, -1, -2, -3], [-4, -5, -6, -7]]
+    assert metrics == {"critic/vf_loss": 1.0, "critic/grad_norm": 2.0, "critic/lr": 0.5, "critic/skipped_updates": 0.0}
+    assert training(tmp_path, 2).update(batch_of([1] * 8), "abcdefgh", 1) == metrics | {"critic/vf_loss": 1.0 + 2.0}
+
+
+def test_weights_that_one_rank_has_updated_in_part_stop_the_run_and_name_the_critic(tmp_path, monkeypatch):
+    monkeypatch.setattr(Valuer, "norm", math.nan)
+    monkeypatch.setattr(Valuer, "partial", (0.0, 1.0))
+    with pytest.raises(TrainingError, match=r"critic\.optim\.in_backward=true: in step 3 .* critic\.optim\.lr=<less than 0\.5>"):
+        training(tmp_path, 2).update(batch_of([1] * 8), "abcdefgh", 3)
+
+
+def test_the_first_steps_are_the_warm_up(tmp_path):
+    critic = training(tmp_path, warmup=2)
+    assert [critic.warms_up(step) for step in (1, 2, 3)] == [True, True, False]
+    assert not training(tmp_path).warms_up(1)
+
+
+def test_both_budgets_are_the_critics_own():
+    update, values = critic_budgets(CRITIC)
+    assert (update.by_tokens, update.max_tokens, update.key) == (True, 40, "critic.ppo_max_token_len_per_gpu")
+    assert (values.by_tokens, values.max_tokens, values.key) == (True, 9, "critic.forward_max_token_len_per_gpu")
+    by_rows = dataclasses.replace(
+        CRITIC, use_dynamic_bsz=False, ppo_micro_batch_size_per_gpu=3, forward_micro_batch_size_per_gpu=5
+    )
+    assert [budget.rows for budget in critic_budgets(by_rows)] == [3, 5]

@@ -21,7 +21,7 @@ class Scripted(Member):
         return Reply((self.rank, *args), self.script.pop(0) if self.script else memory(phase))
 
 
-def test_a_call_reaches_every_worker_with_its_arguments_and_answers_come_in_rank_order():
+def test_a_call_reaches_every_worker_with_its_arguments_and_whether_to_count_and_answers_come_in_rank_order():
     workers = group_of(Scripted(0), Scripted(1))
     assert workers.world_size == 2
     assert workers.all("gen", Worker.generate, "a", "b") == [(0, "a", "b"), (1, "a", "b")]
@@ -31,13 +31,9 @@ def test_a_call_reaches_every_worker_with_its_arguments_and_answers_come_in_rank
         [("gen", False, "generate", ("a",))],
         [("gen", False, "generate", ("b",))],
     ]
-
-
-def test_workers_are_told_whether_to_count_bytes():
-    workers = group_of(Scripted(0))
     workers.track = True
     workers.all("gen", Worker.generate)
-    assert workers.group.members[0].asked == [("gen", True, "generate", ())]
+    assert workers.group.members[0].asked[-1] == ("gen", True, "generate", ())
 
 
 class Pressed(Member):
@@ -65,18 +61,12 @@ def test_a_figure_that_one_rank_lacks_is_lacking(peak, budget):
     assert workers.figures == PassFigures(500 if peak else None, 1000 if budget else None)
 
 
-def test_every_call_is_timed_as_its_phase():
+def test_every_call_is_timed_as_its_phase_and_the_start_is_the_first_phase_of_the_first_take():
     workers = group_of(Scripted(0))
-    workers.all("gen", Worker.generate)
-    workers.all("gen", Worker.release_engine)
-    workers.all("update_actor", Worker.update_actor)
+    for phase, method in (("gen", Worker.generate), ("gen", Worker.release_engine), ("update_actor", Worker.update_actor)):
+        workers.all(phase, method)
     assert [span.name for span in workers.clock.take()] == ["gen", "gen", "update_actor"]
-
-
-def test_the_start_is_the_first_phase_of_the_first_take_and_of_no_other():
-    workers = group_of(Scripted(0))
-    workers.all("gen", Worker.generate)
-    assert [taken.name for taken in workers.take_memories()] == ["init", "gen"]
+    assert [taken.name for taken in workers.take_memories()] == ["init", "gen", "update_actor"]
     assert workers.take_memories() == []
     workers.all("gen", Worker.generate)
     assert [taken.name for taken in workers.take_memories()] == ["gen"]

@@ -308,13 +308,10 @@ def test_the_command_line_option_ends_in_a_run(values, tmp_path, capsys):
     assert capsys.readouterr().out.rstrip().endswith(str(tmp_path / "run"))
 
 
-def test_a_change_takes_the_place_of_what_the_command_said():
+def test_a_change_takes_the_place_of_what_the_command_said_and_a_secret_is_not_shown():
     line = CommandLine("verl-memopt train", "toy", "recipe/rloo", ("a.b=1", "++c=[x, y]", "d=2"))
     assert line.having({"c": 3, "a.b": True}).overrides == ("d=2", "c=3", "a.b=true")
     assert str(line) == "verl-memopt train --config-dir recipe/rloo --config-name toy a.b=1 '++c=[x, y]' d=2"
-
-
-def test_a_command_that_is_shown_has_no_secret():
     line = CommandLine("verl-memopt train", "toy", None, ("custom_reward_function.reward_kwargs.api_key='sk-4,2'", "d=2"))
     assert "sk-4" not in str(line)
     assert line.overrides[0].endswith("'sk-4,2'")

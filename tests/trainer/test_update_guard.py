@@ -67,9 +67,8 @@ def test_the_limit_is_the_users_and_without_a_proven_checkpoint_the_way_back_is_
     with pytest.raises(TrainingError) as error:
         guard.watch(most, skipped(), True)
     assert f"{steps} applied no update" in str(error.value)
-    assert f"the model that the run began with. They give log-probs that are not finite: check {AR}.model.path" in str(
-        error.value
-    )
+    began = f"the model that the run began with. They give log-probs that are not finite: check {AR}.model.path"
+    assert began in str(error.value)
     assert str(error.value).endswith(f"Start again with a lower rate: trainer.resume_mode=disable {LR}=<less than 0.5>")
 
 
@@ -105,17 +104,6 @@ def test_each_skipped_update_is_logged_once_a_step(store, caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "step 2: the gradient norm is nan. 1 of 2 updates skipped: weights, optimizer state and schedule are unchanged"
     ]
-
-
-def test_a_restart_does_not_begin_the_count_again(store):
-    guard = guard_of(store)
-    guard.watch(4, applied(), True)
-    guard.watch(5, skipped(), True)
-    resumed = guard_of(store)
-    resumed.load_state_dict(guard.state_dict())
-    resumed.watch(6, skipped(), True)
-    with pytest.raises(TrainingError, match=r"steps 5 to 7 applied no update.*the update of step 4"):
-        resumed.watch(7, skipped(), True)
 
 
 CRITIC_LR = "critic.optim.lr"
@@ -167,7 +155,14 @@ def test_in_a_warm_up_the_critic_alone_is_judged(store):
         guard.watch(3, of_critic(4, math.inf, **{"critic/returns/min": -1e9, "critic/returns/max": 2.0}), True)
 
 
-def test_the_counts_of_both_models_go_into_a_checkpoint(store):
+def test_a_restart_does_not_begin_the_counts_again(store):
+    guard, resumed = guard_of(store), guard_of(store)
+    guard.watch(4, applied(), True)
+    guard.watch(5, skipped(), True)
+    resumed.load_state_dict(guard.state_dict())
+    resumed.watch(6, skipped(), True)
+    with pytest.raises(TrainingError, match=r"steps 5 to 7 applied no update.*the update of step 4"):
+        resumed.watch(7, skipped(), True)
     guard, resumed = both(store), both(store)
     guard.watch(5, skipped(2) | of_critic(4, math.nan), True)
     resumed.load_state_dict(guard.state_dict())

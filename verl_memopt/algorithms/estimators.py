@@ -98,9 +98,7 @@ def has_signal(metric: Tensor, group: Tensor, valid: Tensor) -> Tensor:
 def group_counts(rewards: Tensor, group: Tensor, valid: Tensor) -> dict[str, float]:
     """Count the rows and groups without a training signal, on the driver.
 
-    Returns:
-        ``invalid_rows``; ``single_valid_groups``, the groups with one valid member; and ``equal_groups_share``, the share of
-        groups whose valid members all have the same reward.
+    ``single_valid_groups`` have one valid member; the members of ``equal_groups_share`` all have the same reward.
     """
     stats = group_statistics(rewards, group, valid)
     groups = group.unique().numel()
@@ -119,15 +117,12 @@ STD_EPSILON = 1e-6
 
 
 def rloo_advantages(rewards: Tensor, group: Tensor, valid: Tensor, normalize: bool = False) -> Tensor:
-    """Return leave-one-out advantages: the reward minus the mean reward of the other valid members of the group.
+    """Return leave-one-out advantages, fp32 [B]: the reward minus the mean reward of the other valid members of the group.
 
     This equals n / (n - 1) * (reward - mean). Source: RLOO, arXiv 2402.14740.
 
     ``normalize``: Give the valid rows of the whole step mean 0 and standard deviation 1, as :func:`normalize_rows` does. The
     mean is 0 already, since the advantages of a group sum to 0.
-
-    Returns:
-        fp32 [B]. Exactly 0 where all members are equal or only one of several is valid.
     """
     stats = group_statistics(rewards, group, valid, lone_rewards=True)
     scale = stats.count / (stats.count - 1).clamp(min=1)
@@ -136,14 +131,11 @@ def rloo_advantages(rewards: Tensor, group: Tensor, valid: Tensor, normalize: bo
 
 
 def grpo_advantages(rewards: Tensor, group: Tensor, valid: Tensor, normalize_by_std: bool = True) -> Tensor:
-    """Return group-relative advantages: (reward - mean) / (std + 1e-6) over the valid members of the group.
+    """Return group-relative advantages, fp32 [B]: (reward - mean) / (std + 1e-6) over the valid members of the group.
 
     The standard deviation is unbiased. Source: GRPO, arXiv 2402.03300; without the division, Dr. GRPO, arXiv 2503.20783.
 
     ``normalize_by_std``: Divide by the standard deviation.
-
-    Returns:
-        fp32 [B]. Exactly 0 where all members are equal or only one of several is valid.
     """
     stats = group_statistics(rewards, group, valid, lone_rewards=True)
     centred = rewards.double() - stats.mean
@@ -158,14 +150,11 @@ def gdpo_advantages(
     normalize_by_std: bool = True,
     weights: Sequence[float] | None = None,
 ) -> Tensor:
-    """Return the weighted sum of :func:`grpo_advantages` of each reward, spread over the tokens and whitened over all of them.
+    """Return the weighted sum of :func:`grpo_advantages` of each reward, whitened over the tokens of the step, fp32 [R].
 
     Source: GDPO, arXiv 2601.05242, and ``compute_gdpo_outcome_advantage`` in verl.
 
     ``components``: fp32 [B, K], K rewards of each row. ``weights``: K numbers; None = 1 each.
-
-    Returns:
-        fp32 [R].
     """
     each = [grpo_advantages(rewards, group, valid, normalize_by_std) for rewards in components.unbind(1)]
     total = sum(weight * one.double() for weight, one in zip(weights or [1.0] * len(each), each, strict=True))
@@ -174,15 +163,12 @@ def gdpo_advantages(
 
 
 def grpo_passk_advantages(rewards: Tensor, group: Tensor, valid: Tensor, normalize_by_std: bool = True) -> Tensor:
-    """Return pass@k advantages: the best member of a group gets its lead over the second best, all others get 0.
+    """Return pass@k advantages, fp32 [B]: the best member of a group gets its lead over the second best, all others get 0.
 
     Source: arXiv 2503.19595, and ``compute_grpo_passk_outcome_advantage`` in verl. Two best members with equal rewards have no
     lead: the whole group gets 0.
 
     ``normalize_by_std``: Divide by (std + 1e-6) of the group.
-
-    Returns:
-        fp32 [B].
     """
     stats = group_statistics(rewards, group, valid)
     member, values = dense_ids(group), torch.where(valid, rewards.double(), -torch.inf)
@@ -196,15 +182,12 @@ def grpo_passk_advantages(rewards: Tensor, group: Tensor, valid: Tensor, normali
 
 
 def gpg_advantages(rewards: Tensor, group: Tensor, valid: Tensor, counts: str = "scored") -> Tensor:
-    """Return GPG's advantages: alpha * (reward - mean of the group), where alpha makes up for the rows without a gradient.
+    """Return GPG's advantages, fp32 [B]: alpha * (reward - mean of the group), where alpha makes up for rows without gradient.
 
     alpha = valid rows / rows that count. Source: GPG, arXiv 2504.02546, with F_norm = 1.
 
     ``counts``: "scored" counts the rows whose reward is not 0, as verl; "informative" those of groups whose rewards differ, as
     the paper.
-
-    Returns:
-        fp32 [B]. Exactly 0 where all members are equal or only one of several is valid.
     """
     stats = group_statistics(rewards, group, valid, lone_rewards=True)
     counted = stats.informative if counts == "informative" else valid & (rewards != 0)
@@ -213,13 +196,10 @@ def gpg_advantages(rewards: Tensor, group: Tensor, valid: Tensor, counts: str = 
 
 
 def opo_advantages(rewards: Tensor, group: Tensor, valid: Tensor, lengths: Tensor) -> Tensor:
-    """Return OPO's advantages: the reward minus the mean reward of the group weighted by response length.
+    """Return OPO's advantages, fp32 [B]: the reward minus the mean reward of the group weighted by response length.
 
     Source: OPO, arXiv 2505.23585. The weights are those of the baseline with the least variance if all tokens have gradients of
     one size.
-
-    Returns:
-        fp32 [B]. Exactly 0 where all members are equal or only one of several is valid.
     """
     stats, member = group_statistics(rewards, group, valid, lone_rewards=True), dense_ids(group)
     weights = torch.where(valid, lengths.double(), 0.0)
@@ -235,11 +215,7 @@ def _where_informative(stats: GroupStatistics, advantages: Tensor) -> Tensor:
 
 
 def sft_advantages(rewards: Tensor) -> Tensor:
-    """Return 1 for each row, fp32 [B]. With the loss -A * log-prob that is the negative log-prob of its tokens.
-
-    Args:
-        rewards: fp32 [B], one for each row; their values are not read, since a supervised run scores nothing.
-    """
+    """Return 1 for each row, fp32 [B]. With the loss -A * log-prob that is the negative log-prob of its tokens."""
     return torch.ones_like(rewards)
 
 
@@ -320,11 +296,9 @@ def remax_advantages(token_rewards: Tensor, baselines: Tensor, row: Tensor, vali
 
 
 def sum_of_squares(log_p: Tensor, scratch: Tensor | None) -> Tensor:
-    """Return the sum of squared probabilities [c] from log-probs [c, v], which stay unchanged.
+    """Return the sum of squared probabilities [c] from log-probs fp32 [c, v], which stay unchanged.
 
-    Args:
-        log_p: fp32 [c, v].
-        scratch: [c, any number of columns]; None to allocate it.
+    ``scratch``: [c, any number of columns]; None to allocate it.
     """
     total = torch.zeros_like(log_p[:, 0])
     for part, room in column_parts(log_p, scratch):
@@ -423,30 +397,23 @@ class AdvantageInputs:
         return self.statistics[name] if name in self.statistics else getattr(self, name, None)
 
 
-@dataclass(frozen=True)
-class TokenAdvantages:
-    """The result of an estimator."""
+def estimate(inputs: AdvantageInputs, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
+    """Return the advantages that ``algorithm.adv_estimator`` names, and the returns, both fp32 [R].
 
-    per_token: Tensor
-    """fp32 [R]."""
-    returns: Tensor
-    """fp32 [R]; equal to the advantages where an estimator scores whole responses."""
-
-
-def estimate(inputs: AdvantageInputs, algorithm: Algorithm) -> TokenAdvantages:
-    """Return the advantages that ``algorithm.adv_estimator`` names."""
+    They are equal where an estimator scores whole responses.
+    """
     record = ESTIMATORS[algorithm.adv_estimator]
     if record.name == CUSTOM:
-        return TokenAdvantages(*load(record.function)(inputs, algorithm))
+        return load(record.function)(inputs, algorithm)
     given = {name: inputs.named(name) for name in record.inputs}
     missing = [name for name, value in given.items() if value is None and name not in OPTIONAL]
     assert not missing, f"{record.name} needs {', '.join(missing)}"
     options = {name: getattr(algorithm, key) for name, key in record.options.items()}
     result = load(record.function)(**given, **options)
     if isinstance(result, tuple):
-        return TokenAdvantages(*result)
+        return result
     per_token = result if record.per_token else result[inputs.row]
-    return TokenAdvantages(per_token, per_token)
+    return per_token, per_token
 
 
 OPTIONAL = ("weights",)

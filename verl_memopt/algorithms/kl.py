@@ -45,11 +45,7 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     never negative. A trailing ``+`` keeps the value and uses the gradient of ``k2``, whose expectation is the gradient of the KL.
     Source: Schulman, "Approximating KL divergence" (2020).
 
-    ``ref_log_probs``: fp32, of the reference, in the same shape. ``kind``: A key of ``KL_ESTIMATORS``, optionally with a
-    trailing ``+``.
-
-    Returns:
-        fp32 in the same shape.
+    Both log-probs are fp32 of one shape. ``kind``: A key of ``KL_ESTIMATORS``, optionally with a trailing ``+``.
     """
     assert kind.removesuffix("+") in KL_ESTIMATORS, kind
     log_ratio = log_probs - ref_log_probs
@@ -70,25 +66,18 @@ def shaped_rewards(scores: Tensor, kl: Tensor, row: Tensor, beta: float) -> Tens
 
 
 def token_level_rewards(scores: Tensor, row: Tensor, lengths: Tensor, kl: Tensor | None = None, beta: float = 0.0) -> Tensor:
-    """Return the reward of each token: the score at the last token of a row, minus ``beta * kl`` at every token.
+    """Return the reward of each token, fp32 [R] without a gradient: the score at the end of a row, less ``beta * kl`` everywhere.
 
     A row without tokens has no place for its score. Source: Ziegler et al., arXiv 1909.08593, and ``apply_kl_penalty`` in verl.
 
     ``kl``: fp32 [R], the per-token estimates; None without a KL in the reward.
-
-    Returns:
-        fp32 [R], without a gradient.
     """
     rewards = torch.where(is_last(row, lengths), scores[row], 0.0)
     return rewards if kl is None else rewards - beta * kl.detach()
 
 
 class KlController:
-    """The coefficient of the KL in the reward: fixed, or adapted towards ``target_kl`` (Ziegler et al., arXiv 1909.08593).
-
-    Args:
-        settings: The ``algorithm.kl_ctrl`` section.
-    """
+    """The coefficient of the KL in the reward: fixed, or adapted towards ``target_kl`` (Ziegler et al., arXiv 1909.08593)."""
 
     def __init__(self, settings: KlControl) -> None:
         """Start with the coefficient of the settings."""
@@ -123,16 +112,10 @@ MIN_WEIGHT = 1e-8
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer_length: int, penalty_factor: float) -> Tensor:
-    """Return what is added to the reward of a long response: 0 up to the buffer, then linearly down to -``penalty_factor``.
+    """Return what a long response's reward gets, fp32 [B]: 0 up to the buffer, then linearly down to -``penalty_factor``.
 
     With e = max_length - buffer_length it is -(length - e) / buffer_length * penalty_factor inside the buffer. Source: soft
     overlong punishment of DAPO, arXiv 2503.14476, equation 13, and ``overlong_buffer_cfg`` in verl.
-
-    ``max_length``: ``data.max_response_length``. ``buffer_length``: ``overlong_buffer_cfg.len``. ``penalty_factor``:
-    ``overlong_buffer_cfg.penalty_factor``.
-
-    Returns:
-        fp32 [B], 0 or less.
     """
     assert 0 < buffer_length <= max_length, (buffer_length, max_length)
     excess = (lengths - (max_length - buffer_length)).double() / buffer_length
@@ -145,8 +128,6 @@ def pf_ppo_weights(scores: Tensor, valid: Tensor, method: str, power: float) -> 
     ``pow``: abs(score) to the power. ``max_min``: 1 for the best and the worst scores of the batch, else 0. ``max_random``: 0.4
     for the best, 0.1 for the others. 1e-8 is added to each. Equal scores have equal weights: every row is drawn alike. Source:
     PF-PPO, arXiv 2409.06957, and ``compute_pf_ppo_reweight_data`` in verl.
-
-    ``method``: ``algorithm.pf_ppo.reweight_method``. ``power``: ``algorithm.pf_ppo.weight_pow``.
     """
     assert method in PF_PPO_METHODS, method
     known = scores.double()
@@ -163,11 +144,3 @@ def pf_ppo_weights(scores: Tensor, valid: Tensor, method: str, power: float) -> 
 
 PF_PPO_METHODS = ("pow", "max_min", "max_random")
 """Values of ``algorithm.pf_ppo.reweight_method``."""
-
-
-def resample_rows(weights: Tensor, generator: torch.Generator) -> Tensor:
-    """Return the rows that take the places of a batch, drawn with replacement by weight, int64 [B].
-
-    ``weights``: fp64 [B], of which one is above 0.
-    """
-    return torch.multinomial(weights, weights.shape[0], replacement=True, generator=generator)

@@ -336,13 +336,9 @@ def value_loss(tokens: ValueTokens, clip: float, mode: str, scale_factor: int | 
     """Return half of the larger of two squared errors: that of the prediction, and that of it clipped around the old value.
 
     Source: the reference implementation of PPO, arXiv 1707.06347, and ``compute_value_loss`` in verl.
-
-    ``clip``: ``critic.cliprange_value``, how far a prediction may move from the old value. ``mode``: ``critic.loss_agg_mode``.
-    ``scale_factor``: The constant length of ``seq-mean-token-sum-norm``.
-
-    Returns:
-        This micro-batch's share of the loss (scalar, with gradient), and its shares of ``vf_loss``, ``vf_clipfrac`` and
-        ``vpred_mean`` (scalars, without): sum them over micro-batches and ranks.
+    ``clip``: ``critic.cliprange_value``. ``mode``: ``critic.loss_agg_mode``. ``scale_factor``: The constant length of
+    ``seq-mean-token-sum-norm``. The loss and the metrics ``vf_loss``, ``vf_clipfrac`` and ``vpred_mean`` are this micro-batch's
+    shares: sum them over micro-batches and ranks.
     """
     predictions, values, returns, kept = tokens.predictions, tokens.values, tokens.returns, tokens.kept
     if kept is not None:

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Places and scans inside flat rows: ``values [R]`` holds the tokens of all rows, row after row.
-
 
 def positions(row: Tensor, lengths: Tensor) -> Tensor:
     """Return the place of each token in its row, int64 [R], from 0."""
@@ -45,13 +43,7 @@ def reverse_scan(values: Tensor, row: Tensor, decay: float) -> Tensor:
 
 
 def dense_ids(keys: Tensor) -> Tensor:
-    """Return ids 0, 1, ... that are equal where the keys are equal, int64 [N].
-
-    No shape depends on the keys, so that it runs without a look at the data.
-
-    Args:
-        keys: int64 [N], in any order.
-    """
+    """Return ids 0, 1, ... that are equal where the keys are, both int64 [N]. No shape depends on the keys' values."""
     ordered, order = torch.sort(keys, stable=True)
     is_new = torch.cat([torch.zeros_like(ordered[:1]), (ordered[1:] != ordered[:-1]).long()])
     return torch.empty_like(keys).scatter(0, order, is_new.cumsum(0))
@@ -125,11 +117,8 @@ def whiten(values: Tensor, valid: Tensor) -> Tensor:
     """Return (value - mean) / sqrt(variance + 1e-8) over the valid tokens, fp64 [R], and 0 elsewhere.
 
     The variance is unbiased. Call it with all tokens of a step, so that the statistics are global. Fewer than two valid tokens,
-    or equal values, give exactly 0: there is nothing to compare. verl raises an error for one token.
-
-    Args:
-        values: fp32 or fp64 [R]. What is not valid may be NaN.
-        valid: bool [R].
+    or equal values, give exactly 0: there is nothing to compare. verl raises an error for one token. What is not valid may be
+    NaN.
     """
     centred, variance, differ = _centred(values, valid)
     return torch.where(differ, centred * (variance + VARIANCE_EPSILON).rsqrt(), 0.0)
@@ -138,12 +127,8 @@ def whiten(values: Tensor, valid: Tensor) -> Tensor:
 def normalize_rows(advantages: Tensor, valid: Tensor) -> Tensor:
     """Return (advantage - mean) / (std + 1e-4) over the valid rows of a whole step, fp64 [B], and 0 elsewhere.
 
-    The standard deviation is unbiased. Fewer than two valid rows, or equal advantages, give exactly 0. Source:
-    ``normalize_advantages`` of TRL's ``RLOOConfig``.
-
-    Args:
-        advantages: fp32 or fp64 [B]. What is not valid may be NaN.
-        valid: bool [B].
+    The standard deviation is unbiased. Fewer than two valid rows, or equal advantages, give exactly 0. What is not valid may be
+    NaN. Source: ``normalize_advantages`` of TRL's ``RLOOConfig``.
     """
     centred, variance, differ = _centred(advantages, valid)
     return torch.where(differ, centred / (variance.sqrt() + STD_EPSILON), 0.0)

@@ -33,8 +33,6 @@ from verl_memopt.run.environment import Environment, resolve_environment
 from verl_memopt.run.resume import checkpoint_store, compare_settings, contents_of, find_checkpoint, loaded_parts, with_seeds
 from verl_memopt.run.run_lock import RunLock, hold
 from verl_memopt.trainer.correct_rollouts import BypassUpdate, MismatchCheck
-from verl_memopt.trainer.critic_update import CriticTraining
-from verl_memopt.trainer.debug_run import mode_of, record_folder, replay_of, replayed_steps
 from verl_memopt.trainer.fit import beside_cache, refuse_what_cannot_fit
 from verl_memopt.trainer.group_filter import GroupFilter
 from verl_memopt.trainer.micro_batching import (
@@ -46,11 +44,10 @@ from verl_memopt.trainer.micro_batching import (
     role_updates,
     update_gives_old_log_probs,
 )
-from verl_memopt.trainer.replay import NoPrompts
+from verl_memopt.trainer.replay import NoPrompts, mode_of, record_folder, replay_of, replayed_steps
 from verl_memopt.trainer.rollouts import Generator, LogProbPass
 from verl_memopt.trainer.scoring import (
     Conversations,
-    Dapo,
     ModelScores,
     PreparedRecipe,
     Rewarder,
@@ -59,6 +56,7 @@ from verl_memopt.trainer.scoring import (
     reward_budget,
 )
 from verl_memopt.trainer.step import (
+    CriticTraining,
     OnPolicy,
     PolicyTraining,
     ReferenceSync,
@@ -84,20 +82,12 @@ class RunContext:
     """Everything a run needs but its workers.
 
     Attributes:
-        settings: of the run, with concrete seeds.
         folder: where the run writes its record.
         lock: the right to write there. Whoever uses the context releases it.
-        environment: devices, folders and tokenizer on this machine.
         loader: gives the prompts of each step; None where the rows of a dump bring their own.
         validation: held-out rows; None without validation files.
         encoder: of the validation prompts.
-        store: checkpoints of the run.
         checkpoint: from which the run continues; None for a fresh start.
-        total_steps: of the whole run, from step 1.
-        updates_per_step: optimizer steps of the policy in one training step.
-        critic_updates_per_step: optimizer steps of the critic in one training step; 0 without a critic.
-        stop_file: tells the workers when to abandon a rollout.
-        worker_plan: what each worker builds.
         contents: checksums of the files that the settings name, by key.
         conversations: turns answers into what the reward model reads; None without one.
         recipe: the recipe that scores; None where a function or a reward model does.
@@ -113,9 +103,6 @@ class RunContext:
     store: CheckpointStore
     checkpoint: Checkpoint | None
     total_steps: int
-    updates_per_step: int
-    critic_updates_per_step: int
-    stop_file: Path
     worker_plan: WorkerPlan
     contents: Mapping[str, str]
     conversations: Conversations | None = None
@@ -125,9 +112,7 @@ class RunContext:
 def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyType({})) -> RunContext:
     """Return the context of a run. It holds the lock of the run's folder.
 
-    Args:
-        settings: of the run.
-        unreadable: step -> fault of checkpoints that looked whole but could not be loaded.
+    ``unreadable``: step -> fault of checkpoints that looked whole but could not be loaded.
 
     Raises:
         ConfigError, DataError, CheckpointError: for whatever the user must mend.
@@ -165,9 +150,7 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
     return RunContext(
         settings=settings, folder=folder, lock=lock, environment=environment, loader=loader, validation=validation,
         encoder=encoder, store=store, checkpoint=checkpoint, total_steps=total_steps,
-        updates_per_step=role_updates(settings.actor_rollout_ref.actor, data.train_batch_size),
-        critic_updates_per_step=0 if critic is None else role_updates(critic, data.train_batch_size),
-        stop_file=environment.run_dir / STOP_FILE, worker_plan=plan, contents=contents,
+        worker_plan=plan, contents=contents,
         conversations=conversations, recipe=prepared,
     )  # fmt: skip
 
@@ -316,7 +299,8 @@ def scorer_of(context: RunContext, workers: TimedGroup, runner: RewardRunner | N
     if context.conversations is not None:
         actor, balance = settings.actor_rollout_ref.actor, settings.trainer.balance_batch
         model = ModelScores(workers, context.conversations, reward_budget(rewards), actor, balance)
-    return Rewarder(runner, Dapo.of(rewards), model, settings.custom_reward_function.path is None, workers.clock)
+    dapo = rewards.reward_kwargs if rewards.reward_manager == "dapo" else None
+    return Rewarder(runner, dapo, model, settings.custom_reward_function.path is None, workers.clock)
 
 
 def build_validator(context: RunContext, generator: Generator, scorer: Scorer) -> Validator | LossValidator | None:
@@ -414,5 +398,5 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
         step_metrics=StepMetrics(
             data.max_prompt_length, data.max_response_length, data.truncation != "error", not mode.supervised
         ),
-        reference_sync=None if every is None else ReferenceSync(workers, every, context.updates_per_step),
+        reference_sync=None if every is None else ReferenceSync(workers, every, role_updates(actor, data.train_batch_size)),
     )

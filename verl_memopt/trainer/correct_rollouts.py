@@ -25,10 +25,6 @@ def correct_before_update(rows: RolloutBatch, settings: RolloutCorrection) -> di
     """Add the importance weights and the kept tokens to a batch, and return the metrics ``rollout_corr/*``.
 
     All tokens of the step are seen at once, so nothing depends on mini-batches, micro-batches or ranks.
-
-    Args:
-        rows: Batch of the step, with the engine's log-probs and the trainer's.
-        settings: The section ``algorithm.rollout_correction``, in decoupled mode.
     """
     engine, trainer = rows.rollout_log_probs, rows.old_log_probs
     assert engine is not None, "the rollout correction needs the engine's log-probs"
@@ -41,11 +37,7 @@ def correct_before_update(rows: RolloutBatch, settings: RolloutCorrection) -> di
 
 
 def divergence_metrics(rows: RolloutBatch) -> dict[str, float]:
-    """Return ``rollout_corr/*`` of how far the trainer's log-probs are from the engine's, whether or not they are corrected.
-
-    Args:
-        rows: Batch of the step, with the trainer's log-probs. Without the engine's there is nothing to compare.
-    """
+    """Return ``rollout_corr/*`` of how far the trainer's log-probs are from the engine's, whether or not they are corrected."""
     engine, trainer = rows.rollout_log_probs, rows.old_log_probs
     if engine is None or trainer is None or not engine.numel():
         return {}
@@ -59,12 +51,6 @@ class BypassUpdate:
     No pass computes log-probs before the update. Its own forward returns them, for the metrics. The importance weights follow
     from the policy's present log-probs. ``rollout_is_batch_normalize`` needs their mean over a mini-batch before its backward,
     which takes one more log-prob pass per mini-batch.
-
-    Attributes:
-        workers: Workers that hold the policy.
-        policy_update: Cuts the batch for the optimizer steps.
-        mismatch: Compares the engine's log-probs with the trainer's.
-        settings: The section ``algorithm.rollout_correction``.
     """
 
     workers: TimedGroup
@@ -190,12 +176,7 @@ def same_distribution(rollout: Rollout) -> bool:
 
 
 def mismatch_metrics(engine: Tensor, trainer: Tensor) -> dict[str, float]:
-    """Return how log-probs and probabilities differ.
-
-    Args:
-        engine: Log-probs fp32 [R], R > 0.
-        trainer: The same.
-    """
+    """Return how log-probs and probabilities differ, both fp32 [R], R > 0."""
     difference = (engine - trainer).abs()
     engine_probs, trainer_probs = engine.exp(), trainer.exp()
     probs = (engine_probs - trainer_probs).abs()
@@ -215,12 +196,7 @@ def mismatch_metrics(engine: Tensor, trainer: Tensor) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class MismatchCheck:
-    """Compares the log-probs of each step.
-
-    Attributes:
-        rollout: Settings of the engine.
-        fsdp: Dtypes of the trainer.
-    """
+    """Compares the log-probs of each step."""
 
     rollout: Rollout
     fsdp: Fsdp

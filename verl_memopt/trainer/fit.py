@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -12,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from verl_memopt.algorithms.records import SFT
 from verl_memopt.config.keys import flatten, leaf_types, shown, value_at
@@ -73,29 +78,32 @@ def phases_of(settings: Settings) -> tuple[str, ...]:
     return tuple(phase for phase, runs in has.items() if runs)
 
 
+_KNOWN: dict[tuple[str, ...], Sizes] = {}
+
+
 def sizes_of_models(settings: Settings) -> Sizes:
-    """Return the sizes of the models of a run.
+    """Return the sizes of the models of a run, which a search asks for again and again.
 
     Raises:
         ConfigError: A model is neither published, a folder with config.json, nor on the hub.
     """
-    roles, critic, rewards = settings.actor_rollout_ref, settings.critic, settings.reward_model
-    policy = size_of(roles.model, f"{_AR}.model")
-    reference, student = roles.ref.model.path, rewards.model.path if rewards.enable else None
-    other = (
-        replace_path(roles.model, reference) if needs_reference(settings) and reference not in (None, roles.model.path) else None
-    )
-    return Sizes(
-        policy,
-        None if other is None else size_of(other, f"{_AR}.ref.model"),
-        size_of(critic.model, "critic.model") if has_critic(settings) and critic.model.path != roles.model.path else None,
-        None if student is None else size_of(replace_path(roles.model, student), "reward_model.model"),
-    )
+    own, critic, rewards = settings.actor_rollout_ref.model, settings.critic.model, settings.reward_model
+    reference = settings.actor_rollout_ref.ref.model.path if needs_reference(settings) else None
+    scorer = rewards.model.path if rewards.enable else None
 
+    def named(path: str) -> Model:
+        return dataclasses.replace(own, path=path, hf_config_path=None, override_config={})
 
-def replace_path(model: Model, path: str | None) -> Model:
-    """Return a section that names another model."""
-    return dataclasses.replace(model, path=str(path), hf_config_path=None, override_config={})
+    named_by = (own.path, own.hf_config_path, own.override_config, reference, scorer, has_critic(settings), critic)
+    key = tuple(map(str, named_by))
+    if key not in _KNOWN:
+        _KNOWN[key] = Sizes(
+            size_of(own, f"{_AR}.model"),
+            None if reference in (None, own.path) else size_of(named(str(reference)), f"{_AR}.ref.model"),
+            size_of(critic, "critic.model") if has_critic(settings) and critic.path != own.path else None,
+            None if scorer is None else size_of(named(scorer), "reward_model.model"),
+        )
+    return _KNOWN[key]
 
 
 # The verdict on some settings and a card.
@@ -116,11 +124,7 @@ class Card:
 
 
 def card_asked_for(settings: Settings, gigabytes: float | None, host_gigabytes: float | None = None) -> Card:
-    """Return the card of a command line, else the one of the settings, else this machine's.
-
-    Raises:
-        ConfigError: None of them says a size.
-    """
+    """Return the card of a command line, else the one of the settings, else this machine's."""
     card = known_card(settings) if gigabytes is None else Card.of(gigabytes)
     if card is None:
         raise ConfigError("--memory: the size of the card is not known. Give it in GB (--memory 24), or a profile (memory=24g).")
@@ -197,7 +201,7 @@ class Verdict:
 
 def judge(settings: Settings, card: Card) -> Verdict:
     """Return the verdict on a run. As :func:`sizes_of_models` it raises where a model is unknown."""
-    peaks = predict(settings, _sizes(settings), phases_of(settings), card.device, card.num_bytes)
+    peaks = predict(settings, sizes_of_models(settings), phases_of(settings), card.device, card.num_bytes)
     rollout = settings.actor_rollout_ref.rollout
     in_cache = rollout.name == "vllm" and "gen" in peaks.phases
     longest = rollout.max_model_len or longest_sample(settings)
@@ -220,21 +224,7 @@ def beside_cache(settings: Settings) -> int | None:
             f"{CACHE}=auto, memory.device_limit_gb=null: a CPU has no device memory of which the cache could take the rest. Set "
             f"memory.device_limit_gb, or give {CACHE} a size in GiB."
         )
-    return bytes_beside_cache(settings, _sizes(settings), phases, device)
-
-
-_KNOWN: dict[tuple[Any, ...], Sizes] = {}
-
-
-def _sizes(settings: Settings) -> Sizes:
-    """Return the sizes of the models, which a search asks for again and again."""
-    roles, critic = settings.actor_rollout_ref, settings.critic
-    named = (roles.model.path, roles.model.hf_config_path, str(roles.model.override_config), roles.ref.model.path)
-    scorer = settings.reward_model.model.path if settings.reward_model.enable else None
-    key = (*named, needs_reference(settings), has_critic(settings), str(critic.model), scorer)
-    if key not in _KNOWN:
-        _KNOWN[key] = sizes_of_models(settings)
-    return _KNOWN[key]
+    return bytes_beside_cache(settings, sizes_of_models(settings), phases, device)
 
 
 # The search: what would make a run fit, and how long a response may be.
@@ -281,21 +271,13 @@ class Search:
         self._card = card
         self.settings = settings
 
-    def with_keys(self, keys: Mapping[str, Any]) -> Settings:
-        """Return the settings with other values of some keys.
-
-        Raises:
-            ConfigError: They are refused together.
-        """
-        with _silent():
-            return settings_from_mapping({**self._start, **keys})
-
     def judged(self, keys: Mapping[str, Any]) -> Verdict | None:
         """Return the verdict with other values of some keys; None where they are refused together."""
-        try:
-            return judge(self.with_keys(keys), self._card)
-        except ConfigError:
-            return None
+        with suppress(ConfigError):
+            with silent():
+                settings = settings_from_mapping({**self._start, **keys})
+            return judge(settings, self._card)
+        return None
 
     def changes(self) -> tuple[tuple[Change, ...], Verdict | None]:
         """Return the fewest changes found that make the run fit, the cheapest first, and the verdict with them.
@@ -315,7 +297,7 @@ class Search:
                 present = shared[1]
             if present.fits:
                 break
-            if not change.keys.keys() or all(keys.get(key, self._start.get(key)) == value for key, value in change.keys.items()):
+            if not change.keys or all(keys.get(key, self._start.get(key)) == value for key, value in change.keys.items()):
                 continue
             tried = self.judged({**keys, **change.keys})
             if tried is not None and _missing(tried) < _missing(present):
@@ -371,7 +353,8 @@ class Search:
             longer: dict[str, Any] = {RESPONSE: response, f"{_AR}.rollout.response_length": response}
             if follows:
                 longer[f"{_AR}.rollout.max_model_len"] = prompt + response
-            least = {key: max(int(value), prompt + response) for key in BUDGETS if (value := self._value(keys, key)) is not None}
+            now = {key: keys.get(key, value_at(self.settings, key)) for key in BUDGETS}
+            least = {key: max(int(value), prompt + response) for key, value in now.items() if value is not None}
             verdict = self.judged({**keys, **longer, **least})
             return verdict is not None and verdict.fits
 
@@ -380,7 +363,7 @@ class Search:
     @property
     def most_tokens(self) -> int:
         """Tokens of the longest response that is tried: the positions of the trained models are no fewer."""
-        sizes = _sizes(self.settings)
+        sizes = sizes_of_models(self.settings)
         positions = [each.positions for each in (sizes.policy, sizes.critic) if each is not None and each.positions]
         return max(min([LONGEST, *(each - self.settings.data.max_prompt_length for each in positions)]), 1)
 
@@ -393,9 +376,6 @@ class Search:
 
         rows = self.settings.actor_rollout_ref.actor.ppo_mini_batch_size * self.settings.actor_rollout_ref.rollout.n
         return _largest(fits, rows * longest_sample(self.settings), longest_sample(self.settings))
-
-    def _value(self, keys: Mapping[str, Any], key: str) -> Any:
-        return keys.get(key, value_at(self.settings, key))
 
 
 def _missing(verdict: Verdict) -> float:
@@ -425,7 +405,7 @@ def _largest(fits: Callable[[int], bool], most: int, least: int = 1) -> int:
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
+def silent() -> Iterator[None]:
     """Log nothing below an error: settings that are only tried need no warnings."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -489,3 +469,125 @@ def _is_here(settings: Settings) -> bool:
     paths += [roles.ref.model.path if needs_reference(settings) else None]
     paths += [settings.critic.model.path if has_critic(settings) else None]
     return all(path is None or path in PUBLISHED or (Path(path).expanduser() / "config.json").is_file() for path in paths)
+
+
+# What ``verl-memopt fit`` prints: the bytes by phase and kind, the verdict, what would make it fit, and the most that fits.
+
+
+def as_json(settings: Settings, found: Findings) -> dict[str, Any]:
+    """Return what was found as plain values. Sizes are bytes, lengths are tokens."""
+    last = found.after if found.after is not None and found.after.fits else found.verdict
+    return {
+        "model": settings.actor_rollout_ref.model.path,
+        "fits": found.verdict.fits,
+        "verdict": found.verdict.line,
+        "card_bytes": found.verdict.card.num_bytes,
+        "binding_phase": found.verdict.peaks.binding,
+        "phases": {phase: dict(kinds) for phase, kinds in found.verdict.peaks.phases.items()},
+        "host_bytes": dict(found.verdict.peaks.host),
+        "changes": [
+            {"knob": each.name, "keys": dict(each.keys), "changes_numbers": each.changes_numbers, "saved_bytes": each.saved_bytes}
+            for each in found.changes
+        ],
+        "fits_with_changes": found.fits,
+        "with_changes": None if found.after is None else {"phases": found.after.peaks.totals, "verdict": found.after.line},
+        "longest_response": found.response,
+        "largest_micro_batch_tokens": found.budget,
+        "kv_cache_tokens": last.peaks.kv_tokens,
+        "sequences_at_once": _at_once(settings, last),
+    }
+
+
+def _at_once(settings: Settings, verdict: Verdict) -> int:
+    return min(verdict.peaks.kv_tokens // max(verdict.longest, 1), settings.actor_rollout_ref.rollout.max_num_seqs)
+
+
+GROUPS = {
+    "weights": ("params", "rollout weights"),
+    "gradients": ("grads", "whole gradients"),
+    "optimizer": ("optimizer", "optimizer scratch"),
+    "activations": ("activations",),
+    "logits": ("logits",),
+    "KV cache": ("kv",),
+    "gathered": ("gathered parameters", "collective buffers", "sync bucket"),
+    "engine": ("engine",),
+    "context": ("context", "allocator", "other"),
+}
+"""Column of the table -> kinds of bytes in it."""
+
+
+def print_findings(settings: Settings, found: Findings, console: Console) -> None:
+    """Print the bytes by phase and kind, the verdict, what would make it fit, and the most that fits."""
+    verdict, roles, data = found.verdict, settings.actor_rollout_ref, settings.data
+    devices = settings.trainer.nnodes * settings.trainer.n_gpus_per_node
+    of = f"{devices} x " if devices > 1 else ""
+    console.print(f"{roles.model.path}, {settings.algorithm.adv_estimator}, {of}{verdict.card.num_bytes / GIB:.1f} GiB")
+    _print_peaks(verdict, console)
+    console.print(f"\nVerdict: {verdict.line}")
+    last = verdict
+    if not verdict.fits:
+        assert found.after is not None
+        _print_changes(found, console)
+        last = found.after
+    if not last.fits:
+        return
+    with_changes = "" if verdict.fits else " (with these settings)"
+    console.print(f"\nThe most that fits{with_changes}:")
+    reach = f"data.max_response_length, now {data.max_response_length}"
+    if found.response >= found.most:
+        reach = "the longest that was tried" if found.most == LONGEST else "the model has no positions for more"
+    console.print(f"  longest response       {found.response:,} tokens ({reach})")
+    if found.budget:
+        console.print(f"  largest micro-batch    {found.budget:,} tokens ({BUDGET.removeprefix('actor_rollout_ref.')})")
+    if "gen" in last.peaks.phases and roles.rollout.name == "vllm":
+        console.print(
+            f"  KV cache               {last.peaks.kv_tokens:,} tokens, which are {_at_once(settings, last):,} sequences at once"
+        )
+    rows = data.train_batch_size * roles.rollout.n
+    console.print(f"  sequences a step       any number (now {rows:,}): they are computed one micro-batch after another")
+
+
+def _print_peaks(verdict: Verdict, console: Console) -> None:
+    peaks = verdict.peaks
+    used = [name for name, kinds in GROUPS.items() if any(kind in phase for phase in peaks.phases.values() for kind in kinds)]
+    table = Table(box=box.SIMPLE_HEAD, padding=0, collapse_padding=True, pad_edge=False)
+    table.add_column("GiB at most", no_wrap=True)
+    for name in (*used, "all"):
+        table.add_column(name, justify="right")
+    for phase, kinds in peaks.phases.items():
+        groups = [sum(kinds.get(kind, 0) for kind in GROUPS[name]) for name in used]
+        total = sum(kinds.values())
+        marked = " *" if phase == peaks.binding else ""
+        over = f"[red]{total / GIB:.2f}[/red]" if total > verdict.card.num_bytes else f"{total / GIB:.2f}"
+        table.add_row(phase + marked, *(f"{each / GIB:.2f}" if each else "" for each in groups), over)
+    console.print(table)
+    host = ", ".join(f"{kind} {each / GIB:.1f}" for kind, each in peaks.host.items())
+    text = f"{peaks.host_bytes / GIB:.1f} GiB a process ({host})" if host else "nothing rests there"
+    limit = "" if verdict.card.host_bytes is None else f", {verdict.processes} x of {verdict.card.host_bytes / GIB:.1f} GiB"
+    console.print(f"* the binding phase. Host: {text}{limit}.")
+
+
+def _print_changes(found: Findings, console: Console) -> None:
+    assert found.after is not None
+    if not found.after.fits:
+        why = found.after.line.removeprefix("does not fit: ")
+        console.print(f"It cannot fit, because even with all that helps {why}.")
+        console.print("Use a smaller model, more or larger cards (--gpus, --memory), or shorter lengths.")
+        if not found.changes:
+            return
+    console.print("It fits with:" if found.after.fits else "What helps, and is not enough:")
+    for change in found.changes:
+        lossy = "; changes numbers" if change.changes_numbers else ""
+        for key, value in change.keys.items():
+            console.print(f"  {key}={shown(value)}")
+        console.print(f"      {change.name}: {change.saved_bytes / GIB:.2f} GiB less at the highest peak{lossy}")
+
+
+def command(settings: Settings, card: Card, as_json_text: bool) -> int:
+    """Print what fits, and return the exit code: 0 where the run fits, else 1."""
+    found = find_out(settings, card)
+    if as_json_text:
+        sys.stdout.write(json.dumps(as_json(settings, found), indent=2) + "\n")
+    else:
+        print_findings(settings, found, Console(highlight=False, width=max(Console().width, 110)))
+    return 0 if found.verdict.fits else 1

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from verl_memopt.algorithms.estimators import check_rewards, has_signal
-from verl_memopt.algorithms.kl import pf_ppo_weights, resample_rows
+from verl_memopt.algorithms.kl import pf_ppo_weights
 from verl_memopt.config.schema import PfPpo
 from verl_memopt.data.prompts import StepPrompts
 from verl_memopt.errors import RewardError, TrainingError
@@ -44,9 +44,6 @@ class GroupFilter:
     """Fills a step with groups whose responses differ in a metric. Source: DAPO, arXiv 2503.14476.
 
     Attributes:
-        num_prompts: Groups of a full step.
-        samples: Responses to each prompt.
-        metric: ``algorithm.filter_groups.metric``.
         max_rounds: Rounds of generation after which a step that is not full is an error; 0 for no limit.
     """
 
@@ -155,13 +152,7 @@ def joined(rounds: Sequence[Kept]) -> Kept:
 
 
 def draw_rows(batch: StepBatch, settings: PfPpo, seed: int) -> None:
-    """Draw the rows of the update from a scored batch, and add the share of rows that were drawn.
-
-    Args:
-        batch: Batch of a step, with its results.
-        settings: The section ``algorithm.pf_ppo``.
-        seed: Of the draw.
-    """
+    """Draw the rows of the update from a scored batch, and add the share of rows that were drawn."""
     batch.drawn = drawn_rows(batch.scores, settings, seed)
     batch.metrics["pf_ppo/drawn_rows_share"] = len(set(batch.drawn)) / len(batch.drawn)
 
@@ -171,13 +162,12 @@ def drawn_rows(scores: Tensor, settings: PfPpo, seed: int) -> list[int]:
 
     Rows without a score are not drawn. Without any score the rows stay as they are.
 
-    Args:
-        scores: fp32 [B], as the reward function returned them; NaN where no score applies.
-        settings: The section ``algorithm.pf_ppo``.
-        seed: Of the draw. It is made on the driver, so that it does not depend on ranks.
+    ``scores``: fp32 [B], as the reward function returned them; NaN where no score applies. ``seed``: Of the draw. It is made on
+    the driver, so that it does not depend on ranks.
     """
     valid = ~scores.isnan()
     if not valid.any():
         return list(range(scores.shape[0]))
     weights = pf_ppo_weights(scores, valid, settings.reweight_method, settings.weight_pow)
-    return resample_rows(weights, torch.Generator().manual_seed(seed % SEEDS)).tolist()
+    generator = torch.Generator().manual_seed(seed % SEEDS)
+    return torch.multinomial(weights, weights.shape[0], replacement=True, generator=generator).tolist()

@@ -23,10 +23,11 @@ from verl_memopt.run.checkpoints import Checkpoint, read_checkpoint
 from verl_memopt.run.export_model import BEST_MODEL, FINAL_MODEL, StoredModel, export_model
 from verl_memopt.run.interrupts import Interrupts, StopFile
 from verl_memopt.run.resume import kept_settings, plain_shapes
-from verl_memopt.trainer.build import RunContext, build_learner, build_validator
-from verl_memopt.trainer.debug_run import STEPS, mode_of
+from verl_memopt.trainer.build import STOP_FILE, RunContext, build_learner, build_validator
+from verl_memopt.trainer.micro_batching import role_updates
+from verl_memopt.trainer.replay import mode_of
 from verl_memopt.trainer.reporter import Reporter
-from verl_memopt.trainer.step import StepResult, TrainingStep
+from verl_memopt.trainer.step import STEPS, StepResult, TrainingStep
 from verl_memopt.trainer.update_guard import Health, UpdateGuard, Updates
 from verl_memopt.trainer.validate import Validation
 from verl_memopt.worker.group import LocalGroup, RayGroup, TimedGroup, WorkerGroup, group_of
@@ -45,14 +46,7 @@ ALWAYS_TRACKED = 2
 
 @dataclass(frozen=True)
 class SavedRole:
-    """A trained role as checkpoints see it.
-
-    Attributes:
-        folder: Its folder in a checkpoint.
-        save: Method of the workers that writes it.
-        load: Method of the workers that reads it.
-        settings: What is saved and loaded.
-    """
+    """A trained role as checkpoints see it."""
 
     folder: str
     save: Callable[[Worker, str, Sequence[str]], Records]
@@ -65,9 +59,6 @@ class RunState:
     """What a checkpoint holds: the trained roles in the workers, and the state of the driver.
 
     Attributes:
-        context: Context of the run.
-        workers: Workers that hold the roles.
-        learner: Runs the steps.
         further: Further parts of the driver with a state, by name.
     """
 
@@ -166,15 +157,7 @@ class Trainer:
     def __init__(
         self, context: RunContext, workers: TimedGroup, runner: RewardRunner | None, reporter: Reporter, interrupts: Interrupts
     ) -> None:
-        """Build the learner and the validator.
-
-        Args:
-            context: Context of the run.
-            workers: Workers that hold the models and the engines.
-            runner: Scores the answers; None where no function does.
-            reporter: Writes the record of the run.
-            interrupts: The request to stop, if there is one.
-        """
+        """Build the learner and the validator."""
         self.context = context
         self.settings = context.settings.trainer
         self.workers = workers
@@ -186,14 +169,14 @@ class Trainer:
         self.learner = build_learner(context, workers, runner)
         self.validator = build_validator(context, self.learner.rollouts.generator, self.learner.scorer)
         self.learner.before_update = self.begin_update
-        self.runner = runner
         if runner is not None:
             # It is time to abandon the present step while its answers are scored.
             runner.stopped = lambda: not self.weights_changed and interrupts.out_of_time()
-        self.stop_file = StopFile(context.stop_file)
+        self.stop_file = StopFile(context.environment.run_dir / STOP_FILE)
         actor, critic = context.settings.actor_rollout_ref.actor, context.worker_plan.critic
-        of_critic = None if critic is None else Updates(CRITIC, critic.optim.lr, context.critic_updates_per_step)
-        of_actor = Updates(ACTOR, actor.optim.lr, context.updates_per_step)
+        size = context.settings.data.train_batch_size
+        of_critic = None if critic is None else Updates(CRITIC, critic.optim.lr, role_updates(critic, size))
+        of_actor = Updates(ACTOR, actor.optim.lr, role_updates(actor, size))
         self.guard = UpdateGuard(self.settings.max_skipped_steps, context.store, of_actor, of_critic)
         self.health = Health(validates=self.validator is not None and self.settings.test_freq > 0)
         self.state = RunState(context, workers, self.learner, {"guard": self.guard, "health": self.health})
@@ -345,11 +328,7 @@ class Trainer:
         self.reporter.say(f"resumed from {checkpoint.folder} (step {checkpoint.step} of {self.context.total_steps})")
 
     def save(self) -> None:
-        """Save the present step, and note how long it took. Earlier checkpoints stay until this one is whole.
-
-        Raises:
-            CheckpointError: A file cannot be written.
-        """
+        """Save the present step, and note how long it took. Earlier checkpoints stay until this one is whole."""
         step, began = self.step, time.monotonic()
         self.state.save(step, self.score)
         self.saved_step = step
@@ -409,11 +388,6 @@ class Trainer:
 @contextmanager
 def start_rewards(custom: CustomReward, reward_model: RewardModel, run_dir: Path) -> Iterator[RewardRunner]:
     """Start the reward processes, wait until each has loaded its function, and end them with the body.
-
-    Args:
-        custom: settings of the user's reward function.
-        reward_model: how many processes there are, and how rows reach the function.
-        run_dir: gets a folder with what each process prints.
 
     Raises:
         RewardError: the function cannot be loaded, or the sandbox service does not answer.

@@ -83,9 +83,7 @@ class Budget:
     def learn(self, cut: Iterable[tuple[RowTokens, Sequence[Sequence[int]]]], figures: PassFigures) -> None:
         """Learn from a pass that was cut by this budget.
 
-        Args:
-            cut: (tokens of the rows, micro-batches) of each rank.
-            figures: What the pass took of the devices.
+        ``cut``: (tokens of the rows, micro-batches) of each rank.
         """
         if self.learned is not None:
             fullest = max((tokens.cost(rows) for tokens, bins in cut for rows in bins), default=0)
@@ -141,20 +139,8 @@ def update_gives_old_log_probs(actor: Actor, train_batch_size: int, algorithm: A
     return actor.old_log_prob_pass == "auto" and once and not read_before
 
 
-def updates_per_step(train_batch_size: int, mini_batch_size: int, epochs: int) -> int:
-    """Return the optimizer steps of one training step: ``epochs`` passes over mini-batches of ``mini_batch_size`` prompts."""
-    return train_batch_size // mini_batch_size * epochs
-
-
 def mini_batch_rows(num_prompts: int, samples: int, prompts_per_mini: int, shuffle_seed: int | None) -> list[list[int]]:
-    """Return the rows of each mini-batch. The rows of a group stay together.
-
-    Args:
-        num_prompts: Groups of the batch.
-        samples: Rows of a group.
-        prompts_per_mini: Groups of a mini-batch.
-        shuffle_seed: Shuffles the groups; None keeps their order.
-    """
+    """Return the rows of each mini-batch. The rows of a group stay together."""
     order = list(range(num_prompts))
     if shuffle_seed is not None:
         random.Random(shuffle_seed).shuffle(order)
@@ -165,11 +151,8 @@ def mini_batch_rows(num_prompts: int, samples: int, prompts_per_mini: int, shuff
 def rows_per_rank(tokens: RowTokens, rows: Sequence[int], world_size: int, even_out: bool) -> list[list[int]]:
     """Return the rows of each rank, the same number on each. Rows of a group stay together as far as that allows.
 
-    Args:
-        tokens: Tokens of every row of the batch.
-        rows: The rows to distribute: whole groups, one after another.
-        world_size: ranks.
-        even_out: Give each rank about the same number of tokens.
+    ``tokens``: Tokens of every row of the batch. ``rows``: The rows to distribute: whole groups, one after another. ``even_out``:
+    Give each rank about the same number of tokens.
     """
     if world_size == 1:
         return [list(rows)]
@@ -226,11 +209,8 @@ class MiniBatchCutter:
     """Cuts batches for the optimizer steps of one trained role.
 
     Attributes:
-        world_size: Ranks.
         role: Section of the role: size of a mini-batch, passes over the batch, shuffle.
         samples: Responses to each prompt.
-        budget: How a rank's share of a mini-batch is cut into micro-batches.
-        balance: Even out tokens over the ranks.
     """
 
     world_size: int
@@ -244,11 +224,7 @@ class MiniBatchCutter:
 
         Ranks that share the tokens of their micro-batches count as one, here and below: the budget says how many do.
 
-        Args:
-            batch: Batch of the training step.
-            names: Names of the rows, for errors.
-            step: Number of the training step; seeds the shuffle.
-            prepare: Adds to the batch what depends on a mini-batch; None = nothing does.
+        ``prepare``: Adds to the batch what depends on a mini-batch; None = nothing does.
         """
         mini_batches = []
         for index, rows in enumerate(self.mini_batch_rows(batch, step)):
@@ -276,12 +252,7 @@ class MiniBatchCutter:
         return {f"global_seqlen/{name}": float(value) for name, value in found.items()}
 
     def learn(self, per_rank: Sequence[Sequence[MiniBatch]], figures: PassFigures) -> None:
-        """Let the budget learn from an update, if it learns.
-
-        Args:
-            per_rank: Mini-batches of each rank, as :meth:`cut` returned them.
-            figures: What the update took of the devices.
-        """
+        """Let the budget learn from an update, if it learns."""
         cut = ((mini.batch.row_tokens(), mini.micro_batches) for minis in per_rank for mini in minis)
         self.budget.learn(cut, figures)
 
@@ -314,10 +285,10 @@ class MiniBatchCutter:
 
 
 def role_updates(role: Actor | Critic, train_batch_size: int) -> int:
-    """Return the optimizer steps that a role takes in one training step."""
+    """Return the optimizer steps that a role takes in one training step: ``ppo_epochs`` passes over its mini-batches."""
     assert role.ppo_mini_batch_size is not None, "follows the actor's"
     assert role.ppo_epochs is not None, "follows the actor's"
-    return updates_per_step(train_batch_size, role.ppo_mini_batch_size, role.ppo_epochs)
+    return train_batch_size // role.ppo_mini_batch_size * role.ppo_epochs
 
 
 # The update of a step: mini-batches cut for the ranks, and the metrics of their optimizer steps over all ranks.
@@ -329,13 +300,7 @@ SEEDS = 2**63
 
 @dataclass(frozen=True)
 class PolicyUpdate:
-    """Plans the optimizer steps of a training step, and reads their results.
-
-    Attributes:
-        cutter: Cuts the batch for the optimizer steps.
-        actor: Settings of the update.
-        store: Checkpoints, one of which an error names as the way back.
-    """
+    """Plans the optimizer steps of a training step, and reads their results."""
 
     cutter: MiniBatchCutter
     actor: Actor
@@ -351,8 +316,7 @@ class PolicyUpdate:
         Raises:
             TrainingError: A skipped update had already changed some weights.
         """
-        metrics = global_metrics(per_rank, ACTOR)
-        refuse_partial(metrics, ACTOR, step, recovery_advice(ACTOR, self.actor.optim.lr, self.store))
+        metrics = update_metrics(per_rank, ACTOR, step, self.actor.optim.lr, self.store)
         if self.actor.use_kl_loss:
             metrics["actor/kl_coef"] = self.actor.kl_loss_coef
         return metrics
@@ -362,12 +326,6 @@ def with_selection(batch: RolloutBatch, rows: Sequence[int], loss: PolicyLoss, s
     """Return the batch with the tokens of one mini-batch that its loss acts on, or the batch itself if the loss selects none.
 
     The tokens are chosen here, from the whole mini-batch, so that they depend neither on micro-batches nor on ranks.
-
-    Args:
-        batch: Batch of the training step, with old log-probs and advantages.
-        rows: Rows of the mini-batch.
-        loss: The section ``actor.policy_loss``.
-        seed: Seed of a random choice.
     """
     selects = LOSSES[loss.loss_mode].selects
     if selects is None:
@@ -390,14 +348,19 @@ def global_metrics(per_rank: Sequence[dict[str, float]], role: Role) -> dict[str
     return {name: first[name] if name in role.same_on_all_ranks else sum(metrics[name] for metrics in per_rank) for name in first}
 
 
-def refuse_partial(metrics: dict[str, float], role: Role, step: int, way_out: str) -> None:
-    """Take the count of partial updates out of the metrics, and stop the run where there is one.
+def update_metrics(
+    per_rank: Sequence[dict[str, float]], role: Role, step: int, lr: float, store: CheckpointStore
+) -> dict[str, float]:
+    """Return what :func:`global_metrics` returns, but for the count of partial updates: one of these stops the run.
 
     Raises:
         TrainingError: A skipped update had already changed some weights.
     """
+    metrics = global_metrics(per_rank, role)
     if metrics.pop(role.partial, 0.0):
         raise TrainingError(
             f"{role.key}.optim.in_backward=true: in step {step} a gradient was not finite after other parameters had been "
-            f"updated, and that cannot be taken back. With in_backward=false such an update is skipped. {way_out}"
+            f"updated, and that cannot be taken back. With in_backward=false such an update is skipped. "
+            f"{recovery_advice(role, lr, store)}"
         )
+    return metrics

@@ -1,17 +1,20 @@
-"""Replay: the prompts, responses and scores of a step come from a dump and not from the engine."""
+"""Debug modes in a run: the settings that they decide, where they write, and rows that come from a dump or are made up."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from verl_memopt.algorithms.records import SFT
+from verl_memopt.config.debug_modes import MODES, DebugMode, of_mode
+from verl_memopt.config.keys import replaced, shown, value_at
 from verl_memopt.config.schema import Settings
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.encoder import tokenizer_digests
@@ -20,10 +23,103 @@ from verl_memopt.errors import DataError
 from verl_memopt.observe.samples import ReadSample, dumped_steps, read_samples
 from verl_memopt.rewards.score import RewardResult
 from verl_memopt.rollout.engine import Generation
+from verl_memopt.run.environment import Environment
 from verl_memopt.trainer.rollouts import Answers
 
 ROLLOUTS = "rollouts"
 """Folder inside the run's that holds a dump where no key names one."""
+SEED = 0
+"""``data.seed`` of the mode ``deterministic`` where it is null."""
+VAL_ONLY = "val_only"
+"""Folder inside the run's that holds the record of ``trainer.val_only``."""
+
+logger = logging.getLogger(__name__)
+
+
+# What a debug mode decides in a run.
+
+
+def mode_of(settings: Settings) -> DebugMode:
+    """Return what the run's debug mode runs. A supervised run has no engine, and scores nothing."""
+    mode = MODES[settings.debug.mode]
+    is_supervised = settings.algorithm.adv_estimator == SFT
+    return replace(mode, has_engine=False, scores=False, supervised=True) if is_supervised else mode
+
+
+def debug_settings(settings: Settings) -> Settings:
+    """Return the settings with those that the debug mode decides, and log each that changes."""
+    decided = of_mode(settings.debug.mode)
+    if settings.debug.mode == "deterministic" and settings.data.seed is None:
+        decided["data.seed"] = SEED
+        if settings.actor_rollout_ref.rollout.seed is None:
+            decided["actor_rollout_ref.rollout.seed"] = SEED
+    mode, trainer = mode_of(settings), settings.trainer
+    if mode.default_steps is not None and trainer.total_training_steps is None:
+        decided["trainer.total_training_steps"] = mode.default_steps
+    changed = {key: value for key, value in decided.items() if value_at(settings, key) != value}
+    if not changed:
+        return settings
+    logger.info(
+        "debug.mode=%s sets %s", settings.debug.mode, ", ".join(f"{key}={shown(value)}" for key, value in changed.items())
+    )
+    return replaced(settings, changed)
+
+
+def record_folder(settings: Settings, run_dir: Path) -> Path:
+    """Return where a run writes its record: the run folder, or one inside it for a run that must not change that record."""
+    if settings.trainer.val_only:
+        return run_dir / VAL_ONLY
+    return run_dir if mode_of(settings).is_whole else run_dir / settings.debug.mode
+
+
+def written_dump(settings: Settings, record: Path) -> Path | None:
+    """Return the folder of the dump that a run writes; None for none. It is never the dump that the run replays."""
+    mode, folder = settings.debug.mode, settings.trainer.rollout_data_dir
+    if mode == "rollout_only":
+        return dump_folder(settings)
+    own = None if folder is None else Path(folder).expanduser()
+    if settings.actor_rollout_ref.rollout.skip_rollout and own in (None, dump_folder(settings)):
+        return record / ROLLOUTS if mode == "score_only" else None
+    return own
+
+
+def replay_of(settings: Settings, environment: Environment) -> Replay | Forge | None:
+    """Return where the rows of a step come from in place of the engine; None where the engine generates them."""
+    if settings.debug.mode == "forge":
+        return Forge(settings, environment.tokenizer, environment.embedding_rows)
+    rollout, data, correction = settings.actor_rollout_ref.rollout, settings.data, settings.algorithm.rollout_correction
+    if not rollout.skip_rollout:
+        return None
+    mode = mode_of(settings)
+    return Replay(
+        folder=dump_folder(settings),
+        samples=rollout.n,
+        num_prompts=data.train_batch_size if mode.updates else None,
+        tokenizer=tokenizer_digest(environment.tokenizer),
+        num_tokens=environment.embedding_rows,
+        max_prompt=data.max_prompt_length,
+        max_response=data.max_response_length,
+        scored=not mode.scores,
+        with_log_probs=correction.bypass_mode or correction.rollout_is is not None or correction.rollout_rs is not None,
+    )
+
+
+def replayed_steps(settings: Settings, environment: Environment, done: int) -> int:
+    """Return the last step of a run without data: ``trainer.total_training_steps``, at most the last step of the dump.
+
+    Raises:
+        DataError: The dump has no step after those, or its first step cannot be replayed.
+    """
+    steps, replay = settings.trainer.total_training_steps, replay_of(settings, environment)
+    if isinstance(replay, Replay):
+        last = replay.last_step(done + 1)
+        replay.read(done + 1)  # a dump that does not fit shows before a worker starts
+        return last if steps is None else min(last, steps)
+    assert steps is not None, "a mode without a dump has a default number of steps"
+    return done + steps
+
+
+# Replay.
 
 
 class NoPrompts:
@@ -62,7 +158,6 @@ class Replay:
     """Reads the steps of a dump.
 
     Attributes:
-        folder: The dump.
         samples: ``rollout.n``, responses to each prompt.
         num_prompts: Prompts of a step; None for any number.
         tokenizer: Hash of the run's tokenizer, as :func:`tokenizer_digest` gives it.
@@ -186,30 +281,6 @@ def tokenizer_digest(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(tokenizer_digests(tokenizer), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def build_replay(settings: Settings, tokenizer: Any, num_tokens: int, scored: bool, updates: bool) -> Replay:
-    """Return what reads the dump that ``rollout.skip_rollout`` asks for.
-
-    Args:
-        settings: Of the run.
-        tokenizer: Tokenizer of the run.
-        num_tokens: Rows of the embedding.
-        scored: Each response needs a score.
-        updates: The policy learns from the rows, so a step needs ``data.train_batch_size`` prompts.
-    """
-    rollout, correction = settings.actor_rollout_ref.rollout, settings.algorithm.rollout_correction
-    return Replay(
-        folder=dump_folder(settings),
-        samples=rollout.n,
-        num_prompts=settings.data.train_batch_size if updates else None,
-        tokenizer=tokenizer_digest(tokenizer),
-        num_tokens=num_tokens,
-        max_prompt=settings.data.max_prompt_length,
-        max_response=settings.data.max_response_length,
-        scored=scored,
-        with_log_probs=correction.bypass_mode or correction.rollout_is is not None or correction.rollout_rs is not None,
-    )
-
-
 def _prompt_row(read: ReadSample) -> PromptRow:
     """Return the dataset row of a sample. Its index is the sample's uid where that is a number."""
     sample = read.sample
@@ -235,79 +306,48 @@ WORD = " the"
 
 @dataclass(frozen=True)
 class Forge:
-    """Makes the rows of a step. They depend on the seed and the step alone.
+    """Makes the rows of a step of ``debug.mode=forge``. They depend on the seed and the step alone.
 
     Attributes:
-        prompts: ``data.train_batch_size``, prompts of a step.
-        samples: ``rollout.n``, responses to each prompt.
-        prompt_tokens: Tokens of each prompt, ``data.max_prompt_length``.
-        response_tokens: Tokens of each response, ``data.max_response_length``.
+        settings: Of the run, with a concrete seed.
+        tokenizer: Tokenizer of the run, which decides the lengths of the texts.
         num_tokens: Token ids are below it.
-        seed: Of the run.
-        question: The question of every prompt, for a recipe that reads it.
-        solution: Its solution.
-        answer: The text of every response, for a reward model with a tokenizer of its own.
-        log_probs: Forge log-probs of the engine as well.
-        scored: The forged scores are the rewards. False = a reward model scores the rows.
     """
 
-    prompts: int
-    samples: int
-    prompt_tokens: int
-    response_tokens: int
+    settings: Settings
+    tokenizer: Any
     num_tokens: int
-    seed: int
-    question: str
-    solution: str
-    answer: str
-    log_probs: bool
-    scored: bool = True
+
+    @property
+    def scored(self) -> bool:
+        """Whether the forged scores are the rewards. False = a reward model scores the rows."""
+        return not self.settings.reward_model.enable or self.settings.algorithm.adv_estimator == SFT
 
     def read(self, step: int) -> Replayed:
         """Return the rows of a step. Their token ids are random, and their scores lie between 0 and 1."""
-        random = np.random.default_rng([self.seed, step])
-        num_rows = self.prompts * self.samples
+        data, rollout = self.settings.data, self.settings.actor_rollout_ref.rollout
+        assert data.seed is not None
+        random = np.random.default_rng([data.seed, step])
+        num_rows = data.train_batch_size * rollout.n
+        # For a recipe that reads them, and for a reward model with a tokenizer of its own.
+        solution, answer = self.text_of(data.max_prompt_length // 4), self.text_of(data.max_response_length)
         prompt_rows, prompt_ids = [], []
-        for index in range(self.prompts):
-            question = f"{index}{self.question}"
-            info = {"question": question, "solution": self.solution, "reasoning_trace": None}
-            row = PromptRow(index, question, SOURCE, self.solution, info, f"forged prompt {index + 1}")
-            prompt_rows += [row] * self.samples
-            prompt_ids += [random.integers(self.num_tokens, size=self.prompt_tokens).tolist()] * self.samples
-        response_ids = random.integers(self.num_tokens, size=(num_rows, self.response_tokens)).tolist()
-        uniform = [-float(np.log(self.num_tokens))] * self.response_tokens
-        generation = Generation(response_ids, [uniform] * num_rows if self.log_probs else None, ["length"] * num_rows)
+        for index in range(data.train_batch_size):
+            question = f"{index}{self.text_of(data.max_prompt_length // 2)}"
+            info = {"question": question, "solution": solution, "reasoning_trace": None}
+            row = PromptRow(index, question, SOURCE, solution, info, f"forged prompt {index + 1}")
+            prompt_rows += [row] * rollout.n
+            prompt_ids += [random.integers(self.num_tokens, size=data.max_prompt_length).tolist()] * rollout.n
+        response_ids = random.integers(self.num_tokens, size=(num_rows, data.max_response_length)).tolist()
+        uniform = [-float(np.log(self.num_tokens))] * data.max_response_length
+        generation = Generation(
+            response_ids, [uniform] * num_rows if rollout.calculate_log_probs else None, ["length"] * num_rows
+        )
         results = [RewardResult(score) for score in random.random(num_rows).tolist()]
-        answers = Answers(prompt_rows, prompt_ids, generation, [self.answer] * num_rows)
-        return Replayed(StepPrompts(prompt_rows[:: self.samples], prompt_ids, 0, 0), answers, results)
+        answers = Answers(prompt_rows, prompt_ids, generation, [answer] * num_rows)
+        return Replayed(StepPrompts(prompt_rows[:: rollout.n], prompt_ids, 0, 0), answers, results)
 
-
-def text_of(tokenizer: Any, tokens: int) -> str:
-    """Return a text of about so many tokens, and at least one word."""
-    per_word = len(tokenizer(WORD * 8, add_special_tokens=False)["input_ids"]) / 8
-    return WORD * max(1, int(tokens / per_word))
-
-
-def build_forge(settings: Settings, tokenizer: Any, num_tokens: int) -> Forge:
-    """Return what makes the rows of ``debug.mode=forge``.
-
-    Args:
-        settings: Of the run, with a concrete seed.
-        tokenizer: Tokenizer of the run.
-        num_tokens: Rows of the embedding.
-    """
-    data, rollout = settings.data, settings.actor_rollout_ref.rollout
-    assert data.seed is not None
-    return Forge(
-        prompts=data.train_batch_size,
-        samples=rollout.n,
-        prompt_tokens=data.max_prompt_length,
-        response_tokens=data.max_response_length,
-        num_tokens=num_tokens,
-        seed=data.seed,
-        question=text_of(tokenizer, data.max_prompt_length // 2),
-        solution=text_of(tokenizer, data.max_prompt_length // 4),
-        answer=text_of(tokenizer, data.max_response_length),
-        log_probs=rollout.calculate_log_probs,
-        scored=not settings.reward_model.enable or settings.algorithm.adv_estimator == SFT,
-    )
+    def text_of(self, tokens: int) -> str:
+        """Return a text of about so many tokens, and at least one word."""
+        per_word = len(self.tokenizer(WORD * 8, add_special_tokens=False)["input_ids"]) / 8
+        return WORD * max(1, int(tokens / per_word))

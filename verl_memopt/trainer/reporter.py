@@ -21,8 +21,7 @@ from verl_memopt.observe.run_folder import ENDED, RunFolder, program
 from verl_memopt.observe.samples import Sample, dump_samples
 from verl_memopt.rewards.score import RewardResult
 from verl_memopt.trainer.build import RunContext
-from verl_memopt.trainer.debug_run import mode_of, written_dump
-from verl_memopt.trainer.replay import tokenizer_digest
+from verl_memopt.trainer.replay import mode_of, tokenizer_digest, written_dump
 from verl_memopt.trainer.rollouts import Answers
 from verl_memopt.trainer.step import StepResult
 from verl_memopt.trainer.validate import Validation

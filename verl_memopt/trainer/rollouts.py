@@ -88,8 +88,6 @@ class Generator:
 
     Attributes:
         rollout: How many samples of a prompt, and how they are drawn; with a concrete seed.
-        tokenizer: Decodes the responses.
-        workers: Workers that hold the engines.
         frees_engine: There is an engine that releases its memory after each rollout.
         has_engine: The workers have an engine. False = another source gives the responses.
         follower: Scores answers while others are generated; None = all are scored after the rollout.
@@ -105,11 +103,8 @@ class Generator:
     def generate(self, prompts: StepPrompts, step: int, earlier_rounds: int = 0, stays_awake: bool = False) -> Answers:
         """Return ``rollout.n`` answers to each prompt of a training step. The engine releases its memory afterwards.
 
-        Args:
-            prompts: The prompts.
-            step: Seeds the sampling.
-            earlier_rounds: Calls before this one in the same step. A prompt that returns is answered with other seeds.
-            stays_awake: The engine keeps its memory, because another round may follow.
+        ``earlier_rounds``: Calls before this one in the same step. A prompt that returns is answered with other seeds.
+        ``stays_awake``: The engine keeps its memory, because another round may follow.
 
         Raises:
             Stopped: a stop was requested and the rollout abandoned.
@@ -126,22 +121,12 @@ class Generator:
         return answers
 
     def generate_validation(self, rows: Sequence[PromptRow], prompt_ids: list[list[int]], step: int) -> Answers:
-        """Return ``val_kwargs.n`` answers to each held-out row.
-
-        Args:
-            rows: Rows of the validation set.
-            prompt_ids: Tokens of the prompt of each sample; row = prompt * n + sample.
-            step: Seeds the sampling.
-        """
+        """Return ``val_kwargs.n`` answers to each held-out row."""
         sampling = validation_sampling(self.rollout)
         return self._answers("testing", rows, self.rollout.val_kwargs.n, prompt_ids, sampling, step, may_stop=False)
 
     def generate_greedy(self, prompts: StepPrompts, step: int) -> Answers:
         """Return one greedy answer to each prompt of a training step. The engine releases its memory afterwards.
-
-        Args:
-            prompts: The prompts, each ``rollout.n`` times in ``prompt_ids``.
-            step: Number of the step.
 
         Raises:
             Stopped: a stop was requested and the rollout abandoned.
@@ -209,15 +194,8 @@ def generate(
 ) -> Generation:
     """Generate a response to each prompt, spread over the engines. The ranks of one engine get the same prompts.
 
-    Args:
-        workers: Workers that hold the engines.
-        phase: Name under which time and memory are recorded.
-        prompt_ids: Tokens of each prompt.
-        seeds: Seeds of each prompt.
-        sampling: How tokens are drawn.
-        tensor_parallel: Ranks of one engine.
-        may_stop: Engines may abandon the rollout when a stop is requested.
-        files: Where each engine writes rows that are complete before others; None = nowhere.
+    ``tensor_parallel``: Ranks of one engine. ``may_stop``: Engines may abandon the rollout when a stop is requested. ``files``:
+    Where each engine writes rows that are complete before others; None = nowhere.
 
     Raises:
         Stopped: an engine abandoned the rollout.
@@ -247,12 +225,7 @@ def engine_bounds(num_prompts: int, num_engines: int) -> list[int]:
 def sampling_seeds(rows: Sequence[PromptRow], samples: int, seed: int, step: int, first_sample: int = 0) -> list[int]:
     """Return one seed for each sample of each row. It depends only on the run's seed, the step, the prompt and the sample.
 
-    Args:
-        rows: The prompts.
-        samples: Samples of each prompt.
-        seed: Of the run.
-        step: Number of the step.
-        first_sample: Number of a prompt's first sample; above 0 where earlier rounds of the step may have had the prompt.
+    ``first_sample``: Number of a prompt's first sample; above 0 where earlier rounds of the step may have had the prompt.
     """
     numbers = range(first_sample, first_sample + samples)
     return [row_seed(seed, step, row.index, sample) for row in rows for sample in numbers]
@@ -288,14 +261,9 @@ class StepBatch:
     """The rollouts of one step, with what each phase adds to them.
 
     Attributes:
-        step: Number of the step, from 1.
-        prompts: Prompts of the step.
-        answers: Prompts and responses as text and as lists of ids.
         rows: The same as ragged tensors; log-probs and advantages are added to them.
-        results: Reward of each row.
         entropy: fp32 [R]; None where the log-prob pass does not compute it.
         advantages: None before the phase that computes them.
-        metrics: Metrics of the phases so far.
         baselines: fp32 [B], the score of the greedy response to each row's prompt; None without ReMax.
         statistics: fp32 [R] each, what the estimator reads of each token's distribution, by name.
         drawn: The rows of the update, where PF-PPO draws them; None = all rows, once each.
@@ -362,12 +330,9 @@ class ForwardPass(Generic[Result]):
     """A forward pass over a whole batch, spread over the ranks.
 
     Attributes:
-        workers: Workers that hold the model.
         phase: Name under which time and memory are recorded.
         method: Method of the worker. It gets a rank's rows and its micro-batches.
         budget: How a rank's rows are cut into micro-batches.
-        balance: Even out tokens over the ranks.
-        options: Further arguments of the method.
     """
 
     workers: TimedGroup
@@ -403,10 +368,7 @@ class LogProbPass(ForwardPass[LogProbs]):
 def to_batch(answers: Answers, samples: int, actor: Actor) -> RolloutBatch:
     """Return the ragged batch of the answers.
 
-    Args:
-        answers: The rollouts of a step: all answers to a prompt, then those to the next.
-        samples: Answers to each prompt.
-        actor: The ``actor`` section of the settings. It says how the passes compute prompts.
+    ``answers``: The rollouts of a step: all answers to a prompt, then those to the next.
     """
     generation = answers.generation
     log_probs = generation.log_probs
@@ -444,13 +406,8 @@ def compute_advantages(
 
     An estimator that reads rewards per token finds the KL at each token, and the score at the last one.
 
-    Args:
-        batch: The batch, with old and reference log-probs if the KL is part of the reward.
-        scores: fp32 [B].
-        addresses: Names of the rows, for errors.
-        algorithm: Estimator of the advantages, and the KL in the reward.
-        controller: Coefficient of that KL.
-        own: What else the estimator reads, as :meth:`StepBatch.for_estimator` returns it.
+    ``batch``: The batch, with old and reference log-probs if the KL is part of the reward. ``own``: What else the estimator
+    reads, as :meth:`StepBatch.for_estimator` returns it.
 
     Raises:
         RewardError: A score is infinite.
@@ -484,5 +441,4 @@ def compute_advantages(
         statistics={name: own[name] for name in own.keys() - {"baselines", "components"}},
         weights=batch.weights,
     )
-    estimated = estimate(inputs, algorithm)
-    return Advantages(estimated.per_token, estimated.returns, rewards, kl_mean, group_counts(rewards, batch.group, valid))
+    return Advantages(*estimate(inputs, algorithm), rewards, kl_mean, group_counts(rewards, batch.group, valid))

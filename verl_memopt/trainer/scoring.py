@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
@@ -29,7 +29,7 @@ from verl_memopt.rewards.score import RewardResult, RewardRow
 from verl_memopt.rollout.engine import FinishedRows
 from verl_memopt.run.environment import Environment
 from verl_memopt.trainer.micro_batching import Budget
-from verl_memopt.trainer.rollouts import Answers, ForwardPass
+from verl_memopt.trainer.rollouts import Answers, ForwardPass, StepBatch
 from verl_memopt.worker.group import TimedGroup
 from verl_memopt.worker.plan import RolePlan
 from verl_memopt.worker.worker import Worker
@@ -38,30 +38,8 @@ RM_SCORE = "rm_score"
 """Name of the reward model's score among what a reward function receives, and among the entries of a row."""
 
 
-@dataclass(frozen=True)
-class Scored:
-    """The rewards of some answers.
-
-    Attributes:
-        results: The reward of each answer.
-        metrics: What the scorer measured, under whole names.
-    """
-
-    results: list[RewardResult]
-    metrics: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Computed:
-    """What a training step has computed before its answers are scored.
-
-    Attributes:
-        rows: The answers as tensors, with the log-probs that the scorer reads.
-        names: Names of the rows, for errors.
-    """
-
-    rows: RolloutBatch
-    names: list[str]
+Scored = tuple[list[RewardResult], dict[str, float]]
+"""The reward of each answer, and what the scorer measured, under whole names."""
 
 
 class Scorer(Protocol):
@@ -75,12 +53,10 @@ class Scorer(Protocol):
     def learned_budget(self) -> LearnedBudget | None:
         """The token budget of its pass, where that learns from measured peaks."""
 
-    def score_answers(self, answers: Answers, computed: Computed | None) -> Scored:
+    def score_answers(self, answers: Answers, batch: StepBatch | None) -> Scored:
         """Return the reward of each answer.
 
-        Args:
-            answers: Prompts and answers.
-            computed: What the training step has computed; None in a validation, which computes no log-probs.
+        ``batch``: What the training step has computed; None in a validation, which computes no log-probs.
         """
 
 
@@ -104,48 +80,29 @@ class RecipeHooks(Protocol):
     def prepare(self, settings: Settings, environment: Environment, datasets: Sequence[PromptRows | None]) -> PreparedRecipe:
         """Check the recipe's models and rows, and return its part of the run.
 
-        Args:
-            settings: Of the run.
-            environment: Folders and tokenizer on this machine.
-            datasets: The rows of each split; None where the run reads none.
-
         Raises:
             ConfigError, DataError: For what the user must mend.
         """
 
 
-@dataclass(frozen=True)
-class Dapo:
-    """The manager ``dapo``: reports each score as ``acc``, and subtracts the penalty for long responses.
+def shaped_by_dapo(settings: RewardKwargs, results: Sequence[RewardResult], lengths: Sequence[int]) -> list[RewardResult]:
+    """Return results as the manager ``dapo`` does: each score is reported as ``acc`` and loses the penalty for long responses.
 
-    Attributes:
-        settings: ``reward_model.reward_kwargs``.
+    A row that failed keeps its fallback score. A function that returns a plain number gives no ``acc`` of its own; then the score
+    before the penalty is one, as in verl.
     """
-
-    settings: RewardKwargs
-
-    @classmethod
-    def of(cls, reward_model: RewardModel) -> Self | None:
-        """Return the manager; None where another one is set."""
-        return cls(reward_model.reward_kwargs) if reward_model.reward_manager == "dapo" else None
-
-    def shaped(self, results: Sequence[RewardResult], lengths: Sequence[int]) -> list[RewardResult]:
-        """Return the results with penalties. A row that failed keeps its fallback score.
-
-        A function that returns a plain number gives no ``acc`` of its own; then the score before the penalty is one, as in verl.
-        """
-        buffer, longest = self.settings.overlong_buffer_cfg, self.settings.max_resp_len
-        penalties = [0.0] * len(results)
-        if buffer.enable and results:
-            assert longest is not None, "it follows data.max_response_length"
-            tokens = torch.tensor(lengths, dtype=torch.int64)
-            penalties = overlong_penalty(tokens, longest, buffer.len, buffer.penalty_factor).tolist()
-        shaped = []
-        for result, penalty in zip(results, penalties, strict=True):
-            logged = {"overlong_reward": penalty, "overlong": penalty < 0} if buffer.enable and buffer.log else {}
-            extra = {**(result.extra or {"acc": result.score}), **logged}
-            shaped.append(result if result.failed else replace(result, score=result.score + penalty, extra=extra))
-        return shaped
+    buffer, longest = settings.overlong_buffer_cfg, settings.max_resp_len
+    penalties = [0.0] * len(results)
+    if buffer.enable and results:
+        assert longest is not None, "it follows data.max_response_length"
+        tokens = torch.tensor(lengths, dtype=torch.int64)
+        penalties = overlong_penalty(tokens, longest, buffer.len, buffer.penalty_factor).tolist()
+    shaped = []
+    for result, penalty in zip(results, penalties, strict=True):
+        logged = {"overlong_reward": penalty, "overlong": penalty < 0} if buffer.enable and buffer.log else {}
+        extra = {**(result.extra or {"acc": result.score}), **logged}
+        shaped.append(result if result.failed else replace(result, score=result.score + penalty, extra=extra))
+    return shaped
 
 
 @dataclass(frozen=True)
@@ -154,7 +111,7 @@ class Rewarder:
 
     Attributes:
         runner: The reward processes; None where nothing is scored.
-        dapo: What the manager ``dapo`` adds; None with another manager.
+        dapo: Settings of the manager ``dapo``; None with another manager.
         model: The reward model; None where the settings have none.
         model_alone: The model's score is the reward. False = the reward function reads it and returns the reward.
         clock: Times the functions of a training step; None = nothing is timed.
@@ -162,7 +119,7 @@ class Rewarder:
     """
 
     runner: RewardRunner | None
-    dapo: Dapo | None = None
+    dapo: RewardKwargs | None = None
     model: ModelScores | None = None
     model_alone: bool = False
     clock: PhaseClock | None = None
@@ -173,33 +130,27 @@ class Rewarder:
         """The token budget of the reward model, where it learns."""
         return None if self.model is None else self.model.budget.learned
 
-    def score_answers(self, answers: Answers, computed: Computed | None) -> Scored:
-        """Return the reward of each answer. Arguments as for :class:`Scorer`; errors as for :meth:`score`."""
-        timed = None if computed is None or self.clock is None else self.clock.phase("reward")
-        if timed is not None and self.clock is not None and answers.begun is not None:
-            self.clock.add(REWARD_IN_ROLLOUT, answers.begun.busy_seconds)
-        return Scored(self.score(answers, timed))
-
-    def score(self, answers: Answers, timed: AbstractContextManager[None] | None = None) -> list[RewardResult]:
-        """Return the reward of each answer.
-
-        Args:
-            answers: Prompts and answers.
-            timed: Entered while functions score. The workers time the reward model themselves.
+    def score_answers(self, answers: Answers, batch: StepBatch | None) -> Scored:
+        """Return the reward of each answer. In a training step functions are timed; the workers time the reward model themselves.
 
         Raises:
             RewardError: The reward function failed on a row, or the model gave no finite score.
             Stopped: A stop was requested.
         """
         model_scores = None if self.model is None else self.model.score(answers)
-        with timed or nullcontext():
+        timed: AbstractContextManager[None] = nullcontext()
+        if batch is not None and self.clock is not None:
+            timed = self.clock.phase("reward")
+            if answers.begun is not None:
+                self.clock.add(REWARD_IN_ROLLOUT, answers.begun.busy_seconds)
+        with timed:
             if model_scores is not None and self.model_alone:
                 results = [RewardResult(score) for score in model_scores]
             else:
                 results = self._by_function(answers, model_scores)
-            if self.dapo is None:
-                return results
-            return self.dapo.shaped(results, [len(ids) for ids in answers.generation.response_ids])
+            if self.dapo is not None:
+                results = shaped_by_dapo(self.dapo, results, [len(ids) for ids in answers.generation.response_ids])
+        return results, {}
 
     def _by_function(self, answers: Answers, model_scores: list[float] | None) -> list[RewardResult]:
         read: list[dict[str, float]] = [{}] * len(answers.rows)
@@ -236,7 +187,6 @@ class ScoringFollower:
     all answers are there, and are raised where these are scored.
 
     Attributes:
-        runner: The reward processes.
         tokenizer: Decodes the responses. The caller waits for the engines meanwhile, and so does not use it.
         folder: A folder that the driver and all workers see.
     """
@@ -306,11 +256,7 @@ class ModelScores:
     """Scores answers with the reward model, spread over the ranks.
 
     Attributes:
-        workers: Workers that hold the model.
-        conversations: Turns answers into what the model reads.
-        budget: How a rank's rows are cut into micro-batches.
         actor: The ``actor`` section of the settings, which says whether rows of a group compute their prompt once.
-        balance: Even out tokens over the ranks.
     """
 
     workers: TimedGroup
@@ -386,9 +332,6 @@ class Conversations:
         """Return, for each row, the ids before and after the point where the conversations of its group part, and its group.
 
         A group is a prompt: its rows compute the ids before that point once.
-
-        Args:
-            answers: Prompts and answers; the rows of a prompt follow one another.
 
         Raises:
             DataError: A conversation cannot be rendered.

@@ -10,40 +10,42 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from verl_memopt.algorithms.kl import KlController
+from verl_memopt.algorithms.kl import KlController, kl_estimate
 from verl_memopt.algorithms.losses import explained_variance
 from verl_memopt.algorithms.rollout_correction import corrects_before_update
-from verl_memopt.config.schema import Actor, Algorithm
+from verl_memopt.config.schema import Actor, Algorithm, Critic
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
 from verl_memopt.data.prompts import PromptPrefetcher, StepPrompts
 from verl_memopt.memory.token_budget import LearnedBudget, budget_metrics
 from verl_memopt.observe.metrics import LOSS, critic_metrics, length_metrics, reward_metrics, summary_of
 from verl_memopt.rewards.score import RewardResult
+from verl_memopt.run.checkpoints import CheckpointStore
 from verl_memopt.trainer.correct_rollouts import BypassUpdate, MismatchCheck, correct_before_update, divergence_metrics
-from verl_memopt.trainer.critic_update import CriticTraining
 from verl_memopt.trainer.group_filter import GroupFilter, draw_rows
-from verl_memopt.trainer.micro_batching import Budget, PolicyUpdate
+from verl_memopt.trainer.micro_batching import Budget, MiniBatchCutter, PolicyUpdate, update_metrics
 from verl_memopt.trainer.replay import Forge, NoPrompts, Replay, check_same_prompts
-from verl_memopt.trainer.rollouts import Answers, Generator, LogProbPass, StepBatch, compute_advantages, dataset_answers, to_batch
-from verl_memopt.trainer.scoring import Computed, Scorer
+from verl_memopt.trainer.rollouts import (
+    Answers,
+    ForwardPass,
+    Generator,
+    LogProbPass,
+    StepBatch,
+    compute_advantages,
+    dataset_answers,
+    to_batch,
+)
+from verl_memopt.trainer.scoring import Scorer
 from verl_memopt.trainer.update_guard import BAD_LOG_PROBS
 from verl_memopt.worker.group import TimedGroup
-from verl_memopt.worker.trained_model import ACTOR
+from verl_memopt.worker.trained_model import ACTOR, CRITIC
 from verl_memopt.worker.worker import Worker
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step.
-
-    Attributes:
-        metrics: Metrics under verl's names.
-        answers: Answers of the rollout.
-        results: Reward of each answer.
-        response_tokens: Response tokens of all answers.
-        total_tokens: Total tokens of all prompts and answers.
-    """
+    """The result of a step."""
 
     metrics: dict[str, float]
     answers: Answers
@@ -57,15 +59,11 @@ class TrainingStep:
     """Runs training steps.
 
     Attributes:
-        workers: Workers that hold the models and the engines.
-        rollouts: Gives prompts and answers.
         scorer: Gives each answer its reward.
         policy: Gets the log-probs before the update, and takes the update.
         ref_pass: Log-probs of the reference; None where the settings have no KL.
         critic: Computes values and learns returns; None where the estimator needs no critic.
-        algorithm: Settings of the advantages.
         kl_control: The coefficient of the KL in the reward, saved and restored with the run.
-        step_metrics: Describes the batch at the end.
         reference_sync: Moves the reference towards the policy; None where the reference keeps its weights.
         before_update: Called just before the update; it may raise Stopped. Until then a step can be abandoned.
     """
@@ -177,16 +175,41 @@ class TrainingStep:
         num_tokens = sum(batch.rows.prompts.sizes()) + num_response_tokens
         return StepResult(batch.metrics, batch.answers, batch.results, num_response_tokens, num_tokens)
 
+    def rollout_step(self, step: int) -> StepResult:
+        """Answer the prompts of a step, and nothing more: ``debug.mode=rollout_only``."""
+        assert not isinstance(self.rollouts.prompts, NoPrompts)
+        batch = self.rollouts.generate(self.rollouts.prompts.next(), step)
+        batch.metrics |= self.step_metrics.lengths(batch)
+        return self.result(batch)
+
+    def score_step(self, step: int) -> StepResult:
+        """Score the answers of a step, and compute their log-probs: ``debug.mode=score_only``."""
+        batch = self.scored(step)
+        batch.metrics |= summary_of("critic/score", batch.scores)
+        batch.metrics |= reward_metrics(result.extra for result in batch.results)
+        old, reference = batch.rows.old_log_probs, batch.rows.ref_log_probs
+        assert old is not None
+        batch.metrics |= summary_of("score/log_prob", old)
+        if reference is not None:
+            batch.metrics |= summary_of("score/kl_to_reference", kl_estimate(old, reference, "kl"))
+        batch.metrics |= self.step_metrics.lengths(batch)
+        return self.result(batch)
+
     def close(self) -> None:
         """Stop preparing prompts in the background."""
         self.rollouts.prompts.close()
 
 
+STEPS: dict[str, Callable[[TrainingStep, int], StepResult]] = {
+    "rollout_only": TrainingStep.rollout_step, "score_only": TrainingStep.score_step,
+}  # fmt: skip
+"""Debug mode -> its step; every other mode runs whole training steps."""
+
+
 def score(scorer: Scorer, batch: StepBatch) -> StepBatch:
     """Add the reward of each answer. What the scorer reads must exist."""
-    scored = scorer.score_answers(batch.answers, Computed(batch.rows, batch.names))
-    batch.results = scored.results
-    batch.metrics |= scored.metrics
+    batch.results, metrics = scorer.score_answers(batch.answers, batch)
+    batch.metrics |= metrics
     return batch
 
 
@@ -195,10 +218,7 @@ class Rollouts:
     """Gives the answers of a step: from the engine, or from a dump or the dataset in its place.
 
     Attributes:
-        prompts: Prompts of the next step; none where the rows of ``replay`` bring their own.
-        generator: Answers the prompts.
         scorer: Scores the answers here where their text is all that it reads, as a group filter and ReMax need.
-        actor: The ``actor`` section of the settings, which says how passes compute prompts.
         greedy_baseline: Answer each prompt greedily as well (ReMax).
         group_filter: Leaves out groups without a signal; None to keep all.
         replay: Gives the rows in place of the engine; None where the engine generates them.
@@ -280,9 +300,7 @@ class PolicyTraining:
     """How a step gets the policy's log-probs before the update, and how it updates the policy: here by the update alone.
 
     Attributes:
-        workers: Workers that hold the policy.
         old_pass: Computes the log-probs before the update, in the steps that need a pass of its own for them.
-        policy_update: Cuts the batch for the optimizer steps, and reads their results.
         mismatch: Compares the engine's log-probs with the trainer's.
     """
 
@@ -292,12 +310,7 @@ class PolicyTraining:
     mismatch: MismatchCheck
 
     def old_log_probs(self, batch: StepBatch, update_follows: bool) -> None:
-        """Add the log-probs before the update, unless the update that follows computes them in its own forward.
-
-        Args:
-            batch: Batch of the step.
-            update_follows: The step updates the policy. False = it trains the critic alone.
-        """
+        """Add the log-probs before the update, unless the update that follows computes them in its own forward."""
 
     def update(self, batch: StepBatch) -> None:
         """Take the optimizer steps on the workers, and add their metrics."""
@@ -376,6 +389,46 @@ OF_ROLLOUTS = ("actor/loss", "actor/pg_loss", "actor/ppo_kl")
 """Metrics of the update that say nothing, or nothing more, where no rollout is learned."""
 
 
+@dataclass(frozen=True)
+class CriticTraining:
+    """What a step does with the critic.
+
+    Attributes:
+        budget: How a rank's rows are cut into the micro-batches of the values pass.
+        warmup: Steps at the start that train only the critic.
+        warmup_pass: The pass for old log-probs in those steps, which have no update that would compute them.
+        store: Checkpoints, one of which an error names as the way back.
+    """
+
+    workers: TimedGroup
+    critic: Critic
+    cutter: MiniBatchCutter
+    budget: Budget
+    warmup: int
+    warmup_pass: LogProbPass
+    store: CheckpointStore
+
+    def warms_up(self, step: int) -> bool:
+        """Return whether the critic is trained alone in a step."""
+        return step <= self.warmup
+
+    def values(self, batch: RolloutBatch, names: Sequence[str]) -> Tensor:
+        """Return the value before each response token, fp32 [R]."""
+        parts = ForwardPass(self.workers, "values", Worker.values, self.budget, self.cutter.balance).run(batch, names)
+        return scatter_tokens(parts, batch.responses.sizes())
+
+    def update(self, batch: RolloutBatch, names: Sequence[str], step: int) -> dict[str, float]:
+        """Take the optimizer steps on the workers, and return their metrics over all ranks.
+
+        Raises:
+            TrainingError: A skipped update had already changed some weights.
+        """
+        per_rank = self.cutter.cut(batch, names, step)
+        results = self.workers.each("update_critic", Worker.update_critic, [(minis,) for minis in per_rank])
+        self.cutter.learn(per_rank, self.workers.figures)
+        return update_metrics(results, CRITIC, step, self.critic.optim.lr, self.store)
+
+
 # ReMax: the score of a greedy response to each prompt is the baseline of its samples.
 
 
@@ -396,10 +449,6 @@ def mask_truncated(rows: RolloutBatch, finish_reasons: Sequence[str]) -> dict[st
     Rewards and groups stay, so that a truncated response still counts for the baseline of its group. Source: overlong filtering
     of DAPO, arXiv 2503.14476, and ``mask_truncated_completions`` of TRL.
 
-    Args:
-        rows: Batch of the step.
-        finish_reasons: ``length`` for a response that was truncated, of each row.
-
     Returns:
         The metric ``reward/masked_rows``, how many responses are left out.
     """
@@ -417,8 +466,6 @@ class StepMetrics:
     """Computes metrics from the batch of a finished step.
 
     Attributes:
-        max_prompt_length: Limit of a prompt in tokens.
-        max_response_length: Limit of a response in tokens.
         truncates: Prompts over the limit are cut, and the lost tokens are counted.
         rewards: The answers are scored. False = they are the dataset's own.
     """
@@ -474,8 +521,6 @@ class ReferenceSync:
     """Moves the reference towards the policy every so many steps that update the policy.
 
     Attributes:
-        workers: Workers that hold both models.
-        every: Number of such steps from one move to the next.
         optimizer_steps: Optimizer steps of the policy in one training step.
         steps: Steps so far that updated the policy.
     """

@@ -31,7 +31,7 @@ from verl_memopt.memory.streamed_params import may_stream
 from verl_memopt.model.weights import size_of
 from verl_memopt.observe.phase import MIB
 from verl_memopt.run.interrupts import of_process
-from verl_memopt.trainer.fit import Card, Search
+from verl_memopt.trainer.fit import Card, Search, silent
 
 logger = logging.getLogger(__name__)
 
@@ -76,10 +76,6 @@ class CommandLine:
 
 def train_until_it_fits(line: CommandLine, train: Callable[[Settings], int]) -> int:
     """Train, with other settings after each out-of-memory error, and return the exit code.
-
-    Args:
-        line: The command.
-        train: Runs training and returns the exit code.
 
     Raises:
         DeviceMemoryError: It cannot fit, or not after :data:`MOST_CHANGES` changes.
@@ -127,10 +123,7 @@ class Attempts:
     def change(self, error: DeviceMemoryError | HostMemoryError, settings: Settings, goes_on: bool) -> None:
         """Change the command after an error, and log what changes and what that costs.
 
-        Args:
-            error: With which the last attempt ended.
-            settings: Of that attempt.
-            goes_on: The next start would go on from a checkpoint.
+        ``goes_on``: The next start would go on from a checkpoint.
 
         Raises:
             DeviceMemoryError: Nothing is left to change, or there were enough changes.
@@ -185,14 +178,11 @@ class Attempts:
         return kept
 
     def _stands(self, keys: Keys) -> bool:
-        before = logging.root.manager.disable
-        logging.disable(logging.WARNING)  # settings that are only tried need no warnings
         try:
-            self.line.having(keys).settings()
+            with silent():
+                self.line.having(keys).settings()
         except ConfigError:
             return False
-        finally:
-            logging.disable(before)
         return True
 
 

@@ -32,13 +32,7 @@ BAD_LOG_PROBS = "training/log_probs_not_finite"
 
 @dataclass
 class Updates:
-    """The updates of a trained role so far.
-
-    Attributes:
-        role: The role.
-        lr: Its learning rate.
-        updates_per_step: Its optimizer steps in one training step.
-    """
+    """The updates of a trained role so far."""
 
     role: Role
     lr: float
@@ -61,9 +55,6 @@ class UpdateGuard:
 
     Attributes:
         max_skipped_steps: Steps in a row without any update of a role that end the run.
-        store: Checkpoints of the run.
-        actor: Updates of the policy.
-        critic: Updates of the critic; None = there is none.
     """
 
     max_skipped_steps: int
@@ -247,13 +238,7 @@ class Score:
 
 @dataclass
 class _State:
-    """State that a checkpoint stores.
-
-    Attributes:
-        lowest: Lowest score of any answer so far.
-        highest: Highest score of any answer so far.
-        warned: Kinds of the warnings given so far.
-    """
+    """State that a checkpoint stores."""
 
     first: Score = field(default_factory=Score)
     recent: list[Score] = field(default_factory=list)
@@ -268,11 +253,7 @@ class _State:
 
 @dataclass
 class Health:
-    """Checks each step and each validation, and returns new warnings.
-
-    Attributes:
-        validates: The run validates regularly, so its training reward is not checked instead.
-    """
+    """Checks each step and each validation, and returns new warnings."""
 
     validates: bool
     _state: _State = field(default_factory=_State)
@@ -284,14 +265,7 @@ class Health:
         return recent is not None and self._state.first.above(recent, REWARD_ERRORS)
 
     def step(self, step: int, scores: Sequence[float], samples: int, metrics: Mapping[str, float]) -> list[str]:
-        """Return the new warnings after a step.
-
-        Args:
-            step: Number of the step.
-            scores: Scores of its answers, prompt by prompt; NaN for an answer without one.
-            samples: Answers of each prompt.
-            metrics: Metrics of the step.
-        """
+        """Return the new warnings after a step."""
         state, score, known = self._state, Score.of(scores, samples), _known(scores)
         state.lowest, state.highest = min([state.lowest, *known]), max([state.highest, *known])
         if state.first.prompts < WINDOW_PROMPTS:

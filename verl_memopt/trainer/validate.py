@@ -22,7 +22,6 @@ class Validation:
     """The result of a validation.
 
     Attributes:
-        metrics: Metrics under verl's names.
         answers: Answers with their rewards, call by call.
     """
 
@@ -32,16 +31,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class Validator:
-    """Validates on the held-out rows.
-
-    Attributes:
-        rows: The validation set.
-        batch_size: Prompts of one call; None for all at once.
-        expansion: ``algorithm.expansion``, how the samples of a prompt get their ids.
-        encoder: Encoder of the prompts.
-        generator: Answers the prompts.
-        scorer: Scores the answers.
-    """
+    """Validates on the held-out rows."""
 
     rows: PromptRows
     batch_size: int | None
@@ -61,7 +51,7 @@ class Validator:
         if scorer.reads:
             answered = self._scored_at_the_end(list(calls))
         else:
-            answered = [(answers, scorer.score_answers(answers, None).results) for answers in calls]
+            answered = [(answers, scorer.score_answers(answers, None)[0]) for answers in calls]
         rows = [
             ValidationRow(str(answers.rows[index].index), answers.rows[index].data_source, result.score, result.extra)
             for answers, results in answered
@@ -74,22 +64,14 @@ class Validator:
         """Return the answers of each call with their rewards, from a scorer that computes the log-probs that it reads."""
         # The engine sleeps while the models of the scorer come to the device, each once. It wakes with the policy's weights.
         self.generator.release_engine()
-        results = iter(self.scorer.score_answers(join_answers(answers), None).results)
+        results = iter(self.scorer.score_answers(join_answers(answers), None)[0])
         self.generator.restore_engine()
         return [(each, list(islice(results, len(each.rows)))) for each in answers]
 
 
 @dataclass(frozen=True)
 class LossValidator:
-    """Validates a supervised run: the loss of the held-out responses.
-
-    Attributes:
-        rows: The validation set, with responses.
-        batch_size: Rows of one call; None for all at once.
-        encoder: Encoder of the prompts.
-        log_probs: The pass that computes their log-probs.
-        actor: The ``actor`` section of the settings.
-    """
+    """Validates a supervised run: the loss of the held-out responses."""
 
     rows: PromptRows
     batch_size: int | None

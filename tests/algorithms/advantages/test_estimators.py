@@ -62,9 +62,9 @@ def test_an_estimator_gives_one_number_a_token_from_the_inputs_it_names(name):
     needed = {field: getattr(inputs(), field) for field in ESTIMATORS[name].inputs if field in costly}
     statistics = {field: inputs().statistics[field] for field in ESTIMATORS[name].inputs if field in STATISTICS}
     result = estimated(name, replace(bare, statistics=statistics, **needed))
-    assert result.per_token.shape == result.returns.shape == SAMPLE.row.shape
-    assert result.per_token.dtype == result.returns.dtype == torch.float32
-    assert result.per_token.abs().sum() > 0
+    assert result[0].shape == result[1].shape == SAMPLE.row.shape
+    assert result[0].dtype == result[1].dtype == torch.float32
+    assert result[0].abs().sum() > 0
     for field in needed.keys() | {"token_rewards"} & set(ESTIMATORS[name].inputs):
         with pytest.raises(AssertionError, match=f"^{name} needs {field}"):
             estimated(name, replace(bare, statistics=statistics, **needed | {field: None}))
@@ -77,8 +77,8 @@ def test_an_estimator_gives_one_number_a_token_from_the_inputs_it_names(name):
 def test_a_row_without_a_reward_gets_zero_and_leaves_the_others_numbers(name):
     given = replace(inputs((1.0, NAN, 0.5, 0.0, 2.0)), valid=torch.tensor([True, False, True, True, True]))
     result = estimated(name, given)
-    assert torch.equal(result.per_token[SAMPLE.row == 1], torch.zeros(1))
-    assert result.per_token.isfinite().all()
+    assert torch.equal(result[0][SAMPLE.row == 1], torch.zeros(1))
+    assert result[0].isfinite().all()
 
 
 @pytest.mark.parametrize("name", sorted(VERLS - {"gae", "remax", "reinforce_plus_plus"}))
@@ -86,26 +86,26 @@ def test_equal_rewards_and_groups_of_one_give_exactly_zero(name):
     equal = replace(inputs((0.1,) * 5), token_rewards=token_level_rewards(torch.full((5,), 0.1), SAMPLE.row, SAMPLE.lengths))
     alone = replace(inputs(), group=torch.arange(5))
     if not ESTIMATORS[name].alone:  # which take the reward itself
-        assert torch.equal(estimated(name, alone).per_token, torch.zeros(10))
+        assert torch.equal(estimated(name, alone)[0], torch.zeros(10))
     if "optimal" not in name:  # whose longest row keeps its reward where it is alone
-        assert torch.equal(estimated(name, equal).per_token, torch.zeros(10))
+        assert torch.equal(estimated(name, equal)[0], torch.zeros(10))
 
 
 def test_names_reach_their_functions():
     given = inputs()
     expected = grpo_advantages(given.rewards, given.group, given.valid, True)[SAMPLE.row]
-    assert torch.equal(estimated("grpo", given).per_token, expected)
+    assert torch.equal(estimated("grpo", given)[0], expected)
     raw = estimated("grpo", given, norm_adv_by_std_in_grpo=False)
-    assert torch.equal(raw.per_token, grpo_advantages(given.rewards, given.group, given.valid, False)[SAMPLE.row])
+    assert torch.equal(raw[0], grpo_advantages(given.rewards, given.group, given.valid, False)[SAMPLE.row])
     normalized = estimated("rloo", given, normalize_advantages=True)
     expected = rloo_advantages(given.rewards, given.group, given.valid, normalize=True)[SAMPLE.row]
-    assert torch.equal(normalized.per_token, expected)
+    assert torch.equal(normalized[0], expected)
     expected = opo_advantages(given.rewards, given.group, given.valid, SAMPLE.lengths)[SAMPLE.row]
-    assert torch.equal(estimated("opo", given).per_token, expected)
+    assert torch.equal(estimated("opo", given)[0], expected)
     expected = gae_advantages(given.token_rewards, given.values, SAMPLE.row, SAMPLE.lengths, given.valid, 0.9, 0.8)
     result = estimated("gae", given)
-    assert torch.equal(result.per_token, expected[0])
-    assert torch.equal(result.returns, expected[1])
+    assert torch.equal(result[0], expected[0])
+    assert torch.equal(result[1], expected[1])
 
 
 def test_a_step_of_single_samples_takes_the_reward_itself_where_a_group_would_give_the_baseline():
@@ -115,10 +115,10 @@ def test_a_step_of_single_samples_takes_the_reward_itself_where_a_group_would_gi
     }  # fmt: skip
     rewards = torch.where(once.valid, once.rewards, 0.0)[SAMPLE.row]
     for name in ("rloo", "grpo", "opo"):
-        assert torch.equal(estimated(name, once, norm_adv_by_std_in_grpo=False).per_token, rewards)
-    torch.testing.assert_close(estimated("grpo", once).per_token, rewards / (1 + 1e-6))
+        assert torch.equal(estimated(name, once, norm_adv_by_std_in_grpo=False)[0], rewards)
+    torch.testing.assert_close(estimated("grpo", once)[0], rewards / (1 + 1e-6))
     one_pair = replace(once, group=torch.tensor([0, 1, 2, 3, 3]))
-    assert torch.equal(estimated("rloo", one_pair).per_token[SAMPLE.row < 3], rewards[SAMPLE.row < 3])
+    assert torch.equal(estimated("rloo", one_pair)[0][SAMPLE.row < 3], rewards[SAMPLE.row < 3])
 
 
 def test_importance_weights_reach_the_token_baseline():
@@ -128,5 +128,5 @@ def test_importance_weights_reach_the_token_baseline():
         given.token_rewards, given.group, given.valid, SAMPLE.row, given.old_log_probs, given.statistics["sum_pi_squared"],
         weights,
     )  # fmt: skip
-    assert torch.equal(result.per_token, expected[0])
-    assert not torch.equal(result.per_token, estimated("optimal_token_baseline", given).per_token)
+    assert torch.equal(result[0], expected[0])
+    assert not torch.equal(result[0], estimated("optimal_token_baseline", given)[0])

@@ -156,16 +156,6 @@ def test_gdpo_whitens_over_tokens_the_weighted_sum_of_each_rewards_group_advanta
     assert gdpo_advantages(*given).tolist() == gdpo_advantages(*given, weights=[1.0, 1.0]).tolist()
 
 
-def test_two_best_answers_have_no_lead():
-    assert grpo_passk_advantages(*tensors([1.0, 1.0, 0.0], [0, 0, 0])).tolist() == [0.0, 0.0, 0.0]
-
-
-def test_gpg_makes_up_for_groups_that_teach_nothing():
-    # By the paper 2 of 4 rows have a gradient: alpha = 2.
-    given = tensors([1.0, 0.0, 1.0, 1.0], [0, 0, 1, 1])
-    assert gpg_advantages(*given, counts="informative").tolist() == [1.0, -1.0, 0.0, 0.0]
-
-
 def test_gpg_counts_the_rows_whose_reward_is_not_0_as_verl():
     # alpha = 8 / 5, and 0.75 or -0.25 above the mean; by the paper alpha = 8 / 4.
     given = tensors([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0], [0] * 4 + [1] * 4)
@@ -189,13 +179,6 @@ def test_normalized_advantages_of_equal_rewards_are_exactly_zero_beside_groups_t
 
 
 @pytest.mark.parametrize("name", OF_REWARDS)
-def test_constant_unequal_rewards_of_two_prompts_give_zero_in_every_layout(name):
-    for groups in ([0, 0, 1, 1], [0, 1, 0, 1], [1, 0, 0, 1]):
-        rewards = [float(group) for group in groups]
-        assert torch.equal(OF_REWARDS[name](*tensors(rewards, groups)), torch.zeros(4))
-
-
-@pytest.mark.parametrize("name", OF_REWARDS)
 def test_equal_rewards_that_do_not_sum_exactly_give_exactly_zero(name):
     assert torch.equal(OF_REWARDS[name](*tensors([0.1] * 3 + [1 / 3] * 7, [0] * 3 + [1] * 7)), torch.zeros(10))
 
@@ -208,18 +191,6 @@ def test_a_group_with_one_valid_member_gets_zero_and_an_invalid_row_changes_no_o
     assert torch.equal(with_invalid, torch.cat([alone[2:], torch.zeros(1)]))
 
 
-@pytest.mark.parametrize("name", sorted(OF_REWARDS.keys() - {"gpg", "grpo_passk"}))
-def test_a_single_response_beside_a_group_keeps_its_reward_and_changes_no_other(name):
-    among = OF_REWARDS[name](*tensors([5.0, 1.0, 0.0, NAN], [0, 1, 1, 2]))
-    group = OF_REWARDS[name](*tensors([1.0, 0.0], [1, 1]))
-    assert among.tolist() == pytest.approx([5.0, *group.tolist(), 0.0], rel=2e-6)
-
-
-def test_leave_one_out_by_hand():
-    # 1 - (0+2)/2, 0 - (1+2)/2, 2 - (1+0)/2
-    assert rloo_advantages(*tensors([1.0, 0.0, 2.0], [4, 4, 4])).tolist() == [0.0, -1.5, 1.5]
-
-
 @pytest.mark.parametrize("name", OF_REWARDS)
 def test_advantages_run_on_fake_tensors(name):
     with FakeTensorMode():
@@ -228,21 +199,15 @@ def test_advantages_run_on_fake_tensors(name):
 
 
 @pytest.mark.parametrize("reward", [math.inf, -math.inf])
-def test_an_infinite_reward_is_an_error_that_names_its_row(reward):
+def test_an_infinite_reward_is_an_error_that_names_its_row_and_nan_makes_a_row_invalid(reward):
     with pytest.raises(RewardError, match=r"train\.jsonl:2: the reward is -?inf"):
         check_rewards(torch.tensor([0.0, reward]), ["train.jsonl:1", "train.jsonl:2"])
-
-
-def test_a_nan_reward_makes_its_row_invalid():
     assert check_rewards(torch.tensor([0.0, NAN, -1.0]), ["a", "b", "c"]).tolist() == [True, False, True]
 
 
 def test_groups_that_teach_nothing_are_counted_by_their_reason():
     counts = group_counts(*tensors([1.0, 1.0, 0.0, 1.0, NAN, 3.0, NAN, NAN], [0, 0, 1, 1, 2, 2, 3, 3]))
     assert counts == {"invalid_rows": 3.0, "single_valid_groups": 1.0, "equal_groups_share": 0.75}
-
-
-def test_no_rows_have_no_equal_groups():
     nothing = torch.zeros(0)
     assert group_counts(nothing, nothing.long(), nothing.bool())["equal_groups_share"] == 0.0
 

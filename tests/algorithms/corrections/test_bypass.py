@@ -68,12 +68,14 @@ def test_rejected_rows_have_no_gradient_and_the_loss_divides_by_all_tokens(name)
         assert torch.equal(part, whole if is_kept else torch.zeros_like(whole))
 
 
-def test_a_mean_weight_that_is_given_replaces_that_of_the_micro_batch():
-    normalized = replace(PRESETS["bypass_pg_is"], rollout_is="token", rollout_is_batch_normalize=True)
-    plain = gradient(SETTINGS, replace(normalized, rollout_is_batch_normalize=False))
-    mean = (NEW - ENGINE).exp().clamp(max=2).mean()
-    torch.testing.assert_close(gradient(SETTINGS, normalized)[1], plain[1] / mean, rtol=1e-6, atol=0)
-    torch.testing.assert_close(gradient(SETTINGS, normalized, 4.0)[1], plain[1] / 4, rtol=1e-6, atol=0)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weights_are_divided_by_their_mean_over_tokens_or_rows_or_by_one_that_is_given(level):
+    normalized = replace(PRESETS["bypass_pg_is"], rollout_is=level, rollout_is_batch_normalize=True)
+    plain = gradient(SETTINGS, replace(normalized, rollout_is_batch_normalize=False))[1]
+    logs = (NEW - ENGINE).tolist() if level == "token" else [sum(row) for row in SAMPLE.lists(NEW - ENGINE)]
+    mean = sum(min(math.exp(log), 2.0) for log in logs) / len(logs)
+    torch.testing.assert_close(gradient(SETTINGS, normalized)[1], plain / mean, rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradient(SETTINGS, normalized, 4.0)[1], plain / 4, rtol=1e-6, atol=0)
 
 
 def test_a_mean_over_the_tokens_of_a_row_is_over_those_that_are_kept():
@@ -130,10 +132,3 @@ def test_with_the_clip_a_mean_over_a_row_is_over_its_kept_tokens():
         ]
         expected += sum(losses) / len(losses) / 3
     assert gradient(settings, correction)[0] == pytest.approx(expected, rel=1e-6)
-
-
-def test_sequence_weights_are_divided_by_their_mean_over_rows():
-    normalized = replace(PRESETS["bypass_pg_is"], rollout_is="sequence", rollout_is_batch_normalize=True)
-    plain = gradient(SETTINGS, replace(normalized, rollout_is_batch_normalize=False))[1]
-    weights = [min(math.exp(sum(row)), 2.0) for row in SAMPLE.lists(NEW - ENGINE)]
-    torch.testing.assert_close(gradient(SETTINGS, normalized)[1], plain / (sum(weights) / 3), rtol=1e-6, atol=0)

@@ -44,8 +44,8 @@ from verl_memopt.recipes.rlt.student_rows import SKIPPED, THINK, StudentEncoder,
 from verl_memopt.rewards.score import RewardResult
 from verl_memopt.run.environment import Environment
 from verl_memopt.trainer.micro_batching import Budget, budgets, cut_ranks, uneven_shares
-from verl_memopt.trainer.rollouts import Answers
-from verl_memopt.trainer.scoring import Computed, Scored
+from verl_memopt.trainer.rollouts import Answers, StepBatch
+from verl_memopt.trainer.scoring import Scored
 from verl_memopt.worker.group import TimedGroup
 from verl_memopt.worker.policy import scoring_temperature
 from verl_memopt.worker.worker import Worker
@@ -151,18 +151,18 @@ class RltScorer:
         """The teacher's log-probs, which the step has computed before."""
         return frozenset({"ref_log_probs" if self.reads_reference else "old_log_probs"})
 
-    def score_answers(self, answers: Answers, computed: Computed | None) -> Scored:
+    def score_answers(self, answers: Answers, batch: StepBatch | None) -> Scored:
         """Return the reward of each answer as an explanation. Without log-probs of a step the teacher computes its own.
 
-        ``computed``: The teacher's log-probs, and the names of the rows.
+        ``batch``: The teacher's log-probs, and the names of the rows.
         """
-        names = [row.address for row in answers.rows] if computed is None else computed.names
+        names = [row.address for row in answers.rows] if batch is None else batch.names
         explained = ExplanationBatch.of([row.extra_info for row in answers.rows], answers.generation.response_ids, names)
         teacher = None
-        if computed is not None:
-            teacher = computed.rows.ref_log_probs if self.reads_reference else computed.rows.old_log_probs
+        if batch is not None:
+            teacher = batch.rows.ref_log_probs if self.reads_reference else batch.rows.old_log_probs
         scored = self.score(explained, teacher)
-        return Scored(scored.results(), scored.metrics())
+        return scored.results(), scored.metrics()
 
     def score(self, explained: ExplanationBatch, response_log_probs: Tensor | None = None) -> RltScored:
         """Return the rewards of some explanations.
