@@ -40,15 +40,7 @@ WIDTH = 200
 
 @dataclass
 class LadderRecord:
-    """The rows measured so far, and the files that hold them. Each new row rewrites the files.
-
-    Attributes:
-        name: Name of the model, for the files.
-        work: The update that every row runs.
-        json_path: File for the rows as JSON; None for none.
-        text_path: File for the tables; None for none.
-        png_path: File for the picture; None for none.
-    """
+    """The rows measured so far, and the files that hold them; None for no file. Each new row rewrites the files."""
 
     name: str
     work: Work
@@ -58,11 +50,7 @@ class LadderRecord:
     rows: list[Row] = field(default_factory=list)
 
     def add(self, row: Row) -> None:
-        """Add a measured row and write the files.
-
-        Raises:
-            UserError: A file cannot be written.
-        """
+        """Add a measured row and write the files. A file that cannot be written is a UserError."""
         self.rows.append(row)
         if self.json_path is not None:
             replace_text(self.json_path, json.dumps(as_json(self.rows, self.work, self.name), indent=2) + "\n")
@@ -84,12 +72,7 @@ class LadderProgress(AbstractContextManager["LadderProgress"]):
     """Shows on standard error which row is measured and how each ended: a bar on a terminal, plain lines elsewhere."""
 
     def __init__(self, total: int, console: Console | None = None) -> None:
-        """Show nothing yet.
-
-        Args:
-            total: Rows to measure.
-            console: Where to show it. None = standard error.
-        """
+        """Show nothing yet. ``total`` rows will be measured. ``console``: None = standard error."""
         self._console = console or Console(stderr=True, highlight=False)
         self._total = total
         self._number = 0
@@ -129,14 +112,6 @@ def measure_ladder(
     """Measure the ladder, print its tables, and return the exit code.
 
     The rows that were measured are written, printed and drawn even where an error or a signal ends the command.
-
-    Args:
-        model: Folder of the model.
-        work: The update that every row runs.
-        extra: Settings of every row, as ``key=value``.
-        only: Knobs to measure; empty for all.
-        record: Gets each row.
-        console: For the tables.
 
     Returns:
         0 where the ladder ended, even if some rows ran out of memory; 130 or 143 where Ctrl-C or SIGTERM stopped it.
@@ -201,10 +176,6 @@ def ladder_table(rows: Sequence[Row], all_off: Row | None = None) -> Table:
     """Return the table of the given rows, in MiB: peak, share of all off, phases, kinds at the peak, host memory, seconds.
 
     A row that ran out of memory has no peak, but the peaks of the phases that ended before.
-
-    Args:
-        rows: Rows of the ladder.
-        all_off: The first row of the ladder; without its peak no share is shown.
     """
     phases = list(dict.fromkeys(name for row in rows for name in row.phases))
     heads = ("peak\nMiB", "of\nall off", *(f"{name}\nMiB" for name in phases), *KINDS, "other", "host\nMiB", "s")
@@ -260,10 +231,7 @@ def outcome(row: Row) -> str:
 
 
 def savings_table(rows: Sequence[Row]) -> Table:
-    """Return the table of all savings, in MiB: by the knob's formula, and measured against the row it is compared with.
-
-    A saving cannot be measured where one of the two rows ran out of memory; the last column says which.
-    """
+    """Return the table of all savings, in MiB: by the formula, and measured; the last column says why one cannot be measured."""
     table = slim_table("+ knob", "on", "phase", "kind", right=("formula\nMiB", "measured\nMiB", "of\nformula"))
     table.add_column("", no_wrap=True)
     failed = {row.knob for row in rows if row.out_of_memory}

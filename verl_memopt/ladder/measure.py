@@ -52,12 +52,8 @@ def run_ablation(
 ) -> Iterator[Row]:
     """Measure the rows in order, first the ablation and then the alternatives, and yield each as soon as it is measured.
 
-    Args:
-        model: Folder or hub id.
-        work: The update that every row runs.
-        extra: Further settings of every row, as ``key=value``.
-        only: Knobs whose rows are measured, with the rows they are compared with; empty for all.
-        before: Called with the knob of each row before it is measured.
+    ``extra`` are settings of every row, as ``key=value``. Rows are those of the knobs in ``only`` and of those that they are
+    compared with; empty for all. ``before`` is called with the knob of each row before it is measured.
 
     Raises:
         ConfigError: The model is not there, or the ladder does not have a knob of ``only``.
@@ -80,13 +76,7 @@ def measure_row(folder: Path, work: Work, knob: str, overrides: tuple[str, ...],
     """Run log-probs, update and weight sync with a row's settings, after a short round, and return the bytes they needed.
 
     A row that runs out of device memory is a result too: its ``out_of_memory`` says where. Its memory is free again then.
-
-    Args:
-        folder: Folder of the model.
-        work: The update.
-        knob: Name of the row.
-        overrides: Settings of the row, as ``key=value``.
-        extra: Further settings, which win.
+    Settings are ``key=value``; those in ``extra`` win.
     """
     settings = row_settings(str(folder), work, [*overrides, *extra])
     device = local_device(resolve_device(settings.trainer.device), 0)
@@ -145,9 +135,7 @@ def _peaks(memories: Sequence[PhaseMemory]) -> dict[str, int]:
 def make_batch(work: Work, actor: Actor) -> RolloutBatch:
     """Return rollouts of random tokens with random advantages, one prompt for each group. Equal work gives equal rollouts.
 
-    Args:
-        work: The numbers of rows and tokens, and the seed.
-        actor: The ``actor`` section of the settings. It says how the passes compute prompts.
+    ``actor`` says how the passes compute prompts.
     """
     generator = torch.Generator().manual_seed(work.seed)
 
@@ -263,15 +251,7 @@ ALTERNATIVES = {name: row.on_top_of for _, name, row in ROWS if row.on_top_of}
 
 @dataclass(frozen=True)
 class Work:
-    """The update that every row runs.
-
-    Attributes:
-        rows: rollouts.
-        prompt: Tokens of each prompt.
-        response: Tokens of each response.
-        group: Rollouts of one prompt.
-        seed: Seed of the tokens, the advantages and the run.
-    """
+    """The update that every row runs: rollouts, tokens of each prompt and response, rollouts of one prompt (``group``), seed."""
 
     rows: int = 8
     prompt: int = 1024
@@ -287,13 +267,7 @@ class Work:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """A row to measure.
-
-    Attributes:
-        knob: That the row switches on.
-        overrides: All settings of the row, as ``key=value``.
-        base: Knob of the row that it is compared with; empty for the first.
-    """
+    """A row to measure: the knob that it adds, its settings as ``key=value``, and the knob of the row before; "" = none."""
 
     knob: str
     overrides: tuple[str, ...]
@@ -303,15 +277,8 @@ class RowPlan:
 def row_settings(folder: str, work: Work, overrides: Sequence[str]) -> Settings:
     """Return the settings of a row: one optimizer step over all rollouts, in this process, with transformers' generation.
 
-    With ``algorithm.adv_estimator=gae`` the row has a critic, whose own knobs stand as the policy's do.
-
-    Args:
-        folder: Folder of the model.
-        work: Sizes and seed of the update.
-        overrides: ``key=value``; they win over the settings that all rows share.
-
-    Raises:
-        ConfigError: A setting is unknown or invalid.
+    With ``algorithm.adv_estimator=gae`` the row has a critic, whose own knobs stand as the policy's do. ``overrides`` win over
+    the settings that all rows share. One that is unknown or invalid is a ConfigError.
     """
     shared = {
         "data.train_files": "none", "data.val_files": None, "data.seed": work.seed,
@@ -351,8 +318,7 @@ def plan_rows(work: Work) -> list[RowPlan]:
 def choose_rows(work: Work, only: Sequence[str] = ()) -> list[RowPlan]:
     """Return the rows to measure, in order: all, or those of the knobs in ``only`` and the rows they are compared with.
 
-    Raises:
-        ConfigError: ``only`` names a knob that the ladder does not have.
+    One that the ladder does not have is a ConfigError.
     """
     plans = plan_rows(work)
     unknown = set(only) - {plan.knob for plan in plans}
@@ -389,11 +355,7 @@ OUT_OF_MEMORY = "out of memory"
 class Saving:
     """One saving that a row's knob promises, beside the measured one.
 
-    Attributes:
-        phase: Phase of the update.
-        kind: Kind of bytes, such as activations.
-        formula_bytes: Bytes that the knob's formula gives.
-        measured_bytes: None where the row or the one it is compared with ran out of memory.
+    ``measured_bytes``: None where the row or the one it is compared with ran out of memory.
     """
 
     phase: str
@@ -406,32 +368,22 @@ class Saving:
 class Row:
     """One measured row of the ladder. A row that ran out of memory has None for every figure of the whole update.
 
-    Attributes:
-        knob: That the row switches on.
-        overrides: All settings of the row, as ``key=value``.
-        phases: Phase -> peak of live tensor bytes on the device, for each phase that ended.
-        kinds: Kind -> bytes at the moment of the highest peak.
-        peak_device_bytes: The highest peak.
-        host_bytes: The most that was in host buffers.
-        seconds: Seconds of the whole update.
-        loss: Loss of the update.
-        grad_norm: Before clipping.
-        phase_kinds: Phase -> kind -> the most bytes of that kind. The kinds of a phase peak at different moments.
-        savings: Promised and measured.
-        base: Knob of the row that this one is compared with.
-        out_of_memory: Where the row ran out of memory. None = it fits.
+    ``overrides`` are all its settings, ``base`` is the knob of the row that it is compared with.
     """
 
     knob: str
     overrides: tuple[str, ...]
     phases: dict[str, int]
+    """Phase -> peak of live tensor bytes on the device, of those that ended."""
     kinds: dict[str, int] = field(default_factory=dict)
+    """Kind -> bytes at the moment of the highest peak."""
     peak_device_bytes: int | None = None
     host_bytes: int | None = None
     seconds: float | None = None
     loss: float | None = None
     grad_norm: float | None = None
     phase_kinds: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Phase -> kind -> the most bytes of that kind. The kinds of a phase peak at different moments."""
     savings: tuple[Saving, ...] = ()
     base: str = ""
     out_of_memory: OutOfMemory | None = None
@@ -443,14 +395,7 @@ class Row:
 
 
 def with_savings(row: Row, base: Row, before: Shapes, after: Shapes) -> Row:
-    """Return a row with its savings over ``base``: what the knob's formulas promise and what was measured.
-
-    Args:
-        row: The measured row.
-        base: The row that it is compared with.
-        before: Sizes that the formulas read, under the settings of ``base``.
-        after: The same, under the settings of ``row``.
-    """
+    """Return a row with its savings over ``base``: what the knob's formulas say of both rows' sizes, and what was measured."""
     savings = []
     for claim in knob_named(row.knob).claims:
         measured = None
@@ -462,10 +407,7 @@ def with_savings(row: Row, base: Row, before: Shapes, after: Shapes) -> Row:
 
 
 def as_json(rows: Sequence[Row], work: Work, model: str) -> dict[str, Any]:
-    """Return a ladder as plain values.
-
-    Key ``rungs`` has the rows of the ablation, from all off to all on; ``branches`` has the alternatives.
-    """
+    """Return a ladder as plain values: ``rungs`` are the ablation, from all off to all on, ``branches`` the alternatives."""
     rungs, branches = ([{"knob": row.knob, "status": row.status, **asdict(row)} for row in part] for part in split(rows))
     return {"schema": 3, "model": model, "work": asdict(work), "rungs": rungs, "branches": branches}
 

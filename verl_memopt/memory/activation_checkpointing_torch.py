@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-MODES = ("full", "every_n", "selective")
-
 KEPT_BY_SELECTIVE = frozenset(
     {
         "aten::mm",
@@ -40,16 +38,10 @@ KEPT_BY_SELECTIVE = frozenset(
 
 
 def chosen_blocks(num_blocks: int, mode: str = "full", every: int = 1) -> range:
-    """Return the places of the blocks that are checkpointed, among ``num_blocks``.
+    """Return the places of the blocks that are checkpointed, among ``num_blocks``; with ``every_n`` one in ``every``.
 
-    Args:
-        num_blocks: Number of blocks of the model.
-        mode: ``full``: every block keeps its input only. ``every_n``: one block in ``every`` does, counted back from the last
-            but one, and the others keep everything. The last block would be recomputed at the peak, and save nothing.
-            ``selective``: every block keeps its input and the outputs of products and attention.
-        every: The n of ``every_n``.
+    That is counted back from the last but one: the last block would be recomputed at the peak, and save nothing.
     """
-    assert mode in MODES, mode
     return range(num_blocks)[-2::-every] if mode == "every_n" else range(num_blocks)
 
 
@@ -92,8 +84,7 @@ class Checkpointed(nn.Module):
 def checkpoint_blocks(blocks: Sequence[nn.Module], mode: str = "full", every: int = 1) -> None:
     """Make blocks of any architecture recompute their forward in backward, under their own names and with their own state.
 
-    Each block that :func:`chosen_blocks` chooses gets a class that mixes :class:`Checkpointed` into its own. Call this before
-    sharding, so that FSDP hooks stay outside the recomputed region.
+    Call this before sharding, so that FSDP hooks stay outside the recomputed region.
     """
     for place in chosen_blocks(len(blocks), mode, every):
         block, own = blocks[place], type(blocks[place])

@@ -47,10 +47,9 @@ class ActivationOffload:
         chunk_bytes: int = CHUNK_BYTES,
         metric: str = BYTES_MOVED,
     ) -> None:
-        """Prepare the arena, in chunks of ``chunk_bytes``, and the copy stream for the activations of a model on a device.
+        """Prepare the arena, in chunks of ``chunk_bytes``, and the copy stream.
 
-        Storages of less than ``min_bytes`` stay there. ``in_flight`` are copied at once, in either direction. ``metric`` is the
-        name of the metric that says how much was moved.
+        Storages of less than ``min_bytes`` stay on the device. ``in_flight`` are copied at once, in either direction.
         """
         self.arena, self.stream = HostArena(device, "activations", chunk_bytes), CopyStream(device)
         self.bytes_moved, self.metric = 0, metric
@@ -62,8 +61,7 @@ class ActivationOffload:
     def forward(self) -> Iterator[None]:
         """Offload what the body saves for backward. Its backward may come at any later time, or never.
 
-        After the body only the storage saved last is still on the device, because backward needs it first. If the body raises,
-        nothing of it is kept.
+        After the body only the storage saved last is still on the device, because backward needs it first.
         """
         record = _Forward(self)
         with ExitStack() as hooks:

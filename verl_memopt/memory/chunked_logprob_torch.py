@@ -44,7 +44,7 @@ def head_log_probs(
     in_place: bool = False,
     statistics: TokenStatistics | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-prob of each target and, if requested, the entropy of its distribution.
+    """Return the log-prob of each target, fp32 [R], and, if requested, the entropy of its distribution, fp32 [R] or None.
 
     Gradients flow to hidden, weight and bias from both outputs.
 
@@ -58,9 +58,6 @@ def head_log_probs(
         in_place: Add to ``.grad`` of weight and bias without autograd (with ``token_gradient`` in the forward), if they are
             leaves without hooks. For callers that call ``backward`` once per forward, and not ``torch.autograd.grad``.
         statistics: Is filled. Only without gradients.
-
-    Returns:
-        Log-probs fp32 [R]; entropies fp32 [R], or None.
     """
     once = token_gradient is not None and torch.is_grad_enabled()
     tile = FREE_TILE if head.vocab_tile == 0 and head.chunk_tokens > 0 and not once else head.vocab_tile
@@ -122,10 +119,9 @@ class _Recomputed(torch.autograd.Function):
 
 
 class _PrecomputedGradient(torch.autograd.Function):
-    """Computes the gradients in the forward. Backward checks that it would have computed the same.
+    """Computes the gradients in the forward, while a chunk's logits exist; backward checks that it would have computed the same.
 
-    The loss of a token is known as soon as its log-prob is: advantage, old log-prob and weight are inputs. So the forward
-    computes the gradient of each chunk while its logits exist, and keeps only the gradient. Backward hands it on.
+    The loss of a token is known as soon as its log-prob is: advantage, old log-prob and weight are inputs.
     """
 
     @staticmethod

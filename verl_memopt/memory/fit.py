@@ -13,12 +13,13 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Literal
 
+from verl_memopt.config.keys import value_at
 from verl_memopt.config.schema import ActorRolloutRef, Fsdp, Settings, TrainedFsdp
 from verl_memopt.memory.critic_rules import has_critic
 from verl_memopt.memory.formulas import width
 from verl_memopt.memory.held import Held, Kinds, ModelSize, Pass, critic_roles, largest, together
 from verl_memopt.memory.host_buffers import GIB
-from verl_memopt.memory.knob import num_devices, sequence_ranks
+from verl_memopt.memory.knob import needs_reference, num_devices, sequence_ranks
 from verl_memopt.memory.lora import slot_rank
 from verl_memopt.memory.residency import CRITIC, NEEDS, POLICY, REFERENCE, REWARD_MODEL
 from verl_memopt.memory.rollout_memory import AUTO, kv_bytes_per_token, sampler_bytes
@@ -52,7 +53,7 @@ class Sizes:
     reference: ModelSize | None = None
     critic: ModelSize | None = None
     student: ModelSize | None = None
-    """Of the model that scores: RLT's student or a reward model."""
+    """Of the model that scores."""
 
 
 CERTAIN = ("params", "rollout weights", "grads", "optimizer")
@@ -100,14 +101,10 @@ class Peaks:
 def predict(
     settings: Settings, sizes: Sizes, phases: Collection[str], device: str = "cuda", card_bytes: int | None = None
 ) -> Peaks:
-    """Return the bytes of a run on one device, as an upper bound of what its phases hold.
+    """Return the bytes of a run on one device, as an upper bound of what its ``phases`` hold.
 
-    Args:
-        settings: of the run.
-        sizes: of its models.
-        phases: that the run has.
-        device: ``cuda`` or ``cpu``. On a CPU live bytes alone count, as its tracker and ``memory.device_limit_gb`` count them.
-        card_bytes: the device's size, of which vLLM takes its share; None = the run has no such engine.
+    On a CPU live bytes alone count, as its tracker and ``memory.device_limit_gb`` count them. vLLM takes its share of
+    ``card_bytes``, the device's size; None = the run has no such engine.
     """
     prediction = _Prediction(settings, sizes, device, card_bytes)
     if settings.actor_rollout_ref.rollout.kv_cache_memory_gb == AUTO:
@@ -180,14 +177,15 @@ class _Prediction:
     @cached_property
     def reference(self) -> Held | None:
         """The reference as a model of its own. With LoRA it is the policy without its adapters."""
-        if not self._has("ref") or self.roles.model.lora_rank:
+        rewards, ref = self.settings.reward_model, self.roles.ref
+        of_student = rewards.recipe is not None and rewards.model.path is None
+        if self.roles.model.lora_rank or not (of_student or needs_reference(self.settings)):
             return None
-        ref = self.roles.ref
         return self._frozen(REFERENCE, ref.fsdp_config, self.sizes.reference or self.sizes.policy, ref.quantization)
 
     @cached_property
     def critic(self) -> Held | None:
-        if not self._has("values"):
+        if not has_critic(self.settings):
             return None
         critic, size = self.settings.critic, self.sizes.critic or self.sizes.policy
         ranks = self._group(critic.model.fsdp_config)
@@ -217,13 +215,6 @@ class _Prediction:
         """All models, in the order in which a worker builds them."""
         return [each for each in (self.policy, self.reference, self.critic, self.student) if each is not None]
 
-    def _has(self, phase: str) -> bool:
-        algorithm, actor = self.settings.algorithm, self.roles.actor
-        if phase == "ref":
-            of_student = self.settings.reward_model.recipe is not None and self.settings.reward_model.model.path is None
-            return algorithm.use_kl_in_reward or actor.use_kl_loss or of_student
-        return has_critic(self.settings)
-
     # The rollout engine.
 
     @property
@@ -237,17 +228,11 @@ class _Prediction:
         """Bytes of the engine's weights on one device, and of its sampler, which sleeps and wakes with them."""
         rollout, vllm = self.roles.rollout, self.roles.rollout.name == "vllm" and self.device == "cuda"
         weights = width(rollout.dtype) * self.sizes.policy.params / rollout.tensor_model_parallel_size
-        weights += self._engine_adapters
-        return weights + (sampler_bytes(rollout.max_num_seqs, self.sizes.policy.vocab) if vllm else 4096)
-
-    @property
-    def _engine_adapters(self) -> float:
-        """Bytes of vLLM's places for the adapters of a base that it shares; embedding and head have places too."""
         rank, size = self.roles.model.lora_rank, self.sizes.policy
-        if not rank or not self.shares:
-            return 0
-        matrices = 2 * (size.vocab + size.hidden)
-        return width(self.roles.rollout.dtype) * slot_rank(rank) * (self.policy.adapters / rank + matrices)
+        if rank and self.shares:  # vLLM's places for the adapters of a base that it shares; embedding and head have places too
+            matrices = 2 * (size.vocab + size.hidden)
+            weights += width(rollout.dtype) * slot_rank(rank) * (self.policy.adapters / rank + matrices)
+        return weights + (sampler_bytes(rollout.max_num_seqs, size.vocab) if vllm else 4096)
 
     @property
     def shares(self) -> bool:
@@ -491,12 +476,13 @@ class _Prediction:
 
     def _student_pass(self, student: Held) -> Pass:
         rewards, data = self.settings.reward_model, self.settings.data
-        longest = rewards.rlt.max_student_len if rewards.recipe is not None else rewards.max_length
+        recipe = rewards.recipe
+        longest = rewards.max_length if recipe is None else value_at(self.settings, recipe.longest_key)
         longest = longest or data.max_prompt_length + data.max_response_length
         sharing = sequence_ranks(self.settings, "reward_model")
         rows = -(-data.train_batch_size * self.roles.rollout.n // (self.ranks // sharing))
-        if rewards.recipe is not None:
-            tokens = max(rewards.rlt.max_tokens_per_micro_batch * sharing, longest)
+        if recipe is not None:
+            tokens = max(value_at(self.settings, recipe.tokens_key) * sharing, longest)
         elif rewards.use_dynamic_bsz:
             tokens = (rewards.forward_max_token_len_per_gpu or longest) * sharing
         else:

@@ -255,6 +255,11 @@ def _leaves(settings: type) -> Iterator[tuple[str, Any]]:
             yield each.name, getattr(instance, each.name)
 
 
+def enough_rows(need: Need, _: Settings) -> int | None:
+    """Return the sequences that there is room for: a number that some advice lowers."""
+    return need.part(need.work.rows)
+
+
 def switch(name: str, key: str, *, lossy: bool = False, **levels: Any) -> Factor:
     """Return a factor of one key: level -> value."""
     return Factor(name, {level: {key: value} for level, value in levels.items()}, lossy)
@@ -269,12 +274,11 @@ def for_roles(name: str, *, roles: tuple[str, ...] = ("actor", "ref"), lossy: bo
 @cache
 def knobs() -> tuple[Knob, ...]:
     """Return every knob, in the order of the lists."""
-    return tuple(_named(_module(name).KNOB, name) for name in KNOBS)
-
-
-def _named(knob: Knob, name: str) -> Knob:
-    advice = tuple(dataclasses.replace(each, cost=knob.cost) for each in knob.advice)
-    return dataclasses.replace(knob, name=name, advice=advice)
+    found = ((name, _module(name).KNOB) for name in KNOBS)
+    return tuple(
+        dataclasses.replace(knob, name=name, advice=tuple(dataclasses.replace(each, cost=knob.cost) for each in knob.advice))
+        for name, knob in found
+    )
 
 
 def knob_named(name: str) -> Knob:

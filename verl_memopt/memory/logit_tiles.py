@@ -32,13 +32,9 @@ class Statistic:
 
 
 class TokenStatistics:
-    """Further statistics of each token's distribution: which ones, and where a pass without gradients leaves them.
+    """Further statistics of each token's distribution: how each is computed, by name, and its values, fp32 [R], after the pass.
 
     FSDP2 casts the tensors and copies the dataclasses among the inputs of a forward, so this is neither.
-
-    Attributes:
-        asked: Name -> how it is computed.
-        values: Name -> fp32 [R]; empty before the pass.
     """
 
     def __init__(self, asked: Mapping[str, Statistic]) -> None:
@@ -83,10 +79,7 @@ class Head:
 
     @property
     def one_buffer(self) -> bool:
-        """Whether logits exist in the compute dtype alone.
-
-        ``statistics`` are functions of fp32 log-probs that are in memory, and a cap's slope is computed from them.
-        """
+        """Whether logits exist in the compute dtype alone: ``statistics`` and a cap's slope need fp32 log-probs in memory."""
         return self.compiled and not self.statistics and self.cap is None
 
     @property
@@ -147,11 +140,10 @@ class LogitTiles:
         self._run: Callable[..., Any] = _compiled if head.compiled else _plain
 
     def statistics(self, hidden: Tensor, targets: Tensor) -> Tokens:
-        """Return the statistics of a chunk of tokens.
+        """Return the statistics of a chunk of tokens: hidden states [c, H], targets int64 [c].
 
         With whole rows the buffer then holds log-probs if entropies are requested or logits are capped, else probabilities, for
         :meth:`differentiate`.
-        ``hidden`` is [c, H], ``targets`` int64 [c].
         """
         parts = [self._tile_statistics(hidden, targets, columns) for columns in self.head.tiles()]
         together = parts[0]
@@ -317,13 +309,9 @@ def product_statistics(
 ) -> None:
     """Write what a pass needs of some logits, and leave the products [c, v] that they are made of as they are.
 
-    Args:
-        products: [c, v]. In fp32 they are the logits; in half precision the logits are ``inverse`` times as much.
-        targets: int64 [c], columns; they may lie outside of 0 to v - 1.
-        normalizer: fp32 [c, 2], for the largest logit, and the log of the sum of exponentials relative to it.
-        picked: fp32 [c], for the target's logit; 0 for a target outside.
-        entropy: fp32 [c], for the entropy; None for none.
-        inverse: 1 / temperature.
+    In fp32 the products are the logits; in half precision the logits are ``inverse`` (1 / temperature) times as much. Targets,
+    int64 [c], may lie outside of columns 0 to v - 1. Written are fp32 ``normalizer`` [c, 2] (the largest logit, and the log of
+    the sum of exponentials relative to it), ``picked`` [c] (the target's logit; 0 for a target outside) and ``entropy`` [c].
     """
     logits = _logits_of(products, inverse)
     top = logits.amax(-1)
@@ -341,10 +329,9 @@ def product_gradient_(
     products: Tensor, targets: Tensor, normalizer: Tensor, grad: Tensor, entropy: Tensor | None, grad_entropy: Tensor | None,
     inverse: float,
 ) -> None:  # fmt: skip
-    """Write over products [c, v] the gradient of them undivided, from those of log-probs and entropies.
+    """Write over products [c, v] the gradient of them undivided, from those of log-probs and entropies, fp32 [c].
 
-    Arguments are as in :func:`product_statistics`; ``grad`` and ``grad_entropy`` are fp32 [c]. A log-prob is the logit less the
-    parts of the normalizer, fp32 [c, 1 or 2]. Formulas are those of :func:`both_gradients_`.
+    A log-prob is the logit less the parts of the normalizer, fp32 [c, 1 or 2]. Formulas are those of :func:`both_gradients_`.
     """
     log_p = _logits_of(products, inverse)
     for part in normalizer.unbind(1):
@@ -363,10 +350,7 @@ def _logits_of(products: Tensor, inverse: float) -> Tensor:
 
 
 def softmax_(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn logits [c, v] into probabilities, in place.
-
-    Returns the largest logit, and the log of the sum of exponentials relative to it, [c] each.
-    """
+    """Turn logits [c, v] into probabilities, in place. Return the first two of :func:`log_softmax_`."""
     top = logits.amax(-1)
     if torch.compiler.is_compiling():
         # All sums first and one write last. Exponentials with two readers would be a tensor of their own on a CPU.
@@ -385,12 +369,7 @@ def softmax_(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def log_softmax_(logits: Tensor, scratch: Tensor | None, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Turn logits [c, v] into log-probs within these columns, in place.
-
-    Args:
-        logits: [c, v].
-        scratch: [c, any number of columns]; None to allocate it.
-        with_entropy: Compute the entropy too.
+    """Turn logits [c, v] into log-probs within these columns, in place; ``scratch`` [c, any number of columns], None: allocated.
 
     Returns:
         The largest logit, the log of the sum of exponentials relative to it, and the entropy or None, [c] each.
@@ -421,10 +400,7 @@ def log_softmax_(logits: Tensor, scratch: Tensor | None, with_entropy: bool) -> 
 
 
 def sum_of_exponentials(logits: Tensor) -> Tensor:
-    """Return the sum of exponentials [c] of logits [c, v], which stay unchanged.
-
-    Uncompiled, the exponentials of a few columns exist at a time.
-    """
+    """Return the sum of exponentials [c] of logits [c, v], of a few columns at a time; the logits stay unchanged."""
     if torch.compiler.is_compiling():
         return logits.exp().sum(-1)
     total = torch.zeros_like(logits[:, 0])
@@ -460,14 +436,10 @@ def both_gradients_(log_p: Tensor, entropy: Tensor, grad_log_probs: Tensor, grad
 
 
 def capped_gradient_(log_p: Tensor, targets: Tensor, tokens: Tokens, grads: tuple[Tensor, Tensor | None], bound: float) -> None:
-    """Turn log-probs into the gradient of the product before the cap, with the targets' terms, in place.
+    """Turn log-probs [c, v] into the gradient of the product before the cap, with the targets' terms, in place.
 
-    Args:
-        log_p: fp32 [c, v].
-        targets: int64 [c], as columns; they may lie outside of 0 to v - 1.
-        tokens: Normalizers and entropies.
-        grads: Gradients of log-probs and of entropies or None, over the temperature, fp32 [c] each.
-        bound: The cap over the temperature.
+    Targets may lie outside of the columns. ``grads`` are those of log-probs and of entropies or None, over the temperature,
+    fp32 [c] each. ``bound`` is the cap over the temperature.
     """
     for columns in _slices(log_p.shape[1], SCRATCH_COLUMNS):
         part = log_p[:, columns]
@@ -542,15 +514,11 @@ ROWS_AT_ONCE = 32
 
 
 def hidden_gradient(matrix: Tensor, weight: Tensor, targets: Tensor, out: Tensor) -> Tensor:
-    """Return the gradient of the hidden states, ``matrix @ weight``, in ``out``.
+    """Return the gradient of the hidden states, ``matrix @ weight``, in ``out`` [c, H].
 
-    In half precision the target's term is summed with the others: the rounding of the result hides what that loses.
-
-    Args:
-        matrix: [c, v] in the compute dtype, the gradient of the logits. It is overwritten and restored.
-        weight: [v, H], these columns of the head.
-        targets: int64 [c], as columns; they may lie outside of 0 to v - 1.
-        out: [c, H], overwritten.
+    In half precision the target's term is summed with the others: the rounding of the result hides what that loses. ``matrix``
+    [c, v], the gradient of the logits, is overwritten and restored. ``weight`` [v, H] are these columns of the head. Targets,
+    int64 [c], may lie outside of the columns.
     """
     if matrix.dtype != torch.float32:
         return torch.mm(matrix, weight, out=out)

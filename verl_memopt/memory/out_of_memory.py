@@ -82,16 +82,9 @@ def out_of_memory_report(
 ) -> Iterator[None]:
     """Turn an out-of-memory error inside the body into a DeviceMemoryError that says what to do about it.
 
-    The tensors of the body are freed. Its lines stay in the traceback.
-
-    Args:
-        phase: Phase of the step.
-        device: Device of the process.
-        resident: Returns (kind, tensor) pairs of what was there before the body. It is called after an error only, and may
-            include tensors that rest on the host.
-        parts: What the run has, that advice is based on.
-        limit: Bytes that the process may take; None for no limit.
-        work: What the body computes; None where nothing depends on it.
+    The tensors of the body are freed. Its lines stay in the traceback. ``resident`` is called after an error only. It returns
+    (kind, tensor) pairs of what was there before the body, which may include tensors that rest on the host. Advice is based on
+    ``parts`` and on the ``work`` of the body; None where nothing depends on it. ``limit`` is in bytes.
     """
     try:
         yield
@@ -217,46 +210,31 @@ class Shortage:
         return Need(min(share / 2 if grows else share, 1.0), max(self.held - limit, 0), limit, work)
 
 
-def advice(phase: str, kinds: Iterable[str], parts: RunParts, need: Callable[[str], Need] | None = None) -> list[Way]:
-    """Return what can be set to make room in a phase, for its kinds in their order; what is set already is left out.
-
-    ``need`` returns for a kind of bytes what gives the numbers; None where nothing is known.
-    """
+def advice(phase: str, kinds: Iterable[str], parts: RunParts, need: Callable[[str], Need]) -> list[Way]:
+    """Return what can be set to make room in a phase, for its kinds in their order; what is set already is left out."""
     seen = parts.seen()
     # What is being built has one label: whatever a model or an engine consists of.
     kinds = [part for kind in kinds for part in (("params", "rollout weights", "optimizer") if kind == "built" else (kind,))]
     found = [advice for kind in kinds for advice in advices() if advice.kind == kind and advice.helps_in(phase)]
     found = [advice for advice in found if not advice.key.startswith(parts.absent()) and advice.when(seen)]
-    ways = [(_ends_it(advice, need), _way(advice, seen, need)) for advice in found]
-    ways.sort(key=lambda each: not each[0])
-    return list({way.text: way for _, way in ways if way is not None}.values())
+    asked = [(advice, need(advice.kind)) for advice in found]
+    # What alone is enough comes first, unless not even the longest sequence has room.
+    asked.sort(key=lambda each: not (each[0].ends_it and (not each[1].work.tokens or each[1].one_fits)))
+    ways = [_way(advice, seen, asked) for advice, asked in asked]
+    return list({way.text: way for way in ways if way is not None}.values())
 
 
-def _ends_it(advice: Advice, need: Callable[[str], Need] | None) -> bool:
-    if need is None or not advice.ends_it:
-        return advice.ends_it
-    asked = need(advice.kind)
-    return not asked.work.tokens or asked.one_fits
-
-
-def _way(advice: Advice, seen: schema.Settings, need: Callable[[str], Need] | None) -> Way | None:
-    present, key = value_at(seen, advice.key), advice.key
+def _way(advice: Advice, seen: schema.Settings, asked: Need) -> Way | None:
+    present, key, work = value_at(seen, advice.key), advice.key, asked.work
     if advice.value != LOWER:
         text = f"set {key}={shown(advice.value)}"
         return None if present == advice.value else Way(text, ((key, advice.value),), advice.cost)
-    now = "" if present is None else f" (now {shown(present)})"
-    if need is None:
-        return Way(f"lower {key}{now}", (), advice.cost)
-    asked = need(advice.kind)
     number = advice.to(asked, seen) if advice.to else _scaled(present, asked.share)
-    work = asked.work
+    if number is None:
+        return None
     there = f"the fullest micro-batch has {work.tokens} tokens, the longest sequence {work.longest}" if work.tokens else ""
     now = "; ".join(filter(None, ["" if present is None else f"now {shown(present)}", there]))
-    return (
-        None
-        if number is None
-        else Way(f"lower {key} to {shown(number)}" + (f" ({now})" if now else ""), ((key, number),), advice.cost)
-    )
+    return Way(f"lower {key} to {shown(number)}" + (f" ({now})" if now else ""), ((key, number),), advice.cost)
 
 
 def _scaled(present: float | None, share: float) -> float | None:
@@ -278,11 +256,6 @@ MOST_FRAMES = 40
 logger = logging.getLogger(__name__)
 
 
-def snapshot_path(folder: Path, rank: int) -> Path:
-    """Return the file of a rank's snapshot. The allocator's history of a GPU lies beside it, as ``.pickle``."""
-    return folder / f"out_of_memory_rank{rank}.json"
-
-
 class MemorySnapshot:
     """Writes a snapshot of this process to a folder when memory runs out inside :meth:`on_out_of_memory`.
 
@@ -293,7 +266,7 @@ class MemorySnapshot:
         self, folder: Path, rank: int, device: torch.device, resident: Callable[[], Iterable[tuple[str, torch.Tensor]]]
     ) -> None:
         """Start to record the allocator's history on a GPU."""
-        self.path = snapshot_path(folder, rank)
+        self.path = folder / f"out_of_memory_rank{rank}.json"  # the allocator's history of a GPU lies beside it, as .pickle
         self._device = device
         self._resident = resident
         if is_gpu(device):
@@ -396,17 +369,11 @@ def oom_retry(device: torch.device, allowed: bool) -> Iterator[OomRetry]:
 def cut_again(
     error: RuntimeError, model: nn.Module, tokens: RowTokens, micro_batches: Sequence[Sequence[int]], failed: Sequence[int]
 ) -> list[list[int]] | None:
-    """Return smaller micro-batches of the same rows, or None where the error must be raised.
+    """Return smaller ``micro_batches`` of the rows that are left, or None where the error must be raised.
 
-    The cap is half the tokens of the micro-batch that failed, but room for the longest row. Memory that the failed pass held is
-    freed, and unused blocks of the allocator go back to the device.
-
-    Args:
-        error: What the pass raised.
-        model: The model of the pass. One that FSDP2 shards can go on from torch 2.13 on.
-        tokens: Tokens of all rows of the batch.
-        micro_batches: Rows that are still to be computed.
-        failed: Rows of the micro-batch that failed, or of the fullest one.
+    The cap is half the tokens of the micro-batch that ``failed`` (or of the fullest one), but room for the longest row. Memory
+    that the failed pass held is freed, and unused blocks of the allocator go back to the device. A model that FSDP2 shards can go
+    on from torch 2.13 on.
     """
     if not _active or not is_out_of_memory(error) or not can_abandon(model):
         return None
@@ -484,14 +451,10 @@ class DeviceCap:
 
     @contextmanager
     def changing(self, read: AsleepReader, refuse: bool = True) -> Iterator[None]:
-        """Wrap a part's going to sleep or waking.
-
-        Args:
-            read: Returns what sleeps afterwards.
-            refuse: Raise where the process is over its limit afterwards.
+        """Wrap a part's going to sleep or waking; ``read`` returns what sleeps afterwards.
 
         Raises:
-            torch.OutOfMemoryError: the process holds more than its limit afterwards, and ``refuse``.
+            torch.OutOfMemoryError: The process holds more than its limit afterwards, and ``refuse``.
         """
         if not is_gpu(self._device):
             yield

@@ -34,11 +34,7 @@ def one_copy(settings: Settings, written: Set[str]) -> dict[str, object]:
     """Return what a profile that offloads the policy's parameters sets instead where one device holds all: key -> value.
 
     One copy of the weights stays on the device, for trainer and engine. All else rests on the host. {} where that cannot be, or
-    where the user has written one of the keys.
-
-    Args:
-        settings: With the profile's keys.
-        written: The keys that are not a preset's.
+    where the user has ``written`` one of the keys. ``settings`` have the profile's keys.
     """
     roles = settings.actor_rollout_ref
     fsdp = roles.actor.fsdp_config
@@ -63,10 +59,6 @@ def streamed(settings: Settings, written: Set[str]) -> dict[str, object]:
 
     With the profiles' micro-batches a block computes for about as long as the next one takes to come, so that streaming takes no
     longer than to bring the whole reference before its phase. It takes less memory, on the device and on the host.
-
-    Args:
-        settings: With the profile's keys.
-        written: The keys that are not a preset's.
     """
     rests = settings.actor_rollout_ref.ref.fsdp_config.param_offload is True and needs_reference(settings)
     may = REFERENCE_KEY not in written and streamed_params.may_stream(REFERENCE_KEY)(settings)

@@ -35,12 +35,9 @@ logger = logging.getLogger(__name__)
 
 
 def can_recompute(blocks: Iterable[nn.Module], trained: bool, key: str = KEY) -> bool:
-    """Return whether all blocks of a Hugging Face model can recompute their cheap values; warn where one cannot.
+    """Return whether all blocks, as transformers made them, can recompute their cheap values; warn under ``key`` if not.
 
-    Args:
-        blocks: The blocks, as transformers made them.
-        trained: false for a model that only ever runs without gradients; its layers may then be of any kind (quantised).
-        key: The setting to name in the warning.
+    A model that is not ``trained`` only ever runs without gradients; its layers may then be of any kind (quantised).
     """
     unknown = why_kept(blocks, trained)
     if unknown is not None:
@@ -346,10 +343,6 @@ def keep(first: Tensor, *others: Tensor | None) -> tuple[Tensor] | None:
 
     An autograd function saves its tensors after its forward. A node of their own saves them before anything is computed from
     them. So the second forward of a checkpointed block stops before the product, if nothing is saved after these.
-
-    Args:
-        first: A tensor.
-        others: More tensors; None stays None.
 
     Returns:
         The output of that node, of no elements, in a tuple, so that the other node does not take it for an input. Before torch

@@ -31,6 +31,7 @@ from verl_memopt.memory.knob import (
     Range,
     Refusal,
     UnusedKey,
+    enough_rows,
     switch,
 )
 
@@ -110,10 +111,6 @@ def host_bytes_asleep(segments: Iterable[int]) -> int:
     return sum(1 << (size - 1).bit_length() for size in segments)
 
 
-def _enough_rows(need: Need, _: Settings) -> int | None:
-    return need.part(need.work.rows)
-
-
 def _smaller_share(need: Need, settings: Settings) -> float | None:
     """Return the engine's share of the device without what was too much; None where hardly anything is left."""
     share = settings.actor_rollout_ref.rollout.gpu_memory_utilization - need.over_bytes / max(need.limit_bytes, 1)
@@ -165,7 +162,7 @@ KNOB = Knob(
         Advice("kv", CACHE, LOWER, lambda settings: not _is_hf(settings) and not _takes_the_rest(settings), to=_smaller_cache),
         Advice("kv", CACHE, None, lambda settings: not _is_hf(settings) and _takes_the_rest(settings)),
         *(Advice(kind, _SLEEP, True) for kind in ("kv", "rollout weights")),
-        *(Advice(kind, _SEQUENCES, LOWER, phases=("gen", "testing"), to=_enough_rows) for kind in ("activations", "logits")),
+        *(Advice(kind, _SEQUENCES, LOWER, phases=("gen", "testing"), to=enough_rows) for kind in ("activations", "logits")),
         Advice("rollout weights", _SEQUENCES, LOWER, lambda settings: not _is_hf(settings)),
     ),
     claims=(Claim("update_actor", "rollout weights", lambda _, after: after.params * width(str(after.settings.rollout.dtype))),),

@@ -23,16 +23,10 @@ from verl_memopt.memory.recompute_elementwise_torch import Rows
 
 
 class SequenceGroup:
-    """The neighbouring ranks that share the tokens of their micro-batches. This is no dataclass, because FSDP2 copies those.
-
-    Attributes:
-        rank: Place of this process in the group.
-        size: Number of ranks.
-        group: Process group of the exchanges.
-    """
+    """The neighbouring ranks that share the tokens of their micro-batches. This is no dataclass, because FSDP2 copies those."""
 
     def __init__(self, rank: int, size: int, group: dist.ProcessGroup) -> None:
-        """Name the place of this process."""
+        """Name the place of this process in the group, the number of ranks, and the process group of the exchanges."""
         self.rank, self.size, self.group = rank, size, group
 
     def shares(self, tokens: int) -> tuple[int, ...]:
@@ -57,13 +51,9 @@ def sequence_group(device_type: str, world_size: int, size: int) -> SequenceGrou
 
 @dataclass(frozen=True, eq=False)
 class TokenSplit:
-    """How the ranks of a group share the tokens of a pack, and those that are queries.
+    """How the ranks of a group share the tokens of a pack, and those that are queries; the first rank has the first of them.
 
-    Attributes:
-        group: The ranks.
-        tokens: Tokens of each rank. The first rank has the first of them.
-        queries: Queries among the tokens of each rank.
-        rows: This rank's queries among its own tokens; None where every token is a query.
+    ``rows``: this rank's queries among its own tokens; None where every token is a query.
     """
 
     group: SequenceGroup
@@ -80,14 +70,9 @@ class TokenSplit:
     def over_heads(self, attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, args: Any) -> Tensor:
         """Return attention [1, q, heads, D] of this rank's q queries, from a kernel that computes all queries for some heads.
 
-        Key heads are repeated where the group has more ranks than they divide into.
-
-        Args:
-            attend: The kernel, as :data:`verl_memopt.model.attention.Attend`. It gets all Q queries and T tokens.
-            query: [1, heads, q, D], of this rank's queries.
-            key: [1, kv heads, t, D], of this rank's tokens.
-            value: As ``key``.
-            args: Further argument of the kernel.
+        Key heads are repeated where the group has more ranks than they divide into. ``attend`` is that kernel, as
+        :data:`verl_memopt.model.attention.Attend`; it gets all Q queries and T tokens, and ``args``. Of this rank are
+        ``query`` [1, heads, q, D], and ``key`` and ``value`` [1, kv heads, t, D].
         """
         copies = key_copies(query.shape[1], key.shape[1], self.group.size)
         q = _over_heads(query, self, self.queries)
@@ -136,15 +121,10 @@ def _to_tokens(x: Tensor, group: SequenceGroup, sizes: tuple[int, ...]) -> Tenso
 
 
 def of_all_ranks(values: Tensor, places: Tensor, count: int, group: SequenceGroup) -> Tensor:
-    """Return fp32 [count] with the values of every rank at its places; each rank gets the same.
+    """Return fp32 [count] with the ``values`` of every rank, fp32 [r], at its ``places``, int64 [r]; each rank gets the same.
 
-    The gradient of a rank's own values is that of their places alone: each rank computes the same loss of the whole.
-
-    Args:
-        values: fp32 [r], of this rank.
-        places: int64 [r]. Each place belongs to one rank of the group.
-        count: Values of all ranks.
-        group: The ranks.
+    Each place belongs to one rank of the group. The gradient of a rank's own values is that of their places alone: each rank
+    computes the same loss of the whole.
     """
     return _OfAllRanks.apply(values, places, count, group)
 

@@ -42,12 +42,9 @@ LAYERS = ("gate_proj", "up_proj", "down_proj")
 
 
 def check_mlps(blocks: Iterable[nn.Module], trained: bool, key: str = KEY) -> None:
-    """Refuse blocks of a Hugging Face model, as transformers made them, whose MLPs cannot run over tiles.
+    """Refuse blocks, as transformers made them, with an MLP or a layer in it whose mathematics this file does not know.
 
     Unless it is ``trained``, a model only ever runs without gradients; its layers may then be of any kind (quantised).
-
-    Raises:
-        ConfigError: This file does not know the mathematics of an MLP class, or of a layer in it. The message names it.
     """
     for block in blocks:
         mlp: Any = getattr(block, "mlp", None)

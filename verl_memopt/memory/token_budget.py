@@ -30,10 +30,12 @@ from verl_memopt.memory.knob import (
     Refusal,
     SequenceRole,
     UnusedKey,
+    enough_rows,
     longest_sample,
     needs_reference,
     sequence_ranks,
 )
+from verl_memopt.recipes.registry import RECIPES, Recipe
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings
@@ -42,7 +44,6 @@ _AR = "actor_rollout_ref"
 Role = Literal["actor", "rollout", "ref", "values"]
 ADAPTIVE_KEY, _IN_BACKWARD = f"{_AR}.actor.adaptive_token_budget", f"{_AR}.actor.optim.in_backward"
 _CRITIC_ADAPTIVE, _REWARD_ADAPTIVE = "critic.adaptive_token_budget", "reward_model.adaptive_token_budget"
-_STUDENT_TOKENS = "reward_model.rlt.max_tokens_per_micro_batch"
 _REWARD_TOKENS, _REWARD_ROWS = "reward_model.forward_max_token_len_per_gpu", "reward_model.micro_batch_size_per_gpu"
 _ROWS, _BY_TOKENS, _TOKENS = "micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu"
 
@@ -173,20 +174,12 @@ def _enough_tokens(need: Need, settings: Settings) -> int | None:
     return need.part(need.work.tokens, max(need.work.longest, (rollout.prompt_length or 0) + (rollout.response_length or 0)))
 
 
-def _enough_rows(need: Need, _: Settings) -> int | None:
-    return need.part(need.work.rows)
-
-
-def _enough_student_tokens(need: Need, _: Settings) -> int | None:
+def _enough_scored_tokens(need: Need, _: Settings) -> int | None:
     return need.part(need.work.tokens, max(need.work.longest, 1))
 
 
-def _critic_by_tokens(settings: Settings) -> bool:
-    return bool(settings.critic.use_dynamic_bsz)
-
-
-def _scores_by_recipe(settings: Settings) -> bool:
-    return settings.reward_model.recipe is not None
+def _scores_by(recipe: Recipe) -> Predicate:
+    return lambda settings: settings.reward_model.recipe is recipe
 
 
 def _scores_dynamic(settings: Settings) -> bool:
@@ -205,13 +198,14 @@ def _advice() -> Iterator[Advice]:
         for role, phase in phases.items():
             rows, _, tokens = _keys(role)
             yield Advice(kind, tokens, LOWER, _counts(role, tokens=True), (phase,), to=_enough_tokens)
-            yield Advice(kind, rows, LOWER, _counts(role, tokens=False), (phase,), to=_enough_rows)
-        yield Advice(kind, _CRITIC_ADAPTIVE, True, _critic_by_tokens, ("values",), ends_it=True)
+            yield Advice(kind, rows, LOWER, _counts(role, tokens=False), (phase,), to=enough_rows)
+        yield Advice(kind, _CRITIC_ADAPTIVE, True, _counts("values", tokens=True), ("values",), ends_it=True)
         # Only runs with a model that scores have the phase. A recipe's is always cut by tokens.
         yield Advice(kind, _REWARD_ADAPTIVE, True, _scores_by_tokens, ("reward",), ends_it=True)
-        yield Advice(kind, _STUDENT_TOKENS, LOWER, _scores_by_recipe, ("reward",), to=_enough_student_tokens)
+        for recipe in RECIPES.values():
+            yield Advice(kind, recipe.tokens_key, LOWER, _scores_by(recipe), ("reward",), to=_enough_scored_tokens)
         yield Advice(kind, _REWARD_TOKENS, LOWER, _scores_dynamic, ("reward",), to=_enough_tokens)
-        yield Advice(kind, _REWARD_ROWS, LOWER, lambda settings: not _scores_by_tokens(settings), ("reward",), to=_enough_rows)
+        yield Advice(kind, _REWARD_ROWS, LOWER, lambda settings: not _scores_by_tokens(settings), ("reward",), to=enough_rows)
 
 
 def _log_prob_factor(role: Role, name: str) -> Factor:
@@ -312,10 +306,7 @@ class LearnedBudget:
         self.cap = self.cap or self.maximum
 
     def tokens(self, longest: int) -> int:
-        """Return the limit for rows of which the longest has ``longest`` tokens: the cap, but room for that row.
-
-        The maximum is hard: a row beyond it is refused where rows are packed.
-        """
+        """Return the limit for rows of at most ``longest`` tokens: the cap, but room for that row. The maximum is hard."""
         return min(max(self.cap, longest), self.maximum)
 
     def learn(self, fullest: int, figures: PassFigures) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -39,17 +39,11 @@ REFINEMENTS = ((32, False), (64, True), (128, False), (256, True), (4, False), (
 def pack(
     lengths: Sequence[int], budget: int, num_bins_at_least: int = 1, names: Sequence[str] | None = None, key: str = BUDGET_KEY
 ) -> list[list[int]]:
-    """Return micro-batches, as lists of row indices, of at most ``budget`` tokens each.
+    """Return micro-batches, as ascending lists of row indices, of at most ``budget`` tokens each.
 
     The algorithm is best-fit-decreasing. Where it needs more bins than :func:`lower_bound`, each bin is also filled as tightly as
-    singles and pairs allow, and the fewest bins win. Rows ascend inside a bin. Equal lengths give equal bins.
-
-    Args:
-        lengths: Tokens of each row.
-        budget: Tokens of a bin.
-        num_bins_at_least: Least number of bins. With fewer rows than this the last bins are empty.
-        names: Names of the rows, for errors, which also name ``key``. None = their indices.
-        key: The setting.
+    singles and pairs allow, and the fewest bins win. Equal lengths give equal bins. With fewer rows than ``num_bins_at_least``
+    the last bins are empty.
 
     Raises:
         ConfigError: A row exceeds the budget. The message names ``key``, the row, its length and the smallest budget that works.
@@ -75,26 +69,23 @@ def pack_fixed(num_rows: int, rows_per_bin: int) -> list[list[int]]:
     return [list(rows[start : start + rows_per_bin]) for start in rows[::rows_per_bin]]
 
 
-def split_to_count(bins: Sequence[Sequence[int]], count: int, lengths: Sequence[int] | None = None) -> list[list[int]]:
+def split_to_count(bins: Sequence[Sequence[int]], count: int, lengths: Sequence[int]) -> list[list[int]]:
     """Return exactly ``count`` bins by splitting the largest, so that every rank runs as many micro-batches as the busiest.
 
     A bin of one row cannot be split: with fewer rows than ``count``, which is at least the number of bins, the last bins are
-    empty lists. The size of a bin is the sum of its rows' ``lengths``, or its number of rows if None.
+    empty lists. The size of a bin is the sum of its rows' ``lengths``.
     """
     assert count >= len(bins), (count, len(bins))
     result = [list(rows) for rows in bins]
 
-    def size(row: int) -> int:
-        return 1 if lengths is None else int(lengths[row])
-
     def entry(position: int) -> tuple[int, int]:
-        return -sum(map(size, result[position])), position
+        return -sum(lengths[row] for row in result[position]), position
 
     heap = [entry(position) for position, rows in enumerate(result) if len(rows) > 1]
     heapq.heapify(heap)
     while len(result) < count and heap:
         position = heapq.heappop(heap)[1]
-        result[position], moved = _halve(result[position], size)
+        result[position], moved = _halve(result[position], lengths)
         result.append(moved)
         for place in (position, len(result) - 1):
             if len(result[place]) > 1:
@@ -128,25 +119,20 @@ def lower_bound(lengths: Sequence[int], budget: int) -> int:
     return bound
 
 
-def balance(costs: Sequence[float], num_parts: int, group: int = 1) -> list[list[int]]:
-    """Return for each rank the same number of rows with nearly the same total cost, as ascending lists of row indices.
+def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
+    """Return for each rank the same number of units with nearly the same total cost, as ascending lists of their indices.
 
-    The most expensive group goes to the cheapest part that still has room. Then groups are swapped between the most expensive and
+    The most expensive unit goes to the cheapest part that still has room. Then units are swapped between the most expensive and
     the cheapest part while that helps. (Karmarkar-Karp under equal counts leaves 9 % more on the most expensive of 8 parts of
-    log-normal rows; this leaves under 0.1 %.)
-
-    Args:
-        costs: Costs of the rows. Their number must be a multiple of ``num_parts * group``.
-        num_parts: Number of ranks.
-        group: Number of consecutive rows (the samples of one prompt) that stay together.
+    log-normal rows; this leaves under 0.1 %.) The number of units is a multiple of ``num_parts``.
     """
-    assert len(costs) % (num_parts * group) == 0, (len(costs), num_parts, group)
-    weights = [float(sum(costs[start : start + group])) for start in range(0, len(costs), group)]
+    assert len(costs) % num_parts == 0, (len(costs), num_parts)
+    weights = list(map(float, costs))
     parts = _dearest_to_cheapest(weights, num_parts)
     for _ in range(MOST_SWAPS):
         if not _swap_once(weights, parts):
             break
-    return [[unit * group + offset for unit in sorted(units) for offset in range(group)] for units in parts]
+    return [sorted(units) for units in parts]
 
 
 def _dearest_to_cheapest(weights: list[float], num_parts: int) -> list[list[int]]:
@@ -155,7 +141,7 @@ def _dearest_to_cheapest(weights: list[float], num_parts: int) -> list[list[int]
     for unit in sorted(range(len(weights)), key=lambda unit: (-weights[unit], unit)):
         total, part = heapq.heappop(heap)
         parts[part].append(unit)
-        # A part that has its full number of groups leaves the heap, so that no part gets more rows than another.
+        # A part that has its full number of units leaves the heap, so that no part gets more rows than another.
         if len(parts[part]) * num_parts < len(weights):
             heapq.heappush(heap, (total + weights[unit], part))
     return parts
@@ -168,7 +154,7 @@ def _swap_once(weights: list[float], parts: list[list[int]]) -> bool:
     gap = max(totals) - min(totals)
     cheap.sort(key=lambda unit: (weights[unit], unit))
     values = [weights[unit] for unit in cheap]
-    # A gain within the rounding of the sums does not count; otherwise two parts could swap the same groups for ever.
+    # A gain within the rounding of the sums does not count; otherwise two parts could swap the same units for ever.
     best, choice = gap * (1 - 1e-9), None
     for place, unit in enumerate(dear):
         nearest = bisect_right(values, weights[unit] - gap / 2)
@@ -245,15 +231,15 @@ def _best_single_or_pair(left: list[int], room: int, candidates: int, spread: bo
     return choice
 
 
-def _halve(rows: list[int], size: Callable[[int], int]) -> tuple[list[int], list[int]]:
+def _halve(rows: list[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
     """Cut a bin of at least two rows into two non-empty halves of nearly equal size, the heavier first."""
     halves: tuple[list[int], list[int]] = ([], [])
     sizes = [0, 0]
-    for row in sorted(rows, key=lambda row: (-size(row), row)):
+    for row in sorted(rows, key=lambda row: (-lengths[row], row)):
         # The last clause keeps the second half from staying empty where the first row weighs nothing.
         lighter = 0 if sizes[0] <= sizes[1] and not (halves[0] and not halves[1]) else 1
         halves[lighter].append(row)
-        sizes[lighter] += size(row)
+        sizes[lighter] += lengths[row]
     return sorted(halves[0]), sorted(halves[1])
 
 
@@ -330,10 +316,8 @@ class RowTokens:
 def pack_groups_under(tokens: RowTokens, budget: int, names: Sequence[str], key: str = BUDGET_KEY) -> list[list[int]]:
     """Return micro-batches, as lists of rows, that compute at most ``budget`` tokens each.
 
-    A group stays whole where it fits. Otherwise it is cut into as few parts as its answers allow, each with the prompt.
-
-    Raises:
-        ConfigError: One row alone exceeds the budget. The message names ``key`` and the row.
+    A group stays whole where it fits. Otherwise it is cut into as few parts as its answers allow, each with the prompt. One row
+    alone that exceeds the budget is a ConfigError, which names ``key`` and the row.
     """
     units: list[list[int]] = []
     chained: list[list[int]] = []

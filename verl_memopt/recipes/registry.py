@@ -27,6 +27,8 @@ class Recipe:
         names_at: The names of its published settings, which a run of it reads beside ours.
         hooks_at: Its dataset, its role in the workers and its scorer: a ``RecipeHooks``.
         commands: Command -> the function that runs it, and the line of the help.
+        tokens_key: Its cap of tokens in a forward of the model that scores.
+        longest_key: The most tokens of a sequence that is scored.
         equals: A name of its published settings -> our key, for the hint at an unknown key.
     """
 
@@ -34,6 +36,8 @@ class Recipe:
     rules_at: str
     names_at: str
     hooks_at: str
+    tokens_key: str
+    longest_key: str
     commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     equals: Mapping[str, str] = field(default_factory=dict)
 
@@ -59,6 +63,8 @@ RECIPES: dict[str, Recipe] = {
         rules_at="verl_memopt.recipes.rlt.rules:RLT_RULES",
         names_at="verl_memopt.recipes.rlt.rules:NAMES",
         hooks_at="verl_memopt.recipes.rlt.scorer:HOOKS",
+        tokens_key="reward_model.rlt.max_tokens_per_micro_batch",
+        longest_key="reward_model.rlt.max_student_len",
         commands={
             "score": (
                 "verl_memopt.recipes.rlt.score_command:run",
