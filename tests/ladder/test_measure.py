@@ -1,6 +1,10 @@
 import gc
+import json
 import os
+import pickle
 import weakref
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -8,9 +12,25 @@ import torch
 import torch.distributed as dist
 
 from verl_memopt.config.schema import Actor
-from verl_memopt.errors import ConfigError
-from verl_memopt.ladder.measure import ABLATION, ALTERNATIVES, Work, make_batch, measure_row, run_ablation
+from verl_memopt.errors import ConfigError, DeviceMemoryError, OutOfMemory
+from verl_memopt.ladder.measure import (
+    ABLATION,
+    ALTERNATIVES,
+    Row,
+    Work,
+    as_json,
+    choose_rows,
+    make_batch,
+    measure_row,
+    plan_rows,
+    row_settings,
+    run_ablation,
+    shapes,
+    split,
+    with_savings,
+)
 from verl_memopt.memory.host_buffers import host_allocator
+from verl_memopt.memory.knob import knob_named, knobs
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.worker.worker import Worker
 
@@ -172,3 +192,123 @@ def test_a_critic_that_rests_on_the_host_adds_nothing_to_the_peak_of_the_step(fo
     assert with_critic.peak_device_bytes <= 1.05 * without.peak_device_bytes
     for phase, num_bytes in without.phases.items():
         assert abs(with_critic.phases[phase] - num_bytes) <= SMALL, phase
+
+
+# The rows: their order and settings, and what is recorded of one.
+
+
+def test_the_ladder_goes_from_all_off_to_all_on_one_knob_at_a_time():
+    ablation = [plan for plan in plan_rows(WORK) if plan.knob not in ALTERNATIVES]
+    assert [plan.knob for plan in ablation] == ["all off", *ABLATION]
+    assert [plan.base for plan in ablation] == ["", "all off", *ABLATION[:-1]]
+    for before, plan in pairwise(ablation):
+        changed = {override.split("=")[0] for override in set(plan.overrides) - set(before.overrides)}
+        assert changed <= {override.split("=")[0] for override in knob_named(plan.knob).row.on}
+
+
+def test_an_alternative_adds_its_knob_to_the_row_it_names():
+    plans = {plan.knob: plan for plan in plan_rows(WORK)}
+    for name, base in ALTERNATIVES.items():
+        assert set(plans[name].overrides) - set(plans[base].overrides) <= set(knob_named(name).row.on)
+
+
+def test_every_knob_that_an_update_can_show_has_a_row():
+    shown = {*ABLATION, *ALTERNATIVES}
+    # The ladder runs on one device, where no tokens are shared.
+    assert {knob.name for knob in knobs()} - shown == {"limits", "profiles", "sequence_parallel", "tiled_block"}
+    assert all(knob.row.on and knob.row.off for knob in knobs() if knob.name in shown)
+
+
+def test_a_knob_that_is_on_is_not_off_as_well():
+    for plan in plan_rows(WORK):
+        keys = [override.split("=")[0] for override in plan.overrides]
+        assert len(keys) == len(set(keys))
+
+
+def test_every_row_is_a_valid_configuration(tiny_folder):
+    for plan in plan_rows(WORK):
+        assert row_settings(str(tiny_folder), WORK, plan.overrides).trainer.worker_group == "local"
+
+
+def test_chosen_rows_are_those_asked_for_and_the_ones_they_are_compared_with():
+    assert [plan.knob for plan in choose_rows(WORK, ["lora", "token_budget"])] == [
+        *("bucketed_adamw", "token_budget", "rollout_memory", "lora")
+    ]
+
+
+def test_the_ladder_keeps_its_order():
+    """Committed ladders are compared row by row."""
+    assert ABLATION[:3] == ("chunked_logprob", "shared_prompt", "bucketed_adamw")
+    assert ABLATION[-3:] == ("precision", "stochastic_rounding", "optimizer_state_dtype")
+    assert ALTERNATIVES["load_mode"] == "param_offload"
+
+
+def test_with_a_critic_its_own_knobs_stand_as_the_policys_do(tiny_folder):
+    *_, plan = [plan for plan in plan_rows(WORK) if plan.knob in ABLATION]
+    settings = row_settings(str(tiny_folder), WORK, [*plan.overrides, "algorithm.adv_estimator=gae"])
+    actor, critic = settings.actor_rollout_ref.actor, settings.critic
+    assert critic.model.fsdp_config == actor.fsdp_config
+    assert critic.model.enable_activation_offload is settings.actor_rollout_ref.model.enable_activation_offload is True
+    assert critic.ppo_max_token_len_per_gpu == actor.ppo_max_token_len_per_gpu
+    assert critic.optim.state_dtype == actor.optim.state_dtype
+    own = "critic.model.fsdp_config.param_offload=false"
+    settings = row_settings(str(tiny_folder), WORK, [*plan.overrides, "algorithm.adv_estimator=gae", own])
+    assert settings.actor_rollout_ref.actor.fsdp_config.param_offload is True
+    assert settings.critic.model.fsdp_config.param_offload is False
+
+
+RAN_OUT = OutOfMemory("update_actor", asked_bytes=5, held_bytes=8, limit_bytes=10)
+
+
+def fitting(knob, logits):
+    """Return a row that fits, with so many bytes of logits."""
+    phase_kinds = {phase: {"logits": logits} for phase in ("update_actor", "old_log_prob")}
+    return Row(knob, (), {"update_actor": 100}, {"logits": logits}, 100, 0, 1.5, 0.1, 0.2, phase_kinds)
+
+
+def test_the_figures_of_an_error_come_with_it_from_another_process():
+    error = pickle.loads(pickle.dumps(DeviceMemoryError("gen: full", OutOfMemory("gen", 3, 8, 10))))
+    assert (str(error), error.figures) == ("gen: full", OutOfMemory("gen", 3, 8, 10))
+
+
+def test_a_row_says_whether_it_ran_out():
+    assert fitting("all off", 40).status == "ok"
+    assert replace(fitting("all off", 40), out_of_memory=RAN_OUT).status == "out of memory"
+
+
+@pytest.mark.parametrize("failed", ["row", "base"])
+def test_a_saving_is_not_measured_where_either_side_ran_out(failed, shapes_pair):
+    base, compared_row = fitting("all off", 40), fitting("chunked_logprob", 10)
+    assert {saving.measured_bytes for saving in with_savings(compared_row, base, *shapes_pair).savings} == {30}
+    if failed == "row":
+        compared_row = Row("chunked_logprob", (), {}, out_of_memory=RAN_OUT)
+    else:
+        base = Row("all off", (), {}, out_of_memory=RAN_OUT)
+    compared = with_savings(compared_row, base, *shapes_pair)
+    assert {saving.measured_bytes for saving in compared.savings} == {None}
+    assert compared.base == "all off"
+    assert all(isinstance(saving.formula_bytes, int) for saving in compared.savings)
+
+
+@pytest.fixture
+def shapes_pair(tiny_folder):
+    """Return the sizes that the formulas read, without and with chunked log-probs."""
+    first, second = plan_rows(WORK)[:2]
+    return shapes(tiny_folder, WORK, first.overrides), shapes(tiny_folder, WORK, second.overrides)
+
+
+def test_alternatives_are_apart_from_the_ablation():
+    ablation, alternatives = split([fitting("all off", 1), fitting("lora", 1), fitting("chunked_logprob", 1)])
+    assert [one.knob for one in ablation] == ["all off", "chunked_logprob"]
+    assert [one.knob for one in alternatives] == ["lora"]
+
+
+def test_plain_values_say_model_work_status_and_where_a_row_ran_out():
+    failed = Row("all off", ("a=1",), {"ref": 7}, out_of_memory=RAN_OUT)
+    plain = json.loads(json.dumps(as_json([failed, fitting("chunked_logprob", 10), fitting("lora", 1)], WORK, "m")))
+    assert (plain["schema"], plain["model"], plain["work"]["prompt"]) == (3, "m", 24)
+    first, second = plain["rungs"]
+    assert (first["knob"], first["status"], first["peak_device_bytes"]) == ("all off", "out of memory", None)
+    assert first["out_of_memory"] == {"phase": "update_actor", "asked_bytes": 5, "held_bytes": 8, "limit_bytes": 10}
+    assert (second["status"], second["out_of_memory"], second["peak_device_bytes"]) == ("ok", None, 100)
+    assert [one["knob"] for one in plain["branches"]] == ["lora"]

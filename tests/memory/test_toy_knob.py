@@ -23,8 +23,7 @@ Works with: every knob but a chunk of 7.
 
 from dataclasses import dataclass
 
-from verl_memopt.memory.knob import LOWER, Advice, Claim, Knob, LadderRow, Refusal, UnusedKey, switch
-from verl_memopt.memory.knob import PositiveInt
+from verl_memopt.memory.knob import LOWER, Advice, Claim, Knob, LadderRow, PositiveInt, Refusal, UnusedKey, switch
 
 KEY, CHUNK = "actor_rollout_ref.model.toy_tiles", "actor_rollout_ref.model.logprob_chunk_tokens"
 
@@ -64,6 +63,7 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.memory.list_knobs import print_knobs
 from tools.knobs_page import page
 from verl_memopt.ladder.measure import ABLATION
+from verl_memopt.memory.knob import Need
 from verl_memopt.memory.out_of_memory import RunParts, advice
 from tests.end_to_end.covering import FACTORS, covering_rows
 
@@ -91,7 +91,9 @@ print(json.dumps({
     "page": page(),
     "configuration": configuration(),
     "ladder": ABLATION[:2],
-    "advice": [way.text for way in advice("update_actor", ["toys"], RunParts(settings.actor_rollout_ref))],
+    "advice": [
+        way.text for way in advice("update_actor", ["toys"], RunParts(settings.actor_rollout_ref), lambda kind: Need(0.5, 0, 0))
+    ],
     "factor": FACTORS["toy"],
     "tried": sorted({row["toy"] for rows in covering_rows() for row in rows}),
 }))
@@ -122,7 +124,7 @@ def test_its_setting_is_read_and_its_rules_hold(told):
     chunk = "actor_rollout_ref.model.logprob_chunk_tokens"
     assert told["refused"] == f"{KEY}=4, {chunk}=7: seven does not tile. Set 8."
     assert f"{KEY}=5 has no effect here: five is right out." in told["warning"]
-    assert told["advice"] == [f"lower {KEY} (now 5)"]
+    assert told["advice"] == [f"lower {KEY} to 2.5 (now 5)"]
 
 
 def test_the_command_line_and_the_pages_list_it(told):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.end_to_end.covering import settings_of
+from tests.end_to_end.covering import REF, settings_of
 from tests.virtual_gpu.device import VirtualGpu
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Critic, CriticModel
@@ -27,6 +27,8 @@ from verl_memopt.worker.plan import WorkerPlan
 from verl_memopt.worker.trained_model import MiniBatch
 from verl_memopt.worker.worker import Worker
 
+STREAMS = {f"{REF}.fsdp_config.param_offload": "stream"}
+"""Settings with which the reference streams."""
 PROMPTS = [[40, 41, 42], [50], [60, 61]]
 SLACK_BYTES = 16 * 2**10
 """What may lie on the device beside the parts that are known: tables of rotary embeddings, a scalar here and there."""

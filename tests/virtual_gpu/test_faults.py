@@ -1,31 +1,84 @@
-"""Faults that only a GPU shows are found where there is none."""
+"""Faults that only a GPU shows, put into a worker's life on purpose, are found where there is no GPU."""
+
+from unittest import mock
 
 import pytest
+import torch
 
-from tests.virtual_gpu import faults
+from tests.end_to_end.covering import all_off
 from tests.virtual_gpu.clocks import RaceError
+from tests.virtual_gpu.life import STREAMS, live, misplaced
+from verl_memopt.data.batch import token_index
+from verl_memopt.distributed.device import current_stream
+from verl_memopt.memory import optimizer_offload_torch, streamed_params_torch
+from verl_memopt.memory.param_offload_torch import OffloadedParams
+from verl_memopt.worker import policy
+from verl_memopt.worker.trained_model import TrainedModel
+
+GPU = torch.device("cuda", 0)
 
 
-def test_device_values_written_into_a_host_tensor_are_an_error(on_virtual_gpu, folder):
-    with pytest.raises(RuntimeError, match=r"Mismatching aten\.index_put_\.default device"):
-        on_virtual_gpu(faults.host_and_device_mixed, folder)
+def _scatter_on_the_host(parts, lengths):
+    out = torch.empty(sum(lengths), dtype=torch.float32)
+    for rows, values in parts:
+        out[token_index(lengths, rows)] = values
+    return out
 
 
-def test_a_value_read_between_micro_batches_is_an_error(on_virtual_gpu, folder):
-    with pytest.raises(AssertionError, match=r"between micro-batches: aten\._local_scalar_dense"):
-        on_virtual_gpu(faults.read_back_between_micro_batches, folder)
+def host_and_device_mixed(folder):
+    with mock.patch.object(policy, "scatter_tokens", _scatter_on_the_host):
+        live(all_off(), folder)
 
 
-def test_a_copy_that_nobody_waits_for_is_an_error(on_virtual_gpu, folder):
-    with pytest.raises(RaceError, match="has not waited for it"):
-        on_virtual_gpu(faults.copy_not_waited_for, folder)
+def read_back_between_micro_batches(folder):
+    backward = TrainedModel.backward
+
+    def reads(self, *args):
+        metrics = backward(self, *args)
+        metrics["actor/loss"].item()
+        return metrics
+
+    with mock.patch.object(TrainedModel, "backward", reads):
+        live(all_off(), folder, whole=False)
 
 
-def test_a_block_that_comes_into_memory_still_in_use_is_an_error(on_virtual_gpu, folder):
-    with pytest.raises(RaceError, match="copy_"):
-        on_virtual_gpu(faults.block_overwritten_in_use, folder)
+def copy_not_waited_for(folder):
+    row = all_off() | {"actor optimizer_offload": "on", "bucket": "small"}
+    with mock.patch.object(optimizer_offload_torch, "wait_for", return_value=None):
+        live(row, folder, whole=False)
+
+
+def block_overwritten_in_use(folder):
+    """Streams a reference whose copies do not wait for what computes with the block that was there."""
+    mark_done = streamed_params_torch.mark_done
+
+    def of_copies_alone(stream):
+        return None if stream is current_stream(GPU) else mark_done(stream)
+
+    with mock.patch.object(streamed_params_torch, "mark_done", of_copies_alone):
+        live(all_off(), folder, whole=False, more=STREAMS)
+
+
+def parameters_that_never_leave(folder):
+    row = all_off() | {"actor param_offload": "on"}
+    with mock.patch.object(OffloadedParams, "to_host", return_value=0):
+        return misplaced(row, live(row, folder, whole=False))
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "says"),
+    [
+        (host_and_device_mixed, RuntimeError, r"Mismatching aten\.index_put_\.default device"),
+        (read_back_between_micro_batches, AssertionError, r"between micro-batches: aten\._local_scalar_dense"),
+        (copy_not_waited_for, RaceError, "has not waited for it"),
+        (block_overwritten_in_use, RaceError, "copy_"),
+    ],
+)
+def test_a_fault_is_an_error(fault, error, says, on_virtual_gpu, folder):
+    with pytest.raises(error, match=says):
+        on_virtual_gpu(fault, folder)
 
 
 def test_parameters_that_stay_on_the_device_are_told(on_virtual_gpu, folder):
-    found = on_virtual_gpu(faults.parameters_that_never_leave, folder)
+    found = on_virtual_gpu(parameters_that_never_leave, folder)
     assert any(line.startswith("policy after released") for line in found), found

@@ -6,8 +6,7 @@ from itertools import combinations
 import pytest
 
 from tests.end_to_end.covering import FOUR_RANKS, REFERENCE, all_off, covering_rows, options, pair_row
-from tests.virtual_gpu.faults import STREAMS
-from tests.virtual_gpu.life import SLACK_BYTES, live, misplaced
+from tests.virtual_gpu.life import SLACK_BYTES, STREAMS, compare_packed_rows, live, misplaced
 
 ALONE = [option for option in options() if pair_row(frozenset([option])) != all_off()]
 NEEDS_PACKAGE = {("optimizer", "torchao"): "torchao"}
@@ -99,3 +98,11 @@ def test_a_critic_at_rest_leaves_no_byte_on_the_device_outside_its_phases(on_vir
         assert beside.peaks[phase] - without.peaks[phase] == 3 * 512, phase
     for phase in ("gen", "released", "old_log_prob", "ref", "update_actor", "update_weights", "save_checkpoint"):
         assert (beside.rests[phase]["critic"], beside.rests[phase]["critic's optimizer"]) == (2 * 512, 512), phase
+
+
+@pytest.mark.parametrize(("shared", "world_size"), [("off", 1), ("on", 2)])
+def test_packed_rows_of_every_model_are_compared_on_the_device(shared, world_size, on_virtual_gpu, folder):
+    """A worker leaves it out here, for fake tensors have no values to compare."""
+    row = all_off() | {"shared prompt": shared, "batching": "tokens"}
+    differences = on_virtual_gpu(compare_packed_rows, row, folder, world_size)
+    assert [(each.mixing, each.packing) for each in differences] == [(0, 0)] * 3, "what is read of the device is 0"

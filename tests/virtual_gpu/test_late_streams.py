@@ -5,8 +5,8 @@ import torch
 
 from tests.end_to_end.covering import all_off
 from tests.end_to_end.knob_runs import run_row
-from tests.virtual_gpu.faults import STREAMS
 from tests.virtual_gpu.late_streams import late_streams
+from tests.virtual_gpu.life import STREAMS
 from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory import activation_offload_torch, optimizer_offload_torch, param_offload_torch, streamed_params_torch

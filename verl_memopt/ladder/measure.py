@@ -23,12 +23,11 @@ from verl_memopt.distributed.device import empty_cache, leave_process_group, loc
 from verl_memopt.errors import ConfigError, DeviceMemoryError, OutOfMemory
 from verl_memopt.memory.critic_rules import has_critic, twin
 from verl_memopt.memory.formulas import Shapes
+from verl_memopt.memory.held import Pass
 from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.memory.knob import knob_named, knobs
-from verl_memopt.model.attention import choose_attention
 from verl_memopt.model.folder import resolve_folder
-from verl_memopt.model.packed_model import PolicyModel
-from verl_memopt.model.weights import empty_model, load_model_config
+from verl_memopt.model.weights import size_of
 from verl_memopt.observe.phase import PhaseMemory
 from verl_memopt.trainer.micro_batching import budgets, critic_budgets, cut_ranks, with_selection
 from verl_memopt.worker.group import LocalGroup
@@ -202,36 +201,13 @@ def _round(group: Any, settings: Settings, batch: RolloutBatch, memories: list[P
 def shapes(folder: Path, work: Work, overrides: Sequence[str]) -> Shapes:
     """Return the sizes that the knobs' formulas read, for a model and a row's settings. No weights are loaded."""
     settings = row_settings(str(folder), work, overrides)
-    model = settings.actor_rollout_ref.model
-    config = load_model_config(model, folder)
-    attention = choose_attention(model.attn_implementation, torch.device("cpu"), torch.float32)
-    policy = PolicyModel(empty_model(config, attention, torch.float32, model.trust_remote_code), 0, False)
-    budget = budgets(settings.actor_rollout_ref)[0]
-    tokens = make_batch(work, settings.actor_rollout_ref.actor).row_tokens()
-    largest = max(budget.micro_batches(tokens, [""] * work.rows), key=tokens.cost)
-    return Shapes(
-        settings=settings.actor_rollout_ref,
-        layers=len(policy.blocks()),
-        hidden=config.hidden_size,
-        mlp=config.intermediate_size,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", config.hidden_size // config.num_attention_heads),
-        vocab=config.vocab_size,
-        params=_count(policy),
-        block_params=_count(policy.blocks()[0]),
-        tied=policy.tied,
-        tokens=tokens.cost(largest),
-        responses=len(largest) * work.response,
-        suffix_tokens=tokens.suffixes(largest),
-        skipped=tokens.skipped(largest),
-        segments=tokens.segments(largest),
-        device=resolve_device(settings.trainer.device),
-    )
-
-
-def _count(module: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    roles = settings.actor_rollout_ref
+    tokens = make_batch(work, roles.actor).row_tokens()
+    largest = max(budgets(roles)[0].micro_batches(tokens, [""] * work.rows), key=tokens.cost)
+    cost = tokens.cost(largest)
+    update = Pass(cost, len(largest) * work.response, tokens.segments(largest), cost)
+    found = size_of(roles.model, "--model").shapes(roles, update, resolve_device(settings.trainer.device))
+    return replace(found, suffix_tokens=tokens.suffixes(largest), skipped=tokens.skipped(largest))
 
 
 # The rows of the ladder: their order, the settings of each, and the work that all of them do.

@@ -7,6 +7,8 @@ from torch import nn
 
 from tests.memory import activation_cases as act
 from tests.memory.activation_cases import ELEMENTWISE, EVERY_2, FULL, SELECTIVE, TILED
+from tests.memory.activations.test_prune_last_block import BOUND, gradients
+from tests.memory.batching.test_shared_prompt import grouped
 from tests.ranks import run_ranks
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.memory.prune_last_block import can_prune
@@ -32,12 +34,21 @@ def two_ranks(rank, folder):
     plain, *found = (
         act.first_gradients(act.build(folder, mesh, 2, **options), mini) for options in ({}, *(options for options, _ in ROUNDED))
     )
-    return [act.largest_difference(one, plain) for one in found]
+    batch, whole = grouped(20, [5, 1, 9], groups=1, seed=rank), {"prune_last_block": False}
+    pairs = (
+        [gradients(act.build(folder, mesh, 2, **options), batch, True) for options in pair]
+        for pair in (
+            *(({**own, **whole}, {**own, "prune_last_block": True}) for own in ({}, ELEMENTWISE, {**ELEMENTWISE, **FULL})),
+            ({**ELEMENTWISE, **FULL}, {**ELEMENTWISE, **FULL, "block_tile_tokens": 4}),
+        )
+    )
+    return [act.largest_difference(one, plain) for one in found] + [act.largest_difference(*pair) for pair in pairs]
 
 
 def test_two_ranks_have_the_same_bits_or_differ_by_rounding(untied_folder):
+    bounds = [*(bound for _, bound in ROUNDED), *[BOUND] * 4]
     for found in run_ranks(two_ranks, 2, untied_folder):
-        assert [one <= bound for one, (_, bound) in zip(found, ROUNDED, strict=True)] == [True] * len(ROUNDED), found
+        assert [one <= bound for one, bound in zip(found, bounds, strict=True)] == [True] * len(bounds), found
 
 
 @pytest.mark.parametrize("options", [FULL, ELEMENTWISE, PRUNED])

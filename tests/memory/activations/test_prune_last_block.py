@@ -9,11 +9,9 @@ from benchmarks.update_pass.flops import count
 from tests.memory import activation_cases as act
 from tests.memory.activation_cases import EVERY_2, LORA, SELECTIVE, TILED
 from tests.memory.batching.test_shared_prompt import counts_of, grouped, sharing
-from tests.ranks import run_ranks
 from tests.tensors import whole_of
 from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import ActorRolloutRef
-from verl_memopt.distributed.device import training_mesh
 from verl_memopt.memory.formulas import Shapes
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.worker.trained_model import micro_batch
@@ -51,17 +49,28 @@ def test_log_probs_and_gradients_differ_by_rounding_only(untied_folder, one_rank
     assert act.largest_difference(*found) <= BOUND
 
 
-@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.data())
-def test_for_packs_of_any_groups_as_well(tiny_folder, one_rank, data):
-    answers = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any))
-    batch = grouped(data.draw(st.integers(1, 20)), answers, data.draw(st.integers(1, 3)), seed=len(answers))
-    shared = data.draw(st.booleans())
-    found = [gradients(act.build(tiny_folder, one_rank, **OWN, **own), batch, shared) for own in (OFF, ON)]
+@st.composite
+def packs(draw):
+    """Draws a batch of any groups, and whether they share their prompts."""
+    answers = draw(st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any))
+    return grouped(draw(st.integers(1, 20)), answers, draw(st.integers(1, 3)), seed=len(answers)), draw(st.booleans())
+
+
+PACKS = packs()
+
+
+def assert_near_for(pack, plain, ours):
+    expected, found = (gradients(policy, *pack) for policy in (plain, ours))
     # Over a single key the gradient of queries is 0, and what is computed of it is rounding of numbers of the others' size.
-    rounding = 2**-22 * torch.stack([gradient.norm() for gradient in found[0][2:]]).norm()
-    for one, other in zip(*found, strict=True):
+    rounding = 2**-22 * torch.stack([gradient.norm() for gradient in expected[2:]]).norm()
+    for one, other in zip(found, expected, strict=True):
         assert (one - other).norm() <= BOUND * other.norm() + rounding
+
+
+@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(PACKS)
+def test_for_packs_of_any_groups_as_well(tiny_folder, one_rank, pack):
+    assert_near_for(pack, *(act.build(tiny_folder, one_rank, **OWN, **own) for own in (OFF, ON)))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
@@ -72,26 +81,20 @@ def test_of_every_known_model(tmp_path, one_rank, model_type, block):
     assert act.largest_difference(*found) <= BOUND
 
 
-def two_ranks(rank, folder, cases):
-    mesh, batch = training_mesh("cpu", 2, -1), grouped(20, [5, 1, 9], groups=1, seed=rank)
-    pairs = [[gradients(act.build(folder, mesh, 2, **options, **own), batch, True) for own in (OFF, ON)] for options in cases]
-    return [act.largest_difference(*pair) for pair in pairs]
-
-
-def test_on_two_ranks(untied_folder):
-    found = run_ranks(two_ranks, 2, untied_folder, [OWN, {**OWN, "recompute": True}, PLAIN])
-    assert max(map(max, found)) <= BOUND
-
-
-def test_in_half_precision_gradients_are_as_near_to_the_truth(untied_folder, one_rank):
+def assert_near_in_half_precision(folder, mesh, plain, ours, batches):
+    """Asserts that in bfloat16 the gradients of ``ours`` are as near to those of ``plain`` in fp32 as those of ``plain``."""
     squares = torch.zeros(2)
-    for seed in range(6):
+    for seed in range(batches):
         batch, found = grouped(20, [5, 1, 9, 0, 3], groups=2, seed=seed), []
-        for dtype, own in (("fp32", OFF), ("bfloat16", OFF), ("bfloat16", ON)):
-            some = gradients(act.build(untied_folder, one_rank, dtype=dtype, **OWN, **own), batch, True)[2:]
+        for dtype, model in (("fp32", plain), ("bfloat16", plain), ("bfloat16", ours)):
+            some = gradients(act.build(folder, mesh, dtype=dtype, **model), batch, True)[2:]
             found.append(torch.cat([gradient.flatten() for gradient in some]))
         squares += torch.tensor([act.largest_difference([one], [found[0]]) ** 2 for one in found[1:]])
     assert squares[1].sqrt() <= 1.01 * squares[0].sqrt()  # both are made of thousands of roundings, of different ones
+
+
+def test_in_half_precision_gradients_are_as_near_to_the_truth(untied_folder, one_rank):
+    assert_near_in_half_precision(untied_folder, one_rank, {**OWN, **OFF}, {**OWN, **ON}, 6)
 
 
 @pytest.mark.parametrize("block", [OWN, PLAIN], ids=["own", "plain"])

@@ -1,3 +1,5 @@
+"""Products over values that backward computes again, and a norm with its MLP: both against plain autograd."""
+
 from types import SimpleNamespace
 
 import pytest
@@ -6,93 +8,205 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import silu
+from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from tests.memory.recomputed import DOUBLE, EPS, ROUNDING, drawn, gradients, plain_norm, relative, saved_by
+from verl_memopt.memory.activation_checkpointing_torch import checkpoint_blocks
 from verl_memopt.memory.formulas import PRODUCT_ROWS
-from verl_memopt.memory.recompute_elementwise_torch import RMSNorm, Rows, SwiGLU, keep, kept, recomputed_norm, recomputed_products
+from verl_memopt.memory.lora_torch import LoraLinear
+from verl_memopt.memory.quantized_frozen_torch import quantize_blocks
+from verl_memopt.memory.recompute_elementwise_torch import (
+    RMSNorm,
+    Rows,
+    SwiGLU,
+    keep,
+    kept,
+    recomputed_norm,
+    recomputed_products,
+    select_rows,
+)
+from verl_memopt.memory.tiled_mlp_torch import recomputed_mlp
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 
-
-def plain_products(recomputable, sources, parameters, weights):
-    value = plain_norm(*sources, *parameters) if isinstance(recomputable, RMSNorm) else silu(sources[0]) * sources[1]
-    return [value @ weight.t() for weight in weights]
+TILE = PRODUCT_ROWS["cpu"]
+SOME, ABOUT_TILES = st.integers(1, 40), st.integers(TILE - 2, 2 * TILE + 2)
 
 
-def operands(recomputable, rows, dtype=DOUBLE, width=6, outs=(5, 3)):
-    sources = tuple(drawn(rows, width, seed=seed, dtype=dtype) for seed in range(recomputable.sources))
-    parameters = (drawn(width, seed=7, dtype=dtype),) if isinstance(recomputable, RMSNorm) else ()
-    return sources, parameters, [drawn(out, width, seed=20 + out, dtype=dtype) for out in outs]
+class Products:
+    """Two products over a norm or a gate of some rows."""
+
+    def __init__(self, recomputable, rows, dtype=DOUBLE, width=6, outs=(5, 3)):
+        self.recomputable, norm = recomputable, isinstance(recomputable, RMSNorm)
+        self.sources = tuple(drawn(rows, width, seed=seed, dtype=dtype) for seed in range(recomputable.sources))
+        self.parameters = (drawn(width, seed=7, dtype=dtype),) if norm else ()
+        self.weights = [drawn(out, width, seed=20 + out, dtype=dtype) for out in outs]
+
+    @property
+    def tensors(self):
+        return [*self.sources, *self.parameters, *self.weights]
+
+    def plain(self):
+        first, *others = self.sources
+        value = plain_norm(first, *self.parameters) if isinstance(self.recomputable, RMSNorm) else silu(first) * others[0]
+        return [value @ weight.t() for weight in self.weights]
+
+    def run(self, *rows):
+        return list(recomputed_products(self.recomputable, self.sources, self.parameters, self.weights, *rows))
+
+    def widened(self):
+        """Gives the same in float64."""
+        wide = Products(self.recomputable, 1)
+        parts = [
+            [one.detach().double().requires_grad_() for one in some] for some in (self.sources, self.parameters, self.weights)
+        ]
+        wide.sources, wide.parameters, wide.weights = parts
+        return wide
 
 
-RECOMPUTABLES = [RMSNorm(EPS), SwiGLU()]
+class Mlp(nn.Module):
+    """A norm's weight and three layers: with ``lora`` over adapters that learn, with ``bias`` over biases."""
+
+    def __init__(self, width=6, wide=10, bias=False, lora=False, dtype=DOUBLE):
+        super().__init__()
+        torch.manual_seed(3)
+        self.weight = nn.Parameter(torch.randn(width, dtype=dtype))
+        layers = [nn.Linear(*sizes, bias=bias, dtype=dtype) for sizes in ((width, wide), (width, wide), (wide, width))]
+        self.layers = nn.ModuleList(LoraLinear(layer, 2, 0.5) if lora else layer for layer in layers)
+        for layer in self.layers if lora else ():
+            for parameter in (layer.lora_A, layer.lora_B):
+                nn.init.normal_(parameter)
+                parameter.requires_grad_()
+            layer.weight.requires_grad_(False)
+
+    def forward(self, x, tiles=1):
+        return recomputed_mlp(x, RMSNorm(EPS), self.weight, list(self.layers), tiles)
+
+    def plain(self, x):
+        gate, up, down = self.layers
+        normal = plain_norm(x, self.weight)
+        return down(silu(gate(normal)) * up(normal))
+
+
+class PlainMlp(Mlp):
+    """The same in plain autograd."""
+
+    def forward(self, x):
+        return self.plain(x)
+
+
+class MlpOfRows:
+    """An MLP over some rows, with the interface of :class:`Products`."""
+
+    def __init__(self, rows, dtype=DOUBLE, width=6, wide=10, tiles=2, **kind):
+        self.mlp, self.x, self.tiles, self.sizes = (
+            Mlp(width, wide, dtype=dtype, **kind),
+            drawn(rows, width, dtype=dtype),
+            tiles,
+            (width, wide),
+        )
+
+    @property
+    def tensors(self):
+        return [self.x, *(parameter for parameter in self.mlp.parameters() if parameter.requires_grad)]
+
+    def plain(self):
+        return [self.mlp.plain(self.x)]
+
+    def run(self):
+        return [self.mlp(self.x, self.tiles)]
+
+    def widened(self):
+        wide = MlpOfRows(1, DOUBLE, *self.sizes)
+        wide.mlp, wide.x = wide.mlp.bfloat16().double(), self.x.detach().double().requires_grad_()
+        wide.mlp.load_state_dict({name: value.double() for name, value in self.mlp.state_dict().items()})
+        return wide
+
+
+CASES = {
+    "norm": lambda rows, *args: Products(RMSNorm(EPS), rows, *args),
+    "gate": lambda rows, *args: Products(SwiGLU(), rows, *args),
+    "mlp": MlpOfRows,
+}
+EACH = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+RECOMPUTABLES = pytest.mark.parametrize("recomputable", [RMSNorm(EPS), SwiGLU()], ids=["norm", "gate"])
+
+
+def assert_near(found, expected, bound=ROUNDING):
+    for one, other in zip(found, expected, strict=True):
+        assert relative(one, other) <= bound
 
 
 # Numbers.
 
 
-@pytest.mark.parametrize("recomputable", RECOMPUTABLES, ids=["norm", "gate"])
+@RECOMPUTABLES
 @settings(deadline=None, max_examples=20)
-@given(rows=st.one_of(st.integers(1, 40), st.integers(PRODUCT_ROWS["cpu"] - 2, 3 * PRODUCT_ROWS["cpu"] + 2)))
+@given(rows=st.one_of(SOME, st.integers(TILE - 2, 3 * TILE + 2)))
 def test_products_and_their_gradients_are_those_of_autograd(recomputable, rows):
-    operand = operands(recomputable, rows)
-    tensors = [*operand[0], *operand[1], *operand[2]]
-    expected_outs = plain_products(recomputable, *operand)
-    expected = gradients(expected_outs, tensors)
-    outs = recomputed_products(recomputable, *operand)
-    assert all(torch.equal(one, other) for one, other in zip(outs, expected_outs, strict=True))
-    for one, other in zip(gradients(outs, tensors), expected, strict=True):
-        assert relative(one, other) <= ROUNDING
+    case = Products(recomputable, rows)
+    expected, found = case.plain(), case.run()
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    expected = gradients(expected, case.tensors)  # first: a gate's gradients take the place of its sources
+    assert_near(gradients(found, case.tensors), expected)
 
 
-@pytest.mark.parametrize("recomputable", RECOMPUTABLES, ids=["norm", "gate"])
+@RECOMPUTABLES
 @settings(deadline=None, max_examples=20)
-@given(data=st.data(), rows=st.one_of(st.integers(1, 40), st.integers(PRODUCT_ROWS["cpu"] - 2, 2 * PRODUCT_ROWS["cpu"] + 2)))
+@given(data=st.data(), rows=st.one_of(SOME, ABOUT_TILES))
 def test_products_of_some_rows_are_rows_of_the_products(recomputable, data, rows):
-    operand, first = operands(recomputable, rows), data.draw(st.integers(0, rows - 1))
+    case, first = Products(recomputable, rows), data.draw(st.integers(0, rows - 1))
     places = torch.tensor(sorted({first, *data.draw(st.lists(st.integers(0, rows - 1), max_size=60))}))
-    tensors = [*operand[0], *operand[1], *operand[2]]
-    whole, other = plain_products(recomputable, *operand)
-    expected = gradients([whole[places], other], tensors)
-    outs = recomputed_products(recomputable, *operand, Rows(places, places.numpy()), (True, False))
-    assert all(relative(one, two) <= ROUNDING for one, two in zip(outs, (whole[places], other), strict=True))
-    for one, two in zip(gradients(outs, tensors), expected, strict=True):
-        assert relative(one, two) <= ROUNDING
+    whole, other = case.plain()
+    expected, found = [whole[places], other], case.run(Rows(places, places.numpy()), (True, False))
+    assert_near(found, expected)
+    expected = gradients(expected, case.tensors)
+    assert_near(gradients(found, case.tensors), expected)
 
 
-@pytest.mark.parametrize("recomputable", RECOMPUTABLES, ids=["norm", "gate"])
-def test_a_pack_without_tokens_has_gradients_of_zero(recomputable):
-    operand = operands(recomputable, 0)
-    tensors = [*operand[0], *operand[1], *operand[2]]
-    found = gradients(recomputed_products(recomputable, *operand), tensors)
-    assert [one.shape for one in found] == [one.shape for one in tensors]
+@pytest.mark.parametrize("kind", [{}, {"bias": True}, {"lora": True}, {"bias": True, "lora": True}], ids=str)
+@settings(deadline=None, max_examples=15)
+@given(rows=st.one_of(SOME, ABOUT_TILES), tiles=st.integers(1, 5))
+def test_the_output_of_an_mlp_and_all_gradients_are_those_of_autograd(kind, rows, tiles):
+    case = MlpOfRows(rows, tiles=tiles, **kind)
+    expected, found = case.plain(), case.run()
+    assert_near(found, expected)
+    assert_near(gradients(found, case.tensors), gradients(expected, case.tensors))
+
+
+@EACH
+def test_a_pack_without_tokens_has_gradients_of_zero(case):
+    case = case(0)
+    found = gradients(case.run(), case.tensors)
+    assert [one.shape for one in found] == [one.shape for one in case.tensors]
     assert not any(one.any() for one in found)
 
 
-@pytest.mark.parametrize("frozen", ["sources", "parameters", "weights", "one weight"])
-def test_what_is_frozen_gets_no_gradient_and_changes_no_other(frozen):
-    operand = operands(RMSNorm(EPS), 50)
-    expected = gradients(plain_products(RMSNorm(EPS), *operand), [*operand[0], *operand[1], *operand[2]])
-    operand = operands(RMSNorm(EPS), 50)
-    chosen = {"sources": operand[0], "parameters": operand[1], "weights": operand[2], "one weight": operand[2][:1]}[frozen]
-    for tensor in chosen:
-        tensor.requires_grad_(False)
-    tensors = [*operand[0], *operand[1], *operand[2]]
-    asked = [place for place, tensor in enumerate(tensors) if tensor.requires_grad]
-    found = gradients(recomputed_products(RMSNorm(EPS), *operand), [tensors[place] for place in asked])
-    for one, place in zip(found, asked, strict=True):
-        assert relative(one, expected[place]) <= ROUNDING
+@pytest.mark.parametrize(
+    ("case", "frozen"),
+    # Of products: the source, the norm's weight, two weights. Of an MLP: the input, the norm's weight, gate, up and down.
+    [
+        *(("norm", places) for places in ((0,), (1,), (2, 3), (2,))),
+        *(("mlp", places) for places in ((0,), (1,), (0, 1), (2,), (1, 2, 3, 4))),
+    ],
+)
+def test_what_is_frozen_gets_no_gradient_and_changes_no_other(case, frozen):
+    case = CASES[case](50)
+    tensors = case.tensors
+    expected = gradients(case.plain(), tensors)
+    for place in frozen:
+        tensors[place].requires_grad_(False)
+    asked = [place for place in range(len(tensors)) if place not in frozen]
+    assert_near(gradients(case.run(), [tensors[place] for place in asked]), [expected[place] for place in asked])
 
 
-@pytest.mark.parametrize("recomputable", RECOMPUTABLES, ids=["norm", "gate"])
-def test_bfloat16_is_as_near_to_the_truth_as_autograd_but_for_one_rounding(recomputable):
-    rows, width = 3 * PRODUCT_ROWS["cpu"], 64
-    given = operands(recomputable, rows, torch.bfloat16, width)
-    tensors = [*given[0], *given[1], *given[2]]
-    doubles = [[one.detach().double().requires_grad_() for one in some] for some in given]
-    truth = gradients(plain_products(recomputable, *doubles), [one for some in doubles for one in some])
-    plain = gradients(plain_products(recomputable, *given), tensors)
-    found = gradients(recomputed_products(recomputable, *given), tensors)
+@EACH
+def test_bfloat16_is_as_near_to_the_truth_as_autograd_but_for_one_rounding(case):
+    case = case(3 * TILE, torch.bfloat16, 64)
+    wide = case.widened()
+    truth, plain, found = (
+        gradients(outs, one.tensors) for outs, one in ((wide.plain(), wide), (case.plain(), case), (case.run(), case))
+    )
     for one, other, true in zip(found, plain, truth, strict=True):
         # A weight's gradient is rounded to 8 bits for each tile, and once more when they are summed.
         assert relative(one.double(), true) <= relative(other.double(), true) + 2**-9
@@ -103,28 +217,64 @@ def test_a_norm_alone_is_that_of_transformers_to_the_bit():
     norm.weight = nn.Parameter(drawn(16, seed=1, dtype=torch.float32).detach())
     expected, out = norm(x), recomputed_norm(x, norm.weight, EPS)
     assert torch.equal(out, expected)
-    for one, other in zip(gradients([out], [x, norm.weight]), gradients([expected], [x, norm.weight]), strict=True):
-        assert relative(one, other) <= 1e-6  # in fp32
+    assert_near(gradients([out], [x, norm.weight]), gradients([expected], [x, norm.weight]), 1e-6)  # in fp32
+
+
+def test_adapters_that_are_off_are_left_out():
+    mlp, x = Mlp(lora=True), drawn(7, 6)
+    with_adapters = mlp(x)
+    for layer in mlp.layers:
+        layer.active = False
+    assert relative(mlp(x), mlp.plain(x)) <= ROUNDING
+    assert relative(mlp(x), with_adapters) > 0.1
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_layers_of_any_kind_are_computed_without_a_graph(kind):
+    block, x = nn.Module(), drawn(50, 64, dtype=torch.float32).detach()
+    block.inner = Mlp(64, 128, dtype=torch.float32)
+    weights = {name: parameter.detach().clone() for name, parameter in block.named_parameters()}
+    quantize_blocks([block], kind)
+    for place, layer in enumerate(block.inner.layers):
+        layer.qweight.copy_(layer.quantize(weights[f"inner.layers.{place}.weight"]))
+    with torch.no_grad():
+        assert relative(block.inner(x, 3), block.inner.plain(x)) <= 1e-6  # fp32
+
+
+# Cost.
+
+
+def test_inside_a_checkpointed_block_an_mlp_costs_no_more_than_one_that_keeps_everything():
+    counted = {}
+    for name, kind in (("plain", PlainMlp), ("checkpointed", PlainMlp), ("ours", Mlp)):
+        mlp = kind()
+        if name != "plain":
+            checkpoint_blocks([mlp])
+        with FlopCounterMode(display=False) as counter:
+            mlp(drawn(32, 6)).sum().backward()
+        counted[name] = counter.get_total_flops() / (2 * 32 * 6 * 10 * 3)
+    # In forwards of an MLP: one and two for backward; again two of its three products.
+    assert counted == pytest.approx({"plain": 3, "checkpointed": 4 - 1 / 3, "ours": 4 - 1 / 3})
 
 
 # Bytes.
 
 
-@pytest.mark.parametrize("recomputable", RECOMPUTABLES, ids=["norm", "gate"])
-def test_sources_parameters_and_weights_are_all_that_is_kept(recomputable):
-    operand = operands(recomputable, 30)
-    found, _ = saved_by(lambda: recomputed_products(recomputable, *operand))
-    given = [*operand[0], *operand[1], *operand[2]]
-    assert [one.data_ptr() for one in found] == [one.data_ptr() for one in given]
+@pytest.mark.parametrize("case", [CASES["norm"], CASES["gate"], lambda rows: MlpOfRows(rows, bias=True, lora=True)])
+def test_inputs_and_parameters_are_all_that_is_kept(case):
+    case = case(30)
+    found, _ = saved_by(case.run)
+    given = [case.x, *case.mlp.parameters()] if isinstance(case, MlpOfRows) else case.tensors
+    assert {one.data_ptr() for one in found} == {one.data_ptr() for one in given}
 
 
 def test_the_gradients_of_a_gate_take_the_place_of_what_it_was_made_of():
-    rows, width = 4 * PRODUCT_ROWS["cpu"], 64
-    sources, _, (weight,) = operands(SwiGLU(), rows, torch.float32, width, outs=(8,))
-    leaves = [source.detach().requires_grad_() for source in sources]
+    rows, width = 4 * TILE, 64
+    case = Products(SwiGLU(), rows, torch.float32, width, (8,))
+    leaves = [source.detach().requires_grad_() for source in case.sources]
     with ByteTracker() as tracker:
         gate, up = (leaf * 1 for leaf in leaves)
-        (out,) = recomputed_products(SwiGLU(), (gate, up), (), [weight])
+        (out,) = recomputed_products(SwiGLU(), (gate, up), (), case.weights)
         above = torch.ones_like(out)
         before = tracker.total()
         tracker.enter("backward")
@@ -132,30 +282,71 @@ def test_the_gradients_of_a_gate_take_the_place_of_what_it_was_made_of():
         out.backward(above)
         found = tracker.peaks[DEVICE].bytes - before
     # One tile of the value beside gate and up, the weight's gradient and a few tiles of elementwise statements.
-    tile = PRODUCT_ROWS["cpu"] * width * 4
+    tile = TILE * width * 4
     assert tile <= found <= 1.2 * tile + 3 * 2**17 * 4
+
+
+@pytest.mark.parametrize("tiles", [1, 4, 12])
+def test_wide_tensors_exist_for_one_tile_at_a_time(tiles):
+    rows, width, wide = 3 * TILE, 8, 96
+    mlp, x = Mlp(width, wide, dtype=torch.float32), drawn(rows, width, dtype=torch.float32)
+    with ByteTracker() as tracker:
+        tracker.mark("params", [*mlp.parameters(), x])
+        tracker.enter("forward")
+        before = tracker.total()
+        out = mlp(x, tiles)
+        forward = tracker.peaks[DEVICE].bytes - before
+        tracker.enter("backward")
+        before = tracker.total()
+        out.sum().backward()
+        backward = tracker.peaks[DEVICE].bytes - before
+    tile = rows // max(tiles, 3)
+    slack = 4 * 2**16 * 4 + 8 * width * wide * 4 + 3 * rows * width * 4  # elementwise tiles; weights; what is of x's size
+    assert 2 * tile * wide * 4 <= forward <= 2 * tile * wide * 4 + slack
+    assert 3 * tile * wide * 4 <= backward <= 3 * tile * wide * 4 + slack
 
 
 # A graph runs backward once.
 
 
-def test_a_second_backward_is_an_error():
-    operand = operands(RMSNorm(EPS), 5)
-    out = recomputed_products(RMSNorm(EPS), *operand)[0].sum()
+@EACH
+def test_a_second_backward_is_an_error(case):
+    out = case(5).run()[0].sum()
     out.backward(retain_graph=True)
     with pytest.raises(AssertionError, match="runs backward once"):
         out.backward()
 
 
-def test_nothing_is_kept_where_nothing_learns():
-    assert keep(torch.ones(2)) is None
-    assert keep(torch.ones(2, requires_grad=True)) is not None
-
-
-def test_what_is_kept_holds_a_tensor_of_its_node():
+def test_nothing_is_kept_where_nothing_learns_and_else_a_tensor_of_the_node():
     """Before torch 2.13 a node gives up its tensors once no tensor refers to it, and every backward failed."""
-    weight = torch.arange(2.0, requires_grad=True)
-    held = keep(weight)
+    assert keep(torch.ones(2)) is None
+    held = keep(torch.arange(2.0, requires_grad=True))
     (output,) = held
     assert output.numel() == 0
     assert [one.tolist() for one in kept(SimpleNamespace(kept=held))] == [[0.0, 1.0]]
+
+
+# Some rows of a tensor that is used whole as well.
+
+ROWS = torch.tensor([1, 2, 4])
+
+
+def test_the_gradient_of_the_rows_is_added_to_that_of_the_whole():
+    x = drawn(5, 3, dtype=torch.float32)
+    whole, some = select_rows(x, ROWS)
+    (whole.square().sum() + (some * 7).sum()).backward()
+    expected = 2 * x.detach()
+    expected[ROWS] += 7
+    assert torch.equal(x.grad, expected)
+    assert torch.equal(some, x[ROWS])
+    assert all(one is x for one in select_rows(x, None))
+
+
+def test_no_second_gradient_of_the_whole_is_made():
+    x = torch.randn(1000, 8).requires_grad_()
+    with ByteTracker() as tracker:
+        whole, some = select_rows(x * 1, ROWS)
+        held = tracker.total()
+        torch.autograd.grad((whole, some), x, (torch.ones(1000, 8), torch.ones(3, 8)))
+        # The two gradients that were given, and the product's own.
+        assert tracker.peaks[DEVICE].bytes <= held + 2 * 1000 * 8 * 4 + 3 * 8 * 4

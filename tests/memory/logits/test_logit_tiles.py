@@ -18,6 +18,9 @@ from verl_memopt.memory.logit_tiles import (
     _compiled,
     add_target_terms_,
     both_gradients_,
+    clamped,
+    hidden_gradient,
+    is_inside,
     log_prob_gradient_,
     log_softmax_,
     softmax_,
@@ -138,24 +141,6 @@ def test_over_several_tiles_too_the_targets_term_is_added_last():
     assert float((into.hidden - exact).norm() / exact.norm()) < 5e-7
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
-def test_compiled_functions_give_the_same_numbers():
-    values, targets = logits(3)
-    head = Head(values.t().contiguous(), torch.linspace(-1, 1, COLUMNS), 0.7, 0, 20, True, True)
-    hidden, factor = torch.eye(ROWS), torch.linspace(-1, 2, ROWS)
-    results = []
-    for compiled in (True, False):
-        same = Head(head.weight, head.bias, 0.7, 0, 20, True, compiled)
-        into = Gradients(torch.empty_like(hidden), torch.zeros_like(head.weight), torch.zeros_like(head.bias))
-        tiles = LogitTiles(same, hidden)
-        found = tiles.statistics(hidden, targets)
-        tiles.differentiate(hidden, targets, found, factor, factor.flip(0), into, True)
-        results.append([found.log_probs, found.entropy, into.hidden, into.weight, into.bias])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-
-
 class LargestNew(TorchDispatchMode):
     """Remembers the elements of the largest tensor that an operator makes a storage of its own for."""
 
@@ -179,24 +164,33 @@ def test_off_a_cpu_no_second_buffer_of_the_logits_is_made(entropy):
     assert largest.elements <= ROWS * SCRATCH_COLUMNS
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("columns", [1, SCRATCH_COLUMNS, 2 * SCRATCH_COLUMNS + 3])
-def test_exponentials_are_summed_over_all_columns(columns):
+def test_exponentials_are_summed_over_all_columns(columns, compiled, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
     values = torch.randn(ROWS, columns, generator=torch.Generator().manual_seed(columns))
     torch.testing.assert_close(sum_of_exponentials(values).log(), values.double().logsumexp(-1).float(), rtol=1e-6, atol=1e-6)
 
 
-def test_while_functions_are_compiled_exponentials_are_summed_over_all_columns_too(monkeypatch):
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    values = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(5))
-    torch.testing.assert_close(sum_of_exponentials(values).log(), values.double().logsumexp(-1).float(), rtol=1e-6, atol=1e-6)
+BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiled_functions_give_the_numbers_of_uncompiled_ones_and_are_compiled_once_for_all_rows(backend, monkeypatch):
-    if backend == "inductor" and shutil.which("g++") is None:
-        pytest.skip("no C++ compiler")
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    monkeypatch.setattr(fused, "_compiled", functools.cache(fused._compiled.__wrapped__))
+@pytest.fixture
+def compiled_by(monkeypatch):
+    """Gives a function that makes all compilation of a test take the named backend."""
+
+    def use(backend):
+        if backend == "inductor" and shutil.which("g++") is None:
+            pytest.skip("no C++ compiler")
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+        monkeypatch.setattr(fused, "_compiled", functools.cache(fused._compiled.__wrapped__))
+
+    return use
+
+
+@BACKENDS
+def test_compiled_functions_give_the_numbers_of_uncompiled_ones_and_are_compiled_once_for_all_rows(backend, compiled_by):
+    compiled_by(backend)
     before = counters["stats"]["unique_graphs"]
     for rows in (ROWS, 4, 1, 5):
         values = logits(3)[0][:rows]
@@ -219,14 +213,14 @@ def test_compiled_functions_give_the_numbers_of_uncompiled_ones_and_are_compiled
     assert counters["stats"]["unique_graphs"] == before + 4
 
 
+@BACKENDS
 @pytest.mark.parametrize("tile", [0, 40])
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
 def test_one_buffer_of_products_gives_the_numbers_of_a_buffer_of_fp32_logits_in_fewer_chunks(
-    dtype, bound, entropy, tile, monkeypatch
+    dtype, bound, entropy, tile, backend, compiled_by
 ):
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    monkeypatch.setattr(fused, "_compiled", functools.cache(fused._compiled.__wrapped__))
+    compiled_by(backend)
     draw = torch.Generator().manual_seed(7)
     targets, above = torch.randint(COLUMNS, (ROWS,), generator=draw), torch.randn(2, ROWS, generator=draw)
 
@@ -276,26 +270,17 @@ class OnGpu(torch.Tensor):
         return torch.device("cuda")
 
 
-def test_the_statements_of_a_gpu_turn_logits_into_probabilities():
-    values, targets = logits(6)
-    exact = values.double()
-    picked = target_logits(values, targets)
-    top, log_sum = softmax_(found := values.as_subclass(OnGpu))
-    torch.testing.assert_close(found.as_subclass(torch.Tensor), exact.softmax(-1).float(), rtol=2e-6, atol=1e-7)
-    log_probs = (picked - top - log_sum).as_subclass(torch.Tensor)
-    expected = exact.log_softmax(-1).gather(-1, targets[:, None])[:, 0].float()
-    torch.testing.assert_close(log_probs, expected, rtol=1e-6, atol=2e-6)
-
-
 @pytest.mark.parametrize("columns", [None, 7])
-def test_the_statements_of_a_gpu_turn_logits_into_log_probs(columns):
+def test_the_statements_of_a_gpu_turn_logits_into_probabilities_or_log_probs(columns):
     values, targets = logits(7)
-    exact = values.double().log_softmax(-1)
-    picked, found = target_logits(values, targets), values.as_subclass(OnGpu)
-    top, log_sum, entropy = log_softmax_(found, scratch(columns), True)
+    exact, picked = values.double().log_softmax(-1), target_logits(values, targets)
+    found, softened = values.clone().as_subclass(OnGpu), values.as_subclass(OnGpu)
+    *normalizer, entropy = log_softmax_(found, scratch(columns), True)
+    for top, log_sum in (normalizer, softmax_(softened)):
+        log_probs = (picked - top - log_sum).as_subclass(torch.Tensor)
+        torch.testing.assert_close(log_probs, exact.gather(-1, targets[:, None])[:, 0].float(), rtol=1e-6, atol=2e-6)
     torch.testing.assert_close(found.as_subclass(torch.Tensor), exact.float(), rtol=1e-6, atol=2e-6)
-    log_probs = (picked - top - log_sum).as_subclass(torch.Tensor)
-    torch.testing.assert_close(log_probs, exact.gather(-1, targets[:, None])[:, 0].float(), rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(softened.as_subclass(torch.Tensor), exact.exp().float(), rtol=2e-6, atol=1e-7)
     torch.testing.assert_close(entropy.as_subclass(torch.Tensor), -(exact.exp() * exact).sum(-1).float(), rtol=2e-6, atol=2e-6)
 
 
@@ -328,3 +313,72 @@ def test_the_sum_of_squares_is_over_all_columns_and_leaves_the_log_probs(scratch
     total = sum_of_squares(log_p, scratch)
     torch.testing.assert_close(total, before.double().exp().square().sum(1).float(), rtol=1e-6, atol=0)
     assert torch.equal(log_p, before)
+
+
+# The product with the head, with the target's term last.
+
+WIDTH = 8
+TARGETS = torch.tensor([-3, -1, 0, 4, 9, 10, 25])
+"""Some of them outside of ten columns."""
+
+
+def gradient_of(targets, columns, seed=0):
+    """Return a gradient of logits as of softmax: small negative terms, and at targets inside nearly 1."""
+    matrix = -torch.rand(len(targets), columns, generator=torch.Generator().manual_seed(seed)) / columns
+    inside = (targets >= 0) & (targets < columns)
+    matrix[inside, targets[inside]] += 1.0
+    return matrix
+
+
+def weights(columns, seed=1):
+    return torch.randn(columns, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def distance(found, exact):
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+def test_a_product_is_the_plain_one_wherever_the_targets_lie():
+    matrix, weight = gradient_of(TARGETS, 10), weights(10)
+    out = torch.full((len(TARGETS), WIDTH), torch.nan)
+    assert hidden_gradient(matrix, weight, TARGETS, out) is out
+    torch.testing.assert_close(out, matrix @ weight, atol=1e-6, rtol=1e-6)
+
+
+def test_the_gradient_of_the_logits_is_the_same_afterwards():
+    matrix = gradient_of(TARGETS, 10)
+    before = matrix.clone()
+    hidden_gradient(matrix, weights(10), TARGETS, torch.empty(len(TARGETS), WIDTH))
+    assert torch.equal(matrix, before)
+
+
+@pytest.mark.parametrize("rows", [1, ROWS_AT_ONCE, ROWS_AT_ONCE + 1])
+def test_every_row_gets_its_targets_term(rows):
+    targets = torch.arange(rows) % 10
+    matrix, weight = gradient_of(targets, 10), weights(10)
+    found = hidden_gradient(matrix, weight, targets, torch.empty(rows, WIDTH))
+    torch.testing.assert_close(found, matrix @ weight, atol=1e-6, rtol=1e-6)
+
+
+def test_on_a_long_vocabulary_it_is_several_times_nearer_to_the_exact_product():
+    columns = 150_000
+    targets = torch.arange(16) * 9_000
+    # Targets whose rows are large, and others that point one way, as embeddings of a trained model do.
+    matrix, weight = gradient_of(targets, columns), 0.05 * weights(columns) + 1.0
+    weight[targets] *= 100
+    exact = matrix.double() @ weight.double()
+    found = hidden_gradient(matrix.clone(), weight, targets, torch.empty(16, WIDTH))
+    assert distance(found, exact) < 5e-7
+    assert distance(found, exact) < distance(matrix @ weight, exact) / 3
+
+
+def test_in_half_precision_it_is_the_plain_product():
+    matrix, weight = gradient_of(TARGETS, 10).bfloat16(), weights(10).bfloat16()
+    out = torch.empty(len(TARGETS), WIDTH, dtype=torch.bfloat16)
+    assert torch.equal(hidden_gradient(matrix, weight, TARGETS, out), matrix @ weight)
+
+
+def test_targets_outside_are_clamped_and_told_apart():
+    logits = torch.empty(len(TARGETS), 10)
+    assert is_inside(TARGETS, logits).tolist() == [False, False, True, True, True, False, False]
+    assert clamped(TARGETS, logits)[:, 0].tolist() == [0, 0, 0, 4, 9, 9, 9]
