@@ -127,22 +127,6 @@ def test_a_wrong_answer_of_a_function_names_it_and_the_row(function, message, tm
 LOCK = threading.Lock()
 
 
-@pytest.mark.parametrize(
-    ("rewards", "weights", "message"),
-    [
-        ([], None, "the list is empty"),
-        ([3], None, "3 is not a function"),
-        (lambda: 0, None, "is of no known kind. Define lambda"),
-        (lambda a, b, c: 0, None, "is of no known kind"),
-        ([lambda answer: 0], [1.0, 2.0], "there are 2 weights for 1 functions"),
-        ((lambda lock: lambda answer: lock)(LOCK), None, "cannot be sent to the reward processes.*cannot pickle"),
-    ],
-)
-def test_functions_that_cannot_serve_are_refused_before_a_run(rewards, weights, message, tmp_path):
-    with pytest.raises(RewardError, match=rf"(?s)^reward(s|_weights): .*{message}"):
-        save_functions(named_functions(rewards, weights), tmp_path / "rewards.pkl")
-
-
 # Settings and rows.
 
 
@@ -166,7 +150,7 @@ def test_functions_that_cannot_serve_are_refused_before_a_run(rewards, weights, 
     ],
 )
 def test_a_value_of_python_reaches_the_settings_as_it_is(value):
-    tree = compose_mapping("grpo_trainer", [f"custom_reward_function.reward_kwargs.k={api.as_override(value)}"])
+    tree, _ = compose_mapping("grpo_trainer", [f"custom_reward_function.reward_kwargs.k={api.as_override(value)}"])
     assert tree["custom_reward_function"]["reward_kwargs"]["k"] == value
 
 
@@ -226,21 +210,6 @@ def test_numbers_of_numpy_and_dates_are_kept(tmp_path):
 )
 def test_files_and_hub_ids_are_named_as_they_are(dataset, expected, tmp_path):
     assert api._rows(dataset, tmp_path / "rows.jsonl", "dataset") == (None, expected)
-
-
-@pytest.mark.parametrize(
-    ("dataset", "message"),
-    [
-        ([], "there are no rows"),
-        (3, "int is no dataset"),
-        ({"train": ROWS}, "this is a dict with train"),
-        (["a", 1], "row 1 is 'a', no dict"),
-        ([{"prompt": "x", "image": object()}], "row 1: the column 'image' cannot be kept"),
-    ],
-)
-def test_what_is_no_dataset_is_refused(dataset, message, tmp_path):
-    with pytest.raises(DataError, match=f"^dataset: {message}"):
-        api._rows(dataset, tmp_path / "rows.jsonl", "dataset")
 
 
 @pytest.mark.parametrize(
@@ -446,8 +415,7 @@ LOGGED = {
 }
 
 
-@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(("script", "kind"), [("quick_start", "GRPO"), ("many_tasks_with_adapters", "RLOO")])
 def test_a_documented_script_of_trl_runs_with_another_import(script, kind, model, tmp_path, monkeypatch):
     """From TRL's pages of both trainers: its own rewards, several rewards with weights, chats, None, async, logs, adapters."""
     monkeypatch.chdir(tmp_path)
@@ -475,11 +443,11 @@ def hangs(answer):
 
 CHAT = {"role": "user", "content": "1+1="}
 WRONG_DATASETS = [
-    (3, "dataset: int is no dataset"),
-    ([], "dataset: there are no rows"),
-    ({"train": ROWS}, "dataset: this is a dict with train"),
-    (["a", 1], "dataset: row 1 is 'a', no dict"),
-    ([{"prompt": "x", "image": object()}], "dataset: row 1: the column 'image' cannot be kept"),
+    (3, "^dataset: int is no dataset"),
+    ([], "^dataset: there are no rows"),
+    ({"train": ROWS}, "^dataset: this is a dict with train"),
+    (["a", 1], "^dataset: row 1 is 'a', no dict"),
+    ([{"prompt": "x", "image": object()}], "^dataset: row 1: the column 'image' cannot be kept"),
     ([{"question": "x"}], "there is no column 'prompt'"),
     ([{"prompt": None}], r"train\.jsonl:1"),
     ([{"prompt": [{"role": "user"}]}], r"train\.jsonl:1"),
@@ -488,17 +456,14 @@ WRONG_DATASETS = [
     ("no_such_file.parquet", "no_such_file"),
 ]
 WRONG_REWARDS = [
-    ([], "rewards: the list is empty"),
-    (3, "rewards: 3 is"),
+    ([], "^rewards: the list is empty"),
+    ([3], "^rewards: 3 is not a function"),
     ("right", "custom_reward_function.path=right"),
     ("/no/file.py:f", "/no/file.py"),
-    (lambda: 0, "rewards: lambda"),
-    (lambda a, b, c: 0, "rewards: lambda"),
-    ((lambda lock: lambda answer: lock)(LOCK), "rewards: lambda cannot be sent"),
-    (lambda answer: None, r"train\.jsonl:\d+: .*returned None for this row"),
-    (lambda answer: "good", r"train\.jsonl:\d+: .*not a number"),
+    (lambda: 0, r"(?s)^rewards: .*is of no known kind. Define lambda"),
+    (lambda a, b, c: 0, r"(?s)^rewards: .*is of no known kind"),
+    ((lambda lock: lambda answer: lock)(LOCK), r"(?s)^rewards: lambda .*cannot be sent to the reward processes.*cannot pickle"),
     (lambda answer: float("inf"), r"train\.jsonl:\d+: "),
-    (wrong_length, r"train\.jsonl:\d+: .*returned 1 scores for"),
     (raises, r"(?s)train\.jsonl:\d+: .*no such column"),
 ]
 WRONG_ARGUMENTS = [
@@ -515,14 +480,14 @@ WRONG_ARGUMENTS = [
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error"),
+    ("arguments", "error", "kind"),
     [
-        *(({"dataset": dataset}, error) for dataset, error in WRONG_DATASETS),
-        *(({"rewards": rewards}, error) for rewards, error in WRONG_REWARDS),
-        *WRONG_ARGUMENTS,
+        *(({"dataset": dataset}, error, DataError) for dataset, error in WRONG_DATASETS),
+        *(({"rewards": rewards}, error, RewardError) for rewards, error in WRONG_REWARDS),
+        *((*each, UserError) for each in WRONG_ARGUMENTS),
     ],
 )
-def test_a_wrong_call_is_one_error_of_the_package(arguments, error, model, tmp_path):
+def test_a_wrong_call_is_one_error_of_the_package(arguments, error, kind, model, tmp_path):
     call = {"model": model, "dataset": ROWS, "rewards": right, "steps": 1, "run_dir": tmp_path, **SMALL, **arguments}
-    with pytest.raises(UserError, match=error):
+    with pytest.raises(kind, match=error):
         verl_memopt.train(**{name: value for name, value in call.items() if value is not None})

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from verl_memopt.config.keys import leaf_keys
+from verl_memopt.config.keys import leaf_types
 from verl_memopt.memory.knob import KNOBS
 
-__all__ = ["leaf_keys", "record_reads"]
+__all__ = ["leaf_types", "record_reads"]
 
 _SILENT_CALLERS = {
     *("dataclasses", "verl_memopt.config.schema", "verl_memopt.config.role_settings"),

@@ -112,7 +112,7 @@ def _without_equal() -> str:
 
 
 def _defaults() -> str:
-    recipe = flatten(compose_mapping("rloo_trainer", []))
+    recipe = flatten(compose_mapping("rloo_trainer", [])[0])
     rows = []
     for name, key, newer, older in TRL_DEFAULTS:
         ours = shown(recipe.get(key, value_at(Settings(), key)))

@@ -211,7 +211,7 @@ class Call:
         folder = _run_folder(self.run_dir, self.model, self.algorithm, self.resume)
         values = self._values(folder / INPUTS)
         values |= {"trainer.default_local_dir": str(folder), "trainer.resume_mode": "auto" if self.resume else "disable"}
-        given = settings_by_key(self.settings)
+        given = dict(itertools.chain.from_iterable(_setting(name, value) for name, value in self.settings.items()))
         train = folder / INPUTS / "train.jsonl"
         has_rows = self.dataset is not NO_ROWS
         rows, values["data.train_files"] = _rows(self.dataset, train, "dataset") if has_rows else (None, str(train))
@@ -266,11 +266,6 @@ def _run_folder(run_dir: str | Path | None, model: Any, algorithm: str, resume: 
     name = Path(model).name if isinstance(model, str | Path) else type(model).__name__
     start = Path("runs").absolute() / f"{name}-{algorithm}"
     return next(path for number in itertools.count(1) if not (path := start.with_name(f"{start.name}-{number}")).exists())
-
-
-def settings_by_key(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the further arguments of a call by key, or by TRL's name. Errors as of :func:`_setting`."""
-    return dict(itertools.chain.from_iterable(_setting(name, value) for name, value in settings.items()))
 
 
 def _setting(name: str, value: Any) -> Iterable[tuple[str, Any]]:

@@ -4,8 +4,6 @@ import logging
 import pytest
 
 from verl_memopt.algorithms.records import WITH_STATISTICS, WITHOUT_BASELINE, WITHOUT_GROUPS
-from verl_memopt.config.algorithm_rules import ALGORITHM_RULES
-from verl_memopt.config.checks import RULES
 from verl_memopt.config.unused_keys import ALPHA, EVERY
 from verl_memopt.config.values import choices
 from verl_memopt.errors import ConfigError
@@ -44,10 +42,6 @@ LIMITS = {
 @pytest.mark.parametrize("what", LIMITS)
 def test_a_value_passes_or_is_refused_by_name(assert_limit, what):
     assert_limit(*LIMITS[what])
-
-
-def test_the_rules_are_asked_when_settings_are_loaded():
-    assert set(ALGORITHM_RULES) <= set(RULES)
 
 
 def test_a_rule_about_groups_that_are_filtered_waits_for_the_filter(settled):

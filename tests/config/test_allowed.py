@@ -1,6 +1,6 @@
 import pytest
 
-from verl_memopt.config.keys import leaf_keys, leaf_types, leaf_values
+from verl_memopt.config.keys import leaf_types, leaf_values
 from verl_memopt.config.schema import Settings
 from verl_memopt.config.values import WHY_NOT, check_values, choices, ranges, with_links
 from verl_memopt.memory.critic_rules import twin
@@ -17,7 +17,7 @@ def complaints(**values):
 
 def test_choices_and_ranges_are_of_keys_that_exist_and_never_of_the_same():
     assert not choices().keys() & ranges().keys()
-    assert choices().keys() | ranges().keys() <= set(leaf_keys())
+    assert choices().keys() | ranges().keys() <= set(leaf_types())
 
 
 def test_a_reason_is_of_a_word_that_is_no_choice():
@@ -44,7 +44,7 @@ def roles(*keys):
 
 def and_critics(keys):
     """Gives the keys and the critic's twins of those that it has too."""
-    return [*keys, *sorted({twin(key) for key in keys if twin(key) != key and twin(key) in leaf_keys()})]
+    return [*keys, *sorted({twin(key) for key in keys if twin(key) != key and twin(key) in leaf_types()})]
 
 
 ABOVE_0 = [

@@ -3,14 +3,14 @@ from contextlib import suppress
 import pytest
 
 from verl_memopt.config.aliases import spelled
-from verl_memopt.config.keys import leaf_keys, section_keys
+from verl_memopt.config.keys import leaf_types, section_keys
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.unused_keys import REFUSED
 from verl_memopt.errors import ConfigError
 
 ODD = [None, True, -1, 10**30, "", [None], {"x": {"y": []}}, {1: 2}]
 KEYS = [
-    *leaf_keys(),
+    *leaf_types(),
     *sorted(section_keys()),
     *(alias for alias, _ in spelled()),
     *REFUSED,

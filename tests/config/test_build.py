@@ -1,6 +1,6 @@
 import pytest
 
-from verl_memopt.config.keys import leaf_keys, leaf_types, value_at
+from verl_memopt.config.keys import leaf_types, value_at
 from verl_memopt.config.schema import REQUIRED, Settings
 from verl_memopt.config.values import DERIVED, LINKS, MismatchError, build, convert
 
@@ -65,13 +65,13 @@ def test_a_number_for_a_text_key_is_told_to_be_quoted(complaint):
 
 def test_keys_not_given_keep_their_defaults_unless_they_follow_another():
     settings, _, _ = build({"data.seed": 3})
-    for key in set(leaf_keys()) - {"data.seed", *LINKS, *DERIVED}:
+    for key in set(leaf_types()) - {"data.seed", *LINKS, *DERIVED}:
         assert value_at(settings, key) == value_at(Settings(), key)
 
 
 def test_exactly_the_keys_marked_required_are_missing_from_an_empty_config():
     _, _, problems = build({})
-    required = [key for key in leaf_keys() if value_at(Settings(), key) == REQUIRED]
+    required = [key for key in leaf_types() if value_at(Settings(), key) == REQUIRED]
     assert [found.keys for found in problems] == [(key,) for key in required]
     assert required == ["data.train_files", "data.val_files", "actor_rollout_ref.model.path"]
 

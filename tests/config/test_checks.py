@@ -1,7 +1,7 @@
 import pytest
 
 from verl_memopt.config.checks import ENGINE_NAMES, RULES
-from verl_memopt.config.keys import leaf_keys, leaf_types
+from verl_memopt.config.keys import leaf_types
 from verl_memopt.config.values import WHY_NOT, choices, ranges
 from verl_memopt.memory.critic_rules import refusals
 
@@ -9,15 +9,15 @@ AR = "actor_rollout_ref"
 
 
 def test_every_rule_about_one_key_is_about_a_key_that_exists():
-    assert {*choices(), *ranges(), *(key for key, _ in WHY_NOT)} <= set(leaf_keys())
-    assert set(ENGINE_NAMES.values()) <= set(leaf_keys())
+    assert {*choices(), *ranges(), *(key for key, _ in WHY_NOT)} <= set(leaf_types())
+    assert set(ENGINE_NAMES.values()) <= set(leaf_types())
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "gae"])
 def test_every_rule_is_about_keys_that_exist_and_allows_settings_that_are_right(settled, estimator):
     settings = settled({"algorithm.adv_estimator": estimator})
     for rule in (*RULES, *refusals()):
-        assert set(rule.keys) <= set(leaf_keys())
+        assert set(rule.keys) <= set(leaf_types())
         assert not rule.when(settings), rule.because
 
 

@@ -4,10 +4,8 @@ from dataclasses import asdict, replace
 import pytest
 
 from verl_memopt.algorithms.records import WITH_STATISTICS
-from verl_memopt.config.algorithm_rules import CORRECTION_RULES, CORRECTION_UNUSED, importance_bounds, rejection_bounds
+from verl_memopt.config.algorithm_rules import importance_bounds, rejection_bounds
 from verl_memopt.config.aliases import PRESETS
-from verl_memopt.config.checks import RULES
-from verl_memopt.config.unused_keys import UNUSED_KEYS
 from verl_memopt.errors import ConfigError
 
 AR = "actor_rollout_ref"
@@ -55,11 +53,6 @@ def test_a_threshold_that_nothing_reads_is_not_looked_at(settled):
 def test_the_message_says_how_a_bound_is_written(complaint):
     assert "give one positive number, or lower_upper" in complaint(WEIGHTS | {f"{KEY}.rollout_is_threshold": "a"})
     assert "token_k2 needs one positive number" in complaint(REJECTION | {f"{KEY}.rollout_rs_threshold": "a"})
-
-
-def test_the_rules_are_asked_when_settings_are_loaded():
-    assert set(CORRECTION_RULES) <= set(RULES)
-    assert all(UNUSED_KEYS[unused.key] is unused for unused in CORRECTION_UNUSED)
 
 
 def test_remax_takes_one_response_and_every_token_baseline_a_group(settled, complaint):

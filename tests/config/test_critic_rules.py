@@ -1,8 +1,7 @@
 import pytest
 
 from verl_memopt.config.algorithm_rules import WITHOUT_CRITIC
-from verl_memopt.config.keys import leaf_keys, value_at
-from verl_memopt.config.schema import Settings
+from verl_memopt.config.keys import leaf_types
 
 GAE = {"algorithm.adv_estimator": "gae", "trainer.total_training_steps": 10}
 CASES = {
@@ -58,16 +57,8 @@ def test_switching_the_critic_off_is_what_other_estimators_do_anyway(settled, ca
 
 
 def test_every_key_of_the_critic_is_known_to_have_no_effect_without_one():
-    assert {key for key in leaf_keys() if key.startswith("critic.")} <= WITHOUT_CRITIC.keys()
-    assert WITHOUT_CRITIC.keys() <= set(leaf_keys())
-
-
-def test_a_critic_follows_the_policy_unless_it_is_told_otherwise(settled):
-    settings = settled(GAE | {"actor_rollout_ref.actor.ppo_mini_batch_size": 64, "critic.model.path": "other"})
-    assert settings.critic.ppo_mini_batch_size == 64
-    assert settings.critic.model.path == "other"
-    assert value_at(Settings(), "critic.optim.lr") == settings.critic.optim.lr == 1e-5
-    assert settings.actor_rollout_ref.actor.optim.lr == 1e-6
+    assert {key for key in leaf_types() if key.startswith("critic.")} <= WITHOUT_CRITIC.keys()
+    assert WITHOUT_CRITIC.keys() <= set(leaf_types())
 
 
 def test_the_optimal_token_baseline_builds_no_critic_and_says_so(settled, caplog):

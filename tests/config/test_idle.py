@@ -1,7 +1,7 @@
 import pytest
 
 from verl_memopt.config.algorithm_rules import WITHOUT_CRITIC
-from verl_memopt.config.keys import leaf_keys
+from verl_memopt.config.keys import leaf_types
 from verl_memopt.config.reward_rules import WITHOUT_REWARD_MODEL
 from verl_memopt.config.unused_keys import UNUSED_KEYS
 from verl_memopt.memory.critic_rules import twin
@@ -182,7 +182,7 @@ IDLE_CASES = {
 
 def test_every_rule_is_about_a_key_that_exists():
     rules = [*UNUSED_KEYS.values(), *WITHOUT_CRITIC.values(), *WITHOUT_REWARD_MODEL.values()]
-    assert {unused.key for unused in rules} <= set(leaf_keys())
+    assert {unused.key for unused in rules} <= set(leaf_types())
 
 
 @pytest.mark.parametrize("key", UNUSED_KEYS)

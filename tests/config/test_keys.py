@@ -9,7 +9,6 @@ from verl_memopt.config.keys import (
     argument_without_secrets,
     field_types,
     flatten,
-    leaf_keys,
     leaf_types,
     leaf_values,
     problem,
@@ -37,11 +36,10 @@ def test_a_section_comes_before_its_own_keys():
 
 
 def test_a_key_holds_a_value_or_further_keys_and_never_both():
-    assert not set(leaf_keys()) & section_keys()
-    assert set(leaf_keys()) | section_keys() == {key for key, _ in walk()}
-    assert list(leaf_types()) == leaf_keys()
+    assert not set(leaf_types()) & section_keys()
+    assert set(leaf_types()) | section_keys() == {key for key, _ in walk()}
     assert f"{AR}.actor.optim" in section_keys()
-    assert f"{AR}.actor.optim.lr" in leaf_keys()
+    assert f"{AR}.actor.optim.lr" in leaf_types()
 
 
 def test_types_are_resolved():
@@ -58,14 +56,14 @@ def test_a_value_is_found_under_its_key():
 
 def test_the_values_of_all_keys_build_equal_settings():
     values = leaf_values(Settings()) | {"data.seed": 3}
-    assert list(values) == leaf_keys()
+    assert list(values) == list(leaf_types())
     assert leaf_values(replaced(Settings(), values)) == values
 
 
 def test_replacing_changes_the_given_keys_and_no_other():
     before = Settings()
     after = replaced(before, {"data.seed": 3, f"{AR}.actor.optim.lr": 0.5, f"{AR}.actor.optim.clip_grad": 2.0})
-    changed = {key for key in leaf_keys() if value_at(before, key) != value_at(after, key)}
+    changed = {key for key in leaf_types() if value_at(before, key) != value_at(after, key)}
     assert changed == {"data.seed", f"{AR}.actor.optim.lr", f"{AR}.actor.optim.clip_grad"}
     assert value_at(after, f"{AR}.actor.optim.lr") == 0.5
     assert before == Settings()

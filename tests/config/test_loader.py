@@ -6,7 +6,7 @@ import pytest
 import yaml
 from hydra.core.global_hydra import GlobalHydra
 
-from verl_memopt.config.keys import flatten, leaf_keys, leaf_values, value_at
+from verl_memopt.config.keys import flatten, leaf_types, leaf_values, value_at
 from verl_memopt.config.loader import PACKAGED, compose_mapping, load_settings, settings_from_mapping, to_plain, to_yaml
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Algorithm, Data, Model, PolicyLoss, Rollout, Settings
 from verl_memopt.config.values import followers_of, with_links
@@ -61,7 +61,7 @@ def set_by_files(name, folder):
 
 
 def differing(one, other):
-    return {key for key in leaf_keys() if value_at(one, key) != value_at(other, key)}
+    return {key for key in leaf_types() if value_at(one, key) != value_at(other, key)}
 
 
 @cache
@@ -195,7 +195,7 @@ def test_a_command_means_the_same_under_every_entry_but_for_the_keys_that_the_en
 
 @pytest.mark.parametrize(("name", "folder"), ENTRIES)
 def test_an_entry_composes_the_keys_of_its_files_and_no_other(name, folder):
-    composed, written = flatten(compose_mapping(name, [], folder)), set_by_files(name, folder)
+    composed, written = flatten(compose_mapping(name, [], folder)[0]), set_by_files(name, folder)
     written |= {key: written[value[2:-1]] for key, value in written.items() if str(value).startswith("${")}
     # YAML 1.1 reads 1e-4 as text, Hydra as a number.
     assert {key: str(value) for key, value in composed.items() if key != "debug.mode"} == {
@@ -247,7 +247,7 @@ def test_the_config_path_of_verls_scripts_is_the_packaged_one(tmp_path, monkeypa
         assert compose_mapping("rloo_trainer.yaml", [], path) == compose_mapping("rloo_trainer", [])
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "mine.yaml").write_text("trainer:\n  nnodes: 3\n")
-    assert compose_mapping("mine", [], "config") == {"trainer": {"nnodes": 3}}
+    assert compose_mapping("mine", [], "config") == ({"trainer": {"nnodes": 3}}, {})
 
 
 def test_a_missing_recipe_folder_is_named(tmp_path):
@@ -298,7 +298,7 @@ def test_an_argument_of_spaces_alone_is_left_out_with_one_warning(caplog):
 
 def test_the_plain_tree_holds_every_key_and_only_plain_values(settled):
     plain = to_plain(settled({}))
-    assert list(flatten(plain)) == leaf_keys()
+    assert list(flatten(plain)) == list(leaf_types())
     assert json.loads(json.dumps(plain)) == plain
 
 
@@ -314,4 +314,4 @@ def test_changing_the_plain_tree_leaves_the_settings_alone(settled):
 
 
 def test_yaml_keeps_the_order_of_the_schema(settled):
-    assert list(yaml.safe_load(to_yaml(settled({})))) == list(dict.fromkeys(key.split(".")[0] for key in leaf_keys()))
+    assert list(yaml.safe_load(to_yaml(settled({})))) == list(dict.fromkeys(key.split(".")[0] for key in leaf_types()))

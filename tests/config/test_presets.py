@@ -42,7 +42,7 @@ def keys_of(group, name):
 
 @cache
 def recipe():
-    return flatten(compose_mapping("rloo_trainer", FILES))
+    return flatten(compose_mapping("rloo_trainer", FILES)[0])
 
 
 @cache

@@ -5,7 +5,7 @@ import pytest
 
 from tests.config.conftest import LEAST
 from verl_memopt.config.aliases import spelled
-from verl_memopt.config.keys import leaf_keys, section_keys, shown
+from verl_memopt.config.keys import leaf_types, section_keys, shown
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.unused_keys import REFUSED, refusal_of
 from verl_memopt.config.values import WHY_NOT
@@ -45,7 +45,7 @@ def test_inert_values_change_nothing_and_earn_one_warning_and_others_are_refused
 
 
 def test_no_row_covers_a_key_that_has_an_effect():
-    assert [key for key in (*leaf_keys(), *section_keys()) if refusal_of(key)] == []
+    assert [key for key in (*leaf_types(), *section_keys()) if refusal_of(key)] == []
 
 
 def test_a_refused_section_with_accepted_spellings_in_it_names_them():
@@ -57,7 +57,7 @@ def test_a_refused_section_with_accepted_spellings_in_it_names_them():
 
 def test_every_key_that_a_refusal_names_exists():
     name = re.compile(r"\b(?:actor_rollout_ref|algorithm|data|trainer|custom_reward_function|reward_model)(?:\.\w+)+")
-    assert [key for key, text in texts() if not set(name.findall(text)) <= set(leaf_keys())] == []
+    assert [key for key, text in texts() if not set(name.findall(text)) <= set(leaf_types())] == []
 
 
 @pytest.mark.parametrize("spelling", [f"{AR}.model.lora.dropout", f"{AR}.model.lora_dropout"])

@@ -1,6 +1,6 @@
 import pytest
 
-from verl_memopt.config.keys import leaf_keys
+from verl_memopt.config.keys import leaf_types
 from verl_memopt.run.resume import ADAPTERS, HARMLESS, HARMLESS_KEYS, REFUSED, RULES, TRAJECTORY, changes, kept_settings
 
 AR = "actor_rollout_ref"
@@ -20,7 +20,7 @@ def compared(settled):
 
 def test_every_classified_key_exists_and_is_classified_once():
     groups = [set(HARMLESS_KEYS), set(ADAPTERS), set(RULES)]
-    assert set().union(*groups) <= set(leaf_keys())
+    assert set().union(*groups) <= set(leaf_types())
     assert sum(map(len, groups)) == len(set().union(*groups))
     assert all(reason for reason in HARMLESS_KEYS.values())
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from verl_memopt.config.keys import flatten, leaf_keys, shown, value_at
+from verl_memopt.config.keys import flatten, leaf_types, shown, value_at
 from verl_memopt.config.loader import compose_mapping, load_settings, settings_from_mapping
 from verl_memopt.config.trl_names import ESTIMATORS, NAMES, NO_EQUAL, ONE_SETTING, SPELLINGS, KeySources, translate_trl
 from verl_memopt.errors import ConfigError
@@ -107,7 +107,7 @@ NEEDS_ANOTHER = {"gradient_accumulation_steps", "ref_model_sync_steps", "ref_mod
 def recipe(entry):
     """The keys of the recipe on top of a trainer, and those that it writes itself."""
     own = flatten(yaml.safe_load(RECIPE.format(entry=entry)))
-    return flatten(compose_mapping(entry, [])) | {key: value for key, value in own.items() if key != "defaults"}, own.keys()
+    return flatten(compose_mapping(entry, [])[0]) | {key: value for key, value in own.items() if key != "defaults"}, own.keys()
 
 
 def load(given, entry="rloo_trainer"):
@@ -140,7 +140,9 @@ def test_every_name_is_tried():
     known = {name for spelling in SPELLINGS for name in spelling.names}
     assert known == MEANINGS.keys() | IN_GRPO.keys() | NEEDS_ANOTHER
     assert not known & NO_EQUAL.keys()
-    assert not {name for name in known | NO_EQUAL.keys() if "." in name or any(key.startswith(f"{name}.") for key in leaf_keys())}
+    assert not {
+        name for name in known | NO_EQUAL.keys() if "." in name or any(key.startswith(f"{name}.") for key in leaf_types())
+    }
     assert known | NO_EQUAL.keys() == NAMES
 
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from verl_memopt.config.keys import leaf_keys
+from verl_memopt.config.keys import leaf_types
 from verl_memopt.config.trl_names import (
     BETAS,
     EPOCHS,
@@ -199,10 +199,10 @@ def test_every_name_stands_once_for_an_estimator():
 
 def test_rows_and_reasons_name_keys_that_exist():
     for row in SPELLINGS:
-        assert {*row.keys, *KEY.findall(row.note)} <= set(leaf_keys()), row.names
+        assert {*row.keys, *KEY.findall(row.note)} <= set(leaf_types()), row.names
         assert row.estimators
         assert set(row.estimators) <= set(ESTIMATORS)
-    assert [name for name, row in NO_EQUAL.items() if not set(KEY.findall(row.reason)) <= set(leaf_keys())] == []
+    assert [name for name, row in NO_EQUAL.items() if not set(KEY.findall(row.reason)) <= set(leaf_types())] == []
 
 
 def test_names_of_one_setting_are_names_that_are_read():
@@ -212,7 +212,7 @@ def test_names_of_one_setting_are_names_that_are_read():
 
 def test_every_foreign_name_answers_with_keys_that_exist():
     named = {name: KEY.findall(text) for name, text in FOREIGN.items()}
-    assert [name for name, keys in named.items() if not keys or not set(keys) <= set(leaf_keys())] == []
+    assert [name for name, keys in named.items() if not keys or not set(keys) <= set(leaf_types())] == []
 
 
 def test_the_coefficients_of_rlt_are_keys_of_the_reward_model():

@@ -5,7 +5,7 @@ import pytest
 from tests import rlt
 from tests.trainer.conftest import ready
 from tests.worker.test_reward_scores import classifier
-from tools.reads import leaf_keys, record_reads
+from tools.reads import leaf_types, record_reads
 from verl_memopt.config.loader import load_settings
 
 READ_ELSEWHERE = {
@@ -164,9 +164,9 @@ def read(toy, tmp_path_factory):
 
 
 def test_every_accepted_key_is_read(read):
-    assert set(leaf_keys()) - read - READ_ELSEWHERE - CHECKED_ONLY == set()
+    assert set(leaf_types()) - read - READ_ELSEWHERE - CHECKED_ONLY == set()
 
 
 def test_the_exceptions_are_still_exceptions(read):
     assert (READ_ELSEWHERE | CHECKED_ONLY) & read == set()
-    assert set(leaf_keys()) >= READ_ELSEWHERE | CHECKED_ONLY
+    assert set(leaf_types()) >= READ_ELSEWHERE | CHECKED_ONLY

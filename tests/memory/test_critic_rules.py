@@ -1,12 +1,12 @@
 import pytest
 
-from verl_memopt.config.keys import leaf_keys
+from verl_memopt.config.keys import leaf_types
 from verl_memopt.config.schema import Algorithm, Critic, CriticModel, Settings
 from verl_memopt.memory.critic_rules import CRITIC_PHASES, advices, as_critic, refusals, twin, twin_text, unused_keys, with_critic
 from verl_memopt.memory.knob import Refusal
 
 AR = "actor_rollout_ref"
-KEYS = set(leaf_keys())
+KEYS = set(leaf_types())
 
 
 def of_critic(rules, key_of):

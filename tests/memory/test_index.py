@@ -7,13 +7,13 @@ from rich.console import Console
 
 import verl_memopt.config
 from tools.knobs_page import page
-from verl_memopt.config.keys import leaf_keys, value_at
+from verl_memopt.config.keys import leaf_types, value_at
 from verl_memopt.config.schema import Settings
 from verl_memopt.memory.knob import as_json, knob_named, knobs
 from verl_memopt.memory.list_knobs import Saved, example_of, print_knob, print_knobs
 from verl_memopt.memory.profiles import PROFILES
 
-KEYS = set(leaf_keys())
+KEYS = set(leaf_types())
 EACH = pytest.mark.parametrize("knob", knobs(), ids=lambda knob: knob.name)
 
 

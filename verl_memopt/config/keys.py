@@ -49,7 +49,7 @@ def all_keys() -> tuple[tuple[str, Any], ...]:
 
 @cache
 def leaf_types() -> dict[str, Any]:
-    """Return dotted key -> type of every key that holds a value."""
+    """Return dotted key -> type of every key that holds a value, in the order of the schema."""
     return {key: kind for key, kind in all_keys() if not dataclasses.is_dataclass(kind)}
 
 
@@ -65,19 +65,9 @@ def section_keys() -> frozenset[str]:
     return frozenset(key for key, kind in all_keys() if dataclasses.is_dataclass(kind))
 
 
-def leaf_keys(section: type = Settings) -> list[str]:
-    """Return the dotted keys that hold a value, in the order of the schema."""
-    return [key for key, kind in walk(section) if not dataclasses.is_dataclass(kind)]
-
-
 def leaf_values(settings: Settings) -> dict[str, Any]:
     """Return dotted key -> value of every key that holds a value."""
-    return dict(zip(leaf_types(), _leaves()(settings), strict=True))
-
-
-@cache
-def _leaves() -> Callable[[Settings], tuple[Any, ...]]:
-    return attrgetter(*leaf_types())
+    return dict(zip(leaf_types(), attrgetter(*leaf_types())(settings), strict=True))
 
 
 def value_at(settings: Any, key: str) -> Any:

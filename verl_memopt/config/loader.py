@@ -19,7 +19,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_memopt.algorithms.records import LOSSES, SFT
@@ -64,7 +64,7 @@ def load_settings(config_name: str, overrides: list[str], config_dir: str | None
         ConfigError: one, that lists everything wrong, before anything is started.
     """
     overrides = _without_blanks(overrides)
-    composed, presets = _compose(config_name, overrides, config_dir)
+    composed, presets = compose_mapping(config_name, overrides, config_dir)
     of_presets = {key for group, name in presets.items() for key in _kept(group, name, composed)}
     return settings_from_mapping(composed, of_presets, _written(overrides, config_name, config_dir))
 
@@ -131,22 +131,22 @@ def _by_user(translated: Mapping[str, Any], of_presets: Set[str], written: KeySo
     return (frozenset(translated) - of_presets) | (written.command_line if written else frozenset())
 
 
-def compose_mapping(config_name: str, overrides: list[str], config_dir: str | None = None) -> dict[str, Any]:
-    """Return what Hydra makes of a config name and overrides, interpolations resolved, as a plain nested mapping."""
-    return _compose(config_name, overrides, config_dir)[0]
+def compose_mapping(
+    config_name: str, overrides: list[str], config_dir: str | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what Hydra makes of a config name and overrides, interpolations resolved, as a plain nested mapping.
 
-
-def _compose(config_name: str, overrides: list[str], config_dir: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the mapping of :func:`compose_mapping`, and the presets of the command line: group -> name."""
+    The second mapping has the presets of the command line: group -> name.
+    """
     folder = _folder(config_name, config_dir)
-    groups = _groups(folder)
+    packaged_groups, groups = _groups(PACKAGED), _groups(folder)
     signed: list[str] = []
     presets: dict[str, Any] = {}
     problems: list[Problem] = []
     for line in overrides:
         try:
             override = OverridesParser.create().parse_override(line)
-            sign = _sign(override, groups)
+            sign = _sign(override, packaged_groups, groups)
         except HydraException as error:
             mend = "Write key=value, and quote text with special characters."
             problems.append(Problem((), f"{shown(line)}: {_one_line(error)}. {mend}"))
@@ -166,7 +166,10 @@ def _compose(config_name: str, overrides: list[str], config_dir: str | None) -> 
         with initialize_config_dir(str(folder), version_base="1.3"):
             config = compose(config_name, [*signed, f"hydra.searchpath=['file://{packaged}']"])
         given = OmegaConf.to_container(config, resolve=False)
-        resolved = _resolved(config) if "${" in str(given) else given
+        resolved = given
+        if "${" in str(given):  # one may name a key that only the defaults have
+            whole = OmegaConf.merge(OmegaConf.create(to_plain(Settings())), config)
+            resolved = OmegaConf.to_container(whole, resolve=True)
     except _COMPOSE_ERRORS as error:
         raise ConfigError(f"{config_name}: {_one_line(error)}. Mend the override or the file it names.") from error
     finally:
@@ -175,11 +178,6 @@ def _compose(config_name: str, overrides: list[str], config_dir: str | None) -> 
     for group, name in presets.items():
         _log_preset(group, name, composed)
     return composed, presets
-
-
-def _resolved(config: DictConfig) -> Any:
-    """Return a config with its interpolations resolved. One may name a key that only the defaults have."""
-    return OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(to_plain(Settings())), config), resolve=True)
 
 
 def _folder(config_name: str, config_dir: str | None) -> Path:
@@ -196,9 +194,9 @@ def _folder(config_name: str, config_dir: str | None) -> Path:
     return folder
 
 
-def _sign(override: Override, groups: set[str]) -> str | None:
+def _sign(override: Override, packaged: set[str], groups: set[str]) -> str | None:
     """Return the sign with which Hydra takes an override, whether or not a file sets its key; None = as it is written."""
-    key, packaged = override.key_or_group, _packaged_groups()
+    key = override.key_or_group
     if key.split(".")[0] == "hydra":
         raise ConfigError("Hydra only composes the settings here, its own keys have no effect. Remove the override.")
     if override.is_sweep_override():
@@ -218,11 +216,6 @@ def _sign(override: Override, groups: set[str]) -> str | None:
 
 def _groups(folder: Path) -> set[str]:
     return {below.relative_to(folder).as_posix() for below in folder.rglob("*") if below.is_dir()}
-
-
-@cache
-def _packaged_groups() -> frozenset[str]:
-    return frozenset(_groups(PACKAGED))
 
 
 def _part(tree: Any, keys: Any) -> Any:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from verl_memopt.algorithms.records import WITH_CRITIC
-from verl_memopt.config.keys import OPEN_KEYS, flatten, leaf_keys, shown, without_secrets
+from verl_memopt.config.keys import OPEN_KEYS, flatten, leaf_types, shown, without_secrets
 from verl_memopt.config.loader import to_plain
 from verl_memopt.config.schema import Actor, Critic, Data, Rollout, Settings, Trainer
 from verl_memopt.distributed.file_records import digest_of
@@ -221,7 +221,7 @@ class Change:
 def kept_settings(settings: Settings) -> dict[str, Any]:
     """Return the settings as a checkpoint keeps them: dotted key -> plain value."""
     flat = flatten(to_plain(settings))
-    return _without_secrets({key: flat.get(key, {}) for key in leaf_keys()})
+    return _without_secrets({key: flat.get(key, {}) for key in leaf_types()})
 
 
 def _without_secrets(kept: Mapping[str, Any]) -> dict[str, Any]:
@@ -279,31 +279,24 @@ def _length(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[s
     return HARMLESS, "the learning rate does not depend on it"
 
 
-def _another_optimizer(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
-    role = next(role for role in _TRAINED if key.startswith(role + "."))
+STATE_FITS: dict[str, Callable[[Any, Any, str], bool]] = {
+    "optimizer": lambda old, new, optimizer: False,
+    "optimizer_impl": lambda old, new, optimizer: False,
+    "state_dtype": lambda old, new, optimizer: old not in QUANTISED and new not in QUANTISED,
+    "momentum": lambda old, new, optimizer: bool(old and new),
+    "stochastic_rounding": lambda old, new, optimizer: optimizer != "SGD",  # SGD counts its steps for the rounding alone
+    "override_optimizer_config": lambda old, new, optimizer: all(
+        (old or {}).get(name) == (new or {}).get(name) for name in {**(old or {}), **(new or {})}.keys() - STATE_FREE
+    ),
+}
+"""Key of an optimizer -> whether the state of the checkpoint fits, from both values and the name of the optimizer."""
+
+
+def _optimizer(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
+    role, _, name = key.partition(".optim.")
     is_loaded = "optimizer" in (now[f"{role}.checkpoint.load_contents"] or [])
-    return (REFUSED, "the optimizer's state in the checkpoint does not fit") if is_loaded else (TRAJECTORY, "")
-
-
-def _state_dtype(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
-    quantised = old[key] in QUANTISED or now[key] in QUANTISED
-    return _another_optimizer(key, old, now) if quantised else (TRAJECTORY, "")
-
-
-def _momentum(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
-    return (TRAJECTORY, "") if old[key] and now[key] else _another_optimizer(key, old, now)
-
-
-def _rounding(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
-    # SGD counts its steps for the rounding alone.
-    counts_steps = now[f"{key.rpartition('.')[0]}.optimizer"] != "SGD"
-    return (TRAJECTORY, "") if counts_steps else _another_optimizer(key, old, now)
-
-
-def _optimizer_arguments(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
-    one, other = old[key] or {}, now[key] or {}
-    changed = {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
-    return (TRAJECTORY, "") if changed <= STATE_FREE else _another_optimizer(key, old, now)
+    fits = STATE_FITS[name](old[key], now[key], now[f"{role}.optim.optimizer"])
+    return (TRAJECTORY, "") if fits or not is_loaded else (REFUSED, "the optimizer's state in the checkpoint does not fit")
 
 
 def _reference_sync(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
@@ -315,17 +308,6 @@ def _reference_sync(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) ->
 RULES: dict[str, Callable[[str, Mapping[str, Any], Mapping[str, Any]], tuple[str, str]]] = {
     **dict.fromkeys(LENGTH_KEYS, _length),
     f"{_AR}.ref.sync_every_steps": _reference_sync,
-    **{
-        f"{role}.optim.{key}": rule
-        for role in _TRAINED
-        for key, rule in {
-            "optimizer": _another_optimizer,
-            "optimizer_impl": _another_optimizer,
-            "state_dtype": _state_dtype,
-            "momentum": _momentum,
-            "stochastic_rounding": _rounding,
-            "override_optimizer_config": _optimizer_arguments,
-        }.items()
-    },
+    **{f"{role}.optim.{name}": _optimizer for role in _TRAINED for name in STATE_FITS},
 }
 """Keys whose meaning depends on other keys or on the values."""

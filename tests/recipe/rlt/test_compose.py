@@ -35,7 +35,7 @@ OFFLOADED, SHARED = (f"actor_rollout_ref.actor.fsdp_config.{key}" for key in ("p
 @cache
 def recipe_keys(recipe):
     """Return the keys of a recipe, composed."""
-    return flatten(compose_mapping(recipe, [], RECIPE))
+    return flatten(compose_mapping(recipe, [], RECIPE)[0])
 
 
 @cache

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from verl_memopt.config.keys import leaf_keys, value_at
+from verl_memopt.config.keys import leaf_types, value_at
 from verl_memopt.config.loader import load_settings, settings_from_mapping
 from verl_memopt.config.trl_names import ESTIMATORS, KeySources, Table
 from verl_memopt.errors import ConfigError
@@ -70,9 +70,9 @@ def test_every_name_has_a_case_above_and_sets_keys_that_exist() -> None:
     copied = {row.names[0] for row in RLT_SPELLINGS if row.keys[0] == f"reward_model.rlt.{row.names[0]}"}
     tried = {name for names, _ in READ_AS for name in names}
     assert {name for row in RLT_SPELLINGS for name in row.names} <= tried | copied
-    assert {key for row in RLT_SPELLINGS for key in row.keys} <= set(leaf_keys())
+    assert {key for row in RLT_SPELLINGS for key in row.keys} <= set(leaf_types())
     assert {f"reward_model.rlt.{name}" for name in (*OWN, *copied)} == {
-        key for key in leaf_keys() if key.startswith("reward_model.rlt.")
+        key for key in leaf_types() if key.startswith("reward_model.rlt.")
     }
 
 
