@@ -1,19 +1,33 @@
-"""Charts of every shape of run. What they look like is for eyes; that they show the numbers is for tests."""
+"""Charts, summary and report of every shape of run. What charts look like is for eyes; that they show the numbers is tested."""
+
+import json
+from io import StringIO
 
 import pytest
+from rich.console import Console
 
 from verl_memopt.errors import UserError
+from verl_memopt.observe import charts
 from verl_memopt.observe.charts import (
     WHOLE_UP_TO,
+    build_summary,
+    comparison_table,
     draw_charts,
+    draw_comparison,
     draw_peaks,
     draw_reward,
     draw_timeline,
+    environment,
     figure,
+    finish_summary,
+    report,
+    run_names,
     running_mean,
     save,
     validation_points,
 )
+from verl_memopt.observe.phase import MIB
+from verl_memopt.observe.run_folder import RunFolder, TimelineRow
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -44,9 +58,217 @@ def test_validation_points_are_the_steps_that_were_validated():
     assert validation_points(metrics) == ([0, 2], [0.1, 0.5])
 
 
-MIB, GIB = 2**20, 2**30
-
-
 def test_a_picture_that_the_disk_refuses_is_named(tmp_path):
     with pytest.raises(UserError, match=r"bars\.png: cannot be written \(No such file or directory"):
         save(figure(2, 2), tmp_path / "missing" / "bars.png")
+
+
+@pytest.fixture
+def console():
+    return Console(file=StringIO(), width=80)
+
+
+def test_a_report_makes_charts_and_summary_again_and_keeps_what_only_the_run_knew(make_run, console):
+    folder = make_run(steps=2)
+    finish_summary(folder, {"device": "cpu"})
+    original = json.loads(folder.summary.read_text())
+    paths = report([folder.path], console=console)
+    assert json.loads(folder.summary.read_text()) == original
+    assert original["device"] == "cpu"
+    assert [path.name for path in paths][-1] == "summary.json"
+    assert console.file.getvalue().splitlines()[-1] == str(folder.summary)
+
+
+def test_a_report_elsewhere_leaves_the_folder_of_a_run_that_was_cut_short_alone_and_builds_the_summary(
+    make_run, console, tmp_path
+):
+    folder = make_run(steps=2)
+    before = sorted(folder.path.iterdir())
+    report([folder.path], out=tmp_path / "elsewhere", console=console)
+    assert sorted(folder.path.iterdir()) == before
+    assert json.loads((tmp_path / "elsewhere" / "summary.json").read_text())["steps"] == 2
+
+
+def test_runs_are_compared_against_the_first(make_run, console, tmp_path):
+    short, long = make_run("short", steps=1), make_run("long", steps=12)
+    paths = report([short.path, long.path], console=console)
+    text = console.file.getvalue()
+    assert "short" in text
+    assert "22.0 (+100.0 %)" in text, "11 MiB at step 1, 22 at step 12"
+    assert {path.parent for path in paths} == {tmp_path / "comparison"}
+    assert all(path.stat().st_size > 1000 for path in paths)
+
+
+def test_a_folder_that_is_missing_is_named(make_run, console, tmp_path):
+    with pytest.raises(UserError, match="gone"):
+        report([make_run().path, tmp_path / "gone"], console=console)
+
+
+def test_a_report_repeats_the_warnings_of_the_run(make_run):
+    folder = make_run()
+    folder.add_warnings(2, ["the reward fell"])
+    assert finish_summary(folder)["warnings"] == [{"step": 2, "warning": "the reward fell"}]
+    console = Console(file=StringIO(), width=80)
+    report([folder.path], console=console)
+    assert "WARNING, step 2: the reward fell" in console.file.getvalue()
+    assert folder.read_summary()["warnings"] == [{"step": 2, "warning": "the reward fell"}]
+
+
+def test_a_summary_holds_the_whole_runs_seconds_scores_and_peaks(make_run):
+    folder = make_run(steps=3)
+    summary = build_summary(folder.read_metrics(), folder.read_timeline())
+    assert (summary["steps"], round(summary["seconds"], 3)) == (3, 9.0)
+    assert (summary["validation_before"], summary["validation_after"]) == (0.05, 0.3)
+    assert summary["phases"]["update_actor"] == {
+        "seconds": 3.0,
+        "count": 3,
+        "peak_allocated_bytes": 13 * MIB,
+        "peak_reserved_bytes": None,
+        "device_used_bytes": None,
+        "host_rss_bytes": 100 * MIB,
+        "kinds": {"params": 13 * MIB},
+    }
+    assert summary["phases"]["gen"]["peak_allocated_bytes"] is None
+    assert list(summary["phases"]) == ["gen", "update_actor"]
+
+
+def test_scores_of_a_run_without_validation_are_none(make_run):
+    folder = make_run(validated=False)
+    summary = build_summary(folder.read_metrics(), folder.read_timeline())
+    assert (summary["validation_before"], summary["validation_after"]) == (None, None)
+
+
+def test_a_run_that_has_not_begun_has_a_summary_of_nothing():
+    assert build_summary([], [])["steps"] == 0
+
+
+def test_the_environment_names_device_command_and_installed_versions():
+    found = environment("cpu", ["verl-memopt", "train"])
+    assert (found["device"], found["command"]) == ("cpu", ["verl-memopt", "train"])
+    assert "torch" in found["versions"]
+    assert None not in found["versions"].values()
+
+
+def test_skipped_updates_are_counted_over_the_whole_run():
+    rows = [{"step": 0}, {"step": 1, "actor/skipped_updates": 2.0}, {"step": 2, "actor/skipped_updates": 0.0}]
+    assert build_summary([*rows, {"step": 3, "actor/skipped_updates": 1.0}], [])["skipped_updates"] == 3
+    assert build_summary([*rows, {"step": 3, "critic/skipped_updates": 4.0}], [])["skipped_updates"] == 6
+
+
+def summary(counter="tracker", steps=3, **peaks):
+    phases = {
+        name: {"seconds": 2.0, "peak_allocated_bytes": None if peak is None else peak * MIB} for name, peak in peaks.items()
+    }
+    return {
+        "steps": steps,
+        "seconds": 9.0,
+        "validation_before": None,
+        "validation_after": 0.5,
+        "counter": counter,
+        "phases": phases,
+    }
+
+
+def cells(table):
+    columns = [list(column.cells) for column in table.columns]
+    return {label: [column[row] for column in columns[1:]] for row, label in enumerate(columns[0])}
+
+
+def test_names_are_as_short_as_tells_the_runs_apart(tmp_path):
+    def names(*paths):
+        return run_names([RunFolder(tmp_path / path) for path in paths])
+
+    assert names("a/one", "b/two") == ["one", "two"]
+    assert names("a/run", "b/run") == ["a/run", "b/run"]
+    assert names("a/run", "a/run") == ["run (1)", "run (2)"]
+
+
+def test_peaks_stand_beside_their_change_against_the_first_run():
+    rows = cells(comparison_table({"a": summary(gen=8, ref=2), "b": summary(gen=6)}))
+    assert rows["gen, peak MiB"] == ["8.0", "6.0 (-25.0 %)"]
+    assert rows["ref, peak MiB"] == ["2.0", "-"]
+    assert rows["ref, s"] == ["2.0", "-"]
+    assert rows["steps"] == ["3", "3"]
+    assert rows["validation before"] == ["-", "-"]
+    assert rows["validation after"] == ["0.500", "0.500"]
+
+
+def test_figures_of_different_counters_are_not_set_against_each_other():
+    rows = cells(comparison_table({"a": summary("tracker", gen=8), "b": summary("allocator", gen=6)}))
+    assert rows["gen, peak MiB"] == ["8.0", "6.0"]
+
+
+def test_a_phase_that_no_run_counted_has_no_row_of_peaks():
+    assert "gen, peak MiB" not in cells(comparison_table({"a": summary(None, gen=None)}))
+
+
+def test_both_charts_are_drawn_even_where_a_run_counted_nothing(make_run, tmp_path):
+    runs = {name: make_run(name, counted=counted) for name, counted in (("one", True), ("two", False))}
+    summaries = {name: build_summary(run.read_metrics(), run.read_timeline()) for name, run in runs.items()}
+    paths = draw_comparison(runs, summaries, tmp_path / "out")
+    assert [path.read_bytes()[:4] for path in paths] == [b"\x89PNG"] * 2
+
+
+def rows_of(steps, counted, phases=("gen", "update_actor")):
+    """Gives two seconds of each phase in each step; peaks only in the counted steps."""
+    rows = []
+    for step in range(1, steps + 1):
+        for phase in phases:
+            figures = {"peak_allocated_bytes": (10 + step) * MIB, "allocated_bytes": MIB, "counter": "tracker"}
+            began = 2.0 * len(rows)
+            rows.append(
+                TimelineRow(began, began, step, phase, 2.0, host_rss_bytes=50 * MIB, **(figures if step in counted else {}))
+            )
+    return rows
+
+
+@pytest.fixture
+def drawn(tmp_path, monkeypatch):
+    """Draws rows, checks the file, and gives the figure as it was saved."""
+    figures = []
+    save = charts.save
+
+    def keep(drawing, path):
+        figures.append(drawing)
+        return save(drawing, path)
+
+    monkeypatch.setattr(charts, "save", keep)
+
+    def draw(rows):
+        path = draw_timeline(rows, tmp_path / "memory_timeline.png")
+        assert path.read_bytes().startswith(b"\x89PNG")
+        return figures[-1]
+
+    return draw
+
+
+def titles(drawing):
+    return [axes.get_title(loc="left") for axes in drawing.axes]
+
+
+def texts(axes):
+    return [text.get_text() for text in axes.texts]
+
+
+def test_a_short_run_is_shown_whole_with_its_phases_shaded(drawn):
+    drawing = drawn(rows_of(3, {1, 2, 3}))
+    assert titles(drawing) == ["Memory over time, phase by phase", "Host, all processes"]
+    labels = [text.get_text() for text in drawing.axes[0].get_legend().get_texts()]
+    assert {"gen", "update_actor", "peak live", "live at end"} <= set(labels)
+    assert drawing.axes[0].get_ylabel() == "live tensor bytes (tracker), MiB"
+    assert drawing.axes[1].get_xlim() == (0.0, 12.0)
+
+
+def test_a_long_run_has_an_overview_and_its_last_counted_steps(drawn):
+    steps = WHOLE_UP_TO
+    drawing = drawn(rows_of(steps, {1, 2, 10, 11}))
+    assert titles(drawing) == ["Highest peak of each step", "Steps 10 to 11, phase by phase", "Host, all processes"]
+    (line,) = drawing.axes[0].lines
+    assert list(line.get_ydata()) == [11.0, 12.0, 20.0, 21.0]
+
+
+def test_what_was_not_counted_is_said_and_not_drawn_as_nothing(drawn):
+    overview, phases, _ = drawn(rows_of(WHOLE_UP_TO, set())).axes
+    assert texts(overview) == ["No phase of this run counted its bytes."]
+    assert texts(phases) == ["bytes were not counted here"]
+    assert phases.get_title(loc="left").endswith("(bytes counted in 0 of 1 steps)")
