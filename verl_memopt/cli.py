@@ -353,9 +353,6 @@ def sft(
     """Run supervised fine-tuning and return its exit code. It is a training run whose settings say so.
 
     ``arguments``: None = those of this process. ``config_name``, ``config_dir``: if the command line names none.
-
-    Raises:
-        UserError: for what the user must mend.
     """
     description = "Teach a model the responses of a dataset (supervised fine-tuning)."
     parser = build_parser(prog, description, config_name, f"{config_name} (the default), or a file of --config-dir")
@@ -370,9 +367,6 @@ def run(arguments: Sequence[str] | None, parser: argparse.ArgumentParser | None 
 
     ``arguments``: None = those of this process. ``parser``: None = that of ``verl-memopt train``. ``estimator``: the only one
     that the entry takes; None = any.
-
-    Raises:
-        UserError: for what the user must mend.
     """
     from verl_memopt.config.loader import load_settings, log_objective, to_yaml
     from verl_memopt.observe.files import folder_refusals
@@ -409,9 +403,7 @@ def train(settings: Settings) -> int:
     """Run training and return the exit code: 0 when done, 130, 143 or 129 when a signal stopped it.
 
     With ``trainer.resume_mode=auto`` a checkpoint that cannot be loaded is skipped: the run starts again from the one before.
-
-    Raises:
-        UserError: for what the user must mend. Everything that was started has ended by then.
+    Everything that was started has ended when it returns or raises.
     """
     from verl_memopt.run.interrupts import of_process
 

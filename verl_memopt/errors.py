@@ -59,10 +59,7 @@ class WorkerError(UserError):
 class Way:
     """What can be set to make room.
 
-    Attributes:
-        text: The sentence of the report, without a full stop.
-        settings: (key, value) pairs.
-        cost: What it costs, in a few words.
+    ``text`` is a sentence without a full stop, ``settings`` are (key, value) pairs, and ``cost`` is a few words.
     """
 
     text: str
@@ -72,14 +69,7 @@ class Way:
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """Where device memory ran out. A figure is None where it is not known.
-
-    Attributes:
-        phase: Phase that ran out of memory, or ``init`` while the model was loaded.
-        asked_bytes: Size of the allocation that was refused.
-        held_bytes: Bytes held at that moment.
-        limit_bytes: The largest number of bytes allowed.
-    """
+    """Where device memory ran out. A figure is None where it is not known. ``phase`` is ``init`` while the model was loaded."""
 
     phase: str = ""
     asked_bytes: int | None = None

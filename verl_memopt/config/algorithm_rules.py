@@ -224,8 +224,7 @@ REJECTIONS = (
 def importance_bounds(threshold: float | str) -> tuple[float | None, float]:
     """Return the lower bound, or None, and the upper bound that ``rollout_is_threshold`` spells.
 
-    Raises:
-        ConfigError: A bound is not a positive number, or the lower is above the upper.
+    A ConfigError names a bound that cannot be read.
     """
     try:
         bounds = [float(part) for part in str(threshold).split("_")]
@@ -244,10 +243,7 @@ def rejection_bounds(names: str, threshold: float | str | None) -> dict[str, tup
 
     k1 reads ``lower_upper`` as bounds of a ratio, and one number as an upper bound whose reciprocal is the lower one. k2 and k3
     read one number; their lower bound is minus infinity. ``names`` are separated by commas; there is one ``threshold`` for each,
-    or one for all.
-
-    Raises:
-        ConfigError: A name is unknown, a bound is missing, is not a positive number or is in the wrong form.
+    or one for all. A ConfigError names what cannot be read.
     """
     rejections = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
     unknown = [name for name in rejections if name not in REJECTIONS]

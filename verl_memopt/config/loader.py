@@ -93,12 +93,9 @@ def settings_from_mapping(
 
     Spellings are translated, keys without effect are dropped with a warning, typed sections are built and then checked.
 
-    ``of_presets``: keys that a preset set and the user did not. They earn no warning where they have no effect: a profile
-    serves runs with a critic or a reference and runs without. ``written``: the keys that the user wrote, which a name of TRL
-    must not meet; None = all keys of the mapping.
-
-    Raises:
-        ConfigError: one, that lists everything wrong.
+    ``of_presets``: keys that a preset set and the user did not. They earn no warning where they have no effect: a profile serves
+    runs with a critic or a reference and runs without. ``written``: the keys that the user wrote, which a name of TRL must not
+    meet; None = all keys of the mapping. One ConfigError lists everything wrong.
     """
     tree, of_trl = translate_trl(tree, written)
     translated, problems = translate(tree)

@@ -41,10 +41,8 @@ class KeySources:
 class RecipeNames:
     """The names of a recipe's published settings.
 
-    Attributes:
-        spellings: In the order in which they are read, before TRL's own.
-        no_equal: Names without an equal here, and why.
-        replaced: A name of the recipe -> the names of TRL that say nothing more beside it.
+    ``spellings`` are read in their order, before TRL's own. ``replaced``: a name of the recipe -> the names of TRL that say
+    nothing more beside it.
     """
 
     spellings: tuple[Spelling, ...]
@@ -56,12 +54,7 @@ class RecipeNames:
 class Table:
     """The names that a run reads, in the order in which they are read.
 
-    Attributes:
-        spellings: How each is read.
-        no_equal: Names without an equal here, and why.
-        names: All names.
-        title: What notices call the recipe whose names come first.
-        own: How many of the spellings are the recipe's.
+    ``title`` is what notices call the recipe whose names come first, and ``own`` the number of its spellings.
     """
 
     spellings: tuple[Spelling, ...]
@@ -235,11 +228,7 @@ def kl(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
 
 
 def batch(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    """Return prompts per rollout and per optimizer step, from all names of TRL that decide them.
-
-    Raises:
-        NotConvertibleError: They do not divide into groups.
-    """
+    """Return prompts per rollout and per optimizer step, from all names of TRL that decide them."""
     names = tuple(each for each in BATCH_NAMES if trl.get(each) is not None)
     numbers = {each: _count(each, trl) for each in names}
     devices = math.prod(_number(key, values) for key in ("trainer.nnodes", "trainer.n_gpus_per_node"))

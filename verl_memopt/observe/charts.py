@@ -422,10 +422,6 @@ def report(run_dirs: Sequence[Path], out: Path | None = None, console: Console |
     """Build the charts and summary of a run again, or compare several runs. Print the tables and return the files written.
 
     ``out``: None = the run folder; for several runs, which are not changed, ``comparison`` beside the first.
-
-    Raises:
-        UserError: A folder does not exist or contains no run.
-        DataError: A file is damaged.
     """
     shown = console or Console(highlight=False)
     folders = [open_run_folder(Path(path)) for path in run_dirs]

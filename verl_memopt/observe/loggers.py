@@ -95,9 +95,6 @@ class WandbLogger:
 
     A resumed run continues the same wandb run, whose id is stored in the run folder. The x axis is the training step and not
     wandb's own counter: wandb drops rows whose counter goes back, and a resumed run repeats the steps after its checkpoint.
-
-    Raises:
-        ConfigError: wandb is not installed, or it cannot start.
     """
 
     def __init__(self, place: LoggingPlace) -> None:
@@ -147,9 +144,6 @@ class MlflowLogger:
     A resumed run continues the same MLflow run, whose id is stored in the run folder. MLflow takes no "@" in a name, so
     ``mean@1`` becomes ``mean_at_1``, as in verl; any other character that it does not take becomes "_". A server that stops
     answering does not stop the run: a warning says so once, and nothing more is sent.
-
-    Raises:
-        ConfigError: MLflow is not installed, or it cannot start.
     """
 
     def __init__(self, place: LoggingPlace) -> None:
@@ -267,11 +261,7 @@ class StepLoggers:
 
 
 def check_loggers(names: str | Sequence[str]) -> list[str]:
-    """Return the names of ``trainer.logger`` as a list, without creating anything.
-
-    Raises:
-        ConfigError: A name is unknown.
-    """
+    """Return the names of ``trainer.logger`` as a list, without creating anything."""
     listed = [names] if isinstance(names, str) else list(names)
     for name in listed:
         if name not in LOGGERS:
@@ -280,9 +270,5 @@ def check_loggers(names: str | Sequence[str]) -> list[str]:
 
 
 def build_loggers(names: str | Sequence[str], place: LoggingPlace) -> StepLoggers:
-    """Return the loggers of ``trainer.logger`` as one, in the given order.
-
-    Raises:
-        ConfigError: A name is unknown, or its package is not installed.
-    """
+    """Return the loggers of ``trainer.logger`` as one, in the given order."""
     return StepLoggers([LOGGERS[name](place) for name in check_loggers(names)])

@@ -104,11 +104,7 @@ class RunFolder:
         return read_timeline(self.timeline) if self.timeline.exists() else []
 
     def read_summary(self) -> dict[str, Any]:
-        """Return the summary, or an empty one for a run that has not ended.
-
-        Raises:
-            UserError: The file is not a JSON object.
-        """
+        """Return the summary, or an empty one for a run that has not ended. A damaged one is a UserError."""
         if not self.summary.exists():
             return {}
         try:
@@ -254,11 +250,7 @@ def program() -> str:
 
 
 def open_run_folder(path: Path) -> RunFolder:
-    """Return the folder of an earlier run.
-
-    Raises:
-        UserError: It does not exist or contains no run.
-    """
+    """Return the folder of an earlier run."""
     if not path.is_dir():
         raise UserError(f"{path}: no such run folder. Use the folder that a run printed as its last line.")
     folder = RunFolder(path)

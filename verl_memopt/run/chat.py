@@ -142,11 +142,7 @@ class _Streamer(TextStreamer):
 
 @contextlib.contextmanager
 def model_folder(path: Path) -> Iterator[Path]:
-    """Yield the model folder of a path: the path itself, the ``model/`` of a run, or a checkpoint's, which is written aside.
-
-    Raises:
-        UserError: There is no model.
-    """
+    """Yield the model folder of a path: the path itself, the ``model/`` of a run, or a checkpoint's, which is written aside."""
     path = path.expanduser()
     if not path.is_dir():
         raise UserError(f"{path}: no such folder. Give a run folder, a model folder or a global_step_N folder.")
@@ -209,11 +205,7 @@ def _first_row(data: Mapping[str, Any]) -> Messages | str | None:
 
 
 def open_chat(folder: Path, device: str, trust_remote_code: bool, options: ChatOptions, template: Mapping[str, Any]) -> Chat:
-    """Load a model folder in the dtype that its config says.
-
-    Raises:
-        UserError: It cannot be loaded.
-    """
+    """Load a model folder in the dtype that its config says."""
     transformers_logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -226,8 +218,7 @@ def open_chat(folder: Path, device: str, trust_remote_code: bool, options: ChatO
 def talk(chat: Chat, prompts: RunPrompts, prompt: str | None) -> int:
     """Answer ``prompt``, or what standard input holds where it is no terminal, or else the lines that a person types.
 
-    Returns:
-        The exit code: 0 at the end of the input, 130 after Ctrl-C.
+    The exit code is 130 after Ctrl-C.
     """
     if prompt is None and not sys.stdin.isatty():
         prompt = sys.stdin.read().strip()
@@ -289,9 +280,6 @@ def chat(path: Path, prompt: str | None, device: str, trust_remote_code: bool, o
     """Run ``verl-memopt chat`` and return the exit code.
 
     ``path``: a run folder, a model folder or a checkpoint. ``prompt``: None = those of standard input.
-
-    Raises:
-        UserError: There is no model, or it cannot be loaded.
     """
     try:
         with own_interrupts():

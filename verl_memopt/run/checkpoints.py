@@ -50,11 +50,8 @@ AWAY = ".partial"
 class Checkpoint:
     """A whole checkpoint.
 
-    Attributes:
-        folder: Folder on disk.
-        step: Step of the run.
-        driver: State of the driver: data position, seed, controllers, settings.
-        passed_over: ``folder: not whole (fault)`` of each newer checkpoint.
+    ``driver`` has its state: data position, seed, controllers, settings. ``passed_over``: ``folder: not whole (fault)`` of each
+    newer one.
     """
 
     folder: Path
@@ -206,9 +203,6 @@ class CheckpointStore:
 
         This applies only to the checkpoint that this run saved last or started from. Older checkpoints that were kept until a
         newer one is proven are removed.
-
-        Raises:
-            CheckpointError: The mark cannot be written.
         """
         marker = self.folder(step) / PROVEN
         if step != self.present or not marker.parent.is_dir() or marker.exists():
@@ -328,10 +322,7 @@ def is_checkpoint(folder: Path) -> bool:
 def read_checkpoint(folder: Path, key: str = "trainer.resume_from_path=") -> Checkpoint:
     """Return the checkpoint in a ``global_step_N`` folder. The path may be relative or have a ``~``.
 
-    ``key`` is what errors say before the folder.
-
-    Raises:
-        CheckpointError: The folder is no checkpoint, or it is not whole.
+    ``key`` is what errors say before the folder. A CheckpointError says why it is none, or not whole.
     """
     folder = folder.expanduser().resolve()
     if not is_checkpoint(folder):
@@ -363,9 +354,6 @@ def check_folder(run_dir: Path) -> int:
     """Verify the checkpoints of a run folder and print one line for each, oldest step first. Then name each damaged other file.
 
     The exit code is 1 if something is not whole.
-
-    Raises:
-        UserError: The folder does not exist or has no checkpoint.
     """
     store = CheckpointStore(run_dir, None)
     lineage = store.history()
@@ -438,8 +426,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> str:
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a folder.
 
-    Raises:
-        ManifestError: It is missing, or a character differs from what was written.
+    A ManifestError says that it is missing, or that a character differs from what was written.
     """
     path = folder / MANIFEST
     try:

@@ -43,11 +43,7 @@ def vllm_build() -> str | None:
 
 
 def device_of(name: str) -> str:
-    """Return ``cpu`` or ``cuda`` for ``trainer.device``, without PyTorch where its build decides.
-
-    Raises:
-        ConfigError: The device is unknown, or it is cuda and PyTorch sees no GPU.
-    """
+    """Return ``cpu`` or ``cuda`` for ``trainer.device``, without PyTorch where its build decides."""
     if name == "cpu" or (name == "auto" and "torch" not in sys.modules and torch_build() == "cpu"):
         return "cpu"
     from verl_memopt.distributed.device import resolve_device
@@ -118,9 +114,6 @@ def choose(device: str, model: str, dataset: str | None, train_file: str, gpu_li
 
     ``model`` and ``dataset`` are hub ids; no dataset = the user's own files. ``train_file``: the hub's data once it is prepared.
     The CPU always means the toy task.
-
-    Raises:
-        ConfigError: The device is unknown, or it is cuda and PyTorch sees no GPU.
     """
     if device_of(device) == "cpu":
         task, sentences = ["toy"], []

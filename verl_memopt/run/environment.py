@@ -62,10 +62,8 @@ def resolve_environment(
 ) -> Environment:
     """Return what this machine has for a run.
 
-    ``reference_path``: None where the run needs no model for the reference. ``critic``: None in a run without one.
-
-    Raises:
-        ConfigError: the machine cannot do what the settings ask for. No worker has started by then.
+    ``reference_path``: None where the run needs no model for the reference. ``critic``: None in a run without one. A ConfigError
+    says what the machine cannot do. No worker has started by then.
     """
     model, rollout, actor = roles.model, roles.rollout, roles.actor
     device = resolve_device(trainer.device)
@@ -183,8 +181,7 @@ def missing_build_tools() -> str | None:
 def frees_engine(rollout: Rollout, device: str) -> bool:
     """Return whether the engine releases its memory between rollouts: ``rollout.free_cache_engine``, by default on a GPU.
 
-    Raises:
-        ConfigError: vLLM on a CPU cannot release it.
+    vLLM on a CPU cannot: a ConfigError.
     """
     setting = rollout.free_cache_engine
     if setting and device == "cpu" and rollout.name == "vllm":

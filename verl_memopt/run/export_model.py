@@ -53,10 +53,7 @@ ROLES = {
 class StoredModel:
     """The trained model of a role in a checkpoint.
 
-    Attributes:
-        checkpoint: A whole checkpoint.
-        role: ``actor`` or ``critic``.
-        base: Folder of the model that training started from, in place of the one that the settings name.
+    ``base``: folder of the model that training started from, in place of the one that the settings name.
     """
 
     checkpoint: Checkpoint
@@ -155,10 +152,6 @@ def find_checkpoint(path: Path, step: str | None) -> Checkpoint:
     """Return a whole checkpoint: that of a ``global_step_N`` folder, or of a run folder its newest, its best, or that of a step.
 
     Every file is compared with its checksum.
-
-    Raises:
-        CheckpointError: There is none, or it is not whole.
-        UserError: The step does not fit the path.
     """
     folder = path.expanduser()
     if is_checkpoint(folder):
@@ -191,9 +184,6 @@ def export_model(model: StoredModel, folder: Path, dtype: torch.dtype | None = N
 
     The folder appears when it is whole, and replaces an older one then. ``dtype`` is that of the weights; None = that of the
     model that training started from.
-
-    Raises:
-        CheckpointError: The checkpoint cannot be read, or the disk has no room or refuses.
     """
     dtype = model.dtype if dtype is None else dtype
     check_space(folder, sum(prod(shape) for shape in model.shapes.values()) * dtype.itemsize)
@@ -205,11 +195,7 @@ def export_model(model: StoredModel, folder: Path, dtype: torch.dtype | None = N
 
 
 def export_adapter(model: StoredModel, folder: Path) -> None:
-    """Write the adapters of a model alone, as peft has them.
-
-    Raises:
-        CheckpointError: The model has none, or the disk refuses.
-    """
+    """Write the adapters of a model alone, as peft has them."""
     if not model.lora_rank:
         raise CheckpointError(
             f"{model.folder}: it has no adapter, because the run trained all weights. Leave --adapter-only out."

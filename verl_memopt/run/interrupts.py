@@ -43,9 +43,7 @@ class Interrupts:
     def __init__(self, at_once: bool = False, watched: bool = False) -> None:
         """Set no handlers yet.
 
-        Args:
-            at_once: The first signal raises KeyboardInterrupt too, for work that has nothing to finish.
-            watched: A SignalWatch handles the signals, so entering sets no handlers.
+        ``at_once``: the first signal raises KeyboardInterrupt too. ``watched``: a SignalWatch handles the signals.
         """
         self._at_once = at_once
         self._watched = watched

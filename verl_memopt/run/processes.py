@@ -127,11 +127,7 @@ class Guardian:
     """
 
     def __init__(self) -> None:
-        """Start the guardian, and return once it watches.
-
-        Raises:
-            WorkerError: It does not start.
-        """
+        """Start the guardian, and return once it watches."""
         self._value = secrets.token_hex(16)
         self._changing, self._dismissed = threading.Lock(), False
         self._start()

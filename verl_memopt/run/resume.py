@@ -78,10 +78,8 @@ def compare_settings(
 ) -> None:
     """Log how the settings differ from those of the checkpoint, and the files that they name, one line for each key.
 
-    ``settings`` have concrete seeds. ``contents``: as :func:`contents_of` gives it.
-
-    Raises:
-        ConfigError: the run cannot continue with such a change.
+    ``settings`` have concrete seeds. ``contents``: as :func:`contents_of` gives it. A change with which the run cannot continue
+    is a ConfigError.
     """
     driver, folder = checkpoint.driver, checkpoint.folder
     if driver["seed"] != settings.data.seed:

@@ -34,12 +34,7 @@ class RunLock:
     """The right to write in a run folder, from construction until :meth:`release` or the end of ``with``."""
 
     def __init__(self, folder: Path) -> None:
-        """Lock the folder.
-
-        Raises:
-            ConfigError: Another process holds the lock. The message names its process id and start time.
-            UserError: The file cannot be written.
-        """
+        """Lock the folder. A ConfigError names the process that holds the lock."""
         self.folder = folder
         self.path = folder / LOCK
         self._pid = os.getpid()
@@ -137,11 +132,7 @@ _HELD: dict[Path, RunLock] = {}
 
 
 def hold(folder: Path) -> RunLock:
-    """Return the lock of a run folder, and make the folder if needed. If this process holds the lock, return that one.
-
-    Raises:
-        ConfigError: Another process holds the lock.
-    """
+    """Return the lock of a run folder, and make the folder if needed. If this process holds the lock, return that one."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = _HELD.get(folder / LOCK)
     if lock is None or not lock.is_own:
