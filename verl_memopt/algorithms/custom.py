@@ -46,7 +46,6 @@ def _decoupled(settings: Settings) -> bool:
 
 
 def _of_head(statistic: TokenStatistic) -> Extra:
-    """Return the argument that a statistic of the head fills."""
     key = statistic.key
     if key is None:
         return Extra(statistic.name, _decoupled, "Set algorithm.rollout_correction.bypass_mode=false")

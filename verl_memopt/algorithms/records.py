@@ -92,7 +92,6 @@ def _is_gdpo(settings: Settings) -> bool:
 
 
 def _has_other_weights(settings: Settings) -> bool:
-    """Return whether gdpo has another number of weights than of rewards."""
     weights, keys = settings.algorithm.gdpo_reward_weights, settings.algorithm.gdpo_reward_keys
     return _is_gdpo(settings) and weights is not None and len(weights) != len(keys or ())
 
@@ -205,13 +204,11 @@ _CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
 
 
 def _has_empty_bounds(settings: Settings) -> bool:
-    """Return whether clip_cov has no room between its bounds."""
     loss = settings.actor_rollout_ref.actor.policy_loss
     return loss.loss_mode == "clip_cov" and loss.clip_cov_lb >= loss.clip_cov_ub
 
 
 def _has_flat_penalty(settings: Settings) -> bool:
-    """Return whether kl_cov has one optimizer step a rollout."""
     actor = settings.actor_rollout_ref.actor
     one_step = settings.data.train_batch_size == actor.ppo_mini_batch_size and actor.ppo_epochs == 1
     return actor.policy_loss.loss_mode == "kl_cov" and one_step

@@ -226,7 +226,6 @@ def _worker_plan(
 
 
 def _datasets(settings: Settings, environment: Environment) -> tuple[PromptRows, PromptRows | None]:
-    """Return the training rows and the held-out rows."""
     data, rewards, mode = settings.data, settings.reward_model, mode_of(settings)
     if rewards.recipe is not None:
         return rewards.recipe.hooks().datasets(settings, environment.tokenizer)
@@ -266,7 +265,6 @@ def _scores_with_model(settings: Settings) -> bool:
 
 
 def _build_loader(data: Data, rows: PromptRows, checkpoint: Checkpoint | None) -> StepLoader:
-    """Return the loader of training prompts, at the position of the checkpoint."""
     assert data.seed is not None
     prompts = data.gen_batch_size or data.train_batch_size
     key = "data.train_batch_size" if prompts == data.train_batch_size else "data.gen_batch_size"
@@ -320,7 +318,6 @@ def build_validator(context: RunContext, generator: Generator, scorer: Scorer) -
 def _build_prefetcher(
     data: Data, loader: StepLoader | None, environment: Environment, n: int, expansion: str
 ) -> PromptPrefetcher | NoPrompts:
-    """Return the prompts of each step; none where there is no data."""
     if loader is None:
         return NoPrompts()
     # The prefetcher works in a thread, and so needs its own tokenizer.
@@ -330,7 +327,6 @@ def _build_prefetcher(
 
 
 def _build_critic_training(context: RunContext, workers: TimedGroup, old_pass: LogProbPass) -> CriticTraining | None:
-    """Return what a step does with the critic; None without a critic."""
     critic, trainer = context.worker_plan.critic, context.settings.trainer
     if critic is None:
         return None

@@ -432,7 +432,6 @@ def start_workers(context: RunContext, clock: PhaseClock, begun: RayGroup | None
 
 
 def _read_by_workers(settings: Settings, plan: WorkerPlan) -> dict[str, str]:
-    """Return setting -> file or folder that each worker reads."""
     roles = "actor_rollout_ref"
     paths = {
         f"{roles}.model.path": plan.folder,

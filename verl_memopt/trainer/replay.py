@@ -218,7 +218,6 @@ class Replay:
         return Replayed(prompts, answers, results if len(results) == len(samples) else None)
 
     def _check(self, read: Sequence[ReadSample]) -> None:
-        """Refuse rows that do not fit the run's settings."""
         for number, each in enumerate(read):
             sample, first = each.sample, read[number // self.samples * self.samples].sample
             if (sample.uid, sample.prompt_ids) != (first.uid, first.prompt_ids):

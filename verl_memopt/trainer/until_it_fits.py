@@ -294,7 +294,6 @@ def _tiles_save(settings: Settings, half: bool = False) -> bool:
 
 
 def _caps(settings: Settings) -> list[str]:
-    """Return the keys of the token caps of the run's passes."""
     roles, critic = settings.actor_rollout_ref, settings.critic
     own = {
         f"{_ACTOR}.ppo_max_token_len_per_gpu": True,

@@ -121,7 +121,6 @@ def _of(role: Role) -> str:
 
 
 def _cause(updates: Updates, metrics: Mapping[str, float]) -> str:
-    """Return why the gradients of a role are probably not finite."""
     learned, outputs = ("advantages", "log-probs") if updates.role is ACTOR else ("returns", "values")
     low, high = (metrics.get(f"critic/{learned}/{name}", 0.0) for name in ("min", "max"))
     if updates.role is ACTOR:
@@ -344,5 +343,4 @@ class Health:
 
 
 def _known(scores: Sequence[float]) -> list[float]:
-    """Return the scores that are not NaN."""
     return [score for score in scores if not math.isnan(score)]

@@ -9,7 +9,6 @@ from torch._subclasses import FakeTensorMode
 
 from tests.algorithms.ragged import Ragged, ragged
 from verl_memopt.algorithms.estimators import (
-    discounted_returns,
     gae,
     gae_advantages,
     optimal_token_baseline_advantages,
@@ -68,16 +67,6 @@ def test_the_baseline_form_whitens_the_rewards_centred_in_their_groups(sample):
     close(reinforce_plus_plus_baseline_advantages(rewards.float(), groups, valid, sample.row), expected)
 
 
-def test_equal_rewards_teach_nothing_to_either_form():
-    sample = Ragged((2, 3, 1), 0)
-    rewards, valid = torch.full((3,), 0.1), torch.ones(3, dtype=torch.bool)
-    assert torch.equal(
-        reinforce_plus_plus_baseline_advantages(rewards, torch.zeros(3, dtype=torch.int64), valid, sample.row), torch.zeros(6)
-    )
-    last = torch.tensor([0, 0.1, 0, 0, 0.1, 0.1])
-    assert torch.equal(reinforce_plus_plus_advantages(last, sample.row, valid, 1.0)[0], torch.zeros(6))
-
-
 @given(ragged())
 def test_remax_subtracts_the_greedy_score_from_the_rewards_that_follow(sample):
     rewards, baselines, valid = sample.tokens(0), sample.rows(1), sample.rows(2, (0.0, 1.0, 1.0)).bool()
@@ -93,12 +82,6 @@ def test_a_row_without_a_greedy_score_learns_nothing():
     sample, valid = Ragged((2, 1), 0), torch.ones(2, dtype=torch.bool)
     advantages, _ = remax_advantages(torch.tensor([0.0, 1.0, 1.0]), torch.tensor([NAN, 0.25]), sample.row, valid)
     assert advantages.tolist() == [0.0, 0.0, 0.75]
-
-
-def test_returns_of_rows_that_are_not_valid_are_zero():
-    sample = Ragged((2, 1), 0)
-    returns = discounted_returns(torch.tensor([NAN, NAN, 1.0]), sample.row, torch.tensor([False, True]), 0.5)
-    assert returns.tolist() == [0.0, 0.0, 1.0]
 
 
 @given(ragged())

@@ -27,57 +27,6 @@ from verl_memopt.config.schema import Actor, PolicyLoss
 SETTINGS = Actor(clip_ratio_low=0.2, clip_ratio_high=0.3, loss_agg_mode="seq-mean-token-mean")
 
 
-def padded_gspo(new, old, advantages, mask):
-    """GSPO of its paper on padded rows: one ratio a row, mean over rows with tokens; empty rows add 0."""
-    sizes = mask.sum(1).clamp(min=1)
-    ratio = (((new - old) * mask).sum(1) / sizes).exp()
-    objective = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.3) * advantages)
-    return -(objective * (mask.sum(1) > 0)).sum() / mask.shape[0]
-
-
-def padded_sequence(new, old, advantages, mask):
-    ratio = ((new - old) * mask).sum(1).exp()
-    objective = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.3) * advantages)
-    return -(objective * (mask.sum(1) > 0)).sum() / mask.shape[0]
-
-
-def padded_geo_mean(new, old, advantages, mask):
-    log_ratio, sign = new - old, advantages.sign()[:, None]
-    low, high = torch.tensor(-0.2, dtype=new.dtype), torch.tensor(0.3, dtype=new.dtype)
-    bounded = torch.where(sign > 0, torch.minimum(log_ratio, high), torch.maximum(log_ratio, low))
-    bounded = torch.where(sign == 0, 0.0, bounded)
-    ratio = ((bounded * mask).sum(1) / mask.sum(1).clamp(min=1)).exp()
-    return -(ratio * advantages * (mask.sum(1) > 0)).sum() / mask.shape[0]
-
-
-def pad(sample, flat):
-    width = max(*sample.sizes, 1)
-    out = flat.new_zeros(len(sample.sizes), width)
-    for i, part in enumerate(flat.split(list(sample.sizes))):
-        out[i, : len(part)] = part
-    return out
-
-
-@pytest.mark.parametrize(
-    ("loss_of", "naive"), [(gspo_loss, padded_gspo), (sequence_loss, padded_sequence), (geo_mean_loss, padded_geo_mean)]
-)
-def test_loss_and_gradient_equal_the_padded_definition(loss_of, naive):
-    @given(ragged())
-    def check(sample):
-        old = -sample.tokens(0).abs()
-        new, advantages = old + 0.3 * sample.tokens(1), sample.rows(2)
-        flat, wide = new.clone().requires_grad_(), pad(sample, new).requires_grad_()
-        counts = GlobalCounts(max(len(old), 1), len(sample.sizes))
-        loss, _ = loss_of(LossTokens(flat, old, advantages[sample.row], sample.row, sample.lengths, counts), SETTINGS)
-        expected = naive(wide, pad(sample, old), advantages, pad(sample, torch.ones_like(old)))
-        torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-12)
-        loss.backward()
-        expected.backward()
-        torch.testing.assert_close(pad(sample, flat.grad), wide.grad, rtol=1e-10, atol=1e-12)
-
-    check()
-
-
 def test_gspo_gives_each_token_the_gradient_of_its_own_advantage():
     # ratio of the row: exp((0.1 - 0.1) / 2) = 1, so that the gradient of a token is -its advantage / tokens / rows
     leaf = torch.tensor([0.1, -0.1], dtype=torch.float64, requires_grad=True)

@@ -23,21 +23,33 @@ def naive_value_loss(predictions, values, returns, mode, clip):
     return sum(sums) / len(rows) / (scale if mode == "seq-mean-token-sum-norm" else 1)
 
 
+@pytest.mark.parametrize("rejects", [False, True])
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-def test_the_value_loss_equals_the_row_by_row_definition_however_rows_are_cut(mode):
+def test_the_value_loss_equals_the_row_by_row_definition_over_kept_tokens_however_rows_are_cut(mode, rejects):
     @given(ragged())
     def check(sample):
         values, targets = sample.tokens(0), sample.tokens(2)
-        predictions = values + sample.tokens(1)
-        lists = [sample.lists(flat) for flat in (predictions, values, targets)]
-        counts = GlobalCounts(max(len(values), 1), len(sample.sizes))
-        whole, metrics = value_loss(ValueTokens(predictions, values, targets, sample.row, sample.lengths, counts), 0.5, mode, 4)
+        predictions = (values + sample.tokens(1)).requires_grad_()
+        kept = (torch.arange(len(values)) % 3 != 1) | (not rejects)
+        flags, flats = sample.lists(kept), (predictions.detach(), values, targets)
+        lengths = torch.tensor([sum(row) for row in flags], dtype=torch.int64)
+        counts = GlobalCounts(max(int(kept.sum()), 1), len(sample.sizes))
+
+        def loss_of(predictions, values, targets, kept, row, lengths):
+            rejected = kept if rejects else None
+            return value_loss(ValueTokens(predictions, values, targets, row, lengths, counts, rejected), 0.5, mode, 4)
+
+        whole, metrics = loss_of(predictions, values, targets, kept, sample.row, lengths)
+        lists = [
+            [[value for value, keep in zip(*row, strict=True) if keep] for row in zip(sample.lists(flat), flags, strict=True)]
+            for flat in flats
+        ]
         assert whole.item() == pytest.approx(naive_value_loss(*lists, mode, 0.5), rel=1e-10, abs=1e-12)
-        parts = zip(*(flat.split(list(sample.sizes)) for flat in (predictions, values, targets)), strict=True)
-        zero, shares = torch.zeros(1, dtype=torch.int64), []
-        for part in parts:
-            row, lengths = zero.expand(len(part[0])), torch.tensor([len(part[0])])
-            shares.append(value_loss(ValueTokens(*part, row, lengths, counts), 0.5, mode, 4))
+        assert metrics["vpred_mean"].item() == pytest.approx(sum(map(sum, lists[0])) / counts.tokens, rel=1e-6, abs=1e-7)
+        whole.backward()
+        assert not predictions.grad[~kept].any()
+        parts = zip(*(flat.split(list(sample.sizes)) for flat in (*flats, kept)), lengths, strict=True)
+        shares = [loss_of(*part, torch.zeros_like(part[0], dtype=torch.int64), length[None]) for *part, length in parts]
         assert sum(loss for loss, _ in shares).item() == pytest.approx(whole.item(), rel=1e-10, abs=1e-12)
         for name, value in metrics.items():
             assert sum(m[name] for _, m in shares).item() == pytest.approx(value.item(), rel=1e-6, abs=1e-7)
@@ -69,29 +81,6 @@ def test_explained_variance_is_one_for_the_returns_zero_for_a_constant_and_negat
     assert explained_variance(values, returns) == pytest.approx(1 - errors / (spread + 1e-5))
     assert explained_variance(torch.ones(1), torch.ones(1)) == 0
     assert explained_variance(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 2.0])) == pytest.approx(0.75, abs=1e-5)
-
-
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-def test_rejected_tokens_are_as_if_they_were_not_there(mode):
-    @given(ragged())
-    def check(sample):
-        values, targets = sample.tokens(0), sample.tokens(2)
-        predictions = (values + sample.tokens(1)).requires_grad_()
-        kept = torch.arange(len(values)) % 3 != 1
-        flags = sample.lists(kept)
-        lengths = torch.tensor([sum(row) for row in flags], dtype=torch.int64)
-        counts = GlobalCounts(max(int(kept.sum()), 1), len(sample.sizes))
-        loss, metrics = value_loss(ValueTokens(predictions, values, targets, sample.row, lengths, counts, kept), 0.5, mode, 4)
-        lists = [
-            [[value for value, keep in zip(*row, strict=True) if keep] for row in zip(sample.lists(flat), flags, strict=True)]
-            for flat in (predictions.detach(), values, targets)
-        ]
-        assert loss.item() == pytest.approx(naive_value_loss(*lists, mode, 0.5), rel=1e-10, abs=1e-12)
-        assert metrics["vpred_mean"].item() == pytest.approx(sum(map(sum, lists[0])) / counts.tokens, rel=1e-6, abs=1e-7)
-        loss.backward()
-        assert not predictions.grad[~kept].any()
-
-    check()
 
 
 def test_metrics_are_shares_of_the_tokens_of_the_mini_batch():
