@@ -128,14 +128,6 @@ def expanded_batch(method, use_prefix_grouper=True):
 
 
 @pytest.mark.parametrize("method", EXPANSIONS)
-def test_no_expansion_compares_two_prompts(method):
-    batch = expanded_batch(method)
-    assert batch.group.tolist() == [0, 0, 1, 1]
-    assert shaped(batch, [1.0, 1.0, 5.0, 5.0]).per_token.tolist() == [0.0] * 7
-    assert shaped(batch, [1.0, 2.0, 5.0, 9.0]).per_token.tolist() == [-1.0, -1.0, 1.0, -4.0, 4.0, 4.0, 4.0]
-
-
-@pytest.mark.parametrize("method", EXPANSIONS)
 @pytest.mark.parametrize("shares_prompts", [True, False])
 def test_every_expansion_gives_one_batch_whichever_rows_are_read(method, shares_prompts):
     batch, token = expanded_batch(method, shares_prompts), expanded_batch("token", shares_prompts)
@@ -146,13 +138,6 @@ def test_every_expansion_gives_one_batch_whichever_rows_are_read(method, shares_
         one, other = micro_batch(batch, rows).pack, micro_batch(token, rows).pack
         assert torch.equal(one.input_ids, other.input_ids)
         assert torch.equal(one.position_ids, other.position_ids)
-
-
-def test_lazy_holds_the_ids_of_a_prompt_once_until_a_micro_batch_reads_them():
-    lazy, token = expanded_batch("lazy").prompts, expanded_batch("token").prompts
-    assert token.flat.numel() - lazy.stored.flat.numel() == (2 - 1) * (4 + 9)
-    assert lazy.select([2, 3]).stored.flat.numel() == 9
-    assert lazy.select([2, 3]).flat.numel() == 2 * 9
 
 
 def test_the_kl_to_the_reference_is_taken_off_each_rows_reward():

@@ -329,10 +329,11 @@ class Forge:
         random = np.random.default_rng([data.seed, step])
         num_rows = data.train_batch_size * rollout.n
         # For a recipe that reads them, and for a reward model with a tokenizer of its own.
-        solution, answer = self.text_of(data.max_prompt_length // 4), self.text_of(data.max_response_length)
+        lengths = data.max_prompt_length // 2, data.max_prompt_length // 4, data.max_response_length
+        asked, solution, answer = map(self.text_of, lengths)
         prompt_rows, prompt_ids = [], []
         for index in range(data.train_batch_size):
-            question = f"{index}{self.text_of(data.max_prompt_length // 2)}"
+            question = f"{index}{asked}"
             info = {"question": question, "solution": solution, "reasoning_trace": None}
             row = PromptRow(index, question, SOURCE, solution, info, f"forged prompt {index + 1}")
             prompt_rows += [row] * rollout.n

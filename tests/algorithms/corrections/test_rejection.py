@@ -24,27 +24,14 @@ from verl_memopt.config.aliases import PRESETS
 K = {"k1": lambda x: -x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - 1 - x}
 
 
-def naive_rejection(rows, name, lower, upper):
-    level, kind = name.rsplit("_", 1)
-    flags = []
-    for row in rows:
-        values = [K[kind](min(max(x, -20.0), 20.0)) for x in row]
-        if level == "token":
-            flags.append([lower <= value <= upper for value in values])
-            continue
-        total = {"seq_sum": sum, "seq_mean": lambda v: sum(v) / len(v), "seq_max": max}[level](values) if values else 0.0
-        flags.append([lower <= total <= upper] * len(row))
-    return flags
-
-
 def statistics_of(rows, name):
-    """A list of the compared number for each row, once a token."""
+    """Gives for each row the number that a rejection compares, once a token."""
     level, kind = name.rsplit("_", 1)
+    joins = {"seq_sum": sum, "seq_mean": lambda values: sum(values) / len(values), "seq_max": max}
     result = []
     for row in rows:
-        values = [K[kind](x) for x in row]
-        total = {"seq_sum": sum, "seq_mean": lambda v: sum(v) / len(v), "seq_max": max}.get(level)
-        result.append([total(values)] * len(values) if total and values else values)
+        values = [K[kind](min(max(x, -20.0), 20.0)) for x in row]
+        result.append([joins[level](values)] * len(values) if level in joins and values else values)
     return result
 
 
@@ -58,7 +45,8 @@ def test_a_rejection_keeps_what_its_definition_keeps(name):
     def check(sample):
         log_ratio = sample.tokens(0, 0.5)
         lower, upper = (math.log(0.6), math.log(1.5)) if name.endswith("k1") else (-math.inf, 0.2)
-        flags = naive_rejection(sample.lists(log_ratio), name, lower, upper)
+        stats = statistics_of(sample.lists(log_ratio), name)
+        flags = [[lower <= value <= upper for value in row] for row in stats]
         kept, metrics = rejection(log_ratio, sample.row, sample.lengths, name, threshold_of(name))
         assert kept.tolist() == [flag for row in flags for flag in row]
         assert torch.equal(kept, kept_tokens(log_ratio, sample.row, sample.lengths, name, threshold_of(name)))
@@ -71,8 +59,8 @@ def test_a_rejection_keeps_what_its_definition_keeps(name):
             assert metrics[f"{head}masked_fraction"] == pytest.approx(share)
             assert metrics[f"{head}seq_masked_fraction"] == pytest.approx(touched)
         if filled:
-            spread = torch.tensor([stat for row in statistics_of(sample.lists(log_ratio), name) for stat in row])
-            rows = [statistics.fmean(row) for row in statistics_of(sample.lists(log_ratio), name) if row]
+            spread = torch.tensor([stat for row in stats for stat in row])
+            rows = [statistics.fmean(row) for row in stats if row]
             compared = spread.tolist() if name.startswith("token") else rows
             held = spread.clamp(lower if name.endswith("k1") else 0.0, upper)
             expected = {

@@ -135,12 +135,16 @@ def test_loss_gradient_and_metrics_do_not_depend_on_micro_batches(mode, agg, bin
         assert sum(m[name] for _, m in results).item() == pytest.approx(value.item(), rel=1e-12, abs=1e-15)
 
 
+def one_token(log_ratio, advantage, settings, **options):
+    """Gives the loss, with gradient to the log-prob, and the metrics of a mini-batch of one token."""
+    new, one = torch.tensor([log_ratio], requires_grad=True), torch.tensor([1])
+    tokens = LossTokens(new, torch.zeros(1), torch.tensor([advantage]), one - 1, one, GlobalCounts(1, 1), **options)
+    return *policy_loss(tokens, settings), new
+
+
 def gradient_at(mode, log_ratio, advantage):
-    new = torch.tensor([log_ratio], requires_grad=True)
-    one = torch.tensor([1])
-    counts = GlobalCounts(1, 1)
-    fields = (torch.zeros(1), torch.tensor([advantage]), torch.tensor([0]), one, counts)
-    policy_loss(LossTokens(new, *fields, selected=torch.tensor([False])), actor(mode))[0].backward()
+    loss, _, new = one_token(log_ratio, advantage, actor(mode), selected=torch.tensor([False]))
+    loss.backward()
     return new.grad.item()
 
 
@@ -209,13 +213,6 @@ def test_clip_fractions_of_sequences_by_hand(mode):
     assert metrics["pg_clipfrac"].item() == 0.5
     assert metrics["pg_clipfrac_lower"].item() == 0
     assert metrics["ratio_clamped"].item() == 0
-
-
-def one_token(log_ratio, advantage, settings):
-    """Gives the loss, with gradient to the log-prob, and the metrics of a mini-batch of one token."""
-    new, one = torch.tensor([log_ratio], requires_grad=True), torch.tensor([1])
-    tokens = LossTokens(new, torch.zeros(1), torch.tensor([advantage]), one - 1, one, GlobalCounts(1, 1))
-    return *policy_loss(tokens, settings), new
 
 
 @pytest.mark.parametrize("advantage", [0.5, 0.0])
@@ -307,33 +304,22 @@ def test_local_modes_alone_have_gradients_that_ignore_the_other_tokens(mode):
     assert (gradients[0] == gradients[1]) == (mode in TOKEN_LOCAL)
 
 
-@pytest.mark.parametrize("mode", sorted(TOKEN_LOCAL))
-def test_importance_weights_multiply_the_loss_of_each_token(mode):
+@pytest.mark.parametrize("mode", LOSSES)
+def test_importance_weights_multiply_the_loss_of_each_token_or_one_weight_a_row_that_of_the_row(mode):
     new, old = random_log_probs()
+    row, lengths = row_of_each_token(torch.tensor(LENGTHS), 10), torch.tensor(LENGTHS)
     weights = torch.rand(10, generator=torch.Generator().manual_seed(9), dtype=torch.float64) + 0.5
-    row, lengths = row_of_each_token(torch.tensor(LENGTHS), 10), torch.tensor(LENGTHS)
+    if mode not in TOKEN_LOCAL:
+        weights = torch.tensor([0.5, 1.0, 2.0, 1.5], dtype=torch.float64)[row]
     advantages = torch.tensor(ADVANTAGES, dtype=torch.float64)[row]
-    leaves = [new.clone().requires_grad_() for _ in range(2)]
-    fields = (old, advantages, row, lengths, COUNTS)
-    weighted = policy_loss(LossTokens(leaves[0], *fields, selected=EACH, weights=weights), actor(mode))[0]
-    plain = policy_loss(LossTokens(leaves[1], *fields, selected=EACH), actor(mode))[0]
-    weighted.backward()
-    plain.backward()
-    torch.testing.assert_close(leaves[0].grad, leaves[1].grad * weights, rtol=1e-12, atol=1e-15)
-    assert weighted.item() != plain.item()
-
-
-@pytest.mark.parametrize("mode", ["sequence", "gspo", "geo_mean"])
-def test_one_importance_weight_a_row_multiplies_the_loss_of_that_row(mode):
-    new, old = random_log_probs()
-    row, lengths = row_of_each_token(torch.tensor(LENGTHS), 10), torch.tensor(LENGTHS)
-    advantages = torch.tensor(ADVANTAGES, dtype=torch.float64)[row]
-    factors = torch.tensor([0.5, 1.0, 2.0, 1.5], dtype=torch.float64)
-    leaves = [new.clone().requires_grad_() for _ in range(2)]
-    fields = (old, advantages, row, lengths, COUNTS)
-    policy_loss(LossTokens(leaves[0], *fields, weights=factors[row]), actor(mode))[0].backward()
-    policy_loss(LossTokens(leaves[1], *fields), actor(mode))[0].backward()
-    torch.testing.assert_close(leaves[0].grad, leaves[1].grad * factors[row], rtol=1e-9, atol=1e-12)
+    leaves, losses = [new.clone().requires_grad_() for _ in range(2)], []
+    for leaf, own in zip(leaves, (weights, None), strict=True):
+        tokens = LossTokens(leaf, old, advantages, row, lengths, COUNTS, selected=EACH, weights=own)
+        losses.append(policy_loss(tokens, actor(mode))[0])
+        losses[-1].backward()
+    rtol, atol = (1e-12, 1e-15) if mode in TOKEN_LOCAL else (1e-9, 1e-12)
+    torch.testing.assert_close(leaves[0].grad, leaves[1].grad * weights, rtol=rtol, atol=atol)
+    assert losses[0].item() != losses[1].item()
 
 
 @pytest.mark.parametrize(("mode", "agg"), MODES)
