@@ -9,7 +9,7 @@ import torch
 from tests.gpu import machine
 from verl_memopt.config.schema import Memory
 from verl_memopt.memory.host_buffers import GIB, HostArena, host_allocator, host_buffer, host_limits
-from verl_memopt.memory.param_offload_torch import OffloadedParams
+from verl_memopt.memory.residency import OffloadedParams
 
 pytestmark = pytest.mark.rehearsed
 

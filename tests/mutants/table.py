@@ -24,7 +24,7 @@ PARTS = {
     "algorithms": ("algorithms/",),
     "packing": ("model/packing.py", "memory/token_packing.py", "data/batch.py"),
     "log-probs": ("memory/chunked_logprob_torch.py", "memory/logit_tiles.py"),
-    "residency": ("memory/residency.py", "memory/param_offload_torch.py"),
+    "residency": ("memory/residency.py",),
     "checkpoints": ("run/", "distributed/"),
 }
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from verl_memopt.distributed.weight_slices import WeightSlice
+from verl_memopt.memory.weight_buckets_torch import WeightSlice
 from verl_memopt.rollout.weight_map import WeightMap
 
 SHAPES = {"q": (8, 6), "k": (4, 6), "down": (6, 8), "vocab": (10, 6), "norm": (6,), "one": (1,), "scale": ()}

@@ -11,7 +11,7 @@ from tests.virtual_gpu.life import STREAMS, live, misplaced
 from verl_memopt.data.batch import token_index
 from verl_memopt.distributed.device import current_stream
 from verl_memopt.memory import optimizer_offload_torch, streamed_params_torch
-from verl_memopt.memory.param_offload_torch import OffloadedParams
+from verl_memopt.memory.residency import OffloadedParams
 from verl_memopt.worker import policy
 from verl_memopt.worker.trained_model import TrainedModel
 

@@ -9,7 +9,7 @@ from tests.virtual_gpu.late_streams import late_streams
 from tests.virtual_gpu.life import STREAMS
 from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory import activation_offload_torch, optimizer_offload_torch, param_offload_torch, streamed_params_torch
+from verl_memopt.memory import activation_offload_torch, optimizer_offload_torch, residency, streamed_params_torch
 
 SMALL = {"bucket": "small", "actor optimizer_offload": "on"}
 ROWS = {
@@ -78,10 +78,10 @@ def test_without_its_wait_an_offload_is_caught(name, owner, attribute, folder, m
 @pytest.mark.parametrize("waits", [True, False])
 def test_the_host_reads_parameters_that_have_left_only_after_a_wait(waits, monkeypatch):
     if not waits:
-        monkeypatch.setattr(param_offload_torch, "synchronize", lambda device: None)
+        monkeypatch.setattr(residency, "synchronize", lambda device: None)
     parameter = torch.nn.Parameter(torch.arange(1.0, 9.0))
     with late_streams():
-        home = param_offload_torch.OffloadedParams("policy", [parameter], torch.device("cpu"))
+        home = residency.OffloadedParams("policy", [parameter], torch.device("cpu"))
         home.to_host()
         with home.readable():
             assert torch.equal(parameter.data, torch.arange(1.0, 9.0)) == waits

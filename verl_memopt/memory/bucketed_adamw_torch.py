@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -18,14 +19,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.optim import SGD, AdamW, Optimizer
 
-from verl_memopt.config.schema import Optim
 from verl_memopt.distributed.device import synchronize
+from verl_memopt.memory.embedding_gradient import gradient_dtype
 from verl_memopt.memory.host_buffers import host_buffer
-from verl_memopt.memory.optimizer_layout import (
+from verl_memopt.memory.optimizer_offload_torch import (
     GRADIENT,
+    SLOTS,
     Member,
     Section,
     Slice,
+    StateLanes,
     aligned,
     count,
     cut_buckets,
@@ -35,18 +38,17 @@ from verl_memopt.memory.optimizer_layout import (
     shard_place,
     shown,
 )
-from verl_memopt.memory.optimizer_offload_torch import SLOTS, StateLanes
 from verl_memopt.memory.optimizer_state_dtype_torch import (
     LEAST_BLOCK,
+    MOMENTS,
     MOST_BLOCK,
-    MomentFormat,
+    REMAINDER,
     Planes,
     Work,
-    moment_format,
-    momentum_format,
+    join_,
+    round_to_bfloat16_,
+    split_,
 )
-from verl_memopt.memory.split_masters_torch import REMAINDER, join_, split_
-from verl_memopt.memory.stochastic_rounding_torch import round_to_bfloat16_
 from verl_memopt.observe.byte_tracker import scope
 from verl_memopt.observe.phase import MIB
 
@@ -58,7 +60,7 @@ COMPARED_BYTES = 5
 KEPT = "optim.state_dtype=%s: %d of %d elements keep fp32 moments, as their rows have no blocks of %d elements or more"
 
 
-class Bucketed(Optimizer):
+class Bucketed(Optimizer, ABC):
     """An optimizer whose state may rest on the host or in fewer bits, and whose bfloat16 weights may be rounded stochastically.
 
     The state of a parameter is the planes of its format, and ``step`` (fp32) where its update or its rounding depends on that. It
@@ -104,21 +106,21 @@ class Bucketed(Optimizer):
         self.divisor: Tensor | None = None
         self.computes_in: torch.dtype | None = None
         self._changed: Tensor | None = None
-        self._sections = sections(self.param_groups, state_dtype, split_masters, self._format)
+        self._sections = sections(self.param_groups, state_dtype, split_masters, self._moments)
         self._section_of = {id(member.parameter): (section, member) for section in self._sections for member in section.members}
         self._make_state()
         self._tell_what_stays_fp32(state_dtype)
 
-    def _format(self, group: dict[str, Any], state_dtype: str, row: int) -> MomentFormat:
-        """Return how the moments of a group's parameters are stored whose rows have ``row`` elements."""
-        raise NotImplementedError
+    @abstractmethod
+    def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Return the names of the moments of a group's parameters."""
 
+    @abstractmethod
     def _kernel(
         self, weights: list[Tensor], grads: list[Tensor], moments: list[list[Tensor]], steps: list[Tensor], group: dict[str, Any],
         stopped: Tensor | None,
     ) -> None:  # fmt: skip
         """Update fp32 ``weights`` and ``moments`` in place. Where ``stopped`` is 1 on the device, they stay as they are."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -138,20 +140,16 @@ class Bucketed(Optimizer):
         self.arrived.clear()
         self.divisor = None
 
-    def rest_gradients(self, dtype_of: Callable[[Tensor], torch.dtype], kind: str) -> dict[int, Tensor]:
+    def rest_gradients(self) -> dict[int, Tensor]:
         """Give each gradient a place on the host, from which :meth:`step` reads it, and return them: id of a parameter -> place.
 
         The step takes the gradients of the parameters whose ids are in :attr:`arrived`, and divides them by :attr:`divisor`.
-
-        Args:
-            dtype_of: Returns the dtype of a parameter's gradient, which those of a section share.
-            kind: Of their bytes.
         """
         self._lanes = self._lanes or StateLanes(self._device)
         places: dict[int, Tensor] = {}
         for section in self._sections:
-            dtype = dtype_of(section.members[0].parameter)
-            buffer = host_buffer(section.numel * dtype.itemsize, self._device, kind).view(dtype)
+            dtype = gradient_dtype(section.members[0].parameter)
+            buffer = host_buffer(section.numel * dtype.itemsize, self._device, "grads").view(dtype)
             section.gradients = buffer
             places |= {
                 id(member.parameter): buffer[member.start : member.start + member.numel].view(local(member.parameter).shape)
@@ -184,9 +182,7 @@ class Bucketed(Optimizer):
     def step_parameter(self, parameter: Tensor, stopped: Tensor | None = None) -> None:
         """Update one parameter before :meth:`step`, which must then not find its gradient any more.
 
-        Args:
-            parameter: A parameter with a gradient.
-            stopped: fp32 scalar on the device. Where it is 1, parameter and state stay as they are.
+        Where ``stopped``, an fp32 scalar on the device, is 1, parameter and state stay as they are.
         """
         section, member = self._section_of[id(parameter)]
         self._update(section, [member], stopped)
@@ -231,10 +227,7 @@ class Bucketed(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy saved values into the state where it rests. Parameters are matched by their order.
-
-        Args:
-            state_dict: As :meth:`state_dict` or torch's own class returned it.
+        """Copy values that :meth:`state_dict` or torch's own class returned to where they rest, by the order of parameters.
 
         Raises:
             KeyError: The state was saved in another ``state_dtype``. The message names what is missing.
@@ -253,10 +246,7 @@ class Bucketed(Optimizer):
 
     def _make_state(self) -> None:
         """Allocate one buffer for the whole state, on the host or the device, and give each parameter views of its part."""
-        sizes = [
-            [(plane, section.numel // plane.per_entry * plane.dtype.itemsize) for plane in section.resting]
-            for section in self._sections
-        ]
+        sizes = [[(plane, plane.num_bytes(section.numel)) for plane in section.resting] for section in self._sections]
         total = sum(aligned(size) for planes in sizes for _, size in planes)
         with scope(kind=KIND):
             if self._offload and total:
@@ -269,8 +259,7 @@ class Bucketed(Optimizer):
             for plane, size in planes:
                 section.planes[plane.name] = buffer[offset : offset + size].view(plane.dtype)
                 offset += aligned(size)
-        members = ((section, member) for section in self._sections for member in section.members)
-        for (section, member), step in zip(members, steps.unbind(), strict=True):
+        for (section, member), step in zip(self._section_of.values(), steps.unbind(), strict=True):
             parts = {plane.name: shown(member, plane, section.planes[plane.name]) for plane in section.format.planes}
             counter = {"step": step} if self.counts_steps or self._stochastic else {}
             self.state[member.parameter] = counter | parts
@@ -285,7 +274,7 @@ class Bucketed(Optimizer):
     def _update(self, section: Section, members: Sequence[Member], stopped: Tensor | None = None) -> None:
         if not members:
             return
-        steps = [step for member in members for step in self._steps(member)]
+        steps = self._steps(members)
         # Where the update may be stopped, the increment is on the device.
         if steps:
             torch._foreach_add_(steps, 1 if stopped is None else [1 - stopped] * len(steps))
@@ -296,9 +285,8 @@ class Bucketed(Optimizer):
         for bucket, planes in zip(buckets, self._planes(section, buckets), strict=True):
             self._update_bucket(section, bucket, planes, _cut(work, count(bucket)), stopped)
 
-    def _steps(self, member: Member) -> list[Tensor]:
-        state = self.state[member.parameter]
-        return [state["step"]] if "step" in state else []
+    def _steps(self, members: Iterable[Member]) -> list[Tensor]:
+        return [self.state[member.parameter]["step"] for member in members if "step" in self.state[member.parameter]]
 
     def _update_bucket(
         self, section: Section, bucket: Sequence[Slice], planes: Planes, work: Work, stopped: Tensor | None
@@ -308,7 +296,8 @@ class Bucketed(Optimizer):
         moments = section.format.decode(planes, work)
         resting = [local(part.member.parameter).view(-1)[part.first : part.last] for part in bucket]
         weights, wide = resting, section.dtype == torch.float32
-        self._cast(resting, work.before)
+        if work.compared:
+            _copied(resting, work.compared[0])
         if section.gradients is None:
             grads = [_gradient(part.member.parameter).view(-1)[part.first : part.last] for part in bucket]
         else:
@@ -319,10 +308,10 @@ class Bucketed(Optimizer):
             join_(resting, planes[REMAINDER.name], work.scratch[0])
             weights = list(work.scratch[0].split(sizes))
         elif not wide:
-            weights = _widened(resting, work.scratch[0])
+            weights = _copied(resting, work.scratch[0])
         if grads[0].dtype != torch.float32:
-            grads = _widened(grads, work.scratch[1])
-        steps = [step for part in bucket for step in self._steps(part.member)]
+            grads = _copied(grads, work.scratch[1])
+        steps = self._steps(part.member for part in bucket)
         self._kernel(weights, grads, [list(moment.split(sizes)) for moment in moments], steps, group, stopped)
         if section.splits:
             split_(work.scratch[0], work.scratch[1], resting, planes[REMAINDER.name])
@@ -330,25 +319,20 @@ class Bucketed(Optimizer):
             if self._stochastic:
                 round_to_bfloat16_(work.scratch[0], work.scratch[1], generator)
             torch._foreach_copy_(resting, weights)
-        if work.before.numel():
-            self._cast(resting, work.after)
+        if work.compared:
+            before, after, differs = work.compared
+            _copied(resting, after)
             # Compared as bits: a weight that is not a number is then equal to itself.
-            torch.ne(work.before.view(torch.int16), work.after.view(torch.int16), out=work.differs)
-            changed = work.differs.sum()
-            self._changed = changed if self._changed is None else self._changed.add_(changed)
+            torch.ne(before.view(torch.int16), after.view(torch.int16), out=differs)
+            self._changed = differs.sum() if self._changed is None else self._changed.add_(differs.sum())
         if stopped is None or section.format.repeats:
             section.format.encode(planes, work, generator)
             return
         # Codes of blocks are drawn anew at each encoding, so a stopped update would change them. It gets the old bytes back.
-        before = {name: plane.clone() for name, plane in planes.items()}
+        old = {name: plane.clone() for name, plane in planes.items()}
         section.format.encode(planes, work, generator)
         for name, plane in planes.items():
-            torch.where(stopped.bool(), before[name], plane, out=plane)
-
-    def _cast(self, resting: Sequence[Tensor], room: Tensor) -> None:
-        """Fill ``room`` with the weights as they compute, if they are compared."""
-        if room.numel():
-            torch._foreach_copy_(list(room.split([part.numel() for part in resting])), list(resting))
+            torch.where(stopped.bool(), old[name], plane, out=plane)
 
     def _planes(self, section: Section, buckets: Sequence[Sequence[Slice]]) -> Iterator[Planes]:
         """Return the state of each bucket on the device: where it rests, or as it passes by."""
@@ -373,7 +357,7 @@ class Bucketed(Optimizer):
         If the update ``may_stop``, the previous state is scratch too where encoding it again would change it.
         """
         itemsize = torch.float32.itemsize
-        room = itemsize * (section.format.moments * section.format.decodes + self._scratch_count(section))
+        room = itemsize * (len(section.format.names) * section.format.decodes + self._scratch_count(section))
         room += 0 if self.computes_in is None else COMPARED_BYTES
         resting = sum(plane.dtype.itemsize / plane.per_entry for plane in section.resting)
         beside = resting * (SLOTS * self._offload + (may_stop and not section.format.repeats))
@@ -382,14 +366,13 @@ class Bucketed(Optimizer):
         return max(elements // section.cut, 1) * section.cut
 
     def _work(self, section: Section, elements: int) -> Work:
-        decoded = elements if section.format.decodes else 0
-        second = decoded if section.format.moments > 1 else 0
-        sizes = (decoded, second, *(elements,) * self._scratch_count(section))
-        exp_avg, exp_avg_sq, *scratch = (torch.empty(size, dtype=torch.float32, device=self._device) for size in sizes)
-        half, compared = self.computes_in or torch.bfloat16, 0 if self.computes_in is None else elements
-        before, after = (torch.empty(compared, dtype=half, device=self._device) for _ in range(2))
-        differs = torch.empty(compared, dtype=torch.bool, device=self._device)
-        return Work(exp_avg, exp_avg_sq, tuple(scratch), before, after, differs)
+        def rooms(*dtypes: torch.dtype) -> tuple[Tensor, ...]:
+            return tuple(torch.empty(elements, dtype=dtype, device=self._device) for dtype in dtypes)
+
+        moments = [torch.float32] * len(section.format.names) if section.format.decodes else []
+        scratch = [torch.float32] * self._scratch_count(section)
+        compared = [] if self.computes_in is None else [self.computes_in, self.computes_in, torch.bool]
+        return Work(rooms(*moments), rooms(*scratch), rooms(*compared))
 
     def _seeded(self, section: Section, first: Slice) -> torch.Generator:
         """Return the generator in a state that depends on the step and the place only, so that a resumed run rounds alike.
@@ -425,8 +408,8 @@ class BucketedAdamW(Bucketed):
         theirs = AdamW([torch.zeros(1)], lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay, fused=True)
         super().__init__(params, theirs.defaults, **options)
 
-    def _format(self, group: dict[str, Any], state_dtype: str, row: int) -> MomentFormat:
-        return moment_format(state_dtype, row)
+    def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return MOMENTS
 
     def _kernel(
         self, weights: list[Tensor], grads: list[Tensor], moments: list[list[Tensor]], steps: list[Tensor], group: dict[str, Any],
@@ -471,8 +454,8 @@ class BucketedSGD(Bucketed):
         theirs = SGD([torch.zeros(1)], lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov, fused=True)
         super().__init__(params, theirs.defaults, **options)
 
-    def _format(self, group: dict[str, Any], state_dtype: str, row: int) -> MomentFormat:
-        return momentum_format(state_dtype, bool(group["momentum"]))
+    def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] else ()
 
     def _kernel(
         self, weights: list[Tensor], grads: list[Tensor], moments: list[list[Tensor]], steps: list[Tensor], group: dict[str, Any],
@@ -494,39 +477,8 @@ class BucketedSGD(Bucketed):
         )
 
 
-def bucket_options(
-    masters: torch.dtype,
-    optim: Optim,
-    offload: bool,
-    seed: int,
-    split: bool = False,
-    grad_offload: bool = False,
-    always: bool = False,
-) -> dict[str, Any] | None:
-    """Return the further arguments of a bucketed optimizer, or None if torch's own class supports all settings.
-
-    ``masters`` is the dtype of the masters, which are ``split`` or whole. With ``grad_offload`` gradients pass in buckets.
-    ``always``: torch's own class does not do.
-    """
-    torch_dtype = "bfloat16" if masters is torch.bfloat16 else "fp32"
-    state_dtype = optim.state_dtype or torch_dtype
-    own = always or offload or split or grad_offload or optim.stochastic_rounding or optim.in_backward
-    if not (own or state_dtype != torch_dtype):
-        return None
-    return {
-        "state_dtype": state_dtype,
-        "offload": offload,
-        "stochastic_rounding": optim.stochastic_rounding,
-        "bucket_megabytes": optim.bucket_megabytes,
-        "seed": seed,
-        "split_masters": split,
-    }
-
-
 def _cut(work: Work, elements: int) -> Work:
-    rooms = (work.before, work.after, work.differs)
-    scratch = tuple(room[:elements] for room in work.scratch)
-    return Work(work.exp_avg[:elements], work.exp_avg_sq[:elements], scratch, *(room[:elements] for room in rooms))
+    return Work(*(tuple(room[:elements] for room in rooms) for rooms in work))
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
@@ -534,7 +486,8 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return local(parameter.grad)
 
 
-def _widened(parts: Sequence[Tensor], room: Tensor) -> list[Tensor]:
-    wide = list(room.split([part.numel() for part in parts]))
-    torch._foreach_copy_(wide, list(parts))
-    return wide
+def _copied(parts: Sequence[Tensor], room: Tensor) -> list[Tensor]:
+    """Copy ``parts`` one after another into ``room``, in its dtype, and return where they lie."""
+    copies = list(room.split([part.numel() for part in parts]))
+    torch._foreach_copy_(copies, list(parts))
+    return copies

@@ -138,7 +138,7 @@ class GradientHome(Protocol):
         """Put what is summed so far into ``.grad``."""
 
     def take(self, parameter: Tensor) -> None:
-        """Add ``.grad`` to what is summed so far, if it was not brought, and drop it."""
+        """Add ``.grad``, if there is one, to what is summed so far, if it was not brought, and drop it."""
 
 
 HOME = "gradient_home"
@@ -147,8 +147,7 @@ HOME = "gradient_home"
 
 def added(parameter: Tensor | None) -> None:
     """Note that a gradient is complete for which :func:`room_for` gave room. Where it rests elsewhere, it leaves."""
-    home = None if parameter is None else _home(parameter)
-    if home is not None and parameter is not None and parameter.grad is not None:
+    if parameter is not None and (home := _home(parameter)) is not None:
         home.take(parameter)
 
 

@@ -1,4 +1,7 @@
-"""Optimizer state rests in one host buffer and passes over the device bucket by bucket inside ``step()``.
+"""How an optimizer's state is laid out in flat ranges that buckets cut, and how buckets on the host pass over the device.
+
+Parameters that are updated alike lie one after another in one flat range. Offloaded state rests in one host buffer and passes
+over the device bucket by bucket inside ``step()``.
 
 Bytes saved: outside the step all of the state, b_o x N / W bytes, where b_o is 8 for fp32 moments, N counts the parameters and W
 the ranks in the shard group. Inside the step all but three buckets: one arrives, one is updated, one leaves. The state is
@@ -7,12 +10,176 @@ allocated on the host, so the first step costs no more than the others.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from verl_memopt.distributed.device import Done, copy_stream, current_stream, mark_done, on_stream, wait_for
+from verl_memopt.memory.optimizer_state_dtype_torch import (
+    MOMENTS,
+    REMAINDER,
+    MomentFormat,
+    Plane,
+    moment_format,
+)
+
+GRADIENT = "gradient"
+"""Name of gradients that rest on the host, among what passes over the device in buckets."""
+LEAST_CUT = 64
+"""Fewest elements between two cuts of a tensor, so that a kernel has a partial vector only at the end of the tensor."""
+ALIGNMENT = 64
+"""Each part of the state buffer begins at a multiple of this many bytes."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter of a section, sharded or not. Its ``numel`` local elements begin at ``start`` among those of the section."""
+
+    parameter: nn.Parameter
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements ``first`` to ``last`` (exclusive) of a member's local shard."""
+
+    member: Member
+    first: int
+    last: int
+
+
+@dataclass(eq=False)
+class Section:
+    """Parameters of one group with one dtype and one format of moments: one flat range of elements.
+
+    ``members`` are the parameters, in order, and ``planes`` the flat tensors of their state.
+    """
+
+    group: dict[str, Any]
+    format: MomentFormat
+    dtype: torch.dtype
+    splits: bool = False
+    """Its parameters are the high half of their masters."""
+    members: list[Member] = field(default_factory=list)
+    planes: dict[str, Tensor] = field(default_factory=dict)
+    gradients: Tensor | None = None
+    """The gradients of its members one after another, on the host; None = they are those of the parameters."""
+
+    @property
+    def numel(self) -> int:
+        """Number of local elements of all members."""
+        return self.members[-1].start + self.members[-1].numel if self.members else 0
+
+    @property
+    def resting(self) -> tuple[Plane, ...]:
+        """What rests between two steps beside the parameters: the moments, and the remainders of the masters."""
+        return (*self.format.planes, REMAINDER) if self.splits else self.format.planes
+
+    @property
+    def cut(self) -> int:
+        """Elements at whose multiples a tensor is cut: whole blocks, and whole vectors of a kernel."""
+        return -(-LEAST_CUT // self.format.block) * self.format.block
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor, without a copy."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def cut_buckets(members: Sequence[Member], elements: int, cut: int) -> list[list[Slice]]:
+    """Return consecutive buckets of at most ``elements`` elements, cut at multiples of ``cut`` elements of a member.
+
+    Each is one unbroken range of its section, with as many members as fit.
+    """
+    buckets: list[list[Slice]] = []
+    room, following = 0, -1
+    for member in members:
+        first = 0
+        while first < member.numel:
+            left = member.numel - first
+            size = left if left <= room else room - room % cut
+            if size == 0 or member.start + first != following:
+                buckets.append([])
+                room = elements
+                size = left if left <= room else room - room % cut
+            buckets[-1].append(Slice(member, first, first + size))
+            first, room, following = first + size, room - size, member.start + first + size
+    return buckets
+
+
+def sections(
+    groups: Sequence[dict[str, Any]],
+    state_dtype: str,
+    split: bool = False,
+    moments_of: Callable[[dict[str, Any]], tuple[str, ...]] = lambda _: MOMENTS,
+) -> list[Section]:
+    """Return the sections of an optimizer's groups, in the order of their first parameters.
+
+    With ``split`` bfloat16 parameters are the high half of their masters. ``moments_of`` returns the moments of a group.
+    """
+    by_key: dict[tuple[int, torch.dtype, int], Section] = {}
+    for number, group in enumerate(groups):
+        for parameter in group["params"]:
+            placements = parameter.placements if isinstance(parameter, DTensor) else ()
+            assert all(isinstance(placement, Replicate) or placement == Shard(0) for placement in placements), placements
+            rows = parameter.shape[0] if parameter.ndim else 1
+            kind = moment_format(state_dtype, parameter.numel() // max(rows, 1), moments_of(group))
+            key = (number, parameter.dtype, kind.block)
+            section = by_key.setdefault(key, Section(group, kind, parameter.dtype, split and parameter.dtype == torch.bfloat16))
+            section.members.append(Member(parameter, section.numel, local(parameter).numel()))
+    return list(by_key.values())
+
+
+def shard_place(parameter: Tensor) -> tuple[int, ...]:
+    """Return which shard of a parameter this rank holds. Replicas of a shard have the same place; a plain parameter the first."""
+    if not isinstance(parameter, DTensor):
+        return (0,)
+    place: Sequence[int] = parameter.device_mesh.get_coordinate() or []
+    return tuple(at for at, placement in zip(place, parameter.placements, strict=True) if isinstance(placement, Shard))
+
+
+def shown(member: Member, plane: Plane, flat: Tensor) -> Tensor:
+    """Return a member's part of a plane in the parameter's shape. Rows are shorter where an entry covers several elements."""
+    parameter = member.parameter
+    part = flat[member.start // plane.per_entry : (member.start + member.numel) // plane.per_entry]
+    shape = _stored_shape(parameter.shape, plane.per_entry)
+    values = part.view(_stored_shape(local(parameter).shape, plane.per_entry))
+    if not isinstance(parameter, DTensor):
+        return values
+    # Only the strides are wanted; a meta tensor takes no memory.
+    stride = torch.empty(shape, device="meta").stride()
+    spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=TensorMeta(shape, stride, plane.dtype))
+    # from_local would copy host tensors to the mesh's device.
+    return DTensor(values, spec, requires_grad=False)
+
+
+def _stored_shape(shape: torch.Size, per_entry: int) -> torch.Size:
+    return shape if per_entry == 1 else torch.Size((shape[0], shape[1:].numel() // per_entry))
+
+
+def entries(section: Section, bucket: Sequence[Slice]) -> dict[str, slice]:
+    """Return the range of each of the section's planes that holds the state of a bucket."""
+    start = bucket[0].member.start + bucket[0].first
+    stop = start + count(bucket)
+    ranges = {plane.name: slice(start // plane.per_entry, stop // plane.per_entry) for plane in section.resting}
+    return ranges if section.gradients is None else ranges | {GRADIENT: slice(start, stop)}
+
+
+def count(bucket: Sequence[Slice]) -> int:
+    """Return the number of elements of a bucket."""
+    return sum(part.last - part.first for part in bucket)
+
+
+def aligned(size: int) -> int:
+    """Return the bytes that a part of ``size`` bytes takes in the state buffer."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
 
 SLOTS = 3
 """Buckets on the device at once. With two, an arriving bucket would wait for the leaving one."""
@@ -25,22 +192,15 @@ class StateLanes:
 
     def __init__(self, device: torch.device) -> None:
         """Create the side streams of a device."""
-        self._device = device
-        self._arriving = copy_stream(device)
-        self._leaving = copy_stream(device)
+        self._device, self._arriving, self._leaving = device, copy_stream(device), copy_stream(device)
 
     def passing(
         self, resting: Mapping[str, Tensor], buckets: Sequence[Ranges], one_way: Collection[str] = ()
     ) -> Iterator[dict[str, Tensor]]:
-        """Yield each bucket of ``resting`` as tensors on the device, and write their values back afterwards.
+        """Yield each bucket of flat host tensors (``resting``) on the device, and write their values back afterwards.
 
         The next bucket arrives and the previous one leaves while the caller computes. After the last bucket the current stream
-        waits for every write.
-
-        Args:
-            resting: Flat host tensors by name.
-            buckets: The range of each tensor, for each bucket.
-            one_way: Names of tensors that are read alone. What the caller writes into their buckets is lost.
+        waits for every write. ``buckets`` has the range of each tensor. Those in ``one_way`` are read alone.
         """
         here = current_stream(self._device)
         slots = [self._slot(resting, buckets) for _ in range(min(SLOTS, len(buckets)))]

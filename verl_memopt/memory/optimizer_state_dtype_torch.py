@@ -1,28 +1,54 @@
-"""The two moments of AdamW in fewer bits than fp32. Each bucket is decoded to fp32, updated, and encoded again.
+"""How an optimizer's numbers are stored in fewer bits than fp32: its moments, bfloat16 weights, and masters in two halves.
 
-Bytes saved: two fp32 moments take 8 bytes a parameter. bfloat16 saves 4 of them, int8 8 - 2 x (1 + 4 / 256) = 5.97, and int4 8
-- 2 x (1/2 + 4 / 128) = 6.94. A block is as long as the largest even divisor of a row, up to 256 (int8) or 128 (int4) elements.
-Parameters whose rows have no such block of at least 32 elements, such as norms and biases, keep fp32 moments.
+Moments: each bucket is decoded to fp32, updated, and encoded again. Two fp32 moments take 8 bytes a parameter. bfloat16 saves 4
+of them, int8 8 - 2 x (1 + 4 / 256) = 5.97, and int4 8 - 2 x (1/2 + 4 / 128) = 6.94. A block is as long as the largest even
+divisor of a row, up to 256 (int8) or 128 (int4) elements. Parameters whose rows have no such block of at least 32 elements, such
+as norms and biases, keep fp32 moments.
 
 A code c stands for scale x sign(c) x (c / levels)^2. Each block has one fp32 scale, the largest magnitude in it. The square
 spends codes on small values. All encodings round stochastically, because a moment is a running mean: at beta2 = 0.999 one step
 changes exp_avg_sq by a thousandth, which rounding to nearest would always drop. A second moment never becomes 0 by encoding, so
-its square root never makes the update unbounded. Blocks do not cross rows, so a shard holds whole blocks on any number of
-ranks.
-
+its square root never makes the update unbounded. Blocks do not cross rows, so a shard holds whole blocks on any number of ranks.
 Source: block-wise states are those of Dettmers et al., arXiv 2110.02861; 4 bits without a zero, Li et al., arXiv 2309.01507.
+
+Weights: rounded stochastically to bfloat16 they move by less than their spacing, on average (Gupta et al., arXiv 1502.02551). The
+bits that are cut off are the chance to round up, in units of 2^-16. Against fp32 masters that saves 4 bytes a parameter, 2 of the
+weight and 2 of its gradient.
+
+Masters: 4 bytes of an fp32 master become 2 of the weight, which computes, and 2 of the remainder, which rests with the
+optimizer's state. The high half is the bits rounded half up in magnitude, ``(bits + 0x8000) >> 16``, and the remainder what is
+left, a signed 16-bit number. Rounding half to even could not be undone: two remainders would stand for a tie. All arithmetic is
+of 32-bit integers that wrap around, so every pattern comes back, also those of infinities. A finite number above the largest
+bfloat16 computes as infinity, as with a cast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from verl_memopt.memory.stochastic_rounding_torch import round_to_bfloat16_
+BITS = 16
+"""Bits of an fp32 that a bfloat16 lacks."""
+
+
+def round_to_bfloat16_(values: Tensor, noise: Tensor, generator: torch.Generator) -> Tensor:
+    """Replace each fp32 of ``values`` by one of its two bfloat16 neighbours, in place, and return them.
+
+    Numbers that are bfloat16 stay unchanged, as do infinities. A NaN stays a NaN. ``noise`` is fp32, with as many elements; it is
+    overwritten.
+    """
+    assert values.dtype == noise.dtype == torch.float32, (values.dtype, noise.dtype)
+    # The bit patterns of one sign are ordered as their magnitudes are. So a carry out of the lower bits rounds away from
+    # zero.
+    bits, chance = values.view(torch.int32), noise.view(torch.int32)
+    chance.random_(0, 1 << BITS, generator=generator)
+    bits.add_(chance).bitwise_and_(-(1 << BITS))
+    return values
+
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MOST_BLOCK = {"int8": 256, "int4": 128}
@@ -44,82 +70,113 @@ class Plane:
     dtype: torch.dtype
     per_entry: int
 
+    def num_bytes(self, elements: int) -> int:
+        """Return the bytes that stand for so many elements."""
+        return elements // self.per_entry * self.dtype.itemsize
 
-@dataclass(frozen=True)
-class Work:
-    """Room for one bucket: in fp32 the two decoded moments and scratch. What a format does not need is empty.
 
-    ``before`` and ``after`` are for the weights as they compute, in half precision, and ``differs`` (bool) for where they differ;
-    empty where they are not compared.
-    """
+class Work(NamedTuple):
+    """Room for one bucket on the device. What is not needed is empty."""
 
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    scratch: tuple[Tensor, ...]
-    before: Tensor
-    after: Tensor
-    differs: Tensor
+    moments: tuple[Tensor, ...] = ()
+    """fp32: the decoded moments."""
+    scratch: tuple[Tensor, ...] = ()
+    """fp32."""
+    compared: tuple[Tensor, ...] = ()
+    """The weights as they compute, before and after the update, and where they differ (bool)."""
 
 
 @dataclass(frozen=True)
 class MomentFormat:
-    """How the moments of some parameters are stored, in which tensors (``planes``).
+    """How the moments ``names`` of some parameters are stored in ``planes``; ``block`` elements share a scale (1 = none)."""
 
-    A bucket is cut at multiples of ``block`` elements. ``decodes``: the moments need room in fp32, which ``decode`` fills.
-    ``encode`` writes them back, with a generator for rounding and ``scratch`` fp32 tensors. There are so many ``moments``.
-    """
-
+    names: tuple[str, ...]
+    state_dtype: str
     planes: tuple[Plane, ...]
-    block: int
-    decodes: bool
-    scratch: int
-    decode: Callable[[Planes, Work], tuple[Tensor, ...]]
-    encode: Callable[[Planes, Work, torch.Generator], None]
-    moments: int = 2
+    block: int = 1
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the moments need room in fp32, which :meth:`decode` fills."""
+        return self.state_dtype != "fp32"
+
+    @property
+    def scratch(self) -> int:
+        """Number of fp32 tensors of a bucket's size that an encoding needs."""
+        return {"fp32": 0, "bfloat16": 1}.get(self.state_dtype, 2)
 
     @property
     def repeats(self) -> bool:
         """Whether encoding decoded moments gives the same bytes again. Codes of blocks are drawn anew each time."""
         return self.block == 1
 
-    def bytes_of(self, elements: int) -> int:
-        """Return the bytes of both moments of so many elements."""
-        return sum(elements // plane.per_entry * plane.dtype.itemsize for plane in self.planes)
+    def decode(self, planes: Planes, work: Work) -> tuple[Tensor, ...]:
+        """Return the moments in fp32, where they rest or in ``work``."""
+        if not self.decodes:
+            return tuple(planes[name] for name in self.names)
+        for name, values in zip(self.names, work.moments, strict=True):
+            if self.repeats:
+                values.copy_(planes[name])
+            else:
+                self._decode_blocks(name, planes, values, work.scratch[0])
+        return work.moments
+
+    def encode(self, planes: Planes, work: Work, generator: torch.Generator) -> None:
+        """Write the moments in ``work`` to the planes. Those that were updated where they rest stay."""
+        if not self.decodes:
+            return
+        for name, values in zip(self.names, work.moments, strict=True):
+            if self.repeats:
+                planes[name].copy_(round_to_bfloat16_(values, work.scratch[0], generator))
+            else:
+                self._encode_blocks(name, planes, values, work.scratch, generator)
+
+    def _decode_blocks(self, moment: str, planes: Planes, values: Tensor, scratch: Tensor) -> None:
+        stored = f"{moment}_{self.state_dtype}"
+        if self.state_dtype == "int4":
+            _unpack(planes[stored], values)
+        else:
+            values.copy_(planes[stored])
+        if moment == "exp_avg":
+            if self.state_dtype == "int4":
+                values.sub_(ZERO_NIBBLE)
+            # A plain square would lose the sign of the code.
+            values.mul_(torch.abs(values, out=scratch))
+        else:
+            values.square_()
+        values.view(-1, self.block).mul_((planes[f"{stored}_scale"] / LEVELS[self.state_dtype, moment] ** 2)[:, None])
+
+    def _encode_blocks(
+        self, moment: str, planes: Planes, values: Tensor, scratch: tuple[Tensor, ...], generator: torch.Generator
+    ) -> None:
+        stored, levels = f"{moment}_{self.state_dtype}", LEVELS[self.state_dtype, moment]
+        # abs().amax() would need a temporary tensor of the bucket's size.
+        scales = torch.linalg.vector_norm(values.view(-1, self.block), ord=float("inf"), dim=1, out=planes[f"{stored}_scale"])
+        codes, other = _codes(values, scales, levels, self.block, scratch, generator)
+        codes.clamp_(0 if moment == "exp_avg" else 1, levels)
+        if moment == "exp_avg":
+            # The codes were computed from magnitudes, so they get their signs back here.
+            codes.copysign_(values)
+        if self.state_dtype == "int8":
+            planes[stored].copy_(codes)
+            return
+        if moment == "exp_avg":
+            codes.add_(ZERO_NIBBLE)
+        _pack(codes, other, planes[stored])
 
 
-def moment_format(state_dtype: str, row: int) -> MomentFormat:
-    """Return the format for parameters whose rows (all dimensions but the first) have ``row`` elements."""
-    if state_dtype == "bfloat16":
-        planes = tuple(Plane(name, torch.bfloat16, 1) for name in MOMENTS)
-        return MomentFormat(planes, 1, True, 1, _decode_bf16, _encode_bf16)
-    block = block_size(row, MOST_BLOCK[state_dtype]) if state_dtype in MOST_BLOCK else None
-    if block is None:
-        planes = tuple(Plane(name, torch.float32, 1) for name in MOMENTS)
-        return MomentFormat(planes, 1, False, 0, _as_they_are, _leave)
-    planes = tuple(plane for name in MOMENTS for plane in _quantised_planes(state_dtype, name, block))
-    return MomentFormat(
-        planes, block, True, 2, partial(_decode_blocks, state_dtype, block), partial(_encode_blocks, state_dtype, block)
-    )
+def moment_format(state_dtype: str, row: int, names: tuple[str, ...] = MOMENTS) -> MomentFormat:
+    """Return the format for parameters whose rows (all dimensions but the first) have ``row`` elements.
 
-
-MOMENTUM = "momentum_buffer"
-
-
-def momentum_format(state_dtype: str, exists: bool) -> MomentFormat:
-    """Return the format of SGD's momentum, fp32 or bfloat16; that of no state at all where it does not exist."""
-    if not exists:
-        return MomentFormat((), 1, False, 0, lambda planes, work: (), _leave, 0)
-    if state_dtype == "bfloat16":
-        return MomentFormat((Plane(MOMENTUM, torch.bfloat16, 1),), 1, True, 1, _decode_momentum, _encode_momentum, 1)
-    return MomentFormat((Plane(MOMENTUM, torch.float32, 1),), 1, False, 0, lambda planes, work: (planes[MOMENTUM],), _leave, 1)
-
-
-def _decode_momentum(planes: Planes, work: Work) -> tuple[Tensor]:
-    return (work.exp_avg.copy_(planes[MOMENTUM]),)
-
-
-def _encode_momentum(planes: Planes, work: Work, generator: torch.Generator) -> None:
-    planes[MOMENTUM].copy_(round_to_bfloat16_(work.exp_avg, work.scratch[0], generator))
+    Only AdamW's moments are quantised in blocks.
+    """
+    block = block_size(row, MOST_BLOCK[state_dtype]) if state_dtype in MOST_BLOCK and names == MOMENTS else None
+    if block is not None:
+        planes = tuple(plane for name in names for plane in _quantised_planes(state_dtype, name, block))
+        return MomentFormat(names, state_dtype, planes, block)
+    dtype = torch.bfloat16 if state_dtype == "bfloat16" else torch.float32
+    planes = tuple(Plane(name, dtype, 1) for name in names)
+    return MomentFormat(names, "bfloat16" if planes and dtype is torch.bfloat16 else "fp32", planes)
 
 
 def block_size(row: int, most: int) -> int | None:
@@ -127,65 +184,11 @@ def block_size(row: int, most: int) -> int | None:
     return next((size for size in range(most - most % 2, LEAST_BLOCK - 1, -2) if row % size == 0), None)
 
 
-def _as_they_are(planes: Planes, work: Work) -> tuple[Tensor, Tensor]:
-    return planes["exp_avg"], planes["exp_avg_sq"]
-
-
-def _leave(planes: Planes, work: Work, generator: torch.Generator) -> None:
-    """Do nothing: the moments were updated where they rest."""
-
-
-def _decode_bf16(planes: Planes, work: Work) -> tuple[Tensor, Tensor]:
-    return work.exp_avg.copy_(planes["exp_avg"]), work.exp_avg_sq.copy_(planes["exp_avg_sq"])
-
-
-def _encode_bf16(planes: Planes, work: Work, generator: torch.Generator) -> None:
-    for name in MOMENTS:
-        planes[name].copy_(round_to_bfloat16_(getattr(work, name), work.scratch[0], generator))
-
-
 def _quantised_planes(state_dtype: str, moment: str, block: int) -> tuple[Plane, Plane]:
     codes = f"{moment}_{state_dtype}"
     signed = state_dtype == "int8" and moment == "exp_avg"
     dtype, per_entry = torch.int8 if signed else torch.uint8, 2 if state_dtype == "int4" else 1
     return Plane(codes, dtype, per_entry), Plane(f"{codes}_scale", torch.float32, block)
-
-
-def _decode_blocks(state_dtype: str, block: int, planes: Planes, work: Work) -> tuple[Tensor, Tensor]:
-    for moment in MOMENTS:
-        values, levels = getattr(work, moment), LEVELS[state_dtype, moment]
-        if state_dtype == "int4":
-            _unpack(planes[f"{moment}_int4"], values)
-        else:
-            values.copy_(planes[f"{moment}_int8"])
-        if moment == "exp_avg":
-            if state_dtype == "int4":
-                values.sub_(ZERO_NIBBLE)
-            # A plain square would lose the sign of the code.
-            values.mul_(torch.abs(values, out=work.scratch[0]))
-        else:
-            values.square_()
-        values.view(-1, block).mul_((planes[f"{moment}_{state_dtype}_scale"] / levels**2)[:, None])
-    return work.exp_avg, work.exp_avg_sq
-
-
-def _encode_blocks(state_dtype: str, block: int, planes: Planes, work: Work, generator: torch.Generator) -> None:
-    for moment in MOMENTS:
-        values, stored = getattr(work, moment), planes[f"{moment}_{state_dtype}"]
-        scales = planes[f"{moment}_{state_dtype}_scale"]
-        # abs().amax() would need a temporary tensor of the bucket's size.
-        torch.linalg.vector_norm(values.view(-1, block), ord=float("inf"), dim=1, out=scales)
-        codes, other = _codes(values, scales, LEVELS[state_dtype, moment], block, work.scratch, generator)
-        codes.clamp_(0 if moment == "exp_avg" else 1, LEVELS[state_dtype, moment])
-        if moment == "exp_avg":
-            # The codes were computed from magnitudes, so they get their signs back here.
-            codes.copysign_(values)
-        if state_dtype == "int8":
-            stored.copy_(codes)
-            continue
-        if moment == "exp_avg":
-            codes.add_(ZERO_NIBBLE)
-        _pack(codes, other, stored)
 
 
 def _codes(
@@ -223,3 +226,26 @@ def _unpack(stored: Tensor, values: Tensor) -> None:
     # Division and floor in fp32 replace shifts and masks, which would need an integer tensor beside `stored`.
     pairs[:, 1].copy_(stored).div_(16).floor_()
     pairs[:, 0].copy_(stored).sub_(pairs[:, 1], alpha=16)
+
+
+REMAINDER = Plane("remainder", torch.int16, 1)
+"""Where the remainders lie in the optimizer's state."""
+HALF = 1 << 15
+
+
+def join_(weights: Sequence[Tensor], remainder: Tensor, masters: Tensor) -> None:
+    """Fill ``masters``, fp32 [n], from bfloat16 ``weights``, flat and one after another, and their ``remainder``, int16 [n]."""
+    bits = masters.view(torch.int32)
+    parts = bits.split([weight.numel() for weight in weights])
+    torch._foreach_copy_(list(parts), [weight.view(torch.int16) for weight in weights])
+    bits.bitwise_left_shift_(BITS).add_(remainder)
+
+
+def split_(masters: Tensor, room: Tensor, weights: Sequence[Tensor], remainder: Tensor) -> None:
+    """Write both halves of ``masters`` to their places, as in :func:`join_`. ``room`` is fp32 [n]; both are overwritten."""
+    bits, high = masters.view(torch.int32), room.view(torch.int32)
+    torch.add(bits, HALF, out=high).bitwise_right_shift_(BITS)
+    parts = high.split([weight.numel() for weight in weights])
+    torch._foreach_copy_([weight.view(torch.int16) for weight in weights], list(parts))
+    bits.sub_(high.bitwise_left_shift_(BITS))
+    remainder.copy_(bits)

@@ -1,5 +1,7 @@
 """Weights from a sharded policy to the engine, a bucket at a time: cast on the shard, gathered, written in place row by row.
 
+A stream of weights between models consists of whole tensors, or of ranges of their rows.
+
 Bytes saved: without buckets a sync holds the largest gathered tensor in the masters' dtype: b_w x V x h bytes for an embedding,
 3.48 GiB in fp32 for an 8B model. With buckets it holds B = megabytes x 2^20 bytes, or the whole model in the engine's dtype if
 that is smaller. A bucket is one buffer that is used again and again. On W ranks it has W + 1 equal parts: one for each rank to
@@ -19,9 +21,64 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from verl_memopt.distributed.sharded_state import detached
-from verl_memopt.distributed.weight_slices import WeightSlice, joined
 from verl_memopt.observe.byte_tracker import scope
 from verl_memopt.observe.phase import MIB
+
+
+@dataclass(frozen=True)
+class WeightSlice:
+    """Rows of the tensor ``name``, from ``start`` on. ``shape`` is that of the whole tensor."""
+
+    name: str
+    shape: torch.Size
+    start: int
+    tensor: Tensor
+
+    @property
+    def stop(self) -> int:
+        """The row after the last."""
+        return self.start + num_rows(self.tensor.shape)
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is the whole tensor."""
+        return self.tensor.shape == self.shape
+
+
+Weights = Iterable[tuple[str, Tensor] | WeightSlice]
+"""A stream of whole tensors, or of slices that together make them up, in any order of rows."""
+
+
+def num_rows(shape: torch.Size) -> int:
+    """Return the length of the first dimension; 1 for a scalar."""
+    return shape[0] if len(shape) else 1
+
+
+def as_slice(item: tuple[str, Tensor] | WeightSlice) -> WeightSlice:
+    """Return an item of a stream as a slice."""
+    return item if isinstance(item, WeightSlice) else WeightSlice(item[0], item[1].shape, 0, item[1])
+
+
+def joined(slices: Weights, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, whole tensor of ``dtype``), holding one tensor at a time beyond what the stream holds."""
+    pending: dict[str, tuple[Tensor, int]] = {}
+    for item in slices:
+        part = as_slice(item)
+        if part.whole:
+            yield part.name, part.tensor.to(dtype)
+            continue
+        if part.name not in pending:
+            pending[part.name] = torch.empty(part.shape, dtype=dtype, device=part.tensor.device), part.shape[0]
+        whole, missing = pending.pop(part.name)
+        whole[part.start : part.stop].copy_(part.tensor)
+        if part.stop - part.start < missing:
+            pending[part.name] = whole, missing - (part.stop - part.start)
+        else:
+            yield part.name, whole
+        # Otherwise this name would keep the tensor alive while the next one is allocated.
+        del whole
+    assert not pending, f"rows never came of {', '.join(pending)}"
+
 
 KIND = "sync bucket"
 
@@ -48,12 +105,9 @@ class _Part:
 def weight_slices(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, bucket_megabytes: int) -> Iterator[WeightSlice]:
     """Yield every row of every tensor once on every rank, with the tensors in the order of ``weights``.
 
-    A slice may share memory with the parameter or with the bucket, so use it before asking for the next.
-
-    Args:
-        weights: Named parameters, sharded on their first dimension (DTensor) or plain. All ranks consume in step.
-        dtype: Dtype of gathered slices, which are cast before they are sent. The receiver casts the others.
-        bucket_megabytes: Size of the buffer in MiB.
+    A slice may share memory with the parameter or with the bucket, so use it before asking for the next. Parameters are plain or
+    sharded on their first dimension (DTensor). All ranks consume in step. Gathered slices are cast to ``dtype`` before they are
+    sent; the receiver casts the others.
     """
     bucket: _Bucket | None = None
     for name, weight in weights:

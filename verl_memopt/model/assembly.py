@@ -23,10 +23,9 @@ from verl_memopt.memory.activation_checkpointing_torch import checkpoint_blocks
 from verl_memopt.memory.formulas import key_copies
 from verl_memopt.memory.lora import base_rests_as_computed
 from verl_memopt.memory.lora_torch import apply_lora
-from verl_memopt.memory.native_offload_torch import allocate_on_host, native_offload
 from verl_memopt.memory.quantized_frozen_torch import quantize_blocks
 from verl_memopt.memory.sequence_parallel_torch import sequence_group
-from verl_memopt.memory.streamed_params_torch import StreamedParams
+from verl_memopt.memory.streamed_params_torch import StreamedParams, allocate_on_host, native_offload
 from verl_memopt.model.attention import choose_attention
 from verl_memopt.model.decoder import Decoder, DecoderBlock, block_options, class_name
 from verl_memopt.model.families import POLICY_KEY, SCORE_CAP

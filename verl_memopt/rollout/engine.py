@@ -16,8 +16,8 @@ import torch
 
 from verl_memopt.config import schema
 from verl_memopt.config.schema import Rollout
-from verl_memopt.distributed.weight_slices import Weights
 from verl_memopt.errors import ConfigError, RolloutError
+from verl_memopt.memory.weight_buckets_torch import Weights
 from verl_memopt.run.interrupts import never
 
 logger = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from verl_memopt.config import schema
 from verl_memopt.distributed.device import empty_cache
-from verl_memopt.distributed.weight_slices import Weights
 from verl_memopt.errors import ConfigError, Stopped
 from verl_memopt.memory.host_buffers import host_buffer
+from verl_memopt.memory.weight_buckets_torch import Weights
 from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.model.weights import rebuild_buffers
 from verl_memopt.observe.byte_tracker import scope

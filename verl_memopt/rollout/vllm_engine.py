@@ -21,10 +21,10 @@ from torch import nn
 
 from verl_memopt.config import schema
 from verl_memopt.distributed.device import is_gpu
-from verl_memopt.distributed.weight_slices import Weights, WeightSlice, joined
 from verl_memopt.errors import ConfigError, RolloutError, Stopped, UserError
 from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.memory.out_of_memory import DeviceCap, is_out_of_memory, release_frames, wake_report
+from verl_memopt.memory.weight_buckets_torch import Weights, WeightSlice, joined
 from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.rollout.engine import (
     KEEP_WEIGHTS,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from verl_memopt.distributed.weight_slices import Weights, WeightSlice, as_slice, num_rows
 from verl_memopt.errors import RolloutError
+from verl_memopt.memory.weight_buckets_torch import Weights, WeightSlice, as_slice, num_rows
 from verl_memopt.rollout.engine import KEY, RolloutEngine, SamplingSettings, WeightComparison
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from verl_memopt.distributed.weight_slices import WeightSlice, joined
+from verl_memopt.memory.weight_buckets_torch import WeightSlice, joined
 from verl_memopt.rollout.engine import WeightComparison
 from verl_memopt.rollout.weight_checks import BitComparison
 

@@ -11,10 +11,9 @@ from safetensors import SafetensorError
 from verl_memopt.config.schema import Rollout
 from verl_memopt.distributed.file_records import Records, record_folder
 from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
-from verl_memopt.distributed.weight_slices import WeightSlice
 from verl_memopt.errors import CheckpointError
 from verl_memopt.memory.lora_torch import merged_weights, save_adapter
-from verl_memopt.memory.weight_buckets_torch import full_weights, weight_slices
+from verl_memopt.memory.weight_buckets_torch import WeightSlice, full_weights, weight_slices
 from verl_memopt.model.export import ADAPTER, export_folder, saved_dtype, write_generation_config
 from verl_memopt.model.packed_model import PackedModel
 from verl_memopt.model.value_model import ValueModel, classifier_config

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from verl_memopt.distributed.file_records import Records
 from verl_memopt.distributed.sharded_state import load_weights, save_weights
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.param_offload_torch import OffloadedParams
+from verl_memopt.memory.residency import OffloadedParams
 from verl_memopt.model.packed_model import PolicyModel
 from verl_memopt.model.weights import named_weights
 from verl_memopt.observe.byte_tracker import HOST, scope

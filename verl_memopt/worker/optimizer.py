@@ -15,7 +15,7 @@ from transformers import get_scheduler
 
 from verl_memopt.config.schema import Optim
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.bucketed_adamw_torch import Bucketed, BucketedAdamW, BucketedSGD, bucket_options
+from verl_memopt.memory.bucketed_adamw_torch import Bucketed, BucketedAdamW, BucketedSGD
 
 KEY = "actor_rollout_ref.actor.optim"
 IN_BUCKETS: dict[type[Optimizer], type[Bucketed]] = {AdamW: BucketedAdamW, SGD: BucketedSGD}
@@ -58,11 +58,19 @@ def build_optimizer(
     optional = {"betas": tuple(optim.betas), "momentum": optim.momentum}
     optional |= {"fused": True} if optim.optimizer_impl == "torch.optim" and kind is not SGD else {}
     split = masters is not None
-    in_buckets = (optim, offload, seed, split, grad_offload)
-    always = kind is SGD and SGD_ALONE.isdisjoint(optim.override_optimizer_config or {})
-    buckets = bucket_options(masters or parameters[0].dtype, *in_buckets, always) if kind in IN_BUCKETS else None
-    if buckets is not None:
-        kind, options = IN_BUCKETS[kind], options | buckets
+    torch_dtype = "bfloat16" if (masters or parameters[0].dtype) is torch.bfloat16 else "fp32"
+    state_dtype = optim.state_dtype or torch_dtype
+    ours = offload or split or grad_offload or optim.stochastic_rounding or optim.in_backward or state_dtype != torch_dtype
+    if kind in IN_BUCKETS and (ours or (kind is SGD and SGD_ALONE.isdisjoint(optim.override_optimizer_config or {}))):
+        kind = IN_BUCKETS[kind]
+        options |= {
+            "state_dtype": state_dtype,
+            "offload": offload,
+            "stochastic_rounding": optim.stochastic_rounding,
+            "bucket_megabytes": optim.bucket_megabytes,
+            "seed": seed,
+            "split_masters": split,
+        }
     try:
         accepted = inspect.signature(kind).parameters
         # A class of another library gets only the arguments that it knows, so that it need not have torch's.

@@ -17,9 +17,8 @@ from verl_memopt.distributed.device import is_gpu, training_mesh
 from verl_memopt.memory.activation_offload_torch import BYTES_MOVED, CRITIC_BYTES_MOVED, ActivationOffload
 from verl_memopt.memory.fused import compiler_works
 from verl_memopt.memory.lora_torch import initialize_adapters, load_adapter
-from verl_memopt.memory.param_offload_torch import OffloadedParams
 from verl_memopt.memory.quantized_frozen_torch import exact_weights
-from verl_memopt.memory.residency import CRITIC, POLICY, REFERENCE, REWARD_MODEL, Residency
+from verl_memopt.memory.residency import CRITIC, POLICY, REFERENCE, REWARD_MODEL, OffloadedParams, Residency
 from verl_memopt.memory.streamed_params_torch import StreamedParams
 from verl_memopt.model.assembly import (
     ModelUse,

@@ -21,11 +21,10 @@ from verl_memopt.config.schema import Actor, Critic
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.distributed.device import fetched_together, is_gpu, sent_together
 from verl_memopt.memory.bucketed_adamw_torch import Bucketed
-from verl_memopt.memory.grad_offload_torch import OffloadedGradients
-from verl_memopt.memory.optimizer_in_backward_torch import StepInBackward
+from verl_memopt.memory.grad_offload_torch import OffloadedGradients, StepInBackward
 from verl_memopt.memory.out_of_memory import cut_again
-from verl_memopt.memory.param_offload_torch import OffloadedParams
 from verl_memopt.memory.resharding_torch import synced
+from verl_memopt.memory.residency import OffloadedParams
 from verl_memopt.memory.sequence_parallel_torch import largest_of_ranks
 from verl_memopt.memory.token_packing import chains
 from verl_memopt.model.decoder import PrefixKV

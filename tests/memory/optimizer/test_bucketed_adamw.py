@@ -14,8 +14,8 @@ from verl_memopt.distributed.device import training_mesh
 from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
 from verl_memopt.errors import CheckpointError
 from verl_memopt.memory.bucketed_adamw_torch import MIB, BucketedAdamW
-from verl_memopt.memory.optimizer_in_backward_torch import StepInBackward
-from verl_memopt.memory.optimizer_layout import local
+from verl_memopt.memory.grad_offload_torch import StepInBackward
+from verl_memopt.memory.optimizer_offload_torch import local
 from verl_memopt.observe.device_ledger import fsdp_kinds
 from verl_memopt.worker.optimizer import build_schedule
 

@@ -10,8 +10,8 @@ from tests.memory.sharded import assert_equal_runs, fake_ranks, local, share, th
 from tests.worker.test_policy import micro_batches
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW
+from verl_memopt.memory.grad_offload_torch import StepInBackward
 from verl_memopt.memory.host_buffers import host_allocator
-from verl_memopt.memory.optimizer_in_backward_torch import StepInBackward
 from verl_memopt.observe.device_ledger import fsdp_kinds
 
 OPTIONS = {

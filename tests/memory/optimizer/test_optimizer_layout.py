@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.memory.optimizers import SHAPES, parameters
 from verl_memopt.distributed.device import leave_process_group, training_mesh
 from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW
-from verl_memopt.memory.optimizer_layout import (
+from verl_memopt.memory.optimizer_offload_torch import (
     Member,
     aligned,
     count,

@@ -25,7 +25,7 @@ from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.bucketed_adamw_torch import MIB, BucketedSGD
-from verl_memopt.memory.optimizer_in_backward_torch import StepInBackward
+from verl_memopt.memory.grad_offload_torch import StepInBackward
 from verl_memopt.worker.optimizer import build_optimizer, build_schedule
 from verl_memopt.worker.policy import Policy
 from verl_memopt.worker.worker import Worker

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW
-from verl_memopt.memory.split_masters_torch import join_, split_
+from verl_memopt.memory.optimizer_state_dtype_torch import join_, split_
 
 
 def bits(tensor):

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from tests.memory.optimizers import bucketed, parameters, same, weights_after
 from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW
-from verl_memopt.memory.stochastic_rounding_torch import round_to_bfloat16_
+from verl_memopt.memory.optimizer_state_dtype_torch import round_to_bfloat16_
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False)
 

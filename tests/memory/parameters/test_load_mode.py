@@ -9,8 +9,7 @@ from tests.worker.test_worker import AR, call, made, mini_batch  # noqa: F401 - 
 from verl_memopt.config.schema import Fsdp, Model
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.host_buffers import host_allocator
-from verl_memopt.memory.param_offload_torch import OffloadedParams
-from verl_memopt.memory.residency import REFERENCE
+from verl_memopt.memory.residency import REFERENCE, OffloadedParams
 from verl_memopt.model.assembly import build_policy, materialize, materialize_mapped
 from verl_memopt.observe.byte_tracker import DEVICE, HOST, ByteTracker
 from verl_memopt.worker.policy import compute_log_probs

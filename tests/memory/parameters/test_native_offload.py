@@ -14,7 +14,7 @@ from tests.worker.test_worker import AR, call, generated, made, mini_batch, same
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.host_buffers import host_allocator, host_limits
-from verl_memopt.memory.native_offload_torch import allocate_on_host, native_offload
+from verl_memopt.memory.streamed_params_torch import allocate_on_host, native_offload
 from verl_memopt.memory.weight_buckets_torch import full_weights
 from verl_memopt.model.weights import named_weights
 from verl_memopt.observe.byte_tracker import DEVICE, HOST, ByteTracker

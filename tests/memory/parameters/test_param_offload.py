@@ -10,8 +10,7 @@ from verl_memopt.config.schema import TrainedFsdp
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.host_buffers import host_allocator, host_limits
-from verl_memopt.memory.param_offload_torch import OffloadedParams
-from verl_memopt.memory.residency import POLICY, Residency
+from verl_memopt.memory.residency import POLICY, OffloadedParams, Residency
 from verl_memopt.memory.weight_buckets_torch import full_weights
 from verl_memopt.model.weights import named_weights
 from verl_memopt.observe.byte_tracker import DEVICE, HOST, ByteTracker

@@ -7,8 +7,7 @@ import torch
 from tests.critics import critic_mini, critic_plan, critic_weights
 from tests.worker.test_worker import AR, call, made, mini_batch, same, weights  # noqa: F401 - made is a fixture
 from verl_memopt.memory.host_buffers import host_allocator
-from verl_memopt.memory.param_offload_torch import OffloadedParams
-from verl_memopt.memory.residency import CRITIC, NEEDS, POLICY, REFERENCE, REWARD_MODEL, Residency
+from verl_memopt.memory.residency import CRITIC, NEEDS, POLICY, REFERENCE, REWARD_MODEL, OffloadedParams, Residency
 
 CPU = torch.device("cpu")
 

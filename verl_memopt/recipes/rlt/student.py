@@ -26,8 +26,7 @@ from verl_memopt.data.batch import Ragged, RolloutBatch, scatter_tokens, token_i
 from verl_memopt.data.encoder import TOKENIZER_PARTS, tokenizer_digests
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.lora_torch import adapters_off
-from verl_memopt.memory.param_offload_torch import OffloadedParams
-from verl_memopt.memory.residency import REFERENCE, REWARD_MODEL
+from verl_memopt.memory.residency import REFERENCE, REWARD_MODEL, OffloadedParams
 from verl_memopt.memory.token_packing import RowTokens, pack_groups_under
 from verl_memopt.model.decoder import PrefixKV
 from verl_memopt.model.folder import check_vocabulary, resolve_folder
