@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ class HostArena:
     """Hands out slots and takes them back. Chunks come from the process's host allocator and stay until :meth:`shrink`."""
 
     def __init__(self, device: torch.device, kind: str, chunk_bytes: int = CHUNK_BYTES) -> None:
-        """Start without chunks, for bytes of a device and of a kind. ``chunk_bytes`` is a multiple of 512."""
+        """Start without chunks, for bytes of a device and of a kind."""
         assert chunk_bytes % ALIGNMENT == 0, chunk_bytes
         self._device, self._kind, self._chunk_bytes = device, kind, chunk_bytes
         self._chunks: list[Tensor] = []
@@ -144,17 +145,21 @@ class HostAllocator:
         counted_bytes = pages if pinned else num_bytes
         self.check_room(counted_bytes, kind)
         # Fake tensors have no memory to lock, but their bytes are counted as if they had.
-        fake = isinstance(torch.empty(0), FakeTensor)
-        memory = _lock(pages, device) if pinned and not fake else None
-        if pinned and not fake and memory is None:
+        locks = pinned and not isinstance(torch.empty(0), FakeTensor)
+        locked = _lock(pages, device) if locks else None
+        if locks and locked is None:
             counted_bytes, pinned = num_bytes, False
         with scope(kind=kind, tier=HOST):
-            buffer = torch.empty(num_bytes, dtype=torch.uint8) if memory is None else memory.view(num_bytes)
+            if locked is None:
+                buffer = torch.empty(num_bytes, dtype=torch.uint8)
+            else:
+                # A dispatch mode sees the view and not ``frombuffer``.
+                buffer = torch.frombuffer(locked.pages, dtype=torch.uint8, count=num_bytes).view(-1)
         storage = buffer.untyped_storage()
         declare_host(storage)
         self._count(counted_bytes, pinned)
         # At exit the system takes all memory back, and the driver may be gone already.
-        weakref.finalize(storage, self._give_back, counted_bytes, pinned, memory).atexit = False
+        weakref.finalize(storage, self._give_back, counted_bytes, pinned, device, locked).atexit = False
         return buffer
 
     def may_pin(self, num_bytes: int) -> bool:
@@ -162,11 +167,7 @@ class HostAllocator:
         return self.pinned_limit_bytes is None or self.pinned_bytes + num_bytes <= self.pinned_limit_bytes
 
     def check_room(self, num_bytes: int, kind: str) -> None:
-        """Check that the limit allows so many more bytes.
-
-        Raises:
-            HostMemoryError: It does not.
-        """
+        """Raise a HostMemoryError unless the limit allows so many more bytes."""
         if self.limit_bytes is not None and self.held_bytes + num_bytes > self.limit_bytes:
             raise HostMemoryError(
                 f"{LIMIT_KEY}={self.limit_bytes / GIB:.4g}: {kind} needs {num_bytes / GIB:.4g} GiB on the host, where "
@@ -178,8 +179,7 @@ class HostAllocator:
     def count_elsewhere(self, num_bytes: int, pinned: bool, kind: str) -> Callable[[], None]:
         """Count host memory that others allocate, page-locked if ``pinned``, until the returned function is called.
 
-        Raises:
-            HostMemoryError: The limit does not allow it.
+        It raises as :meth:`check_room`.
         """
         self.check_room(num_bytes, kind)
         self._count(num_bytes, pinned)
@@ -189,10 +189,10 @@ class HostAllocator:
         """Set the peak to what is held now."""
         self.peak_bytes = self.held_bytes
 
-    def _give_back(self, num_bytes: int, pinned: bool, memory: _Locked | None) -> None:
+    def _give_back(self, num_bytes: int, pinned: bool, device: torch.device, locked: _Locked | None) -> None:
         self._count(-num_bytes, pinned)
-        if memory is not None:
-            memory.unlock()
+        if locked is not None:
+            unlock_pages(device, locked.address)
 
     def _count(self, num_bytes: int, pinned: bool) -> None:
         self.held_bytes += num_bytes
@@ -200,20 +200,11 @@ class HostAllocator:
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
 
-@dataclass(frozen=True)
-class _Locked:
+class _Locked(NamedTuple):
     """Page-locked memory in a mapping of its own, which the system takes back when nothing refers to it."""
 
     pages: mmap.mmap
     address: int
-    device: torch.device
-
-    def view(self, num_bytes: int) -> Tensor:
-        """Return the first bytes as a tensor. A dispatch mode sees the view and not ``frombuffer``."""
-        return torch.frombuffer(self.pages, dtype=torch.uint8, count=num_bytes).view(-1)
-
-    def unlock(self) -> None:
-        unlock_pages(self.device, self.address)
 
 
 def _lock(num_bytes: int, device: torch.device) -> _Locked | None:
@@ -225,7 +216,7 @@ def _lock(num_bytes: int, device: torch.device) -> _Locked | None:
     address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
     refusal = lock_pages(device, address, num_bytes)
     if refusal is None:
-        return _Locked(pages, address, device)
+        return _Locked(pages, address)
     _warn_once(refusal)
     return None
 
