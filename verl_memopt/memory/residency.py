@@ -89,7 +89,13 @@ class OffloadedParams:
         """Move the parameters to the device, and return the bytes moved. If this fails, none of them is there."""
         if self.on_device:
             return 0
-        self._copy_to_device()
+        try:
+            for place in self._places.values():
+                place.flat.untyped_storage().resize_(place.flat.numel())
+            self._copy_to_device()
+        except BaseException:
+            self._free()
+            raise
         return self.num_bytes
 
     def take_over(self, other: OffloadedParams) -> int:
@@ -103,6 +109,9 @@ class OffloadedParams:
         other._copy_to_host()
         try:
             self._copy_to_device()
+        except BaseException:
+            self._free()
+            raise
         finally:
             other.on_device = False
         return self.num_bytes
@@ -153,16 +162,9 @@ class OffloadedParams:
             place.copied = place.frozen
 
     def _copy_to_device(self) -> None:
-        """Fill the storages, all of which have room before the first is filled. If that fails, they are freed."""
-        try:
-            for place in self._places.values():
-                place.flat.untyped_storage().resize_(place.flat.numel())
-            for place in self._places.values():
-                assert place.slot is not None
-                place.flat[: place.slot.numel()].copy_(place.slot, non_blocking=True)
-        except BaseException:
-            self._free()
-            raise
+        for place in self._places.values():
+            assert place.slot is not None
+            place.flat[: place.slot.numel()].copy_(place.slot, non_blocking=True)
         self.on_device = True
 
     def _free(self) -> None:
