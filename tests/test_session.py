@@ -72,21 +72,12 @@ def refuse_what_does_not_divide_over_two_devices(session):
     [
         ("grpo", {}, {}, plain_step),
         ("grpo", {**NO_KL, "actor_rollout_ref.actor.ppo_mini_batch_size": 2}, {}, plain_step),
-        ("rloo", {"beta": 0.1}, {}, in_two_halves),
+        ("rloo", {"beta": 0.1, "lora_rank": 2}, {}, in_two_halves),
         ("ppo", {"actor_rollout_ref.rollout.n": 1}, {}, plain_step),
-        ("grpo", {"lora_rank": 2}, {}, in_two_halves),
         ("grpo", NO_KL, {"loss_mode": "cispo"}, with_cispo),
         ("grpo", {**NO_KL, **RAY}, {}, in_two_halves),
     ],
-    ids=[
-        "on_policy_with_reference",
-        "two_mini_batches",
-        "rloo_with_kl",
-        "critic",
-        "lora",
-        "loss_of_a_call",
-        "ray",
-    ],
+    ids=["on_policy_with_reference", "two_mini_batches", "rloo_with_kl_and_lora", "critic", "loss_of_a_call", "ray"],
 )
 def test_a_loop_of_primitives_gives_bit_for_bit_what_a_run_gives(algorithm, further, of_run, step, model, tmp_path):
     settings = {**EXACT, **further}
