@@ -1,15 +1,8 @@
 """Activation checkpointing: a decoder block keeps its input only, and backward computes the rest again.
 
-Bytes saved: let A be the bytes that a block keeps for its backward, and X the bytes of its input.
-
-* ``full``: every block keeps X instead of A. The block whose backward runs is whole again, so the peak falls by (L - 1) x (A -
-  X).
-* ``every_n``: only one block in n keeps X instead of A.
-* ``selective``: blocks also keep the outputs of their matrix products and of attention, so they save less and compute less
-  again.
-
-With ``recompute_elementwise`` a block that is computed again never holds its gate and up whole. ``full`` then saves up to 2 x T
-x I x b more in the last block. ``memory/formulas.py`` has A, X and the whole formula.
+Bytes saved: let A be the bytes that a block keeps for its backward, and X the bytes of its input. With ``full`` the block whose
+backward runs is whole again, so the peak falls by (L - 1) x (A - X). With ``every_n`` one block in n keeps X instead of A. With
+``selective`` blocks also keep the outputs of products and of attention. ``memory/formulas.py`` has the whole formula.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
 """Activation offload: what a forward saves for its backward rests in host buffers until backward needs it.
 
-Bytes saved: let k be ``activation_offload_in_flight``, the number of tensors whose copies may be under way at once.
-
-* With activation checkpointing, the inputs of L - 1 - k blocks leave the device: T x h x b bytes each.
-* Without it, everything that L blocks keep leaves the device, except what is fetched ahead for the MLP's backward.
-* Between forward and backward also the rotary tables, and what the final norm keeps.
-
-Nothing is saved with checkpointing if one small micro-batch makes an optimizer step: gradients then set the peak, at the end of
-backward. ``memory/formulas.py`` has the whole formula.
+Bytes saved: let k be ``activation_offload_in_flight``. With activation checkpointing, the inputs of L - 1 - k blocks leave the
+device, T x h x b bytes each; nothing is saved if one small micro-batch makes an optimizer step, where gradients set the peak.
+Without checkpointing everything that L blocks keep leaves, except what is fetched ahead for the MLP's backward.
 """
 
 from __future__ import annotations

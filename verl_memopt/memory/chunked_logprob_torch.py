@@ -1,20 +1,12 @@
 """Log-probs and entropy from hidden states, chunk by chunk: the [tokens, vocabulary] logits never exist.
 
-Bytes saved: let R be the response tokens of a micro-batch, V the vocabulary, c = ``logprob_chunk_tokens`` and t =
-``logprob_vocab_tile``. The logits of a pass are one buffer of min(R, c) x min(V, t) x (4 + n) bytes. n is 0 in fp32, else the b
-bytes of the compute dtype. Entropy needs another buffer of min(R, c) x min(V, t, 4,096) x 4 bytes, and so do statistics for an
-estimator, and a GPU where t < V and functions are not compiled.
+Bytes of a pass: let R be the response tokens of a micro-batch, V the vocabulary, c = ``logprob_chunk_tokens`` and t =
+``logprob_vocab_tile``. Logits are one buffer of min(R, c) x min(V, t) x (4 + n) bytes. n is 0 in fp32, else the b bytes of the
+compute dtype. Entropy needs another buffer of min(R, c) x min(V, t, 4,096) x 4 bytes, and so do statistics of estimators, and a
+GPU where t < V and functions are not compiled. Where they are compiled (on a GPU) n alone counts in half precision: the buffer
+holds logits as the product gives them, then their gradient. A chunk then has as many more tokens as take the same bytes.
 
-Where functions are compiled (on a GPU) n alone counts in half precision: the buffer holds logits as the product gives them, then
-their gradient. A chunk then has as many more tokens as take the same bytes, 3 c where t = V.
-
-``logprob_chunk_tokens=0`` disables chunking. ``logprob_vocab_tile=0`` then takes the whole vocabulary. With chunks it chooses
-by the pass: an update whose loss has a gradient per token, or that is strictly on-policy, takes the whole vocabulary; log-prob
-passes and other updates take 16,384 entries.
-
-An update with chunks saves (R - c) x V x (4 + n) bytes. It keeps 0.43 GiB at 512 x 151,936 in bfloat16. A log-prob pass saves
-(R x V - c x 16,384) x (4 + n) bytes and keeps 48 MiB. The gradient of the head's weight is added in place, which saves another
-V x h x b bytes if there is a gradient already, as in the second micro-batch of a step.
+The gradient of the head's weight is added in place, which saves another V x h x b bytes if there is a gradient already.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Recomputed norms, rotations and activations: a block keeps their inputs, and backward computes their outputs again.
 
-Bytes saved: let A be the bytes that a block of Qwen3 keeps without the knob, and A' those that it keeps with it. A' is less
-than half of A in bfloat16. Without activation checkpointing the peak falls by (L - 1) x (A - A'). The last block sets the peak.
-Its backward walks over tiles of tokens, so it holds less too, with checkpointing as well. ``memory/formulas.py`` has A, A' and
-what the last block holds at each moment. On a GPU where functions are not compiled, elementwise tiles add up to 128 MiB; on a
-CPU 1.5 MiB, and compiled nothing.
+Bytes saved: let A be the bytes that a block of Qwen3 keeps without the knob, and A' those that it keeps with it: less than half
+in bfloat16. Without activation checkpointing the peak falls by (L - 1) x (A - A'). The last block's backward walks over tiles of
+tokens, so it holds less too. ``memory/formulas.py`` has A, A' and what the last block holds at each moment.
 
 Exact, except for the order of sums. A norm's gradient is computed in fp32 throughout. Rotations round once. A weight's gradient
 is summed over tiles of 2,048 tokens (8,192 on a GPU) in fp32, which in half precision rounds it once more. Source: arXiv

@@ -1,14 +1,11 @@
 """Tiled MLP: each MLP runs over tiles of tokens, and again in backward, so its wide tensors exist for one tile at a time.
 
 Bytes saved: let I be the width of the MLP and n ``tiled_mlp.num_shards``. At the MLP's backward six tensors of T x I x b bytes
-(gate, activation, up, their product and two gradients) shrink to one tile each. That is 6 x T x I x b x (1 - 1 / n), less the
-sums of the gradients of three weights and of the input. The peak can then move to the backward of attention, which limits the
-saving. Without activation checkpointing the other L - 1 blocks also keep 4 x T x I x b less each. Passes without gradients save
-3 x T x I x b x (1 - 1 / n), less T x h x b. With ``recompute_elementwise`` a block keeps only gate and up, so less is left to
-save. ``memory/formulas.py`` has the whole formula.
+(gate, activation, up, their product and two gradients) shrink to one tile each, less the sums of the gradients of three weights
+and of the input. The peak can then move to the backward of attention. Passes without gradients save 3 x T x I x b x (1 - 1 / n),
+less T x h x b. ``memory/formulas.py`` has the whole formula.
 
-Exact: outputs and gradients of inputs are those of the whole MLP. Gradients of weights differ by the order of one sum over
-tokens.
+Exact: outputs and gradients of inputs are those of the whole MLP. Gradients of weights differ by the order of one sum.
 """
 
 from __future__ import annotations

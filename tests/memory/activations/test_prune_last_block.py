@@ -67,10 +67,15 @@ def assert_near_for(pack, plain, ours):
         assert (one - other).norm() <= BOUND * other.norm() + rounding
 
 
+@pytest.fixture
+def pair(tiny_folder, one_rank):
+    return [act.build(tiny_folder, one_rank, **OWN, **own) for own in (OFF, ON)]
+
+
 @settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(PACKS)
-def test_for_packs_of_any_groups_as_well(tiny_folder, one_rank, pack):
-    assert_near_for(pack, *(act.build(tiny_folder, one_rank, **OWN, **own) for own in (OFF, ON)))
+def test_for_packs_of_any_groups_as_well(pair, pack):
+    assert_near_for(pack, *pair)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
@@ -83,12 +88,11 @@ def test_of_every_known_model(tmp_path, one_rank, model_type, block):
 
 def assert_near_in_half_precision(folder, mesh, plain, ours, batches):
     """Asserts that in bfloat16 the gradients of ``ours`` are as near to those of ``plain`` in fp32 as those of ``plain``."""
-    squares = torch.zeros(2)
+    squares, asked = torch.zeros(2), (("fp32", plain), ("bfloat16", plain), ("bfloat16", ours))
+    policies = [act.build(folder, mesh, dtype=dtype, **model) for dtype, model in asked]
     for seed in range(batches):
-        batch, found = grouped(20, [5, 1, 9, 0, 3], groups=2, seed=seed), []
-        for dtype, model in (("fp32", plain), ("bfloat16", plain), ("bfloat16", ours)):
-            some = gradients(act.build(folder, mesh, dtype=dtype, **model), batch, True)[2:]
-            found.append(torch.cat([gradient.flatten() for gradient in some]))
+        batch = grouped(20, [5, 1, 9, 0, 3], groups=2, seed=seed)
+        found = [torch.cat([one.flatten() for one in gradients(policy, batch, True)[2:]]) for policy in policies]
         squares += torch.tensor([act.largest_difference([one], [found[0]]) ** 2 for one in found[1:]])
     assert squares[1].sqrt() <= 1.01 * squares[0].sqrt()  # both are made of thousands of roundings, of different ones
 

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -8,6 +9,7 @@ from tests.memory import activation_cases as act
 from tests.memory.activation_cases import FP32, LAYERS, SELECTIVE, TILED, TOKENS, WIDTH, close
 from tests.memory.activation_cases import MLP as MLP_WIDTH
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.activation_checkpointing_torch import checkpoint_blocks
 from verl_memopt.memory.lora_torch import apply_lora
 from verl_memopt.memory.quantized_frozen_torch import quantize_blocks, quantized_layers
 from verl_memopt.memory.tiled_mlp_torch import KNOWN, check_mlps
@@ -56,22 +58,18 @@ def relative(found, expected):
 # Numbers.
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 8, 37])
-@pytest.mark.parametrize("num_shards", [1, 4, 100])
-def test_outputs_and_gradients_are_those_of_the_whole_mlp(tokens, num_shards):
-    x = torch.randn(tokens, 16)
-    expected, found = run(block(), x), run(block(num_shards), x)
-    assert relative(found[0], expected[0]) <= BOUND
-    assert relative(found[1], expected[1]) <= BOUND
-    for one, other in zip(found[2], expected[2], strict=True):
-        assert relative(one, other) <= BOUND
-
-
-def test_in_double_precision_only_rounding_is_left():
-    x = torch.randn(64, 16, dtype=torch.float64)
-    expected, found = run(block().double(), x), run(block(7).double(), x)
-    for one, other in zip(found[2], expected[2], strict=True):
-        assert relative(one, other) <= 1e-15
+@pytest.mark.parametrize(
+    ("tokens", "num_shards", "dtype", "bound"),
+    [
+        *((tokens, shards, torch.float32, BOUND) for tokens in (1, 3, 8, 37) for shards in (1, 4, 100)),
+        (64, 7, torch.float64, 1e-15),
+    ],
+)
+def test_outputs_and_gradients_are_those_of_the_whole_mlp(tokens, num_shards, dtype, bound):
+    x = torch.randn(tokens, 16, dtype=dtype)
+    expected, found = (run(block(tiles).to(dtype), x) for tiles in (None, num_shards))
+    for one, other in zip((*found[:2], *found[2]), (*expected[:2], *expected[2]), strict=True):
+        assert relative(one, other) <= bound
 
 
 def test_bfloat16_gradients_are_as_far_from_the_truth_as_those_of_the_whole():
@@ -136,24 +134,15 @@ def test_names_and_state_of_an_mlp_stay():
 # Cost.
 
 
-def products(model, x):
-    """Gives how many products of matrices a forward and backward take."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with FlopCounterMode(display=False) as counter:
-        run(model, x)
-    return counter.get_total_flops() / (2 * x.shape[0] * 16 * 48 * 3)
-
-
 def test_inside_a_checkpointed_block_the_mlp_is_computed_twice_not_three_times():
-    from verl_memopt.memory.activation_checkpointing_torch import checkpoint_blocks
-
     x, counted = torch.randn(32, 16), {}
     for name, tiles, recomputed in (("plain", None, False), ("checkpointed", None, True), ("both", SHARDS, True)):
         model = block(tiles, bias=False)
         if recomputed:
             checkpoint_blocks([model])
-        counted[name] = products(model, x)
+        with FlopCounterMode(display=False) as counter:
+            run(model, x)
+        counted[name] = counter.get_total_flops() / (2 * x.shape[0] * 16 * 48 * 3)
     # In forwards of an MLP: one and two for backward; checkpointing computes all again but the last product (a third of it),
     # whose output no one needs.
     assert counted == pytest.approx({"plain": 3, "checkpointed": 3 + 2 / 3, "both": 4})
@@ -162,17 +151,20 @@ def test_inside_a_checkpointed_block_the_mlp_is_computed_twice_not_three_times()
 # Bytes.
 
 
-def test_one_mlp_holds_the_wide_tensors_of_one_tile(one_rank):
+@pytest.mark.parametrize("grads", [True, False])
+def test_one_mlp_holds_the_wide_tensors_of_one_tile(grads):
     tokens, width, wide = 512, 16, 64
     x, peaks = torch.randn(tokens, width), {}
     for tiles in (None, SHARDS):
         model = block(tiles, bias=False, width=width, wide=wide)
-        with ByteTracker() as tracker:
+        with torch.set_grad_enabled(grads), ByteTracker() as tracker:
             tracker.mark("params", [*model.parameters(), x])
-            run(model, x)
+            run(model, x) if grads else model(x)
         peaks[tiles] = tracker.peaks[DEVICE].bytes
     wide_bytes, input_bytes, weight_bytes = tokens * wide * FP32, tokens * width * FP32, width * wide * FP32
-    saved = 6 * wide_bytes * (1 - 1 / SHARDS) - 2 * weight_bytes - input_bytes * (1 + 1 / SHARDS)
+    in_backward = 6 * wide_bytes * (1 - 1 / SHARDS) - 2 * weight_bytes - input_bytes * (1 + 1 / SHARDS)
+    # Without gradients the whole output lies beside one tile's wide tensors.
+    saved = in_backward if grads else 3 * wide_bytes * (1 - 1 / SHARDS) - input_bytes
     assert close(peaks[None] - peaks[SHARDS], saved)
 
 
@@ -191,19 +183,6 @@ def test_a_block_keeps_none_of_the_four_wide_tensors(deep_folder):
         # Selective checkpointing keeps the products of gate, up and down otherwise.
         kept = [act.kept(act.build(deep_folder, mesh, **SELECTIVE, **options))[0] for options in ({}, TILED)]
         assert close(kept[0] - kept[1], LAYERS * (2 * WIDE + INPUT))
-
-
-def test_a_pass_without_gradients_holds_one_tile_too():
-    tokens, width, wide = 512, 16, 64
-    x, peaks = torch.randn(tokens, width), {}
-    for tiles in (None, SHARDS):
-        model = block(tiles, bias=False, width=width, wide=wide)
-        with torch.no_grad(), ByteTracker() as tracker:
-            tracker.mark("params", [*model.parameters(), x])
-            model(x)
-        peaks[tiles] = tracker.peaks[DEVICE].bytes
-    # Beside one tile's wide tensors lies the whole output.
-    assert close(peaks[None] - peaks[SHARDS], 3 * tokens * wide * FP32 * (1 - 1 / SHARDS) - tokens * width * FP32)
 
 
 # Refusals.

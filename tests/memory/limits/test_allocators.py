@@ -154,17 +154,14 @@ def test_the_limit_is_lifted_when_the_job_ends_and_a_second_job_has_its_own(live
         device.empty(4 * GIB)
 
 
-def test_a_limit_inside_another_gives_the_outer_one_back_to_the_byte(device):
+def test_a_limit_inside_another_gives_the_outer_one_back_to_the_byte_also_after_an_error(device):
     with device_limit(GPU, 7 * GIB + 1):
         with device_limit(GPU, 3 * GIB):
             assert device_memory_cap(GPU) == 3 * GIB
         assert device_memory_cap(GPU) == 7 * GIB + 1
-    assert device_memory_cap(GPU) is None
-
-
-def test_an_error_lifts_the_limit_too(device):
-    with pytest.raises(ZeroDivisionError), device_limit(GPU, GIB):
-        raise ZeroDivisionError
+        with pytest.raises(ZeroDivisionError), device_limit(GPU, GIB):
+            raise ZeroDivisionError
+        assert device_memory_cap(GPU) == 7 * GIB + 1
     assert device_memory_cap(GPU) is None
 
 
@@ -179,9 +176,11 @@ def test_an_engine_that_frees_its_weights_is_not_taken_off_twice(device):
     del own
 
 
-def test_on_a_cpu_there_is_nothing_to_cap():
+@pytest.mark.parametrize("limit", [None, 5 * GIB])
+def test_on_a_cpu_there_is_nothing_to_cap_and_a_process_has_what_its_limit_says(limit):
     with device_limit(CPU, 1), DeviceCap(CPU, 1).changing(Asleep):
         assert torch.ones(1024).sum() == 1024
+    assert available_bytes(CPU, limit) == limit
 
 
 def test_tracked_bytes_may_reach_the_limit_and_not_one_byte_beyond():
@@ -224,33 +223,25 @@ def sourced(**variables):
     return subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment)
 
 
-def test_without_a_choice_nothing_is_preloaded():
-    assert "PRELOAD=\n" in sourced().stdout
-
-
-def test_a_chosen_allocator_is_preloaded_before_what_was_there(tmp_path):
+def test_a_chosen_allocator_is_preloaded_and_none_without_a_choice(tmp_path):
     library = tmp_path / "libtcmalloc_minimal.so.4"
     library.write_text("")
     found = sourced(ALLOCATOR="tcmalloc", ALLOCATOR_DIRS=str(tmp_path), LD_PRELOAD="")
     assert f"PRELOAD={library}\n" in found.stdout
+    assert "PRELOAD=\n" in sourced().stdout
 
 
-def test_an_allocator_that_is_not_installed_is_an_error_that_says_how_to_get_it(tmp_path):
-    found = sourced(ALLOCATOR="jemalloc", ALLOCATOR_DIRS=str(tmp_path))
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("jemalloc", ["ALLOCATOR=jemalloc: no libjemalloc.so found", "apt-get install libjemalloc2"]),
+        ("mimalloc", ["Use tcmalloc or jemalloc"]),
+    ],
+)
+def test_an_allocator_that_is_unknown_or_not_installed_is_an_error_with_the_way_out(tmp_path, name, says):
+    found = sourced(ALLOCATOR=name, ALLOCATOR_DIRS=str(tmp_path))
     assert found.returncode == 2
-    assert "ALLOCATOR=jemalloc: no libjemalloc.so found" in found.stderr
-    assert "apt-get install libjemalloc2" in found.stderr
-
-
-def test_an_unknown_allocator_is_refused_with_the_known_ones():
-    found = sourced(ALLOCATOR="mimalloc")
-    assert found.returncode == 2
-    assert "Use tcmalloc or jemalloc" in found.stderr
-
-
-@pytest.mark.parametrize("limit", [None, 5 * GIB])
-def test_a_cpu_has_what_its_limit_says(limit):
-    assert available_bytes(CPU, limit) == limit
+    assert all(each in found.stderr for each in says)
 
 
 def test_a_gpu_has_what_the_process_holds_and_what_is_free(device):
