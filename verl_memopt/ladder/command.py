@@ -6,10 +6,8 @@ import json
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 from rich.console import Console, RenderableType
 from rich.progress import TimeElapsedColumn
@@ -68,7 +66,7 @@ class LadderRecord:
             draw_ladder(ablation, self.png_path, title)
 
 
-class LadderProgress(AbstractContextManager["LadderProgress"]):
+class LadderProgress:
     """Shows on standard error which row is measured and how each ended: a bar on a terminal, plain lines elsewhere."""
 
     def __init__(self, total: int, console: Console | None = None) -> None:
@@ -85,7 +83,7 @@ class LadderProgress(AbstractContextManager["LadderProgress"]):
         self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         """Remove the bar."""
         self._bar.stop()
 

@@ -95,28 +95,21 @@ class LogProbBudget:
     """Learn the tokens of a forward from measured peaks; follows ``actor.adaptive_token_budget``."""
 
 
-def _keys(role: Role) -> tuple[str, str, str]:
+def _keys(role: Role | Literal["critic"]) -> tuple[str, str, str]:
     """Return the keys of a role's row count, its choice between rows and tokens, and its token cap."""
+    if role in ("values", "critic"):
+        start = "critic.forward_" if role == "values" else "critic.ppo_"
+        return start + _ROWS, f"critic.{_BY_TOKENS}", start + _TOKENS
     if role == "actor":
         return f"{_AR}.actor.ppo_{_ROWS}", f"{_AR}.actor.{_BY_TOKENS}", f"{_AR}.actor.ppo_{_TOKENS}"
-    if role == "values":
-        return f"critic.forward_{_ROWS}", f"critic.{_BY_TOKENS}", f"critic.forward_{_TOKENS}"
-    rows, by_tokens, tokens = (f"{_AR}.{role}.log_prob_{name}" for name in (_ROWS, _BY_TOKENS, _TOKENS))
-    return rows, by_tokens, tokens
+    start = f"{_AR}.{role}.log_prob_"
+    return start + _ROWS, start + _BY_TOKENS, start + _TOKENS
 
 
 def sizes_of(settings: Settings, role: Role | Literal["critic"]) -> tuple[int | None, bool | None, int | None]:
     """Return the most sequences of a role's micro-batch, whether tokens are counted instead, and the most tokens."""
-    roles, critic = settings.actor_rollout_ref, settings.critic
-    if role == "actor":
-        actor = roles.actor
-        return actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu
-    if role == "values":
-        return critic.forward_micro_batch_size_per_gpu, critic.use_dynamic_bsz, critic.forward_max_token_len_per_gpu
-    if role == "critic":
-        return critic.ppo_micro_batch_size_per_gpu, critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu
-    own = roles.rollout if role == "rollout" else roles.ref
-    return own.log_prob_micro_batch_size_per_gpu, own.log_prob_use_dynamic_bsz, own.log_prob_max_token_len_per_gpu
+    rows, by_tokens, tokens = attrgetter(*_keys(role))(settings)
+    return rows, by_tokens, tokens
 
 
 def _is_checked(settings: Settings, role: Role) -> bool:
