@@ -1,8 +1,11 @@
+import itertools
 import logging
 import mmap
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.memory.page_locking import PAGE, install
@@ -10,7 +13,7 @@ from verl_memopt.distributed.device import local_device, lock_pages, synchronize
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory import host_buffers
 from verl_memopt.memory.host_buffers import GIB, HostAllocator, HostArena, host_allocator, host_buffer, host_limits
-from verl_memopt.observe.byte_tracker import HOST, ByteTracker
+from verl_memopt.observe.byte_tracker import DEVICE, HOST, ByteTracker
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 V, H, MLP, LAYERS, KEYS = 151_936, 2048, 11_008, 36, 2 * 128
@@ -191,3 +194,66 @@ def test_on_a_gpu_locked_memory_is_pinned_to_torch_and_none_of_it_is_torchs_own(
     assert torch.zeros(2, device=here).sum() == 0
     buffers.clear()
     assert (allocator.held_bytes, allocator.pinned_bytes) == (0, 0)
+
+
+CHUNK = 4096
+
+
+def arena():
+    return HostArena(CPU, "activations", CHUNK)
+
+
+def test_what_is_written_to_a_slot_is_read_from_it_also_across_chunks():
+    home = arena()
+    values = [torch.randint(256, (size,), dtype=torch.uint8) for size in (100, 3 * CHUNK, 5000, 1)]
+    slots = [home.take(value.numel()) for value in values]
+    assert [len(slot.parts) for slot in slots] == [1, 4, 2, 1]
+    for slot, value in zip(slots, values, strict=True):
+        for part, piece in zip(slot.parts, value.split([part.numel() for part in slot.parts]), strict=True):
+            part.copy_(piece)
+    for slot, value in zip(slots, values, strict=True):
+        assert torch.equal(torch.cat(slot.parts), value)
+
+
+@given(st.lists(st.tuples(st.integers(1, 3 * CHUNK), st.booleans()), max_size=30))
+def test_slots_in_use_never_overlap(actions):
+    home, slots = arena(), []
+    for size, returns_one in actions:
+        slots.append(home.take(size))
+        if returns_one:
+            home.give_back(slots.pop(size % len(slots)))
+        taken = sorted((slot.start, slot.stop) for slot in slots)
+        assert all(one[1] <= two[0] for one, two in itertools.pairwise(taken))
+        assert all(sum(part.numel() for part in slot.parts) <= slot.stop - slot.start for slot in slots)
+
+
+def test_bytes_held_are_those_of_the_busiest_moment_rounded_up_to_a_chunk():
+    home = arena()
+    for sizes in ([1000, 3000, 9000], [9000, 3000], [13000], [512] * 25):
+        slots = [home.take(size) for size in sizes]
+        for slot in reversed(slots):
+            home.give_back(slot)
+        assert home.held_bytes == 4 * CHUNK  # 1,024 + 3,072 + 9,216 bytes
+        assert home.used_bytes == 0
+
+
+def test_shrinking_keeps_what_is_in_use():
+    home = arena()
+    first, second = home.take(CHUNK), home.take(2 * CHUNK)
+    home.give_back(second)
+    home.shrink()
+    assert home.held_bytes == CHUNK
+    home.give_back(first)
+    home.shrink()
+    assert home.held_bytes == 0
+
+
+def test_its_bytes_are_of_the_host_tier():
+    with ByteTracker() as tracker:
+        home = arena()
+        slot = home.take(CHUNK + 1)
+        assert (tracker.kinds(HOST), tracker.total(DEVICE)) == ({"activations": 2 * CHUNK}, 0)
+        home.give_back(slot)
+        home.shrink()
+        del slot
+        assert tracker.total(HOST) == 0

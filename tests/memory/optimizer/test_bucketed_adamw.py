@@ -13,7 +13,7 @@ from verl_memopt.config.schema import Optim
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
 from verl_memopt.errors import CheckpointError
-from verl_memopt.memory.bucketed_adamw_torch import MIB, BucketedAdamW
+from verl_memopt.memory.bucketed_adamw_torch import MIB, BucketedAdamW, BucketedSGD
 from verl_memopt.memory.grad_offload_torch import StepInBackward
 from verl_memopt.memory.optimizer_offload_torch import local
 from verl_memopt.observe.device_ledger import fsdp_kinds
@@ -96,36 +96,41 @@ def test_bfloat16_weights_take_an_fp32_update_rounded_to_nearest():
     assert same(found, [parameter.detach().to(BF16) for parameter in exact])
 
 
-def resident(dtype, **options):
-    """Gives bytes a parameter that lie on the device when the step begins, and what the step adds at its peak."""
-    with fake_ranks(1) as mesh:
-        model = two_linears(mesh, dtype)
-        optimizer = BucketedAdamW(model.parameters(), lr=1e-2, bucket_megabytes=0.125, **options)
-        model(torch.ones(2, 256, dtype=dtype)).sum().backward()
-        with counting(model, optimizer) as tracker:
-            tracker.mark("grads", [parameter.grad for parameter in model.parameters()])
-            before = tracker.total()
-            tracker.enter("step")
-            optimizer.step()
-            return before / (2 * 1024 * 256), tracker.peaks["device"].bytes - before
+MOMENTUM = {"momentum": 0.9}
 
 
 @pytest.mark.parametrize(
-    ("dtype", "options", "expected"),
+    ("make", "dtype", "options", "on_device", "on_host"),
     [
-        (torch.float32, {}, 4 + 8 + 4),
-        (torch.float32, {"state_dtype": "bfloat16"}, 4 + 4 + 4),
-        (torch.float32, {"state_dtype": "int8"}, 4 + 2 * (1 + 4 / 256) + 4),
-        (torch.float32, {"state_dtype": "int4"}, 4 + 2 * (1 / 2 + 4 / 128) + 4),
-        (torch.float32, {"offload": True}, 4 + 0 + 4),
-        (BF16, {"state_dtype": "bfloat16", "stochastic_rounding": True}, 2 + 4 + 2),
-        (BF16, {"state_dtype": "int8", "stochastic_rounding": True, "offload": True}, 2 + 0 + 2),
+        (BucketedAdamW, torch.float32, {}, 4 + 8 + 4, 0),
+        (BucketedAdamW, torch.float32, {"state_dtype": "bfloat16"}, 4 + 4 + 4, 0),
+        (BucketedAdamW, torch.float32, {"state_dtype": "int8"}, 4 + 2 * (1 + 4 / 256) + 4, 0),
+        (BucketedAdamW, torch.float32, {"state_dtype": "int4"}, 4 + 2 * (1 / 2 + 4 / 128) + 4, 0),
+        (BucketedAdamW, torch.float32, {"offload": True}, 4 + 4, 8),
+        (BucketedAdamW, BF16, {"state_dtype": "bfloat16", "stochastic_rounding": True}, 2 + 4 + 2, 0),
+        (BucketedAdamW, BF16, {"state_dtype": "int8", "stochastic_rounding": True, "offload": True}, 2 + 2, 2 * (1 + 4 / 256)),
+        (BucketedSGD, torch.float32, {}, 4 + 4, 0),
+        (BucketedSGD, torch.float32, MOMENTUM, 4 + 4 + 4, 0),
+        (BucketedSGD, torch.float32, {**MOMENTUM, "state_dtype": "bfloat16"}, 4 + 2 + 4, 0),
+        (BucketedSGD, torch.float32, {**MOMENTUM, "offload": True}, 4 + 4, 4),
+        (BucketedSGD, torch.float32, {"offload": True}, 4 + 4, 0),
+        (BucketedSGD, BF16, {"split_masters": True}, 2 + 2 + 2, 0),
+        (BucketedSGD, BF16, {"split_masters": True, "offload": True}, 2 + 2, 2),
+        (BucketedSGD, BF16, {"stochastic_rounding": True}, 2 + 2, 0),
     ],
 )
-def test_bytes_a_parameter(dtype, options, expected):
-    held, beside = resident(dtype, **options)
-    assert held == pytest.approx(expected, abs=0.001)
-    assert beside <= 3 * 0.125 * MIB * 1.02
+def test_bytes_a_parameter(make, dtype, options, on_device, on_host):
+    with fake_ranks(1) as mesh:
+        model = two_linears(mesh, dtype)
+        optimizer = make(model.parameters(), lr=1e-2, bucket_megabytes=0.125, **options)
+        model(torch.ones(2, 256, dtype=dtype)).sum().backward()
+        with counting(model, optimizer) as tracker:
+            tracker.mark("grads", [parameter.grad for parameter in model.parameters()])
+            held = [tracker.total(), tracker.total("host")]
+            tracker.enter("step")
+            optimizer.step()
+            assert tracker.peaks["device"].bytes - held[0] <= 3 * 0.125 * MIB * 1.02
+    assert [each / (2 * 1024 * 256) for each in held] == pytest.approx([on_device, on_host], abs=0.001)
 
 
 def torchs_step(**options):
@@ -171,9 +176,9 @@ def test_a_step_on_fake_tensors_takes_the_bytes_of_a_real_one(kind, in_backward)
     assert found["fake"] == found["real"]
 
 
-def run(mesh, options, dtype=torch.float32):
+def run(mesh, options, dtype=torch.float32, make=BucketedAdamW):
     model = two_linears(mesh, dtype)
-    optimizer = BucketedAdamW(model.parameters(), lr=1e-2, **options)
+    optimizer = make(model.parameters(), lr=1e-2, **options)
     return model, optimizer, build_schedule(optimizer, Optim(lr=1e-2), 10)
 
 
@@ -192,25 +197,36 @@ def values(model, optimizer):
     return [whole_of(tensor).detach().clone() for tensor in tensors]
 
 
-@pytest.mark.parametrize("kind", [*FORMATS, "bfloat16 weights"])
+ROUNDED = {"stochastic_rounding": True, "seed": 3}
+RESUMED = {
+    **{kind: (BucketedAdamW, options, options, torch.float32) for kind, options in FORMATS.items()},
+    "bfloat16 weights": (BucketedAdamW, *[{**ROUNDED, "state_dtype": "bfloat16"}] * 2, BF16),
+    "SGD": (BucketedSGD, {}, {}, torch.float32),
+    "SGD from the host": (BucketedSGD, {**MOMENTUM, "offload": True}, MOMENTUM, torch.float32),
+    "SGD to the host": (BucketedSGD, MOMENTUM, {**MOMENTUM, "offload": True}, torch.float32),
+    "SGD, bfloat16 weights and momentum": (BucketedSGD, *[{**MOMENTUM, **ROUNDED, "state_dtype": "bfloat16"}] * 2, BF16),
+    "SGD, bfloat16 weights": (BucketedSGD, ROUNDED, ROUNDED, BF16),
+}
+"""Class, options before and after, and dtype of the weights."""
+
+
+@pytest.mark.parametrize("kind", RESUMED)
 def test_a_resumed_run_goes_on_bit_for_bit(one_rank, tmp_path, kind):
-    dtype = BF16 if kind == "bfloat16 weights" else torch.float32
-    options = FORMATS.get(kind, {"state_dtype": "bfloat16", "stochastic_rounding": True, "seed": 3})
-    one = run(one_rank, options, dtype)
+    make, saving, loading, dtype = RESUMED[kind]
+    one = run(one_rank, saving, dtype, make)
     sharded_step(*one, seed=1)
     sharded_step(*one, seed=2)
     save_training_state(tmp_path, *one, CPU, ALL)
     sharded_step(*one, seed=3)
-    other = run(one_rank, options, dtype)
+    other = run(one_rank, loading, dtype, make)
+    sharded_step(*other, seed=9)
     load_training_state(tmp_path, *other, CPU, ALL)
     sharded_step(*other, seed=3)
     assert same(values(*one[:2]), values(*other[:2]))
 
 
 def torchs_run(mesh):
-    model = two_linears(mesh)
-    optimizer = fused(model.parameters())
-    return model, optimizer, build_schedule(optimizer, Optim(lr=1e-2), 10)
+    return run(mesh, {"fused": True}, make=torch.optim.AdamW)
 
 
 @pytest.mark.parametrize("ours_first", [False, True])

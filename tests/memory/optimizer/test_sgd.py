@@ -4,29 +4,25 @@ import pytest
 import torch
 from torch import nn
 
-from tests.memory.optimizer.test_bucketed_adamw import ALL, BF16, CPU, sharded_step, values
-from tests.memory.optimizer.test_split_masters import Weights, bits, halves
+from tests.memory.optimizer.test_bucketed_adamw import ALL, CPU
 from tests.memory.optimizers import (
-    counting,
     give_gradients,
     parameters,
     same,
-    two_linears,
     weights_after,
     whole_share,
 )
-from tests.memory.sharded import fake_ranks, policy_of
+from tests.memory.sharded import policy_of
 from tests.tensors import whole_of
 from tests.worker.test_policy import ACTOR
 from tests.worker.test_worker import AR, call, mini_batch, place, plan_of
 from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import Optim, TrainedFsdp
 from verl_memopt.distributed.device import leave_process_group
-from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.bucketed_adamw_torch import MIB, BucketedSGD
+from verl_memopt.memory.bucketed_adamw_torch import BucketedSGD
 from verl_memopt.memory.grad_offload_torch import StepInBackward
-from verl_memopt.worker.optimizer import build_optimizer, build_schedule
+from verl_memopt.worker.optimizer import build_optimizer
 from verl_memopt.worker.policy import Policy
 from verl_memopt.worker.worker import Worker
 
@@ -68,96 +64,6 @@ def test_the_state_is_torchs():
         assert all(
             torch.equal(one["momentum_buffer"], other["momentum_buffer"]) for one, other in zip(some, torchs_some, strict=True)
         )
-
-
-@pytest.mark.parametrize(
-    ("dtype", "options", "on_device", "on_host"),
-    [
-        (torch.float32, {}, 4 + 4, 0),
-        (torch.float32, {"momentum": 0.9}, 4 + 4 + 4, 0),
-        (torch.float32, {"momentum": 0.9, "state_dtype": "bfloat16"}, 4 + 2 + 4, 0),
-        (torch.float32, {"momentum": 0.9, "offload": True}, 4 + 4, 4),
-        (torch.float32, {"offload": True}, 4 + 4, 0),
-        (BF16, {"split_masters": True}, 2 + 2 + 2, 0),
-        (BF16, {"split_masters": True, "offload": True}, 2 + 2, 2),
-        (BF16, {"stochastic_rounding": True}, 2 + 2, 0),
-    ],
-)
-def test_bytes_a_parameter(dtype, options, on_device, on_host):
-    with fake_ranks(1) as mesh:
-        model = two_linears(mesh, dtype)
-        optimizer = ours(model.parameters(), bucket_megabytes=0.125, **options)
-        model(torch.ones(2, 256, dtype=dtype)).sum().backward()
-        with counting(model, optimizer) as tracker:
-            tracker.mark("grads", [parameter.grad for parameter in model.parameters()])
-            held = [tracker.total(), tracker.total("host")]
-            tracker.enter("step")
-            optimizer.step()
-            assert tracker.peaks["device"].bytes - held[0] <= 3 * 0.125 * MIB * 1.02
-    assert [each / (2 * 1024 * 256) for each in held] == pytest.approx([on_device, on_host], abs=0.001)
-
-
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "offload": True}])
-def test_split_masters_take_the_steps_of_fp32_parameters_bit_for_bit(options):
-    whole, split = Weights(torch.float32), Weights(BF16)
-    plain = BucketedSGD(whole.of, lr=3e-3, weight_decay=0.1, bucket_megabytes=0.02, **options)
-    halved = BucketedSGD(split.of, lr=3e-3, weight_decay=0.1, bucket_megabytes=0.02, split_masters=True, **options)
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(50):
-        for one, other in zip(whole.of, split.of, strict=True):
-            other.grad_dtype = torch.float32
-            one.grad = torch.randn(one.shape, generator=generator)
-            other.grad = one.grad.clone()
-        plain.step()
-        halved.step()
-    for one, other in zip(whole.of, split.of, strict=True):
-        assert torch.equal(bits(halved.master(other)), bits(one.detach()))
-        assert torch.equal(other.view(torch.int16), halves(one.detach().view(-1))[0].view(other.shape).view(torch.int16))
-    assert all("remainder" not in state for state in halved.state.values())
-
-
-def test_rounding_by_chance_keeps_on_average_what_rounding_to_nearest_loses():
-    moved = []
-    for rounds in (False, True):
-        weight = nn.Parameter(torch.ones(256, 256, dtype=BF16))
-        optimizer = BucketedSGD([weight], lr=1e-4, stochastic_rounding=rounds)
-        for _ in range(20):
-            weight.grad = torch.ones_like(weight)
-            optimizer.step()
-        moved.append(1 - weight.detach().float().mean().item())
-    assert moved[0] == 0
-    assert moved[1] == pytest.approx(20 * 1e-4, rel=0.05)
-
-
-def sgd_run(mesh, make, dtype):
-    model = two_linears(mesh, dtype)
-    optimizer = make(model.parameters())
-    return model, optimizer, build_schedule(optimizer, Optim(lr=1e-2), 10)
-
-
-@pytest.mark.parametrize(
-    ("saving", "loading", "dtype"),
-    [
-        (ours, ours, torch.float32),
-        (lambda params: ours(params, momentum=0.9, offload=True), lambda params: ours(params, momentum=0.9), torch.float32),
-        (lambda params: ours(params, momentum=0.9), lambda params: ours(params, momentum=0.9, offload=True), torch.float32),
-        *[(lambda params: ours(params, momentum=0.9, state_dtype="bfloat16", stochastic_rounding=True, seed=3),) * 2 + (BF16,)],
-        *[(lambda params: ours(params, stochastic_rounding=True, seed=3),) * 2 + (BF16,)],
-    ],
-)
-def test_a_resumed_run_goes_on_bit_for_bit(one_rank, tmp_path, saving, loading, dtype):
-    one = sgd_run(one_rank, saving, dtype)
-    sharded_step(*one, seed=1)
-    sharded_step(*one, seed=2)
-    save_training_state(tmp_path, *one, CPU, ALL)
-    sharded_step(*one, seed=3)
-    other = sgd_run(one_rank, loading, dtype)
-    sharded_step(*other, seed=9)
-    load_training_state(tmp_path, *other, CPU, ALL)
-    sharded_step(*other, seed=3)
-    weights = [[whole_of(each).detach() for each in model.parameters()] for model in (one[0], other[0])]
-    assert same(*weights)
-    assert same(values(*one[:2]), values(*other[:2]))
 
 
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "state_dtype": "bfloat16"}])

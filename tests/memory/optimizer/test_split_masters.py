@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW
+from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW, BucketedSGD
 from verl_memopt.memory.optimizer_state_dtype_torch import join_, split_
 
 
@@ -53,19 +53,23 @@ class Weights(nn.Module):
 
 
 # Moments that are rounded by chance draw other numbers where buckets are cut at other places, as they are on the host.
-FORMATS = {
-    "fp32 moments": {},
-    "int8 moments": {"state_dtype": "int8"},
-    "fp32 moments and remainders on the host": {"offload": True},
+KINDS = {
+    "AdamW": (BucketedAdamW, {}),
+    "AdamW, int8 moments": (BucketedAdamW, {"state_dtype": "int8"}),
+    "AdamW on the host": (BucketedAdamW, {"offload": True}),
+    "SGD": (BucketedSGD, {}),
+    "SGD with momentum": (BucketedSGD, {"momentum": 0.9}),
+    "SGD with momentum on the host": (BucketedSGD, {"momentum": 0.9, "offload": True}),
 }
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_two_hundred_steps_give_the_masters_of_fp32_parameters_bit_for_bit(kind):
     whole, split = Weights(torch.float32), Weights(torch.bfloat16)
-    options = {"lr": 3e-3, "weight_decay": 0.1, "bucket_megabytes": 0.02, **FORMATS[kind]}
-    plain = BucketedAdamW(whole.of, **options)
-    halved = BucketedAdamW(split.of, split_masters=True, **options)
+    make, more = KINDS[kind]
+    options = {"lr": 3e-3, "weight_decay": 0.1, "bucket_megabytes": 0.02, **more}
+    plain = make(whole.of, **options)
+    halved = make(split.of, split_masters=True, **options)
     generator = torch.Generator().manual_seed(1)
     for _ in range(200):
         for one, other in zip(whole.of, split.of, strict=True):

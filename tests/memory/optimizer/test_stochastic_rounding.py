@@ -1,9 +1,10 @@
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.memory.optimizers import bucketed, parameters, same, weights_after
-from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW
+from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW, BucketedSGD
 from verl_memopt.memory.optimizer_state_dtype_torch import round_to_bfloat16_
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False)
@@ -40,20 +41,21 @@ def test_what_is_bfloat16_stays():
     assert rounded(torch.tensor([float("nan")])).isnan().all()
 
 
-def small_steps(**options):
+def small_steps(make, **options):
     """Gives how far bfloat16 ones move in 100 steps of 1e-4, each a fortieth of the spacing below 1."""
     parameter = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
-    optimizer = BucketedAdamW([parameter], lr=1e-4, weight_decay=0.0, **options)
+    optimizer = make([parameter], lr=1e-4, weight_decay=0.0, state_dtype="fp32", **options)
     for _ in range(100):
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
     return 1 - parameter.detach().float().mean().item()
 
 
-def test_updates_below_the_spacing_are_kept_on_average():
-    assert small_steps(state_dtype="fp32") == 0
+@pytest.mark.parametrize("make", [BucketedAdamW, BucketedSGD])
+def test_updates_below_the_spacing_are_kept_on_average(make):
+    assert small_steps(make) == 0
     # 4,096 weights take 100 steps; the deviation of their mean is below 0.0039 x sqrt(100 x 0.025 / 4096) = 1e-4.
-    assert abs(small_steps(state_dtype="fp32", stochastic_rounding=True) - 100 * 1e-4) < 4e-4
+    assert abs(small_steps(make, stochastic_rounding=True) - 100 * 1e-4) < 4e-4
 
 
 def test_rounding_follows_from_seed_step_and_place():

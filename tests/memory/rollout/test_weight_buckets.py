@@ -1,16 +1,17 @@
 import json
 import math
+from contextlib import ExitStack
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.memory import sharded as sharded_tests
 from tests.ranks import run_ranks
 from tests.rollout.tools import place_at
 from verl_memopt.config.schema import Fsdp, Model, Rollout
-from verl_memopt.distributed.device import leave_process_group, training_mesh
+from verl_memopt.distributed.device import training_mesh
 from verl_memopt.memory.weight_buckets_torch import MIB, WeightSlice, _Bucket, joined, weight_slices
 from verl_memopt.model.assembly import allocate, build_policy
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
@@ -34,12 +35,10 @@ def fake_ranks():
     """Gives a function that joins a fake world of some ranks; collectives do nothing, bytes are real."""
 
     def join(ranks):
-        leave_process_group()
-        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-        return training_mesh("cpu", ranks, -1)
+        return stack.enter_context(sharded_tests.fake_ranks(ranks))
 
-    yield join
-    leave_process_group()
+    with ExitStack() as stack:
+        yield join
 
 
 def sharded(mesh):
