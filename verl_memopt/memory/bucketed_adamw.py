@@ -69,12 +69,7 @@ class BucketedAdamW:
 
 
 def only_with_adamw(key: str, is_on: Predicate) -> tuple[Refusal, ...]:
-    """Return the refusals of a knob that only these optimizers can do, and note that it does its step in buckets.
-
-    Args:
-        key: of the knob.
-        is_on: whether the knob is on.
-    """
+    """Return the refusals of a knob that only these optimizers can do, and note that its step is in buckets."""
     _IN_BUCKETS.append(is_on)
     return (
         Refusal(

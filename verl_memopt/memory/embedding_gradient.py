@@ -107,15 +107,11 @@ def _add(into: Tensor, ids: Tensor, rows: Tensor) -> None:
         into.index_put_((ids,), rows, accumulate=True)
 
 
-# Where the gradient of a large weight is summed: in ``.grad`` itself where that is safe.
-
-
 def room_for(parameter: Tensor | None, needed: bool, in_place: bool) -> tuple[Tensor | None, Tensor | None]:
     """Return the tensor to add a parameter's gradient to, and the gradient to return to autograd.
 
-    The first is new zeros, or ``.grad`` where that may be used (``in_place``), or None where no gradient is needed. The second is
-    the same tensor, or None where it is ``.grad`` itself. ``parameter`` is None for a weight that a layer does not have. Call
-    :func:`added` once the gradient is complete.
+    The first is new zeros, or ``.grad`` where that may be used (``in_place``), or None where no gradient is needed or a layer has
+    no such weight. The second is the same tensor, or None where it is ``.grad`` itself. Call :func:`added` once it is complete.
     """
     if parameter is None or not needed:
         return None, None

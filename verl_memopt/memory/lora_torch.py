@@ -29,12 +29,9 @@ ADAPTERS = ("lora_A", "lora_B")
 
 
 class LoraLinear(nn.Linear):
-    """A frozen linear layer plus ``scale * x A^T B^T``. It replaces a plain layer, under the same names.
+    """A frozen linear layer plus ``scale * x A^T B^T``, A [rank, in] and B [out, rank], while ``active``.
 
-    Attributes:
-        lora_A: [rank, in].
-        lora_B: [out, rank].
-        active: Whether the adapter is on.
+    It replaces a plain layer, under the same names.
     """
 
     def __init__(self, base: nn.Linear, rank: int, scale: float, dtype: torch.dtype | None = None) -> None:
@@ -73,10 +70,7 @@ def apply_lora(
 
     ``target_modules`` are ``all-linear`` = every linear layer but the head; a list of name endings; or a regular expression for
     the whole name. So are ``exclude_modules``, the layers to leave out. ``key`` is the settings section, to name in errors.
-    ``dtype`` is that of the adapters; None = as their layer.
-
-    Returns:
-        The names of the chosen layers.
+    ``dtype`` is that of the adapters; None = as their layer. The names of the chosen layers are returned.
 
     Raises:
         ConfigError: No layer is chosen.
@@ -120,7 +114,7 @@ def initialize_adapters(model: nn.Module, seed: int) -> None:
 
 
 def _copy_whole(parameter: Tensor, whole: Tensor) -> None:
-    """Copy this rank's rows of a whole tensor into a parameter sharded on its first dimension, or all of it."""
+    """Copy a whole tensor into a parameter, or this rank's rows into one that is sharded on its first dimension."""
     if not isinstance(parameter, DTensor):
         parameter.detach().copy_(whole)
         return
@@ -171,11 +165,7 @@ def _merged(weight: Tensor, layer: LoraLinear) -> Tensor:
 def with_adapter(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
     """Return ``weight + scale * up @ down``, computed in fp32, in the weight's dtype.
 
-    Args:
-        weight: [out, in], or some of its rows.
-        down: A, [rank, in].
-        up: B, the same rows of [out, rank].
-        scale: alpha / rank.
+    ``weight`` has rows of [out, in], ``down`` is A, [rank, in], and ``up`` has the same rows of B, [out, rank].
     """
     return (weight.float() + scale * up.float() @ down.float()).to(weight.dtype)
 

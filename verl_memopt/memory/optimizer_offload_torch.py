@@ -38,7 +38,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter of a section, sharded or not. Its ``numel`` local elements begin at ``start`` among those of the section."""
+    """A parameter of a section. Its ``numel`` local elements begin at ``start`` among those of the section."""
 
     parameter: nn.Parameter
     start: int

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from verl_memopt.memory.bucketed_adamw import OPTIMIZER, only_with_adamw
-from verl_memopt.memory.formulas import Shapes
 from verl_memopt.memory.knob import Claim, Knob, LadderRow, Refusal, switch
 
 if TYPE_CHECKING:
@@ -48,10 +47,6 @@ def _is_quantised(settings: Settings) -> bool:
     return settings.actor_rollout_ref.actor.optim.state_dtype in ("int8", "int4")
 
 
-def _saved(before: Shapes, after: Shapes) -> float:
-    return (before.state_bytes - after.state_bytes) * after.params
-
-
 KNOB = Knob(
     cost="inexact moments",
     settings={"optim": OptimizerStateDtype},
@@ -67,7 +62,9 @@ KNOB = Knob(
             f"Set {_KEY}=bfloat16, or {OPTIMIZER}=AdamW.",
         ),
     ),
-    claims=(Claim("update_actor", "host buffers", _saved),),
+    claims=(
+        Claim("update_actor", "host buffers", lambda before, after: (before.state_bytes - after.state_bytes) * after.params),
+    ),
     row=LadderRow(180, on=(f"{_KEY}=int8",), off=(f"{_KEY}=null",)),
     factors=(switch("state", _KEY, lossy=True, follows=None, bf16="bfloat16", int8="int8", int4="int4"),),
 )

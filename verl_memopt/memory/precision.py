@@ -14,7 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from verl_memopt.memory.formulas import Shapes
 from verl_memopt.memory.knob import Advice, Claim, Knob, LadderRow, for_roles
 
 Precision = Literal["fp32", "bfloat16"]
@@ -46,17 +45,13 @@ class PrecisionSettings:
     """Gradient reduction."""
 
 
-def _narrower(before: Shapes, after: Shapes) -> float:
-    return (before.master_bytes - after.master_bytes) * after.params
-
-
 KNOB = Knob(
     cost="rounding",
     settings={"fsdp": PrecisionSettings},
     known_as={"bf16": "actor_rollout_ref.actor.fsdp_config.dtype"},
     advice=(Advice("grads", _KEYS[0], "bfloat16"),),
     claims=(
-        Claim("update_actor", "params", _narrower),
+        Claim("update_actor", "params", lambda before, after: (before.master_bytes - after.master_bytes) * after.params),
         Claim("update_actor", "grads", lambda before, after: (before.gradient_bytes - after.gradient_bytes) * after.params),
     ),
     row=LadderRow(160, on=tuple(f"{key}=bfloat16" for key in _KEYS), off=tuple(f"{key}=fp32" for key in _KEYS)),

@@ -27,7 +27,7 @@ NF4_LEVELS = (
 
 
 class Format(NamedTuple):
-    """How weights are stored: bits of a code, and how many weights along the input share an fp32 scale."""
+    """Bits of a code, and how many weights along the input share an fp32 scale."""
 
     bits: int
     group: int
@@ -62,11 +62,7 @@ class QuantizedLinear(nn.Module):
         return linear(x, weight, self.bias)
 
     def quantize(self, weight: Tensor) -> Tensor:
-        """Return the bytes of some rows, uint8 [rows, code bytes + 4 x groups].
-
-        Args:
-            weight: [rows, in], any float dtype.
-        """
+        """Return the bytes of some rows [rows, in] of any float dtype, uint8 [rows, code bytes + 4 x groups]."""
         rows, padded = weight.shape[0], self.groups * self.form.group
         grouped = weight.new_zeros(rows, padded, dtype=torch.float32)
         grouped[:, : self.in_features] = weight

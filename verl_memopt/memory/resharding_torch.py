@@ -27,8 +27,7 @@ Item = TypeVar("Item")
 def reshard_units(model: nn.Module) -> None:
     """Free the gathered parameters of every unit, at the end of a pass without backward.
 
-    With ``reshard_after_forward`` false or a number, a unit waits for a backward to free them, and until then the module's
-    parameters are the gathered ones.
+    With ``reshard_after_forward`` false or a number, a unit would keep them until a backward frees them.
     """
     for unit in fsdp_units(model):
         unit.reshard()
@@ -67,8 +66,7 @@ def _free_post_forward_shards(unit: FSDPModule) -> None:
 def synced(micro_batches: Iterable[Item], model: nn.Module, gradient_sync: str) -> Iterator[Item]:
     """Yield the micro-batches of one optimizer step, after telling FSDP2 whether to reduce in the backward of each.
 
-    A model that is not sharded reduces nothing. There are as many micro-batches on all ranks. ``gradient_sync`` is ``every`` or
-    ``last``, as in the settings.
+    There are as many micro-batches on all ranks. ``gradient_sync`` is ``every`` or ``last``, as in the settings.
     """
     if not isinstance(model, FSDPModule):
         yield from micro_batches

@@ -29,15 +29,13 @@ KIND = "params"
 
 @dataclass
 class _Place:
-    """A storage (``flat``) and its place on the host (``slot``; None before the first move), both uint8.
-
-    ``frozen``: its parameter is not trained. ``copied``: the host has its values already.
-    """
+    """A storage (``flat``) and its place on the host (``slot``; None before the first move), both uint8."""
 
     flat: Tensor
     frozen: bool
     slot: Tensor | None = None
     copied: bool = False
+    """The host has its values already."""
 
 
 class OffloadedParams:
@@ -50,10 +48,10 @@ class OffloadedParams:
     def __init__(
         self, name: str, parameters: Iterable[Tensor], device: torch.device, mapped: Sequence[Tensor] | None = None
     ) -> None:
-        """Take note of the storages of all parameters of a model, on the device.
+        """Take note of the storages of all parameters of a model, on the device. Frozen ones are copied to the host once.
 
-        Those without ``requires_grad`` are copied to the host once. ``mapped`` are the values of each parameter in a mapped file,
-        for a model that is frozen as a whole. They are never copied to the host, and the parameters need not be filled.
+        ``mapped`` are the values of each parameter in a mapped file, for a model that is frozen as a whole. They are never copied
+        to the host, and the parameters need not be filled.
         """
         self.name = name
         self.on_device = True
@@ -74,11 +72,7 @@ class OffloadedParams:
         return sum(place.flat.numel() for place in self._places.values())
 
     def to_host(self) -> int:
-        """Move the parameters to the host, and return the bytes freed on the device.
-
-        Raises:
-            ConfigError: The host limit leaves no room for them. They are then still on the device.
-        """
+        """Move the parameters to the host, and return the bytes freed. Where the host limit forbids it, they stay."""
         if not self.on_device:
             return 0
         self._copy_to_host()
@@ -255,8 +249,8 @@ go in its own pass.
 class Residency:
     """Moves the parts of one worker between the phases of a step.
 
-    A part that the next phase also needs stays. Parts that it does not need leave before those that it needs come, so the two are
-    never on the device together. A move that fails leaves every part wholly in one place.
+    A part that the next phase also needs stays. What it does not need leaves before what it needs comes, so the two are never on
+    the device together. A move that fails leaves every part wholly in one place.
     """
 
     def __init__(self, device: torch.device) -> None:

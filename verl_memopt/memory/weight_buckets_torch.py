@@ -85,7 +85,7 @@ KIND = "sync bucket"
 
 @dataclass(frozen=True)
 class _Part:
-    """``rows`` rows, from ``first`` on, of every rank's shard of one tensor in a bucket. The largest shard has ``shard_rows``."""
+    """``rows`` rows, from ``first`` on, of every rank's shard of a tensor. The largest shard has ``shard_rows``."""
 
     name: str
     weight: DTensor
@@ -200,9 +200,5 @@ def shard_group(weight: DTensor) -> tuple[dist.ProcessGroup | None, int]:
 def full_weights(
     weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, bucket_megabytes: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, whole tensor) in the order of ``weights``. Every rank gets every tensor.
-
-    All ranks must iterate in step. A yielded tensor may share memory with the parameter: use it before the next one. The
-    parameters are plain or sharded on their first dimension (DTensor). They come in ``dtype``.
-    """
+    """Yield (name, whole tensor of ``dtype``) on every rank, from weights as :func:`weight_slices` takes them, and as it does."""
     return joined(weight_slices(weights, dtype, bucket_megabytes), dtype)

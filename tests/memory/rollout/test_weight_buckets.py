@@ -95,13 +95,18 @@ def test_plain_tensors_keep_their_place_among_sharded_ones(fake_ranks):
     assert names == [name for name, _ in weights]
 
 
+@pytest.fixture
+def sent(monkeypatch):
+    """What this rank sends."""
+    found, gather = [], dist.all_gather_into_tensor
+    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda out, own, **group: (found.append(own), gather(out, own, **group)))
+    return found
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_what_is_sent_is_cast_before_it_is_gathered(fake_ranks, monkeypatch, ranks, dtype):
-    mesh, sent = fake_ranks(ranks), []
-    gather = dist.all_gather_into_tensor
-    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda out, own, **group: (sent.append(own), gather(out, own, **group)))
-    list(weight_slices(sharded(mesh), dtype, 1))
+def test_what_is_sent_is_cast_before_it_is_gathered(fake_ranks, sent, ranks, dtype):
+    list(weight_slices(sharded(fake_ranks(ranks)), dtype, 1))
     assert {own.dtype for own in sent} == {dtype}
     rows = {name: -(-tensor.shape[0] // ranks) * math.prod(tensor.shape[1:]) for name, tensor in WHOLE.items()}
     assert sum(own.numel() for own in sent) == sum(rows.values())
@@ -125,21 +130,17 @@ def test_a_sync_holds_one_bucket_beside_the_two_models_however_slow_the_receiver
     assert set(peak.kinds) == {"params", "sync bucket"}
 
 
-@pytest.mark.parametrize(("limit", "sent"), [(24, [8, 8]), (23, [4, 4, 4, 4]), (12, [4, 4, 4, 4]), (36, [12, 4])])
+@pytest.mark.parametrize(("limit", "lengths"), [(24, [8, 8]), (23, [4, 4, 4, 4]), (12, [4, 4, 4, 4]), (36, [12, 4])])
 def test_rows_that_fill_a_bucket_to_the_last_element_are_sent_together_and_one_element_less_is_not_enough(
-    fake_ranks, monkeypatch, limit, sent
+    fake_ranks, sent, limit, lengths
 ):
     """Two ranks hold two rows of four elements of each of two tensors; the limit is for both ranks' rows and the own ones."""
-    mesh, lengths = fake_ranks(2), []
-    gather = dist.all_gather_into_tensor
-    monkeypatch.setattr(
-        dist, "all_gather_into_tensor", lambda out, own, **group: (lengths.append(own.numel()), gather(out, own, **group))
-    )
+    mesh = fake_ranks(2)
     bucket = _Bucket(mesh.get_group(), 2, torch.float32, limit)
     for name in ("a", "b"):
         list(bucket.add(name, distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])))
     list(bucket.flush())
-    assert lengths == sent
+    assert [own.numel() for own in sent] == lengths
 
 
 def test_a_model_smaller_than_the_bucket_takes_its_own_size(fake_ranks):
