@@ -1,5 +1,7 @@
 """What several files of this folder start from, made once a session."""
 
+import functools
+
 import pytest
 
 from tests.observe.simulated_device import GIB, SimulatedDevice
@@ -19,6 +21,18 @@ def wide(tmp_path_factory):
     from tests.memory.sharded import wide_model
 
     return wide_model(tmp_path_factory.mktemp("parameters"))
+
+
+@pytest.fixture(scope="session")
+def peak(wide):
+    """Gives the device peak of a second step of the wide model, measured once for each choice."""
+    from tests.memory.sharded import device_peak
+
+    @functools.cache
+    def measured(world_size, fsdp_size=-1, **fsdp):
+        return device_peak(wide, fsdp, world_size, fsdp_size)
+
+    return measured
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tests.memory.sharded import WHOLE, device_peak, policy_of, score_peak, share
+from tests.memory.sharded import WHOLE, policy_of, score_peak, share
 from tests.ranks import run_ranks
 from tests.tensors import whole_of
 from tests.worker.test_policy import micro_batches
@@ -52,8 +52,8 @@ def test_on_two_ranks_reducing_in_bfloat16_rounds_a_gradient_once(untied_folder)
         assert 0 < error <= 2**-8
 
 
-def test_masters_in_bfloat16_halve_weights_and_gradients_at_rest(wide):
-    found, expected = device_peak(wide, HALF_MASTERS, 4).kinds, device_peak(wide, HALF, 4).kinds
+def test_masters_in_bfloat16_halve_weights_and_gradients_at_rest(peak):
+    found, expected = peak(4, **HALF_MASTERS).kinds, peak(4, **HALF).kinds
     for kind in ("params", "grads"):
         assert expected[kind] - found[kind] == pytest.approx(2 * N / 4, rel=0.001), kind
 
@@ -64,10 +64,10 @@ def test_computing_in_bfloat16_halves_what_is_gathered(wide):
     assert score_peak(wide, {}) - score_peak(wide, HALF) == pytest.approx(fp32 / 2, rel=0.02)
 
 
-def test_reducing_in_bfloat16_halves_the_reduction_of_the_largest_unit(wide):
+def test_reducing_in_bfloat16_halves_the_reduction_of_the_largest_unit(peak):
     # The input of the reduction is half as wide. So is its output, which is then cast into the gradient: 2 x V x h / W bytes.
     saved = 2 * HEAD * (1 - 1 / 4)
-    assert device_peak(wide, HALF, 4).bytes - device_peak(wide, HALF_REDUCTION, 4).bytes == pytest.approx(saved, rel=0.01)
+    assert peak(4, **HALF).bytes - peak(4, **HALF_REDUCTION).bytes == pytest.approx(saved, rel=0.01)
 
 
 def test_equal_precisions_ask_for_no_cast():

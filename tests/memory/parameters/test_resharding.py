@@ -1,4 +1,3 @@
-import functools
 from collections import Counter
 
 import pytest
@@ -6,7 +5,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 
-from tests.memory.sharded import assert_equal_runs, device_peak, fake_ranks, policy_of, share, three_steps
+from tests.memory.sharded import assert_equal_runs, fake_ranks, policy_of, share, three_steps
 from tests.ranks import run_ranks
 from tests.worker.test_policy import micro_batches
 from verl_memopt.distributed.device import training_mesh
@@ -18,17 +17,6 @@ FP32, BF16 = 4, 2
 VOCABULARY, HIDDEN, BLOCK, N = 4096, 64, 61_632, 770_880
 HEAD = VOCABULARY * HIDDEN
 """Parameters of the head, of a block and of the whole wide model."""
-
-
-@pytest.fixture(scope="module")
-def peak(wide):
-    """Gives the device peak of a second step, measured once for each choice."""
-
-    @functools.cache
-    def measured(world_size, fsdp_size=-1, **fsdp):
-        return device_peak(wide, fsdp, world_size, fsdp_size)
-
-    return measured
 
 
 def test_the_wide_model_has_the_sizes_that_the_sums_below_use(wide, one_rank):
