@@ -8,11 +8,16 @@ from hypothesis import strategies as st
 from benchmarks.update_pass.flops import count
 from tests.memory import activation_cases as act
 from tests.memory.batching.test_shared_prompt import counts_of, grouped, sharing
+from tests.ranks import run_ranks
 from tests.tensors import whole_of
 from tests.worker.test_policy import NothingWaits
+from verl_memopt.config.keys import replaced
+from verl_memopt.data.batch import Ragged, RolloutBatch
+from verl_memopt.distributed.device import training_mesh
 from verl_memopt.model.decoder import PrefixKV, PrefixRecorder
 from verl_memopt.model.packing import pack_prompt
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.trainer.micro_batching import Budget, cut_ranks
 from verl_memopt.worker.trained_model import MiniBatch, micro_batches_of
 
 OWN = {"recompute_elementwise": True}
@@ -119,6 +124,83 @@ def test_the_prompt_is_computed_once(tmp_path, one_rank):
         micros = list(micro_batches_of(BATCH, parts, reuse))
         counted[name] = count(lambda micros=micros: policy.accumulate(micros, counts_of(BATCH), 0.9))
     assert counted["prefix_kv"] == counted["whole"] < counted["cut"]
+
+
+def joined(one, other):
+    """Gives the rows of two batches as one."""
+    tensors = {
+        name: torch.cat([getattr(one, name), getattr(other, name) + (name == "group") * one.num_rows])
+        for name in ("group", "old_log_probs", "ref_log_probs", "advantages")
+    }
+    ragged = {name: Ragged.join([getattr(one, name), getattr(other, name)]) for name in ("prompts", "responses")}
+    return sharing(RolloutBatch(**ragged, **tensors, batch_size=[]))
+
+
+LENGTHS = [9, 5, 1, 12, 3, 7]
+RAGGED = joined(grouped(40, LENGTHS, 3), grouped(12, [8, 30, 9, 31], 1))
+SHARES = {
+    "a group each": (sharing(grouped(40, LENGTHS, 2)), [[*range(6)], [*range(6, 12)]]),
+    # The second has two groups to carry. The first has one, and fills in with rows of a group that it does not carry.
+    "ragged": (RAGGED, [[*range(6), *range(18, 22)], [*range(6, 18)]]),
+    # The second carries nothing, or has nothing at all.
+    "one of two": (RAGGED, [[*range(6), *range(8, 12)], [*range(18, 22)]]),
+    "nothing left": (RAGGED, [[*range(12)], []]),
+}
+WAYS = {
+    "fp32": {},
+    "lora": {"lora_rank": 4, "lora_alpha": 8.0},
+    "checkpointed and offloaded": {"recompute": True, "offload": (1, 2)},
+}
+
+
+def cut_for_ranks(batch, shares, budget=60):
+    tokens = batch.row_tokens()
+    return cut_ranks(
+        [tokens.select(rows) for rows in shares], [list(map(str, rows)) for rows in shares], Budget(True, budget, None, "key")
+    )
+
+
+def on_ranks(rank, folder, mesh, case, options, sync="every"):
+    """Gives what :func:`results` gives of a rank's share without and with carried prompts, and the FLOPs of both updates."""
+    batch, shares = SHARES[case]
+    cut, own = cut_for_ranks(batch, shares)[rank], batch.select(shares[rank])
+    policy, counts = (
+        act.build(folder, mesh, len(shares), **OWN, **options),
+        counts_of(batch.select([row for rows in shares for row in rows])),
+    )
+    policy.trained.fsdp = replaced(policy.trained.fsdp, {"gradient_sync": sync})
+    found, flops = [], []
+    for reuse in (False, True):
+        policy.model.supports_prefix_kv = reuse
+        scores = policy.compute_log_probs(own, cut, 0.9, True)
+        micros = list(micro_batches_of(own, cut, reuse))
+        flops.append(count(lambda micros=micros: policy.accumulate(micros, counts, 0.9)))
+        gradients = [whole_of(parameter.grad).clone() for parameter in policy.model.parameters() if parameter.grad is not None]
+        policy.trained.optimizer.zero_grad()
+        found.append([each.numpy() for each in (scores.log_probs, scores.entropy, *gradients)])
+    return found, flops
+
+
+def each_way(rank, folder):
+    mesh = training_mesh("cpu", 2, -1)
+    whole = {case: on_ranks(rank, folder, mesh, case, {}) for case in SHARES}
+    return whole | {way: on_ranks(rank, folder, mesh, "ragged", options, "last") for way, options in WAYS.items()}
+
+
+def test_ranks_carry_prompts_in_step(untied_folder, one_rank):
+    answers = run_ranks(each_way, 2, untied_folder)
+    for name in answers[0]:
+        for (again, carried), _ in (answer[name] for answer in answers):
+            assert act.largest_difference(*(map(torch.from_numpy, side) for side in (again, carried))) <= BOUND, name
+    # As many products as one rank alone makes of each group.
+    batch, shares = SHARES["a group each"]
+    policy = act.build(untied_folder, one_rank, **OWN)
+    for rank, rows in enumerate(shares):
+        own = batch.select(rows)
+        micros = list(micro_batches_of(own, cut_for_ranks(own, [[*range(6)]])[0], True))
+        alone = count(lambda micros=micros: policy.accumulate(micros, counts_of(batch), 0.9))
+        again, carried = answers[rank]["a group each"][1]
+        assert carried == alone < again
 
 
 def test_beside_the_prompts_own_bytes_lie_keys_and_values(tmp_path, one_rank):

@@ -2,8 +2,9 @@
 
 Use it when: always; it is on. It pays most where prompts are long beside answers and groups are large.
 Saves: all copies of the prompt but one, in compute and, where a group fits in one micro-batch, in activations.
-Costs: nothing in the result: log-probs and gradients differ only in the order of sums. A budget that splits a group makes each
-    part compute the prompt again, unless one device keeps the prompt's keys and values (then it costs their bytes).
+Costs: nothing in the result: log-probs and gradients differ only in the order of sums. A budget that splits
+    a group costs the bytes of the prompt's keys and values, which are kept for the later parts. Where answers are longer than
+    the prompt, or devices share a sequence, each part computes the prompt again.
 Works with: every knob; a token budget of at least one prompt and all its answers keeps groups whole. It refuses models with
     sliding-window attention.
 """

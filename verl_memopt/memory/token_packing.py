@@ -13,7 +13,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, repeat, zip_longest
 
 import numpy as np
 
@@ -344,6 +344,60 @@ def chains(micro_batches: Sequence[Sequence[int]], tokens: RowTokens) -> list[li
         return groups.pop() if reused else object()  # which equals no other, so that these rows stay alone
 
     return [list(chain) for _, chain in groupby(micro_batches, prompt_of)]
+
+
+class Cut(list[list[int]]):
+    """The rows of each micro-batch of one rank of several, and in which of them the ranks carry a prompt.
+
+    ``spans`` are the numbers of micro-batches over which a prompt is carried. They are the first micro-batches, and the same on
+    all ranks, since the forward and the backward of a prompt have collectives of their own.
+    """
+
+    def __init__(self, micro_batches: Iterable[list[int]] = (), spans: Sequence[int] = ()) -> None:
+        """Take over the rows of micro-batches."""
+        super().__init__(micro_batches)
+        self.spans = tuple(spans)
+
+
+def spans(micro_batches: Sequence[Sequence[int]], tokens: RowTokens) -> list[tuple[Sequence[Sequence[int]], int | None]]:
+    """Return micro-batches in order, with those together over which a prompt is carried, and how many of the first read it.
+
+    On several ranks that may be none. None stands for a micro-batch without a carried prompt.
+    """
+    if not isinstance(micro_batches, Cut):
+        return [(chain, len(chain) if len(chain) > 1 else None) for chain in chains(micro_batches, tokens)]
+    found: list[tuple[Sequence[Sequence[int]], int | None]] = []
+    start = 0
+    for length in micro_batches.spans:
+        span = micro_batches[start : start + length]
+        first = len(chains(span, tokens)[0])
+        found.append((span, first if first > 1 else 0))
+        start += length
+    return found + [([rows], None) for rows in micro_batches[start:]]
+
+
+def alike(cut: Sequence[Sequence[list[int]]], tokens_per_rank: Sequence[RowTokens]) -> list[Cut]:
+    """Return the micro-batches of all ranks in one order of forwards and backwards (arXiv 2606.01143).
+
+    Chains come first, the longest ones together. Where a rank has none, or a shorter one, its other micro-batches fill the span,
+    and then empty ones. As many of the others follow on each rank.
+    """
+    chained: list[list[list[list[int]]]] = []
+    others: list[list[list[int]]] = []
+    for bins, tokens in zip(cut, tokens_per_rank, strict=True):
+        found = [[list(rows) for rows in chain] for chain in chains(bins, tokens)]
+        chained.append(sorted((chain for chain in found if len(chain) > 1), key=len, reverse=True))
+        others.append([rows for chain in found if len(chain) == 1 for rows in chain])
+    spans = [max(map(len, slot)) for slot in zip_longest(*chained, fillvalue=())]
+    aligned = [Cut(spans=spans) for _ in cut]
+    for rank, own in enumerate(aligned):
+        for length, chain in zip(spans, (*chained[rank], *repeat([], len(spans))), strict=False):
+            own += chain
+            own += [others[rank].pop() if others[rank] else [] for _ in range(length - len(chain))]
+    count = max(map(len, others))
+    for rank, own in enumerate(aligned):
+        own += split_to_count(others[rank], count, tokens_per_rank[rank].each())
+    return aligned
 
 
 def _parts(tokens: RowTokens, family: list[int], budget: int, names: Sequence[str], key: str) -> list[list[int]]:

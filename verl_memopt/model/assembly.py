@@ -210,10 +210,9 @@ def _build(
         packed.sequence = sequence_group(mesh.device_type, mesh.size(), fsdp.sequence_ranks)
     packed.streams, packed.stays_on_host = fsdp.streams, fsdp.offload_policy or fsdp.streams
     packed.masters, packed.compute = masters, compute
-    # Only one rank alone can reuse a prefix KV: several ranks must run the same forwards, but cut their groups differently.
-    # Blocks over tiles keep no keys and values that could be reused.
+    # Blocks over tiles keep no keys and values that could be reused, and ranks that share a sequence hold parts of them.
     whole = blocks is not None and blocks[0].recompute and blocks[0].tile_tokens is None
-    packed.supports_prefix_kv = whole and mesh.size() == 1
+    packed.supports_prefix_kv = whole and packed.sequence is None
     parallelize(packed, model, fsdp, mesh, (resting, compute, reduce), use)
     return packed
 

@@ -489,8 +489,8 @@ class PrefixKV:
 
     def backward(self) -> None:
         """Run the backward of the prompt. The backwards of all its answers must be over."""
-        # What got no gradient is left out. These roots are no scalars, so autograd would refuse a missing gradient.
-        used = [one for one in (self._state, *self._pairs) if one.total is not None]
+        # All of them, also without a gradient: every rank must reduce the same units.
+        used = [one for one in (self._state, *self._pairs) if one.root.requires_grad]
         torch.autograd.backward([one.root for one in used], [one.gradient() for one in used])
 
 
@@ -517,10 +517,9 @@ class _PrefixTensor:
         self.total.add_(grad)
 
     def gradient(self) -> Tensor:
-        """Return the sum in the tensor's dtype, and drop it here."""
-        assert self.total is not None
-        total, self.total = self.total.to(self.root.dtype), None
-        return total
+        """Return the sum in the tensor's dtype, zeros without any, and drop it here."""
+        total, self.total = self.total, None
+        return torch.zeros_like(self.root) if total is None else total.to(self.root.dtype)
 
 
 class _Prepend(torch.autograd.Function):

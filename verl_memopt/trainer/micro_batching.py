@@ -20,7 +20,7 @@ from verl_memopt.data.batch import RolloutBatch, token_index
 from verl_memopt.errors import ConfigError, TrainingError
 from verl_memopt.memory.knob import reference_ranks
 from verl_memopt.memory.token_budget import LearnedBudget, PassFigures
-from verl_memopt.memory.token_packing import RowTokens, balance, pack_fixed, pack_groups_under, split_to_count
+from verl_memopt.memory.token_packing import RowTokens, alike, balance, pack_fixed, pack_groups_under, split_to_count
 from verl_memopt.run.checkpoints import CheckpointStore
 from verl_memopt.trainer.update_guard import recovery_advice
 from verl_memopt.worker.trained_model import ACTOR, MiniBatch, Role
@@ -186,15 +186,14 @@ def uneven_shares(tokens: RowTokens, world_size: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-def cut_ranks(tokens_per_rank: Sequence[RowTokens], names: Sequence[Sequence[str]], budget: Budget) -> list[list[list[int]]]:
-    """Return the micro-batches of each rank. All ranks get the same number, since their collectives must match.
+def cut_ranks(tokens_per_rank: Sequence[RowTokens], names: Sequence[Sequence[str]], budget: Budget) -> Sequence[list[list[int]]]:
+    """Return the micro-batches of each rank, which are :func:`alike`, since the collectives of all ranks must match.
 
     Raises:
         ConfigError: One row alone is over the limit.
     """
     cut = [budget.micro_batches(tokens, name) for tokens, name in zip(tokens_per_rank, names, strict=True)]
-    count = max(len(bins) for bins in cut)
-    return [split_to_count(bins, count, tokens.each()) for bins, tokens in zip(cut, tokens_per_rank, strict=True)]
+    return cut if len(cut) == 1 else alike(cut, tokens_per_rank)
 
 
 # Cuts the batch of a training step for optimizer steps: into mini-batches, into each rank's share, into micro-batches.

@@ -295,7 +295,7 @@ def forward_pass(
             for rows, micro in zip(micro_batches, micros, strict=True):
                 if micro.prompt is not None and prefix_kv is None:
                     prefix_kv = model.compute_prefix(micro.prompt)
-                outputs.append((rows, forward(micro.pack, prefix_kv, rows)))
+                outputs.append((rows, forward(micro.pack, prefix_kv if micro.reads else None, rows)))
                 prefix_kv = None if micro.ends else prefix_kv
 
     remaining: Sequence[Sequence[int]] = micro_batches

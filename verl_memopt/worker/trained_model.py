@@ -26,7 +26,7 @@ from verl_memopt.memory.out_of_memory import cut_again
 from verl_memopt.memory.resharding_torch import synced
 from verl_memopt.memory.residency import OffloadedParams
 from verl_memopt.memory.sequence_parallel_torch import largest_of_ranks
-from verl_memopt.memory.token_packing import chains
+from verl_memopt.memory.token_packing import spans
 from verl_memopt.model.decoder import PrefixKV
 from verl_memopt.model.packed_model import PackedModel, dtype_of
 from verl_memopt.model.packing import Pack, pack_groups, pack_prompt, pack_suffixes
@@ -47,7 +47,8 @@ class MicroBatch:
     ``selected`` is bool [R]: the tokens that the losses ``clip_cov`` and ``kl_cov`` act on. ``kept`` is bool [R]: False for
     tokens that the rollout correction rejects. The others are fp32 [R]; ``old_values`` and ``returns`` are for the critic.
     ``prompt`` is the prompt to compute before the first of its responses, if the pack contains responses alone. ``ends`` is True
-    if the last of its responses is in this micro-batch.
+    if the last of its responses is in this micro-batch. ``reads`` is False where the prompt is only computed to keep step with
+    other ranks.
     """
 
     pack: Pack
@@ -61,6 +62,7 @@ class MicroBatch:
     kept: Tensor | None = None
     prompt: Pack | None = None
     ends: bool = True
+    reads: bool = True
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -100,18 +102,22 @@ def micro_batch(batch: RolloutBatch, rows: Sequence[int]) -> MicroBatch:
 def micro_batches_of(batch: RolloutBatch, rows: Sequence[Sequence[int]], with_prefix_kv: bool) -> Iterator[MicroBatch]:
     """Yield the micro-batches of the chosen rows.
 
-    ``rows`` are those of each micro-batch. ``with_prefix_kv`` computes one prompt for neighbours, as :func:`chains` groups them.
+    ``rows`` are those of each micro-batch. ``with_prefix_kv`` computes one prompt for neighbours, as :func:`spans` groups them.
     """
-    for chain in chains(rows, batch.row_tokens()) if with_prefix_kv else [[single] for single in rows]:
-        if len(chain) == 1:
-            yield micro_batch(batch, chain[0])
+    for span, reading in spans(rows, batch.row_tokens()) if with_prefix_kv else [([single], None) for single in rows]:
+        if reading is None:
+            yield micro_batch(batch, span[0])
             continue
-        # The prompt is packed once for the chain. Each part holds the same object, and the first one has it computed.
-        prompt = pack_prompt(batch.select(chain[0][:1]).prompts.flat)
-        for part in chain:
-            chosen = batch.select(part)
-            pack = pack_suffixes(prompt.input_ids.shape[1], chosen.responses.flat, chosen.responses.sizes())
-            yield MicroBatch(pack, **_token_tensors(chosen), prompt=prompt, ends=part is chain[-1])
+        # The prompt is packed once for the span. Each part holds the same object, and the first one has it computed. A rank
+        # that carries none computes one of a single token, because the others do.
+        prompt = pack_prompt(batch.select(span[0][:1]).prompts.flat if reading else torch.zeros(1, dtype=torch.int64))
+        for place, part in enumerate(span):
+            chosen, ends = batch.select(part), place == len(span) - 1
+            if place < reading:
+                pack = pack_suffixes(prompt.input_ids.shape[1], chosen.responses.flat, chosen.responses.sizes())
+                yield MicroBatch(pack, **_token_tensors(chosen), prompt=prompt, ends=ends)
+            else:
+                yield replace(micro_batch(batch, part), prompt=prompt, ends=ends, reads=False)
 
 
 def _token_tensors(batch: RolloutBatch) -> dict[str, Any]:
@@ -465,7 +471,7 @@ class TrainedModel:
                 if micro.prompt is not None and prefix_kv is None:
                     with self._offloaded():
                         prefix_kv = self.model.compute_prefix(micro.prompt)
-                for name, value in self.backward(micro, counts, loss_of, prefix_kv).items():
+                for name, value in self.backward(micro, counts, loss_of, prefix_kv if micro.reads else None).items():
                     total[name] = total[name] + value if name in total else value
                 if micro.ends and prefix_kv is not None:
                     prefix_kv.backward()

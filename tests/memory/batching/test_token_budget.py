@@ -19,12 +19,14 @@ from verl_memopt.memory.token_packing import (
     _dearest_to_cheapest,
     _swap_once,
     _tight_fill,
+    alike,
     balance,
     chains,
     lower_bound,
     pack,
     pack_fixed,
     pack_groups_under,
+    spans,
     split_to_count,
 )
 
@@ -441,3 +443,18 @@ def test_neighbours_of_one_group_no_longer_than_the_prompt_are_a_chain():
     assert chains([[0, 5], [1, 6]], tokens) == [[[0, 5]], [[1, 6]]]
     assert chains([[0], [4], [1]], tokens) == [[[0]], [[4]], [[1]]]  # nothing to compute for an answer of one token
     assert chains([[0], [1]], RowTokens(prompts=(10, 10), answers=(5, 5), groups=(0, 1))) == [[[0]], [[1]]]
+
+
+def test_ranks_carry_prompts_over_the_same_micro_batches():
+    # The first rank has a chain of three parts, the second two of two, the third none.
+    tokens = RowTokens(prompts=(10,) * 6, answers=(4,) * 6, groups=(0, 0, 0, 1, 1, 2))
+    cut = [[[0], [1], [2], [3, 4], [5]], [[5], [0], [1], [3], [4]], [[0, 1], [2, 3]]]
+    aligned = alike(cut, [tokens] * 3)
+    assert [each.spans for each in aligned] == [(3, 2)] * 3
+    assert aligned == [
+        [[0], [1], [2], [5], [3, 4]],
+        [[0], [1], [5], [3], [4]],
+        [[2, 3], [0, 1], [], [], []],
+    ]
+    reading = [[read for _, read in spans(each, tokens)] for each in aligned]
+    assert reading == [[3, 0], [2, 2], [0, 0]]
