@@ -208,10 +208,7 @@ class MismatchCheck:
         trainer's own log-probs are not finite: then the weights are at fault, and not the weight sync. Such a step updates
         nothing, and :class:`~verl_memopt.trainer.update_guard.UpdateGuard` counts it.
 
-        Args:
-            engine: fp32 [R]; None where the engine returned none.
-            trainer: fp32 [R], under the weights that the engine had.
-            step: Number of the step, for the error.
+        ``engine``: fp32 [R]; None where the engine returned none. ``trainer``: fp32 [R], under the weights that the engine had.
 
         Raises:
             RolloutError: The mean difference is above the limit.

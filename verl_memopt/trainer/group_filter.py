@@ -55,9 +55,7 @@ class GroupFilter:
     def fill(self, scored: Callable[[int], StepBatch], step: int) -> tuple[Kept, dict[str, float]]:
         """Return the first ``num_prompts`` groups with a signal, and how many rounds they took.
 
-        Args:
-            scored: Returns the scored answers of one round. It gets the number of rounds before it.
-            step: Number of the step, for errors.
+        ``scored``: Returns the scored answers of one round. It gets the number of rounds before it.
 
         Raises:
             TrainingError: The limit of rounds is reached before the step is full.

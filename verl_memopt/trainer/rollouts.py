@@ -56,9 +56,7 @@ class Follower(Protocol):
     def following(self, rows: Sequence[PromptRow], starts: Sequence[int]) -> AbstractContextManager[tuple[list[str], Round]]:
         """Return a context for a rollout: a file for each engine, where it writes rows that are complete, and their round.
 
-        Args:
-            rows: The row of the dataset that each answer is to.
-            starts: Number of the first answer of each engine.
+        ``rows``: The row of the dataset that each answer is to. ``starts``: Number of the first answer of each engine.
         """
 
 
