@@ -113,21 +113,9 @@ def _hidden(queries, keys, causal, left=-1):
 
 
 def flash_forward(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout,
-    causal,
-    debug,
-    *,
-    scale,
-    window_size_left,
-    window_size_right,
-):
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout, causal, debug,
+    *, scale, window_size_left, window_size_right,
+):  # fmt: skip
     assert not dropout
     assert not debug
     assert (max_seqlen_q, max_seqlen_k) == tuple(int(cu_seqlens.diff().max()) for cu_seqlens in (cu_seqlens_q, cu_seqlens_k))

@@ -3,8 +3,9 @@ import torch
 
 from tests.critics import critic_for
 from tests.model.test_build import filled
-from tests.model.test_policy_model import pack
+from verl_memopt.errors import ConfigError
 from verl_memopt.model.decoder import BlockOptions, Decoder
+from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.model.packing import pack_prompt, pack_rows, pack_suffixes
 
 PROMPT, ANSWERS = [5, 6, 7, 8], [[11, 12, 13], [14, 15]]
@@ -47,3 +48,23 @@ def test_the_decoder_is_ours_and_its_blocks_are_in_order(model):
     assert isinstance(model.decoder, Decoder)
     assert [block.self_attn.layer for block in model.blocks()] == [0, 1]
     assert model.embedding_weight is model.lm.model.embed_tokens.weight
+
+
+PROMPTS, RESPONSES = [[5, 6, 7], [8], [9, 10]], [[11, 12], [13, 14, 15], []]
+
+
+def pack():
+    def flat(rows):
+        return torch.tensor([token for row in rows for token in row])
+
+    return pack_rows(flat(PROMPTS), list(map(len, PROMPTS)), flat(RESPONSES), list(map(len, RESPONSES)))
+
+
+def test_tied_embeddings_are_noticed(tiny_folder, untied_folder):
+    assert filled(tiny_folder).tied
+    assert not filled(untied_folder).tied
+
+
+def test_an_unknown_dtype_is_refused_with_its_key():
+    with pytest.raises(ConfigError, match=r"actor\.fsdp_config\.dtype=int3"):
+        dtype_of("int3", "actor.fsdp_config.dtype")

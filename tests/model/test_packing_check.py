@@ -2,17 +2,19 @@ import dataclasses
 import json
 import math
 import re
+import shutil
 
 import pytest
 import torch
 from torch import nn
-from transformers import MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoTokenizer, MistralConfig, Qwen2Config, Qwen3Config
 
 from tests.critics import critic_for
 from tests.model.architectures import tiny_config, tiny_folder
 from tests.ranks import run_ranks
 from tests.tensors import whole_of
-from verl_memopt.config.schema import Actor, Fsdp, Model
+from tests.worker.test_reward_scores import classifier
+from verl_memopt.config.schema import Actor, Fsdp, Model, ScoringModel
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.lora_torch import initialize_adapters
@@ -25,12 +27,16 @@ from verl_memopt.model.packed_model import PolicyModel, dtype_of
 from verl_memopt.model.packing_check import (
     GROUPS,
     MIXING_BOUND,
+    REWARD_KEY,
     check_architecture,
     check_packing,
+    find_reward_model,
+    frozen_value_model,
     packing_bound,
     refuse_sliding_window,
     row_differences,
 )
+from verl_memopt.model.tiny import build_tokenizer
 from verl_memopt.model.value_model import ValueModel, stored_head
 from verl_memopt.model.weights import empty_model, fill_from_folder, rebuild_buffers
 
@@ -295,3 +301,66 @@ def test_a_window_that_the_config_hides_is_refused_with_the_way_out(untied_folde
         block.self_attn.window = 12
     with pytest.raises(ConfigError, match=r"use_prefix_grouper=true.*sliding_window=12.*use_prefix_grouper=false"):
         check_packing(policy, CPU, torch.float32, SHARED, "folder")
+
+
+POLICY = Model(path="policy", lora_rank=4, lora_adapter_path="adapters", prune_last_block=False)
+
+
+def found(folder, tokenizer, longest=64, **settings):
+    return find_reward_model(ScoringModel(path=str(folder), **settings), POLICY, tokenizer, longest, Actor())
+
+
+@pytest.fixture
+def policys(tiny_folder):
+    return AutoTokenizer.from_pretrained(tiny_folder)
+
+
+@pytest.fixture
+def folder(tiny_folder, tmp_path):
+    return classifier(tmp_path / "rm", tiny_folder)[0]
+
+
+def test_a_folder_with_a_head_is_found_with_its_own_tokenizer(folder, policys):
+    reward = found(folder, policys)
+    assert reward.folder == folder
+    assert reward.tokenizer.get_vocab() == policys.get_vocab()
+
+
+def test_a_model_that_shares_the_ids_has_no_tokenizer_of_its_own(folder, policys):
+    assert found(folder, policys, input_tokenizer=None).tokenizer is None
+    for path in folder.glob("*token*"):
+        path.unlink()
+    assert found(folder, policys, input_tokenizer=None).tokenizer is None
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda folder, tiny: shutil.copytree(tiny, folder, dirs_exist_ok=True),
+            "is not of a reward model: it has no score.weight",
+        ),
+        (lambda folder, tiny: classifier(folder, tiny, labels=2), "its head score.weight has 2 outputs"),
+        (lambda folder, tiny: (folder / "config.json").unlink(), "the folder has no config.json"),
+        (lambda folder, tiny: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
+        (lambda folder, tiny: [path.unlink() for path in folder.glob("*token*")], "it has no tokenizer .*input_tokenizer=null"),
+    ],
+)
+def test_a_wrong_folder_is_one_error_that_names_the_key(folder, tiny_folder, policys, spoil, message):
+    spoil(folder, tiny_folder)
+    with pytest.raises(ConfigError, match=rf"^reward_model\.model\.path={folder}: .*{message}"):
+        found(folder, policys)
+
+
+def test_ids_of_another_tokenizer_are_not_shared(folder, policys):
+    with pytest.raises(ConfigError, match=rf"{REWARD_KEY}.input_tokenizer=null.* its tokenizer is not the policy's"):
+        found(folder, build_tokenizer(280), input_tokenizer=None)
+    policys.add_tokens([f"<{number}>" for number in range(200)])
+    with pytest.raises(ConfigError, match=rf"^{REWARD_KEY}.path=.*its embedding has 320 rows"):
+        found(folder, policys, input_tokenizer=None)
+
+
+def test_the_policys_knobs_act_and_nothing_trains():
+    settings = frozen_value_model(ScoringModel(path="rm", override_config={"a": 1}), POLICY)
+    assert (settings.path, settings.override_config, settings.prune_last_block) == ("rm", {"a": 1}, False)
+    assert (settings.lora_rank, settings.lora_adapter_path, settings.enable_gradient_checkpointing) == (0, None, False)

@@ -18,7 +18,7 @@ from tests.model.attention_cases import (
     with_rotary_gradients,
 )
 from verl_memopt.model.attention import eager_attention
-from verl_memopt.model.attention_fused import EFFICIENT, _DenseAttention, dense_attention, merge
+from verl_memopt.model.attention_fused import EFFICIENT, _DenseAttention, dense_attention, flash_attention, merge
 from verl_memopt.model.packing import PrefixLayout
 from verl_memopt.model.rotary import rotary_arguments
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
@@ -26,42 +26,53 @@ from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 SHARED = ((9, (4, 4, 4)), (3, ()), (5, (2, 7)))
 
 
-def written_out(layout):
+def written_out(layout, window=None):
     def attend(*inputs):
-        return eager_attention(*(tensor.transpose(0, 1)[None] for tensor in inputs), layout, 0.3, None)[0].transpose(0, 1)
+        return eager_attention(*(tensor.transpose(0, 1)[None] for tensor in inputs), layout, 0.3, window)[0].transpose(0, 1)
 
     return attend
 
 
-def dense(layout):
-    return lambda *inputs: dense_attention(*inputs, layout, 0.3)
+def dense(layout, rotary=None):
+    return lambda *inputs: dense_attention(*inputs, layout, 0.3, rotary)
 
 
-@given(LAYOUTS, HEADS)
-def test_every_way_to_cut_calls_gives_attention_and_its_gradients(layout, heads):
-    inputs = flat_inputs(layout, *heads)
-    assert agree(with_gradients(dense(layout), inputs), with_gradients(written_out(layout), inputs), 5e-7)
+def efficient(layout, rotary=None):
+    return lambda *inputs: _DenseAttention.apply(*inputs, *rotary_arguments(rotary), layout, 0.3, EFFICIENT)
 
 
-@given(LAYOUTS, HEADS)
-def test_the_kernel_of_gpus_is_put_together_alike(layout, heads):
+def flash(layout, rotary=None, window=None):
+    return lambda *inputs: flash_attention(*inputs, layout, 0.3, window, rotary)
+
+
+@pytest.mark.parametrize("kernel", [dense, efficient, flash])
+@given(layout=LAYOUTS, heads=HEADS)
+def test_every_way_to_cut_calls_gives_attention_and_its_gradients(kernel, layout, heads):
     inputs = flat_inputs(layout, *heads)
     with gpu_operators_on_a_cpu():
-        found = with_gradients(lambda *x: _DenseAttention.apply(*x, *rotary_arguments(None), layout, 0.3, EFFICIENT), inputs)
+        found = with_gradients(kernel(layout), inputs)
     assert agree(found, with_gradients(written_out(layout), inputs), 5e-7)
 
 
+@pytest.mark.parametrize(("kernel", "bound"), [(dense, 1e-6), (flash, 0.0)])
 @settings(deadline=None)
-@given(LAYOUTS, HEADS, st.booleans())
-def test_queries_and_keys_rotated_inside_give_what_they_give_rotated_before(layout, heads, normed):
+@given(layout=LAYOUTS, heads=HEADS, normed=st.booleans())
+def test_queries_and_keys_rotated_inside_give_what_they_give_rotated_before(kernel, bound, layout, heads, normed):
     inputs, rotary = flat_inputs(layout, *heads), rotary_of(sum(layout.tokens), normed=normed)
-    found = with_rotary_gradients(lambda q, k, v: dense_attention(q, k, v, layout, 0.3, rotary), inputs, rotary)
-    before = with_rotary_gradients(
-        lambda q, k, v: dense_attention(*rotated_before(rotary, layout, q, k), v, layout, 0.3), inputs, rotary
-    )
+    with gpu_operators_on_a_cpu():
+        found = with_rotary_gradients(kernel(layout, rotary), inputs, rotary)
+        before = with_rotary_gradients(lambda q, k, v: kernel(layout)(*rotated_before(rotary, layout, q, k), v), inputs, rotary)
     assert all(torch.equal(one, other) for one, other in zip(found[:4], before[:4], strict=True))
-    # Of the norms' weights, summed head by head.
-    assert all(norm_error(one, other) < 1e-6 for one, other in zip(found[4:], before[4:], strict=True))
+    # Of the norms' weights, summed head by head where kernels take one key head.
+    assert all(norm_error(one, other) <= bound for one, other in zip(found[4:], before[4:], strict=True))
+
+
+def test_a_window_reaches_the_kernel():
+    layout = PrefixLayout.of(((7, ()), (2, ()), (5, ())))
+    inputs = flat_inputs(layout, 4, 2)
+    with gpu_operators_on_a_cpu():
+        found = with_gradients(flash(layout, window=3), inputs)
+    assert agree(found, with_gradients(written_out(layout, 3), inputs), 1e-6)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
@@ -207,19 +218,31 @@ def test_fake_tensors_give_the_bytes_of_real_ones():
         assert peaks(layout.map(fake.from_tensor)) == expected
 
 
-def test_the_kernel_of_gpus_takes_fake_tensors():
-    layout = PrefixLayout.of(SHARED)
-    with FakeTensorMode():
-        inputs = [torch.empty(38, heads, 16) for heads in (4, 2, 2)]
-        found = with_gradients(lambda *x: _DenseAttention.apply(*x, *rotary_arguments(None), layout, 0.3, EFFICIENT), inputs)
+@pytest.mark.parametrize("kernel", [efficient, flash])
+@pytest.mark.parametrize("skipped", [(0, 0), (4, 0), (4, 6)])
+@pytest.mark.parametrize("sizes", [((5, ()), (3, ())), ((5, (4, 4, 1)), (2, (2,)))])
+def test_kernels_of_gpus_take_fake_tensors(kernel, sizes, skipped):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        layout = PrefixLayout.of(sizes, skipped)
+        inputs = flat_inputs(layout, 4, 2, dtype=torch.bfloat16)
+        found = with_gradients(kernel(layout), inputs)
     assert [tensor.shape for tensor in found] == [inputs[0].shape, *(tensor.shape for tensor in inputs)]
+    assert {tensor.dtype for tensor in found} == {torch.bfloat16}
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kernel", "skipped", "dtype", "bound"),
+    [
+        (dense, (0, 0, 0), torch.float32, 1e-4),
+        (flash, (0, 0, 0), torch.bfloat16, 2e-2),
+        (flash, (36, 100, 0), torch.bfloat16, 2e-2),
+    ],
+)
 @pytest.mark.parametrize("heads", [(4, 4), (6, 3)])
-def test_on_a_gpu_the_real_kernel_takes_merged_log_sum_exps(heads):
-    layout = PrefixLayout.of(((37, (20, 20, 3)), (64, ()), (5, (130, 1))))
+def test_on_a_gpu_the_real_kernels_take_merged_log_sum_exps(kernel, heads, skipped, dtype, bound):
+    layout = PrefixLayout.of(((37, (20, 20, 3)), (64, ()), (5, (130, 1))), skipped)
     inputs = flat_inputs(layout, *heads, size=64)
     there = layout.map(lambda tensor: tensor.to("cuda"))
-    found = with_gradients(dense(there), [tensor.cuda() for tensor in inputs])
-    assert agree([tensor.cpu() for tensor in found], with_gradients(written_out(layout), inputs), 1e-4)
+    found = with_gradients(kernel(there), [tensor.to("cuda", dtype) for tensor in inputs])
+    assert agree([tensor.cpu() for tensor in found], with_gradients(written_out(layout), inputs), bound)
