@@ -185,6 +185,7 @@ def test_a_prompt_alone_asks_for_nothing_and_the_state_of_its_last_token_is_read
     assert pack.position_ids.tolist() == [[0, 1, 2]]
     assert pack.layout.groups == ((3, ()),)
     assert pack.predicts.tolist() == [2]
+    assert pack.last_block.layout.skipped == (2,)
     for asked in (pack.targets, pack.row, pack.row_lengths):
         assert (asked.tolist(), asked.dtype) == ([], torch.int64)
 

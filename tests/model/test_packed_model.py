@@ -3,12 +3,14 @@ import torch
 
 from tests.critics import critic_for
 from tests.model.test_build import filled
+from tests.model.test_pack import packed
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.decoder import BlockOptions, Decoder
 from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.model.packing import pack_prompt, pack_rows, pack_suffixes
 
 PROMPT, ANSWERS = [5, 6, 7, 8], [[11, 12, 13], [14, 15]]
+PACK = packed([[5, 6, 7], [8], [9, 10]], [[11, 12], [13, 14, 15], []])
 
 
 def recomputed(folder):
@@ -23,16 +25,16 @@ def model(request, untied_folder, one_rank):
 def test_both_models_compute_the_same_states(untied_folder, one_rank):
     policy, critic = recomputed(untied_folder), critic_for(untied_folder, one_rank, model={"prune_last_block": False}).model
     with torch.no_grad():
-        states = [model.predicting_states(pack(), None) for model in (policy, critic)]
+        states = [model.predicting_states(PACK, None) for model in (policy, critic)]
     assert torch.equal(*states)
     assert states[0].shape == (5, 64)
 
 
 def test_states_of_a_row_alone_are_those_of_the_pack(model):
     with torch.no_grad():
-        packed = model.predicting_states(pack(), None)
+        of_pack = model.predicting_states(PACK, None)
         alone = model.unpacked_states(pack_rows(torch.tensor([8]), [1], torch.tensor([13, 14, 15]), [3]))
-    torch.testing.assert_close(packed[2:5], alone, rtol=0, atol=1e-5)
+    torch.testing.assert_close(of_pack[2:5], alone, rtol=0, atol=1e-5)
 
 
 def test_states_after_a_prefix_kv_are_those_of_the_whole_rows(model):
@@ -48,16 +50,6 @@ def test_the_decoder_is_ours_and_its_blocks_are_in_order(model):
     assert isinstance(model.decoder, Decoder)
     assert [block.self_attn.layer for block in model.blocks()] == [0, 1]
     assert model.embedding_weight is model.lm.model.embed_tokens.weight
-
-
-PROMPTS, RESPONSES = [[5, 6, 7], [8], [9, 10]], [[11, 12], [13, 14, 15], []]
-
-
-def pack():
-    def flat(rows):
-        return torch.tensor([token for row in rows for token in row])
-
-    return pack_rows(flat(PROMPTS), list(map(len, PROMPTS)), flat(RESPONSES), list(map(len, RESPONSES)))
 
 
 def test_tied_embeddings_are_noticed(tiny_folder, untied_folder):

@@ -15,7 +15,6 @@ from verl_memopt.config.keys import replaced
 from verl_memopt.data.batch import Ragged, RolloutBatch
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.model.decoder import PrefixKV, PrefixRecorder
-from verl_memopt.model.packing import pack_prompt
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.trainer.micro_batching import Budget, cut_ranks
 from verl_memopt.worker.trained_model import MiniBatch, micro_batches_of
@@ -81,14 +80,18 @@ def flat(tensors):
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
+@pytest.fixture
+def policy(tiny_folder, one_rank):
+    return act.build(tiny_folder, one_rank, **OWN)
+
+
 @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_of_any_answers_in_any_parts(tiny_folder, one_rank, data):
+def test_of_any_answers_in_any_parts(policy, data):
     answers = data.draw(st.lists(st.integers(0, 6), min_size=2, max_size=8).filter(lambda some: sum(some) > len(some)))
     batch = sharing(grouped(data.draw(st.integers(8, 30)), answers, 2, seed=sum(answers)))
     size, rows = data.draw(st.integers(1, 3)), list(range(len(answers)))
     parts = [[row + group * len(rows) for row in rows[at : at + size]] for group in range(2) for at in range(0, len(rows), size)]
-    policy = act.build(tiny_folder, one_rank, **OWN)
     prefix_kv, again = (results(policy, batch, parts, reuse) for reuse in (True, False))
     rounding = 2**-22 * flat(again[3:]).norm()
     for one, other in zip(prefix_kv, again, strict=True):
@@ -238,10 +241,3 @@ def test_gradients_of_answers_add_up_and_start_the_prompts_backward():
     assert source.grad is None
     prefix_kv.backward()
     assert source.grad.tolist() == [[10.0] * 3, [20.0] * 3]
-
-
-def test_a_prompt_alone_asks_nothing_and_skips_all_but_its_last_token():
-    pack = pack_prompt(torch.arange(10))
-    assert pack.input_ids.tolist() == [list(range(10))]
-    assert pack.targets.numel() == pack.row_lengths.numel() == 0
-    assert pack.last_block.layout.skipped == (9,)

@@ -3,12 +3,10 @@
 import functools
 import logging
 import re
-import textwrap
 
 import pytest
 
-from tests.rewards.conftest import rows
-from verl_memopt.config.schema import CustomReward
+from tests.rewards.conftest import rows, scored
 from verl_memopt.errors import RewardError
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.rewards.scorer import is_async
@@ -26,14 +24,8 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info=None
 
 
 @pytest.fixture
-def waits(tmp_path):
-
-    def make(body, **settings):
-        path = tmp_path / "reward.py"
-        path.write_text(HEAD + textwrap.indent(textwrap.dedent(body), "    "))
-        return CustomReward(path=str(path), **settings)
-
-    return make
+def waits(custom):
+    return functools.partial(custom, head=HEAD)
 
 
 async def plain(): ...
@@ -95,8 +87,7 @@ def test_rows_share_one_event_loop_from_step_to_step(waits):
 )
 def test_a_row_that_fails_is_named_and_no_other_fails(waits, body, message, caplog):
     caplog.set_level(logging.WARNING)
-    with RewardRunner(waits(body, on_error="score", fallback_score=-1.0), 1) as runner:
-        assert [r.score for r in runner.score(rows("ok", "ok", "bad", "ok"))] == [1, 1, -1, 1]
+    assert [r.score for r in scored(waits(body, on_error="score", fallback_score=-1.0), "ok", "ok", "bad", "ok")] == [1, 1, -1, 1]
     assert re.search(rf"(?s)failed on 1 of 4 rows.*the first is train\.jsonl:3: .*{message}", caplog.text)
 
 
@@ -120,28 +111,15 @@ def test_a_row_that_waits_too_long_is_cancelled_and_the_process_lives(waits):
 def test_a_row_whose_own_code_never_waits_is_the_one_that_is_named(waits):
     """It stops the event loop, so every other row hangs with it; they are scored again."""
     body = "await asyncio.sleep(0)\nif solution_str == 'bad': time.sleep(600)\nawait asyncio.sleep(0.01)\nreturn 1"
-    with RewardRunner(waits(body, timeout_seconds=0.5, on_error="score"), 1) as runner:
-        assert [r.failed for r in runner.score(rows("ok", "ok", "bad", "ok"))] == [False, False, True, False]
+    results = scored(waits(body, timeout_seconds=0.5, on_error="score"), "ok", "ok", "bad", "ok")
+    assert [r.failed for r in results] == [False, False, True, False]
 
 
-def test_a_task_of_a_row_that_stops_the_loop_ends_the_process_too(waits):
-    body = """
-        async def blocks():
-            time.sleep(600)
-        await asyncio.gather(blocks())
-        return 1
-    """
-    with RewardRunner(waits(body, timeout_seconds=0.2), 1) as runner, pytest.raises(RewardError, match="took longer"):
-        runner.score(rows("a"))
+STOPS_THE_LOOP = "async def blocks(): time.sleep(600)\nawait asyncio.gather(blocks())\nreturn 1"
+REFUSES = "while True:\n    try: await asyncio.sleep(600)\n    except asyncio.CancelledError: pass"
 
 
-def test_a_row_that_refuses_to_be_cancelled_ends_its_process(waits):
-    body = """
-        while True:
-            try:
-                await asyncio.sleep(600)
-            except asyncio.CancelledError:
-                pass
-    """
-    with RewardRunner(waits(body, timeout_seconds=0.2), 1) as runner, pytest.raises(RewardError, match="took longer"):
-        runner.score(rows("a"))
+@pytest.mark.parametrize("body", [STOPS_THE_LOOP, REFUSES], ids=["a task stops the loop", "it refuses to be cancelled"])
+def test_a_row_that_cannot_be_cancelled_ends_its_process(waits, body):
+    with pytest.raises(RewardError, match="took longer"):
+        scored(waits(body, timeout_seconds=0.2), "a")

@@ -67,11 +67,6 @@ def test_a_function_that_cannot_be_used_is_refused(tmp_path, text, name, kwargs,
         load_reward_function(write(tmp_path, text), name, kwargs)
 
 
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(RewardError, match=r"custom_reward_function\.path=.*absent\.py: there is no such file"):
-        load_reward_function(str(tmp_path / "absent.py"), "compute_score", {})
-
-
 @pytest.mark.parametrize(
     ("text", "kwargs", "message"),
     [

@@ -1,17 +1,17 @@
 """Scoring in processes: order, failures with names, time limits, and no process left behind."""
 
+import functools
 import logging
 import os
 import re
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 
 import pytest
 
-from tests.rewards.conftest import rows
+from tests.rewards.conftest import rows, scored
 from tests.rewards.processes import STARTS_OTHERS, all_gone, gone, wait_until
 from verl_memopt.config.schema import CustomReward
 from verl_memopt.config.values import choices
@@ -44,8 +44,8 @@ def test_results_come_in_the_order_of_the_rows(custom, num_workers):
 
 def test_the_function_gets_what_the_row_holds_and_its_fixed_arguments(custom):
     body = 'return {"score": kwargs["bonus"], "seen": [data_source, solution_str, ground_truth, extra_info]}'
-    with RewardRunner(custom(body, reward_kwargs={"bonus": 0.25}), 1) as runner:
-        assert runner.score(rows("x")) == [RewardResult(0.25, {"seen": ["mine", "x", "4", {"index": 0}]})]
+    (result,) = scored(custom(body, reward_kwargs={"bonus": 0.25}), "x")
+    assert result == RewardResult(0.25, {"seen": ["mine", "x", "4", {"index": 0}]})
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_the_function_gets_what_the_row_holds_and_its_fixed_arguments(custom):
 )
 def test_a_row_that_fails_stops_the_run_with_its_name_and_the_reason(custom, bad, message):
     settings = custom(f"import os, sys\nreturn {bad} if solution_str == 'bad' else 1")
-    with RewardRunner(settings, 1) as runner, pytest.raises(RewardError, match=rf"(?s)^train\.jsonl:3: .*{message}") as error:
-        runner.score(rows("ok", "ok", "bad", "ok"))
+    with pytest.raises(RewardError, match=rf"(?s)^train\.jsonl:3: .*{message}") as error:
+        scored(settings, "ok", "ok", "bad", "ok")
     assert "custom_reward_function.on_error=score" in str(error.value)
 
 
@@ -78,8 +78,7 @@ def test_failed_rows_take_the_fallback_and_the_others_their_scores(custom, caplo
 
 
 def test_a_time_limit_holds_for_a_row_and_not_for_the_batch(custom):
-    with RewardRunner(custom("import time\ntime.sleep(0.2)\nreturn 1", timeout_seconds=0.8), 1) as runner:
-        assert [r.score for r in runner.score(rows(*"abcde"))] == [1.0] * 5
+    assert [r.score for r in scored(custom("import time\ntime.sleep(0.2)\nreturn 1", timeout_seconds=0.8), *"abcde")] == [1.0] * 5
 
 
 def test_a_process_killed_between_rows_is_replaced_and_blames_no_row(custom):
@@ -99,8 +98,7 @@ def test_what_a_function_returns_runs_no_code_in_the_run(custom, tmp_path):
         def __reduce__(self): return open, ({str(tmp_path / "it ran")!r}, "w")
     return dict(score=1.0, pred=Evil("text"), more={{Evil("key"): [True, 1.5, None]}})
     """
-    with RewardRunner(custom(evil), num_workers=1) as runner:
-        (result,) = runner.score(rows("x"))
+    (result,) = scored(custom(evil), "x")
     assert result.extra == {"pred": "text", "more": {"key": [True, 1.5, None]}}
     assert not (tmp_path / "it ran").exists()
 
@@ -113,34 +111,32 @@ def test_what_a_function_writes_to_the_connection_itself_is_an_error(custom, sen
     next(each for each in gc.get_objects() if isinstance(each, Connection)).send_bytes({sent})
     import time; time.sleep(60)
     """
-    with RewardRunner(custom(body), num_workers=1) as runner, pytest.raises(RewardError, match="sent what is no score"):
-        runner.score(rows("x"))
+    with pytest.raises(RewardError, match="sent what is no score"):
+        scored(custom(body), "x")
 
 
 def test_a_message_of_a_reward_steers_no_terminal(custom):
     body = "raise ValueError('\\x1b[2J\\r\\x9b1m')"
-    with RewardRunner(custom(body), num_workers=1) as runner, pytest.raises(RewardError) as caught:
-        runner.score(rows("x"))
+    with pytest.raises(RewardError) as caught:
+        scored(custom(body), "x")
     assert "ValueError: \\x1b[2J\\x0d\\x9b1m" in str(caught.value)
     assert str(caught.value).replace("\n", "").isprintable()
 
 
-def test_a_file_that_cannot_be_loaded_is_reported_before_any_row():
-    with RewardRunner(CustomReward(path="/absent/reward.py"), 1) as runner, pytest.raises(RewardError, match="no such file"):
-        runner.check()
-
-
-def test_a_file_that_ends_the_process_while_loading_is_reported(tmp_path):
-    (tmp_path / "reward.py").write_text("import os; os._exit(5)")
-    settings = CustomReward(path=str(tmp_path / "reward.py"))
-    with RewardRunner(settings, 1) as runner, pytest.raises(RewardError, match="exited with code 5"):
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("absent.py", r"custom_reward_function\.path=.*absent\.py: there is no such file"), ("ends.py", "exited with code 5")],
+)
+def test_a_file_that_cannot_be_loaded_is_reported_before_any_row(tmp_path, name, said):
+    (tmp_path / "ends.py").write_text("import os; os._exit(5)")
+    settings = CustomReward(path=str(tmp_path / name))
+    with RewardRunner(settings, 1) as runner, pytest.raises(RewardError, match=said):
         runner.check()
 
 
 def test_large_texts_cross_in_both_directions(custom):
     text = "x" * 300_000
-    with RewardRunner(custom('return {"score": len(solution_str), "back": solution_str}'), 2) as runner:
-        results = runner.score(rows(*[text] * 6))
+    results = scored(custom('return {"score": len(solution_str), "back": solution_str}'), *[text] * 6, num_workers=2)
     assert [(r.score, r.extra["back"] == text) for r in results] == [(300_000.0, True)] * 6
 
 
@@ -152,8 +148,8 @@ def test_closing_ends_the_processes_even_in_the_middle_of_a_row(custom, tmp_path
         return 1
     """
     message = r"^train\.jsonl:2: .*took longer than custom_reward_function\.timeout_seconds=0\.3"
-    with RewardRunner(custom(body, timeout_seconds=0.3), 1) as runner, pytest.raises(RewardError, match=message):
-        runner.score(rows("ok", "a"))
+    with pytest.raises(RewardError, match=message):
+        scored(custom(body, timeout_seconds=0.3), "ok", "a")
     assert wait_until(lambda: gone(int((tmp_path / "pid").read_text())))
 
 
@@ -308,13 +304,12 @@ calls = []
 
 def compute_score(data_sources, solution_strs, ground_truths, extra_infos, **kwargs):
     calls.append(len(solution_strs))
-{body}
 """
 
 
-def batch(folder, body, **settings):
-    (folder / "reward.py").write_text(BATCH.format(body=textwrap.indent(textwrap.dedent(body), "    ")))
-    return CustomReward(path=str(folder / "reward.py"), **settings)
+@pytest.fixture
+def batch(custom):
+    return functools.partial(custom, head=BATCH)
 
 
 SEES_ALL = """
@@ -324,8 +319,8 @@ return [{"score": i["index"], "row": [d, s, t], "calls": list(calls), "more": kw
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_the_manager_batch_calls_the_function_once_with_all_rows(tmp_path, num_workers):
-    settings = batch(tmp_path, SEES_ALL, reward_kwargs={"bonus": 2})
+def test_the_manager_batch_calls_the_function_once_with_all_rows(batch, num_workers):
+    settings = batch(SEES_ALL, reward_kwargs={"bonus": 2})
     with RewardRunner(settings, num_workers, manager="batch") as runner:
         results = runner.score(rows(*"abcdefghij"))
         assert [r.score for r in results] == list(range(10))
@@ -333,12 +328,10 @@ def test_the_manager_batch_calls_the_function_once_with_all_rows(tmp_path, num_w
         assert runner.score([]) == []
 
 
-def test_an_async_function_may_score_a_batch(tmp_path):
-    settings = batch(tmp_path, "import asyncio\nawait asyncio.sleep(0)\nreturn list(map(len, solution_strs))")
-    text = (tmp_path / "reward.py").read_text().replace("def compute", "async def compute")
-    (tmp_path / "reward.py").write_text(text)
-    with RewardRunner(settings, 1, manager="batch") as runner:
-        assert [r.score for r in runner.score(rows("a", "bc"))] == [1.0, 2.0]
+def test_an_async_function_may_score_a_batch(custom):
+    body = "import asyncio\nawait asyncio.sleep(0)\nreturn list(map(len, solution_strs))"
+    settings = custom(body, head=BATCH.replace("def compute", "async def compute"))
+    assert [r.score for r in scored(settings, "a", "bc", manager="batch")] == [1.0, 2.0]
 
 
 def test_the_rules_score_under_every_manager():
@@ -356,23 +349,23 @@ def test_the_rules_score_under_every_manager():
         ("import time; time.sleep(60)", "took longer than custom_reward_function.timeout_seconds=0.3"),
     ],
 )
-def test_what_goes_wrong_with_the_one_call_goes_wrong_with_every_row(tmp_path, body, message, caplog):
-    settings = batch(tmp_path, body, timeout_seconds=0.3, on_error="score", fallback_score=-1.0)
+def test_what_goes_wrong_with_the_one_call_goes_wrong_with_every_row(batch, body, message, caplog):
+    settings = batch(body, timeout_seconds=0.3, on_error="score", fallback_score=-1.0)
     with RewardRunner(settings, 1, manager="batch") as runner, caplog.at_level(logging.WARNING):
         assert [(r.score, r.failed) for r in runner.score(rows("a", "b", "c"))] == [(-1.0, True)] * 3
     assert re.search(rf"(?s)failed on 3 of 3 rows.*the first is train\.jsonl:1: .*{message}", caplog.text)
 
 
-def test_a_call_that_fails_for_all_rows_stops_the_run_with_the_name_of_the_first(tmp_path):
-    settings = batch(tmp_path, "return [1.0]")
-    with RewardRunner(settings, 1, manager="batch") as runner, pytest.raises(RewardError, match=r"^train\.jsonl:1: .*for 3 rows"):
-        runner.score(rows("a", "b", "c"))
+def test_a_call_that_fails_for_all_rows_stops_the_run_with_the_name_of_the_first(batch):
+    settings = batch("return [1.0]")
+    with pytest.raises(RewardError, match=r"^train\.jsonl:1: .*for 3 rows"):
+        scored(settings, "a", "b", "c", manager="batch")
 
 
-def test_one_bad_score_of_a_batch_fails_its_row_alone(tmp_path):
-    settings = batch(tmp_path, "return [1.0, None, 2.0]", on_error="score")
-    with RewardRunner(settings, 1, manager="batch") as runner:
-        assert [(r.score, r.failed) for r in runner.score(rows("a", "b", "c"))] == [(1.0, False), (0.0, True), (2.0, False)]
+def test_one_bad_score_of_a_batch_fails_its_row_alone(batch):
+    settings = batch("return [1.0, None, 2.0]", on_error="score")
+    results = scored(settings, "a", "b", "c", manager="batch")
+    assert [(r.score, r.failed) for r in results] == [(1.0, False), (0.0, True), (2.0, False)]
 
 
 def test_prime_scores_rows_in_parallel_and_a_slow_one_delays_no_other(custom, tmp_path):

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.rewards.conftest import rows
+from tests.rewards.conftest import rows, scored
 from tests.rewards.processes import gone, wait_until
 from verl_memopt.config.schema import CustomReward
 from verl_memopt.errors import RewardError
@@ -41,8 +41,7 @@ def test_a_program_that_a_reward_function_starts_is_ended_by_signals_as_any_othe
         process.send_signal(signal.SIGTERM)
         return process.wait(20)
     """
-    with RewardRunner(custom(body), 1) as runner:
-        assert runner.score(rows("a"))[0].score == -signal.SIGTERM
+    assert scored(custom(body), "a")[0].score == -signal.SIGTERM
 
 
 FOUR_THAT_HOLD_MEMORY = """
@@ -88,8 +87,7 @@ def test_a_row_that_takes_more_than_its_limit_is_named_with_the_limit(custom, bo
 
 def test_a_processor_time_limit_holds_for_a_row_and_not_for_the_batch(custom):
     busy = "import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass\nreturn 1"
-    with RewardRunner(custom(busy, cpu_seconds=0.7), 1) as runner:
-        assert [r.score for r in runner.score(rows("a", "b", "c"))] == [1.0] * 3
+    assert [r.score for r in scored(custom(busy, cpu_seconds=0.7), "a", "b", "c")] == [1.0] * 3
 
 
 def test_a_busy_function_dies_with_its_supervisor(custom, tmp_path):
@@ -110,8 +108,8 @@ def test_a_busy_function_dies_with_its_supervisor(custom, tmp_path):
 
 def test_a_function_that_crashes_leaves_the_line_it_crashed_in(custom, tmp_path):
     settings = custom("import ctypes\nctypes.string_at(0)")
-    with RewardRunner(settings, 1, tmp_path) as runner, pytest.raises(RewardError, match="was killed by SIGSEGV") as error:
-        runner.score(rows("a"))
+    with pytest.raises(RewardError, match="was killed by SIGSEGV") as error:
+        scored(settings, "a", logs=tmp_path)
     assert "in compute_score" in (tmp_path / "process_0.log").read_text()
     assert "its last output" in str(error.value)
 
