@@ -83,8 +83,8 @@ def test_an_update_of_default_settings_makes_no_launch_that_was_taken_out():
     by_place = Counter()
     for name, cost in found.ops.items():
         by_place[name.partition(":")[0]] += cost.launches
-    assert by_place["index attention_flash.py"] <= 2 * 5 + 6
-    assert by_place["index_copy attention_flash.py"] <= 2 * 2
+    assert by_place["index attention_fused.py"] <= 2 * 5 + 6
+    assert by_place["index_copy attention_fused.py"] <= 2 * 2
     # Logits are written once by the product, read twice for statistics, and once for the gradient that is written over them.
     logits = 2 * group * response * SHAPE.vocab_size
     statistics, gradient = (
