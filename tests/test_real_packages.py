@@ -1,9 +1,14 @@
 """Objects of TRL, peft, datasets and pandas themselves. Skipped where a package is missing: ``pip install -e '.[peers]'``."""
 
+import asyncio
+import inspect
+import json
+
 import pytest
 
 import verl_memopt
 from verl_memopt import trl
+from verl_memopt.errors import ConfigError
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 
 ROWS = [{"prompt": [{"role": "user", "content": f"{n}+1="}], "answer": str(n + 1)} for n in range(4)]
@@ -61,6 +66,130 @@ def test_every_field_of_a_real_config_is_read_or_refused_with_a_reason(given):
     peer = pytest.importorskip("trl")
     fields = {field.name for kind in (peer.GRPOConfig, peer.RLOOConfig) for field in dataclasses.fields(kind)}
     assert fields - NAMES == {"debug"}  # a section of ours
+
+
+QUICK_START = """
+from datasets import load_dataset
+from trl import GRPOTrainer
+from trl.rewards import accuracy_reward
+
+dataset = load_dataset("trl-lib/DeepMath-103K", split="train")
+
+trainer = GRPOTrainer(
+    model="Qwen/Qwen2.5-0.5B-Instruct",
+    reward_funcs=accuracy_reward,
+    train_dataset=dataset,
+)
+trainer.train()
+"""
+TASKS = """
+from datasets import Dataset
+from trl import GRPOTrainer
+
+dataset = Dataset.from_list(
+    [
+        {"prompt": "What is 2+2?", "task": "math"},
+        {"prompt": "Write a function that returns the sum of two numbers.", "task": "coding"},
+        {"prompt": "What is 3*4?", "task": "math"},
+        {"prompt": "Write a function that returns the product of two numbers.", "task": "coding"},
+    ]
+)
+
+def math_reward_func(prompts, completions, task, **kwargs):
+    return [float(len(completion) % 2) if t == "math" else None for completion, t in zip(completions, task)]
+
+def coding_reward_func(prompts, completions, task, **kwargs):
+    return [1.0 if t == "coding" else None for t in task]
+
+trainer = GRPOTrainer(
+    model="Qwen/Qwen2.5-0.5B-Instruct",
+    reward_funcs=[math_reward_func, coding_reward_func],
+    train_dataset=dataset,
+)
+trainer.train()
+"""
+ADAPTERS = """
+from datasets import load_dataset
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+from trl.rewards import accuracy_reward, think_format_reward
+
+dataset = load_dataset("trl-lib/DeepMath-103K", split="train")
+
+peft_config = LoraConfig(
+    r=32,
+    lora_alpha=16,
+    lora_dropout=0.05,
+    bias="none",
+    task_type="CAUSAL_LM",
+    target_modules=["q_proj", "v_proj", "k_proj", "o_proj"],
+)
+training_args = GRPOConfig(learning_rate=1.0e-5, reward_weights=[1.0, 0.5])
+
+async def async_reward_func(prompts, completions, **kwargs):
+    await asyncio.sleep(0.01)
+    return [1.0 if completion else 0.0 for completion in completions]
+
+trainer = GRPOTrainer(
+    model="Qwen/Qwen2.5-0.5B-Instruct",
+    args=training_args,
+    train_dataset=dataset,
+    reward_funcs=[think_format_reward, async_reward_func],
+    peft_config=peft_config,
+)
+trainer.train()
+"""
+"""From TRL's pages: the quick start of both trainers, two tasks without a reward of one for the other, and the page of PEFT."""
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+@pytest.mark.parametrize("script", [QUICK_START, TASKS, ADAPTERS], ids=["quick_start", "tasks", "adapters"])
+def test_a_documented_script_trains_with_the_import_of_the_trainer_model_and_rows_replaced(
+    script, kind, model, tmp_path, monkeypatch
+):
+    """What the scripts of TRL leave to its defaults is made small; rewards, datasets and adapters are those of the packages."""
+    for name in ("trl", "peft", "datasets"):
+        pytest.importorskip(name)
+    rows = tmp_path / "rows.jsonl"
+    solved = [{"prompt": row["prompt"], "solution": f"${row['answer']}$", "difficulty": 5.5} for row in ROWS]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in solved))
+    monkeypatch.chdir(tmp_path)
+    for old, new in {
+        "GRPO": kind,
+        "from trl import": "from verl_memopt.trl import",
+        '"Qwen/Qwen2.5-0.5B-Instruct"': "MODEL",
+        '"trl-lib/DeepMath-103K"': '"json", data_files=FILE, cache_dir=CACHE',
+        "train_dataset=dataset": "train_dataset=dataset" if "args=" in script else "train_dataset=dataset, args=SMALL",
+        "reward_weights=": "**SMALL, reward_weights=",
+    }.items():
+        script = script.replace(old, new)
+    given = {"MODEL": model, "FILE": str(rows), "CACHE": str(tmp_path), "SMALL": {"max_steps": 1, **SMALL}, "asyncio": asyncio}
+    exec(script, given)
+    (metrics,) = given["trainer"].state.log_history
+    assert metrics["actor/skipped_updates"] == 0
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_every_argument_of_a_real_trainer_is_read_or_refused_with_a_reason(kind):
+    peer = pytest.importorskip("trl")
+    theirs = inspect.signature(getattr(peer, f"{kind}Trainer")).parameters
+    assert set(theirs) - set(inspect.signature(trl.GRPOTrainer).parameters) <= set(trl.REFUSED)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("vllm_mode", {"use_vllm": True, "vllm_mode": "server"}),
+        ("use_transformers_continuous_batching", {"use_transformers_continuous_batching": True}),
+        ("entropy_coef", {"entropy_coef": 0.05}),
+        ("use_adaptive_entropy", {"use_adaptive_entropy": True, "entropy_target": 5.0}),
+        ("debug", {"debug": "underflow_overflow"}),
+    ],
+)
+def test_a_documented_setting_without_an_equal_is_refused_by_its_name(name, settings, given, model, tmp_path):
+    trainer = trl.GRPOTrainer(model, right, given("GRPOConfig", output_dir=str(tmp_path), **settings) | SMALL, ROWS)
+    with pytest.raises(ConfigError, match=name):
+        trainer.train()
 
 
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])

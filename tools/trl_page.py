@@ -13,6 +13,7 @@ from verl_memopt.config.keys import flatten, shown, value_at
 from verl_memopt.config.loader import compose_mapping
 from verl_memopt.config.schema import Settings
 from verl_memopt.config.trl_names import GRPO, NO_EQUAL, RLOO, SPELLINGS, Spelling
+from verl_memopt.trl import PEFT, PEFT_PASSES, REFUSED
 
 _AR = "actor_rollout_ref"
 
@@ -58,6 +59,23 @@ TRL counts responses and optimizer steps, we count prompts and rollouts. Let `W`
 `actor_rollout_ref.actor.ppo_max_token_len_per_gpu` tokens.
 """
 
+_TRAINERS = """## Arguments of the trainers
+
+[`verl_memopt.trl`](python.md#a-script-of-trl) reads the other arguments of `GRPOTrainer` and `RLOOTrainer`, and `reward_weights`
+of their configs as well. It refuses these where they say anything:
+"""
+
+_PEFT = f"""Of peft's `LoraConfig` it reads {", ".join(f"`{name}`" for name in PEFT)}. `lora_dropout` passes with a warning,
+because adapters are computed without dropout. {", ".join(f"`{name}={value}`" for name, value in PEFT_PASSES.items())}
+ask for nothing. Any other field that is set is refused: adapters have one rank, one scale and no further parts.
+
+`debug` of a config is refused too: [debugging modes](debug_modes.md) have that name here.
+
+A response for which every reward function returns `None` ends the run, with the address of its row. TRL leaves it out of the
+update. Let one function return a number, or set `custom_reward_function.on_error=score`, which gives it
+`custom_reward_function.fallback_score`.
+"""
+
 _DEFAULTS = """## Defaults that differ
 
 A name that is not given has our default, or the recipe's. Give it to get what TRL does without being told. The newer trainer is
@@ -89,7 +107,19 @@ A value in the second column passes with one warning. Any other value is refused
 
 def page() -> str:
     """Return the whole page as Markdown text."""
-    parts = [_HEAD, _COUNTS, _READ, _readable(), _NO_EQUAL, _without_equal(), _DEFAULTS, _defaults()]
+    parts = [
+        _HEAD,
+        _COUNTS,
+        _READ,
+        _readable(),
+        _NO_EQUAL,
+        _without_equal(),
+        _TRAINERS,
+        _refused(),
+        _PEFT,
+        _DEFAULTS,
+        _defaults(),
+    ]
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
 
 
@@ -109,6 +139,10 @@ def _without_equal() -> str:
         passes = "any" if refusal.inert is None else ", ".join(f"`{shown(value)}`" for value in refusal.inert)
         rows.append((f"`{name}`", passes, f"{refusal.reason}."))
     return table(("TRL", "passes", "why, and what to do"), rows)
+
+
+def _refused() -> str:
+    return table(("argument", "why, and what to do"), [(f"`{name}`", f"{reason}.") for name, reason in REFUSED.items()])
 
 
 def _defaults() -> str:

@@ -7,6 +7,7 @@ name. ``trainer.run`` is the finished run (:class:`verl_memopt.api.Run`).
 from __future__ import annotations
 
 import dataclasses
+import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,15 +18,17 @@ from verl_memopt import api
 from verl_memopt.errors import ConfigError
 from verl_memopt.rewards.rules import latex_answer
 
+logger = logging.getLogger(__name__)
+
 REFUSED = {
     "callbacks": "the loop is not the one of transformers. Read run.metrics, or give logger=[...] for TensorBoard or W&B",
     "compute_metrics": "a validation reports rewards. Return a dict with further numbers from the reward function",
-    "environment_factory": "there are no environments with several turns",
+    "environment_factory": "there are no environments with several turns. Leave it out",
     "optimizers": "the optimizer is set by actor_rollout_ref.actor.optim. Leave it out",
     "quantization_config": "the trained model is not quantised. A reference is by actor_rollout_ref.ref.quantization",
     "reward_processing_classes": "a reward model's tokenizer is that of its folder. Leave it out",
     "rollout_func": "the engine is chosen by actor_rollout_ref.rollout.name. Leave it out",
-    "tools": "there are no tool calls in rollouts",
+    "tools": "there are no tool calls in rollouts. Leave it out",
 }
 """Arguments of TRL's trainers without an equal, and why."""
 
@@ -209,6 +212,8 @@ def _adapters(config: Any) -> dict[str, Any]:
     for name, value in _given(config, "peft_config").items():
         if name in PEFT:
             settings |= {} if value is None else {PEFT[name]: sorted(value) if isinstance(value, set) else value}
+        elif name == "lora_dropout":
+            logger.warning("peft_config: lora_dropout=%s does nothing here: adapters are computed without dropout", value)
         elif value and PEFT_PASSES.get(name) != value:
             raise ConfigError(
                 f"peft_config: {name}={value!r:.100} has no equal here. LoRA reads {', '.join(PEFT)}. Leave it out."
