@@ -139,7 +139,7 @@ def followed(overrides: list[str], message: str, least: bool) -> tuple[list[str]
 
 def follow(scenario: dict[str, Any], least: bool) -> dict[str, Any]:
     """Follow the advice of a scenario, and return what became of it."""
-    overrides, changes, phases = scenario.pop("overrides"), [], []
+    overrides, changes, phases = scenario.pop("overrides"), list[str](), list[str]()
     if (refused := refusal(overrides)) is not None:
         return scenario | {"ends": f"refused: {refused}"}
     while True:
