@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from verl_memopt import __version__
 from verl_memopt.errors import ConfigError, UnreadableCheckpointError, UserError
-from verl_memopt.recipes.registry import RECIPES
+from verl_memopt.recipes import RECIPES
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings

@@ -39,7 +39,7 @@ from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 from verl_memopt.recipes.rlt.dataset import FORMATS, RltPrompts
 from verl_memopt.recipes.rlt.formula import RltScores, rlt_scores
 from verl_memopt.recipes.rlt.lessons import STUDENT, TAG_FORMAT, TEACHER, VALIDATION, RltToyRecipe, RltWarmUp, make_rlt_toy
-from verl_memopt.recipes.rlt.rank_check import rank_correlation
+from verl_memopt.recipes.rlt.scorer import rank_correlation
 from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student import (
     StudentLogProbs,

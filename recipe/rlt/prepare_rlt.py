@@ -11,8 +11,7 @@ import argparse
 import logging
 
 from verl_memopt.errors import UserError
-from verl_memopt.recipes.rlt.dataset import FORMATS
-from verl_memopt.recipes.rlt.prepare import DATASET, prepare_rlt, token_lengths
+from verl_memopt.recipes.rlt.dataset import DATASET, FORMATS, prepare_rlt, token_lengths
 
 
 def main() -> None:

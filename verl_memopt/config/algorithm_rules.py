@@ -23,7 +23,7 @@ from verl_memopt.config.schema import Settings
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.critic_rules import has_critic, with_critic
 from verl_memopt.memory.knob import DEVICES, Refusal, UnusedKey, data_ranks
-from verl_memopt.recipes.registry import RECIPES
+from verl_memopt.recipes import RECIPES
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 KEY = "algorithm.rollout_correction"

@@ -29,7 +29,7 @@ from verl_memopt.config.unused_keys import REFERENCE_RULES, UNUSED_KEYS, warn_un
 from verl_memopt.config.values import LINKS, check_values, followers_of
 from verl_memopt.memory.critic_rules import has_critic, refusals
 from verl_memopt.memory.knob import DEVICES, Refusal, SequenceRole, SettingsView, data_ranks, needs_reference, num_devices
-from verl_memopt.recipes.registry import RECIPES
+from verl_memopt.recipes import RECIPES
 
 _AR = "actor_rollout_ref"
 _ROLLOUT = f"{_AR}.rollout"

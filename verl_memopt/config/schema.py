@@ -48,7 +48,7 @@ from verl_memopt.memory.limits import Limits
 from verl_memopt.memory.precision import MixedPrecision
 from verl_memopt.memory.quantized_frozen import QuantizedFrozen
 from verl_memopt.memory.weight_buckets import BucketEngine
-from verl_memopt.recipes.registry import RECIPES, Recipe
+from verl_memopt.recipes import RECIPES, Recipe
 from verl_memopt.recipes.rlt.settings import RltReward
 
 # The sections ``reward_model`` and ``custom_reward_function``: what scores a response, and how.

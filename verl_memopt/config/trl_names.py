@@ -12,7 +12,7 @@ from verl_memopt.config.aliases import VALUES, is_count, our_key
 from verl_memopt.config.keys import Problem, flatten, problem, shown, value_at
 from verl_memopt.config.schema import Settings
 from verl_memopt.config.unused_keys import NO_EQUAL, Refusal, refuse
-from verl_memopt.recipes.registry import RECIPES
+from verl_memopt.recipes import RECIPES
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from verl_memopt.config.keys import Problem, all_keys, annotated_types, leaf_typ
 from verl_memopt.config.schema import REQUIRED, Settings
 from verl_memopt.config.trl_names import ESTIMATORS, SPELLINGS
 from verl_memopt.memory.knob import Range, Words, knobs
-from verl_memopt.recipes.registry import RECIPES
+from verl_memopt.recipes import RECIPES
 
 _AR = "actor_rollout_ref"
 

@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
 from verl_memopt.memory.knob import Claim, Knob, LadderRow, Refusal, needs_reference, switch
-from verl_memopt.recipes.registry import RECIPES
+from verl_memopt.recipes import RECIPES
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings

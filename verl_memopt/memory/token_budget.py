@@ -35,7 +35,7 @@ from verl_memopt.memory.knob import (
     needs_reference,
     sequence_ranks,
 )
-from verl_memopt.recipes.registry import RECIPES, Recipe
+from verl_memopt.recipes import RECIPES, Recipe
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings

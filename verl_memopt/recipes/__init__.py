@@ -1,1 +1,77 @@
-"""Recipes: what one method adds to the core, each in a folder of its own."""
+"""The recipes, and what each adds to the core. A recipe is chosen by ``reward_model.reward_manager``.
+
+Each recipe has a folder of its own in this package, which the core never imports. It reads this table, and loads a part of a
+recipe where a run needs it. So this file imports nothing: configuration and reward processes read it too.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from verl_memopt.config.trl_names import RecipeNames
+    from verl_memopt.memory.knob import Refusal
+    from verl_memopt.trainer.scoring import RecipeHooks
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a recipe adds. A part is the dotted name of an object, ``module:name``, which is imported on use.
+
+    Attributes:
+        title: What notices call the recipe.
+        rules_at: The combinations of settings that it refuses.
+        names_at: The names of its published settings, which a run of it reads beside ours.
+        hooks_at: Its dataset, its role in the workers and its scorer: a ``RecipeHooks``.
+        commands: Command -> the function that runs it, and the line of the help.
+        tokens_key: Its cap of tokens in a forward of the model that scores.
+        longest_key: The most tokens of a sequence that is scored.
+        equals: A name of its published settings -> our key, for the hint at an unknown key.
+    """
+
+    title: str
+    rules_at: str
+    names_at: str
+    hooks_at: str
+    tokens_key: str
+    longest_key: str
+    commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    equals: Mapping[str, str] = field(default_factory=dict)
+
+    def rules(self) -> tuple[Refusal, ...]:
+        """Return the combinations of settings that the recipe refuses."""
+        return pkgutil.resolve_name(self.rules_at)
+
+    def names(self) -> RecipeNames:
+        """Return the names of its published settings."""
+        return pkgutil.resolve_name(self.names_at)
+
+    def hooks(self) -> RecipeHooks:
+        """Return its parts of a training run."""
+        return pkgutil.resolve_name(self.hooks_at)
+
+
+RECIPES: dict[str, Recipe] = {
+    "rlt": Recipe(
+        title="RLT",
+        rules_at="verl_memopt.recipes.rlt.rules:RLT_RULES",
+        names_at="verl_memopt.recipes.rlt.rules:NAMES",
+        hooks_at="verl_memopt.recipes.rlt.scorer:HOOKS",
+        tokens_key="reward_model.rlt.max_tokens_per_micro_batch",
+        longest_key="reward_model.rlt.max_student_len",
+        commands={
+            "score": (
+                "verl_memopt.recipes.rlt.score_command:run",
+                "score stored explanations with the student of RLT, and rank them",
+            )
+        },
+        equals={
+            name: f"reward_model.rlt.{name}"
+            for name in ("kl_penalty_reward_coeff", "answer_log_prob_coeff", "unbias_student_log_probs_temp")
+        },
+    )
+}
+"""Value of ``reward_model.reward_manager`` -> the recipe that it chooses."""

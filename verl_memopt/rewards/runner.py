@@ -24,7 +24,7 @@ from typing import Any, Self
 from verl_memopt.config import schema
 from verl_memopt.config.reward_rules import rows_at_a_time
 from verl_memopt.errors import RewardError, Stopped
-from verl_memopt.recipes.registry import RECIPES
+from verl_memopt.recipes import RECIPES
 from verl_memopt.rewards.sandbox import Sandbox, share_out
 from verl_memopt.rewards.score import Limits, Outcome, RewardResult, RewardRow, printable, read_message, read_outcomes
 from verl_memopt.rewards.scorer import PROGRESS, FunctionCall

@@ -72,7 +72,7 @@ class PreparedRecipe(Protocol):
 
 
 class RecipeHooks(Protocol):
-    """What a recipe of :mod:`verl_memopt.recipes.registry` brings to training."""
+    """What a recipe of :mod:`verl_memopt.recipes` brings to training."""
 
     def datasets(self, settings: Settings, tokenizer: Any) -> tuple[PromptRows, PromptRows | None]:
         """Return the training rows and the held-out rows."""

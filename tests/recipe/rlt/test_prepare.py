@@ -8,8 +8,15 @@ from transformers import PreTrainedTokenizerFast
 
 from verl_memopt.config.schema import Data
 from verl_memopt.errors import DataError
-from verl_memopt.recipes.rlt.dataset import EMPTY_SOLUTION, NO_SECTIONS, STRATOS, TAG_IN_QUESTION, RltDataset
-from verl_memopt.recipes.rlt.prepare import prepare_rlt, token_lengths
+from verl_memopt.recipes.rlt.dataset import (
+    EMPTY_SOLUTION,
+    NO_SECTIONS,
+    STRATOS,
+    TAG_IN_QUESTION,
+    RltDataset,
+    prepare_rlt,
+    token_lengths,
+)
 
 
 def write(path, *rows):

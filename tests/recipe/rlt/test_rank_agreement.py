@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tests.recipe.rlt.test_student_pass import CPU, HEAT, encode, random_samples, scored
 from tests.worker.test_build_policy import built
 from verl_memopt.memory.quantized_frozen_torch import FORMATS
-from verl_memopt.recipes.rlt import rank_check
+from verl_memopt.recipes.rlt import scorer
 from verl_memopt.recipes.rlt.formula import rlt_scores
-from verl_memopt.recipes.rlt.rank_check import ACCEPTED, RankCheck, rank_correlation, spearman
+from verl_memopt.recipes.rlt.scorer import ACCEPTED, RankCheck, rank_correlation, spearman
 from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student import compute_student_log_probs, student_batch, student_micro_batches
 from verl_memopt.recipes.rlt.student_rows import THINK
@@ -124,7 +124,7 @@ def test_the_correlation_is_that_of_two_whole_scorings(tiny_folder, one_rank, ki
 
 
 def test_the_check_is_made_once_and_on_some_groups_alone(tiny_folder, one_rank, monkeypatch):
-    monkeypatch.setattr(rank_check, "MOST_GROUPS", 2)
+    monkeypatch.setattr(scorer, "MOST_GROUPS", 2)
     scored_batch = Pass(tiny_folder, one_rank, "nf4")
     check, _ = scored_batch.check("nf4")
     assert scored_batch.exact_rows == [8]
