@@ -44,7 +44,7 @@ TESTS = (
             "correction_bounds", "correction_presets", "preset_budgets", "debug_modes", "bad_input",
         )
     ),
-    "tests/recipe/rlt/test_rules.py", "tests/recipe/rlt/test_names.py",
+    "tests/recipe/rlt/test_rules.py",
 )  # fmt: skip
 """Tests that load many settings."""
 AR = "actor_rollout_ref"

@@ -1,19 +1,23 @@
-"""The student's sequences: their parts, and what happens to long ones."""
+"""The student's sequences: where an explanation ends, the parts of a row, and what happens to long ones."""
 
 import dataclasses
 import re
 from difflib import SequenceMatcher
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from tests.recipe.rlt import naive
+from tests.recipe.rlt.naive import explanation_of, token_text
 from tests.recipe.rlt.tokens import ids, with_merges
 from verl_memopt.data.batch import Ragged
 from verl_memopt.errors import ConfigError
-from verl_memopt.model.tiny import build_tokenizer
+from verl_memopt.model.tiny import SPECIALS, build_tokenizer
 from verl_memopt.recipes.rlt.dataset import FORMATS, STRATOS, RltPrompts
 from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student_rows import (
@@ -28,7 +32,10 @@ from verl_memopt.recipes.rlt.student_rows import (
     THINK,
     THINK_TRUNCATED,
     StudentEncoder,
+    TokenBytes,
+    locate_explanations,
     needs_teacher_pass,
+    retokenized_parts,
     reused_log_probs,
 )
 
@@ -279,3 +286,183 @@ def test_the_teacher_needs_a_pass_where_its_log_probs_are_others(settings, tempe
 def test_reused_log_probs_are_those_at_the_start_of_each_response():
     log_probs = Ragged.from_rows([[1.0, 2.0, 3.0], [], [4.0], [5.0, 6.0]], torch.float32)
     assert reused_log_probs(log_probs, torch.tensor([2, 0, 0, 2])).tolist() == [1.0, 2.0, 5.0, 6.0]
+
+
+# Where the explanation ends, in token space.
+
+
+END_TAG = "</explanation>"
+MERGED = with_merges((b"!", b"<"), (b"\xa9", b"<"), (b">", b"\n"), (b"o", b"n"), (b"on", b">"))
+BYTES_OF_MERGED = TokenBytes(MERGED)
+STOP = {MERGED.eos_token_id, MERGED.pad_token_id}
+
+
+def locate(*rows):
+    return locate_explanations(Ragged.from_rows([ids(MERGED, *row) for row in rows], torch.int64), BYTES_OF_MERGED, END_TAG, STOP)
+
+
+def one(*row):
+    """Returns K as text, whether there is an end tag, and whether text follows it."""
+    located = locate(row)
+    kept = ids(MERGED, *row)[: int(located.lengths[0])]
+    spelled = b"".join(token_text(MERGED, token) for token in kept)
+    return spelled, bool(located.matched[0]), bool(located.has_text_after[0])
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (["why", END_TAG, "<|im_end|>"], (b"why", True, False)),
+        (["why", END_TAG], (b"why", True, False)),
+        (["why", END_TAG, "\n \n<|im_end|>"], (b"why", True, False)),
+        (["why", END_TAG, " more ", END_TAG, "<|im_end|>"], (b"why", True, True)),
+        (["why", "<|im_end|>"], (b"why", False, False)),
+        (["why"], (b"why", False, False)),
+        (["why", "<|endoftext|>", "<|endoftext|>"], (b"why", False, False)),
+        ([END_TAG, "<|im_end|>"], (b"", True, False)),
+        (["<|im_end|>"], (b"", False, False)),
+        ([], (b"", False, False)),
+        (["a<explanation>b", END_TAG], (b"a<explanation>b", True, False)),
+        (["<explanation><explanation>", END_TAG, END_TAG], (b"<explanation><explanation>", True, True)),
+        (["</explanatio", END_TAG], (b"</explanatio", True, False)),
+        (["why<|im_end|>", END_TAG], (b"why", False, False)),
+        (["why<|im_start|>x", END_TAG], (b"why<|im_start|>x", True, False)),
+    ],
+    ids=str,
+)
+def test_the_first_end_tag_before_the_end_of_the_response_decides(row, expected):
+    assert one(*row) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "kept"),
+    [
+        (["why", b"!<", "/explanation>"], b"why"),
+        ([b"!<", "/explanation>"], b""),
+        (["wh!<y", END_TAG], b"wh!<y"),
+        (["why", "</explanati", b"on>", "x"], b"why"),
+        (["why", "</explanation", b">\n", "x"], b"why"),
+    ],
+    ids=str,
+)
+def test_a_token_that_reaches_into_the_tag_is_not_part_of_the_explanation(row, kept):
+    assert one(*row)[:2] == (kept, True)
+
+
+def test_a_character_of_two_bytes_may_end_inside_the_straddling_token():
+    spelled, matched, _ = one("caf", b"\xc3", b"\xa9<", "/explanation>")
+    assert (spelled, matched) == (b"caf\xc3", True)
+    assert locate(["caf", b"\xc3", b"\xa9<", "/explanation>"]).texts == ("caf\u00e9".encode(),)
+    assert one("caf\u00e9", END_TAG)[:2] == ("caf\u00e9".encode(), True)
+
+
+def test_rows_are_located_each_for_itself_and_there_may_be_none():
+    located = locate(["a", END_TAG], [], ["bcd"], [END_TAG, "x"])
+    assert located.lengths.tolist() == [1, 0, 3, 0]
+    assert located.matched.tolist() == [True, False, False, True]
+    assert located.has_text_after.tolist() == [False, False, False, True]
+    assert located.texts == (b"a", b"", b"bcd", b"")
+    assert locate().lengths.tolist() == []
+
+
+PIECES = st.one_of(
+    st.text(max_size=3),
+    st.sampled_from([END_TAG, "</explan", "ation>", "<|im_end|>", "<explanation>", b"!<", b"\xa9<", b"on>", b"\xc3"]),
+)
+
+
+@given(st.lists(st.lists(PIECES, max_size=6), max_size=4))
+def test_the_naive_reference_agrees_token_by_token(rows):
+    located = locate(*rows)
+    for row, length, matched in zip(rows, located.lengths.tolist(), located.matched.tolist(), strict=True):
+        tokens = ids(MERGED, *row)
+        assert (tokens[:length], matched) == explanation_of(MERGED, tokens, END_TAG, STOP)
+
+
+# One text tokenized again, cut at the borders of its parts.
+
+
+CROSSING = with_merges((b"a", b"b"), (b"ab", b"a"), (b"b", b"b"), (b"\xa9", b"a"))
+BYTES_OF_CROSSING = TokenBytes(CROSSING)
+NO_SPANS = ((), (), (), (), ())
+TEXT = st.text("ab\u00e9", max_size=5)
+
+
+def spelled(tokenizer, ids):
+    return b"".join(token_text(tokenizer, token) for token in ids)
+
+
+@given(st.tuples(TEXT, TEXT, TEXT, TEXT, TEXT))
+def test_sections_hold_the_tokens_that_lie_wholly_in_them(texts):
+    parts = retokenized_parts(CROSSING, BYTES_OF_CROSSING, texts, NO_SPANS)
+    ids = [token for part in parts for token in part]
+    assert ids == CROSSING("".join(texts), add_special_tokens=False)["input_ids"]
+    borders = [len("".join(texts[:place]).encode()) for place in range(6)]
+    end, expected = 0, [[], []]
+    for token in ids:
+        start, end = end, end + len(token_text(CROSSING, token))
+        for section, (first, last) in zip(expected, (borders[1:3], borders[3:5]), strict=True):
+            if first <= start and end <= last:
+                section.append(token)
+    assert [parts[1], parts[3]] == expected
+
+
+def test_special_tokens_are_text_where_the_spans_say_so():
+    name = "<|im_end|>"
+    parts = retokenized_parts(CROSSING, BYTES_OF_CROSSING, (name, "a", name, name, name), ((), (), (), ((0, len(name)),), ()))
+    end = CROSSING.eos_token_id
+    assert [part.count(end) for part in parts] == [1, 0, 1, 0, 1]
+    assert spelled(CROSSING, parts[3]) == name.encode()
+
+
+def test_borders_follow_the_normal_form_of_the_tokenizer():
+    tokenizer = with_merges()
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    parts = retokenized_parts(tokenizer, TokenBytes(tokenizer), ("x", "e\u0301", "y", "e\u0301s", "z"), NO_SPANS)
+    assert [spelled(tokenizer, part).decode() for part in parts] == ["x", "\u00e9", "y", "\u00e9s", "z"]
+
+
+# The bytes of tokens against decoding and against the text itself.
+
+
+BYTES = TokenBytes(TOKENIZER)
+
+
+@given(st.lists(st.one_of(st.text(max_size=8), st.sampled_from([*SPECIALS, " the answer"])), max_size=6).map("".join))
+def test_a_text_is_the_bytes_of_its_tokens(text):
+    ids = torch.tensor(TOKENIZER(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
+    assert BYTES.spell(ids) == text.encode()
+
+
+@given(st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=12))
+def test_any_tokens_are_spelled_one_by_one_and_end_where_their_bytes_end(ids):
+    texts = [token_text(TOKENIZER, token) for token in ids]
+    assert BYTES.spell(np.array(ids, dtype=np.int64)) == b"".join(texts)
+    assert BYTES.ends(np.array(ids, dtype=np.int64)).tolist() == [len(b"".join(texts[: n + 1])) for n in range(len(ids))]
+
+
+def test_ids_that_the_tokenizer_lacks_have_no_bytes():
+    a, missing = TOKENIZER.convert_tokens_to_ids("a"), len(TOKENIZER)
+    ids = torch.tensor([a, missing, missing + 1000, -2, a])
+    assert BYTES.spell(ids) == b"aa"
+    assert BYTES.ends(ids).tolist() == [1, 1, 1, 1, 2]
+
+
+def test_added_tokens_that_are_not_special_are_spelled_as_they_are():
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["</think>", "\u00e9\u00e9"])
+    ids = torch.tensor(tokenizer("x</think>\u00e9\u00e9", add_special_tokens=False)["input_ids"])
+    assert len(ids) == 3
+    assert TokenBytes(tokenizer).spell(ids) == "x</think>\u00e9\u00e9".encode()
+
+
+def test_a_tokenizer_that_is_not_byte_level_is_refused():
+    word_level = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    word_level.pre_tokenizer = pre_tokenizers.Whitespace()
+    sentencepiece = Tokenizer(models.BPE({"\u2581": 0, "a": 1}, []))
+    sentencepiece.decoder = decoders.Metaspace()
+    lossy = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    lossy.decoder = decoders.ByteLevel()
+    for tokenizer in (word_level, sentencepiece, lossy):
+        with pytest.raises(ConfigError, match=r"the tokenizer \(\w+\) is not byte-level"):
+            TokenBytes(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
