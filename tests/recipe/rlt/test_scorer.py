@@ -160,14 +160,15 @@ def test_the_blank_line_after_the_tag_is_scored_by_both_models(toy, tmp_path, al
     """The explanation begins with the blank line, which the teacher's prompt then does not hold."""
     more = {f"{RLT}.include_forced_prefix": True, f"{RLT}.align": align}
     with learner_of(settings_of(toy, tmp_path / "run", more)) as learner:
-        rlt, tokenizer = learner.scorer, learner.scorer.prompts.tokenizer
+        rlt, prompts = learner.scorer, learner.scorer.encoder.prompts
+        tokenizer = prompts.tokenizer
         explained = ExplanationBatch(
             ["1+2="], ["3"], Ragged.from_rows([ids(tokenizer, "1", "</explanation>")], torch.int64), ["f:1"]
         )
         scored = rlt.score(explained)
     thought = ids(tokenizer, "\n\n1")
     assert scored.rows.part(THINK).flat.tolist() == thought
-    prompt = ids(tokenizer, rlt.prompts.teacher("1+2=", "3")[0].removesuffix("\n\n"))
+    prompt = ids(tokenizer, prompts.teacher("1+2=", "3")[0].removesuffix("\n\n"))
     v = naive.log_probs(lm(toy / "teacher"), prompt + thought, HEAT)[len(prompt) - 1 :]
     assert scored.teacher.tolist() == pytest.approx(v, abs=1e-5)
 
@@ -191,7 +192,7 @@ def scorer_of(members, tokenizer, **settings):
     rlt = RltReward(**settings)
     prompts = RltPrompts(tokenizer, SHORT)
     stops = {tokenizer.eos_token_id}
-    return RltScorer(group_of(*members), rlt, prompts, StudentEncoder(prompts, rlt, stops), HEAT, Budget(True, 512, None, "key"))
+    return RltScorer(group_of(*members), rlt, StudentEncoder(prompts, rlt, stops), HEAT, Budget(True, 512, None, "key"))
 
 
 @pytest.fixture(scope="module")

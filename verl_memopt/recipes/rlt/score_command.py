@@ -310,14 +310,15 @@ def scorer(parsed: argparse.Namespace, settings: RltReward) -> Iterator[RltScore
     try:
         budget = Budget(True, settings.max_tokens_per_micro_batch, None, "max_tokens_per_micro_batch")
         workers = TimedGroup(group, PhaseClock(), in_process=True)
-        yield RltScorer(workers, settings, prompts, encoder, parsed.temperature, budget)
+        yield RltScorer(workers, settings, encoder, parsed.temperature, budget)
     finally:
         group.shutdown()
 
 
 def explained(rows: Sequence[StoredExplanation], score: RltScorer) -> ExplanationBatch:
     """Return stored explanations as the scorer reads them."""
-    tokenizer, tag = score.prompts.tokenizer, score.prompts.rlt_format.explanation.end
+    prompts = score.encoder.prompts
+    tokenizer, tag = prompts.tokenizer, prompts.rlt_format.explanation.end
     ids = []
     for row in rows:
         text = row.explanation if tag in row.explanation else row.explanation + tag

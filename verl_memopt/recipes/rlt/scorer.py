@@ -254,7 +254,6 @@ class RltScorer:
     Attributes:
         workers: Workers with the student, and with the teacher where its log-probs are not given.
         settings: Settings of the reward.
-        prompts: Renders the prompts of both roles.
         encoder: Builds the student's sequences.
         temperature: Temperature of the rollouts.
         teacher_budget: How a pass of the teacher is cut into micro-batches.
@@ -266,7 +265,6 @@ class RltScorer:
 
     workers: TimedGroup
     settings: RltReward
-    prompts: RltPrompts
     encoder: StudentEncoder
     temperature: float
     teacher_budget: Budget
@@ -420,18 +418,6 @@ def _check_tokenizer(environment: Environment, folder: Path | None, trusted: boo
         check_same_tokenizer(environment.tokenizer, read_tokenizer(folder, f"{REWARD_KEY}.path", trusted), str(folder))
 
 
-def student_encoder(settings: Settings, environment: Environment) -> StudentEncoder:
-    """Return what builds the student's sequences.
-
-    Raises:
-        ConfigError: The tokenizer is not byte-level.
-        DataError: The chat template cannot render an answer.
-    """
-    padding = environment.tokenizer.pad_token_id
-    stops = {*environment.eos_token_ids, *([] if padding is None else [padding])}
-    return StudentEncoder(rlt_prompts(settings, environment.tokenizer), settings.reward_model.rlt, stops)
-
-
 def warn_of_no_room(encoder: StudentEncoder, rlt: RltReward, datasets: Sequence[PromptRows | None]) -> None:
     """Warn of rows whose question and solution alone leave no room under ``max_student_len``. They are never scored.
 
@@ -452,54 +438,41 @@ def warn_of_no_room(encoder: StudentEncoder, rlt: RltReward, datasets: Sequence[
             )  # fmt: skip
 
 
-def rlt_prompts(settings: Settings, tokenizer: Any) -> RltPrompts:
-    """Return what renders the prompts of teacher and student."""
-    data, rlt_format = settings.data, FORMATS[settings.reward_model.rlt.tag_format]
-    return RltPrompts(tokenizer, rlt_format, data.apply_chat_template_kwargs, data.allow_special_tokens)
-
-
-def build_rlt_scorer(settings: Settings, tokenizer: Any, encoder: StudentEncoder, workers: TimedGroup) -> RltScorer:
-    """Return what scores explanations."""
-    rlt, roles, quantization = settings.reward_model.rlt, settings.actor_rollout_ref, settings.reward_model.model.quantization
-    check = None if quantization == "none" else RankCheck(rlt, quantization, f"{REWARD_KEY}.quantization")
-    adaptive, own = settings.reward_model.adaptive_token_budget, settings.reward_model.residency == "separate"
-    own |= settings.reward_model.residency == "auto" and settings.reward_model.model.path is not None
-    student_ranks, teacher_budget = sequence_ranks(settings, "reward_model" if own else "ref"), budgets(roles)[1]
-    if rlt.kl_teacher == "reference" and teacher_budget.ranks != reference_ranks(roles):
-        teacher_budget = replace(teacher_budget, learned=None, ranks=reference_ranks(roles))
-    return RltScorer(
-        workers=workers,
-        settings=rlt,
-        prompts=rlt_prompts(settings, tokenizer),
-        encoder=encoder,
-        temperature=scoring_temperature(roles.rollout),
-        teacher_budget=teacher_budget,
-        shares_prompts=shares_prompts(roles.actor),
-        rank_check=check,
-        learned_budget=LearnedBudget(rlt.max_tokens_per_micro_batch * student_ranks) if adaptive else None,
-        student_ranks=student_ranks,
-    )
-
-
 @dataclass(frozen=True)
 class PreparedRlt:
     """RLT's part of one run: a :class:`verl_memopt.trainer.scoring.PreparedRecipe`.
 
     Attributes:
         settings: Settings of the run.
-        tokenizer: The policy's tokenizer.
         role: The student in each worker.
         encoder: Builds the student's sequences.
     """
 
     settings: Settings
-    tokenizer: Any
     role: StudentPlan
     encoder: StudentEncoder
 
     def scorer(self, workers: TimedGroup) -> RltScorer:
         """Return what scores explanations."""
-        return build_rlt_scorer(self.settings, self.tokenizer, self.encoder, workers)
+        reward_model, roles = self.settings.reward_model, self.settings.actor_rollout_ref
+        rlt, quantization = reward_model.rlt, reward_model.model.quantization
+        check = None if quantization == "none" else RankCheck(rlt, quantization, f"{REWARD_KEY}.quantization")
+        section = "reward_model" if self.role.residency == "separate" else "ref"
+        student_ranks, teacher_budget = sequence_ranks(self.settings, section), budgets(roles)[1]
+        if rlt.kl_teacher == "reference" and teacher_budget.ranks != reference_ranks(roles):
+            teacher_budget = replace(teacher_budget, learned=None, ranks=reference_ranks(roles))
+        adaptive = reward_model.adaptive_token_budget
+        return RltScorer(
+            workers=workers,
+            settings=rlt,
+            encoder=self.encoder,
+            temperature=scoring_temperature(roles.rollout),
+            teacher_budget=teacher_budget,
+            shares_prompts=self.role.shares_prompts,
+            rank_check=check,
+            learned_budget=LearnedBudget(rlt.max_tokens_per_micro_batch * student_ranks) if adaptive else None,
+            student_ranks=student_ranks,
+        )
 
 
 class RltHooks:
@@ -513,10 +486,19 @@ class RltHooks:
         return train, None if data.val_files is None else read(data.val_files, data, tokenizer, "val", tags)
 
     def prepare(self, settings: Settings, environment: Environment, datasets: Sequence[PromptRows | None]) -> PreparedRlt:
-        """Check student and rows. Errors as for the functions above."""
-        plan, encoder = student_plan(settings, environment), student_encoder(settings, environment)
-        warn_of_no_room(encoder, settings.reward_model.rlt, datasets)
-        return PreparedRlt(settings, environment.tokenizer, plan, encoder)
+        """Check student and rows.
+
+        Raises:
+            ConfigError: As for the functions above, or the tokenizer is not byte-level.
+            DataError: The chat template cannot render an answer.
+        """
+        data, rlt, tokenizer = settings.data, settings.reward_model.rlt, environment.tokenizer
+        plan = student_plan(settings, environment)
+        prompts = RltPrompts(tokenizer, FORMATS[rlt.tag_format], data.apply_chat_template_kwargs, data.allow_special_tokens)
+        stops = {*environment.eos_token_ids, *([] if tokenizer.pad_token_id is None else [tokenizer.pad_token_id])}
+        encoder = StudentEncoder(prompts, rlt, stops)
+        warn_of_no_room(encoder, rlt, datasets)
+        return PreparedRlt(settings, plan, encoder)
 
 
 HOOKS = RltHooks()

@@ -289,7 +289,7 @@ class StudentEncoder:
 
     def __init__(self, prompts: RltPrompts, settings: RltReward, stop_ids: Collection[int]) -> None:
         """Tokenize the parts that all rows share."""
-        self._prompts = prompts
+        self.prompts = prompts
         self._format = prompts.rlt_format
         self._settings = settings
         self._stop_ids = frozenset(stop_ids)
@@ -325,15 +325,15 @@ class StudentEncoder:
     def teacher_prompts(self, questions: Sequence[str], solutions: Sequence[str]) -> Ragged:
         """Return the teacher's prompt of each row, int64, which ends where the scored explanation begins."""
         pairs = list(zip(questions, solutions, strict=True))
-        rendered = {pair: self._prompts.teacher(*pair) for pair in dict.fromkeys(pairs)}
+        rendered = {pair: self.prompts.teacher(*pair) for pair in dict.fromkeys(pairs)}
         texts, plain = [text for text, _ in rendered.values()], [spans for _, spans in rendered.values()]
         openings = [text.removesuffix(self._format.padding) for text in texts] if self._settings.include_forced_prefix else texts
         if self._settings.align == "concat":
-            prompts = tokenize(self._prompts.tokenizer, openings, plain)
+            prompts = tokenize(self.prompts.tokenizer, openings, plain)
         else:
             # Cut after tokenization: a token that holds the end of the tag and the blank line is in front of the explanation in
             # the student's row too, and its text would be missing in front of the teacher's.
-            whole = tokenize(self._prompts.tokenizer, texts, plain)
+            whole = tokenize(self.prompts.tokenizer, texts, plain)
             prompts = [self._before(ids, opening) for ids, opening in zip(whole, openings, strict=True)]
         ids_of = dict(zip(rendered, prompts, strict=True))
         return Ragged.from_rows([ids_of[pair] for pair in pairs], torch.int64)
@@ -342,16 +342,16 @@ class StudentEncoder:
         """Return the tokens that begin inside of the opening of their text."""
         ends = self._token_bytes.ends(np.asarray(ids, dtype=np.int64))
         begins = np.concatenate([[0], ends[:-1]])
-        return ids[: int(np.searchsorted(begins, len(_normalized(self._prompts.tokenizer, opening).encode()), "left"))]
+        return ids[: int(np.searchsorted(begins, len(_normalized(self.prompts.tokenizer, opening).encode()), "left"))]
 
     def _concatenated(
         self, questions: Sequence[str], solutions: Sequence[str], responses: Ragged, explanations: Explanations
     ) -> list[Parts]:
         """Return the parts of each row, with the teacher's own tokens as the explanation."""
-        tokenizer, of_prefix = self._prompts.tokenizer, {question: self._opening(question) for question in questions}
+        tokenizer, of_prefix = self.prompts.tokenizer, {question: self._opening(question) for question in questions}
         prefixes = tokenize(tokenizer, [text for text, _ in of_prefix.values()], [plain for _, plain in of_prefix.values()])
         prefix_of = dict(zip(of_prefix, prefixes, strict=True))
-        plain = [self._prompts.plain(solution) for solution in solutions]
+        plain = [self.prompts.plain(solution) for solution in solutions]
         thoughts = [ids[:length].tolist() for ids, length in zip(responses.rows(), explanations.lengths.tolist(), strict=True)]
         return [
             (prefix_of[question], [*self._forced, *thought], self._bridge, solution, self._end)
@@ -367,13 +367,13 @@ class StudentEncoder:
         for question, solution, thought in zip(questions, solutions, explanations.texts, strict=True):
             opening, plain = self._opening(question)
             texts = (opening, forced + thought.decode(errors="replace"), self._format.bridge, solution, self._end_text)
-            spans = (plain, (), (), self._prompts.plain(solution), ())
-            rows.append(retokenized_parts(self._prompts.tokenizer, self._token_bytes, texts, spans))
+            spans = (plain, (), (), self.prompts.plain(solution), ())
+            rows.append(retokenized_parts(self.prompts.tokenizer, self._token_bytes, texts, spans))
         return rows
 
     def _opening(self, question: str) -> tuple[str, Spans]:
         """Return the text before the explanation, without the padding where that is scored."""
-        text, plain = self._prompts.student(question)
+        text, plain = self.prompts.student(question)
         return text.removesuffix(self._format.padding) if self._settings.include_forced_prefix else text, plain
 
     def _fit(self, parts: Parts, address: str) -> tuple[Parts, int]:
