@@ -39,7 +39,7 @@ from verl_memopt.trainer.micro_batching import budgets
 from verl_memopt.worker.policy import Policy
 from verl_memopt.worker.trained_model import micro_batches_of
 
-NO_RETENTION, RESPONSE_ONLY, CHUNKED = "no_retention", "response_only", "chunked"
+RESPONSE_ONLY, CHUNKED = "response_only", "chunked"
 SHARED, SHARED_CHECKPOINTING = "shared_prompt", "shared_prompt_checkpointing"
 OWN_UPDATES = (CHUNKED, SHARED, SHARED_CHECKPOINTING)
 """Updates that are this project's own pass."""

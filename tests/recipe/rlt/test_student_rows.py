@@ -293,12 +293,12 @@ def test_reused_log_probs_are_those_at_the_start_of_each_response():
 
 END_TAG = "</explanation>"
 MERGED = with_merges((b"!", b"<"), (b"\xa9", b"<"), (b">", b"\n"), (b"o", b"n"), (b"on", b">"))
-BYTES_OF_MERGED = TokenBytes(MERGED)
+MERGED_BYTES = TokenBytes(MERGED)
 STOP = {MERGED.eos_token_id, MERGED.pad_token_id}
 
 
 def locate(*rows):
-    return locate_explanations(Ragged.from_rows([ids(MERGED, *row) for row in rows], torch.int64), BYTES_OF_MERGED, END_TAG, STOP)
+    return locate_explanations(Ragged.from_rows([ids(MERGED, *row) for row in rows], torch.int64), MERGED_BYTES, END_TAG, STOP)
 
 
 def one(*row):
@@ -383,7 +383,7 @@ def test_the_naive_reference_agrees_token_by_token(rows):
 
 
 CROSSING = with_merges((b"a", b"b"), (b"ab", b"a"), (b"b", b"b"), (b"\xa9", b"a"))
-BYTES_OF_CROSSING = TokenBytes(CROSSING)
+CROSSING_BYTES = TokenBytes(CROSSING)
 NO_SPANS = ((), (), (), (), ())
 TEXT = st.text("ab\u00e9", max_size=5)
 
@@ -394,7 +394,7 @@ def spelled(tokenizer, ids):
 
 @given(st.tuples(TEXT, TEXT, TEXT, TEXT, TEXT))
 def test_sections_hold_the_tokens_that_lie_wholly_in_them(texts):
-    parts = retokenized_parts(CROSSING, BYTES_OF_CROSSING, texts, NO_SPANS)
+    parts = retokenized_parts(CROSSING, CROSSING_BYTES, texts, NO_SPANS)
     ids = [token for part in parts for token in part]
     assert ids == CROSSING("".join(texts), add_special_tokens=False)["input_ids"]
     borders = [len("".join(texts[:place]).encode()) for place in range(6)]
@@ -409,7 +409,7 @@ def test_sections_hold_the_tokens_that_lie_wholly_in_them(texts):
 
 def test_special_tokens_are_text_where_the_spans_say_so():
     name = "<|im_end|>"
-    parts = retokenized_parts(CROSSING, BYTES_OF_CROSSING, (name, "a", name, name, name), ((), (), (), ((0, len(name)),), ()))
+    parts = retokenized_parts(CROSSING, CROSSING_BYTES, (name, "a", name, name, name), ((), (), (), ((0, len(name)),), ()))
     end = CROSSING.eos_token_id
     assert [part.count(end) for part in parts] == [1, 0, 1, 0, 1]
     assert spelled(CROSSING, parts[3]) == name.encode()
