@@ -457,8 +457,8 @@ class PreparedRlt:
         reward_model, roles = self.settings.reward_model, self.settings.actor_rollout_ref
         rlt, quantization = reward_model.rlt, reward_model.model.quantization
         check = None if quantization == "none" else RankCheck(rlt, quantization, f"{REWARD_KEY}.quantization")
-        section = "reward_model" if self.role.residency == "separate" else "ref"
-        student_ranks, teacher_budget = sequence_ranks(self.settings, section), budgets(roles)[1]
+        student_ranks = sequence_ranks(self.settings, "reward_model" if self.role.residency == "separate" else "ref")
+        teacher_budget = budgets(roles)[1]
         if rlt.kl_teacher == "reference" and teacher_budget.ranks != reference_ranks(roles):
             teacher_budget = replace(teacher_budget, learned=None, ranks=reference_ranks(roles))
         adaptive = reward_model.adaptive_token_budget
