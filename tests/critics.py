@@ -14,7 +14,7 @@ from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import Critic, CriticModel, Optim, TrainedFsdp
 from verl_memopt.model.assembly import build_critic, materialize_critic
 from verl_memopt.model.weights import named_weights
-from verl_memopt.worker.critic import Critic as CriticRole
+from verl_memopt.worker.policy import Critic as CriticRole
 from verl_memopt.worker.trained_model import MiniBatch
 
 CPU = torch.device("cpu")

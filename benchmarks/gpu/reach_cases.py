@@ -17,7 +17,7 @@ from verl_memopt.memory.fit import Peaks, Sizes, predict
 from verl_memopt.memory.held import ModelSize
 from verl_memopt.model.tiny import SHAPES as TINY_SHAPES
 from verl_memopt.model.tiny import TinyShape, build_tokenizer
-from verl_memopt.worker.plan import WorkerPlan
+from verl_memopt.worker.roles import WorkerPlan
 
 _SMALLEST = TINY_SHAPES["qwen3-0.6b"]
 

@@ -16,8 +16,7 @@ from verl_memopt.model.assembly import ModelUse, build_policy, materialize, mate
 from verl_memopt.model.assembly import build_critic as build_value_model
 from verl_memopt.model.weights import named_weights
 from verl_memopt.trainer.micro_batching import Budget
-from verl_memopt.worker.critic import Critic
-from verl_memopt.worker.policy import Policy
+from verl_memopt.worker.policy import Critic, Policy
 from verl_memopt.worker.trained_model import MicroBatch, micro_batches_of
 
 KEY = "actor_rollout_ref.actor"

@@ -74,7 +74,7 @@ def test_corrected_figures_are_what_the_driver_says_while_asleep(device, allocat
     ledger_room = pytest.importorskip("verl_memopt.observe.device_ledger", reason="corrected figures: no ledger of the device")
     from verl_memopt.config.schema import Memory
     from verl_memopt.memory.out_of_memory import DeviceCap, memory_limits
-    from verl_memopt.rollout.vllm_memory import asleep_in_vllm
+    from verl_memopt.rollout.vllm_process import asleep_in_vllm
 
     limit = None if limit_gb is None else int(limit_gb * 2**30)
     with memory_limits(Memory(device_limit_gb=limit_gb), device) if limit_gb else nullcontext():

@@ -14,7 +14,7 @@ from verl_memopt.distributed import device as device_room
 from verl_memopt.memory.out_of_memory import DeviceCap
 from verl_memopt.observe.device_ledger import Asleep
 from verl_memopt.observe.phase import MemoryProbe, PhaseMemory
-from verl_memopt.rollout.vllm_memory import asleep_in_vllm
+from verl_memopt.rollout.vllm_process import asleep_in_vllm
 
 GPU = torch.device("cuda", 0)
 WEIGHTS = [700 * MIB] + [30 * MIB, 3 * MIB, 400 * 2**10] * 8

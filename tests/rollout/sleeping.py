@@ -11,7 +11,7 @@ import torch
 
 from tests.observe.simulated_device import GRANULARITY, MIB
 from verl_memopt.memory.out_of_memory import DeviceCap
-from verl_memopt.rollout.vllm_memory import asleep_in_vllm
+from verl_memopt.rollout.vllm_process import asleep_in_vllm
 
 
 class CumemExtension:

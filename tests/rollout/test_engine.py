@@ -17,7 +17,8 @@ from tests.rollout.tools import (
     weights_of,
 )
 from verl_memopt.errors import ConfigError, RolloutError
-from verl_memopt.rollout.engine import ENGINES, FinishedRows, build_engine, check_rows
+from verl_memopt.rollout import hf_engine
+from verl_memopt.rollout.engine import FinishedRows, build_engine, check_rows
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -219,7 +220,7 @@ def test_a_row_may_grow_to_the_longest_sequence_and_one_token_more_is_refused(pr
 @pytest.mark.parametrize(("workers", "size"), [(1, 1), (2, 2), (4, 2)])
 def test_workers_that_divide_into_engines_are_let_through(tied_folder, monkeypatch, workers, size):
     built = []
-    monkeypatch.setitem(ENGINES, "hf", lambda rollout, place: built.append(place.tensor_parallel_size))
+    monkeypatch.setattr(hf_engine, "HfEngine", lambda rollout, place: built.append(place.tensor_parallel_size))
     build_engine(rollout_settings("hf"), place_at(tied_folder, world_size=workers, tensor_parallel_size=size))
     assert built == [size]
     with pytest.raises(ConfigError, match=f"tensor_model_parallel_size={workers + 1}: {workers} workers"):

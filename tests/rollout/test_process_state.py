@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from verl_memopt.rollout.vllm_memory import (
+from verl_memopt.rollout.engine import random_state_kept
+from verl_memopt.rollout.vllm_process import (
     LEVEL_VARIABLE,
     NOISY_LOGGERS,
     default_group_kept,
     process_state_kept,
     quiet_start,
-    random_state_kept,
 )
 
 CPU = torch.device("cpu")

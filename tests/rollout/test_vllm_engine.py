@@ -40,8 +40,8 @@ from verl_memopt.observe.byte_tracker import ByteTracker
 from verl_memopt.observe.device_ledger import Asleep, ledger_of
 from verl_memopt.rollout import vllm_engine
 from verl_memopt.rollout.engine import max_model_len
-from verl_memopt.rollout.vllm_memory import check_no_other_sleeper, host_bytes_to_sleep
-from verl_memopt.rollout.weight_checks import SyncCheck
+from verl_memopt.rollout.engine_weights import SyncCheck
+from verl_memopt.rollout.vllm_process import check_no_other_sleeper, host_bytes_to_sleep
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])

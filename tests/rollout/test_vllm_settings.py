@@ -12,15 +12,19 @@ from verl_memopt.config import schema
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.rollout_memory import sampler_bytes
 from verl_memopt.observe.device_ledger import Asleep
-from verl_memopt.rollout import vllm_memory
-from verl_memopt.rollout.vllm_memory import (
+from verl_memopt.rollout import vllm_process
+from verl_memopt.rollout.vllm_process import (
+    advice_for,
     asleep_in_vllm,
     bytes_to_wake,
+    check_arrived,
     check_free_memory,
     check_no_other_sleeper,
+    copies_in_place,
+    engine_arguments,
     host_bytes_to_sleep,
+    sampling_arguments,
 )
-from verl_memopt.rollout.vllm_settings import advice_for, check_arrived, copies_in_place, engine_arguments, sampling_arguments
 
 CHANGED = {
     "dtype": ("bfloat16", "dtype", "bfloat16"),
@@ -142,14 +146,14 @@ def test_a_part_wakes_with_its_own_bytes_and_those_without_a_part(monkeypatch):
 
 
 def test_without_memory_of_another_engine_a_sleeper_may_start(monkeypatch):
-    monkeypatch.setattr(vllm_memory, "sleeping_allocator", lambda: None)
+    monkeypatch.setattr(vllm_process, "sleeping_allocator", lambda: None)
     check_no_other_sleeper()
 
 
 @pytest.mark.parametrize("free", [8 * 2**30, 8 * 2**30 - 1])
 def test_a_device_with_just_the_engines_share_free_is_enough_and_one_byte_less_is_refused(monkeypatch, free):
-    monkeypatch.setattr(vllm_memory, "memory_info", lambda device: (free, 32 * 2**30))
-    monkeypatch.setattr(vllm_memory, "empty_cache", lambda device: None)
+    monkeypatch.setattr(vllm_process, "memory_info", lambda device: (free, 32 * 2**30))
+    monkeypatch.setattr(vllm_process, "empty_cache", lambda device: None)
     rollout, device = schema.Rollout(name="vllm", gpu_memory_utilization=0.25), torch.device("cuda")
     if free == 8 * 2**30:
         check_free_memory(0.25, rollout, device)

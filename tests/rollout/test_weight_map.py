@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from verl_memopt.memory.weight_buckets_torch import WeightSlice
-from verl_memopt.rollout.weight_map import WeightMap
+from verl_memopt.rollout.engine_weights import WeightMap
 
 SHAPES = {"q": (8, 6), "k": (4, 6), "down": (6, 8), "vocab": (10, 6), "norm": (6,), "one": (1,), "scale": ()}
 

@@ -11,7 +11,7 @@ from tests.rollout.tools import place_at
 from tests.trainer.conftest import AR
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
-from verl_memopt.rollout.vllm_settings import engine_arguments
+from verl_memopt.rollout.vllm_process import engine_arguments
 from verl_memopt.run.environment import frees_engine
 from verl_memopt.trainer.build import build_run
 

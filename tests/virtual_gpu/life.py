@@ -23,7 +23,7 @@ from verl_memopt.observe.device_ledger import state_tensors
 from verl_memopt.rollout.engine import train_sampling
 from verl_memopt.trainer.micro_batching import budgets, cut_ranks, rows_per_rank
 from verl_memopt.worker.group import Placement
-from verl_memopt.worker.plan import WorkerPlan
+from verl_memopt.worker.roles import WorkerPlan
 from verl_memopt.worker.trained_model import MiniBatch
 from verl_memopt.worker.worker import Worker
 

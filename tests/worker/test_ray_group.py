@@ -18,8 +18,7 @@ from tests.faults.kills import members
 from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.errors import ConfigError, RolloutError, WorkerError
 from verl_memopt.worker.group import start_ray_group
-from verl_memopt.worker.nodes import VISIBLE_DEVICES, Home, visible_devices
-from verl_memopt.worker.ray_cluster import Connection, Request, _check_possible
+from verl_memopt.worker.ray_cluster import VISIBLE_DEVICES, Connection, Home, Request, _check_possible, visible_devices
 
 GONE_SECONDS = 15
 
@@ -243,7 +242,7 @@ def test_a_request_without_room_gives_up_after_the_timeout_and_says_what_is_free
 
 def homes(*members):
     """Gives the homes of members: (node, what Ray gave) each."""
-    return [Home(rank, node, "10.0.0.1", "eth0", 1, gpus) for rank, (node, gpus) in enumerate(members)]
+    return [Home(rank, node, "10.0.0.1", 1, gpus) for rank, (node, gpus) in enumerate(members)]
 
 
 def test_a_member_sees_the_gpus_of_its_group_on_its_node_in_the_order_of_local_ranks():

@@ -6,7 +6,7 @@ import torch
 from tests.rollout.tools import engine_at, model_of, weights_of
 from verl_memopt.errors import RolloutError
 from verl_memopt.rollout.engine import Generation
-from verl_memopt.rollout.weight_checks import LONGEST_PROBE, SyncCheck
+from verl_memopt.rollout.engine_weights import LONGEST_PROBE, SyncCheck
 
 BLOCK = 16
 

@@ -21,7 +21,7 @@ from verl_memopt.model.packed_model import PolicyModel
 from verl_memopt.model.weights import named_weights
 from verl_memopt.rollout.engine import train_sampling
 from verl_memopt.worker.group import Placement
-from verl_memopt.worker.plan import WorkerPlan
+from verl_memopt.worker.roles import WorkerPlan
 from verl_memopt.worker.trained_model import MiniBatch
 from verl_memopt.worker.worker import Worker
 

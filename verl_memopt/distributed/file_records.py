@@ -6,6 +6,7 @@ The checksum is blake3. vLLM depends on it, so both builds have it, and one core
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +20,6 @@ from blake3 import blake3
 
 ALGORITHM = "blake3"
 """Name of the checksum, as a manifest records it."""
-
-CHUNK_BYTES = 8 * 2**20
-"""Bytes read at once to hash a file on disk."""
 
 HASH_BESIDE_BYTES = 2**20
 """Larger pieces are hashed in a thread while they are written: neither operation holds Python's lock."""
@@ -43,10 +41,10 @@ Records = dict[str, FileRecord]
 
 
 class HashedFile:
-    """A binary file for writing from start to end. All data is hashed on its way to the file.
+    """A binary file for writing from start to end, as a context manager. All data is hashed on its way to the file.
 
-    Use as a context manager that closes the file. If the disk refused a write, the body ends with the disk's own error: torch's
-    writer drops that error, and later complains that its archive is incomplete.
+    If the disk refused a write, the body ends with the disk's own error: torch's writer drops that error, and later complains
+    that its archive is incomplete.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -229,8 +227,5 @@ def sync_folder(folder: Path) -> None:
 
 
 def _hashed(file: BinaryIO) -> FileRecord:
-    digest, size, chunk = blake3(), 0, memoryview(bytearray(CHUNK_BYTES))
-    while num_bytes := file.readinto(chunk):  # type: ignore[attr-defined]
-        digest.update(chunk[:num_bytes])
-        size += num_bytes
-    return FileRecord(size, digest.hexdigest())
+    digest = hashlib.file_digest(file, blake3)  # type: ignore[arg-type]
+    return FileRecord(file.tell(), digest.hexdigest())

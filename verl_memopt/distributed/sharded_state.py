@@ -67,11 +67,9 @@ def save_training_state(
 ) -> Records:
     """Write the chosen parts into ``folder``: dcp/ (model, optimizer) and extra_rank_N.pt (schedule, random generators).
 
-    Each shard is written from its own device. Every file is forced to disk. ``contents`` are any of ``model``, ``optimizer`` and
-    ``extra``. ``masters`` are written in the place of the parameters, one at a time.
-
-    Returns:
-        The record of each file that this rank wrote, relative to ``folder``.
+    Each shard is written from its own device. Every file is forced to disk. Returns the record of each file that this rank wrote,
+    relative to ``folder``. ``contents`` are any of ``model``, ``optimizer`` and ``extra``. ``masters`` are written in the place
+    of the parameters, one at a time.
 
     Raises:
         CheckpointError: The disk refuses. The message names the folder and the disk's error.
@@ -122,20 +120,9 @@ def load_training_state(
 
 
 def save_weights(folder: Path, model: nn.Module, device: torch.device) -> Records:
-    """Write the weights of a model that no optimizer trains into ``folder``, sharded. Every file is forced to disk.
-
-    All parameters are written, whether or not they are frozen.
-
-    Returns:
-        The record of each file that this rank wrote, relative to ``folder``.
-
-    Raises:
-        CheckpointError: The disk refuses. The message names the folder and the disk's error.
-    """
+    """Write all weights of a model that no optimizer trains into ``folder``, sharded. As :func:`save_training_state`."""
     with _refused(folder, "weights could not be written", WRITE_ERRORS), _one_checksum():
-        with _host_shards_readable(model):
-            state = {"model": get_model_state_dict(model)}
-        return _save(folder, state, device)
+        return _save(folder, {"model": _weights(model)}, device)
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:
@@ -145,9 +132,7 @@ def load_weights(folder: Path, model: nn.Module) -> None:
         CheckpointError: A file is missing or damaged. The message names the folder and the error.
     """
     with _refused(folder, "weights could not be read", READ_ERRORS):
-        with _host_shards_readable(model):
-            state = {"model": get_model_state_dict(model)}
-        dcp.load(state, storage_reader=PlainReader(folder / "dcp"), planner=PlainPlanner())
+        dcp.load({"model": _weights(model)}, storage_reader=PlainReader(folder / "dcp"), planner=PlainPlanner())
 
 
 METADATA_CLASSES = {
@@ -224,12 +209,16 @@ def _held_apart(state: dict[str, Any], model: nn.Module, masters: Masters | None
     return {f"{MODEL}{name}": weight for name, weight in held.items()}
 
 
-class _SavedMasters(dcp.DefaultSavePlanner):
-    """Torch's planner, which asks for each master when its turn comes."""
+class _MastersApart:
+    """A planner that knows the masters that are held apart."""
 
     def __init__(self, held: Held, masters: Masters | None) -> None:
         super().__init__()
         self._held, self._masters = held, masters
+
+
+class _SavedMasters(_MastersApart, dcp.DefaultSavePlanner):
+    """Torch's planner, which asks for each master when its turn comes."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         if index.fqn not in self._held:
@@ -238,12 +227,8 @@ class _SavedMasters(dcp.DefaultSavePlanner):
         return self._masters.master(self._held[index.fqn], on_host=True)
 
 
-class _LoadedMasters(PlainPlanner):
+class _LoadedMasters(_MastersApart, PlainPlanner):
     """Torch's planner, which hands on each master when it was read."""
-
-    def __init__(self, held: Held, masters: Masters | None) -> None:
-        super().__init__()
-        self._held, self._masters = held, masters
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         if read_item.dest_index.fqn not in self._held:
@@ -326,9 +311,12 @@ def _refused(folder: Path, what: str, errors: tuple[type[BaseException], ...]) -
 
 
 def _save(folder: Path, state: dict[str, Any], device: torch.device, planner: dcp.SavePlanner | None = None) -> Records:
-    """Write the state into dcp/ and return the record of each file."""
-    storage = HashingFileSystem(folder)
-    dcp.save(state, storage_writer=_writer(folder / "dcp", device, storage), planner=planner)
+    """Write the state into dcp/, forced to disk, and return the record of each file."""
+    # On a CPU run torch's writer copies nothing ahead: it would use a stream of any GPU that it sees, and start CUDA.
+    path, storage = folder / "dcp", HashingFileSystem(folder)
+    writer = dcp.FileSystemWriter(path) if is_gpu(device) else dcp.FileSystemWriter(path, per_thread_copy_ahead=0)
+    writer.fs = storage
+    dcp.save(state, storage_writer=writer, planner=planner)
     return storage.records
 
 
@@ -336,18 +324,17 @@ def _state(model: nn.Module, optimizer: Optimizer, contents: Sequence[str]) -> d
     state: dict[str, Any] = {}
     if "model" in contents:
         # Frozen parameters are read from the model's folder again.
-        with _host_shards_readable(model):
-            state["model"] = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
+        state["model"] = _weights(model, StateDictOptions(ignore_frozen_params=True))
     if "optimizer" in contents:
         state["optimizer"] = _optimizer_state(model, optimizer)
     return state
 
 
-@contextmanager
-def _host_shards_readable(model: nn.Module) -> Iterator[None]:
-    """Put DTensors of the host in the place of parameters of the device whose shards rest on the host.
+def _weights(model: nn.Module, options: StateDictOptions | None = None) -> dict[str, Any]:
+    """Return the weights by name, read where their shards lie.
 
-    The optimizer knows parameters by identity, so they are back before its state is read.
+    DTensors of the host stand in for parameters of the device whose shards rest on the host. The optimizer knows parameters by
+    identity, so they are back before its state is read.
     """
     kept: list[tuple[nn.Module, str, nn.Parameter]] = []
     stand_ins: dict[nn.Parameter, nn.Parameter] = {}
@@ -360,7 +347,7 @@ def _host_shards_readable(model: nn.Module) -> Iterator[None]:
     try:
         for module, name, parameter in kept:
             module._parameters[name] = stand_ins[parameter]
-        yield
+        return get_model_state_dict(model, options=options)
     finally:
         for module, name, parameter in kept:
             module._parameters[name] = parameter
@@ -433,16 +420,6 @@ class HashingFileSystem(FileSystem):
         return Path(path).relative_to(self.root).as_posix()
 
 
-def _writer(folder: Path, device: torch.device, storage: FileSystem) -> dcp.FileSystemWriter:
-    """Return torch's writer, which forces its files to disk, on top of ``storage``.
-
-    On a CPU run it copies nothing ahead: it would use a stream of any GPU that it sees, and start CUDA.
-    """
-    writer = dcp.FileSystemWriter(folder) if is_gpu(device) else dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
-    writer.fs = storage
-    return writer
-
-
 def _extra(schedule: LambdaLR, device: torch.device) -> dict[str, Any]:
     extra = {"schedule_steps": schedule.last_epoch, "rng": torch.get_rng_state()}
     device_rng = device_rng_state(device)
@@ -450,8 +427,7 @@ def _extra(schedule: LambdaLR, device: torch.device) -> dict[str, Any]:
 
 
 def _restore_extra(extra: dict[str, Any], schedule: LambdaLR, device: torch.device) -> None:
-    # Torch's own load would also bring back the saved base rates, and ignore a learning rate that was changed in the
-    # settings.
+    # Torch's own load would also bring back the saved base rates, and ignore a learning rate that was changed in the settings.
     schedule.last_epoch = extra["schedule_steps"]
     rates = [base * factor(schedule.last_epoch) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):

@@ -31,7 +31,7 @@ from verl_memopt.model.weights import size_of
 from verl_memopt.observe.phase import PhaseMemory
 from verl_memopt.trainer.micro_batching import budgets, critic_budgets, cut_ranks, with_selection
 from verl_memopt.worker.group import LocalGroup
-from verl_memopt.worker.plan import WorkerPlan
+from verl_memopt.worker.roles import WorkerPlan
 from verl_memopt.worker.trained_model import MiniBatch
 from verl_memopt.worker.worker import Worker
 

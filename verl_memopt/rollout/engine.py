@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import pkgutil
+import random
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -15,7 +17,7 @@ from typing import Protocol
 import torch
 
 from verl_memopt.config import schema
-from verl_memopt.config.schema import Rollout
+from verl_memopt.distributed.device import device_rng_state, set_device_rng_state
 from verl_memopt.errors import ConfigError, RolloutError
 from verl_memopt.memory.weight_buckets_torch import Weights
 from verl_memopt.run.interrupts import never
@@ -171,19 +173,8 @@ class EnginePlace:
     """Size of the KV cache with ``kv_cache_memory_gb=auto``. None = the settings say it."""
 
 
-def _vllm(rollout: schema.Rollout, place: EnginePlace) -> RolloutEngine:
-    from verl_memopt.rollout.vllm_engine import VllmEngine
-
-    return VllmEngine(rollout, place)
-
-
-def _hf(rollout: schema.Rollout, place: EnginePlace) -> RolloutEngine:
-    from verl_memopt.rollout.hf_engine import HfEngine
-
-    return HfEngine(rollout, place)
-
-
-ENGINES: dict[str, Callable[[schema.Rollout, EnginePlace], RolloutEngine]] = {"vllm": _vllm, "hf": _hf}
+ENGINES = {"vllm": "verl_memopt.rollout.vllm_engine:VllmEngine", "hf": "verl_memopt.rollout.hf_engine:HfEngine"}
+"""Name -> its class, which is imported where it is used. It is made from the settings and its place."""
 
 
 def build_engine(rollout: schema.Rollout, place: EnginePlace) -> RolloutEngine:
@@ -200,7 +191,8 @@ def build_engine(rollout: schema.Rollout, place: EnginePlace) -> RolloutEngine:
             f"{KEY}.tensor_model_parallel_size={place.tensor_parallel_size}: {place.world_size} workers do not divide into "
             "engines of that size. Use a divisor of the number of workers."
         )
-    return ENGINES[rollout.name](rollout, place)
+    engine: RolloutEngine = pkgutil.resolve_name(ENGINES[rollout.name])(rollout, place)
+    return engine
 
 
 def max_model_len(rollout: schema.Rollout) -> int:
@@ -305,7 +297,7 @@ def row_seed(seed: int, step: int, prompt_index: int, sample_index: int) -> int:
 class FinishedRows:
     """Rows that are complete while an engine generates others: one process writes them to a file, and another reads it.
 
-    The file lies in a folder that both see. It is no record: whoever reads it gets all rows from the engine in the end.
+    It is no record: whoever reads it gets all rows from the engine in the end.
     """
 
     def __init__(self, path: Path) -> None:
@@ -358,16 +350,10 @@ class EngineState:
 
     def __init__(self, whole: bool) -> None:
         """Start awake."""
-        self._awake = set(PARTS)
-        self._whole = whole
-        self._closed = False
+        self._awake, self._whole, self._closed = set(PARTS), whole, False
 
     def check_ready(self) -> None:
-        """Check that the engine can generate.
-
-        Raises:
-            RolloutError: It is shut down, asleep, or without complete weights.
-        """
+        """Raise a RolloutError if the engine cannot generate: shut down, asleep, or without complete weights."""
         self._check_open()
         if self._awake != set(PARTS):
             asleep = " and ".join(part for part in PARTS if part not in self._awake)
@@ -380,11 +366,7 @@ class EngineState:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Mark the weights as incomplete until the body, which loads them, ends without an error.
-
-        Raises:
-            RolloutError: The weights are asleep.
-        """
+        """Mark the weights as incomplete until the body, which loads them, ends without an error."""
         self._check_open()
         if "weights" not in self._awake:
             raise RolloutError('rollout engine: its weights are asleep. Call wake_up("weights") before loading.')
@@ -403,11 +385,7 @@ class EngineState:
         self._whole = self._whole and (keeps_weights or shares_weights)
 
     def waking(self, part: str) -> bool:
-        """Record that a part wakes, and return False if it was awake.
-
-        Raises:
-            RolloutError: The part is unknown, or the KV cache wakes before the weights.
-        """
+        """Record that a part wakes, and return False if it was awake. The KV cache wakes after the weights."""
         self._check_open()
         if part not in PARTS:
             raise RolloutError(f"rollout engine: wake_up({part!r}) is unknown. Use one of {', '.join(PARTS)}.")
@@ -440,27 +418,29 @@ class EngineState:
             raise RolloutError("rollout engine: it was shut down. Build a new one.")
 
 
-# What the rollout engine holds: its weights, its KV cache and the scratch of a step, and when it gives them back.
-#
-# Let k = 2 x L x max(kv_heads / TP, 1) x head_dim x b_kv be the bytes of one token in the KV cache (``kv_bytes_per_token``),
-# N the parameters, b_r the bytes of an element of ``rollout.dtype``, and V the vocabulary. By key:
-#
-# * ``gpu_memory_utilization=u``: the engine takes the share u of the device. What weights (N x b_r / TP) and the scratch of a
-#   step leave of it is KV cache.
-# * ``kv_cache_memory_gb``: exactly that many GiB of KV cache, or auto: what the run leaves.
-# * ``kv_cache_dtype=fp8``: b_kv is 1 instead of 2 (4 in an fp32 engine), so twice the tokens or half the bytes.
-# * ``max_model_len``: does not shrink the cache, but max_model_len x k bytes must fit. If they do not, the start says so.
-# * ``max_num_seqs=s``: logits and their sorted copies take a few times s x V x 4 bytes. With name=hf it is the number of rows
-#   generated at once, with s x (P + R) x k bytes of cache.
-# * ``max_num_batched_tokens=t``: activations of a prefill take about t x (2 x h + 3 x I / TP) x b_r bytes.
-# * ``enforce_eager``: no CUDA graphs, which hold 0.5 to 2 GiB that sleeping does not free (as others report).
-# * ``free_cache_engine``: frees N x b_r / TP bytes and the whole cache while the trainer computes.
+@contextmanager
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """Restore the random generators of torch, its device, Python and numpy at the end.
+
+    An engine seeds them and draws from them. Without this, training would depend on the length of the rollouts.
+    """
+    import numpy as np
+
+    states = torch.get_rng_state(), device_rng_state(device), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        if states[1] is not None:
+            set_device_rng_state(device, states[1])
+        random.setstate(states[2])
+        np.random.set_state(states[3])
 
 
 KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2
 """Sleep levels, as vLLM numbers them."""
 
 
-def sleep_level(rollout: Rollout) -> int:
+def sleep_level(rollout: schema.Rollout) -> int:
     """Return the level at which the engine sleeps: the setting, else 2, since the next sync brings every weight."""
     return DROP_WEIGHTS if rollout.sleep_level is None else rollout.sleep_level

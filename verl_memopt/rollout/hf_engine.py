@@ -12,7 +12,7 @@ from verl_memopt.config import schema
 from verl_memopt.distributed.device import empty_cache
 from verl_memopt.errors import ConfigError, Stopped
 from verl_memopt.memory.host_buffers import host_buffer
-from verl_memopt.memory.weight_buckets_torch import Weights
+from verl_memopt.memory.weight_buckets_torch import Weights, WeightSlice
 from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.model.weights import rebuild_buffers
 from verl_memopt.observe.byte_tracker import scope
@@ -28,11 +28,11 @@ from verl_memopt.rollout.engine import (
     WeightComparison,
     check_rows,
     max_model_len,
+    random_state_kept,
     sleep_level,
     unread,
 )
-from verl_memopt.rollout.vllm_memory import random_state_kept
-from verl_memopt.rollout.weight_checks import BitComparison, ExpectedWeights, SharedPlaces
+from verl_memopt.rollout.engine_weights import BitComparison, ExpectedWeights, SharedPlaces
 from verl_memopt.run.interrupts import never
 
 MODES = ("processed_logprobs", "raw_logprobs")
@@ -92,11 +92,9 @@ class HfEngine:
 
     def load_weights(self, weights: Weights) -> None:
         """Copy each slice into its parameter."""
-        parameters = dict(self._model.named_parameters())
         with self._state.loading(), torch.no_grad():
-            for part in self._expected.checked(weights):
-                target = parameters[part.name]
-                (target if part.whole else target[part.start : part.stop]).copy_(part.tensor)
+            for own, part in self._pairs(weights):
+                own.copy_(part.tensor)
 
     def share_weights(self) -> dict[str, torch.Tensor]:
         """Return the parameters."""
@@ -113,12 +111,17 @@ class HfEngine:
 
     def compare_weights(self, weights: Weights) -> WeightComparison:
         """Compare each slice with its parameter."""
-        parameters = dict(self._model.named_parameters())
         bits = BitComparison()
+        for own, part in self._pairs(weights):
+            bits.add(part.name, own, part.tensor)
+        return bits.result([])
+
+    def _pairs(self, weights: Weights) -> Iterator[tuple[torch.Tensor, WeightSlice]]:
+        """Yield each slice with the rows of its parameter."""
+        parameters = dict(self._model.named_parameters())
         for part in self._expected.checked(weights):
             own = parameters[part.name]
-            bits.add(part.name, own if part.whole else own[part.start : part.stop], part.tensor)
-        return bits.result([])
+            yield own if part.whole else own[part.start : part.stop], part
 
     def sleep(self) -> None:
         """Free the memory of the weights, unless they are shared. If the engine keeps its weights, it copies them to the host."""
@@ -256,30 +259,20 @@ FIXED_POINT = 2.0**48
 class RowSampler:
     """Draws the next token of each row with the row's own generator, so that rows do not influence each other.
 
-    Transformers calls it as a logits processor. It returns scores whose largest entry is the drawn token.
-
-    Args:
-        sampling: How tokens are drawn.
-        seeds: One seed per row.
-        prompt_mask: [rows, prompt width], 1 for a token, 0 for left padding.
-        processed: Record log-probs after penalty, temperature and filters, instead of those of the model's own logits.
+    Transformers calls it as a logits processor. ``prompt_mask`` is [rows, prompt width], 1 for a token, 0 for left padding.
+    ``processed``: record log-probs after penalty, temperature and filters, instead of those of the model's own logits.
     """
 
     def __init__(self, sampling: SamplingSettings, seeds: list[int], prompt_mask: Tensor, processed: bool) -> None:
         """Create one generator per row."""
-        self._sampling = sampling
-        self._prompt_mask = prompt_mask
-        self._processed = processed
+        self._sampling, self._prompt_mask, self._processed = sampling, prompt_mask, processed
         device = prompt_mask.device
         self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds] if sampling.do_sample else []
         self.log_probs: list[Tensor] = []
         """One [rows] fp32 tensor for each generated token."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return scores whose largest entry is the drawn token.
-
-        ``input_ids`` [rows, width] are prompt and response so far, ``scores`` are [rows, vocab].
-        """
+        """Return scores whose largest entry is the drawn token, [rows, vocab]. ``input_ids`` are prompt and response so far."""
         raw = scores.float()
         logits = penalized(raw, self._present_tokens(input_ids, raw.shape[-1]), self._sampling.repetition_penalty)
         if self._sampling.do_sample:
@@ -310,10 +303,7 @@ class RowSampler:
 def penalized(logits: Tensor, present: Tensor | None, penalty: float) -> Tensor:
     """Return logits [rows, vocab] with those of present tokens made smaller: divided by ``penalty`` if positive, else multiplied.
 
-    Args:
-        logits: [rows, vocab].
-        present: bool [rows, vocab], True for the tokens of the row so far. None = no penalty.
-        penalty: At least 1.
+    ``present``: bool [rows, vocab], True for the tokens of the row so far. None = no penalty.
     """
     if present is None:
         return logits

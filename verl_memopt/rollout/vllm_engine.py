@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from verl_memopt.distributed.device import is_gpu
 from verl_memopt.errors import ConfigError, RolloutError, Stopped, UserError
 from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.memory.out_of_memory import DeviceCap, is_out_of_memory, release_frames, wake_report
-from verl_memopt.memory.weight_buckets_torch import Weights, WeightSlice, joined
+from verl_memopt.memory.weight_buckets_torch import Weights, joined
 from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.rollout.engine import (
     KEEP_WEIGHTS,
@@ -38,32 +39,29 @@ from verl_memopt.rollout.engine import (
     WeightComparison,
     check_rows,
     max_model_len,
+    random_state_kept,
     sleep_level,
     unread,
 )
-from verl_memopt.rollout.vllm_memory import (
+from verl_memopt.rollout.engine_weights import ExpectedWeights, SharedPlaces, WeightMap, meta_model
+from verl_memopt.rollout.vllm_process import (
     KINDS,
+    advice_for,
     asleep_in_vllm,
     bytes_to_wake,
+    can_sleep,
+    check_arrived,
     check_free_memory,
     check_no_other_sleeper,
+    copies_in_place,
     default_group_kept,
+    engine_arguments,
     free_cached_memory,
     host_bytes_to_sleep,
     process_state_kept,
     quiet_start,
-    random_state_kept,
-)
-from verl_memopt.rollout.vllm_settings import (
-    advice_for,
-    can_sleep,
-    check_arrived,
-    copies_in_place,
-    engine_arguments,
     sampling_arguments,
 )
-from verl_memopt.rollout.weight_checks import ExpectedWeights, SharedPlaces, meta_model
-from verl_memopt.rollout.weight_map import WeightMap
 from verl_memopt.run.interrupts import never
 
 ENVIRONMENT = {
@@ -103,7 +101,6 @@ class VllmEngine:
         self._cap = DeviceCap(place.device, place.device_limit_bytes)
         # vLLM destroys the default process group when it shuts down. Training in this process still needs its own.
         self._keep_group = dist.is_initialized()
-        self._expected: ExpectedWeights | None = None
         self._map: WeightMap | None = None
         self._shared: SharedPlaces | None = None
         self._adapter: Any = None  # what a request names to be answered with the adapter
@@ -195,20 +192,17 @@ class VllmEngine:
 
     def load_weights(self, weights: Weights) -> None:
         """Copy each slice to its place, or reload whole modules where vLLM derives tensors from the weights."""
-        if self._expected is None:
-            self._expected = ExpectedWeights.of(meta_model(self._place.model_folder, self._place.trust_remote_code))
         with self._state.loading():
             checked = self._expected.checked(weights)
             if self._in_place:
-                self._llm.apply_model(lambda model: self._write(model, checked))
+                self._llm.apply_model(lambda model: self._learned_map(model).write(checked))
             else:
                 # Copies, because a slice may share the bucket's memory, which the next slice overwrites before vLLM has used
                 # this one.
                 copies = ((name, tensor.clone()) for name, tensor in joined(checked, self._dtype))
                 with _without_adapters(self._model):
                     self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies})
-            # The check of the weights runs inside of the iterator. It ends with an error if some are missing, so it is read
-            # to the end.
+            # The check runs inside of the iterator and ends with an error if weights are missing, so it is read to the end.
             assert next(checked, None) is None, "vLLM left some weights out"
             self._reset_prefix_cache()
 
@@ -216,7 +210,6 @@ class VllmEngine:
         """Return the parts of vLLM's fused parameters that are the trainer's tensors."""
         if not self._in_place:
             raise RolloutError("vLLM keeps quantized weights, or tensors that it derives from experts or latent attention")
-        self._expected = ExpectedWeights.of(meta_model(self._place.model_folder, self._place.trust_remote_code))
         (views,) = self._llm.apply_model(lambda model: self._learned_map(model).views())
         apart = [name for name in self._expected.shapes if name not in views]
         if apart:
@@ -241,7 +234,7 @@ class VllmEngine:
         from vllm.lora.request import LoRARequest
 
         place, name = self._place, "policy"
-        manager = self._llm.collective_rpc(lambda worker: worker.model_runner)[0].lora_manager._adapter_manager
+        manager = self._runner.lora_manager._adapter_manager
         mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
         # Copies, because vLLM multiplies B by the adapter's scale in place.
         copies = {key: tensor.detach().to(manager.lora_config.lora_dtype, copy=True) for key, tensor in adapters.items()}
@@ -273,7 +266,6 @@ class VllmEngine:
 
     def compare_weights(self, weights: Weights) -> WeightComparison:
         """Compare each slice with the place where vLLM stores it. Weights that vLLM has transformed are unknown."""
-        assert self._expected is not None, "compare after the first load"
         checked = self._expected.checked(weights)
         if self._map is None:
             return WeightComparison([], [], sorted({part.name for part in checked}))
@@ -331,7 +323,7 @@ class VllmEngine:
 
     def resident_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights and the KV cache that are awake."""
-        runner = self._llm.collective_rpc(lambda worker: worker.model_runner)[0]
+        runner = self._runner
         if self._state.is_awake("weights"):
             own = () if self._shared is not None else runner.model.parameters()
             for tensor in (*own, *runner.model.buffers()):
@@ -383,20 +375,23 @@ class VllmEngine:
                 "start in this process.", error,
             )  # fmt: skip
 
-    def _write(self, model: Any, weights: Iterator[WeightSlice]) -> None:
-        """Copy each slice to the place where vLLM's own loader would put it."""
-        self._learned_map(model).write(weights)
+    @cached_property
+    def _expected(self) -> ExpectedWeights:
+        return ExpectedWeights.of(meta_model(self._place.model_folder, self._place.trust_remote_code))
 
     def _learned_map(self, model: Any) -> WeightMap:
-        assert self._expected is not None
         if self._map is None:
             with _without_adapters(model):
                 self._map = WeightMap.of(self._expected.shapes, model.load_weights, self._dtype)
         return self._map
 
     @property
+    def _runner(self) -> Any:
+        return self._llm.collective_rpc(lambda worker: worker.model_runner)[0]
+
+    @property
     def _model(self) -> nn.Module:
-        model: nn.Module = self._llm.collective_rpc(lambda worker: worker.model_runner)[0].model
+        model: nn.Module = self._runner.model
         return model
 
     def _parameters(self, sampling: SamplingSettings, seed: int) -> Any:
@@ -475,10 +470,9 @@ def import_ahead(device: str) -> None:
 
 
 def _free_failed_start(error: BaseException, device: torch.device, groups: tuple[bool, bool]) -> None:
-    """End the process groups of an engine that failed to start, and free its memory.
+    """End the process groups of an engine that failed to start, and free its memory, which the frames of its error keep alive.
 
-    Its error would keep the memory alive through the frames of its traceback. ``groups``: whether there was a default group
-    before, and whether vLLM had groups.
+    ``groups``: whether there was a default group before, and whether vLLM had groups.
     """
     from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
@@ -576,8 +570,8 @@ STEPS_PER_AGREEMENT = 8
 def agreed(stopped: Callable[[], bool], group: dist.ProcessGroup) -> Callable[[], bool]:
     """Return a function that says whether any rank wants to stop. Without it some ranks would wait for the others for ever.
 
-    All ranks call it before each engine step. They exchange their answers once every ``STEPS_PER_AGREEMENT`` calls. The other
-    calls return False. ``group`` holds the ranks of the engine, for host tensors.
+    All ranks call it before each engine step, and exchange their answers once every ``STEPS_PER_AGREEMENT`` calls. The others
+    return False. ``group`` holds the ranks of the engine, for host tensors.
     """
     calls = itertools.count(1)
 

@@ -68,7 +68,7 @@ from verl_memopt.trainer.step import (
 )
 from verl_memopt.trainer.validate import LossValidator, Validator
 from verl_memopt.worker.group import TimedGroup
-from verl_memopt.worker.plan import RolePlan, WorkerPlan
+from verl_memopt.worker.roles import RolePlan, WorkerPlan
 from verl_memopt.worker.worker import Worker
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from verl_memopt.trainer.step import STEPS, StepResult, TrainingStep
 from verl_memopt.trainer.update_guard import Health, UpdateGuard, Updates
 from verl_memopt.trainer.validate import Validation
 from verl_memopt.worker.group import LocalGroup, RayGroup, TimedGroup, WorkerGroup, group_of
-from verl_memopt.worker.plan import WorkerPlan
+from verl_memopt.worker.roles import WorkerPlan
 from verl_memopt.worker.trained_model import ACTOR, CRITIC
 from verl_memopt.worker.worker import Worker
 

@@ -31,7 +31,7 @@ from verl_memopt.run.environment import Environment
 from verl_memopt.trainer.micro_batching import Budget
 from verl_memopt.trainer.rollouts import Answers, ForwardPass, StepBatch
 from verl_memopt.worker.group import TimedGroup
-from verl_memopt.worker.plan import RolePlan
+from verl_memopt.worker.roles import RolePlan
 from verl_memopt.worker.worker import Worker
 
 RM_SCORE = "rm_score"

@@ -19,7 +19,7 @@ from verl_memopt.model.packed_model import PackedModel
 from verl_memopt.model.value_model import ValueModel, classifier_config
 from verl_memopt.model.weights import base_weights, named_weights
 from verl_memopt.observe.byte_tracker import HOST, scope
-from verl_memopt.worker.plan import WorkerPlan
+from verl_memopt.worker.roles import WorkerPlan
 from verl_memopt.worker.trained_model import ACTOR, TrainedModel, readable
 
 
@@ -38,13 +38,10 @@ def sent_weights(model: PackedModel, rollout: Rollout, dtype: torch.dtype, merge
 
 
 def save_trained(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path, contents: Sequence[str]) -> Records:
-    """Write this rank's part of a checkpoint. With hf_model in ``contents``, also write the weights in Hugging Face format.
+    """Write this rank's part of a checkpoint and return the record of each file that it wrote, relative to ``folder``.
 
-    Parameters that are on the host are written from there. Every file is forced to disk. ``folder`` is that of the role in the
-    checkpoint. Only rank 0 writes the Hugging Face files.
-
-    Returns:
-        The record of each file that this rank wrote, relative to ``folder``.
+    ``folder`` is that of the role in the checkpoint. With hf_model in ``contents``, rank 0 also writes the weights in Hugging
+    Face format. Parameters that are on the host are written from there. Every file is forced to disk.
 
     Raises:
         CheckpointError: The disk refuses. The message names the folder.
@@ -108,9 +105,9 @@ def _export(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path, dt
 
 
 def load_trained(trained: TrainedModel, folder: Path, contents: Sequence[str]) -> None:
-    """Read this rank's part of a checkpoint, written by any number of ranks.
+    """Read this rank's part of a checkpoint, written by any number of ranks, into parameters on the device.
 
-    The parameters are on the device. A gradient that waits for a step is dropped: it is of other weights.
+    A gradient that waits for a step is dropped: it is of other weights.
     """
     trained.optimizer.zero_grad(set_to_none=True)
     parts = trained.model, trained.optimizer, trained.schedule

@@ -15,16 +15,28 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from verl_memopt.errors import ConfigError, UserError, WorkerError
 from verl_memopt.memory.token_budget import PassFigures
 from verl_memopt.run.processes import uncollected
-from verl_memopt.worker.nodes import Home, compare_nodes, free_port, interface_of, site, threads_per_worker, visible_devices
-from verl_memopt.worker.ray_cluster import STOP_SIGNALS, Connection, Request, release, reserve
+from verl_memopt.worker.ray_cluster import (
+    STOP_SIGNALS,
+    Connection,
+    Home,
+    Request,
+    compare_nodes,
+    environment_set,
+    free_port,
+    network_of,
+    release,
+    reserve,
+    site,
+    visible_devices,
+)
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings
@@ -106,15 +118,10 @@ class LocalGroup:
         """Set the environment variables and build the worker."""
         port = free_port(LOOPBACK)
         placement = Placement(rank=0, world_size=1, local_rank=0, master_addr=LOOPBACK, master_port=port, device=device)
-        variables = process_environment(placement, local_world_size=1)
-        self._before = {name: os.environ.get(name) for name in variables}
-        self._worker: Any = None
-        os.environ.update(variables)
-        try:
-            self._worker = factory(placement)
-        except BaseException:
-            self._restore_environment()
-            raise
+        with ExitStack() as environment:
+            environment.enter_context(environment_set(process_environment(placement, local_world_size=1)))
+            self._worker: Any = factory(placement)
+            self._environment = environment.pop_all()
 
     def all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call the worker and return its result as a list of one."""
@@ -129,20 +136,9 @@ class LocalGroup:
     def shutdown(self) -> None:
         """Close the worker, if it has a ``close``, and drop it."""
         worker, self._worker = self._worker, None
-        if worker is None:
-            return
-        try:
+        with self._environment:
             if hasattr(worker, "close"):
                 worker.close()
-        finally:
-            self._restore_environment()
-
-    def _restore_environment(self) -> None:
-        for name, value in self._before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 # The workers as the driver calls them: each call is a timed phase, and its memory is recorded.
@@ -284,7 +280,7 @@ class Member:
         # The driver decides what a signal to all processes of a run means, and this process ends with the driver. A handler,
         # not SIG_IGN: programs that this process starts then have the default actions.
         for number in STOP_SIGNALS:
-            signal.signal(number, _left_to_the_driver)
+            signal.signal(number, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         self._rank = rank
         self._worker: Any = None
@@ -301,14 +297,13 @@ class Member:
         # Asked of the cluster. Ray's get_node_ip_address guesses in a worker's process, by a route to the internet.
         (address,) = (node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == here)
         gpus = tuple(map(str, ray.get_gpu_ids()))
-        home = Home(os.getpid(), here, address, interface_of(address), free_port(""), gpus)
-        for name, value in home.network().items():
+        for name, value in network_of(address).items():
             # What was set on a node before Ray started there is the wish of who knows its network.
             os.environ.setdefault(name, value)
-        return home
+        return Home(os.getpid(), here, address, free_port(""), gpus)
 
     def site(self, paths: Mapping[str, str], probe: str) -> dict[str, str]:
-        """Return what this node has, as :func:`~verl_memopt.worker.nodes.site` says."""
+        """Return what this node has, as :func:`~verl_memopt.worker.ray_cluster.site` says."""
         return site(paths, probe)
 
     def prepare(self, environment: dict[str, str], ahead: Sequence[str]) -> None:
@@ -333,10 +328,6 @@ class Member:
         return getattr(self._worker, method)(*args, **kwargs)
 
 
-def _left_to_the_driver(number: int, frame: FrameType | None) -> None:
-    """Ignore the signal, because the driver handles it."""
-
-
 def start_ray_group(
     request: Request,
     device: str,
@@ -350,12 +341,12 @@ def start_ray_group(
     If it fails, nothing that it started is left behind.
 
     Args:
-        request: the processes.
-        device: kind of device, as :func:`verl_memopt.distributed.device.resolve_device` names it.
-        timeout_seconds: longest wait for placement, and again for the start of the processes.
-        ray_init: arguments of ray.init, where this process is not connected yet.
+        request: The processes.
+        device: Kind of device, as :func:`verl_memopt.distributed.device.resolve_device` names it.
+        timeout_seconds: Longest wait for placement, and again for the start of the processes.
+        ray_init: Arguments of ray.init, where this process is not connected yet.
         num_threads: OMP_NUM_THREADS of each worker.
-        ahead: what each process calls until its worker is built, such as its imports: ``module:function`` and arguments.
+        ahead: What each process calls until its worker is built, such as its imports: ``module:function`` and arguments.
 
     Raises:
         ConfigError: The cluster is too small for the group, or Ray refuses ``ray_init``.
@@ -375,7 +366,9 @@ def group_of(settings: Settings, device: str, ahead: Sequence[str] = ()) -> RayG
     """Return the group that the settings of a run ask for, without its workers. As :func:`start_ray_group`."""
     trainer, ray = settings.trainer, settings.ray_kwargs
     request = Request(trainer.nnodes, trainer.n_gpus_per_node, gpu=device != "cpu")
-    num_threads = threads_per_worker(trainer.n_gpus_per_node)
+    wished = os.environ.get("OMP_NUM_THREADS", "")
+    share = max(1, (os.cpu_count() or 1) // trainer.n_gpus_per_node)
+    num_threads = int(wished) if wished.isdigit() and int(wished) else share
     return start_ray_group(request, device, trainer.ray_wait_register_center_timeout, ray.ray_init, num_threads, ahead)
 
 
@@ -395,10 +388,7 @@ class RayGroup:
         atexit.register(self.shutdown)
 
     def start(self, request: Request, timeout_seconds: float) -> None:
-        """Reserve room, and start an empty process in each bundle.
-
-        ``timeout_seconds`` is the longest wait for room, and again for the processes.
-        """
+        """Reserve room, and start an empty process in each bundle."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -432,7 +422,7 @@ class RayGroup:
             self._preparing.append(member.prepare.remote(environment, ahead))
 
     def check_nodes(self, paths: Mapping[str, str], run_dir: Path) -> None:
-        """Check that all nodes have what this machine has, as :func:`~verl_memopt.worker.nodes.compare_nodes` says."""
+        """Check that all nodes have what this machine has, as :func:`~verl_memopt.worker.ray_cluster.compare_nodes` says."""
         import ray
 
         def ask(ranks: Sequence[int], probe: str) -> list[dict[str, str]]:
@@ -466,7 +456,7 @@ class RayGroup:
     def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call member ``rank`` with ``arguments[rank]``. As :meth:`WorkerGroup.each`."""
         calls = zip(self._members, arguments, strict=True)
-        return self._gather([member.call.remote(method, tuple(member_arguments), {}) for member, member_arguments in calls])
+        return self._gather([member.call.remote(method, tuple(own), {}) for member, own in calls])
 
     def write_timeline(self, path: str) -> None:
         """Write Ray's record of its tasks as a Chrome trace.
@@ -517,9 +507,9 @@ class RayGroup:
                 told = True
                 slow = ", ".join(f"worker {rank} ({self.homes[rank]})" for rank in pending.values())
                 logger.warning("the others were done after %.1f seconds, and wait for %s", took, slow)
+            if not done and not failures and (deadline is None or time.monotonic() < deadline):
+                continue
             if not done:
-                if not failures and (deadline is None or time.monotonic() < deadline):
-                    continue
                 break
             rank = pending.pop(done[0])
             try:
@@ -539,8 +529,8 @@ class RayGroup:
     def _cause(self, failures: dict[int, Any]) -> UserError:
         """Return the error to raise for several failures.
 
-        A node that is gone comes first, and then a death, because they explain the broken connections of its peers; then an
-        error for the user; then the first one.
+        A node that is gone comes first, and then a death: they explain the broken connections of its peers; then an error
+        for the user.
         """
         import ray
 

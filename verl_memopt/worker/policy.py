@@ -1,4 +1,4 @@
-"""The policy: log-probs of a batch, and update steps on the policy's loss."""
+"""The policy and the critic: log-probs, values and scores of a batch, and update steps on a loss."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from verl_memopt.algorithms.custom import load_statistic
 from verl_memopt.algorithms.kl import kl_estimate
-from verl_memopt.algorithms.losses import LossAndMetrics, LossTokens, policy_loss, with_shared_metrics
+from verl_memopt.algorithms.losses import LossAndMetrics, LossTokens, ValueTokens, policy_loss, value_loss, with_shared_metrics
 from verl_memopt.algorithms.records import LOSSES
 from verl_memopt.algorithms.rollout_correction import bypass_loss, is_token_local
 from verl_memopt.algorithms.rows import GlobalCounts, aggregate
+from verl_memopt.config import schema
 from verl_memopt.config.schema import Actor, Rollout, RolloutCorrection
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
 from verl_memopt.memory.chunked_logprob_torch import TokenGradient
@@ -27,6 +28,7 @@ from verl_memopt.model.packing import Pack
 from verl_memopt.model.value_model import ValueModel
 from verl_memopt.worker.trained_model import (
     ACTOR,
+    CRITIC,
     LossOf,
     MicroBatch,
     MiniBatch,
@@ -109,10 +111,7 @@ class Policy:
         return Updated(metrics, scatter_tokens(list(zip(mini.micro_batches, parts, strict=True)), mini.batch.responses.sizes()))
 
     def accumulate(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, temperature: float) -> dict[str, Tensor]:
-        """Add the gradient of a mini-batch, micro-batch by micro-batch, and return the summed metrics.
-
-        ``counts`` are the tokens and sequences of the mini-batch over all ranks.
-        """
+        """Add the gradient of a mini-batch. As :meth:`TrainedModel.accumulate`."""
         return self.trained.accumulate(micro_batches, counts, self.loss_at(temperature))
 
     def loss_at(self, temperature: float) -> LossOf:
@@ -159,9 +158,7 @@ class Objective:
     def loss(self, log_probs: Tensor, entropy: Tensor | None) -> LossAndMetrics:
         """Return the share of the loss (scalar, with gradient) and of its metrics (scalars, without).
 
-        Args:
-            log_probs: fp32 [R], in the order of ``pack.targets``.
-            entropy: fp32 [R], required if ``with_entropy``.
+        ``log_probs`` and ``entropy``, which is required if ``with_entropy``, are fp32 [R], in the order of ``pack.targets``.
         """
         loss, parts = self._policy(log_probs, self._old(log_probs, EVERYTHING), EVERYTHING)
         metrics = {f"actor/{name}": value for name, value in parts.items()}
@@ -197,10 +194,8 @@ class Objective:
                 # Backward starts from the loss times the number of ranks, so the gradient that is computed before it has the
                 # same factor.
                 loss = loss * scale
-            if entropy is None:
-                return torch.autograd.grad(loss, log_probs)[0], None
-            log_probs_gradient, entropy_gradient = torch.autograd.grad(loss, (log_probs, entropy))
-            return log_probs_gradient, entropy_gradient
+            found = torch.autograd.grad(loss, [log_probs] if entropy is None else [log_probs, entropy])
+            return found[0], None if entropy is None else found[1]
 
         return gradient
 
@@ -211,9 +206,9 @@ class Objective:
         weights, kept, selected = (None if field is None else field[rows] for field in fields)
         row, counts, advantages = micro.pack.row[rows], self.counts, micro.advantages[rows]
         if self.bypass is None:
-            tokens = LossTokens(log_probs, old, advantages, row, self.micro.lengths, counts, weights, kept, selected)
+            tokens = LossTokens(log_probs, old, advantages, row, micro.lengths, counts, weights, kept, selected)
             return policy_loss(tokens, self.actor)
-        tokens = LossTokens(log_probs, old, advantages, row, self.micro.lengths, counts)
+        tokens = LossTokens(log_probs, old, advantages, row, micro.lengths, counts)
         return with_shared_metrics(tokens, *bypass_loss(tokens, self.actor, self.bypass))
 
     @property
@@ -247,11 +242,9 @@ class Objective:
         return penalties
 
     def _on_policy_gradient(self) -> Tensor:
-        """Return the on-policy gradient of the log-probs, fp32 [R].
-
-        On-policy every ratio is 1 whatever the log-probs are, so zeros take their place.
-        """
+        """Return the on-policy gradient of the log-probs, fp32 [R]."""
         assert self.micro.advantages is not None
+        # Every ratio is 1 whatever the log-probs are, so zeros take their place.
         with torch.enable_grad():
             log_probs = torch.zeros_like(self.micro.advantages, requires_grad=True)
             loss, _ = self._policy(log_probs, log_probs.detach(), EVERYTHING)
@@ -279,18 +272,15 @@ def forward_pass(
 
     After an out-of-memory error the rows that are left are cut into smaller micro-batches, where :func:`oom_retry` allows it.
 
-    Args:
-        model: The model, which computes the prefix KV of prompts whose answers lie in several micro-batches.
-        batch: The batch of this rank.
-        micro_batches: Rows of each forward. Together they hold every row once, and all ranks have the same number of them.
-        device: The device of the model.
-        forward: Runs the model on a pack.
+    ``micro_batches`` are the rows of each forward. Together they hold every row once, and all ranks have as many of them. The
+    model computes the prefix KV of prompts whose answers lie in several micro-batches.
     """
     outputs: list[tuple[Sequence[int], Output]] = []
+    remaining: Sequence[Sequence[int]] | None = micro_batches
 
     def append_each(micro_batches: Sequence[Sequence[int]]) -> None:
         micros = [micro.to(device) for micro in micro_batches_of(batch, micro_batches, model.supports_prefix_kv)]
-        prefix_kv: PrefixKV | None = None
+        prefix_kv = None
         with torch.no_grad():
             for rows, micro in zip(micro_batches, micros, strict=True):
                 if micro.prompt is not None and prefix_kv is None:
@@ -298,7 +288,6 @@ def forward_pass(
                 outputs.append((rows, forward(micro.pack, prefix_kv if micro.reads else None, rows)))
                 prefix_kv = None if micro.ends else prefix_kv
 
-    remaining: Sequence[Sequence[int]] = micro_batches
     while remaining:
         done = len(outputs)
         try:
@@ -306,10 +295,9 @@ def forward_pass(
             break
         except RuntimeError as error:
             remaining = remaining[len(outputs) - done :]
-            smaller = cut_again(error, model, batch.row_tokens(), remaining, remaining[0])
-            if smaller is None:
+            remaining = cut_again(error, model, batch.row_tokens(), remaining, remaining[0])
+            if remaining is None:
                 raise
-            remaining = smaller
     model.end_pass()
     return outputs
 
@@ -319,11 +307,7 @@ def forward_pass(
 
 @dataclass(frozen=True)
 class LogProbs:
-    """The result of a log-prob pass.
-
-    ``log_probs`` is fp32 [R] on the host, in batch order. ``entropy``, None if not requested, and the further ``statistics`` by
-    name have the same form.
-    """
+    """The result of a log-prob pass: fp32 [R] each, on the host in batch order. ``entropy`` is None if it was not requested."""
 
     log_probs: Tensor
     entropy: Tensor | None
@@ -411,3 +395,51 @@ def compute_scores(
     parts = forward_pass(model, batch, micro_batches, device, forward)
     scores[[row for rows, _ in parts for row in rows]] = torch.cat([part for _, part in parts]).cpu()  # one wait for all
     return scores
+
+
+# The critic: values of a batch, and update steps on the clipped value loss.
+
+
+class Critic:
+    """The trained critic, in :attr:`trained`. Arguments are as in :class:`TrainedModel`."""
+
+    def __init__(
+        self,
+        model: ValueModel,
+        settings: schema.Critic,
+        schedule_steps: int,
+        world_size: int,
+        device: torch.device,
+        offload: SavedTensorHooks | None = None,
+    ) -> None:
+        """Build optimizer and schedule."""
+        self.model, self.settings = model, settings
+        self.trained = TrainedModel(CRITIC, model, settings, schedule_steps, world_size, device, offload)
+
+    def values(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> Tensor:
+        """Return the value of the state before each response token, fp32 [R] on the host, in batch order.
+
+        ``micro_batches`` are as in :func:`forward_pass`.
+        """
+        parts = forward_pass(self.model, batch, micro_batches, self.trained.device, lambda pack, kv, _: self.model(pack, kv))
+        return scatter_tokens(parts, batch.responses.sizes())
+
+    def update(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
+        """Take one optimizer step per mini-batch and return the mean of their metrics, as :meth:`TrainedModel.update`.
+
+        The batches have ``old_values`` and ``returns``.
+        """
+        return self.trained.update(mini_batches, self.loss)
+
+    def loss(
+        self, micro: MicroBatch, counts: GlobalCounts, prefix_kv: PrefixKV | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the micro-batch's share of the clipped value loss, and of its metrics."""
+        assert micro.old_values is not None
+        assert micro.returns is not None
+        settings, pack = self.settings, micro.pack
+        assert settings.loss_agg_mode is not None
+        predictions = self.model(pack, prefix_kv)
+        tokens = ValueTokens(predictions, micro.old_values, micro.returns, pack.row, micro.lengths, counts, micro.kept)
+        loss, metrics = value_loss(tokens, settings.cliprange_value, settings.loss_agg_mode, settings.loss_scale_factor)
+        return loss, {f"{CRITIC.name}/{name}": value for name, value in metrics.items()}

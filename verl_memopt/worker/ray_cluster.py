@@ -1,9 +1,12 @@
-"""The Ray cluster of a group of workers: joined or started, with room reserved on it."""
+"""The Ray cluster of a group of workers: joined or started, with room reserved on it; and its nodes, compared."""
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
 import logging
 import os
+import platform
 import secrets
 import shutil
 import signal
@@ -13,20 +16,17 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_memopt.distributed.file_records import digest_of
 from verl_memopt.errors import ConfigError, WorkerError
 from verl_memopt.run.processes import Guardian, descendants, is_alive, kill, wait_until_gone
-from verl_memopt.worker.nodes import Home
 
 logger = logging.getLogger(__name__)
-
-OBJECT_STORE_BYTES = 256 * 2**20
-"""Shared memory of a cluster started here. Batches without padding are small, and beyond this Ray spills to disk."""
 
 CONNECT_SECONDS = 10.0
 """Longest time in which a cluster must accept a connection."""
@@ -51,11 +51,12 @@ STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 SOCKET_BYTES = 107
 """Longest path of a socket in bytes."""
 
-SESSION = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1"
-"""The longest path that Ray adds to its folder."""
+ROOM = SOCKET_BYTES - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1")
+"""What the longest path that Ray adds to its folder leaves of it."""
 
-LOCAL_CLUSTER: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
-"""Arguments of ray.init where it starts a cluster; ``ray_kwargs.ray_init`` wins over each."""
+LOCAL_CLUSTER: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 256 * 2**20}
+"""Arguments of ray.init where it starts a cluster; ``ray_kwargs.ray_init`` wins over each. Beyond the shared memory for objects
+Ray spills to disk; batches without padding are small."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Connection:
         self._heads: dict[int, str] = {}
         self._joined: str | None = None
         self._looked_at = time.monotonic()
-        self._nodes: dict[str, int] = {}
+        self._nodes: dict[str, int] = {}  # address -> port
         self._silent_since: float | None = None
         self.is_lost = False
         self._owned = not ray.is_initialized()
@@ -128,17 +129,16 @@ class Connection:
                 return f"Ray's {name} (pid {pid}) died"
         if time.monotonic() - self._looked_at <= LOOK_SECONDS:
             return None
-        self._looked_at = time.monotonic()
         self._name_stopped()
+        silent = None
         if self._joined is not None:
             reason = _does_not_answer(self._joined)
             if reason is not None:
                 self.is_lost = True
                 return f"nothing answers any more at ray_kwargs.ray_init.address={self._joined} ({reason})"
             silent = self._silent_for_long()
-            self._looked_at = time.monotonic()
-            return silent
-        return None
+        self._looked_at = time.monotonic()
+        return silent
 
     def watch(self, homes: Sequence[Home]) -> None:
         """Have :meth:`lost` see too whether a signal stops one of these processes here, and whether their nodes answer."""
@@ -162,10 +162,7 @@ class Connection:
         return None
 
     def _silent_for_long(self) -> str | None:
-        """Return which node has been silent for too long, and warn while it has not.
-
-        Ray itself waits three times as long. A link that is back before does not end the run.
-        """
+        """Return which node has been silent for too long, and warn while it has not. Ray itself waits three times as long."""
         silent, now = self.silent_node(), time.monotonic()
         if silent is None:
             self._silent_since = None
@@ -181,7 +178,8 @@ class Connection:
         stopped = set()
         for process in self._known | self._members:
             with suppress(psutil.Error):
-                stopped |= {process.pid} if process.status() == psutil.STATUS_STOPPED else set()
+                if process.status() == psutil.STATUS_STOPPED:
+                    stopped.add(process.pid)
         for pid in sorted(stopped - self._stopped):
             logger.warning("process %d of this run is stopped by a signal, and the run waits for it: kill -CONT %d", pid, pid)
         self._stopped = stopped
@@ -194,7 +192,7 @@ class Connection:
         return "the folder session_latest/logs of Ray" if node is None else node.get_logs_dir_path()
 
     def _remember_started(self) -> None:
-        """Record Ray's processes and their descendants now, because an orphan can no longer be found later."""
+        """Record Ray's processes and their descendants while they can be found: an orphan cannot."""
         import psutil
 
         for parent in self._started:
@@ -210,16 +208,13 @@ class Connection:
         wait_until_gone(running, GONE_SECONDS)
 
     def _shutdown(self) -> None:
-        """Disconnect, and kill the cluster's processes if they were started here.
-
-        Ray would send SIGTERM to one after another and wait a second for each. They block SIGTERM, because every process of the
-        run is started with it blocked.
-        """
+        """Disconnect, and kill the cluster's processes if they were started here."""
         import ray
 
         self._remember_started()
         node = ray._private.worker._global_node
         if self._started and node is not None:
+            # Ray would send SIGTERM, which every process of the run is started with blocked, and wait a second for each.
             node.kill_all_processes = lambda **_: self._kill_started()
         ray.shutdown()
         self._kill_started()
@@ -261,9 +256,8 @@ class Connection:
             ) from error
         self._joined = ray.get_runtime_context().gcs_address if joins else None
         self._started = [child.pid for child in psutil.Process().children() if child not in before]
-        if self._started:
-            self._heads = {pid: name for pid in self._started if (name := HEADS.get(psutil.Process(pid).name()))}
-            self._remember_started()
+        self._heads = {pid: name for pid in self._started if (name := HEADS.get(psutil.Process(pid).name()))}
+        self._remember_started()
         # From here on the guardian follows parents only, so processes that others start later are left alone.
         if self._guardian is not None:
             self._guardian.all_started()
@@ -272,15 +266,13 @@ class Connection:
 class _Fixed(list[str]):
     """Folders to which Ray adds none."""
 
-    def extend(self, more: Iterable[str]) -> None:
-        """Add nothing."""
+    def extend(self, more: Iterable[str]) -> None: ...
 
 
 def _job_config() -> Any:
     """Return a job whose workers do not look for modules in the driver's working directory and script folder first.
 
-    Ray puts both in front of the standard library, so that a file ``secrets.py`` there would run in every worker. A worker
-    appends its working directory to its path itself.
+    Ray puts both in front of the standard library, where a file ``secrets.py`` would run. A worker appends its own directory.
     """
     from ray.job_config import JobConfig
 
@@ -292,8 +284,8 @@ def _job_config() -> Any:
 def stop_signals_blocked() -> Iterator[None]:
     """Block the signals that stop a run, in this thread and in the threads and processes that it starts, which inherit the mask.
 
-    A scheduler sends SIGTERM to every process of a job. Ray's processes set their own handlers and would end before the run has
-    saved. A blocked signal never reaches a handler. At the end the handlers of this process are restored, because Ray sets some.
+    A scheduler sends SIGTERM to every process of a job, and Ray's would end before the run has saved. At the end the handlers of
+    this process are restored, because Ray sets some.
     """
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -316,20 +308,29 @@ def _one_node() -> Iterator[None]:
     """
     from ray._private import ray_constants
 
-    name, could = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
-    variable = os.environ.get(name)
     if "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    os.environ[name] = "0"
-    ray_constants.ENABLE_RAY_CLUSTER = False
+    could, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    try:
+        with environment_set({ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}):
+            yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = could
+
+
+@contextmanager
+def environment_set(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables in the body."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = could
-        if variable is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = variable
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def remove_old_sessions(folder: Path) -> None:
@@ -353,14 +354,16 @@ def own_folder() -> Path:
     """
     ray_tmpdir = os.environ.get("RAY_TMPDIR")
     name, parent = ("RAY_TMPDIR", Path(ray_tmpdir)) if ray_tmpdir else ("TMPDIR", Path(tempfile.gettempdir()))
-    if not ray_tmpdir and _bytes_too_long(parent) > 0:
+    own = f"verl_memopt_{os.getuid()}"
+    if not ray_tmpdir and len(os.fsencode(parent / own)) > ROOM:
         parent = Path("/tmp")
-    if _bytes_too_long(parent) > 0:
+    folder = parent / own
+    too_long = len(os.fsencode(folder)) - ROOM
+    if too_long > 0:
         raise ConfigError(
-            f"{name}={parent}: the path is {_bytes_too_long(parent)} bytes too long. Ray puts sockets below it, whose paths have "
-            f"at most {SOCKET_BYTES} bytes. Set RAY_TMPDIR to a shorter folder, for example RAY_TMPDIR=/tmp."
+            f"{name}={parent}: the path is {too_long} bytes too long. Ray puts sockets below it, whose paths have at most "
+            f"{SOCKET_BYTES} bytes. Set RAY_TMPDIR to a shorter folder, for example RAY_TMPDIR=/tmp."
         )
-    folder = _own(parent)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.lstat()
@@ -373,14 +376,6 @@ def own_folder() -> Path:
         raise ConfigError(f"{name}={parent}: {folder} is not a folder of yours. Set RAY_TMPDIR to a folder of yours.")
     folder.chmod(0o700)
     return folder
-
-
-def _own(parent: Path) -> Path:
-    return parent / f"verl_memopt_{os.getuid()}"
-
-
-def _bytes_too_long(parent: Path) -> int:
-    return len(os.fsencode(_own(parent))) + len(SESSION) - SOCKET_BYTES
 
 
 def _does_not_answer(address: str) -> str | None:
@@ -439,13 +434,9 @@ def release(groups: list[Any]) -> None:
 def _check_possible(request: Request) -> None:
     import ray
 
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    large_enough = [
-        node
-        for node in nodes
-        if all(node.get(name, 0) >= request.devices_per_node * each for name, each in request.bundle.items())
-    ]
-    if len(large_enough) < request.nnodes:
+    nodes, count = [node["Resources"] for node in ray.nodes() if node["Alive"]], request.devices_per_node
+    fits = [all(node.get(name, 0) >= count * each for name, each in request.bundle.items()) for node in nodes]
+    if sum(fits) < request.nnodes:
         available = "; ".join(_resources(node) for node in nodes)
         raise ConfigError(
             f"{request}, but the cluster's nodes have: {available}. Lower trainer.n_gpus_per_node or trainer.nnodes, "
@@ -455,3 +446,150 @@ def _check_possible(request: Request) -> None:
 
 def _resources(resources: Mapping[str, float]) -> str:
     return " and ".join(f"{resources.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
+
+
+# The nodes of a group: where each process runs, which devices it sees there, and whether all nodes have the same.
+
+
+logger = logging.getLogger(__name__)
+
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+"""The GPUs that a process sees, by index or UUID. CUDA reads it when it starts."""
+
+RUN_FOLDER = "trainer.default_local_dir"
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a member runs."""
+
+    pid: int
+    node: str
+    address: str
+    """Address of the node in the cluster."""
+    port: int
+    """A port that was free there when the member started."""
+    gpus: tuple[str, ...] = ()
+    """The GPUs that Ray assigned, by the names of the node; empty on a CPU."""
+
+    def __str__(self) -> str:
+        """Return where it is, for a message."""
+        return f"pid {self.pid} on {self.address}"
+
+
+def free_port(address: str) -> int:
+    """Return a port that is free on this node now."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
+def network_of(address: str) -> dict[str, str]:
+    """Return the variables that tell gloo and vLLM which address of this node others reach this process at.
+
+    Gloo would listen at the address of the host's name, which on Debian and Ubuntu is a loopback address (127.0.1.1).
+    """
+    import psutil
+
+    interfaces = [name for name, known in psutil.net_if_addrs().items() if any(one.address == address for one in known)]
+    return {"VLLM_HOST_IP": address} | ({"GLOO_SOCKET_IFNAME": interfaces[0]} if interfaces else {})
+
+
+def visible_devices(homes: Sequence[Home], rank: int, device: str) -> dict[str, str]:
+    """Return the variable that shows a member the GPUs of its group on its node, in the order of their local ranks.
+
+    It shows none to workers that compute on a CPU. Empty where Ray gave no GPU to any.
+
+    Raises:
+        ConfigError: Ray assigned more or fewer GPUs than one to a member of the node.
+    """
+    if device == "cpu":  # Ray hides none from a process that requested none
+        return {VISIBLE_DEVICES: ""}
+    neighbours = [home.gpus for home in homes if home.node == homes[rank].node]
+    if not any(neighbours):
+        return {}
+    if any(len(gpus) != 1 for gpus in neighbours):
+        raise ConfigError(
+            f"ray_kwargs.ray_init: Ray gave worker {rank} on {homes[rank].address} the GPUs {sorted(homes[rank].gpus)} instead "
+            f"of one. Remove {VISIBLE_DEVICES} from its runtime_env. To use a part of a node's GPUs, set {VISIBLE_DEVICES} "
+            "before Ray starts on that node."
+        )
+    return {VISIBLE_DEVICES: ",".join(gpu for (gpu,) in neighbours)}
+
+
+def site(paths: Mapping[str, str], probe: str) -> dict[str, str]:
+    """Return what this node has: versions of the software, the text of a file, and checksums of paths.
+
+    The keys are the names that errors use for them. ``paths`` and ``probe`` are as in :func:`compare_nodes`.
+    """
+    import verl_memopt
+
+    code = hashlib.sha256()
+    for file in sorted(Path(verl_memopt.__file__).parent.rglob("*.py")):
+        code.update(file.read_bytes())
+    found = {"Python": platform.python_version(), "the code of verl_memopt": code.hexdigest()}
+    for name in ("torch", "transformers", "vllm", "flash-attn"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    with suppress(OSError):
+        found[RUN_FOLDER] = Path(probe).read_text()
+    for key, path in paths.items():
+        with suppress(OSError):
+            found[f"{key}={path}"] = digest_of(Path(path))
+    return found
+
+
+def compare_nodes(
+    homes: Sequence[Home],
+    paths: Mapping[str, str],
+    run_dir: Path,
+    here: str,
+    ask: Callable[[Sequence[int], str], Sequence[Mapping[str, str]]],
+) -> None:
+    """Check that all nodes have the software, the run folder and the files that this machine has, and log who is where.
+
+    Does nothing where all workers are on this machine, whose node is ``here``. ``paths``: setting -> file or folder that workers
+    read. ``ask`` gets some ranks and the path of a file that the driver wrote, and returns the :func:`site` of each rank.
+
+    Raises:
+        ConfigError: A node has something else. The message names it and each difference.
+    """
+    nodes = [home.node for home in homes]
+    if set(nodes) == {here}:
+        return
+    firsts = [rank for rank, node in enumerate(nodes) if nodes.index(node) == rank]
+    for rank in firsts:
+        machine = " (this machine)" if nodes[rank] == here else ""
+        last = rank + nodes.count(nodes[rank]) - 1
+        logger.info("%s: %s%s", f"ranks {rank} to {last}" if last > rank else f"rank {rank}", homes[rank].address, machine)
+    elsewhere = [rank for rank in firsts if nodes[rank] != here]
+    probe = run_dir / f".seen_by_all_nodes_{os.getpid()}"
+    try:
+        probe.write_text(secrets.token_hex(16))
+        found, mine = ask(elsewhere, str(probe)), site(paths, str(probe))
+    finally:
+        probe.unlink(missing_ok=True)
+    problems = [differences(mine, theirs, homes[rank].address, run_dir) for rank, theirs in zip(elsewhere, found, strict=True)]
+    if any(problems):
+        raise ConfigError(". ".join(filter(None, problems)) + ".")
+
+
+def differences(mine: Mapping[str, str], theirs: Mapping[str, str], address: str, run_dir: Path) -> str:
+    """Return what another node has that differs from this one, each with the way out; empty if nothing does."""
+    problems = []
+    for name in {**mine, **theirs}:
+        one, other = mine.get(name), theirs.get(name)
+        if one == other:
+            continue
+        if name == RUN_FOLDER:
+            problems.append(f"it does not see {name}={run_dir}; set it to a folder that all nodes share, on NFS for example")
+        elif "=" in name:
+            state = "there is no such path" if other is None else "its contents are others"
+            problems.append(f"{name}: {state}; give all nodes the same files at this path")
+        elif name.startswith("the code"):
+            problems.append(f"{name} is another; install the same version on all nodes")
+        else:
+            problems.append(
+                f"it has {name} {other or 'not at all'}, and this machine {one or 'not at all'}; install the same on all nodes"
+            )
+    return f"node {address} differs from this machine: {'; '.join(problems)}" if problems else ""

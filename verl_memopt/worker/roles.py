@@ -1,25 +1,44 @@
-"""Build the roles of a worker: each a sharded model, filled from its folder, with a place on the host if it may rest there."""
+"""The roles of a worker: what the driver sends, and how each role is built from it.
+
+A role is a sharded model, filled from its folder, with a place on the host if it may rest there.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from verl_memopt.config.schema import CriticModel, Fsdp, Model
+from verl_memopt.config import schema
+from verl_memopt.config.schema import (
+    ActorRolloutRef,
+    CriticModel,
+    Fsdp,
+    Memory,
+    Model,
+    RewardModel,
+    RolloutCorrection,
+    ScoringModel,
+)
 from verl_memopt.distributed.device import is_gpu, training_mesh
+from verl_memopt.distributed.file_records import Records
+from verl_memopt.distributed.sharded_state import load_weights, save_weights
+from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activation_offload_torch import BYTES_MOVED, CRITIC_BYTES_MOVED, ActivationOffload
 from verl_memopt.memory.fused import compiler_works
 from verl_memopt.memory.lora_torch import initialize_adapters, load_adapter
 from verl_memopt.memory.quantized_frozen_torch import exact_weights
 from verl_memopt.memory.residency import CRITIC, POLICY, REFERENCE, REWARD_MODEL, OffloadedParams, Residency
-from verl_memopt.memory.streamed_params_torch import StreamedParams
 from verl_memopt.model.assembly import (
     ModelUse,
     build_critic,
@@ -36,31 +55,106 @@ from verl_memopt.model.packing import pack_rows
 from verl_memopt.model.packing_check import REWARD_KEY, check_packing
 from verl_memopt.model.value_model import CRITIC_KEY, ValueModel, stored_head
 from verl_memopt.model.weights import WeightFolder, named_weights
+from verl_memopt.observe.byte_tracker import HOST, scope
 from verl_memopt.observe.phase import MIB
-from verl_memopt.worker.critic import Critic
 from verl_memopt.worker.group import Placement
-from verl_memopt.worker.moving_reference import MovingReference, moving_reference
-from verl_memopt.worker.plan import WorkerPlan
-from verl_memopt.worker.policy import Policy, pack_log_probs, scoring_temperature
-from verl_memopt.worker.trained_model import TrainedModel
+from verl_memopt.worker.policy import Critic, Policy, pack_log_probs, scoring_temperature
+from verl_memopt.worker.trained_model import TrainedModel, readable
+
+
+class FrozenRole(Protocol):
+    """A frozen model with what a recipe computes in it. The driver calls its methods through ``Worker.of_role``."""
+
+    @property
+    def model(self) -> PolicyModel:
+        """The model, which may be the reference's or the policy's own."""
+
+
+class RolePlan(Protocol):
+    """One more role that a recipe asks each worker to build. It travels to the workers, so it must be picklable.
+
+    The role computes in the phase ``reward``. Its model rests on the host outside of that phase if its settings say so.
+    """
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether the role's model is the reference's, so that the reference is on the device in the phase ``reward`` too."""
+
+    def build(self, roles: RoleBuilder, policy: PolicyModel, reference: PolicyModel | None) -> FrozenRole:
+        """Return the role. ``reference`` is None where it has no model of its own."""
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """Everything that a worker builds from. Folders are local paths."""
+
+    settings: ActorRolloutRef
+    folder: str
+    """Folder of the policy's model."""
+    engine_folder: str | None
+    """Folder with the config for the engine: the model's own, or one with ``model.override_config`` merged in. None = there is no
+    engine."""
+    reference_folder: str | None
+    """Folder of the reference's model. None = no model of its own."""
+    tokenizer_folder: str
+    eos_token_ids: tuple[int, ...]
+    """Tokens that end a response."""
+    schedule_steps: int
+    """Steps of the policy's schedule over the whole run, as ``actor.optim.lr_schedule_steps`` counts them."""
+    free_engine: bool
+    """The engine sleeps outside of rollout and validation."""
+    track_init: bool
+    """Count the bytes of the start on a CPU."""
+    critic: schema.Critic | None = None
+    """The ``critic`` section of the settings. None = there is no critic."""
+    critic_folder: str | None = None
+    """Folder of the critic's model."""
+    critic_schedule_steps: int = 0
+    """The same of the critic."""
+    memory: Memory = dataclasses.field(default_factory=Memory)
+    """Limits and host buffers of the process."""
+    kinds_on_gpu: bool = False
+    """Count bytes by kind in tracked phases on a GPU too. Compiled functions then stay uncompiled."""
+    bypass: RolloutCorrection | None = None
+    """The rollout correction in bypass mode. None = decoupled mode, or no correction."""
+    stop_file: str | None = None
+    """File in which the driver writes when rollouts are abandoned. None = never."""
+    sync_check: bool = False
+    """Compare the engine's weights with the policy's after each sync, and look for stale cache blocks."""
+    snapshot_folder: str | None = None
+    """Where a snapshot of the memory is written when it runs out. None = nowhere."""
+    reward_model: ScoringModel | None = None
+    """Settings of the reward model's own model. None = no model scores."""
+    reward_folder: str | None = None
+    """Folder of the reward model."""
+    rewards: RewardModel | None = None
+    """The ``reward_model`` section of the settings, that advice is based on. None = no model scores."""
+    role: RolePlan | None = None
+    """A recipe's own role. None = no recipe has one."""
+    beside_cache_bytes: int | None = None
+    """What the device holds beside the KV cache by the formulas, with ``rollout.kv_cache_memory_gb=auto``. None = the settings
+    say how large the cache is."""
+    adaptive_phases: tuple[str, ...] = ()
+    """Phases whose micro-batches are cut again after an out-of-memory error, on one rank."""
+
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """A model that is never trained: the reference, or a recipe's own.
-
-    ``part`` is its name in the residency table. Errors name ``key``, the section that says how it is stored, and
-    ``model_key``, the section of its model. ``compiled`` asks for compiled functions.
-    """
+    """A model that is never trained: the reference, or a recipe's own."""
 
     part: str
+    """Its name in the residency table."""
     key: str
+    """The section that says how it is stored."""
     model_key: str
+    """The section of its model."""
     model: Model
     fsdp: Fsdp
     compiled: bool
+    """It asks for compiled functions."""
     quantization: str = "none"
 
 
@@ -91,10 +185,9 @@ class RoleBuilder:
         policy = Policy(policy_model, actor, self.plan.schedule_steps, world_size, self.device, offload)
         fill_masters(policy.trained, folder)
         policy.bypass = self.plan.bypass
-        if fsdp.param_offload:
-            # With LoRA the reference is the policy without its adapters.
-            also = (REFERENCE, *self._also) if model.lora_rank > 0 else ()
-            policy.trained.home = self._home(POLICY, policy_model, also)
+        # With LoRA the reference is the policy without its adapters.
+        also = (REFERENCE, *self._also) if model.lora_rank > 0 else ()
+        policy.trained.home = self._home(POLICY, policy_model, fsdp, also)
         return policy
 
     def critic(self, folder: Path) -> Critic:
@@ -111,8 +204,7 @@ class RoleBuilder:
         offload, world_size = self._offload(value_model, model, CRITIC_BYTES_MOVED), self.placement.world_size
         critic = Critic(value_model, settings, self.plan.critic_schedule_steps, world_size, self.device, offload)
         fill_masters(critic.trained, folder, stored_head(folder, CRITIC_KEY))
-        if fsdp.param_offload:
-            critic.trained.home = self._home(CRITIC, value_model)
+        critic.trained.home = self._home(CRITIC, value_model, fsdp)
         return critic
 
     def reference(self, folder: Path) -> PolicyModel:
@@ -123,13 +215,7 @@ class RoleBuilder:
         return self.frozen(plan, folder, self._also)
 
     def frozen(self, plan: FrozenModel, folder: Path, also: tuple[str, ...] = ()) -> PolicyModel:
-        """Return a frozen model, filled from its folder.
-
-        Args:
-            plan: How it is built.
-            folder: Folder of its model.
-            also: Names of further parts that are this model, so that it is on the device in their phases.
-        """
+        """Return a frozen model, filled from its folder. It is on the device in the phases of the parts ``also`` too."""
         fsdp, key = plan.fsdp, f"{plan.key}.fsdp_config"
         compiled = compiles_functions(plan.compiled, fsdp, self.device)
         use = ModelUse(fsdp_key=key, quantization=plan.quantization, compiled=compiled)
@@ -143,13 +229,10 @@ class RoleBuilder:
                 materialize(model, folder, self.device)
         if plan.quantization != "none":
             self._log_quantization_error(model, folder, plan)
-        if model.stream is not None:
-            self._add_stream(plan.part, model.stream, also)
-        elif fsdp.param_offload:
-            home = self._home(plan.part, model, also, mapped)
-            if mapped is not None:  # it gets its values on the device
-                home.to_host()
-                home.to_device()
+        home = self._home(plan.part, model, fsdp, also, mapped)
+        if home is not None and mapped is not None:  # it gets its values on the device
+            home.to_host()
+            home.to_device()
         self._check_packing(model, folder, plan.model_key)
         return model
 
@@ -159,10 +242,17 @@ class RoleBuilder:
         Raises:
             ConfigError: The two models differ in their weights' names or shapes.
         """
+        shapes = [{name: tuple(weight.shape) for name, weight in named_weights(each)} for each in (reference, policy.model)]
+        if shapes[0] != shapes[1]:
+            name = min(name for name, _ in shapes[0].items() ^ shapes[1].items())
+            raise ConfigError(
+                f"actor_rollout_ref.ref.model.path={self.plan.reference_folder}: {name} is {shapes[0].get(name, 'missing')} "
+                f"there and {shapes[1].get(name, 'missing')} in the policy, and a reference that follows the policy needs the "
+                "same weights. Remove the key, or set actor_rollout_ref.ref.sync_every_steps=null."
+            )
         home = self.residency.find(REFERENCE)
         # One that streams has its weights on the host at all times.
-        moves = home if isinstance(home, OffloadedParams) else None
-        return moving_reference(reference, moves, policy.trained, str(self.plan.reference_folder))
+        return MovingReference(reference, home if isinstance(home, OffloadedParams) else None, policy.trained)
 
     def reward_model(self, folder: Path) -> ValueModel:
         """Return the frozen reward model, whose folder has a scalar head."""
@@ -174,10 +264,7 @@ class RoleBuilder:
             reward_model.requires_grad_(False)
             has_head = materialize_critic(reward_model, folder, self.device, REWARD_KEY)
         assert has_head, f"{folder} was checked before the workers started"
-        if reward_model.stream is not None:
-            self._add_stream(REWARD_MODEL, reward_model.stream)
-        elif fsdp.param_offload:
-            self._home(REWARD_MODEL, reward_model)
+        self._home(REWARD_MODEL, reward_model, fsdp)
         self._check_packing(reward_model, folder, REWARD_KEY)
         return reward_model
 
@@ -192,21 +279,26 @@ class RoleBuilder:
             yield
 
     def _home(
-        self, part: str, model: PackedModel, also: tuple[str, ...] = (), mapped: list[torch.Tensor] | None = None
-    ) -> OffloadedParams:
-        """Give a model's parameters a place on the host, under its name in the residency table."""
-        home = OffloadedParams(part, model.parameters(), self.device, mapped)
-        self.residency.add(home, also)
+        self,
+        part: str,
+        model: PackedModel,
+        fsdp: Fsdp,
+        also: tuple[str, ...] = (),
+        mapped: list[torch.Tensor] | None = None,
+    ) -> OffloadedParams | None:
+        """Enter a model that may rest on the host, or streams, into the residency table, and return its place on the host."""
+        stream, home = model.stream, None
+        if stream is not None:
+            stream.name = part
+            self.residency.add(stream, also)
+            logger.info(
+                "%s: %.4g MiB rest on the host and come to the device for every micro-batch, at most %.4g MiB of them at once",
+                part, stream.num_bytes / MIB, stream.most_bytes / MIB,
+            )  # fmt: skip
+        elif fsdp.param_offload:
+            home = OffloadedParams(part, model.parameters(), self.device, mapped)
+            self.residency.add(home, also)
         return home
-
-    def _add_stream(self, part: str, stream: StreamedParams, also: tuple[str, ...] = ()) -> None:
-        """Enter a model that streams into the residency table under its name, and log what it holds and moves."""
-        stream.name = part
-        self.residency.add(stream, also)
-        logger.info(
-            "%s: %.4g MiB rest on the host and come to the device for every micro-batch, at most %.4g MiB of them at once",
-            part, stream.num_bytes / MIB, stream.most_bytes / MIB,
-        )  # fmt: skip
 
     @property
     def _also(self) -> tuple[str, ...]:
@@ -297,3 +389,87 @@ def quantization_error(policy: PolicyModel, folder: Path, device: torch.device, 
     policy.end_pass()
     difference = (quantized - exact).abs()
     return float(difference.mean()), float(difference.max())
+
+
+# The reference that follows the policy: its moving average, and its part of a checkpoint.
+
+
+@dataclass(frozen=True)
+class MovingReference:
+    """A reference whose weights are a moving average of the policy's. They are read and written where they rest.
+
+    ``home`` is its place on the host; None = it never moves.
+    """
+
+    model: PolicyModel
+    home: OffloadedParams | None
+    policy: TrainedModel
+
+    def follow(self, alpha: float) -> None:
+        """Set each weight of the reference to ``alpha * policy + (1 - alpha) * reference``."""
+        on_host = self.model.stays_on_host or (self.home is not None and not self.home.on_device)
+        with readable(self.home), readable(self.policy.home):
+            move_towards(self._pairs(), alpha, on_host)
+        self._changed()
+
+    def save(self, folder: Path) -> Records:
+        """Write this rank's shards into ``folder`` and return the record of each file.
+
+        Raises:
+            CheckpointError: The disk refuses. The message names the folder.
+        """
+        with readable(self.home):
+            return save_weights(folder, self.model, self.policy.device)
+
+    def load(self, folder: Path) -> None:
+        """Read this rank's shards, written by any number of ranks.
+
+        Raises:
+            CheckpointError: A file is missing or damaged. The message names the folder.
+        """
+        with readable(self.home):
+            load_weights(folder, self.model)
+        self._changed()
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        policy = dict(named_weights(self.policy.model))
+        for name, reference in named_weights(self.model):
+            yield reference, self.policy.master(policy[name])
+
+    def _changed(self) -> None:
+        # On the host the copy itself was changed, and it is the one that counts.
+        if self.home is not None and self.home.on_device:
+            self.home.changed()
+
+
+# Move the weights of one model towards those of another, shard by shard, where they rest.
+#
+# Bytes on the device: none where the target rests on the host, or where both models lie on the device in fp32. Otherwise two
+# pieces of at most ``PIECE`` elements. No copy of a whole model exists at any time.
+
+
+PIECE = 2**22
+"""Elements that are copied or converted at a time: 16 MiB in fp32."""
+
+
+def move_towards(pairs: Iterable[tuple[Tensor, Tensor]], alpha: float, on_host: bool) -> None:
+    """Set each target to ``alpha * source + (1 - alpha) * target``, in place.
+
+    The sum is computed in fp32 and rounded once, to the dtype of the target. ``pairs`` are (target, source) of each parameter,
+    with the same shape, and above one rank the same shards. They may lie on different devices. ``on_host``: the targets rest on
+    the host, where the sum is then computed.
+    """
+    with torch.no_grad(), scope("moving average", HOST if on_host else None):
+        for target, source in pairs:
+            pieces = zip(_flat_shard(target).split(PIECE), _flat_shard(source).split(PIECE), strict=True)
+            for into, piece in pieces:
+                mixed = into if into.dtype == torch.float32 else into.float()
+                mixed.mul_(1 - alpha).add_(piece.to(into.device).float(), alpha=alpha)
+                if mixed is not into:
+                    into.copy_(mixed)
+
+
+def _flat_shard(tensor: Tensor) -> Tensor:
+    """Return this rank's shard as a flat view."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+    return local.view(-1)

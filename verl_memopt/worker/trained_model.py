@@ -245,9 +245,8 @@ class TrainedModel:
 
     def resident_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (kind, tensor) of what the model holds between calls, on the device or on the host."""
-        parameters = list(self.model.parameters())
-        yield from (("params", parameter) for parameter in parameters)
-        yield from (("grads", parameter.grad) for parameter in parameters if parameter.grad is not None)
+        yield from (("params", parameter) for parameter in self.model.parameters())
+        yield from (("grads", gradient) for gradient in self._gradients())
         yield from (("optimizer", value) for value in state_tensors(self.optimizer))
 
     def master(self, parameter: Tensor, on_host: bool = False) -> Tensor:
@@ -257,8 +256,7 @@ class TrainedModel:
     @property
     def has_gradient(self) -> bool:
         """Whether gradients wait for a step, on the device or on the host."""
-        offloaded = self.offloaded is not None and self.offloaded.has_any
-        return offloaded or any(parameter.grad is not None for parameter in self.model.parameters())
+        return (self.offloaded is not None and self.offloaded.has_any) or bool(self._gradients())
 
     def update(self, mini_batches: Sequence[MiniBatch], loss_of: LossOf, ends_rollout: bool = True) -> dict[str, float]:
         """Take one optimizer step per mini-batch and return the mean of their metrics.
@@ -335,9 +333,8 @@ class TrainedModel:
         """Take one optimizer step, unless the gradient norm is not finite, and return its metrics: scalars where they are.
 
         A skipped step drops the gradient and leaves weights, optimizer state and schedule unchanged. The norm is the same on all
-        ranks, so they all decide alike. The host waits for the device only with an optimizer that cannot decide there: between
-        backward and update. ``counts`` are the tokens and sequences of the mini-batch over all ranks. ``restart`` cuts the
-        mini-batch again after an out-of-memory error; None = the error is raised.
+        ranks, so they all decide alike. The host waits for the device only with an optimizer that cannot decide there.
+        ``restart`` cuts the mini-batch again after an out-of-memory error; None = the error is raised.
         """
         # Where the host decides nothing, it learns during this step whether earlier ones of the update were skipped.
         learn = self._outcomes()
@@ -392,7 +389,9 @@ class TrainedModel:
             # The driver reads the metrics of one rank of those that share micro-batches.
             metrics[role.partial] = moved if sequence is None else largest_of_ranks(moved, sequence)
         metrics = on_host(metrics)
-        finite = _is_finite(metrics[role.grad_norm])
+        norm = metrics[role.grad_norm]
+        # A fake tensor, which plans an update, has no value and counts as finite.
+        finite = isinstance(norm, FakeTensor) or math.isfinite(float(norm.numpy()))
         metrics[role.skipped] = torch.tensor(0.0 if finite else 1.0)
         if finite:
             metrics.pop(role.partial, None)
@@ -431,11 +430,13 @@ class TrainedModel:
         if self.offloaded is not None:
             self.offloaded.divide(None if limit is None else clip_divisor(norm, limit))
         elif self.in_backward is None and limit is not None:
-            grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-            shards = [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads]
+            shards = [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in self._gradients()]
             # Divided, not multiplied by the inverse: the fused kernel divides, and no knob may change the last bit.
             torch._foreach_div_(shards, clip_divisor(norm, limit).to(shards[0].device))
         return norm
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
 
     def _norm(self) -> Tensor:
         if self.in_backward is not None:
@@ -443,7 +444,7 @@ class TrainedModel:
         elif self.offloaded is not None:
             norm = self.offloaded.norm()
         else:
-            norm = get_total_norm([parameter.grad for parameter in self.model.parameters() if parameter.grad is not None])
+            norm = get_total_norm(self._gradients())
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def _accumulate_whole(
@@ -518,8 +519,3 @@ def on_host(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the metrics as fp32 scalars on the host, which waits for the device."""
     values = [value.float() for value in metrics.values()]
     return dict(zip(metrics, fetched_together(values, values[0].device)(), strict=True))
-
-
-def _is_finite(norm: Tensor) -> bool:
-    """Return whether a norm on the host is finite. A fake tensor, which plans an update, has no value and counts as finite."""
-    return isinstance(norm, FakeTensor) or math.isfinite(float(norm.numpy()))

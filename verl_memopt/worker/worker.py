@@ -36,7 +36,6 @@ from verl_memopt.memory.residency import Residency
 from verl_memopt.memory.rollout_memory import CACHE
 from verl_memopt.memory.shared_weights import KEY as SHARE_WEIGHTS
 from verl_memopt.memory.shared_weights import bytes_a_parameter, why_not
-from verl_memopt.memory.token_packing import RowTokens
 from verl_memopt.model.packed_model import PolicyModel, dtype_of
 from verl_memopt.model.value_model import ValueModel
 from verl_memopt.model.weights import named_weights
@@ -52,15 +51,13 @@ from verl_memopt.rollout.engine import (
     max_model_len,
     unread,
 )
-from verl_memopt.rollout.weight_checks import SyncCheck
+from verl_memopt.rollout.engine_weights import SyncCheck
 from verl_memopt.run.interrupts import StopFile, never
 from verl_memopt.worker.checkpoint import load_trained, save_model, save_trained, sent_weights
-from verl_memopt.worker.critic import Critic
 from verl_memopt.worker.group import Placement
-from verl_memopt.worker.moving_reference import MovingReference
-from verl_memopt.worker.plan import FrozenRole, WorkerPlan
 from verl_memopt.worker.policy import (
     NO_STATISTICS,
+    Critic,
     LogProbs,
     Policy,
     Updated,
@@ -68,15 +65,12 @@ from verl_memopt.worker.policy import (
     compute_scores,
     scoring_temperature,
 )
-from verl_memopt.worker.roles import RoleBuilder, compiles_functions, make_deterministic
+from verl_memopt.worker.roles import FrozenRole, MovingReference, RoleBuilder, WorkerPlan, compiles_functions, make_deterministic
 from verl_memopt.worker.trained_model import MiniBatch, TrainedModel
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-
-ENGINE_METHODS = ("generate",)
-"""Methods that run the engine's own model."""
 
 
 def _built(role: Result | None) -> Result:
@@ -130,18 +124,14 @@ class Worker:
             with self._report_out_of_memory("init"), self.probe.phase("init", counted, kind="built") as report:
                 self._build()
         except BaseException:
-            # A worker that is half built still holds engines and limits of the process, and nobody else has a reference to
-            # it.
+            # A worker that is half built still holds engines and limits of the process, and nobody else has a reference to it.
             self.close()
             raise
         self.init_memory = dataclasses.replace(report(), **take_compile_counts())
 
     def call(self, phase: str, track: bool, method: str, *args: Any) -> Reply:
-        """Run one method as a phase and return its result with the memory of the phase.
-
-        ``track`` counts live bytes on a CPU.
-        """
-        counted = track and (method not in ENGINE_METHODS or self._counts_engine)
+        """Run one method as a phase and return its result with the memory of the phase. ``track`` counts live bytes on a CPU."""
+        counted = track and (method != "generate" or self._counts_engine)
         may_go_on = phase in self.plan.adaptive_phases and self.placement.world_size == 1
         with (
             self._report_out_of_memory(phase, work_of(args, self.settings.rollout.max_num_seqs, self._sequence_ranks(phase))),
@@ -171,8 +161,8 @@ class Worker:
     ) -> Generation | None:
         """Return one response per prompt, under the weights of the last sync; None if the rollout was abandoned.
 
-        Arguments are as in :meth:`RolloutEngine.generate`. With ``may_stop`` it is abandoned when the run is asked to stop.
-        ``finished`` is the file of a :class:`FinishedRows` for rows that are complete before others; None = nobody reads them.
+        With ``may_stop`` it is abandoned when the run is asked to stop. ``finished`` is the file of a :class:`FinishedRows` for
+        rows that are complete before others; None = nobody reads them. Other arguments are as in :meth:`RolloutEngine.generate`.
         """
         assert self.engine is not None
         self.wake_engine()
@@ -229,10 +219,9 @@ class Worker:
     def ref_log_probs(
         self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], temperature: float | None = None
     ) -> LogProbs:
-        """Return the log-probs of a batch under the reference.
+        """Return the log-probs of a batch under the reference: a model of its own, or with LoRA the policy without its adapters.
 
-        The reference is a model of its own, or with LoRA the policy without its adapters. ``temperature`` divides the logits;
-        None = as the rollouts.
+        ``temperature`` divides the logits; None = as the rollouts.
         """
         used = self.temperature if temperature is None else temperature
         if self.reference is None:
@@ -378,7 +367,7 @@ class Worker:
             self.residency.rest()
 
     def _engine_place(self, folder: str) -> EnginePlace:
-        place, plan, model = self.placement, self.plan, self.settings.model
+        place, plan, model, beside = self.placement, self.plan, self.settings.model, self.plan.beside_cache_bytes
         return EnginePlace(
             rank=place.rank,
             world_size=place.world_size,
@@ -387,41 +376,30 @@ class Worker:
             device=self.device,
             model_folder=folder,
             tokenizer_folder=plan.tokenizer_folder,
-            trust_remote_code=self.settings.model.trust_remote_code,
+            trust_remote_code=model.trust_remote_code,
             eos_token_ids=plan.eos_token_ids,
             device_limit_bytes=self.device_limit,
             lora_rank=model.lora_rank if why_not(self.settings, place.world_size) is None else 0,
             lora_alpha=model.lora_alpha,
-            cache_bytes=self._cache_bytes(),
+            cache_bytes=None if beside is None else left_for_cache(self.device, self.device_limit, beside),
         )
 
-    def _cache_bytes(self) -> int | None:
-        beside = self.plan.beside_cache_bytes
-        return None if beside is None else left_for_cache(self.device, self.device_limit, beside)
+    def _trained(self) -> list[TrainedModel]:
+        return [role.trained for role in (self.policy, self.critic) if role is not None]
 
-    def _trained(self) -> Iterator[TrainedModel]:
-        """Yield the models that are trained."""
-        if self.policy is not None:
-            yield self.policy.trained
-        if self.critic is not None:
-            yield self.critic.trained
-
-    def _frozen(self) -> Iterator[torch.nn.Module]:
-        """Yield the models that are not trained, each module once."""
-        yield from (model for model in (self.reference, self.reward_model) if model is not None)
-        shared = (self.reference, None if self.policy is None else self.policy.model)
-        if self.role is not None and all(self.role.model is not model for model in shared):
-            yield self.role.model
+    def _frozen(self) -> list[torch.nn.Module]:
+        """Return the models that are not trained, each module once."""
+        role = None if self.role is None else self.role.model
+        if role is self.reference or (self.policy is not None and role is self.policy.model):
+            role = None
+        return [model for model in (self.reference, self.reward_model, role) if model is not None]
 
     @contextmanager
     def _report_out_of_memory(self, phase: str, work: Work | None = None) -> Iterator[None]:
         snapshot = nullcontext() if self.snapshot is None else self.snapshot.on_out_of_memory(phase)
         has_reference, devices = self.plan.reference_folder is not None, self.placement.world_size
         parts = RunParts(self.settings, self.plan.critic, has_reference, self.plan.rewards, devices)
-        with (
-            out_of_memory_report(phase, self.device, self._resident, parts, self.device_limit, work),
-            snapshot,
-        ):
+        with out_of_memory_report(phase, self.device, self._resident, parts, self.device_limit, work), snapshot:
             yield
 
     def _sequence_ranks(self, phase: str) -> int:
@@ -465,15 +443,17 @@ def work_of(arguments: Sequence[Any], sequences_at_once: int, sequence_ranks: in
         return Work(min(len(minis), sequences_at_once))
     else:
         return None
-    found = [_micro_batch(batch.row_tokens(), rows) for batch, cuts in cut for rows in cuts if rows]
+    found = [
+        (len(rows), tokens.cost(rows), max(tokens.select(rows).each()), sum(tokens.answers[row] + 1 for row in rows))
+        for batch, cuts in cut
+        for tokens in [batch.row_tokens()]
+        for rows in cuts
+        if rows
+    ]
     if not found:
         return None
     rows, *tokens = map(max, zip(*found, strict=True))
     return Work(rows, *(-(-count // sequence_ranks) for count in tokens))
-
-
-def _micro_batch(tokens: RowTokens, rows: Sequence[int]) -> tuple[int, int, int, int]:
-    return len(rows), tokens.cost(rows), max(tokens.select(rows).each()), sum(tokens.answers[row] + 1 for row in rows)
 
 
 def left_for_cache(device: torch.device, limit: int | None, beside: int) -> int:

@@ -22,7 +22,7 @@ from verl_memopt.observe.phase import PhaseMemory
 from verl_memopt.rollout.engine import train_sampling
 from verl_memopt.trainer.micro_batching import budgets
 from verl_memopt.worker.group import LocalGroup
-from verl_memopt.worker.plan import WorkerPlan
+from verl_memopt.worker.roles import WorkerPlan
 from verl_memopt.worker.trained_model import MiniBatch
 from verl_memopt.worker.worker import Worker
 

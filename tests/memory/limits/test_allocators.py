@@ -14,7 +14,7 @@ from verl_memopt.memory.host_buffers import host_allocator, host_buffer
 from verl_memopt.memory.out_of_memory import DeviceCap, available_bytes, device_limit, memory_limits
 from verl_memopt.observe.byte_tracker import ByteTracker, DeviceLimitError
 from verl_memopt.observe.device_ledger import Asleep, ledger_of
-from verl_memopt.rollout.vllm_settings import engine_share
+from verl_memopt.rollout.vllm_process import engine_share
 from verl_memopt.worker.worker import left_for_cache
 
 CPU = torch.device("cpu")

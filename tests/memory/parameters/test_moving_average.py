@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from verl_memopt.observe.byte_tracker import DEVICE, HOST, ByteTracker
-from verl_memopt.worker import moving_reference
-from verl_memopt.worker.moving_reference import move_towards
+from verl_memopt.worker import roles
+from verl_memopt.worker.roles import move_towards
 
 
 def tensors(dtype=torch.float32, seed=0, shape=(7, 5)):
@@ -35,7 +35,7 @@ def test_pieces_change_no_bit(monkeypatch, piece):
     target, source = tensors(torch.bfloat16), tensors(seed=1)
     whole = target.clone()
     move_towards([(whole, source)], 0.9, on_host=False)
-    monkeypatch.setattr(moving_reference, "PIECE", piece)
+    monkeypatch.setattr(roles, "PIECE", piece)
     move_towards([(target, source)], 0.9, on_host=False)
     assert torch.equal(target, whole)
 
@@ -50,7 +50,7 @@ def test_the_source_keeps_its_values_and_a_target_its_storage():
 
 @pytest.mark.parametrize(("dtype", "pieces"), [(torch.float32, 0), (torch.bfloat16, 2)])
 def test_no_more_than_two_pieces_are_held_beside_the_models(monkeypatch, dtype, pieces):
-    monkeypatch.setattr(moving_reference, "PIECE", 100)
+    monkeypatch.setattr(roles, "PIECE", 100)
     pairs = [(tensors(dtype, seed, (300, 10)), tensors(dtype, seed + 9, (300, 10))) for seed in range(3)]
     models = sum(tensor.nbytes for pair in pairs for tensor in pair)
     with ByteTracker() as tracker:

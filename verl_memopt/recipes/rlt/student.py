@@ -260,7 +260,7 @@ def logits_in_chunks(model: PolicyModel, tokens: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StudentPlan:
-    """What a worker builds to score explanations: a :class:`verl_memopt.worker.plan.RolePlan`."""
+    """What a worker builds to score explanations: a :class:`verl_memopt.worker.roles.RolePlan`."""
 
     model: ScoringModel
     """Settings of the student's own model."""

@@ -1,0 +1,379 @@
+"""vLLM in this process: its arguments, and what it shares: device memory that sleeps, process-wide state, and logs.
+
+vLLM's allocator is read from the loaded modules, so this file does not import vLLM.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl_memopt.config import schema
+from verl_memopt.distributed.device import empty_cache, is_gpu, memory_info
+from verl_memopt.errors import ConfigError, RolloutError
+from verl_memopt.memory.lora import slot_rank
+from verl_memopt.memory.rollout_memory import AUTO, host_bytes_asleep
+from verl_memopt.model.packed_model import dtype_of
+from verl_memopt.observe.device_ledger import Asleep
+from verl_memopt.rollout.engine import KEEP_WEIGHTS, KEY, EnginePlace, SamplingSettings, max_model_len, random_state_kept
+
+# The settings of rollouts as arguments of vLLM, and the check that vLLM uses each of them.
+
+
+GIB = 1 << 30
+
+SET_BY = {
+    "model": "actor_rollout_ref.model.path",
+    "tokenizer": "actor_rollout_ref.model.tokenizer_path",
+    "trust_remote_code": "actor_rollout_ref.model.trust_remote_code",
+    "tensor_parallel_size": f"{KEY}.tensor_model_parallel_size",
+    "kv_cache_memory_bytes": f"{KEY}.kv_cache_memory_gb",
+    "enable_sleep_mode": f"{KEY}.free_cache_engine",
+    "compilation_config": f"{KEY}.cudagraph_capture_sizes",
+    "distributed_executor_backend": f"{KEY}.tensor_model_parallel_size",
+    "generation_config": f"{KEY}.temperature and its neighbours",
+    "skip_tokenizer_init": f"{KEY}.ignore_eos and the model's end-of-sequence tokens",
+    **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank"), "actor_rollout_ref.model.lora_rank"),
+}
+"""The setting behind each engine argument that has another name."""
+
+
+SAME_NAME = (
+    *("load_format", "max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "enable_prefix_caching"),
+    *("enforce_eager", "logprobs_mode", "disable_log_stats", "scheduling_policy", "kv_cache_dtype"),
+)
+"""Rollout keys that vLLM knows under the same name."""
+
+ARRIVED_IN = {
+    "model_config": ("seed", "max_model_len", "enforce_eager", "logprobs_mode", "enable_sleep_mode"),
+    "scheduler_config": ("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill"),
+    "cache_config": ("enable_prefix_caching", "gpu_memory_utilization", "kv_cache_memory_bytes"),
+    "parallel_config": ("tensor_parallel_size", "distributed_executor_backend"),
+}
+"""Part of vLLM's resolved settings -> the arguments that it holds under their own names."""
+
+
+def engine_arguments(rollout: schema.Rollout, place: EnginePlace) -> dict[str, Any]:
+    """Return vLLM's keyword arguments. Those of ``engine_kwargs.vllm`` come last.
+
+    Raises:
+        ConfigError: A further argument repeats a rollout key, or the engine should sleep on a CPU.
+    """
+    if rollout.free_cache_engine and not is_gpu(place.device):
+        raise ConfigError(
+            f"{KEY}.free_cache_engine=true: vLLM cannot sleep on a CPU. Set it to false, leave it at null, or use {KEY}.name=hf."
+        )
+    arguments: dict[str, Any] = {
+        "model": place.model_folder,
+        "tokenizer": place.tokenizer_folder,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "trust_remote_code": place.trust_remote_code,
+        "dtype": str(dtype_of(rollout.dtype, f"{KEY}.dtype")).removeprefix("torch."),
+        "seed": (rollout.seed or 0) % (1 << 32),
+        "max_model_len": max_model_len(rollout),
+        "gpu_memory_utilization": _share(rollout, place),
+        "enable_sleep_mode": can_sleep(rollout, place),
+        "tensor_parallel_size": place.tensor_parallel_size,
+        "distributed_executor_backend": "uni" if place.world_size == 1 else "external_launcher",
+        "use_tqdm_on_load": False,
+        **{name: getattr(rollout, name) for name in SAME_NAME},
+    }
+    if place.lora_rank:
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": slot_rank(place.lora_rank)}
+    cache_bytes = _cache_bytes(rollout, place)
+    if cache_bytes is not None:
+        arguments["kv_cache_memory_bytes"] = cache_bytes
+    if rollout.cudagraph_capture_sizes is not None:
+        arguments["compilation_config"] = {"cudagraph_capture_sizes": list(rollout.cudagraph_capture_sizes)}
+    further = rollout.engine_kwargs.vllm
+    for name in further:
+        if name in arguments or name == "kv_cache_memory_bytes":
+            raise ConfigError(
+                f"{KEY}.engine_kwargs.vllm.{name}: {SET_BY.get(name, f'{KEY}.{name}')} sets it already. Use that key alone."
+            )
+    return arguments | further
+
+
+def _cache_bytes(rollout: schema.Rollout, place: EnginePlace) -> int | None:
+    """Return the size of the KV cache. None = what weights and scratch leave of the engine's share of a GPU."""
+    gigabytes = rollout.kv_cache_memory_gb
+    if gigabytes == AUTO:
+        assert place.cache_bytes is not None, "the worker measures what its device has free"
+        return place.cache_bytes
+    if gigabytes is None:
+        return None if is_gpu(place.device) else GIB
+    return int(float(gigabytes) * GIB)
+
+
+def can_sleep(rollout: schema.Rollout, place: EnginePlace) -> bool:
+    """Return whether the engine must be able to sleep: as set, or by default on a GPU."""
+    return is_gpu(place.device) if rollout.free_cache_engine is None else rollout.free_cache_engine
+
+
+def _share(rollout: schema.Rollout, place: EnginePlace) -> float:
+    """Return the engine's share of the whole device, of which the process may be allowed only a part."""
+    limited = is_gpu(place.device) and place.device_limit_bytes is not None
+    total = memory_info(place.device)[1] if limited else 0
+    return engine_share(rollout.gpu_memory_utilization, total, place.device_limit_bytes)
+
+
+def engine_share(utilization: float, total: int, limit: int | None) -> float:
+    """Return the share of a device's ``total`` bytes that is ``utilization`` of the limit, if there is one."""
+    return utilization if limit is None or limit >= total else utilization * limit / total
+
+
+def check_arrived(arguments: dict[str, Any], resolved: Any, log_stats: bool) -> None:
+    """Compare the settings that vLLM uses with those that it was given.
+
+    Raises:
+        ConfigError: A setting differs. The message names the first one.
+    """
+    arrived: dict[str, Any] = {
+        name: getattr(getattr(resolved, part), name) for part, names in ARRIVED_IN.items() for name in names
+    }
+    load_format = resolved.load_config.load_format
+    arrived |= {
+        "dtype": str(resolved.model_config.dtype).removeprefix("torch."),
+        "load_format": getattr(load_format, "value", load_format),
+        "disable_log_stats": not log_stats,
+        "scheduling_policy": resolved.scheduler_config.policy,
+        "kv_cache_dtype": resolved.cache_config.cache_dtype,
+        "compilation_config": {"cudagraph_capture_sizes": resolved.compilation_config.cudagraph_capture_sizes},
+    }
+    for name, value in arrived.items():
+        if name in arguments and arguments[name] != value:
+            raise ConfigError(
+                f"{SET_BY.get(name, f'{KEY}.{name}')}: vLLM was given {name}={arguments[name]} and uses {value}. "
+                "Change the setting to what vLLM can use here, or unset the VLLM_ environment variable that overrides it."
+            )
+
+
+def sampling_arguments(sampling: SamplingSettings, seed: int, eos_token_ids: Sequence[int]) -> dict[str, Any]:
+    """Return the arguments of vLLM's ``SamplingParams`` for one row."""
+    return {
+        "temperature": sampling.temperature if sampling.do_sample else 0.0,
+        "top_k": sampling.top_k if sampling.do_sample else -1,
+        "top_p": sampling.top_p if sampling.do_sample else 1.0,
+        "repetition_penalty": sampling.repetition_penalty,
+        "seed": seed if sampling.do_sample else None,
+        "max_tokens": sampling.max_tokens,
+        "ignore_eos": sampling.ignore_eos,
+        "stop_token_ids": [] if sampling.ignore_eos else list(eos_token_ids),
+        "logprobs": 0 if sampling.log_probs else None,
+        "detokenize": False,
+    }
+
+
+def copies_in_place(model_config: Any) -> bool:
+    """Return whether weights may be copied straight into the engine's parameters.
+
+    Quantized, mixture-of-experts and latent-attention models keep tensors derived from their weights, so vLLM must rebuild
+    each module. It then holds one module twice.
+    """
+    return model_config.quantization is None and not model_config.is_moe and not model_config.use_mla
+
+
+def advice_for(error: BaseException) -> str:
+    """Return advice, in the keys of this project, for an error of vLLM about a small cache or a model without adapters."""
+    if "LoRA" in str(error):
+        return f" Here: set {KEY}.share_weights=false, with which vLLM gets merged weights."
+    if "KV cache" not in str(error) and "cache blocks" not in str(error):
+        return ""
+    raised = f"raise {KEY}.gpu_memory_utilization or {KEY}.kv_cache_memory_gb (with auto: free memory, as verl-memopt fit says)"
+    return f" Here: {raised}, or lower data.max_response_length or {KEY}.max_num_seqs."
+
+
+KINDS = {"weights": "rollout weights", "kv_cache": "kv"}
+"""Part of the engine -> the kind under which its bytes are reported."""
+
+
+def sleeping_allocator() -> Any:
+    """Return vLLM's allocator of memory that can sleep: one per process, None before the first engine that can sleep."""
+    module = sys.modules.get("vllm.device_allocator.cumem")
+    return None if module is None else module.CuMemAllocator.instance
+
+
+def asleep_in_vllm() -> Asleep | None:
+    """Return the bytes of vLLM's pools that torch counts but the device does not hold. None if vLLM's records are unknown.
+
+    These are the sleeping parts, and the segments that vLLM itself returned to the driver when it trimmed a pool.
+    """
+    allocator = sleeping_allocator()
+    if allocator is None:
+        return Asleep()
+    try:
+        held = {address for address, data in allocator.pointer_to_data.items() if not data.is_asleep}
+        pools = [pool for entries in allocator.allocator_and_pools.values() for pool, _ in entries]
+        gone = [segment for pool in pools for segment in pool.snapshot() if segment["address"] not in held]
+    except (AttributeError, TypeError, ValueError):
+        return None
+    return Asleep(sum(segment["total_size"] for segment in gone), sum(segment["allocated_size"] for segment in gone))
+
+
+def bytes_to_wake(part: str) -> int:
+    """Return the size of a sleeping part and of all that can only wake with it. 0 if vLLM's records are unknown."""
+    allocator = sleeping_allocator()
+    entries = [] if allocator is None else allocator.pointer_to_data.values()
+    try:
+        return sum(data.handle[1] for data in entries if data.is_asleep and (data.tag == part or data.tag not in KINDS))
+    except AttributeError:
+        return 0
+
+
+ALWAYS_BACKED_UP = ("runtime", "cudagraph")
+"""Tags of what an engine keeps on the host at every level of sleep. Source: ``CuMemBackend.suspend`` of vLLM 0.32."""
+
+
+def host_bytes_to_sleep(level: int) -> int:
+    """Return the page-locked host bytes that the engine copies to when it sleeps. 0 if vLLM's records are unknown."""
+    tags = (*ALWAYS_BACKED_UP, "weights") if level == KEEP_WEIGHTS else ALWAYS_BACKED_UP
+    allocator = sleeping_allocator()
+    entries = [] if allocator is None else allocator.pointer_to_data.values()
+    try:
+        return host_bytes_asleep(data.handle[1] for data in entries if data.tag in tags)
+    except AttributeError:
+        return 0
+
+
+def check_no_other_sleeper() -> None:
+    """Check that no other engine of this process uses vLLM's sleeping allocator.
+
+    Raises:
+        RolloutError: Another engine holds memory of that allocator.
+    """
+    allocator = sleeping_allocator()
+    held = 0 if allocator is None else allocator.get_current_usage()
+    if held:
+        raise RolloutError(
+            f"rollout engine: another engine of this process holds {held / 2**30:.2f} GiB, and vLLM allows one sleeping engine "
+            "per process. Shut the other one down first, or start this one in a new process."
+        )
+
+
+def check_free_memory(utilization: float, rollout: schema.Rollout, device: torch.device) -> None:
+    """Check that a GPU has ``utilization``, the engine's share of the whole device, free.
+
+    Raises:
+        ConfigError: The device has less free memory than the share.
+    """
+    if not is_gpu(device):
+        return
+    empty_cache(device)
+    free, total = memory_info(device)
+    share = utilization * total
+    if free < share:
+        raise ConfigError(
+            f"{KEY}.gpu_memory_utilization={rollout.gpu_memory_utilization}: that is {share / 2**30:.1f} GiB of the device's "
+            f"{total / 2**30:.1f}, but {free / 2**30:.1f} GiB are free. Lower it to at most {int(free / total * 100) / 100}, "
+            "or free device memory."
+        )
+
+
+def free_cached_memory(device: torch.device, with_pools: bool = False) -> None:
+    """Collect garbage and return unused blocks to the driver; ``with_pools`` also the pools of vLLM's sleeping allocator."""
+    # What refers to itself in a circle is freed by the garbage collector only, and until then its blocks cannot be returned.
+    gc.collect()
+    allocator = sleeping_allocator() if with_pools else None
+    if allocator is not None:
+        allocator.release_pools()
+    empty_cache(device)
+
+
+# State of the process that an engine must leave unchanged, because training continues in the same process.
+
+
+@contextmanager
+def process_state_kept(device: torch.device, own_prefix: str) -> Iterator[None]:
+    """Restore, besides the random state, all process-wide state that the start of an engine changes.
+
+    These are environment variables (child processes inherit them), the number of threads and the function that sets it, matmul
+    precision, default dtype, exception hook, signal handlers and warning filters. Variables that begin with ``own_prefix``
+    belong to the engine and stay.
+    """
+    environment = dict(os.environ)
+    threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
+    precision, dtype, hook = torch.get_float32_matmul_precision(), torch.get_default_dtype(), sys.excepthook
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with random_state_kept(device), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            torch.set_num_threads = set_num_threads
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
+            torch.set_float32_matmul_precision(precision)
+            torch.set_default_dtype(dtype)
+            sys.excepthook = hook
+            for number, handler in handlers.items():
+                # A handler of None was not set from Python, and signal.signal() cannot set it again.
+                if handler is not None and signal.getsignal(number) is not handler:
+                    signal.signal(number, handler)
+            for name in (name for name in {*os.environ, *environment} if not name.startswith(own_prefix)):
+                if name in environment:
+                    os.environ[name] = environment[name]
+                else:
+                    del os.environ[name]
+
+
+@contextmanager
+def default_group_kept(keep: bool) -> Iterator[None]:
+    """Make ``destroy_process_group()`` without arguments do nothing, if ``keep``. Groups passed by handle are still destroyed."""
+    destroy = dist.destroy_process_group
+
+    def only_named(group: Any = None) -> None:
+        if group is not None:
+            destroy(group)
+
+    dist.destroy_process_group = only_named if keep else destroy
+    try:
+        yield
+    finally:
+        dist.destroy_process_group = destroy
+
+
+# What vLLM logs: errors alone while an engine starts, and warnings afterwards. A log level that the user sets wins.
+
+
+LEVEL_VARIABLE = "VLLM_LOGGING_LEVEL"
+"""Environment variable with the level of vLLM's loggers. A user who sets it decides, and nothing here changes a level."""
+
+NOISY_LOGGERS = ("vllm.renderers.base", "vllm.model_executor.model_loader.reload.layerwise")
+"""Loggers that warn of a missing tokenizer, which is not needed, and of tied weights, which are intended."""
+
+
+@contextmanager
+def quiet_start() -> Iterator[None]:
+    """Show vLLM's errors alone while an engine starts, and its warnings afterwards, except those of ``NOISY_LOGGERS``."""
+    if LEVEL_VARIABLE in os.environ:
+        yield
+        return
+    os.environ[LEVEL_VARIABLE] = logging.getLevelName(logging.ERROR)
+    _set_level(logging.ERROR)
+    try:
+        yield
+    finally:
+        del os.environ[LEVEL_VARIABLE]
+        _set_level(logging.WARNING)
+        for name in NOISY_LOGGERS:
+            logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _set_level(level: int) -> None:
+    """Set the level of vLLM's loggers and of the handler that vLLM created. Other handlers stay unchanged."""
+    vllm_logger = logging.getLogger("vllm")
+    vllm_logger.setLevel(level)
+    for handler in vllm_logger.handlers:
+        if type(handler.formatter).__module__.startswith("vllm"):
+            handler.setLevel(level)
