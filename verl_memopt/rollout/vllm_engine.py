@@ -192,8 +192,8 @@ class VllmEngine:
 
     def load_weights(self, weights: Weights) -> None:
         """Copy each slice to its place, or reload whole modules where vLLM derives tensors from the weights."""
+        checked = self._expected.checked(weights)
         with self._state.loading():
-            checked = self._expected.checked(weights)
             if self._in_place:
                 self._llm.apply_model(lambda model: self._learned_map(model).write(checked))
             else:
