@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_memopt import __version__
-from verl_memopt.errors import ConfigError, UnreadableCheckpointError, UserError
+from verl_memopt.errors import ConfigError, DeviceMemoryError, HostMemoryError, UnreadableCheckpointError, UserError
 from verl_memopt.recipes import RECIPES
 
 if TYPE_CHECKING:
@@ -391,7 +391,11 @@ def run(arguments: Sequence[str] | None, parser: argparse.ArgumentParser | None 
         return 0
     with lasting_console(), folder_refusals(str(settings.trainer.default_local_dir)):
         if not parsed.until_it_fits:
-            return train(settings)
+            try:
+                return train(settings)
+            except (DeviceMemoryError, HostMemoryError) as error:
+                error.args = (f"{error} Or add --until-it-fits to the command: it finds settings that fit, and prints them.",)
+                raise
         from verl_memopt.trainer.until_it_fits import CommandLine, train_until_it_fits
 
         return train_until_it_fits(

@@ -304,7 +304,10 @@ def test_what_the_host_has_no_room_for_stays_on_the_device(values, command):
 
 def test_the_command_line_option_ends_in_a_run(values, tmp_path, capsys):
     keys = limited(values, 0.0035) | {"trainer.default_local_dir": str(tmp_path / "run")}
-    assert main(["train", "--until-it-fits", *(f"{key}={shown(value)}" for key, value in keys.items())]) == 0
+    settings = [f"{key}={shown(value)}" for key, value in keys.items()]
+    assert main(["train", *settings]) == 1
+    assert "Or add --until-it-fits to the command" in capsys.readouterr().err.splitlines()[-1]
+    assert main(["train", "--until-it-fits", *settings]) == 0
     assert capsys.readouterr().out.rstrip().endswith(str(tmp_path / "run"))
 
 
