@@ -35,17 +35,7 @@ from verl_memopt.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(verl_memopt.__file__).parent
-TESTS = (
-    *(
-        f"tests/config/test_{name}.py"
-        for name in (
-            "checks", "algorithm_rules", "correction_rules", "critic_rules", "reference_rules", "reward_rules", "allowed",
-            "sandbox_rules", "build", "aliases", "trl", "trl_values", "adapter", "links", "idle", "refusals", "loader",
-            "correction_bounds", "correction_presets", "preset_budgets", "debug_modes", "bad_input",
-        )
-    ),
-    "tests/recipe/rlt/test_rules.py",
-)  # fmt: skip
+TESTS = ("tests/config", "tests/recipe/rlt/test_rules.py")
 """Tests that load many settings."""
 AR = "actor_rollout_ref"
 LEAST = {
