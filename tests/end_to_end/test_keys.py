@@ -28,6 +28,8 @@ READ_ELSEWHERE = {
     ),
     # read through mlp_tiles, over which an MLP runs (tests/memory/activations/test_tiled_mlp.py)
     *(f"{role}.model.tiled_mlp.{key}" for role in ("actor_rollout_ref", "critic") for key in ("enabled", "num_shards")),
+    # read through prompt_groups, by which rows share their prompt (tests/memory/batching/test_shared_prompt.py)
+    "actor_rollout_ref.actor.use_prefix_grouper",
     # read only where there is a sandbox service (tests/rewards/test_sandbox.py)
     "reward_model.sandbox_fusion.max_concurrent",
     "reward_model.sandbox_fusion.memory_limit_mb",
@@ -46,7 +48,7 @@ CHECKED_ONLY = {
     "actor_rollout_ref.actor.calculate_sum_pi_squared",
     # the number of checkpoints is one (tests/config/test_critic_rules.py)
     "trainer.max_critic_ckpt_to_keep",
-    # can only be the temperature of the rollouts (tests/config/test_rlt_rules.py)
+    # can only be the temperature of the rollouts (tests/recipe/rlt/test_rules.py)
     "reward_model.rlt.unbias_student_log_probs_temp",
 }
 PLUGINS = """
