@@ -19,6 +19,7 @@ from tests.trainer.conftest import Member, group_of
 from tests.worker.test_build_policy import built
 from verl_memopt.data.batch import Ragged
 from verl_memopt.memory.quantized_frozen_torch import FORMATS as QUANTIZATIONS
+from verl_memopt.memory.token_packing import spans
 from verl_memopt.observe.phase import PhaseClock
 from verl_memopt.recipes.rlt import scorer
 from verl_memopt.recipes.rlt.dataset import FORMATS, RltPrompts
@@ -221,6 +222,25 @@ def test_any_number_of_ranks_gives_the_same_rewards_in_the_same_number_of_micro_
     assert len({len(bins) for _, _, bins, *_ in asked}) == 1
     assert sum(rows.num_rows for _, rows, *_ in asked) == 5
     assert ranks < 7 or min(rows.num_rows for _, rows, *_ in asked) == 0
+
+
+def test_ranks_compute_the_prompts_that_they_carry_in_step(tokenizer):
+    """Else the collectives of a student that is sharded over them would not match."""
+    questions = ["1+" * 30] * 4 + [f"{place}+1=" for place in range(4)]
+    responses = Ragged.from_rows([ids(tokenizer, "1", "</explanation>")] * 8, torch.int64)
+    members = [Ranks(0), Ranks(1)]
+    explained = ExplanationBatch(questions, ["1"] * 8, responses, [f"f:{place + 1}" for place in range(8)])
+    scorer_of(members, tokenizer, max_tokens_per_micro_batch=130).score(explained)
+    carried = [
+        [
+            reading
+            for _, rows, bins, *_ in (call[3] for call in member.asked if call[2] == "of_role")
+            for _, reading in spans(bins, student_batch(rows).row_tokens())
+        ]
+        for member in members
+    ]
+    assert sorted(map(max, ([reading or 0 for reading in each] for each in carried))) == [0, 2]
+    assert len({tuple(reading is None for reading in each) for each in carried}) == 1
 
 
 def test_a_micro_batch_holds_no_more_tokens_than_its_cap(tokenizer):

@@ -19,7 +19,7 @@ from verl_memopt.data.batch import Ragged, scatter_tokens, shares_prompts, token
 from verl_memopt.data.dataset import PromptRows
 from verl_memopt.memory.knob import reference_ranks, sequence_ranks
 from verl_memopt.memory.token_budget import LearnedBudget
-from verl_memopt.memory.token_packing import RowTokens, split_to_count
+from verl_memopt.memory.token_packing import RowTokens, alike
 from verl_memopt.model.folder import TOKENIZER_FILES, read_tokenizer
 from verl_memopt.model.packing_check import REWARD_KEY
 from verl_memopt.recipes.rlt.dataset import FORMATS, RltDataset, RltPrompts
@@ -366,13 +366,12 @@ class RltScorer:
             f"{MEASURED}tokens_per_second": computed / forward if forward > 0 else math.nan,
         }
 
-    def _micro_batches(self, per_rank: Sequence[RowTokens]) -> list[list[list[int]]]:
-        """Return the micro-batches of each rank under the hard cap. All ranks get the same number."""
+    def _micro_batches(self, per_rank: Sequence[RowTokens]) -> Sequence[list[list[int]]]:
+        """Return the micro-batches of each rank under the hard cap, which are :func:`alike`."""
         limit = self.settings.max_tokens_per_micro_batch * self.student_ranks
         limit = limit if self.learned_budget is None else self.learned_budget.cap
         cut = [student_micro_batches(tokens, limit) for tokens in per_rank]
-        count = max(map(len, cut))
-        return [split_to_count(bins, count, tokens.each()) for bins, tokens in zip(cut, per_rank, strict=True)]
+        return cut if len(cut) == 1 else alike(cut, per_rank)
 
 
 def student_plan(settings: Settings, environment: Environment) -> StudentPlan:
