@@ -231,9 +231,6 @@ def test_no_registered_name_makes_transformers_fetch_a_kernel():
     assert not any("flash" in name for name in REGISTERED.values())
 
 
-CPU = torch.device("cpu")
-
-
 def test_a_suffix_sees_the_prefix_and_itself():
     assert group_mask((2, (2, 1)), None, CPU).int().tolist() == [
         [1, 0, 0, 0, 0],

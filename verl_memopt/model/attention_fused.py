@@ -1,4 +1,7 @@
-"""Attention over packed sequences by torch's fused kernels for rectangular batches: flash on a CPU, memory-efficient on a GPU.
+"""Attention over packed sequences by torch's fused kernels.
+
+Those for rectangular batches are called for each size (flash on a CPU, memory-efficient on a GPU), and the flash kernels of a GPU
+once for segments of any length.
 
 A token of a suffix attends in two passes: causally over its own segment, and over the whole prefix. Each pass gives an output and
 the log-sum-exp of its scores, from which the two outputs are merged exactly. In backward the same kernels get the merged output
@@ -350,7 +353,10 @@ def _merge_statement(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor,
 
 @dataclass(frozen=True)
 class _Varlen:
-    """Which queries see which keys. ``cu_seqlens`` are int32 [sequences + 1], None for one rectangle. -1 sees all."""
+    """Which queries see which keys.
+
+    ``cu_seqlens`` are int32 [sequences + 1], None for one rectangle. ``left`` and ``right`` of -1 see all.
+    """
 
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None

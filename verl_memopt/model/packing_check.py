@@ -1,4 +1,4 @@
-"""Compare random rows packed together with the same rows computed otherwise, once a model has its weights.
+"""Whether a model can be used: random rows packed together are compared with the same rows computed otherwise.
 
 A layer that carries state from token to token (linear attention, convolutions, state spaces) treats a pack as one sequence, so
 the log-probs of a row depend on the rows before it. Nothing fails, and training goes wrong.

@@ -52,7 +52,7 @@ SOCKET_BYTES = 107
 """Longest path of a socket in bytes."""
 
 ROOM = SOCKET_BYTES - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1")
-"""What the longest path that Ray adds to its folder leaves of it."""
+"""Longest path of Ray's folder in bytes, below which Ray puts its sockets."""
 
 LOCAL_CLUSTER: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 256 * 2**20}
 """Arguments of ray.init where it starts a cluster; ``ray_kwargs.ray_init`` wins over each. Beyond the shared memory for objects
@@ -450,8 +450,6 @@ def _resources(resources: Mapping[str, float]) -> str:
 
 # The nodes of a group: where each process runs, which devices it sees there, and whether all nodes have the same.
 
-
-logger = logging.getLogger(__name__)
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 """The GPUs that a process sees, by index or UUID. CUDA reads it when it starts."""
