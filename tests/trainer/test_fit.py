@@ -263,6 +263,19 @@ def test_more_cards_share_a_model(capsys):
     assert said(capsys, *arguments, "--memory", "24", "--gpus", "2")[0] == 1
 
 
+@pytest.mark.parametrize("sharing", [1, 2])
+def test_each_of_several_cards_keeps_a_prompt_whose_group_is_cut_unless_they_share_a_sequence(sharing):
+    def activations(shared):
+        more = (
+            f"actor_rollout_ref.actor.use_prefix_grouper={shared}",
+            f"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={sharing}",
+        )
+        settings = rloo("model=qwen3_0_6b", "memory=24g", "trainer.n_gpus_per_node=2", *more)
+        return judge(settings, Card.of(24)).peaks.phases["update_actor"]["activations"]
+
+    assert (activations("true") > activations("false")) is (sharing == 1)
+
+
 def test_a_reward_model_counts_in_the_run_that_has_it_also_after_one_that_only_names_it():
     named = ["model=qwen3_0_6b", "memory=24g", "reward_model.model.path=Qwen/Qwen3-1.7B"]
     without, counted = (judge(rloo(*named, f"reward_model.enable={on}"), Card.of(24)) for on in ("false", "true"))

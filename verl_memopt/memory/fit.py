@@ -467,7 +467,9 @@ class _Prediction:
             in_micro = min(most_rows or rows, rows)
             tokens = min(computed(in_micro), everything)
         responses = min(tokens, in_micro * response)
-        prefix = min(prompt, tokens) if tokens < everything and together > 1 else 0
+        # A prompt whose group is cut is carried to the later parts, except by ranks that share a sequence.
+        carries = tokens < everything and actor.use_prefix_grouper and n > 1 and sharing == 1
+        prefix = min(prompt, tokens) if carries else 0
         alone = (most_tokens or everything) >= everything if by_tokens else in_micro == rows
         # A rank's share of the tokens may predict a larger share of the responses.
         share = -(-tokens // sharing)
