@@ -297,6 +297,11 @@ def shapes_pair(tiny_folder):
     return shapes(tiny_folder, WORK, first.overrides), shapes(tiny_folder, WORK, second.overrides)
 
 
+def test_sizes_that_cannot_be_read_are_told_by_the_key_that_the_user_gave(tiny_folder):
+    with pytest.raises(ConfigError, match=r"^actor_rollout_ref\.model\.override_config\.colour"):
+        shapes(tiny_folder, WORK, ["actor_rollout_ref.model.override_config={colour: 1}"])
+
+
 def test_alternatives_are_apart_from_the_ablation():
     ablation, alternatives = split([fitting("all off", 1), fitting("lora", 1), fitting("chunked_logprob", 1)])
     assert [one.knob for one in ablation] == ["all off", "chunked_logprob"]

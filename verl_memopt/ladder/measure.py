@@ -26,6 +26,7 @@ from verl_memopt.memory.formulas import Shapes
 from verl_memopt.memory.held import Pass
 from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.memory.knob import knob_named, knobs
+from verl_memopt.model.families import POLICY_KEY
 from verl_memopt.model.folder import resolve_folder
 from verl_memopt.model.weights import size_of
 from verl_memopt.observe.phase import PhaseMemory
@@ -206,7 +207,7 @@ def shapes(folder: Path, work: Work, overrides: Sequence[str]) -> Shapes:
     largest = max(budgets(roles)[0].micro_batches(tokens, [""] * work.rows), key=tokens.cost)
     cost = tokens.cost(largest)
     update = Pass(cost, len(largest) * work.response, tokens.segments(largest), cost)
-    found = size_of(roles.model, "--model").shapes(roles, update, resolve_device(settings.trainer.device))
+    found = size_of(roles.model, POLICY_KEY).shapes(roles, update, resolve_device(settings.trainer.device))
     return replace(found, suffix_tokens=tokens.suffixes(largest), skipped=tokens.skipped(largest))
 
 
@@ -243,7 +244,7 @@ class Work:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """A row to measure: the knob that it adds, its settings as ``key=value``, and the knob of the row before; "" = none."""
+    """A row to measure: its knob, its settings as ``key=value``, and the knob of the row it is compared with; "" = none."""
 
     knob: str
     overrides: tuple[str, ...]

@@ -72,7 +72,7 @@ class OffloadedParams:
         return sum(place.flat.numel() for place in self._places.values())
 
     def to_host(self) -> int:
-        """Move the parameters to the host, and return the bytes freed. Where the host limit forbids it, they stay."""
+        """Move the parameters to the host, and return the bytes freed. If the host limit refuses (HostMemoryError), they stay."""
         if not self.on_device:
             return 0
         self._copy_to_host()

@@ -174,7 +174,7 @@ def test_the_output_of_an_mlp_and_all_gradients_are_those_of_autograd(kind, rows
     assert_near(gradients(found, case.tensors), gradients(expected, case.tensors))
 
 
-@EACH
+@pytest.mark.parametrize("case", [*CASES.values(), lambda rows: MlpOfRows(rows, tiles=3, bias=True)], ids=[*CASES, "bias"])
 def test_a_pack_without_tokens_has_gradients_of_zero(case):
     case = case(0)
     found = gradients(case.run(), case.tensors)
