@@ -1,4 +1,4 @@
-"""The prompts of each step, in an order that depends on the seed and that a checkpoint can continue."""
+"""The prompts of each step, in an order that a seed gives and a checkpoint continues, and the ids of their rows."""
 
 from __future__ import annotations
 
