@@ -7,7 +7,8 @@ import torch
 
 from tests import rlt
 from tests.trainer.conftest import AR, Member, batch_of, group_of, rewards_of, write_rows
-from verl_memopt.config.schema import Critic, Optim
+from verl_memopt.algorithms.losses import GlobalCounts, LossTokens, policy_loss
+from verl_memopt.config.schema import Actor, Critic, Optim, PolicyLoss
 from verl_memopt.data.batch import SharedRows
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.prompts import EXPANSIONS, StepPrompts
@@ -470,3 +471,16 @@ def test_both_budgets_are_the_critics_own():
         CRITIC, use_dynamic_bsz=False, ppo_micro_batch_size_per_gpu=3, forward_micro_batch_size_per_gpu=5
     )
     assert [budget.rows for budget in critic_budgets(by_rows)] == [3, 5]
+
+
+@pytest.mark.parametrize("mode", ["sequence", "vanilla"])
+def test_a_masked_response_has_no_gradient_and_counts_for_the_mean_over_sequences(mode):
+    rows = batch_of([2, 3, 1, 0])
+    mask_truncated(rows, ["stop", "length", "stop", "stop"])
+    clips = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "loss_agg_mode": "seq-mean-token-sum"}
+    log_probs, advantages = torch.zeros(6, requires_grad=True), torch.tensor([1.0, 1.0, 3.0, 3.0, 3.0, -2.0])
+    row, lengths = rows.response_row(), torch.tensor(rows.kept_sizes())
+    tokens = LossTokens(log_probs, torch.zeros(6), advantages, row, lengths, GlobalCounts(3.0, 4.0), kept=rows.kept)
+    loss, _ = policy_loss(tokens, Actor(policy_loss=PolicyLoss(loss_mode=mode), **clips))
+    (gradient,) = torch.autograd.grad(loss, log_probs)
+    torch.testing.assert_close(gradient, torch.tensor([-0.25, -0.25, 0.0, 0.0, 0.0, 0.5]))

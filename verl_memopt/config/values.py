@@ -328,8 +328,6 @@ def _no_such_key(key: str, value: Any) -> Problem:
 
 # Suggest a key for an unknown one: the nearest known key, or the one that does what a key of TRL or of a recipe does.
 
-_AR = "actor_rollout_ref"
-
 
 def _of_trl() -> dict[str, str]:
     """Return name of TRL -> our keys, of all names that a recipe of RLOO or GRPO reads."""
