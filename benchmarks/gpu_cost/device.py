@@ -184,17 +184,10 @@ class CountingGpu(VirtualGpu):
         made += [one for one in _written(func, given, args, kwargs) if self.owns(one)]
         read, written = moved_bytes(name, args, kwargs, given, made)
         formula = self._flops.get(func._overloadpacket)
-        flops = 0 if formula is None else self._operations(func, formula, args, kwargs, result)
+        flops = 0 if formula is None else operations(formula, args, kwargs, result, self._value)
         into.ops.setdefault(f"{name} {place()}", Cost()).add(launches, read, written, flops)
         into.kernels.extend([((read + written) // launches, flops // launches)] * launches)
         return result
-
-    def _operations(self, func: Any, formula: Callable[..., int], args: Any, kwargs: Any, result: Any) -> int:
-        if getattr(formula, "_get_raw", False):
-            known = [self._value(one) for one in args]
-            return formula(*known, **kwargs, out_val=result)
-        plain = torch.utils._pytree.tree_map(lambda one: one.shape if isinstance(one, Tensor) else one, (args, kwargs, result))
-        return int(formula(*plain[0], **plain[1], out_shape=plain[2]))
 
     def _upload(self, source: Any, result: Any, into: Counted | None) -> None:
         if not isinstance(source, Tensor) or self.owns(source) or not self.owns(result):
@@ -213,6 +206,16 @@ class CountingGpu(VirtualGpu):
         start = tensor.storage_offset() * tensor.itemsize
         values = np.frombuffer(sent, dtype=np.int32, count=tensor.numel(), offset=start)
         return torch.from_numpy(values.copy())
+
+
+def operations(
+    formula: Callable[..., int], args: Any, kwargs: Any, result: Any, value: Callable[[Any], Any] = lambda given: given
+) -> int:
+    """Return the FLOPs of one operation. ``value`` gives an argument with the values that a formula of lengths reads."""
+    if getattr(formula, "_get_raw", False):
+        return int(formula(*map(value, args), **kwargs, out_val=result))
+    shapes = torch.utils._pytree.tree_map(lambda one: one.shape if isinstance(one, Tensor) else one, (args, kwargs, result))
+    return int(formula(*shapes[0], **shapes[1], out_shape=shapes[2]))
 
 
 def place() -> str:

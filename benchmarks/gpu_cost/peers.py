@@ -27,7 +27,8 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from benchmarks.common import commit, text_table, write_json
-from benchmarks.gpu_cost.device import FREE, Cost, Counted, CountingGpu, launches_of, moved_bytes
+from benchmarks.gpu_cost.__main__ import DONE, MISSING, PROMPT_SHARE
+from benchmarks.gpu_cost.device import FREE, Cost, Counted, CountingGpu, launches_of, moved_bytes, operations
 from benchmarks.gpu_cost.update import MODELS
 from benchmarks.update_pass.contest import CONTESTANTS, make_batch
 from benchmarks.update_pass.flops import PRODUCTS, attention_formulas
@@ -40,8 +41,6 @@ from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.memory.fused import fused_statements, recorded_calls
 from verl_memopt.model.tiny import make_tiny_model
 
-PROMPT_SHARE = 8
-"""Of the tokens of a group, one in so many is the prompt's, as in ``python -m benchmarks.gpu_cost``."""
 PEERS = ("trl_rloo_trimmed", "trl_grpo_trimmed", "liger", "verl", "verl_fused", "verl_prefix_grouper")
 OURS = {
     "ours_no_sharing": {"shared": False},
@@ -50,7 +49,6 @@ OURS = {
     "ours, compiled": {"shared": True, "compiled": True},
 }
 """Of ``use_torch_compile``, the default on a GPU, and of shared prompts."""
-DONE, MISSING = 0, 2
 
 
 class CountingHost(TorchDispatchMode):
@@ -73,18 +71,10 @@ class CountingHost(TorchDispatchMode):
             return result
         read, written = moved_bytes(name, args, kwargs, given, [*made, *_written(func, given, args, kwargs)])
         formula = self._flops.get(func._overloadpacket)
-        flops = 0 if formula is None else operations_of(formula, args, kwargs, result)
+        flops = 0 if formula is None else operations(formula, args, kwargs, result)
         launches = launches_of(name, args, kwargs, given)
         self.counted.ops.setdefault(name, Cost()).add(launches, read, written, flops)
         return result
-
-
-def operations_of(formula: Callable[..., int], args: Any, kwargs: Any, result: Any) -> int:
-    """Return the FLOPs of one operation."""
-    if getattr(formula, "_get_raw", False):
-        return int(formula(*args, **kwargs, out_val=result))
-    shapes = torch.utils._pytree.tree_map(lambda one: one.shape if isinstance(one, Tensor) else one, (args, kwargs, result))
-    return int(formula(*shapes[0], **shapes[1], out_shape=shapes[2]))
 
 
 def count_peer(name: str, work: Workload) -> Cost:

@@ -1,12 +1,15 @@
 """The counter of GPU cost against counts by hand."""
 
 import dataclasses
+import functools
 import shutil
 from collections import Counter
 
 import pytest
 
+from benchmarks.gpu_cost.peers import count_ours, count_peer, counted_by_depth
 from benchmarks.gpu_cost.update import Case
+from benchmarks.update_pass.work import Workload
 from recipe.rloo.memory_study.fake_guard import call_in_fake_process
 from verl_memopt.model.tiny import TinyShape
 
@@ -18,6 +21,7 @@ PLAIN = (
     "actor_rollout_ref.actor.use_prefix_grouper=false",
 )  # fmt: skip
 COUNT = "benchmarks.gpu_cost.update:count"
+BESIDE_PEERS = Workload("", dataclasses.replace(SHAPE, num_layers=3), groups=1, k=2, prompt=8, answer=6, dtype="bfloat16")
 
 BLOCK = {
     # Forward 7: four of attention, three of the MLP. Backward twice as many: of an input and of a weight.
@@ -95,3 +99,18 @@ def test_an_update_of_default_settings_makes_no_launch_that_was_taken_out():
     assert statistics.written_bytes <= 0.1 * logits
     assert logits == gradient.written_bytes <= gradient.read_bytes <= 1.1 * logits
     assert not any(name.startswith("copy_ logit_tiles") for name in found.ops)
+
+
+def test_one_block_and_two_say_what_a_peers_update_of_any_depth_costs():
+    whole = count_peer("naive", BESIDE_PEERS)
+    assert counted_by_depth(functools.partial(count_peer, "naive"), BESIDE_PEERS) == whole
+    assert whole.launches > 0
+    assert whole.flops > 0
+
+
+def test_the_update_beside_the_peers_launches_less_where_it_is_compiled():
+    found = [
+        call_in_fake_process(f"{count_ours.__module__}:count_ours", name, BESIDE_PEERS) for name in ("ours", "ours, compiled")
+    ]
+    assert found[1].launches < found[0].launches
+    assert found[1].flops == found[0].flops

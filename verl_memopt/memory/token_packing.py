@@ -376,22 +376,25 @@ def spans(micro_batches: Sequence[Sequence[int]], tokens: RowTokens) -> list[tup
     return found + [([rows], None) for rows in micro_batches[start:]]
 
 
-def alike(cut: Sequence[Sequence[list[int]]], tokens_per_rank: Sequence[RowTokens]) -> list[Cut]:
+def alike(cut: Sequence[list[list[int]]], tokens_per_rank: Sequence[RowTokens]) -> Sequence[list[list[int]]]:
     """Return the micro-batches of all ranks in one order of forwards and backwards (arXiv 2606.01143).
 
-    Chains come first, the longest ones together. Where a rank has none, or a shorter one, its other micro-batches fill the span,
-    and then empty ones. As many of the others follow on each rank.
+    The chains of all ranks come first, each rank's longest one in the first span, and so on. A rank without a chain for a span,
+    or with a shorter one, fills the span with its other micro-batches, and then with empty ones. What is left follows, split so
+    that each rank has as many. A rank alone keeps the order that it has.
     """
+    if len(cut) == 1:
+        return cut
     chained: list[list[list[list[int]]]] = []
     others: list[list[list[int]]] = []
     for bins, tokens in zip(cut, tokens_per_rank, strict=True):
         found = [[list(rows) for rows in chain] for chain in chains(bins, tokens)]
         chained.append(sorted((chain for chain in found if len(chain) > 1), key=len, reverse=True))
         others.append([rows for chain in found if len(chain) == 1 for rows in chain])
-    spans = [max(map(len, slot)) for slot in zip_longest(*chained, fillvalue=())]
-    aligned = [Cut(spans=spans) for _ in cut]
+    lengths = [max(map(len, slot)) for slot in zip_longest(*chained, fillvalue=())]
+    aligned = [Cut(spans=lengths) for _ in cut]
     for rank, own in enumerate(aligned):
-        for length, chain in zip(spans, (*chained[rank], *repeat([], len(spans))), strict=False):
+        for length, chain in zip(lengths, (*chained[rank], *repeat([], len(lengths))), strict=False):
             own += chain
             own += [others[rank].pop() if others[rank] else [] for _ in range(length - len(chain))]
     count = max(map(len, others))

@@ -193,7 +193,7 @@ def cut_ranks(tokens_per_rank: Sequence[RowTokens], names: Sequence[Sequence[str
         ConfigError: One row alone is over the limit.
     """
     cut = [budget.micro_batches(tokens, name) for tokens, name in zip(tokens_per_rank, names, strict=True)]
-    return cut if len(cut) == 1 else alike(cut, tokens_per_rank)
+    return alike(cut, tokens_per_rank)
 
 
 # Cuts the batch of a training step for optimizer steps: into mini-batches, into each rank's share, into micro-batches.

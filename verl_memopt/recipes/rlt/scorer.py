@@ -371,7 +371,7 @@ class RltScorer:
         limit = self.settings.max_tokens_per_micro_batch * self.student_ranks
         limit = limit if self.learned_budget is None else self.learned_budget.cap
         cut = [student_micro_batches(tokens, limit) for tokens in per_rank]
-        return cut if len(cut) == 1 else alike(cut, per_rank)
+        return alike(cut, per_rank)
 
 
 def student_plan(settings: Settings, environment: Environment) -> StudentPlan:
