@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.gpu_cost.peers import count_ours, count_peer, counted_by_depth
+from benchmarks.gpu_cost.peers import count_peer, counted_by_depth
 from benchmarks.gpu_cost.update import Case
 from benchmarks.update_pass.work import Workload
 from recipe.rloo.memory_study.fake_guard import call_in_fake_process
@@ -109,8 +109,7 @@ def test_one_block_and_two_say_what_a_peers_update_of_any_depth_costs():
 
 
 def test_the_update_beside_the_peers_launches_less_where_it_is_compiled():
-    found = [
-        call_in_fake_process(f"{count_ours.__module__}:count_ours", name, BESIDE_PEERS) for name in ("ours", "ours, compiled")
-    ]
-    assert found[1].launches < found[0].launches
-    assert found[1].flops == found[0].flops
+    names = ("ours", "ours, compiled")
+    plain, compiled = (call_in_fake_process("benchmarks.gpu_cost.peers:count_ours", name, BESIDE_PEERS) for name in names)
+    assert compiled.launches < plain.launches
+    assert compiled.flops == plain.flops

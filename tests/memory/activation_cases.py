@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.memory.sharded import fake_ranks
 from tests.tensors import whole_of
 from verl_memopt.algorithms.rows import GlobalCounts
+from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import Actor, Model, Optim, TrainedFsdp
 from verl_memopt.data.batch import Ragged, RolloutBatch
 from verl_memopt.memory.activation_offload_torch import ActivationOffload
@@ -48,11 +49,11 @@ def model_folder(parent, shape=SHAPE):
     return make_tiny_model(parent / "deep", shape, seed=5)
 
 
-def build(folder, mesh, world_size=1, offload=None, recompute=False, dtype="fp32", masters="fp32", fill=True, **model):
-    """Gives a policy. offload: (min_bytes, in_flight) of activation offload, None for none; model: settings of the model."""
+def build(folder, mesh, world_size=1, offload=None, recompute=False, dtype="fp32", masters="fp32", fill=True, fsdp=None, **model):
+    """Gives a policy. fsdp: how it is sharded. offload: (min_bytes, in_flight) of activation offload. model: settings of the model."""
     asked = {"attn_implementation": "sdpa", "logprob_chunk_tokens": 64, "recompute_elementwise": False, **model}
     settings = Model(path=str(folder), **asked)
-    fsdp = TrainedFsdp(dtype=dtype, model_dtype=masters)
+    fsdp = replaced(TrainedFsdp(dtype=dtype, model_dtype=masters), fsdp or {})
     policy_model = build_policy(settings, fsdp, folder, mesh, CPU, ModelUse(recompute=recompute, trained=True))
     if fill:
         materialize(policy_model, folder, CPU)

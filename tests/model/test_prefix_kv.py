@@ -150,6 +150,7 @@ SHARES = {
     "nothing left": (RAGGED, [[*range(12)], []]),
 }
 WAYS = {
+    "gathered": {"fsdp": {"reshard_after_forward": False}},
     "fp32": {},
     "lora": {"lora_rank": 4, "lora_alpha": 8.0},
     "checkpointed and offloaded": {"recompute": True, "offload": (1, 2)},
