@@ -50,7 +50,7 @@ def model_folder(parent, shape=SHAPE):
 
 
 def build(folder, mesh, world_size=1, offload=None, recompute=False, dtype="fp32", masters="fp32", fill=True, fsdp=None, **model):
-    """Gives a policy. fsdp: how it is sharded. offload: (min_bytes, in_flight) of activation offload. model: settings of the model."""
+    """Gives a policy. fsdp: how it is sharded. offload: (min_bytes, in_flight) of activation offload. model: its settings."""
     asked = {"attn_implementation": "sdpa", "logprob_chunk_tokens": 64, "recompute_elementwise": False, **model}
     settings = Model(path=str(folder), **asked)
     fsdp = replaced(TrainedFsdp(dtype=dtype, model_dtype=masters), fsdp or {})
