@@ -78,7 +78,7 @@ ABOVE_0 = [
 FROM_0 = [
     *("data.seed", f"{AR}.model.activation_offload_min_bytes", f"{AR}.model.lora_rank", f"{AR}.model.logprob_chunk_tokens"),
     *(f"{AR}.model.logprob_vocab_tile", f"{AR}.actor.entropy_coeff", f"{AR}.actor.kl_loss_coef"),
-    *(f"{AR}.actor.policy_loss.ppo_kl_coef", "algorithm.pf_ppo.weight_pow"),
+    *(f"{AR}.actor.policy_loss.ppo_kl_coef", "algorithm.pf_ppo.weight_pow", f"{AR}.model.activation_offload_device_gb"),
     *(f"{AR}.actor.data_loader_seed", f"{AR}.actor.optim.lr", f"{AR}.actor.optim.weight_decay", *roles("seed")),
     *(f"{AR}.rollout.seed", f"{AR}.rollout.val_kwargs.temperature", "algorithm.kl_ctrl.kl_coef"),
     *(f"reward_model.reward_kwargs.overlong_buffer_cfg.{key}" for key in ("len", "penalty_factor")),

@@ -28,10 +28,11 @@ def test_a_rule_does_not_read_a_key_that_is_wrong_by_itself(complaint):
 
 
 def test_a_rule_of_the_critic_does_not_read_a_key_of_the_critic_that_is_wrong_by_itself(complaint):
-    keys = {"critic.optim.in_backward": True, "algorithm.adv_estimator": "gae"}
-    assert "clipping needs the norm" in complaint(keys)
-    assert "clipping needs the norm" not in complaint(keys | {"critic.optim.clip_grad": -1.0})
-    assert "clipping needs the norm" in complaint(keys | {"actor_rollout_ref.actor.optim.clip_grad": -1.0})
+    keys = {"critic.optim.in_backward": True, "algorithm.adv_estimator": "gae", "critic.use_dynamic_bsz": False}
+    rows = "critic.ppo_micro_batch_size_per_gpu"
+    assert "would have to accumulate" in complaint(keys | {rows: 1})
+    assert "would have to accumulate" not in complaint(keys | {rows: -1})
+    assert "would have to accumulate" in complaint(keys | {rows: 1, f"{AR}.actor.ppo_micro_batch_size_per_gpu": -1})
 
 
 def test_every_number_has_a_range():
@@ -86,11 +87,6 @@ WRONG = {
         f"{AR}.actor.optim.optimizer_impl=torchao.optim, {AR}.actor.optim.optimizer=AdamW4bit: it does not update sharded "
         f"parameters. Remove both and set {AR}.actor.optim.state_dtype=int4 (or int8), or set {AR}.actor.optim.optimizer="
         "AdamW8bit.",
-    ),
-    "an update in backward that clips": (
-        {f"{AR}.actor.optim.in_backward": True},
-        f"{AR}.actor.optim.in_backward=true, {AR}.actor.optim.clip_grad=1.0: clipping needs the norm of all gradients, and each "
-        f"is gone once it is used. Set {AR}.actor.optim.clip_grad=null, or {AR}.actor.optim.in_backward=false.",
     ),
     "no micro-batch size": (
         {f"{AR}.actor.use_dynamic_bsz": False},

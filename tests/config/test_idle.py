@@ -157,6 +157,7 @@ IDLE_CASES = {
     f"{AR}.model.gradient_checkpointing_every": ({}, 3, {f"{AR}.model.gradient_checkpointing_mode": "every_n"}),
     f"{AR}.model.activation_offload_min_bytes": ({}, 0, {f"{AR}.model.enable_activation_offload": True}),
     f"{AR}.model.activation_offload_in_flight": ({}, 5, {f"{AR}.model.enable_activation_offload": True}),
+    f"{AR}.model.activation_offload_device_gb": ({}, 0.5, {f"{AR}.model.enable_activation_offload": True}),
     f"{AR}.actor.adaptive_token_budget": (
         {f"{AR}.actor.use_dynamic_bsz": False, f"{AR}.actor.ppo_micro_batch_size_per_gpu": 2},
         True,

@@ -38,6 +38,10 @@ def test_activations_with_and_without_checkpointing_and_offload():
     assert having(**on).activation_bytes == 3 * given + block + passing
     moved = having(**on, enable_activation_offload=True, activation_offload_in_flight=1)
     assert moved.activation_bytes == given + block + passing
+    one_more = having(
+        **on, enable_activation_offload=True, activation_offload_in_flight=1, activation_offload_device_gb=given / 2**30
+    )
+    assert one_more.activation_bytes == 2 * given + block + passing
 
 
 def test_moments_follow_the_masters_unless_they_have_a_dtype_of_their_own():

@@ -273,6 +273,7 @@ KNOBS = {
     "in backward, 8-bit on the host": {
         "in_backward": True, "clip_grad": None, "state_dtype": "int8", "fsdp": {"optimizer_offload": True},
     },
+    "in backward, clipped": {"in_backward": True, "state_dtype": "int8", "fsdp": {"optimizer_offload": True}},
     "in backward, stochastic rounding": {
         "in_backward": True, "clip_grad": None, "stochastic_rounding": True, "state_dtype": "int4",
         "fsdp": {"model_dtype": "bfloat16"},
@@ -371,23 +372,25 @@ def test_a_first_update_that_is_skipped_leaves_a_state_that_can_be_saved(narrow_
     assert same_bytes(in_bytes(resumed), in_bytes(other))
 
 
+SKIPPING = ("none", "in backward", "in backward, clipped")
+
+
 def skipped_on_two_ranks(rank, folder):
-    """Gives, with and without updates in backward, whether this rank's update changed a byte, and its metrics."""
+    """Gives, for each kind, whether this rank's update left every byte, and its metrics."""
     found = {}
-    for in_backward in (False, True):
-        knobs = {"in_backward": True, "clip_grad": None} if in_backward else {}
-        policy = policy_with_knobs(folder, training_mesh("cpu", 2, -1), 2, **knobs)
+    for kind in SKIPPING:
+        policy = policy_with_knobs(folder, training_mesh("cpu", 2, -1), 2, **KNOBS[kind])
         policy.update([mini_of(0, None, rank, 2)], 0.9)
         before = in_bytes(policy)
         metrics = policy.update([mini_of(1, math.nan if rank == 1 else None, rank, 2)], 0.9)
-        found[in_backward] = (same_bytes(in_bytes(policy), before), metrics)
+        found[kind] = (same_bytes(in_bytes(policy), before), metrics)
     return found
 
 
 def test_ranks_skip_together_when_only_one_has_a_bad_row(narrow_folder):
     answers = run_ranks(skipped_on_two_ranks, 2, narrow_folder)
-    for in_backward in (False, True):
-        for unchanged, metrics in (answer[in_backward] for answer in answers):
+    for kind in SKIPPING:
+        for unchanged, metrics in (answer[kind] for answer in answers):
             assert unchanged
             assert metrics["actor/skipped_updates"] == 1
             assert metrics.get("actor/partial_updates", 0.0) == 0

@@ -11,14 +11,14 @@ Works with: activation checkpointing, several micro-batches per optimizer step, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from verl_memopt.memory.formulas import activation_saving
-from verl_memopt.memory.knob import Advice, Claim, Factor, Knob, LadderRow, NaturalInt, PositiveInt, UnusedKey
+from verl_memopt.memory.knob import NOT_NEGATIVE, Advice, Claim, Factor, Knob, LadderRow, NaturalInt, PositiveInt, UnusedKey
 
 _MODEL = "actor_rollout_ref.model"
-_ON, _LEAST, _IN_FLIGHT = (
-    f"{_MODEL}.{key}" for key in ("enable_activation_offload", "activation_offload_min_bytes", "activation_offload_in_flight")
-)
+_ON = f"{_MODEL}.enable_activation_offload"
+_LEAST, _IN_FLIGHT, _STAYS = (f"{_MODEL}.activation_offload_{key}" for key in ("min_bytes", "in_flight", "device_gb"))
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,9 @@ class ActivationOffload:
     """Smaller tensors stay on the device: a copy of its own would cost more than they take."""
     activation_offload_in_flight: PositiveInt = 2
     """Tensors whose copies may be under way at once, either way; more hides copies better and holds as many on the device."""
+    activation_offload_device_gb: Annotated[float, NOT_NEGATIVE] = 0
+    """GiB of what each forward saves that stays on the device: the first tensors that fit. Give it what the device has to spare:
+    as much host memory is saved, and as many bytes do not cross the bus."""
 
     @property
     def in_flight(self) -> int | None:
@@ -47,15 +50,18 @@ KNOB = Knob(
         UnusedKey(
             key, lambda settings: settings.actor_rollout_ref.model.in_flight is None, "model.enable_activation_offload is false"
         )
-        for key in (_LEAST, _IN_FLIGHT)
+        for key in (_LEAST, _IN_FLIGHT, _STAYS)
     ),
-    advice=(Advice("activations", _ON, True, phases=("update_actor",)),),
+    advice=(
+        Advice("activations", _ON, True, phases=("update_actor",)),
+        Advice("activations", _STAYS, 0, lambda s: s.actor_rollout_ref.model.in_flight is not None, ("update_actor",)),
+    ),
     claims=(Claim("update_actor", "activations", activation_saving),),
     row=LadderRow(90, on=(f"{_ON}=true",), off=(f"{_ON}=false",)),
     factors=(
         Factor(
             "activation offload",
-            {"off": {}, "on": {_ON: True, _LEAST: 64}, "one in flight": {_ON: True, _LEAST: 1024, _IN_FLIGHT: 1}},
+            {"off": {}, "on": {_ON: True, _LEAST: 64}, "one in flight": {_ON: True, _LEAST: 1024, _IN_FLIGHT: 1, _STAYS: 1e-6}},
         ),
     ),
 )

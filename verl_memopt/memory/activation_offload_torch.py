@@ -41,15 +41,17 @@ class ActivationOffload:
         in_flight: int,
         chunk_bytes: int = CHUNK_BYTES,
         metric: str = BYTES_MOVED,
+        stay_bytes: int = 0,
     ) -> None:
         """Prepare the arena, in chunks of ``chunk_bytes``, and the copy stream.
 
-        Storages of less than ``min_bytes`` stay on the device. ``in_flight`` are copied at once, in either direction.
+        Storages of less than ``min_bytes`` stay on the device, and of each forward the first that fit in ``stay_bytes``.
+        ``in_flight`` are copied at once, in either direction.
         """
         self.arena, self.stream = HostArena(device, "activations", chunk_bytes), CopyStream(device)
         self.bytes_moved, self.metric = 0, metric
         self._model, self._device = model, device
-        self._min_bytes, self._in_flight = min_bytes, in_flight
+        self._min_bytes, self._in_flight, self._stay_bytes = min_bytes, in_flight, stay_bytes
         self._leaving: deque[weakref.ref[_Stored]] = deque()
 
     @contextmanager
@@ -190,6 +192,8 @@ class _Forward:
         self._weights: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._known: dict[tuple[int, int], tuple[weakref.ref[torch.UntypedStorage], weakref.ref[_Stored]]] = {}
         self._order: list[weakref.ref[_Stored]] = []
+        self._staying: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._room = offload._stay_bytes
 
     def note_weights(self, module: nn.Module, _: Any) -> None:
         """Remember the storages of a unit's gathered weights, so that views that autograd does not know as weights stay too."""
@@ -200,7 +204,7 @@ class _Forward:
 
     def pack(self, tensor: Tensor) -> Tensor | _Saved:
         # Detached, because an output that its own node keeps would otherwise keep the node.
-        if self._offload.stays(tensor) or self._is_weight(tensor):
+        if self._offload.stays(tensor) or self._is_weight(tensor) or self._has_room(tensor):
             return tensor.detach()
         stored = self._stored(tensor)
         # A weak reference, so that the bytes are freed with the part of the graph that needs them.
@@ -227,6 +231,19 @@ class _Forward:
         storage = tensor.untyped_storage()
         known = self._weights.get(storage._cdata)
         return isinstance(base, nn.Parameter) or (known is not None and known() is storage)
+
+    def _has_room(self, tensor: Tensor) -> bool:
+        """Return whether the storage is one of the first, which stay on the device."""
+        storage = tensor.untyped_storage()
+        known = self._staying.get(storage._cdata)
+        if known is not None and known() is storage:
+            return True
+        if storage.nbytes() > self._room:
+            self._room = 0
+            return False
+        self._room -= storage.nbytes()
+        self._staying[storage._cdata] = weakref.ref(storage)
+        return True
 
     def _stored(self, tensor: Tensor) -> _Stored:
         # The version distinguishes a storage that was written to since it was saved.

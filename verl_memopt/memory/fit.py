@@ -438,7 +438,8 @@ class _Prediction:
         for held, role, on in offloading:
             if held is not None and on:
                 s = held.size.shapes(held.roles, self._pass(role), self.device)
-                parts.append({"activations": s.kept_bytes * s.layers})
+                stay = int(held.roles.model.activation_offload_device_gb * GIB / s.kept_bytes)
+                parts.append({"activations": s.kept_bytes * max(s.layers - stay, 0)})
         return together(*parts)
 
     # The largest micro-batch of each pass.

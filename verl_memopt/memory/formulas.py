@@ -125,8 +125,14 @@ class Shapes:
 
     def _of_others(self, blocks: int) -> int:
         """Return what some blocks keep while another's backward runs."""
-        ahead = self.settings.model.in_flight
-        return (min(blocks, ahead) if self._inputs_alone and ahead is not None else blocks) * self.kept_bytes
+        return self.kept_on_device(blocks) if self._inputs_alone else blocks * self.kept_bytes
+
+    def kept_on_device(self, blocks: int, beside: int = 0) -> int:
+        """Return what some blocks keep that is on the device, where ``beside`` more are there than activation offload copies."""
+        model, whole = self.settings.model, blocks * self.kept_bytes
+        if model.in_flight is None:
+            return whole
+        return min(whole, (model.in_flight + beside) * self.kept_bytes + round(model.activation_offload_device_gb * 2**30))
 
     @property
     def kept_bytes(self) -> int:
@@ -311,8 +317,8 @@ class Shapes:
     @property
     def norm_backward_bytes(self) -> int:
         """What is held, with checkpointing, when the backward of the last block comes to the norm of its queries."""
-        model, b, query, key = self.settings.model, self.compute_bytes, self.heads * self.head_dim, self.kv_heads * self.head_dim
-        others = min(self.layers - 1, self.layers if model.in_flight is None else model.in_flight + 1) * self.input_bytes
+        b, query, key = self.compute_bytes, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        others = self.kept_on_device(self.layers - 1, 1)
         kept = (4 + 2 * b) * (self.hidden + query + key) + b * (query + key)
         passing = b * (self.hidden + 4 * query + 2 * key + 2 * self.head_dim)
         return others + self.tokens * (kept + passing) + b * (self.suffix_tokens * query + 2 * self.responses * self.hidden)

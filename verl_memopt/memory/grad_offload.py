@@ -1,6 +1,7 @@
 """Keep gradients in host memory: each leaves the device as soon as backward has it, and the optimizer reads it from there.
 
-Use it when: gradients are the peak, and you clip them or sum them over micro-batches, which ``optim.in_backward`` cannot do.
+Use it when: gradients are the peak, and you sum them over micro-batches, which ``optim.in_backward`` cannot do, or clip them
+    without its second pass.
 Saves: all gradients but those of two blocks, or of the vocabulary's matrix where that is larger.
 Costs: as many bytes of host memory. Each gradient crosses the bus once per micro-batch, the sum so far comes back for every
     micro-batch after the first, and the optimizer reads it once more.

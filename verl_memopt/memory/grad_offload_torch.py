@@ -5,6 +5,8 @@ gradients, N counts the parameters, and W the ranks in the shard group.
 
 :class:`StepInBackward` saves b_g x (N - N_u) / W bytes, where N_u counts the parameters of the largest unit: at no time is there
 more than one unit's gradient. The exception is a matrix that head and embedding share: its two gradients meet in backward.
+Clipping needs the norm of all gradients before the first update, so a step that clips has two passes: one that takes the norm of
+each gradient and drops it, and one that divides and updates.
 
 :class:`OffloadedGradients` saves b_g x (N - N_l - max(N_l, V h)) / W bytes, where N_l counts the parameters of a block and V h
 the elements of the vocabulary's matrix. Gradients rest in one buffer a section of the optimizer, and are summed there over
@@ -18,7 +20,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,7 +39,11 @@ ACTOR = "actor_rollout_ref.actor"
 
 
 class StepInBackward:
-    """Updates each parameter as its gradient comes. FSDP2 calls the hooks once a unit's gradients are reduced and sharded."""
+    """Updates each parameter as its gradient comes. FSDP2 calls the hooks once a unit's gradients are reduced and sharded.
+
+    Attributes:
+        measured: The norm that a first pass has found, which :meth:`norm` returns next; None = there was no such pass.
+    """
 
     def __init__(self, optimizer: Optimizer, key: str = ACTOR, backward_on: torch.device | None = None) -> None:
         """Register the hooks of all parameters of an optimizer, whose model errors name by the settings section ``key``.
@@ -50,6 +57,9 @@ class StepInBackward:
         self._copied_from = None if backward_on is None or backward_on.type == device.type else backward_on
         # All three stay on the device: reading one in backward would make the host wait at each parameter.
         self._sum, self._stopped, self._moved = (torch.zeros((), device=device) for _ in range(3))
+        self.measured: Tensor | None = None
+        self._measures = False
+        self._divisor: Tensor | None = None
         # The garbage collector does not see the hook of a parameter, so the hook must not refer to the optimizer.
         weak = weakref.proxy(self)
         for group in optimizer.param_groups:
@@ -65,9 +75,33 @@ class StepInBackward:
                 f"until one holds a whole mini-batch, lower ppo_mini_batch_size, or set {self._key}.optim.in_backward=false."
             )
 
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Have backward in the body take the norm of each gradient and drop it: nothing is updated."""
+        self._measures = True
+        try:
+            yield
+        finally:
+            self._measures = False
+
+    @contextmanager
+    def dividing(self, divisor: Tensor) -> Iterator[None]:
+        """Have backward in the body update with gradients that are divided by a scalar. All of them are known to be finite."""
+        self._divisor = divisor
+        try:
+            yield
+        finally:
+            self._norms.clear()
+            self._divisor = None
+
     def norm(self) -> Tensor:
         """Return the norm of the whole gradient since the last call; a sharded scalar where parameters are sharded."""
-        norms = list(self._norms.values())
+        if self.measured is not None:
+            measured, self.measured = self.measured, None
+            return measured
+        # In the order of the parameters, as the norm of gradients that are all there.
+        parameters = (parameter for group in self._optimizer.param_groups for parameter in group["params"])
+        norms = [self._norms[id(parameter)] for parameter in parameters if id(parameter) in self._norms]
         self._norms.clear()
         self._sum.zero_()
         return torch.linalg.vector_norm(torch.stack(norms))
@@ -80,7 +114,10 @@ class StepInBackward:
 
     @torch.no_grad()
     def update(self, parameter: Tensor) -> None:
-        """Update a parameter from its gradient and free the gradient. Nothing moves after a gradient that was not finite."""
+        """Update a parameter from its gradient and free the gradient. Nothing moves after a gradient that was not finite.
+
+        Where the norm is measured, nothing moves at all.
+        """
         # A parameter that has a norm already got a gradient in this step, so this is a second micro-batch.
         self.check(1 + (id(parameter) in self._norms))
         assert parameter.grad is not None
@@ -89,6 +126,12 @@ class StepInBackward:
             wait_on_host(self._copied_from)
         with scope(kind="optimizer scratch"):
             self._norms[id(parameter)] = torch.linalg.vector_norm(parameter.grad)
+            if self._divisor is not None:
+                local(parameter.grad).div_(self._divisor)
+                self._optimizer.step_parameter(parameter)
+            if self._measures or self._divisor is not None:
+                parameter.grad = None
+                return
             # A sum stays infinite or NaN once a term is.
             self._sum.add_(local(self._norms[id(parameter)]))
             self._stopped.copy_(self._sum.isfinite().logical_not_())

@@ -362,7 +362,7 @@ class Held:
         root, own = self._matrices
         matrix = max(root, own)
         model = s.settings.model
-        kept = s.kept_bytes * (s.layers if model.in_flight is None else min(s.layers, model.in_flight + 1))
+        kept = s.kept_on_device(s.layers, 1)
         prefixes = self._prefixes(work, b + 4)
         states = s.input_bytes + 3 * s.responses * s.hidden * b + prefixes
         wide, computed = 2 * max(s.mlp, s.heads * s.head_dim), 1 if model.checkpointing else s.layers

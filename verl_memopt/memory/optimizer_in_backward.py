@@ -1,11 +1,12 @@
 """Update each FSDP unit inside backward, as soon as its gradient is reduced, and free the gradient at once.
 
-Use it when: gradients are the peak, one micro-batch holds a whole mini-batch, and you can train without gradient clipping.
-Saves: all gradients but those of the largest unit.
-Costs: gradient clipping, which needs the norm of all gradients first (the norm is still reported), and gradient accumulation. A
-    gradient that is not finite stops the run once parameters have moved; without this knob the step is skipped.
-Works with: ``optimizer_offload``, ``optim.state_dtype`` and ``optim.stochastic_rounding``; a token budget that takes a whole
-    mini-batch at once.
+Use it when: gradients are the peak and one micro-batch holds a whole mini-batch. With ``optim.clip_grad=null`` it costs no time.
+Saves: all gradients but those of the largest unit, on the device and on the host.
+Costs: gradient accumulation. Clipping needs the norm of all gradients before the first weight moves, so with ``optim.clip_grad``
+    forward and backward run twice: first for the norm, then for the update. Without it a gradient that is not finite stops the
+    run once parameters have moved; with it the step is skipped.
+Works with: ``optimizer_offload``, ``optim.state_dtype``, ``optim.stochastic_rounding`` and clipping; a token budget that takes a
+    whole mini-batch at once. Of published trainers, LOMO clips this way (arXiv 2306.09782).
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ class OptimizerInBackward:
     """Settings of the update inside backward."""
 
     in_backward: bool = False
-    """Update each FSDP unit as soon as its gradient is reduced and free the gradient at once. Needs ``clip_grad=null`` and
-    one micro-batch per optimizer step. A gradient that is not finite stops the run, unless it is the first of its step."""
+    """Update each FSDP unit as soon as its gradient is reduced and free the gradient at once. Needs one micro-batch per
+    optimizer step. With ``clip_grad`` forward and backward run twice, the first time for the norm. With ``clip_grad=null`` a
+    gradient that is not finite stops the run, unless it is the first of its step."""
 
 
 def _saved(_: Shapes, after: Shapes) -> float:
@@ -57,17 +59,11 @@ def _accumulates(settings: Settings) -> bool:
 
 
 KNOB = Knob(
-    cost="no clipping, no accumulation",
+    cost="no accumulation; with clipping, forward and backward twice",
     settings={"optim": OptimizerInBackward},
     shared_keys=(_CLIP,),
     refuses=(
         *only_with_adamw(_KEY, _in_backward),
-        Refusal(
-            (_KEY, _CLIP),
-            lambda settings: _in_backward(settings) and settings.actor_rollout_ref.actor.optim.clip_grad is not None,
-            "clipping needs the norm of all gradients, and each is gone once it is used",
-            f"Set {_CLIP}=null, or {_KEY}=false.",
-        ),
         Refusal(
             (_KEY, _ROWS, _MINI),
             _accumulates,

@@ -240,6 +240,7 @@ def everything(settings: Settings, limit: float) -> tuple[tuple[Keys, str], ...]
     same |= {
         f"{_MODEL}.enable_gradient_checkpointing": True,
         f"{_MODEL}.enable_activation_offload": True,
+        f"{_MODEL}.activation_offload_device_gb": 0,
         f"{_MODEL}.tiled_mlp.enabled": _tiles_save(settings),
         f"{_MODEL}.logprob_chunk_tokens": max(chunk, 1),
         f"{_MODEL}.logprob_vocab_tile": 4096,

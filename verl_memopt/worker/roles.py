@@ -56,7 +56,7 @@ from verl_memopt.model.packing_check import REWARD_KEY, check_packing
 from verl_memopt.model.value_model import CRITIC_KEY, ValueModel, stored_head
 from verl_memopt.model.weights import WeightFolder, named_weights
 from verl_memopt.observe.byte_tracker import HOST, scope
-from verl_memopt.observe.phase import MIB
+from verl_memopt.observe.phase import GIB, MIB
 from verl_memopt.worker.group import Placement
 from verl_memopt.worker.policy import Critic, Policy, pack_log_probs, scoring_temperature
 from verl_memopt.worker.trained_model import TrainedModel, readable
@@ -310,7 +310,8 @@ class RoleBuilder:
         if not model.enable_activation_offload:
             return None
         min_bytes, in_flight = model.activation_offload_min_bytes, model.activation_offload_in_flight
-        return ActivationOffload(packed_model, self.device, min_bytes, in_flight, metric=metric)
+        stay_bytes = round(model.activation_offload_device_gb * GIB)
+        return ActivationOffload(packed_model, self.device, min_bytes, in_flight, metric=metric, stay_bytes=stay_bytes)
 
     def _check_packing(self, packed_model: PackedModel, folder: Path, key: str) -> None:
         check_packing(packed_model, self.device, packed_model.compute, self.plan.settings.actor, str(folder), key)

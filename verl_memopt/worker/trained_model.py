@@ -338,9 +338,28 @@ class TrainedModel:
         """
         # Where the host decides nothing, it learns during this step whether earlier ones of the update were skipped.
         learn = self._outcomes()
-        metrics = self._accumulate_whole(micro_batches, counts, loss_of, restart)
+        if self.in_backward is not None and self.optim.clip_grad is not None:
+            metrics = self._clipped_in_backward(self.in_backward, list(micro_batches), counts, loss_of)
+        else:
+            metrics = self._accumulate_whole(micro_batches, counts, loss_of, restart)
         learn()
         return self.finish(metrics)
+
+    def _clipped_in_backward(
+        self, stepping: StepInBackward, micro_batches: Sequence[MicroBatch], counts: GlobalCounts, loss_of: LossOf
+    ) -> dict[str, Tensor]:
+        """Update every parameter in backward, in a second pass, once a first one has found the norm that gradients are cut to.
+
+        Where it is not finite there is no second pass, so nothing has changed when the step is skipped.
+        """
+        with stepping.measuring():
+            metrics = self.accumulate(micro_batches, counts, loss_of)
+        assert self.optim.clip_grad is not None
+        stepping.measured = norm = self._norm()
+        if _is_finite(norm):
+            with stepping.dividing(clip_divisor(norm, self.optim.clip_grad)):
+                metrics = self.accumulate(micro_batches, counts, loss_of)
+        return metrics
 
     def finish(self, metrics: dict[str, Tensor], learning_rate: float | None = None) -> dict[str, Tensor]:
         """Take the step of the gradient that is there, drop the gradient, and return the metrics with those of the step.
@@ -389,9 +408,7 @@ class TrainedModel:
             # The driver reads the metrics of one rank of those that share micro-batches.
             metrics[role.partial] = moved if sequence is None else largest_of_ranks(moved, sequence)
         metrics = on_host(metrics)
-        norm = metrics[role.grad_norm]
-        # A fake tensor, which plans an update, has no value and counts as finite.
-        finite = isinstance(norm, FakeTensor) or math.isfinite(float(norm.numpy()))
+        finite = _is_finite(metrics[role.grad_norm])
         metrics[role.skipped] = torch.tensor(0.0 if finite else 1.0)
         if finite:
             metrics.pop(role.partial, None)
@@ -501,6 +518,11 @@ class TrainedModel:
 def readable(home: OffloadedParams | None) -> AbstractContextManager[None]:
     """Return a context in which parameters can be read where they rest."""
     return nullcontext() if home is None else home.readable()
+
+
+def _is_finite(norm: Tensor) -> bool:
+    # A fake tensor, which plans an update, has no value and counts as finite.
+    return isinstance(norm, FakeTensor) or math.isfinite(norm.item())
 
 
 def clip_divisor(norm: Tensor, limit: float) -> Tensor:

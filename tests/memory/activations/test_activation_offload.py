@@ -42,8 +42,8 @@ class Chain(nn.Module):
         return x
 
 
-def offload_of(model, in_flight=2, least=1, chunk=2**12):
-    return ActivationOffload(model, CPU, least, in_flight, chunk)
+def offload_of(model, in_flight=2, least=1, chunk=2**12, stay_bytes=0):
+    return ActivationOffload(model, CPU, least, in_flight, chunk, stay_bytes=stay_bytes)
 
 
 def gradients(model, x, offload=None):
@@ -265,6 +265,22 @@ def test_bytes_moved_are_reported_once_an_update(untied_folder, one_rank):
     # and come; the head's hidden states only go.
     each = TOKENS * FP32 * (2 * (2 + 2) * 64 + 2 * 2 * 32) + RESPONSES * 64 * FP32
     assert found == [4.0 * each] * 2
+
+
+@pytest.mark.parametrize("stay", [1, 3])
+def test_what_stays_on_the_device_is_not_moved_and_holds_no_byte_of_the_host(chain, x, stay):
+    expected, numbers = gradients(chain, x), []
+    for stay_bytes in (0, stay * x.nbytes, 2**30):
+        offload = offload_of(chain, stay_bytes=stay_bytes)
+        assert equal(gradients(chain, x, offload), expected)
+        with offload.forward():
+            loss = chain(x).square().sum()
+        numbers.append((offload.bytes_moved, offload.arena.used_bytes))
+        loss.backward()
+    # All of the chain's tensors have the bytes of x. Of two forwards and one backward, each that stays saves three copies.
+    (moved, rested), (less_moved, less_rested), none = numbers
+    assert (moved - less_moved, rested - less_rested) == (3 * stay * x.nbytes, stay * x.nbytes)
+    assert none == (0, 0)
 
 
 # What is left behind.

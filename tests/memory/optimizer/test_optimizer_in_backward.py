@@ -7,7 +7,9 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.memory.optimizers import counting, policy_with, whole_share
 from tests.memory.sharded import assert_equal_runs, fake_ranks, local, share, three_steps
+from tests.ranks import run_ranks
 from tests.worker.test_policy import micro_batches
+from verl_memopt.distributed.device import training_mesh
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW
 from verl_memopt.memory.grad_offload_torch import StepInBackward
@@ -22,8 +24,8 @@ OPTIONS = {
 }
 
 
-def policy(wide, mesh, in_backward=True, world_size=1, **options):
-    return policy_with(wide, mesh, world_size, clip_grad=None, in_backward=in_backward, **options)
+def policy(wide, mesh, in_backward=True, world_size=1, clip_grad=None, **options):
+    return policy_with(wide, mesh, world_size, clip_grad=clip_grad, in_backward=in_backward, **options)
 
 
 @pytest.mark.parametrize("kind", ["fp32", "host"])
@@ -33,6 +35,28 @@ def test_updating_in_backward_changes_no_weight(wide, one_rank, kind):
     norms = [[metrics.pop("actor/grad_norm") for _, metrics in run[0]] for run in (found, expected)]
     assert_equal_runs(found, expected)
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "host"])
+@pytest.mark.parametrize("limit", [0.01, 1e9])
+def test_clipping_changes_no_bit(wide, one_rank, kind, limit):
+    found = three_steps(policy(wide, one_rank, clip_grad=limit, **OPTIONS[kind]), whole_share())
+    expected = three_steps(policy(wide, one_rank, in_backward=False, clip_grad=limit), whole_share())
+    assert_equal_runs(found, expected)
+
+
+def two_rank_steps(rank, folder):
+    mesh = training_mesh("cpu", 2, -1)
+    found, expected = (
+        three_steps(policy(folder, mesh, in_backward, world_size=2, clip_grad=0.01), whole_share(rank, 2))
+        for in_backward in (True, False)
+    )
+    assert_equal_runs(found, expected)
+    return len(found[0])
+
+
+def test_two_ranks_clip_alike(wide):
+    assert run_ranks(two_rank_steps, 2, wide) == [3, 3]
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8 on the host"])
