@@ -83,12 +83,14 @@ def test_exact_knobs_change_no_number(rows):
     for name in (
         *ABLATION[: ABLATION.index("precision")],
         "optimizer_in_backward",
-        "grad_offload",
         "native_offload",
         "load_mode",
     ):
         assert rows[name].loss == pytest.approx(off.loss, rel=1e-5), name
         assert rows[name].grad_norm == pytest.approx(off.grad_norm, rel=1e-5), name
+    for name in ("grad_offload", "shared_weights"):
+        before = rows[rows[name].base]
+        assert (rows[name].loss, rows[name].grad_norm) == (before.loss, before.grad_norm)
 
 
 @pytest.mark.parametrize("name", [*ABLATION, *ALTERNATIVES])
@@ -239,12 +241,12 @@ def test_chosen_rows_are_those_asked_for_and_the_ones_they_are_compared_with():
 def test_the_ladder_keeps_its_order():
     """Committed ladders are compared row by row."""
     assert ABLATION[:3] == ("chunked_logprob", "shared_prompt", "bucketed_adamw")
-    assert ABLATION[-3:] == ("precision", "stochastic_rounding", "optimizer_state_dtype")
+    assert ABLATION[-4:] == ("stochastic_rounding", "optimizer_state_dtype", "grad_offload", "shared_weights")
     assert ALTERNATIVES["load_mode"] == "param_offload"
 
 
 def test_with_a_critic_its_own_knobs_stand_as_the_policys_do(tiny_folder):
-    *_, plan = [plan for plan in plan_rows(WORK) if plan.knob in ABLATION]
+    (plan,) = [plan for plan in plan_rows(WORK) if plan.knob == "grad_offload"]
     settings = row_settings(str(tiny_folder), WORK, [*plan.overrides, "algorithm.adv_estimator=gae"])
     actor, critic = settings.actor_rollout_ref.actor, settings.critic
     assert critic.model.fsdp_config == actor.fsdp_config

@@ -61,6 +61,6 @@ KNOB = Knob(
     ),
     advice=(Advice("grads", KEY, True),),
     claims=(Claim("update_actor", "grads", _saved),),
-    row=LadderRow(195, on=(f"{KEY}=true",), off=(f"{KEY}=false",), on_top_of="optimizer_offload"),
+    row=LadderRow(195, on=(f"{KEY}=true",), off=(f"{KEY}=false",)),
     factors=for_roles("grad_offload", roles=("actor",), off=False, on=True),
 )

@@ -23,6 +23,7 @@ _KEYS = tuple(
     for role in ("actor", "ref")
     for key in ("model_dtype", "dtype", "mixed_precision.reduce_dtype")
 )
+_ENGINE = "actor_rollout_ref.rollout.dtype"
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,9 @@ KNOB = Knob(
         Claim("update_actor", "params", lambda before, after: (before.master_bytes - after.master_bytes) * after.params),
         Claim("update_actor", "grads", lambda before, after: (before.gradient_bytes - after.gradient_bytes) * after.params),
     ),
-    row=LadderRow(160, on=tuple(f"{key}=bfloat16" for key in _KEYS), off=tuple(f"{key}=fp32" for key in _KEYS)),
+    row=LadderRow(
+        160, on=tuple(f"{key}=bfloat16" for key in (*_KEYS, _ENGINE)), off=tuple(f"{key}=fp32" for key in (*_KEYS, _ENGINE))
+    ),
     factors=(
         *for_roles("dtype", lossy=True, fp32="fp32", bf16="bfloat16"),
         *for_roles("mixed_precision.reduce_dtype", roles=("actor",), lossy=True, fp32="fp32", bf16="bfloat16"),

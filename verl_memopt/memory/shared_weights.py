@@ -169,6 +169,7 @@ KNOB = Knob(
         ),
     ),
     claims=(Claim("update_weights", "rollout weights", lambda before, _: before.params * before.compute_bytes),),
-    row=LadderRow(205, on=(f"{KEY}=true",), off=(f"{KEY}=false",), on_top_of="optimizer_offload"),
+    # Last, since the policy's own weights then no longer leave the device.
+    row=LadderRow(198, on=(f"{KEY}=true", f"{_OFFLOAD}=false"), off=(f"{KEY}=false",)),
     no_factor={KEY: "for one device alone; its own tests combine it"},
 )
