@@ -113,7 +113,7 @@ LOOPS = {
 )
 def test_the_host_waits_for_nothing_between_micro_batches(device, one_rank, folder, name):
     policy, (mini,) = policy_on(device, folder, one_rank, **LOOPS[name]), shares(batch(), 1, SMALL)
-    policy.trained.step(micro_batches(mini), mini.counts, policy.loss_at(0.9))  # what is made once may wait
+    policy.trained.step(lambda: policy.accumulate(micro_batches(mini), mini.counts, 0.9))  # what is made once may wait
     micros = micro_batches(mini)
     with machine.nothing_waits():
         policy.trained.accumulate(micros, mini.counts, policy.loss_at(0.9))
@@ -257,6 +257,6 @@ def test_no_warning_of_torch_tells_of_a_slow_or_inexact_path(device, one_rank, f
     policy = policy_on(device, folder, one_rank, "bfloat16")
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        policy.trained.step(micro_batches(mini), mini.counts, policy.loss_at(0.9))
+        policy.trained.step(lambda: policy.accumulate(micro_batches(mini), mini.counts, 0.9))
     ours = [str(each.message) for each in told if "verl_memopt" in each.filename]
     assert not ours

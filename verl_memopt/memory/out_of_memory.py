@@ -8,7 +8,7 @@ import logging
 import re
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -35,8 +34,6 @@ from verl_memopt.errors import DeviceMemoryError, OutOfMemory, Way
 from verl_memopt.memory.critic_rules import advices
 from verl_memopt.memory.host_buffers import GIB, host_limits
 from verl_memopt.memory.knob import LOWER, Advice, Need, Work
-from verl_memopt.memory.resharding_torch import abandon_pass, can_abandon
-from verl_memopt.memory.token_packing import RowTokens, pack_groups_under
 from verl_memopt.observe.byte_tracker import DeviceLimitError, device_storages
 from verl_memopt.observe.device_ledger import AsleepReader, ledger_of
 from verl_memopt.observe.phase import host_rss_bytes
@@ -150,6 +147,8 @@ class RunParts:
     reward_model: schema.RewardModel | None = None
     devices: int = 1
     """Those of the run."""
+    rank: int = 0
+    """The worker that ran out of memory."""
 
     def seen(self) -> schema.Settings:
         """Return the settings as an advice reads them."""
@@ -195,7 +194,8 @@ class Shortage:
         out = f" {why}{ways[0].text}." if largest and ways else ""
         more = f" Also: {'; '.join(way.text for way in ways[1:4])}." if len(ways) > 1 else ""
         of = "" if self.limit is None else f" of {_gib(self.limit)}"
-        text = f"{phase}: out of device memory at {_gib(self.held)}{of} GiB ({self.what}): {terms} GiB.{out}{more}"
+        where = phase if parts.devices == 1 else f"{phase} on worker {parts.rank}"
+        text = f"{where}: out of device memory at {_gib(self.held)}{of} GiB ({self.what}): {terms} GiB.{out}{more}"
         return DeviceMemoryError(text, OutOfMemory(phase, self.requested, self.held_before, self.limit), ways)
 
     def _need(self, work: Work, kind: str) -> Need:
@@ -330,67 +330,6 @@ def _live_tensors(device: torch.device, kinds: dict[int, str]) -> list[dict[str,
             # Views of one storage would count its bytes again.
             by_storage.setdefault(storage._cdata, row)
     return sorted(by_storage.values(), key=lambda row: -row["bytes"])
-
-
-# Go on after an out-of-memory error: cut the rows that are left into smaller micro-batches, and try again.
-#
-# A pass without gradients keeps what it has computed and repeats the micro-batch that failed. An accumulation of gradients is
-# void after an error, since nobody knows which gradients were added: it starts again from the first micro-batch.
-
-_active: list[OomRetry] = []
-
-
-@dataclass
-class OomRetry:
-    """What happened to the micro-batches of one call: its lowest cap (None = no error), and the errors after which it went on."""
-
-    device: torch.device
-    cap: int | None = None
-    retries: int = 0
-
-
-@contextmanager
-def oom_retry(device: torch.device, allowed: bool) -> Iterator[OomRetry]:
-    """Let the passes of the body go on after out-of-memory errors, if ``allowed``.
-
-    Above one rank it must not be allowed: the other ranks wait in a collective of the micro-batch that failed.
-    """
-    record = OomRetry(device)
-    if not allowed:
-        yield record
-        return
-    _active.append(record)
-    try:
-        yield record
-    finally:
-        _active.pop()
-
-
-def cut_again(
-    error: RuntimeError, model: nn.Module, tokens: RowTokens, micro_batches: Sequence[Sequence[int]], failed: Sequence[int]
-) -> list[list[int]] | None:
-    """Return smaller ``micro_batches`` of the rows that are left, or None where the error must be raised.
-
-    The cap is half the tokens of the micro-batch that ``failed`` (or of the fullest one), but room for the longest row. Memory
-    that the failed pass held is freed, and unused blocks of the allocator go back to the device. A model that FSDP2 shards can go
-    on from torch 2.13 on.
-    """
-    if not _active or not is_out_of_memory(error) or not can_abandon(model):
-        return None
-    record = _active[-1]
-    rows = [row for each in micro_batches for row in each]
-    cost, alone = tokens.cost(failed), tokens.each()
-    cap = max(cost // 2, max(alone[row] for row in rows))
-    if cap >= cost:
-        return None
-    again = pack_groups_under(tokens.select(rows), cap, [f"row {row}" for row in rows])
-    record.cap, record.retries = min(cap, record.cap or cap), record.retries + 1
-    # The traceback keeps the tensors of the failed pass alive, and empty_cache() could not give their memory back.
-    release_frames(error)
-    abandon_pass(model)
-    empty_cache(record.device)
-    logger.warning("out of device memory at %d tokens in a micro-batch: going on with at most %d", cost, cap)
-    return [[rows[place] for place in places] for places in again]
 
 
 # Limits of a process's memory. ``memory.device_limit_gb`` makes a large card behave like a small one: on a GPU the caching

@@ -45,7 +45,8 @@ def abandon_pass(model: nn.Module) -> None:
     What was gathered is freed, and whole gradients that wait for their reduction are dropped. Gradients of the parameters
     themselves stay.
     """
-    if not isinstance(model, FSDPModule):
+    # Before its first forward the model has no state to reset.
+    if not isinstance(model, FSDPModule) or model._get_fsdp_state()._is_root is None:
         return
     model.reset_iter_state()
     for unit in fsdp_units(model):

@@ -21,7 +21,7 @@ from verl_memopt.config.schema import Actor, Rollout, RolloutCorrection
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
 from verl_memopt.memory.chunked_logprob_torch import TokenGradient
 from verl_memopt.memory.logit_tiles import TokenStatistics
-from verl_memopt.memory.out_of_memory import cut_again
+from verl_memopt.memory.token_budget_torch import attempt
 from verl_memopt.model.decoder import PrefixKV
 from verl_memopt.model.packed_model import PackedModel, PolicyModel
 from verl_memopt.model.packing import Pack
@@ -270,7 +270,7 @@ def forward_pass(
 ) -> list[tuple[Sequence[int], Output]]:
     """Return (rows, output) of each micro-batch, without gradients. What the pass gathered is freed.
 
-    After an out-of-memory error the rows that are left are cut into smaller micro-batches, where :func:`oom_retry` allows it.
+    After an out-of-memory error the rows that are left are cut into smaller micro-batches, as :func:`attempt` does it.
 
     ``micro_batches`` are the rows of each forward. Together they hold every row once, and all ranks have as many of them. The
     model computes the prefix KV of prompts whose answers lie in several micro-batches.
@@ -288,16 +288,10 @@ def forward_pass(
                 outputs.append((rows, forward(micro.pack, prefix_kv if micro.reads else None, rows)))
                 prefix_kv = None if micro.ends else prefix_kv
 
-    while remaining:
+    tokens = batch.row_tokens()
+    while remaining is not None:
         done = len(outputs)
-        try:
-            append_each(remaining)
-            break
-        except RuntimeError as error:
-            remaining = remaining[len(outputs) - done :]
-            remaining = cut_again(error, model, batch.row_tokens(), remaining, remaining[0])
-            if remaining is None:
-                raise
+        _, remaining = attempt(model, tokens, remaining, append_each, lambda done=done: len(outputs) - done)  # type: ignore[misc]
     model.end_pass()
     return outputs
 

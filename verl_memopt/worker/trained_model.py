@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -22,11 +22,11 @@ from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.distributed.device import fetched_together, is_gpu, sent_together
 from verl_memopt.memory.bucketed_adamw_torch import Bucketed
 from verl_memopt.memory.grad_offload_torch import OffloadedGradients, StepInBackward
-from verl_memopt.memory.out_of_memory import cut_again
 from verl_memopt.memory.resharding_torch import synced
 from verl_memopt.memory.residency import OffloadedParams
 from verl_memopt.memory.sequence_parallel_torch import largest_of_ranks
-from verl_memopt.memory.token_packing import spans
+from verl_memopt.memory.token_budget_torch import attempt
+from verl_memopt.memory.token_packing import Cut, spans
 from verl_memopt.model.decoder import PrefixKV
 from verl_memopt.model.packed_model import PackedModel, dtype_of
 from verl_memopt.model.packing import Pack, pack_groups, pack_prompt, pack_suffixes
@@ -137,16 +137,18 @@ class MiniBatch:
     micro_batches: list[list[int]]
     counts: GlobalCounts
 
+    def cut_again(self, micro_batches: list[list[int]]) -> None:
+        """Replace the micro-batches in place: the caller matches the outputs of a step with those that were really run."""
+        self.micro_batches[:] = micro_batches
+        if isinstance(self.micro_batches, Cut) and isinstance(micro_batches, Cut):
+            self.micro_batches.spans = micro_batches.spans
+
 
 LossOf = Callable[[MicroBatch, GlobalCounts, PrefixKV | None], tuple[Tensor, dict[str, Tensor]]]
 """Returns a micro-batch's share of the loss (scalar, with gradient) and of its metrics (scalars, without).
 
 Its arguments are the micro-batch on the device, the sizes of the mini-batch, and the prefix KV of the prompt of its responses.
 The caller runs the backward of ``world_size`` times the loss, exactly once."""
-
-
-Restart = Callable[[RuntimeError], Iterable[MicroBatch] | None]
-"""Returns smaller micro-batches of a whole mini-batch after an error, or None where the error must be raised."""
 
 
 class SavedTensorHooks(Protocol):
@@ -274,11 +276,9 @@ class TrainedModel:
         """Queue one optimizer step per mini-batch and return their metrics, for :meth:`conclude`."""
         if self.in_backward is not None:
             self.in_backward.check(max(len(mini.micro_batches) for mini in mini_batches))
-        reuse = self.model.supports_prefix_kv
-        return [
-            self.step(micro_batches_of(mini.batch, mini.micro_batches, reuse), mini.counts, loss_of, self._restart_of(mini))
-            for mini in mini_batches
-        ]
+        # Weights that have been updated in backward cannot start again.
+        may_restart = self.in_backward is None
+        return [self.step(partial(self._accumulate_whole, mini, loss_of, may_restart)) for mini in mini_batches]
 
     def conclude(
         self, steps: Sequence[Mapping[str, Tensor]], ends_rollout: bool = False, also: Sequence[Tensor] = ()
@@ -304,61 +304,36 @@ class TrainedModel:
         """Add the gradient of a mini-batch to that of earlier ones, and return its metrics. :meth:`finish` takes the step."""
         assert self.in_backward is None, "optim.in_backward has no step of its own"
         # Cutting again begins with an empty gradient, which would lose that of earlier calls.
-        restart = None if self.has_gradient else self._restart_of(mini)
-        micro_batches = micro_batches_of(mini.batch, mini.micro_batches, self.model.supports_prefix_kv)
-        return self._accumulate_whole(micro_batches, mini.counts, loss_of, restart)
+        return self._accumulate_whole(mini, loss_of, may_restart=not self.has_gradient)
 
-    def _restart_of(self, mini: MiniBatch) -> Restart:
-        """Return what cuts a mini-batch again after an out-of-memory error in its forward or backward."""
-
-        def restart(error: RuntimeError) -> Iterable[MicroBatch] | None:
-            tokens = mini.batch.row_tokens()
-            fullest = max(mini.micro_batches, key=tokens.cost)
-            smaller = cut_again(error, self.model, tokens, mini.micro_batches, fullest)
-            if smaller is None:
-                return None
-            # In place, because the caller matches the outputs of the step with the micro-batches that were really run.
-            mini.micro_batches[:] = smaller
-            return micro_batches_of(mini.batch, smaller, self.model.supports_prefix_kv)
-
-        return restart
-
-    def step(
-        self,
-        micro_batches: Iterable[MicroBatch],
-        counts: GlobalCounts,
-        loss_of: LossOf,
-        restart: Restart | None = None,
-    ) -> dict[str, Tensor]:
+    def step(self, accumulate: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """Take one optimizer step, unless the gradient norm is not finite, and return its metrics: scalars where they are.
 
-        A skipped step drops the gradient and leaves weights, optimizer state and schedule unchanged. The norm is the same on all
-        ranks, so they all decide alike. The host waits for the device only with an optimizer that cannot decide there.
-        ``restart`` cuts the mini-batch again after an out-of-memory error; None = the error is raised.
+        ``accumulate`` adds the gradient of the mini-batch and returns its metrics. A skipped step drops the gradient and leaves
+        weights, optimizer state and schedule unchanged. The norm is the same on all ranks, so they all decide alike. The host
+        waits for the device only with an optimizer that cannot decide there.
         """
         # Where the host decides nothing, it learns during this step whether earlier ones of the update were skipped.
         learn = self._outcomes()
         if self.in_backward is not None and self.optim.clip_grad is not None:
-            metrics = self._clipped_in_backward(self.in_backward, list(micro_batches), counts, loss_of)
+            metrics = self._clipped_in_backward(self.in_backward, accumulate)
         else:
-            metrics = self._accumulate_whole(micro_batches, counts, loss_of, restart)
+            metrics = accumulate()
         learn()
         return self.finish(metrics)
 
-    def _clipped_in_backward(
-        self, stepping: StepInBackward, micro_batches: Sequence[MicroBatch], counts: GlobalCounts, loss_of: LossOf
-    ) -> dict[str, Tensor]:
+    def _clipped_in_backward(self, stepping: StepInBackward, accumulate: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """Update every parameter in backward, in a second pass, once a first one has found the norm that gradients are cut to.
 
         Where it is not finite there is no second pass, so nothing has changed when the step is skipped.
         """
         with stepping.measuring():
-            metrics = self.accumulate(micro_batches, counts, loss_of)
+            metrics = accumulate()
         assert self.optim.clip_grad is not None
         stepping.measured = norm = self._norm()
         if _is_finite(norm):
             with stepping.dividing(clip_divisor(norm, self.optim.clip_grad)):
-                metrics = self.accumulate(micro_batches, counts, loss_of)
+                metrics = accumulate()
         return metrics
 
     def finish(self, metrics: dict[str, Tensor], learning_rate: float | None = None) -> dict[str, Tensor]:
@@ -464,19 +439,21 @@ class TrainedModel:
             norm = get_total_norm(self._gradients())
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def _accumulate_whole(
-        self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, loss_of: LossOf, restart: Restart | None
-    ) -> dict[str, Tensor]:
+    def _accumulate_whole(self, mini: MiniBatch, loss_of: LossOf, may_restart: bool) -> dict[str, Tensor]:
         """Add the gradient of a mini-batch. After an out-of-memory error drop it and start again with smaller micro-batches."""
-        remaining: Iterable[MicroBatch] | None = micro_batches
+
+        def run(rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+            return self.accumulate(micro_batches_of(mini.batch, rows, self.model.supports_prefix_kv), mini.counts, loss_of)
+
+        if not may_restart:
+            return run(mini.micro_batches)
+        tokens = mini.batch.row_tokens()
         while True:
-            try:
-                assert remaining is not None
-                return self.accumulate(remaining, counts, loss_of)
-            except RuntimeError as error:
-                remaining = None if restart is None else restart(error)
-                if remaining is None:
-                    raise
+            metrics, smaller = attempt(self.model, tokens, mini.micro_batches, run)
+            if metrics is not None:
+                return metrics
+            assert smaller is not None
+            mini.cut_again(smaller)
             self.optimizer.zero_grad(set_to_none=True)
 
     def accumulate(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, loss_of: LossOf) -> dict[str, Tensor]:

@@ -29,13 +29,13 @@ from verl_memopt.memory.out_of_memory import (
     available_bytes,
     limit_bytes,
     memory_limits,
-    oom_retry,
     out_of_memory_report,
 )
 from verl_memopt.memory.residency import Residency
 from verl_memopt.memory.rollout_memory import CACHE
 from verl_memopt.memory.shared_weights import KEY as SHARE_WEIGHTS
 from verl_memopt.memory.shared_weights import bytes_a_parameter, why_not
+from verl_memopt.memory.token_budget_torch import oom_retry
 from verl_memopt.model.packed_model import PolicyModel, dtype_of
 from verl_memopt.model.value_model import ValueModel
 from verl_memopt.model.weights import named_weights
@@ -132,9 +132,10 @@ class Worker:
     def call(self, phase: str, track: bool, method: str, *args: Any) -> Reply:
         """Run one method as a phase and return its result with the memory of the phase. ``track`` counts live bytes on a CPU."""
         counted = track and (method != "generate" or self._counts_engine)
-        may_go_on = phase in self.plan.adaptive_phases and self.placement.world_size == 1
+        sharing = self._sequence_ranks(phase)
+        may_go_on = phase in self.plan.adaptive_phases and sharing == 1
         with (
-            self._report_out_of_memory(phase, work_of(args, self.settings.rollout.max_num_seqs, self._sequence_ranks(phase))),
+            self._report_out_of_memory(phase, work_of(args, self.settings.rollout.max_num_seqs, sharing)),
             self.residency.phase(phase),
             self.probe.phase(phase, counted) as report,
             oom_retry(self.device, may_go_on) as recut,
@@ -398,7 +399,7 @@ class Worker:
     def _report_out_of_memory(self, phase: str, work: Work | None = None) -> Iterator[None]:
         snapshot = nullcontext() if self.snapshot is None else self.snapshot.on_out_of_memory(phase)
         has_reference, devices = self.plan.reference_folder is not None, self.placement.world_size
-        parts = RunParts(self.settings, self.plan.critic, has_reference, self.plan.rewards, devices)
+        parts = RunParts(self.settings, self.plan.critic, has_reference, self.plan.rewards, devices, self.placement.rank)
         with out_of_memory_report(phase, self.device, self._resident, parts, self.device_limit, work), snapshot:
             yield
 

@@ -15,7 +15,7 @@ from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.errors import DeviceMemoryError
 from verl_memopt.memory.activation_offload_torch import ActivationOffload
 from verl_memopt.memory.host_buffers import GIB
-from verl_memopt.memory.out_of_memory import oom_retry
+from verl_memopt.memory.token_budget_torch import oom_retry
 
 MIDDLE = 34
 """A cap that makes several micro-batches of several rows each."""

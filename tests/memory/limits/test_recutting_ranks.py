@@ -1,0 +1,251 @@
+"""Out-of-memory errors on some of several ranks: all ranks drop the same work, cut alike, and go on."""
+
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import torch
+
+from tests.critics import critic_batch, critic_for
+from tests.memory import activation_cases as act
+from tests.memory.batching.test_shared_prompt import grouped
+from tests.memory.limits.test_recutting import MIDDLE, out_of_memory
+from tests.model.test_prefix_kv import OWN, SHARES, cut_for_ranks
+from tests.ranks import run_ranks
+from tests.tensors import whole_of
+from tests.worker.test_policy import CPU, batch, shares
+from verl_memopt.algorithms.rows import GlobalCounts
+from verl_memopt.config.keys import replaced
+from verl_memopt.distributed.device import training_mesh
+from verl_memopt.memory.token_budget_torch import OtherRankError, oom_retry
+from verl_memopt.observe.byte_tracker import ByteTracker
+from verl_memopt.worker.trained_model import MiniBatch
+
+ATOL = 2e-5
+
+
+@contextmanager
+def failing(model, place, number):
+    """Let call ``number`` of a place of the model run out of memory, once."""
+    block, count = model.blocks()[-1], [0]
+    if place in ("forward", "backward"):
+        with out_of_memory(model, number, place == "backward"):
+            yield
+        return
+
+    def fail(*_):
+        count[0] += 1
+        if count[0] == number + 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    # Before FSDP2's own hook gathers the block; or inside a checkpointed block, whose second forward comes within backward.
+    handle = (
+        block.register_forward_pre_hook(fail, prepend=True) if place == "gather" else block.self_attn.register_forward_hook(fail)
+    )
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def mini_of(rank, world_size, carries):
+    if not carries:
+        return shares(batch(rows=16 * world_size), world_size, MIDDLE)[rank]
+    whole, rows = SHARES["ragged"]
+    cut, sizes = cut_for_ranks(whole, rows)[rank], whole.responses.sizes()
+    return MiniBatch(whole.select(rows[rank]), cut, GlobalCounts(float(sum(sizes)), float(whole.num_rows)))
+
+
+def updated(rank, folder, world_size, fails=(), size=-1, carries=False, fsdp=None, **options):
+    """Gives what an update on this rank leaves: metrics and log-probs, the whole weights, the errors, and the cut.
+
+    ``fails`` are (rank, place, number of the call). ``size``: of the sharding group.
+    """
+    mesh, fsdp = training_mesh("cpu", world_size, size), dict(fsdp or {})
+    policy = act.build(folder, mesh, world_size, fsdp=fsdp, **OWN, **options)
+    policy.actor = replaced(policy.actor, {"entropy_coeff": 0.0})
+    trained = policy.trained
+    # One step of size 1 shows the gradient.
+    if not fsdp.get("grad_offload"):
+        trained.optimizer = torch.optim.SGD([p for p in policy.model.parameters() if p.requires_grad], lr=1.0)
+        trained.schedule = torch.optim.lr_scheduler.LambdaLR(trained.optimizer, lambda step: 1.0)
+    mini = mini_of(rank, world_size, carries)
+    before = len(mini.micro_batches)
+    with oom_retry(CPU, True) as record, ExitStack() as stack:
+        for where, place, number in fails:
+            if where == rank:
+                stack.enter_context(failing(policy.model, place, number))
+        first = policy.update_on_policy(mini, 0.9)
+        # The next one has nothing of the failed attempt left.
+        second = policy.update_on_policy(mini_of(rank, world_size, carries), 0.9)
+    found = {f"{place}/{name}": value for place, each in enumerate((first, second)) for name, value in each.metrics.items()}
+    weights = {name: whole_of(parameter).detach().numpy() for name, parameter in policy.model.named_parameters()}
+    outputs = {"first": first.log_probs.numpy(), "second": second.log_probs.numpy()} | weights
+    tokens = mini.batch.row_tokens()
+    return found, outputs, (record.cap, record.retries), (before, [tokens.cost(rows) for rows in mini.micro_batches])
+
+
+def each_update(rank, folder, world_size, cases):
+    return {name: updated(rank, folder, world_size, **case) for name, case in cases.items()}
+
+
+def assert_same_updates(folder, world_size, cases, alike=None, atol=ATOL):
+    """Asserts that each case with errors ends as the same one without, and that all ranks cut alike."""
+    clean = {f"clean {name}": {**case, "fails": ()} for name, case in (cases if alike is None else {"": alike}).items()}
+    answers = run_ranks(each_update, world_size, folder, world_size, {**clean, **cases}, timeout=280)
+    for name, case in cases.items():
+        for rank, answer in enumerate(answers):
+            metrics, outputs, (cap, retries), (before, costs) = answer[name]
+            expected = answer["clean " if alike is not None else f"clean {name}"]
+            assert metrics == {key: pytest.approx(value, abs=atol, rel=atol) for key, value in expected[0].items()}, name
+            for key, values in expected[1].items():
+                torch.testing.assert_close(*map(torch.from_numpy, (outputs[key], values)), rtol=0, atol=atol, msg=f"{name} {key}")
+            assert retries == sum(where == rank for where, *_ in case["fails"]), name
+            assert max(costs) <= cap, name
+            assert len(costs) > before, name
+        assert len({answer[name][2][0] for answer in answers}) == 1, name
+        assert len({len(answer[name][3][1]) for answer in answers}) == 1, name
+
+
+PLACES = {
+    "first forward": [(1, "forward", 0)],
+    "last backward": [(1, "backward", 2)],
+    "gather": [(0, "gather", 1)],
+    "two ranks": [(0, "forward", 1), (1, "backward", 0)],
+    "twice": [(1, "forward", 0), (1, "forward", 7)],
+}
+
+
+def test_an_update_that_fails_on_some_ranks_is_the_same_update(untied_folder):
+    assert_same_updates(untied_folder, 2, {name: {"fails": fails} for name, fails in PLACES.items()}, alike={})
+
+
+WAYS = {
+    "recomputed": {"recompute": True, "fails": [(1, "recompute", 3)]},
+    "gathered": {"fsdp": {"reshard_after_forward": False, "gradient_sync": "last"}, "fails": [(1, "backward", 1)]},
+    "replicated": {"size": 1, "fails": [(1, "backward", 1)]},
+    "carried": {"carries": True, "fails": [(0, "backward", 1)]},
+}
+
+
+def test_an_update_fails_and_goes_on_however_it_is_sharded(untied_folder):
+    assert_same_updates(untied_folder, 2, WAYS)
+
+
+def scored(rank, folder, world_size, fails, carries, fsdp):
+    """Gives the log-probs of a pass on this rank, how many forwards it took, and the errors; then the values of a critic."""
+    mesh = training_mesh("cpu", world_size, -1)
+    policy = act.build(folder, mesh, world_size, fsdp=fsdp, **OWN)
+    critic, whole = critic_for(folder, mesh, world_size, fsdp=fsdp), critic_batch(16 * world_size, shared=True)
+    mini, found = mini_of(rank, world_size, carries), {}
+    values = shares(whole, world_size, MIDDLE)[rank]
+    passes = {
+        "log_probs": (policy.model, lambda: policy.compute_log_probs(mini.batch, mini.micro_batches, 0.9, False).log_probs),
+        "values": (critic.model, lambda: critic.values(values.batch, values.micro_batches)),
+    }
+    for name, (model, run) in passes.items():
+        calls = [0]
+        counter = model.blocks()[-1].register_forward_hook(lambda *_, calls=calls: calls.__setitem__(0, calls[0] + 1))
+        with oom_retry(CPU, True) as record, ExitStack() as stack:
+            for where, place, number in fails:
+                if where == rank:
+                    stack.enter_context(failing(model, place, number))
+            output = run()
+        counter.remove()
+        found[name] = output.numpy(), calls[0], record.cap, record.retries
+    return found
+
+
+def each_pass(rank, folder, world_size, cases):
+    return {name: scored(rank, folder, world_size, **case) for name, case in cases.items()}
+
+
+KEEP = {"reshard_after_forward": False}
+PASSES = {
+    "clean": ([], False, {}),
+    "first": ([(1, "forward", 0)], False, {}),
+    "later": ([(0, "forward", 1), (1, "gather", 0)], False, {}),
+    "kept": ([(0, "forward", 1)], False, KEEP),
+    "clean carried": ([], True, KEEP),
+    "carried": ([(1, "forward", 1)], True, KEEP),
+}
+
+
+def assert_same_passes(folder, world_size, names):
+    cases = {name: dict(zip(("fails", "carries", "fsdp"), PASSES[name], strict=True)) for name in names}
+    answers = run_ranks(each_pass, world_size, folder, world_size, cases, timeout=280)
+    for name, case in cases.items():
+        for what in ("log_probs", "values"):
+            for rank, answer in enumerate(answers):
+                output, _, cap, retries = answer[name][what]
+                expected = answer["clean carried" if case["carries"] else "clean"][what][0]
+                torch.testing.assert_close(*map(torch.from_numpy, (output, expected)), rtol=0, atol=1e-5, msg=f"{name} {what}")
+                assert retries == sum(where == rank for where, *_ in case["fails"]), name
+                assert (cap is None) == (not case["fails"])
+            assert len({answer[name][what][2] for answer in answers}) == 1, name
+    return answers
+
+
+def test_a_pass_that_fails_on_some_ranks_gives_what_it_would_have_given(untied_folder):
+    answers = assert_same_passes(untied_folder, 2, PASSES)
+    # What the other rank has computed stays: beside its own micro-batches it only keeps step with the rank that cut again.
+    clean, first = (answers[0][name]["log_probs"] for name in ("clean", "first"))
+    assert (clean[0] == first[0]).all()
+
+
+def lonely(rank, folder):
+    """Gives the error of a pass of one row a micro-batch, which fails on rank 1."""
+    policy = act.build(folder, training_mesh("cpu", 2, -1), 2, **OWN)
+    mini = shares(batch(rows=32), 2, MIDDLE)[rank]
+    rows = [[row] for row in range(mini.batch.num_rows)]
+    longest = max(range(len(rows)), key=lambda row: mini.batch.row_tokens().cost([row]))
+    with ExitStack() as stack:
+        if rank:
+            stack.enter_context(failing(policy.model, "forward", longest))
+        with oom_retry(CPU, True), pytest.raises(RuntimeError) as caught:
+            policy.compute_log_probs(mini.batch, rows, 0.9, False)
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_a_row_that_has_no_room_alone_ends_the_pass_on_all_ranks(untied_folder):
+    (other, text), (own, _) = run_ranks(lonely, 2, untied_folder)
+    assert own == "OutOfMemoryError"
+    assert other == OtherRankError.__name__
+    assert "worker 1 is out of device memory" in text
+
+
+def limited(rank, folder, shares_of_peak, recompute):
+    """Gives what an update leaves where rank 1 has room for a share of the bytes that its micro-batches need."""
+    whole, found, peaks = grouped(8, [40] * 64), [], []
+    for part in (None, 0, *shares_of_peak):
+        policy = act.build(folder, training_mesh("cpu", 2, -1), 2, recompute=recompute, **OWN)
+        trained = policy.trained
+        trained.optimizer = torch.optim.SGD(policy.model.parameters(), lr=1.0)
+        trained.schedule = torch.optim.lr_scheduler.LambdaLR(trained.optimizer, lambda step: 1.0)
+        mini = shares(whole, 2, 800)[rank]
+        if part == 0:  # what nothing but the placeholders of empty micro-batches needs
+            mini = MiniBatch(mini.batch.select([]), [[]], mini.counts)
+        limit = None if not part or rank == 0 else int(peaks[1] + (peaks[0] - peaks[1]) * part)
+        with oom_retry(CPU, True) as record, ByteTracker(limit_bytes=limit) as tracker:
+            tracker.mark("params", policy.model.parameters())
+            metrics = policy.update([mini], 0.9)
+        peaks.append(tracker.peaks["device"].bytes)
+        weights = {name: whole_of(parameter).detach().numpy() for name, parameter in policy.model.named_parameters()}
+        found.append((metrics, weights, record.retries, record.cap))
+    return found[:1] + found[2:], peaks
+
+
+PARTS = (0.9, 0.6, 0.3)
+
+
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_rank_with_less_memory_trains_as_one_with_enough(untied_folder, recompute):
+    """The limit is real: the tracker refuses the allocation that passes it, wherever that is."""
+    answers = run_ranks(limited, 2, untied_folder, PARTS, recompute, timeout=280)
+    assert answers[1][1][1] < answers[1][1][0] / 2, answers[1][1]
+    for place, part in enumerate(PARTS, 1):
+        for found, _ in answers:
+            assert found[place][0] == {key: pytest.approx(value, abs=ATOL, rel=ATOL) for key, value in found[0][0].items()}, part
+            for name, weight in found[0][1].items():
+                torch.testing.assert_close(*map(torch.from_numpy, (found[place][1][name], weight)), rtol=0, atol=ATOL)
+            assert found[place][3] is not None, part
+        assert answers[0][0][place][2] == 0 < answers[1][0][place][2]

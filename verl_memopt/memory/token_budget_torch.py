@@ -1,0 +1,247 @@
+"""Go on after an out-of-memory error: cut the rows that are left into smaller micro-batches, and try again, on all ranks alike.
+
+A pass without gradients keeps what it has computed and repeats the micro-batch that failed. An accumulation of gradients is void
+after an error, since nobody knows which gradients were added: it starts again from the first micro-batch.
+
+On several ranks the others do not know of the error: they wait in the collectives of the micro-batch that failed, and have as
+many micro-batches before them. So the rank that failed frees its memory and runs the whole attempt again on micro-batches of one
+token. It leaves out the collectives that it has issued already, and takes part in the others. Parameters that it sends are right,
+so what the others compute is right too. At the end of the attempt the ranks ask whether one of them failed: one small collective
+of the hosts for each mini-batch or pass, for which no device waits. Why no other way: docs/decisions/adaptive_token_budget.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from verl_memopt.distributed.device import empty_cache
+from verl_memopt.memory.out_of_memory import is_out_of_memory, release_frames
+from verl_memopt.memory.resharding_torch import abandon_pass, can_abandon
+from verl_memopt.memory.token_packing import Cut, RowTokens, alike, pack_groups_under
+from verl_memopt.observe.byte_tracker import HOST, scope
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+_active: list[OomRetry] = []
+
+
+@dataclass
+class OomRetry:
+    """What happened to the micro-batches of one call.
+
+    ``cap`` is the lowest cap, the same on all ranks; None = no rank had an error. ``retries`` are the errors of this rank after
+    which the call went on.
+    """
+
+    device: torch.device
+    cap: int | None = None
+    retries: int = 0
+
+
+@contextmanager
+def oom_retry(device: torch.device, allowed: bool) -> Iterator[OomRetry]:
+    """Let the passes of the body go on after out-of-memory errors, if ``allowed``, which is the same on all ranks.
+
+    It must not be allowed where ranks share the tokens of a micro-batch: the sizes of their exchanges depend on its tokens.
+    """
+    record = OomRetry(device)
+    if not allowed:
+        yield record
+        return
+    _active.append(record)
+    try:
+        yield record
+    finally:
+        _active.pop()
+
+
+class OtherRankError(RuntimeError):
+    """Another rank is out of memory, and cannot go on."""
+
+
+def attempt(
+    model: nn.Module,
+    tokens: RowTokens,
+    micro_batches: Sequence[Sequence[int]],
+    run: Callable[[Sequence[Sequence[int]]], Result],
+    kept: Callable[[], int] | None = None,
+) -> tuple[Result | None, list[list[int]] | None]:
+    """Run micro-batches, and return the result and None; or None and smaller micro-batches, if memory ran out on a rank.
+
+    These hold the rows that are left, and are as many on every rank. The cap is half the tokens of the micro-batch that failed
+    (or of the fullest one), on the rank where these are most, but room for the longest row of any rank. Memory that the failed
+    pass held is freed, and unused blocks of the allocator go back to the device. A model that FSDP2 shards can go on from torch
+    2.13 on. All ranks call in step, with as many micro-batches.
+
+    Args:
+        model: What runs.
+        tokens: Tokens of all rows.
+        micro_batches: The rows of each micro-batch.
+        run: Runs micro-batches of these rows. It may get empty ones, which take part in the collectives alone.
+        kept: Returns how many micro-batches have results that stay after an error. None = an error makes them all void.
+
+    Raises:
+        RuntimeError: The error itself, where nothing can be cut or :func:`oom_retry` does not allow it.
+        OtherRankError: The same on the ranks that had none.
+    """
+    if not _active or not can_abandon(model):
+        return run(micro_batches), None
+    record, ranks = _active[-1], dist.get_world_size() if dist.is_initialized() else 1
+    if ranks > 1:
+        # Which parameters FSDP2 gathers ahead depends on earlier passes. From here on it is the same in each attempt.
+        abandon_pass(model)
+    result, error = None, None
+    with _counted_collectives() as calls:
+        try:
+            result = run(micro_batches)
+        except RuntimeError as caught:
+            if not is_out_of_memory(caught):
+                raise
+            error = caught
+        left = micro_batches[kept() if kept is not None else 0 :]
+        if ranks > 1 and error is not None:
+            _free(error, model, record.device)
+            calls.leave_out, calls.issued = calls.issued, 0
+            run(Cut(([] for _ in micro_batches), micro_batches.spans if isinstance(micro_batches, Cut) else ()))
+            assert not calls.leave_out, f"{calls.leave_out} collectives less than before the error"
+    if not _on_any_rank(error is not None, ranks):
+        return result, None
+    failed = None
+    if error is not None:
+        failed = max(map(tokens.cost, left)) if kept is None else tokens.cost(left[0])
+    again = _cut_again(failed, tokens, [row for rows in left for row in rows], record)
+    if again is None:
+        assert error is not None
+        raise error
+    if ranks == 1 and error is not None:
+        _free(error, model, record.device)
+    abandon_pass(model)
+    return None, again
+
+
+def _free(error: RuntimeError, model: nn.Module, device: torch.device) -> None:
+    # The traceback keeps the tensors of the failed pass alive, and empty_cache() could not give their memory back. A frame that
+    # is cleared still holds the closure of its function, such as the arguments of a module that failed: its lines alone stay.
+    error.add_note("".join(traceback.format_tb(error.__traceback__)))
+    release_frames(error)
+    cause: BaseException | None = error
+    while cause is not None:
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
+    abandon_pass(model)
+    empty_cache(device)
+
+
+def _cut_again(failed: int | None, tokens: RowTokens, rows: Sequence[int], record: OomRetry) -> list[list[int]] | None:
+    """Return smaller micro-batches of these rows; or None on a rank that cannot go on.
+
+    ``failed`` are the tokens of this rank's micro-batch that failed; None = none did.
+    """
+    every = _of_each_rank((failed, tokens.select(rows)))
+    own = dist.get_rank() if len(every) > 1 else 0
+    # The rank with the largest failed micro-batch is the one that is named.
+    cost, worst = max((cost, rank) for rank, (cost, _) in enumerate(every) if cost is not None)
+    cap = max([cost // 2, *(length for _, share in every for length in share.each())])
+    if cap >= cost:
+        if failed is None:
+            raise OtherRankError(
+                f"worker {worst} is out of device memory at {cost} tokens in a micro-batch, and no smaller one has room for the "
+                "longest row. Its own error says what to set."
+            )
+        return None
+    cuts = [pack_groups_under(share, cap, [f"row {row}" for row in range(len(share))]) for _, share in every]
+    cut = alike(cuts, [share for _, share in every])[own]
+    record.cap, record.retries = min(cap, record.cap or cap), record.retries + (failed is not None)
+    where = "" if len(every) == 1 else f" on worker {worst}"
+    logger.warning("out of device memory at %d tokens in a micro-batch%s: going on with at most %d", cost, where, cap)
+    chosen = [[rows[place] for place in places] for places in cut]
+    return Cut(chosen, cut.spans) if isinstance(cut, Cut) else chosen
+
+
+def _on_any_rank(here: bool, ranks: int) -> bool:
+    if ranks == 1:
+        return here
+    with scope(tier=HOST):
+        flag = torch.tensor(int(here), dtype=torch.int32)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+
+def _of_each_rank(own: Any) -> list[Any]:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [own]
+    every: list[Any] = [None] * dist.get_world_size()
+    with scope(tier=HOST):
+        dist.all_gather_object(every, own)
+    return every
+
+
+# The collectives of a pass, by the names under which FSDP2 and this package look them up. They are the same in each attempt,
+# whatever its micro-batches hold.
+
+
+COLLECTIVES = (
+    "all_gather_single",
+    "all_gather_into_tensor",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "all_reduce",
+    "all_to_all_single",
+)
+"""Functions of torch.distributed. Before torch 2.13 the first and the third do not exist."""
+
+
+@dataclass
+class _Calls:
+    """How many collectives this process has issued, and how many of the next it leaves out."""
+
+    issued: int = 0
+    leave_out: int = 0
+    inside: bool = False
+
+
+@contextmanager
+def _counted_collectives() -> Iterator[_Calls]:
+    """Count the collectives of the body."""
+    calls = _Calls()
+    originals = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
+    for name, original in originals.items():
+        setattr(dist, name, _counted(original, calls))
+    try:
+        yield calls
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def _counted(collective: Callable[..., Any], calls: _Calls) -> Callable[..., Any]:
+    @wraps(collective)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        if calls.inside:  # one of them calls another
+            return collective(*args, **kwargs)
+        if calls.leave_out:
+            calls.leave_out -= 1
+            # The output stays as it is, so that it costs nothing. It is all void; zeros are no denormal numbers.
+            (args[0] if args else next(iter(kwargs.values()))).zero_()
+            return None
+        calls.inside = True
+        try:
+            work = collective(*args, **kwargs)
+        finally:
+            calls.inside = False
+        calls.issued += 1
+        return work
+
+    return counted
