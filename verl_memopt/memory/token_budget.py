@@ -3,7 +3,8 @@
 Use it when: always with rows of different lengths. Lower the cap first when activations or logits are the peak.
 Saves: activations and logits grow with the tokens of a micro-batch, and no micro-batch ever has more than the cap.
 Costs: nothing in the result, since losses are normalised by global counts. A low cap makes products small and slow.
-    ``adaptive_token_budget`` learns the cap from measured peaks. On one device it also goes on after an out-of-memory error.
+    ``adaptive_token_budget`` learns the cap from measured peaks. It also goes on after an out-of-memory error, on several
+    devices all alike, unless they share the tokens of a micro-batch (``ulysses_sequence_parallel_size``).
 Works with: chunked log-probs and checkpointing, which lower the bytes a token needs and so allow a higher cap.
 """
 
@@ -60,7 +61,8 @@ class UpdateBudget:
     """Hard cap of tokens per micro-batch with ``use_dynamic_bsz``."""
     adaptive_token_budget: bool = False
     """Learn the tokens of a micro-batch from measured peaks: from the cap down, so that the device's memory suffices, and up
-    again to the cap. On one device an update or a pass goes on after an out-of-memory error, with half the tokens."""
+    again to the cap. An update or a pass goes on after an out-of-memory error, with half the tokens on all devices; not where
+    devices share the tokens of a micro-batch."""
 
 
 @dataclass(frozen=True)

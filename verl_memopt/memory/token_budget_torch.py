@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._guards import active_fake_mode
 
 from verl_memopt.distributed.device import empty_cache
 from verl_memopt.memory.out_of_memory import is_out_of_memory, release_frames
@@ -171,7 +172,7 @@ def _cut_again(failed: int | None, tokens: RowTokens, rows: Sequence[int], recor
 
 
 def _on_any_rank(here: bool, ranks: int) -> bool:
-    if ranks == 1:
+    if ranks == 1 or active_fake_mode() is not None:  # fake tensors have no values, and never run out
         return here
     with scope(tier=HOST):
         flag = torch.tensor(int(here), dtype=torch.int32)

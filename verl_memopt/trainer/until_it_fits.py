@@ -25,7 +25,7 @@ from verl_memopt.errors import ConfigError, DeviceMemoryError, HostMemoryError, 
 from verl_memopt.memory.critic_rules import has_critic, twin
 from verl_memopt.memory.held import Pass
 from verl_memopt.memory.host_buffers import GIB
-from verl_memopt.memory.knob import knob_named, longest_sample, needs_reference, num_devices
+from verl_memopt.memory.knob import knob_named, longest_sample, needs_reference, sequence_ranks
 from verl_memopt.memory.param_offload import REFERENCE_KEY, SCORER_KEY, STREAM
 from verl_memopt.memory.streamed_params import may_stream
 from verl_memopt.model.weights import size_of
@@ -229,7 +229,7 @@ def everything(settings: Settings, limit: float) -> tuple[tuple[Keys, str], ...]
     actor, on_cpu = settings.actor_rollout_ref.actor, resolve_device(settings.trainer.device) == "cpu"
     longest, limit = longest_sample(settings), limit or 8 * GIB
     chunk = min(settings.actor_rollout_ref.model.logprob_chunk_tokens or 512, 128, round(16 * limit / MIB))
-    adapts = num_devices(settings) == 1 and not actor.optim.in_backward
+    adapts = sequence_ranks(settings, "actor") == 1 and not actor.optim.in_backward
     same: Keys = {f"{_ACTOR}.use_dynamic_bsz": True}
     if adapts:
         same |= {f"{_ACTOR}.adaptive_token_budget": True}

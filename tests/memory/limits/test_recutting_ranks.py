@@ -13,12 +13,17 @@ from tests.model.test_prefix_kv import OWN, SHARES, cut_for_ranks
 from tests.ranks import run_ranks
 from tests.tensors import whole_of
 from tests.worker.test_policy import CPU, batch, shares
+from tests.worker.test_worker import AR, place, plan_of
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.keys import replaced
+from verl_memopt.config.schema import Memory
 from verl_memopt.distributed.device import training_mesh
+from verl_memopt.errors import DeviceMemoryError
+from verl_memopt.memory.host_buffers import GIB
 from verl_memopt.memory.token_budget_torch import OtherRankError, oom_retry
 from verl_memopt.observe.byte_tracker import ByteTracker
 from verl_memopt.worker.trained_model import MiniBatch
+from verl_memopt.worker.worker import Worker
 
 ATOL = 2e-5
 
@@ -119,6 +124,7 @@ def test_an_update_that_fails_on_some_ranks_is_the_same_update(untied_folder):
     assert_same_updates(untied_folder, 2, {name: {"fails": fails} for name, fails in PLACES.items()}, alike={})
 
 
+KEEP = {"reshard_after_forward": False}
 WAYS = {
     "recomputed": {"recompute": True, "fails": [(1, "recompute", 3)]},
     "gathered": {"fsdp": {"reshard_after_forward": False, "gradient_sync": "last"}, "fails": [(1, "backward", 1)]},
@@ -129,6 +135,31 @@ WAYS = {
 
 def test_an_update_fails_and_goes_on_however_it_is_sharded(untied_folder):
     assert_same_updates(untied_folder, 2, WAYS)
+
+
+MORE = {
+    "offloaded": {"recompute": True, "offload": (1, 2), "fails": [(0, "recompute", 1)]},
+    "gradients on the host": {"fsdp": {"grad_offload": True}, "fails": [(1, "backward", 1)]},
+    "parameters on the host": {"fsdp": {"offload_policy": True, "gradient_sync": "last"}, "fails": [(1, "backward", 1)]},
+    "adapters": {"lora_rank": 4, "lora_alpha": 8.0, "carries": True, "fails": [(1, "forward", 0)]},
+    "carried and gathered": {"carries": True, "fsdp": KEEP | {"gradient_sync": "last"}, "fails": [(1, "backward", 0)]},
+}
+ON_FOUR = {
+    "last rank": {"fails": [(3, "backward", 2)]},
+    "two shards of two copies": {"size": 2, "fails": [(1, "forward", 1), (2, "backward", 0)]},
+    "all": {"size": 2, "fails": [(rank, "backward", 0) for rank in range(4)]},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "cases"), [(2, MORE), (4, ON_FOUR)])
+def test_an_update_fails_and_goes_on_with_every_knob_and_more_ranks(untied_folder, ranks, cases):
+    assert_same_updates(untied_folder, ranks, cases)
+
+
+@pytest.mark.slow
+def test_four_ranks_pass_as_two_do(untied_folder):
+    assert_same_passes(untied_folder, 4, [name for name, (_, carries, _) in PASSES.items() if not carries])
 
 
 def scored(rank, folder, world_size, fails, carries, fsdp):
@@ -159,7 +190,6 @@ def each_pass(rank, folder, world_size, cases):
     return {name: scored(rank, folder, world_size, **case) for name, case in cases.items()}
 
 
-KEEP = {"reshard_after_forward": False}
 PASSES = {
     "clean": ([], False, {}),
     "first": ([(1, "forward", 0)], False, {}),
@@ -242,10 +272,55 @@ def test_a_rank_with_less_memory_trains_as_one_with_enough(untied_folder, recomp
     """The limit is real: the tracker refuses the allocation that passes it, wherever that is."""
     answers = run_ranks(limited, 2, untied_folder, PARTS, recompute, timeout=280)
     assert answers[1][1][1] < answers[1][1][0] / 2, answers[1][1]
-    for place, part in enumerate(PARTS, 1):
+    for index, part in enumerate(PARTS, 1):
         for found, _ in answers:
-            assert found[place][0] == {key: pytest.approx(value, abs=ATOL, rel=ATOL) for key, value in found[0][0].items()}, part
+            assert found[index][0] == {key: pytest.approx(value, abs=ATOL, rel=ATOL) for key, value in found[0][0].items()}, part
             for name, weight in found[0][1].items():
-                torch.testing.assert_close(*map(torch.from_numpy, (found[place][1][name], weight)), rtol=0, atol=ATOL)
-            assert found[place][3] is not None, part
-        assert answers[0][0][place][2] == 0 < answers[1][0][place][2]
+                torch.testing.assert_close(*map(torch.from_numpy, (found[index][1][name], weight)), rtol=0, atol=ATOL)
+            assert found[index][3] is not None, part
+        assert answers[0][0][index][2] == 0 < answers[1][0][index][2]
+
+
+def worked(rank, folder, limits, adaptive):
+    """Gives the replies of a worker whose device is limited, or the text of its error."""
+    memory = Memory(device_limit_gb=None if limits[rank] is None else limits[rank] / GIB)
+    more = {f"{AR}.model.logprob_chunk_tokens": 0}
+    worker = Worker(plan_of(folder, more, memory=memory, adaptive_phases=adaptive), place(rank, 2))
+    mini, replies = shares(grouped(8, [40] * 16), 2, 400)[rank], {}
+    try:
+        for phase, method, *args in (
+            ("old_log_prob", "old_log_probs", mini.batch, mini.micro_batches, False),
+            ("update_actor", "update_actor", [mini]),
+        ):
+            rest = sum(tensor.nbytes for _, tensor in worker._resident())
+            reply = worker.call(phase, True, method, *args)
+            value = reply.value.log_probs.numpy() if phase == "old_log_prob" else reply.value
+            replies[phase] = value, reply.retries, reply.cap_after_error, reply.memory.peak_allocated_bytes, rest
+    except (DeviceMemoryError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        worker._free_models()
+    return replies
+
+
+def test_a_worker_with_a_small_device_goes_on_beside_one_with_a_large_one(untied_folder):
+    phases = ("old_log_prob", "update_actor")
+    free = run_ranks(worked, 2, untied_folder, [None, None], phases)
+    assert all(reply[1] == 0 and reply[2] is None for answer in free for reply in answer.values())
+    *_, peak, rest = free[1]["update_actor"]
+    limit = rest + (peak - rest) * 7 // 10
+    found = run_ranks(worked, 2, untied_folder, [None, limit], phases)
+    for answer, expected in zip(found, free, strict=True):
+        torch.testing.assert_close(*(torch.from_numpy(each["old_log_prob"][0]) for each in (answer, expected)), rtol=0, atol=1e-5)
+        metrics, expected_metrics = (each["update_actor"][0] for each in (answer, expected))
+        assert metrics == {name: pytest.approx(value, abs=1e-5, rel=1e-5) for name, value in expected_metrics.items()}
+    assert found[0]["update_actor"][1] == 0 < found[1]["update_actor"][1]
+    assert found[0]["update_actor"][2] == found[1]["update_actor"][2] < 400
+
+
+def test_an_error_without_an_adaptive_budget_names_the_worker(untied_folder):
+    free = run_ranks(worked, 2, untied_folder, [None, None], ())
+    *_, peak, rest = free[1]["old_log_prob"]
+    _, text = run_ranks(worked, 2, untied_folder, [None, rest + (peak - rest) // 2], ())
+    assert text.startswith("DeviceMemoryError: old_log_prob on worker 1: out of device memory at")
+    assert "adaptive_token_budget=true" in text
