@@ -1,11 +1,14 @@
 """The loop on several ranks: processes joined by gloo stand in for Ray's, and rank 0 is the driver too."""
 
 import functools
+import json
+from contextlib import ExitStack
 
 import pytest
 import torch.distributed as dist
 
 from tests.critics import with_value_head
+from tests.memory.limits.test_recutting import out_of_memory
 from tests.ranks import run_ranks
 from tests.rlt import brief_toy, values_of
 from tests.trainer.conftest import AR, LEAST, learned, ready
@@ -58,10 +61,28 @@ class Ranks:
         return answers
 
 
-def run_each(rank, runs):
+class ShortRanks(Ranks):
+    """Ranks of which the second runs out of memory once in each of its models."""
+
+    def __init__(self):
+        super().__init__()
+        self.failing = ExitStack()
+
+    def _answer(self, method, arguments):
+        answers = super()._answer(method, arguments)
+        if method == "build" and self.rank == 1:
+            worker = self.worker
+            roles = (worker.policy, worker.critic, worker.role)
+            models = {role.model for role in roles if role is not None}
+            for model in models | ({worker.reference} - {None}):
+                self.failing.enter_context(out_of_memory(model, 1))
+        return answers
+
+
+def run_each(rank, runs, ranks=Ranks):
     """Takes the steps of each run on all ranks."""
     for values in runs:
-        group = Ranks()
+        group = ranks()
         if rank:
             group.serve()
         else:
@@ -133,6 +154,21 @@ def compare(named, tmp_path, ranks, sharings, steps):
 
 def test_two_ranks_that_share_tokens_train_as_one_does(algorithms, tmp_path):
     compare({"ppo": algorithms("ppo")}, tmp_path, 2, [2], 2)
+
+
+@pytest.mark.parametrize(
+    "name", ["ppo", pytest.param("rloo", marks=pytest.mark.slow), pytest.param("rlt", marks=pytest.mark.slow)]
+)
+def test_a_run_on_two_ranks_of_which_one_runs_out_of_memory_trains_as_one_does(algorithms, tmp_path, name):
+    values = algorithms(name)
+    run_on_one(values, tmp_path / "one")
+    short = {**values, **on(2, 1), f"{AR}.actor.adaptive_token_budget": True, "trainer.default_local_dir": str(tmp_path / "two")}
+    run_ranks(run_each, 2, [short], ShortRanks, timeout=400)
+    assert_same_steps(tmp_path / "two", tmp_path / "one", (1, 2))
+    rows = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
+    # Once in each model: the policy's, and the critic's or the student's.
+    retries = sum(value for row in rows for key, value in row.items() if key.startswith("perf/") and key.endswith("_retries"))
+    assert retries == {"ppo": 2, "rloo": 1, "rlt": 2}[name]
 
 
 @pytest.mark.slow

@@ -153,14 +153,18 @@ def _refusals(role: Role) -> Iterator[Refusal]:
 
 
 def _may_adapt(settings: Settings) -> bool:
-    """Return whether the caps can be learned: the update counts tokens, and may start again after an error."""
+    """Return whether the update counts tokens, and may start again after an error."""
     actor = settings.actor_rollout_ref.actor
-    return actor.use_dynamic_bsz and not actor.optim.in_backward
+    return actor.use_dynamic_bsz and not actor.optim.in_backward and sequence_ranks(settings, "actor") == 1
 
 
 def _counts(role: Role, tokens: bool) -> Predicate:
     """Return the question whether a role's micro-batches are cut by tokens, or by sequences."""
     return lambda settings: bool(sizes_of(settings, role)[1]) == tokens
+
+
+def _values_may_adapt(settings: Settings) -> bool:
+    return bool(sizes_of(settings, "values")[1]) and sequence_ranks(settings, "critic") == 1
 
 
 def _enough_tokens(need: Need, settings: Settings) -> int | None:
@@ -185,6 +189,10 @@ def _scores_by_tokens(settings: Settings) -> bool:
     return settings.reward_model.recipe is not None or bool(settings.reward_model.use_dynamic_bsz)
 
 
+def _scores_may_adapt(settings: Settings) -> bool:
+    return _scores_by_tokens(settings) and sequence_ranks(settings, "reward_model") == 1
+
+
 def _advice() -> Iterator[Advice]:
     """Yield what makes room for the kinds of bytes that grow with the cap: to learn it, or to lower the key of the phase."""
     phases: dict[Role, str] = {"rollout": "old_log_prob", "ref": "ref", "actor": "update_actor", "values": "values"}
@@ -194,9 +202,9 @@ def _advice() -> Iterator[Advice]:
             rows, _, tokens = _keys(role)
             yield Advice(kind, tokens, LOWER, _counts(role, tokens=True), (phase,), to=_enough_tokens)
             yield Advice(kind, rows, LOWER, _counts(role, tokens=False), (phase,), to=enough_rows)
-        yield Advice(kind, _CRITIC_ADAPTIVE, True, _counts("values", tokens=True), ("values",), ends_it=True)
+        yield Advice(kind, _CRITIC_ADAPTIVE, True, _values_may_adapt, ("values",), ends_it=True)
         # Only runs with a model that scores have the phase. A recipe's is always cut by tokens.
-        yield Advice(kind, _REWARD_ADAPTIVE, True, _scores_by_tokens, ("reward",), ends_it=True)
+        yield Advice(kind, _REWARD_ADAPTIVE, True, _scores_may_adapt, ("reward",), ends_it=True)
         for recipe in RECIPES.values():
             yield Advice(kind, recipe.tokens_key, LOWER, _scores_by(recipe), ("reward",), to=_enough_scored_tokens)
         yield Advice(kind, _REWARD_TOKENS, LOWER, _scores_dynamic, ("reward",), to=_enough_tokens)

@@ -140,7 +140,8 @@ class MiniBatch:
     def cut_again(self, micro_batches: list[list[int]]) -> None:
         """Replace the micro-batches in place: the caller matches the outputs of a step with those that were really run."""
         self.micro_batches[:] = micro_batches
-        if isinstance(self.micro_batches, Cut) and isinstance(micro_batches, Cut):
+        if isinstance(micro_batches, Cut):
+            assert isinstance(self.micro_batches, Cut), "ranks carry prompts in the same micro-batches"
             self.micro_batches.spans = micro_batches.spans
 
 

@@ -75,6 +75,8 @@ def updated(rank, folder, world_size, fails=(), size=-1, carries=False, fsdp=Non
         trained.schedule = torch.optim.lr_scheduler.LambdaLR(trained.optimizer, lambda step: 1.0)
     mini = mini_of(rank, world_size, carries)
     before = len(mini.micro_batches)
+    # FSDP2 gathers ahead by what earlier passes did.
+    policy.compute_log_probs(mini.batch, mini.micro_batches, 0.9, False)
     with oom_retry(CPU, True) as record, ExitStack() as stack:
         for where, place, number in fails:
             if where == rank:
