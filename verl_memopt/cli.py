@@ -299,7 +299,7 @@ def guarded(command: Callable[[], int], watched: bool) -> int:
 
     ``watched``: for signals, until the process ends.
     """
-    from verl_memopt.run.interrupts import SignalWatch  # imports psutil, which the plain help does not need
+    from verl_memopt.run.interrupts import SignalWatch
 
     watch = SignalWatch() if watched else None
     try:

@@ -81,6 +81,6 @@ KNOB = Knob(
         ),
     ),
     claims=(Claim("update_actor", "logits", _saved(True)), Claim("old_log_prob", "logits", _saved(False))),
-    row=LadderRow(10, on=(f"{_CHUNK}=256",), off=(f"{_CHUNK}=0",)),
+    row=LadderRow(10, on=(f"{_CHUNK}=128",), off=(f"{_CHUNK}=0",)),
     factors=(Factor("chunk", {"whole": {_CHUNK: 0}, "5": {_CHUNK: 5}}), switch("vocabulary tile", _TILE, auto=0, of_96=96)),
 )

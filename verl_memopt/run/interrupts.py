@@ -19,8 +19,6 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from verl_memopt.run.processes import kill_descendants
-
 logger = logging.getLogger(__name__)
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
@@ -229,6 +227,8 @@ class SignalWatch:
         self._ending.set()
         try:
             _last_words(text)
+            from verl_memopt.run.processes import kill_descendants  # imports psutil, and signals are watched before that
+
             kill_descendants()
         finally:
             os._exit(code)
