@@ -24,7 +24,7 @@ from verl_memopt.recipes import RECIPES
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings
     from verl_memopt.run.interrupts import Interrupts
-    from verl_memopt.worker.group import RayGroup
+    from verl_memopt.worker.ray_group import RayGroup
 
 
 def _parser(command: str, description: str) -> argparse.ArgumentParser:
@@ -465,7 +465,7 @@ def _begun_workers(settings: Settings) -> Iterator[RayGroup | None]:
         yield None
         return
     from verl_memopt.run.choose_model import device_of
-    from verl_memopt.worker.group import group_of
+    from verl_memopt.worker.ray_group import group_of
 
     imports = _import_aside("verl_memopt.trainer.loop")
     try:

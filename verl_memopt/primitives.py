@@ -191,7 +191,8 @@ class Session:
         for mini in minis:
             self._check_shares("update", len(mini))
         if critic is not None:
-            batch.metrics |= replace(critic, cutter=replace(critic.cutter, samples=samples)).update(rows, names, batch.step)
+            critic = replace(critic, cutter=replace(critic.cutter, samples=samples))
+            critic_update = critic.begin_update(rows, names, batch.step)
         policy = replace(policy, policy_update=replace(policy.policy_update, cutter=cutter))
         if len(minis) == 1:
             policy.update(batch)
@@ -201,6 +202,8 @@ class Session:
             batch.metrics |= policy.take_steps(batch)
         if learner.reference_sync is not None:
             batch.metrics |= learner.reference_sync.after_update(batch.metrics)
+        if critic is not None:
+            batch.metrics |= critic_update.result()
         if batch.advantages is not None:
             learner.metrics(batch)
         return batch.metrics
@@ -364,12 +367,14 @@ class Session:
     def _complete(self, batch: StepBatch) -> None:
         """Add what the update and the advantages read: log-probs before the update and of the reference, and values."""
         learner, rows = self._learner, batch.rows
+        if learner.critic is not None and rows.old_values is None and learner.critic.workers.is_apart:
+            batch.values = learner.critic.begin_values(rows, batch.names)
         if rows.old_log_probs is None:
             learner.policy.old_log_probs(batch, update_follows=True)
         if learner.ref_pass is not None and rows.ref_log_probs is None:
             rows.ref_log_probs = learner.ref_pass.compute(rows, batch.names).log_probs
         if learner.critic is not None and rows.old_values is None:
-            rows.old_values = learner.critic.values(rows, batch.names)
+            rows.old_values = learner.critic.values(batch)
 
 
 def _result(number: int, score: Any) -> RewardResult:

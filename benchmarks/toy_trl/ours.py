@@ -43,7 +43,8 @@ from verl_memopt.run.interrupts import Interrupts
 from verl_memopt.trainer.build import build_run
 from verl_memopt.trainer.loop import Trainer, start_rewards, start_workers
 from verl_memopt.trainer.reporter import Reporter
-from verl_memopt.worker.group import LOOPBACK, Placement, free_port
+from verl_memopt.worker.group import LOOPBACK, Placement
+from verl_memopt.worker.nodes import free_port
 from verl_memopt.worker.policy import Policy
 from verl_memopt.worker.trained_model import micro_batch
 from verl_memopt.worker.worker import Worker

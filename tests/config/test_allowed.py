@@ -84,6 +84,7 @@ FROM_0 = [
     *(f"reward_model.reward_kwargs.overlong_buffer_cfg.{key}" for key in ("len", "penalty_factor")),
     *("trainer.track_memory_every_steps", "trainer.log_val_generations", "algorithm.filter_groups.max_num_gen_batches"),
     *("trainer.critic_warmup", "reward_model.rlt.empty_think_kl"),
+    *(f"{role}.{key}" for role in ("critic", "reward_model") for key in ("nnodes", "n_gpus_per_node")),
 ]
 ABOVE_0_OR_MINUS_1 = [
     *("data.train_max_samples", "data.val_max_samples", f"{AR}.actor.optim.total_training_steps", *roles("fsdp_size")),

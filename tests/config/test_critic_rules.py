@@ -15,6 +15,34 @@ CASES = {
         {"critic.model.fsdp_config.fsdp_size": 3, "trainer.n_gpus_per_node": 4},
         {"critic.model.fsdp_config.fsdp_size": 2, "trainer.n_gpus_per_node": 4},
     ),
+    "a pool without devices": (
+        {"critic.enable_resource_pool": True, "critic.n_gpus_per_node": 0},
+        {"critic.enable_resource_pool": True, "critic.n_gpus_per_node": 2},
+    ),
+    "a pool beside a local group": (
+        {"critic.enable_resource_pool": True, "trainer.worker_group": "local"},
+        {"critic.enable_resource_pool": True, "trainer.worker_group": "ray"},
+    ),
+    "shards over the devices of the pool": (
+        {"critic.model.fsdp_config.fsdp_size": 2, "critic.enable_resource_pool": True, "critic.n_gpus_per_node": 3},
+        {"critic.model.fsdp_config.fsdp_size": 2, "critic.enable_resource_pool": True, "critic.n_gpus_per_node": 4},
+    ),
+    "a pool over which a step does not divide": (
+        {"critic.n_gpus_per_node": 3, "critic.enable_resource_pool": True},
+        {"critic.n_gpus_per_node": 4, "critic.enable_resource_pool": True},
+    ),
+    "split masters over the devices of the pool": (
+        {
+            "critic.model.fsdp_config.split_master_weights": True,
+            "critic.enable_resource_pool": True,
+            "critic.n_gpus_per_node": 2,
+        },
+        {
+            "critic.model.fsdp_config.split_master_weights": True,
+            "critic.enable_resource_pool": True,
+            "critic.n_gpus_per_node": 1,
+        },
+    ),
     "another number of checkpoints than the policy's": (
         {"trainer.max_critic_ckpt_to_keep": 3},
         {"trainer.max_critic_ckpt_to_keep": 3, "trainer.max_actor_ckpt_to_keep": 3},

@@ -41,6 +41,10 @@ IDLE_CASES = {
         True,
         {f"{AR}.rollout.n": 2},
     ),
+    **{
+        f"critic.{key}": ({"algorithm.adv_estimator": "gae"}, 2, {"critic.enable_resource_pool": True})
+        for key in ("nnodes", "n_gpus_per_node")
+    },
     "algorithm.filter_groups.metric": ({}, "acc", {"algorithm.filter_groups.enable": True}),
     "algorithm.filter_groups.max_num_gen_batches": ({}, 5, {"algorithm.filter_groups.enable": True}),
     "algorithm.kl_penalty": ({}, "abs", {"algorithm.use_kl_in_reward": True}),

@@ -124,7 +124,34 @@ def test_the_tokenizer_of_the_responses_is_the_policys(settled, tokenizer):
             f"{MODEL}.fsdp_config.ulysses_sequence_parallel_size=2, {AR}.model.block_tile_tokens=64: ",
             f"{MODEL}.fsdp_config.ulysses_sequence_parallel_size=1",
         ),
-        ({"reward_model.enable_resource_pool": True}, "reward_model.enable_resource_pool=true: ", "shares the devices"),
+        (
+            {"reward_model.enable_resource_pool": True, "reward_model.n_gpus_per_node": 0},
+            "reward_model.enable_resource_pool=true, reward_model.n_gpus_per_node=0: a pool needs devices",
+            "Set reward_model.n_gpus_per_node to 1 or more, or reward_model.enable_resource_pool=false.",
+        ),
+        (
+            {"reward_model.enable_resource_pool": True, "trainer.worker_group": "local"},
+            "reward_model.enable_resource_pool=true, trainer.worker_group=local: the local worker group has one device",
+            "Set trainer.worker_group=ray, or reward_model.enable_resource_pool=false.",
+        ),
+        (
+            {
+                "reward_model.enable_resource_pool": True,
+                "reward_model.n_gpus_per_node": 4,
+                f"{MODEL}.fsdp_config.fsdp_size": 3,
+            },
+            f"{MODEL}.fsdp_config.fsdp_size=3, reward_model.nnodes=1, reward_model.n_gpus_per_node=4: does not divide",
+            "Set a divisor of 4, or -1.",
+        ),
+        (
+            {
+                "reward_model.enable_resource_pool": True,
+                "reward_model.n_gpus_per_node": 2,
+                f"{MODEL}.fsdp_config.param_offload": "stream",
+            },
+            f"{MODEL}.fsdp_config.param_offload=stream, reward_model.nnodes=1, reward_model.n_gpus_per_node=2: each device has",
+            f"Or set {MODEL}.fsdp_config.param_offload=true.",
+        ),
     ],
 )
 def test_what_a_reward_model_cannot_have_is_refused(complaint, given, address, way_out):

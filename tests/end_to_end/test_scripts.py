@@ -17,7 +17,7 @@ import yaml
 from tests.end_to_end.runs import LOCAL, RECIPES, ROOT, metrics, script_environment
 from tests.forked import PYTHON
 from verl_memopt.config.loader import PACKAGED, load_settings, to_plain
-from verl_memopt.worker.ray_cluster import free_port
+from verl_memopt.worker.nodes import free_port
 
 AR = "actor_rollout_ref"
 FOLDER = ROOT / "examples" / "memory_optimization"

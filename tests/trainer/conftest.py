@@ -17,7 +17,7 @@ from verl_memopt.trainer.loop import Trainer, start_rewards, start_workers
 from verl_memopt.trainer.replay import debug_settings, mode_of
 from verl_memopt.trainer.reporter import Reporter
 from verl_memopt.trainer.rollouts import Answers, to_batch
-from verl_memopt.worker.group import TimedGroup
+from verl_memopt.worker.group import Pending, TimedGroup
 from verl_memopt.worker.worker import Reply, Worker
 
 AR = "actor_rollout_ref"
@@ -215,6 +215,18 @@ class Members:
 
     def shutdown(self):
         self.members = []
+
+
+class Apart(Members):
+    """Members with devices of their own: a call runs when its result is asked for, and ``begun`` lists it before."""
+
+    def __init__(self, members):
+        super().__init__(members)
+        self.begun = []
+
+    def begin(self, method, arguments):
+        self.begun.append(arguments[0][0])
+        return Pending(lambda: self.each(method, arguments))
 
 
 def group_of(*members):

@@ -25,14 +25,14 @@ def resolved(settings):
 
 def test_the_environment_of_a_run_on_this_machine_counts_its_ranks_and_rows(settled, tiny_folder, tmp_path):
     environment = resolved(settled())
-    assert (environment.device, environment.world_size, environment.free_engine) == ("cpu", 1, False)
+    assert (environment.device, environment.num_devices, environment.free_engine) == ("cpu", 1, False)
     assert (environment.folder, environment.tokenizer_folder, environment.reference_folder) == (tiny_folder, tiny_folder, None)
     assert environment.tokenizer.eos_token_id in environment.eos_token_ids
     assert environment.run_dir == tmp_path / "run"
     assert environment.run_dir.is_dir()
     assert environment.embedding_rows == 320
     many = {"trainer.worker_group": "ray", "trainer.nnodes": 2, "trainer.n_gpus_per_node": 2}
-    assert resolved(settled(many)).world_size == 4
+    assert resolved(settled(many)).num_devices == 4
 
 
 @pytest.mark.parametrize("key", ["algorithm.use_kl_in_reward", f"{AR}.actor.use_kl_loss"])

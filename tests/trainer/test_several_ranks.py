@@ -3,6 +3,7 @@
 import functools
 import json
 from contextlib import ExitStack
+from types import MappingProxyType
 
 import pytest
 import torch.distributed as dist
@@ -22,7 +23,10 @@ class Ranks:
     def __init__(self):
         self.rank, self.world_size, self.worker = dist.get_rank(), dist.get_world_size(), None
 
-    def build(self, factory):
+    pools = MappingProxyType({})
+
+    def build(self, factory, of_pools):
+        assert not of_pools
         self.each("build", [(factory,)] * self.world_size)
         return self
 

@@ -427,7 +427,7 @@ def training(tmp_path, ranks=1, critic=CRITIC, warmup=0):
 def test_values_are_in_batch_order_however_they_are_spread(tmp_path, ranks):
     batch = batch_of([4, 1, 0, 3, 2, 2, 4, 4])
     critic = training(tmp_path, ranks)
-    assert critic.values(batch, "abcdefgh").tolist() == batch.responses.flat.tolist()
+    assert critic.begin_values(batch, "abcdefgh").result().tolist() == batch.responses.flat.tolist()
     cuts = [member.cut for member in critic.workers.group.members]
     assert len({len(cut) for cut in cuts}) == 1
     assert len(cuts[0]) > 1, "the values pass has its own budget"
@@ -436,25 +436,26 @@ def test_values_are_in_batch_order_however_they_are_spread(tmp_path, ranks):
 def test_a_row_beyond_the_values_budget_is_named_with_the_key(tmp_path):
     small = dataclasses.replace(CRITIC, forward_max_token_len_per_gpu=3)
     with pytest.raises(ConfigError, match=r"critic\.forward_max_token_len_per_gpu=3: .*a"):
-        training(tmp_path, critic=small).values(batch_of([4, 4]), "ab")
+        training(tmp_path, critic=small).begin_values(batch_of([4, 4]), "ab").result()
 
 
 def test_an_update_has_the_critics_mini_batches_with_old_values_and_returns(tmp_path):
     batch, critic = batch_of([1] * 8), training(tmp_path)
     batch.old_values, batch.returns = torch.arange(8.0), -torch.arange(8.0)
-    metrics = critic.update(batch, "abcdefgh", 1)
+    metrics = critic.begin_update(batch, "abcdefgh", 1).result()
     (member,) = critic.workers.group.members
     assert [mini.batch.old_values.tolist() for mini in member.minis] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert [mini.batch.returns.tolist() for mini in member.minis] == [[0, -1, -2, -3], [-4, -5, -6, -7]]
     assert metrics == {"critic/vf_loss": 1.0, "critic/grad_norm": 2.0, "critic/lr": 0.5, "critic/skipped_updates": 0.0}
-    assert training(tmp_path, 2).update(batch_of([1] * 8), "abcdefgh", 1) == metrics | {"critic/vf_loss": 1.0 + 2.0}
+    two = training(tmp_path, 2).begin_update(batch_of([1] * 8), "abcdefgh", 1)
+    assert two.result() == metrics | {"critic/vf_loss": 1.0 + 2.0}
 
 
 def test_weights_that_one_rank_has_updated_in_part_stop_the_run_and_name_the_critic(tmp_path, monkeypatch):
     monkeypatch.setattr(Valuer, "norm", math.nan)
     monkeypatch.setattr(Valuer, "partial", (0.0, 1.0))
     with pytest.raises(TrainingError, match=r"critic\.optim\.in_backward=true: in step 3 .* critic\.optim\.lr=<less than 0\.5>"):
-        training(tmp_path, 2).update(batch_of([1] * 8), "abcdefgh", 3)
+        training(tmp_path, 2).begin_update(batch_of([1] * 8), "abcdefgh", 3).result()
 
 
 def test_the_first_steps_are_the_warm_up(tmp_path):

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.trainer.conftest import Member, Members, group_of, memory
+from tests.trainer.conftest import Apart, Member, Members, group_of, memory
 from verl_memopt.memory.token_budget import PassFigures
 from verl_memopt.observe.phase import PhaseClock, host_rss_bytes
 from verl_memopt.worker.group import TimedGroup
@@ -112,3 +112,27 @@ def test_the_driver_counts_unless_the_workers_live_in_it(in_process):
     workers.all("gen", Worker.generate)
     host = workers.take_memories()[1].host_rss_bytes
     assert host == 5 if in_process else host > host_rss_bytes() / 2
+
+
+def test_a_role_with_devices_of_its_own_computes_until_its_result_is_asked_for_and_its_time_lies_beside_the_others():
+    peak = {"peak_allocated_bytes": 5}
+    own = Apart([Scripted(0, [memory("values", seconds=3.0, **peak), memory("save_checkpoint", seconds=1.0)])])
+    workers = TimedGroup(Members([Scripted(0)]), PhaseClock(), True, {"critic": own})
+    critic = workers.of("critic")
+    assert workers.of("reward_model") is workers
+    values = critic.begin("values", Worker.values, [("rows",)])
+    assert (own.begun, own.members[0].asked) == (["values"], [])
+    workers.all("old_log_prob", Worker.old_log_probs)
+    assert values.result() == [(0, "rows")]
+    assert values.result() == [(0, "rows")]
+    assert len(own.members[0].asked) == 1
+    critic.all("save_checkpoint", Worker.save_critic)
+    workers.note_idle(10.0)
+    taken = {each.name: each.peak_allocated_bytes for each in workers.take_memories()}
+    assert taken == {"init": None, "old_log_prob": None, "init_critic": None, "values": 5, "save_checkpoint_critic": None}
+    timings = workers.clock.timings()
+    assert (timings["timing_s/values"], timings["timing_s/save_checkpoint_critic"]) == (3.0, 1.0)
+    assert timings["timing_s/idle_critic"] == 6.0
+    assert 0 <= timings["timing_s/waiting_for_critic"] < 3.0
+    workers.note_idle(2.0)  # of a step without a call
+    assert workers.clock.timings()["timing_s/idle_critic"] == 8.0

@@ -1,7 +1,7 @@
 import socket
 
 from verl_memopt.worker.group import Placement, process_environment
-from verl_memopt.worker.ray_cluster import free_port
+from verl_memopt.worker.nodes import free_port
 
 PLACE = Placement(rank=5, world_size=8, local_rank=1, master_addr="10.0.0.1", master_port=1234, device="cuda")
 

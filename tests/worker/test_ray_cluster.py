@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from verl_memopt.errors import ConfigError
+from verl_memopt.worker.nodes import free_port
 from verl_memopt.worker.ray_cluster import (
     SOCKET_BYTES,
     STOP_SIGNALS,
     Connection,
     Request,
-    free_port,
     own_folder,
     remove_old_sessions,
     stop_signals_blocked,

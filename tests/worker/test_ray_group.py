@@ -16,9 +16,10 @@ import pytest
 
 from tests.faults.kills import members
 from verl_memopt.distributed.device import leave_process_group
-from verl_memopt.errors import ConfigError, RolloutError, WorkerError
-from verl_memopt.worker.group import start_ray_group
-from verl_memopt.worker.ray_cluster import VISIBLE_DEVICES, Connection, Home, Request, _check_possible, visible_devices
+from verl_memopt.errors import ConfigError, DeviceMemoryError, RolloutError, WorkerError
+from verl_memopt.worker.nodes import VISIBLE_DEVICES, Home, visible_devices
+from verl_memopt.worker.ray_cluster import Connection, Request, _check_possible
+from verl_memopt.worker.ray_group import start_ray_group
 
 GONE_SECONDS = 15
 
@@ -80,6 +81,20 @@ class Worker:
             time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGKILL)
         raise RuntimeError("connection closed by peer")
+
+
+class OwnWorker(Worker):
+    """Waits, dies, or has no room, on devices of its own."""
+
+    def call(self, phase, fault=None):
+        if fault == "memory":
+            raise DeviceMemoryError("update_critic: no room. Lower critic.ppo_max_token_len_per_gpu.")
+        if fault == "death":
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "delay":
+            time.sleep(2)
+        return phase, self.placement.world_size, os.environ["MASTER_PORT"]
 
 
 def note(text):
@@ -240,6 +255,65 @@ def test_a_request_without_room_gives_up_after_the_timeout_and_says_what_is_free
         start(devices=4, timeout_seconds=1)
 
 
+@pytest.fixture
+def pooled():
+    """A group of one worker and two critics on devices of their own, and a test that may end it."""
+    requests = [Request(1, 1, gpu=False), Request(1, 2, gpu=False, section="critic")]
+    group = start_ray_group(requests, "cpu", 60, {}, num_threads=3).build(Worker, {"critic": OwnWorker})
+    processes = [psutil.Process(home.pid) for home in group.homes]
+    yield group
+    group.shutdown()
+    assert psutil.wait_procs(processes, timeout=GONE_SECONDS)[1] == []
+
+
+def test_a_pool_is_a_group_of_its_own_that_computes_while_the_others_do(pooled, monkeypatch, caplog):
+    critic = pooled.pools["critic"]
+    assert (pooled.world_size, critic.world_size, len(pooled.homes)) == (1, 2, 3)
+    ports = {port for phase, size, port in critic.each("call", [("values",)] * 2) if (phase, size) == ("values", 2)}
+    assert len(ports) == 1
+    assert ports != {str(pooled.all("place")[0].master_port)}
+    begun = critic.begin("call", [("update_critic", "delay")] * 2)
+    assert pooled.all("tell", "a") == [(0, ("a",), {})]  # long before the critics have ended
+    assert [phase for phase, *_ in begun.result()] == ["update_critic"] * 2
+    critic.longest["values"] = 0.1
+    monkeypatch.setattr("verl_memopt.worker.ray_group.SLOW_SECONDS", 0.5)
+    critic.each("call", [("values", "delay")] * 2)
+    (slow,) = [text for text in caplog.messages if "values took 0.1 seconds at most so far" in text]
+    assert f"critic worker 0 (pid {critic.homes[0].pid} on" in slow
+    assert f"critic worker 1 (pid {critic.homes[1].pid} on" in slow
+
+
+FAULTS = {
+    "death": (WorkerError, r"critic worker 1 \(pid {pid} on .*\) died: Worker exit type: SYSTEM_ERROR"),
+    "memory": (DeviceMemoryError, r"critic worker 1 \(pid {pid} on .*\): update_critic: no room"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_a_pool_is_named_by_role_and_rank_while_the_driver_waits_for_other_workers(pooled, fault):
+    critic, (error, text) = pooled.pools["critic"], FAULTS[fault]
+    pid = critic.homes[1].pid
+    critic.begin("call", [("update_critic",), ("update_critic", fault)])
+    with pytest.raises(error, match=text.format(pid=pid)):
+        pooled.all("rank_1_is_killed")  # no such rank, so it waits for ever
+
+
+def test_pools_that_do_not_fit_beside_the_policy_are_refused_with_the_keys_of_both():
+    fits = Request(1, 3, gpu=False), Request(1, 2, gpu=False, section="critic")
+    _check_possible(*fits)
+    with pytest.raises(ConfigError) as error:
+        _check_possible(*fits, Request(1, 1, gpu=False, section="reward_model"))
+    message = str(error.value)
+    for key in (
+        "trainer.n_gpus_per_node=3 needs 3 CPU",
+        "critic.n_gpus_per_node=2 needs",
+        "reward_model.n_gpus_per_node=1 needs",
+    ):
+        assert key in message
+    assert "all at once" in message
+    assert "5 CPU and 0 GPU" in message
+
+
 def homes(*members):
     """Gives the homes of members: (node, what Ray gave) each."""
     return [Home(rank, node, "10.0.0.1", 1, gpus) for rank, (node, gpus) in enumerate(members)]
@@ -261,7 +335,7 @@ def test_a_member_that_was_given_another_number_of_gpus_than_one_is_refused_with
 
 DRIVER = """
 import json, os, signal, sys, time
-from verl_memopt.worker.group import start_ray_group
+from verl_memopt.worker.ray_group import start_ray_group
 from verl_memopt.worker.ray_cluster import Request
 
 class Worker:

@@ -18,11 +18,11 @@ from verl_memopt.algorithms.records import (
     with_input,
 )
 from verl_memopt.config.keys import IS_SET, belongs, idle, leaf_types, other_than, refused, shown
-from verl_memopt.config.reward_rules import ENABLE, even_shards
+from verl_memopt.config.reward_rules import ENABLE, even_shards, own_pool
 from verl_memopt.config.schema import Settings
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.critic_rules import has_critic, with_critic
-from verl_memopt.memory.knob import DEVICES, Refusal, UnusedKey, data_ranks
+from verl_memopt.memory.knob import Refusal, UnusedKey, data_ranks, for_devices
 from verl_memopt.recipes import RECIPES
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -96,6 +96,11 @@ def _has_own_mini_batch(settings: Settings) -> bool:
     return settings.critic.ppo_mini_batch_size != settings.actor_rollout_ref.actor.ppo_mini_batch_size
 
 
+def _divides_otherwise(settings: Settings) -> bool:
+    """Return whether the critic's mini-batches need a check of their own beside the actor's."""
+    return _has_own_mini_batch(settings) or data_ranks(settings, "critic") != data_ranks(settings, "actor")
+
+
 def _sequences(settings: Settings) -> int:
     return (settings.critic.ppo_mini_batch_size or 0) * settings.actor_rollout_ref.rollout.n
 
@@ -116,13 +121,19 @@ def _critic_rules() -> Iterator[Refusal]:
         "the prompts of a step do not divide into mini-batches",
         f"Set {mini} to a divisor of {batch}, or leave it out: it follows the actor's.",
     )
-    yield Refusal(
-        (mini, samples, *DEVICES),
-        lambda settings: _has_own_mini_batch(settings) and _sequences(settings) % data_ranks(settings, "critic") != 0,
-        "the sequences do not divide over the devices",
-        lambda settings: f"Make {mini} x {settings.actor_rollout_ref.rollout.n} a multiple of {data_ranks(settings, 'critic')}.",
+    yield from for_devices(
+        "critic",
+        lambda devices: Refusal(
+            (mini, samples, *devices),
+            lambda settings: _divides_otherwise(settings) and _sequences(settings) % data_ranks(settings, "critic") != 0,
+            "the sequences do not divide over the devices",
+            lambda settings: (
+                f"Make {mini} x {settings.actor_rollout_ref.rollout.n} a multiple of {data_ranks(settings, 'critic')}."
+            ),
+        ),
     )
-    yield even_shards("critic.model.fsdp_config")
+    yield from even_shards("critic.model.fsdp_config", "critic")
+    yield from own_pool("critic")
     yield Refusal(
         (_KEPT, "trainer.max_actor_ckpt_to_keep"),
         lambda settings: settings.trainer.max_critic_ckpt_to_keep != settings.trainer.max_actor_ckpt_to_keep,

@@ -14,6 +14,7 @@ from verl_memopt.config.algorithm_rules import KEY
 from verl_memopt.config.keys import Problem, flatten, problem, shown
 from verl_memopt.config.schema import REQUIRED, Model, RolloutCorrection, Trainer
 from verl_memopt.config.unused_keys import refusal_of, refuse
+from verl_memopt.memory.knob import POOL
 
 logger = logging.getLogger(__name__)
 
@@ -220,7 +221,9 @@ def _per_device(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
     ours = GLOBAL_MICRO_BATCHES[key]
     if value is None:
         return ours, None, []
-    counts = [flat.get("trainer.nnodes", Trainer.nnodes), flat.get("trainer.n_gpus_per_node", Trainer.n_gpus_per_node)]
+    section = key.partition(".")[0]
+    where = section if flat.get(f"{section}.enable_resource_pool") is True else "trainer"
+    counts = [flat.get(f"{where}.{count}", getattr(Trainer, count)) for count in POOL]
     if not all(is_count(number) for number in (value, *counts)):
         what = "expected a whole number of sequences over all devices"
         return ours, None, [problem({key: value}, what, f"Set {ours} instead.")]

@@ -28,7 +28,17 @@ from verl_memopt.config.schema import Settings
 from verl_memopt.config.unused_keys import REFERENCE_RULES, UNUSED_KEYS, warn_unused
 from verl_memopt.config.values import LINKS, check_values, followers_of
 from verl_memopt.memory.critic_rules import has_critic, refusals
-from verl_memopt.memory.knob import DEVICES, Refusal, SequenceRole, SettingsView, data_ranks, needs_reference, num_devices
+from verl_memopt.memory.knob import (
+    DEVICES,
+    Refusal,
+    SequenceRole,
+    SettingsView,
+    data_ranks,
+    has_pool,
+    needs_reference,
+    num_devices,
+    pool_keys,
+)
 from verl_memopt.recipes import RECIPES
 
 _AR = "actor_rollout_ref"
@@ -179,8 +189,11 @@ def _engine_tokens(settings: Settings) -> int:
     return (rollout.prompt_length or 0) + (rollout.response_length or 0)
 
 
-def _over_devices(key: str, groups: Callable[[Settings], int]) -> Refusal:
-    """Return the rule that the sequences of a number of prompts divide over the groups of devices that share them."""
+def _over_devices(key: str, groups: Callable[[Settings], int], devices: tuple[str, str] = DEVICES) -> Refusal:
+    """Return the rule that the sequences of a number of prompts divide over the groups of devices that share them.
+
+    ``devices``: the keys of the devices.
+    """
     samples = f"{_ROLLOUT}.n"
 
     def sequences(settings: Settings) -> int:
@@ -191,7 +204,7 @@ def _over_devices(key: str, groups: Callable[[Settings], int]) -> Refusal:
         return f"{sequences(settings)} sequences do not divide over {groups(settings)} {parts}"
 
     return Refusal(
-        (key, samples, *DEVICES),
+        (key, samples, *devices),
         lambda settings: _uneven(sequences(settings), groups(settings)),
         "the sequences do not divide over the devices",
         lambda settings: f"Make {key} x {samples} a multiple of {groups(settings)}.",
@@ -200,11 +213,19 @@ def _over_devices(key: str, groups: Callable[[Settings], int]) -> Refusal:
 
 
 def groups_of_passes(settings: Settings) -> int:
-    """Return a number that the sequences of a step must be a multiple of: each pass over them has its own groups of devices."""
+    """Return a number that the sequences of a step must be a multiple of: each pass over them has its own groups of devices.
+
+    A critic with devices of its own has a rule of its own.
+    """
     roles: list[SequenceRole] = ["actor"]
     roles += ["ref"] if needs_reference(settings) else []
-    roles += ["critic"] if has_critic(settings) else []
+    roles += ["critic"] if has_critic(settings) and not has_pool(settings, "critic") else []
     return math.lcm(*(data_ranks(settings, role) for role in roles))
+
+
+def groups_of_critic(settings: Settings) -> int:
+    """Return a number that the sequences of a step must be a multiple of for a critic with devices of its own."""
+    return data_ranks(settings, "critic") if has_critic(settings) and has_pool(settings, "critic") else 1
 
 
 def _batches() -> Iterator[Refusal]:
@@ -217,6 +238,7 @@ def _batches() -> Iterator[Refusal]:
         f"Set {mini} to a divisor of {batch}.",
     )
     yield _over_devices(batch, groups_of_passes)
+    yield _over_devices(batch, groups_of_critic, pool_keys("critic"))
     yield _over_devices(mini, lambda settings: data_ranks(settings, "actor"))
     yield Refusal(
         (prompt, "data.max_prompt_length"),
@@ -252,8 +274,8 @@ def _devices() -> Iterator[Refusal]:
         lambda settings: f"Set {parts} to a divisor of {num_devices(settings)}.",
         uneven_here,
     )
-    yield even_shards(f"{_AR}.actor.fsdp_config", here=uneven_here)
-    yield even_shards(f"{_AR}.ref.fsdp_config", needs_reference, uneven_here)
+    yield from even_shards(f"{_AR}.actor.fsdp_config", "actor", here=uneven_here)
+    yield from even_shards(f"{_AR}.ref.fsdp_config", "ref", needs_reference, uneven_here)
     yield Refusal(
         (group, *DEVICES),
         lambda settings: settings.trainer.worker_group == "local" and num_devices(settings) > 1,

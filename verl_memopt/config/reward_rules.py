@@ -12,13 +12,15 @@ from verl_memopt.config.keys import idle, leaf_types, other_than, refused, value
 from verl_memopt.config.reward_limits import CASE_SECONDS, CASES, SANDBOX, URL
 from verl_memopt.config.schema import POLICY_TOKENIZER, Settings
 from verl_memopt.memory.knob import (
-    DEVICES,
     Predicate,
     Refusal,
     Sentence,
+    SequenceRole,
     UnusedKey,
+    devices_of,
+    for_devices,
     longest_sample,
-    num_devices,
+    pool_keys,
     sequence_ranks,
     uneven_shards,
 )
@@ -39,15 +41,36 @@ def _has_classifier(settings: Settings) -> bool:
     return settings.reward_model.enable and settings.reward_model.reward_manager != RLT
 
 
-def even_shards(section: str, given: Predicate = lambda settings: True, here: Sentence | None = None) -> Refusal:
-    """Return the rule that the devices divide into the shard groups of a section, ``fsdp_config`` of a model."""
-    return Refusal(
-        (f"{section}.fsdp_size", *DEVICES),
-        lambda settings: uneven_shards(settings, value_at(settings, section)) and given(settings),
-        "does not divide the devices",
-        lambda settings: f"Set a divisor of {num_devices(settings)}, or -1.",
-        here,
+def even_shards(
+    section: str, role: SequenceRole, given: Predicate = lambda settings: True, here: Sentence | None = None
+) -> Iterator[Refusal]:
+    """Yield the rule that a role's devices divide into the shard groups of a section, ``fsdp_config`` of its model."""
+    yield from for_devices(
+        role,
+        lambda devices: Refusal(
+            (f"{section}.fsdp_size", *devices),
+            lambda settings: uneven_shards(devices_of(settings, role), value_at(settings, section)) and given(settings),
+            "does not divide the devices",
+            lambda settings: f"Set a divisor of {devices_of(settings, role)}, or -1.",
+            here,
+        ),
     )
+
+
+OWN = "enable_resource_pool"
+
+
+def own_pool(role: SequenceRole, given: Predicate = lambda settings: True) -> Iterator[Refusal]:
+    """Yield the rules of a role on devices of its own."""
+    key, group = f"{role}.{OWN}", "trainer.worker_group"
+    yield refused(
+        {key: True, group: "local"},
+        "the local worker group has one device, and no process for others",
+        f"Set {group}=ray, or {key}=false.",
+        given,
+    )
+    for count in pool_keys(role):
+        yield refused({key: True, count: 0}, "a pool needs devices", f"Set {count} to 1 or more, or {key}=false.", given)
 
 
 def _longest_conversation(settings: Settings) -> int:
@@ -111,7 +134,14 @@ def _model() -> Iterator[Refusal]:
         "a sample may have more tokens (data.max_prompt_length + data.max_response_length)",
         lambda settings: f"Raise it to at least {_least_tokens(settings)}, or lower {longest}.",
     )
-    yield even_shards(_FSDP, lambda settings: settings.reward_model.enable)
+    yield from even_shards(_FSDP, "reward_model", lambda settings: settings.reward_model.enable)
+    yield from own_pool("reward_model", lambda settings: settings.reward_model.enable)
+    yield refused(
+        {f"reward_model.{OWN}": True, MANAGER: RLT},
+        "a student scores with the log-probs of the teacher beside it, and may be the reference's own module",
+        f"Set reward_model.{OWN}=false.",
+        lambda settings: settings.reward_model.enable,
+    )
     yield refused(
         {f"{_FSDP}.offload_policy": True, f"{_FSDP}.param_offload": True},
         "with offload_policy parameters never leave the host",
@@ -140,7 +170,14 @@ def _unused() -> Iterator[UnusedKey]:
     for key in (_BY_TOKENS, "reward_model.max_length", tokenizer):
         yield UnusedKey(key, lambda settings: not _has_classifier(settings), without_model)
     path = f"{_MODEL}.path"
-    yield from idle(ENABLE, False, path)
+    own = f"reward_model.{OWN}"
+    yield from idle(ENABLE, False, path, own)
+    for key in pool_keys("reward_model"):
+        yield UnusedKey(
+            key,
+            lambda settings: not (settings.reward_model.enable and settings.reward_model.enable_resource_pool),
+            f"{ENABLE} or {own} is false",
+        )
     for key in (key for key in leaf_types() if key.startswith(f"{_MODEL}.") and key not in (tokenizer, path)):
         in_place = key.startswith(f"{_FSDP}.")
         yield UnusedKey(

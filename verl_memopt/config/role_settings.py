@@ -259,7 +259,20 @@ class CriticModel(ModelKnobs):
 
 
 @dataclass(frozen=True)
-class Critic(CriticBudget):
+class ResourcePool:
+    """Devices of a role's own, beside those of the policy."""
+
+    enable_resource_pool: bool = False
+    """Give the model ``nnodes`` x ``n_gpus_per_node`` devices of its own, on which it computes while the policy does on its own.
+    Needs ``trainer.worker_group=ray``."""
+    nnodes: NaturalInt = 1
+    """Machines of the pool. They may be those of the policy, where they have devices enough for both."""
+    n_gpus_per_node: NaturalInt = 1
+    """Devices of the pool per machine; on a CPU, worker processes."""
+
+
+@dataclass(frozen=True)
+class Critic(CriticBudget, ResourcePool):
     """The critic: built with ``algorithm.adv_estimator=gae`` alone, which is what reads its values."""
 
     enable: bool | None = None

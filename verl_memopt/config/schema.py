@@ -29,6 +29,7 @@ from verl_memopt.config.role_settings import (
     Optim,
     Ref,
     RefModel,
+    ResourcePool,
     Rollout,
     TrainedFsdp,
     ValKwargs,
@@ -120,7 +121,7 @@ class ScoringModel(QuantizedFrozen):
 
 
 @dataclass(frozen=True)
-class RewardModel:
+class RewardModel(ResourcePool):
     """How responses are scored."""
 
     enable: bool = False
@@ -405,7 +406,7 @@ __all__ = [
     "REQUIRED", "Actor", "ActorRolloutRef", "Algorithm", "BucketEngine", "CheckpointContents", "Critic", "CriticModel",
     "CustomClass", "CustomEstimator", "CustomLoss", "CustomReward", "CustomSampler", "Data", "Debug", "EngineKwargs",
     "FilterGroups", "Fsdp", "KlControl", "Memory", "MixedPrecision", "Model", "ModelKnobs", "Optim", "OverlongBuffer", "PfPpo",
-    "PolicyLoss", "RayKwargs", "Ref", "RefModel", "RewardKwargs", "RewardModel", "Rollout",
+    "PolicyLoss", "RayKwargs", "Ref", "RefModel", "ResourcePool", "RewardKwargs", "RewardModel", "Rollout",
     "RolloutCorrection", "SandboxFusion", "ScoringModel", "Settings", "TrainedFsdp", "Trainer", "ValKwargs",
     "WrapPolicy",
 ]  # fmt: skip

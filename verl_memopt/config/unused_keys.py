@@ -18,7 +18,7 @@ from verl_memopt.config.reward_rules import SANDBOX_UNUSED
 from verl_memopt.config.schema import Fsdp, Settings, TrainedFsdp
 from verl_memopt.memory.critic_rules import twin_unused, unused_keys
 from verl_memopt.memory.knob import Refusal as Rule
-from verl_memopt.memory.knob import UnusedKey, needs_reference, num_devices
+from verl_memopt.memory.knob import UnusedKey, needs_reference, num_devices, pool_keys
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,6 @@ class Refusal:
 
 ANY = None
 EITHER = (True, False)
-_REWARD_DEVICES = "the reward model shares the devices of the workers, in turns with the other models"
 _AFTER_ROLLOUT = "reward processes score a response when it is complete, and a reward model in the workers after the rollout"
 _TEXT_ONLY = "prompts are text only. Remove the key"
 _UNREAD = "it has no effect in verl either. Remove the key"
@@ -154,8 +153,6 @@ _REWARD_MODEL = {
     "launch_reward_fn_async": Refusal(
         EITHER, "rewards are always computed in processes of their own, as soon as a response is complete"
     ),
-    "enable_resource_pool": Refusal((False,), f"{_REWARD_DEVICES}. Remove the key"),
-    **dict.fromkeys(("nnodes", "n_gpus_per_node"), Refusal(ANY, _REWARD_DEVICES)),
     "use_reward_loop": Refusal(EITHER, _AFTER_ROLLOUT),
     "reward_loop_source": Refusal(("register",), _OWN_REWARD),
     **dict.fromkeys(("reward_loop_module_path", "reward_loop_class_name"), Refusal((), _OWN_REWARD)),
@@ -369,7 +366,7 @@ UNUSED_KEYS = {
     unused.key: unused
     for unused in (
         *_of_advantages(), *_of_losses(), *_of_rollouts(), *_of_rewards_and_runs(), *CORRECTION_UNUSED, *REFERENCE_UNUSED,
-        *unused_keys(),
+        *idle("critic.enable_resource_pool", False, *pool_keys("critic")), *unused_keys(),
     )
 }  # fmt: skip
 """Key -> when giving it asks for something that does not happen, and why."""

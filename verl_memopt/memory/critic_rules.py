@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
-from typing import TYPE_CHECKING, cast
+from functools import cache, partial
+from typing import TYPE_CHECKING, Literal, cast
 
 from verl_memopt.algorithms.records import WITH_CRITIC
-from verl_memopt.memory.knob import Advice, Refusal, SettingsView, UnusedKey, knobs
+from verl_memopt.memory.knob import DEVICES, Advice, Refusal, SettingsView, UnusedKey, for_devices, has_pool, knobs, pool_keys
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings
@@ -38,6 +38,13 @@ def has_critic(settings: Settings) -> bool:
     return settings.algorithm.adv_estimator in WITH_CRITIC
 
 
+def own_pools(settings: Settings) -> tuple[Literal["critic", "reward_model"], ...]:
+    """Return the roles of the run that have devices of their own, by their sections."""
+    critic: tuple[Literal["critic"], ...] = ("critic",) if has_critic(settings) and has_pool(settings, "critic") else ()
+    scores = settings.reward_model.enable and has_pool(settings, "reward_model")
+    return (*critic, "reward_model") if scores else critic
+
+
 def twin(key: str) -> str:
     """Return the critic's key for a key of the policy, or the key itself where it belongs to no single model."""
     for prefix, critics in TWINS.items():
@@ -56,8 +63,13 @@ def twin_text(text: str) -> str:
 
 def as_critic(settings: Settings) -> Settings:
     """Return the settings with the critic in the policy's place, as a rule about the policy's keys reads them."""
-    # With its point the name of a section begins as its keys do, so that fsdp_config leads to the critic's too.
-    return cast("Settings", SettingsView(settings, lambda key: twin(f"{key}.")[:-1]))
+    devices = dict(zip(DEVICES, pool_keys("critic"), strict=True)) if has_pool(settings, "critic") else {}
+
+    def address(key: str) -> str:
+        # With its point the name of a section begins as its keys do, so that fsdp_config leads to the critic's too.
+        return devices.get(key) or twin(f"{key}.")[:-1]
+
+    return cast("Settings", SettingsView(settings, address))
 
 
 def with_critic(refusal: Refusal) -> Refusal:
@@ -65,11 +77,12 @@ def with_critic(refusal: Refusal) -> Refusal:
     return replace(refusal, when=lambda settings: has_critic(settings) and refusal.when(settings))
 
 
-def twin_refusal(refusal: Refusal) -> Refusal:
-    """Return the refusal of the critic's keys."""
+def twin_refusal(refusal: Refusal, devices: tuple[str, str] = DEVICES) -> Refusal:
+    """Return the refusal of the critic's keys. ``devices``: the keys of the devices that it shows, if it does."""
+    shown = dict(zip(DEVICES, devices, strict=True))
     return with_critic(
         Refusal(
-            tuple(map(twin, refusal.keys)),
+            tuple(shown.get(key) or twin(key) for key in refusal.keys),
             lambda settings: refusal.when(as_critic(settings)),
             twin_text(refusal.because),
             lambda settings: twin_text(refusal.way_out_for(as_critic(settings))),
@@ -98,7 +111,10 @@ def refusals() -> Iterator[Refusal]:
     for refusal in (refusal for knob in knobs() for refusal in knob.refuses):
         yield refusal
         if _has_twin(*refusal.keys):
-            yield twin_refusal(refusal)
+            if set(DEVICES) & {*refusal.keys}:
+                yield from for_devices("critic", partial(twin_refusal, refusal))
+            else:
+                yield twin_refusal(refusal)
 
 
 def unused_keys() -> Iterator[UnusedKey]:

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Literal
 
 from verl_memopt.config.keys import value_at
 from verl_memopt.config.schema import ActorRolloutRef, Fsdp, Settings, TrainedFsdp
-from verl_memopt.memory.critic_rules import has_critic
+from verl_memopt.memory.critic_rules import CRITIC_PHASES, has_critic, own_pools
 from verl_memopt.memory.formulas import width
 from verl_memopt.memory.held import Held, Kinds, ModelSize, Pass, critic_roles, largest, together
 from verl_memopt.memory.host_buffers import GIB
-from verl_memopt.memory.knob import needs_reference, num_devices, sequence_ranks
+from verl_memopt.memory.knob import devices_of, needs_reference, sequence_ranks
 from verl_memopt.memory.lora import slot_rank
 from verl_memopt.memory.residency import CRITIC, NEEDS, POLICY, REFERENCE, REWARD_MODEL
 from verl_memopt.memory.rollout_memory import AUTO, kv_bytes_per_token, sampler_bytes
@@ -70,6 +70,8 @@ class Peaks:
     """Kind -> bytes that rest on the host."""
     kv_tokens: int
     """Tokens that the KV cache of one engine holds."""
+    pool_hosts: Mapping[str, int] = field(default_factory=dict)
+    """Role with devices of its own -> all that rests on the host of one of its processes. Its phases are among ``phases``."""
 
     @property
     def totals(self) -> dict[str, int]:
@@ -98,6 +100,12 @@ class Peaks:
         return sum(self.host.values())
 
 
+OF_POOLS: dict[str, tuple[str, ...]] = {"critic": CRITIC_PHASES, "reward_model": ("reward",)}
+"""Role that may have devices of its own -> the phases that no other role has."""
+SHARED_PHASES: dict[str, tuple[str, ...]] = {"critic": ("init", "save_checkpoint"), "reward_model": ("init",)}
+"""Such a role -> its phases that other roles have too."""
+
+
 def predict(
     settings: Settings, sizes: Sizes, phases: Collection[str], device: str = "cuda", card_bytes: int | None = None
 ) -> Peaks:
@@ -115,13 +123,20 @@ def predict(
     return prediction.peaks(phases)
 
 
+def on_one_machine(settings: Settings, peaks: Peaks) -> tuple[int, int]:
+    """Return the processes of a run on one machine, if roles with devices of their own are there too, and their host's bytes."""
+    each = {"trainer": peaks.host_bytes, **peaks.pool_hosts}
+    processes = {section: value_at(settings, f"{section}.n_gpus_per_node") for section in each}
+    return sum(processes.values()), sum(number * each[section] for section, number in processes.items())
+
+
 def bytes_beside_cache(settings: Settings, sizes: Sizes, phases: Collection[str], device: str) -> int:
     """Return the most that a run with ``kv_cache_memory_gb=auto`` holds beside its KV cache, in the phases in which that exists.
 
     Arguments are as in :func:`predict`. An engine that sleeps has its cache in rollout and validation alone.
     """
     empty = _Prediction(settings, sizes, device, None)
-    totals = empty.peaks(phases).totals
+    totals = empty.own_peaks(phases).totals
     return max(total for phase, total in totals.items() if not empty.sleeps or phase in ("gen", "testing"))
 
 
@@ -136,11 +151,27 @@ class _Prediction:
     card_bytes: int | None
     left_for_cache: int = 0
     """Bytes of the KV cache with ``kv_cache_memory_gb=auto``."""
+    pool: Literal["critic", "reward_model"] | None = None
+    """The role whose own devices are predicted. None = those of the policy, and of all roles that have none of their own."""
 
     def peaks(self, phases: Collection[str]) -> Peaks:
-        found = {phase: together({"other": OTHER}, *make()) for phase, make in self._phases.items() if phase in phases}
+        """Return the peaks on all devices, where each role that has devices of its own has rows of its own."""
+        peaks, hosts = self.own_peaks(phases), dict[str, int]()
+        found = dict(peaks.phases)
+        for role in own_pools(self.settings):
+            own = replace(self, pool=role).own_peaks(phases)
+            found |= {phase if phase in OF_POOLS[role] else f"{phase}_{role}": kinds for phase, kinds in own.phases.items()}
+            hosts[role] = own.host_bytes
+        return replace(peaks, phases=found, pool_hosts=hosts)
+
+    def own_peaks(self, phases: Collection[str]) -> Peaks:
+        """Return the peaks on the devices of one pool."""
+        others = {phase for role in own_pools(self.settings) for phase in OF_POOLS[role]}
+        own = set(phases) - others if self.pool is None else {*OF_POOLS[self.pool], *SHARED_PHASES[self.pool]} & set(phases)
+        found = {phase: together({"other": OTHER}, *make()) for phase, make in self._phases.items() if phase in own}
         on_gpu = self.device == "cuda"
-        graphs = GRAPHS if on_gpu and not self.roles.rollout.enforce_eager and self.roles.rollout.name == "vllm" else 0
+        eager = self.roles.rollout.enforce_eager or self.pool is not None
+        graphs = GRAPHS if on_gpu and not eager and self.roles.rollout.name == "vllm" else 0
         for phase, kinds in found.items():
             if on_gpu:
                 # The engine's share has its own context, graphs and reserve in it.
@@ -165,7 +196,7 @@ class _Prediction:
 
     @property
     def ranks(self) -> int:
-        return num_devices(self.settings)
+        return devices_of(self.settings, self.pool or "actor")
 
     def _group(self, fsdp: Fsdp) -> int:
         return self.ranks if fsdp.fsdp_size == -1 else fsdp.fsdp_size
@@ -212,8 +243,13 @@ class _Prediction:
 
     @property
     def models(self) -> list[Held]:
-        """All models, in the order in which a worker builds them."""
-        return [each for each in (self.policy, self.reference, self.critic, self.student) if each is not None]
+        """All models of the devices, in the order in which a worker builds them."""
+        own = {"critic": self.critic, "reward_model": self.student}
+        if self.pool is not None:
+            held = [own[self.pool]]
+        else:
+            held = [self.policy, self.reference, *(each for role, each in own.items() if role not in own_pools(self.settings))]
+        return [each for each in held if each is not None]
 
     # The rollout engine.
 
@@ -226,6 +262,8 @@ class _Prediction:
     @property
     def engine_weights(self) -> float:
         """Bytes of the engine's weights on one device, and of its sampler, which sleeps and wakes with them."""
+        if self.pool is not None:
+            return 0
         rollout, vllm = self.roles.rollout, self.roles.rollout.name == "vllm" and self.device == "cuda"
         weights = width(rollout.dtype) * self.sizes.policy.params / rollout.tensor_model_parallel_size
         rank, size = self.roles.model.lora_rank, self.sizes.policy
@@ -237,7 +275,7 @@ class _Prediction:
     @property
     def shares(self) -> bool:
         """Whether the policy's weights are the engine's."""
-        return why_not(self.roles, self.ranks) is None
+        return self.pool is None and why_not(self.roles, self.ranks) is None
 
     @property
     def engine_copy(self) -> float:
@@ -364,6 +402,8 @@ class _Prediction:
     @property
     def _idle_engine(self) -> Kinds:
         """What an engine that does not sleep holds while it generates nothing."""
+        if self.pool is not None:
+            return {}
         passing = {"activations"} | (set() if self.roles.rollout.name == "vllm" else {"kv"})
         return {kind: each for kind, each in self._generation().items() if kind not in passing}
 
@@ -390,7 +430,7 @@ class _Prediction:
             moments.append(together(built, model.forward(check), whole, quantized))
             built = together(built, model.resting)
             moments.append(built)
-        if self.device == "cuda" and self.roles.rollout.name == "vllm":
+        if self.device == "cuda" and self.roles.rollout.name == "vllm" and self.pool is None:
             generation = together(self._generation(), {"rollout weights": self.engine_weights - self.engine_copy})
             return [largest([generation, *moments])]
         return [engine, largest(moments)]
@@ -436,7 +476,7 @@ class _Prediction:
             (self.critic, "critic", self.settings.critic.model.enable_activation_offload),
         ]
         for held, role, on in offloading:
-            if held is not None and on:
+            if held is not None and on and held in self.models:
                 s = held.size.shapes(held.roles, self._pass(role), self.device)
                 stay = int(held.roles.model.activation_offload_device_gb * GIB / s.kept_bytes)
                 parts.append({"activations": s.kept_bytes * max(s.layers - stay, 0)})

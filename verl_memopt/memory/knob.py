@@ -356,17 +356,53 @@ KL = ("algorithm.use_kl_in_reward", "actor_rollout_ref.actor.use_kl_loss")
 
 
 def num_devices(settings: Settings) -> int:
-    """Return the devices of the run, which is also the number of ranks that share a batch."""
+    """Return the devices of the run, which is also the number of ranks that share a batch. Roles may have more of their own."""
     return settings.trainer.nnodes * settings.trainer.n_gpus_per_node
+
+
+SequenceRole = Literal["actor", "ref", "critic", "reward_model"]
+
+POOL = ("nnodes", "n_gpus_per_node")
+
+
+def pool_keys(role: SequenceRole) -> tuple[str, str]:
+    """Return the keys behind the devices of a role's own pool."""
+    return f"{role}.{POOL[0]}", f"{role}.{POOL[1]}"
+
+
+def has_pool(settings: Settings, role: SequenceRole) -> bool:
+    """Return whether a role computes on devices of its own."""
+    if role == "critic":
+        return settings.critic.enable_resource_pool
+    return role == "reward_model" and settings.reward_model.enable_resource_pool
+
+
+def devices_of(settings: Settings, role: SequenceRole) -> int:
+    """Return the devices of a role: those of its pool, else those of the run, which all other roles share."""
+    if not has_pool(settings, role):
+        return num_devices(settings)
+    section = settings.critic if role == "critic" else settings.reward_model
+    return section.nnodes * section.n_gpus_per_node
+
+
+def for_devices(role: SequenceRole, rule: Callable[[tuple[str, str]], Refusal]) -> Iterator[Refusal]:
+    """Yield a rule about the devices of a role for those of the run and for those of its own, each with their keys."""
+    if role in ("actor", "ref"):
+        yield rule(DEVICES)
+        return
+    for keys, own in ((DEVICES, False), (pool_keys(role), True)):
+        each = rule(keys)
+        yield dataclasses.replace(each, when=_where(role, own, each.when))
+
+
+def _where(role: SequenceRole, own: bool, when: Predicate) -> Predicate:
+    return lambda settings: has_pool(settings, role) == own and when(settings)
 
 
 def fsdp_of(settings: Settings, role: Literal["actor", "ref"]) -> Fsdp:
     """Return how a role is sharded."""
     roles = settings.actor_rollout_ref
     return roles.actor.fsdp_config if role == "actor" else roles.ref.fsdp_config
-
-
-SequenceRole = Literal["actor", "ref", "critic", "reward_model"]
 
 
 def sequence_ranks(settings: Settings, role: SequenceRole) -> int:
@@ -386,12 +422,12 @@ def reference_ranks(roles: ActorRolloutRef) -> int:
 
 def data_ranks(settings: Settings, role: SequenceRole) -> int:
     """Return the groups of devices that share a batch of a role: each gets rows of its own. At least one."""
-    return max(num_devices(settings) // sequence_ranks(settings, role), 1)
+    return max(devices_of(settings, role) // sequence_ranks(settings, role), 1)
 
 
-def uneven_shards(settings: Settings, fsdp: Fsdp) -> bool:
-    """Return whether the devices do not divide into shard groups. A size below 1 is all devices, or reported elsewhere."""
-    return fsdp.fsdp_size > 0 and num_devices(settings) % fsdp.fsdp_size != 0
+def uneven_shards(devices: int, fsdp: Fsdp) -> bool:
+    """Return whether some devices do not divide into shard groups. A size below 1 is all devices, or reported elsewhere."""
+    return fsdp.fsdp_size > 0 and devices % fsdp.fsdp_size != 0
 
 
 def longest_sample(settings: Settings) -> int:

@@ -146,9 +146,10 @@ class RunParts:
     """The run has a reference model of its own."""
     reward_model: schema.RewardModel | None = None
     devices: int = 1
-    """Those of the run."""
+    """Those that have these parts."""
     rank: int = 0
     """The worker that ran out of memory."""
+    policy: bool = True
 
     def seen(self) -> schema.Settings:
         """Return the settings as an advice reads them."""
@@ -161,6 +162,8 @@ class RunParts:
         own_student = self.reward_model is not None and self.reward_model.model.path is not None
         there = {"critic.": self.critic is not None, "actor_rollout_ref.ref.": self.reference}
         there |= {"reward_model.": self.reward_model is not None, "reward_model.model.": own_student}
+        policys = ("actor.fsdp_config.", "actor.optim.", "model.", "rollout.", "ref.")
+        there |= {f"actor_rollout_ref.{start}": False for start in policys if not self.policy}
         return tuple(start for start, is_there in there.items() if not is_there)
 
 

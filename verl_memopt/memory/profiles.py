@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from verl_memopt.memory import grad_offload, shared_weights, split_masters, streamed_params
 from verl_memopt.memory.critic_rules import has_critic, twin, twin_refusal
-from verl_memopt.memory.knob import Knob, needs_reference, num_devices
+from verl_memopt.memory.knob import Knob, devices_of, needs_reference, num_devices
 from verl_memopt.memory.param_offload import ACTOR_KEY, REFERENCE_KEY, STREAM
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def one_copy(settings: Settings, written: Set[str]) -> dict[str, object]:
         keys |= {grad_offload.KEY: True, split_masters.KEY: _has_remainder(fsdp)}
     if not shares:  # with vLLM the default shares
         keys[shared_weights.KEY] = True
-    if has_critic(settings) and not settings.critic.model.lora_rank:
+    if has_critic(settings) and not settings.critic.model.lora_rank and devices_of(settings, "critic") == 1:
         critic = settings.critic.model.fsdp_config
         keys |= {twin(grad_offload.KEY): True, twin(split_masters.KEY): _has_remainder(critic)}
     return {} if keys.keys() & written else keys

@@ -12,9 +12,21 @@ Works with: packed rows, shared prompts, checkpointing, offload, LoRA, tiled MLP
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
-from verl_memopt.memory.knob import DEVICES, POSITIVE, Knob, Refusal, SequenceRole, needs_reference, num_devices, sequence_ranks
+from verl_memopt.memory.knob import (
+    DEVICES,
+    POSITIVE,
+    Knob,
+    Refusal,
+    SequenceRole,
+    devices_of,
+    for_devices,
+    has_pool,
+    needs_reference,
+    sequence_ranks,
+)
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings
@@ -47,25 +59,34 @@ def is_built(settings: Settings, role: SequenceRole) -> bool:
     return role == "actor" or (needs_reference(settings) if role == "ref" else settings.reward_model.enable)
 
 
-def _refusal(role: SequenceRole) -> Refusal:
+def _refusal(role: SequenceRole, keys: tuple[str, str] = DEVICES) -> Refusal:
     key = KEYS[role]
 
     def divisors(settings: Settings) -> str:
-        devices = num_devices(settings)
+        devices = devices_of(settings, role)
         return " or ".join(str(size) for size in range(1, devices + 1) if devices % size == 0)
 
     return Refusal(
-        (key, *DEVICES),
-        lambda settings: is_built(settings, role) and num_devices(settings) % sequence_ranks(settings, role) != 0,
+        (key, *keys),
+        lambda settings: is_built(settings, role) and devices_of(settings, role) % sequence_ranks(settings, role) != 0,
         "groups of so many neighbours do not divide the devices",
         lambda settings: f"Set {key}={divisors(settings)}, or use a multiple of {sequence_ranks(settings, role)} devices.",
-        lambda settings: f"groups of so many neighbours do not divide the {num_devices(settings)} devices of the run",
+        lambda settings: (
+            f"groups of so many neighbours do not divide the {devices_of(settings, role)} devices {_of(role, settings)}"
+        ),
     )
+
+
+def _of(role: SequenceRole, settings: Settings) -> str:
+    return f"of its pool ({role})" if has_pool(settings, role) else "of the run"
 
 
 KNOB = Knob(
     cost="four exchanges a block",
     settings={"fsdp": SequenceParallel},
-    refuses=(_refusal("actor"), _refusal("ref"), _refusal("reward_model")),
+    refuses=(
+        *(_refusal(role) for role in ("actor", "ref")),
+        *for_devices("reward_model", partial(_refusal, "reward_model")),
+    ),
     no_factor=dict.fromkeys((KEYS["actor"], KEYS["ref"]), "needs several devices, and combinations are tried on one"),
 )

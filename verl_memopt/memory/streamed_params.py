@@ -17,7 +17,18 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from verl_memopt.memory.formulas import Shapes, width
-from verl_memopt.memory.knob import DEVICES, Advice, Claim, Knob, LadderRow, Predicate, Refusal, needs_reference, num_devices
+from verl_memopt.memory.knob import (
+    Advice,
+    Claim,
+    Knob,
+    LadderRow,
+    Predicate,
+    Refusal,
+    SequenceRole,
+    devices_of,
+    for_devices,
+    needs_reference,
+)
 from verl_memopt.memory.param_offload import ACTOR_KEY, REFERENCE_KEY, SCORER_KEY, STREAM
 
 if TYPE_CHECKING:
@@ -38,6 +49,10 @@ def _has(key: str, settings: Settings) -> bool:
     return needs_reference(settings) if key == REFERENCE_KEY else scorer.enable and scorer.model.path is not None
 
 
+def _role(key: str) -> SequenceRole:
+    return "reward_model" if key == SCORER_KEY else "ref"
+
+
 def _refuses(key: str) -> Iterator[Refusal]:
     """Yield what a frozen model that streams refuses."""
     native = key.replace("param_offload", "offload_policy")
@@ -47,11 +62,14 @@ def _refuses(key: str) -> Iterator[Refusal]:
             (key, *others), lambda settings: _streams(key)(settings) and _has(key, settings) and when(settings), because, way_out
         )
 
-    yield refusal(
-        DEVICES,
-        lambda settings: num_devices(settings) > 1,
-        "each device has a shard of every block, and FSDP2 gathers them",
-        f"Set {native}=true and {key}=false: the shards come from the host block by block. Or set {key}=true.",
+    yield from for_devices(
+        _role(key),
+        lambda devices: refusal(
+            devices,
+            lambda settings: devices_of(settings, _role(key)) > 1,
+            "each device has a shard of every block, and FSDP2 gathers them",
+            f"Set {native}=true and {key}=false: the shards come from the host block by block. Or set {key}=true.",
+        ),
     )
     yield refusal(
         (_LOAD,),
@@ -74,7 +92,7 @@ def may_stream(key: str) -> Predicate:
 
     def may(settings: Settings) -> bool:
         model, swaps = settings.actor_rollout_ref.model, settings.reward_model.residency == "swap"
-        refused = native(settings) or model.load_mode == "mmap" or swaps or num_devices(settings) > 1
+        refused = native(settings) or model.load_mode == "mmap" or swaps or devices_of(settings, _role(key)) > 1
         return not refused and not (key == REFERENCE_KEY and (model.lora_rank or _would_lose_masters(settings)))
 
     return may

@@ -229,6 +229,10 @@ class PhaseClock:
             yield
         self.spans.append(Span(name, started, timer.last))
 
+    def add_span(self, name: str, started: float, seconds: float) -> None:
+        """Add a phase that was measured elsewhere, beside others: its start (seconds since 1970) and its time."""
+        self.spans.append(Span(name, started, seconds))
+
     def add(self, name: str, seconds: float) -> None:
         """Add a time within a phase that was measured elsewhere. It is no span, because the phase has one."""
         self.within[name] = self.within.get(name, 0.0) + seconds

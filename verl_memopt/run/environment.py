@@ -7,11 +7,13 @@ import os
 import shutil
 import sys
 import sysconfig
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from verl_memopt.config.schema import ActorRolloutRef, Critic, CriticModel, Data, RayKwargs, Rollout, Trainer
+from verl_memopt.config.schema import ActorRolloutRef, Critic, CriticModel, Data, RayKwargs, ResourcePool, Rollout, Trainer
 from verl_memopt.distributed.device import device_count, resolve_device
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.folder import TOKENIZER_FILES, check_vocabulary, end_tokens, load_tokenizer, read_tokenizer, resolve_folder
@@ -28,7 +30,7 @@ class Environment:
 
     Attributes:
         device: cpu or cuda.
-        world_size: ranks over all nodes.
+        num_devices: of all roles, over all nodes.
         folder: of the policy's model.
         tokenizer_folder: the model's, unless the settings name another.
         reference_folder: None where the run needs no model for the reference.
@@ -43,7 +45,7 @@ class Environment:
     """
 
     device: str
-    world_size: int
+    num_devices: int
     folder: Path
     tokenizer_folder: Path
     reference_folder: Path | None
@@ -58,16 +60,24 @@ class Environment:
 
 
 def resolve_environment(
-    trainer: Trainer, ray: RayKwargs, data: Data, roles: ActorRolloutRef, reference_path: str | None, critic: Critic | None
+    trainer: Trainer,
+    ray: RayKwargs,
+    data: Data,
+    roles: ActorRolloutRef,
+    reference_path: str | None,
+    critic: Critic | None,
+    pools: Mapping[str, ResourcePool] = MappingProxyType({}),
 ) -> Environment:
     """Return what this machine has for a run.
 
-    ``reference_path``: None where the run needs no model for the reference. ``critic``: None in a run without one. A ConfigError
-    says what the machine cannot do. No worker has started by then.
+    ``reference_path``: None where the run needs no model for the reference. ``critic``: None in a run without one. ``pools``:
+    section -> the devices that its role has for itself. A ConfigError says what the machine cannot do. No worker has started by
+    then.
     """
     model, rollout, actor = roles.model, roles.rollout, roles.actor
     device = resolve_device(trainer.device)
-    _check_devices(trainer, ray, device)
+    asked: dict[str, Trainer | ResourcePool] = {"trainer": trainer, **pools}
+    _check_devices(asked, ray, device)
     _check_engine(rollout.name, trainer.device, device)
     run_dir = _writable(Path(str(trainer.default_local_dir)).expanduser())
     # The tokenizer's code may lie with the model.
@@ -98,7 +108,7 @@ def resolve_environment(
         _check_same_tokenizer(tokenizer, tokenizer_folder, critic.model, critic_folder)
     return Environment(
         device=device,
-        world_size=trainer.nnodes * trainer.n_gpus_per_node,
+        num_devices=sum(each.nnodes * each.n_gpus_per_node for each in asked.values()),
         folder=folder,
         tokenizer_folder=tokenizer_folder,
         reference_folder=reference,
@@ -131,14 +141,17 @@ def _check_same_tokenizer(tokenizer: Any, folder: Path, critic: CriticModel, cri
         )
 
 
-def _check_devices(trainer: Trainer, ray: RayKwargs, device: str) -> None:
-    """Refuse more GPUs than this machine has. Over several nodes, Ray checks it when the cluster is known."""
+def _check_devices(asked: Mapping[str, Trainer | ResourcePool], ray: RayKwargs, device: str) -> None:
+    """Refuse more GPUs than this machine has. Over several nodes, Ray checks it when the cluster is known.
+
+    ``asked``: section -> the devices that it asks for.
+    """
     present = device_count(device)
-    on_this_machine = device == "cuda" and trainer.nnodes == 1 and "address" not in ray.ray_init
-    if on_this_machine and trainer.n_gpus_per_node > present:
-        raise ConfigError(
-            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: this machine has {present}. Set it to at most {present}."
-        )
+    on_this_machine = device == "cuda" and all(each.nnodes == 1 for each in asked.values()) and "address" not in ray.ray_init
+    if on_this_machine and sum(each.n_gpus_per_node for each in asked.values()) > present:
+        keys = ", ".join(f"{section}.n_gpus_per_node={each.n_gpus_per_node}" for section, each in asked.items())
+        it, own = ("it", "") if len(asked) == 1 else ("their sum", ", or leave out enable_resource_pool to share devices")
+        raise ConfigError(f"{keys}: this machine has {present}. Set {it} to at most {present}{own}.")
 
 
 def _check_engine(engine: str, device_setting: str, device: str) -> None:

@@ -15,13 +15,13 @@ from verl_memopt.algorithms.custom import check_custom, statistics_of
 from verl_memopt.algorithms.kl import KlController
 from verl_memopt.algorithms.records import WITH_GREEDY_RESPONSES, WITHOUT_BASELINE
 from verl_memopt.config.keys import replaced
-from verl_memopt.config.schema import Critic, Data, Model, Settings
+from verl_memopt.config.schema import Critic, Data, Model, ResourcePool, Settings
 from verl_memopt.data.dataset import PromptDataset, PromptRows, build_dataset
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.prompts import PromptPrefetcher, StepLoader, check_prompts, load_sampler
 from verl_memopt.data.responses import build_supervised_dataset
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.critic_rules import has_critic
+from verl_memopt.memory.critic_rules import has_critic, own_pools
 from verl_memopt.memory.knob import needs_reference
 from verl_memopt.model.export import export_folder
 from verl_memopt.model.packing_check import find_reward_model
@@ -125,7 +125,10 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
     # What this machine has for the models that the run needs.
     roles, with_reference = settings.actor_rollout_ref, mode.computes_log_probs and needs_reference(settings)
     reference = str(roles.ref.model.path) if with_reference and roles.model.lora_rank == 0 else None
-    environment = resolve_environment(trainer, settings.ray_kwargs, settings.data, roles, reference, critic)
+    pools: dict[str, ResourcePool] = {"critic": settings.critic} if critic is not None else {}
+    pools |= {"reward_model": settings.reward_model} if _scores_with_model(settings) else {}
+    own: dict[str, ResourcePool] = {role: pools[role] for role in own_pools(settings) if role in pools}
+    environment = resolve_environment(trainer, settings.ray_kwargs, settings.data, roles, reference, critic, own)
     folder = record_folder(settings, environment.run_dir)
     with ExitStack() as released_on_error:
         lock = released_on_error.enter_context(hold(folder))
@@ -296,7 +299,7 @@ def scorer_of(context: RunContext, workers: TimedGroup, runner: RewardRunner | N
     settings, rewards, model = context.settings, context.settings.reward_model, None
     if context.conversations is not None:
         actor, balance = settings.actor_rollout_ref.actor, settings.trainer.balance_batch
-        model = ModelScores(workers, context.conversations, reward_budget(rewards), actor, balance)
+        model = ModelScores(workers.of("reward_model"), context.conversations, reward_budget(rewards), actor, balance)
     dapo = rewards.reward_kwargs if rewards.reward_manager == "dapo" else None
     return Rewarder(runner, dapo, model, settings.custom_reward_function.path is None, workers.clock)
 
@@ -331,6 +334,7 @@ def _build_critic_training(context: RunContext, workers: TimedGroup, old_pass: L
     if critic is None:
         return None
     update_budget, values_budget = critic_budgets(critic)
+    workers = workers.of("critic")
     samples = context.settings.actor_rollout_ref.rollout.n
     cutter = MiniBatchCutter(workers.world_size, critic, samples, update_budget, trainer.balance_batch)
     return CriticTraining(workers, critic, cutter, values_budget, trainer.critic_warmup, old_pass, context.store)

@@ -24,10 +24,10 @@ from verl_memopt.config.loader import settings_from_mapping, to_plain
 from verl_memopt.config.schema import Model, Settings
 from verl_memopt.distributed.device import resolve_device
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.critic_rules import has_critic, twin
-from verl_memopt.memory.fit import CARDS, CERTAIN, Peaks, Sizes, bytes_beside_cache, predict
+from verl_memopt.memory.critic_rules import has_critic, own_pools, twin
+from verl_memopt.memory.fit import CARDS, CERTAIN, Peaks, Sizes, bytes_beside_cache, on_one_machine, predict
 from verl_memopt.memory.held import PUBLISHED
-from verl_memopt.memory.knob import knob_named, knobs, longest_sample, needs_reference
+from verl_memopt.memory.knob import devices_of, knob_named, knobs, longest_sample, needs_reference, num_devices
 from verl_memopt.memory.rollout_memory import AUTO, CACHE
 from verl_memopt.model.weights import size_of
 from verl_memopt.observe.phase import GIB, MIB
@@ -161,7 +161,9 @@ class Verdict:
     longest: int
     """Tokens of the longest sequence, of which the KV cache must hold one."""
     processes: int
-    """On one machine."""
+    """On one machine, if all roles share it."""
+    host_bytes: int
+    """Of all these processes."""
     needs_cache: bool
     cache_takes_the_rest: bool = False
 
@@ -171,9 +173,8 @@ class Verdict:
         over = {phase: total - self.card.num_bytes for phase, total in self.peaks.totals.items() if total > self.card.num_bytes}
         if self.needs_cache and self.peaks.kv_tokens < self.longest:
             over["KV cache"] = self.longest - self.peaks.kv_tokens
-        host = self.processes * self.peaks.host_bytes
-        if self.card.host_bytes is not None and host > self.card.host_bytes:
-            over["host"] = host - self.card.host_bytes
+        if self.card.host_bytes is not None and self.host_bytes > self.card.host_bytes:
+            over["host"] = self.host_bytes - self.card.host_bytes
         return over
 
     @property
@@ -195,7 +196,7 @@ class Verdict:
             why.append(f"the KV cache has room for {peaks.kv_tokens} tokens, and one sequence has {self.longest}")
         if "host" in over:
             assert self.card.host_bytes is not None
-            why.append(f"{self.processes * peaks.host_bytes / GIB:.1f} GiB rest on a host of {self.card.host_bytes / GIB:.1f}")
+            why.append(f"{self.host_bytes / GIB:.1f} GiB rest on a host of {self.card.host_bytes / GIB:.1f}")
         return f"does not fit: {'; '.join(why)}"
 
 
@@ -206,7 +207,7 @@ def judge(settings: Settings, card: Card) -> Verdict:
     in_cache = rollout.name == "vllm" and "gen" in peaks.phases
     longest = rollout.max_model_len or longest_sample(settings)
     takes_the_rest = in_cache and rollout.kv_cache_memory_gb == AUTO
-    return Verdict(peaks, card, longest, settings.trainer.n_gpus_per_node, in_cache, takes_the_rest)
+    return Verdict(peaks, card, longest, *on_one_machine(settings, peaks), in_cache, takes_the_rest)
 
 
 def beside_cache(settings: Settings) -> int | None:
@@ -519,9 +520,10 @@ GROUPS = {
 def print_findings(settings: Settings, found: Findings, console: Console) -> None:
     """Print the bytes by phase and kind, the verdict, what would make it fit, and the most that fits."""
     verdict, roles, data = found.verdict, settings.actor_rollout_ref, settings.data
-    devices = settings.trainer.nnodes * settings.trainer.n_gpus_per_node
+    devices = num_devices(settings)
     of = f"{devices} x " if devices > 1 else ""
-    console.print(f"{roles.model.path}, {settings.algorithm.adv_estimator}, {of}{verdict.card.num_bytes / GIB:.1f} GiB")
+    apart = "".join(f"; {role} on {devices_of(settings, role)} of its own" for role in own_pools(settings))
+    console.print(f"{roles.model.path}, {settings.algorithm.adv_estimator}, {of}{verdict.card.num_bytes / GIB:.1f} GiB{apart}")
     _print_peaks(verdict, console)
     console.print(f"\nVerdict: {verdict.line}")
     last = verdict

@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from verl_memopt.config.schema import CheckpointContents, CustomReward, RewardModel, Settings
 from verl_memopt.distributed.file_records import Records
 from verl_memopt.errors import CheckpointError, ConfigError, Stopped, UnreadableCheckpointError
+from verl_memopt.memory.critic_rules import own_pools
 from verl_memopt.model.export import dtype_name, saved_dtype, whole_folder, write_record
 from verl_memopt.observe.metrics import checkpoint_score
 from verl_memopt.observe.phase import PhaseClock
@@ -30,12 +31,15 @@ from verl_memopt.trainer.reporter import Reporter
 from verl_memopt.trainer.step import STEPS, StepResult, TrainingStep
 from verl_memopt.trainer.update_guard import Health, UpdateGuard, Updates
 from verl_memopt.trainer.validate import Validation
-from verl_memopt.worker.group import LocalGroup, RayGroup, TimedGroup, WorkerGroup, group_of
+from verl_memopt.worker.group import LocalGroup, Pending, PoolGroup, TimedGroup, WorkerGroup
+from verl_memopt.worker.ray_group import RayGroup, group_of
 from verl_memopt.worker.roles import WorkerPlan
 from verl_memopt.worker.trained_model import ACTOR, CRITIC
 from verl_memopt.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
+
+Returned = TypeVar("Returned")
 
 REFERENCE = "ref"
 """Folder of a reference that follows the policy, in a checkpoint."""
@@ -79,10 +83,13 @@ class RunState:
         aside = store.begin(step)
         records: Records = {}
         try:
-            for part in self.parts():
-                contents = list(part.settings.save_contents)
-                per_rank = self.workers.all("save_checkpoint", part.save, str(aside / part.folder), contents)
-                records |= {f"{part.folder}/{name}": record for written in per_rank for name, record in written.items()}
+            # Roles with devices of their own write while the others do.
+            parts = sorted(self.parts(), key=lambda part: not self.workers.of(part.folder).is_apart)
+            begun = [
+                (part.folder, self.call(part, "save_checkpoint", part.save, aside, part.settings.save_contents)) for part in parts
+            ]
+            for folder, writing in begun:
+                records |= {f"{folder}/{name}": record for written in writing.result() for name, record in written.items()}
         except CheckpointError as error:
             raise store.failed(step, str(error)) from error
         with self.workers.clock.phase("save_checkpoint"):
@@ -99,8 +106,7 @@ class RunState:
                 if part.folder == REFERENCE and not (checkpoint.folder / part.folder).is_dir():
                     say(f"{checkpoint.folder} has no reference of its own; it starts from its model's folder")
                     continue
-                contents = list(part.settings.load_contents or [])
-                self.workers.all("load_checkpoint", part.load, str(checkpoint.folder / part.folder), contents)
+                self.call(part, "load_checkpoint", part.load, checkpoint.folder, part.settings.load_contents or []).result()
         except CheckpointError as error:
             text = f"{checkpoint.folder}: looks whole and cannot be loaded: {error} Name another step, or use resume_mode=auto."
             raise UnreadableCheckpointError(text, checkpoint.step, str(error)) from error
@@ -109,6 +115,13 @@ class RunState:
         for parts, states in ((self.stateful(), saved), (self.learner.learned_budgets(), saved["token_budgets"])):
             for name in parts.keys() & states.keys():
                 parts[name].load_state_dict(states[name])
+
+    def call(
+        self, part: SavedRole, phase: str, method: Callable[..., Returned], folder: Path, contents: Sequence[str]
+    ) -> Pending[list[Returned]]:
+        """Begin to save or load a role in the workers that have it."""
+        workers = self.workers.of(part.folder)
+        return workers.begin(phase, method, [(str(folder / part.folder), list(contents))] * workers.world_size)
 
     def parts(self) -> list[SavedRole]:
         """Return the roles whose weights change, each of which has a part of every checkpoint."""
@@ -229,10 +242,12 @@ class Trainer:
         """Run one step, and validate, log and save it as the settings say."""
         self.track(step)
         self.weights_changed = False
+        began = time.monotonic()
         with self.workers.clock.phase("step"):
             result = self.train_step(self.learner, step)
             self.update_seconds = time.monotonic() - self.update_began
             validation = self.validation(step)
+        self.workers.note_idle(time.monotonic() - began)
         self.step = step
         self.score = None if validation is None else self.score_of(validation)
         self.reporter.step(step, self.learner.rollouts.prompts.epoch, result, validation, self.workers.take_memories())
@@ -306,7 +321,9 @@ class Trainer:
             self.runner.trainer_state = {"global_step": max(step - 1, 0), "max_steps": self.context.total_steps}
         every = self.settings.track_memory_every_steps
         first = ALWAYS_TRACKED + (0 if self.context.checkpoint is None else self.context.checkpoint.step)
-        self.workers.track = self.context.environment.device == "cpu" and every > 0 and (step <= first or step % every == 0)
+        tracks = self.context.environment.device == "cpu" and every > 0 and (step <= first or step % every == 0)
+        for workers in (self.workers, *self.workers.pools):
+            workers.track = tracks
 
     def resume(self) -> None:
         """Load the checkpoint from which the run continues. A fresh start moves the checkpoints of an earlier run aside.
@@ -410,23 +427,27 @@ def start_workers(context: RunContext, clock: PhaseClock, begun: RayGroup | None
 
     ``begun`` is a Ray group that waits for its workers; None starts one where the settings ask for it.
     """
-    timeline, device = context.settings.ray_kwargs.timeline_json_file, context.environment.device
-    build_worker = functools.partial(Worker, context.worker_plan)
+    timeline, device, plan = context.settings.ray_kwargs.timeline_json_file, context.environment.device, context.worker_plan
+    roles = [role for role in own_pools(context.settings) if getattr(plan, role) is not None]
+    build_worker = functools.partial(Worker, plan.without(roles))
     is_local = context.settings.trainer.worker_group == "local"
     group: WorkerGroup
+    pools: Mapping[str, PoolGroup] = {}
     with clock.phase("init"):
         if is_local:
             group = LocalGroup(build_worker, device)
         else:
-            begun = begun or group_of(context.settings, device)
-            begun.check_nodes(_read_by_workers(context.settings, context.worker_plan), context.environment.run_dir)
-            group = begun.build(build_worker)
+            begun = begun or group_of(context.settings, device, pools=roles)
+            begun.check_nodes(_read_by_workers(context.settings, plan), context.environment.run_dir)
+            group = begun.build(build_worker, {role: functools.partial(Worker, plan.alone(role)) for role in roles})
+            pools = begun.pools
     try:
-        yield TimedGroup(group, clock, in_process=is_local)
+        yield TimedGroup(group, clock, is_local, pools)
         if timeline is not None and isinstance(group, RayGroup):
             group.write_timeline(timeline)
         # shutdown kills workers, which would leave the shared memory of their engines behind.
-        group.all("close")
+        for each in (group, *pools.values()):
+            each.all("close")
     finally:
         group.shutdown()
 

@@ -97,7 +97,7 @@ class Reporter:
         phases = self._carried | self.phases(step, memories)
         self._carried = {}
         metrics |= phases | token_timings(phases, result.response_tokens, result.total_tokens)
-        metrics |= throughput_metrics(result.total_tokens, phases["timing_s/step"], self.context.environment.world_size)
+        metrics |= throughput_metrics(result.total_tokens, phases["timing_s/step"], self.context.environment.num_devices)
         self.loggers.log(step, metrics)
         every = self.context.settings.trainer.table_every_steps
         if every > 0 and step % every == 0:

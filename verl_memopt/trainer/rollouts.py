@@ -26,7 +26,7 @@ from verl_memopt.rewards.runner import Round
 from verl_memopt.rewards.score import RewardResult
 from verl_memopt.rollout.engine import Generation, SamplingSettings, row_seed, train_sampling, validation_sampling
 from verl_memopt.trainer.micro_batching import Budget, cut_ranks, rows_per_rank
-from verl_memopt.worker.group import TimedGroup
+from verl_memopt.worker.group import Pending, TimedGroup
 from verl_memopt.worker.policy import LogProbs, in_batch_order
 from verl_memopt.worker.worker import Worker
 
@@ -41,6 +41,7 @@ class Answers:
         generation: Tokens and log-probs of the responses.
         texts: Responses, decoded without special tokens.
         begun: The round in which reward functions have scored some of them already; None = none is scored.
+        model_scores: Their scores by a reward model that has begun on devices of its own; None = none has begun.
     """
 
     rows: list[PromptRow]
@@ -48,6 +49,7 @@ class Answers:
     generation: Generation
     texts: list[str]
     begun: Round | None = None
+    model_scores: Pending[list[float]] | None = None
 
 
 class Follower(Protocol):
@@ -265,6 +267,7 @@ class StepBatch:
         baselines: fp32 [B], the score of the greedy response to each row's prompt; None without ReMax.
         statistics: fp32 [R] each, what the estimator reads of each token's distribution, by name.
         drawn: The rows of the update, where PF-PPO draws them; None = all rows, once each.
+        values: fp32 [R], what a critic has begun to compute on devices of its own; None = none has begun.
     """
 
     step: int
@@ -278,6 +281,7 @@ class StepBatch:
     baselines: Tensor | None = None
     statistics: dict[str, Tensor] = field(default_factory=dict)
     drawn: list[int] | None = None
+    values: Pending[Tensor] | None = None
 
     def for_update(self) -> tuple[RolloutBatch, list[str]]:
         """Return the rows that the update learns from, and their names for errors."""
@@ -345,14 +349,21 @@ class ForwardPass(Generic[Result]):
 
         A share is of a rank, or of the ranks that share the tokens of their micro-batches.
         """
+        return self.begin(batch, names).result()
+
+    def begin(self, batch: RolloutBatch, names: Sequence[str]) -> Pending[list[tuple[list[int], Result]]]:
+        """Begin what :meth:`run` does, as :meth:`TimedGroup.begin`."""
         tokens = batch.row_tokens()
         shares = rows_per_rank(tokens, range(batch.num_rows), self.budget.shares(self.workers.world_size), self.balance)
         of_ranks = [tokens.select(share) for share in shares]
         bins = cut_ranks(of_ranks, [[names[r] for r in share] for share in shares], self.budget)
         arguments = [(batch.select(share), cut, *self.options) for share, cut in zip(shares, bins, strict=True)]
-        results = self.workers.each(self.phase, self.method, arguments)
-        self.budget.learn(zip(of_ranks, bins, strict=True), self.workers.figures)
-        return list(zip(shares, results, strict=True))
+
+        def learn(results: list[Result]) -> list[tuple[list[int], Result]]:
+            self.budget.learn(zip(of_ranks, bins, strict=True), self.workers.figures)
+            return list(zip(shares, results, strict=True))
+
+        return self.workers.begin(self.phase, self.method, arguments).then(learn)
 
 
 class LogProbPass(ForwardPass[LogProbs]):

@@ -30,7 +30,7 @@ from verl_memopt.rollout.engine import FinishedRows
 from verl_memopt.run.environment import Environment
 from verl_memopt.trainer.micro_batching import Budget
 from verl_memopt.trainer.rollouts import Answers, ForwardPass, StepBatch
-from verl_memopt.worker.group import TimedGroup
+from verl_memopt.worker.group import Pending, TimedGroup
 from verl_memopt.worker.roles import RolePlan
 from verl_memopt.worker.worker import Worker
 
@@ -52,6 +52,13 @@ class Scorer(Protocol):
     @property
     def learned_budget(self) -> LearnedBudget | None:
         """The token budget of its pass, where that learns from measured peaks."""
+
+    def begin(self, answers: Answers) -> Pending[list[float]] | None:
+        """Begin to score answers on devices of the scorer's own: they go with the answers to :meth:`score_answers`.
+
+        Returns:
+            None where it has no devices of its own.
+        """
 
     def score_answers(self, answers: Answers, batch: StepBatch | None) -> Scored:
         """Return the reward of each answer.
@@ -130,6 +137,10 @@ class Rewarder:
         """The token budget of the reward model, where it learns."""
         return None if self.model is None else self.model.budget.learned
 
+    def begin(self, answers: Answers) -> Pending[list[float]] | None:
+        """Let a reward model on devices of its own begin. As :class:`Scorer` has it."""
+        return None if self.model is None or not self.model.workers.is_apart else self.model.begin(answers)
+
     def score_answers(self, answers: Answers, batch: StepBatch | None) -> Scored:
         """Return the reward of each answer. In a training step functions are timed; the workers time the reward model themselves.
 
@@ -137,7 +148,9 @@ class Rewarder:
             RewardError: The reward function failed on a row, or the model gave no finite score.
             Stopped: A stop was requested.
         """
-        model_scores = None if self.model is None else self.model.score(answers)
+        model_scores = None
+        if self.model is not None:
+            model_scores = (answers.model_scores or self.model.begin(answers)).result()
         timed: AbstractContextManager[None] = nullcontext()
         if batch is not None and self.clock is not None:
             timed = self.clock.phase("reward")
@@ -266,26 +279,36 @@ class ModelScores:
     balance: bool
 
     def score(self, answers: Answers) -> list[float]:
-        """Return the score of each answer. The phase is ``reward``.
+        """Return the score of each answer."""
+        return self.begin(answers).result()
+
+    def begin(self, answers: Answers) -> Pending[list[float]]:
+        """Begin to score each answer, as :meth:`TimedGroup.begin`. The phase is ``reward``.
+
+        To ask for the result raises RewardError if a score is not finite. The message names the row.
 
         Raises:
             ConfigError: A conversation alone is over the limit of a micro-batch.
-            RewardError: A score is not finite. The message names the row.
         """
         num_rows = len(answers.rows)
         if not num_rows:
-            return []
+            return Pending(list)
         batch = self._batch(answers)
         names = [row.address for row in answers.rows]
         names += names[:1] * (batch.num_rows - num_rows)
-        scores = torch.empty(batch.num_rows)
         reward_pass = ForwardPass(self.workers, "reward", Worker.reward_scores, self.budget, self.balance)
-        for share, part in reward_pass.run(batch, names):
-            scores[share] = part
-        for row, score in zip(answers.rows, scores[:num_rows].tolist(), strict=True):
-            if not math.isfinite(score):
-                raise RewardError(f"{row.address}: the reward model gave the score {score}. Check its weights and its dtype.")
-        return scores[:num_rows].tolist()
+
+        def in_order(parts: Sequence[tuple[list[int], torch.Tensor]]) -> list[float]:
+            scores = torch.empty(batch.num_rows)
+            for share, part in parts:
+                scores[share] = part
+            found: list[float] = scores[:num_rows].tolist()
+            for row, score in zip(answers.rows, found, strict=True):
+                if not math.isfinite(score):
+                    raise RewardError(f"{row.address}: the reward model gave the score {score}. Check its weights and its dtype.")
+            return found
+
+        return reward_pass.begin(batch, names).then(in_order)
 
     def _batch(self, answers: Answers) -> RolloutBatch:
         """Return the conversations, and copies of the first so that each rank gets the same number of rows."""

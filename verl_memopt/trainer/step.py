@@ -7,7 +7,7 @@ policy's log-probs before the update and updates the policy.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ from verl_memopt.trainer.rollouts import (
 )
 from verl_memopt.trainer.scoring import Scorer
 from verl_memopt.trainer.update_guard import BAD_LOG_PROBS
-from verl_memopt.worker.group import TimedGroup
+from verl_memopt.worker.group import Pending, TimedGroup
 from verl_memopt.worker.trained_model import ACTOR, CRITIC
 from verl_memopt.worker.worker import Worker
 
@@ -92,11 +92,11 @@ class TrainingStep:
         critic, updates_policy = self.critic, not self.warms_up(step)
         batch = self.scored(step)  # rollout, reward, old and reference log-probs
         if critic is not None:
-            batch.rows.old_values = critic.values(batch.rows, batch.names)
+            batch.rows.old_values = critic.values(batch)  # has begun before the log-probs on devices of its own
         self.advantages(batch)
         self.before_update()
-        if critic is not None:
-            batch.metrics |= critic.update(*batch.for_update(), step)
+        if critic is not None:  # on devices of its own it is updated while the policy is
+            critic_update = critic.begin_update(*batch.for_update(), step)
         if updates_policy:
             # The workers run forward, backward and optimizer step. Where the loss is a sum over tokens, the LM head computes
             # its gradient in its forward, and backward() only hands it on (memory/chunked_logprob_torch.py).
@@ -105,6 +105,8 @@ class TrainingStep:
             self.sync_weights()
         if updates_policy and self.reference_sync is not None:
             batch.metrics |= self.reference_sync.after_update(batch.metrics)
+        if critic is not None:
+            batch.metrics |= critic_update.result()
         self.metrics(batch)
         return self.result(batch)
 
@@ -113,16 +115,21 @@ class TrainingStep:
         return self.critic is not None and self.critic.warms_up(step)
 
     def scored(self, step: int) -> StepBatch:
-        """Return the answers of a step with log-probs and rewards. The scorer runs once, as soon as all that it reads exists."""
+        """Return the answers of a step with log-probs and rewards. The scorer runs once, as soon as all that it reads exists.
+
+        A reward model and a critic on devices of their own compute while the policy and the reference compute log-probs.
+        """
         reads = self.scorer.reads
-        batch = self.rollouts.of_step(step)  # scored already if the text is all that the scorer reads
+        batch = self.rollouts.of_step(step)  # scored already, or begun, if the text is all that the scorer reads
+        if self.critic is not None and self.critic.workers.is_apart:
+            batch.values = self.critic.begin_values(batch.rows, batch.names)
         self.policy.old_log_probs(batch, update_follows=not self.warms_up(step))
         if reads == {"old_log_probs"}:
             # Before the reference takes the policy's place on the device, as a scorer may use the policy.
             score(self.scorer, batch)
         if self.ref_pass is not None:
             batch.rows.ref_log_probs = self.ref_pass.compute(batch.rows, batch.names).log_probs
-        if "ref_log_probs" in reads:
+        if "ref_log_probs" in reads or batch.answers.model_scores is not None:
             score(self.scorer, batch)
         return batch
 
@@ -248,7 +255,7 @@ class Rollouts:
         batch = self.generate(self.prompts.next(), step, stays_awake=self.greedy_baseline)
         if self.greedy_baseline:
             self._add_baselines(batch)
-        return batch if self.scorer.reads else score(self.scorer, batch)
+        return self._scored(batch)
 
     def generate(self, prompts: StepPrompts, step: int, earlier_rounds: int = 0, stays_awake: bool = False) -> StepBatch:
         """Answer the prompts, ``rollout.n`` times each. Arguments as in :meth:`Generator.generate`."""
@@ -282,7 +289,17 @@ class Rollouts:
         if replay.scored:
             batch.results = replayed.results or []
             return batch
-        return batch if self.scorer.reads else score(self.scorer, batch)
+        return self._scored(batch)
+
+    def _scored(self, batch: StepBatch) -> StepBatch:
+        """Score a batch if the text is all that the scorer reads. On devices of its own it only begins."""
+        if self.scorer.reads:
+            return batch
+        begun = self.scorer.begin(batch.answers)
+        if begun is None:
+            return score(self.scorer, batch)
+        batch.answers = replace(batch.answers, model_scores=begun)
+        return batch
 
     def _add_baselines(self, batch: StepBatch) -> StepBatch:
         """Add the score of a greedy response to each prompt. The engine is released."""
@@ -412,21 +429,31 @@ class CriticTraining:
         """Return whether the critic is trained alone in a step."""
         return step <= self.warmup
 
-    def values(self, batch: RolloutBatch, names: Sequence[str]) -> Tensor:
-        """Return the value before each response token, fp32 [R]."""
-        parts = ForwardPass(self.workers, "values", Worker.values, self.budget, self.cutter.balance).run(batch, names)
-        return scatter_tokens(parts, batch.responses.sizes())
+    def values(self, batch: StepBatch) -> Tensor:
+        """Return the value before each response token, fp32 [R]: those that have begun, or computed now."""
+        begun = batch.values or self.begin_values(batch.rows, batch.names)
+        return begun.result()
 
-    def update(self, batch: RolloutBatch, names: Sequence[str], step: int) -> dict[str, float]:
-        """Take the optimizer steps on the workers, and return their metrics over all ranks.
+    def begin_values(self, batch: RolloutBatch, names: Sequence[str]) -> Pending[Tensor]:
+        """Begin to compute the value before each response token, fp32 [R]. As :meth:`TimedGroup.begin`."""
+        values, sizes = (
+            ForwardPass(self.workers, "values", Worker.values, self.budget, self.cutter.balance),
+            batch.responses.sizes(),
+        )
+        return values.begin(batch, names).then(lambda parts: scatter_tokens(parts, sizes))
 
-        Raises:
-            TrainingError: A skipped update had already changed some weights.
+    def begin_update(self, batch: RolloutBatch, names: Sequence[str], step: int) -> Pending[dict[str, float]]:
+        """Begin the optimizer steps on the workers, whose metrics over all ranks are the result. As :meth:`TimedGroup.begin`.
+
+        To ask for the result raises TrainingError if a skipped update had already changed some weights.
         """
         per_rank = self.cutter.cut(batch, names, step)
-        results = self.workers.each("update_critic", Worker.update_critic, [(minis,) for minis in per_rank])
-        self.cutter.learn(per_rank, self.workers.figures)
-        return update_metrics(results, CRITIC, step, self.critic.optim.lr, self.store)
+
+        def metrics(results: list[dict[str, float]]) -> dict[str, float]:
+            self.cutter.learn(per_rank, self.workers.figures)
+            return update_metrics(results, CRITIC, step, self.critic.optim.lr, self.store)
+
+        return self.workers.begin("update_critic", Worker.update_critic, [(minis,) for minis in per_rank]).then(metrics)
 
 
 # ReMax: the score of a greedy response to each prompt is the baseline of its samples.

@@ -22,7 +22,7 @@ from verl_memopt.config.loader import load_settings
 from verl_memopt.config.schema import Settings
 from verl_memopt.distributed.device import resolve_device
 from verl_memopt.errors import ConfigError, DeviceMemoryError, HostMemoryError, OutOfMemory, UserError
-from verl_memopt.memory.critic_rules import has_critic, twin
+from verl_memopt.memory.critic_rules import has_critic, own_pools, twin
 from verl_memopt.memory.held import Pass
 from verl_memopt.memory.host_buffers import GIB
 from verl_memopt.memory.knob import knob_named, longest_sample, needs_reference, sequence_ranks
@@ -195,7 +195,8 @@ def _by_formula(settings: Settings, limit_bytes: int | None) -> Iterator[tuple[K
     if limit_bytes is None:
         return
     host = settings.memory.host_limit_gb
-    processes = settings.trainer.n_gpus_per_node
+    sections = ("trainer", *own_pools(settings))
+    processes = sum(value_at(settings, f"{section}.n_gpus_per_node") for section in sections)
     host_bytes = None if host is None else round(host * GIB) * processes
     try:
         search = Search(settings, Card(limit_bytes, host_bytes, resolve_device(settings.trainer.device)))

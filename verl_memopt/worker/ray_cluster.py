@@ -1,12 +1,9 @@
-"""The Ray cluster of a group of workers: joined or started, with room reserved on it; and its nodes, compared."""
+"""The Ray cluster of a run's workers: joined or started, with room reserved on it."""
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
 import logging
 import os
-import platform
 import secrets
 import shutil
 import signal
@@ -16,15 +13,15 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_memopt.distributed.file_records import digest_of
 from verl_memopt.errors import ConfigError, WorkerError
 from verl_memopt.run.processes import Guardian, descendants, is_alive, kill, wait_until_gone
+from verl_memopt.worker.nodes import Home
 
 logger = logging.getLogger(__name__)
 
@@ -61,11 +58,13 @@ Ray spills to disk; batches without padding are small."""
 
 @dataclass(frozen=True)
 class Request:
-    """The room of a group: one CPU per device, and one GPU if the device is a GPU."""
+    """The room of some roles: one CPU per device, and one GPU if the device is a GPU."""
 
     nnodes: int
     devices_per_node: int
     gpu: bool
+    section: str = "trainer"
+    """Section of the settings that asks for it."""
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -75,7 +74,8 @@ class Request:
     def __str__(self) -> str:
         """Return the settings behind the request and what they ask for."""
         node = " and ".join(f"{self.devices_per_node} {name}" for name in self.bundle)
-        return f"trainer.nnodes={self.nnodes}, trainer.n_gpus_per_node={self.devices_per_node} needs {node} on each node"
+        keys = f"{self.section}.nnodes={self.nnodes}, {self.section}.n_gpus_per_node={self.devices_per_node}"
+        return f"{keys} needs {node} on each node"
 
 
 class Connection:
@@ -85,7 +85,7 @@ class Connection:
         ConfigError: Ray refuses ``ray_init`` or its address, or several nodes are requested without an address.
     """
 
-    def __init__(self, ray_init: Mapping[str, Any], request: Request) -> None:
+    def __init__(self, ray_init: Mapping[str, Any], *requests: Request) -> None:
         """Connect to Ray, or start it, unless this process is connected already."""
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -104,7 +104,7 @@ class Connection:
         self.is_lost = False
         self._owned = not ray.is_initialized()
         if self._owned:
-            self._connect({name: value for name, value in ray_init.items() if value is not None}, request)
+            self._connect({name: value for name, value in ray_init.items() if value is not None}, requests)
 
     def close(self) -> None:
         """Disconnect, and stop the cluster if it was started here. May be called again."""
@@ -219,17 +219,18 @@ class Connection:
         ray.shutdown()
         self._kill_started()
 
-    def _connect(self, arguments: dict[str, Any], request: Request) -> None:
+    def _connect(self, arguments: dict[str, Any], requests: Sequence[Request]) -> None:
         """Join the cluster of ``address`` or RAY_ADDRESS, else start one on this machine."""
         import psutil
         import ray
 
         joins = arguments.get("address") not in (None, "local") or "RAY_ADDRESS" in os.environ
-        if request.nnodes > 1 and not joins:
-            raise ConfigError(
-                f"trainer.nnodes={request.nnodes}: a cluster started here has one node. "
-                "Start Ray on the nodes and set ray_kwargs.ray_init.address, or set trainer.nnodes=1."
-            )
+        for request in requests:
+            if request.nnodes > 1 and not joins:
+                raise ConfigError(
+                    f"{request.section}.nnodes={request.nnodes}: a cluster started here has one node. "
+                    f"Start Ray on the nodes and set ray_kwargs.ray_init.address, or set {request.section}.nnodes=1."
+                )
         if joins:
             address = str(arguments.get("address") or os.environ["RAY_ADDRESS"])
             # Ray itself would retry for a quarter of an hour.
@@ -239,7 +240,7 @@ class Connection:
                     f"ray_kwargs.ray_init.address={address}: nothing answers there ({reason}). Start Ray there "
                     "(ray start --head), or remove the key (and the variable RAY_ADDRESS) to start a cluster on this machine."
                 )
-        num_cpus = max(request.nnodes * request.devices_per_node, os.cpu_count() or 1)
+        num_cpus = max(sum(each.nnodes * each.devices_per_node for each in requests), os.cpu_count() or 1)
         folder = arguments.get("_temp_dir") or ("" if joins else str(own_folder() / "ray"))
         defaults = {} if joins else {**LOCAL_CLUSTER, "num_cpus": num_cpus, "_temp_dir": folder}
         if folder:
@@ -390,37 +391,47 @@ def _does_not_answer(address: str) -> str | None:
     return None
 
 
-def reserve(request: Request, timeout_seconds: float) -> list[Any]:
-    """Return one placement group per node, each with one bundle per device, all placed.
+def reserve(requests: Sequence[Request], timeout_seconds: float) -> list[list[Any]]:
+    """Return for each request one placement group per node, each with one bundle per device, all placed.
 
     Raises:
-        ConfigError: The cluster is too small for the request.
+        ConfigError: The cluster is too small for the requests.
         WorkerError: The cluster is large enough, but had no room for ``timeout_seconds``.
     """
     import ray
     from ray.util.placement_group import placement_group, placement_group_table
 
-    _check_possible(request)
-    bundles = [request.bundle] * request.devices_per_node
-    groups = [placement_group(bundles, strategy="STRICT_PACK") for _ in range(request.nnodes)]
+    _check_possible(*requests)
+    # The largest first, as what is smaller may fit beside it.
+    wanted = sorted((request for request in requests for _ in range(request.nnodes)), key=lambda each: -each.devices_per_node)
+    sizes = [request.devices_per_node for request in wanted]
+    groups = [placement_group([each.bundle] * each.devices_per_node, strategy="STRICT_PACK") for each in wanted]
     placed, waiting = ray.wait([group.ready() for group in groups], num_returns=len(groups), timeout=timeout_seconds)
     if waiting:
         # Groups that were placed hold their room until they are removed, and the error would leave them behind.
         release(groups)
         free = _resources(ray.available_resources())
+        keys = " or ".join(f"{request.section}.n_gpus_per_node" for request in requests)
         raise WorkerError(
-            f"trainer.ray_wait_register_center_timeout={timeout_seconds}: {request}; only {len(placed)} of {len(groups)} nodes "
-            f"had room in that time, free now: {free} of {_resources(ray.cluster_resources())}. "
-            "Wait for other jobs to end, raise the timeout, or lower trainer.n_gpus_per_node."
+            f"trainer.ray_wait_register_center_timeout={timeout_seconds}: {'; '.join(map(str, requests))}; only {len(placed)} of "
+            f"{len(groups)} nodes had room in that time, free now: {free} of {_resources(ray.cluster_resources())}. "
+            f"Wait for other jobs to end, raise the timeout, or lower {keys}."
         )
     nodes, here = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}, ray.get_runtime_context().get_node_id()
 
-    def place(group: Any) -> tuple[bool, str]:
-        node = next(iter(placement_group_table(group)["bundles_to_node_id"].values()))
+    def place(index: int) -> tuple[bool, str]:
+        node = next(iter(placement_group_table(groups[index])["bundles_to_node_id"].values()))
         return node != here, nodes[node]
 
-    # Rank 0 reads and writes for all ranks, so it is on this machine where there is room.
-    return sorted(groups, key=place)
+    # Rank 0 of the first request reads and writes for all ranks, so it is on this machine where there is room. Room of one size
+    # serves any request of that size.
+    order = sorted(range(len(groups)), key=place)
+    found = []
+    for request in requests:
+        own = [index for index in order if sizes[index] == request.devices_per_node][: request.nnodes]
+        order = [index for index in order if index not in own]
+        found.append([groups[index] for index in own])
+    return found
 
 
 def release(groups: list[Any]) -> None:
@@ -431,163 +442,31 @@ def release(groups: list[Any]) -> None:
         remove_placement_group(group)
 
 
-def _check_possible(request: Request) -> None:
+def _check_possible(*requests: Request) -> None:
+    """Check that the nodes have room for all requests together, each of whose parts is on a node of its own.
+
+    Raises:
+        ConfigError: They do not. The message names the keys of each request.
+    """
     import ray
 
-    nodes, count = [node["Resources"] for node in ray.nodes() if node["Alive"]], request.devices_per_node
-    fits = [all(node.get(name, 0) >= count * each for name, each in request.bundle.items()) for node in nodes]
-    if sum(fits) < request.nnodes:
-        available = "; ".join(_resources(node) for node in nodes)
-        raise ConfigError(
-            f"{request}, but the cluster's nodes have: {available}. Lower trainer.n_gpus_per_node or trainer.nnodes, "
-            "raise ray_kwargs.ray_init.num_cpus if CPUs are short, or join a larger cluster with ray_kwargs.ray_init.address."
-        )
+    nodes = [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    available = "; ".join(map(_resources, nodes))
+    for request in sorted(requests, key=lambda each: -each.devices_per_node):
+        needed = {name: each * request.devices_per_node for name, each in request.bundle.items()}
+        fitting = [node for node in nodes if all(node.get(name, 0) >= number for name, number in needed.items())]
+        if len(fitting) < request.nnodes:
+            keys = ", ".join(f"{each.section}.n_gpus_per_node or {each.section}.nnodes" for each in requests)
+            at_once = ", all at once" if len(requests) > 1 else ""
+            raise ConfigError(
+                f"{'; '.join(map(str, requests))}{at_once}, but the cluster's nodes have: {available}. Lower {keys}, "
+                "raise ray_kwargs.ray_init.num_cpus if CPUs are short, or join a larger cluster with ray_kwargs.ray_init.address."
+            )
+        # The fullest that fit, so that a later request finds a node that is empty.
+        for node in sorted(fitting, key=lambda node: [node.get(name, 0) for name in needed])[: request.nnodes]:
+            for name, number in needed.items():
+                node[name] -= number
 
 
 def _resources(resources: Mapping[str, float]) -> str:
     return " and ".join(f"{resources.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
-
-
-# The nodes of a group: where each process runs, which devices it sees there, and whether all nodes have the same.
-
-
-VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-"""The GPUs that a process sees, by index or UUID. CUDA reads it when it starts."""
-
-RUN_FOLDER = "trainer.default_local_dir"
-
-
-@dataclass(frozen=True)
-class Home:
-    """Where a member runs."""
-
-    pid: int
-    node: str
-    address: str
-    """Address of the node in the cluster."""
-    port: int
-    """A port that was free there when the member started."""
-    gpus: tuple[str, ...] = ()
-    """The GPUs that Ray assigned, by the names of the node; empty on a CPU."""
-
-    def __str__(self) -> str:
-        """Return where it is, for a message."""
-        return f"pid {self.pid} on {self.address}"
-
-
-def free_port(address: str) -> int:
-    """Return a port that is free on this node now."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
-
-
-def network_of(address: str) -> dict[str, str]:
-    """Return the variables that tell gloo and vLLM which address of this node others reach this process at.
-
-    Gloo would listen at the address of the host's name, which on Debian and Ubuntu is a loopback address (127.0.1.1).
-    """
-    import psutil
-
-    interfaces = [name for name, known in psutil.net_if_addrs().items() if any(one.address == address for one in known)]
-    return {"VLLM_HOST_IP": address} | ({"GLOO_SOCKET_IFNAME": interfaces[0]} if interfaces else {})
-
-
-def visible_devices(homes: Sequence[Home], rank: int, device: str) -> dict[str, str]:
-    """Return the variable that shows a member the GPUs of its group on its node, in the order of their local ranks.
-
-    It shows none to workers that compute on a CPU. Empty where Ray gave no GPU to any.
-
-    Raises:
-        ConfigError: Ray assigned more or fewer GPUs than one to a member of the node.
-    """
-    if device == "cpu":  # Ray hides none from a process that requested none
-        return {VISIBLE_DEVICES: ""}
-    neighbours = [home.gpus for home in homes if home.node == homes[rank].node]
-    if not any(neighbours):
-        return {}
-    if any(len(gpus) != 1 for gpus in neighbours):
-        raise ConfigError(
-            f"ray_kwargs.ray_init: Ray gave worker {rank} on {homes[rank].address} the GPUs {sorted(homes[rank].gpus)} instead "
-            f"of one. Remove {VISIBLE_DEVICES} from its runtime_env. To use a part of a node's GPUs, set {VISIBLE_DEVICES} "
-            "before Ray starts on that node."
-        )
-    return {VISIBLE_DEVICES: ",".join(gpu for (gpu,) in neighbours)}
-
-
-def site(paths: Mapping[str, str], probe: str) -> dict[str, str]:
-    """Return what this node has: versions of the software, the text of a file, and checksums of paths.
-
-    The keys are the names that errors use for them. ``paths`` and ``probe`` are as in :func:`compare_nodes`.
-    """
-    import verl_memopt
-
-    code = hashlib.sha256()
-    for file in sorted(Path(verl_memopt.__file__).parent.rglob("*.py")):
-        code.update(file.read_bytes())
-    found = {"Python": platform.python_version(), "the code of verl_memopt": code.hexdigest()}
-    for name in ("torch", "transformers", "vllm", "flash-attn"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    with suppress(OSError):
-        found[RUN_FOLDER] = Path(probe).read_text()
-    for key, path in paths.items():
-        with suppress(OSError):
-            found[f"{key}={path}"] = digest_of(Path(path))
-    return found
-
-
-def compare_nodes(
-    homes: Sequence[Home],
-    paths: Mapping[str, str],
-    run_dir: Path,
-    here: str,
-    ask: Callable[[Sequence[int], str], Sequence[Mapping[str, str]]],
-) -> None:
-    """Check that all nodes have the software, the run folder and the files that this machine has, and log who is where.
-
-    Does nothing where all workers are on this machine, whose node is ``here``. ``paths``: setting -> file or folder that workers
-    read. ``ask`` gets some ranks and the path of a file that the driver wrote, and returns the :func:`site` of each rank.
-
-    Raises:
-        ConfigError: A node has something else. The message names it and each difference.
-    """
-    nodes = [home.node for home in homes]
-    if set(nodes) == {here}:
-        return
-    firsts = [rank for rank, node in enumerate(nodes) if nodes.index(node) == rank]
-    for rank in firsts:
-        machine = " (this machine)" if nodes[rank] == here else ""
-        last = rank + nodes.count(nodes[rank]) - 1
-        logger.info("%s: %s%s", f"ranks {rank} to {last}" if last > rank else f"rank {rank}", homes[rank].address, machine)
-    elsewhere = [rank for rank in firsts if nodes[rank] != here]
-    probe = run_dir / f".seen_by_all_nodes_{os.getpid()}"
-    try:
-        probe.write_text(secrets.token_hex(16))
-        found, mine = ask(elsewhere, str(probe)), site(paths, str(probe))
-    finally:
-        probe.unlink(missing_ok=True)
-    problems = [differences(mine, theirs, homes[rank].address, run_dir) for rank, theirs in zip(elsewhere, found, strict=True)]
-    if any(problems):
-        raise ConfigError(". ".join(filter(None, problems)) + ".")
-
-
-def differences(mine: Mapping[str, str], theirs: Mapping[str, str], address: str, run_dir: Path) -> str:
-    """Return what another node has that differs from this one, each with the way out; empty if nothing does."""
-    problems = []
-    for name in {**mine, **theirs}:
-        one, other = mine.get(name), theirs.get(name)
-        if one == other:
-            continue
-        if name == RUN_FOLDER:
-            problems.append(f"it does not see {name}={run_dir}; set it to a folder that all nodes share, on NFS for example")
-        elif "=" in name:
-            state = "there is no such path" if other is None else "its contents are others"
-            problems.append(f"{name}: {state}; give all nodes the same files at this path")
-        elif name.startswith("the code"):
-            problems.append(f"{name} is another; install the same version on all nodes")
-        else:
-            problems.append(
-                f"it has {name} {other or 'not at all'}, and this machine {one or 'not at all'}; install the same on all nodes"
-            )
-    return f"node {address} differs from this machine: {'; '.join(problems)}" if problems else ""

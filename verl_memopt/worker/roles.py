@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -136,6 +136,28 @@ class WorkerPlan:
     say how large the cache is."""
     adaptive_phases: tuple[str, ...] = ()
     """Phases whose micro-batches are cut again after an out-of-memory error, on one rank."""
+    has_policy: bool = True
+    """False = the worker has one role alone, on devices of its own."""
+
+    def alone(self, role: str) -> WorkerPlan:
+        """Return the plan of the workers that have one role alone, ``critic`` or ``reward_model``."""
+        policys: dict[str, Any] = dict.fromkeys(("engine_folder", "reference_folder", "role", "beside_cache_bytes"))
+        snapshots = None if self.snapshot_folder is None else f"{self.snapshot_folder}/{role}"
+        own = {**policys, **_absent({*OWN_ROLES} - {role}), "snapshot_folder": snapshots}
+        return dataclasses.replace(self, **own, has_policy=False)
+
+    def without(self, roles: Iterable[str]) -> WorkerPlan:
+        """Return the plan of the workers of all other roles."""
+        return dataclasses.replace(self, **_absent(roles))
+
+
+OWN_ROLES = {"critic": ("critic", "critic_folder"), "reward_model": ("reward_model", "reward_folder", "rewards")}
+"""Role that may have devices of its own -> its part of a plan."""
+
+
+def _absent(roles: Iterable[str]) -> dict[str, Any]:
+    """Return the fields of a plan that has none of some roles."""
+    return {name: None for role in roles for name in OWN_ROLES[role]}
 
 
 logger = logging.getLogger(__name__)

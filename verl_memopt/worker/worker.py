@@ -349,13 +349,14 @@ class Worker:
             self.shares_weights = shared is not None
             self.release_engine()
         roles = RoleBuilder(self.plan, place, self.device, self.residency, shared)
-        self.policy = roles.policy()
+        if self.plan.has_policy:
+            self.policy = roles.policy()
         # Each model rests before the next one is built, so that two of them need not fit on the device at once.
         self.residency.rest()
         if self.plan.reference_folder is not None:
             self.reference = roles.reference(Path(self.plan.reference_folder))
             if self.settings.ref.sync_every_steps is not None:
-                self.moving_reference = roles.moving_reference(self.reference, self.policy)
+                self.moving_reference = roles.moving_reference(self.reference, _built(self.policy))
             self.residency.rest()
         if self.plan.critic is not None:
             self.critic = roles.critic(Path(str(self.plan.critic_folder)))
@@ -364,7 +365,7 @@ class Worker:
             self.reward_model = roles.reward_model(Path(str(self.plan.reward_folder)))
             self.residency.rest()
         if self.plan.role is not None:
-            self.role = self.plan.role.build(roles, self.policy.model, self.reference)
+            self.role = self.plan.role.build(roles, _built(self.policy).model, self.reference)
             self.residency.rest()
 
     def _engine_place(self, folder: str) -> EnginePlace:
@@ -398,8 +399,11 @@ class Worker:
     @contextmanager
     def _report_out_of_memory(self, phase: str, work: Work | None = None) -> Iterator[None]:
         snapshot = nullcontext() if self.snapshot is None else self.snapshot.on_out_of_memory(phase)
-        has_reference, devices = self.plan.reference_folder is not None, self.placement.world_size
-        parts = RunParts(self.settings, self.plan.critic, has_reference, self.plan.rewards, devices, self.placement.rank)
+        has_reference = self.plan.reference_folder is not None
+        place, has_policy = self.placement, self.plan.has_policy
+        parts = RunParts(
+            self.settings, self.plan.critic, has_reference, self.plan.rewards, place.world_size, place.rank, has_policy
+        )
         with out_of_memory_report(phase, self.device, self._resident, parts, self.device_limit, work), snapshot:
             yield
 

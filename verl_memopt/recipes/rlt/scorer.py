@@ -283,6 +283,9 @@ class RltScorer:
         """The teacher's log-probs, which the step has computed before."""
         return frozenset({"ref_log_probs" if self.reads_reference else "old_log_probs"})
 
+    def begin(self, answers: Answers) -> None:
+        """Begin nothing: the student has no devices of its own."""
+
     def score_answers(self, answers: Answers, batch: StepBatch | None) -> Scored:
         """Return the reward of each answer as an explanation. Without log-probs of a step the teacher computes its own.
 

@@ -1,0 +1,183 @@
+"""The nodes of a run: where each process runs, which devices it sees there, and whether all nodes have the same."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import logging
+import os
+import platform
+import secrets
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl_memopt.distributed.file_records import digest_of
+from verl_memopt.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+"""The GPUs that a process sees, by index or UUID. CUDA reads it when it starts."""
+
+RUN_FOLDER = "trainer.default_local_dir"
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a member runs."""
+
+    pid: int
+    node: str
+    address: str
+    """Address of the node in the cluster."""
+    port: int
+    """A port that was free there when the member started."""
+    gpus: tuple[str, ...] = ()
+    """The GPUs that Ray assigned, by the names of the node; empty on a CPU."""
+
+    def __str__(self) -> str:
+        """Return where it is, for a message."""
+        return f"pid {self.pid} on {self.address}"
+
+
+def free_port(address: str) -> int:
+    """Return a port that is free on this node now."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
+def network_of(address: str) -> dict[str, str]:
+    """Return the variables that tell gloo and vLLM which address of this node others reach this process at.
+
+    Gloo would listen at the address of the host's name, which on Debian and Ubuntu is a loopback address (127.0.1.1).
+    """
+    import psutil
+
+    interfaces = [name for name, known in psutil.net_if_addrs().items() if any(one.address == address for one in known)]
+    return {"VLLM_HOST_IP": address} | ({"GLOO_SOCKET_IFNAME": interfaces[0]} if interfaces else {})
+
+
+def visible_devices(homes: Sequence[Home], rank: int, device: str) -> dict[str, str]:
+    """Return the variable that shows a member the GPUs of its group on its node, in the order of their local ranks.
+
+    It shows none to workers that compute on a CPU. Empty where Ray gave no GPU to any.
+
+    Raises:
+        ConfigError: Ray assigned more or fewer GPUs than one to a member of the node.
+    """
+    if device == "cpu":  # Ray hides none from a process that requested none
+        return {VISIBLE_DEVICES: ""}
+    neighbours = [home.gpus for home in homes if home.node == homes[rank].node]
+    if not any(neighbours):
+        return {}
+    if any(len(gpus) != 1 for gpus in neighbours):
+        raise ConfigError(
+            f"ray_kwargs.ray_init: Ray gave worker {rank} on {homes[rank].address} the GPUs {sorted(homes[rank].gpus)} instead "
+            f"of one. Remove {VISIBLE_DEVICES} from its runtime_env. To use a part of a node's GPUs, set {VISIBLE_DEVICES} "
+            "before Ray starts on that node."
+        )
+    return {VISIBLE_DEVICES: ",".join(gpu for (gpu,) in neighbours)}
+
+
+def site(paths: Mapping[str, str], probe: str) -> dict[str, str]:
+    """Return what this node has: versions of the software, the text of a file, and checksums of paths.
+
+    The keys are the names that errors use for them. ``paths`` and ``probe`` are as in :func:`compare_nodes`.
+    """
+    import verl_memopt
+
+    code = hashlib.sha256()
+    for file in sorted(Path(verl_memopt.__file__).parent.rglob("*.py")):
+        code.update(file.read_bytes())
+    found = {"Python": platform.python_version(), "the code of verl_memopt": code.hexdigest()}
+    for name in ("torch", "transformers", "vllm", "flash-attn"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    with suppress(OSError):
+        found[RUN_FOLDER] = Path(probe).read_text()
+    for key, path in paths.items():
+        with suppress(OSError):
+            found[f"{key}={path}"] = digest_of(Path(path))
+    return found
+
+
+def log_places(pools: Mapping[str, Sequence[Home]], here: str) -> None:
+    """Log who is where, unless all are in one pool on this machine, whose node is ``here``.
+
+    ``pools``: the roles of a pool -> the homes of its ranks.
+    """
+    if len(pools) == 1 and {home.node for homes in pools.values() for home in homes} == {here}:
+        return
+    for roles, homes in pools.items():
+        nodes = [home.node for home in homes]
+        for rank, node in enumerate(nodes):
+            if nodes.index(node) < rank:
+                continue
+            last = rank + nodes.count(node) - 1
+            ranks = f"ranks {rank} to {last}" if last > rank else f"rank {rank}"
+            gpus = [gpu for home in homes if home.node == node for gpu in home.gpus]
+            logger.info(
+                "%s%s: %s%s%s",
+                f"{roles}, " if len(pools) > 1 else "",
+                ranks,
+                homes[rank].address,
+                " (this machine)" if node == here else "",
+                f", GPUs {', '.join(gpus)}" if gpus else "",
+            )
+
+
+def compare_nodes(
+    homes: Sequence[Home],
+    paths: Mapping[str, str],
+    run_dir: Path,
+    here: str,
+    ask: Callable[[Sequence[int], str], Sequence[Mapping[str, str]]],
+) -> None:
+    """Check that all nodes have the software, the run folder and the files that this machine has.
+
+    Does nothing where all workers are on this machine, whose node is ``here``. ``paths``: setting -> file or folder that workers
+    read. ``ask`` gets the places of some of the homes and the path of a file that the driver wrote, and returns the :func:`site`
+    of each.
+
+    Raises:
+        ConfigError: A node has something else. The message names it and each difference.
+    """
+    nodes = [home.node for home in homes]
+    elsewhere = [place for place, node in enumerate(nodes) if node != here and nodes.index(node) == place]
+    if not elsewhere:
+        return
+    probe = run_dir / f".seen_by_all_nodes_{os.getpid()}"
+    try:
+        probe.write_text(secrets.token_hex(16))
+        found, mine = ask(elsewhere, str(probe)), site(paths, str(probe))
+    finally:
+        probe.unlink(missing_ok=True)
+    each = zip(elsewhere, found, strict=True)
+    problems = [differences(mine, theirs, homes[place].address, run_dir) for place, theirs in each]
+    if any(problems):
+        raise ConfigError(". ".join(filter(None, problems)) + ".")
+
+
+def differences(mine: Mapping[str, str], theirs: Mapping[str, str], address: str, run_dir: Path) -> str:
+    """Return what another node has that differs from this one, each with the way out; empty if nothing does."""
+    problems = []
+    for name in {**mine, **theirs}:
+        one, other = mine.get(name), theirs.get(name)
+        if one == other:
+            continue
+        if name == RUN_FOLDER:
+            problems.append(f"it does not see {name}={run_dir}; set it to a folder that all nodes share, on NFS for example")
+        elif "=" in name:
+            state = "there is no such path" if other is None else "its contents are others"
+            problems.append(f"{name}: {state}; give all nodes the same files at this path")
+        elif name.startswith("the code"):
+            problems.append(f"{name} is another; install the same version on all nodes")
+        else:
+            problems.append(
+                f"it has {name} {other or 'not at all'}, and this machine {one or 'not at all'}; install the same on all nodes"
+            )
+    return f"node {address} differs from this machine: {'; '.join(problems)}" if problems else ""

@@ -1,0 +1,504 @@
+"""The workers of a run as Ray's processes: one actor per device, on one node or many, in one pool or several.
+
+A member that fails ends all pools: other members may wait for it in a collective, and the driver for its answer, so they are
+killed.
+
+Each member sees all GPUs that Ray gave to its pool on its node, in the order of the local ranks. Its own GPU is the one of its
+local rank, as under torchrun. Why: docs/decisions/visible_devices.md.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import logging
+import os
+import pkgutil
+import re
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_memopt.errors import ConfigError, DeviceMemoryError, HostMemoryError, UserError, WorkerError
+from verl_memopt.memory.critic_rules import own_pools
+from verl_memopt.run.processes import uncollected
+from verl_memopt.worker.group import LOOPBACK, Pending, Placement, WorkerFactory, process_environment
+from verl_memopt.worker.nodes import Home, compare_nodes, free_port, log_places, network_of, site, visible_devices
+from verl_memopt.worker.ray_cluster import STOP_SIGNALS, Connection, Request, release, reserve
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
+
+logger = logging.getLogger(__name__)
+
+SLOW_SECONDS, SLOW_TIMES = 5.0, 2.0
+"""Workers are named as slow once the others have waited for them so long, and so many times what they took themselves. In a pool
+that takes so much longer than ever before, all that have not answered are named."""
+
+SETTLE_SECONDS = 1.0
+"""Wait for further failures after the first: a broken connection is often reported before the death that caused it."""
+
+SLICE_SECONDS = 1.0
+"""Time between two checks that Ray itself is still alive, while calls run."""
+
+KILL_SECONDS = 10.0
+"""Longest time in which killed members must be gone."""
+
+
+class Member:
+    """The process of one worker. It starts empty, so that its environment is set before anything heavy is imported."""
+
+    def __init__(self, name: str) -> None:
+        """Ignore the signals that stop a run, and look for modules in the working directory last."""
+        # Last, so that a file there never stands for a module of Python; see _job_config in ray_cluster.py.
+        sys.path.append(os.getcwd())
+        # The driver decides what a signal to all processes of a run means, and this process ends with the driver. A handler,
+        # not SIG_IGN: programs that this process starts then have the default actions.
+        for number in STOP_SIGNALS:
+            signal.signal(number, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        self._name = name
+        self._worker: Any = None
+
+    def __repr__(self) -> str:
+        """Return the name that Ray prints before each line that the worker logs."""
+        return self._name
+
+    def home(self) -> Home:
+        """Return where this process runs."""
+        import ray
+
+        here = ray.get_runtime_context().get_node_id()
+        # Asked of the cluster. Ray's get_node_ip_address guesses in a worker's process, by a route to the internet.
+        (address,) = (node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == here)
+        gpus = tuple(map(str, ray.get_gpu_ids()))
+        for name, value in network_of(address).items():
+            # What was set on a node before Ray started there is the wish of who knows its network.
+            os.environ.setdefault(name, value)
+        return Home(os.getpid(), here, address, free_port(""), gpus)
+
+    def site(self, paths: Mapping[str, str], probe: str) -> dict[str, str]:
+        """Return what this node has, as :func:`~verl_memopt.worker.nodes.site` says."""
+        return site(paths, probe)
+
+    def prepare(self, environment: dict[str, str], ahead: Sequence[str]) -> None:
+        """Set the environment variables, and call the function of this dotted name with these arguments."""
+        os.environ.update(environment)
+        if ahead:
+            with uncollected():
+                pkgutil.resolve_name(ahead[0])(*ahead[1:])
+            gc.freeze()  # nothing of it ever goes, so no later collection needs to look through it
+
+    def build(self, pickled_factory: bytes, placement: Placement) -> None:
+        """Build the worker.
+
+        The factory comes pickled, because unpickling it imports modules that read the environment.
+        """
+        from ray import cloudpickle
+
+        self._worker = cloudpickle.loads(pickled_factory)(placement)
+
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of the worker."""
+        return getattr(self._worker, method)(*args, **kwargs)
+
+
+def start_ray_group(
+    requests: Request | Sequence[Request],
+    device: str,
+    timeout_seconds: float,
+    ray_init: Mapping[str, Any],
+    num_threads: int,
+    ahead: Sequence[str] = (),
+) -> RayGroup:
+    """Return a group of the requested processes, with ranks in the order of the nodes. :meth:`RayGroup.build` makes the workers.
+
+    If it fails, nothing that it started is left behind.
+
+    Args:
+        requests: The processes: first those of the policy, then each pool of its own.
+        device: Kind of device, as :func:`verl_memopt.distributed.device.resolve_device` names it.
+        timeout_seconds: Longest wait for placement, and again for the start of the processes.
+        ray_init: Arguments of ray.init, where this process is not connected yet.
+        num_threads: OMP_NUM_THREADS of each worker.
+        ahead: What each process of the policy calls until its worker is built, such as its imports: ``module:function`` and
+            arguments.
+
+    Raises:
+        ConfigError: The cluster is too small for the group, or Ray refuses ``ray_init``.
+        WorkerError: The cluster had no room in time.
+    """
+    wanted = [requests] if isinstance(requests, Request) else list(requests)
+    group = RayGroup(Connection(ray_init, *wanted), device)
+    try:
+        group.start(wanted, timeout_seconds)
+        group.prepare(num_threads, ahead)
+    except BaseException:
+        group.shutdown()
+        raise
+    return group
+
+
+def group_of(settings: Settings, device: str, ahead: Sequence[str] = (), pools: Sequence[str] | None = None) -> RayGroup:
+    """Return the group that the settings of a run ask for, without its workers. As :func:`start_ray_group`.
+
+    ``pools``: the roles on devices of their own; None = those of the settings.
+    """
+    trainer, ray, gpu = settings.trainer, settings.ray_kwargs, device != "cpu"
+    requests = [Request(trainer.nnodes, trainer.n_gpus_per_node, gpu)]
+    for name in own_pools(settings) if pools is None else pools:
+        section = settings.critic if name == "critic" else settings.reward_model
+        requests.append(Request(section.nnodes, section.n_gpus_per_node, gpu, name))
+    wished = os.environ.get("OMP_NUM_THREADS", "")
+    share = max(1, (os.cpu_count() or 1) // sum(request.devices_per_node for request in requests))
+    num_threads = int(wished) if wished.isdigit() and int(wished) else share
+    return start_ray_group(requests, device, trainer.ray_wait_register_center_timeout, ray.ray_init, num_threads, ahead)
+
+
+@dataclass(eq=False)
+class Calls:
+    """Calls of one pool that are under way, one per member: ``pending`` is call -> rank, ``results`` is rank -> answer."""
+
+    pool: Pool
+    pending: dict[Any, int]
+    name: str = ""
+    """What is called; "" = it is not compared with earlier calls."""
+    results: dict[int, Any] = field(default_factory=dict)
+    begun: float = field(default_factory=time.monotonic)
+    heard: float = field(default_factory=time.monotonic)
+    """When the last answer came."""
+    told: bool = False
+
+    def ended(self) -> list[Any]:
+        """Return the answers in rank order."""
+        return [self.results[rank] for rank in range(len(self.results))]
+
+
+@dataclass(eq=False)
+class Pool:
+    """The processes on the devices of one request. A :class:`verl_memopt.worker.group.PoolGroup`."""
+
+    group: RayGroup
+    request: Request
+    members: list[Any] = field(default_factory=list)
+    homes: list[Home] = field(default_factory=list)
+    placements: list[Placement] = field(default_factory=list)
+    longest: dict[str, float] = field(default_factory=dict)
+    """Longest seconds of the calls so far, by their names."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of members."""
+        return self.request.nnodes * self.request.devices_per_node
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the pool of one role, beside the policy's."""
+        return self.request.section != "trainer"
+
+    def name(self, rank: int) -> str:
+        """Return what a member is called."""
+        return f"{self.request.section} worker {rank}" if self.is_own else f"worker {rank}"
+
+    def where(self, rank: int) -> str:
+        """Return what a member is called and where it is."""
+        return f"{self.name(rank)} ({self.homes[rank]})" if self.homes else self.name(rank)
+
+    def all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Make the same call on each member and return the results in rank order. As :meth:`WorkerGroup.all`."""
+        return self.group.wait(self.group.begin(self, [member.call.remote(method, args, kwargs) for member in self.members]))
+
+    def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call member ``rank`` with ``arguments[rank]``. As :meth:`WorkerGroup.each`."""
+        return self.begin(method, arguments).result()
+
+    def begin(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Pending[list[Any]]:
+        """Call member ``rank`` with ``arguments[rank]``, and do not wait for the results."""
+        each = zip(self.members, arguments, strict=True)
+        made = [member.call.remote(method, tuple(own), {}) for member, own in each]
+        calls = self.group.begin(self, made, str(arguments[0][0]) if self.is_own and method == "call" else "")
+        return Pending(lambda: self.group.wait(calls))
+
+    def shutdown(self) -> None:
+        """End the members of all pools."""
+        self.group.shutdown()
+
+
+class RayGroup:
+    """One actor per device. Created by :func:`start_ray_group`. As a worker group it is its first pool, the policy's."""
+
+    def __init__(self, connection: Connection, device: str) -> None:
+        """Start without members."""
+        self._device = device
+        self._connection = connection
+        self._all: list[Pool] = []
+        self._under_way: list[Calls] = []
+        self._preparing: list[Calls] = []
+        self._room: list[Any] = []
+        atexit.register(self.shutdown)
+
+    @property
+    def world_size(self) -> int:
+        """Number of members of the first pool."""
+        return self._all[0].world_size
+
+    @property
+    def homes(self) -> list[Home]:
+        """Where all members run, pool by pool."""
+        return [home for pool in self._all for home in pool.homes]
+
+    @property
+    def pools(self) -> dict[str, Pool]:
+        """The pools of single roles, by section of the settings."""
+        return {pool.request.section: pool for pool in self._all if pool.is_own}
+
+    def start(self, requests: Sequence[Request], timeout_seconds: float) -> None:
+        """Reserve room, and start an empty process in each bundle."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        rooms = reserve(requests, timeout_seconds)
+        self._room = [room for own in rooms for room in own]
+        self._all = [Pool(self, request) for request in requests]
+        for pool, own in zip(self._all, rooms, strict=True):
+            for room in own:
+                for bundle in range(pool.request.devices_per_node):
+                    options = ray.remote(Member).options(
+                        num_cpus=1,
+                        num_gpus=1 if pool.request.gpu else 0,
+                        # A worker meets others in collectives, so its calls must run one at a time and in their order.
+                        max_concurrency=1,
+                        scheduling_strategy=PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=bundle),
+                    )
+                    pool.members.append(options.remote(pool.name(len(pool.members))))
+        asked = [self.begin(pool, [member.home.remote() for member in pool.members]) for pool in self._all]
+        for pool, calls in zip(self._all, asked, strict=True):
+            pool.homes = self.wait(calls, timeout_seconds)
+        self._connection.watch(self.homes)
+
+    def prepare(self, num_threads: int, ahead: Sequence[str]) -> None:
+        """Tell each process its place and what to call ahead of its worker. Does not wait for that call; :meth:`build` does."""
+        for pool in self._all:
+            made, nodes = [], [home.node for home in pool.homes]
+            # On one node the loopback address needs no firewall to be open, and nobody else can connect.
+            address = LOOPBACK if len(set(nodes)) == 1 else pool.homes[0].address
+            for rank, member in enumerate(pool.members):
+                local_rank = nodes[:rank].count(nodes[rank])
+                placement = Placement(rank, pool.world_size, local_rank, address, pool.homes[0].port, self._device)
+                environment = process_environment(placement, nodes.count(nodes[rank]))
+                environment |= {"OMP_NUM_THREADS": str(num_threads)}
+                environment |= visible_devices(pool.homes, rank, self._device)
+                pool.placements.append(placement)
+                made.append(member.prepare.remote(environment, () if pool.is_own else ahead))
+            self._preparing.append(self.begin(pool, made))
+
+    def check_nodes(self, paths: Mapping[str, str], run_dir: Path) -> None:
+        """Log who is where, and check that all nodes have what this machine has, as :func:`compare_nodes` says."""
+        import ray
+
+        first, here = self._all[0], ray.get_runtime_context().get_node_id()
+        members = [member for pool in self._all for member in pool.members]
+
+        def ask(places: Sequence[int], probe: str) -> list[dict[str, str]]:
+            return self.wait(self.begin(first, [members[place].site.remote(paths, probe) for place in places]))
+
+        log_places({pool.request.section if pool.is_own else "policy": pool.homes for pool in self._all}, here)
+        compare_nodes(self.homes, paths, run_dir, here, ask)
+
+    def build(self, factory: WorkerFactory, of_pools: Mapping[str, WorkerFactory] | None = None) -> RayGroup:
+        """Build the worker of each process, and return the group. Workers may meet in collectives meanwhile.
+
+        ``of_pools``: section -> factory of the workers of its own pool.
+
+        Raises:
+            WorkerError: A worker failed while it was built. The group is gone then, as after any error.
+            UserError: As the factory raised it.
+        """
+        from ray import cloudpickle
+
+        try:
+            for calls in self._preparing:
+                self.wait(calls)
+            building = []
+            for pool in self._all:
+                pickled = cloudpickle.dumps((of_pools or {})[pool.request.section] if pool.is_own else factory)
+                places = zip(pool.members, pool.placements, strict=True)
+                building.append(self.begin(pool, [member.build.remote(pickled, place) for member, place in places]))
+            for calls in building:
+                self.wait(calls)
+        except BaseException:
+            self.shutdown()
+            raise
+        return self
+
+    def all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Make the same call on each member of the first pool. As :meth:`WorkerGroup.all`."""
+        return self._all[0].all(method, *args, **kwargs)
+
+    def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call member ``rank`` of the first pool with ``arguments[rank]``. As :meth:`WorkerGroup.each`."""
+        return self._all[0].each(method, arguments)
+
+    def write_timeline(self, path: str) -> None:
+        """Write Ray's record of its tasks as a Chrome trace.
+
+        Raises:
+            ConfigError: The file cannot be written.
+        """
+        import ray
+
+        try:
+            ray.timeline(filename=path)
+        except OSError as error:
+            raise ConfigError(
+                f"ray_kwargs.timeline_json_file={path}: cannot be written ({error.strerror}). Set another path."
+            ) from error
+
+    def shutdown(self) -> None:
+        """Kill the members, release their room, and stop Ray if this group started it. May be called again."""
+        import ray
+
+        atexit.unregister(self.shutdown)
+        if ray.is_initialized() and not self._connection.is_lost:
+            self._kill_members()
+            release(self._room)
+        self._drop_members()
+        self._room = []
+        self._connection.close()
+
+    def begin(self, pool: Pool, made: Sequence[Any], name: str = "") -> Calls:
+        """Take note of calls that were made of members of a pool, one each in rank order. :meth:`wait` returns their results."""
+        assert made, "the group was shut down, or ended with an earlier error"
+        calls = Calls(pool, {call: rank for rank, call in enumerate(made)}, name)
+        self._under_way.append(calls)
+        return calls
+
+    def wait(self, calls: Calls, timeout_seconds: float | None = None) -> list[Any]:
+        """Wait for some calls, or for the first failure of any that is under way. Then kill every member and raise its error."""
+        import ray
+
+        failures: dict[tuple[Pool, int], ray.exceptions.RayError] = {}
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while calls.pending or failures:
+            pending = {call: each for each in self._under_way for call in each.pending}
+            if not pending:
+                break
+            done, _ = ray.wait(list(pending), timeout=SETTLE_SECONDS if failures else SLICE_SECONDS)
+            lost = self._connection.lost()
+            if lost is not None:
+                raise self._lost(lost)
+            for each in self._under_way:
+                _name_slow(each)
+            if not done and not failures and (deadline is None or time.monotonic() < deadline):
+                continue
+            if not done:
+                break
+            each = pending[done[0]]
+            rank, each.heard = each.pending.pop(done[0]), time.monotonic()
+            try:
+                each.results[rank] = ray.get(done[0])
+            except ray.exceptions.RayError as failure:
+                failures[each.pool, rank] = failure
+            if not each.pending:
+                self._under_way.remove(each)
+                each.pool.longest[each.name] = max(each.heard - each.begun, each.pool.longest.get(each.name, 0.0))
+        if not failures and not calls.pending:
+            return calls.ended()
+        self._kill_members()
+        if not failures:
+            raise WorkerError(
+                f"trainer.ray_wait_register_center_timeout={timeout_seconds}: {calls.pool.request.section}'s workers "
+                f"{sorted(calls.pending.values())} did not start in that time. Raise it, or see Ray's logs in "
+                f"{self._connection.logs()}."
+            )
+        raise self._cause(failures)
+
+    def _cause(self, failures: dict[tuple[Pool, int], Any]) -> UserError:
+        """Return the error to raise for several failures.
+
+        A node that is gone comes first, and then a death: they explain the broken connections of its peers; then an error
+        for the user. A worker of a role's own pool that lacked memory is named by its role.
+        """
+        import ray
+
+        silent = self._connection.silent_node()
+        if silent is not None:
+            return self._lost(silent)
+        deaths = [member for member, failure in failures.items() if not isinstance(failure, ray.exceptions.RayTaskError)]
+        user_errors = [
+            (member, failure.cause)
+            for member, failure in failures.items()
+            if member not in deaths and isinstance(failure.cause, UserError)
+        ]
+        if user_errors and not deaths:
+            (pool, rank), error = user_errors[0]
+            if isinstance(error, DeviceMemoryError | HostMemoryError) and pool.is_own:
+                error.args = (f"{pool.where(rank)}: {error.args[0]}", *error.args[1:])
+            return error
+        pool, rank = (deaths + list(failures))[0]
+        text = str(failures[pool, rank])
+        if deaths:
+            return WorkerError(f"{pool.where(rank)} died: {_reason(text)} {DEATH_HINT} {self._connection.logs()}.")
+        return WorkerError(f"{pool.where(rank)} raised an error. Its traceback:\n{_plain(text)}")
+
+    def _lost(self, reason: str) -> WorkerError:
+        """Drop the members, which end with the connection, and return the error to raise."""
+        self._drop_members()
+        return WorkerError(
+            f"{reason}, and the run cannot go on without it. The same command resumes from the last checkpoint. "
+            f"See Ray's logs in {self._connection.logs()}."
+        )
+
+    def _kill_members(self) -> None:
+        import ray
+
+        # A call to a killed actor fails once the actor is gone, so waiting for the call means waiting for the process to end.
+        members = [member for pool in self._all for member in pool.members]
+        last_calls = [member.home.remote() for member in members]
+        for member in members:
+            ray.kill(member)
+        if last_calls:
+            ray.wait(last_calls, num_returns=len(last_calls), timeout=KILL_SECONDS)
+        self._drop_members()
+
+    def _drop_members(self) -> None:
+        self._under_way = []
+        for pool in self._all:
+            pool.members = []
+
+
+def _name_slow(calls: Calls) -> None:
+    """Warn once of members for which others wait for too long: their peers, or all who wait for the pool."""
+    waited, took, pool = time.monotonic() - calls.heard, calls.heard - calls.begun, calls.pool
+    if calls.told or not pool.homes or not calls.pending or waited <= SLOW_SECONDS:
+        return
+    slow = ", ".join(map(pool.where, calls.pending.values()))
+    if calls.results and waited > SLOW_TIMES * took:
+        calls.told = True
+        logger.warning("the others were done after %.1f seconds, and wait for %s", took, slow)
+        return
+    before = pool.longest.get(calls.name, 0.0)
+    if calls.name and before and waited > SLOW_TIMES * before:
+        calls.told = True
+        logger.warning("%s took %.1f seconds at most so far, and has not ended after %.1f: %s", calls.name, before, waited, slow)
+
+
+DEATH_HINT = (
+    "A process that ends without a traceback was usually killed for its memory use: compare the host memory of the run with the "
+    "machine's, lower the micro-batch or the KV cache, and see Ray's logs in"
+)
+
+
+def _reason(text: str) -> str:
+    """Return Ray's facts about a death, without its general advice."""
+    match = re.search(r"Worker exit type: .*?(?= Some common causes|$)", _plain(text), re.DOTALL)
+    return match.group() if match else _plain(text)
+
+
+def _plain(text: str) -> str:
+    """Remove terminal colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text).strip()
