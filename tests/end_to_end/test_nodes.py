@@ -264,3 +264,40 @@ def test_a_machine_that_is_slowed_to_a_tenth_is_named(machines, toy, tmp_path):
     reader.join(timeout=60)
     assert named(), "".join(lines)[-3000:]
     assert learned(metrics(run_dir)[1])
+
+
+@SLOW
+@pytest.mark.timeout(600)
+def test_a_policy_on_one_machine_and_its_critic_on_the_other_train_as_one_and_a_lost_critic_is_named(machines, toy, tmp_path):
+    steps = ["trainer.total_training_steps=3", *SHORT]
+    profile = ["memory=large_multi_gpu", *steps]
+    alone = steps_here(toy, tmp_path / "alone", *profile, config=("toy", ROOT / "recipe" / "ppo"))
+    own = ["trainer.nnodes=1", "critic.enable_resource_pool=true", "critic.nnodes=1", "critic.n_gpus_per_node=1"]
+    run_dir = tmp_path / "run"
+    text = machines.train(toy, run_dir, "trainer.total_training_steps=3", *own, ALGORITHM="ppo")
+    rows = metrics(run_dir)
+    assert list(rows) == [1, 2, 3]
+    for step, row in rows.items():
+        for name in ("critic/score/mean", "critic/vf_loss", "critic/grad_norm", "actor/loss", "actor/grad_norm"):
+            assert row[name] == pytest.approx(alone[step][name], rel=1e-4, abs=1e-6), (step, name)
+    first, second = machines.addresses
+    assert f"policy, rank 0: {first} (this machine)" in text
+    assert f"critic, rank 0: {second}\n" in text
+    lost_dir = tmp_path / "lost"
+    process = machines.start(toy, lost_dir, "trainer.total_training_steps=100000", *own, ALGORITHM="ppo")
+    lines = []
+    reader = threading.Thread(target=lambda: lines.extend(process.stdout))
+    reader.start()
+    while not (lost_dir / "metrics.jsonl").exists():
+        assert process.poll() is None, "".join(lines)[-3000:]
+        time.sleep(0.1)
+    begun = time.monotonic()
+    (worker,) = [each for each in machines.processes("b") if each.name().startswith("ray::")]
+    worker.kill()
+    assert process.wait(timeout=120) == 1
+    took = time.monotonic() - begun
+    reader.join(timeout=60)
+    errors = [line for line in lines if line.startswith("WorkerError: critic worker 0 (pid ")]
+    assert errors, "".join(lines)[-3000:]
+    assert second in errors[0]
+    assert took < 2 * FAULT_SECONDS, "with the end of Ray on both machines"

@@ -284,6 +284,26 @@ def test_a_reward_model_counts_in_the_run_that_has_it_also_after_one_that_only_n
     assert counted.peaks.totals["reward"] > own.peaks.totals["reward"]
 
 
+def test_roles_on_devices_of_their_own_weigh_nothing_on_the_policys_and_have_rows_of_their_own():
+    ppo = ["model=qwen3_0_6b", "algorithm.adv_estimator=gae", "reward_model.enable=true", "trainer.save_freq=1"]
+    ppo += ["actor_rollout_ref.actor.use_dynamic_bsz=true"]
+    ppo += ["reward_model.model.path=Qwen/Qwen3-1.7B", "critic.model.fsdp_config.optimizer_offload=false"]
+    ppo += [f"{role}.fsdp_config.param_offload=false" for role in ("critic.model", "reward_model.model")]
+    apart = [f"{role}.enable_resource_pool=true" for role in ("critic", "reward_model")]
+    shared, own = (judge(rloo(*ppo, *more), Card.of(80)) for more in ([], apart))
+    before, after = shared.peaks.phases, own.peaks.phases
+    # In any phase of the policy that model rests on its devices no more.
+    resting = {"optimizer": after["values"]["optimizer"], "params": after["values"]["params"] + after["reward"]["params"]}
+    for kind, num_bytes in resting.items():
+        assert before["update_actor"][kind] - after["update_actor"].get(kind, 0) == num_bytes, kind
+    assert "rollout weights" not in after["values"]
+    assert {"init_critic", "save_checkpoint_critic", "init_reward_model"} == after.keys() - before.keys()
+    assert (shared.processes, own.processes) == (1, 3)
+    offload = [*ppo, "critic.model.fsdp_config.param_offload=true", "critic.model.fsdp_config.optimizer_offload=true"]
+    hosts = [judge(rloo(*offload, *more), Card.of(80)).host_bytes for more in ([], apart)]
+    assert hosts[0] == hosts[1] > own.host_bytes
+
+
 def test_a_profile_refuses_a_model_that_cannot_fit_before_anything_starts(tmp_path):
     settings = rloo("model=qwen3_8b", "memory=16g", f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.worker_group=local")
     with pytest.raises(ConfigError, match=r"memory\.card_gb=16.*Qwen/Qwen3-8B.*memory\.card_gb=null"):
