@@ -46,7 +46,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 GPU_ONLY = re.compile(r"(peak_reserved|device_used|max_memory_reserved)_gb$|^perf/compile")
 NOT_HERE = {"timing_s/load_checkpoint", "memory/load_checkpoint", "timing_s/gen_waiting"}
 """Times that only a resumed run or one of several workers has."""
-SEVERAL_WORKERS = re.compile(r"^global_seqlen/|mean_peak_allocated_gb$")
+SEVERAL_WORKERS = re.compile(r"^global_seqlen/|mean_peak_allocated_gb$|^timing_s/(waiting_for|idle)_")
 
 
 def expanded(name):
