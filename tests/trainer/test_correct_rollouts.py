@@ -202,9 +202,9 @@ def test_a_critic_leaves_out_the_tokens_that_a_correction_rejects(settled):
         rows = batch.rows
         drift = 0.5 * torch.randn(rows.old_log_probs.shape, generator=torch.Generator().manual_seed(3))
         rows.rollout_log_probs = rows.old_log_probs - drift
-        batch.rows.old_values = learner.critic.values(batch.rows, batch.names)
+        batch.rows.old_values = learner.critic.values(batch)
         learner.advantages(batch)
-        batch.metrics |= learner.critic.update(*batch.for_update(), 1)
+        batch.metrics |= learner.critic.begin_update(*batch.for_update(), 1).result()
         learner.policy.update(batch)
     assert 0 < rows.kept.float().mean() < 1
     assert not rows.old_values.any()  # the value head starts at 0

@@ -250,10 +250,10 @@ def test_a_critic_learns_the_returns_of_the_rows_that_were_drawn(settled):
     more = {"algorithm.adv_estimator": "gae", "algorithm.use_pf_ppo": True, "algorithm.pf_ppo.weight_pow": 1.0}
     with running(settled(more | {f"{AR}.actor.ppo_mini_batch_size": 4})) as learner:
         batch = learner.scored(1)
-        batch.rows.old_values = learner.critic.values(batch.rows, batch.names)
+        batch.rows.old_values = learner.critic.values(batch)
         learner.advantages(batch)
         rows, _ = batch.for_update()
-        batch.metrics |= learner.critic.update(*batch.for_update(), 1)
+        batch.metrics |= learner.critic.begin_update(*batch.for_update(), 1).result()
         learner.policy.update(batch)
         result = batch.metrics
     assert torch.equal(rows.returns, torch.cat([batch.rows.select([row]).returns for row in batch.drawn]))
