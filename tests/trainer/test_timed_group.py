@@ -136,3 +136,11 @@ def test_a_role_with_devices_of_its_own_computes_until_its_result_is_asked_for_a
     assert 0 <= timings["timing_s/waiting_for_critic"] < 3.0
     workers.note_idle(2.0)  # of a step without a call
     assert workers.clock.timings()["timing_s/idle_critic"] == 8.0
+
+
+def test_on_shared_devices_what_follows_a_call_is_done_before_the_next_one():
+    workers = group_of(Pressed(0, 500, 1000, None, 1))
+    seen = workers.begin("ref", Worker.ref_log_probs, [()]).then(lambda _: workers.figures)
+    workers.group.members[0].figures = 600, 900, None, 0
+    workers.all("ref", Worker.ref_log_probs)
+    assert seen.result() == PassFigures(peak_bytes=500, budget_bytes=1000, cap_after_error=None, retries=1)

@@ -52,6 +52,13 @@ class Pending(Generic[Result]):
         """``wait`` returns the result once it is there. It is called once."""
         self._wait = wait
 
+    @classmethod
+    def done(cls, result: Result) -> Pending[Result]:
+        """Return a result that is there."""
+        pending = cls(lambda: result)
+        pending.result()
+        return pending
+
     def result(self) -> Result:
         """Wait for the result and return it."""
         return self._result
@@ -61,7 +68,9 @@ class Pending(Generic[Result]):
         return self._wait()
 
     def then(self, use: Callable[[Result], Other]) -> Pending[Other]:
-        """Return what a function makes of the result. It is called when its own result is asked for."""
+        """Return what a function makes of the result. It is called at once where that is there, else when it is asked for."""
+        if "_result" in vars(self):
+            return Pending.done(use(self._result))
         return Pending(lambda: use(self.result()))
 
 
@@ -248,8 +257,7 @@ class TimedGroup:
                 seconds = [reply.memory.seconds for reply in replies]
                 self.clock.add(GEN_WAITING, max(seconds) - sum(seconds) / len(seconds))
         self._note(phase, replies)
-        values = [reply.value for reply in replies[::each]]
-        return Pending(lambda: values)
+        return Pending.done([reply.value for reply in replies[::each]])
 
     def _begin_apart(self, phase: str, calls: Sequence[tuple[Any, ...]]) -> Pending[list[Any]]:
         """Begin calls on devices of the group's own. How long the driver then waits for them is measured too."""
