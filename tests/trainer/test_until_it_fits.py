@@ -341,6 +341,14 @@ def test_a_device_that_is_a_cpu_by_itself_gets_no_setting_of_a_gpu(values, comma
     assert (same[f"{ROLLOUT}.free_cache_engine"], lossy[f"{ROLLOUT}.free_cache_engine"], last) == (None, None, {})
 
 
+def test_several_devices_learn_their_budgets_unless_they_share_the_tokens_of_a_micro_batch(values, command):
+    for sharing in (1, 2):
+        several = {"trainer.worker_group": "ray", "trainer.n_gpus_per_node": 2}
+        several[f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size"] = sharing
+        same, *_ = (keys for keys, _ in everything(command(values("rloo") | several).settings(), 0))
+        assert (f"{ACTOR}.adaptive_token_budget" in same) == (sharing == 1)
+
+
 def test_the_parts_that_a_run_does_not_have_are_not_set(values, command):
     for kind, has_critic, has_reference in (("rloo", False, False), ("kl", False, True), ("ppo", True, True)):
         said = str(changed(command(values(kind))))

@@ -443,11 +443,15 @@ class TrainedModel:
     def _accumulate_whole(self, mini: MiniBatch, loss_of: LossOf, may_restart: bool) -> dict[str, Tensor]:
         """Add the gradient of a mini-batch. After an out-of-memory error drop it and start again with smaller micro-batches."""
 
-        def run(rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        def accumulate(rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
             return self.accumulate(micro_batches_of(mini.batch, rows, self.model.supports_prefix_kv), mini.counts, loss_of)
 
+        def run(rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+            self.optimizer.zero_grad(set_to_none=True)  # what a failed attempt has left
+            return accumulate(rows)
+
         if not may_restart:
-            return run(mini.micro_batches)
+            return accumulate(mini.micro_batches)
         tokens = mini.batch.row_tokens()
         while True:
             metrics, smaller = attempt(self.model, tokens, mini.micro_batches, run)
@@ -455,7 +459,6 @@ class TrainedModel:
                 return metrics
             assert smaller is not None
             mini.cut_again(smaller)
-            self.optimizer.zero_grad(set_to_none=True)
 
     def accumulate(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, loss_of: LossOf) -> dict[str, Tensor]:
         """Add the gradient of a mini-batch, micro-batch by micro-batch, and return the summed metrics."""

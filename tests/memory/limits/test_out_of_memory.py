@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from tests.observe.simulated_device import MIB
 from verl_memopt.config.keys import replaced
 from verl_memopt.config.role_settings import Optim
-from verl_memopt.config.schema import Actor, ActorRolloutRef, Critic, Model, RewardModel, Rollout
+from verl_memopt.config.schema import Actor, ActorRolloutRef, Critic, Model, RewardModel, Rollout, TrainedFsdp
 from verl_memopt.errors import ConfigError, DeviceMemoryError
 from verl_memopt.memory import out_of_memory as room
 from verl_memopt.memory.host_buffers import GIB, host_buffer
@@ -314,6 +314,7 @@ def test_what_is_set_already_is_not_advised():
         ({"adaptive_token_budget": True}, False),
         ({"use_dynamic_bsz": False, "ppo_micro_batch_size_per_gpu": 2}, False),
         ({"optim": Optim(in_backward=True)}, False),
+        ({"fsdp_config": TrainedFsdp(ulysses_sequence_parallel_size=2)}, False),
     ],
 )
 def test_an_update_that_may_learn_its_budget_is_told_so_first(changes, is_first):
@@ -349,6 +350,8 @@ def test_the_values_pass_is_lowered_by_its_own_budget():
     assert ways == ["set critic.adaptive_token_budget=true", "lower critic.forward_max_token_len_per_gpu"]
     rows = dataclasses.replace(CRITIC, use_dynamic_bsz=False, forward_micro_batch_size_per_gpu=4)
     assert advice("values", ["activations"], SETTINGS, rows)[0] == "lower critic.forward_micro_batch_size_per_gpu (now 4)"
+    sharing = replaced(CRITIC, {"model.fsdp_config.ulysses_sequence_parallel_size": 2})
+    assert advice("values", ["activations"], SETTINGS, sharing) == ["lower critic.forward_max_token_len_per_gpu"]
 
 
 LIMIT = 600_000

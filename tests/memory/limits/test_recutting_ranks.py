@@ -84,7 +84,12 @@ def updated(rank, folder, world_size, fails=(), size=-1, carries=False, fsdp=Non
         first = policy.update_on_policy(mini, 0.9)
         # The next one has nothing of the failed attempt left.
         second = policy.update_on_policy(mini_of(rank, world_size, carries), 0.9)
-    found = {f"{place}/{name}": value for place, each in enumerate((first, second)) for name, value in each.metrics.items()}
+    found = {
+        f"{place}/{name}": value
+        for place, each in enumerate((first, second))
+        for name, value in each.metrics.items()
+        if not name.startswith("memory/")  # more bytes move to the host where a forward runs twice
+    }
     weights = {name: whole_of(parameter).detach().numpy() for name, parameter in policy.model.named_parameters()}
     outputs = {"first": first.log_probs.numpy(), "second": second.log_probs.numpy()} | weights
     tokens = mini.batch.row_tokens()
