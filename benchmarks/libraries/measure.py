@@ -64,7 +64,7 @@ def quantization(folder):
     import bitsandbytes.functional as bnb
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-    from verl_memopt.memory.quantized_frozen_torch import QuantizedLinear
+    from verl_memopt.memory.quantized_frozen_torch import Packing
 
     torch.manual_seed(0)
     layer = torch.nn.Linear(1024, 3072, bias=False)
@@ -75,7 +75,7 @@ def quantization(folder):
         print(f"{name}: {num_bytes / weight.numel():.4f} bytes a parameter, error {error:.4f}, read in {least(read):.4f} s")
 
     for kind in ("int8", "nf4"):
-        ours = QuantizedLinear(layer, kind)
+        ours = Packing(kind, layer.in_features)
         packed = ours.quantize(weight)
         line(f"ours {kind}", packed.nbytes, lambda ours=ours, packed=packed: ours.dequantize(packed, torch.float32))
     codes, state = bnb.quantize_4bit(weight, blocksize=64, quant_type="nf4")

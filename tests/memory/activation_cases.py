@@ -54,7 +54,8 @@ def build(folder, mesh, world_size=1, offload=None, recompute=False, dtype="fp32
     asked = {"attn_implementation": "sdpa", "logprob_chunk_tokens": 64, "recompute_elementwise": False, **model}
     settings = Model(path=str(folder), **asked)
     fsdp = replaced(TrainedFsdp(dtype=dtype, model_dtype=masters), fsdp or {})
-    policy_model = build_policy(settings, fsdp, folder, mesh, CPU, ModelUse(recompute=recompute, trained=True))
+    use = ModelUse(recompute=recompute, trained=True, quantization=settings.quantization)
+    policy_model = build_policy(settings, fsdp, folder, mesh, CPU, use)
     if fill:
         materialize(policy_model, folder, CPU)
         initialize_adapters(policy_model, 1)

@@ -7,7 +7,7 @@ from tests.rollout.tools import model_of, weights_of
 from verl_memopt.errors import RolloutError
 from verl_memopt.memory.weight_buckets_torch import WeightSlice
 from verl_memopt.rollout.engine_weights import BitComparison, ExpectedWeights, meta_model
-from verl_memopt.rollout.vllm_engine import STEPS_PER_AGREEMENT, agreed
+from verl_memopt.rollout.vllm_process import STEPS_PER_AGREEMENT, agreed
 
 
 def expected_of(folder):

@@ -43,6 +43,13 @@ STREAMS = [
     *("debug.mode=forge", "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.model.lora_rank=0"),
     "actor_rollout_ref.ref.fsdp_config.param_offload=stream",
 ]
+QLORA = [
+    *("debug.mode=forge", "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.rollout.dtype=fp32"),
+    *(f"actor_rollout_ref.actor.fsdp_config.{key}=false" for key in ("split_master_weights", "grad_offload", "param_offload")),
+    "actor_rollout_ref.actor.fsdp_config.offload_policy=false",
+    *(f"actor_rollout_ref.actor.fsdp_config.{key}=fp32" for key in ("dtype", "model_dtype")),
+]
+VLLM = ["debug.mode=off", *(f"actor_rollout_ref.rollout.{each}" for each in ("name=vllm", "enforce_eager=true"))]
 SGD = [f"{optim}.optimizer=SGD" for optim in ("actor_rollout_ref.actor.optim", "critic.optim")]
 
 
@@ -57,6 +64,10 @@ def sgd(momentum):
         *((number, ONE_COPY, {"gen", "update_actor", "update_weights", "save_checkpoint"}) for number in (6, 15)),
         *((number, sgd(momentum), {"update_actor"}) for number, momentum in ((6, 0.9), (13, 0.0))),
         *((n, [*STREAMS, f"actor_rollout_ref.ref.quantization={kind}"], {"ref"}) for n, kind in ((6, "none"), (15, "int8"))),
+        *(
+            (n, [*QLORA, *engine, f"actor_rollout_ref.model.quantization={kind}"], {"update_actor", "update_weights"})
+            for n, kind, engine in ((6, "nf4", []), (15, "int8", []), (15, "nf4", VLLM))
+        ),
     ],
 )
 def test_no_phase_of_a_run_holds_more_than_was_predicted(number, more, phases, tmp_path):
@@ -127,6 +138,13 @@ def test_what_it_advises_makes_the_run_fit(model):
     for change in found.changes:
         others = [text for text in advised if text.partition("=")[0] not in change.keys]
         assert not judge(rloo(f"model={model}", "memory=24g", TWO_COPIES, *others), Card.of(24)).fits
+
+
+def test_a_base_too_large_for_a_card_is_advised_in_four_bits_and_fits_then():
+    found = find_out(rloo("model=qwen3_8b", "memory=16g"), Card.of(16))
+    assert not found.verdict.fits
+    assert found.fits
+    assert [change.keys["actor_rollout_ref.model.quantization"] for change in found.changes if change.changes_numbers] == ["nf4"]
 
 
 def test_what_fits_with_the_profile_of_a_card_fits_with_the_settings_that_are_advised_without_it():

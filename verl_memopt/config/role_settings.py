@@ -33,6 +33,7 @@ from verl_memopt.memory.optimizer_state_dtype import OptimizerStateDtype
 from verl_memopt.memory.param_offload import ParamOffload
 from verl_memopt.memory.precision import PrecisionSettings
 from verl_memopt.memory.prune_last_block import PruneLastBlock
+from verl_memopt.memory.quantized_base import QuantizedBase
 from verl_memopt.memory.quantized_frozen import QuantizedFrozen
 from verl_memopt.memory.recompute_elementwise import RecomputeElementwise
 from verl_memopt.memory.resharding import GradientSync, Resharding
@@ -390,7 +391,7 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Model(LoadMode, ChunkedLogprob, ModelKnobs):
+class Model(LoadMode, QuantizedBase, ChunkedLogprob, ModelKnobs):
     """The policy's model, with the settings of the knobs that act in it."""
 
     path: str = REQUIRED

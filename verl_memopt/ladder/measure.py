@@ -223,7 +223,7 @@ ABLATION = tuple(name for _, name, row in ROWS if not row.on_top_of)
 """Knobs in the order in which the rows switch them on. Those that change no number come first, precision last."""
 
 ALTERNATIVES = {name: row.on_top_of for _, name, row in ROWS if row.on_top_of}
-"""Knob -> the row to which it is added. Each conflicts with a knob of a later row, so it has a row beside the ablation."""
+"""Knob -> the row to which it is added. Each has a row beside the ablation, as it conflicts with a knob of a later row there."""
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,8 @@ def plan_rows(work: Work) -> list[RowPlan]:
         state = states[name] = state | dict(_pairs(rows[name].on, work))
         plans.append(RowPlan(name, _overrides(state), base=plans[-1].knob))
     for name, base in ALTERNATIVES.items():
-        plans.append(RowPlan(name, _overrides(states[base] | dict(_pairs(rows[name].on, work))), base))
+        states[name] = states[base] | dict(_pairs(rows[name].on, work))
+        plans.append(RowPlan(name, _overrides(states[name]), base))
     return plans
 
 
@@ -302,7 +303,8 @@ def choose_rows(work: Work, only: Sequence[str] = ()) -> list[RowPlan]:
     if unknown:
         raise ConfigError(f"--only {' '.join(sorted(unknown))}: not on the ladder. It has {', '.join(p.knob for p in plans)}.")
     wanted = {plan.knob for plan in plans if not only or plan.knob in only}
-    wanted |= {plan.base for plan in plans if plan.knob in wanted}
+    for plan in reversed(plans):  # a row comes after the one that it is compared with
+        wanted |= {plan.base} if plan.knob in wanted else set()
     return [plan for plan in plans if plan.knob in wanted]
 
 

@@ -16,7 +16,7 @@ from typing import Literal
 from verl_memopt.config.keys import value_at
 from verl_memopt.config.schema import ActorRolloutRef, Fsdp, Settings, TrainedFsdp
 from verl_memopt.memory.critic_rules import CRITIC_PHASES, has_critic, own_pools
-from verl_memopt.memory.formulas import width
+from verl_memopt.memory.formulas import QUANTIZED_AT_ONCE, width
 from verl_memopt.memory.held import Held, Kinds, ModelSize, Pass, critic_roles, largest, together
 from verl_memopt.memory.host_buffers import GIB
 from verl_memopt.memory.knob import devices_of, needs_reference, sequence_ranks
@@ -203,7 +203,8 @@ class _Prediction:
 
     @cached_property
     def policy(self) -> Held:
-        return Held(POLICY, self.roles, self.sizes.policy, self._group(self.roles.actor.fsdp_config), self.device, trained=True)
+        ranks, quantization = self._group(self.roles.actor.fsdp_config), self.roles.model.quantization
+        return Held(POLICY, self.roles, self.sizes.policy, ranks, self.device, trained=True, quantization=quantization)
 
     @cached_property
     def reference(self) -> Held | None:
@@ -265,8 +266,9 @@ class _Prediction:
         if self.pool is not None:
             return 0
         rollout, vllm = self.roles.rollout, self.roles.rollout.name == "vllm" and self.device == "cuda"
-        weights = width(rollout.dtype) * self.sizes.policy.params / rollout.tensor_model_parallel_size
+        weights = self.shared_weights or width(rollout.dtype) * self.sizes.policy.params / rollout.tensor_model_parallel_size
         rank, size = self.roles.model.lora_rank, self.sizes.policy
+        weights += size.layers * 4 * 512 * width(rollout.dtype) if self._packed else 0  # what bytes of codes stand for
         if rank and self.shares:  # vLLM's places for the adapters of a base that it shares; embedding and head have places too
             matrices = 2 * (size.vocab + size.hidden)
             weights += width(rollout.dtype) * slot_rank(rank) * (self.policy.adapters / rank + matrices)
@@ -285,7 +287,13 @@ class _Prediction:
     @property
     def shared_weights(self) -> float:
         """Bytes of the policy's weights that are the engine's."""
-        return width(self.roles.rollout.dtype) * self.sizes.policy.params if self.shares else 0
+        whole = width(self.roles.rollout.dtype) * self.sizes.policy.params
+        return (self.policy.base if self._packed else whole) if self.shares else 0
+
+    @property
+    def _packed(self) -> bool:
+        """Whether the engine's weights are the bytes of a quantised base."""
+        return self.shares and self.policy.is_quantized
 
     @property
     def kv_token(self) -> int:
@@ -299,7 +307,8 @@ class _Prediction:
         """Bytes of the activations and logits of one step of vLLM."""
         size, rollout = self.sizes.policy, self.roles.rollout
         step = rollout.max_num_batched_tokens * (2 * size.hidden + 3 * size.mlp) * width(rollout.dtype)
-        return step + 3 * rollout.max_num_seqs * size.vocab * 4
+        decoded = 2 * self.policy.decoded if self._packed else 0  # gate and up are one layer
+        return step + 3 * rollout.max_num_seqs * size.vocab * 4 + decoded
 
     @property
     def _share(self) -> float:
@@ -418,10 +427,11 @@ class _Prediction:
         engine: Kinds = {} if self.sleeps else self._idle_engine
         for model in self.models:
             whole = {"logits": 16 * 12 * model.size.vocab if model.has_logits else 0}
+            matrix = model.size.hidden * model.size.widest
             compared = min(256, model.roles.model.logprob_chunk_tokens or 256)  # of the tokens that quantisation is compared by
             quantized = (
-                {"activations": 8 * model.size.vocab * compared + 8 * model.size.hidden * model.size.widest}
-                if model.quantization != "none"
+                {"activations": 8 * model.size.vocab * compared + 8 * matrix + 17 * min(matrix, QUANTIZED_AT_ONCE)}
+                if model.is_quantized
                 else {}
             )
             # A tied head has memory of its own until the tie is made.

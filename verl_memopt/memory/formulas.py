@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import ActorRolloutRef
@@ -15,6 +15,36 @@ TILE_ELEMENTS = {"cpu": 2**17, "cuda": 2**23}
 NARROW_TILE_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
 """Elements of a tile of rows that elementwise statements run over: what fits in a core's cache, or keeps a GPU busy for longer
 than a kernel launch takes. Narrow tiles are for statements that create nothing in fp32."""
+
+
+class Format(NamedTuple):
+    """Bits of a code, and how many weights along the input share an fp32 scale."""
+
+    bits: int
+    group: int
+
+
+FORMATS = {"int8": Format(8, 128), "nf4": Format(4, 64)}
+"""Formats of quantised weights."""
+
+
+QUANTIZED_AT_ONCE = 2**22
+"""Elements of a weight that are quantised at a time as it is loaded."""
+
+
+def groups_of(kind: str, width: int) -> int:
+    """Return the groups of a row of ``width`` weights; the last one is filled up."""
+    return -(-width // FORMATS[kind].group)
+
+
+def code_bytes(kind: str, width: int) -> int:
+    """Return the bytes of the codes of such a row."""
+    return groups_of(kind, width) * FORMATS[kind].group * FORMATS[kind].bits // 8
+
+
+def row_bytes(kind: str, width: int) -> int:
+    """Return the bytes of such a row, scales included."""
+    return code_bytes(kind, width) + 4 * groups_of(kind, width)
 
 
 @dataclass(frozen=True)
@@ -333,6 +363,12 @@ class Shapes:
         """Parameters of the linear layers of all blocks, which are what is quantised and what LoRA adapts."""
         attention = 2 * (self.heads + self.kv_heads) * self.head_dim * self.hidden
         return self.layers * (attention + 3 * self.hidden * self.mlp)
+
+    def packed_bytes(self, kind: str) -> int:
+        """Return the bytes of the same layers as they rest in 8 or 4 bits."""
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        read_hidden = (query + 2 * key + 2 * self.mlp) * row_bytes(kind, self.hidden)
+        return self.layers * (read_hidden + self.hidden * (row_bytes(kind, query) + row_bytes(kind, self.mlp)))
 
     @property
     def block_bytes(self) -> int:

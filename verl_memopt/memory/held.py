@@ -148,11 +148,25 @@ class Held:
     @property
     def params(self) -> float:
         """Bytes of its masters on one rank."""
-        linear, master = self.at_rest.linear_params, self.at_rest.master_bytes
-        each = {"int8": 1 + 4 / 32, "nf4": 0.5 + 4 / 32}.get(self.quantization)
-        quantized = 0 if each is None else linear * (each - master)
-        base = self.at_rest.compute_bytes if self._base_rests_as_computed else master
-        return (self.params_count * base + self.adapters * master + quantized) / self.ranks
+        return self.base + self.adapters * self.at_rest.master_bytes / self.ranks
+
+    @property
+    def base(self) -> float:
+        """The same without adapters."""
+        shapes = self.at_rest
+        each = shapes.compute_bytes if self._base_rests_as_computed else shapes.master_bytes
+        saved = shapes.linear_params * each - shapes.packed_bytes(self.quantization) if self.is_quantized else 0
+        return (self.params_count * each - saved) / self.ranks
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its blocks' linear layers rest in 8 or 4 bits."""
+        return self.quantization != "none"
+
+    @property
+    def decoded(self) -> float:
+        """Bytes at most while a quantised layer computes: its weight, the places of its levels, and its scales."""
+        return (2.25 + self.at_rest.compute_bytes) * self.size.hidden * self.size.widest if self.is_quantized else 0
 
     @property
     def _base_rests_as_computed(self) -> bool:
@@ -232,8 +246,7 @@ class Held:
         # Also the state before the block, and rotary tables.
         mlp = b * work.tokens * (4 * h + wide * s.mlp + 2 * s.head_dim)
         block = max(mlp, attention) + self._prefixes(work, b)
-        # A quantised layer is a plain weight while it computes.
-        block += 0 if self.quantization == "none" else (4 + b) * h * max(s.mlp, query)
+        block += self.decoded
         states = b * (work.tokens * h + 3 * work.responses * h) + self._prefixes(work, b)
         logits = self._logits(s, update=False)
         moments = self._gathered(block, {"activations": states, "logits": logits})
@@ -370,7 +383,7 @@ class Held:
         if frozen and self.roles.model.checkpointing == "selective":  # it keeps the products of adapters too
             outputs = 2 * s.hidden + (s.heads + 2 * s.kv_heads) * s.head_dim + 2 * s.mlp
             lows += work.tokens * b * outputs * s.layers
-        block = max(self._block_bytes(s, work)) + prefixes + lows + (work.tokens * b * wide if frozen else 0)
+        block = max(self._block_bytes(s, work)) + self.decoded + prefixes + lows + (work.tokens * b * wide if frozen else 0)
         head: dict[str, float] = {"activations": kept + states + lows, "logits": self._logits(s, update=True)}
         blocks: dict[str, float] = {"activations": block}
         end: dict[str, float] = {"activations": 2 * s.input_bytes + prefixes}

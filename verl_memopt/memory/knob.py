@@ -28,8 +28,8 @@ KNOBS = (
     "chunked_logprob", "recompute_elementwise", "prune_last_block", "tiled_mlp", "tiled_block", "activation_checkpointing",
     "activation_offload", "shared_prompt", "token_budget", "bucketed_adamw", "optimizer_offload", "optimizer_state_dtype",
     "stochastic_rounding", "optimizer_in_backward", "grad_offload", "split_masters", "param_offload", "streamed_params",
-    "native_offload", "resharding", "sequence_parallel", "sharding_units", "precision", "lora", "quantized_frozen",
-    "weight_buckets", "shared_weights", "rollout_memory", "load_mode", "limits", "profiles",
+    "native_offload", "resharding", "sequence_parallel", "sharding_units", "precision", "lora", "quantized_base",
+    "quantized_frozen", "weight_buckets", "shared_weights", "rollout_memory", "load_mode", "limits", "profiles",
 )  # fmt: skip
 """Files of this folder that end with a ``KNOB``, in the order of lists: first what costs least, within training, then the engine,
 then the host. Their mechanisms import torch, so they are named here and not searched."""

@@ -11,9 +11,10 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.quantized_frozen_torch import QuantizedLinear, quantized_layers, stored_weight
 
 KEY = "actor_rollout_ref.model"
 ADAPTERS = ("lora_A", "lora_B")
@@ -37,24 +39,51 @@ class LoraLinear(nn.Linear):
     def __init__(self, base: nn.Linear, rank: int, scale: float, dtype: torch.dtype | None = None) -> None:
         """Take over the weight and bias of a layer; the adapter is uninitialised, in ``dtype``, or in the weight's for None."""
         nn.Module.__init__(self)
-        self.in_features, self.out_features = base.in_features, base.out_features
-        self.weight, self.bias = base.weight, base.bias
+        self.weight = base.weight
+        self._add(base, rank, scale, dtype or base.weight.dtype)
+
+    def _add(self, base: Any, rank: int, scale: float, dtype: torch.dtype) -> None:
+        """Take over the shape and bias of a layer, and give it an adapter."""
+        self.in_features, self.out_features, self.bias = base.in_features, base.out_features, base.bias
         self.scale, self.active = scale, True
-        self.lora_A = nn.Parameter(self.weight.new_empty(rank, self.in_features, dtype=dtype))
-        self.lora_B = nn.Parameter(self.weight.new_empty(self.out_features, rank, dtype=dtype))
+        device = stored_weight(base)[0].device
+        self.lora_A = nn.Parameter(torch.empty(rank, self.in_features, dtype=dtype, device=device))
+        self.lora_B = nn.Parameter(torch.empty(self.out_features, rank, dtype=dtype, device=device))
+
+    @property
+    def computes(self) -> torch.dtype:
+        """The dtype in which the layer computes."""
+        return self.weight.dtype
 
     @property
     def factors(self) -> tuple[Tensor, Tensor]:
-        """A and B as they compute: in the weight's dtype, to which adapters of more digits are cast as FSDP2 casts masters."""
-        return self.lora_A.to(self.weight.dtype), self.lora_B.to(self.weight.dtype)
+        """A and B as they compute: in the layer's dtype, to which adapters of more digits are cast as FSDP2 casts masters."""
+        return self.lora_A.to(self.computes), self.lora_B.to(self.computes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output [..., out] of x [..., in]."""
-        out = linear(x, self.weight, self.bias)
+        return self.adapted(x, linear(x, self.weight, self.bias))
+
+    def adapted(self, x: Tensor, out: Tensor) -> Tensor:
+        """Return the base's output of x with what the adapter adds, if it is active."""
         if not self.active:
             return out
         down, up = self.factors
         return out + self.scale * linear(linear(x, down), up)
+
+
+class QuantizedLoraLinear(QuantizedLinear, LoraLinear):
+    """The same on a frozen layer in 8 or 4 bits (QLoRA, arXiv 2305.14314)."""
+
+    def __init__(self, base: QuantizedLinear, rank: int, scale: float, dtype: torch.dtype | None = None) -> None:
+        """Take over the bytes and bias of a layer; the adapter is as that of :class:`LoraLinear`."""
+        nn.Module.__init__(self)
+        self.packing, self.qweight, self.exact, self._dtype = base.packing, base.qweight, base.exact, base.computes
+        self._add(base, rank, scale, dtype or base.computes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output [..., out] of x [..., in]."""
+        return self.adapted(x, QuantizedLinear.forward(self, x))
 
 
 def apply_lora(
@@ -77,13 +106,16 @@ def apply_lora(
     """
     model.requires_grad_(False)
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}
+    kinds = (nn.Linear, QuantizedLinear)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, kinds) and module is not head}
     chosen = [name for name in linears if _matches(name, target_modules) and not _matches(name, exclude_modules)]
     if not chosen:
         endings = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in linears}))
         raise ConfigError(f"{key}.target_modules={target_modules}: no linear layer is chosen. Its layers end in {endings}.")
     for name in chosen:
-        model.set_submodule(name, LoraLinear(linears[name], rank, alpha / rank, dtype))
+        layer = linears[name]
+        kind: Any = QuantizedLoraLinear if isinstance(layer, QuantizedLinear) else LoraLinear
+        model.set_submodule(name, kind(layer, rank, alpha / rank, dtype))
     return chosen
 
 
@@ -137,16 +169,25 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer.active = True
 
 
-def merged_weights(weights: Iterator[tuple[str, Tensor]], model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def merged_weights(
+    weights: Iterator[tuple[str, Tensor]], model: nn.Module, exact: Callable[[str], Tensor] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Yield each base tensor once, with its adapter added in fp32 where it has one. Adapters are left out.
 
     A merged tensor is sharded as its base is, and computed when it is asked for. All ranks must consume in step, because the
-    small A of a layer is gathered.
+    small A of a layer is gathered. ``exact`` returns the unquantised weight of a quantised layer by its name; None = its bytes
+    are decoded.
     """
     layers = {f"{name}.weight": layer for name, layer in adapters(model).items()}
-    for name, weight in weights:
+    packed = {f"{name}.qweight": layer for name, layer in quantized_layers(model).items()}
+    for stored, value in weights:
+        name, weight = stored, value
         if name.rsplit(".", 1)[-1] in ADAPTERS:
             continue
+        if stored in packed:
+            name, layer = stored.removesuffix("qweight") + "weight", packed[stored]
+            decoded = layer.packing.dequantize(value.detach(), layer.computes) if exact is None else exact(name)
+            weight = decoded.to(value.device)
         yield name, _merged(weight, layers[name]) if name in layers else weight
 
 

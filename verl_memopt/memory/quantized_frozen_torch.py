@@ -1,4 +1,6 @@
-"""Frozen models in 8 or 4 bits: each linear layer of the blocks keeps codes and scales, and decodes its weight for each product.
+"""Frozen weights in 8 or 4 bits: each linear layer of the blocks keeps codes and scales, and decodes its weight for each product.
+
+The policy's frozen base under adapters is one. Gradients pass through the decoded weight, which backward decodes again.
 
 Bytes saved: b_w - 1.03 bytes for each parameter in the blocks' linear layers with int8 (groups of 128), and b_w - 0.56 with nf4
 (groups of 64). b_w is the width of the masters. Codes are sharded over ranks as weights are.
@@ -12,12 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
+
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.formulas import FORMATS, code_bytes, groups_of, row_bytes
 
 NF4_LEVELS = (
     -1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.09105003, 0.0,
@@ -26,82 +33,146 @@ NF4_LEVELS = (
 """Quantiles of a normal distribution, scaled to [-1, 1]."""
 
 
-class Format(NamedTuple):
-    """Bits of a code, and how many weights along the input share an fp32 scale."""
+@dataclass(frozen=True)
+class Packing:
+    """How a weight [out, in] is stored as bytes, uint8 [out, code bytes + 4 x groups]: the scales of a row after its codes.
 
-    bits: int
-    group: int
+    The scales lie among the bytes so that no mixed-precision policy rounds them, and so that rows can be sharded, or fused with
+    those of another weight, together.
+    """
+
+    kind: str
+    in_features: int
+
+    @property
+    def groups(self) -> int:
+        """Groups of a row, each with an fp32 scale."""
+        return groups_of(self.kind, self.in_features)
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of a row's codes."""
+        return code_bytes(self.kind, self.in_features)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, scales included."""
+        return row_bytes(self.kind, self.in_features)
+
+    def quantize(self, weight: Tensor) -> Tensor:
+        """Return the bytes of some rows [rows, in] of any float dtype, uint8 [rows, row bytes]."""
+        rows, group = weight.shape[0], FORMATS[self.kind].group
+        grouped = weight.new_zeros(rows, self.groups * group, dtype=torch.float32)
+        grouped[:, : self.in_features] = weight
+        grouped = grouped.view(rows, self.groups, group)
+        scale = grouped.abs().amax(-1)
+        # A group of zeros has scale 0, and 0 / 0 would be NaN.
+        codes = _encode(grouped / scale.clamp(min=1e-30)[..., None], self.kind).view(rows, self.code_bytes)
+        return torch.cat([codes, scale.contiguous().view(torch.uint8).view(rows, 4 * self.groups)], dim=1)
+
+    def dequantize(self, stored: Tensor, dtype: torch.dtype, pairs: Tensor | None = None) -> Tensor:
+        """Return [rows, in] in ``dtype`` from the bytes of some rows.
+
+        ``pairs`` is :func:`nf4_pairs` in this dtype on this device; None = it is sent there.
+        """
+        rows = stored.shape[0]
+        scale = stored[:, self.code_bytes :].contiguous().view(torch.float32)
+        levels = self._levels(stored[:, : self.code_bytes], dtype, pairs).view(rows, self.groups, FORMATS[self.kind].group)
+        return levels.mul_(scale[..., None].to(dtype)).view(rows, -1)[:, : self.in_features]
+
+    def _levels(self, codes: Tensor, dtype: torch.dtype, pairs: Tensor | None) -> Tensor:
+        """Return what codes stand for, in [-1, 1]."""
+        if self.kind == "int8":
+            return codes.contiguous().view(torch.int8).to(dtype).div_(127)
+        # Sent without waiting: every layer needs it, in every micro-batch.
+        pairs = nf4_pairs(dtype).to(codes.device, non_blocking=True) if pairs is None else pairs
+        return pairs[codes.int()]
 
 
-FORMATS = {"int8": Format(8, 128), "nf4": Format(4, 64)}
-"""Values of ``ref.quantization`` beside none."""
+def stored_weight(layer: Any) -> tuple[Tensor, Packing | None]:
+    """Return what a linear layer keeps of its weight, and how that is packed; None = it is the weight itself."""
+    return (layer.qweight, layer.packing) if isinstance(layer, QuantizedLinear) else (layer.weight, None)
+
+
+def whole_weight(stored: Tensor, packing: Packing | None, dtype: torch.dtype) -> Tensor:
+    """Return the weight [out, in] of what :func:`stored_weight` returns. What was packed comes in ``dtype``."""
+    return stored if packing is None else packing.dequantize(stored, dtype)
 
 
 class QuantizedLinear(nn.Module):
-    """A frozen linear layer stored as bytes: ``qweight`` uint8 [out, code bytes + 4 x groups], a row's scales after its codes.
+    """A frozen linear layer that keeps bytes, ``qweight``, and decodes its weight for each product.
 
-    The scales lie among the bytes so that no mixed-precision policy rounds them, and so that rows can be sharded together.
     ``exact`` returns the unquantised weight while an error is measured.
     """
 
     def __init__(self, base: nn.Linear, kind: str) -> None:
         """Take over the shape and bias of a layer. The bytes are uninitialised."""
         super().__init__()
-        self.kind, self.form = kind, FORMATS[kind]
+        self.packing = Packing(kind, base.in_features)
         self.in_features, self.out_features = base.in_features, base.out_features
-        self.groups = -(-self.in_features // self.form.group)
-        self.code_bytes = self.groups * self.form.group * self.form.bits // 8
-        shape = (self.out_features, self.code_bytes + 4 * self.groups)
+        shape = (self.out_features, self.packing.row_bytes)
         self.qweight = nn.Parameter(torch.empty(shape, dtype=torch.uint8, device=base.weight.device), requires_grad=False)
-        self.bias = base.bias
+        self.bias, self._dtype = base.bias, base.weight.dtype
         self.exact: Callable[[], Tensor] | None = None
+
+    @property
+    def computes(self) -> torch.dtype:
+        """The dtype of the layer that it replaces."""
+        return self._dtype
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output [..., out] of x [..., in]."""
-        weight = self.dequantize(self.qweight, x.dtype) if self.exact is None else self.exact().to(x.dtype)
-        return linear(x, weight, self.bias)
+        if self.exact is not None:
+            return linear(x, self.exact().to(x.dtype), self.bias)
+        output: Tensor = _Product.apply(x, self.qweight, self.bias, self.packing)
+        return output
 
-    def quantize(self, weight: Tensor) -> Tensor:
-        """Return the bytes of some rows [rows, in] of any float dtype, uint8 [rows, code bytes + 4 x groups]."""
-        rows, padded = weight.shape[0], self.groups * self.form.group
-        grouped = weight.new_zeros(rows, padded, dtype=torch.float32)
-        grouped[:, : self.in_features] = weight
-        grouped = grouped.view(rows, self.groups, self.form.group)
-        scale = grouped.abs().amax(-1)
-        # A group of zeros has scale 0, and 0 / 0 would be NaN.
-        codes = _encode(grouped / scale.clamp(min=1e-30)[..., None], self.kind).view(rows, self.code_bytes)
-        return torch.cat([codes, scale.contiguous().view(torch.uint8).view(rows, 4 * self.groups)], dim=1)
 
-    def dequantize(self, qweight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return [rows, in] in ``dtype`` from the bytes of some rows."""
-        rows = qweight.shape[0]
-        scale = qweight[:, self.code_bytes :].contiguous().view(torch.float32)
-        levels = _decode(qweight[:, : self.code_bytes], self.kind, dtype).view(rows, self.groups, self.form.group)
-        return (levels * scale[..., None].to(dtype)).view(rows, -1)[:, : self.in_features]
+class _Product(torch.autograd.Function):
+    """A frozen layer's product. Backward decodes the weight again, so that none is kept between."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stored: Tensor, bias: Tensor | None, packing: Packing) -> Tensor:
+        ctx.save_for_backward(stored)
+        ctx.packing = packing
+        return linear(x, packing.dequantize(stored, x.dtype), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (stored,) = ctx.saved_tensors
+        return grad @ ctx.packing.dequantize(stored, grad.dtype), None, None, None
 
 
 def _encode(share: Tensor, kind: str) -> Tensor:
     """Return uint8 codes of values in [-1, 1]. Two nf4 codes share a byte, the first in its low half."""
     if kind == "int8":
         return (share * 127).round_().to(torch.int8).view(torch.uint8)
-    levels = _levels(torch.float32, share.device)
+    levels = torch.tensor(NF4_LEVELS, dtype=torch.float32).to(share.device, non_blocking=True)
     middles = (levels[1:] + levels[:-1]) / 2
-    codes = torch.bucketize(share.contiguous(), middles).to(torch.uint8)
+    codes = torch.bucketize(share.contiguous(), middles, out_int32=True).to(torch.uint8)
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
-def _levels(dtype: torch.dtype, device: torch.device) -> Tensor:
-    # Sent without waiting: every layer needs it, in every micro-batch.
-    return torch.tensor(NF4_LEVELS, dtype=dtype).to(device, non_blocking=True)
+def nf4_pairs(dtype: torch.dtype) -> Tensor:
+    """Return the two levels that each byte of nf4 codes stands for, [256, 2]."""
+    levels, codes = torch.tensor(NF4_LEVELS, dtype=dtype, device="cpu"), torch.arange(256, device="cpu")
+    return torch.stack([levels[codes & 15], levels[codes >> 4]], dim=-1)
 
 
-def _decode(codes: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
-    """Return the levels of codes, in [-1, 1]."""
-    if kind == "int8":
-        return codes.contiguous().view(torch.int8).to(dtype) / 127
-    levels = _levels(dtype, codes.device)
-    halves = torch.stack([codes & 15, codes >> 4], dim=-1)
-    return levels[halves.view(codes.shape[0], -1).int()]
+def check_quantizable(blocks: list[nn.Module], key: str) -> None:
+    """Refuse blocks with matrices that are not the weight of one linear layer each: experts, or weights of two layers.
+
+    Raises:
+        ConfigError: There is one. ``key`` is the setting with its value, to name in the error.
+    """
+    linears = [module.weight for block in blocks for module in block.modules() if isinstance(module, nn.Linear)]
+    known = {id(weight) for weight in linears}
+    named = [(name, each) for block in blocks for name, each in block.named_parameters() if each.ndim > 1]
+    other = next((name for name, each in named if id(each) not in known), None)
+    if other is not None or len(known) < len(linears):
+        what = "two linear layers share a weight" if other is None else f"{other} is the weight of no linear layer (experts?)"
+        raise ConfigError(f"{key}: in the model's blocks {what}, and only linear layers are quantised. Set it to none.")
 
 
 def quantize_blocks(blocks: list[nn.Module], kind: str) -> None:

@@ -25,6 +25,7 @@ from torch.nn.functional import linear, silu
 from verl_memopt.memory.formulas import PRODUCT_ROWS
 from verl_memopt.memory.fused import over_rows, runs_compiled
 from verl_memopt.memory.lora_torch import LoraLinear
+from verl_memopt.memory.quantized_frozen_torch import Packing, stored_weight, whole_weight
 from verl_memopt.model.families import OWN_BLOCKS
 
 KEY = "actor_rollout_ref.model.recompute_elementwise"
@@ -83,8 +84,9 @@ def recomputed_outputs(
         return [layer(part if marked else value) for layer, marked in zip(layers, on_rows(layers), strict=True)]
     adapted = [layer for layer in layers if isinstance(layer, LoraLinear) and layer.active]
     factors = {id(layer): layer.factors for layer in adapted}
-    weights = [layer.weight for layer in layers] + [down for down, _ in factors.values()]
-    outs = list(recomputed_products(recomputable, sources, parameters, weights, rows, on_rows([*layers, *adapted])))
+    stored = [*map(stored_weight, layers), *((down, None) for down, _ in factors.values())]
+    weights, packings = zip(*stored, strict=True)
+    outs = list(recomputed_products(recomputable, sources, parameters, weights, rows, on_rows([*layers, *adapted]), packings))
     thin = dict(zip(map(id, adapted), outs[len(layers) :], strict=True))
     for place, layer in enumerate(layers):
         if layer.bias is not None:
@@ -108,6 +110,7 @@ def recomputed_products(
     weights: Sequence[Tensor],
     rows: Rows | None = None,
     of_rows: Sequence[bool] = (),
+    packings: Sequence[Packing | None] | None = None,
 ) -> Tensors:
     """Return the products of a value with some weights; backward computes the value again.
 
@@ -116,30 +119,42 @@ def recomputed_products(
 
     Returns:
         One product for each weight: [T, m], or [R, m] for a weight marked in ``of_rows``, which is multiplied with the ``rows``
-        of the value only. At least one weight is not marked.
+        of the value only. At least one weight is not marked. A weight with a packing is decoded for each of its products.
     """
+    packings = (None,) * len(weights) if packings is None else packings
     tensors, marked = (*sources, *parameters, *weights), tuple(of_rows) if rows is not None else (False,) * len(weights)
     assert len(marked) == len(weights), (marked, len(weights))
     assert not all(marked)
-    return _RecomputedProducts.apply(recomputable, len(parameters), rows, marked, keep(*tensors), *tensors)
+    return _RecomputedProducts.apply(recomputable, len(parameters), rows, marked, packings, keep(*tensors), *tensors)
 
 
 class _RecomputedProducts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, recomputable: Recomputable, parameters: int, rows: Rows | None, marked: Sequence[bool], node: Any, *tensors: Any
+        ctx: Any,
+        recomputable: Recomputable,
+        parameters: int,
+        rows: Rows | None,
+        marked: Sequence[bool],
+        packings: Sequence[Packing | None],
+        node: Any,
+        *tensors: Any,
     ) -> Tensors:
         ctx.recomputable, ctx.parameters, ctx.rows, ctx.marked, ctx.kept = recomputable, parameters, rows, marked, node
+        ctx.packings = packings
         first, second = recomputable.sources, recomputable.sources + parameters
         value = recomputable.compute(tensors[:first], tensors[first:second])
         part = value if rows is None else value[rows.index]
-        weights = zip(tensors[second:], marked, strict=True)
-        return tuple(torch.mm(part if of_rows else value, weight.t()) for weight, of_rows in weights)
+        weights = zip(tensors[second:], packings, marked, strict=True)
+        return tuple(
+            torch.mm(part if of_rows else value, whole_weight(weight, packing, value.dtype).t())
+            for weight, packing, of_rows in weights
+        )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        recomputable, tensors, needed = ctx.recomputable, kept(ctx), ctx.needs_input_grad[5:]
+        recomputable, tensors, needed = ctx.recomputable, kept(ctx), ctx.needs_input_grad[6:]
         first, second = recomputable.sources, recomputable.sources + ctx.parameters
         sources, parameters, weights = tensors[:first], tensors[first:second], tensors[second:]
         further = any(needed[:second])
@@ -157,27 +172,32 @@ class _RecomputedProducts(torch.autograd.Function):
                     total.add(grad, value[places] if of_rows else value, alone=len(cuts) == 1)
             if further:
                 # The value is not read any more, so its memory takes its own gradient from here on.
-                _through(above, weights, ctx.marked, places, value)
+                _through(above, list(zip(weights, ctx.packings, strict=True)), ctx.marked, places, value)
                 recomputable.differentiate(value, cut, parameters, tuple(one[rows] for one in into), sums)
             del value, above  # freed before those of the next tile are allocated
         source_grads = into if further else (None,) * first
         parameter_grads = (None if one is None else one.to(like.dtype) for one, like in zip(sums, parameters, strict=True))
-        return *(None,) * 5, *source_grads, *parameter_grads, *(None if one is None else one.gradient() for one in weight_grads)
+        return *(None,) * 6, *source_grads, *parameter_grads, *(None if one is None else one.gradient() for one in weight_grads)
 
 
 def _through(
-    grads: Sequence[Tensor], weights: Sequence[Tensor], marked: Sequence[bool], places: Tensor | None, out: Tensor
+    grads: Sequence[Tensor],
+    stored: Sequence[tuple[Tensor, Packing | None]],
+    marked: Sequence[bool],
+    places: Tensor | None,
+    out: Tensor,
 ) -> None:
     """Write the sum of the products of gradients and weights into ``out``; marked ones are of the rows at ``places``."""
-    triples = list(zip(grads, weights, marked, strict=True))
+    triples = list(zip(grads, stored, marked, strict=True))
     whole, part = ([(grad, weight) for grad, weight, of_rows in triples if of_rows is wanted] for wanted in (False, True))
-    torch.mm(*whole[0], out=out)
+    first, weight = whole[0]
+    torch.mm(first, whole_weight(*weight, out.dtype), out=out)
     for grad, weight in whole[1:]:
-        torch.addmm(out, grad, weight, out=out)
+        torch.addmm(out, grad, whole_weight(*weight, out.dtype), out=out)
     if part:
         added = out[places]
         for grad, weight in part:
-            torch.addmm(added, grad, weight, out=added)
+            torch.addmm(added, grad, whole_weight(*weight, out.dtype), out=added)
         out[places] = added
 
 

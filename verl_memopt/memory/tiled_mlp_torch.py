@@ -11,7 +11,7 @@ Exact: outputs and gradients of inputs are those of the whole MLP. Gradients of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.lora_torch import LoraLinear
+from verl_memopt.memory.quantized_frozen_torch import Packing, stored_weight, whole_weight
 from verl_memopt.memory.recompute_elementwise_torch import (
     RMSNorm,
     SwiGLU,
@@ -62,7 +63,8 @@ def tiled_mlp(mlp: Any, x: Tensor, num_shards: int) -> Tensor:
     """Return ``mlp.gated(x)`` [T, h] of a normed input x [T, h], computed over ``num_shards`` tiles; keep only x."""
     if torch.is_grad_enabled():
         names, parameters = zip(*mlp.named_parameters(), strict=True)
-        weights = [weight.to(x.dtype) for weight in parameters]  # adapters may rest in more digits
+        # Adapters may rest in more digits, and bytes stay bytes.
+        weights = [weight.to(x.dtype) if weight.is_floating_point() else weight for weight in parameters]
         # In a checkpointed block nothing is saved after this, so the block's second forward stops here.
         return _Tiles.apply(mlp, num_shards, keep(x, *weights), names, x, *weights)
     out = torch.empty_like(x)
@@ -110,7 +112,8 @@ def _mlp(mlp: Any, x: Tensor, held: dict[str, Tensor], sums: dict[str, Tensor]) 
 
     def project(name: str, x: Tensor) -> Tensor:
         layer = getattr(mlp, name)
-        out = _linear(x, f"{name}.weight", f"{name}.bias", held, sums)
+        packing = stored_weight(layer)[1]
+        out = _linear(x, f"{name}.{'weight' if packing is None else 'qweight'}", f"{name}.bias", held, sums, packing)
         if not isinstance(layer, LoraLinear) or not layer.active:
             return out
         thin = _linear(x, f"{name}.lora_A", "", held, sums)
@@ -119,8 +122,10 @@ def _mlp(mlp: Any, x: Tensor, held: dict[str, Tensor], sums: dict[str, Tensor]) 
     return project("down_proj", mlp.act_fn(project("gate_proj", x)) * project("up_proj", x))
 
 
-def _linear(x: Tensor, weight: str, bias: str, held: dict[str, Tensor], sums: dict[str, Tensor]) -> Tensor:
-    return _SummingLinear.apply(x, held[weight], held.get(bias), sums.get(weight), sums.get(bias))
+def _linear(
+    x: Tensor, weight: str, bias: str, held: dict[str, Tensor], sums: dict[str, Tensor], packing: Packing | None = None
+) -> Tensor:
+    return _SummingLinear.apply(x, held[weight], held.get(bias), sums.get(weight), sums.get(bias), packing)
 
 
 class _SummingLinear(torch.autograd.Function):
@@ -128,10 +133,17 @@ class _SummingLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, weight_sum: Tensor | None, bias_sum: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        weight_sum: Tensor | None,
+        bias_sum: Tensor | None,
+        packing: Packing | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.sums = weight_sum, bias_sum
+        ctx.sums, ctx.packing = (weight_sum, bias_sum), packing
+        weight = whole_weight(weight, packing, x.dtype)
         # Written into ``out``: selective checkpointing keeps the outputs of products, and these are to be recomputed.
         out = x.new_empty(x.shape[0], weight.shape[0])
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
@@ -146,7 +158,7 @@ class _SummingLinear(torch.autograd.Function):
             torch.addmm(weight_sum, grad.t(), x, out=weight_sum)
         if bias_sum is not None:
             bias_sum.add_(grad.sum(0))
-        return grad @ weight, None, None, None, None
+        return grad @ whole_weight(weight, ctx.packing, grad.dtype), None, None, None, None, None
 
 
 # A norm and an MLP that keep only their input, and are recomputed in backward over tiles of rows.
@@ -165,17 +177,26 @@ def recomputed_mlp(x: Tensor, norm: RMSNorm, weight: Tensor, layers: Sequence[An
     """
     if not torch.is_grad_enabled():
         return _whole(x, norm, weight, layers, tiles)
-    tensors, scales = tensors_and_scales(layers)
-    return _RecomputedMlp.apply(norm, tiles, scales, keep(x, weight, *tensors), x, weight, *tensors)
+    tensors, traits = tensors_and_traits(layers)
+    return _RecomputedMlp.apply(norm, tiles, traits, keep(x, weight, *tensors), x, weight, *tensors)
 
 
-def tensors_and_scales(layers: Sequence[Any]) -> tuple[list[Tensor | None], list[float]]:
-    """Return weight, bias, and an adapter's A and B of each linear layer, None for what it lacks; and the adapters' scales."""
-    tensors: list[Tensor | None] = []
+class Traits(NamedTuple):
+    """What a linear layer is beside its tensors: the scale of its adapter, and how its weight is packed, if it is."""
+
+    scale: float
+    packing: Packing | None
+
+
+def tensors_and_traits(layers: Sequence[Any]) -> tuple[list[Tensor | None], list[Traits]]:
+    """Return what is stored of its weight, bias, and an adapter's A and B of each linear layer, None for what it lacks."""
+    tensors, traits = list[Tensor | None](), list[Traits]()
     for layer in layers:
-        adapted = isinstance(layer, LoraLinear) and layer.active
-        tensors += (layer.weight, layer.bias, *(layer.factors if adapted else (None, None)))
-    return tensors, [layer.scale if isinstance(layer, LoraLinear) else 0.0 for layer in layers]
+        adapted = isinstance(layer, LoraLinear)
+        weight, packing = stored_weight(layer)
+        tensors += (weight, layer.bias, *(layer.factors if adapted and layer.active else (None, None)))
+        traits.append(Traits(layer.scale if adapted else 0.0, packing))
+    return tensors, traits
 
 
 def _whole(x: Tensor, norm: RMSNorm, weight: Tensor, layers: Sequence[Callable[[Tensor], Tensor]], tiles: int) -> Tensor:
@@ -192,14 +213,15 @@ def _whole(x: Tensor, norm: RMSNorm, weight: Tensor, layers: Sequence[Callable[[
 class TiledLinear:
     """A linear layer [m, n] in an autograd function: its output over a tile, and its gradients summed over tiles.
 
-    Of its four tensors (weight, bias, an adapter's A and B; None for what it lacks) those that are ``needed`` get a gradient.
+    Of its four tensors (weight, bias, an adapter's A and B; None for what it lacks) those that are ``needed`` get a gradient. A
+    weight that is packed is decoded for each product.
     """
 
-    def __init__(self, tensors: Sequence[Tensor | None], scale: float, needed: Sequence[bool]) -> None:
-        """Start without gradients. ``scale`` is that of the adapter."""
-        weight, self.bias, self.down, self.up = tensors
-        assert weight is not None
-        self.weight, self.scale = weight, scale
+    def __init__(self, tensors: Sequence[Tensor | None], traits: Traits, needed: Sequence[bool]) -> None:
+        """Start without gradients."""
+        stored, self.bias, self.down, self.up = tensors
+        assert stored is not None
+        self._stored, (self.scale, self._packing) = stored, traits
         learning = [one if wanted else None for one, wanted in zip(tensors, needed, strict=True)]
         of_weight, of_bias, *of_adapter = learning
         self._of_bias = None if of_bias is None else zeros_to_sum(of_bias)
@@ -209,8 +231,8 @@ class TiledLinear:
     def output(self, x: Tensor) -> Tensor:
         """Return the output [t, m] of a tile [t, n]."""
         # Written into ``out``: selective checkpointing keeps the outputs of products, and these are to be recomputed.
-        out = x.new_empty(x.shape[0], self.weight.shape[0])
-        torch.mm(x, self.weight.t(), out=out)
+        out = x.new_empty(x.shape[0], self._stored.shape[0])
+        torch.mm(x, whole_weight(self._stored, self._packing, x.dtype).t(), out=out)
         if self.bias is not None:
             out.add_(self.bias)
         if self.down is not None and self.up is not None:
@@ -230,10 +252,12 @@ class TiledLinear:
 
     def through(self, grad: Tensor, out: Tensor, add: bool) -> None:
         """Write the input's gradient into ``out`` [t, n], or add it there."""
+        weight = whole_weight(self._stored, self._packing, grad.dtype)
         if add:
-            torch.addmm(out, grad, self.weight, out=out)
+            torch.addmm(out, grad, weight, out=out)
         else:
-            torch.mm(grad, self.weight, out=out)
+            torch.mm(grad, weight, out=out)
+        del weight
         if self.down is not None and self.up is not None:
             torch.addmm(out, self._product(grad, self.up), self.down, alpha=self.scale, out=out)
 
@@ -241,7 +265,7 @@ class TiledLinear:
         """Return the gradients of weight, bias, A and B in their dtypes; None for what needs none."""
         sums = (self._of_weight, self._of_down, self._of_up)
         of_weight, *of_adapter = (None if one is None else one.gradient() for one in sums)
-        return of_weight, None if self._of_bias is None else self._of_bias.to(self.weight.dtype), *of_adapter
+        return of_weight, None if self._of_bias is None else self._of_bias.to(self._stored.dtype), *of_adapter
 
     @staticmethod
     def _product(x: Tensor, y: Tensor) -> Tensor:
@@ -249,21 +273,21 @@ class TiledLinear:
 
 
 def tiled_linears(
-    tensors: Sequence[Tensor | None], scales: Sequence[float], needed: Sequence[bool] | None = None
+    tensors: Sequence[Tensor | None], traits: Sequence[Traits], needed: Sequence[bool] | None = None
 ) -> list[TiledLinear]:
-    """Return the layers of :func:`tensors_and_scales`. ``needed``: which tensors get a gradient; None = none does."""
+    """Return the layers of :func:`tensors_and_traits`. ``needed``: which tensors get a gradient; None = none does."""
     needed = (False,) * len(tensors) if needed is None else needed
-    fours = [slice(4 * place, 4 * place + 4) for place in range(len(scales))]
-    return [TiledLinear(tensors[four], scale, needed[four]) for four, scale in zip(fours, scales, strict=True)]
+    fours = [slice(4 * place, 4 * place + 4) for place in range(len(traits))]
+    return [TiledLinear(tensors[four], each, needed[four]) for four, each in zip(fours, traits, strict=True)]
 
 
 class _RecomputedMlp(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, norm: RMSNorm, tiles: int, scales: Sequence[float], node: Any, x: Tensor, weight: Tensor, *tensors: Any
+        ctx: Any, norm: RMSNorm, tiles: int, traits: Sequence[Traits], node: Any, x: Tensor, weight: Tensor, *tensors: Any
     ) -> Tensor:
-        ctx.norm, ctx.tiles, ctx.scales, ctx.kept = norm, tiles, scales, node
-        gate, up, down = tiled_linears(tensors, scales)
+        ctx.norm, ctx.tiles, ctx.traits, ctx.kept = norm, tiles, traits, node
+        gate, up, down = tiled_linears(tensors, traits)
         out = torch.empty_like(x)
         for rows in product_tiles(x, tiles):
             normal = norm.compute((x[rows],), (weight,))
@@ -277,7 +301,7 @@ class _RecomputedMlp(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, *tensors = kept(ctx)
         needed = ctx.needs_input_grad[4:]
-        layers = tiled_linears(tensors, ctx.scales, needed[2:])
+        layers = tiled_linears(tensors, ctx.traits, needed[2:])
         of_x = torch.empty_like(x) if any(needed[:2]) else None
         of_norm = zeros_to_sum(weight) if needed[1] else None
         cuts = product_tiles(x, ctx.tiles)

@@ -23,7 +23,7 @@ from verl_memopt.memory.activation_checkpointing_torch import checkpoint_blocks
 from verl_memopt.memory.formulas import key_copies
 from verl_memopt.memory.lora import base_rests_as_computed
 from verl_memopt.memory.lora_torch import apply_lora
-from verl_memopt.memory.quantized_frozen_torch import quantize_blocks
+from verl_memopt.memory.quantized_frozen_torch import check_quantizable, quantize_blocks
 from verl_memopt.memory.sequence_parallel_torch import sequence_group
 from verl_memopt.memory.streamed_params_torch import StreamedParams, allocate_on_host, native_offload
 from verl_memopt.model.attention import choose_attention
@@ -62,7 +62,7 @@ class ModelUse:
     trained: bool = False
     """A model that is trained, which has adapters if LoRA is on."""
     quantization: str = "none"
-    """Quantization of a frozen model's blocks."""
+    """Quantization of a frozen model's blocks, or of the frozen base under adapters."""
     compiled: bool = False
     """Compile the functions of a chunk of the LM head."""
 
@@ -79,16 +79,13 @@ Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype]
 def parallelize(
     packed: PackedModel, model: Model | CriticModel, fsdp: Fsdp, mesh: DeviceMesh, dtypes: Dtypes, use: ModelUse
 ) -> None:
-    """Apply LoRA, quantisation, checkpointing, FSDP2 and parameter offload to a model without weights.
+    """Apply quantisation, LoRA, checkpointing, FSDP2 and parameter offload to a model without weights.
 
     The blocks of ``packed`` have their options already.
 
     Raises:
         ConfigError: The model has no modules for the adapters or units, or torch cannot shard its quantised blocks.
     """
-    if use.trained and model.lora_rank > 0:
-        layers, key = (model.target_modules, model.exclude_modules), use.model_key
-        apply_lora(packed.lm, model.lora_rank, model.lora_alpha, *layers, key, packed.masters)
     precision, offload = mixed_precision(*dtypes), native_offload(fsdp.offload_policy)
     if use.quantization != "none":
         if not stays_plain(mesh, precision, offload) and TORCH < SHARDS_BYTES:
@@ -97,7 +94,12 @@ def parallelize(
                 f"quantized parameters. Install torch 2.13 or newer, set quantization=none, or keep the model unsharded: one "
                 f"device, {use.fsdp_key}.model_dtype equal to dtype, and {use.fsdp_key}.offload_policy=false."
             )
+        if use.trained:
+            check_quantizable(packed.blocks(), f"{use.model_key}.quantization={use.quantization}")
         quantize_blocks(packed.blocks(), use.quantization)
+    if use.trained and model.lora_rank > 0:
+        layers, key = (model.target_modules, model.exclude_modules), use.model_key
+        apply_lora(packed.lm, model.lora_rank, model.lora_alpha, *layers, key, packed.masters)
     units = wrapped_modules(packed, packed.blocks(), fsdp)
     _refuse_units_inside_blocks(packed, fsdp, use)
     if use.recompute:  # before sharding, so that FSDP's hooks stay outside of the recomputed part
@@ -164,7 +166,8 @@ def build_trained_policy(
     model: Model, fsdp: Fsdp, folder: Path, mesh: DeviceMesh, device: torch.device, compiled: bool
 ) -> PolicyModel:
     """Return the sharded policy without weights, as it is trained. :func:`materialize` fills it."""
-    use = ModelUse(recompute=model.enable_gradient_checkpointing, trained=True, compiled=compiled)
+    recompute, quantization = model.enable_gradient_checkpointing, model.quantization
+    use = ModelUse(recompute=recompute, trained=True, quantization=quantization, compiled=compiled)
     return build_policy(model, fsdp, folder, mesh, device, use)
 
 

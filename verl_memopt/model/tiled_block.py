@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from verl_memopt.distributed.device import is_gpu, supports_flash
 from verl_memopt.memory.recompute_elementwise_torch import RMSNorm, SwiGLU, keep, kept, zeros_to_sum
-from verl_memopt.memory.tiled_mlp_torch import TiledLinear, tensors_and_scales, tiled_linears
+from verl_memopt.memory.tiled_mlp_torch import TiledLinear, Traits, tensors_and_traits, tiled_linears
 from verl_memopt.model.attention_fused import CPU_FLASH, EFFICIENT, FLASH, Kernel, key_heads, merge
 from verl_memopt.model.packing import PrefixLayout
 from verl_memopt.model.rotary import apply_rotary, rotary_backward
@@ -149,23 +149,23 @@ def tiled_block(
     """
     if not torch.is_grad_enabled():
         return _Block(shape, layout, (x, cos, sin, *norm_weights), layers).forward()
-    tensors, scales = tensors_and_scales(layers)
+    tensors, traits = tensors_and_traits(layers)
     node = keep(x, cos, sin, *norm_weights, *tensors)
-    return _TiledBlock.apply(shape, layout, scales, node, x, cos, sin, *norm_weights, *tensors)
+    return _TiledBlock.apply(shape, layout, traits, node, x, cos, sin, *norm_weights, *tensors)
 
 
 class _TiledBlock(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shape: BlockShape, layout: PrefixLayout, scales: Sequence[float], node: Any, *tensors: Any) -> Tensor:
-        ctx.shape, ctx.layout, ctx.scales, ctx.kept = shape, layout, scales, node
-        layers = tiled_linears(tensors[7:], scales)
+    def forward(ctx: Any, shape: BlockShape, layout: PrefixLayout, traits: Sequence[Traits], node: Any, *tensors: Any) -> Tensor:
+        ctx.shape, ctx.layout, ctx.traits, ctx.kept = shape, layout, traits, node
+        layers = tiled_linears(tensors[7:], traits)
         return _Block(shape, layout, tensors[:7], [layer.output for layer in layers]).forward()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors, needed = kept(ctx), ctx.needs_input_grad[4:]
-        layers = tiled_linears(tensors[7:], ctx.scales, needed[7:])
+        layers = tiled_linears(tensors[7:], ctx.traits, needed[7:])
         weights = tensors[3:7]
         sums = [zeros_to_sum(one) if wanted else None for one, wanted in zip(weights, needed[3:7], strict=True)]
         block = _Block(ctx.shape, ctx.layout, tensors[:7], [layer.output for layer in layers])

@@ -19,10 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from verl_memopt.config.schema import CriticModel, Model
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.formulas import QUANTIZED_AT_ONCE
 from verl_memopt.memory.held import PUBLISHED, ModelSize
 from verl_memopt.memory.lora_torch import ADAPTERS
 from verl_memopt.memory.prune_last_block import window_of
-from verl_memopt.memory.quantized_frozen_torch import quantized_layers
+from verl_memopt.memory.quantized_frozen_torch import Packing, quantized_layers
 from verl_memopt.model.attention import REGISTERED
 from verl_memopt.model.families import NO_LIST, OWN_BLOCKS, POLICY_KEY, UNEVEN, impossible_size, one_line, refused, unsupported
 from verl_memopt.model.folder import HUB_ID, files_of_index
@@ -206,10 +207,18 @@ def fill_from_folder(
         if not local.numel():
             continue
         if name in layers:
-            rows = weights.read(_stored(name), (region[0], slice(0, layers[name].in_features)))
-            local.copy_(layers[name].quantize(rows))
+            _quantize_into(local, weights, _stored(name), region[0].start, layers[name].packing)
         else:
             local.copy_(weights.read(name, region))
+
+
+def _quantize_into(local: Tensor, weights: WeightFolder, name: str, first: int, packing: Packing) -> None:
+    """Write the bytes of rows of a file's tensor, from ``first`` on, a piece at a time on the device where they go."""
+    start, step = 0, max(QUANTIZED_AT_ONCE // packing.in_features, 1)
+    for piece in local.split(step):
+        rows = weights.read(name, (slice(first + start, first + start + piece.shape[0]), slice(0, packing.in_features)))
+        piece.copy_(packing.quantize(rows.to(piece.device)))
+        start += piece.shape[0]
 
 
 def _stored(name: str) -> str:

@@ -169,6 +169,8 @@ class EnginePlace:
     """Rank of the adapters that the engine gets beside the weights that it shares with the trainer. 0 = it gets none."""
     lora_alpha: float = 0
     """Adapters are scaled by lora_alpha / lora_rank."""
+    quantization: str = "none"
+    """How the linear layers of a base rest that the engine shares with the trainer."""
     cache_bytes: int | None = None
     """Size of the KV cache with ``kv_cache_memory_gb=auto``. None = the settings say it."""
 

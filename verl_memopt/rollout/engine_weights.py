@@ -264,7 +264,7 @@ class WeightMap:
 
         A tensor that the loader does not simply copy has no place. It is passed to the loader as a whole tensor.
         """
-        probes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+        probes = {name: torch.empty(shape, dtype=_stored_in(name, dtype), device="meta") for name, shape in shapes.items()}
         places = {}
         for name, probe in probes.items():
             with torch.no_grad(), _Copies(probe) as copies:
@@ -285,7 +285,7 @@ class WeightMap:
             name: target
             for name, places in self._places.items()
             for target in (place.target for place in places)
-            if len(places) == 1 and target.shape == self._shapes[name] and target.dtype == self._dtype
+            if len(places) == 1 and target.shape == self._shapes[name] and target.dtype == _stored_in(name, self._dtype)
         }
 
     @torch.no_grad()
@@ -311,6 +311,11 @@ class WeightMap:
         """Yield where rows of a slice are stored, with those rows."""
         for place in self._places.get(part.name, ()):
             yield from place.pairs(part)
+
+
+def _stored_in(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a weight in an engine that computes in ``dtype``: bytes where it is quantised."""
+    return torch.uint8 if name.endswith("qweight") else dtype
 
 
 class _Copies(TorchDispatchMode):

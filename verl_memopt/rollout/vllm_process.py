@@ -6,12 +6,13 @@ vLLM's allocator is read from the loaded modules, so this file does not import v
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,6 +44,7 @@ SET_BY = {
     "distributed_executor_backend": f"{KEY}.tensor_model_parallel_size",
     "generation_config": f"{KEY}.temperature and its neighbours",
     "skip_tokenizer_init": f"{KEY}.ignore_eos and the model's end-of-sequence tokens",
+    "quantization": "actor_rollout_ref.model.quantization",
     **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank"), "actor_rollout_ref.model.lora_rank"),
 }
 """The setting behind each engine argument that has another name."""
@@ -89,6 +91,8 @@ def engine_arguments(rollout: schema.Rollout, place: EnginePlace) -> dict[str, A
         "use_tqdm_on_load": False,
         **{name: getattr(rollout, name) for name in SAME_NAME},
     }
+    if place.quantization != "none":
+        arguments["quantization"] = own_quantization(place.quantization)
     if place.lora_rank:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": slot_rank(place.lora_rank)}
     cache_bytes = _cache_bytes(rollout, place)
@@ -175,13 +179,19 @@ def sampling_arguments(sampling: SamplingSettings, seed: int, eos_token_ids: Seq
     }
 
 
-def copies_in_place(model_config: Any) -> bool:
+def own_quantization(kind: str) -> str:
+    """Return the name that vLLM knows the formats of a quantised base by."""
+    return f"verl_memopt_{kind}"
+
+
+def copies_in_place(model_config: Any, quantization: str) -> bool:
     """Return whether weights may be copied straight into the engine's parameters.
 
-    Quantized, mixture-of-experts and latent-attention models keep tensors derived from their weights, so vLLM must rebuild
-    each module. It then holds one module twice.
+    Quantized (but for a base's own ``quantization``), mixture-of-experts and latent-attention models keep tensors derived from
+    their weights, so vLLM must rebuild each module. It then holds one module twice.
     """
-    return model_config.quantization is None and not model_config.is_moe and not model_config.use_mla
+    plain = model_config.quantization in (None, own_quantization(quantization))
+    return plain and not model_config.is_moe and not model_config.use_mla
 
 
 def advice_for(error: BaseException) -> str:
@@ -377,3 +387,28 @@ def _set_level(level: int) -> None:
     for handler in vllm_logger.handlers:
         if type(handler.formatter).__module__.startswith("vllm"):
             handler.setLevel(level)
+
+
+# How the ranks of one engine agree on when to stop. All of them must take the same engine steps.
+
+
+STEPS_PER_AGREEMENT = 8
+"""Engine steps between two agreements."""
+
+
+def agreed(stopped: Callable[[], bool], group: dist.ProcessGroup) -> Callable[[], bool]:
+    """Return a function that says whether any rank wants to stop. Without it some ranks would wait for the others for ever.
+
+    All ranks call it before each engine step, and exchange their answers once every ``STEPS_PER_AGREEMENT`` calls. The others
+    return False. ``group`` holds the ranks of the engine, for host tensors.
+    """
+    calls = itertools.count(1)
+
+    def any_stopped() -> bool:
+        if next(calls) % STEPS_PER_AGREEMENT:
+            return False
+        any_rank = torch.tensor(int(stopped()))
+        dist.all_reduce(any_rank, op=dist.ReduceOp.MAX, group=group)
+        return bool(any_rank)
+
+    return any_stopped

@@ -24,6 +24,7 @@ from verl_memopt.config.loader import settings_from_mapping, to_plain
 from verl_memopt.config.schema import Model, Settings
 from verl_memopt.distributed.device import resolve_device
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory import grad_offload, quantized_base, split_masters
 from verl_memopt.memory.critic_rules import has_critic, own_pools, twin
 from verl_memopt.memory.fit import CARDS, CERTAIN, Peaks, Sizes, bytes_beside_cache, on_one_machine, predict
 from verl_memopt.memory.held import PUBLISHED
@@ -342,8 +343,14 @@ class Search:
                     keys = {twin(key): value for key, value in keys.items() if twin(key) in leaf_types()} | keys
                 yield Change(knob.name, keys, lossy)
         if lossy:
-            fsdp = f"{_AR}.actor.fsdp_config.model_dtype"
-            yield Change("lora", {f"{_AR}.model.lora_rank": 16, fsdp: "bfloat16"}, changes_numbers=True)
+            yield Change("lora", {f"{_AR}.model.lora_rank": 16, f"{_AR}.actor.fsdp_config.model_dtype": "bfloat16"}, True)
+            off = {key: False for key in (split_masters.KEY, grad_offload.KEY) if value_at(settings, key)}  # of all weights
+            packed = {
+                f"{_AR}.model.lora_rank": settings.actor_rollout_ref.model.lora_rank or 16,
+                quantized_base.KEY: "nf4",
+                **off,
+            }
+            yield Change("quantized_base", packed, changes_numbers=True)
 
     def longest_response(self, keys: Mapping[str, Any]) -> int:
         """Return the tokens of the longest response that fits with some changes and the models' positions; 0 where none does."""

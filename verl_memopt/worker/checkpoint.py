@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -13,19 +13,20 @@ from verl_memopt.distributed.file_records import Records, record_folder
 from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
 from verl_memopt.errors import CheckpointError
 from verl_memopt.memory.lora_torch import merged_weights, save_adapter
+from verl_memopt.memory.quantized_frozen_torch import quantized_layers
 from verl_memopt.memory.weight_buckets_torch import WeightSlice, full_weights, weight_slices
 from verl_memopt.model.export import ADAPTER, export_folder, saved_dtype, write_generation_config
 from verl_memopt.model.packed_model import PackedModel
 from verl_memopt.model.value_model import ValueModel, classifier_config
-from verl_memopt.model.weights import base_weights, named_weights
+from verl_memopt.model.weights import WeightFolder, base_weights, named_weights
 from verl_memopt.observe.byte_tracker import HOST, scope
 from verl_memopt.worker.roles import WorkerPlan
 from verl_memopt.worker.trained_model import ACTOR, TrainedModel, readable
 
 
-def plain_weights(model: PackedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the weights under the names of a plain model: adapters merged, still sharded."""
-    return merged_weights(named_weights(model), model)
+def plain_weights(model: PackedModel, exact: Callable[[str], torch.Tensor] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return the weights under the names of a plain model: adapters merged, still sharded. As :func:`merged_weights`."""
+    return merged_weights(named_weights(model), model, exact)
 
 
 def sent_weights(model: PackedModel, rollout: Rollout, dtype: torch.dtype, merged: bool = True) -> Iterator[WeightSlice]:
@@ -92,7 +93,7 @@ def _export(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path, dt
     """
     settings, model, writes = plan.settings, trained.model, rank == 0
     bucket = settings.rollout.checkpoint_engine.update_weights_bucket_megabytes
-    masters = ((name, trained.master(weight, on_host=True)) for name, weight in plain_weights(model))
+    masters = ((name, trained.master(weight, on_host=True)) for name, weight in plain_weights(model, _exact(plan, model)))
     stream = full_weights(masters, dtype, bucket) if weights else None
     config = classifier_config(model.lm.config) if isinstance(model, ValueModel) else model.lm.config
     export_folder(folder, config, Path(plan.tokenizer_folder), stream, writes, dtype)
@@ -102,6 +103,14 @@ def _export(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path, dt
     if writes and template is not None:
         # transformers prefers this file to tokenizer_config.json.
         (folder / "chat_template.jinja").write_text(template)
+
+
+def _exact(plan: WorkerPlan, model: PackedModel) -> Callable[[str], torch.Tensor] | None:
+    """Return what reads the unquantised weights of a quantised base: adapters are saved merged into these."""
+    if not quantized_layers(model):
+        return None
+    folder = WeightFolder(Path(plan.folder))
+    return lambda name: folder.read(name, ()).to(model.masters)
 
 
 def load_trained(trained: TrainedModel, folder: Path, contents: Sequence[str]) -> None:

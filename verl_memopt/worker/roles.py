@@ -36,7 +36,7 @@ from verl_memopt.distributed.sharded_state import load_weights, save_weights
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activation_offload_torch import BYTES_MOVED, CRITIC_BYTES_MOVED, ActivationOffload
 from verl_memopt.memory.fused import compiler_works
-from verl_memopt.memory.lora_torch import initialize_adapters, load_adapter
+from verl_memopt.memory.lora_torch import adapters_off, initialize_adapters, load_adapter
 from verl_memopt.memory.quantized_frozen_torch import exact_weights
 from verl_memopt.memory.residency import CRITIC, POLICY, REFERENCE, REWARD_MODEL, OffloadedParams, Residency
 from verl_memopt.model.assembly import (
@@ -202,6 +202,9 @@ class RoleBuilder:
         policy_model = build_trained_policy(model, fsdp, folder, self._mesh(fsdp), self.device, compiled)
         materialize(policy_model, folder, self.device, self.shared)
         start_adapters(policy_model, model, fsdp.seed, POLICY_KEY)
+        if model.quantization != "none":
+            with adapters_off(policy_model):
+                self._log_quantization_error(policy_model, folder, POLICY_KEY, model.quantization)
         self._check_packing(policy_model, folder, POLICY_KEY)
         offload, world_size = self._offload(policy_model, model, BYTES_MOVED), self.placement.world_size
         policy = Policy(policy_model, actor, self.plan.schedule_steps, world_size, self.device, offload)
@@ -250,7 +253,7 @@ class RoleBuilder:
             else:
                 materialize(model, folder, self.device)
         if plan.quantization != "none":
-            self._log_quantization_error(model, folder, plan)
+            self._log_quantization_error(model, folder, plan.key, plan.quantization)
         home = self._home(plan.part, model, fsdp, also, mapped)
         if home is not None and mapped is not None:  # it gets its values on the device
             home.to_host()
@@ -338,11 +341,11 @@ class RoleBuilder:
     def _check_packing(self, packed_model: PackedModel, folder: Path, key: str) -> None:
         check_packing(packed_model, self.device, packed_model.compute, self.plan.settings.actor, str(folder), key)
 
-    def _log_quantization_error(self, model: PolicyModel, folder: Path, plan: FrozenModel) -> None:
+    def _log_quantization_error(self, model: PolicyModel, folder: Path, key: str, quantization: str) -> None:
         mean, largest = quantization_error(model, folder, self.device, scoring_temperature(self.plan.settings.rollout))
         logger.info(
             "%s.quantization=%s: log-probs differ from the unquantised model's by %.2g nats on average, %.2g at most "
-            "(256 random tokens)", plan.key, plan.quantization, mean, largest,
+            "(256 random tokens)", key, quantization, mean, largest,
         )  # fmt: skip
 
 

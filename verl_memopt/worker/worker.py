@@ -31,6 +31,7 @@ from verl_memopt.memory.out_of_memory import (
     memory_limits,
     out_of_memory_report,
 )
+from verl_memopt.memory.quantized_base import KEY as QUANTIZATION
 from verl_memopt.memory.residency import Residency
 from verl_memopt.memory.rollout_memory import CACHE
 from verl_memopt.memory.shared_weights import KEY as SHARE_WEIGHTS
@@ -370,6 +371,7 @@ class Worker:
 
     def _engine_place(self, folder: str) -> EnginePlace:
         place, plan, model, beside = self.placement, self.plan, self.settings.model, self.plan.beside_cache_bytes
+        shares = why_not(self.settings, place.world_size) is None
         return EnginePlace(
             rank=place.rank,
             world_size=place.world_size,
@@ -381,8 +383,9 @@ class Worker:
             trust_remote_code=model.trust_remote_code,
             eos_token_ids=plan.eos_token_ids,
             device_limit_bytes=self.device_limit,
-            lora_rank=model.lora_rank if why_not(self.settings, place.world_size) is None else 0,
+            lora_rank=model.lora_rank if shares else 0,
             lora_alpha=model.lora_alpha,
+            quantization=model.quantization if shares else "none",
             cache_bytes=None if beside is None else left_for_cache(self.device, self.device_limit, beside),
         )
 
@@ -487,16 +490,22 @@ def shared_weights(
     ``sleeps``: the engine sleeps outside of rollouts.
 
     Raises:
-        ConfigError: ``rollout.share_weights=true``, and they cannot be shared.
+        ConfigError: ``rollout.share_weights=true`` or a quantised base, and they cannot be shared.
     """
-    reason, weights = why_not(settings, devices), None
+    reason, weights, refused = why_not(settings, devices), None, False
     if reason is None:
         try:
             weights = engine.share_weights()
         except RolloutError as error:
-            reason = f"{error}."
+            # The engine has been built for bytes that only a policy which shares them fills.
+            reason, refused = f"{error}.", settings.model.quantization != "none"
     if weights is None and settings.rollout.share_weights is True:
         raise ConfigError(f"{SHARE_WEIGHTS}=true: {reason} Set {SHARE_WEIGHTS}=auto to go on with two copies.")
+    if weights is None and refused:
+        raise ConfigError(
+            f"{QUANTIZATION}={settings.model.quantization}: the engine cannot share the quantised base: {reason} Set "
+            f"{SHARE_WEIGHTS}=false, with which the engine has whole weights of its own."
+        )
     if weights is None:
         logger.info("engine and policy hold a copy of the weights each: %s", reason)
     else:

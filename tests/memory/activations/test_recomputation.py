@@ -236,7 +236,7 @@ def test_layers_of_any_kind_are_computed_without_a_graph(kind):
     weights = {name: parameter.detach().clone() for name, parameter in block.named_parameters()}
     quantize_blocks([block], kind)
     for place, layer in enumerate(block.inner.layers):
-        layer.qweight.copy_(layer.quantize(weights[f"inner.layers.{place}.weight"]))
+        layer.qweight.copy_(layer.packing.quantize(weights[f"inner.layers.{place}.weight"]))
     with torch.no_grad():
         assert relative(block.inner(x, 3), block.inner.plain(x)) <= 1e-6  # fp32
 

@@ -214,7 +214,7 @@ def test_a_quantised_reference_is_tiled_as_well(kind):
         weights = dict(model.named_parameters())
         quantize_blocks([model], kind)
         for name, layer in quantized_layers(model).items():
-            layer.qweight.copy_(layer.quantize(weights[f"{name}.weight"].detach()))
+            layer.qweight.copy_(layer.packing.quantize(weights[f"{name}.weight"].detach()))
         with torch.no_grad():
             found.append(model(x))
     assert relative(found[1], found[0]) <= BOUND

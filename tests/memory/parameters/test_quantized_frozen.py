@@ -11,7 +11,7 @@ def layer(kind, rows=96, width=256, seed=0):
     torch.manual_seed(seed)
     base = nn.Linear(width, rows, bias=False)
     quantized = QuantizedLinear(base, kind)
-    quantized.qweight.data.copy_(quantized.quantize(base.weight.detach()))
+    quantized.qweight.data.copy_(quantized.packing.quantize(base.weight.detach()))
     return base, quantized
 
 
@@ -26,7 +26,7 @@ def test_bytes_are_codes_and_one_scale_a_group(kind, bits, group):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_error_of_a_weight_is_within_half_a_step_of_its_group(kind):
     base, quantized = layer(kind)
-    back = quantized.dequantize(quantized.qweight, torch.float32)
+    back = quantized.packing.dequantize(quantized.qweight, torch.float32)
     scale = base.weight.view(96, -1, FORMATS[kind].group).abs().amax(-1).repeat_interleave(FORMATS[kind].group, 1)
     # int8: half of 1/127; nf4: half of the widest gap between levels, between -1 and -0.6962
     step = {"int8": 0.5 / 127, "nf4": (1 - 0.6961928) / 2}[kind]
@@ -37,7 +37,9 @@ def test_eight_bits_are_much_closer_than_four():
     errors = {}
     for kind in KINDS:
         base, quantized = layer(kind)
-        errors[kind] = float((quantized.dequantize(quantized.qweight, torch.float32) - base.weight).norm() / base.weight.norm())
+        errors[kind] = float(
+            (quantized.packing.dequantize(quantized.qweight, torch.float32) - base.weight).norm() / base.weight.norm()
+        )
     assert errors["int8"] < 0.008
     assert errors["nf4"] < 0.1
     assert errors["int8"] < errors["nf4"] / 8
@@ -46,7 +48,7 @@ def test_eight_bits_are_much_closer_than_four():
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_quantised_apart_give_the_same_bytes(kind):
     base, quantized = layer(kind)
-    parts = [quantized.quantize(base.weight.detach()[start : start + 32]) for start in (0, 32, 64)]
+    parts = [quantized.packing.quantize(base.weight.detach()[start : start + 32]) for start in (0, 32, 64)]
     assert torch.equal(torch.cat(parts), quantized.qweight.data)
 
 
@@ -55,8 +57,8 @@ def test_widths_that_do_not_divide_by_the_group_and_rows_of_zeros_come_back(kind
     base = nn.Linear(100, 4, bias=True)
     base.weight.data[2] = 0
     quantized = QuantizedLinear(base, kind)
-    quantized.qweight.data.copy_(quantized.quantize(base.weight.detach()))
-    back = quantized.dequantize(quantized.qweight, torch.float32)
+    quantized.qweight.data.copy_(quantized.packing.quantize(base.weight.detach()))
+    back = quantized.packing.dequantize(quantized.qweight, torch.float32)
     assert back.shape == base.weight.shape
     assert (back[2] == 0).all()
     assert torch.isfinite(back).all()
@@ -67,7 +69,7 @@ def test_exact_weights_are_used_inside_and_codes_outside():
     weights = {"0.weight": block[0].weight.detach().clone()}
     quantize_blocks([block], "nf4")
     ((name, quantized),) = quantized_layers(block).items()
-    quantized.qweight.data.copy_(quantized.quantize(weights["0.weight"]))
+    quantized.qweight.data.copy_(quantized.packing.quantize(weights["0.weight"]))
     x = torch.randn(3, 64)
     with exact_weights(block, lambda key: weights[key]):
         assert torch.equal(block(x), x @ weights["0.weight"].T)

@@ -1,0 +1,82 @@
+"""A quantised base under adapters: trainer and vLLM compute with the same bytes, and nothing of the base is there twice."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.rollout.tools import tiny_folder as model_folder
+from tests.worker.test_shared_weights import AR, engine_places, made, places, settings_of, step  # noqa: F401
+from tests.worker.test_worker import ALL, PROMPTS, call, generated, same
+from verl_memopt.memory.lora_torch import ADAPTERS
+from verl_memopt.memory.lora_torch import adapters as adapters_of
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.model.weights import named_weights
+from verl_memopt.rollout.engine import train_sampling
+
+KEY = f"{AR}.model.quantization"
+LORA = {f"{AR}.model.lora_rank": 4, f"{AR}.model.lora_alpha": 8, f"{AR}.actor.optim.lr": 1e-2}
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("nf4", "fp32"), ("int8", "default")])
+def test_vllm_computes_with_the_bytes_of_the_trainers_base_and_gets_the_adapters_alone(made, tmp_path, kind, dtype):  # noqa: F811
+    worker = made(settings_of("auto", dtype, "vllm") | LORA | {KEY: kind}, model_folder(tmp_path / "model", tied=True))
+    assert worker.shares_weights
+    weights = dict(named_weights(worker.policy.model))
+    adapters = {name for name in weights if name.rsplit(".", 1)[-1] in ADAPTERS}
+    packed = {name for name, weight in weights.items() if weight.dtype == torch.uint8}
+    assert {name.rsplit(".", 2)[-2] for name in packed} == {f"{each}_proj" for each in ("q", "k", "v", "o", "gate", "up", "down")}
+    assert {weights[name].dtype for name in adapters} == {torch.float32}
+    base = {name: weight.clone() for name, weight in weights.items() if name not in adapters}
+    in_adapters = sum(weights[name].numel() for name in adapters)
+    for at in range(6):
+        assert {name: places(worker)[name] for name in base} == engine_places(worker)
+        _, difference, elements = step(worker, at)
+        assert 0 < elements <= 3 * in_adapters * 2
+        assert difference <= (1e-5 if dtype == "fp32" else 0.2)
+    assert same(base, {name: weights[name] for name in base})
+    assert weights["model.layers.0.mlp.up_proj.lora_B"].abs().max() > 0
+    # Saved, and taken up by a run whose engine has decoded weights of its own: the same base, so the same log-probs.
+    call(worker, "update_weights")
+    shared = generated(worker, seed=9)
+    records = call(worker, "save", str(tmp_path / "saved"), [*ALL, "hf_model"])
+    assert sum(file.stat().st_size for file in (tmp_path / "saved").glob("*.distcp")) < 20 * 4 * in_adapters
+    exported = load_file(tmp_path / "saved" / "huggingface" / "model.safetensors")
+    original = load_file(tmp_path / "model" / "model.safetensors")
+    name, layer = "model.layers.0.mlp.up_proj", adapters_of(worker.policy.model)["model.layers.0.mlp.up_proj"]
+    merged = original[f"{name}.weight"].float() + layer.scale * layer.lora_B.detach() @ layer.lora_A.detach()
+    assert (exported[f"{name}.weight"] - merged).abs().max() <= 1e-6
+    assert torch.equal(exported["model.norm.weight"].float(), original["model.norm.weight"].float())
+    assert records
+    for engine in ("vllm", "hf"):
+        worker = made(settings_of(False, dtype, engine) | LORA | {KEY: kind}, tmp_path / "model")
+        assert not worker.shares_weights
+        call(worker, "load", str(tmp_path / "saved"), ALL)
+        assert same({name: dict(named_weights(worker.policy.model))[name] for name in base}, base)
+        call(worker, "update_weights")
+        apart = generated(worker, seed=9)
+        if dtype == "fp32" and engine == "vllm":
+            assert apart.response_ids == shared.response_ids
+            for one, other in zip(apart.log_probs, shared.log_probs, strict=True):
+                assert one == pytest.approx(other, abs=1e-5)
+        _, difference, _ = step(worker, 7)
+        assert difference <= (1e-5 if dtype == "fp32" else 0.2)
+
+
+def test_the_base_lies_on_the_device_once_as_bytes_in_update_and_rollout(made, tmp_path):  # noqa: F811
+    shape = TinyShape(hidden_size=128, intermediate_size=256, num_heads=4, num_kv_heads=4, initializer_range=0.2)
+    worker = made(settings_of("auto", "fp32", "vllm") | LORA | {KEY: "nf4"}, make_tiny_model(tmp_path / "model", shape))
+    step(worker, 0)
+    linear = 2 * (4 * 128 * 128 + 3 * 128 * 256)
+    weights = dict(named_weights(worker.policy.model))
+    others = sum(each.nbytes for each in weights.values() if each.dtype != torch.uint8)
+    update = worker.call("update_weights", True, "update_weights").memory.kind_peaks
+    assert update["params"] == linear // 2 + 4 * linear // 64 + others
+    sampling = train_sampling(worker.settings.rollout)
+    rollout = worker.call("gen", True, "generate", PROMPTS, [1, 2, 3], sampling).memory.kind_peaks
+    assert rollout["params"] == update["params"]
+    worker = made(settings_of("auto", "fp32", "vllm") | LORA, tmp_path / "model")
+    step(worker, 0)
+    plain = worker.call("gen", True, "generate", PROMPTS, [1, 2, 3], sampling).memory.kind_peaks
+    levels = 2 * 4 * 256 * 2 * 4  # of the four layers of each block, what a byte of codes stands for
+    assert rollout["rollout weights"] == plain["rollout weights"] + levels
+    assert plain["params"] - rollout["params"] == 4 * linear - linear // 2 - 4 * linear // 64

@@ -1,0 +1,79 @@
+"""Store the frozen base under LoRA's adapters in 8 or 4 bits (QLoRA); trainer and vLLM compute with the same bytes.
+
+Use it when: the frozen base takes most of the device, and the rounding of its weights is good enough.
+Saves: per parameter of the blocks' linear layers, all but 1.03 bytes with int8 and all but 0.56 with nf4, in update and rollout.
+Costs: each product decodes its layer again, in rollouts too. The base is another one than the model's; its error is measured at
+    load and logged.
+Works with: ``rollout.share_weights``, ``param_offload``, every knob of blocks. Embedding, norms and head stay as they are. An
+    engine that does not share gets whole weights, decoded and merged. A saved model has the adapters merged into the unquantised
+    weights. It refuses several devices, ``offload_policy``, and training without LoRA. Source: arXiv 2305.14314.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from verl_memopt.memory.formulas import Shapes
+from verl_memopt.memory.knob import DEVICES, Claim, Knob, LadderRow, Refusal, num_devices
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
+
+KEY = "actor_rollout_ref.model.quantization"
+_RANK, _LOAD = "actor_rollout_ref.model.lora_rank", "actor_rollout_ref.rollout.load_format"
+_NATIVE = "actor_rollout_ref.actor.fsdp_config.offload_policy"
+
+
+@dataclass(frozen=True)
+class QuantizedBase:
+    """Settings of a quantised base."""
+
+    quantization: Literal["none", "int8", "nf4"] = "none"
+    """none, int8 or nf4: width at which the linear layers of the base rest under LoRA's adapters. Lossy; the error is measured at
+    load and logged."""
+
+
+def _where(also: Callable[[Settings], bool]) -> Callable[[Settings], bool]:
+    return lambda settings: settings.actor_rollout_ref.model.quantization != "none" and also(settings)
+
+
+def _packed(shapes: Shapes) -> int:
+    return shapes.packed_bytes(shapes.settings.model.quantization)
+
+
+KNOB = Knob(
+    cost="inexact base, slower products",
+    settings={"policy_model": QuantizedBase},
+    known_as={"use_qlora": KEY, "qlora": KEY},
+    refuses=(
+        Refusal(
+            (KEY, _RANK),
+            _where(lambda settings: settings.actor_rollout_ref.model.lora_rank == 0),
+            "the small steps of training would not change a code, so a quantised base is frozen and needs adapters",
+            f"Set {_RANK}=16, or {KEY}=none.",
+        ),
+        Refusal(
+            (KEY, *DEVICES),
+            _where(lambda settings: num_devices(settings) > 1),
+            "several devices hold a shard of the bytes each, and an engine needs them whole",
+            f"Use one device, or set {KEY}=none.",
+        ),
+        Refusal(
+            (KEY, _NATIVE),
+            _where(lambda settings: settings.actor_rollout_ref.actor.fsdp_config.offload_policy),
+            "FSDP2 would bring each layer's bytes from the host under a dtype that is not theirs",
+            f"Set {_NATIVE}=false (fsdp_config.param_offload moves the bytes), or {KEY}=none.",
+        ),
+        Refusal(
+            (KEY, _LOAD),
+            _where(lambda settings: settings.actor_rollout_ref.rollout.load_format != "dummy"),
+            "vLLM would read whole weights from the folder into places for bytes; the trainer fills them",
+            f"Set {_LOAD}=dummy.",
+        ),
+    ),
+    claims=(Claim("update_actor", "params", lambda before, after: before.compute_bytes * before.linear_params - _packed(after)),),
+    row=LadderRow(211, on=(f"{KEY}=nf4",), off=(f"{KEY}=none",), on_top_of="lora"),
+    no_factor={KEY: "for one device and adapters alone; its own tests combine it"},
+)
