@@ -25,7 +25,7 @@ REFUSED = {
     "compute_metrics": "a validation reports rewards. Return a dict with further numbers from the reward function",
     "environment_factory": "there are no environments with several turns. Leave it out",
     "optimizers": "the optimizer is set by actor_rollout_ref.actor.optim. Leave it out",
-    "quantization_config": "the trained model is not quantised. A reference is by actor_rollout_ref.ref.quantization",
+    "quantization_config": "set actor_rollout_ref.model.quantization, under adapters, or actor_rollout_ref.ref.quantization",
     "reward_processing_classes": "a reward model's tokenizer is that of its folder. Leave it out",
     "rollout_func": "the engine is chosen by actor_rollout_ref.rollout.name. Leave it out",
     "tools": "there are no tool calls in rollouts. Leave it out",

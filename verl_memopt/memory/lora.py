@@ -4,8 +4,9 @@ Use it when: gradients and optimizer state do not fit, and low-rank training is 
 Saves: gradients and optimizer state of all frozen parameters (12 bytes each with fp32 AdamW), and the second model of a KL.
 Costs: two thin products per layer. An engine that shares the base computes them too; another gets merged weights, one tensor at
     a time.
-Works with: ``rollout.share_weights``, checkpointing, every packing knob. On one device the base rests in the precision that
-    computes. It refuses a reference of another path, and ``ref.quantization``. Source: arXiv 2106.09685.
+Works with: ``rollout.share_weights``, ``model.quantization`` of the base, checkpointing, every packing knob. On one device the
+    base rests in the precision that computes. It refuses a reference of another path, and ``ref.quantization``. Source: arXiv
+    2106.09685.
 """
 
 from __future__ import annotations

@@ -46,7 +46,13 @@ def _packed(shapes: Shapes) -> int:
 KNOB = Knob(
     cost="inexact base, slower products",
     settings={"policy_model": QuantizedBase},
-    known_as={"use_qlora": KEY, "qlora": KEY},
+    known_as={
+        **dict.fromkeys(("use_qlora", "qlora"), f"{KEY}=nf4"),
+        **{
+            f"load_in_{bits}bit": f"{KEY}={kind} (or actor_rollout_ref.ref.quantization)"
+            for bits, kind in ((4, "nf4"), (8, "int8"))
+        },
+    },
     refuses=(
         Refusal(
             (KEY, _RANK),

@@ -29,7 +29,6 @@ class QuantizedFrozen:
 KNOB = Knob(
     cost="inexact reference",
     settings={"ref": QuantizedFrozen, "scoring_model": QuantizedFrozen},
-    known_as={"load_in_8bit": "actor_rollout_ref.ref.quantization", "load_in_4bit": "actor_rollout_ref.ref.quantization"},
     claims=(Claim("update_actor", "params", lambda _, after: after.linear_params * (after.master_bytes - 1.03)),),
     row=LadderRow(220, on=(f"{_KEY}=int8",), off=(f"{_KEY}=none",), on_top_of="rollout_memory"),
     factors=(switch("quantization", _KEY, lossy=True, none="none", int8="int8", nf4="nf4"),),
