@@ -76,6 +76,7 @@ NEEDED = {
     f"{AR}.rollout.n=1": ("algorithm.adv_estimator=reinforce_plus_plus",),
     f"{AR}.rollout.tensor_model_parallel_size=2": ("trainer.n_gpus_per_node=2",),
     f"{AR}.actor.optim.stochastic_rounding=true": (f"{AR}.actor.fsdp_config.model_dtype=bfloat16",),
+    f"{AR}.model.quantization=nf4": (f"{AR}.model.lora_rank=16",),
     f"{AR}.model.load_mode=mmap": (f"{AR}.ref.fsdp_config.param_offload=true",),
     "reward_model.reward_manager=rlt": ("reward_model.enable=true", "reward_model.model.path=student"),
     "trainer.resume_mode=resume_path": ("trainer.resume_from_path=checkpoints/run/global_step_1",),

@@ -7,7 +7,18 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
-from tests.end_to_end.runs import LOCAL, ROOT, metrics, settings_of, start, succeeded, train, train_here, wait_for_step
+from tests.end_to_end.runs import (
+    LOCAL,
+    ROOT,
+    metrics,
+    settings_of,
+    start,
+    steps_here,
+    succeeded,
+    train,
+    train_here,
+    wait_for_step,
+)
 from tests.end_to_end.test_saved_models import check_vllm_answers
 from tests.rlt import brief_toy, values_of
 from verl_memopt.cli import main
@@ -15,6 +26,7 @@ from verl_memopt.cli import train as run_settings
 from verl_memopt.config.loader import settings_from_mapping
 
 AR = "actor_rollout_ref"
+FILE = "model.safetensors"
 SCORE = "val-core/toy/arithmetic/reward/mean@1"
 SHORT = [*LOCAL, "trainer.val_before_train=false", "trainer.total_training_steps=2", "trainer.test_freq=1"]
 
@@ -211,3 +223,36 @@ def test_supervised_fine_tuning_and_rlt_leave_a_model_too(toy, tmp_path):
     assert run_settings(settings_from_mapping(values)) == 0
     AutoModelForCausalLM.from_pretrained(tmp_path / "rlt" / "model")
     assert record(tmp_path / "rlt" / "model")["step"] == 1
+
+
+QLORA = [f"{AR}.model.lora_rank=8", f"{AR}.actor.optim.lr=2e-3", f"{AR}.model.quantization=int8"]
+
+
+@pytest.mark.slow
+def test_with_a_quantised_base_the_adapters_are_merged_into_the_unquantised_weights_and_chat_answers(toy, tmp_path, capsys):
+    ended = Ended(toy, tmp_path, *QLORA, f"{AR}.rollout.name=vllm")
+    check(ended, within=0.1)  # the base that answered in the run was rounded
+    before, after, adapter = (
+        load_file(path)
+        for path in (toy / "model" / FILE, ended.model / FILE, ended.model / "adapter" / "adapter_model.safetensors")
+    )
+    name = "model.layers.0.mlp.up_proj"
+    down, up = (adapter[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+    merged = before[f"{name}.weight"] + 2 * up @ down  # alpha 16 over rank 8
+    assert (after[f"{name}.weight"] - merged).abs().max() <= 1e-6
+    assert torch.equal(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
+    assert main(["chat", str(ended.model), "--prompt", "27+5=", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.slow
+def test_in_twenty_steps_a_quantised_base_learns_as_an_unquantised_one(toy, tmp_path):
+    more = ["trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.total_training_steps=20", *QLORA[:2]]
+    engine, learned = [f"{AR}.rollout.name=vllm", f"{AR}.rollout.enforce_eager=true"], {}
+    for kind in ("none", "int8", "nf4"):
+        found = steps_here(toy, tmp_path / kind, *more, *engine, f"{AR}.model.quantization={kind}")
+        rewards = [row["critic/score/mean"] for _, row in sorted(found.items())]
+        learned[kind] = sum(rewards[-5:]) / 5
+        assert learned[kind] > sum(rewards[:3]) / 3 + 0.1
+        assert max(row["training/rollout_probs_diff_max"] for row in found.values()) <= 1e-5
+    assert max(learned.values()) - min(learned.values()) <= 0.03

@@ -57,7 +57,7 @@ SAME_NAME = (
 """Rollout keys that vLLM knows under the same name."""
 
 ARRIVED_IN = {
-    "model_config": ("seed", "max_model_len", "enforce_eager", "logprobs_mode", "enable_sleep_mode"),
+    "model_config": ("seed", "max_model_len", "enforce_eager", "logprobs_mode", "enable_sleep_mode", "quantization"),
     "scheduler_config": ("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill"),
     "cache_config": ("enable_prefix_caching", "gpu_memory_utilization", "kv_cache_memory_bytes"),
     "parallel_config": ("tensor_parallel_size", "distributed_executor_backend"),

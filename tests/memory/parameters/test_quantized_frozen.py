@@ -2,7 +2,15 @@ import pytest
 import torch
 from torch import nn
 
-from verl_memopt.memory.quantized_frozen_torch import FORMATS, QuantizedLinear, exact_weights, quantize_blocks, quantized_layers
+from verl_memopt.memory.quantized_frozen_torch import (
+    FORMATS,
+    Packing,
+    QuantizedLinear,
+    exact_weights,
+    nf4_pairs,
+    quantize_blocks,
+    quantized_layers,
+)
 
 KINDS = list(FORMATS)
 
@@ -84,3 +92,18 @@ def test_a_layer_runs_on_fake_tensors(kind):
     with FakeTensorMode():
         quantized = QuantizedLinear(nn.Linear(100, 8), kind)
         assert quantized(torch.empty(2, 100)).shape == (2, 8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoding_is_one_graph_without_a_copy_from_the_host(kind):
+    """As vLLM compiles and captures it: no break in the graph, and nothing but the bytes and the levels goes in."""
+    packing = Packing(kind, 100)
+    stored, pairs, copies = packing.quantize(torch.randn(8, 100)), nf4_pairs(torch.bfloat16), []
+
+    def backend(graph, inputs):
+        copies.extend(node for node in graph.graph.nodes if node.op == "call_function" and node.target is torch.tensor)
+        return graph
+
+    decode = torch.compile(lambda rows: packing.dequantize(rows, torch.bfloat16, pairs), fullgraph=True, backend=backend)
+    assert torch.equal(decode(stored), packing.dequantize(stored, torch.bfloat16))
+    assert copies == []
