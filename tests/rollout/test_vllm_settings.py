@@ -103,7 +103,14 @@ def test_a_sampled_row_has_its_own_seed_and_stops_at_no_token_where_the_end_is_i
 @pytest.mark.parametrize("changed", [{"quantization": "fp8"}, {"is_moe": True}, {"use_mla": True}, {}])
 def test_only_a_plain_dense_model_takes_its_weights_in_place(changed):
     config = SimpleNamespace(**({"quantization": None, "is_moe": False, "use_mla": False} | changed))
-    assert copies_in_place(config) == (not changed)
+    assert copies_in_place(config, "none") == (not changed)
+
+
+@pytest.mark.parametrize(("base", "engine"), [("nf4", "nf4"), ("nf4", "int8"), ("none", "nf4"), ("nf4", "none")])
+def test_a_quantised_base_is_shared_in_its_own_format(base, engine):
+    named = None if engine == "none" else f"verl_memopt_{engine}"
+    config = SimpleNamespace(quantization=named, is_moe=False, use_mla=False)
+    assert copies_in_place(config, base) == (base == engine or engine == "none")
 
 
 def test_advice_follows_an_error_about_the_cache_alone():
