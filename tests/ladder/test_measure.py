@@ -236,6 +236,7 @@ def test_chosen_rows_are_those_asked_for_and_the_ones_they_are_compared_with():
     assert [plan.knob for plan in choose_rows(WORK, ["lora", "token_budget"])] == [
         *("bucketed_adamw", "token_budget", "rollout_memory", "lora")
     ]
+    assert [plan.knob for plan in choose_rows(WORK, ["quantized_base"])] == ["lora", "quantized_base"]
 
 
 def test_the_ladder_keeps_its_order():

@@ -127,7 +127,6 @@ VALUES = {
     f"{_AR}.actor.kl_loss_type": _KL_TYPES | {f"{short}+": f"{name}+" for short, name in _KL_TYPES.items()},
     **{f"{role}.optim.optimizer": {"adamw": "AdamW", "sgd": "SGD"} for role in _MODELS},
     **{f"{role}.optim.state_dtype": _PRECISIONS | {"8bit": "int8", "4bit": "int4"} for role in _MODELS},
-    f"{_AR}.model.quantization": {"8bit": "int8", "4bit": "nf4"},
     f"{_AR}.rollout.load_format": {"safetensors": "auto"},
     f"{_AR}.rollout.dtype": _PRECISIONS | {"float16": "fp16", "half": "fp16"},
     **{

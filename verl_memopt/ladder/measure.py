@@ -303,8 +303,7 @@ def choose_rows(work: Work, only: Sequence[str] = ()) -> list[RowPlan]:
     if unknown:
         raise ConfigError(f"--only {' '.join(sorted(unknown))}: not on the ladder. It has {', '.join(p.knob for p in plans)}.")
     wanted = {plan.knob for plan in plans if not only or plan.knob in only}
-    for plan in reversed(plans):  # a row comes after the one that it is compared with
-        wanted |= {plan.base} if plan.knob in wanted else set()
+    wanted |= {plan.base for plan in plans if plan.knob in wanted}
     return [plan for plan in plans if plan.knob in wanted]
 
 
