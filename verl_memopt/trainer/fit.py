@@ -345,12 +345,8 @@ class Search:
         if lossy:
             yield Change("lora", {f"{_AR}.model.lora_rank": 16, f"{_AR}.actor.fsdp_config.model_dtype": "bfloat16"}, True)
             off = {key: False for key in (split_masters.KEY, grad_offload.KEY) if value_at(settings, key)}  # of all weights
-            packed = {
-                f"{_AR}.model.lora_rank": settings.actor_rollout_ref.model.lora_rank or 16,
-                quantized_base.KEY: "nf4",
-                **off,
-            }
-            yield Change("quantized_base", packed, changes_numbers=True)
+            rank = settings.actor_rollout_ref.model.lora_rank or 16
+            yield Change("quantized_base", {f"{_AR}.model.lora_rank": rank, quantized_base.KEY: "nf4", **off}, True)
 
     def longest_response(self, keys: Mapping[str, Any]) -> int:
         """Return the tokens of the longest response that fits with some changes and the models' positions; 0 where none does."""
