@@ -292,7 +292,7 @@ def test_a_policy_on_one_machine_and_its_critic_on_the_other_train_as_one_and_a_
         assert process.poll() is None, "".join(lines)[-3000:]
         time.sleep(0.1)
     begun = time.monotonic()
-    (worker,) = [each for each in machines.processes("b") if each.name().startswith("ray::")]
+    (worker,) = [each for each in machines.processes("b") if each.name().startswith("ray::Member")]
     worker.kill()
     assert process.wait(timeout=120) == 1
     took = time.monotonic() - begun
