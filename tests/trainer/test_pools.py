@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import threading
+from contextlib import nullcontext
 
 import psutil
 import pytest
@@ -112,7 +113,9 @@ def test_any_number_of_devices_of_each_role_takes_the_five_steps_of_one(ppo, tmp
 @SLOW
 def test_a_critics_knobs_work_on_devices_of_its_own_and_a_function_reads_the_models_score(ppo, run_files, tmp_path):
     reward = tmp_path / "reward.py"
-    reward.write_text("def compute_score(data_source, text, truth, extra_info=None): return extra_info['rm_score'] / 2")
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return extra_info['rm_score'] / 2"
+    )
     model = {"lora_rank": 4, "lora_alpha": 8, "enable_activation_offload": True, "enable_gradient_checkpointing": True}
     fsdp = {"fsdp_config.param_offload": True, "fsdp_config.optimizer_offload": True}
     keys = {f"critic.model.{key}": value for key, value in {**model, **fsdp}.items()}
@@ -134,9 +137,7 @@ def meanwhile(run_dir, act):
             pass
         act()
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread
+    threading.Thread(target=work, daemon=True).start()
 
 
 @SLOW
@@ -144,18 +145,17 @@ def meanwhile(run_dir, act):
 def test_a_run_whose_critic_is_killed_and_one_that_is_stopped_go_on_with_equal_numbers(ppo, tmp_path, how):
     more = {"trainer.total_training_steps": 40, "trainer.save_freq": 1}
     own_dir, values = tmp_path / "own", {**ppo, **more, **pools(critic=1)}
-    with ready(settings_from_mapping({**values, "trainer.default_local_dir": str(own_dir)})) as trainer:
-        homes = trainer.workers.group.homes
+    dies = pytest.raises(WorkerError, match=r"critic worker 0 \(pid \d+ on .*\) died")
+    with (
+        dies if how == "killed" else nullcontext(),
+        ready(settings_from_mapping({**values, "trainer.default_local_dir": str(own_dir)})) as trainer,
+    ):
+        processes = [psutil.Process(home.pid) for home in trainer.workers.group.homes]
         pid = trainer.workers.of("critic").group.homes[0].pid
-        if how == "killed":
-            thread = meanwhile(own_dir, lambda: os.kill(pid, signal.SIGKILL))
-            with pytest.raises(WorkerError, match=rf"critic worker 0 \(pid {pid} on .*\) died"):
-                trainer.run()
-        else:
-            thread = meanwhile(own_dir, lambda: os.kill(os.getpid(), signal.SIGINT))
-            trainer.run()
-        thread.join()
-    assert not any(psutil.pid_exists(home.pid) for home in homes)
+        number = (pid, signal.SIGKILL) if how == "killed" else (os.getpid(), signal.SIGINT)
+        meanwhile(own_dir, lambda: os.kill(*number))
+        trainer.run()
+    assert psutil.wait_procs(processes, timeout=15)[1] == []
     steps = rows_of(own_dir)
     assert 2 <= steps < 40
     last = {"trainer.total_training_steps": steps + 1}
