@@ -86,7 +86,7 @@ def test_on_one_device_a_profile_that_moves_the_weights_holds_one_copy_of_them_w
         fsdp = roles.actor.fsdp_config
         assert (fsdp.param_offload, fsdp.grad_offload, fsdp.split_master_weights) == expected
         if expected is not MOVED:
-            assert why_not(roles, 1) is None
+            assert why_not(roles, 1, True) is None
 
 
 def test_a_critic_beside_one_copy_rests_on_the_host_with_split_masters():

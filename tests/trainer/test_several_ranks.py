@@ -142,14 +142,14 @@ def run_on_one(values, run_dir, **more):
         trainer.run()
 
 
-def compare(named, tmp_path, ranks, sharings, steps):
+def compare(named, tmp_path, ranks, sharings, steps, **more):
     runs, pairs = [], []
     for name, values in named.items():
         length = {"trainer.total_training_steps": steps}
         run_on_one(values, tmp_path / name, **length)
         for sharing in sharings:
             run_dir = tmp_path / f"{name}_{ranks}_{sharing}"
-            runs.append({**values, **on(ranks, sharing), **length, "trainer.default_local_dir": str(run_dir)})
+            runs.append({**values, **on(ranks, sharing), **length, **more, "trainer.default_local_dir": str(run_dir)})
             pairs.append((run_dir, tmp_path / name))
     run_ranks(run_each, ranks, runs, timeout=400)
     for run_dir, expected in pairs:
@@ -173,6 +173,16 @@ def test_a_run_on_two_ranks_of_which_one_runs_out_of_memory_trains_as_one_does(a
     # Once in each model: the policy's, and the critic's, or the reference's and the student's.
     retries = sum(value for row in rows for key, value in row.items() if key.startswith("perf/") and key.endswith("_retries"))
     assert retries == {"ppo": 2, "rloo": 1, "rlt": 3}[name]
+
+
+def test_two_ranks_that_compute_with_the_weights_of_their_engines_train_as_one_does(algorithms, tmp_path):
+    """The critic stays one that FSDP2 shards."""
+    compare({"ppo": algorithms("ppo")}, tmp_path, 2, [1], 2, **{f"{AR}.rollout.share_weights": True})
+
+
+@pytest.mark.slow
+def test_any_algorithm_takes_its_steps_on_two_ranks_with_the_weights_of_their_engines(algorithms, tmp_path):
+    compare({name: algorithms(name) for name in ALL}, tmp_path, 2, [1, 2], 5, **{f"{AR}.rollout.share_weights": True})
 
 
 @pytest.mark.slow

@@ -67,6 +67,18 @@ def test_a_reference_that_streams_runs_its_whole_life_and_leaves_its_norm_alone_
     assert streams.peaks["ref"] < stays.peaks["ref"]
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_weights_that_an_engine_shares_on_the_first_of_two_ranks_run_their_whole_life(offload, on_virtual_gpu, folder):
+    fsdp = "actor_rollout_ref.actor.fsdp_config"
+    more = {"actor_rollout_ref.rollout.share_weights": True, "actor_rollout_ref.rollout.dtype": "bfloat16"}
+    more |= {f"{fsdp}.split_master_weights": True, f"{fsdp}.model_dtype": "fp32", f"{fsdp}.dtype": "bfloat16"}
+    more |= {f"{fsdp}.grad_offload": offload}
+    row = all_off() | ({"actor optimizer_offload": "on"} if offload else {})
+    life = on_virtual_gpu(live, row, folder, 2, more=more)
+    assert misplaced(row, life) == []
+    assert [op for op in life.waits if "synchronize" not in op] == []
+
+
 def test_options_of_four_ranks_run_their_whole_life_and_rest_where_they_say(on_virtual_gpu, folder):
     row = pair_row(frozenset(FOUR_RANKS))
     life = on_virtual_gpu(live, row, folder, 4, critic=True)

@@ -231,7 +231,11 @@ def test_a_weight_that_moves_on_either_side_is_noticed_and_named(made):
 
 ACTOR = f"{AR}.actor.fsdp_config"
 OBSTACLES = {
-    "several devices": ({"trainer.n_gpus_per_node": 2}, "trainer.n_gpus_per_node=2"),
+    "an engine over several devices": (
+        {"trainer.n_gpus_per_node": 2, f"{AR}.rollout.tensor_model_parallel_size": 2},
+        f"{AR}.rollout.tensor_model_parallel_size=2",
+    ),
+    "adapters on several devices": ({"trainer.n_gpus_per_node": 2, f"{AR}.model.lora_rank": 4}, f"{AR}.model.lora_rank=4"),
     "adapters without vLLM": (
         {f"{AR}.model.lora_rank": 4, f"{AR}.rollout.name": "hf"}, f"{AR}.model.lora_rank=4, {AR}.rollout.name=hf"
     ),
@@ -250,15 +254,26 @@ def test_where_the_numbers_would_differ_asking_for_it_is_refused_and_auto_says_w
     least = {"data.train_files": "none", "data.val_files": None, "algorithm.adv_estimator": "rloo", f"{AR}.model.path": "m"}
     least |= {f"{AR}.rollout.n": 2, f"{AR}.actor.use_dynamic_bsz": True, f"{AR}.rollout.dtype": "fp32", f"{ACTOR}.dtype": "fp32"}
     settings, named = OBSTACLES[case]
-    assert why_not(settings_from_mapping(least).actor_rollout_ref, 1) is None
+    assert all(why_not(settings_from_mapping(least).actor_rollout_ref, devices, False) is None for devices in (1, 2))
     with pytest.raises(ConfigError) as error:
         settings_from_mapping(least | settings | {KEY: True})
     assert f"{KEY}=true" in str(error.value)
     assert named in str(error.value)
     assert f"or {KEY} to auto." in str(error.value)
     composed = settings_from_mapping(least | settings)
-    reason = why_not(composed.actor_rollout_ref, composed.trainer.n_gpus_per_node)
+    reason = why_not(composed.actor_rollout_ref, composed.trainer.n_gpus_per_node, False)
     assert named.partition("=")[0] in reason
+
+
+@pytest.mark.parametrize(("devices", "share", "shares"), [(1, "auto", True), (2, "auto", False), (2, True, True)])
+def test_where_an_engine_that_sleeps_would_leave_more_room_to_shards_auto_does_not_share(devices, share, shares):
+    least = {"data.train_files": "none", "data.val_files": None, "algorithm.adv_estimator": "rloo", f"{AR}.model.path": "m"}
+    least |= {f"{AR}.rollout.n": 2, f"{AR}.actor.use_dynamic_bsz": True, f"{AR}.rollout.dtype": "fp32", f"{ACTOR}.dtype": "fp32"}
+    roles = settings_from_mapping(least | {"trainer.n_gpus_per_node": devices, KEY: share}).actor_rollout_ref
+    assert why_not(roles, devices, False) is None
+    reason = why_not(roles, devices, True)
+    assert (reason is None) == shares
+    assert shares or f"{KEY}=true" in reason
 
 
 def test_transformers_shares_only_when_asked_and_the_log_says_what_was_chosen(made, caplog):

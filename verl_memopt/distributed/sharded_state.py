@@ -204,9 +204,18 @@ def _held_apart(state: dict[str, Any], model: nn.Module, masters: Masters | None
     # By both names where a head is tied.
     parameters = dict(model.named_parameters(remove_duplicate=False))
     held = {name: parameters[name] for name in state["model"] if name in parameters}
-    # One element each. Torch's planner would allocate what is on the meta device.
-    state["model"] |= {name: torch.empty((), dtype=torch.float32).expand(each.shape) for name, each in held.items()}
+    state["model"] |= {name: _stand_in(each) for name, each in held.items()}
     return {f"{MODEL}{name}": weight for name, weight in held.items()}
+
+
+def _stand_in(parameter: torch.Tensor) -> torch.Tensor:
+    """Return an fp32 tensor of one element in memory, shaped and sharded as a parameter is."""
+    # Torch's planner would allocate what is on the meta device.
+    if not isinstance(parameter, DTensor):
+        return torch.empty((), dtype=torch.float32).expand(parameter.shape)
+    own, mesh, shape = parameter._local_tensor, parameter.device_mesh, parameter.shape
+    one = torch.empty((), dtype=torch.float32, device=own.device).expand(own.shape)
+    return DTensor.from_local(one, mesh, parameter.placements, run_check=False, shape=shape, stride=parameter.stride())
 
 
 class _MastersApart:
@@ -224,7 +233,8 @@ class _SavedMasters(_MastersApart, dcp.DefaultSavePlanner):
         if index.fqn not in self._held:
             return super().lookup_object(index)
         assert self._masters is not None
-        return self._masters.master(self._held[index.fqn], on_host=True)
+        master = self._masters.master(self._held[index.fqn], on_host=True)
+        return master._local_tensor if isinstance(master, DTensor) else master
 
 
 class _LoadedMasters(_MastersApart, PlainPlanner):
@@ -242,7 +252,7 @@ class _LoadedMasters(_MastersApart, PlainPlanner):
             return
         assert self._masters is not None
         # Shards are whole rows, so what was read is one unbroken range.
-        first = read_item.dest_offsets[0] * weight[0].numel() if weight.ndim else 0
+        first = read_item.dest_offsets[0] * weight.shape[1:].numel() if weight.ndim else 0
         self._masters.set_master(weight, tensor, first)
 
 

@@ -36,6 +36,7 @@ from verl_memopt.memory.optimizer_offload_torch import (
     local,
     sections,
     shard_place,
+    sharded_as,
     shown,
 )
 from verl_memopt.memory.optimizer_state_dtype_torch import (
@@ -191,17 +192,18 @@ class Bucketed(Optimizer, ABC):
         """Return the master of a parameter: joined from both halves into a new fp32 tensor, or the parameter.
 
         A new tensor is on the parameter's device, or ``on_host`` where the remainder rests there: it takes no room on the device.
+        That of a sharded parameter is sharded alike.
         """
         section, member = self._section_of[id(parameter)]
         weight = local(parameter)
         if not section.splits:
-            return weight
+            return parameter if isinstance(parameter, DTensor) else weight
         weight = weight.cpu() if on_host and self._offload else weight
         synchronize(self._device)  # the last bucket may still be on its way to the host
         remainder = section.planes[REMAINDER.name][member.start : member.start + member.numel]
         masters = torch.empty(member.numel, dtype=torch.float32, device=weight.device)
         join_([weight.view(-1)], remainder.to(weight.device), masters)
-        return masters.view(weight.shape)
+        return sharded_as(parameter, masters.view(weight.shape), parameter.shape)
 
     def set_master(self, parameter: Tensor, values: Tensor, first: int = 0) -> None:
         """Give a parameter new values from element ``first`` on: both halves of its master where that is split."""

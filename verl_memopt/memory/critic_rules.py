@@ -61,6 +61,10 @@ def twin_text(text: str) -> str:
     return text
 
 
+class _AsCritic(SettingsView):
+    """Settings with the critic in the policy's place."""
+
+
 def as_critic(settings: Settings) -> Settings:
     """Return the settings with the critic in the policy's place, as a rule about the policy's keys reads them."""
     devices = dict(zip(DEVICES, pool_keys("critic"), strict=True)) if has_pool(settings, "critic") else {}
@@ -69,7 +73,12 @@ def as_critic(settings: Settings) -> Settings:
         # With its point the name of a section begins as its keys do, so that fsdp_config leads to the critic's too.
         return devices.get(key) or twin(f"{key}.")[:-1]
 
-    return cast("Settings", SettingsView(settings, address))
+    return cast("Settings", _AsCritic(settings, address))
+
+
+def is_critic(settings: Settings) -> bool:
+    """Return whether a rule about the policy's keys reads those of the critic."""
+    return isinstance(settings, _AsCritic)
 
 
 def with_critic(refusal: Refusal) -> Refusal:

@@ -204,7 +204,10 @@ class _Prediction:
     @cached_property
     def policy(self) -> Held:
         ranks, quantization = self._group(self.roles.actor.fsdp_config), self.roles.model.quantization
-        return Held(POLICY, self.roles, self.sizes.policy, ranks, self.device, trained=True, quantization=quantization)
+        whole = self.shares and self.ranks > 1
+        return Held(
+            POLICY, self.roles, self.sizes.policy, ranks, self.device, trained=True, quantization=quantization, whole=whole
+        )
 
     @cached_property
     def reference(self) -> Held | None:
@@ -277,7 +280,7 @@ class _Prediction:
     @property
     def shares(self) -> bool:
         """Whether the policy's weights are the engine's."""
-        return self.pool is None and why_not(self.roles, self.ranks) is None
+        return self.pool is None and why_not(self.roles, self.ranks, self.sleeps) is None
 
     @property
     def engine_copy(self) -> float:
@@ -454,7 +457,7 @@ class _Prediction:
         ]
         if self.sleeps and not self.shares:
             parts.append({"rollout weights": self.engine_weights})
-        bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB if policy.ranks > 1 else 0
+        bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB if policy.ranks > 1 and not self.shares else 0
         # A tensor of LoRA is merged with its adapter in fp32, and cast.
         merged = 14 * policy.size.hidden * max(policy.size.mlp, policy.size.heads * policy.size.head_dim)
         # Adapters by themselves are copied, and those of layers that vLLM has fused put together.

@@ -123,6 +123,8 @@ class Held:
     trained: bool = False
     has_logits: bool = True
     quantization: str = "none"
+    whole: bool = False
+    """Its weights lie whole on each rank, where the engine computes with them too."""
 
     @property
     def fsdp(self) -> TrainedFsdp:
@@ -156,7 +158,7 @@ class Held:
         shapes = self.at_rest
         each = shapes.compute_bytes if self._base_rests_as_computed else shapes.master_bytes
         saved = shapes.linear_params * each - shapes.packed_bytes(self.quantization) if self.is_quantized else 0
-        return (self.params_count * each - saved) / self.ranks
+        return (self.params_count * each - saved) / (1 if self.whole else self.ranks)
 
     @property
     def is_quantized(self) -> bool:
@@ -221,7 +223,7 @@ class Held:
     def is_cast(self) -> bool:
         """Whether FSDP2 gathers each unit while it computes: on several ranks, with two dtypes, or from the host."""
         two_dtypes = self.at_rest.master_bytes != self.at_rest.compute_bytes and not self._base_rests_as_computed
-        return self.ranks > 1 or two_dtypes or self.fsdp.offload_policy
+        return not self.whole and (self.ranks > 1 or two_dtypes or self.fsdp.offload_policy)
 
     @property
     def _matrices(self) -> tuple[int, int]:
@@ -338,7 +340,8 @@ class Held:
             grads = min(grads, s.gradient_bytes * 2 * max(s.vocab * s.hidden, s.block_params))
         if self.fsdp.grad_offload:
             # FSDP2 reduces both matrices of the vocabulary together where they are no units of their own.
-            matrices = max(*self._matrices, s.vocab * s.hidden) if self.is_cast else s.vocab * s.hidden
+            at_once = self.is_cast or self.whole
+            matrices = max(*self._matrices, s.vocab * s.hidden) if at_once else s.vocab * s.hidden
             passing = s.block_params + max(s.block_params, matrices)
             grads = min(grads, s.gradient_bytes * passing / self.ranks + SUM_BYTES)
         held = {"params": 0 if self.fsdp.offload_policy else self.params, "activations": _packed(work)}
@@ -435,7 +438,20 @@ class Held:
                 "collective buffers": (0 if frozen else reduce * (matrix + matrix / self.ranks)),
                 "whole gradients": grads * matrix + whole,
             }
+        elif self.whole:
+            # A unit's gradients are whole until they are reduced, those of the root to the end of a backward.
+            summed = self.fsdp.gradient_sync == "last" and not work.alone
+            whole = b * self.learning * self.ranks if summed else b * root
+            at_head = {"activations": kept + states, **self._reduction(own), "whole gradients": whole + b * own}
+            head["whole gradients"] = whole + b * own
+            blocks |= self._reduction(s.block_params)
+            blocks["whole gradients"] = whole + b * s.block_params
+            head, end = dict(largest([head, at_head])), end | self._reduction(matrix) | {"whole gradients": whole + b * own}
         return [head, blocks, end, {"optimizer scratch": self._step_scratch}]
+
+    def _reduction(self, params: float) -> dict[str, float]:
+        """Return the buffers of the reduction of some parameters' gradients in fp32, whole and scattered."""
+        return {"collective buffers": 4 * params * (1 + 1 / self.ranks)}
 
     @property
     def in_buckets(self) -> bool:

@@ -150,11 +150,16 @@ def shown(member: Member, plane: Plane, flat: Tensor) -> Tensor:
     part = flat[member.start // plane.per_entry : (member.start + member.numel) // plane.per_entry]
     shape = _stored_shape(parameter.shape, plane.per_entry)
     values = part.view(_stored_shape(local(parameter).shape, plane.per_entry))
+    return sharded_as(parameter, values, shape)
+
+
+def sharded_as(parameter: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
+    """Return values of this rank as a part of a tensor of some shape that is sharded as a parameter is, if it is."""
     if not isinstance(parameter, DTensor):
         return values
     # Only the strides are wanted; a meta tensor takes no memory.
     stride = torch.empty(shape, device="meta").stride()
-    spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=TensorMeta(shape, stride, plane.dtype))
+    spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=TensorMeta(shape, stride, values.dtype))
     # from_local would copy host tensors to the mesh's device.
     return DTensor(values, spec, requires_grad=False)
 

@@ -73,4 +73,4 @@ def can_be(settings: Settings) -> bool:
     """Return whether the knobs of :func:`one_copy` allow these settings, and trainer and engine share their weights."""
     refuses = [each for knob in (grad_offload, split_masters, shared_weights) for each in knob.KNOB.refuses]
     refused = any(each.when(settings) or (has_critic(settings) and twin_refusal(each).when(settings)) for each in refuses)
-    return not refused and shared_weights.why_not(settings.actor_rollout_ref, num_devices(settings)) is None
+    return not refused and shared_weights.why_not(settings.actor_rollout_ref, num_devices(settings), sleeps=True) is None

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from verl_memopt.distributed.device import fsdp_params, fsdp_units
+from verl_memopt.memory.shared_weights_torch import SharedRows
 
 Item = TypeVar("Item")
 
@@ -64,12 +65,13 @@ def _free_post_forward_shards(unit: FSDPModule) -> None:
         parameter._sharded_post_forward_param_data = None
 
 
-def synced(micro_batches: Iterable[Item], model: nn.Module, gradient_sync: str) -> Iterator[Item]:
+def synced(micro_batches: Iterable[Item], model: nn.Module, gradient_sync: str, rows: SharedRows | None = None) -> Iterator[Item]:
     """Yield the micro-batches of one optimizer step, after telling FSDP2 whether to reduce in the backward of each.
 
-    There are as many micro-batches on all ranks. ``gradient_sync`` is ``every`` or ``last``, as in the settings.
+    There are as many micro-batches on all ranks. ``gradient_sync`` is ``every`` or ``last``, as in the settings. ``rows`` is
+    told in the place of FSDP2, if there are any.
     """
-    if not isinstance(model, FSDPModule):
+    if not isinstance(model, FSDPModule) and rows is None:
         yield from micro_batches
         return
     iterator = iter(micro_batches)
@@ -77,7 +79,10 @@ def synced(micro_batches: Iterable[Item], model: nn.Module, gradient_sync: str) 
     while following:
         item, following = following.pop(), list(islice(iterator, 1))
         reduce = not following or gradient_sync == "every"
-        model.set_requires_gradient_sync(reduce)
-        model.set_is_last_backward(reduce)
+        if rows is not None:
+            rows.reduces = reduce
+        elif isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(reduce)
+            model.set_is_last_backward(reduce)
         yield item
         del item  # an item that was yielded is not kept while the next one is made

@@ -1,12 +1,16 @@
 """Hold the policy's weights once: the trainer computes with the rollout engine's own parameters.
 
-Use it when: one device trains and generates. It is on by default with vLLM where the numbers stay the same.
-Saves: the engine's copy of the weights (2 bytes a parameter in bfloat16, 4 in fp32) in every phase that has both copies, and
-    the whole weight sync. The prefix cache is still reset.
+Use it when: each device trains and generates, with an engine of its own. On one device it is on by default with vLLM where the
+    numbers stay the same, on several where the engine does not sleep.
+Saves: on one device the engine's copy of the weights (2 bytes a parameter in bfloat16, 4 in fp32) in every phase that has both
+    copies, and the whole weight sync. The prefix cache is still reset. On W devices 1/W of that and all that FSDP2 gathers for
+    compute. Masters' remainders, gradients and optimizer state stay sharded, and the sync copies the updated rows of the others.
 Costs: nothing in time. While the trainer computes, a sleeping engine gives up its KV cache alone, since its weights are in use.
-Works with: gradient checkpointing, every attention path, ``optimizer_offload``, tied heads, checkpoints and exports. A run may
-    resume with or without it. With LoRA the engine shares the frozen base and gets the adapters alone. It refuses several
-    devices, ``param_offload`` and two precisions of the weights.
+    On W devices an update then holds (1 - 1/W) of the weights more than FSDP2 does beside an engine that sleeps whole.
+Works with: gradient checkpointing, every attention path, ``optimizer_offload``, ``grad_offload``, ``fsdp_size``, sequence
+    parallelism, tied heads, checkpoints and exports. A run may resume with or without it, on any number of devices. With LoRA
+    one device shares the frozen base, and its engine gets the adapters alone. It refuses tensor-parallel engines,
+    ``param_offload`` and two precisions of the weights.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ KEY = "actor_rollout_ref.rollout.share_weights"
 _ENGINE, _DTYPE, _LEVEL = (f"actor_rollout_ref.rollout.{name}" for name in ("name", "dtype", "sleep_level"))
 _SPLIT = "actor_rollout_ref.actor.fsdp_config.split_master_weights"
 _RANK = "actor_rollout_ref.model.lora_rank"
+_TENSOR_PARALLEL = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _MASTERS, _COMPUTE, _OFFLOAD, _NATIVE = (
     f"actor_rollout_ref.actor.fsdp_config.{name}" for name in ("model_dtype", "dtype", "param_offload", "offload_policy")
 )
@@ -38,8 +43,9 @@ class SharedWeights:
     """Settings of shared weights."""
 
     share_weights: Annotated[bool | str, CHOICE] = "auto"
-    """The trainer's weights are the engine's own parameters: one copy on the device, and no weight sync. auto = true with
-    ``name=vllm`` where the numbers stay the same, which the log says, or why not; true = an error where they would not."""
+    """The trainer's weights are the engine's own parameters: one copy on the device, and no weight sync. On several devices with
+    an engine each, a sync brings each device the rows that the others have updated. auto = true with ``name=vllm`` where the
+    numbers stay the same and no phase holds more, which the log says, or why not; true = an error where they would not."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +62,15 @@ class Obstacle:
 
 OBSTACLES = (
     Obstacle(
-        DEVICES,
-        lambda _, devices: devices > 1,
-        "several devices hold a shard of the weights each, and an engine needs them whole",
+        (_TENSOR_PARALLEL,),
+        lambda roles, _: roles.rollout.tensor_model_parallel_size > 1,
+        "an engine over several devices has a part of each weight on each of them, and the trainer computes with whole ones",
+        f"Set {_TENSOR_PARALLEL}=1",
+    ),
+    Obstacle(
+        (_RANK, *DEVICES),
+        lambda roles, devices: roles.model.lora_rank > 0 and devices > 1,
+        "on several devices a base under adapters is sharded with their precision",
         "Use one device",
     ),
     Obstacle(
@@ -105,10 +117,11 @@ OBSTACLES = (
 """In the order in which they are looked for."""
 
 
-def why_not(roles: ActorRolloutRef, devices: int) -> str | None:
-    """Return why engine and trainer cannot share weights under these settings, with the way out. None = they can.
+def why_not(roles: ActorRolloutRef, devices: int, sleeps: bool) -> str | None:
+    """Return why engine and trainer do not share weights under these settings, with the way out. None = they do.
 
-    What the engine itself does to its weights (quantisation, experts) is known only once it runs.
+    What the engine itself does to its weights (quantisation, experts) is known only once it runs. ``sleeps``: the engine sleeps
+    outside of rollouts.
     """
     if roles.rollout.share_weights is False:
         return f"{KEY}=false."
@@ -117,6 +130,11 @@ def why_not(roles: ActorRolloutRef, devices: int) -> str | None:
             return f"{each.because} ({', '.join(each.keys)}). {each.way_out} to share them."
     if roles.rollout.name != "vllm" and roles.rollout.share_weights is not True:
         return f"auto shares those of {_ENGINE}=vllm alone. Set {KEY}=true to share them."
+    if devices > 1 and sleeps and roles.rollout.share_weights is not True:
+        return (
+            f"an update would hold whole weights on each of {devices} devices, and holds a shard while the engine sleeps. Set "
+            f"{KEY}=true to share them: it saves a shard in rollouts, the copies that FSDP2 gathers, and most of the sync."
+        )
     return None
 
 
@@ -132,13 +150,14 @@ def bytes_a_parameter(roles: ActorRolloutRef, devices: int, shares: bool, sleeps
 
     Args:
         roles: The settings.
-        devices: Those of the run, which hold shards of what is the trainer's, and one engine each.
+        devices: Those of the run, which hold shards of what is the trainer's, and one engine each. Shared weights are whole on
+            each.
         shares: Whether the policy's weights are the engine's.
         sleeps: Whether the engine sleeps outside of rollouts.
     """
     fsdp, optim = roles.actor.fsdp_config, roles.actor.optim
     split = fsdp.split_master_weights
-    weight = width(fsdp.dtype if split else fsdp.model_dtype)
+    weight = width(fsdp.dtype if split else fsdp.model_dtype) * (devices if shares else 1)
     gradient = width(fsdp.mixed_precision.reduce_dtype if split else fsdp.model_dtype)
     state = optim.state_bytes(width(fsdp.model_dtype)) + 2 * split
     engine = 0 if shares else width(roles.rollout.dtype) * devices / roles.rollout.tensor_model_parallel_size
@@ -171,5 +190,5 @@ KNOB = Knob(
     claims=(Claim("update_weights", "rollout weights", lambda before, _: before.params * before.compute_bytes),),
     # Last, since the policy's own weights then no longer leave the device.
     row=LadderRow(198, on=(f"{KEY}=true", f"{_OFFLOAD}=false"), off=(f"{KEY}=false",)),
-    no_factor={KEY: "for one device alone; its own tests combine it"},
+    no_factor={KEY: "of an engine beside the trainer; its own tests combine it"},
 )

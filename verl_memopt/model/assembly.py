@@ -25,6 +25,7 @@ from verl_memopt.memory.lora import base_rests_as_computed
 from verl_memopt.memory.lora_torch import apply_lora
 from verl_memopt.memory.quantized_frozen_torch import check_quantizable, quantize_blocks
 from verl_memopt.memory.sequence_parallel_torch import sequence_group
+from verl_memopt.memory.shared_weights_torch import SharedRows
 from verl_memopt.memory.streamed_params_torch import StreamedParams, allocate_on_host, native_offload
 from verl_memopt.model.attention import choose_attention
 from verl_memopt.model.decoder import Decoder, DecoderBlock, block_options, class_name
@@ -65,6 +66,8 @@ class ModelUse:
     """Quantization of a frozen model's blocks, or of the frozen base under adapters."""
     compiled: bool = False
     """Compile the functions of a chunk of the LM head."""
+    replicated: bool = False
+    """Its weights are an engine's, which lie whole on each of several devices."""
 
     @property
     def knobs_key(self) -> str:
@@ -109,6 +112,9 @@ def parallelize(
     own_dtype = [packed.head] if isinstance(packed.head, ValueHead) else []
     if fsdp.own_units and not packed.tied:
         units = [packed.lm.get_input_embeddings(), *units, *([] if own_dtype else [packed.head])]
+    if use.replicated:
+        packed.rows = SharedRows(units, mesh, dtypes[2])
+        return
     shard_model(packed, units, mesh, precision, offload, fsdp.reshard_after_forward, own_dtype)
     for unit, following in pairwise(units) if fsdp.forward_prefetch else ():
         if isinstance(unit, FSDPModule) and isinstance(following, FSDPModule):
@@ -163,11 +169,14 @@ def build_policy(
 
 
 def build_trained_policy(
-    model: Model, fsdp: Fsdp, folder: Path, mesh: DeviceMesh, device: torch.device, compiled: bool
+    model: Model, fsdp: Fsdp, folder: Path, mesh: DeviceMesh, device: torch.device, compiled: bool, shares: bool = False
 ) -> PolicyModel:
-    """Return the sharded policy without weights, as it is trained. :func:`materialize` fills it."""
-    recompute, quantization = model.enable_gradient_checkpointing, model.quantization
-    use = ModelUse(recompute=recompute, trained=True, quantization=quantization, compiled=compiled)
+    """Return the sharded policy without weights, as it is trained. :func:`materialize` fills it.
+
+    ``shares``: it will compute with the weights of an engine.
+    """
+    recompute, quantization, replicated = model.enable_gradient_checkpointing, model.quantization, shares and mesh.size() > 1
+    use = ModelUse(recompute=recompute, trained=True, quantization=quantization, compiled=compiled, replicated=replicated)
     return build_policy(model, fsdp, folder, mesh, device, use)
 
 
@@ -251,6 +260,8 @@ def allocate(model: PackedModel, device: torch.device, shared: Mapping[str, Tens
     """
     if shared is not None:
         _place(model, device, _shared_parameters(model, shared))
+        if model.rows is not None:
+            model.rows.take_over(model)
         return
     if model.streams:
         # A model that does not stream is cast by FSDP2, which casts the inputs of its units too.

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from verl_memopt.memory.embedding_gradient import TrainedEmbedding, gathered_for
 from verl_memopt.memory.logit_tiles import Head, TokenStatistics
 from verl_memopt.memory.resharding_torch import reshard_units
 from verl_memopt.memory.sequence_parallel_torch import SequenceGroup, of_all_ranks
+from verl_memopt.memory.shared_weights_torch import SharedRows
 from verl_memopt.memory.streamed_params_torch import StreamedParams
 from verl_memopt.model.attention import KERNELS, REGISTERED, Attend, AttentionArgs
 from verl_memopt.model.decoder import BlockOptions, Decoder, Prefix, PrefixKV, PrefixRecorder, of_llama_family
@@ -39,6 +40,7 @@ class PackedModel(nn.Module):
         streams: Its blocks come from the host in each pass, if it is frozen.
         stream: What brings them, once it is allocated; None where it does not stream.
         sequence: The ranks that share the tokens of a micro-batch; None where each rank has micro-batches of its own.
+        rows: This rank's rows of weights that lie whole on each of several ranks; None where FSDP2 shards, or nothing does.
         masters: dtype in which its parameters rest.
         compute: dtype in which it computes.
     """
@@ -48,6 +50,7 @@ class PackedModel(nn.Module):
     streams = False
     stream: StreamedParams | None = None
     sequence: SequenceGroup | None = None
+    rows: SharedRows | None = None
     masters = compute = torch.float32
 
     def __init__(self, lm: PreTrainedModel, blocks: Sequence[BlockOptions] | None = None, key: str = POLICY_KEY) -> None:
@@ -150,6 +153,17 @@ class PackedModel(nn.Module):
         reshard_units(self)
         if self.stream is not None:
             self.stream.release()
+        if self.rows is not None:
+            self.rows.rest()
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Return a context for the forwards and backwards of an optimizer step."""
+        return nullcontext() if self.rows is None else self.rows.computing()
+
+    def end_backward(self) -> None:
+        """Reduce the gradients that wait for it, at the end of each backward."""
+        if self.rows is not None:
+            self.rows.end_backward()
 
     def compute_prefix(self, prompt: Pack) -> PrefixKV:
         """Compute the prefix KV of a prompt, for the answers in later micro-batches."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from torch.distributed.tensor import DTensor
 
 from verl_memopt.config.schema import Rollout
 from verl_memopt.distributed.file_records import Records, record_folder
@@ -93,7 +94,9 @@ def _export(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path, dt
     """
     settings, model, writes = plan.settings, trained.model, rank == 0
     bucket = settings.rollout.checkpoint_engine.update_weights_bucket_megabytes
-    masters = ((name, trained.master(weight, on_host=True)) for name, weight in plain_weights(model, _exact(plan, model)))
+    # What is gathered is gathered on the device.
+    weights_of = plain_weights(model, _exact(plan, model))
+    masters = ((name, trained.master(weight, not isinstance(weight, DTensor))) for name, weight in weights_of)
     stream = full_weights(masters, dtype, bucket) if weights else None
     config = classifier_config(model.lm.config) if isinstance(model, ValueModel) else model.lm.config
     export_folder(folder, config, Path(plan.tokenizer_folder), stream, writes, dtype)
@@ -121,5 +124,6 @@ def load_trained(trained: TrainedModel, folder: Path, contents: Sequence[str]) -
     trained.optimizer.zero_grad(set_to_none=True)
     parts = trained.model, trained.optimizer, trained.schedule
     load_training_state(folder, *parts, trained.device, contents, trained.masters)
+    trained.changed()
     if trained.home is not None:
         trained.home.changed()

@@ -39,6 +39,7 @@ from verl_memopt.memory.fused import compiler_works
 from verl_memopt.memory.lora_torch import adapters_off, initialize_adapters, load_adapter
 from verl_memopt.memory.quantized_frozen_torch import exact_weights
 from verl_memopt.memory.residency import CRITIC, POLICY, REFERENCE, REWARD_MODEL, OffloadedParams, Residency
+from verl_memopt.memory.split_masters import KEY as SPLIT_KEY
 from verl_memopt.model.assembly import (
     ModelUse,
     build_critic,
@@ -54,7 +55,7 @@ from verl_memopt.model.packed_model import PackedModel, PolicyModel
 from verl_memopt.model.packing import pack_rows
 from verl_memopt.model.packing_check import REWARD_KEY, check_packing
 from verl_memopt.model.value_model import CRITIC_KEY, ValueModel, stored_head
-from verl_memopt.model.weights import WeightFolder, named_weights
+from verl_memopt.model.weights import WeightFolder, local_region, named_weights
 from verl_memopt.observe.byte_tracker import HOST, scope
 from verl_memopt.observe.phase import GIB, MIB
 from verl_memopt.worker.group import Placement
@@ -199,7 +200,13 @@ class RoleBuilder:
         actor, model = self.plan.settings.actor, self.plan.settings.model
         fsdp, folder = actor.fsdp_config, Path(self.plan.folder)
         compiled = compiles_functions(actor.use_torch_compile, fsdp, self.device)
-        policy_model = build_trained_policy(model, fsdp, folder, self._mesh(fsdp), self.device, compiled)
+        shares = self.shared is not None
+        if fsdp.split_master_weights and not shares and self.placement.world_size > 1:
+            raise ConfigError(
+                f"{SPLIT_KEY}=true: the run has no engine whose weights several devices could share, and FSDP2 reduces gradients "
+                f"into the dtype of the weights. Set {SPLIT_KEY}=false."
+            )
+        policy_model = build_trained_policy(model, fsdp, folder, self._mesh(fsdp), self.device, compiled, shares)
         materialize(policy_model, folder, self.device, self.shared)
         start_adapters(policy_model, model, fsdp.seed, POLICY_KEY)
         if model.quantization != "none":
@@ -359,7 +366,7 @@ def fill_masters(trained: TrainedModel, folder: Path, renamed: Mapping[str, str 
     weights = WeightFolder(folder)
     for name, parameter in named_weights(trained.model):
         stored = (renamed or {}).get(name, name)
-        values = None if stored is None else weights.read(stored, ())
+        values = None if stored is None else weights.read(stored, local_region(parameter))
         if values is not None and values.dtype != parameter.dtype:
             trained.masters.set_master(parameter, values)
 

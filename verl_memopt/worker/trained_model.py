@@ -352,6 +352,7 @@ class TrainedModel:
             metrics[role.skipped] = self._step_if_finite(norm)
         else:
             metrics = self._step_if_found_finite(metrics)
+        self.changed()
         if self.bucketed is not None and self.bucketed.computes_in is not None:
             metrics[role.changed] = self.bucketed.changed_share()
         if learning_rate is not None:
@@ -403,7 +404,13 @@ class TrainedModel:
     def apply(self) -> None:
         """Update the weights from their gradients, and advance a schedule that counts optimizer steps."""
         self._step_optimizer()
+        self.changed()
         self._note_steps([torch.tensor(0.0)])
+
+    def changed(self) -> None:
+        """Note that this rank's rows of the weights have new values, and the whole weights on all ranks old ones."""
+        if self.model.rows is not None:
+            self.model.rows.stale = True
 
     def _step_optimizer(self) -> None:
         with optimizer_scope(self.optimizer, on_host=self.model.stays_on_host):
@@ -464,8 +471,9 @@ class TrainedModel:
         """Add the gradient of a mini-batch, micro-batch by micro-batch, and return the summed metrics."""
         total: dict[str, Tensor] = {}
         prefix_kv: PrefixKV | None = None
-        with gradient_kinds(parameter for block in self.model.blocks() for parameter in block.parameters()):
-            for micro in synced(micro_batches, self.model, self.fsdp.gradient_sync):
+        plain = (parameter for block in self.model.blocks() for parameter in block.parameters())
+        with self.model.computing(), gradient_kinds(plain):
+            for micro in synced(micro_batches, self.model, self.fsdp.gradient_sync, self.model.rows):
                 micro = micro.to(self.device)
                 if micro.prompt is not None and prefix_kv is None:
                     with self._offloaded():
@@ -474,6 +482,7 @@ class TrainedModel:
                     total[name] = total[name] + value if name in total else value
                 if micro.ends and prefix_kv is not None:
                     prefix_kv.backward()
+                    self.model.end_backward()
                     prefix_kv = None
         return total
 
@@ -490,6 +499,7 @@ class TrainedModel:
         # The head may have computed its gradients in its forward above, with the same factor (see _PrecomputedGradient in
         # memory/chunked_logprob_torch.py). Its backward then only hands them on to the blocks.
         (loss * self.world_size).backward()
+        self.model.end_backward()
         return metrics
 
     def _offloaded(self) -> AbstractContextManager[None]:

@@ -190,7 +190,10 @@ class Worker:
             empty_cache(self.device)
 
     def update_weights(self) -> None:
-        """Copy the policy's weights into the engine, bucket by bucket. Weights that they share are there already."""
+        """Copy the policy's weights into the engine, bucket by bucket. Weights that they share are there already.
+
+        On several ranks those that were updated on others are gathered into their places.
+        """
         assert self.engine is not None
         assert self.policy is not None
         rollout = self.settings.rollout
@@ -200,12 +203,20 @@ class Worker:
             self.engine.wake_up("weights")
         dtype = dtype_of(rollout.dtype, "actor_rollout_ref.rollout.dtype")
         if self.shares_weights:
-            self.engine.weights_changed(dict(named_weights(self.policy.model)), stored_adapters(self.policy.model))
+            self.engine.weights_changed(self._gathered_weights(), stored_adapters(self.policy.model))
         else:
             self.engine.load_weights(sent_weights(self.policy.model, rollout, dtype))
         if self.sync_check is not None:
             merged = not self.shares_weights  # an engine that shares the base gets the adapters apart
             self.sync_check.check_weights(self.engine, sent_weights(self.policy.model, rollout, dtype, merged))
+
+    def _gathered_weights(self) -> dict[str, torch.Tensor]:
+        """Return the whole weights of a policy that shares them, with the rows of all ranks."""
+        model = _built(self.policy).model
+        if model.rows is None:
+            return dict(named_weights(model))
+        model.rows.gather()
+        return {name: model.rows.whole(rows) for name, rows in named_weights(model)}
 
     def old_log_probs(
         self,
@@ -371,7 +382,7 @@ class Worker:
 
     def _engine_place(self, folder: str) -> EnginePlace:
         place, plan, model, beside = self.placement, self.plan, self.settings.model, self.plan.beside_cache_bytes
-        shares = why_not(self.settings, place.world_size) is None
+        shares = why_not(self.settings, place.world_size, plan.free_engine) is None
         return EnginePlace(
             rank=place.rank,
             world_size=place.world_size,
@@ -492,7 +503,7 @@ def shared_weights(
     Raises:
         ConfigError: ``rollout.share_weights=true`` or a quantised base, and they cannot be shared.
     """
-    reason, weights, refused = why_not(settings, devices), None, False
+    reason, weights, refused = why_not(settings, devices, sleeps), None, False
     if reason is None:
         try:
             weights = engine.share_weights()
@@ -510,7 +521,8 @@ def shared_weights(
         logger.info("engine and policy hold a copy of the weights each: %s", reason)
     else:
         num_bytes = sum(weight.numel() * weight.itemsize for weight in weights.values())
-        logger.info("engine and policy share one copy of the weights, %.1f MiB", num_bytes / MIB)
+        over = "" if devices == 1 else f" on each of {devices} devices, which update the rows of a shard each"
+        logger.info("engine and policy share one copy of the weights, %.1f MiB%s", num_bytes / MIB, over)
     if settings.model.lora_rank == 0:
         phases = bytes_a_parameter(settings, devices, weights is not None, sleeps).items()
         said = (f"{device:.4g} on the device and {host:.4g} on the host in the {phase}" for phase, (device, host) in phases)
