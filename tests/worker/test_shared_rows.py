@@ -152,7 +152,7 @@ ONCE = ((0, 1, 2),)
 LAST = "gradients reduced at the last micro-batch"
 KNOBS = {
     "gradients and moments on the host": {f"{FSDP}.grad_offload": True, f"{FSDP}.optimizer_offload": True},
-    "updates in backward": {f"{AR}.actor.optim.in_backward": True, f"{AR}.actor.optim.clip_grad": None},
+    "updates in backward": {f"{AR}.actor.optim.in_backward": True},
     LAST: {f"{FSDP}.gradient_sync": "last"},
     "gradients of the root together": {f"{FSDP}.own_units": False},
     "ranks that share tokens": {f"{FSDP}.ulysses_sequence_parallel_size": 2},
