@@ -36,7 +36,12 @@ def reshard_units(model: nn.Module) -> None:
 
 
 def can_abandon(model: nn.Module) -> bool:
-    """Return whether :func:`abandon_pass` works: the model is not sharded, or torch can reset FSDP2 (2.13 and later)."""
+    """Return whether :func:`abandon_pass` works: the model is not sharded, or torch can reset FSDP2 (2.13 and later).
+
+    One whose ranks share weights with their engines cannot: a gather that is repeated would write over an engine's weights.
+    """
+    if getattr(model, "rows", None) is not None:
+        return False
     return not isinstance(model, FSDPModule) or hasattr(model, "reset_iter_state")
 
 

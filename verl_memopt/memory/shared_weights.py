@@ -10,7 +10,7 @@ Costs: nothing in time. While the trainer computes, a sleeping engine gives up i
 Works with: gradient checkpointing, every attention path, ``optimizer_offload``, ``grad_offload``, ``fsdp_size``, sequence
     parallelism, tied heads, checkpoints and exports. A run may resume with or without it, on any number of devices. With LoRA
     one device shares the frozen base, and its engine gets the adapters alone. It refuses tensor-parallel engines,
-    ``param_offload`` and two precisions of the weights.
+    ``param_offload`` and two precisions of the weights. On several devices an update does not go on after an out-of-memory error.
 """
 
 from __future__ import annotations
