@@ -75,6 +75,7 @@ NEEDED = {
     ),
     f"{AR}.rollout.n=1": ("algorithm.adv_estimator=reinforce_plus_plus",),
     f"{AR}.rollout.tensor_model_parallel_size=2": ("trainer.n_gpus_per_node=2",),
+    f"{AR}.rollout.share_weights=true": (f"{AR}.actor.fsdp_config.split_master_weights=true",),
     f"{AR}.actor.optim.stochastic_rounding=true": (f"{AR}.actor.fsdp_config.model_dtype=bfloat16",),
     f"{AR}.model.quantization=nf4": (f"{AR}.model.lora_rank=16",),
     f"{AR}.model.load_mode=mmap": (f"{AR}.ref.fsdp_config.param_offload=true",),
