@@ -5,6 +5,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_memopt.config.schema import Fsdp, Model
+from verl_memopt.memory.recompute_elementwise_torch import joined
 from verl_memopt.model.assembly import build_policy, materialize
 
 CPU = torch.device("cpu")
@@ -63,6 +64,10 @@ def test_a_unit_on_one_device_is_cast_in_one_operation_and_follows_its_masters(t
             block.unshard()
         assert seen.names.count("_foreach_copy_") == 1
         assert "_to_copy" not in seen.names
+        # Weights of one width lie one behind another, so that they can be multiplied in one product.
+        attention, mlp = block.self_attn, block.mlp
+        for layers in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
+            assert joined([layer.weight for layer in layers], 0) is not None
         assert all(torch.equal(parameter, masters[name].bfloat16()) for name, parameter in block.named_parameters())
         block.reshard()
         assert all(torch.equal(parameter.to_local(), masters[name]) for name, parameter in block.named_parameters())

@@ -344,13 +344,16 @@ class _CastParam(FSDPParam):
             self._unsharded_param = nn.Parameter(whole, requires_grad=self.sharded_param.requires_grad)
 
     def _make_room(self) -> None:
-        kinds = [(one._sharded_param_data.numel(), one.param_dtype or one._sharded_param_data.dtype) for one in self.members]
+        # Weights lie one behind another, then biases, and so on: neighbours of one width can be multiplied at once.
+        order = sorted(self.members, key=lambda one: (one._module_info.param_name, -len(one._orig_size)))
+        kinds = [(one._sharded_param_data.numel(), one.param_dtype or one._sharded_param_data.dtype) for one in order]
         starts = _aligned_starts([numel * dtype.itemsize for numel, dtype in kinds])
         whole = torch.empty(starts[-1], dtype=torch.uint8, device=self.device)
-        self.places = [
+        places = [
             whole[start : start + numel * dtype.itemsize].view(dtype)
             for start, (numel, dtype) in zip(starts[:-1], kinds, strict=True)
         ]
+        self.places = [places[order.index(one)] for one in self.members]
         for one in self.members:
             one.all_gather_outputs = [whole if one is self else whole.new_empty(0)]
 

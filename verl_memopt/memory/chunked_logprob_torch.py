@@ -127,7 +127,8 @@ class _PrecomputedGradient(torch.autograd.Function):
         in_place: bool,
         token_gradient: TokenGradient,
     ) -> tuple[Tensor, Tensor]:
-        tokens, precomputed = _room_for_tokens(head, hidden), _room_for_tokens(head, hidden)
+        # Normalizers are for a backward that computes logits again.
+        tokens, precomputed = _room_for_tokens(head, hidden, normalizer=False), _room_for_tokens(head, hidden, normalizer=False)
         into, ctx.handed = _gradient_room(head, hidden, ctx.needs_input_grad, in_place)
         with scope(kind="logits"):
             logits = LogitTiles(head, hidden)
@@ -138,8 +139,7 @@ class _PrecomputedGradient(torch.autograd.Function):
                 # product that backward would need to compute them again.
                 logits.differentiate(hidden[rows], targets[rows], statistics, grad_log_probs, grad_entropy, _at(into, rows), True)
                 _keep(statistics, tokens, rows)
-                # Here the record holds gradients: those of the log-probs in its first field, and those of the entropies in
-                # its third.
+                # Here the record holds gradients, those of the log-probs and those of the entropies.
                 _keep(Tokens(grad_log_probs, grad_log_probs, grad_entropy), precomputed, rows)
         _gradients_added(head)
         ctx.save_for_backward(precomputed.log_probs, precomputed.entropy, into.hidden)
@@ -190,17 +190,20 @@ def _gradients_added(head: Head) -> None:
     added(head.bias)
 
 
-def _room_for_tokens(head: Head, hidden: Tensor) -> Tokens:
+def _room_for_tokens(head: Head, hidden: Tensor, normalizer: bool = True) -> Tokens:
     count = hidden.shape[0]
 
     def room() -> Tensor:
         return hidden.new_empty(count, dtype=torch.float32)
 
-    return Tokens(room(), room(), room() if head.with_entropy else None, {name: room() for name in head.statistics})
+    log_normalizer = room() if normalizer else hidden.new_empty(0, dtype=torch.float32)
+    return Tokens(room(), log_normalizer, room() if head.with_entropy else None, {name: room() for name in head.statistics})
 
 
 def _keep(part: Tokens, whole: Tokens, rows: slice) -> None:
-    whole.log_probs[rows], whole.log_normalizer[rows] = part.log_probs, part.log_normalizer
+    whole.log_probs[rows] = part.log_probs
+    if whole.log_normalizer.numel():
+        whole.log_normalizer[rows] = part.log_normalizer
     if whole.entropy is not None:
         assert part.entropy is not None
         whole.entropy[rows] = part.entropy

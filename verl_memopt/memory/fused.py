@@ -48,6 +48,7 @@ returns what the function returns."""
 
 _on = False
 _recorder: Recorder | None = None
+_modes_of_recorder = 0
 _warned = False
 _given_up: set[Callable[..., Any]] = set()
 _numbers = count()
@@ -75,26 +76,39 @@ def fused_statements(on: bool) -> Iterator[None]:
 
 @contextmanager
 def recorded_calls(recorder: Recorder) -> Iterator[None]:
-    """Give ``recorder`` each call that would be compiled, also under a dispatch mode. It counts what a GPU would run."""
-    global _recorder
-    before, _recorder = _recorder, recorder
+    """Give ``recorder`` each call that would be compiled, also under the dispatch modes that are active now.
+
+    It counts what a GPU would run. Under a further mode, such as selective checkpointing's, nothing is compiled there either.
+    """
+    global _recorder, _modes_of_recorder
+    before = _recorder, _modes_of_recorder
+    _recorder, _modes_of_recorder = recorder, torch._C._len_torch_dispatch_stack()
     try:
         yield
     finally:
-        _recorder = before
+        _recorder, _modes_of_recorder = before
 
 
-def over_rows(statement: Callable[..., None], tensors: Sequence[Tensor | None], *others: Any, narrow: bool = False) -> None:
+def over_rows(
+    statement: Callable[..., None],
+    tensors: Sequence[Tensor | None],
+    *others: Any,
+    narrow: bool = False,
+    otherwise: Callable[[], None] | None = None,
+) -> None:
     """Run ``statement(*tensors, *others)`` over all rows of ``tensors``. The statement writes into some of its tensors.
 
     The tensors have the same number of rows, or are None. The first is a tensor, and its size decides the tiles. Two tensors that
     share memory must be the same rows of the same tensor. The others are the same for every tile. ``narrow``: the statement
-    creates nothing in fp32, so its tiles may be larger.
+    creates nothing in fp32, so its tiles may be larger. ``otherwise`` runs in place of a statement that cannot run over tiles.
     """
     first = tensors[0]
     assert first is not None
 
     def in_tiles() -> None:
+        if otherwise is not None:
+            otherwise()
+            return
         for rows in tiles(first, narrow):
             statement(*(None if tensor is None else tensor[rows] for tensor in tensors), *others)
 
@@ -216,7 +230,7 @@ def _warn_once(error: Exception) -> None:
 
 def _observed() -> bool:
     """Return whether a dispatch mode is active, such as the byte tracker. A compiled function would run uncompiled under it."""
-    return _recorder is None and torch._C._len_torch_dispatch_stack() > 0
+    return torch._C._len_torch_dispatch_stack() > (0 if _recorder is None else _modes_of_recorder)
 
 
 def _once_each(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:

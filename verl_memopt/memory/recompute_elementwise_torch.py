@@ -12,7 +12,7 @@ is summed over tiles of 2,048 tokens (8,192 on a GPU) in fp32, which in half pre
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, silu
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from verl_memopt.memory.formulas import PRODUCT_ROWS
 from verl_memopt.memory.fused import over_rows, runs_compiled
@@ -67,11 +68,13 @@ def recomputed_outputs(
     layers: Sequence[Any],
     rows: Rows | None = None,
     row_layers: Sequence[Any] = (),
+    passed: bool = False,
 ) -> list[Tensor]:
     """Return the output [T, m] of each linear layer over one value [T, n], which backward computes again.
 
     The value is computed from sources [T, n], which are kept in its place, and parameters [n]. Layers may have adapters; without
-    gradients they may be of any kind. Those among ``row_layers`` return [R, m], of the ``rows`` alone; None for all.
+    gradients they may be of any kind. Those among ``row_layers`` return [R, m], of the ``rows`` alone; None for all. ``passed``:
+    return the first source as well, at the end. What is computed from it has its gradient added where that of the source is made.
     """
 
     def on_rows(some: Sequence[Any]) -> list[bool]:
@@ -81,19 +84,25 @@ def recomputed_outputs(
         # Without gradients nothing reads the sources again, so the value may be written over the first of them.
         value = recomputable.compute(sources, parameters, sources[0] if recomputable.overwrites else None)
         part = value if rows is None else value[rows.index]
-        return [layer(part if marked else value) for layer, marked in zip(layers, on_rows(layers), strict=True)]
+        together = rows is None and all(type(layer) is nn.Linear for layer in layers)
+        runs = in_runs([layer.weight for layer in layers], [layer.bias for layer in layers]) if together else []
+        if len(runs) == 1:
+            outs = list(products_of(value, [layer.weight for layer in layers], [layer.bias for layer in layers]))
+        else:
+            outs = [layer(part if marked else value) for layer, marked in zip(layers, on_rows(layers), strict=True)]
+        return [*outs, sources[0]] if passed else outs
     adapted = [layer for layer in layers if isinstance(layer, LoraLinear) and layer.active]
     factors = {id(layer): layer.factors for layer in adapted}
     stored = [*map(stored_weight, layers), *((down, None) for down, _ in factors.values())]
     weights, packings = zip(*stored, strict=True)
-    outs = list(recomputed_products(recomputable, sources, parameters, weights, rows, on_rows([*layers, *adapted]), packings))
-    thin = dict(zip(map(id, adapted), outs[len(layers) :], strict=True))
+    biases = [layer.bias for layer in layers] + [None] * len(factors)
+    marked = on_rows([*layers, *adapted])
+    outs = list(recomputed_products(recomputable, sources, parameters, weights, rows, marked, packings, biases, passed))
+    thin = dict(zip(map(id, adapted), outs[len(layers) :], strict=False))
     for place, layer in enumerate(layers):
-        if layer.bias is not None:
-            outs[place] = outs[place] + layer.bias
         if id(layer) in thin:
             outs[place] = outs[place] + layer.scale * linear(thin[id(layer)], factors[id(layer)][1])
-    return outs[: len(layers)]
+    return [*outs[: len(layers)], *outs[len(weights) :]]
 
 
 # Recomputation of cheap values: products keep what a value is computed from, and compute it again in backward.
@@ -111,21 +120,28 @@ def recomputed_products(
     rows: Rows | None = None,
     of_rows: Sequence[bool] = (),
     packings: Sequence[Packing | None] | None = None,
+    biases: Sequence[Tensor | None] = (),
+    passed: bool = False,
 ) -> Tensors:
     """Return the products of a value with some weights; backward computes the value again.
 
     Keeps sources [T, n], parameters [n] and weights [m, n] for backward, and not the value [T, n]. Nothing else may use sources
     that the recomputable overwrites. The gradient of a weight is summed over tiles of rows, in fp32 where its dtype is narrower.
+    Weights that lie one behind another are one product.
 
     Returns:
         One product for each weight: [T, m], or [R, m] for a weight marked in ``of_rows``, which is multiplied with the ``rows``
-        of the value only. At least one weight is not marked. A weight with a packing is decoded for each of its products.
+        of the value only. At least one weight is not marked. A weight with a packing is decoded for each of its products. Then
+        the first source, where it is ``passed``.
     """
     packings = (None,) * len(weights) if packings is None else packings
     tensors, marked = (*sources, *parameters, *weights), tuple(of_rows) if rows is not None else (False,) * len(weights)
     assert len(marked) == len(weights), (marked, len(weights))
     assert not all(marked)
-    return _RecomputedProducts.apply(recomputable, len(parameters), rows, marked, packings, keep(*tensors), *tensors)
+    biases = tuple(biases) or (None,) * len(weights)
+    return _RecomputedProducts.apply(
+        recomputable, len(parameters), rows, marked, packings, passed, keep(*tensors), *tensors, *biases
+    )
 
 
 class _RecomputedProducts(torch.autograd.Function):
@@ -137,59 +153,125 @@ class _RecomputedProducts(torch.autograd.Function):
         rows: Rows | None,
         marked: Sequence[bool],
         packings: Sequence[Packing | None],
+        passed: bool,
         node: Any,
         *tensors: Any,
     ) -> Tensors:
         ctx.recomputable, ctx.parameters, ctx.rows, ctx.marked, ctx.kept = recomputable, parameters, rows, marked, node
         ctx.packings = packings
-        first, second = recomputable.sources, recomputable.sources + parameters
+        first, second, third = (recomputable.sources, recomputable.sources + parameters, len(tensors) - len(marked))
         value = recomputable.compute(tensors[:first], tensors[first:second])
         part = value if rows is None else value[rows.index]
-        weights = zip(tensors[second:], packings, marked, strict=True)
-        return tuple(
-            torch.mm(part if of_rows else value, whole_weight(weight, packing, value.dtype).t())
-            for weight, packing, of_rows in weights
+        weights, biases = tensors[second:third], tensors[third:]
+        # A packed weight is a product of its own.
+        kinds = [(of_rows, None if one is None else at) for at, (of_rows, one) in enumerate(zip(marked, packings, strict=True))]
+        ctx.runs = in_runs(weights, biases, kinds)
+        outs = (
+            products_of(part if marked[run.start] else value, weights[run], biases[run], packings[run.start]) for run in ctx.runs
         )
+        return *(out for run in outs for out in run), *(one.view_as(one) for one in tensors[:passed])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        recomputable, tensors, needed = ctx.recomputable, kept(ctx), ctx.needs_input_grad[6:]
+        recomputable, tensors, needed = ctx.recomputable, kept(ctx), ctx.needs_input_grad[7:]
         first, second = recomputable.sources, recomputable.sources + ctx.parameters
         sources, parameters, weights = tensors[:first], tensors[first:second], tensors[second:]
+        beside = grads[len(weights)] if len(grads) > len(weights) else None
         further = any(needed[:second])
         into = sources if recomputable.overwrites else tuple(torch.empty_like(source) for source in sources if further)
-        sums = [zeros_to_sum(one) if wanted else None for one, wanted in zip(parameters, needed[first:second], strict=True)]
-        weight_grads = [WeightSum(weight) if wanted else None for weight, wanted in zip(weights, needed[second:], strict=True)]
-        cuts = product_tiles(sources[0])
+        of_weights, of_biases = needed[second : second + len(weights)], needed[second + len(weights) :]
+        products = [
+            _Product(
+                run, grad, (weight, ctx.packings[run.start]), ctx.marked[run.start], any(of_weights[run]), any(of_biases[run])
+            )
+            for run, grad, weight in _together(ctx.runs, grads, weights)
+        ]
+        cuts, of_norms = product_tiles(sources[0]), zip(parameters, needed[first:second], strict=True)
+        sums = [sum_of(one, cuts, sources[0]) if wanted else None for one, wanted in of_norms]
         for rows in cuts:
             cut = tuple(source[rows] for source in sources)
             value = recomputable.compute(cut, parameters)
             here, places = (rows, None) if ctx.rows is None else ctx.rows.within(rows)
-            above = [grad[here if of_rows else rows] for grad, of_rows in zip(grads, ctx.marked, strict=True)]
-            for grad, total, of_rows in zip(above, weight_grads, ctx.marked, strict=True):
-                if total is not None:
-                    total.add(grad, value[places] if of_rows else value, alone=len(cuts) == 1)
+            above = [one.grad[here if one.marked else rows] for one in products]
+            for product, grad in zip(products, above, strict=True):
+                if product.total is not None:
+                    product.total.add(grad, value[places] if product.marked else value, alone=len(cuts) == 1)
             if further:
                 # The value is not read any more, so its memory takes its own gradient from here on.
-                _through(above, list(zip(weights, ctx.packings, strict=True)), ctx.marked, places, value)
-                recomputable.differentiate(value, cut, parameters, tuple(one[rows] for one in into), sums)
+                _through(above, products, places, value)
+                plus = None if beside is None else beside[rows]
+                recomputable.differentiate(value, cut, parameters, tuple(one[rows] for one in into), sums, plus)
             del value, above  # freed before those of the next tile are allocated
         source_grads = into if further else (None,) * first
         parameter_grads = (None if one is None else one.to(like.dtype) for one, like in zip(sums, parameters, strict=True))
-        return *(None,) * 6, *source_grads, *parameter_grads, *(None if one is None else one.gradient() for one in weight_grads)
+        totals = [(one.run, None if one.total is None else one.total.gradient()) for one in products]
+        weight_grads = (one for run, total in totals for one in _parted(total, weights[run]))
+        bias_grads = (one for product in products for one in _parted(product.bias, weights[product.run]))
+        return *(None,) * 7, *source_grads, *parameter_grads, *weight_grads, *bias_grads
 
 
-def _through(
-    grads: Sequence[Tensor],
-    stored: Sequence[tuple[Tensor, Packing | None]],
-    marked: Sequence[bool],
-    places: Tensor | None,
-    out: Tensor,
-) -> None:
+class _Product:
+    """In backward: the gradient [T, m] of a product with one weight [m, n], or with a run of weights in one."""
+
+    def __init__(
+        self, run: slice, grad: Tensor, stored: tuple[Tensor, Packing | None], marked: bool, of_weight: bool, of_bias: bool
+    ) -> None:
+        self.run, self.grad, self.stored, self.marked = run, grad, stored, marked
+        self.total = WeightSum(stored[0]) if of_weight else None
+        self.bias = grad.sum(0) if of_bias else None
+
+
+def _parted(whole: Tensor | None, weights: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Return the parts of a gradient that belong to a run of weights."""
+    return (None,) * len(weights) if whole is None else whole.split([len(weight) for weight in weights])
+
+
+def _together(
+    runs: Sequence[slice], grads: Sequence[Tensor], weights: Sequence[Tensor]
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield each run with its gradient and weight in one; its places one by one where these do not lie together."""
+    for run in runs:
+        grad, weight = joined(grads[run], 1), joined(weights[run], 0)
+        if grad is not None and weight is not None:
+            yield run, grad, weight
+        else:
+            yield from ((slice(at, at + 1), grads[at], weights[at]) for at in range(run.start, run.stop))
+
+
+def in_runs(weights: Sequence[Tensor], biases: Sequence[Tensor | None], marked: Sequence[Any] = ()) -> list[slice]:
+    """Return the places of weights that can be one product: they lie one behind another, and so do their biases."""
+    marked, runs, start = marked or (False,) * len(weights), [], 0
+    for stop in range(1, len(weights) + 1):
+        more = slice(start, stop + 1)
+        if stop == len(weights) or len(set(marked[more])) > 1 or joined(weights[more], 0) is None or _bias(biases[more]) is None:
+            runs.append(slice(start, stop))
+            start = stop
+    return runs
+
+
+def _bias(biases: Sequence[Tensor | None]) -> tuple[Tensor, ...] | None:
+    """Return the biases of a run, in one; nothing if it has none. None where they cannot be one."""
+    given = [one for one in biases if one is not None]
+    whole = joined(given, 0) if given and len(given) == len(biases) else None
+    return () if not given else None if whole is None else (whole,)
+
+
+def products_of(
+    value: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], packing: Packing | None = None
+) -> Sequence[Tensor]:
+    """Return the products of a value [T, n] with a run of weights, with their biases added: beside one another in one tensor."""
+    weight, bias = joined(weights, 0), _bias(biases)
+    assert weight is not None
+    weight = whole_weight(weight, packing, value.dtype)
+    out = torch.addmm(bias[0], value, weight.t()) if bias else torch.mm(value, weight.t())
+    return out.split([len(one) for one in weights], 1) if len(weights) > 1 else (out,)
+
+
+def _through(grads: Sequence[Tensor], products: Sequence[_Product], places: Tensor | None, out: Tensor) -> None:
     """Write the sum of the products of gradients and weights into ``out``; marked ones are of the rows at ``places``."""
-    triples = list(zip(grads, stored, marked, strict=True))
-    whole, part = ([(grad, weight) for grad, weight, of_rows in triples if of_rows is wanted] for wanted in (False, True))
+    pairs = list(zip(grads, products, strict=True))
+    whole, part = ([(grad, one.stored) for grad, one in pairs if one.marked is wanted] for wanted in (False, True))
     first, weight = whole[0]
     torch.mm(first, whole_weight(*weight, out.dtype), out=out)
     for grad, weight in whole[1:]:
@@ -247,18 +329,45 @@ class RMSNorm:
         over_rows(_norm, (x, out), weight, self.eps)
         return out
 
+    def of_sum(self, residual: Tensor, x: Tensor, total: Tensor, weight: Tensor) -> Tensor:
+        """Return the norm of residual + x, and write that sum into ``total``, which may be ``x``."""
+        over_rows(_norm_of_sum, (residual, x, total, out := torch.empty_like(x)), weight, self.eps)
+        return out
+
     def differentiate(
-        self, grad: Tensor, sources: Tensors, parameters: Tensors, into: Tensors, sums: Sequence[Tensor | None]
+        self,
+        grad: Tensor,
+        sources: Tensors,
+        parameters: Tensors,
+        into: Tensors,
+        sums: Sequence[Tensor | None],
+        plus: Tensor | None = None,
     ) -> None:
-        """Write the gradients of the sources into ``into``, and add those of the parameters to ``sums`` where it is not None."""
+        """Write the gradients of the sources into ``into``, and add those of the parameters to ``sums`` where it is not None.
+
+        ``sums`` are in fp32 or wider, or what :func:`sum_of` returns. ``plus`` is added to the gradient of the source.
+        """
         (x,), (weight,) = sources, parameters
         total = sums[0]
         if total is not None and runs_compiled(grad):
             # Compiled, the sum over rows has to be a statement of its own. It could otherwise run after `grad` was
             # overwritten.
-            over_rows(norm_weight_gradient, (grad, x), self.eps, total)
+            if total.dtype == _wide(total.dtype):
+                over_rows(norm_weight_gradient, (grad, x), self.eps, total)
+            else:
+                self._write_sum(grad, x, total)
             total = None
-        over_rows(norm_gradient, (grad, x, into[0]), weight, self.eps, total)
+        if plus is None:
+            over_rows(norm_gradient, (grad, x, into[0]), weight, self.eps, total)
+        else:
+            over_rows(_norm_gradient_plus, (grad, x, into[0], plus), weight, self.eps, total)
+
+    def _write_sum(self, grad: Tensor, x: Tensor, into: Tensor) -> None:
+        def in_tiles() -> None:
+            over_rows(norm_weight_gradient, (grad, x), self.eps, total := zeros_to_sum(into))
+            into.copy_(total)
+
+        over_rows(_whole_weight_gradient, (grad, x), self.eps, into, otherwise=in_tiles)
 
 
 @dataclass(frozen=True)
@@ -276,13 +385,43 @@ class SwiGLU:
         return out
 
     def differentiate(
-        self, grad: Tensor, sources: Tensors, parameters: Tensors, into: Tensors, sums: Sequence[Tensor | None]
+        self,
+        grad: Tensor,
+        sources: Tensors,
+        parameters: Tensors,
+        into: Tensors,
+        sums: Sequence[Tensor | None],
+        plus: Tensor | None = None,
     ) -> None:
         """Write gradients, as :meth:`RMSNorm.differentiate` does."""
+        assert plus is None, "only a norm adds another gradient to its own"
         over_rows(_gate_gradient, (grad, *sources, *into), narrow=True)
+
+    def differentiate_to_value(self, grad: Tensor, sources: Tensors) -> None:
+        """Write the sources' gradients over them, and the value over ``grad``, its gradient."""
+        over_rows(_gate_gradient_and_value, (grad, *sources), narrow=True)
 
 
 Recomputable: TypeAlias = RMSNorm | SwiGLU
+
+
+def joined(tensors: Sequence[Tensor], dim: int) -> Tensor | None:
+    """Return tensors that lie one after another in one storage as one view, longer along ``dim``; None if they do not.
+
+    Rows of weights lie so behind each other (``dim`` 0), and columns of one product's output beside each other (1).
+    """
+    first, length = tensors[0], 0
+    if len(tensors) == 1:
+        return first
+    # A quantised weight has no memory of its own to join.
+    if any(is_traceable_wrapper_subclass(one) for one in tensors):
+        return None
+    kinds = [(one.dtype, one.stride(), one.untyped_storage()._cdata, *one.shape[:dim], *one.shape[dim + 1 :]) for one in tensors]
+    for one, kind in zip(tensors, kinds, strict=True):
+        if kind != kinds[0] or one.storage_offset() != first.storage_offset() + length * first.stride(dim):
+            return None
+        length += one.shape[dim]
+    return first.as_strided((*first.shape[:dim], length, *first.shape[dim + 1 :]), first.stride(), first.storage_offset())
 
 
 def product_tiles(tensor: Tensor, least: int = 1) -> list[slice]:
@@ -325,6 +464,23 @@ def norm_weight_gradient(grad: Tensor, x: Tensor, eps: float, sums: Tensor) -> N
     sums.add_((grad.to(normal.dtype) * normal).flatten(0, -2).sum(0))
 
 
+def _whole_weight_gradient(grad: Tensor, x: Tensor, eps: float, into: Tensor) -> None:
+    normal, _ = normalized(x, eps)
+    into.copy_((grad.to(normal.dtype) * normal).flatten(0, -2).sum(0))
+
+
+def _norm_gradient_plus(
+    grad: Tensor, x: Tensor, into: Tensor, plus: Tensor, weight: Tensor, eps: float, sums: Tensor | None
+) -> None:
+    norm_gradient(grad, x, into, weight, eps, sums)
+    into.add_(plus)
+
+
+def _norm_of_sum(residual: Tensor, x: Tensor, total: Tensor, out: Tensor, weight: Tensor, eps: float) -> None:
+    torch.add(residual, x, out=total)
+    _norm(total, out, weight, eps)
+
+
 def _norm(x: Tensor, out: Tensor, weight: Tensor, eps: float) -> None:
     normal, _ = normalized(x, eps)
     # The weight multiplies what is rounded already, because transformers does so. The other order gives other last bits.
@@ -341,6 +497,15 @@ def _gate_gradient(grad: Tensor, gate: Tensor, up: Tensor, into_gate: Tensor, in
     torch.mul(grad, active, out=into_up)
     torch.ops.aten.silu_backward.grad_input(above, gate, grad_input=active)
     into_gate.copy_(active)
+
+
+def _gate_gradient_and_value(grad: Tensor, gate: Tensor, up: Tensor) -> None:
+    active, above = silu(gate), grad * up
+    value = active * up
+    torch.mul(grad, active, out=up)
+    grad.copy_(value)
+    torch.ops.aten.silu_backward.grad_input(above, gate, grad_input=active)
+    gate.copy_(active)
 
 
 @dataclass(frozen=True)
@@ -413,9 +578,22 @@ class WeightSum:
         return self.total.to(self.dtype)
 
 
+def sum_of(parameter: Tensor, cuts: Sequence[slice], source: Tensor) -> Tensor:
+    """Return where :meth:`RMSNorm.differentiate` puts the gradient of a norm's weight, over tiles of the rows of a source.
+
+    Zeros in fp32 or wider to sum in; memory in a narrower dtype where one compiled call computes and rounds all of it.
+    """
+    in_one = parameter.dtype != _wide(parameter.dtype) and len(cuts) == 1 and runs_compiled(source)
+    return torch.empty_like(parameter) if in_one else zeros_to_sum(parameter)
+
+
 def zeros_to_sum(parameter: Tensor) -> Tensor:
     """Return zeros of a parameter's shape in fp32 or wider, to sum its gradient in."""
-    return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+    return torch.zeros_like(parameter, dtype=_wide(parameter.dtype))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 # Some rows of a tensor that is also used whole, with one gradient of the whole instead of two.

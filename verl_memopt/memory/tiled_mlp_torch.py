@@ -18,15 +18,18 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.fused import runs_compiled
 from verl_memopt.memory.lora_torch import LoraLinear
 from verl_memopt.memory.quantized_frozen_torch import Packing, stored_weight, whole_weight
 from verl_memopt.memory.recompute_elementwise_torch import (
     RMSNorm,
     SwiGLU,
     WeightSum,
+    joined,
     keep,
     kept,
     product_tiles,
+    sum_of,
     zeros_to_sum,
 )
 from verl_memopt.model.families import OWN_DECODER
@@ -169,16 +172,17 @@ class _SummingLinear(torch.autograd.Function):
 SWIGLU = SwiGLU()
 
 
-def recomputed_mlp(x: Tensor, norm: RMSNorm, weight: Tensor, layers: Sequence[Any], tiles: int = 1) -> Tensor:
-    """Return down(silu(gate(y)) * up(y)) [T, h], where y is the norm of x [T, h] under a weight [h].
+def recomputed_mlp(residual: Tensor, x: Tensor, norm: RMSNorm, weight: Tensor, layers: Sequence[Any], tiles: int = 1) -> Tensor:
+    """Return z + down(silu(gate(y)) * up(y)) [1, T, h], where z is residual + x [T, h], and y its norm under a weight [h].
 
-    Keeps x and the parameters for backward where something needs a gradient. ``layers`` are gate, up and down, with adapters or
-    without. There are more than ``tiles`` tiles where one would have more rows than fast products need.
+    Keeps residual, x and the parameters for backward where something needs a gradient; backward overwrites x, so nothing else may
+    use it. ``layers`` are gate, up and down, with adapters or without. There are more than ``tiles`` tiles where one would have
+    more rows than fast products need. The result is made with three dimensions, so that FSDP2 gets no view.
     """
     if not torch.is_grad_enabled():
-        return _whole(x, norm, weight, layers, tiles)
+        return _whole(residual, x, norm, weight, layers, tiles)
     tensors, traits = tensors_and_traits(layers)
-    return _RecomputedMlp.apply(norm, tiles, traits, keep(x, weight, *tensors), x, weight, *tensors)
+    return _RecomputedMlp.apply(norm, tiles, traits, keep(residual, x, weight, *tensors), residual, x, weight, *tensors)
 
 
 class Traits(NamedTuple):
@@ -199,15 +203,19 @@ def tensors_and_traits(layers: Sequence[Any]) -> tuple[list[Tensor | None], list
     return tensors, traits
 
 
-def _whole(x: Tensor, norm: RMSNorm, weight: Tensor, layers: Sequence[Callable[[Tensor], Tensor]], tiles: int) -> Tensor:
-    """Return the MLP's output without a graph. Its layers may be of any kind."""
+def _whole(
+    residual: Tensor, x: Tensor, norm: RMSNorm, weight: Tensor, layers: Sequence[Callable[[Tensor], Tensor]], tiles: int
+) -> Tensor:
+    """Return what :func:`recomputed_mlp` returns, without a graph. Its layers may be of any kind."""
     gate, up, down = layers
-    out = torch.empty_like(x)
+    whole = torch.empty_like(x[None])
     for rows in product_tiles(x, tiles):
-        normal = norm.compute((x[rows],), (weight,))
+        out = whole[0, rows]
+        normal = norm.of_sum(residual[rows], x[rows], out, weight)
         value = gate(normal)
-        out[rows] = down(SWIGLU.compute((value, up(normal)), (), value))
-    return out
+        out.add_(down(SWIGLU.compute((value, up(normal)), (), value)))
+        del normal, value  # freed before those of the next tile are allocated
+    return whole
 
 
 class TiledLinear:
@@ -233,6 +241,14 @@ class TiledLinear:
         # Written into ``out``: selective checkpointing keeps the outputs of products, and these are to be recomputed.
         out = x.new_empty(x.shape[0], self._stored.shape[0])
         torch.mm(x, whole_weight(self._stored, self._packing, x.dtype).t(), out=out)
+        return self._completed(x, out)
+
+    def add_output(self, x: Tensor, out: Tensor) -> None:
+        """Add the output of a tile to ``out`` [t, m]."""
+        torch.addmm(out, x, whole_weight(self._stored, self._packing, x.dtype).t(), out=out)
+        self._completed(x, out)
+
+    def _completed(self, x: Tensor, out: Tensor) -> Tensor:
         if self.bias is not None:
             out.add_(self.bias)
         if self.down is not None and self.up is not None:
@@ -281,53 +297,110 @@ def tiled_linears(
     return [TiledLinear(tensors[four], each, needed[four]) for four, each in zip(fours, traits, strict=True)]
 
 
+class GateAndUp:
+    """Gate and up of an MLP: one product where their weights lie one behind another, else two."""
+
+    def __init__(self, tensors: Sequence[Tensor | None], traits: Sequence[Traits], needed: Sequence[bool] | None = None) -> None:
+        """Start without gradients. Arguments are as in :func:`tiled_linears`."""
+        of_gate, of_up = tensors[:4], tensors[4:8]
+        needed = (False,) * 8 if needed is None else needed
+        both = [
+            None if one is None or other is None else joined((one, other), 0) for one, other in zip(of_gate, of_up, strict=True)
+        ]
+        # An adapter's factors are of their own layer, and packed weights are decoded one by one.
+        apart = (
+            any(one.packing is not None for one in traits[:2])
+            or any(one is not None for one in (*of_gate[2:], *of_up[2:]))
+            or tuple(needed[:4]) != tuple(needed[4:8])
+        )
+        lost = any(one is None and (a is not None or b is not None) for one, a, b in zip(both, of_gate, of_up, strict=True))
+        if apart or lost:
+            self.layers = tiled_linears(tensors[:8], traits[:2], needed[:8])
+        else:
+            self.layers = [TiledLinear(both, Traits(0.0, None), needed[:4])]
+
+    def outputs(self, x: Tensor) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
+        """Return what the products give, and views of the gate's output and up's in it."""
+        outs = [layer.output(x) for layer in self.layers]
+        gate, up = outs if len(outs) > 1 else outs[0].chunk(2, 1)
+        return outs, (gate, up)
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return the gradients of weight, bias, A and B of gate, then those of up."""
+        found = [layer.gradients() for layer in self.layers]
+        if len(found) > 1:
+            return [one for layer in found for one in layer]
+        halves = [(None, None) if one is None else one.chunk(2) for one in found[0]]
+        return [*(first for first, _ in halves), *(second for _, second in halves)]
+
+
 class _RecomputedMlp(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, norm: RMSNorm, tiles: int, traits: Sequence[Traits], node: Any, x: Tensor, weight: Tensor, *tensors: Any
+        ctx: Any,
+        norm: RMSNorm,
+        tiles: int,
+        traits: Sequence[Traits],
+        node: Any,
+        residual: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        *tensors: Any,
     ) -> Tensor:
         ctx.norm, ctx.tiles, ctx.traits, ctx.kept = norm, tiles, traits, node
-        gate, up, down = tiled_linears(tensors, traits)
-        out = torch.empty_like(x)
-        for rows in product_tiles(x, tiles):
-            normal = norm.compute((x[rows],), (weight,))
-            value = gate.output(normal)
+        gate_and_up, (down,) = GateAndUp(tensors, traits), tiled_linears(tensors[8:], traits[2:])
+        whole = torch.empty_like(x[None])
+
+        def of_tile(rows: slice) -> None:
+            """Compute a tile. Its tensors go with the call."""
+            out = whole[0, rows]
+            normal = norm.of_sum(residual[rows], x[rows], out, weight)
+            _, sources = gate_and_up.outputs(normal)
             # Written over the gate's output, so that a tile holds two wide tensors and not three.
-            out[rows] = down.output(SWIGLU.compute((value, up.output(normal)), (), value))
-        return out
+            down.add_output(SWIGLU.compute(sources, (), sources[0]), out)
+
+        for rows in product_tiles(x, tiles):
+            of_tile(rows)
+        return whole
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, *tensors = kept(ctx)
-        needed = ctx.needs_input_grad[4:]
-        layers = tiled_linears(tensors, ctx.traits, needed[2:])
-        of_x = torch.empty_like(x) if any(needed[:2]) else None
-        of_norm = zeros_to_sum(weight) if needed[1] else None
+        residual, x, weight, *tensors = kept(ctx)
+        grad, needed = grad[0], ctx.needs_input_grad[4:]
+        gate_and_up, (down,) = GateAndUp(tensors, ctx.traits, needed[3:]), tiled_linears(tensors[8:], ctx.traits[2:], needed[11:])
         cuts = product_tiles(x, ctx.tiles)
+        of_x = torch.empty_like(x) if any(needed[:3]) else None
+        of_norm = sum_of(weight, cuts, x) if needed[2] else None
         alone = len(cuts) == 1
 
         def of_tile(rows: slice) -> None:
             """Add a tile's part of the gradients of layers and norm, and write that of x. Its tensors go with the call."""
-            gate, up, down = layers
-            normal = ctx.norm.compute((x[rows],), (weight,))
-            sources = gate.output(normal), up.output(normal)
-            value = SWIGLU.compute(sources, ())
-            down.add(grad[rows], value, alone)
-            # The value is not read any more, so its memory takes its own gradient. The next line turns gate and up into theirs.
-            down.through(grad[rows], value, add=False)
-            SWIGLU.differentiate(value, sources, (), sources, ())
+            normal = ctx.norm.of_sum(residual[rows], x[rows], x[rows], weight)
+            outs, sources = gate_and_up.outputs(normal)
+            if runs_compiled(sources[0]):
+                # The value's gradient is computed first, and becomes the value in the call that turns gate and up into theirs.
+                value = torch.empty(sources[0].shape, dtype=x.dtype, device=x.device)
+                down.through(grad[rows], value, add=False)
+                SWIGLU.differentiate_to_value(value, sources)
+                down.add(grad[rows], value, alone)
+            else:
+                value = SWIGLU.compute(sources, ())
+                down.add(grad[rows], value, alone)
+                # The value is not read any more, so its memory takes its gradient. The next line turns gate and up into theirs.
+                down.through(grad[rows], value, add=False)
+                SWIGLU.differentiate(value, sources, (), sources, ())
             del value
-            for layer, above in zip((gate, up), sources, strict=True):
+            for layer, above in zip(gate_and_up.layers, outs, strict=True):
                 layer.add(above, normal, alone)
             if of_x is None:
                 return
-            for layer, above in zip((gate, up), sources, strict=True):
+            for layer, above in zip(gate_and_up.layers, outs, strict=True):
                 # A loop of its own: it overwrites `normal`, which the sums of both weights have read above.
-                layer.through(above, normal, add=layer is up)
-            ctx.norm.differentiate(normal, (x[rows],), (weight,), (of_x[rows],), (of_norm,))
+                layer.through(above, normal, add=layer is not gate_and_up.layers[0])
+            ctx.norm.differentiate(normal, (x[rows],), (weight,), (of_x[rows],), (of_norm,), grad[rows])
 
         for rows in cuts:
             of_tile(rows)
-        gradients = (gradient for layer in layers for gradient in layer.gradients())
-        return *(None,) * 4, of_x, None if of_norm is None else of_norm.to(weight.dtype), *gradients
+        gradients = [*gate_and_up.gradients(), *down.gradients()]
+        return *(None,) * 4, of_x, of_x, None if of_norm is None else of_norm.to(weight.dtype), *gradients

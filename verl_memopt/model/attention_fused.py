@@ -19,9 +19,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from verl_memopt.distributed.device import is_gpu
-from verl_memopt.memory.fused import over_rows
+from verl_memopt.memory.fused import over_rows, runs_compiled
 from verl_memopt.model.packing import PrefixLayout
-from verl_memopt.model.rotary import Rotary, apply_rotary, rotary_arguments, rotary_backward, weight_sums
+from verl_memopt.model.rotary import (
+    Rotary,
+    apply_rotary,
+    apply_rotary_to_both,
+    rotary_arguments,
+    rotary_backward,
+    rotary_backward_to_all,
+    weight_sums,
+)
 
 _Views: TypeAlias = tuple[Tensor, ...]
 
@@ -278,9 +286,8 @@ class _FlashAttention(torch.autograd.Function):
         scale: float,
         window: int | None,
     ) -> Tensor:
-        query_cos, query_sin = layout.at_queries(cos, sin)
-        q = apply_rotary(query, query_norm, eps, query_cos, query_sin)
-        k, v = apply_rotary(key, key_norm, eps, cos, sin), value
+        q, k = apply_rotary_to_both(query, key, (query_norm, key_norm), eps, layout.at_queries(cos, sin), (cos, sin))
+        v = value
         segment_k, segment_v = layout.at_queries(k, v)
         out, lse = _forward(q, segment_k, segment_v, _segment_pass(layout, window), scale)  # lse: fp32 [heads, Q]
         if layout.prefix_spans:
@@ -296,10 +303,8 @@ class _FlashAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, v, cos, sin, query_norm, key_norm, out, lse = ctx.saved_tensors
         layout, scale, grad = ctx.layout, ctx.scale, grad.contiguous()
-        tables, norms = (ctx.eps, cos, sin), (query_norm, key_norm)
-        query_cos, query_sin = layout.at_queries(cos, sin)
-        query_tables = ctx.eps, query_cos, query_sin
-        q, k = apply_rotary(query, query_norm, *query_tables), apply_rotary(key, key_norm, *tables)
+        norms, tables = (query_norm, key_norm), (layout.at_queries(cos, sin), (cos, sin))
+        q, k = apply_rotary_to_both(query, key, norms, ctx.eps, *tables)
         segment_k, segment_v = layout.at_queries(k, v)
         dq, segment_dk, segment_dv = _backward(grad, q, segment_k, segment_v, out, lse, _segment_pass(layout, ctx.window), scale)
         dk, dv = layout.at_keys(segment_dk, k), layout.at_keys(segment_dv, v)
@@ -308,18 +313,17 @@ class _FlashAttention(torch.autograd.Function):
             # Contiguous, because the selection of columns may leave other strides than the kernel takes.
             inputs = (grad[at_q], q[at_q], k[at_k], v[at_k], out[at_q], lse[:, at_q].contiguous())
             parts = _backward(*inputs, _prefix_pass(layout), scale)
-            for target, place, part in zip((dq, dk, dv), (at_q, at_k, at_k), parts, strict=True):
-                if isinstance(place, slice):
-                    target[place].add_(part)
-                else:
+            if isinstance(at_q, slice):
+                torch._foreach_add_([dq[at_q], dk[at_k], dv[at_k]], parts)
+            else:
+                for target, place, part in zip((dq, dk, dv), (at_q, at_k, at_k), parts, strict=True):
                     target.index_add_(0, place, part)
         if cos is None:
             return dq, dk, dv, *(None,) * 8
         sums = weight_sums(norms, ctx.needs_input_grad[5:7])
-        rotary_backward(dq, query, query_norm, *query_tables, query, sums[0])
-        rotary_backward(dk, key, key_norm, *tables, key, sums[1])
+        into = rotary_backward_to_all((dq, dk, dv), (query, key, v), norms, ctx.eps, *tables, sums)
         norm_grads = (None if total is None else total.to(norm.dtype) for total, norm in zip(sums, norms, strict=True))
-        return query, key, dv, None, None, *norm_grads, None, None, None, None
+        return *into, None, None, *norm_grads, None, None, None, None
 
 
 def _prefix_places(layout: PrefixLayout) -> tuple[slice, slice] | tuple[Tensor, Tensor]:
@@ -331,11 +335,16 @@ def _prefix_places(layout: PrefixLayout) -> tuple[slice, slice] | tuple[Tensor, 
 def _with_merged(out: Tensor, lse: Tensor, places: Any, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Return attention [Q, heads, D] and log-sum-exps [heads, Q], merged at some places with those over other keys.
 
-    In new tensors: selective checkpointing keeps the kernel's outputs, and refuses outputs that were written to.
+    In new tensors where nothing is compiled: selective checkpointing, under which nothing is, keeps the kernel's outputs, and
+    refuses outputs that were written to.
     """
     if not isinstance(places, slice):
         merged, merged_lse = merge(out[places], lse[:, places].t(), other, other_lse.t())
         return out.index_copy(0, places, merged.to(out.dtype)), lse.index_copy(1, places, merged_lse.t())
+    if runs_compiled(other):
+        parts = out[places], lse[:, places].t()
+        over_rows(_merge_statement, (*parts, other, other_lse.t(), *parts))
+        return out, lse
     whole, whole_lse = torch.empty_like(out), torch.empty_like(lse)
     into, into_lse = whole[places], whole_lse[:, places].t()
     over_rows(_merge_statement, (out[places], lse[:, places].t(), other, other_lse.t(), into, into_lse))
@@ -389,8 +398,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, which: _Varlen, scale: float) -> t
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, which: _Varlen, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # Arguments for dropout, which is off.
-    state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+    # Arguments for dropout, which is off. The kernel loads the state of its generator, whatever it is, and uses it no further.
+    state, unused = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     return torch.ops.aten._flash_attention_backward(
         grad, q, k, v, out, lse, which.cu_seqlens_q, which.cu_seqlens_k, which.max_seqlen_q, which.max_seqlen_k, 0.0,
         which.causal, state, unused, scale=scale, window_size_left=which.left, window_size_right=which.right,

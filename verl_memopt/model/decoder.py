@@ -79,32 +79,34 @@ class Attention(nn.Module):
 
     def forward(
         self, x: Tensor, norm: nn.Module, tables: Tables, layout: PrefixLayout, attend: Attend, prefix_kv: Prefix | None
-    ) -> Tensor:
-        """Return attention's output [Q, h], for the Q queries of the packed sequences.
+    ) -> tuple[Tensor, Tensor]:
+        """Return attention's output [Q, h], for the Q queries of the packed sequences, and ``x``.
 
         ``x`` [T, h] comes before ``norm``. With sequence parallelism it is this rank's tokens, and so is the result. The others
-        are as in :meth:`DecoderBlock.forward`.
+        are as in :meth:`DecoderBlock.forward`. Of the ``x`` that is returned, the gradient is added where the norm's is made.
         """
         rows = query_rows(layout, prefix_kv)
         if not self.options.recompute and rows is None:
             assert prefix_kv is None, "prefix KV needs recomputed norms and rotations"
-            return self._plain(norm(x), tables, layout, attend)
+            return self._plain(norm(x), tables, layout, attend), x
         # Queries and keys are kept before norm and rotary: attention applies both itself, and again in backward.
-        query, key, value = self._query_key_value(x, norm, rows)
+        query, key, value, x = self._query_key_value(x, norm, rows)
         if prefix_kv is not None:
             key, value, tables = prefix_kv.extend(self.layer, key, value, tables)
         query, key, value = (self._heads(states) for states in (query, key, value))
-        return self._attended(query, key, value, layout, attend, self._rotary(tables))
+        return self._attended(query, key, value, layout, attend, self._rotary(tables)), x
 
     def _query_key_value(self, x: Tensor, norm: Any, rows: Rows | None) -> Sequence[Tensor]:
-        """Return queries [Q, H x D], and keys and values [T, K x D]."""
+        """Return queries [Q, H x D], keys and values [T, K x D], and x."""
         layers = (self.q_proj, self.k_proj, self.v_proj)
         if self.options.recompute:
             rms_norm = RMSNorm(norm.variance_epsilon)
-            return recomputed_outputs(rms_norm, (x,), (norm.weight,), layers, rows, row_layers=(self.q_proj,))
+            row_layers, passed = (self.q_proj,), rows is None
+            outs = recomputed_outputs(rms_norm, (x,), (norm.weight,), layers, rows, row_layers, passed)
+            return outs if passed else [*outs, x]
         normal = norm(x)
         at_rows = normal if rows is None else normal[rows.index]
-        return self.q_proj(at_rows), self.k_proj(normal), self.v_proj(normal)
+        return self.q_proj(at_rows), self.k_proj(normal), self.v_proj(normal), x
 
     def _plain(self, normal: Tensor, tables: Tables, layout: PrefixLayout, attend: Attend) -> Tensor:
         query = _maybe(self.q_norm, self._heads(self.q_proj(normal)))
@@ -145,21 +147,27 @@ class MLP(nn.Module):
         self.gate_proj, self.up_proj, self.down_proj = source.gate_proj, source.up_proj, source.down_proj
         self.act_fn = source.act_fn
 
-    def forward(self, x: Tensor, norm: Any, least_tiles: int = 1) -> Tensor:
-        """Return the MLP's output [T, h].
+    @property
+    def sums(self) -> bool:
+        """Whether :meth:`of_sum` computes the MLP, which adds attention's output to the residual itself."""
+        return self.options.recompute and (self.options.mlp_tiles is not None or not torch.is_grad_enabled())
 
-        ``x`` [T, h] comes before ``norm``. A recomputed MLP that runs over tiles has at least ``least_tiles``.
-        """
-        tiles = self.options.mlp_tiles
+    def of_sum(self, residual: Tensor, attended: Tensor, norm: Any, least_tiles: int) -> Tensor:
+        """Return what :meth:`forward` returns of residual + attended, [T, h] each, over at least ``least_tiles`` tiles."""
+        layers, tiles = (self.gate_proj, self.up_proj, self.down_proj), self.options.mlp_tiles
+        tiles = 1 if tiles is None else max(tiles, least_tiles)
+        return recomputed_mlp(residual, attended, RMSNorm(norm.variance_epsilon), norm.weight, layers, tiles)
+
+    def forward(self, hidden: Tensor, norm: Any) -> Tensor:
+        """Return ``hidden`` [1, T, h], which comes before ``norm``, plus the MLP's output of it."""
+        x, tiles = hidden.squeeze(0), self.options.mlp_tiles
         if not self.options.recompute:
-            return self.gated(norm(x)) if tiles is None else tiled_mlp(self, norm(x), tiles)
+            out = self.gated(norm(x)) if tiles is None else tiled_mlp(self, norm(x), tiles)
+            return hidden + out[None]
         rms_norm = RMSNorm(norm.variance_epsilon)
-        if tiles is not None or not torch.is_grad_enabled():
-            layers = (self.gate_proj, self.up_proj, self.down_proj)
-            return recomputed_mlp(x, rms_norm, norm.weight, layers, 1 if tiles is None else max(tiles, least_tiles))
-        gate, up = recomputed_outputs(rms_norm, (x,), (norm.weight,), (self.gate_proj, self.up_proj))
+        gate, up, x = recomputed_outputs(rms_norm, (x,), (norm.weight,), (self.gate_proj, self.up_proj), passed=True)
         (down,) = recomputed_outputs(SwiGLU(), (gate, up), (), (self.down_proj,))
-        return down
+        return x[None] + down[None]
 
     def gated(self, normal: Tensor) -> Tensor:
         """Return the output [T, h] of a normed input [T, h] in plain autograd."""
@@ -241,11 +249,17 @@ class DecoderBlock(nn.Module):
     ) -> Tensor:
         """Return what ``forward`` returns, and keep for backward what the options say."""
         # squeeze, not [0]: the gradient of an indexed tensor is zeros with a copy in them.
-        x, residual = self._residual(hidden.squeeze(0), query_rows(layout, prefix_kv))
+        rows = query_rows(layout, prefix_kv)
+        x, residual = self._residual(hidden.squeeze(0), rows)
+        attended, passed = self.self_attn(x, self.input_layernorm, (cos, sin), layout, attend, prefix_kv)
+        residual = passed if rows is None else residual
+        if self.mlp.sums:
+            # The tiles of a pruned block's MLP are no larger than those of all tokens would be.
+            return self.mlp.of_sum(residual, attended, self.post_attention_layernorm, len(product_tiles(x)))
         # The sums have three dimensions, so that FSDP2 gets no view.
-        hidden = residual[None] + self.self_attn(x, self.input_layernorm, (cos, sin), layout, attend, prefix_kv)[None]
-        # The tiles of a pruned block's MLP are no larger than those of all tokens would be.
-        return hidden + self.mlp(hidden.squeeze(0), self.post_attention_layernorm, len(product_tiles(x)))[None]
+        hidden = residual[None] + attended[None]
+        del attended  # freed before the MLP allocates
+        return self.mlp(hidden, self.post_attention_layernorm)
 
     def _residual(self, x: Tensor, rows: Rows | None) -> tuple[Tensor, Tensor]:
         """Return x [T, h], and its rows that are queries [Q, h] for the residual sum."""

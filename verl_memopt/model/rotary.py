@@ -9,9 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from verl_memopt.memory.fused import over_rows, runs_compiled
-from verl_memopt.memory.recompute_elementwise_torch import norm_gradient, norm_weight_gradient, normalized, zeros_to_sum
+from verl_memopt.memory.recompute_elementwise_torch import (
+    joined,
+    norm_gradient,
+    norm_weight_gradient,
+    normalized,
+    zeros_to_sum,
+)
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,54 @@ def apply_rotary(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor | Non
     return out
 
 
+Tables = tuple[Tensor | None, Tensor | None]
+"""cos and sin of some tokens, [T, D] each; None where nothing is rotated."""
+Norms = tuple[Tensor | None, Tensor | None]
+"""Weights [D] of the norms of queries and of keys; None for no norm."""
+
+
+def apply_rotary_to_both(
+    query: Tensor, key: Tensor, norms: Norms, eps: float, query_tables: Tables, tables: Tables
+) -> tuple[Tensor, Tensor]:
+    """Return queries and keys as :func:`apply_rotary` does, in one call where they lie side by side in one tensor.
+
+    ``query_tables`` are those of the queries, ``tables`` those of the keys.
+    """
+    both = joined((query, key), 1) if query_tables[0] is tables[0] else None
+    if both is None or tables[0] is None or (norms[0] is None) is not (norms[1] is None):
+        return apply_rotary(query, norms[0], eps, *query_tables), apply_rotary(key, norms[1], eps, *tables)
+    out = torch.empty(both.shape, dtype=both.dtype, device=both.device)
+    over_rows(_forward_statement, (both, *tables, out), norms[0], eps, norms[1], query.shape[1])
+    return out[:, : query.shape[1]], out[:, query.shape[1] :]
+
+
+def rotary_backward_to_all(
+    grads: tuple[Tensor, Tensor, Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor],
+    norms: Norms,
+    eps: float,
+    query_tables: Tables,
+    tables: Tables,
+    sums: Sequence[Tensor | None],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values, from those of rotated queries, rotated keys, and values.
+
+    The gradients of queries and keys overwrite the ``inputs``. So does that of values where the three lie side by side in one
+    tensor, and the statement is compiled: it is then one call. ``sums`` are those of both norms, as in :func:`rotary_backward`.
+    """
+    (dq, dk, dv), (query, key, _) = grads, inputs
+    whole = joined(inputs, 1) if runs_compiled(dq) and query_tables[0] is tables[0] else None
+    if whole is None or (norms[0] is None) is not (norms[1] is None):
+        rotary_backward(dq, query, norms[0], eps, *query_tables, query, sums[0])
+        rotary_backward(dk, key, norms[1], eps, *tables, key, sums[1])
+        return query, key, dv
+    for grad, x, total in zip((dq, dk), (query, key), sums, strict=True):
+        if total is not None:
+            over_rows(_weight_statement, (grad, x, *tables), eps, total)
+    over_rows(_backward_to_all_statement, (dq, dk, dv, whole, *tables), *norms, eps)
+    return inputs
+
+
 def rotary_backward(
     grad: Tensor,
     x: Tensor | None,
@@ -111,8 +166,48 @@ def rotary_backward(
     over_rows(_backward_statement, (grad, x, cos, sin, into), weight, eps, sums)
 
 
-def _forward_statement(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, weight: Tensor | None, eps: float) -> None:
+def _forward_statement(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    out: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    key_weight: Tensor | None = None,
+    queries: int = 0,
+) -> None:
+    if weight is not None and key_weight is not None:
+        weight = _weights(x.shape[1], queries, weight, key_weight)
     _rotate(x if weight is None else normalized(x, eps)[0].to(x.dtype).mul_(weight), cos, sin, out, 1)
+
+
+def _weights(heads: int, queries: int, weight: Tensor, key_weight: Tensor) -> Tensor:
+    """Return the norms' weights [heads, D] of so many query heads and of the heads after them."""
+    return torch.where(torch.arange(heads, device=weight.device)[:, None] < queries, weight, key_weight)
+
+
+def _backward_to_all_statement(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    whole: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    eps: float,
+) -> None:
+    """Write the gradients of queries, keys and values over them; ``whole`` [T, heads, D] are those three."""
+    queries, keys, values = (one.shape[1] for one in (dq, dk, dv))
+    # Padded and added, not concatenated: the compiler makes a kernel for each part of a concatenation.
+    grad = pad(dq, (0, 0, 0, keys + values)) + pad(dk, (0, 0, queries, values)) + pad(dv, (0, 0, queries + keys, 0))
+    back = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
+    _rotate(grad, cos, sin, back, -1)
+    if query_weight is not None and key_weight is not None:
+        turned, back = back, torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
+        norm_gradient(turned, whole, back, _weights(whole.shape[1], queries, query_weight, key_weight), eps, None)
+    rotated = torch.arange(whole.shape[1], device=dq.device)[:, None] < queries + keys
+    whole.copy_(torch.where(rotated, back, grad))
 
 
 def _backward_statement(

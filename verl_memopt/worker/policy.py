@@ -179,8 +179,11 @@ class Objective:
             return None
         known_before = on_policy and (self.bypass is not None or LOSSES[self.actor.policy_loss.loss_mode].of_ratio)
         on_policy_gradient = self._on_policy_gradient() if known_before else None
+        alone = None if on_policy_gradient is None or self.actor.use_kl_loss else on_policy_gradient * scale
 
         def gradient(rows: Any, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            if alone is not None and entropy is None:
+                return alone[rows], None
             with torch.enable_grad():
                 # Leaves of a small graph of their own: the head's graph does not exist yet when this is called.
                 log_probs = log_probs.detach().requires_grad_()

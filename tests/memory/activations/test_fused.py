@@ -11,16 +11,26 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tests.memory import activation_cases as act
 from tests.memory.recomputed import EPS, drawn, relative
+from tests.model.attention_cases import flat_inputs, gpu_operators_on_a_cpu, rotary_of
 from verl_memopt.algorithms.estimators import sum_of_squares
 from verl_memopt.distributed.device import local_device
 from verl_memopt.memory import fused
 from verl_memopt.memory.fused import compiler_works, fused_statements, over_rows, run_compiled, take_compile_counts, tiles
 from verl_memopt.memory.logit_tiles import both_gradients_, log_softmax_, product_gradient_, product_statistics, softmax_
-from verl_memopt.memory.recompute_elementwise_torch import RMSNorm, SwiGLU, norm_gradient
+from verl_memopt.memory.recompute_elementwise_torch import (
+    RMSNorm,
+    SwiGLU,
+    _whole_weight_gradient,
+    norm_gradient,
+    norm_weight_gradient,
+    sum_of,
+    zeros_to_sum,
+)
 from verl_memopt.model.attention import REGISTERED
+from verl_memopt.model.attention_fused import flash_attention
 from verl_memopt.model.decoder import BlockOptions
 from verl_memopt.model.packed_model import PolicyModel, register_kernels
-from verl_memopt.model.packing import pack_rows
+from verl_memopt.model.packing import PrefixLayout, pack_rows
 from verl_memopt.model.rotary import _backward_statement, _weight_statement, apply_rotary, rotary_backward
 from verl_memopt.observe.byte_tracker import ByteTracker
 
@@ -65,8 +75,10 @@ def gates(rows, dtype):
     gated = SwiGLU().compute((gate, up), ())
     in_place = gate.clone()
     SwiGLU().compute((in_place, up), (), in_place)
+    again, value = (gate.clone(), up.clone()), above.clone()
     SwiGLU().differentiate(above, (gate, up), (), (gate, up), ())
-    return [gated, in_place, gate, up]
+    SwiGLU().differentiate_to_value(value, again)
+    return [gated, in_place, gate, up, *again, value]
 
 
 def norms_and_rotary(rows, dtype):
@@ -75,6 +87,9 @@ def norms_and_rotary(rows, dtype):
     x, weight, grad = (one.detach() for one in (values(rows, 24), values(24, seed=1), values(rows, 24, seed=2)))
     into, sums = torch.empty_like(x), torch.zeros(24)
     RMSNorm(EPS).differentiate(grad, (x,), (weight,), (into,), (sums,))
+    plus, total = torch.empty_like(x), torch.empty_like(x)
+    RMSNorm(EPS).differentiate(grad, (x,), (weight,), (plus,), (None,), grad)
+    of_sum = RMSNorm(EPS).of_sum(grad, x, total, weight)
     query, turn, cos, sin = (
         values(*shape, seed=6).detach() for shape in ((rows, HEADS, SIZE), (rows, HEADS, SIZE), (rows, SIZE), (rows, SIZE))
     )
@@ -82,7 +97,7 @@ def norms_and_rotary(rows, dtype):
     turns = apply_rotary(query, scale, EPS, cos, sin), apply_rotary(query, None, EPS, cos, sin)
     # The gradient takes the place of some heads of the query, by another view of them.
     rotary_backward(turn[:, 1:], query[:, 1:], scale, EPS, cos, sin, query[:, 1:], of_scale)
-    return [RMSNorm(EPS).compute((x,), (weight,)), into, sums, *turns, query, of_scale]
+    return [RMSNorm(EPS).compute((x,), (weight,)), into, sums, plus, total, of_sum, *turns, query, of_scale]
 
 
 STATEMENTS = [
@@ -94,9 +109,9 @@ STATEMENTS = [
     backend("inductor", torch.bfloat16, HALF, [gates, norms_and_rotary], slow=True),
 ]
 NAMES = {
-    gates: {"_gate", "_gate_gradient"},
+    gates: {"_gate", "_gate_gradient", "_gate_gradient_and_value"},
     norms_and_rotary: {
-        *("_norm", "norm_gradient", "norm_weight_gradient"),
+        *("_norm", "norm_gradient", "norm_weight_gradient", "_norm_gradient_plus", "_norm_of_sum"),
         *("_forward_statement", "_backward_statement", "_weight_statement"),
     },
 }
@@ -135,6 +150,46 @@ def test_a_statement_compiled_by_inductor_gives_its_numbers():
         assert fused._on
         assert relative(RMSNorm(EPS).compute((x,), (weight,)), expected) <= PRECISE
         assert fused._on
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_the_gradient_of_a_norms_weight_is_written_whole_where_one_call_computes_it_and_where_tiles_do(
+    given_up, compiles, monkeypatch
+):  # fmt: skip
+    rows = 9000  # several tiles
+    x, grad, weight = (drawn(*shape, seed=seed).detach().bfloat16() for seed, shape in enumerate(((rows, 24), (rows, 24), (24,))))
+    into = torch.empty_like(x)
+    RMSNorm(EPS).differentiate(grad, (x,), (weight,), (into,), (expected := zeros_to_sum(weight),))
+    if given_up:
+        monkeypatch.setattr(fused, "_given_up", {_whole_weight_gradient, norm_weight_gradient})
+    with fused_statements(True):
+        found = sum_of(weight, [slice(0, rows)], x)
+        assert found.dtype == torch.bfloat16
+        RMSNorm(EPS).differentiate(grad, (x,), (weight,), (into,), (found.fill_(float("nan")),))
+    assert relative(found.double(), expected.double()) <= HALF
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_queries_keys_and_values_side_by_side_get_what_they_get_apart(normed, compiles):
+    layout, heads, kv = PrefixLayout.of(((5, (3, 4)),)), 4, 2
+    inputs, rotary = flat_inputs(layout, heads, kv), rotary_of(12, normed=normed)
+
+    def run(together):
+        whole = torch.cat(inputs, 1).requires_grad_()
+        parts = (whole * 1).split([heads, kv, kv], 1)
+        given = parts if together else [part.clone() for part in parts]
+        out = flash_attention(*given, layout, 0.3, None, rotary)
+        asked = [whole, *(norm for norm in rotary.norms if norm is not None)]
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), asked)]
+
+    with gpu_operators_on_a_cpu():
+        expected = run(together=False)
+        with fused_statements(True):
+            found = run(together=True)
+    assert "_backward_to_all_statement" in compiles
+    assert compiles.count("_forward_statement") == 1
+    for one, two in zip(found, expected, strict=True):
+        assert relative(one, two) <= 2 * PRECISE
 
 
 class Launches(TorchDispatchMode):

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import silu
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -80,12 +81,14 @@ class Mlp(nn.Module):
             layer.weight.requires_grad_(False)
 
     def forward(self, x, tiles=1):
-        return recomputed_mlp(x, RMSNorm(EPS), self.weight, list(self.layers), tiles)
+        # Backward writes the sum of both over x: here x itself.
+        self.residual = torch.zeros_like(x)
+        return recomputed_mlp(self.residual, x, RMSNorm(EPS), self.weight, list(self.layers), tiles)[0]
 
     def plain(self, x):
         gate, up, down = self.layers
         normal = plain_norm(x, self.weight)
-        return down(silu(gate(normal)) * up(normal))
+        return x + down(silu(gate(normal)) * up(normal))
 
 
 class PlainMlp(Mlp):
@@ -171,7 +174,9 @@ def test_the_output_of_an_mlp_and_all_gradients_are_those_of_autograd(kind, rows
     case = MlpOfRows(rows, tiles=tiles, **kind)
     expected, found = case.plain(), case.run()
     assert_near(found, expected)
-    assert_near(gradients(found, case.tensors), gradients(expected, case.tensors))
+    # The plain ones first, because the backward of ours overwrites x.
+    expected = gradients(expected, case.tensors)
+    assert_near(gradients(found, case.tensors), expected)
 
 
 @pytest.mark.parametrize("case", [*CASES.values(), lambda rows: MlpOfRows(rows, tiles=3, bias=True)], ids=[*CASES, "bias"])
@@ -241,6 +246,65 @@ def test_layers_of_any_kind_are_computed_without_a_graph(kind):
         assert relative(block.inner(x, 3), block.inner.plain(x)) <= 1e-6  # fp32
 
 
+# Weights that lie one behind another are one product.
+
+
+def neighbours(tensors):
+    """Gives the same values, one behind another in one storage, each with a gradient of its own."""
+    whole = torch.cat([one.detach() for one in tensors])
+    return [part.requires_grad_() for part in whole.split([len(one) for one in tensors])]
+
+
+@pytest.mark.parametrize("rows", [30, 2 * TILE + 1])
+def test_neighbours_are_one_product_with_the_numbers_of_several(rows):
+    case = Products(RMSNorm(EPS), rows, width=6, outs=(5, 3, 2))
+    biases = [drawn(out, seed=40 + out, dtype=DOUBLE) for out in (5, 3, 2)]
+    found, launched = [], []
+    for kind in (list, neighbours):
+        weights, own = kind(case.weights), kind(biases)
+        with FlopCounterMode(display=False) as counter, Calls() as calls:
+            outs = recomputed_products(case.recomputable, case.sources, case.parameters, weights, biases=own, passed=True)
+            joint = torch.cat([*outs[:-1], outs[-1]], 1)
+            # A gradient of the whole, as attention gives it: parts of one tensor.
+            grads = torch.autograd.grad(joint.square().sum(), [*case.sources, *case.parameters, *weights, *own])
+        found.append([*outs, *grads])
+        launched.append((calls.products, counter.get_total_flops()))
+    assert_near(*found)
+    assert launched[0][1] == launched[1][1]
+    # Forward one in place of three; backward one of the input and one of the weights, a tile.
+    tiles = -(-rows // TILE)
+    assert (launched[0][0], launched[1][0]) == (3 + 6 * tiles, 1 + 2 * tiles)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_gate_and_up_that_are_neighbours_are_one_product_with_the_numbers_of_two(bias):
+    found, launched = [], []
+    for apart in (True, False):
+        mlp, x = Mlp(bias=bias), drawn(20, 6, dtype=DOUBLE)
+        gate, up, _ = mlp.layers
+        for name in () if apart else ("weight", "bias") if bias else ("weight",):
+            for layer, value in zip((gate, up), neighbours([getattr(gate, name), getattr(up, name)]), strict=True):
+                setattr(layer, name, nn.Parameter(value))
+        with Calls() as calls:
+            out = mlp(x)
+            grads = gradients([out], [x, *mlp.parameters()])
+        found.append([out, *grads])
+        launched.append(calls.products)
+    assert_near(*found)
+    # Gate and up: forward and again in backward, of the input, of the weights.
+    assert launched[0] - launched[1] == 4
+
+
+class Calls(TorchDispatchMode):
+    """Counts products."""
+
+    products = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.products += func.__name__.partition(".")[0] in ("mm", "addmm")
+        return func(*args, **(kwargs or {}))
+
+
 # Cost.
 
 
@@ -264,7 +328,7 @@ def test_inside_a_checkpointed_block_an_mlp_costs_no_more_than_one_that_keeps_ev
 def test_inputs_and_parameters_are_all_that_is_kept(case):
     case = case(30)
     found, _ = saved_by(case.run)
-    given = [case.x, *case.mlp.parameters()] if isinstance(case, MlpOfRows) else case.tensors
+    given = [case.x, case.mlp.residual, *case.mlp.parameters()] if isinstance(case, MlpOfRows) else case.tensors
     assert {one.data_ptr() for one in found} == {one.data_ptr() for one in given}
 
 
@@ -301,7 +365,7 @@ def test_wide_tensors_exist_for_one_tile_at_a_time(tiles):
         out.sum().backward()
         backward = tracker.peaks[DEVICE].bytes - before
     tile = rows // max(tiles, 3)
-    slack = 4 * 2**16 * 4 + 8 * width * wide * 4 + 3 * rows * width * 4  # elementwise tiles; weights; what is of x's size
+    slack = 4 * 2**16 * 4 + 8 * width * wide * 4 + 4 * rows * width * 4  # elementwise tiles; weights; what is of x's size
     assert 2 * tile * wide * 4 <= forward <= 2 * tile * wide * 4 + slack
     assert 3 * tile * wide * 4 <= backward <= 3 * tile * wide * 4 + slack
 

@@ -30,7 +30,7 @@ class Block(nn.Module):
         self.norm = nn.Identity()
 
     def forward(self, x):
-        return x + self.mlp(x, self.norm)
+        return self.mlp(x[None], self.norm)[0]
 
 
 def theirs(bias=True, width=16, wide=48):
