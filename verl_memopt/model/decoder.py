@@ -29,7 +29,6 @@ from verl_memopt.memory.recompute_elementwise_torch import (
     product_tiles,
     recomputed_norm,
     recomputed_outputs,
-    select_rows,
     why_kept,
 )
 from verl_memopt.memory.tiled_mlp_torch import check_mlps, recomputed_mlp, tiled_mlp
@@ -550,3 +549,28 @@ class _Prepend(torch.autograd.Function):
         # The gradient of the prefix is not returned: it was added to an fp32 sum, while autograd would add it up in the
         # compute dtype.
         return None, grad[ctx.tokens :], None
+
+
+# Some rows of a tensor that is also used whole, with one gradient of the whole instead of two.
+
+
+def select_rows(x: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return x [T, n] and its rows [R, n] at ``rows``, int64 [R], none twice; None returns x twice.
+
+    The gradient of the rows is added in place to the gradient of the whole. So the first result may be used by one function only,
+    and this function must return a gradient that nothing else uses.
+    """
+    return (x, x) if rows is None else _SelectRows.apply(x, rows)
+
+
+class _SelectRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(rows)
+        return x.view_as(x), x.index_select(0, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_whole: Tensor, of_rows: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        return of_whole.index_add_(0, rows, of_rows), None

@@ -25,9 +25,9 @@ from verl_memopt.memory.recompute_elementwise_torch import (
     kept,
     recomputed_norm,
     recomputed_products,
-    select_rows,
 )
 from verl_memopt.memory.tiled_mlp_torch import recomputed_mlp
+from verl_memopt.model.decoder import select_rows
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 
 TILE = PRODUCT_ROWS["cpu"]
