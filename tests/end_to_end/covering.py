@@ -25,10 +25,7 @@ _FACTORS = (*(factor for knob in knobs() for factor in knob.factors), *_OTHERS)
 FACTORS = {factor.name: dict(factor.levels) for factor in _FACTORS}
 """Factor -> level -> what it sets."""
 
-NEEDS = {
-    ("load", "mmap"): {"ref param_offload": "on"},
-    ("in backward", "on"): {"clip": "none"},
-}
+NEEDS = {("load", "mmap"): {"ref param_offload": "on"}}
 """Option -> what it only stands with, put beside it where a pair does not say otherwise."""
 
 _KEYS = {
@@ -62,7 +59,6 @@ REFUSED = {
         (("lora", "some"), ("quantization", "int8", "nf4")),
         (
             ("in backward", "on"),
-            ("clip", "one"),
             ("batching", "rows"),
             ("adaptive budget", "learned"),
             ("actor grad_offload", "on"),
