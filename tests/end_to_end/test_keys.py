@@ -21,6 +21,8 @@ READ_ELSEWHERE = {
     # read only where Ray starts the workers (tests/worker/test_ray_group.py)
     "ray_kwargs.ray_init",
     "trainer.ray_wait_register_center_timeout",
+    # read only where Ray starts workers for a role alone (tests/trainer/test_pools.py)
+    *(f"{role}.{key}" for role in ("critic", "reward_model") for key in ("enable_resource_pool", "nnodes", "n_gpus_per_node")),
     # read through sequence_ranks, which groups of ranks are made of (tests/memory/batching/test_sequence_parallel.py)
     *(
         f"{role}.fsdp_config.ulysses_sequence_parallel_size"
