@@ -13,7 +13,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -28,7 +28,7 @@ from verl_memopt.distributed.device import join_process_group, leave_process_gro
 from verl_memopt.model.assembly import ModelUse, build_policy, materialize
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.worker.policy import Policy
-from verl_memopt.worker.trained_model import ACTOR, LossOf, MicroBatch, MiniBatch, Restart, TrainedModel, on_host
+from verl_memopt.worker.trained_model import ACTOR, MiniBatch, TrainedModel, on_host
 
 HEAD_DIM = 64
 
@@ -36,10 +36,8 @@ HEAD_DIM = 64
 class Unguarded(TrainedModel):
     """Updates whatever the gradient norm is, and reads it afterwards."""
 
-    def step(
-        self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, loss_of: LossOf, restart: Restart | None = None
-    ) -> dict[str, Tensor]:
-        metrics = self.accumulate(micro_batches, counts, loss_of)
+    def step(self, accumulate: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        metrics = accumulate()
         metrics[ACTOR.grad_norm] = self.clip()
         metrics[ACTOR.lr] = torch.tensor(self.schedule.get_last_lr()[0])
         self.apply()

@@ -5,7 +5,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_memopt.config.schema import Fsdp, Model
-from verl_memopt.memory.recompute_elementwise_torch import joined
+from verl_memopt.memory.fused import joined
 from verl_memopt.model.assembly import build_policy, materialize
 
 CPU = torch.device("cpu")

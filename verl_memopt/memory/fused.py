@@ -22,6 +22,7 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from verl_memopt.memory.formulas import NARROW_TILE_ELEMENTS, TILE_ELEMENTS
 from verl_memopt.observe.phase import COMPILE_FIGURES
@@ -241,3 +242,29 @@ def _once_each(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         return one.untyped_storage()._cdata, one.storage_offset(), one.dtype, one.shape, one.stride()
 
     return [None if one is None else by_memory.setdefault(place(one), one.detach()) for one in tensors]
+
+
+# Weights that lie one behind another, and columns of one product's output.
+
+
+JOINS = {"cpu": False}
+"""Device type -> whether weights that lie one behind another are one product. A CPU gains nothing by its other rounding."""
+
+
+def joined(tensors: Sequence[Tensor], dim: int) -> Tensor | None:
+    """Return tensors that lie one after another in one storage as one view, longer along ``dim``; None if they do not.
+
+    Rows of weights lie so behind each other (``dim`` 0), and columns of one product's output beside each other (1).
+    """
+    first, length = tensors[0], 0
+    if len(tensors) == 1:
+        return first
+    # A quantised weight has no memory of its own to join.
+    if any(is_traceable_wrapper_subclass(one) for one in tensors):
+        return None
+    kinds = [(one.dtype, one.stride(), one.untyped_storage()._cdata, *one.shape[:dim], *one.shape[dim + 1 :]) for one in tensors]
+    for one, kind in zip(tensors, kinds, strict=True):
+        if kind != kinds[0] or one.storage_offset() != first.storage_offset() + length * first.stride(dim):
+            return None
+        length += one.shape[dim]
+    return first.as_strided((*first.shape[:dim], length, *first.shape[dim + 1 :]), first.stride(), first.storage_offset())

@@ -21,10 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, silu
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from verl_memopt.memory.formulas import PRODUCT_ROWS
-from verl_memopt.memory.fused import over_rows, runs_compiled
+from verl_memopt.memory.fused import JOINS, joined, over_rows, runs_compiled
 from verl_memopt.memory.lora_torch import LoraLinear
 from verl_memopt.memory.quantized_frozen_torch import Packing, stored_weight, whole_weight
 from verl_memopt.model.families import OWN_BLOCKS
@@ -242,9 +241,16 @@ def _together(
 def in_runs(weights: Sequence[Tensor], biases: Sequence[Tensor | None], marked: Sequence[Any] = ()) -> list[slice]:
     """Return the places of weights that can be one product: they lie one behind another, and so do their biases."""
     marked, runs, start = marked or (False,) * len(weights), [], 0
+    apart = not JOINS.get(weights[0].device.type, True)
     for stop in range(1, len(weights) + 1):
         more = slice(start, stop + 1)
-        if stop == len(weights) or len(set(marked[more])) > 1 or joined(weights[more], 0) is None or _bias(biases[more]) is None:
+        if (
+            apart
+            or stop == len(weights)
+            or len(set(marked[more])) > 1
+            or joined(weights[more], 0) is None
+            or _bias(biases[more]) is None
+        ):
             runs.append(slice(start, stop))
             start = stop
     return runs
@@ -403,25 +409,6 @@ class SwiGLU:
 
 
 Recomputable: TypeAlias = RMSNorm | SwiGLU
-
-
-def joined(tensors: Sequence[Tensor], dim: int) -> Tensor | None:
-    """Return tensors that lie one after another in one storage as one view, longer along ``dim``; None if they do not.
-
-    Rows of weights lie so behind each other (``dim`` 0), and columns of one product's output beside each other (1).
-    """
-    first, length = tensors[0], 0
-    if len(tensors) == 1:
-        return first
-    # A quantised weight has no memory of its own to join.
-    if any(is_traceable_wrapper_subclass(one) for one in tensors):
-        return None
-    kinds = [(one.dtype, one.stride(), one.untyped_storage()._cdata, *one.shape[:dim], *one.shape[dim + 1 :]) for one in tensors]
-    for one, kind in zip(tensors, kinds, strict=True):
-        if kind != kinds[0] or one.storage_offset() != first.storage_offset() + length * first.stride(dim):
-            return None
-        length += one.shape[dim]
-    return first.as_strided((*first.shape[:dim], length, *first.shape[dim + 1 :]), first.stride(), first.storage_offset())
 
 
 def product_tiles(tensor: Tensor, least: int = 1) -> list[slice]:

@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.fused import runs_compiled
+from verl_memopt.memory.fused import JOINS, joined, runs_compiled
 from verl_memopt.memory.lora_torch import LoraLinear
 from verl_memopt.memory.quantized_frozen_torch import Packing, stored_weight, whole_weight
 from verl_memopt.memory.recompute_elementwise_torch import (
     RMSNorm,
     SwiGLU,
     WeightSum,
-    joined,
     keep,
     kept,
     product_tiles,
@@ -309,7 +308,8 @@ class GateAndUp:
         ]
         # An adapter's factors are of their own layer, and packed weights are decoded one by one.
         apart = (
-            any(one.packing is not None for one in traits[:2])
+            not JOINS.get(next(one for one in tensors if one is not None).device.type, True)
+            or any(one.packing is not None for one in traits[:2])
             or any(one is not None for one in (*of_gate[2:], *of_up[2:]))
             or tuple(needed[:4]) != tuple(needed[4:8])
         )

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from verl_memopt.memory.fused import over_rows, runs_compiled
+from verl_memopt.memory.fused import joined, over_rows, runs_compiled
 from verl_memopt.memory.recompute_elementwise_torch import (
-    joined,
     norm_gradient,
     norm_weight_gradient,
     normalized,

@@ -15,6 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from tests.memory.recomputed import DOUBLE, EPS, ROUNDING, drawn, gradients, plain_norm, relative, saved_by
 from verl_memopt.memory.activation_checkpointing_torch import checkpoint_blocks
 from verl_memopt.memory.formulas import PRODUCT_ROWS
+from verl_memopt.memory.fused import JOINS
 from verl_memopt.memory.lora_torch import LoraLinear
 from verl_memopt.memory.quantized_frozen_torch import quantize_blocks
 from verl_memopt.memory.recompute_elementwise_torch import (
@@ -256,7 +257,8 @@ def neighbours(tensors):
 
 
 @pytest.mark.parametrize("rows", [30, 2 * TILE + 1])
-def test_neighbours_are_one_product_with_the_numbers_of_several(rows):
+def test_neighbours_are_one_product_with_the_numbers_of_several(rows, monkeypatch):
+    monkeypatch.setitem(JOINS, "cpu", True)
     case = Products(RMSNorm(EPS), rows, width=6, outs=(5, 3, 2))
     biases = [drawn(out, seed=40 + out, dtype=DOUBLE) for out in (5, 3, 2)]
     found, launched = [], []
@@ -277,7 +279,8 @@ def test_neighbours_are_one_product_with_the_numbers_of_several(rows):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_gate_and_up_that_are_neighbours_are_one_product_with_the_numbers_of_two(bias):
+def test_gate_and_up_that_are_neighbours_are_one_product_with_the_numbers_of_two(bias, monkeypatch):
+    monkeypatch.setitem(JOINS, "cpu", True)
     found, launched = [], []
     for apart in (True, False):
         mlp, x = Mlp(bias=bias), drawn(20, 6, dtype=DOUBLE)
