@@ -321,7 +321,8 @@ def _live_tensors(device: torch.device, kinds: dict[int, str]) -> list[dict[str,
     # torch.compile keeps fake tensors of its own, which hold nothing.
     without = FakeTensor if active_fake_mode() is None else ()
     for tensor in objects:
-        if not isinstance(tensor, torch.Tensor) or isinstance(tensor, without):
+        # By its type: isinstance() also asks what a weak proxy refers to, which may be gone.
+        if not issubclass(type(tensor), torch.Tensor) or isinstance(tensor, without):
             continue
         for storage in device_storages(tensor, device):
             row = {
