@@ -8,11 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.ranks import run_ranks
 from tests.rollout.tools import tiny_folder as model_folder
 from tests.tensors import whole_of
-from tests.worker.test_policy import batch
-from tests.worker.test_shared_weights import settings_of
-from tests.worker.test_worker import ALL, AR, PROMPTS, call, generated, plan_of, same
+from tests.worker.test_shared_weights import rollout, settings_of
+from tests.worker.test_worker import ALL, AR, call, plan_of, same
 from verl_memopt.algorithms.rows import GlobalCounts
-from verl_memopt.data.batch import Ragged
 from verl_memopt.model.weights import named_weights
 from verl_memopt.worker.group import LOOPBACK, Placement
 from verl_memopt.worker.roles import RoleBuilder
@@ -84,16 +82,7 @@ def step(worker, number, cuts=((0, 1), (2,))):
     rank = dist.get_rank()
     with Moved() as moved:
         call(worker, "update_weights")
-    found = generated(worker, seed=100 * rank + number)
-    rows = batch(rows=3)
-    rows.prompts, rows.responses = (
-        Ragged.from_rows([torch.tensor(row) for row in each], torch.int64) for each in (PROMPTS, found.response_ids)
-    )
-    rows.advantages = rows.old_log_probs = rows.ref_log_probs = None
-    rows.old_log_probs = call(worker, "old_log_probs", rows, [[0], [1, 2]], False).log_probs
-    engine = torch.tensor([value for row in found.log_probs for value in row])
-    rewards = torch.tensor([float(sum(row) % 7) for row in found.response_ids])
-    rows.advantages = (rewards - rewards.mean()).repeat_interleave(rows.responses.lengths)
+    rows, rewards, engine = rollout(worker, 100 * rank + number)
     counts = torch.tensor([float(len(engine)), 3.0])
     dist.all_reduce(counts)
     mini = MiniBatch(rows, [list(cut) for cut in cuts], GlobalCounts(*counts.tolist()))

@@ -85,11 +85,9 @@ def engine_places(worker):
     return {name: view.data_ptr() for name, view in worker.engine.share_weights().items()}
 
 
-def step(worker, number):
-    """Syncs, generates, scores and updates as a training step does; gives what is the same in every run that is."""
-    with Copies() as copies:
-        call(worker, "update_weights")
-    found = generated(worker, seed=number)
+def rollout(worker, seed):
+    """Generates and scores rows. Gives them with their advantages, their rewards, and the engine's log-probs of their tokens."""
+    found = generated(worker, seed=seed)
     rows = batch(rows=3)
     rows.prompts, rows.responses = (
         Ragged.from_rows([torch.tensor(row) for row in each], torch.int64) for each in (PROMPTS, found.response_ids)
@@ -99,6 +97,14 @@ def step(worker, number):
     engine = torch.tensor([value for row in found.log_probs for value in row])
     rewards = torch.tensor([float(sum(row) % 7) for row in found.response_ids])
     rows.advantages = (rewards - rewards.mean()).repeat_interleave(rows.responses.lengths)
+    return rows, rewards, engine
+
+
+def step(worker, number):
+    """Syncs, generates, scores and updates as a training step does; gives what is the same in every run that is."""
+    with Copies() as copies:
+        call(worker, "update_weights")
+    rows, rewards, engine = rollout(worker, number)
     mini = MiniBatch(rows, [[0, 1], [2]], GlobalCounts(float(len(engine)), 3.0))
     metrics = call(worker, "update_actor", [mini])
     learned = rewards.tolist(), metrics["actor/loss"], metrics["actor/grad_norm"]

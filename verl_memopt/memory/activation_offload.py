@@ -32,8 +32,8 @@ class ActivationOffload:
     activation_offload_in_flight: PositiveInt = 2
     """Tensors whose copies may be under way at once, either way; more hides copies better and holds as many on the device."""
     activation_offload_device_gb: Annotated[float, NOT_NEGATIVE] = 0
-    """GiB of what each forward saves that stays on the device: the first tensors that fit. Give it what the device has to spare:
-    as much host memory is saved, and as many bytes do not cross the bus."""
+    """GiB of what each forward saves that stays on the device: the first tensors that fit. Each of them saves as much host memory
+    and its two copies over the bus, so set it to what the device has to spare."""
 
     @property
     def in_flight(self) -> int | None:

@@ -158,7 +158,10 @@ class Shapes:
         return self.kept_on_device(blocks) if self._inputs_alone else blocks * self.kept_bytes
 
     def kept_on_device(self, blocks: int, beside: int = 0) -> int:
-        """Return what some blocks keep that is on the device, where ``beside`` more are there than activation offload copies."""
+        """Return the bytes on the device of what so many blocks keep.
+
+        With activation offload these are what stays there and the inputs of ``in_flight + beside`` blocks, else all of them.
+        """
         model, whole = self.settings.model, blocks * self.kept_bytes
         if model.in_flight is None:
             return whole
