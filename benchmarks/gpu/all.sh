@@ -12,6 +12,7 @@
 #   4 train        the toy task and a 0.6B shape, trained under 32 GB without Ray and vLLM
 #   5 reach        the longest response under 32 GB at 0.6B, 1.7B, 4B and 8B shapes
 #   6 profile      kernel launches and time per kernel group of one update
+#   7 one_copy     full-parameter updates of an 8B shape under 24 and 32 GB
 #
 # Each part has PART_SECONDS (default: 480) and writes its evidence as it goes to docs/evidence/<date>-gpu-<part>-<device>, or to
 # OUT/<part>: machine.txt, what it printed (output.txt), and its JSON. A part that fails or runs out of time does not stop the
@@ -25,12 +26,12 @@ source "$(dirname "${BASH_SOURCE[0]}")/machine.sh"
 
 WHEELS=${WHEELS:-build/wheels}
 PART_SECONDS=${PART_SECONDS:-480}
-PARTS=${ONLY:-1 2 3 4 5 6}
+PARTS=${ONLY:-1 2 3 4 5 6 7}
 DATE=$(date +%Y-%m-%d)
 DEVICE=$(device_slug)
-declare -A NAMES=([1]=tests [2]=ladder [3]=update_pass [4]=train [5]=reach [6]=profile)
+declare -A NAMES=([1]=tests [2]=ladder [3]=update_pass [4]=train [5]=reach [6]=profile [7]=one_copy)
 for part in $PARTS; do
-    [ -n "${NAMES[$part]:-}" ] || { echo "all.sh: ONLY=$part: no such part. Use numbers from 1 to 6." >&2; exit 2; }
+    [ -n "${NAMES[$part]:-}" ] || { echo "all.sh: ONLY=$part: no such part. Use numbers from 1 to 7." >&2; exit 2; }
 done
 unset ONLY  # Another script's word for another choice.
 export PYTHON PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=${TRANSFORMERS_VERBOSITY:-error}
@@ -68,7 +69,8 @@ update_pass() {
 train() { bash benchmarks/gpu/train.sh; }
 reach() { LIMIT_GB=${REACH_LIMIT_GB:-${LIMIT_GB:-32}} SECONDS_AT_MOST=${SECONDS_AT_MOST:-$((PART_SECONDS - 30))} bash benchmarks/gpu/reach.sh; }
 profile() { BUDGET=${BUDGET:-$((PART_SECONDS - 80))} bash benchmarks/gpu/profile.sh; }
-export -f tests ladder update_pass train reach profile
+one_copy() { bash benchmarks/gpu/one_copy.sh; }
+export -f tests ladder update_pass train reach profile one_copy
 
 summary=()
 failed=0

@@ -4,12 +4,17 @@ A worker of a published shape runs on the virtual GPU (``tests/virtual_gpu``), w
 reference log-probs, update, weight sync. Generation is not run: its weights are those that are there, and the KV cache takes
 what is left. Every figure is predicted. Host buffers are mapped and never written, so that a model larger than this machine can
 be run. ``--cards`` asks ``verl-memopt fit`` instead which models fit which cards, and what is left for the KV cache.
+
+``--measure`` runs the same steps for real, with random weights, on the GPU that is there: three steps, with what the allocator
+counts beside what the formulas of ``fit`` say. Without a GPU it runs on the CPU; make it small then (``--shrink 32 --layers 2``).
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+import logging
 import mmap
 import sys
 import tempfile
@@ -29,15 +34,18 @@ from benchmarks.common import NONE, commit, text_table, write_json
 from benchmarks.gpu.reach_cases import SHAPES, WAYS, make_model_folder, size_of, worker_plan
 from benchmarks.gpu_cost.update import Case
 from benchmarks.rlt_requirements.__main__ import write_config
+from benchmarks.update_pass.work import shrunk_shape
 from recipe.rloo.memory_study.fake_guard import call_in_fake_process
 from tests.virtual_gpu.device import VirtualGpu
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.loader import load_settings
 from verl_memopt.config.schema import Settings
-from verl_memopt.distributed.device import leave_process_group
+from verl_memopt.distributed.device import is_gpu, leave_process_group, local_device, resolve_device
+from verl_memopt.errors import DeviceMemoryError
 from verl_memopt.ladder.measure import Work, make_batch
-from verl_memopt.memory.fit import CARDS
+from verl_memopt.memory.fit import CARDS, Sizes, predict
 from verl_memopt.memory.host_buffers import host_allocator
+from verl_memopt.observe.log_setup import setup_logging
 from verl_memopt.observe.phase import GIB
 from verl_memopt.trainer.fit import Card, find_out
 from verl_memopt.trainer.micro_batching import budgets, cut_ranks
@@ -63,6 +71,8 @@ LOW_PRECISION = (
     "actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype=bfloat16",
 )
 """Moments in int8, and gradients that rest on the host in bfloat16. Masters are exact."""
+STEPS = {"predicted": 2, "measured": 3}
+"""The first makes the optimizer's state, and compiles; the last one's figures are shown."""
 
 
 c10d = torch.ops.c10d
@@ -115,11 +125,35 @@ def phases(case: Case, track: bool, ranks: int = 1) -> dict[str, Any]:
         dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
         settings = settings_of(case, folder, ranks)
         with BoundlessHost(total_bytes=2**40) as gpu, mock.patch.object(mmap, "MAP_PRIVATE", mmap.MAP_PRIVATE | NO_RESERVE):
-            return _step(case, settings, folder, gpu, track, ranks)
+            return _steps(case, settings, folder, gpu, "cuda", track, ranks)
 
 
-def settings_of(case: Case, folder: Path, ranks: int = 1) -> Settings:
-    """Return the settings of a run of which each rank has the case's work."""
+def measured(case: Case, keep: Path | None) -> dict[str, Any]:
+    """Return what each of three steps holds and takes, by phase, on the device of this machine, and what was foreseen.
+
+    ``keep``: a file that gets each phase as a line of JSON when it ends.
+    """
+    device = local_device(resolve_device("auto"), 0)
+    with tempfile.TemporaryDirectory() as parent:
+        folder = make_model_folder(case.shape, Path(parent) / "model")
+        settings = settings_of(case, folder, device=device.type)
+        try:
+            found = _steps(case, settings, folder, None, device.type, not is_gpu(device), 1, keep)
+        except DeviceMemoryError as error:
+            found = {"error": " ".join(str(error).split())}
+        leave_process_group()
+        foreseen = predict(settings, Sizes(size_of(case.shape)), ("init", "old_log_prob", "ref", "update_actor"), device.type)
+    beside = ("context", "allocator", "engine")
+    phases = {
+        name: sum(size for kind, size in kinds.items() if kind not in beside) for name, kinds in foreseen.phases.items()
+    }
+    limit = settings.memory.device_limit_gb
+    return {**found, "foreseen": phases, "foreseen_host": foreseen.host_bytes, "limit_gb": limit}
+
+
+def settings_of(case: Case, folder: Path, ranks: int = 1, device: str | None = None) -> Settings:
+    """Return the settings of a run of which each rank has the case's work. ``device``: a real one, where functions compile."""
+    fake = () if device else ("actor_rollout_ref.actor.use_torch_compile=false",)
     return load_settings(
         "rloo_trainer",
         [
@@ -127,19 +161,26 @@ def settings_of(case: Case, folder: Path, ranks: int = 1) -> Settings:
             f"data.max_prompt_length={case.prompt}", f"data.max_response_length={case.response}",
             f"actor_rollout_ref.model.path={folder}", f"actor_rollout_ref.actor.ppo_mini_batch_size={case.groups * ranks}",
             "actor_rollout_ref.rollout.name=hf", f"actor_rollout_ref.rollout.n={case.group}",
-            "actor_rollout_ref.actor.use_torch_compile=false", "actor_rollout_ref.actor.adaptive_token_budget=false",
-            f"trainer.worker_group={'local' if ranks == 1 else 'ray'}", f"trainer.n_gpus_per_node={ranks}", "trainer.device=cuda",
-            *case.overrides,
+            "actor_rollout_ref.actor.adaptive_token_budget=false", *fake,
+            f"trainer.worker_group={'local' if ranks == 1 else 'ray'}", f"trainer.n_gpus_per_node={ranks}",
+            f"trainer.device={device or 'cuda'}", *case.overrides,
         ],
     )  # fmt: skip
 
 
-def _step(case: Case, settings: Settings, folder: Path, gpu: BoundlessHost, track: bool, ranks: int) -> dict[str, Any]:
+def _steps(
+    case: Case, settings: Settings, folder: Path, gpu: BoundlessHost | None, device: str, track: bool, ranks: int,
+    keep: Path | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Run steps on the fake ``gpu`` or, with None, on the device that is there. ``track``: count by kind too."""
     roles = settings.actor_rollout_ref
-    plan = dataclasses.replace(worker_plan(settings, folder, roles.actor.use_kl_loss), kinds_on_gpu=track)
-    worker = Worker(plan, Placement(0, ranks, 0, "127.0.0.1", 0, "cuda"))
+    plan = dataclasses.replace(worker_plan(settings, folder, roles.actor.use_kl_loss), kinds_on_gpu=track, track_init=track)
+    worker = Worker(plan, Placement(0, ranks, 0, "127.0.0.1", 0, device))
     try:
-        found: dict[str, Any] = {"init": {"peak": worker.init_memory.peak_allocated_bytes}}
+        first = worker.init_memory
+        found: dict[str, Any] = {"init": {"peak": first.peak_allocated_bytes, "seconds": first.seconds}}
+        if gpu is None and worker.policy is not None:
+            _randomize(worker.policy.model)
         work = Work(rows=case.groups * case.group, prompt=case.prompt, response=case.response, group=case.group)
         batch = make_batch(work, roles.actor)
         names = [f"row {row}" for row in range(batch.num_rows)]
@@ -147,15 +188,24 @@ def _step(case: Case, settings: Settings, folder: Path, gpu: BoundlessHost, trac
         counts = GlobalCounts(float(batch.responses.lengths.sum()), float(batch.num_rows))
 
         def call(phase: str, method: str, *args: Any) -> Any:
-            gpu.crossed.clear()
+            if gpu is not None:
+                gpu.crossed.clear()
             reply = worker.call(phase, track, method, *args)
-            found[phase] = {
-                "peak": reply.memory.peak_allocated_bytes, "after": gpu.allocated, "bus": dict(gpu.crossed),
-                "kinds": dict(reply.memory.kinds or {}) if track else {},
-            }  # fmt: skip
+            memory = reply.memory
+            found[phase] = {"peak": memory.peak_allocated_bytes, "kinds": dict(memory.kinds or {}) if track else {}}
+            if gpu is not None:
+                found[phase] |= {"after": gpu.allocated, "bus": dict(gpu.crossed)}
+            else:
+                found[phase] |= {"seconds": memory.seconds, "reserved": memory.peak_reserved_bytes}
+                found[phase] |= {"used": memory.device_used_bytes, "host": memory.host_buffer_bytes}
+            if phase == "update_actor" and gpu is None:
+                found[phase]["grad_norm"] = float(reply.value["actor/grad_norm"])
+            if keep is not None:
+                with keep.open("a") as file:
+                    file.write(json.dumps({"phase": phase, **found[phase]}) + "\n")
             return reply.value
 
-        for _ in range(2):
+        for _ in range(STEPS["measured" if gpu is None else "predicted"]):
             call("gen", "release_engine")
             batch.old_log_probs = call("old_log_prob", "old_log_probs", batch, [list(rows) for rows in scoring], False).log_probs
             if roles.actor.use_kl_loss:
@@ -171,6 +221,41 @@ def _step(case: Case, settings: Settings, folder: Path, gpu: BoundlessHost, trac
         }  # fmt: skip
     finally:
         worker.close()
+
+
+def _randomize(model: torch.nn.Module) -> None:
+    """Give matrices random weights. Bytes do not depend on values, but a product of zeros takes less time."""
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1 and parameter.is_floating_point():
+                parameter.normal_(0, 0.02, generator=generator)
+
+
+def render_measured(model: str, found: dict[str, Any]) -> str:
+    """Return the figures of a model's last step as a table, measured beside foreseen."""
+
+    def gib(size: int | None) -> str:
+        return NONE if size is None else f"{size / GIB:.2f}"
+
+    limit = f"{found['limit_gb']} GiB" if found["limit_gb"] else "what the device has"
+    if "error" in found:
+        return f"{model} (measured), limit {limit}: {found['error']}"
+    names = ("peak", "reserved", "used", "host")
+    rows = [
+        [
+            phase, *(gib(each.get(name)) for name in names), gib(found["foreseen"].get(phase)),
+            f"{each['seconds']:.2f}", f"{each['grad_norm']:.3g}" if "grad_norm" in each else "",
+        ]
+        for phase, each in found["phases"].items()
+    ]  # fmt: skip
+    head = ("phase", "peak GiB", "reserved GiB", "device GiB", "host GiB", "foreseen GiB", "seconds", "gradient norm")
+    host = found["host_peak_bytes"]
+    return (
+        f"{model} (measured), limit {limit}: {found['params'] / 1e9:.3f}e9 parameters, {found['micro_batches']} micro-batches of "
+        f"{found['tokens']:,} tokens\n{text_table(head, rows)}\nhost: {host / GIB:.2f} GiB, {host / found['params']:.2f} bytes a "
+        f"parameter, activations included; foreseen {found['foreseen_host'] / GIB:.2f} GiB\n"
+    )
 
 
 def render(model: str, found: dict[str, Any]) -> str:
@@ -242,6 +327,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--group", type=int, default=8, help="answers to the prompt (default: 8)")
     parser.add_argument("--kinds", action="store_true", help="count bytes by kind too")
     parser.add_argument("--json", type=Path, help="write the record here")
+    parser.add_argument("--measure", action="store_true", help="run it for real on the device of this machine")
+    parser.add_argument("--shrink", type=int, default=1, help="divide widths, heads and the vocabulary by this")
+    parser.add_argument("--keep", type=Path, help="with --measure: write each phase here when it ends")
     parser.add_argument("--cards", action="store_true", help="print which models fit which cards by verl-memopt fit")
     parser.add_argument("overrides", nargs="*", help="settings, as on a command line")
     asked = parser.parse_args(argv)
@@ -249,13 +337,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(cards_table(asked.prompt, asked.response, asked.group))
         return 0
     shape = {**SHAPES, **PARTS}[asked.model]
-    shape = dataclasses.replace(shape, num_layers=asked.layers or shape.num_layers)
+    longest = max(shape.max_positions, asked.prompt + asked.response)
+    shape = dataclasses.replace(shrunk_shape(shape, asked.layers, asked.shrink), max_positions=longest)
     case = Case(shape, asked.prompt, asked.response, asked.group, overrides=tuple(asked.overrides))
-    found = call_in_fake_process("benchmarks.gpu_cost.one_copy:phases", case, asked.kinds)
-    print(render(asked.model, found))
+    if asked.measure:
+        setup_logging(level=logging.INFO)
+        found = measured(case, asked.keep)
+        print(render_measured(asked.model, found))
+    else:
+        found = call_in_fake_process("benchmarks.gpu_cost.one_copy:phases", case, asked.kinds)
+        print(render(asked.model, found))
     if asked.json is not None:
-        write_json(asked.json, {"schema": 1, "predicted": True, "commit": commit(), "case": dataclasses.asdict(case), **found})
-    return 0
+        write_json(asked.json, {"schema": 1, "predicted": not asked.measure, "commit": commit(), "case": dataclasses.asdict(case), **found})
+    return 1 if "error" in found else 0
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from verl_memopt.memory.formulas import width
 from verl_memopt.memory.knob import DEVICES, Claim, Knob, LadderRow, Range, Refusal, UnusedKey, num_devices
-from verl_memopt.memory.lora import SLOT_RANKS
+from verl_memopt.memory.lora import SLOT_RANKS, base_rests_as_computed
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import ActorRolloutRef, Settings
@@ -93,10 +93,10 @@ OBSTACLES = (
     ),
     Obstacle(
         (_MASTERS, _COMPUTE),
-        lambda roles, _: (
+        lambda roles, devices: (
             roles.actor.fsdp_config.model_dtype != roles.actor.fsdp_config.dtype
             and not roles.actor.fsdp_config.split_master_weights
-            and not roles.model.lora_rank  # the frozen base rests as it computes
+            and not base_rests_as_computed(roles.model.lora_rank, roles.actor.fsdp_config, devices)
         ),
         "the trainer's masters rest in another precision than the one both compute in",
         f"Set {_SPLIT}=true, or {_MASTERS} to the precision of compute,",
