@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.end_to_end.covering import settings_of
 from tests.worker.test_policy import batch
@@ -78,8 +77,6 @@ def run_rows(rank, world_size, rows, folder, stores):
     outcomes = []
     for number, row in enumerate(rows):
         leave_process_group()
-        # Torch keeps what it found out about a mesh for every mesh like it, and with it the process groups of the one before.
-        _clear_sharding_prop_cache()
         store = dist.FileStore(str(Path(stores) / str(number)), world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
         outcomes.append(run_row(row, folder, rank, world_size))

@@ -138,13 +138,6 @@ def synchronize():
     device_room.synchronize(device())
 
 
-def forget_meshes():
-    """Has torch forget what it found out about meshes, and with it process groups that are gone."""
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-    _clear_sharding_prop_cache()
-
-
 @contextmanager
 def readable(worker):
     """Lets a worker's parameters be read where they rest."""

@@ -173,7 +173,6 @@ def test_a_world_of_one_sums_over_its_own_backend(device, one_rank):
 def joined_by(rank, world_size, kind, store):
     """Joins ranks over the backend of their devices, each on its own; store: a file of theirs."""
     leave_process_group()
-    machine.forget_meshes()
     where, files = local_device(kind, rank), dist.FileStore(str(store), world_size)
     dist.init_process_group(backend(where), store=files, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
     return where

@@ -3,6 +3,8 @@
 Only a GPU's allocator refuses for real, and only a GPU has page-locked memory.
 """
 
+import gc
+
 import pytest
 import torch
 
@@ -93,6 +95,7 @@ def test_slots_of_an_arena_hold_what_was_copied_to_them_across_chunks(device):
 def test_parameters_at_rest_leave_the_device_and_come_back_to_the_bit(device):
     parameters = [torch.nn.Parameter(torch.randn(machine.size(2**22, 2**10), device=device)) for _ in range(3)]
     expected = [parameter.detach().clone() for parameter in parameters]
+    gc.collect()  # what an earlier test left would be freed in the middle
     home = OffloadedParams("policy params", parameters, device)
     for _ in range(5):
         held = machine.live_bytes()

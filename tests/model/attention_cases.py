@@ -118,6 +118,11 @@ def flash_forward(
 ):  # fmt: skip
     assert not dropout
     assert not debug
+    if cu_seqlens_q is None:
+        assert window_size_left == window_size_right == -1
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out, lse = attention_of_one(q, k, v, _hidden(q.shape[2], k.shape[2], causal), scale)
+        return out.transpose(1, 2), lse.float(), torch.zeros(2, dtype=torch.uint64), torch.empty(0), torch.empty(0)
     assert (max_seqlen_q, max_seqlen_k) == tuple(int(cu_seqlens.diff().max()) for cu_seqlens in (cu_seqlens_q, cu_seqlens_k))
     assert window_size_right == (0 if causal else -1)
     outs, lses = [], []
@@ -134,6 +139,10 @@ def flash_backward(
     *, scale, window_size_left, window_size_right,
 ):  # fmt: skip
     assert lse.is_contiguous()
+    if cu_seqlens_q is None:
+        grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, q, k, v, out))
+        parts = gradient_of_one(grad, q, k, v, out, lse, _hidden(q.shape[2], k.shape[2], causal), scale)
+        return tuple(part.transpose(1, 2) for part in parts)
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     assert grad.is_contiguous()
     kv_heads, queries, keys = k.shape[1], cu_seqlens_q.tolist(), cu_seqlens_k.tolist()

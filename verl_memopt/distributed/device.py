@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState, alloc_storage
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from verl_memopt.errors import ConfigError
 
@@ -269,9 +270,13 @@ def join_process_group(device: torch.device, rank: int, world_size: int, address
 
 
 def leave_process_group() -> None:
-    """Leave the default process group, if this process is in one."""
+    """Leave the default process group, if this process is in one, and forget the meshes over it.
+
+    Torch's cache of shardings would give the meshes of the next group's tensors the names of groups that are gone.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()
 
 
 def training_mesh(device_type: str, world_size: int, fsdp_size: int) -> DeviceMesh:

@@ -188,10 +188,11 @@ class OffloadedGradients:
     @torch.no_grad()
     def bring(self, parameter: Tensor) -> None:
         """Put what is summed so far of a plain parameter's gradient into ``.grad``, to be added to in place."""
-        grad = torch.empty_like(parameter, dtype=gradient_dtype(parameter))
+        dtype = gradient_dtype(parameter)
+        self._make_room(parameter.numel() * dtype.itemsize)  # what leaves may be as large: the same matrix, of the pass before
+        grad = torch.empty_like(parameter, dtype=dtype)
         if id(parameter) in self._optimizer.arrived:
             here = current_stream(self._device)
-            self._make_room(grad.nbytes)
             wait_for(self._stream, mark_done(here))
             with on_stream(self._stream):
                 grad.copy_(self._places[id(parameter)], non_blocking=True)

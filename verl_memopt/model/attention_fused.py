@@ -419,6 +419,7 @@ def _rectangle_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, q, k, v, out))
+    lse = lse.contiguous()  # the kernel reads it without its strides
     of_q, of_k, of_v = _backward(grad, q, k, v, out, lse, _Varlen(None, None, q.shape[1], k.shape[1], causal), scale)
     return of_q.transpose(1, 2), of_k.transpose(1, 2), of_v.transpose(1, 2)
 

@@ -263,7 +263,7 @@ class _Block:
         out, lse = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
         for of_queries, of_keys in key_heads(query, keys):
             q = self._working(query[:, of_queries])
-            whole = out[:, of_queries] if q.dtype == out.dtype else torch.empty_like(q)
+            whole = _sum_like(out[:, of_queries], calls)
             for call in calls:
                 k, v = (self._repeated(one[call.keys, of_keys], q) for one in (keys, values))
                 part, part_lse = self.kernel.forward(_view(q[call.queries]), k, v, call.causal, self.shape.scale)
@@ -293,7 +293,7 @@ class _Block:
         into = torch.empty_like(query)
         for of_queries, of_keys in key_heads(query, keys):
             above, q, o = (self._working(one[:, of_queries]) for one in (grad, query, out))
-            of_q = into[:, of_queries] if q.dtype == into.dtype else torch.empty_like(q)
+            of_q = _sum_like(into[:, of_queries], calls)
             for call in calls:
                 k, v = (self._repeated(one[call.keys, of_keys], q) for one in (keys, values))
                 rows = call.queries
@@ -317,6 +317,12 @@ class _Block:
 
     def _repeated(self, tensor: Tensor, query: Tensor) -> Tensor:
         return _view(self._working(tensor)).expand(-1, query.shape[1], -1, -1)
+
+
+def _sum_like(target: Tensor, calls: Sequence[Call]) -> Tensor:
+    """Return where the parts of several calls are merged: in fp32, which is rounded once, or in the target if all are apart."""
+    apart = target.dtype == torch.float32 or all(call.causal for call in calls)
+    return target if apart else torch.empty_like(target, dtype=torch.float32)
 
 
 def _view(tensor: Tensor) -> Tensor:

@@ -1,3 +1,6 @@
+from contextlib import contextmanager
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -16,7 +19,9 @@ from tests.memory.activations.test_prune_last_block import (
     shapes,
 )
 from tests.memory.batching.test_shared_prompt import counts_of, grouped, sharing
+from tests.model.attention_cases import gpu_operators_on_a_cpu
 from verl_memopt.errors import ConfigError
+from verl_memopt.model import tiled_block
 from verl_memopt.model.packing import PrefixLayout
 from verl_memopt.model.tiled_block import tiles
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
@@ -76,6 +81,31 @@ def test_each_query_sees_its_keys_once(groups, size):
 
 def test_in_half_precision_gradients_are_as_near_to_the_truth(untied_folder, one_rank):
     assert_near_in_half_precision(untied_folder, one_rank, WHOLE, over(8), 12)
+
+
+@contextmanager
+def kernels_of_a_gpu():
+    """Tiles take the kernels of a GPU, written out by what torch documents of them."""
+    half = (torch.float16, torch.bfloat16)
+    with (
+        gpu_operators_on_a_cpu(),
+        patch.object(tiled_block, "is_gpu", lambda _: True),
+        patch.object(tiled_block, "supports_flash", lambda _, dtype: dtype in half),
+    ):
+        yield
+
+
+def test_flash_kernels_of_a_gpu_give_gradients_as_near_to_the_truth(untied_folder, one_rank):
+    with kernels_of_a_gpu():
+        assert_near_in_half_precision(untied_folder, one_rank, WHOLE, over(8), 12)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_memory_efficient_kernels_of_a_gpu_differ_by_rounding_only(untied_folder, one_rank, shared):
+    expected = gradients(act.build(untied_folder, one_rank, **WHOLE), RAGGED, shared)
+    with kernels_of_a_gpu():
+        found = gradients(act.build(untied_folder, one_rank, **over(7)), RAGGED, shared)
+    assert act.largest_difference(found, expected) <= BOUND
 
 
 def test_a_quantised_reference_runs_over_tiles_as_well(untied_folder, one_rank):

@@ -3,6 +3,7 @@
 import gc
 import math
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from tests.memory.optimizers import whole_share
 from tests.memory.sharded import assert_equal_runs, local, policy_of, three_steps, wide_model
 from tests.ranks import run_ranks
+from tests.virtual_gpu.late_streams import late_streams
 from tests.worker.test_policy import ACTOR, CPU, micro_batches
 from verl_memopt.config.keys import replaced
 from verl_memopt.distributed.device import training_mesh
@@ -86,13 +88,14 @@ def test_a_gradient_that_is_not_finite_leaves_everything_as_it_was_and_the_next_
     assert_equal_runs(*(three_steps(each, cut(whole_share(), 2)) for each in (one, other)))
 
 
+@pytest.mark.parametrize("streams", [nullcontext, late_streams], ids=["at once", "late"])
 @pytest.mark.parametrize("vocabulary", [4096, 320])
-def test_on_the_device_is_one_matrix_of_the_vocabulary_or_two_blocks_at_most(tmp_path, one_rank, vocabulary):
+def test_on_the_device_is_one_matrix_of_the_vocabulary_or_two_blocks_at_most(tmp_path, one_rank, vocabulary, streams):
     folder = wide_model(tmp_path, vocab_size=vocabulary)
     found = {}
     for offload in (False, True):
-        one, mini = policy(folder, one_rank, offload, recompute=True), cut(whole_share(), 2)
-        with ByteTracker() as tracker:
+        with streams(), ByteTracker() as tracker:
+            one, mini = policy(folder, one_rank, offload, recompute=True), cut(whole_share(), 2)
             tracker.mark("params", one.model.parameters())
             one.accumulate(micro_batches(mini), mini.counts, 0.9)
             found[offload] = tracker.most()[KIND], tracker.kinds()[KIND] if not offload else tracker.kinds().get(KIND, 0)
@@ -102,8 +105,9 @@ def test_on_the_device_is_one_matrix_of_the_vocabulary_or_two_blocks_at_most(tmp
     labelled = 4 * (sum(params) - 64)  # all but that of the final norm
     assert found[False] == (labelled, labelled)
     most, left = found[True]
-    assert left <= 4 * len(params)  # norms
-    assert most <= 4 * max(2 * block, vocabulary * 64) + 4 * len(params)
+    if streams is nullcontext:  # the last ones may leave late
+        assert left <= 4 * len(params)  # norms
+    assert most <= 4 * max(2 * block, vocabulary * 64) + 4 * (len(params) + 64)  # norms, and the gradient of the final one
     assert on_host == 4 * sum(params)
 
 
