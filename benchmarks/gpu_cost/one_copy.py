@@ -125,11 +125,11 @@ def phases(case: Case, track: bool, ranks: int = 1) -> dict[str, Any]:
         dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
         settings = settings_of(case, folder, ranks)
         with BoundlessHost(total_bytes=2**40) as gpu, mock.patch.object(mmap, "MAP_PRIVATE", mmap.MAP_PRIVATE | NO_RESERVE):
-            return _steps(case, settings, folder, gpu, "cuda", track, ranks)
+            return _steps(case, settings, folder, gpu, "cuda", track, ranks, STEPS["predicted"])
 
 
-def measured(case: Case, keep: Path | None) -> dict[str, Any]:
-    """Return what each of three steps holds and takes, by phase, on the device of this machine, and what was foreseen.
+def measured(case: Case, keep: Path | None, steps: int) -> dict[str, Any]:
+    """Return what the last of some steps holds and takes, by phase, on the device of this machine, and what was foreseen.
 
     ``keep``: a file that gets each phase as a line of JSON when it ends.
     """
@@ -138,7 +138,7 @@ def measured(case: Case, keep: Path | None) -> dict[str, Any]:
         folder = make_model_folder(case.shape, Path(parent) / "model")
         settings = settings_of(case, folder, device=device.type)
         try:
-            found = _steps(case, settings, folder, None, device.type, not is_gpu(device), 1, keep)
+            found = _steps(case, settings, folder, None, device.type, not is_gpu(device), 1, steps, keep)
         except DeviceMemoryError as error:
             found = {"error": " ".join(str(error).split())}
         leave_process_group()
@@ -170,7 +170,7 @@ def settings_of(case: Case, folder: Path, ranks: int = 1, device: str | None = N
 
 def _steps(
     case: Case, settings: Settings, folder: Path, gpu: BoundlessHost | None, device: str, track: bool, ranks: int,
-    keep: Path | None = None,
+    steps: int, keep: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Run steps on the fake ``gpu`` or, with None, on the device that is there. ``track``: count by kind too."""
     roles = settings.actor_rollout_ref
@@ -205,7 +205,7 @@ def _steps(
                     file.write(json.dumps({"phase": phase, **found[phase]}) + "\n")
             return reply.value
 
-        for _ in range(STEPS["measured" if gpu is None else "predicted"]):
+        for _ in range(steps):
             call("gen", "release_engine")
             batch.old_log_probs = call("old_log_prob", "old_log_probs", batch, [list(rows) for rows in scoring], False).log_probs
             if roles.actor.use_kl_loss:
@@ -329,6 +329,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the record here")
     parser.add_argument("--measure", action="store_true", help="run it for real on the device of this machine")
     parser.add_argument("--shrink", type=int, default=1, help="divide widths, heads and the vocabulary by this")
+    parser.add_argument("--steps", type=int, default=STEPS["measured"], help="with --measure (default: 3)")
     parser.add_argument("--keep", type=Path, help="with --measure: write each phase here when it ends")
     parser.add_argument("--cards", action="store_true", help="print which models fit which cards by verl-memopt fit")
     parser.add_argument("overrides", nargs="*", help="settings, as on a command line")
@@ -342,7 +343,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     case = Case(shape, asked.prompt, asked.response, asked.group, overrides=tuple(asked.overrides))
     if asked.measure:
         setup_logging(level=logging.INFO)
-        found = measured(case, asked.keep)
+        found = measured(case, asked.keep, asked.steps)
         print(render_measured(asked.model, found))
     else:
         found = call_in_fake_process("benchmarks.gpu_cost.one_copy:phases", case, asked.kinds)
