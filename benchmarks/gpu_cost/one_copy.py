@@ -144,9 +144,7 @@ def measured(case: Case, keep: Path | None, steps: int) -> dict[str, Any]:
         leave_process_group()
         foreseen = predict(settings, Sizes(size_of(case.shape)), ("init", "old_log_prob", "ref", "update_actor"), device.type)
     beside = ("context", "allocator", "engine")
-    phases = {
-        name: sum(size for kind, size in kinds.items() if kind not in beside) for name, kinds in foreseen.phases.items()
-    }
+    phases = {name: sum(size for kind, size in kinds.items() if kind not in beside) for name, kinds in foreseen.phases.items()}
     limit = settings.memory.device_limit_gb
     return {**found, "foreseen": phases, "foreseen_host": foreseen.host_bytes, "limit_gb": limit}
 
@@ -349,7 +347,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = call_in_fake_process("benchmarks.gpu_cost.one_copy:phases", case, asked.kinds)
         print(render(asked.model, found))
     if asked.json is not None:
-        write_json(asked.json, {"schema": 1, "predicted": not asked.measure, "commit": commit(), "case": dataclasses.asdict(case), **found})
+        about = {"schema": 1, "predicted": not asked.measure, "commit": commit(), "case": dataclasses.asdict(case)}
+        write_json(asked.json, about | found)
     return 1 if "error" in found else 0
 
 
