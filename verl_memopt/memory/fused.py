@@ -165,10 +165,12 @@ def run_compiled(
         return _recorder(function, tensors, others, uncompiled)
     if function not in _given_up:
         before = counters["stats"]["unique_graphs"]
+        # Only for this call: the engine compiles functions of its own in this process. Dynamo's own way to set them for a while
+        # takes as long as the compiled function.
+        limits = dynamo_config.recompile_limit, dynamo_config.fail_on_recompile_limit_hit
+        dynamo_config.recompile_limit, dynamo_config.fail_on_recompile_limit_hit = RECOMPILE_LIMIT, True
         try:
-            # Only for this call: the engine compiles functions of its own in this process.
-            with dynamo_config.patch(recompile_limit=RECOMPILE_LIMIT, fail_on_recompile_limit_hit=True):
-                return compiled_for_width(function, tensors, others)
+            return compiled_for_width(function, tensors, others)
         # Both are raised before anything ran. Past its limit Dynamo would otherwise run a statement uncompiled over all rows.
         except FailOnRecompileLimitHit:
             logger.warning(
@@ -177,6 +179,7 @@ def run_compiled(
         except TorchDynamoException as error:
             _warn_once(error)
         finally:
+            dynamo_config.recompile_limit, dynamo_config.fail_on_recompile_limit_hit = limits
             _counts["compiles"] += counters["stats"]["unique_graphs"] - before
         _given_up.add(function)
     _counts["compile_fallbacks"] += 1
