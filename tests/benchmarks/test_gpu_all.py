@@ -51,10 +51,19 @@ def test_a_part_out_of_time_is_named_and_keeps_what_it_wrote(tmp_path):
 
 
 def test_an_unknown_part_is_refused_before_anything_runs(tmp_path):
-    process = run_all(tmp_path, ONLY="1 7")
+    process = run_all(tmp_path, ONLY="1 8")
     assert process.returncode == 2
-    assert "ONLY=7: no such part" in process.stderr
+    assert "ONLY=8: no such part" in process.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_updates_of_one_copy_of_the_weights_are_measured_beside_what_was_foreseen(tmp_path):
+    process = run_all(tmp_path, ONLY="7", RESPONSE="16", LIMITS="1")
+    assert summary(tmp_path) == {"one_copy": "done"}, process.stdout[-3000:]
+    record = json.loads((tmp_path / "one_copy" / "8b-1gb.json").read_text())
+    assert 0 < record["phases"]["update_actor"]["peak"] <= record["foreseen"]["update_actor"]
+    assert record["phases"]["update_actor"]["grad_norm"] > 0
+    assert len((tmp_path / "one_copy" / "8b-1gb.jsonl").read_text().splitlines()) == 3 * 4  # steps and phases
 
 
 def test_only_wheels_of_packages_that_are_not_there_are_installed(tmp_path):
@@ -83,6 +92,6 @@ def test_every_part_runs_on_a_cpu_with_small_shapes(tmp_path):
     process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1400)
     assert set(summary(tmp_path).values()) == {"done"}, process.stdout[-3000:]
     assert process.returncode == 0
-    for part in ("tests", "ladder", "update_pass", "train", "reach", "profile"):
+    for part in ("tests", "ladder", "update_pass", "train", "reach", "profile", "one_copy"):
         assert list((tmp_path / part).glob("machine*.txt")), part
         assert list((tmp_path / part).glob("*.json")), part
