@@ -150,14 +150,18 @@ def check_numbers(rows, alone):
 
 
 @pytest.mark.timeout(400)
-def test_two_machines_train_as_one(machines, toy, alone, tmp_path):
-    text = machines.train(toy, tmp_path / "run", "trainer.total_training_steps=2")
+@pytest.mark.parametrize(
+    ("workers", "steps", "first", "second"),
+    [("1", 2, "rank 0", "rank 1"), pytest.param("2", 5, "ranks 0 to 1", "ranks 2 to 3", marks=SLOW)],
+    ids=["a worker each", "two workers each"],
+)
+def test_two_machines_train_as_one(machines, toy, alone, tmp_path, workers, steps, first, second):
+    text = machines.train(toy, tmp_path / "run", f"trainer.total_training_steps={steps}", NGPUS_PER_NODE=workers)
     rows = metrics(tmp_path / "run")
-    assert list(rows) == [1, 2]
+    assert list(rows) == list(range(1, steps + 1))
     check_numbers(rows, alone)
-    first, second = machines.addresses
-    assert f"rank 0: {first} (this machine)" in text
-    assert f"rank 1: {second}\n" in text
+    assert f"{first}: {machines.addresses[0]} (this machine)" in text
+    assert f"{second}: {machines.addresses[1]}\n" in text
 
 
 @SLOW
