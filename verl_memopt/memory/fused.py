@@ -165,8 +165,8 @@ def run_compiled(
         return _recorder(function, tensors, others, uncompiled)
     if function not in _given_up:
         before = counters["stats"]["unique_graphs"]
-        # Only for this call: the engine compiles functions of its own in this process. Dynamo's own way to set them for a while
-        # takes as long as the compiled function.
+        # Set for this call alone, because the engine compiles functions of its own in this process. They are set one by one:
+        # dynamo_config.patch() takes as long as the compiled call.
         limits = dynamo_config.recompile_limit, dynamo_config.fail_on_recompile_limit_hit
         dynamo_config.recompile_limit, dynamo_config.fail_on_recompile_limit_hit = RECOMPILE_LIMIT, True
         try:

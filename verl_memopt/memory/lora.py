@@ -58,11 +58,11 @@ def slot_rank(rank: int) -> int:
 def base_rests_as_computed(lora_rank: int, fsdp: TrainedFsdp, devices: int) -> bool:
     """Return whether the frozen base rests in the dtype that computes, and only the adapters in that of the masters.
 
-    A base that nothing updates needs no more digits, and has no more where the masters have fewer. On several devices FSDP2 casts
-    the masters of a whole unit.
+    Nothing updates the base, so it needs no more digits than compute has. If the masters have fewer digits than compute, the base
+    rests as they do. On several devices FSDP2 casts the masters of a whole unit.
     """
-    digits_are_there = fsdp.model_dtype in ("fp32", fsdp.dtype)
-    return lora_rank > 0 and devices == 1 and not fsdp.offload_policy and digits_are_there
+    masters_have_enough = fsdp.model_dtype in ("fp32", fsdp.dtype)
+    return lora_rank > 0 and devices == 1 and not fsdp.offload_policy and masters_have_enough
 
 
 def _adapts(settings: Settings) -> bool:
