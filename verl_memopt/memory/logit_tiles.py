@@ -7,14 +7,18 @@ the logits as the product gives them, another writes their gradient over them, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl_memopt.memory.fused import fused_statements, over_rows, run_compiled
+
+BEFORE_ANY = -1e30
+"""What :func:`product_statistics` adds the first tile to: so low that it changes no bit, and finite, so that 0 times it is 0."""
 
 SCRATCH_COLUMNS = 4096
 """Columns of the scratch beside the logits where functions are not compiled: for entropy, and for exponentials on a GPU."""
@@ -135,6 +139,7 @@ class LogitTiles:
         columns = min(SCRATCH_COLUMNS, head.tile) if scratch else 0
         self._scratch = hidden.new_empty(size // head.tile * columns, dtype=torch.float32)
         self._columns = columns
+        self._starts = None if head.whole_rows else torch.arange(0, head.vocabulary, head.tile, device=hidden.device)[:, None]
         self._normalizer = hidden.new_empty(0)
         self._soft = head.whole_rows and not in_parts and head.cap is None
         self._run: Callable[..., Any] = _compiled if head.compiled else _plain
@@ -145,11 +150,12 @@ class LogitTiles:
         With whole rows the buffer then holds log-probs if entropies are requested or logits are capped, else probabilities, for
         :meth:`differentiate`.
         """
-        parts = [self._tile_statistics(hidden, targets, columns) for columns in self.head.tiles()]
-        together = parts[0]
-        for part in parts[1:]:
-            together = _merged(together, part, self.head.statistics)
-        top, log_sum, picked, entropy, further = together
+        tiles = zip(self.head.tiles(), self._within_tiles(targets), strict=True)
+        if self.head.one_buffer:
+            top, log_sum, picked, entropy, further = self._of_products(hidden, tiles)
+        else:
+            parts = (self._tile_statistics(hidden, local, columns) for columns, local in tiles)
+            top, log_sum, picked, entropy, further = reduce(partial(_merged, statistics=self.head.statistics), parts)
         # The target's logit and the largest one are subtracted first, because they are close. The sum of top and log_sum
         # would be rounded at the size of the logits, and the log-prob would lose these digits.
         return Tokens((picked - top) - log_sum, top + log_sum, entropy, further)
@@ -170,10 +176,9 @@ class LogitTiles:
         so whole rows are still in the buffer.
         """
 
-        def logit_gradient(columns: slice) -> Tensor:
+        def logit_gradient(columns: slice, local: Tensor) -> Tensor:
             """Return the gradient of the undivided logits, [c, tile] in the compute dtype."""
             still = in_buffer and self.head.whole_rows
-            local = targets if self.head.whole_rows else targets - columns.start
             inverse = 1.0 / self.head.temperature
             if self.head.one_buffer:
                 products = self._products_in(hidden, columns) if still else self._products(hidden, columns)
@@ -203,33 +208,39 @@ class LogitTiles:
         tiles = self.head.tiles()
         # Several tiles are added up in fp32 whatever the compute dtype.
         total = hidden.new_zeros(hidden.shape, dtype=torch.float32) if into.hidden is not None and len(tiles) > 1 else None
-        for columns in tiles:
-            matrix = logit_gradient(columns)
+        for columns, local in zip(tiles, self._within_tiles(targets), strict=True):
+            matrix = logit_gradient(columns, local)
             weight = self.head.weight[columns]
             if total is not None:
-                total += hidden_gradient(matrix, weight, targets - columns.start, hidden.new_empty(hidden.shape))
+                total += hidden_gradient(matrix, weight, local, hidden.new_empty(hidden.shape))
             elif into.hidden is not None:
-                hidden_gradient(matrix, weight, targets, into.hidden)
+                hidden_gradient(matrix, weight, local, into.hidden)
             if into.weight is not None:
                 part = into.weight[columns]
                 # Added in place: a product on its own would be a second matrix as large as this part of the weight.
                 add_product_(part, matrix, hidden)
             if into.bias is not None:
-                into.bias[columns] += matrix.sum(0)
+                into.bias[columns].add_(matrix.sum(0))
         if into.hidden is not None and total is not None:
             into.hidden.copy_(total)
 
-    def _tile_statistics(self, hidden: Tensor, targets: Tensor, columns: slice) -> tuple[Any, ...]:
+    def _within_tiles(self, targets: Tensor) -> Iterable[Tensor]:
+        """Return, for each tile of the vocabulary, the targets int64 [c] as its columns; they may lie outside of it."""
+        return (targets,) if self._starts is None else (targets - self._starts).unbind()
+
+    def _of_products(self, hidden: Tensor, tiles: Iterable[tuple[slice, Tensor]]) -> tuple[Any, ...]:
+        """Return what :meth:`_tile_statistics` does, of all tiles together."""
+        known = hidden.new_full((hidden.shape[0], 4 if self.head.with_entropy else 3), BEFORE_ANY, dtype=torch.float32)
+        for columns, local in tiles:
+            # Read from one tensor and written to another: torch 2.11 may read what a statement has overwritten.
+            before, known = known, torch.empty_like(known)
+            _over_rows(product_statistics, (self._products(hidden, columns), local, before, known), 1.0 / self.head.temperature)
+        self._normalizer = known[:, :2]
+        return *known[:, :3].unbind(1), known[:, 3] if self.head.with_entropy else None, {}
+
+    def _tile_statistics(self, hidden: Tensor, local: Tensor, columns: slice) -> tuple[Any, ...]:
         # The largest logit, the log of the sum of exponentials relative to it, the target's logit, the entropy or None, and the
         # further statistics by name, [c] each.
-        local = targets if self.head.whole_rows else targets - columns.start
-        if self.head.one_buffer:
-            rows, inverse = hidden.shape[0], 1.0 / self.head.temperature
-            normalizer, picked = (hidden.new_empty(shape, dtype=torch.float32) for shape in ((rows, 2), (rows,)))
-            entropy = torch.empty_like(picked) if self.head.with_entropy else None
-            _over_rows(product_statistics, (self._products(hidden, columns), local, normalizer, picked, entropy), inverse)
-            self._normalizer = normalizer
-            return normalizer[:, 0], normalizer[:, 1], picked, entropy, {}
         logits = self._logits(hidden, columns)
         scratch, picked = self._scratch_for(logits), target_logits(logits, local)
         if self._soft:
@@ -304,25 +315,29 @@ def add_target_terms_(gradient: Tensor, targets: Tensor, grad: Tensor) -> None:
     gradient.scatter_add_(-1, clamped(targets, gradient), (grad * is_inside(targets, gradient))[:, None])
 
 
-def product_statistics(
-    products: Tensor, targets: Tensor, normalizer: Tensor, picked: Tensor, entropy: Tensor | None, inverse: float
-) -> None:
-    """Write what a pass needs of some logits, and leave the products [c, v] that they are made of as they are.
+def product_statistics(products: Tensor, targets: Tensor, before: Tensor, known: Tensor, inverse: float) -> None:
+    """Write into ``known`` what a pass needs of all logits up to these, from ``before`` for those of earlier tiles.
 
-    In fp32 the products are the logits; in half precision the logits are ``inverse`` (1 / temperature) times as much. Targets,
-    int64 [c], may lie outside of columns 0 to v - 1. Written are fp32 ``normalizer`` [c, 2] (the largest logit, and the log of
-    the sum of exponentials relative to it), ``picked`` [c] (the target's logit; 0 for a target outside) and ``entropy`` [c].
+    The products [c, v] that logits are made of stay as they are. In fp32 they are the logits; in half precision the logits are
+    ``inverse`` (1 / temperature) times as much. Targets, int64 [c], may lie outside of columns 0 to v - 1. ``before`` and ``known``
+    are fp32 [c, 3 or 4]: the largest logit, the log of the sum of exponentials relative to it, the target's logit, and the entropy
+    where it is asked for. Without earlier tiles ``before`` is :data:`BEFORE_ANY`.
     """
     logits = _logits_of(products, inverse)
-    top = logits.amax(-1)
-    above = logits - top[:, None]
+    of_tile = logits.amax(-1)
+    above = logits - of_tile[:, None]
     total = above.exp().sum(-1)
-    log_sum = total.log()
-    normalizer[:, 0].copy_(top)
-    normalizer[:, 1].copy_(log_sum)
-    picked.copy_(_logits_of(target_logits(products, targets), inverse))
-    if entropy is not None:
-        entropy.copy_(log_sum - (above.exp() * above).sum(-1) / total)
+    top = torch.maximum(before[:, 0], of_tile)
+    # The logs of both sums of exponentials, relative to the largest logit of all.
+    first, second = before[:, 0] - top + before[:, 1], of_tile - top + total.log()
+    log_sum = torch.logaddexp(first, second)
+    picked = _logits_of(target_logits(products, targets), inverse)
+    known[:, 0].copy_(top)
+    known[:, 1].copy_(log_sum)
+    known[:, 2].copy_(torch.where(is_inside(targets, products), picked, before[:, 2]))
+    if known.shape[1] == 4:
+        entropy = total.log() - (above.exp() * above).sum(-1) / total
+        known[:, 3].copy_(_mixed_entropy((before[:, 3], first), (entropy, second), log_sum))
 
 
 def product_gradient_(
@@ -462,13 +477,19 @@ def _merged(one: tuple[Any, ...], other: tuple[Any, ...], statistics: Mapping[st
     shares = (first - log_sum).exp(), (second - log_sum).exp()
     entropy, further = None, {}
     if one[3] is not None:
-        # The entropy of a mixture: the mean of each part's own entropy and of the negative log of its share.
-        entropy = shares[0] * (one[3] + log_sum - first) + shares[1] * (other[3] + log_sum - second)
+        entropy = _mixed_entropy((one[3], first), (other[3], second), log_sum)
     for name, each in statistics.items():
         assert each.rescaled is not None, f"{name} needs the whole vocabulary in one tile"
         # Each part's value is relative to its own normalizer. So its probabilities shrink by the share.
         further[name] = each.rescaled(one[4][name], shares[0]) + each.rescaled(other[4][name], shares[1])
     return top, log_sum, one[2] + other[2], entropy, further
+
+
+def _mixed_entropy(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], log_sum: Tensor) -> Tensor:
+    """Return the entropy of a mixture of two sets of columns, from each one's own and the log of its sum of exponentials."""
+    # The mean of each part's own entropy and of the negative log of its share.
+    first, second = ((log_of_part - log_sum).exp() * (entropy + log_sum - log_of_part) for entropy, log_of_part in (one, other))
+    return first + second
 
 
 def column_parts(wide: Tensor, scratch: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -547,7 +568,8 @@ def add_product_(into: Tensor, matrix: Tensor, hidden: Tensor) -> None:
         return
     for start in range(0, into.shape[0], PRODUCT_ROWS):
         rows = slice(start, start + PRODUCT_ROWS)
-        into[rows] += matrix[:, rows].t() @ hidden
+        # add_, not +=, which would copy the slice onto itself.
+        into[rows].add_(matrix[:, rows].t() @ hidden)
 
 
 def is_inside(targets: Tensor, logits: Tensor) -> Tensor:

@@ -379,7 +379,7 @@ def test_no_compiled_function_holds_a_temporary_of_all_its_rows(compiles):
     }
     half, targets, parts = logits.bfloat16(), torch.arange(rows), torch.rand(rows, 2)
     head |= {
-        product_statistics: ([half, targets, parts, each.clone(), each.clone()], 0.7),
+        product_statistics: ([half, targets, *torch.rand(2, rows, 4)], 0.7),
         product_gradient_: ([half, targets, parts, each, each, each], 0.7),
     }
     for function, (tensors, *others) in head.items():

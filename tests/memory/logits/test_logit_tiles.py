@@ -10,6 +10,7 @@ from verl_memopt.algorithms.estimators import sum_of_squares
 from verl_memopt.memory import fused
 from verl_memopt.memory.chunked_logprob_torch import head_log_probs
 from verl_memopt.memory.logit_tiles import (
+    BEFORE_ANY,
     ROWS_AT_ONCE,
     SCRATCH_COLUMNS,
     Gradients,
@@ -23,6 +24,7 @@ from verl_memopt.memory.logit_tiles import (
     is_inside,
     log_prob_gradient_,
     log_softmax_,
+    product_statistics,
     softmax_,
     sum_of_exponentials,
     target_logits,
@@ -91,6 +93,25 @@ def test_tiles_together_know_what_whole_rows_know(tile):
     exact = (weight.t().double() / 2).log_softmax(-1)
     torch.testing.assert_close(found.log_probs, exact.gather(-1, targets[:, None])[:, 0].float(), rtol=1e-6, atol=2e-6)
     torch.testing.assert_close(found.entropy, -(exact.exp() * exact).sum(-1).float(), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("tile", [1, 13, 49, 50])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_products_of_tiles_one_after_another_know_what_whole_rows_know(tile, entropy):
+    values, targets = logits(2)
+    products = (values - 1e4 * (torch.arange(COLUMNS) == 7)).bfloat16()  # a token that is never chosen
+    known = torch.full((ROWS, 4 if entropy else 3), BEFORE_ANY)
+    for start in range(0, COLUMNS, tile):
+        before, known = known, torch.full_like(known, torch.nan)
+        product_statistics(products[:, start : start + tile], targets - start, before, known, 0.5)
+    exact = (products.double() / 2).log_softmax(-1)
+    top, log_sum, picked, *found = known.unbind(1)
+    assert torch.equal(top, products.float().amax(-1) / 2)
+    torch.testing.assert_close(picked - top - log_sum, exact.gather(-1, targets[:, None])[:, 0].float(), rtol=1e-6, atol=2e-6)
+    for one in found:
+        torch.testing.assert_close(one, -(exact.exp() * exact).sum(-1).float(), rtol=2e-6, atol=2e-6)
+    if tile == COLUMNS:  # what comes before any tile changes no bit
+        assert torch.equal(log_sum, (products.float() * 0.5 - top[:, None]).exp().sum(-1).log())
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7])
