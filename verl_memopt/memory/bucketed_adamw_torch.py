@@ -46,6 +46,7 @@ from verl_memopt.memory.optimizer_state_dtype_torch import (
     REMAINDER,
     Planes,
     Work,
+    changed_bits,
     join_,
     round_to_bfloat16_,
     split_,
@@ -75,6 +76,10 @@ class Bucketed(Optimizer, ABC):
     """
 
     counts_steps: bool
+
+    grad_scale: Tensor | None = None
+    """Torch's protocol for gradient scalers, as ``found_inf``: what :meth:`step` divides gradients by."""
+    found_inf: Tensor | None = None
 
     def __init__(
         self,
@@ -123,15 +128,29 @@ class Bucketed(Optimizer, ABC):
     ) -> None:  # fmt: skip
         """Update fp32 ``weights`` and ``moments`` in place. Where ``stopped`` is 1 on the device, they stay as they are."""
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether a step that is told to change nothing changes nothing, and costs nothing more.
+
+        What rests on the host passes by all the same, and numbers that are rounded by chance are drawn by the number of steps.
+        """
+        plain = all(not section.format.decodes and section.gradients is None for section in self._sections)
+        return plain and not self._offload and not self._stochastic
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient. This allocates at most three buckets on the device."""
+        """Update every parameter that has a gradient. This allocates at most three buckets on the device.
+
+        With ``found_inf`` and ``grad_scale``, fp32 scalars on the device, it changes nothing where the first is 1, and divides
+        gradients by the second.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for section in self._sections:
-            self._update(section, [member for member in section.members if self._has_gradient(section, member.parameter)])
+            members = [member for member in section.members if self._has_gradient(section, member.parameter)]
+            self._update(section, members, self.found_inf)
         self._num_steps += 1
         return loss
 
@@ -167,8 +186,9 @@ class Bucketed(Optimizer, ABC):
         A weight that two steps have changed counts twice.
         """
         parameters = [member.parameter for section in self._sections for member in section.members]
-        none = torch.zeros((), dtype=torch.int64, device=self._device)
-        changed, self._changed = none if self._changed is None else self._changed, None
+        changed, self._changed = self._changed, None
+        if changed is None:
+            changed = torch.zeros((), dtype=torch.int64, device=self._device)
         first = parameters[0]
         if isinstance(first, DTensor):
             parts = [Partial() if isinstance(each, Shard) else each for each in first.placements]
@@ -324,9 +344,10 @@ class Bucketed(Optimizer, ABC):
         if work.compared:
             before, after, differs = work.compared
             _copied(resting, after)
+            if self._changed is None:
+                self._changed = torch.zeros((), dtype=torch.int64, device=self._device)
             # Compared as bits: a weight that is not a number is then equal to itself.
-            torch.ne(before.view(torch.int16), after.view(torch.int16), out=differs)
-            self._changed = differs.sum() if self._changed is None else self._changed.add_(differs.sum())
+            changed_bits(before.view(torch.int16), after.view(torch.int16), differs, self._changed)
         if stopped is None or section.format.repeats:
             section.format.encode(planes, work, generator)
             return
@@ -433,7 +454,8 @@ class BucketedAdamW(Bucketed):
             eps=group["eps"],
             amsgrad=False,
             maximize=False,
-            # This argument is meant for gradient scalers: where it is 1, the kernel leaves weights and moments as they are.
+            # These are meant for gradient scalers: where the second is 1, the kernel leaves weights and moments as they are.
+            grad_scale=self.grad_scale,
             found_inf=stopped,
         )
 
@@ -475,6 +497,7 @@ class BucketedSGD(Bucketed):
             maximize=False,
             # The buffer exists from the start. It is 0 then, so the first step makes it the gradient.
             is_first_step=False,
+            grad_scale=self.grad_scale,
             found_inf=stopped,
         )
 

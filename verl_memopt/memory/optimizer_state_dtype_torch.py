@@ -31,6 +31,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from verl_memopt.memory.fused import over_rows
+
 BITS = 16
 """Bits of an fp32 that a bfloat16 lacks."""
 
@@ -238,14 +240,41 @@ def join_(weights: Sequence[Tensor], remainder: Tensor, masters: Tensor) -> None
     bits = masters.view(torch.int32)
     parts = bits.split([weight.numel() for weight in weights])
     torch._foreach_copy_(list(parts), [weight.view(torch.int16) for weight in weights])
-    bits.bitwise_left_shift_(BITS).add_(remainder)
+    over_rows(_join_statement, (bits, remainder), otherwise=lambda: bits.bitwise_left_shift_(BITS).add_(remainder))
 
 
 def split_(masters: Tensor, room: Tensor, weights: Sequence[Tensor], remainder: Tensor) -> None:
     """Write both halves of ``masters`` to their places, as in :func:`join_`. ``room`` is fp32 [n]; both are overwritten."""
     bits, high = masters.view(torch.int32), room.view(torch.int32)
-    torch.add(bits, HALF, out=high).bitwise_right_shift_(BITS)
+
+    def halved() -> None:
+        # The upper half is shifted there and back: a third buffer would be needed to keep both.
+        torch.add(bits, HALF, out=high).bitwise_right_shift_(BITS)
+        remainder.copy_(bits.sub_(high, alpha=1 << BITS))
+
+    over_rows(_split_statement, (bits, high, remainder), otherwise=halved)
     parts = high.split([weight.numel() for weight in weights])
     torch._foreach_copy_([weight.view(torch.int16) for weight in weights], list(parts))
-    bits.sub_(high.bitwise_left_shift_(BITS))
-    remainder.copy_(bits)
+
+
+def _join_statement(bits: Tensor, remainder: Tensor) -> None:
+    bits.copy_((bits << BITS) + remainder)
+
+
+def _split_statement(bits: Tensor, high: Tensor, remainder: Tensor) -> None:
+    up = (bits + HALF) >> BITS
+    high.copy_(up)
+    remainder.copy_(bits - (up << BITS))
+
+
+def changed_bits(before: Tensor, after: Tensor, differs: Tensor, total: Tensor) -> None:
+    """Add to ``total``, an int64 scalar, how many elements of two int16 [n] differ; ``differs`` is bool [n] and overwritten."""
+
+    def counted() -> None:
+        total.add_(torch.ne(before, after, out=differs).sum())
+
+    over_rows(_count_statement, (before, after), total, otherwise=counted)
+
+
+def _count_statement(before: Tensor, after: Tensor, total: Tensor) -> None:
+    total.add_((before != after).sum())
