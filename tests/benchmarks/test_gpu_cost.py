@@ -24,22 +24,22 @@ COUNT = "benchmarks.gpu_cost.update:count"
 BESIDE_PEERS = Workload("", dataclasses.replace(SHAPE, num_layers=3), groups=1, k=2, prompt=8, answer=6, dtype="bfloat16")
 
 BLOCK = {
-    # Forward 7: four of attention, three of the MLP. Backward twice as many: of an input and of a weight.
-    "mm": 7 + 14 - 3,
-    "addmm": 3,  # the gradients of k, v and up are added to those of q and gate as they are computed
+    # Forward 4: queries, keys and values in one, attention's output, gate and up in one, down. Backward twice as many: of an
+    # input and of a weight.
+    "mm": 4 + 8,
     "add": 2,  # residual sums; those of their gradients are part of the norms' gradients
     "_flash_attention_forward": 1,
     "_flash_attention_backward": 3,
     "zeros_like": 2,  # sums of the gradients of the norms of queries and keys
     "_to_copy": 2,  # these sums, rounded
     "compiled _norm": 4,  # two in the forward, and both again in backward
-    "compiled _forward_statement": 4 * 2,  # queries and keys, forward and backward; each half of a head by itself
+    "compiled _forward_statement": 2 * 2,  # queries and keys in one, forward and backward; each half of a head by itself
     "compiled _gate": 2,  # forward and backward
     "compiled _gate_gradient": 1,
     "compiled _whole_weight_gradient": 2 * 2,  # statistics of rows, then the sum over rows
     "compiled _norm_gradient_plus": 2,
     "compiled _weight_statement": 2 * 2,
-    "compiled _backward_statement": 2 * 2,
+    "compiled _backward_to_all_statement": 2,
     "_fused_adamw_": 1,  # one launch takes 30 of its tensors
 }
 """Launches of one block of Qwen3 in an update, counted by hand."""
@@ -61,7 +61,7 @@ def test_the_launches_of_a_block_are_those_counted_by_hand():
     block = by_operation(three)
     block.subtract(by_operation(two))
     assert {name: launches for name, launches in block.items() if launches} == BLOCK
-    assert three.counted.compiled_calls - two.counted.compiled_calls == 19
+    assert three.counted.compiled_calls - two.counted.compiled_calls == 16
     # Products of the 31 tokens of both rows with 7 weights, three times; of attention two in the forward and five in backward.
     weights = 2 * 62 * (4 * 64 * 64 + 3 * 64 * 128)
     attention = 2 * 2 * 2 * 32 * (31 * 32 // 2)
@@ -139,6 +139,24 @@ def test_an_update_of_default_settings_makes_no_launch_that_was_taken_out():
     assert statistics.written_bytes <= 0.1 * logits
     assert logits == gradient.written_bytes <= gradient.read_bytes <= 1.1 * logits
     assert not any(name.startswith("copy_ logit_tiles") for name in found.ops)
+
+
+def test_an_update_over_halved_masters_multiplies_neighbours_at_once_and_waits_for_nothing():
+    case = Case(SHAPE, 24, 16, 4)
+    halved = dataclasses.replace(case, overrides=("actor_rollout_ref.actor.fsdp_config.split_master_weights=true",))
+    plain, found = (call_in_fake_process(COUNT, each) for each in (case, halved))
+    assert not found.counted.host_waits
+
+    def products(update):
+        files = {name: cost.launches for name, cost in update.counted.ops.items() if name.split(" ")[0] in ("mm", "addmm")}
+        # The head's gradient is summed in fp32 where masters are halved, which takes further products.
+        return {name: launches for name, launches in files.items() if "logit_tiles" not in name}
+
+    assert products(found) == products(plain)
+    step = [name for name in found.counted.ops if "optimizer_state_dtype_torch" in name]
+    assert sorted(name.partition(" optimizer")[0] for name in step) == sorted(
+        ["compiled _join_statement", "compiled _split_statement", "_foreach_copy_", "_foreach_copy_"]
+    )
 
 
 def test_one_block_and_two_say_what_a_peers_update_of_any_depth_costs():

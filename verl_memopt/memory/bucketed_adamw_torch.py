@@ -46,7 +46,6 @@ from verl_memopt.memory.optimizer_state_dtype_torch import (
     REMAINDER,
     Planes,
     Work,
-    changed_bits,
     join_,
     round_to_bfloat16_,
     split_,
@@ -318,7 +317,8 @@ class Bucketed(Optimizer, ABC):
         moments = section.format.decode(planes, work)
         resting = [local(part.member.parameter).view(-1)[part.first : part.last] for part in bucket]
         weights, wide = resting, section.dtype == torch.float32
-        if work.compared:
+        compared = self._compared(work)
+        if compared is not None and not section.splits:
             _copied(resting, work.compared[0])
         if section.gradients is None:
             grads = [_gradient(part.member.parameter).view(-1)[part.first : part.last] for part in bucket]
@@ -327,7 +327,7 @@ class Bucketed(Optimizer, ABC):
             if self.divisor is not None:
                 torch._foreach_div_(grads, self.divisor)
         if section.splits:
-            join_(resting, planes[REMAINDER.name], work.scratch[0])
+            join_(resting, planes[REMAINDER.name], work.scratch[0], None if compared is None else compared[0])
             weights = list(work.scratch[0].split(sizes))
         elif not wide:
             weights = _copied(resting, work.scratch[0])
@@ -336,18 +336,15 @@ class Bucketed(Optimizer, ABC):
         steps = self._steps(part.member for part in bucket)
         self._kernel(weights, grads, [list(moment.split(sizes)) for moment in moments], steps, group, stopped)
         if section.splits:
-            split_(work.scratch[0], work.scratch[1], resting, planes[REMAINDER.name])
+            split_(work.scratch[0], work.scratch[1], resting, planes[REMAINDER.name], compared)
         elif not wide:
             if self._stochastic:
                 round_to_bfloat16_(work.scratch[0], work.scratch[1], generator)
             torch._foreach_copy_(resting, weights)
-        if work.compared:
-            before, after, differs = work.compared
-            _copied(resting, after)
-            if self._changed is None:
-                self._changed = torch.zeros((), dtype=torch.int64, device=self._device)
-            # Compared as bits: a weight that is not a number is then equal to itself.
-            changed_bits(before.view(torch.int16), after.view(torch.int16), differs, self._changed)
+        if compared is not None and not section.splits:
+            before, differs, total = compared
+            _copied(resting, work.compared[1])
+            total.add_(torch.ne(before, work.compared[1].view(torch.int16), out=differs).sum())
         if stopped is None or section.format.repeats:
             section.format.encode(planes, work, generator)
             return
@@ -356,6 +353,15 @@ class Bucketed(Optimizer, ABC):
         section.format.encode(planes, work, generator)
         for name, plane in planes.items():
             torch.where(stopped.bool(), old[name], plane, out=plane)
+
+    def _compared(self, work: Work) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return room for the bits of weights before an update, for where they differ, and the sum of those that do."""
+        if not work.compared:
+            return None
+        if self._changed is None:
+            self._changed = torch.zeros((), dtype=torch.int64, device=self._device)
+        # Compared as bits: a weight that is not a number is then equal to itself.
+        return work.compared[0].view(torch.int16), work.compared[2], self._changed
 
     def _planes(self, section: Section, buckets: Sequence[Sequence[Slice]]) -> Iterator[Planes]:
         """Return the state of each bucket on the device: where it rests, or as it passes by."""

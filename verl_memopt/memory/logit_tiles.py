@@ -319,9 +319,9 @@ def product_statistics(products: Tensor, targets: Tensor, before: Tensor, known:
     """Write into ``known`` what a pass needs of all logits up to these, from ``before`` for those of earlier tiles.
 
     The products [c, v] that logits are made of stay as they are. In fp32 they are the logits; in half precision the logits are
-    ``inverse`` (1 / temperature) times as much. Targets, int64 [c], may lie outside of columns 0 to v - 1. Of each token ``before``
-    and ``known``, fp32 [c, 3 or 4], have the largest logit, the log of the sum of exponentials relative to it, the target's logit,
-    and the entropy where it is asked for. Without earlier tiles ``before`` is :data:`BEFORE_ANY`.
+    ``inverse`` (1 / temperature) times as much. Targets, int64 [c], may lie outside of columns 0 to v - 1. ``before`` and
+    ``known``, fp32 [c, 3 or 4], have of each token the largest logit, the log of the sum of exponentials relative to it, the
+    target's logit, and the entropy where it is asked for. Without earlier tiles ``before`` is :data:`BEFORE_ANY`.
     """
     logits = _logits_of(products, inverse)
     of_tile = logits.amax(-1)

@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from verl_memopt.memory.fused import over_rows
+from verl_memopt.memory.fused import over_rows, runs_compiled
 
 BITS = 16
 """Bits of an fp32 that a bfloat16 lacks."""
@@ -134,37 +134,81 @@ class MomentFormat:
                 self._encode_blocks(name, planes, values, work.scratch, generator)
 
     def _decode_blocks(self, moment: str, planes: Planes, values: Tensor, scratch: Tensor) -> None:
-        stored = f"{moment}_{self.state_dtype}"
-        if self.state_dtype == "int4":
-            _unpack(planes[stored], values)
-        else:
-            values.copy_(planes[stored])
-        if moment == "exp_avg":
+        name = f"{moment}_{self.state_dtype}"
+        stored, scales, signed = planes[name], planes[f"{name}_scale"], moment == "exp_avg"
+        levels = LEVELS[self.state_dtype, moment]
+
+        def in_place() -> None:
             if self.state_dtype == "int4":
-                values.sub_(ZERO_NIBBLE)
-            # A plain square would lose the sign of the code.
-            values.mul_(torch.abs(values, out=scratch))
-        else:
-            values.square_()
-        values.view(-1, self.block).mul_((planes[f"{stored}_scale"] / LEVELS[self.state_dtype, moment] ** 2)[:, None])
+                _unpack(stored, values)
+            else:
+                values.copy_(stored)
+            if signed:
+                if self.state_dtype == "int4":
+                    values.sub_(ZERO_NIBBLE)
+                # A plain square would lose the sign of the code.
+                values.mul_(torch.abs(values, out=scratch))
+            else:
+                values.square_()
+            values.view(-1, self.block).mul_((scales / levels**2)[:, None])
+
+        blocks = values.view(-1, self.block), stored.view(scales.numel(), -1), scales
+        over_rows(_decode_statement, blocks, levels, signed, self.state_dtype == "int4", otherwise=in_place)
 
     def _encode_blocks(
         self, moment: str, planes: Planes, values: Tensor, scratch: tuple[Tensor, ...], generator: torch.Generator
     ) -> None:
-        stored, levels = f"{moment}_{self.state_dtype}", LEVELS[self.state_dtype, moment]
-        # abs().amax() would need a temporary tensor of the bucket's size.
-        scales = torch.linalg.vector_norm(values.view(-1, self.block), ord=float("inf"), dim=1, out=planes[f"{stored}_scale"])
-        codes, other = _codes(values, scales, levels, self.block, scratch, generator)
-        codes.clamp_(0 if moment == "exp_avg" else 1, levels)
-        if moment == "exp_avg":
-            # The codes were computed from magnitudes, so they get their signs back here.
-            codes.copysign_(values)
-        if self.state_dtype == "int8":
-            planes[stored].copy_(codes)
-            return
-        if moment == "exp_avg":
-            codes.add_(ZERO_NIBBLE)
-        _pack(codes, other, planes[stored])
+        name = f"{moment}_{self.state_dtype}"
+        stored, levels, signed = planes[name], LEVELS[self.state_dtype, moment], moment == "exp_avg"
+        scales = planes[f"{name}_scale"]
+
+        def in_place() -> None:
+            # abs().amax() would need a temporary tensor of the bucket's size.
+            torch.linalg.vector_norm(values.view(-1, self.block), ord=float("inf"), dim=1, out=scales)
+            codes, other = _codes(values, scales, levels, self.block, scratch, generator)
+            codes.clamp_(0 if signed else 1, levels)
+            if signed:
+                # The codes were computed from magnitudes, so they get their signs back here.
+                codes.copysign_(values)
+            if self.state_dtype == "int8":
+                stored.copy_(codes)
+                return
+            if signed:
+                codes.add_(ZERO_NIBBLE)
+            _pack(codes, other, stored)
+
+        if runs_compiled(scales):
+            noise = scratch[0].uniform_(generator=generator)
+            tensors = (*(one.view(-1, self.block) for one in (values, noise)), stored.view(scales.numel(), -1), scales)
+            over_rows(_encode_statement, tensors, levels, signed, self.state_dtype == "int4")
+        else:
+            in_place()
+
+
+def _decode_statement(values: Tensor, stored: Tensor, scales: Tensor, levels: int, signed: bool, packed: bool) -> None:
+    """Write into values, fp32 [blocks, elements], what their codes and scales stand for. ``packed``: two codes in a byte."""
+    if packed:
+        halves = [half.repeat_interleave(2, 1) for half in (stored.int() & 15, stored.int() >> 4)]
+        stored = torch.where(torch.arange(values.shape[1], device=values.device) % 2 == 0, halves[0], halves[1])
+        stored = stored - ZERO_NIBBLE if signed else stored
+    codes = stored.float()
+    values.copy_(codes * (codes.abs() if signed else codes) * (scales / levels**2)[:, None])
+
+
+def _encode_statement(
+    values: Tensor, noise: Tensor, stored: Tensor, scales: Tensor, levels: int, signed: bool, packed: bool
+) -> None:
+    """Write scales of values, fp32 [blocks, elements], and codes as :func:`_codes` draws them, from noise of their shape."""
+    largest = values.abs().amax(-1)
+    scales.copy_(largest)
+    way = values.abs() / largest.clamp_min(TINY)[:, None] * levels**2
+    root = way.sqrt().floor()
+    codes = (root + (way - root * root) / (2 * root + 1) + noise).floor().clamp(0 if signed else 1, levels)
+    codes = codes.copysign(values) if signed else codes
+    if packed:
+        codes = codes + ZERO_NIBBLE if signed else codes
+        codes = codes[:, ::2] + 16 * codes[:, 1::2]
+    stored.copy_(codes)
 
 
 def moment_format(state_dtype: str, row: int, names: tuple[str, ...] = MOMENTS) -> MomentFormat:
@@ -235,46 +279,58 @@ REMAINDER = Plane("remainder", torch.int16, 1)
 HALF = 1 << 15
 
 
-def join_(weights: Sequence[Tensor], remainder: Tensor, masters: Tensor) -> None:
-    """Fill ``masters``, fp32 [n], from bfloat16 ``weights``, flat and one after another, and their ``remainder``, int16 [n]."""
+def join_(weights: Sequence[Tensor], remainder: Tensor, masters: Tensor, before: Tensor | None = None) -> None:
+    """Fill ``masters``, fp32 [n], from bfloat16 ``weights``, flat and one after another, and their ``remainder``, int16 [n].
+
+    ``before``, int16 [n], gets the bits of the weights, for :func:`split_` to compare with.
+    """
     bits = masters.view(torch.int32)
     parts = bits.split([weight.numel() for weight in weights])
     torch._foreach_copy_(list(parts), [weight.view(torch.int16) for weight in weights])
-    over_rows(_join_statement, (bits, remainder), otherwise=lambda: bits.bitwise_left_shift_(BITS).add_(remainder))
+
+    def joined() -> None:
+        if before is not None:
+            before.copy_(bits)
+        bits.bitwise_left_shift_(BITS).add_(remainder)
+
+    over_rows(_join_statement, (bits, remainder, before), otherwise=joined)
 
 
-def split_(masters: Tensor, room: Tensor, weights: Sequence[Tensor], remainder: Tensor) -> None:
-    """Write both halves of ``masters`` to their places, as in :func:`join_`. ``room`` is fp32 [n]; both are overwritten."""
+def split_(
+    masters: Tensor,
+    room: Tensor,
+    weights: Sequence[Tensor],
+    remainder: Tensor,
+    compared: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> None:
+    """Write both halves of ``masters`` to their places, as in :func:`join_`. ``room`` is fp32 [n]; both are overwritten.
+
+    ``compared``: the bits before, room for bool [n], and an int64 scalar, to which the number of weights whose bits have changed
+    is added.
+    """
     bits, high = masters.view(torch.int32), room.view(torch.int32)
+    before, total = (None, None) if compared is None else (compared[0], compared[2])
 
     def halved() -> None:
-        # The upper half is shifted there and back: a third buffer would be needed to keep both.
         torch.add(bits, HALF, out=high).bitwise_right_shift_(BITS)
         remainder.copy_(bits.sub_(high, alpha=1 << BITS))
+        if compared is not None:
+            compared[2].add_(torch.ne(compared[0], high, out=compared[1]).sum())
 
-    over_rows(_split_statement, (bits, high, remainder), otherwise=halved)
+    over_rows(_split_statement, (bits, high, remainder, before), total, otherwise=halved)
     parts = high.split([weight.numel() for weight in weights])
     torch._foreach_copy_([weight.view(torch.int16) for weight in weights], list(parts))
 
 
-def _join_statement(bits: Tensor, remainder: Tensor) -> None:
+def _join_statement(bits: Tensor, remainder: Tensor, before: Tensor | None) -> None:
+    if before is not None:
+        before.copy_(bits)
     bits.copy_((bits << BITS) + remainder)
 
 
-def _split_statement(bits: Tensor, high: Tensor, remainder: Tensor) -> None:
+def _split_statement(bits: Tensor, high: Tensor, remainder: Tensor, before: Tensor | None, total: Tensor | None) -> None:
     up = (bits + HALF) >> BITS
     high.copy_(up)
     remainder.copy_(bits - (up << BITS))
-
-
-def changed_bits(before: Tensor, after: Tensor, differs: Tensor, total: Tensor) -> None:
-    """Add to ``total``, an int64 scalar, how many elements of two int16 [n] differ; ``differs`` is bool [n] and overwritten."""
-
-    def counted() -> None:
-        total.add_(torch.ne(before, after, out=differs).sum())
-
-    over_rows(_count_statement, (before, after), total, otherwise=counted)
-
-
-def _count_statement(before: Tensor, after: Tensor, total: Tensor) -> None:
-    total.add_((before != after).sum())
+    if before is not None and total is not None:
+        total.add_((before != up).sum())

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from verl_memopt.config.schema import CriticModel, Fsdp, Model, ScoringModel, TrainedFsdp
-from verl_memopt.distributed.device import cast_units_at_once
+from verl_memopt.distributed.device import cast_units_at_once, is_gpu
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activation_checkpointing_torch import checkpoint_blocks
 from verl_memopt.memory.formulas import key_copies
@@ -46,6 +47,9 @@ from verl_memopt.model.weights import (
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 SHARDS_BYTES = (2, 13)
 """The first version of torch whose FSDP2 is known to shard parameters that are no floating point numbers."""
+
+NEIGHBOURS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers of one module that multiply the same input."""
 
 logger = logging.getLogger(__name__)
 
@@ -253,10 +257,11 @@ def _check_heads(config: Any, ranks: int, use: ModelUse) -> None:
         )  # fmt: skip
 
 
-def allocate(model: PackedModel, device: torch.device, shared: Mapping[str, Tensor] | None = None) -> None:
+def allocate(model: PackedModel, device: torch.device, shared: Mapping[str, Tensor] | None = None, joins: bool = True) -> None:
     """Allocate the parameters of a model, uninitialised. Tied parameters stay one tensor.
 
-    ``shared`` are the weights of an engine under their Hugging Face names, which become the parameters.
+    ``shared`` are the weights of an engine under their Hugging Face names, which become the parameters. ``joins``: on a GPU let
+    weights that are multiplied with the same input lie one behind another, as those of an engine and of FSDP2 units do.
     """
     if shared is not None:
         _place(model, device, _shared_parameters(model, shared))
@@ -273,6 +278,8 @@ def allocate(model: PackedModel, device: torch.device, shared: Mapping[str, Tens
     tied = model.tied
     if model.stays_on_host:
         allocate_on_host(model, device)
+    elif joins and is_gpu(device) and not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        _place(model, device, _neighbours(model, device))
     else:
         model.to_empty(device=device)
     if tied:
@@ -292,6 +299,19 @@ def _vocabulary(model: PackedModel) -> list[list[nn.Module]]:
     if isinstance(head, ValueHead):  # a vector, which stays on the device
         return [[embedding]]
     return [[embedding, head]] if model.tied else [[embedding], [head]]
+
+
+def _neighbours(model: PackedModel, device: torch.device) -> dict[Tensor, nn.Parameter]:
+    """Return parameters that are multiplied with the same input -> ones that lie one behind another, uninitialised."""
+    made = dict[Tensor, nn.Parameter]()
+    sides = [[getattr(module, name, None) for name in names] for module in model.modules() for names in NEIGHBOURS]
+    beside: list[Any]
+    for beside in ([getattr(layer, kind, None) for layer in layers] for layers in sides for kind in ("weight", "bias")):
+        if all(isinstance(one, nn.Parameter) for one in beside) and len({(one.dtype, one.shape[1:]) for one in beside}) == 1:
+            whole = torch.empty((sum(map(len, beside)), *beside[0].shape[1:]), dtype=beside[0].dtype, device=device)
+            parts = whole.split([len(one) for one in beside])
+            made |= {one: nn.Parameter(part, one.requires_grad) for one, part in zip(beside, parts, strict=True)}
+    return made
 
 
 def _place(model: PackedModel, device: torch.device, made: Mapping[Tensor, nn.Parameter]) -> None:
@@ -327,7 +347,7 @@ def materialize_mapped(policy: PolicyModel, folder: Path, device: torch.device, 
 
     As :func:`verl_memopt.model.weights.mapped_weights`, which raises for another dtype than the file's and names ``dtype_key``.
     """
-    allocate(policy, device)
+    allocate(policy, device, joins=False)  # each gets its values from a place of its own
     rebuild_buffers(policy, device)
     return mapped_weights(policy, folder, dtype_key)
 

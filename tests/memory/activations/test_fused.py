@@ -15,6 +15,7 @@ from tests.model.attention_cases import flat_inputs, gpu_operators_on_a_cpu, rot
 from verl_memopt.algorithms.estimators import sum_of_squares
 from verl_memopt.distributed.device import local_device
 from verl_memopt.memory import fused
+from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW
 from verl_memopt.memory.fused import compiler_works, fused_statements, over_rows, run_compiled, take_compile_counts, tiles
 from verl_memopt.memory.logit_tiles import both_gradients_, log_softmax_, product_gradient_, product_statistics, softmax_
 from verl_memopt.memory.recompute_elementwise_torch import (
@@ -190,6 +191,32 @@ def test_queries_keys_and_values_side_by_side_get_what_they_get_apart(normed, co
     assert compiles.count("_forward_statement") == 1
     for one, two in zip(found, expected, strict=True):
         assert relative(one, two) <= 2 * PRECISE
+
+
+@pytest.mark.parametrize("state_dtype", ["fp32", "int8", "int4"])
+@pytest.mark.parametrize("compiles", BACKENDS, indirect=True)
+def test_a_compiled_step_over_halved_masters_gives_the_bits_of_an_uncompiled_one(state_dtype, compiles):
+    def masters_after_steps():
+        weights = [torch.nn.Parameter(drawn(rows, 256, seed=rows).detach().bfloat16()) for rows in (5, 3, 40)]
+        optimizer = BucketedAdamW(
+            weights, 1e-3, state_dtype=state_dtype, split_masters=True, bucket_megabytes=0.02, weight_decay=0.1
+        )
+        optimizer.computes_in, shares = torch.bfloat16, []
+        for step in range(3):
+            for weight in weights:
+                weight.grad_dtype = torch.float32
+                weight.grad = drawn(*weight.shape, seed=step, dtype=torch.float32).detach()
+            optimizer.step()
+            shares.append(optimizer.changed_share())
+        return [*map(optimizer.master, weights), torch.stack(shares)]
+
+    expected = masters_after_steps()
+    with fused_statements(True):
+        found = masters_after_steps()
+    moments = {"_decode_statement", "_encode_statement"} if state_dtype != "fp32" else set()
+    assert set(compiles) == {"_join_statement", "_split_statement"} | moments
+    for one, two in zip(found, expected, strict=True):
+        assert torch.equal(one, two)
 
 
 class Launches(TorchDispatchMode):

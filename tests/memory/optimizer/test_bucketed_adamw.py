@@ -44,6 +44,31 @@ def test_weights_are_those_of_torchs_fused_adamw_bit_for_bit(bucket_megabytes):
     assert same(weights_after(bucketed(bucket_megabytes=bucket_megabytes)), weights_after(fused))
 
 
+@pytest.mark.parametrize(("dtype", "split"), [(torch.float32, False), (BF16, False), (BF16, True)])
+def test_a_step_is_divided_and_left_out_on_the_device(dtype, split):
+    first, second, generator = *([torch.nn.Parameter(torch.ones(40, 8, dtype=dtype))] for _ in range(2)), torch.Generator()
+    device, host = (BucketedAdamW(one, 1e-2, split_masters=split, bucket_megabytes=0.002) for one in (first, second))
+    for step, skipped in enumerate((0.0, 1.0, 0.0)):
+        grad = torch.randn(40, 8, generator=generator.manual_seed(step)).to(dtype)
+        first[0].grad, second[0].grad = grad * (torch.inf if skipped else 1.0), grad / 3.0
+        device.found_inf, device.grad_scale = torch.tensor(skipped), torch.tensor(3.0)
+        device.step()
+        del device.found_inf, device.grad_scale
+        if not skipped:
+            host.step()
+        if dtype is torch.float32 or skipped:
+            assert torch.equal(device.master(first[0]), host.master(second[0]))
+        # A gradient in bfloat16 is rounded after a division by the host.
+        torch.testing.assert_close(device.master(first[0]), host.master(second[0]), rtol=0, atol=1e-3)
+        assert device.state[first[0]]["step"] == host.state[second[0]]["step"]
+
+
+@pytest.mark.parametrize("options", [{"offload": True}, {"state_dtype": "int8"}, {"state_dtype": "bfloat16"}])
+def test_a_step_that_would_change_something_when_left_out_is_decided_by_the_host(options):
+    assert not BucketedAdamW(parameters(), 1e-2, **options)._step_supports_amp_scaling
+    assert BucketedAdamW(parameters(), 1e-2)._step_supports_amp_scaling
+
+
 def test_moments_and_steps_are_those_of_torchs_fused_adamw_bit_for_bit():
     states = []
     for make in (bucketed(bucket_megabytes=0.002), fused):
