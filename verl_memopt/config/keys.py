@@ -54,12 +54,6 @@ def leaf_types() -> dict[str, Any]:
 
 
 @cache
-def annotated_types() -> dict[str, Any]:
-    """Return dotted key -> type with its ranges, of every key that holds a value."""
-    return {key: kind for key, kind in walk(annotated=True) if not dataclasses.is_dataclass(kind)}
-
-
-@cache
 def section_keys() -> frozenset[str]:
     """Return the dotted keys that hold further keys."""
     return frozenset(key for key, kind in all_keys() if dataclasses.is_dataclass(kind))

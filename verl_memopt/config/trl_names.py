@@ -11,7 +11,7 @@ from typing import Any
 from verl_memopt.config.aliases import VALUES, is_count, our_key
 from verl_memopt.config.keys import Problem, flatten, problem, shown, value_at
 from verl_memopt.config.schema import Settings
-from verl_memopt.config.unused_keys import NO_EQUAL, Refusal, refuse
+from verl_memopt.config.unused_keys import NO_EQUAL, NoEffect, refuse
 from verl_memopt.recipes import RECIPES
 
 logger = logging.getLogger(__name__)
@@ -46,8 +46,8 @@ class RecipeNames:
     """
 
     spellings: tuple[Spelling, ...]
-    no_equal: Mapping[str, Refusal]
-    replaced: Mapping[str, Mapping[str, Refusal]]
+    no_equal: Mapping[str, NoEffect]
+    replaced: Mapping[str, Mapping[str, NoEffect]]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Table:
     """
 
     spellings: tuple[Spelling, ...]
-    no_equal: Mapping[str, Refusal]
+    no_equal: Mapping[str, NoEffect]
     names: Set[str]
     title: str = "TRL"
     own: int = 0

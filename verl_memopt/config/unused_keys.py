@@ -17,8 +17,7 @@ from verl_memopt.config.keys import IS_SET, Problem, above, belongs, field_types
 from verl_memopt.config.reward_rules import SANDBOX_UNUSED
 from verl_memopt.config.schema import Fsdp, Settings, TrainedFsdp
 from verl_memopt.memory.critic_rules import twin_unused, unused_keys
-from verl_memopt.memory.knob import Refusal as Rule
-from verl_memopt.memory.knob import UnusedKey, needs_reference, num_devices, pool_keys
+from verl_memopt.memory.knob import Refusal, UnusedKey, needs_reference, num_devices, pool_keys
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +25,7 @@ _AR = "actor_rollout_ref"
 
 
 @dataclass(frozen=True)
-class Refusal:
+class NoEffect:
     """A key (or, with a trailing ``.*``, all below one), the values that ask for nothing, and what to say."""
 
     inert: tuple[Any, ...] | None
@@ -60,133 +59,133 @@ _LORA_DROPOUT = (
 _LORA_KEYS = "of the LoRA settings, rank, alpha, target_modules, exclude_modules and adapter_path have an effect. Remove this one"
 
 
-def _absent(*switches: str) -> dict[str, Refusal]:
+def _absent(*switches: str) -> dict[str, NoEffect]:
     """Return the rows of a feature that does not exist here: its switches, which may be off, and whatever else it has."""
     section = switches[0].rpartition(".")[0]
-    return {**dict.fromkeys(switches, Refusal((False,), _NOT_HERE)), f"{section}.*": Refusal(ANY, _NOT_HERE)}
+    return {**dict.fromkeys(switches, NoEffect((False,), _NOT_HERE)), f"{section}.*": NoEffect(ANY, _NOT_HERE)}
 
 
 _FSDP = {
-    "wrap_policy.min_num_params": Refusal(ANY, _WRAP),
-    "use_orig_params": Refusal(EITHER, _PARAMETERS_KEPT),
-    "mixed_precision.buffer_dtype": Refusal(("fp32", "float32"), _FSDP1),
-    "forward_only": Refusal(ANY, "the role decides. Remove the key"),
+    "wrap_policy.min_num_params": NoEffect(ANY, _WRAP),
+    "use_orig_params": NoEffect(EITHER, _PARAMETERS_KEPT),
+    "mixed_precision.buffer_dtype": NoEffect(("fp32", "float32"), _FSDP1),
+    "forward_only": NoEffect(ANY, "the role decides. Remove the key"),
 }
 
 _MODEL = {
-    "use_remove_padding": Refusal(EITHER, _PACKED),
-    "torch_dtype": Refusal(ANY, f"{_UNREAD}. actor_rollout_ref.actor.fsdp_config.model_dtype is the dtype of the weights"),
-    **dict.fromkeys(("lora.dropout", "lora_dropout"), Refusal((0, 0.0), _LORA_DROPOUT)),
-    "lora.type": Refusal(("lora",), "low-rank adapters of linear layers are the one kind. Set lora"),
-    "lora.merge": Refusal(
+    "use_remove_padding": NoEffect(EITHER, _PACKED),
+    "torch_dtype": NoEffect(ANY, f"{_UNREAD}. actor_rollout_ref.actor.fsdp_config.model_dtype is the dtype of the weights"),
+    **dict.fromkeys(("lora.dropout", "lora_dropout"), NoEffect((0, 0.0), _LORA_DROPOUT)),
+    "lora.type": NoEffect(("lora",), "low-rank adapters of linear layers are the one kind. Set lora"),
+    "lora.merge": NoEffect(
         EITHER, "an engine that shares the base gets adapters apart, another gets merged weights. Remove the key"
     ),
-    "lora.dtype": Refusal((), "adapters rest in the policy's dtype. Use actor_rollout_ref.actor.fsdp_config.model_dtype"),
-    "lora.dropout_position": Refusal(("pre", "post"), _LORA_DROPOUT),
-    "lora.lora_A_init_method": Refusal(("kaiming", "xavier"), "A is drawn Kaiming uniform, as peft draws it. Remove the key"),
-    "lora.lora_B_init_method": Refusal(("zero",), "B starts at zero, so that training starts at the base model. Set zero"),
-    **dict.fromkeys(("lora.freeze_vision_model", "lora.freeze_vision_projection"), Refusal(EITHER, _TEXT_ONLY)),
-    "lora.freeze_language_model": Refusal((True,), "with LoRA the base is always frozen. Set true, or remove the key"),
-    "lora.*": Refusal((False,), _LORA_KEYS),
-    "use_liger": Refusal(EITHER, f"the model is computed without Liger's kernels. {_CHUNKED}"),
-    "fused_kernel_options.impl_backend": Refusal(("torch", "triton"), f"the log-prob is computed with PyTorch. {_CHUNKED}"),
+    "lora.dtype": NoEffect((), "adapters rest in the policy's dtype. Use actor_rollout_ref.actor.fsdp_config.model_dtype"),
+    "lora.dropout_position": NoEffect(("pre", "post"), _LORA_DROPOUT),
+    "lora.lora_A_init_method": NoEffect(("kaiming", "xavier"), "A is drawn Kaiming uniform, as peft draws it. Remove the key"),
+    "lora.lora_B_init_method": NoEffect(("zero",), "B starts at zero, so that training starts at the base model. Set zero"),
+    **dict.fromkeys(("lora.freeze_vision_model", "lora.freeze_vision_projection"), NoEffect(EITHER, _TEXT_ONLY)),
+    "lora.freeze_language_model": NoEffect((True,), "with LoRA the base is always frozen. Set true, or remove the key"),
+    "lora.*": NoEffect((False,), _LORA_KEYS),
+    "use_liger": NoEffect(EITHER, f"the model is computed without Liger's kernels. {_CHUNKED}"),
+    "fused_kernel_options.impl_backend": NoEffect(("torch", "triton"), f"the log-prob is computed with PyTorch. {_CHUNKED}"),
     **_absent("mtp.enable"),
-    "use_shm": Refusal(EITHER, "weights are streamed from the model folder, which is not copied to shared memory"),
+    "use_shm": NoEffect(EITHER, "weights are streamed from the model folder, which is not copied to shared memory"),
 }
 
 _OF_ACTOR = {
-    "freeze_vision_tower": Refusal((False,), _TEXT_ONLY),
-    "router_replay.mode": Refusal(("disabled",), _NOT_HERE),
-    "router_replay.*": Refusal((), _NOT_HERE),
+    "freeze_vision_tower": NoEffect((False,), _TEXT_ONLY),
+    "router_replay.mode": NoEffect(("disabled",), _NOT_HERE),
+    "router_replay.*": NoEffect((), _NOT_HERE),
     **_absent("qat.enable"),
 }
 
-_CHECKPOINT = {"checkpoint.async_save": Refusal(EITHER, "a checkpoint is always written whole before the next step")}
+_CHECKPOINT = {"checkpoint.async_save": NoEffect(EITHER, "a checkpoint is always written whole before the next step")}
 
 _OF_CRITIC = {
-    "use_torch_compile": Refusal(EITHER, _COMPILED),
-    "model.use_fused_kernels": Refusal(EITHER, "a value has no logits. Remove the key"),
-    **dict.fromkeys(("megatron.*", "veomni.*"), Refusal((), _ONE_BACKEND)),
+    "use_torch_compile": NoEffect(EITHER, _COMPILED),
+    "model.use_fused_kernels": NoEffect(EITHER, "a value has no logits. Remove the key"),
+    **dict.fromkeys(("megatron.*", "veomni.*"), NoEffect((), _ONE_BACKEND)),
 }
 
-_PROFILER = {"profiler.*": Refusal(ANY, _PHASE_TABLE)}
+_PROFILER = {"profiler.*": NoEffect(ANY, _PHASE_TABLE)}
 
 _OF_ROLLOUT = {
-    "data_parallel_size": Refusal((1,), f"every tensor-parallel group is a replica already. {_USE_TENSOR_PARALLEL}"),
-    "enable_sleep_mode": Refusal(
+    "data_parallel_size": NoEffect((1,), f"every tensor-parallel group is a replica already. {_USE_TENSOR_PARALLEL}"),
+    "enable_sleep_mode": NoEffect(
         (True,), "actor_rollout_ref.rollout.free_cache_engine decides whether the engine sleeps. Use it"
     ),
-    "layered_summon": Refusal(EITHER, "weights always move tensor by tensor, with LoRA too"),
-    "checkpoint_engine.backend": Refusal(("naive",), "trainer and engine share a process. Remove the key"),
+    "layered_summon": NoEffect(EITHER, "weights always move tensor by tensor, with LoRA too"),
+    "checkpoint_engine.backend": NoEffect(("naive",), "trainer and engine share a process. Remove the key"),
     **_absent("multi_turn.enable"),
     **_absent("prometheus.enable"),
-    "trace.backend": Refusal((), _NOT_HERE),
-    "trace.*": Refusal(ANY, _NOT_HERE),
+    "trace.backend": NoEffect((), _NOT_HERE),
+    "trace.*": NoEffect(ANY, _NOT_HERE),
     **_absent("disaggregation.enable", "disaggregation.enabled"),
     **dict.fromkeys(
-        ("quantization", "quantization_config_file"), Refusal((), "the engine runs in rollout.dtype. Remove the key")
+        ("quantization", "quantization_config_file"), NoEffect((), "the engine runs in rollout.dtype. Remove the key")
     ),
-    **dict.fromkeys(("pipeline_model_parallel_size", "expert_parallel_size"), Refusal((1,), _TENSOR_PARALLEL)),
-    "over_sample_rate": Refusal((0, 0.0), "exactly rollout.n samples are drawn. Remove the key"),
-    "enable_rollout_routing_replay": Refusal((False,), _NOT_HERE),
-    "multi_stage_wake_up": Refusal(ANY, "weights always wake before the KV cache. Remove the key"),
-    "skip_tokenizer_init": Refusal(ANY, "the engine is given token ids. Remove the key"),
-    "agent.*": Refusal(ANY, "there are no separate request processes. Remove the key"),
-    **dict.fromkeys(("engine_kwargs.sglang.*", "engine_kwargs.trtllm.*"), Refusal(({},), _TWO_ENGINES)),
+    **dict.fromkeys(("pipeline_model_parallel_size", "expert_parallel_size"), NoEffect((1,), _TENSOR_PARALLEL)),
+    "over_sample_rate": NoEffect((0, 0.0), "exactly rollout.n samples are drawn. Remove the key"),
+    "enable_rollout_routing_replay": NoEffect((False,), _NOT_HERE),
+    "multi_stage_wake_up": NoEffect(ANY, "weights always wake before the KV cache. Remove the key"),
+    "skip_tokenizer_init": NoEffect(ANY, "the engine is given token ids. Remove the key"),
+    "agent.*": NoEffect(ANY, "there are no separate request processes. Remove the key"),
+    **dict.fromkeys(("engine_kwargs.sglang.*", "engine_kwargs.trtllm.*"), NoEffect(({},), _TWO_ENGINES)),
 }
 
 _DATA = {
-    "dataloader_num_workers": Refusal(ANY, "rows are read in the driver's process"),
-    "filter_overlong_prompts_workers": Refusal(ANY, "prompts are measured in one tokenizer call"),
-    "image_key": Refusal(("images",), _TEXT_ONLY),
-    "video_key": Refusal(("videos",), _TEXT_ONLY),
-    "image_patch_size": Refusal((14,), _TEXT_ONLY),
-    "return_multi_modal_inputs": Refusal(EITHER, _TEXT_ONLY),
-    "tool_config_path": Refusal((), _NOT_HERE),
-    "datagen.*": Refusal((), "rows come from files. Use data.custom_cls.path"),
-    "tokenizer": Refusal(ANY, "it has no effect in verl either. Use actor_rollout_ref.model.tokenizer_path"),
-    **dict.fromkeys(("return_raw_chat", "return_raw_input_ids", "return_full_prompt"), Refusal(ANY, _UNREAD)),
-    "use_shm": Refusal(EITHER, "files are read where they are, and not copied to shared memory"),
+    "dataloader_num_workers": NoEffect(ANY, "rows are read in the driver's process"),
+    "filter_overlong_prompts_workers": NoEffect(ANY, "prompts are measured in one tokenizer call"),
+    "image_key": NoEffect(("images",), _TEXT_ONLY),
+    "video_key": NoEffect(("videos",), _TEXT_ONLY),
+    "image_patch_size": NoEffect((14,), _TEXT_ONLY),
+    "return_multi_modal_inputs": NoEffect(EITHER, _TEXT_ONLY),
+    "tool_config_path": NoEffect((), _NOT_HERE),
+    "datagen.*": NoEffect((), "rows come from files. Use data.custom_cls.path"),
+    "tokenizer": NoEffect(ANY, "it has no effect in verl either. Use actor_rollout_ref.model.tokenizer_path"),
+    **dict.fromkeys(("return_raw_chat", "return_raw_input_ids", "return_full_prompt"), NoEffect(ANY, _UNREAD)),
+    "use_shm": NoEffect(EITHER, "files are read where they are, and not copied to shared memory"),
 }
 
 _REWARD_MODEL = {
-    "launch_reward_fn_async": Refusal(
+    "launch_reward_fn_async": NoEffect(
         EITHER, "rewards are always computed in processes of their own, as soon as a response is complete"
     ),
-    "use_reward_loop": Refusal(EITHER, _AFTER_ROLLOUT),
-    "reward_loop_source": Refusal(("register",), _OWN_REWARD),
-    **dict.fromkeys(("reward_loop_module_path", "reward_loop_class_name"), Refusal((), _OWN_REWARD)),
-    "rollout.*": Refusal(ANY, "the reward model computes one forward of each conversation in the workers, without an engine"),
-    "strategy": Refusal(("fsdp", "fsdp2"), "the reward model is sharded by fsdp2"),
-    "model.use_remove_padding": Refusal(EITHER, _PACKED),
-    "model.use_shm": Refusal(EITHER, _MODEL["use_shm"].reason),
-    "model.fsdp_config.use_torch_compile": Refusal(EITHER, "the pass of the reward model is not compiled"),
-    "model.use_fused_kernels": Refusal(EITHER, "a reward model has no logits"),
-    "model_config.*": Refusal((), "it belongs to an engine, and the reward model has none. Remove the key"),
+    "use_reward_loop": NoEffect(EITHER, _AFTER_ROLLOUT),
+    "reward_loop_source": NoEffect(("register",), _OWN_REWARD),
+    **dict.fromkeys(("reward_loop_module_path", "reward_loop_class_name"), NoEffect((), _OWN_REWARD)),
+    "rollout.*": NoEffect(ANY, "the reward model computes one forward of each conversation in the workers, without an engine"),
+    "strategy": NoEffect(("fsdp", "fsdp2"), "the reward model is sharded by fsdp2"),
+    "model.use_remove_padding": NoEffect(EITHER, _PACKED),
+    "model.use_shm": NoEffect(EITHER, _MODEL["use_shm"].reason),
+    "model.fsdp_config.use_torch_compile": NoEffect(EITHER, "the pass of the reward model is not compiled"),
+    "model.use_fused_kernels": NoEffect(EITHER, "a reward model has no logits"),
+    "model_config.*": NoEffect((), "it belongs to an engine, and the reward model has none. Remove the key"),
 }
 
 _TRAINER = {
-    "default_hdfs_dir": Refusal((), "checkpoints are written to trainer.default_local_dir. Remove the key"),
-    "del_local_ckpt_after_load": Refusal((False,), "a checkpoint that was loaded stays. Use trainer.max_actor_ckpt_to_keep"),
-    "esi_redundant_time": Refusal((0,), "no instance's end is known, so none is saved ahead of. Use trainer.save_freq"),
-    "use_legacy_worker_impl": Refusal(("auto", "enable", "disable"), "there is one implementation. Remove the key"),
+    "default_hdfs_dir": NoEffect((), "checkpoints are written to trainer.default_local_dir. Remove the key"),
+    "del_local_ckpt_after_load": NoEffect((False,), "a checkpoint that was loaded stays. Use trainer.max_actor_ckpt_to_keep"),
+    "esi_redundant_time": NoEffect((0,), "no instance's end is known, so none is saved ahead of. Use trainer.save_freq"),
+    "use_legacy_worker_impl": NoEffect(("auto", "enable", "disable"), "there is one implementation. Remove the key"),
 }
 
 _TOP = {
-    "reward_manager.source": Refusal(("register",), _OWN_REWARD),
-    "reward_manager.module.*": Refusal((), _OWN_REWARD),
+    "reward_manager.source": NoEffect(("register",), _OWN_REWARD),
+    "reward_manager.module.*": NoEffect((), _OWN_REWARD),
     **_absent("distillation.enabled"),
-    "model_engine": Refusal(("dp",), _ONE_BACKEND),
+    "model_engine": NoEffect(("dp",), _ONE_BACKEND),
     **_absent("transfer_queue.enable"),
-    "global_profiler.*": Refusal(ANY, _PHASE_TABLE),
+    "global_profiler.*": NoEffect(ANY, _PHASE_TABLE),
 }
 
 
-def _below(prefix: str, rows: Mapping[str, Refusal]) -> dict[str, Refusal]:
+def _below(prefix: str, rows: Mapping[str, NoEffect]) -> dict[str, NoEffect]:
     return {f"{prefix}.{name}": row for name, row in rows.items()}
 
 
-REFUSED: dict[str, Refusal] = {
+REFUSED: dict[str, NoEffect] = {
     **_TOP,
     **_below("data", _DATA),
     **_below("critic", _OF_CRITIC | _CHECKPOINT | _PROFILER | _below("model", _MODEL | _below("fsdp_config", _FSDP))),
@@ -199,23 +198,23 @@ REFUSED: dict[str, Refusal] = {
     **_below(_AR, _PROFILER),
     **_below("reward_model", _PROFILER | _below("model.fsdp_config", _FSDP)),
     **{
-        f"{frozen}.fsdp_config.{name}": Refusal(ANY, "a model that is not trained has no optimizer")
+        f"{frozen}.fsdp_config.{name}": NoEffect(ANY, "a model that is not trained has no optimizer")
         for frozen in (f"{_AR}.ref", "reward_model.model")
         for name in sorted(field_types(TrainedFsdp).keys() - field_types(Fsdp).keys())
     },
-    f"{_AR}.ref.strategy": Refusal(("fsdp2",), "the reference is sharded as the actor is, by fsdp2. Remove the key"),
-    **{f"{_AR}.{role}.{name}.*": Refusal((), _ONE_BACKEND) for name in ("megatron", "veomni") for role in ("actor", "ref")},
+    f"{_AR}.ref.strategy": NoEffect(("fsdp2",), "the reference is sharded as the actor is, by fsdp2. Remove the key"),
+    **{f"{_AR}.{role}.{name}.*": NoEffect((), _ONE_BACKEND) for name in ("megatron", "veomni") for role in ("actor", "ref")},
 }
 
 
-def refusal_of(key: str) -> Refusal | None:
+def refusal_of(key: str) -> NoEffect | None:
     """Return the row that covers a key: its own, else that of the nearest section above it, or None."""
     parts = key.split(".")
     rows = (key, *(f"{'.'.join(parts[:depth])}.*" for depth in range(len(parts), 0, -1)))
     return next((REFUSED[row] for row in rows if row in REFUSED), None)
 
 
-def refuse(key: str, value: Any, refusal: Refusal) -> list[Problem]:
+def refuse(key: str, value: Any, refusal: NoEffect) -> list[Problem]:
     """Return the problem of a value that asks for something. Log a warning for a value that asks for nothing."""
     if value is not None and refusal.inert is not ANY and not _is_one_of(value, refusal.inert):
         return [problem({key: value}, refusal.reason, "")]
@@ -240,7 +239,7 @@ def _has_other_shards(settings: Settings) -> bool:
     return num_devices(settings) > 1 and roles.ref.fsdp_config.fsdp_size != roles.actor.fsdp_config.fsdp_size
 
 
-def _rules() -> Iterator[Rule]:
+def _rules() -> Iterator[Refusal]:
     keep = f"or {EVERY}=null to keep the reference as it is."
     yield refused(
         {EVERY: IS_SET, _RANK: above(0)},
@@ -261,7 +260,7 @@ def _rules() -> Iterator[Rule]:
     yield refused(shards, "the shards of the reference are not those of the policy", way_out, _has_other_shards)
 
 
-REFERENCE_RULES: tuple[Rule, ...] = tuple(_rules())
+REFERENCE_RULES: tuple[Refusal, ...] = tuple(_rules())
 """What a reference that follows the policy refuses, for :mod:`verl_memopt.config.checks`."""
 
 REFERENCE_UNUSED: tuple[UnusedKey, ...] = (
@@ -481,5 +480,5 @@ _ROWS: tuple[tuple[str, tuple[Any, ...] | None, str], ...] = (
 )  # fmt: skip
 """Names (separated by spaces), the values that ask for nothing, why, and the way out."""
 
-NO_EQUAL: dict[str, Refusal] = {name: Refusal(inert, reason) for names, inert, reason in _ROWS for name in names.split()}
+NO_EQUAL: dict[str, NoEffect] = {name: NoEffect(inert, reason) for names, inert, reason in _ROWS for name in names.split()}
 """Name of TRL without an equal here -> the values that ask for nothing, why, and the way out."""

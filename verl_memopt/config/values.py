@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
 
 from verl_memopt.config.debug_modes import DATA_KEYS, REPLAYING, WITHOUT_DATA
-from verl_memopt.config.keys import Problem, all_keys, annotated_types, leaf_types, leaf_values, problem, section_keys, shown
+from verl_memopt.config.keys import Problem, all_keys, leaf_types, leaf_values, problem, section_keys, shown, walk
 from verl_memopt.config.schema import REQUIRED, Settings
 from verl_memopt.config.trl_names import ESTIMATORS, SPELLINGS
 from verl_memopt.memory.knob import Range, Words, knobs
@@ -59,7 +59,7 @@ def _words(kind: Any) -> tuple[str, ...]:
 
 
 def _marks() -> Iterator[tuple[str, Any]]:
-    for key, kind in annotated_types().items():
+    for key, kind in walk(annotated=True):
         for mark in getattr(kind, "__metadata__", ()):
             yield key, mark
 

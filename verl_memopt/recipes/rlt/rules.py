@@ -25,8 +25,7 @@ from verl_memopt.config.trl_names import (
     unless_none,
     words,
 )
-from verl_memopt.config.unused_keys import ANY
-from verl_memopt.config.unused_keys import Refusal as Inert
+from verl_memopt.config.unused_keys import ANY, NoEffect
 from verl_memopt.memory.knob import KL, Refusal
 from verl_memopt.memory.param_offload import STREAM
 from verl_memopt.recipes.rlt.settings import RltReward
@@ -233,14 +232,14 @@ RLT_SPELLINGS: tuple[Spelling, ...] = (
 )  # fmt: skip
 """In the order in which they are read, before TRL's own: TRL's numbers of steps depend on the batch."""
 
-RLT_NO_EQUAL: dict[str, Inert] = {
-    "generation_aggregation_steps": Inert(ANY, "a whole step is generated at once. Remove the key"),
-    "use_vllm_server": Inert((False,), f"the engine lives in the worker's process. Set {_ROLLOUT}.name=vllm alone"),
+RLT_NO_EQUAL: dict[str, NoEffect] = {
+    "generation_aggregation_steps": NoEffect(ANY, "a whole step is generated at once. Remove the key"),
+    "use_vllm_server": NoEffect((False,), f"the engine lives in the worker's process. Set {_ROLLOUT}.name=vllm alone"),
 }
 """Names without an equal here -> the values that ask for nothing, why, and the way out."""
 
-PER_FORWARD: dict[str, Inert] = {
-    name: Inert(ANY, f"forwards are cut by tokens. Use {_AR}.actor.ppo_max_token_len_per_gpu")
+PER_FORWARD: dict[str, NoEffect] = {
+    name: NoEffect(ANY, f"forwards are cut by tokens. Use {_AR}.actor.ppo_max_token_len_per_gpu")
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
 }
 """Names of TRL that say nothing more where ``train_batch_size`` gives the batch."""
