@@ -68,6 +68,11 @@ def oom_retry(device: torch.device, allowed: bool) -> Iterator[OomRetry]:
         _active.pop()
 
 
+def may_go_on(model: nn.Module) -> bool:
+    """Return whether the passes of a model go on after an out-of-memory error: :func:`oom_retry` allows it, and so does torch."""
+    return bool(_active) and can_abandon(model)
+
+
 class OtherRankError(RuntimeError):
     """Another rank is out of memory, and cannot go on."""
 
@@ -80,6 +85,8 @@ def attempt(
     kept: Callable[[], int] | None = None,
 ) -> tuple[Result | None, list[list[int]] | None]:
     """Run micro-batches, and return the result and None; or None and smaller micro-batches, if memory ran out on a rank.
+
+    Call it where :func:`may_go_on`.
 
     These hold the rows that are left, and are as many on every rank. The cap is half the tokens of the micro-batch that failed
     (or of the fullest one), on the rank where these are most, but room for the longest row of any rank. Memory that the failed
@@ -94,11 +101,9 @@ def attempt(
         kept: Returns how many micro-batches have results that stay after an error. None = an error makes them all void.
 
     Raises:
-        RuntimeError: The error itself, where nothing can be cut or :func:`oom_retry` does not allow it.
+        RuntimeError: The error itself, where nothing can be cut.
         OtherRankError: The same on the ranks that had none.
     """
-    if not _active or not can_abandon(model):
-        return run(micro_batches), None
     record, ranks = _active[-1], dist.get_world_size() if dist.is_initialized() else 1
     if ranks > 1:
         # Which parameters FSDP2 gathers ahead depends on earlier passes. From here on it is the same in each attempt.

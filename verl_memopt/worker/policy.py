@@ -21,7 +21,7 @@ from verl_memopt.config.schema import Actor, Rollout, RolloutCorrection
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
 from verl_memopt.memory.chunked_logprob_torch import TokenGradient
 from verl_memopt.memory.logit_tiles import TokenStatistics
-from verl_memopt.memory.token_budget_torch import attempt
+from verl_memopt.memory.token_budget_torch import attempt, may_go_on
 from verl_memopt.model.decoder import PrefixKV
 from verl_memopt.model.packed_model import PackedModel, PolicyModel
 from verl_memopt.model.packing import Pack
@@ -279,7 +279,6 @@ def forward_pass(
     model computes the prefix KV of prompts whose answers lie in several micro-batches.
     """
     outputs: list[tuple[Sequence[int], Output]] = []
-    remaining: Sequence[Sequence[int]] | None = micro_batches
 
     def append_each(micro_batches: Sequence[Sequence[int]]) -> None:
         micros = [micro.to(device) for micro in micro_batches_of(batch, micro_batches, model.supports_prefix_kv)]
@@ -291,6 +290,10 @@ def forward_pass(
                 outputs.append((rows, forward(micro.pack, prefix_kv if micro.reads else None, rows)))
                 prefix_kv = None if micro.ends else prefix_kv
 
+    remaining: Sequence[Sequence[int]] | None = micro_batches
+    if not may_go_on(model):
+        append_each(micro_batches)
+        remaining = None
     tokens = batch.row_tokens()
     while remaining is not None:
         done = len(outputs)

@@ -25,7 +25,7 @@ from verl_memopt.memory.grad_offload_torch import OffloadedGradients, StepInBack
 from verl_memopt.memory.resharding_torch import synced
 from verl_memopt.memory.residency import OffloadedParams
 from verl_memopt.memory.sequence_parallel_torch import largest_of_ranks
-from verl_memopt.memory.token_budget_torch import attempt
+from verl_memopt.memory.token_budget_torch import attempt, may_go_on
 from verl_memopt.memory.token_packing import Cut, spans
 from verl_memopt.model.decoder import PrefixKV
 from verl_memopt.model.packed_model import PackedModel, dtype_of
@@ -459,6 +459,8 @@ class TrainedModel:
 
         if not may_restart:
             return accumulate(mini.micro_batches)
+        if not may_go_on(self.model):
+            return run(mini.micro_batches)
         tokens = mini.batch.row_tokens()
         while True:
             metrics, smaller = attempt(self.model, tokens, mini.micro_batches, run)
