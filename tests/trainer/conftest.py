@@ -207,8 +207,8 @@ class Members:
         self.members = members
         self.world_size = len(members)
 
-    def all(self, method, *args, **kwargs):
-        return [getattr(member, method)(*args, **kwargs) for member in self.members]
+    def all(self, method, *args):
+        return [getattr(member, method)(*args) for member in self.members]
 
     def each(self, method, arguments):
         return [getattr(member, method)(*own) for member, own in zip(self.members, arguments, strict=True)]

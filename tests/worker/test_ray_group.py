@@ -59,8 +59,8 @@ class Worker:
         program.terminate()
         return program.wait()
 
-    def tell(self, *values, **named):
-        return self.placement.rank, values, named
+    def tell(self, *values):
+        return self.placement.rank, values
 
     def tell_slowly(self):
         time.sleep(0.5 * (1 - self.placement.rank))
@@ -148,8 +148,8 @@ def doomed():
 def test_results_come_in_rank_order_whoever_answers_first(group):
     assert group.world_size == 2
     assert group.all("tell_slowly") == [0, 1]
-    assert group.all("tell", "a", key="b") == [(rank, ("a",), {"key": "b"}) for rank in (0, 1)]
-    assert group.each("tell", [("a",), (1, 2)]) == [(0, ("a",), {}), (1, (1, 2), {})]
+    assert group.all("tell", "a", "b") == [(rank, ("a", "b")) for rank in (0, 1)]
+    assert group.each("tell", [("a",), (1, 2)]) == [(0, ("a",)), (1, (1, 2))]
 
 
 def test_members_are_processes_of_their_own_that_know_their_place_and_see_no_gpu(group):
@@ -189,7 +189,7 @@ def test_a_tensor_makes_the_trip_unchanged_and_writable(group):
     import torch
 
     sent = torch.arange(1000, dtype=torch.float32)
-    for _, (received,), _ in group.all("tell", sent):
+    for _, (received,) in group.all("tell", sent):
         assert torch.equal(received, sent)
         received += 1
 
@@ -273,7 +273,7 @@ def test_a_pool_is_a_group_of_its_own_that_computes_while_the_others_do(pooled, 
     assert len(ports) == 1
     assert ports != {str(pooled.all("place")[0].master_port)}
     begun = critic.begin("call", [("update_critic", "delay")] * 2)
-    assert pooled.all("tell", "a") == [(0, ("a",), {})]  # long before the critics have ended
+    assert pooled.all("tell", "a") == [(0, ("a",))]  # long before the critics have ended
     assert [phase for phase, *_ in begun.result()] == ["update_critic"] * 2
     critic.longest["values"] = 0.1
     monkeypatch.setattr("verl_memopt.worker.ray_group.SLOW_SECONDS", 0.5)

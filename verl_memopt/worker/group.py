@@ -81,7 +81,7 @@ class WorkerGroup(Protocol):
     def world_size(self) -> int:
         """Number of members."""
 
-    def all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def all(self, method: str, *args: Any) -> list[Any]:
         """Make the same call on each member and return the results in rank order.
 
         After an error the group is gone.
@@ -141,10 +141,10 @@ class LocalGroup:
             self._worker: Any = factory(placement)
             self._environment = environment.pop_all()
 
-    def all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def all(self, method: str, *args: Any) -> list[Any]:
         """Call the worker and return its result as a list of one."""
         assert self._worker is not None, "the group was shut down"
-        return [getattr(self._worker, method)(*args, **kwargs)]
+        return [getattr(self._worker, method)(*args)]
 
     def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call the worker with the only tuple of ``arguments``."""

@@ -102,9 +102,9 @@ class Member:
 
         self._worker = cloudpickle.loads(pickled_factory)(placement)
 
-    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, method: str, *args: Any) -> Any:
         """Call a method of the worker."""
-        return getattr(self._worker, method)(*args, **kwargs)
+        return getattr(self._worker, method)(*args)
 
 
 def start_ray_group(
@@ -208,9 +208,9 @@ class Pool:
         """Return what a member is called and where it is."""
         return f"{self.name(rank)} ({self.homes[rank]})" if self.homes else self.name(rank)
 
-    def all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def all(self, method: str, *args: Any) -> list[Any]:
         """Make the same call on each member and return the results in rank order. As :meth:`WorkerGroup.all`."""
-        return self.group.wait(self.group.begin(self, [member.call.remote(method, args, kwargs) for member in self.members]))
+        return self.group.wait(self.group.begin(self, [member.call.remote(method, *args) for member in self.members]))
 
     def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call member ``rank`` with ``arguments[rank]``. As :meth:`WorkerGroup.each`."""
@@ -219,7 +219,7 @@ class Pool:
     def begin(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Pending[list[Any]]:
         """Call member ``rank`` with ``arguments[rank]``, and do not wait for the results."""
         each = zip(self.members, arguments, strict=True)
-        made = [member.call.remote(method, tuple(own), {}) for member, own in each]
+        made = [member.call.remote(method, *own) for member, own in each]
         calls = self.group.begin(self, made, str(arguments[0][0]) if self.is_own and method == "call" else "")
         return Pending(lambda: self.group.wait(calls))
 
@@ -335,9 +335,9 @@ class RayGroup:
             raise
         return self
 
-    def all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def all(self, method: str, *args: Any) -> list[Any]:
         """Make the same call on each member of the first pool. As :meth:`WorkerGroup.all`."""
-        return self._all[0].all(method, *args, **kwargs)
+        return self._all[0].all(method, *args)
 
     def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call member ``rank`` of the first pool with ``arguments[rank]``. As :meth:`WorkerGroup.each`."""
