@@ -25,7 +25,7 @@ from verl_memopt.errors import RewardError, Stopped
 from verl_memopt.rewards.runner import Round
 from verl_memopt.rewards.score import RewardResult
 from verl_memopt.rollout.engine import Generation, SamplingSettings, row_seed, train_sampling, validation_sampling
-from verl_memopt.trainer.micro_batching import Budget, cut_ranks, rows_per_rank
+from verl_memopt.trainer.micro_batching import Budget, cut_ranks, rows_per_rank, uneven_shares
 from verl_memopt.worker.group import Pending, TimedGroup
 from verl_memopt.worker.policy import LogProbs, in_batch_order
 from verl_memopt.worker.worker import Worker
@@ -335,6 +335,7 @@ class ForwardPass(Generic[Result]):
         phase: Name under which time and memory are recorded.
         method: Method of the worker. It gets a rank's rows and its micro-batches.
         budget: How a rank's rows are cut into micro-batches.
+        even_rows: Each rank gets the same number of rows. False = any number, with about the same tokens.
     """
 
     workers: TimedGroup
@@ -343,18 +344,17 @@ class ForwardPass(Generic[Result]):
     budget: Budget
     balance: bool
     options: tuple[Any, ...] = ()
-
-    def run(self, batch: RolloutBatch, names: Sequence[str]) -> list[tuple[list[int], Result]]:
-        """Return each share of the rows with its result. Errors call the rows by their ``names``.
-
-        A share is of a rank, or of the ranks that share the tokens of their micro-batches.
-        """
-        return self.begin(batch, names).result()
+    even_rows: bool = True
 
     def begin(self, batch: RolloutBatch, names: Sequence[str]) -> Pending[list[tuple[list[int], Result]]]:
-        """Begin what :meth:`run` does, as :meth:`TimedGroup.begin`."""
-        tokens = batch.row_tokens()
-        shares = rows_per_rank(tokens, range(batch.num_rows), self.budget.shares(self.workers.world_size), self.balance)
+        """Begin the pass, as :meth:`TimedGroup.begin`. The result is each share of the rows with what the method returned.
+
+        A share is of a rank, or of the ranks that share the tokens of their micro-batches. Errors call the rows by their
+        ``names``.
+        """
+        tokens, parts = batch.row_tokens(), self.budget.shares(self.workers.world_size)
+        rows = range(batch.num_rows)
+        shares = rows_per_rank(tokens, rows, parts, self.balance) if self.even_rows else uneven_shares(tokens, parts)
         of_ranks = [tokens.select(share) for share in shares]
         bins = cut_ranks(of_ranks, [[names[r] for r in share] for share in shares], self.budget)
         arguments = [(batch.select(share), cut, *self.options) for share, cut in zip(shares, bins, strict=True)]
@@ -371,7 +371,7 @@ class LogProbPass(ForwardPass[LogProbs]):
 
     def compute(self, batch: RolloutBatch, names: Sequence[str]) -> LogProbs:
         """Return log-probs and further statistics of all tokens, fp32 [R] each, in batch order."""
-        return in_batch_order(self.run(batch, names), batch.responses.sizes())
+        return in_batch_order(self.begin(batch, names).result(), batch.responses.sizes())
 
 
 def to_batch(answers: Answers, samples: int, actor: Actor) -> RolloutBatch:

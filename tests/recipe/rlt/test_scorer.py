@@ -193,7 +193,8 @@ def scorer_of(members, tokenizer, **settings):
     rlt = RltReward(**settings)
     prompts = RltPrompts(tokenizer, SHORT)
     stops = {tokenizer.eos_token_id}
-    return RltScorer(group_of(*members), rlt, StudentEncoder(prompts, rlt, stops), HEAT, Budget(True, 512, None, "key"))
+    budgets = (Budget(True, tokens, None, "key") for tokens in (512, rlt.max_tokens_per_micro_batch))
+    return RltScorer(group_of(*members), rlt, StudentEncoder(prompts, rlt, stops), HEAT, *budgets)
 
 
 @pytest.fixture(scope="module")

@@ -310,7 +310,7 @@ def scorer(parsed: argparse.Namespace, settings: RltReward) -> Iterator[RltScore
     try:
         budget = Budget(True, settings.max_tokens_per_micro_batch, None, "max_tokens_per_micro_batch")
         workers = TimedGroup(group, PhaseClock(), in_process=True)
-        yield RltScorer(workers, settings, encoder, parsed.temperature, budget)
+        yield RltScorer(workers, settings, encoder, parsed.temperature, budget, budget)
     finally:
         group.shutdown()
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from verl_memopt.algorithms.records import SFT
 from verl_memopt.config.schema import Settings
-from verl_memopt.data.batch import Ragged, scatter_tokens, shares_prompts, token_index
+from verl_memopt.data.batch import Ragged, shares_prompts, token_index
 from verl_memopt.data.dataset import PromptRows
 from verl_memopt.memory.knob import reference_ranks, sequence_ranks
 from verl_memopt.memory.token_budget import LearnedBudget
-from verl_memopt.memory.token_packing import RowTokens, alike
+from verl_memopt.memory.token_packing import alike
 from verl_memopt.model.folder import TOKENIZER_FILES, read_tokenizer
 from verl_memopt.model.packing_check import REWARD_KEY
 from verl_memopt.recipes.rlt.dataset import FORMATS, RltDataset, RltPrompts
@@ -42,8 +42,8 @@ from verl_memopt.recipes.rlt.student import (
 from verl_memopt.recipes.rlt.student_rows import SKIPPED, THINK, StudentEncoder, StudentRows, needs_teacher_pass, reused_log_probs
 from verl_memopt.rewards.score import RewardResult
 from verl_memopt.run.environment import Environment
-from verl_memopt.trainer.micro_batching import Budget, budgets, cut_ranks, uneven_shares
-from verl_memopt.trainer.rollouts import Answers, StepBatch
+from verl_memopt.trainer.micro_batching import Budget, budgets, uneven_shares
+from verl_memopt.trainer.rollouts import Answers, LogProbPass, StepBatch
 from verl_memopt.trainer.scoring import Scored
 from verl_memopt.worker.group import TimedGroup
 from verl_memopt.worker.policy import scoring_temperature
@@ -257,10 +257,9 @@ class RltScorer:
         encoder: Builds the student's sequences.
         temperature: Temperature of the rollouts.
         teacher_budget: How a pass of the teacher is cut into micro-batches.
+        student_budget: The same of a pass of the student, in which a longer row goes alone.
         shares_prompts: Explanations of one question compute their prompts once.
         rank_check: Compares a quantised student with its unquantised weights in the first batch; None where it is not quantised.
-        learned_budget: The token budget of the student's pass, where it learns. None = the budget of the settings.
-        student_ranks: Neighbouring ranks that share the tokens of the student's micro-batches.
     """
 
     workers: TimedGroup
@@ -268,10 +267,14 @@ class RltScorer:
     encoder: StudentEncoder
     temperature: float
     teacher_budget: Budget
+    student_budget: Budget
     shares_prompts: bool = True
     rank_check: RankCheck | None = None
-    learned_budget: LearnedBudget | None = None
-    student_ranks: int = 1
+
+    @property
+    def learned_budget(self) -> LearnedBudget | None:
+        """The token budget of the student's pass, where it learns."""
+        return self.student_budget.learned
 
     @property
     def reads_reference(self) -> bool:
@@ -331,14 +334,9 @@ class RltScorer:
         """Return the teacher's log-probs of the explanations from a pass of its own, fp32."""
         temperature = self.temperature if self.settings.unbias_teacher_log_probs else 1.0
         batch = teacher_batch(self.encoder.teacher_prompts(explained.questions, explained.solutions), rows)
-        tokens = batch.row_tokens()
-        shares = uneven_shares(tokens, self.teacher_budget.shares(self.workers.world_size))
-        names = [[explained.addresses[row] for row in share] for share in shares]
-        bins = cut_ranks([tokens.select(share) for share in shares], names, self.teacher_budget)
         phase, method = ("ref", Worker.ref_log_probs) if self.reads_reference else ("old_log_prob", Worker.policy_log_probs)
-        arguments = [(batch.select(share), cut, temperature) for share, cut in zip(shares, bins, strict=True)]
-        parts = zip(shares, self.workers.each(phase, method, arguments), strict=True)
-        return scatter_tokens([(share, part.log_probs) for share, part in parts], batch.responses.sizes())
+        teacher = LogProbPass(self.workers, phase, method, self.teacher_budget, True, (temperature,), even_rows=False)
+        return teacher.compute(batch, explained.addresses).log_probs
 
     def _exact(self, rows: StudentRows) -> StudentLogProbs:
         """Return the log-probs of some rows under the unquantised weights of a quantised student."""
@@ -347,17 +345,17 @@ class RltScorer:
     def _student(self, rows: StudentRows, exact: bool = False) -> tuple[StudentLogProbs, dict[str, float]]:
         """Return the student's log-probs of all rows, and the performance of the pass."""
         tokens = student_batch(rows, self.shares_prompts).row_tokens()
-        shares = uneven_shares(tokens, self.workers.world_size // self.student_ranks)
+        shares = uneven_shares(tokens, self.student_budget.shares(self.workers.world_size))
         of_ranks = [tokens.select(share) for share in shares]
-        bins = self._micro_batches(of_ranks)
+        cap = self.student_budget.limit if self.learned_budget is None else self.learned_budget.cap
+        bins = alike([student_micro_batches(each, cap) for each in of_ranks], of_ranks)
         began = time.perf_counter()
         arguments = [
             (Student.log_probs, rows.select(share), cut, self.temperature, exact) for share, cut in zip(shares, bins, strict=True)
         ]
         replies: list[StudentReply] = self.workers.each("reward", Worker.of_role, arguments)
-        if self.learned_budget is not None and not exact:
-            fullest = max((part.cost(members) for part, cut in zip(of_ranks, bins, strict=True) for members in cut), default=0)
-            self.learned_budget.learn(fullest, self.workers.figures)
+        if not exact:
+            self.student_budget.learn(zip(of_ranks, bins, strict=True), self.workers.figures)
         seconds, forward = time.perf_counter() - began, max(reply.seconds for reply in replies)
         computed = sum(tokens.select(share).cost(members) for share, cut in zip(shares, bins, strict=True) for members in cut)
         parts = [(share, reply.log_probs) for share, reply in zip(shares, replies, strict=True)]
@@ -368,13 +366,6 @@ class RltScorer:
             f"{MEASURED}onload_seconds": max(seconds - forward, 0.0),
             f"{MEASURED}tokens_per_second": computed / forward if forward > 0 else math.nan,
         }
-
-    def _micro_batches(self, per_rank: Sequence[RowTokens]) -> Sequence[list[list[int]]]:
-        """Return the micro-batches of each rank under the hard cap, which are :func:`alike`."""
-        limit = self.settings.max_tokens_per_micro_batch * self.student_ranks
-        limit = limit if self.learned_budget is None else self.learned_budget.cap
-        cut = [student_micro_batches(tokens, limit) for tokens in per_rank]
-        return alike(cut, per_rank)
 
 
 def student_plan(settings: Settings, environment: Environment) -> StudentPlan:
@@ -460,20 +451,20 @@ class PreparedRlt:
         rlt, quantization = reward_model.rlt, reward_model.model.quantization
         check = None if quantization == "none" else RankCheck(rlt, quantization, f"{REWARD_KEY}.quantization")
         student_ranks = sequence_ranks(self.settings, "reward_model" if self.role.residency == "separate" else "ref")
-        teacher_budget = budgets(roles)[1]
-        if rlt.kl_teacher == "reference" and teacher_budget.ranks != reference_ranks(roles):
-            teacher_budget = replace(teacher_budget, learned=None, ranks=reference_ranks(roles))
-        adaptive = reward_model.adaptive_token_budget
+        key = "reward_model.rlt.max_tokens_per_micro_batch"
+        student_budget = Budget(True, rlt.max_tokens_per_micro_batch, None, key, ranks=student_ranks)
+        teacher_budget = replace(budgets(roles)[1], learned=None)
+        if rlt.kl_teacher == "reference":
+            teacher_budget = replace(teacher_budget, ranks=reference_ranks(roles))
         return RltScorer(
             workers=workers,
             settings=rlt,
             encoder=self.encoder,
             temperature=scoring_temperature(roles.rollout),
             teacher_budget=teacher_budget,
+            student_budget=student_budget.learning(reward_model.adaptive_token_budget),
             shares_prompts=self.role.shares_prompts,
             rank_check=check,
-            learned_budget=LearnedBudget(rlt.max_tokens_per_micro_batch * student_ranks) if adaptive else None,
-            student_ranks=student_ranks,
         )
 
 
