@@ -3,10 +3,11 @@
 import dataclasses
 
 from verl_memopt.config.loader import settings_from_mapping
-from verl_memopt.recipes.rlt.lessons import RltToyRecipe, RltWarmUp, make_rlt_toy
+from verl_memopt.data.toy import Descent
+from verl_memopt.recipes.rlt.lessons import RltToyRecipe, make_rlt_toy
 
 AR, MODEL, RLT = "actor_rollout_ref", "reward_model.model", "reward_model.rlt"
-BRIEF = RltWarmUp(steps=1, batch_size=2)
+BRIEF = Descent(steps=1, batch_size=2)
 
 
 def brief_toy(folder, **recipe):

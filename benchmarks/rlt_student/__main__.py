@@ -30,6 +30,7 @@ from verl_memopt.config.schema import Fsdp, Model
 from verl_memopt.data.batch import Ragged
 from verl_memopt.data.dataset import read_rows
 from verl_memopt.data.encoder import tokenize
+from verl_memopt.data.toy import Descent
 from verl_memopt.distributed.device import join_process_group, leave_process_group, training_mesh
 from verl_memopt.memory.quantized_frozen_torch import quantized_layers
 from verl_memopt.model.assembly import ModelUse, build_policy, materialize
@@ -38,7 +39,7 @@ from verl_memopt.model.tiny import SHAPES, make_tiny_model
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 from verl_memopt.recipes.rlt.dataset import FORMATS, RltPrompts
 from verl_memopt.recipes.rlt.formula import RltScores, rlt_scores
-from verl_memopt.recipes.rlt.lessons import STUDENT, TAG_FORMAT, TEACHER, VALIDATION, RltToyRecipe, RltWarmUp, make_rlt_toy
+from verl_memopt.recipes.rlt.lessons import STUDENT, TAG_FORMAT, TEACHER, VALIDATION, RltToyRecipe, make_rlt_toy
 from verl_memopt.recipes.rlt.scorer import rank_correlation
 from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student import (
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure(folder: Path, options: argparse.Namespace) -> dict[str, object]:
-    warm_up = RltWarmUp(steps=options.warm_up)
+    warm_up = Descent(steps=options.warm_up, batch_size=32)
     toy = make_rlt_toy(folder / "toy", 0, RltToyRecipe(student=warm_up, teacher=warm_up))
     heads = options.hidden // 64
     shape = replace(

@@ -100,7 +100,7 @@ def read_run(run_dir):
     readers = [
         lambda: open_run_folder(run_dir),
         lambda: [StoredTensors(each.folder / "actor") for each in [store.newest()] if each],
-        lambda: finish_summary(folder),
+        lambda: finish_summary(folder, {}),
         lambda: folder.begin("new: settings\n", 2),
         lambda: folder.begin("new: settings\n", None),
     ]

@@ -107,7 +107,7 @@ def test_a_folder_that_is_missing_is_named(make_run, console, tmp_path):
 def test_a_report_repeats_the_warnings_of_the_run(make_run):
     folder = make_run()
     folder.add_warnings(2, ["the reward fell"])
-    assert finish_summary(folder)["warnings"] == [{"step": 2, "warning": "the reward fell"}]
+    assert finish_summary(folder, {})["warnings"] == [{"step": 2, "warning": "the reward fell"}]
     console = Console(file=StringIO(), width=80)
     report([folder.path], console=console)
     assert "WARNING, step 2: the reward fell" in console.file.getvalue()

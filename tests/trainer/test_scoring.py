@@ -122,7 +122,7 @@ SCORES = [13.0, 13.0, 40.0, 55.0, 97.0, 107.0]
 def test_every_answer_gets_its_score_on_any_number_of_ranks(ranks, balance, shared):
     members = [Scorer(rank) for rank in range(ranks)]
     scores = scores_over(*members, balance=balance, shared=shared)
-    assert scores.score(answers_of(*RESPONSES)) == SCORES
+    assert scores.begin(answers_of(*RESPONSES)).result() == SCORES
     ((phase, _, method, (batch, _)),) = members[0].asked
     assert (phase, method) == ("reward", "reward_scores")
     assert batch.num_rows == math.ceil(6 / ranks)
@@ -130,15 +130,15 @@ def test_every_answer_gets_its_score_on_any_number_of_ranks(ranks, balance, shar
 
 def test_no_answers_are_no_call():
     member = Scorer(0)
-    assert scores_over(member).score(answers_of()) == []
+    assert scores_over(member).begin(answers_of()).result() == []
     assert member.asked == []
 
 
 def test_a_conversation_over_the_limit_and_a_score_that_is_not_finite_are_named():
     with pytest.raises(ConfigError, match=rf"(?s){BUDGET_KEY}=4.*rows:2"):
-        scores_over(Scorer(0), max_tokens=4).score(answers_of(*RESPONSES))
+        scores_over(Scorer(0), max_tokens=4).begin(answers_of(*RESPONSES))
     with pytest.raises(RewardError, match=r"^rows:2: the reward model gave the score nan"):
-        scores_over(Scorer(0)).score(answers_of((1,), (2,), (99,), (3,)))
+        scores_over(Scorer(0)).begin(answers_of((1,), (2,), (99,), (3,))).result()
 
 
 def test_the_budget_is_the_reward_models_own():

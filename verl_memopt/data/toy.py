@@ -34,19 +34,25 @@ Problem = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class WarmUp:
-    """Settings of the warm-up."""
+class Descent:
+    """Optimizer steps of a supervised warm-up."""
 
-    carelessness: float = 0.65
-    """How often the teacher gives the careless answer. Above one half it becomes the model's greedy answer."""
     steps: int = 500
     """Optimizer steps."""
     batch_size: int = 64
-    """Problems per step."""
+    """Examples per step."""
     lr: float = 3e-3
     """Peak learning rate, reached after 20 steps. It then falls linearly to a twentieth."""
     weight_decay: float = 0.1
     """Decoupled weight decay."""
+
+
+@dataclass(frozen=True)
+class WarmUp(Descent):
+    """Settings of the warm-up."""
+
+    carelessness: float = 0.65
+    """How often the teacher gives the careless answer. Above one half it becomes the model's greedy answer."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from verl_memopt.data.encoder import tokenize
 
 if TYPE_CHECKING:
-    from verl_memopt.data.toy import WarmUp
+    from verl_memopt.data.toy import Descent, WarmUp
 
 
 def warm_up(folder: Path, lessons: Sequence[tuple[str, str, str]], recipe: WarmUp, seed: int) -> float:
@@ -31,20 +31,19 @@ def warm_up(folder: Path, lessons: Sequence[tuple[str, str, str]], recipe: WarmU
         is_careless = torch.rand(recipe.batch_size, 1, generator=draw) < recipe.carelessness
         return _teacher_loss(model, prompts[pick], careless[pick], right[pick], is_careless, recipe.carelessness)
 
-    loss = descend(model, loss_of, recipe.steps, recipe.lr, recipe.weight_decay, seed)
+    loss = descend(model, loss_of, recipe, seed)
     model.save_pretrained(folder)
     return loss
 
 
-def descend(
-    model: Any, loss_of: Callable[[torch.Generator], Tensor], steps: int, lr: float, weight_decay: float, seed: int
-) -> float:
+def descend(model: Any, loss_of: Callable[[torch.Generator], Tensor], recipe: Descent, seed: int) -> float:
     """Take AdamW's steps down a loss, on one thread, and return the loss of the last step.
 
     The learning rate rises over 20 steps and then falls linearly to a twentieth of its peak. ``loss_of`` returns the loss of a
     batch that it draws with the given generator.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay, betas=(0.9, 0.99))
+    steps = recipe.steps
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 20, max(0.05, 1 - step / steps)))
     draw, loss = torch.Generator().manual_seed(seed), torch.tensor(0.0)
     with one_thread():

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 from rich.console import Console
 from rich.table import Table
 
-from verl_memopt.observe.console import print_folder, print_summary, slim_table
+from verl_memopt.observe.console import print_line, print_summary, slim_table
 from verl_memopt.observe.run_folder import open_run_folder
 
 SMOOTH_FROM = 40
@@ -428,8 +428,7 @@ def report(run_dirs: Sequence[Path], out: Path | None = None, console: Console |
     if len(folders) == 1:
         target = RunFolder(out or folders[0].path)
         paths = [*draw_charts(folders[0], target.path), target.summary]
-        summary = folders[0].read_summary() | _built(folders[0])
-        target.write_summary(summary)
+        summary = finish_summary(folders[0], {}, target)
         if target.path == folders[0].path:
             target.seal([path.name for path in paths])
         print_summary(shown, summary)
@@ -440,19 +439,19 @@ def report(run_dirs: Sequence[Path], out: Path | None = None, console: Console |
         shown.print()
         paths = draw_comparison(named, summaries, out or folders[0].path.resolve().parent / "comparison")
     for path in paths:
-        print_folder(shown, path)
+        print_line(shown, str(path))
     return paths
 
 
-def finish_summary(folder: RunFolder, environment: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Build the summary of a run from its files, write it and return it. ``environment``: None = that of an earlier summary."""
-    summary = folder.read_summary() | (environment or {}) | _built(folder)
-    folder.write_summary(summary)
+def finish_summary(folder: RunFolder, facts: Mapping[str, Any], target: RunFolder | None = None) -> dict[str, Any]:
+    """Build the summary of a run from its files, write it and return it.
+
+    ``facts`` are further entries; those of an earlier summary stay. ``target``: None = the run folder.
+    """
+    built = build_summary(folder.read_metrics(), folder.read_timeline()) | {"warnings": folder.read_warnings()}
+    summary = {**folder.read_summary(), **facts, **built}
+    (target or folder).write_summary(summary)
     return summary
-
-
-def _built(folder: RunFolder) -> dict[str, Any]:
-    return build_summary(folder.read_metrics(), folder.read_timeline()) | {"warnings": folder.read_warnings()}
 
 
 # Several runs side by side: one table, one chart of scores, one of peaks.

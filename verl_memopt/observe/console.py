@@ -129,8 +129,8 @@ class RunConsole:
         self._rows = []
 
     def say(self, text: str) -> None:
-        """Print a line above the bar, neither wrapped nor styled."""
-        self.console.print(text, markup=False, soft_wrap=True)
+        """Print a line above the bar."""
+        print_line(self.console, text)
 
     def close(self, failed: bool = False) -> None:
         """Print the table of the last steps and remove the bar. A second call does nothing."""
@@ -161,9 +161,8 @@ def summary_tables(summary: Mapping[str, Any]) -> list[Table]:
 def print_end(console: Console, summary: Mapping[str, Any], folder: Path, lines: Sequence[str] = ()) -> None:
     """Print the summary of a run, further lines and then, as the last line, its folder."""
     print_summary(console, summary)
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    print_folder(console, folder)
+    for line in (*lines, str(folder)):
+        print_line(console, line)
 
 
 def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
@@ -175,12 +174,12 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
     if summary.get("skipped_updates"):
         lines.append(f"WARNING: {summary['skipped_updates']} updates were skipped, because their gradient norm was not finite.")
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_line(console, line)
 
 
-def print_folder(console: Console, folder: Path) -> None:
-    """Print the folder of a run on its own line, uncut, so that a script can read it."""
-    console.print(str(folder), markup=False, highlight=False, soft_wrap=True)
+def print_line(console: Console, text: str) -> None:
+    """Print a line uncut and without styles, so that a script can read it."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def slim_table(*left: str, right: Iterable[str] = ()) -> Table:

@@ -12,7 +12,7 @@ from types import TracebackType
 from verl_memopt.config.keys import argument_without_secrets
 from verl_memopt.config.loader import to_yaml
 from verl_memopt.observe.charts import draw_charts, environment, finish_summary
-from verl_memopt.observe.console import RunConsole, memory_table, phase_rows, print_end, print_folder
+from verl_memopt.observe.console import RunConsole, memory_table, phase_rows, print_end, print_line
 from verl_memopt.observe.files import append_rows
 from verl_memopt.observe.loggers import LoggingPlace, StepLoggers, build_loggers
 from verl_memopt.observe.metrics import compile_metrics, memory_metrics, throughput_metrics, token_timings
@@ -143,7 +143,7 @@ class Reporter:
         saved = self.context.settings.actor_rollout_ref.actor.checkpoint.save_contents
         steps = store.steps() if mode.supervised and mode.is_whole and "hf_model" in saved else []
         if steps:
-            print_folder(self.console.console, store.folder(max(steps)) / "actor" / "huggingface")
+            print_line(self.console.console, str(store.folder(max(steps)) / "actor" / "huggingface"))
 
     def _keep_validation(self, step: int, validation: Validation) -> None:
         samples = [sample for answers, results in validation.answers for sample in samples_of(answers, results)]

@@ -278,10 +278,6 @@ class ModelScores:
     actor: Actor
     balance: bool
 
-    def score(self, answers: Answers) -> list[float]:
-        """Return the score of each answer."""
-        return self.begin(answers).result()
-
     def begin(self, answers: Answers) -> Pending[list[float]]:
         """Begin to score each answer, as :meth:`TimedGroup.begin`. The phase is ``reward``.
 

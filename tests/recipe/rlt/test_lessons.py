@@ -17,7 +17,7 @@ from verl_memopt.config.loader import load_settings, settings_from_mapping
 from verl_memopt.config.schema import Data
 from verl_memopt.data.batch import Ragged
 from verl_memopt.data.encoder import tokenize
-from verl_memopt.data.toy import ToyRecipe, split_problems
+from verl_memopt.data.toy import Descent, ToyRecipe, split_problems
 from verl_memopt.errors import DataError
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.recipes.rlt.dataset import FORMATS, STRATOS, RltDataset, RltPrompts, RltRecord
@@ -25,7 +25,6 @@ from verl_memopt.recipes.rlt.lessons import (
     NO_TRACE,
     Lesson,
     RltToyRecipe,
-    RltWarmUp,
     explanation,
     lesson_loss,
     make_rlt_toy,
@@ -146,7 +145,7 @@ def test_the_loss_is_that_of_each_lesson_alone_over_its_answer(model: Path) -> N
 
 def test_a_warmed_up_model_gives_the_shares_of_its_lessons(model: Path) -> None:
     lessons = [Lesson([5, 6], [7])] * 3 + [Lesson([5, 6], [8])]
-    loss = warm_up_on_lessons(model, lessons, RltWarmUp(steps=150, batch_size=16, lr=1e-2), seed=0)
+    loss = warm_up_on_lessons(model, lessons, Descent(steps=150, batch_size=16, lr=1e-2), seed=0)
     logits = AutoModelForCausalLM.from_pretrained(model)(torch.tensor([[5, 6]])).logits[0, -1]
     torch.testing.assert_close(logits.softmax(-1)[[7, 8]], torch.tensor([0.75, 0.25]), rtol=0, atol=0.1)
     assert loss == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)), abs=0.25)
@@ -156,7 +155,7 @@ def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
     weights = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         folder = make_tiny_model(tmp_path / name, TinyShape(hidden_size=32, num_layers=1, num_heads=1))
-        warm_up_on_lessons(folder, [Lesson([5], [6]), Lesson([7], [8])], RltWarmUp(steps=2, batch_size=1), seed)
+        warm_up_on_lessons(folder, [Lesson([5], [6]), Lesson([7], [8])], Descent(steps=2, batch_size=1), seed)
         weights.append((folder / "model.safetensors").read_bytes())
     assert weights[0] == weights[1] != weights[2]
 
@@ -164,8 +163,8 @@ def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
 # The toy task: true sums, true explanations, datasets of RLT, and a student that reads explanations.
 
 
-BRIEF = RltWarmUp(steps=1, batch_size=2)
-RECIPE = RltToyRecipe(num_validation=64, student=RltWarmUp(steps=150), teacher=BRIEF)
+BRIEF = Descent(steps=1, batch_size=2)
+RECIPE = RltToyRecipe(num_validation=64, student=Descent(steps=150, batch_size=32), teacher=BRIEF)
 
 
 @pytest.fixture(scope="module")

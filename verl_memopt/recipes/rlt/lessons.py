@@ -31,6 +31,7 @@ from verl_memopt.data.encoder import tokenize
 from verl_memopt.data.responses import with_responses
 from verl_memopt.data.toy import (
     SHAPE,
+    Descent,
     Problem,
     ToyRecipe,
     identity_of,
@@ -118,21 +119,7 @@ IGNORED = -100
 """Label of a token that is not learned, as in torch's cross entropy."""
 
 
-@dataclass(frozen=True)
-class RltWarmUp:
-    """Settings of the warm-up."""
-
-    steps: int = 500
-    """Optimizer steps."""
-    batch_size: int = 32
-    """Lessons per step."""
-    lr: float = 3e-3
-    """Peak learning rate, reached after 20 steps. It then falls linearly to a twentieth."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay."""
-
-
-def warm_up_on_lessons(folder: Path, lessons: Sequence[Lesson], recipe: RltWarmUp, seed: int) -> float:
+def warm_up_on_lessons(folder: Path, lessons: Sequence[Lesson], recipe: Descent, seed: int) -> float:
     """Train the model in ``folder``, save it in place, and return the loss of the last step in nats per answer token.
 
     The same seed gives the same weights.
@@ -145,7 +132,7 @@ def warm_up_on_lessons(folder: Path, lessons: Sequence[Lesson], recipe: RltWarmU
         drawn = torch.randint(len(lessons), (recipe.batch_size,), generator=draw)
         return lesson_loss(model, [lessons[place] for place in drawn])
 
-    loss = descend(model, loss_of, recipe.steps, recipe.lr, recipe.weight_decay, seed)
+    loss = descend(model, loss_of, recipe, seed)
     model.save_pretrained(folder)
     return loss
 
@@ -178,9 +165,9 @@ class RltToyRecipe:
     """How often the teacher's lesson forgets the carry. Above one half that becomes its most likely explanation."""
     endlessness: float = 0.2
     """How often the teacher's lesson has no end tag."""
-    student: RltWarmUp = field(default_factory=lambda: RltWarmUp(steps=300))
+    student: Descent = field(default_factory=lambda: Descent(steps=300, batch_size=32))
     """The student's warm-up."""
-    teacher: RltWarmUp = field(default_factory=lambda: RltWarmUp(steps=300))
+    teacher: Descent = field(default_factory=lambda: Descent(steps=300, batch_size=32))
     """The teacher's warm-up."""
 
 
