@@ -237,12 +237,8 @@ def importance_bounds(threshold: float | str) -> tuple[float | None, float]:
 
     A ConfigError names a bound that cannot be read.
     """
-    try:
-        bounds = [float(part) for part in str(threshold).split("_")]
-    except ValueError:
-        bounds = []
-    positive = all(0 < bound < math.inf for bound in bounds)
-    if len(bounds) not in (1, 2) or not positive or bounds[0] > bounds[-1]:
+    bounds = _numbers(threshold)
+    if len(bounds) not in (1, 2) or bounds[0] > bounds[-1]:
         raise ConfigError(
             f"{KEY}.rollout_is_threshold={threshold}: give one positive number, or lower_upper with lower <= upper, as 0.5_5.0."
         )
@@ -270,14 +266,22 @@ def rejection_bounds(names: str, threshold: float | str | None) -> dict[str, tup
     return {name: _bounds(name, spec) for name, spec in zip(rejections, specs, strict=True)}
 
 
-def _bounds(name: str, spec: str) -> tuple[float, float]:
+def _numbers(text: float | str) -> list[float]:
+    """Return the numbers of a text, separated by underscores; none if one of them is not above 0 or not finite."""
     try:
-        numbers = [float(part) for part in spec.split("_")]
+        numbers = [float(part) for part in str(text).split("_")]
     except ValueError:
-        numbers = []
-    ratio = name.endswith("k1")
-    fits = len(numbers) in ((1, 2) if ratio else (1,)) and all(0 < number < math.inf for number in numbers)
-    if not fits or numbers[0] > numbers[-1] or (ratio and len(numbers) == 1 and numbers[0] < 1):
+        return []
+    return numbers if all(0 < number < math.inf for number in numbers) else []
+
+
+def _bounds(name: str, spec: str) -> tuple[float, float]:
+    numbers, ratio = _numbers(spec), name.endswith("k1")
+    if (
+        len(numbers) not in ((1, 2) if ratio else (1,))
+        or numbers[0] > numbers[-1]
+        or (ratio and len(numbers) == 1 and numbers[0] < 1)
+    ):
         form = "lower_upper with lower <= upper, as 0.5_2.0, or one number of at least 1" if ratio else "one positive number"
         raise ConfigError(f"{KEY}.rollout_rs_threshold={spec}: {name} needs {form}.")
     if not ratio:

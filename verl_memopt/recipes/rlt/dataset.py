@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -175,26 +175,16 @@ class RltPrompts:
         hides = bool(self.plain(question))
         shown = special.hide(user) if hides else user
         messages = [{"role": "system", "content": system}, shown] if system else [shown]
-        text = self._render(messages)
-        try:
-            return special.reveal(text) if hides else (text, ())
-        except ValueError as problem:
-            raise _unrenderable(problem) from problem
-
-    def _render(self, messages: list[dict[str, str]]) -> str:
         arguments = {"tokenize": False, "add_generation_prompt": True, **self.chat_kwargs}
         try:
-            return self.tokenizer.apply_chat_template(messages, **arguments)
+            text = self.tokenizer.apply_chat_template(messages, **arguments)
+            return special.reveal(text) if hides else (text, ())
         except RENDER_ERRORS as problem:
-            raise _unrenderable(problem) from problem
-
-
-def _unrenderable(problem: Exception) -> DataError:
-    return DataError(
-        f"the chat template cannot render a prompt of RLT ({problem}). Set another template with "
-        "actor_rollout_ref.model.custom_chat_template, correct data.apply_chat_template_kwargs, or choose the format without "
-        "system prompts."
-    )
+            raise DataError(
+                f"the chat template cannot render a prompt of RLT ({problem}). Set another template with "
+                "actor_rollout_ref.model.custom_chat_template, correct data.apply_chat_template_kwargs, or choose the format "
+                "without system prompts."
+            ) from problem
 
 
 def _moved(spans: Spans, by: int) -> Spans:
@@ -333,8 +323,8 @@ DATA_SOURCE = "rlt"
 TOO_LONG = "the teacher's prompt is over data.max_prompt_length"
 
 
-class RltDataset:
-    """Teacher prompts that end after the forced prefix. Supports ``len``, indexing and iteration.
+class RltDataset(list[PromptRow]):
+    """Teacher prompts that end after the forced prefix.
 
     A row's ``ground_truth`` is the solution, and its ``extra_info`` holds ``question``, ``solution`` and ``reasoning_trace``.
 
@@ -362,19 +352,7 @@ class RltDataset:
         """Reason -> number of rows that were rejected."""
         prompts = RltPrompts(tokenizer, rlt_format, data.apply_chat_template_kwargs, data.allow_special_tokens)
         rows = [_as_row(prompts, record) for record in chosen_rows(records.rows, data, split)]
-        self._rows = self._within_limit(rows, data, tokenizer)
-
-    def __len__(self) -> int:
-        """Return the number of prompts."""
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> PromptRow:
-        """Return the prompt at ``index``."""
-        return self._rows[index]
-
-    def __iter__(self) -> Iterator[PromptRow]:
-        """Iterate over the prompts in order."""
-        return iter(self._rows)
+        super().__init__(self._within_limit(rows, data, tokenizer))
 
     def _within_limit(self, rows: list[PromptRow], data: schema.Data, tokenizer: Any) -> list[PromptRow]:
         """Return the numbered rows within ``max_prompt_length``. Longer ones are dropped and counted, or refused."""

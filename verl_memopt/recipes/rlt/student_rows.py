@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl_memopt.algorithms.rows import positions
 from verl_memopt.data.batch import Ragged
 from verl_memopt.data.encoder import Spans, tokenize
 from verl_memopt.errors import ConfigError
@@ -411,6 +412,4 @@ def reused_log_probs(log_probs: Ragged, think_lengths: Tensor) -> Tensor:
         think_lengths: int64 [N], tokens of each explanation, which starts with its response.
     """
     row = torch.repeat_interleave(torch.arange(log_probs.num_rows), log_probs.lengths)
-    starts = log_probs.lengths.cumsum(0) - log_probs.lengths
-    place = torch.arange(len(row)) - starts[row]
-    return log_probs.flat[place < think_lengths[row]]
+    return log_probs.flat[positions(row, log_probs.lengths) < think_lengths[row]]
