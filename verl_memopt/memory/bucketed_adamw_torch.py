@@ -150,7 +150,8 @@ class Bucketed(Optimizer, ABC):
         for section in self._sections:
             members = [member for member in section.members if self._has_gradient(section, member.parameter)]
             self._update(section, members, self.found_inf)
-        self._num_steps += 1
+        # The number seeds what is drawn by chance, which is nothing where the device decides whether there is a step.
+        self._num_steps += self.found_inf is None
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
