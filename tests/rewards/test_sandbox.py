@@ -77,13 +77,22 @@ class Same(int):
     __int__ = __index__ = __str__ = lambda self: 2
 def f(x): return Same(7)
 """
-READS_ITSELF = """
-import os, sys
-try:
-    text = open(__file__).read()
-except (NameError, OSError):
-    text = open("/proc/self/cmdline").read()
-print("\\n".join(line for line in text.splitlines() if "print" in line), sys.stdin.read())
+PRINTS_WHAT_IT_FINDS = """
+import os, re, sys
+found = [sys.stdin.read(), str(globals()), str(vars(os))]
+for name in ("/proc/self/cmdline", "/proc/self/environ", *sys.argv, globals().get("__file__", "")):
+    try:
+        found.append(open(name, errors="replace").read())
+    except OSError:
+        pass
+for descriptor in range(3, 20):
+    try:
+        os.set_blocking(descriptor, False)
+        found.append(os.read(descriptor, 99).decode(errors="replace"))
+    except OSError:
+        pass
+for proof in set(re.findall("(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])", "\\n".join(found))):
+    print(f"_{proof} True", flush=True)
 os._exit(0)
 """
 AROUND = "assert abs(f(1) - 2) < 0.1"
@@ -91,7 +100,7 @@ EQUAL = "assert f(1) == 2, 'f'"
 
 
 @pytest.mark.parametrize("assertion", [EQUAL, "assert 2 == f(1)", AROUND, "for x in [1, 2]:\n    assert f(x) == x + 1"])
-@pytest.mark.parametrize("cheat", ["import os; os._exit(0)", "raise SystemExit(0)", EQUALS_ALL, READS_ITSELF])
+@pytest.mark.parametrize("cheat", ["import os; os._exit(0)", "raise SystemExit(0)", EQUALS_ALL, PRINTS_WHAT_IT_FINDS])
 def test_an_assertion_is_passed_by_what_it_asserts_alone(service, assertion, cheat):
     if cheat is not EQUALS_ALL or assertion is not AROUND:  # a difference of such an object is that of its number
         expected = float(cheat is EQUALS_ALL and assertion.startswith("for"))  # compared in the program itself
@@ -119,7 +128,12 @@ def test_an_assertion_beside_input_and_output_must_hold_too(service):
     right = "```python\ndef f(x): return x + 1\nprint(f(int(input())))\n```"
     assert score(service, right, task) == 1.0
     assert score(service, right.replace("```python", "```python\nimport atexit, os"), task | {"outputs": ["3"]}) == 0.0
-    assert score(service, "```python\nimport os\nprint(int(input()) + 1, flush=True)\nos._exit(0)\n```", task) == 0.0
+    answers = "```python\nimport os\nprint(int(input()) + 1, flush=True)\n"
+    for cheat in ("os._exit(0)", PRINTS_WHAT_IT_FINDS):
+        assert score(service, f"{answers}{cheat}\n```", task) == 0.0
+    called = {"fn_name": "f", "inputs": ["3"], "outputs": ["4"], "assert_case": ["assert f(1) in (2, 3)"]}
+    assert score(service, "```python\ndef f(x): return x + 1\n```", called) == 1.0
+    assert score(service, f"```python\nprint(4, flush=True)\n{PRINTS_WHAT_IT_FINDS}\n```", called) == 0.0
 
 
 def test_a_response_without_code_scores_nothing_and_asks_nobody(service):

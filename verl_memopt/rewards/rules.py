@@ -412,12 +412,15 @@ class CodeTask:
         if compared is not None:
             shown, values = compared
             return Trial(self._whole(f"{code}\n\n{shown}"), case.stdin, partial(_shows, mark, values, right))
-        passes = partial(_shows, mark, [True], right)
-        if case.stdin or self.function is not None:
-            return Trial(self._whole(f"{code}\n\n{case.assertion}\nprint({mark + ' True'!r})"), case.stdin, passes)
-        # The proof comes over the standard input, which the program of the response finds empty.
-        program = _HIDDEN.format(os=f"_{secrets.token_hex(16)}", code=code, assertion=case.assertion)
-        return Trial(program, f"{mark} True\n", passes)
+        # What is printed in the end is in two halves: one comes over the standard input, before what the response reads there.
+        half = secrets.randbits(128)
+        program = _HIDDEN.format(
+            os=f"_{secrets.token_hex(16)}",
+            half=f"_{secrets.token_hex(16)}",
+            other=half ^ int(mark[1:], 16),
+            code=self._whole(f"{code}\n\n{case.assertion}"),
+        )
+        return Trial(program, f"{half:032x}\n{case.stdin or ''}", partial(_shows, mark, [True], right))
 
     def _whole(self, tested: str) -> str:
         """Return a program with the modules and the call of a function by name, where the task has one."""
@@ -450,13 +453,13 @@ def prints(expected: str | None) -> Callable[[str], bool]:
 
 _HIDDEN = """\
 import os as {os}
-{os}.secret = {os}.dup(0)
-{os}.dup2({os}.open({os}.devnull, {os}.O_RDONLY), 0)
+{half} = {os}.read(0, 33)
 exec(compile({code!r}, "program", "exec"))
 
-{assertion}
-print({os}.read({os}.secret, 99).decode())
+print("\\n_%032x" % (int({half}, 16) ^ {other}), True)
 """
+"""Keeps a proof from a response that prints what it finds in its text, its input or its files. A response can find both halves,
+but only by looking for what this very program does with them: no secret is safe inside the interpreter that knows it."""
 
 _SHOW = """
 def {mark}(value):
