@@ -1,12 +1,15 @@
 """A tiny RLT run: the toy task with models that were warmed up for one step, and its settings."""
 
 import dataclasses
+import json
 
+from tests.trainer.conftest import AR, LEAST
 from verl_memopt.config.loader import settings_from_mapping
+from verl_memopt.config.schema import Data
 from verl_memopt.data.toy import Descent
 from verl_memopt.recipes.rlt.lessons import RltToyRecipe, make_rlt_toy
 
-AR, MODEL, RLT = "actor_rollout_ref", "reward_model.model", "reward_model.rlt"
+MODEL, RLT = "reward_model.model", "reward_model.rlt"
 BRIEF = Descent(steps=1, batch_size=2)
 
 
@@ -16,9 +19,20 @@ def brief_toy(folder, **recipe):
     return make_rlt_toy(folder, recipe=recipe)
 
 
+def write(path, *rows):
+    """Writes rows as JSON Lines, and returns the path as text."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def data_of(**more):
+    """Returns the ``data`` section of a run whose files are given apart."""
+    return Data(**{"train_files": None, "val_files": None, "seed": 0, "max_prompt_length": 4000, **more})
+
+
 def values_of(toy, run_dir, more=None):
     """Returns the keys of a run on the toy task with a student of its own."""
-    least = {
+    own = {
         "data.train_files": str(toy / "train.parquet"),
         "data.val_files": str(toy / "val.parquet"),
         "data.max_prompt_length": 64,
@@ -27,18 +41,11 @@ def values_of(toy, run_dir, more=None):
         "data.seed": 1,
         "algorithm.adv_estimator": "grpo",
         f"{AR}.model.path": str(toy / "teacher"),
-        f"{AR}.model.enable_gradient_checkpointing": False,
-        f"{AR}.actor.ppo_mini_batch_size": 2,
-        f"{AR}.actor.use_dynamic_bsz": True,
         f"{AR}.actor.ppo_max_token_len_per_gpu": 256,
         f"{AR}.actor.use_kl_loss": True,
         f"{AR}.actor.kl_loss_coef": 0.04,
-        f"{AR}.actor.optim.lr": 1e-3,
-        f"{AR}.actor.fsdp_config.dtype": "fp32",
         f"{AR}.ref.fsdp_config.dtype": "fp32",
-        f"{AR}.rollout.name": "hf",
         f"{AR}.rollout.n": 3,
-        f"{AR}.rollout.dtype": "fp32",
         f"{AR}.rollout.temperature": 0.7,
         "reward_model.enable": True,
         "reward_model.reward_manager": "rlt",
@@ -46,15 +53,9 @@ def values_of(toy, run_dir, more=None):
         f"{MODEL}.fsdp_config.dtype": "fp32",
         f"{RLT}.tag_format": "short",
         f"{RLT}.max_tokens_per_micro_batch": 256,
-        "trainer.device": "cpu",
-        "trainer.worker_group": "local",
-        "trainer.logger": ["jsonl"],
-        "trainer.track_memory_every_steps": 0,
-        "trainer.total_training_steps": 2,
-        "trainer.val_before_train": False,
         "trainer.default_local_dir": str(run_dir),
     }
-    return least | (more or {})
+    return LEAST | own | (more or {})
 
 
 def settings_of(toy, run_dir, more=None):

@@ -1,5 +1,6 @@
 import pytest
 
+from tests.memory.rollout.test_rollout_memory import VLLM_ONLY
 from verl_memopt.config.algorithm_rules import WITHOUT_CRITIC
 from verl_memopt.config.keys import leaf_types
 from verl_memopt.config.reward_rules import WITHOUT_REWARD_MODEL
@@ -139,20 +140,7 @@ IDLE_CASES = {
     "trainer.test_freq": ({}, 5, {"data.val_files": "val.jsonl"}),
     "trainer.keep_best": ({}, True, {"data.val_files": "val.jsonl", "trainer.test_freq": 5, "trainer.max_actor_ckpt_to_keep": 2}),
     f"{AR}.rollout.sleep_level": ({f"{AR}.rollout.free_cache_engine": False}, 1, {f"{AR}.rollout.free_cache_engine": True}),
-    **{
-        f"{AR}.rollout.{key}": ({}, value, {f"{AR}.rollout.name": "vllm"})
-        for key, value in {
-            "gpu_memory_utilization": 0.3,
-            "kv_cache_memory_gb": 2.0,
-            "max_num_batched_tokens": 100,
-            "enforce_eager": True,
-            "enable_chunked_prefill": False,
-            "enable_prefix_caching": False,
-            "cudagraph_capture_sizes": [1],
-            "disable_log_stats": False,
-            "scheduling_policy": "priority",
-        }.items()
-    },
+    **{f"{AR}.rollout.{key}": ({}, value, {f"{AR}.rollout.name": "vllm"}) for key, value in VLLM_ONLY.items()},
     f"{AR}.model.gradient_checkpointing_mode": (
         {f"{AR}.model.enable_gradient_checkpointing": False},
         "selective",

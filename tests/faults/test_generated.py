@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.test_sharded_state import Runs
 from tests.end_to_end.runs import RECIPES, settings_of
 from verl_memopt.config.loader import load_settings
 from verl_memopt.config.schema import Actor, Data, Model
@@ -33,16 +34,6 @@ DRAWN = 50
 """Cases of each table in every run of the tests."""
 PLACES = range(6)
 """Where a file is damaged in the slow test, as seeds."""
-
-
-class Runs:
-    """An object whose unpickling makes a file."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
 
 
 def flip(path, chance, canary):

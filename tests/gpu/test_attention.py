@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.gpu import machine
-from tests.model.attention_cases import norm_error, random_inputs, rotary_of, with_gradients
+from tests.model.attention_cases import norm_error, random_inputs, rotary_of, with_gradients, with_rotary_gradients
 from verl_memopt.distributed.device import supports_flash
 from verl_memopt.model.attention import KERNELS, REGISTERED, AttentionArgs
 from verl_memopt.model.packing import PrefixLayout
@@ -104,19 +104,11 @@ def test_attention_is_as_near_to_fp32_on_a_cpu_as_written_out_in_its_dtype(devic
     there, inputs = layout.map(lambda tensor: tensor.to(device)), [tensor.to(device) for tensor in rounded]
     # Written out itself is held to what it is on a CPU.
     beside = (layout, rounded) if path == "eager" else (there, inputs)
-    naive = on_device(attend("eager", beside[0], window), beside[1])
+    naive = with_gradients(attend("eager", beside[0], window), beside[1])
     with machine.gpu_kernels():
-        found = on_device(attend(path, there, window), inputs)
+        found = with_gradients(attend(path, there, window), inputs)
     assert all(torch.isfinite(tensor).all() for tensor in found)
     no_worse(found, naive, truth, dtype)
-
-
-def on_device(run, inputs):
-    """Gives output and gradients, for one weighting of the output on every device."""
-    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-    out = run(*leaves)
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(out)
-    return [out.detach(), *torch.autograd.grad(out, leaves, weights)]
 
 
 @pytest.mark.parametrize("head_size", [64, 20])
@@ -143,12 +135,4 @@ def apply_rotary(path, layout, inputs, tables, dtype, device):
         tables.eps,
     )
     run = attend(path, layout, None)
-    return with_turned_gradients_on(device, lambda *heads: run(*heads, rotary=rotary), inputs, rotary)
-
-
-def with_turned_gradients_on(device, run, inputs, rotary):
-    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-    out = run(*(leaf * 1 for leaf in leaves))  # of no leaf, as in a model: attention may write over them
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(out)
-    asked = [*leaves, *(norm for norm in rotary.norms if norm is not None)]
-    return [out.detach(), *torch.autograd.grad(out, asked, weights)]
+    return with_rotary_gradients(lambda *heads: run(*heads, rotary=rotary), inputs, rotary)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from contextlib import ExitStack, contextmanager, nullcontext
 
 import pytest
@@ -198,6 +199,21 @@ class Member:
     def call(self, phase, track, method, *args):
         self.asked.append((phase, track, method, args))
         return Reply(getattr(self, method)(*args), memory(phase))
+
+
+class Updater(Member):
+    """Takes an update of its role, and answers with figures that depend on its rank."""
+
+    role, norm, partial = "actor", 2.0, ()
+
+    def update_actor(self, minis):
+        self.minis = minis
+        skipped = 0.0 if math.isfinite(self.norm) else 1.0
+        figures = {"loss": 1.0 + self.rank, "grad_norm": self.norm, "lr": 0.5, "skipped_updates": skipped}
+        figures |= {"partial_updates": self.partial[self.rank]} if self.partial else {}
+        return {f"{self.role}/{name}": value for name, value in figures.items()}
+
+    update_critic = update_actor
 
 
 class Members:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from blake3 import blake3
 
+from tests.distributed.test_sharded_state import Runs
 from verl_memopt.distributed.file_records import FileRecord
 from verl_memopt.errors import CheckpointError, UserError
 from verl_memopt.run.checkpoints import TRACKER, CheckpointStore, Manifest, find_fault, read_checkpoint, write_manifest
@@ -319,16 +320,6 @@ def test_a_whole_checkpoint_in_no_doubt_is_resumed_without_a_word_and_can_be_pro
     assert again.proven() == 8
     assert again.is_proven(8)
     assert find_fault(again.folder(8)) is None
-
-
-class Runs:
-    """An object whose unpickling runs code: it makes a file."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
 
 
 def test_code_in_the_drivers_state_is_not_run(store, tmp_path):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.algorithms.modes import LOSSES, TOKEN_LOCAL
-from tests.trainer.conftest import AR, Member, batch_of, group_of
+from tests.trainer.conftest import AR, Member, Updater, batch_of, group_of
 from verl_memopt.algorithms.losses import LossTokens, policy_loss, select_clip_cov, select_kl_cov
 from verl_memopt.algorithms.rows import LOSS_AGG_MODES, GlobalCounts
 from verl_memopt.config.schema import Actor, Critic
@@ -258,18 +258,6 @@ def test_what_a_mini_batch_adds_is_asked_for_with_its_rows_and_seed():
 def test_the_optimizer_steps_of_a_step_are_passes_over_mini_batches():
     assert role_updates(Actor(ppo_mini_batch_size=4, ppo_epochs=3), 8) == 6
     assert role_updates(dataclasses.replace(CRITIC, ppo_epochs=2), 8) == 8
-
-
-class Updater(Member):
-    """Takes an update and answers with figures that depend on its rank."""
-
-    norm, partial = 2.0, ()
-
-    def update_actor(self, minis):
-        self.minis = minis
-        skipped = 0.0 if math.isfinite(self.norm) else 1.0
-        metrics = {"actor/loss": 1.0 + self.rank, "actor/grad_norm": self.norm, "actor/lr": 0.5, "actor/skipped_updates": skipped}
-        return metrics | ({"actor/partial_updates": self.partial[self.rank]} if self.partial else {})
 
 
 def updated(alike, more, ranks=1, step=1):

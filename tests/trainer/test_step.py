@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import rlt
-from tests.trainer.conftest import AR, Member, batch_of, group_of, rewards_of, write_rows
+from tests.trainer.conftest import AR, Updater, batch_of, group_of, rewards_of, write_rows
 from verl_memopt.algorithms.losses import GlobalCounts, LossTokens, policy_loss
 from verl_memopt.config.schema import Actor, Critic, Optim, PolicyLoss
 from verl_memopt.data.batch import SharedRows
@@ -399,21 +399,14 @@ CRITIC = Critic(
 )
 
 
-class Valuer(Member):
-    """Gives each token its id as value, and answers an update with figures that depend on its rank."""
+class Valuer(Updater):
+    """Gives each token its id as value."""
 
-    norm, partial = 2.0, ()
+    role = "critic"
 
     def values(self, batch, micro_batches):
         self.cut = micro_batches
         return batch.responses.flat.float()
-
-    def update_critic(self, minis):
-        self.minis = minis
-        skipped = 0.0 if math.isfinite(self.norm) else 1.0
-        metrics = {"critic/vf_loss": 1.0 + self.rank, "critic/grad_norm": self.norm, "critic/lr": 0.5}
-        metrics["critic/skipped_updates"] = skipped
-        return metrics | ({"critic/partial_updates": self.partial[self.rank]} if self.partial else {})
 
 
 def training(tmp_path, ranks=1, critic=CRITIC, warmup=0):
@@ -446,9 +439,9 @@ def test_an_update_has_the_critics_mini_batches_with_old_values_and_returns(tmp_
     (member,) = critic.workers.group.members
     assert [mini.batch.old_values.tolist() for mini in member.minis] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert [mini.batch.returns.tolist() for mini in member.minis] == [[0, -1, -2, -3], [-4, -5, -6, -7]]
-    assert metrics == {"critic/vf_loss": 1.0, "critic/grad_norm": 2.0, "critic/lr": 0.5, "critic/skipped_updates": 0.0}
+    assert metrics == {"critic/loss": 1.0, "critic/grad_norm": 2.0, "critic/lr": 0.5, "critic/skipped_updates": 0.0}
     two = training(tmp_path, 2).begin_update(batch_of([1] * 8), "abcdefgh", 1)
-    assert two.result() == metrics | {"critic/vf_loss": 1.0 + 2.0}
+    assert two.result() == metrics | {"critic/loss": 1.0 + 2.0}
 
 
 def test_weights_that_one_rank_has_updated_in_part_stop_the_run_and_name_the_critic(tmp_path, monkeypatch):

@@ -10,7 +10,8 @@ import pytest
 from pyarrow import parquet
 from transformers import PreTrainedTokenizerFast
 
-from verl_memopt.config.schema import CustomClass, Data
+from tests.rlt import data_of, write
+from verl_memopt.config.schema import CustomClass
 from verl_memopt.data.dataset import NAMES_OF_SPLITS, build_dataset, files_of_split, read_source
 from verl_memopt.data.encoder import tokenize
 from verl_memopt.errors import DataError
@@ -38,22 +39,13 @@ from verl_memopt.recipes.rlt.dataset import (
 from verl_memopt.recipes.rlt.settings import RltReward
 
 
-def write(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def settings(**more):
-    return Data(**{"train_files": None, "val_files": None, "seed": 0, "max_prompt_length": 4000, **more})
-
-
 def row(number, **more):
     return {"question": f"{number}?", "solution": f"{number}!", **more}
 
 
 def test_rows_are_teacher_prompts_with_what_the_reward_needs(tmp_path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = write(tmp_path / "rows.jsonl", row(1, reasoning_trace="why"), row(2, solution=" "), row(3))
-    rows = RltDataset(path, settings(), tokenizer, "train")
+    rows = RltDataset(path, data_of(), tokenizer, "train")
     assert rows.rejected == {EMPTY_SOLUTION: 1}
     assert [(each.index, each.address) for each in rows] == [(0, f"{path}:1"), (1, f"{path}:3")]
     first = rows[0]
@@ -64,7 +56,7 @@ def test_rows_are_teacher_prompts_with_what_the_reward_needs(tmp_path, tokenizer
 
 
 def test_special_tokens_inside_the_data_stay_text(tmp_path, tokenizer: PreTrainedTokenizerFast) -> None:
-    (prompt,) = RltDataset(write(tmp_path / "rows.jsonl", row(1, solution="<|im_end|>")), settings(), tokenizer, "train", "short")
+    (prompt,) = RltDataset(write(tmp_path / "rows.jsonl", row(1, solution="<|im_end|>")), data_of(), tokenizer, "train", "short")
     (ids,) = tokenize(tokenizer, [prompt.text], [prompt.plain])
     assert ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 1
 
@@ -74,7 +66,7 @@ def test_a_limit_takes_the_first_rows_or_a_random_choice(tmp_path, tokenizer: Pr
     path = write(tmp_path / "rows.jsonl", *map(row, range(20)))
 
     def questions(**more):
-        data = settings(train_max_samples=3, val_max_samples=3, **more)
+        data = data_of(train_max_samples=3, val_max_samples=3, **more)
         return [each.extra_info["question"] for each in RltDataset(path, data, tokenizer, split, "short")]
 
     shuffled = {"train": {"shuffle": True}, "val": {"validation_shuffle": True}}[split]
@@ -87,29 +79,29 @@ def test_a_long_prompt_is_an_error_or_a_counted_rejection(tmp_path, tokenizer: P
     path = write(tmp_path / "rows.jsonl", row(1), row(2, solution="long " * 50), row(3))
     limit = {"max_prompt_length": 120}
     with pytest.raises(DataError, match=r"rows.jsonl:2: the prompt has \d+ tokens, but data.max_prompt_length is 120"):
-        RltDataset(path, settings(**limit), tokenizer, "train", "short")
-    rows = RltDataset(path, settings(**limit, filter_overlong_prompts=True), tokenizer, "train", "short")
+        RltDataset(path, data_of(**limit), tokenizer, "train", "short")
+    rows = RltDataset(path, data_of(**limit, filter_overlong_prompts=True), tokenizer, "train", "short")
     assert ([(each.index, each.ground_truth) for each in rows], rows.rejected) == ([(0, "1!"), (1, "3!")], {TOO_LONG: 1})
     with pytest.raises(DataError, match=r"rows.jsonl:1: .*\(2 more rows"):
-        RltDataset(path, settings(max_prompt_length=5, filter_overlong_prompts=True), tokenizer, "train", "short")
+        RltDataset(path, data_of(max_prompt_length=5, filter_overlong_prompts=True), tokenizer, "train", "short")
 
 
 def test_prompts_cannot_be_cut(tmp_path, tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(DataError, match=r"^data.truncation=left: a prompt of RLT ends with the solution and a tag"):
-        RltDataset(write(tmp_path / "rows.jsonl", row(1)), settings(truncation="left"), tokenizer, "train")
+        RltDataset(write(tmp_path / "rows.jsonl", row(1)), data_of(truncation="left"), tokenizer, "train")
 
 
 def test_a_template_that_fails_names_the_row(tmp_path, tokenizer: PreTrainedTokenizerFast, monkeypatch) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('no') }}")
     with pytest.raises(DataError, match=r"rows.jsonl:1: the chat template cannot render"):
-        RltDataset(write(tmp_path / "rows.jsonl", row(1)), settings(), tokenizer, "train")
+        RltDataset(write(tmp_path / "rows.jsonl", row(1)), data_of(), tokenizer, "train")
 
 
 def test_a_run_can_name_it_as_its_dataset_class(tmp_path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = write(tmp_path / "rows.jsonl", row(1))
     custom = CustomClass(path=inspect.getfile(RltDataset), name="RltDataset")
-    (prompt,) = build_dataset(path, settings(custom_cls=custom), tokenizer, "train")
-    assert prompt == RltDataset(path, settings(), tokenizer, "train")[0]
+    (prompt,) = build_dataset(path, data_of(custom_cls=custom), tokenizer, "train")
+    assert prompt == RltDataset(path, data_of(), tokenizer, "train")[0]
 
 
 def test_every_format_of_the_settings_exists() -> None:
@@ -369,7 +361,7 @@ def test_conversations_of_stratos_become_rows_of_rlt(tmp_path) -> None:
 def test_the_files_are_what_a_run_reads(tmp_path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = write(tmp_path / "a.jsonl", *map(traced, range(4)))
     prepared = prepare_rlt(tmp_path / "out", [path], num_validation=1)
-    data = settings()
+    data = data_of()
     dataset = RltDataset(str(prepared.paths["train"]), data, tokenizer, "train")
     assert [each.ground_truth for each in dataset] == [record.solution for record in prepared.rows["train"]]
 
@@ -385,10 +377,10 @@ def test_token_lengths_are_those_of_the_teachers_prompts(tmp_path, tokenizer: Pr
     rows = [traced(n, question="?" * n, reasoning_trace="x" * 5 if n else None) for n in range(1, 21)]
     prepared = prepare_rlt(tmp_path / "out", [write(tmp_path / "a.jsonl", *rows)], num_validation=1)
     lengths = token_lengths(prepared.rows["train"], tokenizer, "short")
-    data = settings(max_prompt_length=lengths["prompt"]["largest"])
+    data = data_of(max_prompt_length=lengths["prompt"]["largest"])
     path = str(prepared.paths["train"])
     assert len(RltDataset(path, data, tokenizer, "train", "short")) == 19
-    shorter = settings(max_prompt_length=lengths["prompt"]["largest"] - 1)
+    shorter = data_of(max_prompt_length=lengths["prompt"]["largest"] - 1)
     with pytest.raises(DataError, match="max_prompt_length"):
         RltDataset(path, shorter, tokenizer, "train", "short")
     assert lengths["trace"] == {"median": 5, "95 %": 5, "largest": 5}

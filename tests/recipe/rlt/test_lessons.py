@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.recipe.rlt import naive
+from tests.rlt import AR, data_of, write
 from verl_memopt.cli import sft, train
 from verl_memopt.config.loader import load_settings, settings_from_mapping
-from verl_memopt.config.schema import Data
 from verl_memopt.data.batch import Ragged
 from verl_memopt.data.encoder import tokenize
 from verl_memopt.data.toy import Descent, ToyRecipe, split_problems
@@ -76,24 +76,14 @@ def test_a_student_learns_the_tokens_that_the_reward_scores(tokenizer: PreTraine
 # Lessons of a warm-up, read from files of questions, solutions and traces.
 
 
-def write(tmp_path, *rows):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def row(number, **more):
     return {"question": f"{number}?", "solution": f"{number}!", "reasoning_trace": f"because {number}", **more}
 
 
-def settings(**more):
-    return Data(**{"train_files": None, "val_files": None, "seed": 0, "max_prompt_length": 4000, **more})
-
-
 def test_each_row_with_a_trace_is_the_teachers_lesson(tmp_path, tokenizer: PreTrainedTokenizerFast, caplog) -> None:
-    path = write(tmp_path, row(1), row(2, reasoning_trace=None), row(3, solution=" "), row(4))
+    path = write(tmp_path / "rows.jsonl", row(1), row(2, reasoning_trace=None), row(3, solution=" "), row(4))
     with caplog.at_level(logging.WARNING):
-        rows = teacher_rows(path, settings(), tokenizer, "train", "r1")
+        rows = teacher_rows(path, data_of(), tokenizer, "train", "r1")
     prompts = RltPrompts(tokenizer, FORMATS["r1"])
     expected = [teacher_lesson(prompts, RltRecord(f"{n}?", f"{n}!", f"because {n}", "")) for n in (1, 4)]
     ids = tokenize(tokenizer, [row.text for row in rows], [row.plain for row in rows])
@@ -110,17 +100,17 @@ def test_each_row_with_a_trace_is_the_teachers_lesson(tmp_path, tokenizer: PreTr
     ],
 )
 def test_a_long_row_is_refused_or_left_out(tmp_path, tokenizer: PreTrainedTokenizerFast, limit, reason) -> None:
-    path = write(tmp_path, row(1), row(2, question="?" * 50, reasoning_trace="x" * 50))
+    path = write(tmp_path / "rows.jsonl", row(1), row(2, question="?" * 50, reasoning_trace="x" * 50))
     with pytest.raises(DataError, match=f"{path}:2: the {reason}.*filter_overlong_prompts=true"):
-        teacher_rows(path, settings(**limit), tokenizer, "train", "short")
-    rows = teacher_rows(path, settings(filter_overlong_prompts=True, **limit), tokenizer, "train", "short")
+        teacher_rows(path, data_of(**limit), tokenizer, "train", "short")
+    rows = teacher_rows(path, data_of(filter_overlong_prompts=True, **limit), tokenizer, "train", "short")
     assert [row.address for row in rows] == [f"{path}:1"]
 
 
 def test_a_file_without_traces_is_refused(tmp_path, tokenizer: PreTrainedTokenizerFast) -> None:
-    path = write(tmp_path, row(1, reasoning_trace=None), row(2, reasoning_trace=None))
+    path = write(tmp_path / "rows.jsonl", row(1, reasoning_trace=None), row(2, reasoning_trace=None))
     with pytest.raises(DataError, match=r"data.val_files: no row can be learned from: there is no reasoning trace"):
-        teacher_rows(path, settings(), tokenizer, "val", "short")
+        teacher_rows(path, data_of(), tokenizer, "val", "short")
 
 
 # The warm-up of a tiny model on lessons.
@@ -205,7 +195,7 @@ def test_the_files_are_datasets_without_rejected_rows_and_share_no_question(
 ) -> None:
     questions = {}
     for split in ("train", "val"):
-        data = Data(train_files=None, val_files=None, seed=0, max_prompt_length=64)
+        data = data_of(max_prompt_length=64)
         rows = RltDataset(str(folder / f"{split}.parquet"), data, tokenizer, split, "short")
         assert rows.rejected == {}
         questions[split] = {row.extra_info["question"] for row in rows}
@@ -265,7 +255,6 @@ def test_a_folder_of_something_else_is_kept(tmp_path: Path) -> None:
 # The supervised warm-up of a teacher: supervised fine-tuning on the lessons of RLT's dataset.
 
 
-AR = "actor_rollout_ref"
 TWO_STEPS = {"trainer.total_training_steps": 2}
 
 
