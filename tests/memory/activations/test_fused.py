@@ -219,20 +219,6 @@ def test_a_compiled_step_over_halved_masters_gives_the_bits_of_an_uncompiled_one
         assert torch.equal(one, two)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("state_dtype", ["fp32", "int8", "int4"])
-def test_on_a_gpu_a_compiled_step_over_halved_masters_gives_the_masters_of_an_uncompiled_one(state_dtype):
-    here = local_device("cuda", 0)
-    assert compiler_works(here)
-    expected = after_steps(state_dtype, here)
-    with fused_statements(True):
-        *found, shares = after_steps(state_dtype, here)
-    for one, two in zip(found, expected[:-1], strict=True):
-        # A GPU divides and takes roots with fewer digits where it compiles, so a code of a moment may be drawn one higher.
-        assert torch.equal(one, two) if state_dtype == "fp32" else relative(one.double(), two.double()) <= 1e-4
-    torch.testing.assert_close(shares, expected[-1], rtol=0, atol=0 if state_dtype == "fp32" else 1e-2)
-
-
 class Launches(TorchDispatchMode):
     """Counts the operators that are a kernel on a GPU, unless they are part of a statement that is one."""
 
