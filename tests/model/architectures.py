@@ -42,8 +42,8 @@ def tiny_config(model_type, **more):
 def tiny_folder(at, model_type, deviation=0.06, **more):
     """Gives a folder with a random model of a type; ``deviation`` is that of its weights."""
     config = tiny_config(model_type, **more)
-    # Its other parts or its layers are large: the config is all that is read of it.
-    if config.get_text_config() is not config or config.is_heterogeneous:
+    # Its other parts or its layers are large, or it is no decoder alone: the config is all that is read of it.
+    if config.get_text_config() is not config or config.is_heterogeneous or config.is_encoder_decoder:
         config.save_pretrained(at)
         return at
     with torch.random.fork_rng(devices=[]):
