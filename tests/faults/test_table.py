@@ -115,7 +115,8 @@ def test_a_lost_console_ends_no_run(healthy, toy, run_dir, uninterrupted, number
 def test_a_folder_that_can_no_longer_be_written_in_the_middle_ends_the_run_with_its_name(healthy, toy, run_dir):
     run = healthy.start(toy, run_dir, *SHORT, "trainer.rollout_data_dir=" + str(run_dir / "dumps"))
     wait_for_step(run, run_dir, 0)
-    while not list((run_dir / "dumps").glob("*")) and run.poll() is None:  # a step is logged before its samples are written
+    # A step is logged before its samples are written, and they are written under another name first.
+    while not list((run_dir / "dumps").glob("*.jsonl")) and run.poll() is None:
         time.sleep(0.01)
     shutil.rmtree(run_dir / "dumps")
     (run_dir / "dumps").write_text("a file in the way")
