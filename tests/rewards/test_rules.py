@@ -65,8 +65,8 @@ def test_the_tolerant_rule_takes_the_last_number_after_four_hashes_and_nothing_e
     ],
 )
 def test_gsm8k_is_scored_as_in_verl(solution, score):
-    assert gsm8k(solution, "72") == score
-    assert gsm8k("#### 1,072", "1072") == 1.0
+    assert score_by_rule("openai/gsm8k", solution, "72") == score
+    assert score_by_rule("openai/gsm8k", "#### 1,072", "1072") == 1.0
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_math_is_compared_as_a_text_in_one_form_as_in_verl(solution, truth, scor
     ],
 )
 def test_problems_of_dapo_score_1_or_minus_1_as_in_verl(solution, score, read):
-    for source in ("math_dapo", "math", "aime_2024"):
+    for source in ("math_dapo", "math", "math_dapo_reasoning", "aime_2024"):
         assert score_by_rule(source, solution, "1072") == {"score": score, "acc": score == 1.0, "pred": read}
     assert read_score(score_by_rule("math_dapo", solution, "1072"))[0] == score
 
