@@ -39,6 +39,7 @@ from verl_memopt.model.packing_check import (
 from verl_memopt.model.tiny import build_tokenizer
 from verl_memopt.model.value_model import ValueModel, stored_head
 from verl_memopt.model.weights import empty_model, fill_from_folder, rebuild_buffers
+from verl_memopt.observe.byte_tracker import ByteTracker
 
 CPU = torch.device("cpu")
 SHARED = Actor(use_prefix_grouper=True)
@@ -93,11 +94,13 @@ def test_layers_that_mix_rows_are_refused_by_name(tmp_path, model_type, layers, 
         check_packing(policy, CPU, torch.float32, Actor(use_prefix_grouper=shared), "folder")
 
 
-def test_a_size_in_the_config_that_the_weights_have_not_is_refused_before_the_model_is_made(tmp_path):
+@pytest.mark.parametrize("size", ["intermediate_size", "hidden_size"])
+def test_a_size_in_the_config_that_the_weights_have_not_is_refused_before_the_model_is_made(tmp_path, size):
     folder = tiny_folder(tmp_path / "model", "olmo2")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 10**9}))
-    with pytest.raises(ConfigError, match=r"weights and config disagree: .* has shape .*, the config says .*1000000000"):
+    (folder / "config.json").write_text(json.dumps(config | {size: 10**9}))
+    refused = pytest.raises(ConfigError, match=r"weights and config disagree: .* has shape .*, the config says .*1000000000")
+    with refused, ByteTracker(limit_bytes=10**6):  # the rotary frequencies of such a width alone are a gigabyte
         check_architecture(Model(path=str(folder)), folder, 64, Actor())
 
 

@@ -253,18 +253,18 @@ def check_architecture(model: Model | CriticModel, folder: Path, longest: int, a
     stored = stored_head(folder, key) if isinstance(model, CriticModel) else {}
     check_lengths(config, longest)
     refuse_sliding_window(config, actor)
-    rebuild_buffers(packed_model, torch.device("cpu"), key)
     shapes = {name: tuple(parameter.shape) for name, parameter in named_weights(packed_model)}
     weights = WeightFolder(folder, key)
-    read = {there for name in shapes if (there := stored.get(name, name)) is not None}
-    missing = sorted(read - weights.names.keys())
-    left_over = sorted(weights.names.keys() - read - (LM_HEAD if stored else TIED))
+    read = {there: shape for name, shape in shapes.items() if (there := stored.get(name, name)) is not None}
+    # Before anything is computed: a number too many in the config would ask for any amount of memory.
+    check_shapes(weights, read, key)
+    rebuild_buffers(packed_model, torch.device("cpu"), key)
+    missing = sorted(read.keys() - weights.names.keys())
+    left_over = sorted(weights.names.keys() - read.keys() - (LM_HEAD if stored else TIED))
     if config.model_type not in TESTED and (missing or left_over):
         one, has, other = (missing[0], "model", "checkpoint") if missing else (left_over[0], "checkpoint", "model")
         reason = f"name their weights in a checkpoint otherwise than in the model (the {has} has {one}, the {other} not)"
         raise refused(config, str(folder), reason, key)
-    # Before the model is made: a number too many in the config would ask for any amount of memory.
-    check_shapes(weights, {there: shape for name, shape in shapes.items() if (there := stored.get(name, name)) is not None}, key)
     embedding = packed_model.embedding_weight
     if packed_model.tied:
         name = next(name for name, parameter in named_weights(packed_model) if parameter is embedding)
