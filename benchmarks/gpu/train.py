@@ -112,8 +112,9 @@ def write_prompts(path: Path, rows: int, length: int) -> None:
 def run(asked: argparse.Namespace, name: str, folder: Path, settings: Any) -> dict[str, Any]:
     """Trains once in a process of its own, keeps its evidence, and gives its figures with what is wrong with them."""
     run_dir, kept = folder / f"{name}_run", asked.out / name
-    command = [sys.executable, "-m", "verl_memopt.trainer.main_ppo", *settings(asked, folder), *LOCAL]
-    command.append(f"trainer.default_local_dir={run_dir}")
+    # Settings of the command line come last, so they may ask for another engine.
+    command = [sys.executable, "-m", "verl_memopt.trainer.main_ppo", f"trainer.default_local_dir={run_dir}", *LOCAL]
+    command += settings(asked, folder)
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
     kept.mkdir(exist_ok=True)
     for file in KEPT:
