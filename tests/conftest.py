@@ -128,3 +128,28 @@ def one_rank():
     join_process_group(torch.device("cpu"), 0, 1, "", 0, 60)
     yield training_mesh("cpu", 1, -1)
     leave_process_group()
+
+
+@pytest.fixture
+def made(tiny_folder):
+    """Builds workers of a tiny model, each in a process group of its own; one ends before the next begins."""
+    from tests.worker.test_worker import place, plan_of
+    from verl_memopt.distributed.device import leave_process_group
+    from verl_memopt.worker.worker import Worker
+
+    workers = []
+
+    def build(more=None, folder=tiny_folder, **plan):
+        close()
+        workers.append(Worker(plan_of(folder, more, **plan), place()))
+        return workers[-1]
+
+    def close():
+        while workers:
+            workers.pop().close()
+        leave_process_group()
+
+    build.close = close
+    close()
+    yield build
+    close()

@@ -9,7 +9,7 @@ import torch
 from tests.critics import call_critic, critic_batch, critic_plan
 from tests.recipe.rlt.test_student_pass import rows_of
 from tests.worker.test_policy import batch
-from tests.worker.test_worker import AR, made  # noqa: F401 - made is a fixture
+from tests.worker.test_worker import AR
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Fsdp, ScoringModel
 from verl_memopt.memory import fused
@@ -83,7 +83,7 @@ CASES = [("ppo", 30, "eager", 5), *(pytest.param(*life, "inductor", 20, marks=SL
 
 @pytest.mark.parametrize(("life", "most", "backend", "steps"), CASES)
 def test_steps_of_changing_lengths_compile_each_function_once_for_each_width(
-    made, compiling, models, life, most, backend, steps  # noqa: F811 - made is a fixture
+    made, compiling, models, life, most, backend, steps
 ):  # fmt: skip
     compiling(backend)
     more, plan = lives(*models)[life]

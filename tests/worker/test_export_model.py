@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from tests.critics import call_critic, critic_mini, critic_plan, critic_weights
 from tests.ranks import run_ranks
-from tests.worker.test_worker import ALL, AR, call, made, mini_batch, place, plan_of, weights  # noqa: F401 - made is a fixture
+from tests.worker.test_worker import ALL, AR, call, mini_batch, place, plan_of, weights
 from verl_memopt.cli import main
 from verl_memopt.model.weights import WeightFolder
 from verl_memopt.run.checkpoints import CheckpointStore
@@ -54,14 +54,14 @@ def saved(worker, folder, root, more=None, **driver):
     return order
 
 
-def trained(made, more=None):  # noqa: F811
+def trained(made, more=None):
     worker = made(more)
     call(worker, "update_actor", [mini_batch(), mini_batch()])
     return worker
 
 
 @pytest.mark.parametrize("more", [{}, LORA, BFLOAT16, LORA | OFFLOADED])
-def test_an_export_has_the_weights_that_the_run_writes_itself(made, tiny_folder, tmp_path, more):  # noqa: F811
+def test_an_export_has_the_weights_that_the_run_writes_itself(made, tiny_folder, tmp_path, more):
     worker = trained(made, more)
     saved(worker, tiny_folder, tmp_path / "run", more)
     worker.call("save_checkpoint", False, "save_model", str(tmp_path / "written"))
@@ -78,7 +78,7 @@ def on_two_ranks(rank, folder, source, out, more):
 
 
 @pytest.mark.parametrize("more", [{}, LORA])
-def test_checkpoints_of_one_and_of_two_ranks_give_the_same_bytes(made, tiny_folder, tmp_path, more):  # noqa: F811
+def test_checkpoints_of_one_and_of_two_ranks_give_the_same_bytes(made, tiny_folder, tmp_path, more):
     one, two = tmp_path / "one", tmp_path / "two"
     order = saved(trained(made, more), tiny_folder, one, more)
     made.close()
@@ -95,7 +95,7 @@ def test_checkpoints_of_one_and_of_two_ranks_give_the_same_bytes(made, tiny_fold
         torch.testing.assert_close(tensor, load_file(tmp_path / "one_out" / "model.safetensors")[name], rtol=0, atol=1e-6)
 
 
-def test_merged_weights_and_the_adapter_alone_are_one_model(made, tiny_folder, tmp_path):  # noqa: F811
+def test_merged_weights_and_the_adapter_alone_are_one_model(made, tiny_folder, tmp_path):
     saved(trained(made, LORA), tiny_folder, tmp_path / "run", LORA)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "merged")]) == 0
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "adapter"), "--adapter-only"]) == 0
@@ -112,7 +112,7 @@ def test_merged_weights_and_the_adapter_alone_are_one_model(made, tiny_folder, t
     AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
 
 
-def test_adapters_without_their_base_name_the_way_out_and_another_folder_serves(made, tiny_folder, tmp_path, capsys):  # noqa: F811
+def test_adapters_without_their_base_name_the_way_out_and_another_folder_serves(made, tiny_folder, tmp_path, capsys):
     moved = tmp_path / "moved"
     saved(trained(made, LORA), tiny_folder, tmp_path / "run", LORA | {f"{AR}.model.path": str(tmp_path / "gone")})
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 1
@@ -125,7 +125,7 @@ def test_adapters_without_their_base_name_the_way_out_and_another_folder_serves(
 
 
 @pytest.mark.parametrize("lora", [0, 4])
-def test_a_critic_is_a_token_classifier(made, tiny_folder, tmp_path, lora):  # noqa: F811
+def test_a_critic_is_a_token_classifier(made, tiny_folder, tmp_path, lora):
     worker = made(**critic_plan(tiny_folder, {"critic.model.lora_rank": lora}))
     call_critic(worker, "update_critic", [critic_mini(), critic_mini()])
     actor, critic = aside(tmp_path / "run")
@@ -145,7 +145,7 @@ def test_a_critic_is_a_token_classifier(made, tiny_folder, tmp_path, lora):  # n
 
 
 @pytest.fixture
-def run(made, tiny_folder, tmp_path):  # noqa: F811
+def run(made, tiny_folder, tmp_path):
     """A run folder with two checkpoints, the first one better."""
     worker = trained(made)
     saved(worker, tiny_folder, tmp_path / "run", score=0.5)

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.rollout.tools import tiny_folder as model_folder
-from tests.worker.test_shared_weights import AR, engine_places, made, places, settings_of, step  # noqa: F401
+from tests.worker.test_shared_weights import AR, engine_places, places, settings_of, step
 from tests.worker.test_worker import ALL, PROMPTS, call, generated, same
 from verl_memopt.memory.lora_torch import ADAPTERS
 from verl_memopt.memory.lora_torch import adapters as adapters_of
@@ -18,7 +18,7 @@ LORA = {f"{AR}.model.lora_rank": 4, f"{AR}.model.lora_alpha": 8, f"{AR}.actor.op
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("nf4", "fp32"), ("int8", "default")])
-def test_vllm_computes_with_the_bytes_of_the_trainers_base_and_gets_the_adapters_alone(made, tmp_path, kind, dtype):  # noqa: F811
+def test_vllm_computes_with_the_bytes_of_the_trainers_base_and_gets_the_adapters_alone(made, tmp_path, kind, dtype):
     worker = made(settings_of("auto", dtype, "vllm") | LORA | {KEY: kind}, model_folder(tmp_path / "model", tied=True))
     assert worker.shares_weights
     weights = dict(named_weights(worker.policy.model))
@@ -62,7 +62,7 @@ def test_vllm_computes_with_the_bytes_of_the_trainers_base_and_gets_the_adapters
         assert difference <= (1e-5 if dtype == "fp32" else 0.2)
 
 
-def test_the_base_lies_on_the_device_once_as_bytes_in_update_and_rollout(made, tmp_path):  # noqa: F811
+def test_the_base_lies_on_the_device_once_as_bytes_in_update_and_rollout(made, tmp_path):
     shape = TinyShape(hidden_size=128, intermediate_size=256, num_heads=4, num_kv_heads=4, initializer_range=0.2)
     worker = made(settings_of("auto", "fp32", "vllm") | LORA | {KEY: "nf4"}, make_tiny_model(tmp_path / "model", shape))
     step(worker, 0)

@@ -4,7 +4,7 @@ import torch
 from tests.ranks import run_ranks
 from tests.tensors import whole_of
 from tests.worker.test_policy import batch
-from tests.worker.test_worker import AR, call, made, mini_batch, place, plan_of, same, weights  # noqa: F401 - made is a fixture
+from tests.worker.test_worker import AR, call, mini_batch, place, plan_of, same, weights
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.distributed.file_records import record_folder
@@ -46,22 +46,13 @@ def sync(worker):
 
 
 @pytest.fixture
-def following(tiny_folder):
+def following(made, tiny_folder):
     """Builds workers whose reference follows the policy, one after another."""
-    leave_process_group()
-    workers = []
 
     def build(more=None, folder=tiny_folder):
-        while workers:
-            workers.pop().close()
-        leave_process_group()
-        workers.append(Worker(follows(folder, more), place()))
-        return workers[-1]
+        return made(FOLLOWS | (more or {}), folder, reference_folder=str(folder))
 
-    yield build
-    for worker in workers:
-        worker.close()
-    leave_process_group()
+    return build
 
 
 @pytest.mark.parametrize("where", PLACES)

@@ -7,15 +7,14 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from tests.ranks import run_ranks
-from tests.worker.test_worker import AR, place, plan_of
+from tests.worker.test_worker import AR, plan_of
 from verl_memopt.config.schema import Actor, Fsdp, MixedPrecision, Model, ScoringModel
 from verl_memopt.data.batch import Ragged, rollout_batch
-from verl_memopt.distributed.device import leave_process_group, training_mesh
+from verl_memopt.distributed.device import training_mesh
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.assembly import build_reward_model, materialize_critic
 from verl_memopt.model.packing_check import REWARD_KEY
 from verl_memopt.worker.policy import compute_scores
-from verl_memopt.worker.worker import Worker
 
 PROMPTS = [[40, 41, 42], [40, 41, 42], [50], [50], [60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70, 71]]
 RESPONSES = [[5, 6, 7, 8], [9], [], [7, 7], [11, 12, 13]]
@@ -60,19 +59,11 @@ SETTINGS = ScoringModel(fsdp_config=Fsdp(dtype="fp32"))
 
 
 @pytest.fixture
-def worker_of(tiny_folder):
-    leave_process_group()
-    workers = []
-
+def worker_of(made):
     def build(folder, settings=SETTINGS, more=None):
-        plan = plan_of(tiny_folder, more, reward_model=settings, reward_folder=str(folder))
-        workers.append(Worker(plan, place()))
-        return workers[-1]
+        return made(more, reward_model=settings, reward_folder=str(folder))
 
-    yield build
-    while workers:
-        workers.pop().close()
-    leave_process_group()
+    return build
 
 
 def scored(worker, batch, micro_batches):

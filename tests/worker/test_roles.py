@@ -6,14 +6,14 @@ import torch
 from tests.critics import call_critic, critic_mini, critic_plan, with_value_head
 from tests.model.own_code import own_code, write_own_code
 from tests.worker.test_policy import batch
-from tests.worker.test_worker import AR, call, made, mini_batch, place, plan_of  # noqa: F401 - made is a fixture
+from tests.worker.test_worker import AR, call, mini_batch, place, plan_of
 from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory import fused
 from verl_memopt.worker.worker import Worker
 
 
-def test_each_offload_of_activations_has_a_metric_of_its_own(made, tiny_folder):  # noqa: F811
+def test_each_offload_of_activations_has_a_metric_of_its_own(made, tiny_folder):
     offloaded = {"enable_activation_offload": True, "activation_offload_min_bytes": 1}
     critic = critic_plan(tiny_folder, {f"critic.model.{name}": value for name, value in offloaded.items()})
     worker = made({f"{AR}.model.{name}": value for name, value in offloaded.items()}, **critic)
@@ -24,7 +24,7 @@ def test_each_offload_of_activations_has_a_metric_of_its_own(made, tiny_folder):
 
 
 @pytest.mark.parametrize("has_head", [False, True])
-def test_the_log_says_where_the_critics_head_comes_from(made, tiny_folder, tmp_path, caplog, has_head):  # noqa: F811
+def test_the_log_says_where_the_critics_head_comes_from(made, tiny_folder, tmp_path, caplog, has_head):
     folder = with_value_head(tiny_folder, tmp_path / "valued") if has_head else tiny_folder
     with caplog.at_level(logging.INFO):
         made(**critic_plan(folder))
@@ -32,7 +32,7 @@ def test_the_log_says_where_the_critics_head_comes_from(made, tiny_folder, tmp_p
     assert f"the critic's value head {expected}" in caplog.text
 
 
-def test_full_determinism_and_the_seed_hold_for_the_worker(made):  # noqa: F811
+def test_full_determinism_and_the_seed_hold_for_the_worker(made):
     before = torch.are_deterministic_algorithms_enabled()
     try:
         made({f"{AR}.actor.fsdp_config.full_determinism": True, f"{AR}.actor.fsdp_config.seed": 5})
@@ -53,14 +53,14 @@ def test_a_model_that_mixes_rows_is_refused_when_it_is_loaded(tiny_folder, untie
     leave_process_group()
 
 
-def test_a_mapped_reference_has_its_values_when_its_rows_are_compared(made, tiny_folder):  # noqa: F811
+def test_a_mapped_reference_has_its_values_when_its_rows_are_compared(made, tiny_folder):
     mapped = {f"{AR}.actor.use_kl_loss": True, f"{AR}.model.load_mode": "mmap", f"{AR}.ref.fsdp_config.param_offload": True}
     worker = made(mapped, reference_folder=str(tiny_folder))
     found = call(worker, "ref_log_probs", batch(rows=2), [[0, 1]])
     assert torch.isfinite(found.log_probs).all()
 
 
-def test_a_worker_on_a_cpu_compiles_nothing(made):  # noqa: F811
+def test_a_worker_on_a_cpu_compiles_nothing(made):
     worker = made({f"{AR}.actor.use_torch_compile": True})
     assert not fused._on
     reply = worker.call("update_actor", False, "update_actor", [mini_batch()])

@@ -10,18 +10,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.rollout.tools import tiny_folder as model_folder
 from tests.tensors import whole_of
 from tests.worker.test_policy import batch
-from tests.worker.test_worker import ALL, AR, PROMPTS, call, generated, place, plan_of, same
+from tests.worker.test_worker import ALL, AR, PROMPTS, call, generated, same
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.data.batch import Ragged
-from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.errors import ConfigError, RolloutError
 from verl_memopt.memory.lora_torch import ADAPTERS
 from verl_memopt.memory.shared_weights import KEY, why_not
 from verl_memopt.model.weights import named_weights
 from verl_memopt.worker.roles import RoleBuilder
 from verl_memopt.worker.trained_model import MiniBatch
-from verl_memopt.worker.worker import Worker
 
 ENGINE_SIZES = {"kv_cache_memory_gb": 0.02, "enforce_eager": True, "max_num_seqs": 16, "max_num_batched_tokens": 512}
 
@@ -49,25 +47,6 @@ class Copies(TorchDispatchMode):
         if func in (torch.ops.aten.copy_.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
             self.elements += args[0].numel()
         return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def made(tiny_folder):
-    """Builds workers one after another: one ends before the next begins."""
-    workers = []
-
-    def build(more, folder=tiny_folder):
-        close()
-        workers.append(Worker(plan_of(folder, more), place()))
-        return workers[-1]
-
-    def close():
-        while workers:
-            workers.pop().close()
-        leave_process_group()
-
-    yield build
-    close()
 
 
 def masters(worker):

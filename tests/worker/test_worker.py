@@ -14,7 +14,6 @@ from tests.worker.test_policy import batch
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import Memory
-from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.errors import DeviceMemoryError, RolloutError
 from verl_memopt.memory.host_buffers import GIB, host_allocator
 from verl_memopt.model.packed_model import PolicyModel
@@ -23,7 +22,6 @@ from verl_memopt.rollout.engine import train_sampling
 from verl_memopt.worker.group import Placement
 from verl_memopt.worker.roles import WorkerPlan
 from verl_memopt.worker.trained_model import MiniBatch
-from verl_memopt.worker.worker import Worker
 
 AR = "actor_rollout_ref"
 ALL = ["model", "optimizer", "extra"]
@@ -59,26 +57,6 @@ def plan_of(folder, more=None, **plan):
 
 def place(rank=0, world_size=1):
     return Placement(rank, world_size, rank, "127.0.0.1", 0, "cpu")
-
-
-@pytest.fixture
-def made(tiny_folder):
-    """Builds workers, one after another, each in a process group of its own."""
-    leave_process_group()
-    workers = []
-
-    def build(more=None, **plan):
-        workers.append(Worker(plan_of(tiny_folder, more, **plan), place()))
-        return workers[-1]
-
-    def close():
-        while workers:
-            workers.pop().close()
-
-    build.close = close
-    yield build
-    close()
-    leave_process_group()
 
 
 PHASES = {
@@ -155,7 +133,6 @@ def test_an_update_changes_what_the_engine_says_only_at_the_next_sync(made):
 
 def test_the_reference_is_built_only_when_named_and_stays_as_it_is(made, tiny_folder):
     assert made().reference is None
-    leave_process_group()
     worker = made({f"{AR}.actor.use_kl_loss": True}, reference_folder=str(tiny_folder))
     whole, rows = batch(rows=4), [[0, 1, 2, 3]]
     before = call(worker, "ref_log_probs", whole, rows).log_probs
@@ -172,7 +149,6 @@ def test_greedy_rollouts_are_scored_at_a_temperature_of_one(made):
         found[name] = call(
             made({f"{AR}.rollout.{key}": value for key, value in more.items()}), "old_log_probs", whole, rows, False
         )
-        leave_process_group()
     assert torch.equal(found["greedy"].log_probs, found["one"].log_probs)
     assert not torch.equal(found["greedy"].log_probs, found["cool"].log_probs)
 
@@ -198,7 +174,6 @@ def test_tracked_bytes_of_an_update_hold_masters_and_the_optimizers_two_moments(
 
 def test_the_start_is_counted_when_asked_for(made):
     assert made().started().peak_allocated_bytes is None
-    leave_process_group()
     memory = made(track_init=True).started()
     assert memory.name == "init"
     assert memory.peak_allocated_bytes >= memory.allocated_bytes > 0
@@ -213,7 +188,7 @@ def test_a_start_that_runs_out_of_memory_leaves_no_engine_model_limit_or_group(m
     """The engine is built when the policy does not fit; the error is held while one looks."""
     before = live_models()
     engine_bytes = made(track_init=True).started().allocated_bytes // 2
-    leave_process_group()
+    made.close()
     memory = Memory(device_limit_gb=engine_bytes * 1.5 / GIB, host_limit_gb=1)
     with pytest.raises(DeviceMemoryError, match="init: out of device memory") as caught:
         made(track_init=True, memory=memory)
@@ -267,7 +242,6 @@ def test_memory_that_runs_out_in_the_critics_update_is_told_with_the_critics_key
     """Its parameters are counted beside the policy's, and what to set is a key of the critic's."""
     plan = critic_plan(tiny_folder)
     params = sum(parameter.numel() for parameter in made(**plan).critic.model.parameters()) * 4
-    made.close()
     worker = made(memory=Memory(device_limit_gb=0.0015), **plan)
     with pytest.raises(DeviceMemoryError, match=r"update_critic: out of device memory") as caught:
         call_critic(worker, "update_critic", [critic_mini(rows=16)], track=True)

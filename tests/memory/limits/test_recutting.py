@@ -9,9 +9,8 @@ from tests.critics import critic_batch, critic_for
 from tests.memory.sharded import policy_of, share
 from tests.tensors import whole_of
 from tests.worker.test_policy import CPU, WHOLE, batch, policy_for, shares
-from tests.worker.test_worker import AR, made  # noqa: F401 - made is a fixture
+from tests.worker.test_worker import AR
 from verl_memopt.config.schema import Memory
-from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.errors import DeviceMemoryError
 from verl_memopt.memory.activation_offload_torch import ActivationOffload
 from verl_memopt.memory.host_buffers import GIB
@@ -203,7 +202,7 @@ def test_each_error_is_logged_with_the_new_cap(untied_folder, one_rank, caplog):
 WHOLE_LOGITS = {f"{AR}.model.logprob_chunk_tokens": 0}
 
 
-def test_a_device_that_is_too_small_for_one_micro_batch_computes_it_in_several(made):  # noqa: F811
+def test_a_device_that_is_too_small_for_one_micro_batch_computes_it_in_several(made):
     """The limit is real: the tracker refuses the allocation that passes it."""
 
     def log_probs(worker):
@@ -213,12 +212,8 @@ def test_a_device_that_is_too_small_for_one_micro_batch_computes_it_in_several(m
     free = log_probs(worker)
     rest = sum(tensor.nbytes for _, tensor in worker._resident())
     limit = rest + (free.memory.peak_allocated_bytes - rest) * 6 // 10
-    made.close()
-    leave_process_group()
     with pytest.raises(DeviceMemoryError, match="old_log_prob: out of device memory"):
         log_probs(made(WHOLE_LOGITS, memory=Memory(device_limit_gb=limit / GIB)))
-    made.close()
-    leave_process_group()
     reply = log_probs(made(WHOLE_LOGITS, memory=Memory(device_limit_gb=limit / GIB), adaptive_phases=("old_log_prob",)))
     torch.testing.assert_close(reply.value.log_probs, free.value.log_probs, rtol=0, atol=1e-5)
     assert reply.retries == 1

@@ -5,7 +5,7 @@ import torch
 
 from tests.memory.sharded import fake_ranks, local
 from tests.worker.test_policy import batch
-from tests.worker.test_worker import AR, call, made, mini_batch  # noqa: F401 - made is a fixture
+from tests.worker.test_worker import AR, call, mini_batch
 from verl_memopt.config.schema import Fsdp, Model
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.host_buffers import host_allocator
@@ -90,7 +90,7 @@ def test_a_file_of_another_dtype_is_refused_by_both_keys(tiny_folder, one_rank):
         materialize_mapped(model, tiny_folder, CPU)
 
 
-def test_a_worker_with_a_mapped_reference_scores_as_one_without(made, tiny_folder):  # noqa: F811
+def test_a_worker_with_a_mapped_reference_scores_as_one_without(made, tiny_folder):
     mini, answers = mini_batch(), []
     for more in ({}, MAPPED):
         gc.collect()

@@ -10,7 +10,7 @@ from tests.memory.page_locking import install
 from tests.memory.sharded import CPU, WHOLE, assert_equal_runs, fake_ranks, load, local, policy_of, save, share, three_steps
 from tests.ranks import run_ranks
 from tests.tensors import local_of
-from tests.worker.test_worker import AR, call, generated, made, mini_batch, same, weights  # noqa: F401 - made is a fixture
+from tests.worker.test_worker import AR, call, generated, mini_batch, same, weights
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.host_buffers import host_allocator, host_limits
@@ -168,7 +168,7 @@ def test_two_ranks_step_save_resume_and_gather_as_without_it(untied_folder, tmp_
     assert run_ranks(two_ranks, 2, untied_folder, tmp_path) == ["equal", "equal"]
 
 
-def test_a_worker_saves_resumes_and_syncs_from_the_host(made, tmp_path):  # noqa: F811
+def test_a_worker_saves_resumes_and_syncs_from_the_host(made, tmp_path):
     worker = made({f"{AR}.actor.fsdp_config.offload_policy": True})
     call(worker, "update_actor", [mini_batch()])
     call(worker, "update_weights")

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.critics import critic_mini, critic_plan, critic_weights
-from tests.worker.test_worker import AR, call, made, mini_batch, same, weights  # noqa: F401 - made is a fixture
+from tests.worker.test_worker import AR, call, mini_batch, same, weights
 from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.memory.residency import CRITIC, NEEDS, POLICY, REFERENCE, REWARD_MODEL, OffloadedParams, Residency
 
@@ -97,7 +97,7 @@ def one_step(worker, track):
     return {method: reply.memory for method, reply in replies.items()}, replies["update_actor"].value
 
 
-def test_a_phase_of_a_worker_holds_one_models_parameters_less_and_gives_the_same_numbers(made, tiny_folder):  # noqa: F811
+def test_a_phase_of_a_worker_holds_one_models_parameters_less_and_gives_the_same_numbers(made, tiny_folder):
     found, left = {}, {}
     for name, more in (("here", {}), ("away", OFFLOADED)):
         gc.collect()
@@ -122,7 +122,7 @@ def weights_at_home(worker):
         return weights(worker)
 
 
-def test_an_exception_inside_a_pass_leaves_a_worker_that_goes_on_as_if_it_had_not_been(made, tiny_folder):  # noqa: F811
+def test_an_exception_inside_a_pass_leaves_a_worker_that_goes_on_as_if_it_had_not_been(made, tiny_folder):
     results = []
     for torn in (False, True):
         worker = made(OFFLOADED, reference_folder=str(tiny_folder))
@@ -137,21 +137,21 @@ def test_an_exception_inside_a_pass_leaves_a_worker_that_goes_on_as_if_it_had_no
     assert same(results[0][1], results[1][1])
 
 
-def test_a_checkpoint_goes_round_with_parameters_at_rest(made, tiny_folder, tmp_path):  # noqa: F811
+def test_a_checkpoint_goes_round_with_parameters_at_rest(made, tiny_folder, tmp_path):
     worker = made(OFFLOADED, reference_folder=str(tiny_folder))
     call(worker, "update_actor", [mini_batch()])
     call(worker, "save", str(tmp_path), ["model", "optimizer", "extra", "hf_model"])
     assert not worker.policy.trained.home.on_device
     expected = weights_at_home(worker)
-    worker.close()
     other = made(OFFLOADED, reference_folder=str(tiny_folder))
     call(other, "load", str(tmp_path), ["model", "optimizer", "extra"])
     assert same(weights_at_home(other), expected)
     call(other, "update_actor", [mini_batch()])
+    updated = weights_at_home(other)
     plain = made({}, reference_folder=str(tiny_folder))
     call(plain, "load", str(tmp_path), ["model", "optimizer", "extra"])
     call(plain, "update_actor", [mini_batch()])
-    assert same(weights_at_home(other), weights_at_home(plain))
+    assert same(updated, weights_at_home(plain))
     from safetensors.torch import load_file
 
     exported = load_file(tmp_path / "huggingface" / "model.safetensors")
@@ -190,10 +190,9 @@ def ppo_step(worker, with_critic):
     return memories
 
 
-def test_a_critic_that_may_rest_holds_no_byte_of_the_device_outside_its_phases(made, tiny_folder):  # noqa: F811
+def test_a_critic_that_may_rest_holds_no_byte_of_the_device_outside_its_phases(made, tiny_folder):
     resting = {f"critic.model.fsdp_config.{name}": True for name in ("param_offload", "optimizer_offload")}
     without = ppo_step(made(TURNS), with_critic=False)
-    made.close()
     worker = made(TURNS, **critic_plan(tiny_folder, resting))
     with_critic = ppo_step(worker, with_critic=True)
     # AdamW counts the steps of each parameter in a scalar on the host, which is the device of a run on the CPU.
@@ -206,11 +205,10 @@ def test_a_critic_that_may_rest_holds_no_byte_of_the_device_outside_its_phases(m
     assert kept["update_actor"].peak_allocated_bytes > without["update_actor"].peak_allocated_bytes
 
 
-def test_the_policy_rests_while_the_critic_computes(made, tiny_folder):  # noqa: F811
+def test_the_policy_rests_while_the_critic_computes(made, tiny_folder):
     """The bytes by hand: the critic's phases hold less by the policy's parameters and moments, and nothing else changes."""
     plan = critic_plan(tiny_folder)
     here = ppo_step(made(**plan), with_critic=True)
-    made.close()
     worker = made(TURNS, **plan)
     away = ppo_step(worker, with_critic=True)
     params = sum(parameter.numel() for parameter in worker.policy.model.parameters()) * 4
@@ -220,7 +218,7 @@ def test_the_policy_rests_while_the_critic_computes(made, tiny_folder):  # noqa:
         assert saved in (3 * params, 3 * params + steps), phase
 
 
-def test_a_phase_of_the_critic_moves_the_policy_out_first(made, tiny_folder):  # noqa: F811
+def test_a_phase_of_the_critic_moves_the_policy_out_first(made, tiny_folder):
     worker = made(TURNS, **critic_plan(tiny_folder, {"critic.model.fsdp_config.param_offload": True}))
     homes = worker.policy.trained.home, worker.critic.trained.home
     for phase in ("old_log_prob", "values", "update_critic", "update_actor", "load_critic", "save_checkpoint", "gen"):
@@ -228,7 +226,7 @@ def test_a_phase_of_the_critic_moves_the_policy_out_first(made, tiny_folder):  #
             assert [home.on_device for home in homes] == [POLICY in NEEDS[phase], CRITIC in NEEDS[phase]], phase
 
 
-def test_the_turns_of_critic_and_policy_change_no_number(made, tiny_folder):  # noqa: F811
+def test_the_turns_of_critic_and_policy_change_no_number(made, tiny_folder):
     found = []
     resting = {f"critic.model.fsdp_config.{name}": True for name in ("param_offload", "optimizer_offload")}
     for policy, critic in (({}, {}), (TURNS, resting)):

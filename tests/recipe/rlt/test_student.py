@@ -15,7 +15,7 @@ from tests.recipe.rlt.test_student_pass import rows_of
 from tests.recipe.rlt.tokens import with_merges
 from tests.tensors import whole_of
 from tests.worker.test_policy import batch
-from tests.worker.test_worker import AR, made  # noqa: F401 - made is a fixture
+from tests.worker.test_worker import AR
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import Fsdp, ScoringModel
 from verl_memopt.errors import ConfigError
@@ -49,7 +49,7 @@ def student_folder(tmp_path_factory):
 
 
 @pytest.fixture
-def scoring(made, tiny_folder, student_folder):  # noqa: F811
+def scoring(made, tiny_folder, student_folder):
     """Builds a worker with policy, reference and student."""
 
     def build(mode, more=None, student_dtype="fp32"):
@@ -114,7 +114,7 @@ def test_the_student_scores_with_the_weights_of_its_folder(scoring, mode, tiny_f
         assert all(torch.equal(of_reference[name], stored[name]) for name in of_reference)
 
 
-def test_every_residency_gives_the_same_log_probs(scoring, made):  # noqa: F811
+def test_every_residency_gives_the_same_log_probs(scoring, made):
     results = {}
     for mode in ("separate", "swap", "mapped", "mapped swap", "resident", "streams"):
         results[mode] = score(scoring(mode)).value.log_probs
@@ -123,16 +123,15 @@ def test_every_residency_gives_the_same_log_probs(scoring, made):  # noqa: F811
     assert all(torch.equal(each.think, first.think) and torch.equal(each.solution, first.solution) for each in results.values())
 
 
-def test_the_reference_as_the_student_takes_no_byte(scoring, made):  # noqa: F811
+def test_the_reference_as_the_student_takes_no_byte(scoring, made):
     worker = scoring("alias_ref")
     assert worker.role.model is worker.reference
     with_student = sum(tensor.untyped_storage().nbytes() for _, tensor in worker._resident())
-    made.close()
     without = made(OFFLOADED, reference_folder=worker.plan.reference_folder)
     assert with_student == sum(tensor.untyped_storage().nbytes() for _, tensor in without._resident())
 
 
-def test_with_lora_the_policy_without_its_adapters_is_the_student(made):  # noqa: F811
+def test_with_lora_the_policy_without_its_adapters_is_the_student(made):
     more = {f"{AR}.model.lora_rank": 2, f"{AR}.actor.fsdp_config.param_offload": True}
     worker = made(more, role=StudentPlan(ScoringModel(), RltReward(), "alias_ref"))
     assert worker.role.model is worker.policy.model
