@@ -115,6 +115,24 @@ def test_the_kl_in_the_reward_and_in_the_loss_start_at_zero_and_grow(settled):
     assert second["critic/rewards/mean"] < second["critic/score/mean"]
 
 
+def test_the_coefficient_of_the_kl_follows_the_mean_over_rows_of_each_rows_mean(settled):
+    more = {
+        "algorithm.use_kl_in_reward": True,
+        "algorithm.kl_penalty": "kl",
+        "algorithm.kl_ctrl.type": "adaptive",
+        "algorithm.kl_ctrl.kl_coef": 0.5,
+        "algorithm.kl_ctrl.horizon": 100,
+    }
+    with running(settled(more)) as learner:
+        batch = learner.scored(1)
+        batch.rows = batch_of([4, 1, 1, 1, 1, 1, 1, 1])
+        # 0.88 for each token of the first row and 0 elsewhere. The mean over rows is 0.11, a tenth above the target of 0.1, and
+        # that over tokens is 0.32.
+        batch.rows.ref_log_probs = batch.rows.old_log_probs - 0.88 * (batch.rows.response_row() == 0)
+        learner.metrics(learner.advantages(batch))
+        assert learner.kl_control.coefficient == pytest.approx(0.5 * (1 + 0.1 * 8 / 100), rel=1e-6)
+
+
 def test_what_truncation_took_is_counted_step_by_step(settled):
     with running(settled({"data.truncation": "left", "data.max_prompt_length": 3})) as learner:
         found = [learner.train_step(step).metrics for step in (1, 2)]
