@@ -84,26 +84,36 @@ def test_an_orphan_that_the_guardian_never_saw_is_killed_and_nothing_else(starte
 
 
 RENEWED = """
-import os, signal, subprocess, time
+import os, signal, subprocess, sys, time
 from verl_memopt.run.processes import Guardian
 
 before = subprocess.Popen(["sleep", "300"])
 guardian = Guardian()
-child = subprocess.Popen(["sh", "-c", "sleep 300 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
-grandchild = int(child.stdout.readline())
-os.kill(guardian.pid, signal.SIGKILL)
+child = subprocess.Popen(["sleep", "300"])
+parent = subprocess.Popen(["sh", "-c", "env -i sleep 300 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
+grandchild = int(parent.stdout.readline())
+if sys.argv[1] == "all started":
+    guardian.all_started()
 killed = guardian.pid
-guardian.all_started()
-after = subprocess.Popen(["sleep", "300"])
+os.kill(killed, signal.SIGKILL)
+if sys.argv[1] == "starting":
+    guardian.all_started()
 while guardian.pid == killed:
     time.sleep(0.01)
+with guardian._changing:  # until the successor watches and knows that all have started
+    parent.kill()
+parent.wait()
+after = subprocess.Popen(["sleep", "300"])
+time.sleep(0.5)  # several looks of one that does not know it
 print(guardian.pid, before.pid, child.pid, grandchild, after.pid, flush=True)
 time.sleep(300)
 """
+"""The grandchild is found by neither its environment nor its parent, which ends once the successor watches."""
 
 
-def test_the_guardian_that_takes_the_place_of_a_killed_one_kills_the_same_processes(starter):
-    process, guardian, before, child, grandchild, after = starter("", RENEWED)
+@pytest.mark.parametrize("moment", ["starting", "all started"])
+def test_the_guardian_that_takes_the_place_of_a_killed_one_kills_the_same_processes(starter, moment):
+    process, guardian, before, child, grandchild, after = starter(moment, RENEWED)
     process.kill()
     process.wait()
     assert wait_until_gone([guardian, child, grandchild], 20) == []
