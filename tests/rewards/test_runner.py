@@ -123,6 +123,14 @@ def test_a_message_of_a_reward_steers_no_terminal(custom):
     assert str(caught.value).replace("\n", "").isprintable()
 
 
+def test_a_message_of_the_import_of_a_reward_steers_no_terminal(tmp_path):
+    (tmp_path / "reward.py").write_text("raise ValueError('\\x1b[2J\\r\\x9b1m')")
+    with RewardRunner(CustomReward(path=str(tmp_path / "reward.py")), 1) as runner, pytest.raises(RewardError) as caught:
+        runner.check()
+    assert "ValueError: \\x1b[2J\\x0d\\x9b1m" in str(caught.value)
+    assert str(caught.value).replace("\n", "").isprintable()
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [("absent.py", r"custom_reward_function\.path=.*absent\.py: there is no such file"), ("ends.py", "exited with code 5")],
