@@ -89,6 +89,14 @@ def test_sessions_of_runs_that_ended_before_yesterday_are_removed_and_no_others(
     assert {path.name for path in tmp_path.iterdir()} == set(kept)
 
 
+def test_a_start_of_ray_removes_old_sessions_first(short_folder):
+    (short_folder / "session_2026-01-01_00-00-00_000000_4194304").mkdir()
+    os.utime(next(short_folder.iterdir()), (0, 0))
+    with pytest.raises(ConfigError, match="Ray could not start"):  # because of the argument, before any process is started
+        Connection({"_temp_dir": str(short_folder), "absent": 1}, Request(1, 1, gpu=False))
+    assert list(short_folder.glob("session_*_*")) == []
+
+
 def test_rays_folder_belongs_to_the_user_alone_even_if_it_was_open_before(short_folder, monkeypatch):
     monkeypatch.setenv("RAY_TMPDIR", str(short_folder))
     folder = own_folder()
