@@ -129,9 +129,10 @@ class Bucketed(Optimizer, ABC):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether a step that is told to change nothing changes nothing, and costs nothing more.
+        """Whether the device may decide that a step is left out, so that the host need not wait for the norm.
 
-        What rests on the host passes by all the same, and numbers that are rounded by chance are drawn by the number of steps.
+        It may not where state rests on the host, which would be copied there and back for nothing, and not where values are
+        rounded by chance, because the number of steps seeds what is drawn.
         """
         plain = all(not section.format.decodes and section.gradients is None for section in self._sections)
         return plain and not self._offload and not self._stochastic
@@ -356,7 +357,10 @@ class Bucketed(Optimizer, ABC):
             torch.where(stopped.bool(), old[name], plane, out=plane)
 
     def _compared(self, work: Work) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return room for the bits of weights before an update, for where they differ, and the sum of those that do."""
+        """Return room for the bits of a bucket's weights before its update, room for which of them differ, and the count so far.
+
+        None where weights are not compared.
+        """
         if not work.compared:
             return None
         if self._changed is None:

@@ -302,7 +302,10 @@ def _vocabulary(model: PackedModel) -> list[list[nn.Module]]:
 
 
 def _neighbours(model: PackedModel, device: torch.device) -> dict[Tensor, nn.Parameter]:
-    """Return parameters that are multiplied with the same input -> ones that lie one behind another, uninitialised."""
+    """Return new parameters, uninitialised, for layers that multiply the same input: theirs lie one behind another in memory.
+
+    The keys are the parameters that they replace.
+    """
     made = dict[Tensor, nn.Parameter]()
     sides = [[getattr(module, name, None) for name in names] for module in model.modules() for names in NEIGHBOURS]
     beside: list[Any]

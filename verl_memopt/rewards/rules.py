@@ -412,7 +412,7 @@ class CodeTask:
         if compared is not None:
             shown, values = compared
             return Trial(self._whole(f"{code}\n\n{shown}"), case.stdin, partial(_shows, mark, values, right))
-        # What is printed in the end is in two halves: one comes over the standard input, before what the response reads there.
+        # The proof that the program prints at its end is split: half is in its text, and half is the first line of its input.
         half = secrets.randbits(128)
         program = _HIDDEN.format(
             os=f"_{secrets.token_hex(16)}",
