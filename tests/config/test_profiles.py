@@ -61,6 +61,7 @@ def test_a_key_of_the_users_own_still_earns_a_warning_where_it_has_no_effect(cap
 
 
 FSDP = "actor_rollout_ref.actor.fsdp_config"
+QLORA = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.quantization=nf4"]
 SHARED, MOVED, ADAPTERS = (False, True, True), (True, False, False), (False, False, False)
 """param_offload, grad_offload, split_master_weights."""
 ONE_COPY = {
@@ -69,6 +70,13 @@ ONE_COPY = {
     "SGD": (["actor_rollout_ref.actor.optim.optimizer=SGD"], SHARED),
     "two devices": ([TWO], MOVED),
     "adapters": (["actor_rollout_ref.model.lora_rank=4"], ADAPTERS),
+    "adapters on two devices": ([TWO, "actor_rollout_ref.model.lora_rank=4"], ADAPTERS),
+    "adapters on two devices beside a critic": (
+        [TWO, "actor_rollout_ref.model.lora_rank=4", "algorithm.adv_estimator=gae"],
+        MOVED,
+    ),
+    "a quantised base on two devices": ([TWO, *QLORA], ADAPTERS),
+    "a quantised base on two devices beside a critic": ([TWO, *QLORA, "algorithm.adv_estimator=gae"], ADAPTERS),
     "adapters beside a critic": (["actor_rollout_ref.model.lora_rank=4", "algorithm.adv_estimator=gae"], MOVED),
     "adapters of transformers' engine": (["actor_rollout_ref.model.lora_rank=4", f"{ROLLOUT}.name=hf"], MOVED),
     "the user's own key": ([f"{FSDP}.param_offload=true"], MOVED),
@@ -86,7 +94,7 @@ def test_on_one_device_a_profile_that_moves_the_weights_holds_one_copy_of_them_w
         fsdp = roles.actor.fsdp_config
         assert (fsdp.param_offload, fsdp.grad_offload, fsdp.split_master_weights) == expected
         if expected is not MOVED:
-            assert why_not(roles, 1, True) is None
+            assert why_not(roles, 2 if TWO in more else 1, True) is None
 
 
 def test_a_critic_beside_one_copy_rests_on_the_host_with_split_masters():

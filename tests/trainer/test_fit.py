@@ -19,6 +19,8 @@ from verl_memopt.cli import main, train
 from verl_memopt.config.loader import load_settings
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.fit import CARDS, CONTEXT, Sizes, predict
+from verl_memopt.memory.held import Pass
+from verl_memopt.memory.lora import adapter_params
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.model.weights import size_of
 from verl_memopt.trainer.build import build_run
@@ -287,14 +289,19 @@ def test_more_cards_share_a_model(capsys):
     assert said(capsys, *arguments, "--memory", "24", "--gpus", "2")[0] == 1
 
 
-SHARED = [
-    *("actor_rollout_ref.rollout.share_weights=true", "actor_rollout_ref.rollout.dtype=bfloat16"),
-    "actor_rollout_ref.actor.fsdp_config.split_master_weights=true",
-]
+SHARED = ["actor_rollout_ref.rollout.share_weights=true", "actor_rollout_ref.rollout.dtype=bfloat16"]
+SPLIT = [*SHARED, "actor_rollout_ref.actor.fsdp_config.split_master_weights=true"]
+ADAPTERS = [*SHARED, "actor_rollout_ref.model.lora_rank=16"]
 GRADIENTS_OFF = [f"actor_rollout_ref.actor.fsdp_config.{key}=true" for key in ("grad_offload", "optimizer_offload")]
 
 
-@pytest.mark.parametrize("more", [SHARED, [*SHARED, *GRADIENTS_OFF]])
+@pytest.mark.parametrize(
+    "more",
+    [
+        SPLIT, [*SPLIT, *GRADIENTS_OFF], ADAPTERS, [*ADAPTERS, "actor_rollout_ref.actor.fsdp_config.gradient_sync=last"],
+        [*ADAPTERS, *GRADIENTS_OFF, "actor_rollout_ref.model.quantization=nf4"],
+    ],
+)  # fmt: skip
 def test_ranks_that_share_weights_with_their_engines_hold_no_more_than_was_predicted(more):
     """The real step of the first of eight, on fake tensors: no gathered copy, and no bucket in the sync."""
     shape = replace(SHAPES["0.6b"], num_layers=2, vocab_size=8192)
@@ -302,7 +309,8 @@ def test_ranks_that_share_weights_with_their_engines_hold_no_more_than_was_predi
     base += [f"actor_rollout_ref.{key}_max_token_len_per_gpu=1024" for key in ("actor.ppo", "rollout.log_prob")]
     case = Case(shape, 128, 128, 4, groups=2, overrides=(*base, *more))
     step = call_in_fake_process("benchmarks.gpu_cost.one_copy:phases", case, False, 8)["phases"]
-    peaks = predict(settings_of(case, Path("none"), 8), Sizes(shape_size(shape)), step.keys(), "cuda").phases
+    settings = settings_of(case, Path("none"), 8)
+    peaks = predict(settings, Sizes(shape_size(shape)), step.keys(), "cuda").phases
     of_tensors = {
         phase: sum(each for kind, each in kinds.items() if kind not in ("context", "allocator", "engine"))
         for phase, kinds in peaks.items()
@@ -310,8 +318,9 @@ def test_ranks_that_share_weights_with_their_engines_hold_no_more_than_was_predi
     assert step.keys() >= {"old_log_prob", "update_actor", "update_weights"}
     assert {phase: (step[phase]["peak"], most) for phase, most in of_tensors.items() if step[phase]["peak"] > most} == {}
     assert "gathered" not in step["update_actor"]["bus"]
-    params = shape_size(shape).params
-    assert step["update_weights"]["bus"]["gathered"] == pytest.approx(2 * params * 7 / 8, rel=1e-3)
+    shapes = shape_size(shape).shapes(settings.actor_rollout_ref, Pass(1, 1, 1, 1), "cuda")
+    updated = 4 * adapter_params(shapes) if more[: len(ADAPTERS)] == ADAPTERS else 2 * shapes.params
+    assert step["update_weights"]["bus"]["gathered"] == pytest.approx(updated * 7 / 8, rel=1e-3)
     assert step["update_weights"]["peak"] == pytest.approx(of_tensors["update_weights"], rel=0.02)
 
 

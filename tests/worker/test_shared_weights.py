@@ -220,10 +220,6 @@ OBSTACLES = {
         {"trainer.n_gpus_per_node": 2, f"{AR}.rollout.tensor_model_parallel_size": 2},
         f"{AR}.rollout.tensor_model_parallel_size=2",
     ),
-    "adapters on several devices": ({"trainer.n_gpus_per_node": 2, f"{AR}.model.lora_rank": 4}, f"{AR}.model.lora_rank=4"),
-    "adapters without vLLM": (
-        {f"{AR}.model.lora_rank": 4, f"{AR}.rollout.name": "hf"}, f"{AR}.model.lora_rank=4, {AR}.rollout.name=hf"
-    ),
     "adapters too wide for vLLM": ({f"{AR}.model.lora_rank": 600}, f"{AR}.model.lora_rank=600"),
     "an engine in bfloat16": ({f"{AR}.rollout.dtype": "bfloat16"}, f"{AR}.rollout.dtype=bfloat16"),
     "masters in fp32": (
@@ -239,7 +235,8 @@ def test_where_the_numbers_would_differ_asking_for_it_is_refused_and_auto_says_w
     least = {"data.train_files": "none", "data.val_files": None, "algorithm.adv_estimator": "rloo", f"{AR}.model.path": "m"}
     least |= {f"{AR}.rollout.n": 2, f"{AR}.actor.use_dynamic_bsz": True, f"{AR}.rollout.dtype": "fp32", f"{ACTOR}.dtype": "fp32"}
     settings, named = OBSTACLES[case]
-    assert all(why_not(settings_from_mapping(least).actor_rollout_ref, devices, False) is None for devices in (1, 2))
+    for model in ({}, {f"{AR}.model.lora_rank": 4}, {f"{AR}.model.lora_rank": 4, f"{AR}.model.quantization": "nf4"}):
+        assert all(why_not(settings_from_mapping(least | model).actor_rollout_ref, devices, False) is None for devices in (1, 2))
     with pytest.raises(ConfigError) as error:
         settings_from_mapping(least | settings | {KEY: True})
     assert f"{KEY}=true" in str(error.value)
@@ -250,11 +247,21 @@ def test_where_the_numbers_would_differ_asking_for_it_is_refused_and_auto_says_w
     assert named.partition("=")[0] in reason
 
 
-@pytest.mark.parametrize(("devices", "share", "shares"), [(1, "auto", True), (2, "auto", False), (2, True, True)])
-def test_where_an_engine_that_sleeps_would_leave_more_room_to_shards_auto_does_not_share(devices, share, shares):
+QUANTIZED = {f"{AR}.model.lora_rank": 4, f"{AR}.model.quantization": "int8"}
+"""A base that FSDP2 cannot shard for an engine."""
+
+
+@pytest.mark.parametrize(
+    ("devices", "share", "model", "shares"),
+    [
+        (1, "auto", {}, True), (2, "auto", {}, False), (2, True, {}, True), (2, "auto", {f"{AR}.model.lora_rank": 4}, False),
+        (2, "auto", QUANTIZED, True),
+    ],
+)  # fmt: skip
+def test_where_an_engine_that_sleeps_would_leave_more_room_to_shards_auto_does_not_share(devices, share, model, shares):
     least = {"data.train_files": "none", "data.val_files": None, "algorithm.adv_estimator": "rloo", f"{AR}.model.path": "m"}
     least |= {f"{AR}.rollout.n": 2, f"{AR}.actor.use_dynamic_bsz": True, f"{AR}.rollout.dtype": "fp32", f"{ACTOR}.dtype": "fp32"}
-    roles = settings_from_mapping(least | {"trainer.n_gpus_per_node": devices, KEY: share}).actor_rollout_ref
+    roles = settings_from_mapping(least | model | {"trainer.n_gpus_per_node": devices, KEY: share}).actor_rollout_ref
     assert why_not(roles, devices, False) is None
     reason = why_not(roles, devices, True)
     assert (reason is None) == shares

@@ -17,12 +17,13 @@ from verl_memopt.algorithms.records import (
     WITHOUT_GROUPS,
     with_input,
 )
-from verl_memopt.config.keys import IS_SET, belongs, idle, leaf_types, other_than, refused, shown
+from verl_memopt.config.keys import IS_SET, above, belongs, idle, leaf_types, other_than, refused, shown
 from verl_memopt.config.reward_rules import ENABLE, even_shards, own_pool
 from verl_memopt.config.schema import Settings
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.critic_rules import has_critic, with_critic
-from verl_memopt.memory.knob import Refusal, UnusedKey, data_ranks, for_devices
+from verl_memopt.memory.knob import DEVICES, Refusal, UnusedKey, data_ranks, for_devices, num_devices
+from verl_memopt.memory.quantized_base import KEY as QUANTIZATION
 from verl_memopt.recipes import RECIPES
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -215,6 +216,12 @@ SUPERVISED_RULES: tuple[Refusal, ...] = (
         {"debug.mode": _MODES.__contains__, _ESTIMATOR: SFT},
         "this mode looks at rollouts",
         "Set debug.mode=off, dry, forge, memory or deterministic.",
+    ),
+    refused(
+        {QUANTIZATION: other_than("none"), _ESTIMATOR: SFT, **dict.fromkeys(DEVICES, above(0))},
+        "on several devices FSDP2 would shard the bytes, unless they are an engine's weights, and there is no engine",
+        f"Use one device, or set {QUANTIZATION}=none.",
+        lambda settings: num_devices(settings) > 1,
     ),
 )
 """What a supervised run refuses, for :mod:`verl_memopt.config.checks`."""

@@ -111,7 +111,7 @@ def settings_from_mapping(
         if profiles.can_be(instead[0]):
             (settings, values, _), of_presets, translated = instead, of_presets | one_copy.keys(), translated | one_copy
             shared = ", ".join(f"{key}={shown(value)}" for key, value in one_copy.items())
-            logger.info("on one device the profile sets one copy of the weights instead of moving them: %s", shared)
+            logger.info("on each device the profile sets one copy of the weights instead of moving them: %s", shared)
     if not mistyped and (streams := profiles.streamed(settings, _by_user(translated, of_presets, written))):
         of_presets, translated = of_presets | streams.keys(), translated | streams
         settings, values, _ = build(translated)

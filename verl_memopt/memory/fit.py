@@ -272,9 +272,10 @@ class _Prediction:
         weights = self.shared_weights or width(rollout.dtype) * self.sizes.policy.params / rollout.tensor_model_parallel_size
         rank, size = self.roles.model.lora_rank, self.sizes.policy
         weights += size.layers * 4 * 512 * width(rollout.dtype) if self._packed else 0  # what bytes of codes stand for
-        if rank and self.shares:  # vLLM's places for the adapters of a base that it shares; embedding and head have places too
-            matrices = 2 * (size.vocab + size.hidden)
-            weights += width(rollout.dtype) * slot_rank(rank) * (self.policy.adapters / rank + matrices)
+        if rank and self.shares:  # the engine's places for adapters of a base that it shares; vLLM's embedding and head have some
+            matrices = 2 * (size.vocab + size.hidden) if rollout.name == "vllm" else 0
+            places = slot_rank(rank) if rollout.name == "vllm" else rank
+            weights += width(rollout.dtype) * places * (self.policy.adapters / rank + matrices)
         return weights + (sampler_bytes(rollout.max_num_seqs, size.vocab) if vllm else 4096)
 
     @property
@@ -460,8 +461,9 @@ class _Prediction:
         bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB if policy.ranks > 1 and not self.shares else 0
         # A tensor of LoRA is merged with its adapter in fp32, and cast.
         merged = 14 * policy.size.hidden * max(policy.size.mlp, policy.size.heads * policy.size.head_dim)
-        # Adapters by themselves are copied, and those of layers that vLLM has fused put together.
-        merged = 0 if not policy.adapters else 3 * width(rollout.dtype) * policy.adapters if self.shares else merged
+        if self.shares:  # vLLM gets copies of adapters, and puts those of fused layers together
+            merged = 3 * width(rollout.dtype) * policy.adapters if rollout.name == "vllm" else 0
+        merged = merged if policy.adapters else 0
         whole = width(rollout.dtype) * policy.size.params
         parts.append({"sync bucket": 2 * min(bucket, whole), "activations": merged})
         return parts

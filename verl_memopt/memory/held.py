@@ -150,7 +150,7 @@ class Held:
     @property
     def params(self) -> float:
         """Bytes of its masters on one rank."""
-        return self.base + self.adapters * self.at_rest.master_bytes / self.ranks
+        return self.base + self.adapters * self.at_rest.master_bytes / (1 if self.whole else self.ranks)
 
     @property
     def base(self) -> float:
@@ -172,7 +172,7 @@ class Held:
 
     @property
     def _base_rests_as_computed(self) -> bool:
-        return self.trained and base_rests_as_computed(self.roles.model.lora_rank, self.fsdp, self.ranks)
+        return self.trained and base_rests_as_computed(self.roles.model.lora_rank, self.fsdp, self.ranks == 1 or self.whole)
 
     @property
     def learning(self) -> float:
@@ -439,14 +439,17 @@ class Held:
                 "whole gradients": grads * matrix + whole,
             }
         elif self.whole:
-            # A unit's gradients are whole until they are reduced, those of the root to the end of a backward.
+            # A unit's gradients are whole until they are reduced, those of the root to the end of a backward. Adapters have the
+            # dtype of the masters, and lie in blocks alone.
+            size, per_block = (s.master_bytes, self.adapters / s.layers) if frozen else (b, s.block_params)
+            root, own, matrix = (0, 0, 0) if frozen else (root, own, matrix)
             summed = self.fsdp.gradient_sync == "last" and not work.alone
-            whole = b * self.learning * self.ranks if summed else b * root
-            at_head = {"activations": kept + states, **self._reduction(own), "whole gradients": whole + b * own}
-            head["whole gradients"] = whole + b * own
-            blocks |= self._reduction(s.block_params)
-            blocks["whole gradients"] = whole + b * s.block_params
-            head, end = dict(largest([head, at_head])), end | self._reduction(matrix) | {"whole gradients": whole + b * own}
+            whole = size * self.learning * self.ranks if summed else size * root
+            at_head = {"activations": kept + states, **self._reduction(own), "whole gradients": whole + size * own}
+            head["whole gradients"] = whole + size * own
+            blocks |= self._reduction(per_block)
+            blocks["whole gradients"] = whole + size * per_block
+            head, end = dict(largest([head, at_head])), end | self._reduction(matrix) | {"whole gradients": whole + size * own}
         return [head, blocks, end, {"optimizer scratch": self._step_scratch}]
 
     def _reduction(self, params: float) -> dict[str, float]:

@@ -4,9 +4,9 @@ Use it when: gradients and optimizer state do not fit, and low-rank training is 
 Saves: gradients and optimizer state of all frozen parameters (12 bytes each with fp32 AdamW), and the second model of a KL.
 Costs: two thin products per layer. An engine that shares the base computes them too; another gets merged weights, one tensor at
     a time.
-Works with: ``rollout.share_weights``, ``model.quantization`` of the base, checkpointing, every packing knob. On one device the
-    base rests in the precision that computes. It refuses a reference of another path, and ``ref.quantization``. Source: arXiv
-    2106.09685.
+Works with: ``rollout.share_weights``, ``model.quantization`` of the base, checkpointing, every packing knob. On one device, and
+    on several that share the base with their engines, it rests in the precision that computes. It refuses a reference of another
+    path, and ``ref.quantization``. Source: arXiv 2106.09685.
 """
 
 from __future__ import annotations
@@ -55,14 +55,15 @@ def slot_rank(rank: int) -> int:
     return next(size for size in SLOT_RANKS if size >= rank)
 
 
-def base_rests_as_computed(lora_rank: int, fsdp: TrainedFsdp, devices: int) -> bool:
+def base_rests_as_computed(lora_rank: int, fsdp: TrainedFsdp, whole: bool) -> bool:
     """Return whether the frozen base rests in the dtype that computes, and only the adapters in that of the masters.
 
     Nothing updates the base, so it needs no more digits than compute has. If the masters have fewer digits than compute, the base
-    rests as they do. On several devices FSDP2 casts the masters of a whole unit.
+    rests as they do. ``whole``: each device holds all of the base, because there is one device, or because the engine's weights
+    are the base. Elsewhere FSDP2 casts the masters of a whole unit.
     """
     masters_have_enough = fsdp.model_dtype in ("fp32", fsdp.dtype)
-    return lora_rank > 0 and devices == 1 and not fsdp.offload_policy and masters_have_enough
+    return lora_rank > 0 and whole and not fsdp.offload_policy and masters_have_enough
 
 
 def _adapts(settings: Settings) -> bool:

@@ -11,7 +11,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ from verl_memopt.memory.quantized_frozen_torch import QuantizedLinear, quantized
 KEY = "actor_rollout_ref.model"
 ADAPTERS = ("lora_A", "lora_B")
 """Names of a layer's trainable parameters, as in the peft format."""
+PEFT = "base_model.model."
+"""How names in the peft format begin."""
 
 
 class LoraLinear(nn.Linear):
@@ -113,10 +115,15 @@ def apply_lora(
         endings = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in linears}))
         raise ConfigError(f"{key}.target_modules={target_modules}: no linear layer is chosen. Its layers end in {endings}.")
     for name in chosen:
-        layer = linears[name]
-        kind: Any = QuantizedLoraLinear if isinstance(layer, QuantizedLinear) else LoraLinear
-        model.set_submodule(name, kind(layer, rank, alpha / rank, dtype))
+        _adapt(model, name, rank, alpha / rank, dtype)
     return chosen
+
+
+def _adapt(model: nn.Module, name: str, rank: int, scale: float, dtype: torch.dtype | None = None) -> None:
+    """Put a layer with an adapter in the place of a plain one."""
+    layer = model.get_submodule(name)
+    kind: Any = QuantizedLoraLinear if isinstance(layer, QuantizedLinear) else LoraLinear
+    model.set_submodule(name, kind(layer, rank, scale, dtype))
 
 
 def _matches(name: str, wanted: str | Sequence[str] | None) -> bool:
@@ -175,8 +182,8 @@ def merged_weights(
     """Yield each base tensor once, with its adapter added in fp32 where it has one. Adapters are left out.
 
     A merged tensor is sharded as its base is, and computed when it is asked for. All ranks must consume in step, because the
-    small A of a layer is gathered. ``exact`` returns the unquantised weight of a quantised layer by its name; None = its bytes
-    are decoded.
+    small A of a layer is gathered, and B too where the base is whole. ``exact`` returns the unquantised weight of a quantised
+    layer by its name; None = its bytes are decoded.
     """
     layers = {f"{name}.weight": layer for name, layer in adapters(model).items()}
     packed = {f"{name}.qweight": layer for name, layer in quantized_layers(model).items()}
@@ -194,13 +201,17 @@ def merged_weights(
 def _merged(weight: Tensor, layer: LoraLinear) -> Tensor:
     with torch.no_grad():
         if not isinstance(weight, DTensor):
-            return with_adapter(weight, layer.lora_A, layer.lora_B, layer.scale)
+            return with_adapter(weight, _gathered(layer.lora_A), _gathered(layer.lora_B), layer.scale)
         assert isinstance(layer.lora_A, DTensor)
         assert isinstance(layer.lora_B, DTensor)
         local = with_adapter(weight.to_local(), layer.lora_A.full_tensor(), layer.lora_B.to_local(), layer.scale)
         return DTensor.from_local(
             local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
         )
+
+
+def _gathered(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def with_adapter(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
@@ -236,16 +247,30 @@ def save_adapter(folder: Path, model: nn.Module, base: str, rank: int, alpha: fl
 def stored_adapters(model: nn.Module) -> dict[str, Tensor]:
     """Return the adapters by their names in the peft format."""
     layers = adapters(model).items()
-    return {f"base_model.model.{name}.{part}.weight": getattr(layer, part) for name, layer in layers for part in ADAPTERS}
+    return {f"{PEFT}{name}.{part}.weight": getattr(layer, part) for name, layer in layers for part in ADAPTERS}
+
+
+@torch.no_grad()
+def copy_adapters(tensors: Mapping[str, Tensor], model: nn.Module, alpha: float) -> None:
+    """Copy adapters, by their names in the peft format, into a frozen model, whose layers get places for them the first time."""
+    if not adapters(model):
+        layers = {
+            name.removeprefix(PEFT).removesuffix(".lora_A.weight"): each for name, each in tensors.items() if "lora_A" in name
+        }
+        for name, down in layers.items():
+            _adapt(model, name, down.shape[0], alpha / down.shape[0])
+        model.requires_grad_(False)
+    for name, own in stored_adapters(model).items():
+        own.copy_(tensors[name])
 
 
 def _beside(trained: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    return {f"base_model.model.{name}": parameter for name, parameter in trained.items()}
+    return {f"{PEFT}{name}": parameter for name, parameter in trained.items()}
 
 
 def _on_host(parameter: Tensor, wanted: bool) -> Tensor:
     """Return the whole tensor on the host, or where it is not wanted an empty one. Every rank gathers in step."""
-    whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    whole = _gathered(parameter)
     # copy=True, because on a CPU run `to` would return the parameter's own memory.
     return whole.detach().to("cpu", copy=True).contiguous() if wanted else torch.empty(0)
 

@@ -6,7 +6,8 @@ Saves: what the keys it sets save. A run logs them, and ``verl-memopt train memo
 Costs: what those keys cost.
 Works with: every recipe and every key. A key on the command line wins over the profile's. On one device a profile that offloads
     weights has one copy of them instead: ``rollout.share_weights``, and ``split_master_weights`` and ``grad_offload`` where all
-    weights train, without ``param_offload``. A reference on one device streams: ``ref.fsdp_config.param_offload=stream``.
+    weights train, without ``param_offload``. With LoRA it is so on each of several devices. A reference on one device streams:
+    ``ref.fsdp_config.param_offload=stream``.
 """
 
 from __future__ import annotations
@@ -33,20 +34,23 @@ KNOB = Knob(cost="what its keys cost", besides=tuple(f"memory={name}" for name i
 def one_copy(settings: Settings, written: Set[str]) -> dict[str, object]:
     """Return what a profile that offloads the policy's parameters sets instead where one device holds all: key -> value.
 
-    One copy of the weights stays on the device, for trainer and engine. All else rests on the host. {} where that cannot be, or
-    where the user has ``written`` one of the keys. ``settings`` have the profile's keys.
+    One copy of the weights stays on the device, for trainer and engine. All else rests on the host. With adapters it is so on
+    each of several devices: a sync to an engine with a copy of its own would hold the most. {} where that cannot be, or where the
+    user has ``written`` one of the keys. ``settings`` have the profile's keys.
     """
     roles = settings.actor_rollout_ref
     fsdp = roles.actor.fsdp_config
     adapts, shares = roles.model.lora_rank > 0, roles.rollout.name == "vllm"
-    if num_devices(settings) > 1 or not fsdp.param_offload:
+    several, quantized = num_devices(settings) > 1, roles.model.quantization != "none"
+    if (several and not adapts) or not fsdp.param_offload:
         return {}
-    if adapts and (not shares or has_critic(settings)):
+    must = several and quantized  # FSDP2 cannot shard the base
+    if adapts and (not shares or (has_critic(settings) and not must)):
         return {}  # a frozen base gains little by being shared, and a critic has more room where the base leaves
     keys: dict[str, object] = {ACTOR_KEY: False}
     if not adapts:  # what learns is small with adapters
         keys |= {grad_offload.KEY: True, split_masters.KEY: _has_remainder(fsdp)}
-    if not shares:  # with vLLM the default shares
+    if not shares or several:  # with vLLM on one device the default shares
         keys[shared_weights.KEY] = True
     if has_critic(settings) and not settings.critic.model.lora_rank and devices_of(settings, "critic") == 1:
         critic = settings.critic.model.fsdp_config

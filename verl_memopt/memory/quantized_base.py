@@ -4,9 +4,10 @@ Use it when: the frozen base takes most of the device, and the rounding of its w
 Saves: per parameter of the blocks' linear layers, all but 1.03 bytes with int8 and all but 0.56 with nf4, in update and rollout.
 Costs: each product decodes its layer again, in rollouts too. The base is another one than the model's; its error is measured at
     load and logged.
-Works with: ``rollout.share_weights``, ``param_offload``, every knob of blocks. Embedding, norms and head stay as they are. An
-    engine that does not share gets whole weights, decoded and merged. A saved model has the adapters merged into the unquantised
-    weights. It refuses several devices, ``offload_policy``, and training without LoRA. Source: arXiv 2305.14314.
+Works with: ``rollout.share_weights``, every knob of blocks. Embedding, norms and head stay as they are. On several devices each
+    has the whole base, which policy and engine share. On one an engine that does not share gets whole weights, decoded and
+    merged, and ``param_offload`` may move the bytes. A saved model has the adapters merged into the unquantised weights. It
+    refuses ``offload_policy``, training without LoRA, and several devices that do not share. Source: arXiv 2305.14314.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from verl_memopt.memory import shared_weights
 from verl_memopt.memory.formulas import Shapes
 from verl_memopt.memory.knob import DEVICES, Claim, Knob, LadderRow, Refusal, num_devices
 
@@ -37,6 +39,12 @@ class QuantizedBase:
 
 def _where(also: Callable[[Settings], bool]) -> Callable[[Settings], bool]:
     return lambda settings: settings.actor_rollout_ref.model.quantization != "none" and also(settings)
+
+
+def _would_be_sharded(settings: Settings) -> bool:
+    """Return whether there are several devices, and policy and engines hold a copy of the weights each."""
+    devices = num_devices(settings)
+    return devices > 1 and shared_weights.why_not(settings.actor_rollout_ref, devices, sleeps=True) is not None
 
 
 def _packed(shapes: Shapes) -> int:
@@ -62,9 +70,9 @@ KNOB = Knob(
         ),
         Refusal(
             (KEY, *DEVICES),
-            _where(lambda settings: num_devices(settings) > 1),
-            "several devices hold a shard of the bytes each, and an engine needs them whole",
-            f"Use one device, or set {KEY}=none.",
+            _where(_would_be_sharded),
+            "on several devices FSDP2 would shard the bytes, unless they are the engines' weights",
+            f"Set {shared_weights.KEY}=true (an error names what is in its way), use one device, or set {KEY}=none.",
         ),
         Refusal(
             (KEY, _NATIVE),
@@ -81,5 +89,5 @@ KNOB = Knob(
     ),
     claims=(Claim("update_actor", "params", lambda before, after: before.compute_bytes * before.linear_params - _packed(after)),),
     row=LadderRow(211, on=(f"{KEY}=nf4",), off=(f"{KEY}=none",), on_top_of="lora"),
-    no_factor={KEY: "for one device and adapters alone; its own tests combine it"},
+    no_factor={KEY: "for adapters alone, on a base that is whole; its own tests combine it"},
 )

@@ -3,7 +3,7 @@
 The policy's frozen base under adapters is one. Gradients pass through the decoded weight, which backward decodes again.
 
 Bytes saved: b_w - 1.03 bytes for each parameter in the blocks' linear layers with int8 (groups of 128), and b_w - 0.56 with nf4
-(groups of 64). b_w is the width of the masters. Codes are sharded over ranks as weights are.
+(groups of 64). b_w is the width of the masters. Codes are sharded over ranks as weights are, unless an engine shares them.
 
 Not exact: the worker measures the error of the log-probs when it loads the model, and logs it.
 

@@ -9,8 +9,9 @@ Costs: nothing in time. While the trainer computes, a sleeping engine gives up i
     On W devices an update then holds (1 - 1/W) of the weights more than FSDP2 does beside an engine that sleeps whole.
 Works with: gradient checkpointing, every attention path, ``optimizer_offload``, ``grad_offload``, ``fsdp_size``, sequence
     parallelism, tied heads, checkpoints and exports. A run may resume with or without it, on any number of devices. With LoRA
-    one device shares the frozen base, and its engine gets the adapters alone. It refuses tensor-parallel engines,
-    ``param_offload`` and two precisions of the weights. On several devices an update does not go on after an out-of-memory error.
+    each device shares the whole frozen base, quantised or not, and its engine gets the adapters alone. It refuses
+    tensor-parallel engines, ``param_offload`` and two precisions of the weights. On several devices an update does not go on
+    after an out-of-memory error.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from verl_memopt.memory.formulas import width
-from verl_memopt.memory.knob import DEVICES, Claim, Knob, LadderRow, Range, Refusal, UnusedKey, num_devices
+from verl_memopt.memory.knob import Claim, Knob, LadderRow, Range, Refusal, UnusedKey, num_devices
 from verl_memopt.memory.lora import SLOT_RANKS, base_rests_as_computed
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ class SharedWeights:
     share_weights: Annotated[bool | str, CHOICE] = "auto"
     """The trainer's weights are the engine's own parameters: one copy on the device, and no weight sync. On several devices with
     an engine each, a sync brings each device the rows that the others have updated. auto = true with ``name=vllm`` where the
-    numbers stay the same and no phase holds more, which the log says, or why not; true = an error where they would not."""
+    numbers stay the same and no phase holds more, and on several devices with a quantised base, which the log says, or why not;
+    true = an error where they would not."""
 
 
 @dataclass(frozen=True)
@@ -68,20 +70,8 @@ OBSTACLES = (
         f"Set {_TENSOR_PARALLEL}=1",
     ),
     Obstacle(
-        (_RANK, *DEVICES),
-        lambda roles, devices: roles.model.lora_rank > 0 and devices > 1,
-        "on several devices a base under adapters is sharded with their precision",
-        "Use one device",
-    ),
-    Obstacle(
-        (_RANK, _ENGINE),
-        lambda roles, _: roles.model.lora_rank > 0 and roles.rollout.name != "vllm",
-        "the engine has no adapters of its own and needs them merged into its weights, and the trainer needs them apart",
-        f"Set {_ENGINE}=vllm",
-    ),
-    Obstacle(
         (_RANK,),
-        lambda roles, _: roles.model.lora_rank > SLOT_RANKS[-1],
+        lambda roles, _: roles.rollout.name == "vllm" and roles.model.lora_rank > SLOT_RANKS[-1],
         f"vLLM has room for adapters up to rank {SLOT_RANKS[-1]}",
         f"Set {_RANK}={SLOT_RANKS[-1]}",
     ),
@@ -93,10 +83,10 @@ OBSTACLES = (
     ),
     Obstacle(
         (_MASTERS, _COMPUTE),
-        lambda roles, devices: (
+        lambda roles, _: (
             roles.actor.fsdp_config.model_dtype != roles.actor.fsdp_config.dtype
             and not roles.actor.fsdp_config.split_master_weights
-            and not base_rests_as_computed(roles.model.lora_rank, roles.actor.fsdp_config, devices)
+            and not base_rests_as_computed(roles.model.lora_rank, roles.actor.fsdp_config, whole=True)
         ),
         "the trainer's masters rest in another precision than the one both compute in",
         f"Set {_SPLIT}=true, or {_MASTERS} to the precision of compute,",
@@ -130,7 +120,9 @@ def why_not(roles: ActorRolloutRef, devices: int, sleeps: bool) -> str | None:
             return f"{each.because} ({', '.join(each.keys)}). {each.way_out} to share them."
     if roles.rollout.name != "vllm" and roles.rollout.share_weights is not True:
         return f"auto shares those of {_ENGINE}=vllm alone. Set {KEY}=true to share them."
-    if devices > 1 and sleeps and roles.rollout.share_weights is not True:
+    # FSDP2 would shard the bytes of a quantised base, and an engine needs them whole.
+    must = roles.rollout.share_weights is True or roles.model.quantization != "none"
+    if devices > 1 and sleeps and not must:
         return (
             f"an update would hold whole weights on each of {devices} devices, and holds a shard while the engine sleeps. Set "
             f"{KEY}=true to share them: it saves a shard in rollouts, the copies that FSDP2 gathers, and most of the sync."

@@ -1,13 +1,17 @@
 """Whole weights on each of several ranks, the engine's own, of which a rank updates its rows alone.
 
-A weight has two faces. The whole one is a view of this rank's engine, and computes. The other is a DTensor of this rank's rows,
-as FSDP2 shards them, and is a view of the same memory: it is what optimizer, norm, checkpoints and everything else outside of a
-pass see. A gradient is reduced and scattered as soon as its unit has it, onto the rows. After a step each rank has its own rows
-in place, and gathers those of the others straight into theirs, which is the weight sync too.
+A trained weight has two faces. The whole one is a view of this rank's engine, and computes. The other is a DTensor of this rank's
+rows, as FSDP2 shards them, and is a view of the same memory: it is what optimizer, norm, checkpoints and everything else outside
+of a pass see. A gradient is reduced and scattered as soon as its unit has it, onto the rows. After a step each rank has its own
+rows in place, and gathers those of the others straight into theirs, which is the weight sync too.
+
+With LoRA the adapters are what is trained. A frozen base is whole at all times: nothing updates it, so it has no rows.
 
 Bytes, for N parameters, N_u of the largest unit and W ranks: b_c x N of weights, whoever computes, and N / W of gradients and
 moments. FSDP2 beside an engine holds b_c x N, b_w x N / W and b_c x 2 x N_u of gathered ones. An engine that sleeps leaves the
-first of these outside of rollouts, and one that shares does not: then an update holds b_c x N x (1 - 1/W) more.
+first of these outside of rollouts, and one that shares does not: then an update holds b_c x N x (1 - 1/W) more. With N_a
+parameters of adapters there are b_c x N of a base, or its packed bytes, b_w x N_a of whole adapters, and N_a / W of gradients and
+moments.
 """
 
 from __future__ import annotations
@@ -48,7 +52,7 @@ class _Unit:
 
 
 class SharedRows:
-    """The weights of a model that lie whole on every rank. Outside of a pass the model has the rows in their place.
+    """The trained weights of a model that lie whole on every rank. Outside of a pass the model has the rows in their place.
 
     All ranks call the same methods in the same order.
 
@@ -67,17 +71,16 @@ class SharedRows:
         self._weights: list[_Weight] = []
         self._units: list[_Unit] = []
         self._unit_of: dict[int, _Unit] = {}
-        self._whole_of: dict[int, nn.Parameter] = {}
         self._under_way: tuple[Any, list[_Weight], Tensor, Tensor] | None = None
         self._computes = False
         self.stale, self.reduces = True, True
 
     def take_over(self, model: nn.Module) -> None:
-        """Put rows in the places of the whole parameters of a model, whose next forward gathers them first."""
+        """Put rows in the places of the trained parameters of a model, whose next forward gathers them first."""
         places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for module in model.modules():
             for name, parameter in module._parameters.items():
-                if parameter is not None:
+                if parameter is not None and parameter.requires_grad:
                     places.setdefault(parameter, []).append((module, name))
         # What belongs to no unit is complete at the end of a backward alone: a tied matrix gets its second gradient there.
         self._units = [*(_Unit() for _ in self._modules), _Unit(late=True)]
@@ -90,16 +93,12 @@ class SharedRows:
             unit = unit_of.get(whole, self._units[-1])
             unit.weights.append(weight)
             self._weights.append(weight)
-            self._unit_of[id(whole)], self._whole_of[id(weight.rows)] = unit, whole
+            self._unit_of[id(whole)] = unit
             # The garbage collector does not see what parameters refer to, so they must not keep this object alive.
             whole.register_post_accumulate_grad_hook(lambda parameter: weak.take(parameter))
             setattr(whole, HOME, weak)
         self._put()
         model.register_forward_pre_hook(lambda *_: weak.compute())
-
-    def whole(self, rows: Tensor) -> nn.Parameter:
-        """Return the whole weight of a parameter that the model has outside of a pass."""
-        return self._whole_of[id(rows)]
 
     def compute(self) -> None:
         """Put the whole weights in place for a pass, up to date."""

@@ -95,7 +95,7 @@ def parallelize(
     """
     precision, offload = mixed_precision(*dtypes), native_offload(fsdp.offload_policy)
     if use.quantization != "none":
-        if not stays_plain(mesh, precision, offload) and TORCH < SHARDS_BYTES:
+        if not (use.replicated or stays_plain(mesh, precision, offload)) and TORCH < SHARDS_BYTES:
             raise ConfigError(
                 f"{use.fsdp_key.rpartition('.')[0]}.quantization={use.quantization}: torch {torch.__version__} cannot shard "
                 f"quantized parameters. Install torch 2.13 or newer, set quantization=none, or keep the model unsharded: one "
@@ -237,7 +237,7 @@ def _rests_as_computed(model: Model | CriticModel, fsdp: Fsdp, mesh: DeviceMesh,
     """Return whether the parameters rest in the dtype that computes. Elsewhere more digits of those that are trained are kept."""
     if not use.trained or not isinstance(fsdp, TrainedFsdp):
         return False
-    return fsdp.split_master_weights or base_rests_as_computed(model.lora_rank, fsdp, mesh.size())
+    return fsdp.split_master_weights or base_rests_as_computed(model.lora_rank, fsdp, mesh.size() == 1 or use.replicated)
 
 
 def _check_heads(config: Any, ranks: int, use: ModelUse) -> None:

@@ -12,6 +12,8 @@ from verl_memopt.config import schema
 from verl_memopt.distributed.device import empty_cache
 from verl_memopt.errors import ConfigError, Stopped
 from verl_memopt.memory.host_buffers import host_buffer
+from verl_memopt.memory.lora_torch import copy_adapters, stored_adapters
+from verl_memopt.memory.quantized_frozen_torch import quantize_blocks
 from verl_memopt.memory.weight_buckets_torch import Weights, WeightSlice
 from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.model.weights import rebuild_buffers
@@ -97,17 +99,20 @@ class HfEngine:
                 own.copy_(part.tensor)
 
     def share_weights(self) -> dict[str, torch.Tensor]:
-        """Return the parameters."""
-        weights = {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+        """Return the parameters, without adapters."""
+        parameters = dict(self._model.named_parameters())
+        weights = {name: parameters[name].detach() for name in self._expected.shapes}
         self._shared = SharedPlaces(self._model, weights)
         return weights
 
     def weights_changed(self, weights: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor] = NO_ADAPTERS) -> None:
-        """Check that the weights are still shared. There is no prefix cache."""
+        """Check that the weights are still shared, and take over the adapters. There is no prefix cache."""
         assert self._shared is not None, "the weights are not shared"
-        assert not adapters, "its model has none"
         with self._state.loading():
             self._shared.check(self._model, weights)
+            if adapters:
+                with scope(kind="rollout weights"):
+                    copy_adapters(adapters, self._model, self._place.lora_alpha)
 
     def compare_weights(self, weights: Weights) -> WeightComparison:
         """Compare each slice with its parameter."""
@@ -157,7 +162,7 @@ class HfEngine:
     def resident_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield parameters and buffers while the weights are awake."""
         if self._state.is_awake("weights"):
-            own = () if self._shared is not None else self._model.parameters()
+            own = self._model.parameters() if self._shared is None else stored_adapters(self._model).values()
             for tensor in (*own, *self._model.buffers()):
                 yield "rollout weights", tensor
 
@@ -235,6 +240,8 @@ def _build(load_format: str, dtype: torch.dtype, place: EnginePlace) -> nn.Modul
         config = AutoConfig.from_pretrained(source, trust_remote_code=remote)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=remote)
+            if place.quantization != "none":
+                quantize_blocks(list(model.get_decoder().layers), place.quantization)
         model.to_empty(device=place.device)
         # Materialising gives every parameter memory of its own, so the ties are made again.
         model.tie_weights()

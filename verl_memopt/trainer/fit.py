@@ -29,6 +29,7 @@ from verl_memopt.memory.critic_rules import has_critic, own_pools, twin
 from verl_memopt.memory.fit import CARDS, CERTAIN, Peaks, Sizes, bytes_beside_cache, on_one_machine, predict
 from verl_memopt.memory.held import PUBLISHED
 from verl_memopt.memory.knob import devices_of, knob_named, knobs, longest_sample, needs_reference, num_devices
+from verl_memopt.memory.param_offload import ACTOR_KEY
 from verl_memopt.memory.rollout_memory import AUTO, CACHE
 from verl_memopt.model.weights import size_of
 from verl_memopt.observe.phase import GIB, MIB
@@ -344,7 +345,8 @@ class Search:
                 yield Change(knob.name, keys, lossy)
         if lossy:
             yield Change("lora", {f"{_AR}.model.lora_rank": 16, f"{_AR}.actor.fsdp_config.model_dtype": "bfloat16"}, True)
-            off = {key: False for key in (split_masters.KEY, grad_offload.KEY) if value_at(settings, key)}  # of all weights
+            unset = (split_masters.KEY, grad_offload.KEY, *([ACTOR_KEY] if num_devices(settings) > 1 else []))
+            off = {key: False for key in unset if value_at(settings, key)}  # of all weights, or of a base that is whole
             rank = settings.actor_rollout_ref.model.lora_rank or 16
             yield Change("quantized_base", {f"{_AR}.model.lora_rank": rank, quantized_base.KEY: "nf4", **off}, True)
 

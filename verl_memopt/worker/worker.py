@@ -203,20 +203,13 @@ class Worker:
             self.engine.wake_up("weights")
         dtype = dtype_of(rollout.dtype, "actor_rollout_ref.rollout.dtype")
         if self.shares_weights:
-            self.engine.weights_changed(self._gathered_weights(), stored_adapters(self.policy.model))
+            with self.policy.model.computing():  # whole weights, with the rows of all ranks
+                self.engine.weights_changed(dict(named_weights(self.policy.model)), stored_adapters(self.policy.model))
         else:
             self.engine.load_weights(sent_weights(self.policy.model, rollout, dtype))
         if self.sync_check is not None:
             merged = not self.shares_weights  # an engine that shares the base gets the adapters apart
             self.sync_check.check_weights(self.engine, sent_weights(self.policy.model, rollout, dtype, merged))
-
-    def _gathered_weights(self) -> dict[str, torch.Tensor]:
-        """Return the whole weights of a policy that shares them, with the rows of all ranks."""
-        model = _built(self.policy).model
-        if model.rows is None:
-            return dict(named_weights(model))
-        model.rows.gather()
-        return {name: model.rows.whole(rows) for name, rows in named_weights(model)}
 
     def old_log_probs(
         self,
@@ -515,13 +508,14 @@ def shared_weights(
     if weights is None and refused:
         raise ConfigError(
             f"{QUANTIZATION}={settings.model.quantization}: the engine cannot share the quantised base: {reason} Set "
-            f"{SHARE_WEIGHTS}=false, with which the engine has whole weights of its own."
+            f"{SHARE_WEIGHTS}=false, with which the engine has whole weights of its own (on one device), or {QUANTIZATION}=none."
         )
     if weights is None:
         logger.info("engine and policy hold a copy of the weights each: %s", reason)
     else:
         num_bytes = sum(weight.numel() * weight.itemsize for weight in weights.values())
-        over = "" if devices == 1 else f" on each of {devices} devices, which update the rows of a shard each"
+        trained = "weights" if settings.model.lora_rank == 0 else "adapters"
+        over = "" if devices == 1 else f" on each of {devices} devices, which update a shard of the {trained} each"
         logger.info("engine and policy share one copy of the weights, %.1f MiB%s", num_bytes / MIB, over)
     if settings.model.lora_rank == 0:
         phases = bytes_a_parameter(settings, devices, weights is not None, sleeps).items()

@@ -142,7 +142,16 @@ def test_blocks_with_experts_or_two_layers_of_one_weight_are_refused():
 
 REFUSED = {
     "no adapters": ({"actor_rollout_ref.model.lora_rank": 0}, "actor_rollout_ref.model.lora_rank=0"),
-    "several devices": ({"trainer.n_gpus_per_node": 2}, "trainer.n_gpus_per_node=2"),
+    "several devices with a copy each": (
+        {"trainer.n_gpus_per_node": 2, "actor_rollout_ref.rollout.share_weights": False}, "trainer.n_gpus_per_node=2"
+    ),
+    "several devices whose engines do not share by themselves": (
+        {"trainer.n_gpus_per_node": 2, "actor_rollout_ref.rollout.name": "hf"}, "trainer.n_gpus_per_node=2"
+    ),
+    "several devices without an engine": (
+        {"trainer.n_gpus_per_node": 2, "algorithm.adv_estimator": "sft", "actor_rollout_ref.rollout.n": 1},
+        "trainer.n_gpus_per_node=2",
+    ),
     "on the host": (
         {"actor_rollout_ref.actor.fsdp_config.offload_policy": True}, "actor_rollout_ref.actor.fsdp_config.offload_policy=true"
     ),
