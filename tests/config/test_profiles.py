@@ -67,6 +67,7 @@ SHARED, MOVED, ADAPTERS = (False, True, True), (True, False, False), (False, Fal
 ONE_COPY = {
     "one device": ([], SHARED),
     "transformers' engine": ([f"{ROLLOUT}.name=hf"], SHARED),
+    "transformers' engine beside a critic": ([f"{ROLLOUT}.name=hf", "algorithm.adv_estimator=gae"], SHARED),
     "SGD": (["actor_rollout_ref.actor.optim.optimizer=SGD"], SHARED),
     "two devices": ([TWO], MOVED),
     "adapters": (["actor_rollout_ref.model.lora_rank=4"], ADAPTERS),

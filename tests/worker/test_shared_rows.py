@@ -145,6 +145,11 @@ KNOBS = {
     "gradients of the root together": {f"{FSDP}.own_units": False},
     "ranks that share tokens": {f"{FSDP}.ulysses_sequence_parallel_size": 2},
     "blocks computed again": {f"{AR}.model.enable_gradient_checkpointing": True, f"{AR}.model.recompute_elementwise": True},
+    "blocks in tiles": {
+        f"{AR}.model.enable_gradient_checkpointing": True,
+        f"{AR}.model.recompute_elementwise": True,
+        f"{AR}.model.block_tile_tokens": 8,
+    },
     "SGD": {f"{AR}.actor.optim.optimizer": "SGD"},
     "no loss that is known before backward": {f"{AR}.actor.entropy_coeff": 0.01},
 }

@@ -75,6 +75,8 @@ def _has_remainder(fsdp: TrainedFsdp) -> bool:
 
 def can_be(settings: Settings) -> bool:
     """Return whether the knobs of :func:`one_copy` allow these settings, and trainer and engine share their weights."""
-    refuses = [each for knob in (grad_offload, split_masters, shared_weights) for each in knob.KNOB.refuses]
-    refused = any(each.when(settings) or (has_critic(settings) and twin_refusal(each).when(settings)) for each in refuses)
+    refuses = [each for knob in (grad_offload, split_masters) for each in knob.KNOB.refuses]
+    if has_critic(settings):  # which has these two knobs, and never an engine's weights
+        refuses += [twin_refusal(each) for each in refuses]
+    refused = any(each.when(settings) for each in (*refuses, *shared_weights.KNOB.refuses))
     return not refused and shared_weights.why_not(settings.actor_rollout_ref, num_devices(settings), sleeps=True) is None
