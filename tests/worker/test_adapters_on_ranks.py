@@ -118,11 +118,8 @@ def steps(rank, folder, more, tolerance):
     rollout = worker.call("gen", True, "generate", PROMPTS, [1, 2, 3], train_sampling(worker.settings.rollout)).memory.kind_peaks
     at_rest = {"params": sum(each.nbytes for each in before.values()) + 4 * whole, "optimizer": 8 * own + 4 * len(adapters)}
     if worker.settings.rollout.name == "hf":  # vLLM has places for the rows of wider adapters too
-        buffers, each = (
-            sum(one.nbytes for one in worker.engine._model.buffers()),
-            4 if worker.settings.rollout.dtype == "fp32" else 2,
-        )
-        at_rest["rollout weights"] = each * whole + buffers
+        each = 4 if worker.settings.rollout.dtype == "fp32" else 2
+        at_rest["rollout weights"] = each * whole + sum(one.nbytes for one in worker.engine._model.buffers())
     return at_rest, sync, rollout
 
 
@@ -133,5 +130,5 @@ ENGINES = ["hf", pytest.param("vllm", marks=pytest.mark.slow)]
 @pytest.mark.parametrize(("kind", "dtype"), [("none", "fp32"), ("nf4", "fp32"), ("int8", "default")])
 def test_each_rank_holds_the_base_once_and_its_engine_gets_the_adapters_alone(tmp_path, kind, dtype, engine):
     folder, more = model_folder(tmp_path / "model", tied=True), settings(kind, dtype, engine, True if engine == "hf" else "auto")
-    for at_rest, *phases in run_ranks(steps, 2, folder, more, 1e-4 if dtype == "fp32" else 0.2, timeout=300):
+    for at_rest, *phases in run_ranks(steps, 2, folder, more, 1e-5 if dtype == "fp32" else 0.2, timeout=300):
         assert all({kind: phase[kind] for kind in at_rest} == at_rest for phase in phases)
