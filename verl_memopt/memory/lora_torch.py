@@ -254,11 +254,9 @@ def stored_adapters(model: nn.Module) -> dict[str, Tensor]:
 def copy_adapters(tensors: Mapping[str, Tensor], model: nn.Module, alpha: float) -> None:
     """Copy adapters, by their names in the peft format, into a frozen model, whose layers get places for them the first time."""
     if not adapters(model):
-        layers = {
-            name.removeprefix(PEFT).removesuffix(".lora_A.weight"): each for name, each in tensors.items() if "lora_A" in name
-        }
-        for name, down in layers.items():
-            _adapt(model, name, down.shape[0], alpha / down.shape[0])
+        for name, down in ((name, each) for name, each in tensors.items() if name.endswith(".lora_A.weight")):
+            layer, rank = name.removeprefix(PEFT).removesuffix(".lora_A.weight"), down.shape[0]
+            _adapt(model, layer, rank, alpha / rank)
         model.requires_grad_(False)
     for name, own in stored_adapters(model).items():
         own.copy_(tensors[name])
