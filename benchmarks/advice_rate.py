@@ -4,9 +4,10 @@
 the keys of each run, and the size of its device. ``python FILE follow FOLDER OUT`` follows the advice of the tree in which it is
 started. That may be an older one: it takes nothing from the package but settings, errors and the trainer of its tests.
 
-Mechanically means: the first advice that the message prints. ``set KEY=VALUE`` sets it. ``lower KEY to N`` takes N. ``lower KEY``
-without a number halves the present value, or with ``--lower least`` takes the least value that the settings accept; a budget that
-is not set has the value that it inherits. If the settings refuse it, or nothing would change, the next advice counts.
+Mechanically means: all that the message says makes room together, if it says so, else its first advice. ``set KEY=VALUE`` sets
+it. ``lower KEY to N`` takes N. ``lower KEY`` without a number halves the present value, or with ``--lower least`` takes the least
+value that the settings accept; a budget that is not set has the value that it inherits. If the settings refuse it, or nothing
+would change, the next advice counts.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 MOST_CHANGES = 3
+TOGETHER = re.compile(r"Together these make room: (.*?) \(they cost")
+"""Settings that make room together, in the message of a run."""
 ADVICE = re.compile(r"(set|lower) ([\w.]*\w)(?:=([\w.]*\w)| to ([\d.]*\d))?")
 INHERITS = {
     **{f"actor_rollout_ref.{role}.log_prob_max_token_len_per_gpu": "actor_rollout_ref.actor" for role in ("rollout", "ref")},
@@ -70,18 +73,24 @@ def advised(message: str) -> list[tuple[str, str, str | None]]:
 
 
 def run(overrides: list[str]) -> tuple[str | None, str]:
-    """Train, and return the phase that ran out of memory (None: it ran, or another error ended it) and the message."""
+    """Train, and return the phase that ran out of memory (None: it ran, or another error ended it) and what is printed."""
     from tests.trainer.conftest import ready
     from verl_memopt.config.loader import load_settings
     from verl_memopt.errors import DeviceMemoryError, UserError
 
-    folder = tempfile.mkdtemp()
     try:
-        with ready(load_settings("ppo_trainer", [*overrides, f"trainer.default_local_dir={folder}/run"])) as trainer:
+        from verl_memopt.trainer.until_it_fits import set_together
+    except ImportError:  # an older tree, whose message is the error's own
+        set_together = lambda *_: ""  # noqa: E731
+
+    folder = tempfile.mkdtemp()
+    settings = load_settings("ppo_trainer", [*overrides, f"trainer.default_local_dir={folder}/run"])
+    try:
+        with ready(settings) as trainer:
             trainer.run()
         return None, "runs"
     except DeviceMemoryError as error:
-        return error.figures.phase, str(error)
+        return error.figures.phase, f"{error}{set_together(error, settings)}"
     except UserError as error:
         return None, str(error)
     finally:
@@ -121,6 +130,11 @@ def followed(overrides: list[str], message: str, least: bool) -> tuple[list[str]
     from verl_memopt.config.keys import shown, value_at
     from verl_memopt.config.loader import load_settings
 
+    if (together := TOGETHER.search(message)) is not None:
+        keys = dict(each.split("=", 1) for each in together[1].split(" "))
+        for key, value in keys.items():
+            overrides = having(overrides, key, value)
+        return overrides, together[1]
     settings = load_settings("ppo_trainer", overrides)
     for how, key, value in advised(message):
         present = value_at(settings, key)

@@ -87,7 +87,7 @@ def train(
         model, dataset, settings, algorithm, memory, run_dir, tokenizer, rewards, reward_weights, eval_dataset, steps, resume
     )
     folder, loaded = call.load()
-    code = cli.train(loaded)
+    code = cli.train_or_advise(loaded)
     if code:
         raise KeyboardInterrupt(f"the run in {folder} was interrupted; resume=True, run_dir={str(folder)!r} continues it")
     return Run(folder)

@@ -391,16 +391,24 @@ def run(arguments: Sequence[str] | None, parser: argparse.ArgumentParser | None 
         return 0
     with lasting_console(), folder_refusals(str(settings.trainer.default_local_dir)):
         if not parsed.until_it_fits:
-            try:
-                return train(settings)
-            except (DeviceMemoryError, HostMemoryError) as error:
-                error.args = (f"{error} Or add --until-it-fits to the command: it finds settings that fit, and prints them.",)
-                raise
+            more = " Or add --until-it-fits to the command: it finds settings that fit, and prints them."
+            return train_or_advise(settings, more)
         from verl_memopt.trainer.until_it_fits import CommandLine, train_until_it_fits
 
         return train_until_it_fits(
             CommandLine(parser.prog, parsed.config_name, parsed.config_dir, tuple(parsed.overrides)), train
         )
+
+
+def train_or_advise(settings: Settings, more: str = "") -> int:
+    """Train as :func:`train`, and add to an out-of-memory error which settings together make room, and ``more``."""
+    try:
+        return train(settings)
+    except (DeviceMemoryError, HostMemoryError) as error:
+        from verl_memopt.trainer.until_it_fits import set_together
+
+        error.args = (f"{error}{set_together(error, settings)}{more}",)
+        raise
 
 
 def train(settings: Settings) -> int:

@@ -65,6 +65,8 @@ class Way:
     text: str
     settings: tuple[tuple[str, Any], ...]
     cost: str = ""
+    enough: bool = False
+    """It alone is likely to be enough."""
 
 
 @dataclass(frozen=True)

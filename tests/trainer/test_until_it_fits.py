@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.advice_rate import followed
 from tests.rlt import brief_toy, values_of
 from tests.trainer.conftest import AR, LEAST, ready, write_rows
 from verl_memopt.cli import main
@@ -127,14 +128,14 @@ def peaks(settings):
     """Gives (phase, peak bytes) of each call of a run, in their order; None where the settings are refused."""
     with ready(settings) as trainer:
         found = [(memory.name, memory.peak_allocated_bytes) for memory in trainer.workers._memories["init"]]
-        each = trainer.workers.each
+        begin = trainer.workers.begin
 
         def noted(phase, method, arguments):
-            replies = each(phase, method, arguments)
+            begun = begin(phase, method, arguments)  # in this process a call has ended when it has begun
             found.append((phase, trainer.workers.figures.peak_bytes or 0))
-            return replies
+            return begun
 
-        trainer.workers.each = noted
+        trainer.workers.begin = noted
         trainer.run()
     return found
 
@@ -309,6 +310,18 @@ def test_the_command_line_option_ends_in_a_run(values, tmp_path, capsys):
     assert "Or add --until-it-fits to the command" in capsys.readouterr().err.splitlines()[-1]
     assert main(["train", "--until-it-fits", *settings]) == 0
     assert capsys.readouterr().out.rstrip().endswith(str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("gigabytes", [0.0008, 0.0016])
+def test_what_the_error_prints_pasted_behind_the_command_ends_in_a_run(values, tmp_path, capsys, gigabytes):
+    """Of what the error says the first thing counts, and of settings that make room together all."""
+    line = list(overrides(limited(values, gigabytes) | {"trainer.default_local_dir": str(tmp_path / "run")}))
+    for _ in range(3):
+        assert main(["train", *line]) == 1
+        line, _ = followed(line, capsys.readouterr().err.splitlines()[-1], least=False)
+        if main(["train", *line]) == 0:
+            return
+    pytest.fail(capsys.readouterr().err)
 
 
 def test_a_change_takes_the_place_of_what_the_command_said_and_a_secret_is_not_shown():

@@ -22,6 +22,7 @@ from verl_memopt.memory.knob import (
     Factor,
     Knob,
     LadderRow,
+    Need,
     PositiveFloat,
     Predicate,
     Range,
@@ -98,6 +99,13 @@ def _unknown(settings: Settings) -> list[str]:
     return sorted(given - _ARGUMENTS.get(_class(settings), given))
 
 
+def _small_bucket(need: Need, settings: Settings) -> float | None:
+    """Return MiB of a bucket that is small beside the device, where the scratch is no larger than it must be; None if it is."""
+    present = settings.actor_rollout_ref.actor.optim.bucket_megabytes
+    smaller = float(f"{min(present * need.share, need.limit_bytes / 2**20 / 256):.3g}")
+    return smaller if 0 < smaller < present else None
+
+
 def _is_compiled_while_counted(settings: Settings) -> bool:
     counted = settings.trainer.device != "cuda" and settings.trainer.track_memory_every_steps > 0
     return counted and _class(settings)[0] == "torchao.optim"
@@ -128,7 +136,7 @@ KNOB = Knob(
             f"Set trainer.track_memory_every_steps=0, or remove both and set {_OPTIM}.state_dtype=int8.",
         ),
     ),
-    advice=(Advice("optimizer scratch", BUCKET, LOWER),),
+    advice=(Advice("optimizer scratch", BUCKET, LOWER, to=_small_bucket),),
     claims=(Claim("update_actor", "optimizer scratch", lambda _, after: 4 * after.params),),
     row=LadderRow(30, on=(f"{OVERRIDES}={{}}",), off=(f"{OVERRIDES}={{foreach: true, fused: false}}",)),
     factors=(

@@ -112,7 +112,10 @@ def twin_unused(unused: UnusedKey) -> UnusedKey:
 def twin_advice(advice: Advice) -> Advice:
     """Return the advice of the critic's key: in its phases, or wherever its bytes rest."""
     phases = ("update_critic",) if advice.phases else () if advice.kind in RESTING else CRITIC_PHASES
-    return replace(advice, key=twin(advice.key), when=lambda settings: advice.when(as_critic(settings)), phases=phases)
+    as_policys = replace(advice, key=twin(advice.key), when=lambda settings: advice.when(as_critic(settings)), phases=phases)
+    if (number := advice.to) is None:
+        return as_policys
+    return replace(as_policys, to=lambda need, settings: number(need, as_critic(settings)))
 
 
 def refusals() -> Iterator[Refusal]:

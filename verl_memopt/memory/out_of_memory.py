@@ -221,17 +221,21 @@ def advice(phase: str, kinds: Iterable[str], parts: RunParts, need: Callable[[st
     found = [advice for kind in kinds for advice in advices() if advice.kind == kind and advice.helps_in(phase)]
     found = [advice for advice in found if not advice.key.startswith(parts.absent()) and advice.when(seen)]
     asked = [(advice, need(advice.kind)) for advice in found]
-    # What alone is enough comes first, unless not even the longest sequence has room.
-    asked.sort(key=lambda each: not (each[0].ends_it and (not each[1].work.tokens or each[1].one_fits)))
+    asked.sort(key=lambda each: not _is_enough(*each))
     ways = [_way(advice, seen, asked) for advice, asked in asked]
     return list({way.text: way for way in ways if way is not None}.values())
+
+
+def _is_enough(advice: Advice, asked: Need) -> bool:
+    """Return whether what an advice sets is likely to be enough alone: not where even the longest sequence has no room."""
+    return advice.ends_it and (not asked.work.tokens or asked.one_fits)
 
 
 def _way(advice: Advice, seen: schema.Settings, asked: Need) -> Way | None:
     present, key, work = value_at(seen, advice.key), advice.key, asked.work
     if advice.value != LOWER:
         text = f"set {key}={shown(advice.value)}"
-        return None if present == advice.value else Way(text, ((key, advice.value),), advice.cost)
+        return None if present == advice.value else Way(text, ((key, advice.value),), advice.cost, _is_enough(advice, asked))
     number = advice.to(asked, seen) if advice.to else _scaled(present, asked.share)
     if number is None:
         return None

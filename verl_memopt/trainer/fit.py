@@ -265,12 +265,20 @@ class Findings:
         return self.verdict.fits or (self.after is not None and self.after.fits)
 
 
+def changed(settings: Settings, keys: Mapping[str, Any]) -> Settings:
+    """Return settings with other values of some keys.
+
+    Raises:
+        ConfigError: They are refused together.
+    """
+    return settings_from_mapping({**flatten(to_plain(settings)), **keys})
+
+
 class Search:
     """Tries changes of some settings on a card."""
 
     def __init__(self, settings: Settings, card: Card) -> None:
         """Begin with the settings as they are."""
-        self._start = flatten(to_plain(settings))
         self._card = card
         self.settings = settings
 
@@ -278,7 +286,7 @@ class Search:
         """Return the verdict with other values of some keys; None where they are refused together."""
         with suppress(ConfigError):
             with silent():
-                settings = settings_from_mapping({**self._start, **keys})
+                settings = changed(self.settings, keys)
             return judge(settings, self._card)
         return None
 
@@ -300,7 +308,7 @@ class Search:
                 present = shared[1]
             if present.fits:
                 break
-            if not change.keys or all(keys.get(key, self._start.get(key)) == value for key, value in change.keys.items()):
+            if not change.keys or all(keys.get(key, value_at(self.settings, key)) == value for key, value in change.keys.items()):
                 continue
             tried = self.judged({**keys, **change.keys})
             if tried is not None and _missing(tried) < _missing(present):

@@ -1,8 +1,8 @@
 """``--until-it-fits``: start a run again and again, each time with what its out-of-memory error advises, until it fits.
 
-The first change is the error's own first advice. If memory runs out again, the cheapest settings follow that are enough by the
-formulas of ``verl-memopt fit``, then everything that changes no number, then also what changes numbers. A run that fails with all
-of it cannot fit.
+The first change is the error's own first advice where that alone is likely to be enough. Otherwise, or if memory runs out again,
+the cheapest settings follow that are enough by the formulas of ``verl-memopt fit``, then everything that changes no number, then
+also what changes numbers. A run that fails with all of it cannot fit. Without the option the error prints the first of these.
 
 A start that fails before its first checkpoint begins anew. One that has saved a checkpoint goes on from there.
 """
@@ -14,6 +14,7 @@ import logging
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from verl_memopt.memory.streamed_params import may_stream
 from verl_memopt.model.weights import size_of
 from verl_memopt.observe.phase import MIB
 from verl_memopt.run.interrupts import of_process
-from verl_memopt.trainer.fit import Card, Search, silent
+from verl_memopt.trainer.fit import Card, Search, changed, silent
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ class Attempts:
         if self.changes == MOST_CHANGES:
             raise _as_device_error(error, f"it still does not fit after {self.changes} changes: {why}")
         for keys, cost, lossy in self._ways(error, settings):
-            accepted = self._accepted(keys, settings)
+            accepted = _accepted(keys, settings, lambda keys: self.line.having(keys).settings())
             if not accepted:
                 continue
             if lossy and goes_on:
@@ -143,7 +144,7 @@ class Attempts:
             self.changes += 1
             self.line = self.line.having(accepted)
             logger.warning("%s", error)
-            said = " ".join(f"{key}={shown(value)}" for key, value in accepted.items())
+            said = _overrides(accepted)
             of = f"change {self.changes} of at most {MOST_CHANGES}"
             logger.warning("%s: %s. It costs: %s. Starting again.", of, said, cost)
             return
@@ -156,7 +157,7 @@ class Attempts:
                 self.fixed |= keys
                 yield keys, cost, False
         elif not self.changes:
-            yield from ((dict(way.settings), way.cost, False) for way in error.ways[:1])
+            yield from ((dict(way.settings), way.cost, False) for way in error.ways[:1] if way.enough)
         if isinstance(error, DeviceMemoryError) and not self.searched:
             self.searched = True
             yield from _by_formula(settings, error.figures.limit_bytes)
@@ -166,24 +167,48 @@ class Attempts:
             keys, cost = everything(settings, limit * GIB)[tier]
             yield {key: value for key, value in keys.items() if tier > 0 or key not in self.fixed}, cost, tier > 0
 
-    def _accepted(self, keys: Keys, settings: Settings) -> Keys:
-        """Return those of some keys that change something and are accepted together, the first ones first."""
-        new = {key: value for key, value in keys.items() if value_at(settings, key) != value}
-        if self._stands(new):
-            return new
-        kept: Keys = {}
-        for key, value in new.items():
-            if self._stands({**kept, key: value}):
-                kept[key] = value
-        return kept
 
-    def _stands(self, keys: Keys) -> bool:
+def set_together(error: DeviceMemoryError | HostMemoryError, settings: Settings) -> str:
+    """Return a sentence for the error of a run, with all that makes enough room by formula, or what makes most.
+
+    Returns:
+        The sentence, with a space before it; "" where the error's own first advice is likely to be enough, or nothing is left.
+    """
+    if isinstance(error, DeviceMemoryError) and error.ways and error.ways[0].enough:
+        return ""
+    for keys, cost, _ in Attempts(CommandLine("", "", None, ()))._ways(error, settings):
+        accepted = _accepted(keys, settings, partial(changed, settings))
+        if accepted:
+            return f" Together these make room: {_overrides(accepted)} (they cost {cost})."
+    return ""
+
+
+def _overrides(keys: Mapping[str, Any]) -> str:
+    return " ".join(f"{key}={shown(value)}" for key, value in keys.items())
+
+
+def _accepted(keys: Keys, settings: Settings, load: Callable[[Keys], Settings]) -> Keys:
+    """Return those of some keys that change something and are accepted together, the first ones first.
+
+    ``load`` returns the run's settings with other values of some keys, or raises a ConfigError.
+    """
+
+    def stands(keys: Keys) -> bool:
         try:
             with silent():
-                self.line.having(keys).settings()
+                load(keys)
         except ConfigError:
             return False
         return True
+
+    new = {key: value for key, value in keys.items() if value_at(settings, key) != value}
+    if stands(new):
+        return new
+    kept: Keys = {}
+    for key, value in new.items():
+        if stands({**kept, key: value}):
+            kept[key] = value
+    return kept
 
 
 def _as_device_error(error: DeviceMemoryError | HostMemoryError, text: str) -> DeviceMemoryError:

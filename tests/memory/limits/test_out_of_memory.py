@@ -463,6 +463,16 @@ def test_sequences_are_lowered_to_what_there_is_room_for(phase, key):
     assert numbers("activations", {"activations": 810, "params": 200}, Work(rows=8), phase, settings, **parts)[key] == 3
 
 
+@pytest.mark.parametrize(("phase", "role"), [("update_actor", "actor_rollout_ref.actor"), ("update_critic", "critic")])
+@pytest.mark.parametrize(("limit", "megabytes"), [(2**20, 1 / 256), (2**40, 32)])
+def test_a_bucket_is_lowered_until_it_is_small_beside_the_device(phase, role, limit, megabytes):
+    """Not only as its bytes must be: a bucket that is larger than all parameters holds what they do."""
+    lowered = numbers(
+        "optimizer scratch", {"params": limit // 2, "optimizer scratch": limit}, None, phase, limit=limit, critic=CRITIC
+    )
+    assert lowered[f"{role}.optim.bucket_megabytes"] == pytest.approx(megabytes, rel=0.01)
+
+
 @pytest.mark.parametrize("phase", ["init", "gen", "update_weights", "save_checkpoint", "testing"])
 def test_parameters_that_the_phase_does_not_use_may_leave_the_device(phase):
     kind = "built" if phase == "init" else "params"
