@@ -248,6 +248,15 @@ def _one_line(error: Exception) -> str:
 # Settings as a plain tree, for the log, the run folder and other programs.
 
 
+def changed(settings: Settings, keys: Mapping[str, Any]) -> Settings:
+    """Return settings with other values of some keys.
+
+    Raises:
+        ConfigError: They are refused together.
+    """
+    return settings_from_mapping({**flatten(to_plain(settings)), **keys})
+
+
 def to_plain(value: Any) -> Any:
     """Return a section as nested dicts and lists that YAML and JSON can hold. This does not count as reading its keys."""
     if dataclasses.is_dataclass(value):

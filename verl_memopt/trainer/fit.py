@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from verl_memopt.algorithms.records import SFT
-from verl_memopt.config.keys import flatten, leaf_types, shown, value_at
-from verl_memopt.config.loader import settings_from_mapping, to_plain
+from verl_memopt.config.keys import leaf_types, shown, value_at
+from verl_memopt.config.loader import changed
 from verl_memopt.config.schema import Model, Settings
 from verl_memopt.distributed.device import resolve_device
 from verl_memopt.errors import ConfigError
@@ -263,15 +263,6 @@ class Findings:
     def fits(self) -> bool:
         """Whether the run fits, with the changes at least."""
         return self.verdict.fits or (self.after is not None and self.after.fits)
-
-
-def changed(settings: Settings, keys: Mapping[str, Any]) -> Settings:
-    """Return settings with other values of some keys.
-
-    Raises:
-        ConfigError: They are refused together.
-    """
-    return settings_from_mapping({**flatten(to_plain(settings)), **keys})
 
 
 class Search:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_memopt.config.keys import argument_without_secrets, leaf_types, shown, value_at
-from verl_memopt.config.loader import load_settings
+from verl_memopt.config.loader import changed, load_settings
 from verl_memopt.config.schema import Settings
 from verl_memopt.distributed.device import resolve_device
 from verl_memopt.errors import ConfigError, DeviceMemoryError, HostMemoryError, OutOfMemory, UserError
@@ -32,7 +32,7 @@ from verl_memopt.memory.streamed_params import may_stream
 from verl_memopt.model.weights import size_of
 from verl_memopt.observe.phase import MIB
 from verl_memopt.run.interrupts import of_process
-from verl_memopt.trainer.fit import Card, Search, changed, silent
+from verl_memopt.trainer.fit import Card, Search, silent
 
 logger = logging.getLogger(__name__)
 
