@@ -49,7 +49,19 @@ def model_folder(parent, shape=SHAPE):
     return make_tiny_model(parent / "deep", shape, seed=5)
 
 
-def build(folder, mesh, world_size=1, offload=None, recompute=False, dtype="fp32", masters="fp32", fill=True, fsdp=None, **model):
+def build(
+    folder,
+    mesh,
+    world_size=1,
+    offload=None,
+    recompute=False,
+    dtype="fp32",
+    masters="fp32",
+    fill=True,
+    fsdp=None,
+    optim=None,
+    **model,
+):
     """Gives a policy. fsdp: how it is sharded. offload: (min_bytes, in_flight) of activation offload. model: its settings."""
     asked = {"attn_implementation": "sdpa", "logprob_chunk_tokens": 64, "recompute_elementwise": False, **model}
     settings = Model(path=str(folder), **asked)
@@ -60,7 +72,8 @@ def build(folder, mesh, world_size=1, offload=None, recompute=False, dtype="fp32
         materialize(policy_model, folder, CPU)
         initialize_adapters(policy_model, 1)
     moved = None if offload is None else ActivationOffload(policy_model, CPU, *offload, chunk_bytes=CHUNK)
-    return Policy(policy_model, ACTOR, 10, world_size, CPU, moved)
+    actor = replaced(ACTOR, {"optim": replaced(ACTOR.optim, optim or {})})
+    return Policy(policy_model, actor, 10, world_size, CPU, moved)
 
 
 def quantised(folder, mesh, kind, **model):

@@ -293,12 +293,14 @@ SHARED = ["actor_rollout_ref.rollout.share_weights=true", "actor_rollout_ref.rol
 SPLIT = [*SHARED, "actor_rollout_ref.actor.fsdp_config.split_master_weights=true"]
 ADAPTERS = [*SHARED, "actor_rollout_ref.model.lora_rank=16"]
 GRADIENTS_OFF = [f"actor_rollout_ref.actor.fsdp_config.{key}=true" for key in ("grad_offload", "optimizer_offload")]
+IN_TILES = "actor_rollout_ref.actor.optim.bucket_megabytes=4"
 
 
 @pytest.mark.parametrize(
     "more",
     [
-        SPLIT, [*SPLIT, *GRADIENTS_OFF], ADAPTERS, [*ADAPTERS, "actor_rollout_ref.actor.fsdp_config.gradient_sync=last"],
+        SPLIT, [*SPLIT, *GRADIENTS_OFF], [*SPLIT, *GRADIENTS_OFF, IN_TILES],
+        ADAPTERS, [*ADAPTERS, "actor_rollout_ref.actor.fsdp_config.gradient_sync=last"],
         [*ADAPTERS, *GRADIENTS_OFF, "actor_rollout_ref.model.quantization=nf4"],
     ],
 )  # fmt: skip

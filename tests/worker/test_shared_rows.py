@@ -138,8 +138,10 @@ def check_close(one, other):
 
 ONCE = ((0, 1, 2),)
 LAST = "gradients reduced at the last micro-batch"
+TILES = "gradients of the vocabulary in tiles"
 KNOBS = {
     "gradients and moments on the host": {f"{FSDP}.grad_offload": True, f"{FSDP}.optimizer_offload": True},
+    TILES: {f"{FSDP}.grad_offload": True, f"{AR}.actor.optim.bucket_megabytes": 0.004},
     "updates in backward": {f"{AR}.actor.optim.in_backward": True},
     LAST: {f"{FSDP}.gradient_sync": "last"},
     "gradients of the root together": {f"{FSDP}.own_units": False},

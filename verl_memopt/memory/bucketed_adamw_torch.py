@@ -116,6 +116,11 @@ class Bucketed(Optimizer, ABC):
         self._make_state()
         self._tell_what_stays_fp32(state_dtype)
 
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of a bucket."""
+        return self._bucket_bytes
+
     @abstractmethod
     def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Return the names of the moments of a group's parameters."""

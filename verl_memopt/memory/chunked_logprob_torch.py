@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from verl_memopt.memory.chunked_logprob import FREE_TILE
-from verl_memopt.memory.embedding_gradient import added, room_for
-from verl_memopt.memory.logit_tiles import Gradients, Head, LogitTiles, Tokens, TokenStatistics
+from verl_memopt.memory.embedding_gradient import Tiles, added, room_for, tiles_of
+from verl_memopt.memory.logit_tiles import Gradients, Head, LogitGrads, LogitTiles, Tokens, TokenStatistics
 from verl_memopt.observe.byte_tracker import scope
 
 TokenGradient = Callable[[Any, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
@@ -98,15 +98,17 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         hidden, targets, log_normalizer, entropy = ctx.saved_tensors
         head, (grad_log_probs, grad_entropy) = ctx.head, grads
-        into, handed = _gradient_room(head, hidden, ctx.needs_input_grad, ctx.in_place)
+        into, handed, tiles = _gradient_room(head, hidden, ctx.needs_input_grad, ctx.in_place)
+        # The log-probs of the targets are not needed for the gradient. The normalizer only fills their place.
+        known = Tokens(log_normalizer, log_normalizer, entropy, normalizer_parts=log_normalizer[:, None])
         with scope(kind="logits"):
             logits = LogitTiles(head, hidden)
             for rows in head.chunks(hidden.shape[0]):
-                above = grad_log_probs[rows], grad_entropy[rows] if head.with_entropy else None
-                # The log-probs of the targets are not needed for the gradient. The normalizer only fills their place.
-                tokens = Tokens(log_normalizer[rows], log_normalizer[rows], entropy[rows])
-                logits.differentiate(hidden[rows], targets[rows], tokens, *above, _at(into, rows), False)
-        _gradients_added(head)
+                tokens, above = _rows_of(known, (grad_log_probs, grad_entropy), head, rows)
+                logits.differentiate(hidden[rows], targets[rows], tokens, above, _at(into, rows), False)
+            if tiles is not None:
+                _add_tiles(logits, tiles, hidden, targets, known, (grad_log_probs, grad_entropy))
+        _gradients_added(head, tiles)
         return into.hidden, *handed, None, None, None
 
 
@@ -128,8 +130,9 @@ class _PrecomputedGradient(torch.autograd.Function):
         token_gradient: TokenGradient,
     ) -> tuple[Tensor, Tensor]:
         # Normalizers are for a backward that computes logits again.
-        tokens, precomputed = _room_for_tokens(head, hidden, normalizer=False), _room_for_tokens(head, hidden, normalizer=False)
-        into, ctx.handed = _gradient_room(head, hidden, ctx.needs_input_grad, in_place)
+        into, ctx.handed, tiles = _gradient_room(head, hidden, ctx.needs_input_grad, in_place)
+        again, precomputed = tiles is not None, _room_for_tokens(head, hidden, normalizer=False)
+        tokens = _room_for_tokens(head, hidden, normalizer=again, parts=again)
         with scope(kind="logits"):
             logits = LogitTiles(head, hidden)
             for rows in head.chunks(hidden.shape[0]):
@@ -137,11 +140,16 @@ class _PrecomputedGradient(torch.autograd.Function):
                 grad_log_probs, grad_entropy = _gradient_of(token_gradient, rows, statistics)
                 # This computes the gradient in the forward: the logits of the chunk are still in the buffer, which spares the
                 # product that backward would need to compute them again.
-                logits.differentiate(hidden[rows], targets[rows], statistics, grad_log_probs, grad_entropy, _at(into, rows), True)
+                above = grad_log_probs, grad_entropy
+                logits.differentiate(hidden[rows], targets[rows], statistics, above, _at(into, rows), True)
                 _keep(statistics, tokens, rows)
+                if tokens.normalizer_parts is not None:
+                    torch.stack(logits.normalizer_parts, 1, out=tokens.normalizer_parts[rows])
                 # Here the record holds gradients, those of the log-probs and those of the entropies.
                 _keep(Tokens(grad_log_probs, grad_log_probs, grad_entropy), precomputed, rows)
-        _gradients_added(head)
+            if tiles is not None:
+                _add_tiles(logits, tiles, hidden, targets, tokens, (precomputed.log_probs, precomputed.entropy))
+        _gradients_added(head, tiles)
         ctx.save_for_backward(precomputed.log_probs, precomputed.entropy, into.hidden)
         return tokens.log_probs, _or_nothing(tokens.entropy, hidden)
 
@@ -175,29 +183,61 @@ def _assert_as_precomputed(precomputed: Tensor, actual: Tensor) -> None:
         torch._assert_async(same.all(), "the gradient of the log-probs is not the precomputed one")
 
 
+def _add_tiles(logits: LogitTiles, tiles: Tiles, hidden: Tensor, targets: Tensor, known: Tokens, grads: LogitGrads) -> None:
+    """Add the gradient of the head's weight, tile by tile. The order of the sums is that of a whole gradient.
+
+    All chunks add to a tile before the next one comes, so the logits of each chunk are computed once more. Only where one chunk
+    has all tokens, their gradient is still in the buffer.
+    """
+    head, chunks = logits.head, logits.head.chunks(hidden.shape[0])
+    in_buffer = head.whole_rows and len(chunks) == 1
+    for tile in tiles.passing():
+        for rows_of_weight, part in tile.parts:
+            for start in range(rows_of_weight.start, rows_of_weight.stop, head.tile):
+                columns = slice(start, min(start + head.tile, rows_of_weight.stop))
+                into = part[start - rows_of_weight.start : columns.stop - rows_of_weight.start]
+                for rows in chunks:
+                    tokens, above = _rows_of(known, grads, head, rows)
+                    logits.add_weight_gradient(hidden[rows], targets[rows], tokens, above, columns, into, in_buffer)
+
+
+def _rows_of(known: Tokens, grads: LogitGrads, head: Head, rows: slice) -> tuple[Tokens, LogitGrads]:
+    """Return what is known of some tokens, and the gradients of their log-probs and entropies."""
+    parts = known.normalizer_parts
+    assert parts is not None
+    entropy = known.entropy[rows] if known.entropy is not None and head.with_entropy else None
+    of_entropy = grads[1][rows] if grads[1] is not None and head.with_entropy else None
+    tokens = Tokens(known.log_probs[rows], known.log_normalizer[rows], entropy, normalizer_parts=parts[rows])
+    return tokens, (grads[0][rows], of_entropy)
+
+
 def _gradient_room(
     head: Head, hidden: Tensor, needs: tuple[bool, ...], in_place: bool
-) -> tuple[Gradients, tuple[Tensor | None, Tensor | None]]:
-    """Return where gradients go, and the gradients of weight and bias to return to autograd."""
+) -> tuple[Gradients, tuple[Tensor | None, Tensor | None], Tiles | None]:
+    """Return where gradients go, those of weight and bias to return to autograd, and the tiles of the weight's, if it has any."""
     needs_hidden, needs_weight, needs_bias = needs[:3]
-    weight, hand_weight = room_for(head.weight, needs_weight, in_place)
+    tiles = tiles_of(head.weight) if needs_weight and in_place else None
+    weight, hand_weight = room_for(head.weight, needs_weight and tiles is None, in_place)
     bias, hand_bias = room_for(head.bias, needs_bias, in_place)
-    return Gradients(torch.empty_like(hidden) if needs_hidden else None, weight, bias), (hand_weight, hand_bias)
+    return Gradients(torch.empty_like(hidden) if needs_hidden else None, weight, bias), (hand_weight, hand_bias), tiles
 
 
-def _gradients_added(head: Head) -> None:
-    added(head.weight)
+def _gradients_added(head: Head, tiles: Tiles | None) -> None:
+    if tiles is None:
+        added(head.weight)
     added(head.bias)
 
 
-def _room_for_tokens(head: Head, hidden: Tensor, normalizer: bool = True) -> Tokens:
+def _room_for_tokens(head: Head, hidden: Tensor, normalizer: bool = True, parts: bool = False) -> Tokens:
     count = hidden.shape[0]
 
     def room() -> Tensor:
         return hidden.new_empty(count, dtype=torch.float32)
 
     log_normalizer = room() if normalizer else hidden.new_empty(0, dtype=torch.float32)
-    return Tokens(room(), log_normalizer, room() if head.with_entropy else None, {name: room() for name in head.statistics})
+    further = {name: room() for name in head.statistics}
+    of_normalizer = hidden.new_empty(count, 2, dtype=torch.float32) if parts else None
+    return Tokens(room(), log_normalizer, room() if head.with_entropy else None, further, of_normalizer)
 
 
 def _keep(part: Tokens, whole: Tokens, rows: slice) -> None:

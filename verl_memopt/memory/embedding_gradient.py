@@ -6,12 +6,16 @@ existing gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 
+from verl_memopt.distributed.device import fetched_together
 from verl_memopt.observe.byte_tracker import scope
 
 COLUMNS = 256
@@ -32,7 +36,10 @@ class TrainedEmbedding(nn.Embedding):
         """Return the rows of the weight for token ids."""
         # Backward reads the ids and not the weight, so FSDP2 need not gather it again.
         gathered_for_forward(self, again_in_backward=False)
-        return _LookUp.apply(input, self.weight, self.padding_idx)
+        learns = torch.is_grad_enabled() and self.weight.requires_grad
+        tiles = tiles_of(self.weight) if learns else None
+        sorted_ids = None if tiles is None else _SortedIds(input, tiles)
+        return _LookUp.apply(input, self.weight, self.padding_idx, sorted_ids)
 
 
 def gathered_for_forward(unit: nn.Module, again_in_backward: bool) -> None:
@@ -60,10 +67,10 @@ def is_plain(embedding: nn.Module) -> TypeGuard[nn.Embedding]:
 
 class _LookUp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None, sorted_ids: _SortedIds | None) -> Tensor:
         ctx.save_for_backward(ids)
         # The parameter itself, not a saved tensor: backward adds to its .grad.
-        ctx.weight, ctx.padding_idx = weight, padding_idx
+        ctx.weight, ctx.padding_idx, ctx.sorted_ids = weight, padding_idx, sorted_ids
         return torch.nn.functional.embedding(ids, weight)
 
     @staticmethod
@@ -72,11 +79,39 @@ class _LookUp(torch.autograd.Function):
         rows = grads[0].reshape(-1, grads[0].shape[-1])
         if ctx.padding_idx is not None:
             rows = rows.masked_fill((ids == ctx.padding_idx).reshape(-1, 1), 0)
+        if ctx.sorted_ids is not None:
+            ctx.sorted_ids.add_rows(rows)
+            return None, None, None, None
         into, handed = room_for(ctx.weight, ctx.needs_input_grad[1], True)
         if into is not None:
             add_rows_(into, ids.reshape(-1), rows)
             added(ctx.weight)
-        return None, handed, None
+        return None, handed, None, None
+
+
+class _SortedIds:
+    """Token ids in the order of the tiles of the weight's gradient."""
+
+    def __init__(self, ids: Tensor, tiles: Tiles) -> None:
+        """Sort ids, int64 [...], and start to copy to the host how many each tile has: backward is queued with these numbers."""
+        self._tiles = tiles
+        numbers, rows = tiles.places(ids.reshape(-1))
+        numbers, self._order = numbers.sort(stable=True)
+        self._rows = rows.index_select(0, self._order)
+        ends = torch.searchsorted(numbers, torch.arange(tiles.count, device=ids.device), right=True)
+        self._ends: Callable[[], list[Tensor]] = fetched_together([ends.float()], ids.device)
+
+    def add_rows(self, rows: Tensor) -> None:
+        """Add rows [T, h] to the gradients of the ids' rows. The sums are those of :func:`add_rows_`."""
+        (ends,), count = self._ends(), self._tiles.count
+        # A fake tensor has no values: as many tokens in each tile.
+        known = (
+            [rows.shape[0] * (at + 1) // count for at in range(count)] if isinstance(ends, FakeTensor) else ends.int().tolist()
+        )
+        starts = [0, *known]
+        for tile in self._tiles.passing([at for at in range(count) if starts[at] < starts[at + 1]]):
+            part = slice(starts[tile.number], starts[tile.number + 1])
+            add_rows_(tile.rows, self._rows[part], rows.index_select(0, self._order[part]))
 
 
 def add_rows_(into: Tensor, ids: Tensor, rows: Tensor) -> None:
@@ -136,6 +171,34 @@ class GradientHome(Protocol):
     def take(self, parameter: Tensor) -> None:
         """Add ``.grad``, if there is one, to what is summed so far, if it was not brought, and drop it."""
 
+    def tiles(self, parameter: Tensor) -> Tiles | None:
+        """Return the tiles in which the gradient comes and goes; None if it is brought and taken whole."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Some rows of the gradient of a matrix, on the device to be added to."""
+
+    number: int
+    rows: Tensor  # [n, h]
+    parts: Sequence[tuple[slice, Tensor]]
+    """Which rows of the matrix they are, one after another, and views of these of ``rows``."""
+
+
+class Tiles(Protocol):
+    """The gradient of a matrix [V, h], which is on the device tile by tile. Each row is in one of ``count`` tiles."""
+
+    count: int
+
+    def places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return for rows of the matrix, int64 [T], the number of the tile of each, and its row there, int64 [T] each."""
+
+    def passing(self, needed: Collection[int] | None = None) -> Iterator[Tile]:
+        """Yield the tiles in order, each with what is summed so far, and take it away afterwards.
+
+        At least those with ``needed`` numbers; None = all. Rows that nothing is added to keep their sums.
+        """
+
 
 HOME = "gradient_home"
 """Attribute of a parameter: its :class:`GradientHome`, if its gradient has one."""
@@ -145,6 +208,12 @@ def added(parameter: Tensor | None) -> None:
     """Note that a gradient is complete for which :func:`room_for` gave room. Where it rests elsewhere, it leaves."""
     if parameter is not None and (home := _home(parameter)) is not None:
         home.take(parameter)
+
+
+def tiles_of(parameter: Tensor) -> Tiles | None:
+    """Return the tiles of a parameter's gradient, if it comes and goes in tiles. Then :func:`room_for` is not to be called."""
+    home = _home(parameter)
+    return None if home is None else home.tiles(parameter)
 
 
 def _home(parameter: Tensor) -> GradientHome | None:

@@ -8,31 +8,41 @@ more than one unit's gradient. The exception is a matrix that head and embedding
 Clipping needs the norm of all gradients before the first update, so a step that clips has two passes: one that takes the norm of
 each gradient and drops it, and one that divides and updates.
 
-:class:`OffloadedGradients` saves b_g x (N - N_l - max(N_l, V h)) / W bytes, where N_l counts the parameters of a block and V h
-the elements of the vocabulary's matrix. Gradients rest in one buffer a section of the optimizer, and are summed there over
-micro-batches. Those of a block exist while those of the block before it, or of the head, leave; what follows waits. Head and
-embedding come one after the other, also where they share a matrix. A sum over micro-batches is made on the device: what is
-summed so far comes back, as the addition on a host would be slower than both copies. Adding two numbers does not depend on their
-order, so each bit is that of gradients that stay on the device.
+:class:`OffloadedGradients` saves b_g x (N - 2 N_l) / W bytes, where N_l counts the parameters of a block. Gradients rest in one
+buffer a section of the optimizer, and are summed there over micro-batches. Those of a block exist while those of the block before
+it leave; what follows waits. A sum over micro-batches is made on the device: what is summed so far comes back, as the addition on
+a host would be slower than both copies. Adding two numbers does not depend on their order, so each bit is that of gradients that
+stay on the device.
+
+The gradient of a matrix of the vocabulary that is larger than a bucket (``optim.bucket_megabytes``) is never whole on the device:
+it passes in tiles of rows, of which three together are at most a bucket: one comes with its sum so far, one is added to, one
+leaves. All tokens add to a tile while it is there. So the head computes the logits of each tile once more, unless one chunk has
+all tokens. The embedding adds the rows of the tokens of a tile, and tiles without tokens stay where they are. On several ranks,
+and where FSDP2 casts, a tile is computed from zeros, reduced, and added to its sum. The norm of a matrix is that of the norms of
+its tiles, whose rounding is another than that of the whole.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from verl_memopt.distributed.device import Done, copy_stream, current_stream, mark_done, on_stream, wait_for, wait_on_host
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.bucketed_adamw_torch import Bucketed
-from verl_memopt.memory.embedding_gradient import HOME, gradient_dtype
-from verl_memopt.memory.optimizer_offload_torch import local
+from verl_memopt.memory.embedding_gradient import HOME, Tile, gradient_dtype
+from verl_memopt.memory.grad_offload import tile_rows
+from verl_memopt.memory.optimizer_offload_torch import GRADIENT, StateLanes, local, sharded_as
 from verl_memopt.observe.byte_tracker import mark, scope
 
 ACTOR = "actor_rollout_ref.actor"
@@ -148,8 +158,18 @@ PIECE = 2**22
 class OffloadedGradients:
     """Takes each gradient of an optimizer's parameters to the host. FSDP2 hands them over reduced and sharded, unit by unit."""
 
-    def __init__(self, optimizer: Optimizer, blocks: Iterable[nn.Module]) -> None:
-        """Allocate the places on the host, and register the hooks. ``blocks`` say how many bytes may be on their way at once."""
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        blocks: Iterable[nn.Module],
+        matrices: Iterable[nn.Module] = (),
+        reduce: torch.dtype = torch.float32,
+    ) -> None:
+        """Allocate the places on the host, and register the hooks.
+
+        ``blocks`` say how many bytes may be on their way at once. ``matrices`` are the modules whose ``weight`` [V, h] may get
+        its gradient in tiles: embedding and head. Where it is gathered, tiles are reduced in the dtype ``reduce``.
+        """
         assert isinstance(optimizer, Bucketed), type(optimizer)
         self._optimizer = optimizer
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -160,16 +180,30 @@ class OffloadedGradients:
         self._leaving: deque[tuple[Tensor, Done]] = deque()
         self._norms: dict[int, Tensor] = {}
         self._brought: set[int] = set()
+        self._lanes, self.reduce = StateLanes(self._device, KIND), reduce
+        self._tile_norms: dict[int, Tensor] = {}
         # The garbage collector does not see what parameters refer to, so they must not keep this object alive.
         weak = weakref.proxy(self)
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(lambda parameter: weak.take(parameter))
             setattr(parameter, HOME, weak)
+        self._tiled: dict[int, nn.Parameter] = {}
+        for module in matrices:
+            weight: Any = module.weight
+            if id(weight) in self._places and weight.numel() * gradient_dtype(weight).itemsize > self.bucket_bytes:
+                self._tiled[id(weight)] = weight
+                if isinstance(weight, DTensor):
+                    module.register_forward_pre_hook(lambda module, _, rows=weight: weak.adopt(module.weight, rows))
 
     @property
     def has_any(self) -> bool:
         """Whether gradients wait for a step."""
         return bool(self._optimizer.arrived)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of a matrix of the vocabulary's gradient on the device at once, if it comes in tiles."""
+        return self._optimizer.bucket_bytes
 
     def norm(self) -> Tensor:
         """Return the norm of the whole gradient; a sharded scalar where parameters are sharded."""
@@ -202,6 +236,39 @@ class OffloadedGradients:
         parameter.grad = grad
         self._brought.add(id(parameter))
 
+    def adopt(self, whole: nn.Parameter, rows: nn.Parameter) -> None:
+        """Give a gathered matrix, which computes now, the tiles of its rows, which the optimizer has."""
+        self._tiled[id(whole)] = rows
+        setattr(whole, HOME, weakref.proxy(self))
+
+    def tiles(self, parameter: Tensor) -> GradientTiles | None:
+        """Return the tiles of a matrix of the vocabulary, as it computes; None for other parameters."""
+        rows = self._tiled.get(id(parameter))
+        return None if rows is None else GradientTiles(self, parameter, rows)
+
+    @torch.no_grad()
+    def passing(self, parameter: Tensor, ranges: Sequence[slice], needed: Collection[int] | None) -> Iterator[tuple[int, Tensor]]:
+        """Yield ranges of a parameter's rows on this rank with their sums so far, on the device, and take them away afterwards.
+
+        ``needed`` are the numbers of those that are added to, and None if that may be any. The others may be left out.
+        """
+        name, place = id(parameter), self._places[id(parameter)]
+        arrived, width = name in self._optimizer.arrived, place[:1].numel()
+        norms = self._tile_norms.get(name) if arrived else None
+        numbers = range(len(ranges)) if norms is None or needed is None else sorted(needed)
+        if norms is None:
+            norms = self._tile_norms[name] = torch.zeros(len(ranges), device=self._device)
+        elements = [{GRADIENT: slice(ranges[at].start * width, ranges[at].stop * width)} for at in numbers]
+        self._make_room(self.bucket_bytes)
+        passing = self._lanes.passing({GRADIENT: place.view(-1)}, elements, from_zero=not arrived)
+        for number, planes in zip(numbers, passing, strict=True):
+            rows = planes[GRADIENT].view(-1, width)
+            yield number, rows
+            norms[number].copy_(torch.linalg.vector_norm(rows, dtype=torch.float32))
+        size = torch.Size((norms.numel() * _num_shards(parameter),))
+        self._norms[name] = torch.linalg.vector_norm(sharded_as(parameter, norms, size))
+        self._optimizer.arrived.add(name)
+
     @torch.no_grad()
     def take(self, parameter: Tensor) -> None:
         """Add a gradient to its place on the host, and drop it. Nothing waits, but for room on the device."""
@@ -230,6 +297,7 @@ class OffloadedGradients:
             self._leaving.append((shard, mark_done(self._stream)))
         self._optimizer.arrived.add(name)
         self._brought.discard(name)
+        self._tile_norms.pop(name, None)
         parameter.grad = None
 
     def _make_room(self, num_bytes: int) -> None:
@@ -246,3 +314,80 @@ class OffloadedGradients:
 
     def _num_bytes(self, parameter: Tensor) -> int:
         return local(parameter).numel() * gradient_dtype(parameter).itemsize if parameter.requires_grad else 0
+
+
+class GradientTiles:
+    """The tiles of the gradient of a matrix [V, h] of the vocabulary. A tile has as many rows of each rank's.
+
+    Attributes:
+        count: Number of tiles.
+    """
+
+    def __init__(self, home: OffloadedGradients, whole: Tensor, rows: Tensor) -> None:
+        """Cut a matrix that computes, of whose rows this rank's rest at ``home``. Both are the same where nothing is gathered."""
+        self._home, self._whole, self._rows = home, whole, rows
+        self._ranks = _num_shards(rows)
+        vocabulary, width = whole.shape
+        self._of_rank = -(-vocabulary // self._ranks)
+        each = width * self._ranks * max(gradient_dtype(each).itemsize for each in (whole, rows))
+        self._step = tile_rows(home.bucket_bytes, each)
+        self.count = -(-self._of_rank // self._step)
+
+    def places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return for rows of the matrix, int64 [T], the number of the tile of each, and its row there, int64 [T] each."""
+        rank, row = ids // self._of_rank, ids % self._of_rank
+        number = row // self._step
+        first = number * self._step
+        return number, rank * (self._of_rank - first).clamp(max=self._step) + row - first
+
+    @torch.no_grad()
+    def passing(self, needed: Collection[int] | None = None) -> Iterator[Tile]:
+        """Yield the tiles in order, and take each away afterwards; at least those with ``needed`` numbers, None = all."""
+        own = local(self._rows).shape[0]
+        ranges = [slice(min(start, own), min(start + self._step, own)) for start in range(0, self._of_rank, self._step)]
+        if isinstance(self._rows, DTensor) and self._rows.device_mesh.size() > 1:
+            needed = None  # each rank has tokens of other tiles, but all reduce the same ones
+        for number, rest in self._home.passing(self._rows, ranges, needed):
+            count = min(self._step, self._of_rank - number * self._step)
+            if self._whole is self._rows:
+                yield Tile(number, rest, self._parts(number, count, rest))
+                continue
+            with scope(kind=KIND):
+                new = rest.new_zeros(self._ranks * count, rest.shape[1], dtype=gradient_dtype(self._whole))
+            yield Tile(number, new, self._parts(number, count, new))
+            rest.add_(_reduced(new, self._rows, self._home.reduce)[: rest.shape[0]])
+
+    def _parts(self, number: int, count: int, tile: Tensor) -> list[tuple[slice, Tensor]]:
+        parts = []
+        for rank in range(self._ranks):
+            start, vocabulary = rank * self._of_rank + number * self._step, self._whole.shape[0]
+            stop = min(start + count, vocabulary)
+            if start < stop:
+                parts.append((slice(start, stop), tile[rank * count : rank * count + stop - start]))
+        return parts
+
+
+def _num_shards(parameter: Tensor) -> int:
+    """Return over how many ranks the rows of a parameter are divided."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    return math.prod(
+        size for size, placed in zip(parameter.device_mesh.shape, parameter.placements, strict=True) if placed.is_shard()
+    )
+
+
+def _reduced(tile: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the mean over ranks of this rank's rows of a tile [n, h], reduced in a dtype, in the dtype of their gradient."""
+    assert isinstance(rows, DTensor), type(rows)
+    with scope(kind="collective buffers"):
+        mean = tile.to(dtype)
+        for dim, placed in enumerate(rows.placements):
+            group, ranks = rows.device_mesh.get_group(dim), rows.device_mesh.size(dim)
+            if ranks > 1 and placed.is_shard():
+                whole, mean = mean, mean.new_empty(mean.shape[0] // ranks, mean.shape[1])
+                dist.reduce_scatter_tensor(mean, whole, op=dist.ReduceOp.AVG, group=group)
+        for dim, placed in enumerate(rows.placements):
+            group, ranks = rows.device_mesh.get_group(dim), rows.device_mesh.size(dim)
+            if ranks > 1 and not placed.is_shard():
+                dist.all_reduce(mean, op=dist.ReduceOp.AVG, group=group)
+        return mean.to(gradient_dtype(rows))

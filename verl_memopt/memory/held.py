@@ -13,6 +13,7 @@ from functools import cached_property
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Critic, CriticModel, Model, PolicyLoss, TrainedFsdp
 from verl_memopt.memory.chunked_logprob import logit_bytes
 from verl_memopt.memory.formulas import TILE_ELEMENTS, Shapes, width
+from verl_memopt.memory.grad_offload import matrix_params, tile_params
 from verl_memopt.memory.lora import adapter_params, base_rests_as_computed
 from verl_memopt.memory.optimizer_state_dtype_torch import MOST_BLOCK, block_size
 from verl_memopt.observe.phase import MIB
@@ -340,8 +341,8 @@ class Held:
             grads = min(grads, s.gradient_bytes * 2 * max(s.vocab * s.hidden, s.block_params))
         if self.fsdp.grad_offload:
             # FSDP2 reduces both matrices of the vocabulary together where they are no units of their own.
-            at_once = self.is_cast or self.whole
-            matrices = max(*self._matrices, s.vocab * s.hidden) if at_once else s.vocab * s.hidden
+            at_once = (self.is_cast or self.whole) and tile_params(s, self.ranks) is None
+            matrices = max(*self._matrices, s.vocab * s.hidden) if at_once else matrix_params(s, self.ranks)
             passing = s.block_params + max(s.block_params, matrices)
             grads = min(grads, s.gradient_bytes * passing / self.ranks + SUM_BYTES)
         held = {"params": 0 if self.fsdp.offload_policy else self.params, "activations": _packed(work)}
@@ -350,7 +351,7 @@ class Held:
         if not work.alone:
             return together(largest([*windows]), held, whole)
         # Gradients come block by block while what blocks keep goes, so the peak is at one end: at the last block, or the first.
-        matrix = 0 if self.adapters else s.gradient_bytes * s.vocab * s.hidden / self.ranks
+        matrix = 0 if self.adapters else s.gradient_bytes * matrix_params(s, self.ranks) / self.ranks
         first = dict(top) | {
             "activations": top["activations"] - s.kept_bytes * (s.layers - 1 if s.settings.model.in_flight is None else 0)
         }
@@ -376,7 +377,9 @@ class Held:
         """Return kind -> bytes at the candidates for the peak: head, block, reduction of the vocabulary's matrix, optimizer."""
         b, frozen = s.compute_bytes, bool(self.adapters)
         root, own = self._matrices
-        matrix = max(root, own)
+        matrix, tile = max(root, own), None if frozen else tile_params(s, self.ranks)
+        # Elements of whole gradients: of the root to the end of a backward, of the head, and of what is reduced last.
+        of_root, of_head, of_matrix = (root, own, matrix) if tile is None else (0, tile, tile)
         model = s.settings.model
         kept = s.kept_on_device(s.layers, 1)
         prefixes = self._prefixes(work, b + 4)
@@ -402,15 +405,16 @@ class Held:
             if self.ranks == 1:
                 # What the unit before has reduced lies there until the next reduction.
                 gathered, reduced = b * root + first + max(stay, one), 0 if frozen else reduce * s.block_params
-                before = 0 if frozen else reduce * max(own, s.block_params)
-                top = {"gathered parameters": b * (root + own) + first + stay, "whole gradients": grads * matrix + whole}
+                before = 0 if frozen else reduce * max(own if tile is None else 0, s.block_params)
+                top = {"gathered parameters": b * (root + own) + first + stay, "whole gradients": grads * of_matrix + whole}
+                top |= {} if tile is None else self._reduction(tile)
                 casting = {"activations": kept + states, "collective buffers": self._passing}
                 head = {**largest([head, casting]), **top}
-                unit = {"gathered parameters": gathered, "whole gradients": grads * (root + s.block_params) + whole}
+                unit = {"gathered parameters": gathered, "whole gradients": grads * (of_root + s.block_params) + whole}
                 reduction = {"activations": kept + end["activations"], "collective buffers": before + 2 * reduced}
                 blocks = {**largest([blocks | {"collective buffers": before}, reduction]), **unit}
                 end |= {"gathered parameters": b * (root + own)}
-                if own and not frozen:
+                if own and not frozen and tile is None:
                     # The head is reduced while all that blocks keep is there.
                     at_head = {"activations": kept + states, "collective buffers": 2 * reduce * own}
                     at_head |= {"gathered parameters": gathered, "whole gradients": grads * own + whole}
@@ -418,8 +422,8 @@ class Held:
             else:
                 head |= {
                     "gathered parameters": b * (root + own) + first + (stay or 2 * one),
-                    "collective buffers": b * matrix,
-                    "whole gradients": grads * matrix + whole,
+                    "collective buffers": b * matrix + (0 if tile is None else sum(self._reduction(tile).values())),
+                    "whole gradients": grads * of_matrix + whole,
                 }
                 blocks |= {
                     "gathered parameters": b * root + first + max(stay, 2 * one),
@@ -431,25 +435,27 @@ class Held:
                     # As fake runs of FSDP2 over several ranks have it; the input of the head's reduction is still alive.
                     blocks |= {
                         "gathered parameters": b * root + first + max(stay, one),
-                        "collective buffers": (0.5 + reduce) * s.block_params + reduce * own,
-                        "whole gradients": grads * (root + s.block_params) + whole,
+                        "collective buffers": (0.5 + reduce) * s.block_params + reduce * (own if tile is None else 0),
+                        "whole gradients": grads * (of_root + s.block_params) + whole,
                     }
             end |= {
-                "collective buffers": (0 if frozen else reduce * (matrix + matrix / self.ranks)),
-                "whole gradients": grads * matrix + whole,
+                "collective buffers": (0 if frozen else reduce * (of_matrix + of_matrix / self.ranks)),
+                "whole gradients": grads * of_matrix + whole,
             }
         elif self.whole:
             # A unit's gradients are whole until they are reduced, those of the root to the end of a backward. Adapters have the
             # dtype of the masters, and lie in blocks alone.
             size, per_block = (s.master_bytes, self.adapters / s.layers) if frozen else (b, s.block_params)
-            root, own, matrix = (0, 0, 0) if frozen else (root, own, matrix)
+            of_root, of_head, of_matrix = (0, 0, 0) if frozen else (of_root, of_head, of_matrix)
             summed = self.fsdp.gradient_sync == "last" and not work.alone
-            whole = size * self.learning * self.ranks if summed else size * root
-            at_head = {"activations": kept + states, **self._reduction(own), "whole gradients": whole + size * own}
-            head["whole gradients"] = whole + size * own
+            whole = size * self.learning * self.ranks if summed else size * of_root
+            at_head = {"activations": kept + states, **self._reduction(of_head), "whole gradients": whole + size * of_head}
+            head["whole gradients"] = whole + size * of_head
+            head |= {} if tile is None else self._reduction(tile)
             blocks |= self._reduction(per_block)
             blocks["whole gradients"] = whole + size * per_block
-            head, end = dict(largest([head, at_head])), end | self._reduction(matrix) | {"whole gradients": whole + size * own}
+            head, end = dict(largest([head, at_head])), end | self._reduction(of_matrix)
+            end["whole gradients"] = whole + size * of_head
         return [head, blocks, end, {"optimizer scratch": self._step_scratch}]
 
     def _reduction(self, params: float) -> dict[str, float]:

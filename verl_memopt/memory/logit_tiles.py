@@ -114,6 +114,11 @@ class Tokens:
     log_normalizer: Tensor  # log of the sum of exponentials of the logits
     entropy: Tensor | None
     further: dict[str, Tensor] = field(default_factory=dict)
+    normalizer_parts: Tensor | None = None  # [c, 2]: the largest logit, and the rest, whose sum has lost digits
+
+
+LogitGrads = tuple[Tensor, Tensor | None]
+"""Gradients of log-probs and of entropies, fp32 [c] each; None = not requested."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +146,7 @@ class LogitTiles:
         self._columns = columns
         self._starts = None if head.whole_rows else torch.arange(0, head.vocabulary, head.tile, device=hidden.device)[:, None]
         self._normalizer = hidden.new_empty(0)
+        self.normalizer_parts: tuple[Tensor, ...] = ()  # of the last statistics, fp32 [c] each
         self._soft = head.whole_rows and not in_parts and head.cap is None
         self._run: Callable[..., Any] = _compiled if head.compiled else _plain
 
@@ -156,60 +162,27 @@ class LogitTiles:
         else:
             parts = (self._tile_statistics(hidden, local, columns) for columns, local in tiles)
             top, log_sum, picked, entropy, further = reduce(partial(_merged, statistics=self.head.statistics), parts)
+        self.normalizer_parts = top, log_sum
         # The target's logit and the largest one are subtracted first, because they are close. The sum of top and log_sum
         # would be rounded at the size of the logits, and the log-prob would lose these digits.
         return Tokens((picked - top) - log_sum, top + log_sum, entropy, further)
 
     def differentiate(
-        self,
-        hidden: Tensor,
-        targets: Tensor,
-        tokens: Tokens,
-        grad_log_probs: Tensor,
-        grad_entropy: Tensor | None,
-        into: Gradients,
-        in_buffer: bool,
+        self, hidden: Tensor, targets: Tensor, tokens: Tokens, grads: LogitGrads, into: Gradients, in_buffer: bool
     ) -> None:
         """Add the gradients of a chunk ``into`` their places, from its hidden states [c, H], targets int64 [c] and statistics.
 
-        The gradients of log-probs and entropies are fp32 [c]. ``in_buffer``: the last call was :meth:`statistics` of this chunk,
-        so whole rows are still in the buffer.
+        ``grads`` are those of log-probs and entropies. ``in_buffer``: the last call was :meth:`statistics` of this chunk,
+        so whole rows are still in the buffer. Whole rows of the gradient of the logits are there afterwards.
         """
-
-        def logit_gradient(columns: slice, local: Tensor) -> Tensor:
-            """Return the gradient of the undivided logits, [c, tile] in the compute dtype."""
-            still = in_buffer and self.head.whole_rows
-            inverse = 1.0 / self.head.temperature
-            if self.head.one_buffer:
-                products = self._products_in(hidden, columns) if still else self._products(hidden, columns)
-                # Of products that are in the buffer the parts of the normalizer are known, whose sum has lost digits.
-                normalizer = self._normalizer if still else tokens.log_normalizer[:, None]
-                of_entropy = (None, None) if grad_entropy is None else (tokens.entropy, grad_entropy)
-                _over_rows(product_gradient_, (products, local, normalizer, grad_log_probs, *of_entropy), inverse)
-                return products
-            log_p = self._shaped(self._wide, hidden, columns) if still else self._logits(hidden, columns)
-            assert log_p is not None
-            if not still:
-                log_p.sub_(tokens.log_normalizer[:, None])
-            narrow = self._shaped(self._narrow, hidden, columns)
-            if self.head.cap is not None:
-                grads = grad_log_probs * inverse, None if grad_entropy is None else grad_entropy * inverse
-                capped_gradient_(log_p, local, tokens, grads, self.head.cap * inverse)
-                return log_p if narrow is None else narrow.copy_(log_p)
-            if grad_entropy is None:
-                self._run(probability_gradient_ if still else log_prob_gradient_, log_p, grad_log_probs * inverse)
-            else:
-                assert tokens.entropy is not None
-                grads = grad_log_probs * inverse, grad_entropy * inverse
-                self._run(both_gradients_, log_p, tokens.entropy, *grads, self._scratch_for(log_p))
-            add_target_terms_(log_p, local, grad_log_probs * inverse)
-            return log_p if narrow is None else narrow.copy_(log_p)
-
+        still = in_buffer and self.head.whole_rows
+        # Of products that are in the buffer the parts of the normalizer are known, whose sum has lost digits.
+        normalizer = self._normalizer if still else tokens.log_normalizer[:, None]
         tiles = self.head.tiles()
         # Several tiles are added up in fp32 whatever the compute dtype.
         total = hidden.new_zeros(hidden.shape, dtype=torch.float32) if into.hidden is not None and len(tiles) > 1 else None
         for columns, local in zip(tiles, self._within_tiles(targets), strict=True):
-            matrix = logit_gradient(columns, local)
+            matrix = self._logit_gradient(hidden, columns, local, tokens, grads, normalizer, still)
             weight = self.head.weight[columns]
             if total is not None:
                 total += hidden_gradient(matrix, weight, local, hidden.new_empty(hidden.shape))
@@ -223,6 +196,51 @@ class LogitTiles:
                 into.bias[columns].add_(matrix.sum(0))
         if into.hidden is not None and total is not None:
             into.hidden.copy_(total)
+
+    def add_weight_gradient(
+        self, hidden: Tensor, targets: Tensor, tokens: Tokens, grads: LogitGrads, columns: slice, into: Tensor, in_buffer: bool
+    ) -> None:
+        """Add to ``into`` [v, H] what a chunk adds to these rows of the head's gradient, at most a tile of them.
+
+        The others are as in :meth:`differentiate`, whose gradient of the logits is still there if ``in_buffer``.
+        """
+        if in_buffer:
+            matrix = self._products_in(hidden, slice(0, self.head.vocabulary))[:, columns]
+        else:
+            normalizer = tokens.normalizer_parts
+            assert normalizer is not None
+            matrix = self._logit_gradient(hidden, columns, targets - columns.start, tokens, grads, normalizer, False)
+        add_product_(into, matrix, hidden)
+
+    def _logit_gradient(
+        self, hidden: Tensor, columns: slice, local: Tensor, tokens: Tokens, grads: LogitGrads, normalizer: Tensor, still: bool
+    ) -> Tensor:
+        """Return the gradient of the undivided logits, [c, tile] in the compute dtype. ``still``: these are in the buffer.
+
+        ``normalizer`` fp32 [c, 1 or 2] adds up to the log of the sum of their exponentials.
+        """
+        inverse, (grad_log_probs, grad_entropy) = 1.0 / self.head.temperature, grads
+        if self.head.one_buffer:
+            products = self._products_in(hidden, columns) if still else self._products(hidden, columns)
+            of_entropy = (None, None) if grad_entropy is None else (tokens.entropy, grad_entropy)
+            _over_rows(product_gradient_, (products, local, normalizer, grad_log_probs, *of_entropy), inverse)
+            return products
+        log_p = self._shaped(self._wide, hidden, columns) if still else self._logits(hidden, columns)
+        assert log_p is not None
+        for part in () if still else normalizer.unbind(1):
+            log_p.sub_(part[:, None])
+        narrow = self._shaped(self._narrow, hidden, columns)
+        divided = grad_log_probs * inverse, None if grad_entropy is None else grad_entropy * inverse
+        if self.head.cap is not None:
+            capped_gradient_(log_p, local, tokens, divided, self.head.cap * inverse)
+            return log_p if narrow is None else narrow.copy_(log_p)
+        if grad_entropy is None:
+            self._run(probability_gradient_ if still else log_prob_gradient_, log_p, divided[0])
+        else:
+            assert tokens.entropy is not None
+            self._run(both_gradients_, log_p, tokens.entropy, *divided, self._scratch_for(log_p))
+        add_target_terms_(log_p, local, divided[0])
+        return log_p if narrow is None else narrow.copy_(log_p)
 
     def _within_tiles(self, targets: Tensor) -> Iterable[Tensor]:
         """Return, for each tile of the vocabulary, the targets int64 [c] as its columns; they may lie outside of it."""
@@ -450,7 +468,7 @@ def both_gradients_(log_p: Tensor, entropy: Tensor, grad_log_probs: Tensor, grad
         part.exp_().mul_(factor.sub_(constant[:, None]))
 
 
-def capped_gradient_(log_p: Tensor, targets: Tensor, tokens: Tokens, grads: tuple[Tensor, Tensor | None], bound: float) -> None:
+def capped_gradient_(log_p: Tensor, targets: Tensor, tokens: Tokens, grads: LogitGrads, bound: float) -> None:
     """Turn log-probs [c, v] into the gradient of the product before the cap, with the targets' terms, in place.
 
     Targets may lie outside of the columns. ``grads`` are those of log-probs and of entropies or None, over the temperature,

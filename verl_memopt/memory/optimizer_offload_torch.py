@@ -27,6 +27,7 @@ from verl_memopt.memory.optimizer_state_dtype_torch import (
     Plane,
     moment_format,
 )
+from verl_memopt.observe.byte_tracker import scope
 
 GRADIENT = "gradient"
 """Name of gradients that rest on the host, among what passes over the device in buckets."""
@@ -195,42 +196,51 @@ Ranges = Mapping[str, slice]
 class StateLanes:
     """Moves buckets of host tensors to the device and back, on two side streams on a GPU."""
 
-    def __init__(self, device: torch.device) -> None:
-        """Create the side streams of a device."""
+    def __init__(self, device: torch.device, kind: str | None = None) -> None:
+        """Create the side streams of a device. ``kind`` is that of the bytes on it for the tracker; None = as where they pass."""
         self._device, self._arriving, self._leaving = device, copy_stream(device), copy_stream(device)
+        self._kind = kind
 
     def passing(
-        self, resting: Mapping[str, Tensor], buckets: Sequence[Ranges], one_way: Collection[str] = ()
+        self, resting: Mapping[str, Tensor], buckets: Sequence[Ranges], one_way: Collection[str] = (), from_zero: bool = False
     ) -> Iterator[dict[str, Tensor]]:
         """Yield each bucket of flat host tensors (``resting``) on the device, and write their values back afterwards.
 
         The next bucket arrives and the previous one leaves while the caller computes. After the last bucket the current stream
-        waits for every write. ``buckets`` has the range of each tensor. Those in ``one_way`` are read alone.
+        waits for every write. ``buckets`` has the range of each tensor. Those in ``one_way`` are read alone. With ``from_zero``
+        nothing is read: each bucket is zeros at first.
         """
         here = current_stream(self._device)
         slots = [self._slot(resting, buckets) for _ in range(min(SLOTS, len(buckets)))]
         left = [mark_done(here)] * len(slots)
-        arrived = self._fetch(resting, buckets[0], slots[0], left[0]) if buckets else None
-        for number, ranges in enumerate(buckets):
-            place, following = number % SLOTS, (number + 1) % SLOTS
-            wait_for(here, arrived)
-            if number + 1 < len(buckets):
-                arrived = self._fetch(resting, buckets[number + 1], slots[following], left[following])
-            views = _filled(slots[place], ranges)
-            yield views
-            # Marked after the yield, so that the event covers the work that the caller has queued on the bucket.
-            wait_for(self._leaving, mark_done(here))
-            with on_stream(self._leaving):
-                for name, view in views.items():
-                    if name not in one_way:
-                        resting[name][ranges[name]].copy_(view, non_blocking=True)
-            left[place] = mark_done(self._leaving)
-        for event in left:
-            wait_for(here, event)
+        arrived = self._fetch(resting, buckets[0], slots[0], left[0]) if buckets and not from_zero else None
+        try:
+            for number, ranges in enumerate(buckets):
+                place, following = number % SLOTS, (number + 1) % SLOTS
+                wait_for(here, left[place] if from_zero else arrived)
+                if number + 1 < len(buckets) and not from_zero:
+                    arrived = self._fetch(resting, buckets[number + 1], slots[following], left[following])
+                views = _filled(slots[place], ranges)
+                if from_zero:
+                    for view in views.values():
+                        view.zero_()
+                yield views
+                # Marked after the yield, so that the event covers the work that the caller has queued on the bucket.
+                wait_for(self._leaving, mark_done(here))
+                with on_stream(self._leaving):
+                    for name, view in views.items():
+                        if name not in one_way:
+                            resting[name][ranges[name]].copy_(view, non_blocking=True)
+                left[place] = mark_done(self._leaving)
+        finally:
+            # Also after an error in the caller: the memory of the slots must not be used anew under a copy.
+            for event in (*left, arrived):
+                wait_for(here, event)
 
     def _slot(self, resting: Mapping[str, Tensor], buckets: Sequence[Ranges]) -> dict[str, Tensor]:
         longest = {name: max(_length(ranges[name]) for ranges in buckets) for name in resting}
-        return {name: torch.empty(longest[name], dtype=tensor.dtype, device=self._device) for name, tensor in resting.items()}
+        with scope(kind=self._kind):
+            return {name: torch.empty(longest[name], dtype=each.dtype, device=self._device) for name, each in resting.items()}
 
     def _fetch(self, resting: Mapping[str, Tensor], ranges: Ranges, slot: Mapping[str, Tensor], free: Done) -> Done:
         wait_for(self._arriving, free)

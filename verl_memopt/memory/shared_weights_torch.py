@@ -143,6 +143,9 @@ class SharedRows:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
 
+    def tiles(self, parameter: Tensor) -> None:
+        """Return None: the gradients of a unit are reduced together."""
+
     @torch.no_grad()
     def take(self, parameter: Tensor) -> None:
         """Note that the gradient of a whole weight is there, and reduce those of its unit if it is the last of them."""

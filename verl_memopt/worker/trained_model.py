@@ -242,9 +242,17 @@ class TrainedModel:
         self.in_backward = None
         if optim.in_backward:
             self.in_backward = StepInBackward(self.optimizer, self.role.key, self.device)
-        self.offloaded = OffloadedGradients(self.optimizer, self.model.blocks()) if fsdp.grad_offload else None
+        self.offloaded = self._offload_gradients() if fsdp.grad_offload else None
         self.schedule = build_schedule(self.optimizer, optim, self.schedule_steps, key)
         self._moved, self._undecided = False, list[Tensor]()
+
+    def _offload_gradients(self) -> OffloadedGradients:
+        model, fsdp = self.model, self.fsdp
+        # What is reduced at the last micro-batch alone is summed whole until then.
+        whole = self.world_size > 1 and fsdp.gradient_sync == "last"
+        matrices = () if whole else (model.lm.get_input_embeddings(), model.head)
+        reduce = dtype_of(fsdp.mixed_precision.reduce_dtype, f"{self.role.key}.fsdp_config")
+        return OffloadedGradients(self.optimizer, model.blocks(), matrices, reduce)
 
     def resident_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (kind, tensor) of what the model holds between calls, on the device or on the host."""

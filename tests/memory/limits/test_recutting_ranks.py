@@ -4,6 +4,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.critics import critic_batch, critic_for
 from tests.memory import activation_cases as act
@@ -28,12 +29,31 @@ from verl_memopt.worker.worker import Worker
 ATOL = 2e-5
 
 
+class FailingReduction(TorchDispatchMode):
+    """Runs out of memory in the place of a reduction of gradients, once."""
+
+    def __init__(self, number):
+        super().__init__()
+        self._left = number + 1
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.c10d._reduce_scatter_base_.default:
+            self._left -= 1
+            if self._left == 0:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def failing(model, place, number):
     """Let call ``number`` of a place of the model run out of memory, once."""
     block, count = model.blocks()[-1], [0]
     if place in ("forward", "backward"):
         with out_of_memory(model, number, place == "backward"):
+            yield
+        return
+    if place == "reduction":
+        with FailingReduction(number):
             yield
         return
 
@@ -144,9 +164,12 @@ def test_an_update_fails_and_goes_on_however_it_is_sharded(untied_folder):
     assert_same_updates(untied_folder, 2, WAYS)
 
 
+SMALL_BUCKET = {"bucket_megabytes": 0.004}
+"""The head's gradient comes in several tiles, each reduced in the head's forward."""
 MORE = {
     "offloaded": {"recompute": True, "offload": (1, 2), "fails": [(0, "recompute", 1)]},
     "gradients on the host": {"fsdp": {"grad_offload": True}, "fails": [(1, "backward", 1)]},
+    "tiles of the head": {"fsdp": {"grad_offload": True}, "optim": SMALL_BUCKET, "fails": [(1, "reduction", 2)]},
     "parameters on the host": {"fsdp": {"offload_policy": True, "gradient_sync": "last"}, "fails": [(1, "backward", 1)]},
     "adapters": {"lora_rank": 4, "lora_alpha": 8.0, "carries": True, "fails": [(1, "forward", 0)]},
     "carried and gathered": {"carries": True, "fsdp": KEEP | {"gradient_sync": "last"}, "fails": [(1, "backward", 0)]},

@@ -131,7 +131,7 @@ def test_a_confident_token_keeps_its_small_gradient_in_half_precision():
     into = Gradients(torch.empty_like(hidden), torch.zeros_like(weight), None)
     logits = LogitTiles(head, hidden)
     found = logits.statistics(hidden, targets)
-    logits.differentiate(hidden, targets, found, torch.ones(1), None, into, True)
+    logits.differentiate(hidden, targets, found, (torch.ones(1), None), into, True)
     other = 1 / (1 + torch.tensor(8.0).exp())
     torch.testing.assert_close(into.weight[:, 0].float(), torch.stack([other, -other]), rtol=2**-8, atol=0)
     torch.testing.assert_close(into.hidden[0].float(), other[None] * 8, rtol=2**-7, atol=0)
@@ -158,7 +158,7 @@ def test_over_several_tiles_too_the_targets_term_is_added_last():
     exact = (torch.nn.functional.one_hot(targets, columns) - p) @ weight.double()
     tiles = LogitTiles(Head(weight, None, 1.0, 0, tile, False, False), hidden)
     into = Gradients(torch.empty_like(hidden), None, None)
-    tiles.differentiate(hidden, targets, tiles.statistics(hidden, targets), torch.ones(16), None, into, True)
+    tiles.differentiate(hidden, targets, tiles.statistics(hidden, targets), (torch.ones(16), None), into, True)
     assert float((into.hidden - exact).norm() / exact.norm()) < 5e-7
 
 
@@ -323,7 +323,7 @@ def test_with_one_tile_the_gradient_of_the_hidden_states_is_written_where_it_goe
     tiles = LogitTiles(head, hidden)
     found = tiles.statistics(hidden, targets)
     with LargestNew(into.hidden if into_hidden else into.weight) as largest:
-        tiles.differentiate(hidden, targets, found, torch.ones(rows), None, into, True)
+        tiles.differentiate(hidden, targets, found, (torch.ones(rows), None), into, True)
     assert largest.elements < hidden.numel()
 
 
