@@ -475,6 +475,7 @@ WRONG_ARGUMENTS = [
     ({"steps": "many"}, "trainer.total_training_steps=many"),
     ({"reward_weights": [1.0, 2.0]}, "reward_weights: there are 2 weights for 1 functions"),
     ({"lora_rank": object()}, "is no value of a setting"),
+    ({"memory.device_limit_gb": 0.0005, "trainer.track_memory_every_steps": 1}, "init: .*Together these make room: "),
     ({"rewards": hangs, "custom_reward_function.timeout_seconds": 0.5}, "took longer than .*timeout_seconds=0.5"),
 ]
 

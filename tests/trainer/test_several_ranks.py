@@ -142,7 +142,7 @@ def run_on_one(values, run_dir, **more):
         trainer.run()
 
 
-def compare(named, tmp_path, ranks, sharings, steps, **more):
+def assert_trains_as_one_does(named, tmp_path, ranks, sharings, steps, **more):
     runs, pairs = [], []
     for name, values in named.items():
         length = {"trainer.total_training_steps": steps}
@@ -157,7 +157,7 @@ def compare(named, tmp_path, ranks, sharings, steps, **more):
 
 
 def test_two_ranks_that_share_tokens_train_as_one_does(algorithms, tmp_path):
-    compare({"ppo": algorithms("ppo")}, tmp_path, 2, [2], 2)
+    assert_trains_as_one_does({"ppo": algorithms("ppo")}, tmp_path, 2, [2], 2)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_a_run_on_two_ranks_of_which_one_runs_out_of_memory_trains_as_one_does(a
 
 def test_two_ranks_that_compute_with_the_weights_of_their_engines_train_as_one_does(algorithms, tmp_path):
     """The critic stays one that FSDP2 shards."""
-    compare({"ppo": algorithms("ppo")}, tmp_path, 2, [1], 2, **{f"{AR}.rollout.share_weights": True})
+    assert_trains_as_one_does({"ppo": algorithms("ppo")}, tmp_path, 2, [1], 2, **{f"{AR}.rollout.share_weights": True})
 
 
 @pytest.mark.slow
@@ -185,18 +185,20 @@ def test_two_ranks_that_compute_with_the_weights_of_their_engines_train_as_one_d
 def test_two_ranks_with_a_base_of_their_engines_train_adapters_as_one_does(algorithms, tmp_path, quantization):
     model = {"lora_rank": 4, "quantization": quantization}
     values = algorithms("rloo") | {f"{AR}.model.{key}": value for key, value in model.items()} | {f"{AR}.actor.optim.lr": 1e-2}
-    compare({"rloo": values | {f"{AR}.rollout.share_weights": True}}, tmp_path, 2, [1, 2], 3)
+    assert_trains_as_one_does({"rloo": values | {f"{AR}.rollout.share_weights": True}}, tmp_path, 2, [1, 2], 3)
 
 
 @pytest.mark.slow
 def test_any_algorithm_takes_its_steps_on_two_ranks_with_the_weights_of_their_engines(algorithms, tmp_path):
-    compare({name: algorithms(name) for name in ALL}, tmp_path, 2, [1, 2], 5, **{f"{AR}.rollout.share_weights": True})
+    assert_trains_as_one_does(
+        {name: algorithms(name) for name in ALL}, tmp_path, 2, [1, 2], 5, **{f"{AR}.rollout.share_weights": True}
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "sharings"), [(2, [1, 2]), (4, [1, 2])])
 def test_any_ranks_take_the_five_steps_of_one(algorithms, tmp_path, ranks, sharings):
-    compare({name: algorithms(name) for name in ALL}, tmp_path, ranks, sharings, 5)
+    assert_trains_as_one_does({name: algorithms(name) for name in ALL}, tmp_path, ranks, sharings, 5)
 
 
 @pytest.mark.slow

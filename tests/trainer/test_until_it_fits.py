@@ -324,6 +324,15 @@ def test_what_the_error_prints_pasted_behind_the_command_ends_in_a_run(values, t
     pytest.fail(capsys.readouterr().err)
 
 
+def test_the_error_of_a_full_host_names_what_stays_on_the_device(values, tmp_path, capsys):
+    offloaded = {f"{ACTOR}.fsdp_config.optimizer_offload": True, "memory.host_limit_gb": 0.0005}
+    line = list(overrides(limited(values, 1, **offloaded) | {"trainer.default_local_dir": str(tmp_path / "run")}))
+    assert main(["train", *line]) == 2
+    line, said = followed(line, capsys.readouterr().err.splitlines()[-1], least=False)
+    assert said == f"{ACTOR}.fsdp_config.optimizer_offload=false"
+    assert main(["train", *line]) == 0
+
+
 def test_a_change_takes_the_place_of_what_the_command_said_and_a_secret_is_not_shown():
     line = CommandLine("verl-memopt train", "toy", "recipe/rloo", ("a.b=1", "++c=[x, y]", "d=2"))
     assert line.having({"c": 3, "a.b": True}).overrides == ("d=2", "c=3", "a.b=true")

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 _OPTIM = "actor_rollout_ref.actor.optim"
 OPTIMIZER, IMPL, OVERRIDES = (f"{_OPTIM}.{name}" for name in ("optimizer", "optimizer_impl", "override_optimizer_config"))
 BUCKET = f"{_OPTIM}.bucket_megabytes"
+SLOTS = 3
+"""Buckets, or tiles of a gradient, on the device at once: one comes, one is computed on, and one leaves."""
 _ADAMW, _SGD = ("torch.optim", "AdamW"), ("torch.optim", "SGD")
 _ARGUMENTS = {_ADAMW: {"lr", "betas", "eps", "weight_decay"}, _SGD: {"lr", "momentum", "nesterov", "weight_decay"}}
 MOMENTUM = Range("must be at least 0 and below 1", lambda value: 0 <= value < 1)

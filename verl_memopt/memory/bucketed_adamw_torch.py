@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.optim import SGD, AdamW, Optimizer
 
 from verl_memopt.distributed.device import synchronize
+from verl_memopt.memory.bucketed_adamw import SLOTS
 from verl_memopt.memory.embedding_gradient import gradient_dtype
 from verl_memopt.memory.host_buffers import host_buffer
 from verl_memopt.memory.optimizer_offload_torch import (
     GRADIENT,
-    SLOTS,
     Member,
     Section,
     Slice,

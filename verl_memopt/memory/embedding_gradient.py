@@ -99,12 +99,13 @@ class _SortedIds:
         numbers, self._order = numbers.sort(stable=True)
         self._rows = rows.index_select(0, self._order)
         ends = torch.searchsorted(numbers, torch.arange(tiles.count, device=ids.device), right=True)
+        # fp32 holds each whole number up to 2**24, more tokens than a micro-batch has.
         self._ends: Callable[[], list[Tensor]] = fetched_together([ends.float()], ids.device)
 
     def add_rows(self, rows: Tensor) -> None:
         """Add rows [T, h] to the gradients of the ids' rows. The sums are those of :func:`add_rows_`."""
         (ends,), count = self._ends(), self._tiles.count
-        # A fake tensor has no values: as many tokens in each tile.
+        # A fake tensor has no values. Then each tile gets as many tokens.
         known = (
             [rows.shape[0] * (at + 1) // count for at in range(count)] if isinstance(ends, FakeTensor) else ends.int().tolist()
         )
@@ -196,7 +197,7 @@ class Tiles(Protocol):
     def passing(self, needed: Collection[int] | None = None) -> Iterator[Tile]:
         """Yield the tiles in order, each with what is summed so far, and take it away afterwards.
 
-        At least those with ``needed`` numbers; None = all. Rows that nothing is added to keep their sums.
+        ``needed``: numbers of the tiles that are added to. The others may be left out, and keep their sums. None = all tiles.
         """
 
 

@@ -10,7 +10,7 @@ Costs: as many bytes of host memory. Each gradient crosses the bus once per micr
     micro-batch.
 Works with: clipping, any number of micro-batches, several devices (each keeps its shard), ``optimizer_offload`` and
     ``split_master_weights``, with which ``mixed_precision.reduce_dtype=bfloat16`` halves the gradients. It changes no number but
-    the rounding of what passes in tiles. With ``gradient_sync=last`` on several devices nothing does. It refuses
+    the rounding of what passes in tiles. On several devices with ``gradient_sync=last`` the matrix stays whole. It refuses
     ``optim.in_backward`` and ``offload_policy``.
 """
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from operator import attrgetter
 
-from verl_memopt.memory.bucketed_adamw import only_with_adamw
+from verl_memopt.memory.bucketed_adamw import SLOTS, only_with_adamw
 from verl_memopt.memory.formulas import Shapes
 from verl_memopt.memory.knob import Advice, Claim, Knob, LadderRow, Refusal, for_roles
 
@@ -40,8 +40,6 @@ class GradOffload:
 _offloads = attrgetter(KEY)
 
 
-SLOTS = 3
-"""Tiles of a gradient on the device at once: one comes, one is added to, and one leaves."""
 LEAST_ROWS = 64
 """Fewest rows of a tile on a rank, so that products with it are worth their launch; more are a multiple of it."""
 

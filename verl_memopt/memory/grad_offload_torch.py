@@ -250,7 +250,7 @@ class OffloadedGradients:
     def passing(self, parameter: Tensor, ranges: Sequence[slice], needed: Collection[int] | None) -> Iterator[tuple[int, Tensor]]:
         """Yield ranges of a parameter's rows on this rank with their sums so far, on the device, and take them away afterwards.
 
-        ``needed`` are the numbers of those that are added to, and None if that may be any. The others may be left out.
+        ``needed``: numbers of the ranges that are added to. The others may be left out. None = all ranges are yielded.
         """
         name, place = id(parameter), self._places[id(parameter)]
         arrived, width = name in self._optimizer.arrived, place[:1].numel()
@@ -342,7 +342,7 @@ class GradientTiles:
 
     @torch.no_grad()
     def passing(self, needed: Collection[int] | None = None) -> Iterator[Tile]:
-        """Yield the tiles in order, and take each away afterwards; at least those with ``needed`` numbers, None = all."""
+        """Yield the tiles in order, and take each away afterwards. ``needed``: as :meth:`OffloadedGradients.passing`."""
         own = local(self._rows).shape[0]
         ranges = [slice(min(start, own), min(start + self._step, own)) for start in range(0, self._of_rank, self._step)]
         if isinstance(self._rows, DTensor) and self._rows.device_mesh.size() > 1:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from verl_memopt.distributed.device import Done, copy_stream, current_stream, mark_done, on_stream, wait_for
+from verl_memopt.memory.bucketed_adamw import SLOTS
 from verl_memopt.memory.optimizer_state_dtype_torch import (
     MOMENTS,
     REMAINDER,
@@ -186,9 +187,6 @@ def aligned(size: int) -> int:
     """Return the bytes that a part of ``size`` bytes takes in the state buffer."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
-
-SLOTS = 3
-"""Buckets on the device at once. With two, an arriving bucket would wait for the leaving one."""
 
 Ranges = Mapping[str, slice]
 

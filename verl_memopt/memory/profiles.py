@@ -34,9 +34,9 @@ KNOB = Knob(cost="what its keys cost", besides=tuple(f"memory={name}" for name i
 def one_copy(settings: Settings, written: Set[str]) -> dict[str, object]:
     """Return what a profile that offloads the policy's parameters sets instead where one device holds all: key -> value.
 
-    One copy of the weights stays on the device, for trainer and engine. All else rests on the host. With adapters it is so on
-    each of several devices: a sync to an engine with a copy of its own would hold the most. {} where that cannot be, or where the
-    user has ``written`` one of the keys. ``settings`` have the profile's keys.
+    One copy of the weights stays on the device, for trainer and engine. All else rests on the host. With adapters this holds on
+    each of several devices too, because the sync to an engine with its own copy would be the peak. {} where that cannot be, or
+    where the user has ``written`` one of the keys. ``settings`` have the profile's keys.
     """
     roles = settings.actor_rollout_ref
     fsdp = roles.actor.fsdp_config

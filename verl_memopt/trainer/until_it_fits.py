@@ -169,14 +169,21 @@ class Attempts:
 
 
 def set_together(error: DeviceMemoryError | HostMemoryError, settings: Settings) -> str:
-    """Return a sentence for the error of a run, with all that makes enough room by formula, or what makes most.
+    """Return a sentence that names settings for a run that ended with an out-of-memory error.
+
+    They are the cheapest that are enough by formula. If there are none, they are all that make room.
 
     Returns:
-        The sentence, with a space before it; "" where the error's own first advice is likely to be enough, or nothing is left.
+        The sentence, with a space before it. "" if the error's first advice alone is likely to be enough, or if nothing is left.
     """
     if isinstance(error, DeviceMemoryError) and error.ways and error.ways[0].enough:
         return ""
-    for keys, cost, _ in Attempts(CommandLine("", "", None, ()))._ways(error, settings):
+    if isinstance(error, HostMemoryError):
+        ways = [*_off_the_host(error.kind, settings)]
+    else:
+        limit = error.figures.limit_bytes
+        ways = [(keys, cost) for keys, cost, _ in _by_formula(settings, limit)] + [*everything(settings, limit or 0)]
+    for keys, cost in ways:
         accepted = _accepted(keys, settings, partial(changed, settings))
         if accepted:
             return f" Together these make room: {_overrides(accepted)} (they cost {cost})."

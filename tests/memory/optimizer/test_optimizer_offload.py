@@ -6,8 +6,9 @@ from tests.memory.sharded import assert_equal_runs, fake_ranks, share, three_ste
 from tests.tensors import local_of
 from tests.worker.test_policy import CPU, micro_batches
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.bucketed_adamw import SLOTS
 from verl_memopt.memory.host_buffers import host_allocator, host_limits
-from verl_memopt.memory.optimizer_offload_torch import SLOTS, StateLanes
+from verl_memopt.memory.optimizer_offload_torch import StateLanes
 from verl_memopt.observe.byte_tracker import ByteTracker
 from verl_memopt.observe.device_ledger import fsdp_kinds
 
