@@ -32,7 +32,7 @@ KEY = "actor_rollout_ref.actor.use_torch_compile"
 RECOMPILE_LIMIT = 16
 """Variants of a statement compiled for one width: the strides of its tensors make some. Dynamo's own limit is 8."""
 
-NO_TEMPORARIES: dict[str, Any] = {"realize_reads_threshold": 1000, "realize_opcount_threshold": 1000}
+NO_TEMPORARIES: dict[str, Any] = {f"realize_{what}_threshold": 1000 for what in ("reads", "acc_reads", "opcount")}
 """Has inductor compute a value of all rows again for each of its readers. It otherwise keeps one with two readers in memory if
 it is computed from more than four reads."""
 
