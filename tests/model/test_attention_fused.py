@@ -17,8 +17,9 @@ from tests.model.attention_cases import (
     with_gradients,
     with_rotary_gradients,
 )
+from verl_memopt.memory.formulas import TILE_ELEMENTS
 from verl_memopt.model.attention import eager_attention
-from verl_memopt.model.attention_fused import EFFICIENT, _DenseAttention, dense_attention, flash_attention, merge
+from verl_memopt.model.attention_fused import EFFICIENT, _DenseAttention, _with_merged, dense_attention, flash_attention, merge
 from verl_memopt.model.packing import PrefixLayout
 from verl_memopt.model.rotary import rotary_arguments
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
@@ -198,6 +199,20 @@ def test_what_a_backward_makes_beside_is_of_one_key_head():
         # one of them summed over heads.
         expected = of_token * (tokens * (each + 1 + each + 2) + suffixes * (3 * each + 1))
         assert abs(found / expected - 1) < 0.05
+
+
+def test_answers_of_several_groups_are_merged_without_a_tensor_in_fp32_of_their_size():
+    tokens, heads, size = 4000, 4, 64
+    places = torch.arange(0, tokens, 2)
+    out, other = (torch.randn(rows, heads, size, dtype=torch.bfloat16) for rows in (tokens, len(places)))
+    lse, other_lse = torch.randn(heads, tokens), torch.randn(heads, len(places))
+    with ByteTracker() as tracker:
+        tracker.mark("inputs", [out, lse, other, other_lse, places])
+        before = tracker.total()
+        _with_merged(out, lse, places, other, other_lse)
+        found = tracker.peaks[DEVICE].bytes - before
+    # Results and copies of what is merged, and in fp32 three tensors of a tile.
+    assert found <= (tokens + len(places)) * heads * (2 * size + 2 * 4) + 3 * 4 * TILE_ELEMENTS["cpu"]
 
 
 def test_bytes_grow_with_tokens_not_with_their_square():

@@ -290,6 +290,7 @@ class _FlashAttention(torch.autograd.Function):
         v = value
         segment_k, segment_v = layout.at_queries(k, v)
         out, lse = _forward(q, segment_k, segment_v, _segment_pass(layout, window), scale)  # lse: fp32 [heads, Q]
+        del segment_k, segment_v  # freed before the next pass
         if layout.prefix_spans:
             at_q, at_k = _prefix_places(layout)
             other, other_lse = _forward(q[at_q], k[at_k], v[at_k], _prefix_pass(layout), scale)
@@ -306,8 +307,9 @@ class _FlashAttention(torch.autograd.Function):
         norms, tables = (query_norm, key_norm), (layout.at_queries(cos, sin), (cos, sin))
         q, k = apply_rotary_to_both(query, key, norms, ctx.eps, *tables)
         segment_k, segment_v = layout.at_queries(k, v)
-        dq, segment_dk, segment_dv = _backward(grad, q, segment_k, segment_v, out, lse, _segment_pass(layout, ctx.window), scale)
-        dk, dv = layout.at_keys(segment_dk, k), layout.at_keys(segment_dv, v)
+        dq, dk, dv = _backward(grad, q, segment_k, segment_v, out, lse, _segment_pass(layout, ctx.window), scale)
+        del segment_k, segment_v  # freed before the next pass, as gradients of selected keys and values are
+        dk, dv = layout.at_keys(dk, k), layout.at_keys(dv, v)
         if layout.prefix_spans:
             at_q, at_k = _prefix_places(layout)
             # Contiguous, because the selection of columns may leave other strides than the kernel takes.
@@ -338,16 +340,17 @@ def _with_merged(out: Tensor, lse: Tensor, places: Any, other: Tensor, other_lse
     In new tensors where nothing is compiled: selective checkpointing, under which nothing is, keeps the kernel's outputs, and
     refuses outputs that were written to.
     """
+    parts = out[places], lse[:, places].t()
     if not isinstance(places, slice):
-        merged, merged_lse = merge(out[places], lse[:, places].t(), other, other_lse.t())
-        return out.index_copy(0, places, merged.to(out.dtype)), lse.index_copy(1, places, merged_lse.t())
+        # Copies, which take the result, so that no tensor in fp32 is of their size.
+        over_rows(_merge_statement, (*parts, other, other_lse.t(), *parts))
+        copied = Tensor.index_copy_ if runs_compiled(other) else Tensor.index_copy
+        return copied(out, 0, places, parts[0]), copied(lse, 1, places, parts[1].t())
     if runs_compiled(other):
-        parts = out[places], lse[:, places].t()
         over_rows(_merge_statement, (*parts, other, other_lse.t(), *parts))
         return out, lse
     whole, whole_lse = torch.empty_like(out), torch.empty_like(lse)
-    into, into_lse = whole[places], whole_lse[:, places].t()
-    over_rows(_merge_statement, (out[places], lse[:, places].t(), other, other_lse.t(), into, into_lse))
+    over_rows(_merge_statement, (*parts, other, other_lse.t(), whole[places], whole_lse[:, places].t()))
     for rest in (slice(0, places.start), slice(places.stop, out.shape[0])):
         if rest.start < rest.stop:
             whole[rest], whole_lse[:, rest] = out[rest], lse[:, rest]
