@@ -1,6 +1,7 @@
 import itertools
 import logging
 import mmap
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,6 +98,26 @@ def test_what_is_locked_is_whole_pages_and_counted_as_such(driver):
     assert all(driver.holds(buffer) for buffer in buffers)
     for number, buffer in enumerate(buffers):
         assert (buffer.fill_(number) == number).all()
+
+
+def flags_of(address):
+    """Gives what the kernel knows about the mapping at an address: its ``VmFlags``."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if "-" in first and not first.endswith(":"):
+            start, stop = (int(each, 16) for each in first.split("-"))
+            inside = start <= address < stop
+        elif inside and first == "VmFlags:":
+            return rest
+    return []
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages")
+def test_what_is_locked_asks_for_huge_pages(driver):
+    locked = HostAllocator().empty(2**23, GPU, "params")
+    assert driver.holds(locked)
+    assert "hg" in flags_of(locked.data_ptr())
 
 
 def test_the_moments_of_a_3b_model_are_locked_in_23_gib(driver, monkeypatch):
