@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import ceil
 from types import FunctionType
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
@@ -27,7 +29,8 @@ from torch.utils.flop_counter import flop_registry
 from benchmarks.update_pass.flops import PRODUCTS, attention_formulas
 from tests.virtual_gpu.clocks import HOST
 from tests.virtual_gpu.device import VirtualGpu, _written
-from verl_memopt.memory.fused import NO_TEMPORARIES
+from verl_memopt.memory.fused import NO_TEMPORARIES, compiled_for_width
+from verl_memopt.memory.recompute_elementwise_torch import _norm_of_sum
 
 aten = torch.ops.aten
 
@@ -161,12 +164,8 @@ class CountingGpu(VirtualGpu):
             self._into = into
         if into is not None:
             self._launched += 1
-            rows = next(len(one) for one in tensors if one is not None)
-            places = [None if one is None else (one.storage_offset(), id(one)) for one in tensors]
-            shapes = tuple(None if one is None else (one.dtype, tuple(one.shape[1:]), places.index(place))
-                           for one, place in zip(tensors, places, strict=True))  # fmt: skip
-            rest = tuple((one.dtype, tuple(one.shape)) if isinstance(one, Tensor) else one for one in others)
-            self._pending.append(((function, shapes, rest), rows, f"compiled {function.__name__} {place()}"))
+            key, rows = region_of(function, tensors, others)
+            self._pending.append((key, rows, f"compiled {function.__name__} {place()}"))
         return result
 
     def _device_op(self, func: Any, args: Any, kwargs: Any, given: Any) -> Any:
@@ -298,18 +297,53 @@ ROWS = 64
 """Of the tensors that a function is compiled for. Bytes are in proportion to rows."""
 
 
-def kernels_of(function: Callable[..., Any], shapes: Sequence[Any], others: Sequence[Any]) -> list[tuple[float, float]]:
-    """Return the kernels that Inductor's scheduler makes of a function: the bytes that each reads and writes for a row.
+def region_of(
+    function: Callable[..., Any], tensors: Sequence[Tensor | None], others: Sequence[Any]
+) -> tuple[tuple[Any, ...], int]:
+    """Return what a compiled call is compiled for, as :func:`kernels_of` takes it, and its number of rows."""
+    rows = next(len(one) for one in tensors if one is not None)
+    places = [None if one is None else (one.storage_offset(), id(one)) for one in tensors]
+    shapes = tuple(None if one is None else (one.dtype, tuple(one.shape[1:]), places.index(place))
+                   for one, place in zip(tensors, places, strict=True))  # fmt: skip
+    rest = tuple((one.dtype, tuple(one.shape)) if isinstance(one, Tensor) else one for one in others)
+    return (function, shapes, rest), rows
 
-    Arguments are as :meth:`CountingGpu.record` takes note of them. The backend is C++, which fuses as the one of a GPU does or
-    less: a softmax over wide rows, one kernel there, is three here.
-    """
+
+def _inputs(shapes: Sequence[Any], others: Sequence[Any]) -> tuple[list[Tensor | None], list[Any]]:
+    """Return tensors of :data:`ROWS` rows and other arguments, as :func:`region_of` describes them."""
     tensors: list[Tensor | None] = []
     for shape in shapes:
         first = None if shape is None else shape[2]
         fresh = first is None or first == len(tensors)
         tensors.append(None if shape is None else torch.zeros(ROWS, *shape[1], dtype=shape[0]) if fresh else tensors[first])
-    rest = [torch.zeros(one[1], dtype=one[0]) if isinstance(one, tuple) else one for one in others]
+    return tensors, [torch.zeros(one[1], dtype=one[0]) if isinstance(one, tuple) else one for one in others]
+
+
+def kept_by(function: Callable[..., Any], shapes: Sequence[Any], others: Sequence[Any]) -> float:
+    """Return the most bytes for a row that a function allocates at once, compiled to C++. Arguments as of :func:`kernels_of`."""
+    if function is _norm_of_sum:
+        # torch 2.13 has no C++ for a statement that reduces a tensor and overwrites it beside another result.
+        shapes = [(dtype, width, place) for place, (dtype, width, _) in enumerate(shapes)]
+    tensors, rest = _inputs(shapes, others)
+
+    def run() -> None:
+        compiled_for_width(function, tensors, rest)
+
+    run()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(accumulate(sizes), default=0) / ROWS
+
+
+def kernels_of(function: Callable[..., Any], shapes: Sequence[Any], others: Sequence[Any]) -> list[tuple[float, float]]:
+    """Return the kernels that Inductor's scheduler makes of a function: the bytes that each reads and writes for a row.
+
+    Arguments are as :func:`region_of` returns them. The backend is C++, which fuses as the one of a GPU does or less: a softmax
+    over wide rows, one kernel there, is three here.
+    """
+    tensors, rest = _inputs(shapes, others)
     found: list[tuple[float, float]] = []
 
     def scheduled(graph: GraphLowering) -> Any:

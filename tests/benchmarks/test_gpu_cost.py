@@ -4,13 +4,17 @@ import dataclasses
 import functools
 import shutil
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu.reach_cases import size_of
+from benchmarks.gpu_cost.compiled_peaks import RUNS, bare, settings_of
 from benchmarks.gpu_cost.peers import count_peer, counted_by_depth
-from benchmarks.gpu_cost.update import Case
+from benchmarks.gpu_cost.update import MODELS, Case
 from benchmarks.update_pass.work import Workload
 from recipe.rloo.memory_study.fake_guard import call_in_fake_process
+from verl_memopt.memory.fit import Sizes, predict
 from verl_memopt.model.tiny import TinyShape
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the fake device is compiled")
@@ -171,3 +175,42 @@ def test_the_update_beside_the_peers_launches_less_where_it_is_compiled():
     plain, compiled = (call_in_fake_process("benchmarks.gpu_cost.peers:count_ours", name, BESIDE_PEERS) for name in names)
     assert compiled.launches < plain.launches
     assert compiled.flops == plain.flops
+
+
+# Bytes of a step with compiled functions.
+
+
+COUNTED = {
+    "ppo": {
+        "old_log_prob": 13_908_947_968,
+        "values": 13_384_204_800,
+        "update_critic": 15_603_278_336,
+        "update_actor": 16_490_063_872,
+    },
+    "rlt": {"old_log_prob": 12_340_724_736, "ref": 12_340_724_736, "reward": 12_022_754_816, "update_actor": 14_921_841_664},
+    "grpo": {"old_log_prob": 10_364_592_640, "ref": 10_364_592_640, "update_actor": 12_945_709_568},
+    "lora": {"old_log_prob": 1_798_430_720, "ref": 1_798_430_720, "update_actor": 3_188_042_880},
+}
+"""Run -> pass -> its peak in bytes at the shapes of Qwen3-0.6B and Qwen2.5-0.5B (docs/evidence/2026-11-26-launch-mends)."""
+STEP = Case(MODELS["0.6b"], 1024, 896, groups=2)
+BOUND = 0.03
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_peak_of_a_compiled_step_is_what_the_formulas_say_and_no_pass_holds_more(run):
+    other, folder = size_of(MODELS["0.5b"]), Path("none")
+    sizes = Sizes(size_of(STEP.shape), critic=other, student=other)
+    foreseen = bare(predict(settings_of(run, STEP, folder, folder), sizes, tuple(COUNTED[run]), "cuda").phases)
+    assert max(COUNTED[run].values()) <= max(foreseen.values()) <= (1 + BOUND) * max(COUNTED[run].values())
+    assert {phase: (size, foreseen[phase]) for phase, size in COUNTED[run].items() if size > foreseen[phase]} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", RUNS)
+def test_a_compiled_step_of_two_blocks_holds_what_the_formulas_say(run):
+    case = dataclasses.replace(STEP, shape=dataclasses.replace(STEP.shape, num_layers=2))
+    found = call_in_fake_process(
+        "benchmarks.gpu_cost.compiled_peaks:count", run, case, dataclasses.replace(MODELS["0.5b"], num_layers=2)
+    )
+    counted, foreseen = found["counted"], found["foreseen"]
+    assert max(counted.values()) <= max(foreseen.values()) <= (1 + BOUND) * max(counted.values())

@@ -4,6 +4,7 @@ import pytest
 
 from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import ActorRolloutRef
+from verl_memopt.memory.chunked_logprob import logit_bytes
 from verl_memopt.memory.formulas import Shapes, width
 from verl_memopt.memory.tiled_mlp import TiledMlp
 
@@ -184,6 +185,16 @@ def test_compiled_statements_hold_no_tiles():
     # Uncompiled the gate is the highest moment, with an activation and a product of its width; compiled it is the norm.
     rows, gate, norm = 2554, 2554 * 3072 + 1024 * 3072, 2 * 2554 * 1024 + 2 * 1024 * 3072
     assert on_gpu().mlp_bytes(rows) - on_gpu(compiled=True).mlp_bytes(rows) == 4 * (gate + 2 * rows * 3072 - norm)
+
+
+def test_under_full_determinism_nothing_is_compiled_and_tiles_are_held():
+    few = dataclasses.replace(QWEN, responses=1000)
+    compiled = on_gpu(True, "bf16", few)
+    fsdp = replaced(compiled.settings.actor.fsdp_config, {"full_determinism": True})
+    settings = replaced(compiled.settings, {"actor": replaced(compiled.settings.actor, {"fsdp_config": fsdp})})
+    exact, plain = dataclasses.replace(compiled, settings=settings), on_gpu(False, "bf16", few)
+    assert exact.mlp_bytes(2554) == plain.mlp_bytes(2554) > compiled.mlp_bytes(2554)
+    assert logit_bytes(exact, update=True) == logit_bytes(plain, update=True) != logit_bytes(compiled, update=True)
 
 
 def test_flash_attention_holds_a_wide_gradient_of_queries_and_keys_repeated_for_their_heads():

@@ -50,7 +50,7 @@ def logit_bytes(shapes: Shapes, update: bool) -> int:
     tile = min(shapes.vocab, tile)
     narrow = 0 if shapes.compute_bytes == 4 else shapes.compute_bytes
     each = 4 + narrow
-    if narrow and shapes.device == "cuda" and actor.use_torch_compile:
+    if narrow and shapes.compiles:
         # As ``Head.rows_at_once``: without fp32 logits a chunk has as many more tokens as take the same bytes.
         summed = 0 if tile == shapes.vocab else shapes.hidden * (4 + narrow)
         chunk, each = chunk * ((4 + narrow) * tile + summed) // (narrow * tile + summed), narrow

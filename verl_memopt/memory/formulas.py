@@ -79,6 +79,12 @@ class Shapes:
     """Where it is computed: ``cpu`` or ``cuda``."""
 
     @property
+    def compiles(self) -> bool:
+        """Whether elementwise functions are compiled, which then hold no tiles."""
+        actor = self.settings.actor
+        return self.device == "cuda" and actor.use_torch_compile and not actor.fsdp_config.full_determinism
+
+    @property
     def sequence_ranks(self) -> int:
         """S, the devices that share the tokens of a micro-batch. Attention has S x T tokens and 1/S of the heads."""
         return self.settings.actor.fsdp_config.sequence_ranks
@@ -207,7 +213,9 @@ class Shapes:
         # One head's: its keys turned, gradients of keys and values, over all tokens in place of those that are read.
         head = b * self.head_dim * (3 * self.skipped + 4 * queries.tokens)
         call = b * (3 * self.heads // self.kv_heads * self.head_dim) * max(self.skipped - queries.tokens, 0)
-        attention = queries.flash_backward_bytes(self.tokens) if self.flash else queries.attention_backward_bytes + head + call
+        # Flash kernels run over all heads, and the gradients of keys and values are of all tokens.
+        flash = queries.flash_backward_bytes(self.tokens) + 2 * b * self.skipped * key if self.flash else 0
+        attention = flash or queries.attention_backward_bytes + head + call
         mlp = queries.mlp_bytes(self.tokens if self.recomputes_mlp else queries.tokens)
         # At the products of keys and values: the input and its gradient, their gradients, rotary tables, and a tile of the norm.
         tile = -(-self.tokens // -(-self.tokens // PRODUCT_ROWS[self.device]))
@@ -271,7 +279,7 @@ class Shapes:
     def _elementwise_bytes(self, elements: int, tile: dict[str, int], each: int) -> int:
         if self.device == "cpu":
             return 3 * 4 * min(elements, TILE_ELEMENTS["cpu"])
-        return 0 if self.settings.actor.use_torch_compile else min(elements, tile[self.device]) * each
+        return 0 if self.compiles else min(elements, tile[self.device]) * each
 
     @property
     def attention_bytes(self) -> int:

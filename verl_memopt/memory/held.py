@@ -243,8 +243,13 @@ class Held:
         wide = 5 if self.roles.model.lora_rank else 3
         norm = 12 * work.tokens * max(h, query)
         if self.roles.model.recompute_elementwise:
-            norm = min(norm, 12 * TILE_ELEMENTS[self.device])
+            norm = 0 if s.compiles else min(norm, 12 * TILE_ELEMENTS[self.device])
         attention = b * work.tokens * (3 * h + (2 + wide) * query // 2 + 4 * key + 2 * s.head_dim)
+        if s.flash:
+            # Two states, the product, queries and keys turned, and the output. Answers that share prompts have queries, or a
+            # second output, of their own, and merge two.
+            answers = min(work.responses, work.tokens) if self.roles.actor.use_prefix_grouper else 0
+            attention = b * work.tokens * (2 * h + (3 + wide) * query // 2 + 3 * key + 2 * s.head_dim) + 2 * b * answers * query
         attention = max(attention + (norm if self.size.qk_norm else 0), 2 * b * work.tokens * h + norm)
         # Also the state before the block, and rotary tables.
         mlp = b * work.tokens * (4 * h + wide * s.mlp + 2 * s.head_dim)
@@ -352,6 +357,8 @@ class Held:
             return together(largest([*windows]), held, whole)
         # Gradients come block by block while what blocks keep goes, so the peak is at one end: at the last block, or the first.
         matrix = 0 if self.adapters else s.gradient_bytes * matrix_params(s, self.ranks) / self.ranks
+        if self._reduces_alone:  # a head that is no unit of its own is reduced with the embedding
+            matrix = s.gradient_bytes * (self._matrices[1] if self.has_logits else 0)
         first = dict(top) | {
             "activations": top["activations"] - s.kept_bytes * (s.layers - 1 if s.settings.model.in_flight is None else 0)
         }
@@ -359,7 +366,17 @@ class Held:
             together(head, {"grads": min(grads, matrix)}),
             together(top, {"grads": min(grads, matrix + 2 * s.gradient_bytes * s.block_params / self.ranks)}),
         ]
-        return together(largest([*begun, *(together(each, whole) for each in (first, *later))]), held)
+        # One rank reduces a matrix of the vocabulary last. Then its gradient is the second of the reduction's buffers.
+        last = s.gradient_bytes * max(self._matrices) if self._reduces_alone else 0
+        end, step = later
+        unfinished = [together(each, {"grads": grads - last}) for each in (first, end)]
+        return together(largest([*begun, *unfinished, together(step, whole)]), held)
+
+    @property
+    def _reduces_alone(self) -> bool:
+        """Whether FSDP2 reduces gradients of one rank, which stay on it: it copies them in the wider dtype, twice."""
+        away = self.fsdp.offload_policy or self.fsdp.grad_offload
+        return self.is_cast and self.ranks == 1 and not self.adapters and not away
 
     def _with_kept(self, work: Pass) -> ActorRolloutRef:
         """Return the settings whose formulas bound what blocks keep: tensors below the offload's least size stay."""
@@ -389,7 +406,14 @@ class Held:
         if frozen and self.roles.model.checkpointing == "selective":  # it keeps the products of adapters too
             outputs = 2 * s.hidden + (s.heads + 2 * s.kv_heads) * s.head_dim + 2 * s.mlp
             lows += work.tokens * b * outputs * s.layers
-        block = max(self._block_bytes(s, work)) + self.decoded + prefixes + lows + (work.tokens * b * wide if frozen else 0)
+        block: float = max(self._block_bytes(s, work))
+        adapted = work.tokens * b * wide if frozen else 0
+        if model.recompute_elementwise and s.flash and model.block_tile_tokens is None:
+            # Adapters add to wide tensors at the MLP, where flash attention holds nothing.
+            block = max(block, s.kept_on_device(s.layers - 1) + s.mlp_bytes(work.tokens) + adapted)
+        else:
+            block += adapted
+        block += self.decoded + prefixes + lows
         head: dict[str, float] = {"activations": kept + states + lows, "logits": self._logits(s, update=True)}
         blocks: dict[str, float] = {"activations": block}
         end: dict[str, float] = {"activations": 2 * s.input_bytes + prefixes}
@@ -405,7 +429,8 @@ class Held:
             if self.ranks == 1:
                 # What the unit before has reduced lies there until the next reduction.
                 gathered, reduced = b * root + first + max(stay, one), 0 if frozen else reduce * s.block_params
-                before = 0 if frozen else reduce * max(own if tile is None else 0, s.block_params)
+                head_alone = own if self.has_logits and tile is None else 0
+                before = 0 if frozen else reduce * max(head_alone, s.block_params)
                 top = {"gathered parameters": b * (root + own) + first + stay, "whole gradients": grads * of_matrix + whole}
                 top |= {} if tile is None else self._reduction(tile)
                 casting = {"activations": kept + states, "collective buffers": self._passing}
@@ -414,7 +439,7 @@ class Held:
                 reduction = {"activations": kept + end["activations"], "collective buffers": before + 2 * reduced}
                 blocks = {**largest([blocks | {"collective buffers": before}, reduction]), **unit}
                 end |= {"gathered parameters": b * (root + own)}
-                if own and not frozen and tile is None:
+                if head_alone and not frozen:
                     # The head is reduced while all that blocks keep is there.
                     at_head = {"activations": kept + states, "collective buffers": 2 * reduce * own}
                     at_head |= {"gathered parameters": gathered, "whole gradients": grads * own + whole}
@@ -442,6 +467,12 @@ class Held:
                 "collective buffers": (0 if frozen else reduce * (of_matrix + of_matrix / self.ranks)),
                 "whole gradients": grads * of_matrix + whole,
             }
+            if self._reduces_alone and not summed:
+                # Gradients of embedding and head are added up, and all are gone when they are reduced, as what was gathered is.
+                at_last = end | {"gathered parameters": 0, "whole gradients": 0}
+                times = 3 if self.size.tied and self.has_logits else 1
+                adding = end | {"whole gradients": times * grads * matrix, "collective buffers": reduce * s.block_params}
+                end = dict(largest([adding, at_last]))
         elif self.whole:
             # A unit's gradients are whole until they are reduced, those of the root to the end of a backward. Adapters have the
             # dtype of the masters, and lie in blocks alone.
