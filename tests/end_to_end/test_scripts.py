@@ -362,6 +362,24 @@ def test_a_gpu_without_the_headers_of_python_is_told_what_vllm_will_miss(setup, 
     assert setup("--check", reply="580.65.06", PYTHON=str(tmp_path / "python"), CC="cc").stderr == ""
 
 
+@pytest.mark.parametrize(("build", "constraints"), [("gpu", "constraints-gpu.txt"), ("cpu", "constraints.txt")])
+def test_each_build_is_installed_in_the_versions_of_its_own_constraints(build, constraints, tmp_path):
+    for name in ("setup_env.sh", "setup.py", "requirements.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
+    log = tmp_path / "log"
+    # A Python that says its version, makes an environment of itself, and installs nothing.
+    python = executable(
+        tmp_path / "python",
+        f'#!/bin/sh\necho "$@" >> {log}\ncase "$1 $2" in\n"-m venv") mkdir -p .venv/bin; cp "$0" .venv/bin/python;;\n'
+        "-c*) echo 3.11;;\nesac\n",
+    )
+    env = {**os.environ, "PYTHON": str(python), "VERL_MEMOPT_BUILD": build, "CC": "cc"}
+    subprocess.run(["bash", str(tmp_path / "setup_env.sh")], env=env, cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    (asked,) = [line for line in log.read_text().splitlines() if f"-r requirements/{build}.txt" in line]
+    assert asked.endswith(f"-c requirements/{constraints}")
+
+
 @pytest.mark.parametrize(("argument", "variables"), [("--what", {}), ("--check", {"VERL_MEMOPT_BUILD": "tpu"})])
 def test_setup_refuses_what_it_does_not_know(setup, argument, variables):
     assert setup(argument, **variables).returncode == 2

@@ -242,6 +242,13 @@ def test_a_deep_model_rounds_less_than_its_bound(tmp_path, one_rank, dtype):
     check_packing(policy, CPU, dtype_of(dtype, "dtype"), SHARED, "folder")
 
 
+def test_the_bound_grows_with_depth_and_with_the_rounding_of_the_dtype():
+    # 40 times the rounding error of bfloat16, 2^-8, for two blocks; for 32 of them the fourth root of 16 times as much.
+    assert packing_bound(torch.bfloat16, 1) == packing_bound(torch.bfloat16, 2) == 40 * 2**-8
+    assert packing_bound(torch.bfloat16, 32) == 2 * 40 * 2**-8
+    assert packing_bound(torch.float32, 2) == 400 * 2**-24
+
+
 def test_the_check_computes_in_fp32_where_training_may_round_to_tf32(untied_folder, one_rank):
     policy, seen = built(untied_folder, one_rank), set()
     policy.decoder.register_forward_pre_hook(lambda *_: seen.add(torch.get_float32_matmul_precision()))
