@@ -253,7 +253,7 @@ def test_a_run_whose_cache_takes_the_rest_stays_below_its_limit_in_every_phase(m
             *("trainer.worker_group=local", f"trainer.default_local_dir={tmp_path}/run", *models),
         ],
     )
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "verl_memopt"):
         train(settings)
     phases = json.loads(next((tmp_path / "run").rglob("summary.json")).read_text())["phases"]
     cache = limit - beside_cache(settings)
