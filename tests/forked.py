@@ -1,7 +1,8 @@
 """A process that has imported torch and transformers, and forks a Python process from itself in place of starting one.
 
 What it forks has the arguments, variables, folder, output and exit code of a process that was started; what is left out is the
-import, which would be most of a test's time. ``tests/forked_python`` stands in for the interpreter in scripts.
+import, which would be most of a test's time. ``tests/forked_python`` stands in for the interpreter in scripts. A second such
+process has a fake GPU.
 """
 
 import atexit
@@ -10,6 +11,7 @@ import ctypes
 import gc
 import json
 import os
+import pickle
 import runpy
 import signal
 import socket
@@ -22,12 +24,24 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
+from recipe.rloo.memory_study import fake_guard
+from tests.virtual_gpu.guard import load_guard
+
 ROOT = Path(__file__).parents[1]
 PYTHON = str(ROOT / "tests" / "forked_python")
 """Takes an interpreter's place where the variables of :meth:`ForkServer.variables` are set."""
 ADDRESS, INTERPRETER = "FORKED_PYTHON_ADDRESS", "FORKED_PYTHON_INTERPRETER"
 CHILDREN = "FORKED_PYTHON_CHILDREN"
 """A variable whose presence says that what a forked process starts by ``sys.executable`` is forked too, but no further."""
+FAKE_GPU = "fake-gpu"
+"""Asks for a server in which autograd takes fake ``cuda`` tensors."""
+CALL = """
+import pickle, sys
+from recipe.rloo.memory_study.fake_guard import call_in_fake_process
+with open(sys.argv[1], "rb") as request, open(sys.argv[2], "wb") as answer:
+    function, arguments = pickle.load(request)
+    pickle.dump(call_in_fake_process(function, *arguments), answer)
+"""
 PR_SET_PDEATHSIG = 1
 LONGEST_REQUEST = 2**20
 
@@ -35,12 +49,15 @@ LONGEST_REQUEST = 2**20
 class ForkServer:
     """Starts Python processes that die with it. A context manager; :meth:`close` ends it and them."""
 
-    def __init__(self, folder, env):
-        """folder: an empty one. env: all variables of the server, and of what it forks where nothing else is said."""
+    def __init__(self, folder, env, *kind):
+        """folder: an empty one. env: all variables of the server, and of what it forks where nothing else is said.
+
+        kind: nothing, or :data:`FAKE_GPU`.
+        """
         self.folder, self.env = Path(folder), dict(env)
         self._address = str(self.folder / "socket")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.forked", self._address],
+            [sys.executable, "-m", "tests.forked", self._address, *kind],
             cwd=ROOT, env=self.env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         self._process.stdout.readline()
@@ -136,27 +153,47 @@ class ForkedProcess:
             self._connection.close()
 
 
-def shared_server():
-    """Gives the server of this test process, started when it is first asked for. It ends with the process."""
-    if _started and _started[-1].is_alive():
-        return _started[-1]
-    _started.append(_start_server())
-    return _started[-1]
+def shared_server(*kind):
+    """Gives the server of this test process, started when it is first asked for. It ends with the process.
+
+    kind: as that of :class:`ForkServer`.
+    """
+    if kind not in _started or not _started[kind].is_alive():
+        _started[kind] = _start_server(*kind)
+    return _started[kind]
 
 
-_started = []
+_started = {}
 
 
-def _start_server():
+def _start_server(*kind):
     quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_DEDUP_LOGS": "0", "PYTHONPATH": str(ROOT)}
     folder = tempfile.TemporaryDirectory(prefix="forked-")
-    server = ForkServer(folder.name, {**os.environ, **quiet})
+    server = ForkServer(folder.name, {**os.environ, **quiet}, *kind)
     server.outputs = folder  # removed with the server
     return server
 
 
-def serve(address):
+def call_on_fake_gpu(function, *arguments):
+    """Gives what ``call_in_fake_process`` gives, from a process that need not import torch.
+
+    function: ``module:name``. Errors: NoCompilerError; an assertion with the traceback of what it raised.
+    """
+    fake_guard.compiled_guard()  # a machine without a compiler has no such server
+    with tempfile.TemporaryDirectory() as folder:
+        request, answer = Path(folder) / "request", Path(folder) / "answer"
+        request.write_bytes(pickle.dumps((function, arguments)))
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        process = shared_server(FAKE_GPU).fork(["-c", CALL, str(request), str(answer)], env, apart=True).wait(300)
+        assert process.returncode == 0, f"{function} failed on the fake device:\n{process.stderr[-3000:]}"
+        return pickle.loads(answer.read_bytes())
+
+
+def serve(address, *kind):
     """Forks a process for each connection and tells it the process id, then the exit code; ends when standard input does."""
+    if kind:
+        load_guard()  # before torch
+        fake_guard._loaded = True
     import pyarrow.dataset  # noqa: F401
     import transformers.models.auto.tokenization_auto
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
@@ -166,6 +203,9 @@ def serve(address):
     import verl_memopt.trainer.loop
     import verl_memopt.worker.worker  # noqa: F401
 
+    if kind:
+        import benchmarks.gpu_cost.one_copy
+        import benchmarks.gpu_cost.peers  # noqa: F401
     _prepare_settings_and_charts()
     gc.collect()
     gc.freeze()
@@ -270,4 +310,4 @@ def _interpret(arguments):
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(*sys.argv[1:])

@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate
 from math import ceil
 from types import FunctionType
@@ -105,7 +106,6 @@ class CountingGpu(VirtualGpu):
         super().__init__()
         self._into: Counted | None = None
         self._uploaded: dict[int, bytes] = {}
-        self._regions: dict[Any, list[tuple[float, float]]] = {}
         self._pending: list[tuple[tuple[Any, ...], int, str]] = []
         self._launched = 0
         self._waited: list[tuple[str, int]] = []
@@ -145,9 +145,7 @@ class CountingGpu(VirtualGpu):
     def finish(self, into: Counted) -> None:
         """Add the compiled calls. Outside of the mode, because they are compiled here, as far as the scheduler."""
         for key, rows, name in self._pending:
-            if key not in self._regions:
-                self._regions[key] = kernels_of(*key)
-            for read, written in self._regions[key]:
+            for read, written in kernels_of(*key):
                 cost = into.ops.setdefault(name, Cost())
                 cost.add(1, round(read * rows), round(written * rows))
                 into.kernels.append((round((read + written) * rows), 0))
@@ -337,6 +335,7 @@ def kept_by(function: Callable[..., Any], shapes: Sequence[Any], others: Sequenc
     return max(accumulate(sizes), default=0) / ROWS
 
 
+@cache
 def kernels_of(function: Callable[..., Any], shapes: Sequence[Any], others: Sequence[Any]) -> list[tuple[float, float]]:
     """Return the kernels that Inductor's scheduler makes of a function: the bytes that each reads and writes for a row.
 

@@ -10,10 +10,10 @@ import pytest
 
 from benchmarks.gpu.reach_cases import size_of
 from benchmarks.gpu_cost.compiled_peaks import RUNS, bare, settings_of
-from benchmarks.gpu_cost.peers import count_peer, counted_by_depth
-from benchmarks.gpu_cost.update import MODELS, Case
+from benchmarks.gpu_cost.peers import count_ours, count_peer, counted_by_depth
+from benchmarks.gpu_cost.update import MODELS, Case, count
 from benchmarks.update_pass.work import Workload
-from recipe.rloo.memory_study.fake_guard import call_in_fake_process
+from tests.forked import call_on_fake_gpu
 from verl_memopt.memory.fit import Sizes, predict
 from verl_memopt.model.tiny import TinyShape
 
@@ -24,8 +24,30 @@ PLAIN = (
     "actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16", "actor_rollout_ref.model.enable_gradient_checkpointing=false",
     "actor_rollout_ref.actor.use_prefix_grouper=false",
 )  # fmt: skip
-COUNT = "benchmarks.gpu_cost.update:count"
 BESIDE_PEERS = Workload("", dataclasses.replace(SHAPE, num_layers=3), groups=1, k=2, prompt=8, answer=6, dtype="bfloat16")
+
+
+def of_layers(case, layers):
+    return dataclasses.replace(case, shape=dataclasses.replace(case.shape, num_layers=layers))
+
+
+ALIKE = Case(SHAPE, prompt=16, response=16, group=2, overrides=PLAIN)
+NEIGHBOURS = Case(dataclasses.replace(SHAPE, model_type="qwen2"), prompt=24, response=16, group=4)
+DEFAULT = Case(SHAPE, prompt=24, response=16, group=4)
+HALVED = dataclasses.replace(DEFAULT, overrides=("actor_rollout_ref.actor.fsdp_config.split_master_weights=true",))
+CASES = (*(of_layers(case, layers) for case in (ALIKE, NEIGHBOURS) for layers in (2, 3)), DEFAULT, HALVED)
+SIDES = ("ours", "ours, compiled")
+
+
+def count_all():
+    return {case: count(case) for case in CASES} | {name: count_ours(name, BESIDE_PEERS) for name in SIDES}
+
+
+@pytest.fixture(scope="module")
+def counted():
+    """Case or contestant -> what its update costs. One process counts all, and compiles what they have in common once."""
+    return call_on_fake_gpu(f"{__name__}:count_all")
+
 
 BLOCK = {
     # Forward 4: queries, keys and values in one, attention's output, gate and up in one, down. Backward twice as many: of an
@@ -56,12 +78,8 @@ def by_operation(update):
     return found
 
 
-def test_the_launches_of_a_block_are_those_counted_by_hand():
-    case = Case(SHAPE, prompt=16, response=16, group=2, overrides=PLAIN)
-    two, three = (
-        call_in_fake_process(COUNT, dataclasses.replace(case, shape=dataclasses.replace(SHAPE, num_layers=layers)))
-        for layers in (2, 3)
-    )
+def test_the_launches_of_a_block_are_those_counted_by_hand(counted):
+    two, three = (counted[of_layers(ALIKE, layers)] for layers in (2, 3))
     block = by_operation(three)
     block.subtract(by_operation(two))
     assert {name: launches for name, launches in block.items() if launches} == BLOCK
@@ -101,22 +119,16 @@ BLOCK_OF_NEIGHBOURS = {
 """Launches of a checkpointed block of Qwen2 with fp32 masters and shared prompts, counted by hand."""
 
 
-def test_a_checkpointed_block_whose_neighbours_are_one_product_launches_what_a_count_by_hand_says():
-    shape = dataclasses.replace(SHAPE, model_type="qwen2")
-    two, three = (
-        call_in_fake_process(COUNT, Case(dataclasses.replace(shape, num_layers=layers), prompt=24, response=16, group=4))
-        for layers in (2, 3)
-    )
+def test_a_checkpointed_block_whose_neighbours_are_one_product_launches_what_a_count_by_hand_says(counted):
+    two, three = (counted[of_layers(NEIGHBOURS, layers)] for layers in (2, 3))
     block = by_operation(three)
     block.subtract(by_operation(two))
     found = {name: launches for name, launches in block.items() if launches}
     assert found == BLOCK_OF_NEIGHBOURS
 
 
-def test_an_update_of_default_settings_makes_no_launch_that_was_taken_out():
-    group, prompt, response = 4, 24, 16
-    case = Case(SHAPE, prompt, response, group)
-    found = call_in_fake_process(COUNT, case).counted
+def test_an_update_of_default_settings_makes_no_launch_that_was_taken_out(counted):
+    found = counted[DEFAULT].counted
     # A micro-batch is one upload of page-locked memory.
     assert (found.uploads, found.pageable_uploads) == (1, 0)
     # The host reads metrics, log-probs and whether the step was skipped once everything is launched.
@@ -134,7 +146,7 @@ def test_an_update_of_default_settings_makes_no_launch_that_was_taken_out():
     assert by_place["index_copy attention_fused.py"] <= 2 * 2
     # Logits are written once by the product, read by one kernel for statistics, and once for the gradient that is written over
     # them.
-    logits = 2 * group * response * SHAPE.vocab_size
+    logits = 2 * DEFAULT.group * DEFAULT.response * SHAPE.vocab_size
     statistics, gradient = (
         next(cost for name, cost in found.ops.items() if name.startswith(f"compiled {function} "))
         for function in ("product_statistics", "product_gradient_")
@@ -145,10 +157,8 @@ def test_an_update_of_default_settings_makes_no_launch_that_was_taken_out():
     assert not any(name.startswith("copy_ logit_tiles") for name in found.ops)
 
 
-def test_an_update_over_halved_masters_multiplies_neighbours_at_once_and_waits_for_nothing():
-    case = Case(SHAPE, 24, 16, 4)
-    halved = dataclasses.replace(case, overrides=("actor_rollout_ref.actor.fsdp_config.split_master_weights=true",))
-    plain, found = (call_in_fake_process(COUNT, each) for each in (case, halved))
+def test_an_update_over_halved_masters_multiplies_neighbours_at_once_and_waits_for_nothing(counted):
+    plain, found = counted[DEFAULT], counted[HALVED]
     assert not found.counted.host_waits
 
     def products(update):
@@ -170,9 +180,8 @@ def test_one_block_and_two_say_what_a_peers_update_of_any_depth_costs():
     assert whole.flops > 0
 
 
-def test_the_update_beside_the_peers_launches_less_where_it_is_compiled():
-    names = ("ours", "ours, compiled")
-    plain, compiled = (call_in_fake_process("benchmarks.gpu_cost.peers:count_ours", name, BESIDE_PEERS) for name in names)
+def test_the_update_beside_the_peers_launches_less_where_it_is_compiled(counted):
+    plain, compiled = (counted[name] for name in SIDES)
     assert compiled.launches < plain.launches
     assert compiled.flops == plain.flops
 
@@ -209,7 +218,7 @@ def test_the_peak_of_a_compiled_step_is_what_the_formulas_say_and_no_pass_holds_
 @pytest.mark.parametrize("run", RUNS)
 def test_a_compiled_step_of_two_blocks_holds_what_the_formulas_say(run):
     case = dataclasses.replace(STEP, shape=dataclasses.replace(STEP.shape, num_layers=2))
-    found = call_in_fake_process(
+    found = call_on_fake_gpu(
         "benchmarks.gpu_cost.compiled_peaks:count", run, case, dataclasses.replace(MODELS["0.5b"], num_layers=2)
     )
     counted, foreseen = found["counted"], found["foreseen"]

@@ -14,7 +14,7 @@ from benchmarks.gpu.reach_cases import SHAPES
 from benchmarks.gpu.reach_cases import size_of as shape_size
 from benchmarks.gpu_cost.one_copy import settings_of
 from benchmarks.gpu_cost.update import Case
-from recipe.rloo.memory_study.fake_guard import call_in_fake_process
+from tests.forked import call_on_fake_gpu
 from verl_memopt.cli import main, train
 from verl_memopt.config.loader import load_settings
 from verl_memopt.errors import ConfigError
@@ -310,7 +310,7 @@ def test_ranks_that_share_weights_with_their_engines_hold_no_more_than_was_predi
     base = ["actor_rollout_ref.actor.use_dynamic_bsz=true", "actor_rollout_ref.actor.old_log_prob_pass=always"]
     base += [f"actor_rollout_ref.{key}_max_token_len_per_gpu=1024" for key in ("actor.ppo", "rollout.log_prob")]
     case = Case(shape, 128, 128, 4, groups=2, overrides=(*base, *more))
-    step = call_in_fake_process("benchmarks.gpu_cost.one_copy:phases", case, False, 8)["phases"]
+    step = call_on_fake_gpu("benchmarks.gpu_cost.one_copy:phases", case, False, 8)["phases"]
     settings = settings_of(case, Path("none"), 8)
     peaks = predict(settings, Sizes(shape_size(shape)), step.keys(), "cuda").phases
     of_tensors = {

@@ -17,6 +17,7 @@ from recipe.rloo.memory_study.measure_cell import measure_cell
 from recipe.rloo.memory_study.records import BYTE_TRACKER, SIMULATED_ALLOCATOR, Cell, OutOfMemory
 from recipe.rloo.memory_study.shapes import PUBLISHED, SMALL, make_model
 from recipe.rloo.memory_study.whole_run import measure_whole_run
+from tests.forked import call_on_fake_gpu
 from verl_memopt.errors import ConfigError
 
 GIB = 2**30
@@ -50,7 +51,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def on_fake_gpu(folder):
     """What one process with a fake GPU gave: the device's cases, the quick published runs, an arm's records, its refusal."""
-    return call_in_fake_process(f"{CASES}:quick", [*QUICK, LAZY], arm(), FEWER, 240 * MIB, folder)
+    return call_on_fake_gpu(f"{CASES}:quick", [*QUICK, LAZY], arm(), FEWER, 240 * MIB, folder)
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +187,7 @@ def test_a_whole_step_with_eight_answers_stays_under_a_gigabyte():
 
 @pytest.fixture(scope="module")
 def larger_runs(folder):
-    return call_in_fake_process(f"{CASES}:legacy_runs", [*LARGER, DECOUPLED], folder)
+    return call_on_fake_gpu(f"{CASES}:legacy_runs", [*LARGER, DECOUPLED], folder)
 
 
 @pytest.fixture
