@@ -1,5 +1,6 @@
 """Runs a function in several processes joined by gloo, and gives what each returned."""
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -14,8 +15,13 @@ import torch.multiprocessing as mp
 
 from verl_memopt.distributed.device import join_process_group, leave_process_group
 
-PRELOADED = ["tests.ranks", "torch.distributed.checkpoint", "torch.distributed.fsdp", "verl_memopt.worker.worker"]
-"""Imported once, by the process that every rank is a fork of. It computes nothing, so it has no threads."""
+PRELOADED = [
+    *("tests.ranks", "torch.distributed.checkpoint", "torch.distributed.fsdp", "verl_memopt.worker.worker"),
+    *("verl_memopt.rollout.hf_engine", "transformers.models.qwen3.modeling_qwen3", "tests.memory.limits.test_recutting_ranks"),
+]
+"""Imported once, by the process that every rank is a fork of. It computes nothing, so it has no threads. The last one imports
+nearly all that the functions of other test files need.
+"""
 
 multiprocessing.set_forkserver_preload(PRELOADED)
 
@@ -44,6 +50,7 @@ def run_ranks(function, world_size, *args, timeout=120):
 def _run(rank, world_size, port, folder, function, args):
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported outlives the rank
     join_process_group(torch.device("cpu"), rank, world_size, "127.0.0.1", port, 60)
     try:
         answer = (True, function(rank, *args))
