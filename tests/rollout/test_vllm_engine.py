@@ -91,6 +91,119 @@ def test_weights_do_not_load_while_a_request_holds_blocks_of_the_cache(vllm_engi
     vllm_engine.generate(prompts(1), [0], sampling())
 
 
+def test_answers_to_one_prompt_compute_it_once(vllm_engine):
+    long_prompt = [5 + place % 190 for place in range(150)]
+    found = vllm_engine.generate([long_prompt] * 4, [0, 1, 2, 3], sampling(max_tokens=4))
+    block = vllm_engine._llm.llm_engine.vllm_config.cache_config.block_size
+    # Whole blocks of the first answer's prompt serve the other three; one token at least is computed, to predict the next.
+    assert found.cached_tokens == 3 * (149 // block * block)
+    vllm_engine.load_weights(weights_of(model_of(vllm_engine._place.model_folder)))
+    assert vllm_engine.generate([long_prompt], [0], sampling(max_tokens=4)).cached_tokens == 0
+
+
+def test_rebuilding_each_module_loads_the_same_weights_as_copying_in_place(vllm_engine, other_folder, monkeypatch):
+    answers = []
+    for in_place in (True, False):
+        monkeypatch.setattr(vllm_engine, "_in_place", in_place)
+        vllm_engine.load_weights((name, tensor * 0) for name, tensor in weights_of(model_of(other_folder)))
+        vllm_engine.load_weights(weights_of(model_of(other_folder)))
+        answers.append(vllm_engine.generate(prompts(4), [0] * 4, sampling()))
+    assert answers[0] == answers[1]
+
+
+def test_the_kv_cache_has_the_size_asked_for(vllm_engine):
+    asked = int(0.02 * 2**30)
+    assert 0.98 * asked <= kv_bytes(vllm_engine) <= asked
+
+
+def kv_bytes(engine):
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for kind, t in engine.resident_tensors() if kind == "kv"
+    }
+    return sum(storages.values())
+
+
+def kv_tokens(engine):
+    cache = engine._llm.llm_engine.vllm_config.cache_config
+    return cache.num_gpu_blocks * cache.block_size
+
+
+def test_a_token_takes_the_bytes_of_the_formula(vllm_engine):
+    # 2 layers, 1 KV head of 32, fp32: a key and a value of 128 bytes each in each layer.
+    assert kv_bytes_per_token(2, 1, 32, 4) == 2 * 2 * 128
+    assert kv_bytes(vllm_engine) == kv_tokens(vllm_engine) * kv_bytes_per_token(2, 1, 32, 4)
+
+
+def test_syncing_holds_nothing_beside_the_two_models(vllm_engine, tied_folder):
+    model = model_of(tied_folder)
+    vllm_engine.load_weights(weights_of(model))
+    with ByteTracker() as tracker:
+        tracker.mark("params", model.parameters())
+        tracker.mark("rollout weights", (tensor for _, tensor in vllm_engine.resident_tensors()))
+        before = tracker.total()
+        tracker.enter("sync")
+        vllm_engine.load_weights(weights_of(model))
+        assert tracker.peaks["device"].bytes == before
+
+
+def test_an_engine_on_a_cpu_says_that_it_cannot_sleep(vllm_engine, tied_folder):
+    with pytest.raises(RolloutError, match="cannot sleep"):
+        vllm_engine.sleep()
+    with pytest.raises(ConfigError, match="free_cache_engine=true: vLLM cannot sleep on a CPU"):
+        engine_at("vllm", tied_folder, free_cache_engine=True)
+
+
+def test_starting_and_running_leave_the_process_as_it_was(vllm_engine):
+    vllm_engine.generate(prompts(2), [0, 1], sampling())
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.is_grad_enabled()
+    assert "LD_PRELOAD" not in os.environ or "libgomp" not in os.environ["LD_PRELOAD"]
+    assert "LOCAL_WORLD_SIZE" not in os.environ
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    assert torch.get_num_threads() == threads + 1
+    torch.set_num_threads(threads)
+    weight = torch.ones(3, requires_grad=True)
+    (weight * 2).sum().backward()
+    assert weight.grad is not None
+
+
+@pytest.mark.parametrize("name", ["vllm_engine", "hf_engine"])
+def test_a_rollout_that_is_given_up_leaves_an_engine_that_answers_as_before(name, request):
+    engine = request.getfixturevalue(name)
+    settings = sampling(max_tokens=16, ignore_eos=True)
+    before = engine.generate(prompts(4), [1, 2, 3, 4], settings)
+    asked = itertools.count(1)
+    with pytest.raises(Stopped):
+        engine.generate(prompts(4), [5, 6, 7, 8], settings, lambda: next(asked) == 3)
+    assert next(asked) == 4, "asked again after it was given up"
+    assert engine.generate(prompts(4), [1, 2, 3, 4], settings) == before
+
+
+def test_vllm_not_installed_is_said_with_the_way_to_install_it(tied_folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm.platforms", None)
+    with pytest.raises(ConfigError, match=r"rollout\.name=vllm: vLLM cannot be imported.*pip install vllm"):
+        engine_at("vllm", tied_folder)
+
+
+def test_further_arguments_may_not_repeat_a_key_and_must_be_known(tied_folder):
+    for further, message in [
+        ({"max_num_seqs": 3}, r"engine_kwargs\.vllm\.max_num_seqs: actor_rollout_ref\.rollout\.max_num_seqs sets it"),
+        ({"tensor_parallel_size": 2}, r"engine_kwargs\.vllm\.tensor_parallel_size: .*tensor_model_parallel_size sets it"),
+        ({"blok_size": 16}, "blok_size"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            engine_at("vllm", tied_folder, engine_kwargs=schema.EngineKwargs(vllm=further))
+
+
+def test_settings_that_vllm_refuses_are_a_config_error(tied_folder):
+    with pytest.raises(ConfigError, match="refuses"):
+        engine_at("vllm", tied_folder, enable_chunked_prefill=False, max_num_batched_tokens=100)
+
+
+# Tests that end the shared engine come last, since a start costs seconds.
+
+
 class _NoStream:
     """Stands in for a CUDA stream and a CUDA event: on a CPU whatever was started has already ended."""
 
@@ -147,49 +260,6 @@ def test_asynchronous_scheduling_gives_the_same_answers_and_leaves_no_batch_unde
         engine.shutdown()
 
 
-def test_answers_to_one_prompt_compute_it_once(vllm_engine):
-    long_prompt = [5 + place % 190 for place in range(150)]
-    found = vllm_engine.generate([long_prompt] * 4, [0, 1, 2, 3], sampling(max_tokens=4))
-    block = vllm_engine._llm.llm_engine.vllm_config.cache_config.block_size
-    # Whole blocks of the first answer's prompt serve the other three; one token at least is computed, to predict the next.
-    assert found.cached_tokens == 3 * (149 // block * block)
-    vllm_engine.load_weights(weights_of(model_of(vllm_engine._place.model_folder)))
-    assert vllm_engine.generate([long_prompt], [0], sampling(max_tokens=4)).cached_tokens == 0
-
-
-def test_rebuilding_each_module_loads_the_same_weights_as_copying_in_place(vllm_engine, other_folder, monkeypatch):
-    answers = []
-    for in_place in (True, False):
-        monkeypatch.setattr(vllm_engine, "_in_place", in_place)
-        vllm_engine.load_weights((name, tensor * 0) for name, tensor in weights_of(model_of(other_folder)))
-        vllm_engine.load_weights(weights_of(model_of(other_folder)))
-        answers.append(vllm_engine.generate(prompts(4), [0] * 4, sampling()))
-    assert answers[0] == answers[1]
-
-
-def test_the_kv_cache_has_the_size_asked_for(vllm_engine):
-    asked = int(0.02 * 2**30)
-    assert 0.98 * asked <= kv_bytes(vllm_engine) <= asked
-
-
-def kv_bytes(engine):
-    storages = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for kind, t in engine.resident_tensors() if kind == "kv"
-    }
-    return sum(storages.values())
-
-
-def kv_tokens(engine):
-    cache = engine._llm.llm_engine.vllm_config.cache_config
-    return cache.num_gpu_blocks * cache.block_size
-
-
-def test_a_token_takes_the_bytes_of_the_formula(vllm_engine):
-    # 2 layers, 1 KV head of 32, fp32: a key and a value of 128 bytes each in each layer.
-    assert kv_bytes_per_token(2, 1, 32, 4) == 2 * 2 * 128
-    assert kv_bytes(vllm_engine) == kv_tokens(vllm_engine) * kv_bytes_per_token(2, 1, 32, 4)
-
-
 @pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM's CPU build has an fp8 cache on AVX-512 only")
 def test_an_fp8_cache_takes_one_byte_an_element(tied_folder, shared_vllm):
     shared_vllm.close()
@@ -202,61 +272,6 @@ def test_an_fp8_cache_takes_one_byte_an_element(tied_folder, shared_vllm):
         assert 1e-5 < difference_from_naive(model_of(tied_folder), prompts(4), answer) <= 0.5
     finally:
         engine.shutdown()
-
-
-def test_syncing_holds_nothing_beside_the_two_models(vllm_engine, tied_folder):
-    model = model_of(tied_folder)
-    vllm_engine.load_weights(weights_of(model))
-    with ByteTracker() as tracker:
-        tracker.mark("params", model.parameters())
-        tracker.mark("rollout weights", (tensor for _, tensor in vllm_engine.resident_tensors()))
-        before = tracker.total()
-        tracker.enter("sync")
-        vllm_engine.load_weights(weights_of(model))
-        assert tracker.peaks["device"].bytes == before
-
-
-def test_an_engine_on_a_cpu_says_that_it_cannot_sleep(vllm_engine, tied_folder):
-    with pytest.raises(RolloutError, match="cannot sleep"):
-        vllm_engine.sleep()
-    with pytest.raises(ConfigError, match="free_cache_engine=true: vLLM cannot sleep on a CPU"):
-        engine_at("vllm", tied_folder, free_cache_engine=True)
-
-
-def test_starting_and_running_leave_the_process_as_it_was(vllm_engine):
-    vllm_engine.generate(prompts(2), [0, 1], sampling())
-    assert torch.get_default_dtype() == torch.float32
-    assert torch.is_grad_enabled()
-    assert "LD_PRELOAD" not in os.environ or "libgomp" not in os.environ["LD_PRELOAD"]
-    assert "LOCAL_WORLD_SIZE" not in os.environ
-    threads = torch.get_num_threads()
-    torch.set_num_threads(threads + 1)
-    assert torch.get_num_threads() == threads + 1
-    torch.set_num_threads(threads)
-    weight = torch.ones(3, requires_grad=True)
-    (weight * 2).sum().backward()
-    assert weight.grad is not None
-
-
-def test_vllm_not_installed_is_said_with_the_way_to_install_it(tied_folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm.platforms", None)
-    with pytest.raises(ConfigError, match=r"rollout\.name=vllm: vLLM cannot be imported.*pip install vllm"):
-        engine_at("vllm", tied_folder)
-
-
-def test_further_arguments_may_not_repeat_a_key_and_must_be_known(tied_folder):
-    for further, message in [
-        ({"max_num_seqs": 3}, r"engine_kwargs\.vllm\.max_num_seqs: actor_rollout_ref\.rollout\.max_num_seqs sets it"),
-        ({"tensor_parallel_size": 2}, r"engine_kwargs\.vllm\.tensor_parallel_size: .*tensor_model_parallel_size sets it"),
-        ({"blok_size": 16}, "blok_size"),
-    ]:
-        with pytest.raises(ConfigError, match=message):
-            engine_at("vllm", tied_folder, engine_kwargs=schema.EngineKwargs(vllm=further))
-
-
-def test_settings_that_vllm_refuses_are_a_config_error(tied_folder):
-    with pytest.raises(ConfigError, match="refuses"):
-        engine_at("vllm", tied_folder, enable_chunked_prefill=False, max_num_batched_tokens=100)
 
 
 def test_any_error_of_the_start_is_one_sentence_with_a_way_out(tied_folder, shared_vllm, tmp_path):
@@ -461,18 +476,6 @@ def test_an_engine_whose_settings_did_not_arrive_is_shut_down(sleeping, monkeypa
     # The error that is still held keeps the frame of the start, and with it the engine.
     sleeping.check_nothing_is_left()
     assert caught.value is not None
-
-
-@pytest.mark.parametrize("name", ["vllm_engine", "hf_engine"])
-def test_a_rollout_that_is_given_up_leaves_an_engine_that_answers_as_before(name, request):
-    engine = request.getfixturevalue(name)
-    settings = sampling(max_tokens=16, ignore_eos=True)
-    before = engine.generate(prompts(4), [1, 2, 3, 4], settings)
-    asked = itertools.count(1)
-    with pytest.raises(Stopped):
-        engine.generate(prompts(4), [5, 6, 7, 8], settings, lambda: next(asked) == 3)
-    assert next(asked) == 4, "asked again after it was given up"
-    assert engine.generate(prompts(4), [1, 2, 3, 4], settings) == before
 
 
 def test_a_message_queue_whose_name_is_removed_is_collected_without_an_error(monkeypatch):
