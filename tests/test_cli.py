@@ -9,16 +9,11 @@ import sys
 import pytest
 import yaml
 
+from tests.config.conftest import OVERRIDES
 from tests.docs.pages import DOCS, blocks
 from verl_memopt import __version__
 from verl_memopt.cli import COMMANDS, main
 from verl_memopt.config.loader import settings_from_mapping, to_plain
-
-LEAST = [
-    *("data.train_files=train.jsonl", "data.val_files=null", "actor_rollout_ref.model.path=folder"),
-    *("actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.actor.use_dynamic_bsz=true"),
-    *("actor_rollout_ref.rollout.n=4", "algorithm.adv_estimator=rloo"),
-]
 
 SHAPE = ["knobs", "--measure", "--shape", "qwen3-0.6b"]
 
@@ -80,14 +75,14 @@ def test_help_imports_neither_torch_nor_ray_nor_vllm():
 
 
 def test_cfg_prints_yaml_that_loads_back_as_the_same_settings(capsys):
-    assert main(["train", "--cfg", "job", *LEAST, "actor_rollout_ref.rollout.n=6"]) == 0
+    assert main(["train", "--cfg", "job", *OVERRIDES, "actor_rollout_ref.rollout.n=6"]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
     assert shown["actor_rollout_ref"]["rollout"]["n"] == 6
     assert to_plain(settings_from_mapping(shown)) == shown
 
 
 def test_the_printed_yaml_is_a_config_to_start_from(capsys, tmp_path):
-    assert main(["train", "--cfg", "job", *LEAST]) == 0
+    assert main(["train", "--cfg", "job", *OVERRIDES]) == 0
     first = capsys.readouterr().out
     (tmp_path / "mine.yaml").write_text(first)
     assert main(["train", "--config-dir", str(tmp_path), "--config-name", "mine", "--cfg", "job"]) == 0
@@ -95,7 +90,7 @@ def test_the_printed_yaml_is_a_config_to_start_from(capsys, tmp_path):
 
 
 def test_a_users_mistake_is_one_line_on_standard_error(capsys):
-    assert main(["train", *LEAST, "trainer.total_epoch=1"]) == 2
+    assert main(["train", *OVERRIDES, "trainer.total_epoch=1"]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err == "ConfigError: trainer.total_epoch: no such key. Did you mean trainer.total_epochs?\n"

@@ -12,19 +12,12 @@ from benchmarks.update_pass.ours import build_ours, cut
 from benchmarks.update_pass.report import render
 from benchmarks.update_pass.sides import plain_model
 from benchmarks.update_pass.work import WORKLOADS, Workload, make_batch, shrunk
-from tests.benchmarks.small_update import TINY
-from verl_memopt.distributed.device import leave_process_group
+from tests.benchmarks.conftest import TINY
 
 CPU = torch.device("cpu")
 WORK = Workload("a small one", TINY, groups=2, k=3, prompt=9, answer=4, spread=0.5, chunk_tokens=5)
 HERE = ("naive", "response_logits", "ours_no_sharing", "ours")
 """Contestants that need no peer's package."""
-
-
-@pytest.fixture(autouse=True)
-def process_group():
-    yield
-    leave_process_group()
 
 
 @pytest.fixture(scope="module")

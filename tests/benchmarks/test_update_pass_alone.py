@@ -16,7 +16,6 @@ from benchmarks.update_pass.contest import Contestant, Row, TimeBudget, in_turns
 from benchmarks.update_pass.report import render
 from benchmarks.update_pass.sides import Side
 from benchmarks.update_pass.work import Workload
-from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.model.tiny import TinyShape
 from verl_memopt.observe.phase import GIB
 
@@ -25,12 +24,6 @@ TINY = TinyShape(hidden_size=32, intermediate_size=48, num_layers=1, num_heads=4
 WORK = Workload("a small one", TINY, groups=1, k=3, prompt=9, answer=4, chunk_tokens=5)
 SMALL = ["--workload", "c", "--layers", "1", "--shrink", "64", "--threads", "1", "--repeats", "1", "--checkpointing", "off"]
 ALONE = [*SMALL, "--order", "alone"]
-
-
-@pytest.fixture(autouse=True)
-def process_group():
-    yield
-    leave_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -8,19 +8,12 @@ from benchmarks.update_pass.__main__ import main
 from benchmarks.update_pass.contest import difference, make_job, run
 from benchmarks.update_pass.sides import CLIP_VALUE, critic_model
 from benchmarks.update_pass.work import Workload, make_batch
-from tests.benchmarks.small_update import TINY
-from verl_memopt.distributed.device import leave_process_group
+from tests.benchmarks.conftest import TINY
 
 CPU = torch.device("cpu")
 WORK = Workload("a small one", TINY, groups=2, k=3, prompt=9, answer=4, spread=0.5, chunk_tokens=5, token_budget=31, critic=True)
 HERE = ("naive_ppo", "response_logits_ppo", "ours_ppo_no_sharing", "ours_ppo")
 """Contestants that need no peer's package."""
-
-
-@pytest.fixture(autouse=True)
-def process_group():
-    yield
-    leave_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,8 @@ LEAST = {
     "actor_rollout_ref.actor.use_dynamic_bsz": True,
     "algorithm.adv_estimator": "rloo",
 }
+OVERRIDES = [f"{key}={'null' if value is None else str(value).lower()}" for key, value in LEAST.items()]
+"""The same as words of a command."""
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from tests.end_to_end.runs import (
     LOCAL,
     ROOT,
+    lines_of,
     metrics,
     settings_of,
     start,
@@ -31,10 +32,6 @@ SCORE = "val-core/toy/arithmetic/reward/mean@1"
 SHORT = [*LOCAL, "trainer.val_before_train=false", "trainer.total_training_steps=2", "trainer.test_freq=1"]
 
 
-def rows(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def files(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -50,7 +47,7 @@ class Ended:
         self.run_dir, val = root / "run", root / "val"
         command = [*SHORT, "trainer.save_freq=1", f"trainer.validation_data_dir={val}", *overrides]
         self.process = succeeded(train(toy, self.run_dir, *command))
-        self.model, self.answers = self.run_dir / "model", rows(val / "2.jsonl")
+        self.model, self.answers = self.run_dir / "model", lines_of(val / "2.jsonl")
         self.score = metrics(self.run_dir)[2][SCORE]
 
 
@@ -188,7 +185,7 @@ def test_a_bfloat16_model_stays_one(toy, tmp_path):
 def test_ppo_leaves_the_policy_and_its_critic_is_exported(toy, tmp_path):
     command = ["train", "--config-dir", str(ROOT / "recipe" / "ppo"), "--config-name", "toy", *settings_of(toy, tmp_path / "run")]
     assert main([*command, *SHORT, "trainer.save_freq=1", f"trainer.validation_data_dir={tmp_path / 'val'}"]) == 0
-    answers, score = rows(tmp_path / "val" / "2.jsonl"), metrics(tmp_path / "run")[2][SCORE]
+    answers, score = lines_of(tmp_path / "val" / "2.jsonl"), metrics(tmp_path / "run")[2][SCORE]
     assert share_right(answers_of_transformers(tmp_path / "run" / "model", answers), answers) == pytest.approx(score)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "critic"), "--critic"]) == 0
     assert AutoModelForTokenClassification.from_pretrained(tmp_path / "critic").config.num_labels == 1

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.algorithms.modes import LOSSES
+from tests.config.conftest import LEAST
 from tests.trainer.conftest import AR, Member, batch_of, group_of
 from tests.trainer.test_step import running
 from verl_memopt.config.aliases import PRESETS
@@ -234,19 +235,8 @@ def test_metrics_of_mini_batches_are_averaged_and_counts_and_bytes_are_added(set
     assert both[1]["actor/loss"] == pytest.approx(both[0]["actor/loss"], rel=1e-3, abs=2e-5)
 
 
-LEAST = {
-    "data.train_files": "rows.jsonl",
-    "data.val_files": None,
-    f"{AR}.model.path": "model",
-    f"{AR}.rollout.name": "vllm",
-    f"{AR}.rollout.n": 2,
-    f"{AR}.actor.use_dynamic_bsz": True,
-    "algorithm.adv_estimator": "rloo",
-}
-
-
 def limit(engine="fp32", compute="fp32", **more):
-    dtypes = {f"{AR}.rollout.dtype": engine, f"{AR}.actor.fsdp_config.dtype": compute}
+    dtypes = {f"{AR}.rollout.dtype": engine, f"{AR}.actor.fsdp_config.dtype": compute, f"{AR}.rollout.name": "vllm"}
     roles = settings_from_mapping(LEAST | dtypes | {f"{AR}.{k}": v for k, v in more.items()}).actor_rollout_ref
     return log_prob_limit(roles.rollout, roles.actor.fsdp_config)
 

@@ -1,23 +1,14 @@
 import pytest
 import yaml
 
+from tests.config.conftest import OVERRIDES
 from verl_memopt.trainer.main_ppo import main
-
-LEAST = [
-    "data.train_files=train.jsonl",
-    "data.val_files=null",
-    "actor_rollout_ref.model.path=folder",
-    "actor_rollout_ref.rollout.name=hf",
-    "actor_rollout_ref.rollout.n=4",
-    "actor_rollout_ref.actor.use_dynamic_bsz=true",
-    "algorithm.adv_estimator=rloo",
-]
 
 
 @pytest.mark.parametrize("ask", [["--cfg", "job"], ["debug=dry"], ["debug.mode=dry"]])
 def test_a_dry_run_prints_the_resolved_settings_and_starts_nothing(ask, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main([*LEAST, "actor_rollout_ref.actor.clip_ratio=0.3", *ask]) == 0
+    assert main([*OVERRIDES, "actor_rollout_ref.actor.clip_ratio=0.3", *ask]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
     assert shown["actor_rollout_ref"]["actor"]["clip_ratio_low"] == 0.3
     assert shown["actor_rollout_ref"]["actor"]["policy_loss"]["loss_mode"] == "vanilla"
@@ -25,7 +16,7 @@ def test_a_dry_run_prints_the_resolved_settings_and_starts_nothing(ask, capsys, 
 
 
 def test_another_entry_brings_its_own_loss(capsys):
-    assert main([*LEAST, "--config-name", "rloo_trainer", "--cfg", "job"]) == 0
+    assert main([*OVERRIDES, "--config-name", "rloo_trainer", "--cfg", "job"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["actor_rollout_ref"]["actor"]["policy_loss"]["loss_mode"] == "sequence"
 
 
@@ -34,7 +25,7 @@ def test_another_entry_brings_its_own_loss(capsys):
     [([], "no KL"), (["actor_rollout_ref.actor.use_kl_loss=true"], "KL in the loss 0.001 x low_var_kl")],
 )
 def test_what_is_trained_is_logged_and_the_settings_alone_are_printed(more, kl, capsys):
-    assert main([*LEAST, *more, "--cfg", "job"]) == 0
+    assert main([*OVERRIDES, *more, "--cfg", "job"]) == 0
     shown = capsys.readouterr()
     assert f"objective: advantages rloo, loss vanilla (one clipped ratio per token), {kl}" in shown.err
     assert "objective" not in shown.out
@@ -43,9 +34,9 @@ def test_what_is_trained_is_logged_and_the_settings_alone_are_printed(more, kl, 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([*LEAST, "trainer.total_epoch=1"], "ConfigError: trainer.total_epoch"),
-        (LEAST[1:], "ConfigError: data.train_files"),
-        ([*LEAST, "--config-name", "nothing"], "ConfigError: "),
+        ([*OVERRIDES, "trainer.total_epoch=1"], "ConfigError: trainer.total_epoch"),
+        (OVERRIDES[1:], "ConfigError: data.train_files"),
+        ([*OVERRIDES, "--config-name", "nothing"], "ConfigError: "),
     ],
 )
 def test_a_users_mistake_is_one_message_on_standard_error_and_exit_code_2(arguments, said, capsys):

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.config.conftest import LEAST
 from tests.rollout.tools import tiny_folder as model_folder
 from tests.tensors import whole_of
 from tests.worker.test_policy import batch
@@ -215,6 +216,7 @@ def test_a_weight_that_moves_on_either_side_is_noticed_and_named(made):
 
 
 ACTOR = f"{AR}.actor.fsdp_config"
+IN_FP32 = LEAST | {f"{AR}.rollout.name": "vllm", f"{AR}.rollout.dtype": "fp32", f"{ACTOR}.dtype": "fp32"}
 OBSTACLES = {
     "an engine over several devices": (
         {"trainer.n_gpus_per_node": 2, f"{AR}.rollout.tensor_model_parallel_size": 2},
@@ -232,17 +234,17 @@ OBSTACLES = {
 
 @pytest.mark.parametrize("case", OBSTACLES)
 def test_where_the_numbers_would_differ_asking_for_it_is_refused_and_auto_says_why_it_is_off(case):
-    least = {"data.train_files": "none", "data.val_files": None, "algorithm.adv_estimator": "rloo", f"{AR}.model.path": "m"}
-    least |= {f"{AR}.rollout.n": 2, f"{AR}.actor.use_dynamic_bsz": True, f"{AR}.rollout.dtype": "fp32", f"{ACTOR}.dtype": "fp32"}
     settings, named = OBSTACLES[case]
     for model in ({}, {f"{AR}.model.lora_rank": 4}, {f"{AR}.model.lora_rank": 4, f"{AR}.model.quantization": "nf4"}):
-        assert all(why_not(settings_from_mapping(least | model).actor_rollout_ref, devices, False) is None for devices in (1, 2))
+        assert all(
+            why_not(settings_from_mapping(IN_FP32 | model).actor_rollout_ref, devices, False) is None for devices in (1, 2)
+        )
     with pytest.raises(ConfigError) as error:
-        settings_from_mapping(least | settings | {KEY: True})
+        settings_from_mapping(IN_FP32 | settings | {KEY: True})
     assert f"{KEY}=true" in str(error.value)
     assert named in str(error.value)
     assert f"or {KEY} to auto." in str(error.value)
-    composed = settings_from_mapping(least | settings)
+    composed = settings_from_mapping(IN_FP32 | settings)
     reason = why_not(composed.actor_rollout_ref, composed.trainer.n_gpus_per_node, False)
     assert named.partition("=")[0] in reason
 
@@ -259,9 +261,7 @@ QUANTIZED = {f"{AR}.model.lora_rank": 4, f"{AR}.model.quantization": "int8"}
     ],
 )  # fmt: skip
 def test_where_an_engine_that_sleeps_would_leave_more_room_to_shards_auto_does_not_share(devices, share, model, shares):
-    least = {"data.train_files": "none", "data.val_files": None, "algorithm.adv_estimator": "rloo", f"{AR}.model.path": "m"}
-    least |= {f"{AR}.rollout.n": 2, f"{AR}.actor.use_dynamic_bsz": True, f"{AR}.rollout.dtype": "fp32", f"{ACTOR}.dtype": "fp32"}
-    roles = settings_from_mapping(least | model | {"trainer.n_gpus_per_node": devices, KEY: share}).actor_rollout_ref
+    roles = settings_from_mapping(IN_FP32 | model | {"trainer.n_gpus_per_node": devices, KEY: share}).actor_rollout_ref
     assert why_not(roles, devices, False) is None
     reason = why_not(roles, devices, True)
     assert (reason is None) == shares

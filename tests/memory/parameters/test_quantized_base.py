@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.config.conftest import LEAST
 from tests.memory.activation_cases import (
     ELEMENTWISE,
     FULL,
@@ -161,9 +162,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_a_quantised_base_cannot_stand_with_is_one_error(case):
-    least = {"data.train_files": "none", "data.val_files": None, "algorithm.adv_estimator": "rloo"}
-    least |= {"actor_rollout_ref.model.path": "m", "actor_rollout_ref.rollout.n": 2, "actor_rollout_ref.model.lora_rank": 4}
-    least |= {"actor_rollout_ref.actor.use_dynamic_bsz": True, KEY: "nf4"}
+    least = LEAST | {"actor_rollout_ref.rollout.name": "vllm", "actor_rollout_ref.model.lora_rank": 4, KEY: "nf4"}
     settings, named = REFUSED[case]
     assert settings_from_mapping(least).actor_rollout_ref.model.quantization == "nf4"
     with pytest.raises(ConfigError) as error:

@@ -3,6 +3,7 @@ import logging
 import pytest
 import torch
 
+from tests.config.conftest import LEAST
 from tests.rollout.tools import SHAPE, engine_at, prompts, sampling, weights_of
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import Rollout
@@ -13,14 +14,6 @@ from verl_memopt.observe.byte_tracker import ByteTracker
 from verl_memopt.rollout.engine import sleep_level
 
 ROLLOUT = "actor_rollout_ref.rollout"
-LEAST = {
-    "data.train_files": "train.jsonl",
-    "data.val_files": None,
-    "actor_rollout_ref.model.path": "folder",
-    f"{ROLLOUT}.n": 4,
-    "actor_rollout_ref.actor.use_dynamic_bsz": True,
-    "algorithm.adv_estimator": "rloo",
-}
 VLLM_ONLY = {
     "gpu_memory_utilization": 0.3,
     "kv_cache_memory_gb": 2,

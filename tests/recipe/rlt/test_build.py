@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from tests.rlt import ALIAS, AR, MODEL, RLT, SWAP, brief_toy, settings_of
+from tests.rlt import ALIAS, AR, MODEL, RLT, SWAP, brief_toy, settings_of, write
 from tests.trainer.conftest import ready
 from verl_memopt.data.batch import Ragged
 from verl_memopt.errors import ConfigError, DataError
@@ -93,9 +93,8 @@ def test_a_swap_of_two_shapes_is_refused_at_the_start(context_of, tmp_path):
 
 def test_a_wrong_row_names_its_file_and_its_place(context_of, tmp_path):
     rows = [{"question": "1+1=", "solution": "2"}, {"question": "1+2=", "solution": 3}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(DataError, match=r"rows\.jsonl.*2.*solution must be a string"):
-        context_of({"data.train_files": str(tmp_path / "rows.jsonl")})
+        context_of({"data.train_files": write(tmp_path / "rows.jsonl", *rows)})
 
 
 def test_special_tokens_of_a_question_are_text_unless_they_are_allowed(context_of):

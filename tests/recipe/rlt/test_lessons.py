@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from tests.end_to_end.runs import lines_of
 from tests.recipe.rlt import naive
 from tests.rlt import AR, data_of, write
 from verl_memopt.cli import sft, train
@@ -266,7 +267,7 @@ def warm_up_files(tmp_path_factory):
             {"question": f"{n}+1=", "solution": str(n + 1), "reasoning_trace": f"{n} and one" + " more" * (n % 4)}
             for n in numbers
         ]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write(folder / f"{name}.jsonl", *rows)
     return folder
 
 
@@ -309,14 +310,10 @@ def warming(warm_up_files, tiny_folder, tmp_path):
     return settle
 
 
-def metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_the_loss_falls_and_the_folder_has_the_loss_that_was_logged(warming, tmp_path) -> None:
     settings = warming({"trainer.total_training_steps": 30, "trainer.test_freq": 10})
     assert train(settings) == 0
-    rows = metrics(tmp_path / "run")
+    rows = lines_of(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows if "val/loss" in row] == [0, 10, 20, 30]
     assert rows[-1]["val/loss"] < 0.6 * rows[0]["val/loss"]
     assert rows[-1]["train/loss"] < 0.6 * rows[1]["train/loss"]
@@ -343,14 +340,14 @@ def test_the_peak_follows_the_token_budget_and_not_the_batch(warming, tmp_path) 
             "trainer.default_local_dir": str(run_dir),
         }
         assert train(warming(more)) == 0
-        peaks[rows] = metrics(run_dir)[-1]["memory/update_actor/peak_allocated_gb"]
+        peaks[rows] = lines_of(run_dir / "metrics.jsonl")[-1]["memory/update_actor/peak_allocated_gb"]
     assert peaks[12] == pytest.approx(peaks[4], rel=0.1)
 
 
 def test_synthetic_rows_meet_the_memory_of_a_warm_up_without_a_student(warming, tmp_path) -> None:
     settings = warming({"debug.mode": "forge", "data.train_files": None, "data.val_files": None, **TWO_STEPS})
     assert train(settings) == 0
-    assert [row["prompt_length/min"] for row in metrics(tmp_path / "run" / "forge")] == [80.0] * 2
+    assert [row["prompt_length/min"] for row in lines_of(tmp_path / "run" / "forge" / "metrics.jsonl")] == [80.0] * 2
 
 
 def test_the_recipe_composes_and_a_dry_run_prints_it(warm_up_files, tiny_folder, capsys) -> None:

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 
+from tests.config.conftest import LEAST
 from verl_memopt.config.keys import leaf_types, value_at
 from verl_memopt.config.loader import load_settings, settings_from_mapping
 from verl_memopt.config.trl_names import ESTIMATORS, KeySources, Table
@@ -129,24 +130,16 @@ def test_every_rule_has_a_case():
 # The names of the published RLT recipes: what each is read as, and where they are read at all.
 
 
-LEAST = {
-    "data.train_files": "train.jsonl",
-    "data.val_files": None,
-    "algorithm.adv_estimator": "grpo",
-    f"{AR}.model.path": "teacher",
-    f"{AR}.actor.use_dynamic_bsz": True,
-    f"{AR}.actor.use_kl_loss": True,
-    f"{AR}.rollout.name": "vllm",
-    f"{AR}.rollout.n": 4,
-    "reward_model.enable": True,
-    "reward_model.reward_manager": "rlt",
-}
+A_RUN = LEAST | {
+    "algorithm.adv_estimator": "grpo", f"{AR}.actor.use_kl_loss": True, f"{AR}.rollout.name": "vllm",
+    "reward_model.enable": True, "reward_model.reward_manager": "rlt",
+}  # fmt: skip
 RECIPE = "recipe/rlt/config"
 
 
 def settings(more):
     """Return settings of a run in which the user wrote ``more`` and a recipe the rest."""
-    return settings_from_mapping(LEAST | more, written=KeySources(more.keys()))
+    return settings_from_mapping(A_RUN | more, written=KeySources(more.keys()))
 
 
 READ_AS = [

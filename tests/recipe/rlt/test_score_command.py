@@ -6,8 +6,9 @@ from functools import partial
 import pytest
 import torch
 
+from tests.end_to_end.runs import lines_of
 from tests.recipe.rlt.test_student_pass import CPU, HEAT, encode, plain_lm, random_samples
-from tests.rlt import brief_toy, settings_of
+from tests.rlt import brief_toy, settings_of, write
 from verl_memopt.cli import main, train
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.tiny import make_tiny_model
@@ -38,20 +39,14 @@ def score(rlt_toy, tmp_path):
     def run(file, *more):
         out = tmp_path / "out" / "scored.jsonl"
         assert main(["score", str(file), "--student", str(rlt_toy / "student"), "--out", str(out), SHORT, *more]) == 0
-        return lines(out)
+        return lines_of(out)
 
     return run
 
 
 @pytest.fixture
 def stored(tmp_path):
-    path = tmp_path / "explanations.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return path
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return write(tmp_path / "explanations.jsonl", *ROWS)
 
 
 @pytest.mark.parametrize("include", [True, False])
@@ -61,7 +56,7 @@ def test_the_rewards_of_a_dump_are_those_of_the_run_that_wrote_it(rlt_toy, tmp_p
     assert train(settings_of(rlt_toy, tmp_path / "run", more | {f"reward_model.rlt.{key}": include})) == 0
     dump = tmp_path / "dump" / "1.jsonl"
     scored = score(dump, *(["--teacher", str(rlt_toy / "teacher")] if include else []), f"{key}={str(include).lower()}")
-    for row, own in zip(lines(dump), scored, strict=True):
+    for row, own in zip(lines_of(dump), scored, strict=True):
         assert (own["reward"], own["r_ss"], own["r_kl"]) == pytest.approx((row["score"], row["r_ss"], row["r_kl"]), abs=1e-5)
         assert own["question"] == row["extra_info"]["question"]
 
@@ -91,7 +86,7 @@ def test_rows_of_a_question_are_ranked_and_the_best_written(score, stored, tmp_p
     assert sorted(row["rank"] for row in of_question) == [1, 2, 3]
     ordered = sorted(of_question, key=lambda row: row["rank"])
     assert [row["reward"] for row in ordered] == sorted((row["reward"] for row in of_question), reverse=True)
-    assert lines(tmp_path / "best.jsonl") == [row for row in scored if row["rank"] == 1]
+    assert lines_of(tmp_path / "best.jsonl") == [row for row in scored if row["rank"] == 1]
 
 
 @pytest.mark.parametrize("more", [["--rows", "1"], ["max_tokens_per_micro_batch=64"], ["logits_chunk_tokens=1"]])
