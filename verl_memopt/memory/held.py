@@ -6,7 +6,7 @@ What decoder blocks and logits hold comes from the knobs' own formulas. Every fi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -110,6 +110,19 @@ class Pass:
 
 Kinds = Mapping[str, float]
 """Kind of bytes -> bytes at one moment."""
+
+
+@dataclass(frozen=True)
+class _Windows:
+    """Kind -> bytes at the moments of an update that may hold most: at the head, at a block, and at the end of a backward."""
+
+    kept: float
+    """Bytes of what all blocks keep."""
+    states: float
+    """The same with the states that the head reads."""
+    head: dict[str, float]
+    block: dict[str, float]
+    end: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -392,102 +405,131 @@ class Held:
 
     def _update_windows(self, s: Shapes, work: Pass) -> list[Kinds]:
         """Return kind -> bytes at the candidates for the peak: head, block, reduction of the vocabulary's matrix, optimizer."""
-        b, frozen = s.compute_bytes, bool(self.adapters)
+        kept, prefixes, lows = s.kept_on_device(s.layers, 1), self._prefixes(work, s.compute_bytes + 4), self._low_bytes(s)
+        states = kept + s.input_bytes + 3 * s.responses * s.hidden * s.compute_bytes + prefixes
+        windows = _Windows(
+            kept,
+            states,
+            head={"activations": states + lows, "logits": self._logits(s, update=True)},
+            block={"activations": self._block_bytes(s, work) + self.decoded + prefixes + lows},
+            end={"activations": 2 * s.input_bytes + prefixes},
+        )
+        # Over several micro-batches whole gradients are summed, and reduced at the last.
+        summed = self.fsdp.gradient_sync == "last" and not work.alone
+        if self.is_cast and self.ranks == 1:
+            windows = self._cast_by_one(s, windows, summed)
+        elif self.is_cast:
+            windows = self._gathered_by_ranks(s, windows, summed)
+        elif self.whole:
+            windows = self._reduced_by_ranks(s, windows, summed)
+        return [windows.head, windows.block, windows.end, {"optimizer scratch": self._step_scratch}]
+
+    def _cast_by_one(self, s: Shapes, windows: _Windows, summed: bool) -> _Windows:
+        """Add what FSDP2 casts and reduces on one rank. What a unit has reduced lies there until the next reduction."""
+        b, (root, own), trained = s.compute_bytes, self._matrices, not self.adapters
+        of_root, _, of_matrix, tile = self._whole_gradients
+        grads, reduce = (b, 4) if trained else (0, 0)
+        stay, first = self._stay, self._first_stays
+        # Each whole gradient takes the place of the one that it becomes.
+        whole = max((4 - s.master_bytes) * self.learning, 0) if summed else 0
+        head_alone = own if self.has_logits and tile is None else 0
+        before = reduce * max(head_alone, s.block_params)
+
+        head = dict(largest([windows.head, {"activations": windows.states, "collective buffers": self._passing}]))
+        head |= {"gathered parameters": b * (root + own) + first + stay, "whole gradients": grads * of_matrix + whole}
+        head |= {} if tile is None else self._reduction(tile)
+
+        gathered = {"gathered parameters": b * root + first + max(stay, self._unit)}
+        reduction = {
+            "activations": windows.kept + windows.end["activations"],
+            "collective buffers": before + 2 * reduce * s.block_params,
+        }
+        block = {**largest([windows.block | {"collective buffers": before}, reduction]), **gathered}
+        block["whole gradients"] = grads * (of_root + s.block_params) + whole
+        if head_alone and trained:  # it is reduced while all that blocks keep is there
+            at_head = {"activations": windows.states, "collective buffers": 2 * reduce * own, **gathered}
+            block = dict(largest([block, at_head | {"whole gradients": grads * own + whole}]))
+
+        end = windows.end | {"gathered parameters": b * (root + own), "whole gradients": grads * of_matrix + whole}
+        end["collective buffers"] = 2 * reduce * of_matrix
+        if self._reduces_alone and not summed:
+            # Gradients of embedding and head are added up, and all are gone when they are reduced, as what was gathered is.
+            times = 3 if self.size.tied and self.has_logits else 1
+            adding = {"whole gradients": times * grads * max(root, own), "collective buffers": reduce * s.block_params}
+            end = dict(largest([end | adding, end | {"gathered parameters": 0, "whole gradients": 0}]))
+        return replace(windows, head=head, block=block, end=end)
+
+    def _gathered_by_ranks(self, s: Shapes, windows: _Windows, summed: bool) -> _Windows:
+        """Add what FSDP2 gathers and reduces on several ranks."""
+        b, (root, own), one = s.compute_bytes, self._matrices, self._unit
+        of_root, _, of_matrix, tile = self._whole_gradients
+        grads, stay, first = 0 if self.adapters else b, self._stay, self._first_stays
+        whole = 4 * self.learning * self.ranks if summed else 0
+        head = windows.head | {
+            "gathered parameters": b * (root + own) + first + (stay or 2 * one),
+            "collective buffers": b * max(root, own) + (0 if tile is None else sum(self._reduction(tile).values())),
+            "whole gradients": grads * of_matrix + whole,
+        }
+        if self.adapters:
+            gathered, buffers, gradients = max(stay, 2 * one), 2 * one, whole
+        else:
+            # As fake runs of FSDP2 over several ranks have it; the input of the head's reduction is still alive.
+            gathered, gradients = max(stay, one), grads * (of_root + s.block_params) + whole
+            buffers = 4.5 * s.block_params + 4 * (own if tile is None else 0)
+        block = windows.block | {"gathered parameters": b * root + first + gathered, "collective buffers": buffers}
+        end = windows.end | {"gathered parameters": b * (root + own) + 2 * one, "whole gradients": grads * of_matrix + whole}
+        end |= {"collective buffers": 0} if self.adapters else self._reduction(of_matrix)
+        return replace(windows, head=head, block=block | {"whole gradients": gradients}, end=end)
+
+    def _reduced_by_ranks(self, s: Shapes, windows: _Windows, summed: bool) -> _Windows:
+        """Add what several ranks with whole weights reduce. Gradients of the root stay whole to the end of a backward.
+
+        Adapters have the dtype of the masters, and lie in blocks alone.
+        """
+        of_root, of_head, of_matrix, tile = self._whole_gradients
+        size, per_block = s.compute_bytes, float(s.block_params)
+        if self.adapters:
+            size, per_block, of_root, of_head, of_matrix = s.master_bytes, self.adapters / s.layers, 0, 0, 0
+        whole = size * self.learning * self.ranks if summed else size * of_root
+        head = windows.head | {"whole gradients": whole + size * of_head} | ({} if tile is None else self._reduction(tile))
+        at_head = {"activations": windows.states, **self._reduction(of_head), "whole gradients": whole + size * of_head}
+        block = windows.block | self._reduction(per_block) | {"whole gradients": whole + size * per_block}
+        end = windows.end | self._reduction(of_matrix) | {"whole gradients": whole + size * of_head}
+        return replace(windows, head=dict(largest([head, at_head])), block=block, end=end)
+
+    @property
+    def _whole_gradients(self) -> tuple[int, int, int, int | None]:
+        """Elements of gradients that are whole: of the root to the end of a backward, of the head, and of what is reduced last.
+
+        Then those of a tile of the vocabulary; None = its gradients have no tiles, so that all of these are matrices.
+        """
         root, own = self._matrices
-        matrix, tile = max(root, own), None if frozen else tile_params(s, self.ranks)
-        # Elements of whole gradients: of the root to the end of a backward, of the head, and of what is reduced last.
-        of_root, of_head, of_matrix = (root, own, matrix) if tile is None else (0, tile, tile)
-        model = s.settings.model
-        kept = s.kept_on_device(s.layers, 1)
-        prefixes = self._prefixes(work, b + 4)
-        states = s.input_bytes + 3 * s.responses * s.hidden * b + prefixes
-        wide, computed = 2 * max(s.mlp, s.heads * s.head_dim), 1 if model.checkpointing else s.layers
-        lows = work.tokens * b * 7 * model.lora_rank * computed if frozen else 0
-        if frozen and self.roles.model.checkpointing == "selective":  # it keeps the products of adapters too
-            outputs = 2 * s.hidden + (s.heads + 2 * s.kv_heads) * s.head_dim + 2 * s.mlp
-            lows += work.tokens * b * outputs * s.layers
-        block: float = max(self._block_bytes(s, work))
-        adapted = work.tokens * b * wide if frozen else 0
+        tile = None if self.adapters else tile_params(self.at_rest, self.ranks)
+        return (root, own, max(root, own), None) if tile is None else (0, tile, tile, tile)
+
+    def _low_bytes(self, s: Shapes) -> float:
+        """Return what adapters keep: the input of each, and with selective checkpointing their products."""
+        model = self.roles.model
+        if not self.adapters:
+            return 0
+        kept = 7 * model.lora_rank * (1 if s.settings.model.checkpointing else s.layers)
+        if model.checkpointing == "selective":
+            kept += s.layers * (2 * s.hidden + (s.heads + 2 * s.kv_heads) * s.head_dim + 2 * s.mlp)
+        return s.tokens * s.compute_bytes * kept
+
+    def _block_bytes(self, s: Shapes, work: Pass) -> float:
+        """Return the activations at the backward of a block, with all and with none of the answers sharing a prompt."""
+        # A micro-batch with fewer responses leaves out more.
+        least = max(work.tokens - work.responses, 0) if self.size.prunes else 0
+        most = max(work.tokens - 1, 0) if least else 0
+        cases = [replace(s, suffix_tokens=answers, skipped=left) for answers in (0, work.responses) for left in (least, most)]
+        block = max(case.activation_bytes for case in cases)
+        model, wide = s.settings.model, 2 * max(s.mlp, s.heads * s.head_dim)
+        adapted = work.tokens * s.compute_bytes * wide if self.adapters else 0
         if model.recompute_elementwise and s.flash and model.block_tile_tokens is None:
             # Adapters add to wide tensors at the MLP, where flash attention holds nothing.
-            block = max(block, s.kept_on_device(s.layers - 1) + s.mlp_bytes(work.tokens) + adapted)
-        else:
-            block += adapted
-        block += self.decoded + prefixes + lows
-        head: dict[str, float] = {"activations": kept + states + lows, "logits": self._logits(s, update=True)}
-        blocks: dict[str, float] = {"activations": block}
-        end: dict[str, float] = {"activations": 2 * s.input_bytes + prefixes}
-        if self.is_cast:
-            reduce, one = 4, self._unit
-            stay, first = self._stay, self._first_stays
-            # Over several micro-batches whole gradients are summed, and reduced at the last.
-            summed = self.fsdp.gradient_sync == "last" and not work.alone
-            whole = 4 * self.learning * self.ranks if summed else 0
-            if self.ranks == 1:  # then each takes the place of the gradient that it becomes
-                whole = max(whole - s.master_bytes * self.learning, 0)
-            grads = 0 if frozen else b
-            if self.ranks == 1:
-                # What the unit before has reduced lies there until the next reduction.
-                gathered, reduced = b * root + first + max(stay, one), 0 if frozen else reduce * s.block_params
-                head_alone = own if self.has_logits and tile is None else 0
-                before = 0 if frozen else reduce * max(head_alone, s.block_params)
-                top = {"gathered parameters": b * (root + own) + first + stay, "whole gradients": grads * of_matrix + whole}
-                top |= {} if tile is None else self._reduction(tile)
-                casting = {"activations": kept + states, "collective buffers": self._passing}
-                head = {**largest([head, casting]), **top}
-                unit = {"gathered parameters": gathered, "whole gradients": grads * (of_root + s.block_params) + whole}
-                reduction = {"activations": kept + end["activations"], "collective buffers": before + 2 * reduced}
-                blocks = {**largest([blocks | {"collective buffers": before}, reduction]), **unit}
-                end |= {"gathered parameters": b * (root + own)}
-                if head_alone and not frozen:
-                    # The head is reduced while all that blocks keep is there.
-                    at_head = {"activations": kept + states, "collective buffers": 2 * reduce * own}
-                    at_head |= {"gathered parameters": gathered, "whole gradients": grads * own + whole}
-                    blocks = dict(largest([blocks, at_head]))
-            else:
-                head |= {
-                    "gathered parameters": b * (root + own) + first + (stay or 2 * one),
-                    "collective buffers": b * matrix + (0 if tile is None else sum(self._reduction(tile).values())),
-                    "whole gradients": grads * of_matrix + whole,
-                }
-                blocks |= {
-                    "gathered parameters": b * root + first + max(stay, 2 * one),
-                    "collective buffers": 2 * one,
-                    "whole gradients": whole,
-                }
-                end |= {"gathered parameters": b * (root + own) + 2 * one}
-                if not frozen:
-                    # As fake runs of FSDP2 over several ranks have it; the input of the head's reduction is still alive.
-                    blocks |= {
-                        "gathered parameters": b * root + first + max(stay, one),
-                        "collective buffers": (0.5 + reduce) * s.block_params + reduce * (own if tile is None else 0),
-                        "whole gradients": grads * (of_root + s.block_params) + whole,
-                    }
-            end |= {
-                "collective buffers": (0 if frozen else reduce * (of_matrix + of_matrix / self.ranks)),
-                "whole gradients": grads * of_matrix + whole,
-            }
-            if self._reduces_alone and not summed:
-                # Gradients of embedding and head are added up, and all are gone when they are reduced, as what was gathered is.
-                at_last = end | {"gathered parameters": 0, "whole gradients": 0}
-                times = 3 if self.size.tied and self.has_logits else 1
-                adding = end | {"whole gradients": times * grads * matrix, "collective buffers": reduce * s.block_params}
-                end = dict(largest([adding, at_last]))
-        elif self.whole:
-            # A unit's gradients are whole until they are reduced, those of the root to the end of a backward. Adapters have the
-            # dtype of the masters, and lie in blocks alone.
-            size, per_block = (s.master_bytes, self.adapters / s.layers) if frozen else (b, s.block_params)
-            of_root, of_head, of_matrix = (0, 0, 0) if frozen else (of_root, of_head, of_matrix)
-            summed = self.fsdp.gradient_sync == "last" and not work.alone
-            whole = size * self.learning * self.ranks if summed else size * of_root
-            at_head = {"activations": kept + states, **self._reduction(of_head), "whole gradients": whole + size * of_head}
-            head["whole gradients"] = whole + size * of_head
-            head |= {} if tile is None else self._reduction(tile)
-            blocks |= self._reduction(per_block)
-            blocks["whole gradients"] = whole + size * per_block
-            head, end = dict(largest([head, at_head])), end | self._reduction(of_matrix)
-            end["whole gradients"] = whole + size * of_head
-        return [head, blocks, end, {"optimizer scratch": self._step_scratch}]
+            return max(block, s.kept_on_device(s.layers - 1) + s.mlp_bytes(work.tokens) + adapted)
+        return block + adapted
 
     def _reduction(self, params: float) -> dict[str, float]:
         """Return the buffers of the reduction of some parameters' gradients in fp32, whole and scattered."""
@@ -518,14 +560,6 @@ class Held:
         passing = s.state_bytes if self.fsdp.optimizer_offload else 0
         passing += s.gradient_bytes if self.fsdp.grad_offload else 0
         return min(3 * optim.bucket_megabytes * MIB, (decoded + copies + passing) * self.learning)
-
-    def _block_bytes(self, s: Shapes, work: Pass) -> Iterator[int]:
-        """Yield the activations at the backward of a block, with all and with none of the answers sharing a prompt."""
-        for suffix in {0, work.responses}:
-            # A micro-batch with fewer responses leaves out more.
-            least = max(work.tokens - work.responses, 0) if self.size.prunes else 0
-            for skipped in {least, max(work.tokens - 1, 0) if least else 0}:
-                yield replace(s, suffix_tokens=suffix, skipped=skipped).activation_bytes
 
 
 def _packed(work: Pass) -> float:
