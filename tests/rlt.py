@@ -3,11 +3,11 @@
 import dataclasses
 import json
 
+from recipe.rlt.make_toy import RltToyRecipe, make_rlt_toy
 from tests.trainer.conftest import AR, LEAST
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import Data
 from verl_memopt.data.toy import Descent
-from verl_memopt.recipes.rlt.lessons import RltToyRecipe, make_rlt_toy
 
 MODEL, RLT = "reward_model.model", "reward_model.rlt"
 BRIEF = Descent(steps=1, batch_size=2)

@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.common import CPU, seconds_of, write_json
+from recipe.rlt.make_toy import STUDENT, TAG_FORMAT, TEACHER, VALIDATION, RltToyRecipe, make_rlt_toy
 from verl_memopt.config.schema import Fsdp, Model
 from verl_memopt.data.batch import Ragged
 from verl_memopt.data.dataset import read_rows
@@ -39,7 +40,6 @@ from verl_memopt.model.tiny import SHAPES, make_tiny_model
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 from verl_memopt.recipes.rlt.dataset import FORMATS, RltPrompts
 from verl_memopt.recipes.rlt.formula import RltScores, rlt_scores
-from verl_memopt.recipes.rlt.lessons import STUDENT, TAG_FORMAT, TEACHER, VALIDATION, RltToyRecipe, make_rlt_toy
 from verl_memopt.recipes.rlt.scorer import rank_correlation
 from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student import (

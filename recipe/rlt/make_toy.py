@@ -1,14 +1,208 @@
 """Make RLT's toy task: a tiny warmed-up teacher, a tiny student, and sums with explanations.
 
 python recipe/rlt/make_toy.py runs/rlt_toy_seed0 --seed 0
+
+The toy task has sums, each with an explanation that adds the ones first and then the tens. Without an explanation the solution
+takes two additions at once. With it, each step adds two digits, and the solution is read off. So the right explanation raises the
+log-prob of the solution, and each of its tokens follows from the question.
+
+The student is warmed up on right explanations. The teacher is warmed up on explanations that often forget the carry and sometimes
+do not end, although its prompt holds the solution. RL only has to prefer the explanations that lead to it.
 """
 
 import argparse
+import logging
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+
+from verl_memopt.data.dataset import write_parquet
+from verl_memopt.data.encoder import tokenize
+from verl_memopt.data.toy import SHAPE, Descent, Problem, ToyRecipe, identity_of, made_whole, question, split_problems
+from verl_memopt.data.warm_up import descend, load_model
 from verl_memopt.errors import UserError
+from verl_memopt.model.tiny import make_tiny_model
 from verl_memopt.observe.log_setup import setup_logging
-from verl_memopt.recipes.rlt.lessons import make_rlt_toy
+from verl_memopt.recipes.rlt.dataset import FORMATS, RltPrompts, RltRecord
+
+logger = logging.getLogger("verl_memopt.recipes.rlt")  # where setup_logging lets it say what it does
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One worked example. Only ``answer`` is learned."""
+
+    prompt: list[int]
+    """Token ids that the model reads."""
+    answer: list[int]
+    """Token ids that the model learns to write after them."""
+
+
+def teacher_lesson(prompts: RltPrompts, record: RltRecord, ends: bool = True) -> Lesson:
+    """Return how a teacher continues its prompt: with the reasoning trace, the end tag and the end of the turn.
+
+    Everything up to the forced prefix is read only. A record without a trace teaches its solution instead.
+
+    ``ends``: Write the end tag. False = the explanation runs on to the end of the turn.
+    """
+    text, plain = prompts.teacher(record.question, record.solution)
+    end = prompts.rlt_format.explanation.end if ends else ""
+    parts = [text, _trace(prompts, record), end + prompts.end_of_turn()]
+    prompt, trace, end_ids = tokenize(prompts.tokenizer, parts, [plain, prompts.plain(parts[1]), ()])
+    return Lesson(prompt, trace + end_ids)
+
+
+def student_lesson(prompts: RltPrompts, record: RltRecord) -> Lesson:
+    """Return how a student answers a question: with the reasoning trace as its thought, then the solution.
+
+    The parts are tokenized one by one, as the reward puts them together.
+    """
+    text, plain = prompts.student(record.question)
+    rlt_format = prompts.rlt_format
+    parts = [text, _trace(prompts, record), rlt_format.bridge, record.solution, rlt_format.solution.end + prompts.end_of_turn()]
+    spans = [plain, prompts.plain(parts[1]), (), prompts.plain(record.solution), ()]
+    prompt, *answer = tokenize(prompts.tokenizer, parts, spans)
+    return Lesson(prompt, [token for part in answer for token in part])
+
+
+def _trace(prompts: RltPrompts, record: RltRecord) -> str:
+    """Return the reasoning trace without the padding that both prompts end with, or the solution where there is none."""
+    trace = record.solution if record.reasoning_trace is None else record.reasoning_trace
+    return trace.removeprefix(prompts.rlt_format.padding)
+
+
+IGNORED = -100
+"""Label of a token that is not learned, as in torch's cross entropy."""
+
+
+def warm_up_on_lessons(folder: Path, lessons: Sequence[Lesson], recipe: Descent, seed: int) -> float:
+    """Train the model in ``folder``, save it in place, and return the loss of the last step in nats per answer token.
+
+    The same seed gives the same weights.
+
+    ``lessons``: What to learn. Each step draws some with replacement.
+    """
+    model, _ = load_model(folder)
+
+    def loss_of(draw: torch.Generator) -> Tensor:
+        drawn = torch.randint(len(lessons), (recipe.batch_size,), generator=draw)
+        return lesson_loss(model, [lessons[place] for place in drawn])
+
+    loss = descend(model, loss_of, recipe, seed)
+    model.save_pretrained(folder)
+    return loss
+
+
+def lesson_loss(model: Any, lessons: Sequence[Lesson]) -> Tensor:
+    """Return the mean cross entropy over the answer tokens of some lessons, a scalar.
+
+    ``lessons``: The lessons, padded on the right where they are shorter than the longest.
+    """
+    ids = [torch.tensor(lesson.prompt + lesson.answer) for lesson in lessons]
+    labels = [torch.tensor([IGNORED] * len(lesson.prompt) + lesson.answer) for lesson in lessons]
+    # A causal model sees no padding on the right, so no mask is needed.
+    padded, targets = pad_sequence(ids, batch_first=True), pad_sequence(labels, batch_first=True, padding_value=IGNORED)
+    logits = model(padded[:, :-1]).logits  # [B, T - 1, V]
+    return cross_entropy(logits.flatten(0, 1).float(), targets[:, 1:].flatten(), ignore_index=IGNORED)
+
+
+TRAIN, VALIDATION, TEACHER, STUDENT, RECORD = "train.parquet", "val.parquet", "teacher", "student", "rlt_toy.json"
+TAG_FORMAT = "short"
+"""The format of the toy task: its prompts have 30 to 40 tokens."""
+
+
+@dataclass(frozen=True)
+class RltToyRecipe:
+    """Settings of the toy task."""
+
+    num_validation: int = 128
+    """Number of held-out sums. All others are for training."""
+    carelessness: float = 0.65
+    """How often the teacher's lesson forgets the carry. Above one half that becomes its most likely explanation."""
+    endlessness: float = 0.2
+    """How often the teacher's lesson has no end tag."""
+    student: Descent = field(default_factory=lambda: Descent(steps=300, batch_size=32))
+    """The student's warm-up."""
+    teacher: Descent = field(default_factory=lambda: Descent(steps=300, batch_size=32))
+    """The teacher's warm-up."""
+
+
+def solution(problem: Problem) -> str:
+    """Return the sum as a text."""
+    return str(sum(problem))
+
+
+def explanation(problem: Problem, carries: bool = True) -> str:
+    """Return the steps to the sum: the ones, then the tens with the carry. For 47 + 8: ``7+8=15 4+1=5``.
+
+    ``carries``: Carry the one. False = forget it, which gives a wrong number of tens where there is one.
+    """
+    tens, ones = divmod(problem[0], 10)
+    carry = (ones + problem[1]) // 10 if carries else 0
+    return f"{ones}+{problem[1]}={ones + problem[1]} {tens}+{carry}={tens + carry}"
+
+
+def as_row(problem: Problem) -> dict[str, Any]:
+    """Return the dataset row of a sum, with the columns of RLT."""
+    return {"question": question(problem), "solution": solution(problem), "reasoning_trace": explanation(problem)}
+
+
+def make_rlt_toy(folder: str | Path, seed: int = 0, recipe: RltToyRecipe | None = None) -> Path:
+    """Create the toy task in a folder and return the folder.
+
+    It holds ``train.parquet``, ``val.parquet``, ``teacher/`` and ``student/`` (models), and ``rlt_toy.json`` (the recipe and the
+    losses of both warm-ups). It is built in a temporary folder, which is then renamed, so the result is always complete. A folder
+    with the same seed and recipe is kept.
+
+    ``seed``: Decides the held-out sums, the initial weights and the lessons. ``recipe``: Settings of the task. None = the
+    defaults.
+
+    Raises:
+        DataError: The folder exists and holds something else.
+    """
+    recipe = RltToyRecipe() if recipe is None else recipe
+    occupied = "it exists and is no toy task of RLT, so it is not replaced. Choose another, or remove it."
+    build = partial(_build, seed=seed, recipe=recipe)
+    return made_whole(Path(folder) / RECORD, identity_of(seed, recipe), build, "toy task of RLT", occupied)
+
+
+def teacher_lessons(prompts: RltPrompts, problems: Sequence[Problem], recipe: RltToyRecipe, seed: int) -> Iterator[Lesson]:
+    """Yield a lesson of the careless teacher for each problem."""
+    draw = random.Random(seed)
+    for problem in problems:
+        trace = explanation(problem, carries=draw.random() >= recipe.carelessness)
+        yield teacher_lesson(prompts, _record(problem, trace), ends=draw.random() >= recipe.endlessness)
+
+
+def _build(folder: Path, seed: int, recipe: RltToyRecipe) -> dict[str, float]:
+    """Write data and models, and return the loss of each warm-up."""
+    from transformers import AutoTokenizer
+
+    train, validation = split_problems(ToyRecipe(num_validation=recipe.num_validation), seed)
+    logger.info("toy task of RLT: %d training and %d held-out sums, warming up two models", len(train), len(validation))
+    for path, problems in ((TRAIN, train), (VALIDATION, validation)):
+        write_parquet(folder / path, [as_row(problem) for problem in problems])
+    folders = {name: make_tiny_model(folder / name, SHAPE, seed=seed + place) for place, name in enumerate((STUDENT, TEACHER))}
+    prompts = RltPrompts(AutoTokenizer.from_pretrained(folders[STUDENT]), FORMATS[TAG_FORMAT])
+    lessons = {
+        STUDENT: [student_lesson(prompts, _record(problem, explanation(problem))) for problem in train],
+        # Each sum appears several times, because chance decides how careless a lesson is.
+        TEACHER: list(teacher_lessons(prompts, train * 4, recipe, seed)),
+    }
+    recipes = {STUDENT: recipe.student, TEACHER: recipe.teacher}
+    return {f"{name}_loss": warm_up_on_lessons(folders[name], lessons[name], recipes[name], seed) for name in folders}
+
+
+def _record(problem: Problem, trace: str) -> RltRecord:
+    return RltRecord(question(problem), solution(problem), trace, address=question(problem))
 
 
 def main() -> None:

@@ -7,11 +7,11 @@ import random
 import pytest
 import torch
 
+from recipe.rlt.make_toy import make_rlt_toy
 from tests.end_to_end.runs import learned, lines_of, metrics
 from tests.rlt import ALIAS, AR, MODEL, RLT, SWAP, brief_toy, settings_of
 from tests.trainer.conftest import ready
 from verl_memopt.data.batch import Ragged
-from verl_memopt.recipes.rlt.lessons import make_rlt_toy
 from verl_memopt.recipes.rlt.scorer import ExplanationBatch
 from verl_memopt.recipes.rlt.student_rows import THINK
 

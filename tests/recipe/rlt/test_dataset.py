@@ -10,6 +10,7 @@ import pytest
 from pyarrow import parquet
 from transformers import PreTrainedTokenizerFast
 
+from recipe.rlt.prepare_rlt import prepare_rlt
 from tests.rlt import data_of, write
 from verl_memopt.config.schema import CustomClass
 from verl_memopt.data.dataset import NAMES_OF_SPLITS, build_dataset, files_of_split, read_source
@@ -32,7 +33,6 @@ from verl_memopt.recipes.rlt.dataset import (
     RltPrompts,
     RltRecord,
     TagPair,
-    prepare_rlt,
     read_records,
     token_lengths,
 )

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from recipe.rlt.make_toy import RltToyRecipe
 from tests.end_to_end.runs import ROOT, metrics, script_environment
 from tests.rlt import brief_toy
 from verl_memopt.config.keys import flatten
-from verl_memopt.recipes.rlt.lessons import RltToyRecipe
 
 MONO, MULTI = ROOT / "recipe" / "rlt" / "launch_mono.sh", ROOT / "recipe" / "rlt" / "launch_multi.sh"
 AR = "actor_rollout_ref"

@@ -11,6 +11,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from recipe.rlt.make_toy import (
+    Lesson,
+    RltToyRecipe,
+    explanation,
+    lesson_loss,
+    make_rlt_toy,
+    solution,
+    student_lesson,
+    teacher_lesson,
+    teacher_lessons,
+    warm_up_on_lessons,
+)
 from tests.end_to_end.runs import lines_of
 from tests.recipe.rlt import naive
 from tests.rlt import AR, data_of, write
@@ -21,21 +33,7 @@ from verl_memopt.data.encoder import tokenize
 from verl_memopt.data.toy import Descent, ToyRecipe, split_problems
 from verl_memopt.errors import DataError
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
-from verl_memopt.recipes.rlt.dataset import FORMATS, STRATOS, RltDataset, RltPrompts, RltRecord
-from verl_memopt.recipes.rlt.lessons import (
-    NO_TRACE,
-    Lesson,
-    RltToyRecipe,
-    explanation,
-    lesson_loss,
-    make_rlt_toy,
-    solution,
-    student_lesson,
-    teacher_lesson,
-    teacher_lessons,
-    teacher_rows,
-    warm_up_on_lessons,
-)
+from verl_memopt.recipes.rlt.dataset import FORMATS, NO_TRACE, STRATOS, RltDataset, RltPrompts, RltRecord, teacher_rows
 from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student_rows import END, PREFIX, StudentEncoder
 

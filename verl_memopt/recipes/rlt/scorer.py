@@ -22,9 +22,8 @@ from verl_memopt.memory.token_budget import LearnedBudget
 from verl_memopt.memory.token_packing import alike
 from verl_memopt.model.folder import TOKENIZER_FILES, read_tokenizer
 from verl_memopt.model.packing_check import REWARD_KEY
-from verl_memopt.recipes.rlt.dataset import FORMATS, RltDataset, RltPrompts
+from verl_memopt.recipes.rlt.dataset import FORMATS, RltDataset, RltPrompts, teacher_rows
 from verl_memopt.recipes.rlt.formula import RltScores, rlt_scores
-from verl_memopt.recipes.rlt.lessons import teacher_rows
 from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student import (
     Student,
