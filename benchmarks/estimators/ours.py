@@ -35,8 +35,12 @@ from verl_memopt.config.algorithm_rules import REJECTIONS
 from verl_memopt.config.aliases import PRESETS
 from verl_memopt.config.schema import Actor, Algorithm, KlControl, Optim, PolicyLoss, RolloutCorrection
 from verl_memopt.data.batch import Ragged, RolloutBatch
+from verl_memopt.data.dataset import PromptRow
+from verl_memopt.data.prompts import StepPrompts
 from verl_memopt.rewards.rules import score_by_rule
-from verl_memopt.trainer.rollouts import compute_advantages
+from verl_memopt.rewards.score import RewardResult
+from verl_memopt.rollout.engine import Generation
+from verl_memopt.trainer.rollouts import Answers, StepBatch
 from verl_memopt.worker.optimizer import learning_rate_factors
 
 Values = dict[str, Any]
@@ -240,9 +244,11 @@ def kl_in_reward(batch: Batch) -> Values:
         responses=Ragged(flat=torch.zeros_like(batch.row), lengths=batch.lengths, batch_size=[]), group=batch.group,
         old_log_probs=batch.old_log_probs, ref_log_probs=batch.ref_log_probs, batch_size=[],
     )  # fmt: skip
-    names = [str(row) for row in range(len(batch.lengths))]
-    found = compute_advantages(rows, batch.scores, names, Algorithm("rloo", use_kl_in_reward=True, kl_penalty="kl"), controller)
-    controller.update(found.kl_mean, len(names))
+    prompts = [PromptRow(row, "", "", None, {}, str(row)) for row in range(len(batch.lengths))]
+    answers, results = Answers(prompts, [], Generation([], None, []), []), list(map(RewardResult, batch.scores.tolist()))
+    step = StepBatch(1, StepPrompts(prompts, [], 0, 0), answers, rows, results)
+    found = step.estimate(Algorithm("rloo", use_kl_in_reward=True, kl_penalty="kl"), controller)
+    controller.update(found.kl_mean, len(prompts))
     return {"mean": torch.tensor([found.kl_mean]), "coefficient": torch.tensor([controller.coefficient])}
 
 

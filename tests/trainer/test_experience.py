@@ -18,7 +18,7 @@ from verl_memopt.model.tiny import build_tokenizer
 from verl_memopt.rewards.score import RewardResult
 from verl_memopt.rollout.engine import Generation
 from verl_memopt.trainer.micro_batching import Budget
-from verl_memopt.trainer.rollouts import Answers, LogProbPass, StepBatch, compute_advantages, to_batch
+from verl_memopt.trainer.rollouts import Answers, LogProbPass, StepBatch, to_batch
 from verl_memopt.worker.policy import LogProbs
 from verl_memopt.worker.trained_model import micro_batch
 
@@ -77,12 +77,15 @@ def test_what_is_not_requested_is_none():
 
 
 RLOO = Algorithm(adv_estimator="rloo")
-ADDRESSES = ["a:1", "a:1", "a:2", "a:2"]
+
+
+def step_of(batch, results):
+    rows = [PromptRow(0, "1+1=", "s", None, {}, address) for address in ("a:1", "a:1", "a:2", "a:2")]
+    return StepBatch(3, None, Answers(rows, [], None, []), batch, results)
 
 
 def shaped(batch, scores, algorithm=RLOO, controller=None):
-    controller = controller or KlController(algorithm.kl_ctrl)
-    return compute_advantages(batch, torch.tensor(scores), ADDRESSES, algorithm, controller)
+    return step_of(batch, list(map(RewardResult, scores))).estimate(algorithm, controller or KlController(algorithm.kl_ctrl))
 
 
 def test_every_token_of_a_response_gets_the_advantage_of_its_row_normalized_where_asked():
@@ -99,21 +102,17 @@ def test_every_token_of_a_response_gets_the_advantage_of_its_row_normalized_wher
 
 def test_rewards_by_name_come_from_the_function_and_a_row_without_one_is_named():
     algorithm = Algorithm(adv_estimator="gdpo", gdpo_reward_keys=["score", "format"])
-    rows = batch_of(RESPONSES)
-    row = PromptRow(0, "1+1=", "s", None, {}, "a:1")
     results = [RewardResult(1.0, {"format": 0.5}), RewardResult(0.0, failed=True), RewardResult(2.0, {"format": True})]
-    step = StepBatch(3, None, Answers([row] * 4, [], None, []), rows, [*results, RewardResult(0.0, {"format": -1})])
-    own = step.for_estimator(algorithm)
-    assert own["components"][[0, 2, 3]].tolist() == [[1.0, 0.5], [2.0, 1.0], [0.0, -1.0]]
+    step = step_of(batch_of(RESPONSES), [*results, RewardResult(0.0, {"format": -1})])
     # The failed row is in no mean, so the one beside it has nothing to compare with; the other two differ by 2 in each reward.
-    advantages = compute_advantages(rows, step.scores, ADDRESSES, algorithm, KlController(algorithm.kl_ctrl), own).per_token
+    advantages = step.estimate(algorithm, KlController(algorithm.kl_ctrl)).per_token
     assert advantages[:2].tolist() == [advantages[0]] * 2
     assert (advantages[2] > 0, advantages[2] > advantages[0] > advantages[3]) == (True, True)
     step.results[0] = RewardResult(1.0, {"acc": 1.0})
     with pytest.raises(
         RewardError, match=r"^algorithm\.gdpo_reward_keys: the reward of a:1 .* no finite number format; it has score"
     ):
-        step.for_estimator(algorithm)
+        step.estimate(algorithm, KlController(algorithm.kl_ctrl))
 
 
 TOKENIZER = build_tokenizer()

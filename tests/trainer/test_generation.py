@@ -12,47 +12,59 @@ from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.prompts import StepPrompts
 from verl_memopt.errors import RewardError, RolloutError, Stopped
 from verl_memopt.rewards.runner import RewardRunner
-from verl_memopt.rollout.engine import FinishedRows, Generation, SamplingSettings
-from verl_memopt.trainer.rollouts import Generator, generate, sampling_seeds
+from verl_memopt.rollout.engine import FinishedRows, Generation
+from verl_memopt.trainer.rollouts import Generator, sampling_seeds
 from verl_memopt.trainer.scoring import Rewarder, ScoringFollower
-
-
-def sampling(log_probs):
-    return SamplingSettings(1.0, -1, 1.0, 1.0, True, 4, False, log_probs)
-
-
-class Doubler(Member):
-    """Answers a prompt with its first token, twice that, and the row's seed."""
-
-    def generate(self, prompt_ids, seeds, settings, may_stop):
-        responses = [[ids[0], 2 * ids[0], seed] for ids, seed in zip(prompt_ids, seeds, strict=True)]
-        log_probs = [[-float(token) for token in row] for row in responses] if settings.log_probs else None
-        return Generation(responses, log_probs, ["length"] * len(responses), cached_tokens=len(responses))
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-def test_answers_come_in_the_order_of_the_prompts_spread_evenly_over_any_number_of_engines(ranks):
-    workers = group_of(*map(Doubler, range(ranks)))
-    generation = generate(workers, "gen", [[n, 0] for n in range(5)], [100 + n for n in range(5)], sampling(True), 1)
-    assert generation.response_ids == [[n, 2 * n, 100 + n] for n in range(5)]
-    assert generation.log_probs == [[-n, -2 * n, -100 - n] for n in range(5)]
-    assert generation.finish_reasons == ["length"] * 5
-    assert generation.cached_tokens == 5
-    counts = [len(member.asked[0][3][0]) for member in workers.group.members]
-    assert max(counts) - min(counts) <= 1
-    assert generate(group_of(Doubler(0)), "gen", [[1]], [0], sampling(False), 1).log_probs is None
-
-
-def test_the_ranks_of_one_engine_get_the_same_prompts_and_answer_once():
-    workers = group_of(*map(Doubler, range(4)))
-    generation = generate(workers, "gen", [[n] for n in range(4)], [0] * 4, sampling(True), 2)
-    assert [ids[0] for ids in generation.response_ids] == [0, 1, 2, 3]
-    prompts_per_rank = [member.asked[0][3][0] for member in workers.group.members]
-    assert prompts_per_rank == [[[0], [1]], [[0], [1]], [[2], [3]], [[2], [3]]]
 
 
 def prompt_row(index, text="1+1="):
     return PromptRow(index, text, "toy/arithmetic", "2", {}, f"rows.jsonl:{index + 1}")
+
+
+class Letters:
+    """Decodes a token as the letter of its number."""
+
+    def batch_decode(self, rows, skip_special_tokens):
+        assert skip_special_tokens
+        return ["".join(chr(token) for token in row) for row in rows]
+
+
+class Doubler(Member):
+    """Answers a prompt with its first token and twice that."""
+
+    def generate(self, prompt_ids, seeds, settings, may_stop):
+        responses = [[ids[0], 2 * ids[0]] for ids in prompt_ids]
+        log_probs = [[-float(token) for token in row] for row in responses] if settings.log_probs else None
+        return Generation(responses, log_probs, ["length"] * len(responses), cached_tokens=len(responses))
+
+
+def doubled(num_prompts, ranks, **rollout):
+    """Return the answers to one prompt for each number, and what each rank was asked."""
+    workers = group_of(*map(Doubler, range(ranks)))
+    generator = Generator(Rollout(n=1, seed=5, response_length=4, **rollout), Letters(), workers, frees_engine=False)
+    prompts = StepPrompts([prompt_row(n) for n in range(num_prompts)], [[n, 0] for n in range(num_prompts)], 0, 0)
+    return generator.generate(prompts, 3).generation, [member.asked[0][3] for member in workers.group.members]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_answers_come_in_the_order_of_the_prompts_spread_evenly_over_any_number_of_engines(ranks):
+    generation, asked = doubled(5, ranks)
+    assert generation.response_ids == [[n, 2 * n] for n in range(5)]
+    assert generation.log_probs == [[-n, -2 * n] for n in range(5)]
+    assert generation.finish_reasons == ["length"] * 5
+    assert generation.cached_tokens == 5
+    seeds = [seed for _, seeds, *_ in asked for seed in seeds]
+    assert seeds == sampling_seeds([prompt_row(n) for n in range(5)], 1, 5, 3)
+    counts = [len(prompt_ids) for prompt_ids, *_ in asked]
+    assert max(counts) - min(counts) <= 1
+    assert doubled(1, 1, calculate_log_probs=False)[0].log_probs is None
+
+
+def test_the_ranks_of_one_engine_get_the_same_prompts_and_answer_once():
+    generation, asked = doubled(4, 4, tensor_model_parallel_size=2)
+    assert [ids[0] for ids in generation.response_ids] == [0, 1, 2, 3]
+    prompts_per_rank = [[ids[0] for ids in prompt_ids] for prompt_ids, *_ in asked]
+    assert prompts_per_rank == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
 def test_every_sample_has_a_seed_of_its_own_that_depends_on_its_prompt_and_step():
@@ -62,14 +74,6 @@ def test_every_sample_has_a_seed_of_its_own_that_depends_on_its_prompt_and_step(
     forwards, backwards = sampling_seeds(rows, 2, 5, 1), sampling_seeds(rows[::-1], 2, 5, 1)
     assert forwards[:2] == backwards[-2:]
     assert forwards != sampling_seeds(rows, 2, 6, 1)
-
-
-class Letters:
-    """Decodes a token as the letter of its number."""
-
-    def batch_decode(self, rows, skip_special_tokens):
-        assert skip_special_tokens
-        return ["".join(chr(token) for token in row) for row in rows]
 
 
 class Engine(Member):

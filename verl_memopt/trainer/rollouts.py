@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +29,9 @@ from verl_memopt.worker.group import Pending, TimedGroup
 from verl_memopt.worker.policy import LogProbs, in_batch_order
 from verl_memopt.worker.worker import Worker
 
+if TYPE_CHECKING:
+    from verl_memopt.trainer.scoring import ScoringFollower
+
 
 @dataclass(frozen=True)
 class Answers:
@@ -50,16 +52,6 @@ class Answers:
     texts: list[str]
     begun: Round | None = None
     model_scores: Pending[list[float]] | None = None
-
-
-class Follower(Protocol):
-    """Works on answers that are complete while others are still generated."""
-
-    def following(self, rows: Sequence[PromptRow], starts: Sequence[int]) -> AbstractContextManager[tuple[list[str], Round]]:
-        """Return a context for a rollout: a file for each engine, where it writes rows that are complete, and their round.
-
-        ``rows``: The row of the dataset that each answer is to. ``starts``: Number of the first answer of each engine.
-        """
 
 
 def join_answers(parts: Sequence[Answers]) -> Answers:
@@ -98,7 +90,7 @@ class Generator:
     workers: TimedGroup
     frees_engine: bool
     has_engine: bool = True
-    follower: Follower | None = None
+    follower: ScoringFollower | None = None
 
     def generate(self, prompts: StepPrompts, step: int, earlier_rounds: int = 0, stays_awake: bool = False) -> Answers:
         """Return ``rollout.n`` answers to each prompt of a training step. The engine releases its memory afterwards.
@@ -165,12 +157,24 @@ class Generator:
     ) -> Answers:
         assert self.rollout.seed is not None
         seeds = sampling_seeds(rows, samples, self.rollout.seed, step, first_sample)
-        tensor_parallel = self.rollout.tensor_model_parallel_size
-        of_answers = [row for row in rows for _ in range(samples)]
-        bounds = engine_bounds(len(prompt_ids), self.workers.world_size // tensor_parallel)
-        follow = nullcontext((None, None)) if self.follower is None else self.follower.following(of_answers, bounds[:-1])
+        of_answers, ranks = [row for row in rows for _ in range(samples)], self.rollout.tensor_model_parallel_size
+        # Rounded, so that the shares of the engines differ by at most one prompt and none is lost.
+        engines = self.workers.world_size // ranks
+        bounds = [len(prompt_ids) * index // engines for index in range(engines + 1)]
+        follow = nullcontext(([], None)) if self.follower is None else self.follower.following(of_answers, bounds[:-1])
         with follow as (files, begun):
-            generation = generate(self.workers, phase, prompt_ids, seeds, sampling, tensor_parallel, may_stop, files)
+            # The ranks of one engine get the same prompts, but one of them is enough to write what is complete.
+            arguments = [
+                (prompt_ids[first:last], seeds[first:last], sampling, may_stop, *(files[engine : engine + (rank == 0)]))
+                for engine, (first, last) in enumerate(itertools.pairwise(bounds))
+                for rank in range(ranks)
+            ]
+            # They return the same answers too, so one of each is taken.
+            answered = self.workers.each(phase, Worker.generate, arguments)[::ranks]
+            parts = [generation for generation in answered if generation is not None]
+            if len(parts) < len(answered):
+                raise Stopped
+        generation = _join_generations(parts, sampling.log_probs)
         texts = self.tokenizer.batch_decode(generation.response_ids, skip_special_tokens=True)
         return Answers(of_answers, prompt_ids, generation, texts, begun)
 
@@ -180,46 +184,6 @@ def dataset_answers(rows: Sequence[PromptRow], prompt_ids: list[list[int]], toke
     responses = [list(row.response) for row in rows]
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
     return Answers(list(rows), prompt_ids, Generation(responses, None, ["stop"] * len(rows)), texts)
-
-
-def generate(
-    workers: TimedGroup,
-    phase: str,
-    prompt_ids: list[list[int]],
-    seeds: list[int],
-    sampling: SamplingSettings,
-    tensor_parallel: int,
-    may_stop: bool = False,
-    files: Sequence[str] | None = None,
-) -> Generation:
-    """Generate a response to each prompt, spread over the engines. The ranks of one engine get the same prompts.
-
-    ``tensor_parallel``: Ranks of one engine. ``may_stop``: Engines may abandon the rollout when a stop is requested. ``files``:
-    Where each engine writes rows that are complete before others; None = nowhere.
-
-    Raises:
-        Stopped: an engine abandoned the rollout.
-    """
-    bounds = engine_bounds(len(prompt_ids), workers.world_size // tensor_parallel)
-    shares = [slice(*pair) for pair in itertools.pairwise(bounds)]
-    # The ranks of one engine get the same arguments, but one of them is enough to write what is complete.
-    arguments = [
-        (prompt_ids[share], seeds[share], sampling, may_stop, *([files[engine]] if files is not None and rank == 0 else []))
-        for engine, share in enumerate(shares)
-        for rank in range(tensor_parallel)
-    ]
-    # The ranks of one engine return the same answers, so one of each is taken.
-    answered = workers.each(phase, Worker.generate, arguments)[::tensor_parallel]
-    generations = [generation for generation in answered if generation is not None]
-    if len(generations) < len(answered):
-        raise Stopped
-    return _join_generations(generations, sampling.log_probs)
-
-
-def engine_bounds(num_prompts: int, num_engines: int) -> list[int]:
-    """Return the number of the first prompt of each engine, and of the prompt after the last."""
-    # Rounded, so that the shares differ by at most one prompt and none is lost.
-    return [num_prompts * index // num_engines for index in range(num_engines + 1)]
 
 
 def sampling_seeds(rows: Sequence[PromptRow], samples: int, seed: int, step: int, first_sample: int = 0) -> list[int]:
@@ -313,18 +277,52 @@ class StepBatch:
         scores = [result.score for result in self.results] or [math.nan] * self.rows.num_rows
         return torch.tensor(scores, dtype=torch.float32)
 
-    def for_estimator(self, algorithm: Algorithm) -> dict[str, Tensor]:
-        """Return what the estimator reads beside rewards and log-probs, by the name of its input.
+    def estimate(self, algorithm: Algorithm, controller: KlController) -> Advantages:
+        """Return the advantages. Where the KL is part of the reward, the batch has old and reference log-probs.
+
+        An estimator that reads rewards per token finds the KL at each token, and the score at the last one.
 
         Raises:
-            RewardError: A reward has no number under a name of ``algorithm.gdpo_reward_keys``.
+            RewardError: A score is infinite, or a reward has no number under a name of ``algorithm.gdpo_reward_keys``.
         """
-        own = dict(self.statistics) if self.baselines is None else {**self.statistics, "baselines": self.baselines}
-        if "components" in ESTIMATORS[algorithm.adv_estimator].inputs:
-            rows = zip(self.results, self.names, strict=True)
-            numbers = [[_component(result, key, name) for key in algorithm.gdpo_reward_keys or ()] for result, name in rows]
-            own["components"] = torch.tensor(numbers, dtype=torch.float32)
-        return own
+        rows, scores, components = self.rows, self.scores, self._components(algorithm)
+        valid = check_rewards(scores, self.names)
+        if components is not None:
+            valid = valid & ~components.isnan().any(1)
+        row, lengths, beta = rows.response_row(), rows.responses.lengths, controller.coefficient
+        rewards, kl, kl_mean = scores, None, None
+        if algorithm.use_kl_in_reward:
+            assert rows.old_log_probs is not None, "the KL in the reward needs old log-probs"
+            assert rows.ref_log_probs is not None, "the KL in the reward needs the reference's log-probs"
+            kl = kl_estimate(rows.old_log_probs, rows.ref_log_probs, algorithm.kl_penalty)
+            rewards = shaped_rewards(scores, kl, row, beta)
+            # The mean over responses of each one's mean, as in verl: a long response counts no more than a short one.
+            kl_mean = float(row_means(kl, row, lengths).mean()) if kl.numel() else 0.0
+        inputs = AdvantageInputs(
+            rewards=rewards,
+            group=rows.group,
+            valid=valid,
+            row=row,
+            lengths=lengths,
+            token_rewards=token_level_rewards(scores, row, lengths, kl, beta),
+            values=rows.old_values,
+            baselines=self.baselines,
+            components=components,
+            old_log_probs=rows.old_log_probs,
+            ref_log_probs=rows.ref_log_probs,
+            rollout_log_probs=rows.rollout_log_probs,
+            statistics=self.statistics,
+            weights=rows.weights,
+        )
+        return Advantages(*estimate(inputs, algorithm), rewards, kl_mean, group_counts(rewards, rows.group, valid))
+
+    def _components(self, algorithm: Algorithm) -> Tensor | None:
+        """Return the rewards that ``algorithm.gdpo_reward_keys`` names, fp32 [B, K]; None where the estimator reads none."""
+        if "components" not in ESTIMATORS[algorithm.adv_estimator].inputs:
+            return None
+        rows = zip(self.results, self.names, strict=True)
+        numbers = [[_component(result, key, name) for key in algorithm.gdpo_reward_keys or ()] for result, name in rows]
+        return torch.tensor(numbers, dtype=torch.float32)
 
 
 @dataclass(frozen=True)
@@ -401,53 +399,3 @@ def _component(result: RewardResult, key: str, name: str) -> float:
             "the key."
         )
     return float(value)
-
-
-def compute_advantages(
-    batch: RolloutBatch,
-    scores: Tensor,
-    addresses: Sequence[str],
-    algorithm: Algorithm,
-    controller: KlController,
-    own: Mapping[str, Tensor] = MappingProxyType({}),
-) -> Advantages:
-    """Return the advantages of a batch.
-
-    An estimator that reads rewards per token finds the KL at each token, and the score at the last one.
-
-    ``batch``: The batch, with old and reference log-probs if the KL is part of the reward. ``own``: What else the estimator
-    reads, as :meth:`StepBatch.for_estimator` returns it.
-
-    Raises:
-        RewardError: A score is infinite.
-    """
-    valid = check_rewards(scores, addresses)
-    baselines, components = own.get("baselines"), own.get("components")
-    if components is not None:
-        valid = valid & ~components.isnan().any(1)
-    row, lengths, beta = batch.response_row(), batch.responses.lengths, controller.coefficient
-    rewards, kl, kl_mean = scores, None, None
-    if algorithm.use_kl_in_reward:
-        assert batch.old_log_probs is not None, "the KL in the reward needs old log-probs"
-        assert batch.ref_log_probs is not None, "the KL in the reward needs the reference's log-probs"
-        kl = kl_estimate(batch.old_log_probs, batch.ref_log_probs, algorithm.kl_penalty)
-        rewards = shaped_rewards(scores, kl, row, beta)
-        # The mean over responses of each one's mean, as in verl: a long response counts no more than a short one.
-        kl_mean = float(row_means(kl, row, lengths).mean()) if kl.numel() else 0.0
-    inputs = AdvantageInputs(
-        rewards=rewards,
-        group=batch.group,
-        valid=valid,
-        row=row,
-        lengths=lengths,
-        token_rewards=token_level_rewards(scores, row, lengths, kl, beta),
-        values=batch.old_values,
-        baselines=baselines,
-        components=components,
-        old_log_probs=batch.old_log_probs,
-        ref_log_probs=batch.ref_log_probs,
-        rollout_log_probs=batch.rollout_log_probs,
-        statistics={name: own[name] for name in own.keys() - {"baselines", "components"}},
-        weights=batch.weights,
-    )
-    return Advantages(*estimate(inputs, algorithm), rewards, kl_mean, group_counts(rewards, batch.group, valid))

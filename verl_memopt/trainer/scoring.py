@@ -194,7 +194,7 @@ POLL_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class ScoringFollower:
-    """Scores answers in a thread while the engines generate others. As :class:`verl_memopt.trainer.rollouts.Follower`.
+    """Scores answers in a thread while the engines generate others.
 
     A function gives a row the same score whether other rows are there or not, so nothing but the time changes. Errors wait until
     all answers are there, and are raised where these are scored.
@@ -220,7 +220,11 @@ class ScoringFollower:
 
     @contextmanager
     def following(self, rows: Sequence[PromptRow], starts: Sequence[int]) -> Iterator[tuple[list[str], Round]]:
-        """Score in the background while the body generates. However the body ends, no thread is left."""
+        """Score in the background while the body generates. However the body ends, no thread is left.
+
+        ``rows``: The row of the dataset that each answer is to. ``starts``: Number of the first answer of each engine. The body
+        gets a file for each engine, where it writes rows that are complete, and their round.
+        """
         files = [FinishedRows(self.folder / f".finished_{engine}") for engine in range(len(starts))]
         round_, over = self.runner.begin(len(rows)), threading.Event()
 

@@ -32,7 +32,6 @@ from verl_memopt.trainer.rollouts import (
     Generator,
     LogProbPass,
     StepBatch,
-    compute_advantages,
     dataset_answers,
     to_batch,
 )
@@ -141,8 +140,7 @@ class TrainingStep:
                 batch.metrics |= correct_before_update(batch.rows, algorithm.rollout_correction)
             if algorithm.mask_truncated_responses:
                 batch.metrics |= mask_truncated(batch.rows, batch.answers.generation.finish_reasons)
-            own = batch.for_estimator(algorithm)
-            batch.advantages = compute_advantages(batch.rows, batch.scores, batch.names, algorithm, self.kl_control, own)
+            batch.advantages = batch.estimate(algorithm, self.kl_control)
             batch.rows.advantages = batch.advantages.per_token
             batch.rows.returns = None if self.critic is None else batch.advantages.returns
             if algorithm.use_pf_ppo:
