@@ -472,7 +472,7 @@ def _begun_workers(settings: Settings) -> Iterator[RayGroup | None]:
     if settings.trainer.worker_group != "ray" or settings.debug.mode != "off":
         yield None
         return
-    from verl_memopt.run.choose_model import device_of
+    from verl_memopt.run.builds import device_of
     from verl_memopt.worker.ray_group import group_of
 
     imports = _import_aside("verl_memopt.trainer.loop")

@@ -38,7 +38,7 @@ if [ "$preset" = tiny ]; then
     choice=toy
 elif [ -z "${MODEL_PATH:-}$preset" ]; then
     lists_gpu=$(nvidia-smi -L 2>/dev/null | grep '^GPU ' >/dev/null && echo --nvidia-smi || true)
-    choice=$("$PYTHON" -m verl_memopt.run.choose_model --device "$DEVICE" --model "$HUB_MODEL" --dataset openai/gsm8k \
+    choice=$("$PYTHON" -m recipe.choose_model --device "$DEVICE" --model "$HUB_MODEL" --dataset openai/gsm8k \
         --train-file "$GSM8K" ${TRAIN_FILES:+--own-data} $lists_gpu)
 fi
 read -r task overrides <<<"$choice"

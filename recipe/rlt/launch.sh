@@ -54,7 +54,7 @@ if [ "$config" = teacher_rlt_toy ]; then
     task=toy
 elif [ -z "${MODEL_PATH:-}$names_model" ] && [ "$config_dir" = "$configs" ]; then
     hub_model=$(sed -n 's|^    path: \([^ ]*/[^ ]*\).*|\1|p' "$config_dir/$config.yaml" | head -n 1)
-    choice=$("$PYTHON" -m verl_memopt.run.choose_model --device "$DEVICE" --model "$hub_model" \
+    choice=$("$PYTHON" -m recipe.choose_model --device "$DEVICE" --model "$hub_model" \
         --dataset bespokelabs/Bespoke-Stratos-17k --train-file "${TRAIN_FILES:-data/rlt/train.parquet}" \
         ${names_data:+--own-data} ${TRAIN_FILES:+--own-data} $lists_gpu)
     read -r chosen machine <<<"$choice"

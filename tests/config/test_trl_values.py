@@ -221,3 +221,10 @@ def test_the_coefficients_of_rlt_are_keys_of_the_reward_model():
 
 def test_a_foreign_name_is_found_below_any_section():
     assert hint("algorithm.num_generations") == "Did you mean actor_rollout_ref.rollout.n?"
+
+
+def test_a_foreign_name_without_an_equal_says_why_and_the_way_out():
+    assert hint("algorithm.missing_eos_penalty") == (
+        "It has no equal here: a score has no further penalty. "
+        "Use custom_reward_function.path: it belongs in the reward function."
+    )

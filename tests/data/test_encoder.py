@@ -5,7 +5,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from verl_memopt.data.encoder import PromptEncoder, SpecialTokens, decode, special_tokens_of, tokenize
-from verl_memopt.errors import ConfigError, DataError
+from verl_memopt.errors import DataError
 from verl_memopt.model.tiny import SPECIALS, build_tokenizer
 
 TOKENIZER = build_tokenizer()
@@ -86,11 +86,6 @@ def test_a_prompt_of_the_limit_is_left_whole_and_one_token_more_is_cut(truncatio
 def test_an_empty_prompt_is_refused():
     with pytest.raises(DataError, match="a:1: the prompt has no tokens"):
         PromptEncoder(TOKENIZER, 5, "left").encode([""], ["a:1"])
-
-
-def test_an_unknown_truncation_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match=r"data\.truncation=top: .*error, left, right, middle"):
-        PromptEncoder(TOKENIZER, 5, "top")
 
 
 def test_no_text_gives_no_row():

@@ -13,6 +13,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoModelForCausalLM
 
+from recipe.choose_model import MODEL_FILES, cached, why_no_answer
 from tests.model.own_code import own_code, write_own_code
 from verl_memopt.config.schema import Actor, Fsdp, Model
 from verl_memopt.errors import ConfigError
@@ -23,7 +24,6 @@ from verl_memopt.model.folder import check_vocabulary, end_tokens, files_of_inde
 from verl_memopt.model.packing import pack_rows
 from verl_memopt.model.packing_check import check_architecture, check_packing
 from verl_memopt.model.weights import WeightFolder, named_weights
-from verl_memopt.run.choose_model import MODEL_FILES, cached, why_no_answer
 
 KEY = "actor_rollout_ref.model.path"
 

@@ -1,6 +1,6 @@
 import pytest
 
-from verl_memopt.run.choose_model import vllm_build
+from verl_memopt.run.builds import vllm_build
 
 
 def installed(folder, **packages):

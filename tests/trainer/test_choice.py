@@ -2,8 +2,8 @@ import pytest
 import torch
 from huggingface_hub import constants
 
+from recipe.choose_model import GPU_TOY, OWN_GENERATION, choose, main
 from tests.rollout.test_vllm_build import installed
-from verl_memopt.run.choose_model import GPU_TOY, OWN_GENERATION, choose, main
 
 MODEL, DATA = "owner/model", "owner/data"
 

@@ -14,6 +14,7 @@ from verl_memopt.config.debug_modes import DATA_KEYS, REPLAYING, WITHOUT_DATA
 from verl_memopt.config.keys import Problem, all_keys, leaf_types, leaf_values, problem, section_keys, shown, walk
 from verl_memopt.config.schema import REQUIRED, Settings
 from verl_memopt.config.trl_names import ESTIMATORS, SPELLINGS
+from verl_memopt.config.unused_keys import NO_EQUAL
 from verl_memopt.memory.knob import Range, Words, knobs
 from verl_memopt.recipes import RECIPES
 
@@ -344,14 +345,6 @@ READ = _of_trl()
 FOREIGN = {
     **READ,
     **{name: key for recipe in RECIPES.values() for name, key in recipe.equals.items()},
-    "generation_aggregation_steps": "data.train_batch_size (a whole step is generated at once)",
-    "missing_eos_penalty": "custom_reward_function.path (the penalty belongs in the reward function)",
-    "reward_clip_range": "custom_reward_function.path (the clip belongs in the reward function)",
-    "reward_funcs": "custom_reward_function.path",
-    "vllm_mode": f"{_AR}.rollout.name (the engine always lives in the worker's process)",
-    "use_vllm_server": f"{_AR}.rollout.name (the engine always lives in the worker's process)",
-    "use_ray": "trainer.worker_group",
-    "save_completions_probability": "trainer.rollout_data_dir",
     **{name: key for knob in knobs() for name, key in knob.known_as.items()},
 }
 """Key of TRL or of a recipe -> what to set here."""
@@ -362,7 +355,10 @@ _ALIKE = 0.6
 
 def hint(key: str) -> str:
     """Return a sentence that names what to use in place of an unknown key."""
-    answer = FOREIGN.get(key.rpartition(".")[2]) or nearest(key)
+    name = key.rpartition(".")[2]
+    if name in NO_EQUAL:
+        return f"It has no equal here: {NO_EQUAL[name].reason}."
+    answer = FOREIGN.get(name) or nearest(key)
     if not answer:
         return "docs/configuration.md lists every key."
     by_estimator = f" With algorithm.adv_estimator={' or '.join(ESTIMATORS)} this name is read as that." if key in READ else ""

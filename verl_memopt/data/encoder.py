@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from jinja2 import TemplateError
 
-from verl_memopt.errors import ConfigError, DataError
+from verl_memopt.errors import DataError
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +58,6 @@ class PromptEncoder:
     ``truncation`` is a key of ``TRUNCATIONS``. ``embedding_rows`` are those of the model: a prompt with a larger token id is
     refused; None = unknown. ``rows_truncated`` and ``tokens_dropped`` grow over the encoder's life. A prompt that is repeated n
     times counts once.
-
-    Raises:
-        ConfigError: ``truncation`` is unknown.
     """
 
     tokenizer: Any
@@ -69,11 +66,6 @@ class PromptEncoder:
     embedding_rows: int | None = None
     rows_truncated: int = 0
     tokens_dropped: int = 0
-
-    def __post_init__(self) -> None:
-        """Check ``truncation``."""
-        if self.truncation not in TRUNCATIONS:
-            raise ConfigError(f"data.truncation={self.truncation}: unknown truncation. Use one of {', '.join(TRUNCATIONS)}.")
 
     def encode(
         self, texts: Sequence[str], addresses: Sequence[str], copies: int = 1, plain: Sequence[Spans] = ()

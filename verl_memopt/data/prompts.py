@@ -14,7 +14,7 @@ from verl_memopt.config import schema
 from verl_memopt.data.dataset import PromptRow, PromptRows
 from verl_memopt.data.encoder import PromptEncoder, decode, tokenize
 from verl_memopt.data.plugin import load_from_file, refuse_verls_arguments, users_code
-from verl_memopt.errors import ConfigError, DataError
+from verl_memopt.errors import DataError
 
 Sampler = Callable[[int, int, int], Iterable[int]]
 """(num_rows, seed, epoch) -> row indices of that epoch."""
@@ -60,10 +60,6 @@ class StepLoader:
         self.epoch = self._position = 0
         self._order = self._order_of(0)
         self.steps_per_epoch = len(self._order) // self.batch_size
-
-    def next_step(self) -> list[PromptRow]:
-        """Return the next ``batch_size`` rows, as :meth:`next_indices` chooses them."""
-        return [self.dataset[index] for index in self.next_indices()]
 
     def next_indices(self) -> list[int]:
         """Return the indices of the next ``batch_size`` rows. A new epoch begins when the present one has no full batch left."""
@@ -250,12 +246,9 @@ def expand(dataset: PromptRows, indices: Sequence[int], n: int, method: str, enc
     ``n`` are the samples of each prompt, and ``method`` is a key of ``EXPANSIONS``.
 
     Raises:
-        ConfigError: ``method`` is unknown.
         DataError: As :meth:`PromptEncoder.fit` raises it; or ``string`` cannot give the ids of a row whose prompt is ids; or
             ``repeat_sampler`` reads different prompts at one index.
     """
-    if method not in EXPANSIONS:
-        raise ConfigError(f"algorithm.expansion={method}: unknown method. Use one of {', '.join(EXPANSIONS)}.")
     if method == "repeat_sampler":
         rows = [dataset[index] for index in indices for _ in range(n)]
     else:

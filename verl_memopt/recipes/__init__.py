@@ -71,7 +71,8 @@ RECIPES: dict[str, Recipe] = {
         equals={
             name: f"reward_model.rlt.{name}"
             for name in ("kl_penalty_reward_coeff", "answer_log_prob_coeff", "unbias_student_log_probs_temp")
-        },
+        }
+        | {"use_ray": "trainer.worker_group", "save_completions_probability": "trainer.rollout_data_dir"},
     )
 }
 """Value of ``reward_model.reward_manager`` -> the recipe that it chooses."""

@@ -18,7 +18,7 @@ from verl_memopt.distributed.device import device_count, resolve_device
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.folder import TOKENIZER_FILES, check_vocabulary, end_tokens, load_tokenizer, read_tokenizer, resolve_folder
 from verl_memopt.model.packing_check import check_architecture
-from verl_memopt.run.choose_model import vllm_build
+from verl_memopt.run.builds import vllm_build
 
 CRITIC_PATH = "critic.model.path"
 REFERENCE_PATH = "actor_rollout_ref.ref.model.path"

