@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 
 from verl_memopt.config.keys import replaced
+from verl_memopt.config.schema import Settings
 from verl_memopt.data.prompts import StepPrompts
 from verl_memopt.errors import DataError
 from verl_memopt.model.tiny import build_tokenizer
@@ -26,7 +27,14 @@ SAMPLES = [
 @pytest.fixture
 def replay(tmp_path):
     dump_samples(tmp_path, 1, SAMPLES, "hash")
-    return Replay(tmp_path, 2, 2, "hash", 100, 3, 2, scored=True, with_log_probs=True)
+    return replay_in(tmp_path, "train_only", {"algorithm.rollout_correction.rollout_is": "token"})
+
+
+def replay_in(folder, mode, more=None):
+    """Gives what replays a dump in steps of two prompts with two responses each."""
+    rollout = {"actor_rollout_ref.rollout.n": 2, "actor_rollout_ref.rollout.skip_dump_dir": str(folder)}
+    data = {"data.train_batch_size": 2, "data.max_prompt_length": 3, "data.max_response_length": 2}
+    return Replay(replaced(Settings(), {"debug.mode": mode, **rollout, **data, **(more or {})}), "hash", 100)
 
 
 def rewrite(replay, change):
@@ -115,13 +123,13 @@ def test_settings_other_than_those_of_the_dump_are_named(replay, settings, says)
 def test_samples_that_leave_a_rest_are_refused(tmp_path):
     dump_samples(tmp_path, 1, SAMPLES[:2] + SAMPLES[:1], "hash")
     with pytest.raises(DataError, match="the 3 rows of the file are no groups of 2"):
-        Replay(tmp_path, 2, None, "hash", 100, 3, 2, scored=True, with_log_probs=True).read(1)
+        replay_in(tmp_path, "train_only").read(1)
 
 
 def test_without_scores_and_log_probs_a_dump_can_still_be_scored(tmp_path):
     bare = [replace(sample, score=None, rollout_log_probs=None) for sample in SAMPLES]
     dump_samples(tmp_path, 1, bare, "hash")
-    replayed = Replay(tmp_path, 2, None, "hash", 100, 3, 2, scored=False, with_log_probs=False).read(1)
+    replayed = replay_in(tmp_path, "score_only").read(1)
     assert replayed.results is None
     assert replayed.answers.generation.log_probs is None
 

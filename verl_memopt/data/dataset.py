@@ -187,17 +187,11 @@ class PromptDataset(list[PromptRow]):
         data = self._data
         if data.truncation != "error" and not data.filter_overlong_prompts:
             return rows
-        lengths = _lengths(self._tokenizer, rows)
-        too_long = [i for i, length in enumerate(lengths) if length > data.max_prompt_length]
-        if not too_long:
-            return rows
-        first = too_long[0]
-        if data.filter_overlong_prompts:
-            logger.info("%s: dropped %d of %d prompts over data.max_prompt_length=%d tokens", self._split, len(too_long),
+        kept = within_limit(rows, data, self._tokenizer)
+        if len(kept) < len(rows):
+            logger.info("%s: dropped %d of %d prompts over data.max_prompt_length=%d tokens", self._split, len(rows) - len(kept),
                         len(rows), data.max_prompt_length)  # fmt: skip
-        if not data.filter_overlong_prompts or len(too_long) == len(rows):
-            raise overlong(rows[first].address, lengths[first], data.max_prompt_length, others=len(too_long) - 1)
-        return [row for row, length in zip(rows, lengths, strict=True) if length <= data.max_prompt_length]
+        return kept
 
 
 def build_dataset(files: Any, data: schema.Data, tokenizer: Any, split: str, by_rules: bool = True) -> PromptDataset | CustomRows:
@@ -308,11 +302,20 @@ def _token_ids(address: str, prompt: Any) -> tuple[int, ...] | None:
     return tuple(prompt)
 
 
-def _lengths(tokenizer: Any, rows: Sequence[PromptRow]) -> list[int]:
-    """Return the tokens of each prompt."""
+def within_limit(rows: list[PromptRow], data: schema.Data, tokenizer: Any) -> list[PromptRow]:
+    """Return the rows within ``max_prompt_length``.
+
+    Raises:
+        DataError: A prompt is over it, and ``filter_overlong_prompts`` is false or no row would be left.
+    """
     texts = [row for row in rows if row.ids is None]
     of_texts = iter(tokenize(tokenizer, [row.text for row in texts], [row.plain for row in texts]))
-    return [len(next(of_texts) if row.ids is None else row.ids) for row in rows]
+    lengths = [len(next(of_texts) if row.ids is None else row.ids) for row in rows]
+    too_long = [i for i, length in enumerate(lengths) if length > data.max_prompt_length]
+    if too_long and (not data.filter_overlong_prompts or len(too_long) == len(rows)):
+        first = too_long[0]
+        raise overlong(rows[first].address, lengths[first], data.max_prompt_length, others=len(too_long) - 1)
+    return [row for row, length in zip(rows, lengths, strict=True) if length <= data.max_prompt_length]
 
 
 def is_chat(prompt: Any) -> bool:

@@ -10,10 +10,9 @@ import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-from verl_memopt.config.schema import ActorRolloutRef, Critic, CriticModel, Data, RayKwargs, ResourcePool, Rollout, Trainer
+from verl_memopt.config.schema import Critic, CriticModel, RayKwargs, ResourcePool, Rollout, Settings, Trainer
 from verl_memopt.distributed.device import device_count, resolve_device
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.folder import TOKENIZER_FILES, check_vocabulary, end_tokens, load_tokenizer, read_tokenizer, resolve_folder
@@ -60,13 +59,7 @@ class Environment:
 
 
 def resolve_environment(
-    trainer: Trainer,
-    ray: RayKwargs,
-    data: Data,
-    roles: ActorRolloutRef,
-    reference_path: str | None,
-    critic: Critic | None,
-    pools: Mapping[str, ResourcePool] = MappingProxyType({}),
+    settings: Settings, reference_path: str | None, critic: Critic | None, pools: Mapping[str, ResourcePool]
 ) -> Environment:
     """Return what this machine has for a run.
 
@@ -74,10 +67,11 @@ def resolve_environment(
     section -> the devices that its role has for itself. A ConfigError says what the machine cannot do. No worker has started by
     then.
     """
+    trainer, data, roles = settings.trainer, settings.data, settings.actor_rollout_ref
     model, rollout, actor = roles.model, roles.rollout, roles.actor
     device = resolve_device(trainer.device)
     asked: dict[str, Trainer | ResourcePool] = {"trainer": trainer, **pools}
-    _check_devices(asked, ray, device)
+    _check_devices(asked, settings.ray_kwargs, device)
     _check_engine(rollout.name, trainer.device, device)
     run_dir = _writable(Path(str(trainer.default_local_dir)).expanduser())
     # The tokenizer's code may lie with the model.

@@ -128,7 +128,7 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
     pools: dict[str, ResourcePool] = {"critic": settings.critic} if critic is not None else {}
     pools |= {"reward_model": settings.reward_model} if _scores_with_model(settings) else {}
     own: dict[str, ResourcePool] = {role: pools[role] for role in own_pools(settings) if role in pools}
-    environment = resolve_environment(trainer, settings.ray_kwargs, settings.data, roles, reference, critic, own)
+    environment = resolve_environment(settings, reference, critic, own)
     folder = record_folder(settings, environment.run_dir)
     with ExitStack() as released_on_error:
         lock = released_on_error.enter_context(hold(folder))

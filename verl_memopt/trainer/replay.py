@@ -87,21 +87,9 @@ def replay_of(settings: Settings, environment: Environment) -> Replay | Forge | 
     """Return where the rows of a step come from in place of the engine; None where the engine generates them."""
     if settings.debug.mode == "forge":
         return Forge(settings, environment.tokenizer, environment.embedding_rows)
-    rollout, data, correction = settings.actor_rollout_ref.rollout, settings.data, settings.algorithm.rollout_correction
-    if not rollout.skip_rollout:
+    if not settings.actor_rollout_ref.rollout.skip_rollout:
         return None
-    mode = mode_of(settings)
-    return Replay(
-        folder=dump_folder(settings),
-        samples=rollout.n,
-        num_prompts=data.train_batch_size if mode.updates else None,
-        tokenizer=tokenizer_digest(environment.tokenizer),
-        num_tokens=environment.embedding_rows,
-        max_prompt=data.max_prompt_length,
-        max_response=data.max_response_length,
-        scored=not mode.scores,
-        with_log_probs=correction.bypass_mode or correction.rollout_is is not None or correction.rollout_rs is not None,
-    )
+    return Replay(settings, tokenizer_digest(environment.tokenizer), environment.embedding_rows)
 
 
 def replayed_steps(settings: Settings, environment: Environment, done: int) -> int:
@@ -158,25 +146,29 @@ class Replay:
     """Reads the steps of a dump.
 
     Attributes:
-        samples: ``rollout.n``, responses to each prompt.
-        num_prompts: Prompts of a step; None for any number.
+        settings: Of the run, which say what a step must hold.
         tokenizer: Hash of the run's tokenizer, as :func:`tokenizer_digest` gives it.
         num_tokens: Token ids are below it.
-        max_prompt: Limit of a prompt in tokens.
-        max_response: Limit of a response in tokens.
-        scored: Each response needs a score.
-        with_log_probs: Each response needs the engine's log-probs.
     """
 
-    folder: Path
-    samples: int
-    num_prompts: int | None
+    settings: Settings
     tokenizer: str
     num_tokens: int
-    max_prompt: int
-    max_response: int
-    scored: bool
-    with_log_probs: bool
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the dump."""
+        return dump_folder(self.settings)
+
+    @property
+    def samples(self) -> int:
+        """Responses to each prompt."""
+        return self.settings.actor_rollout_ref.rollout.n
+
+    @property
+    def scored(self) -> bool:
+        """Whether each response needs a score."""
+        return not mode_of(self.settings).scores
 
     def last_step(self, first: int) -> int:
         """Return the last step of the dump.
@@ -218,6 +210,9 @@ class Replay:
         return Replayed(prompts, answers, results if len(results) == len(samples) else None)
 
     def _check(self, read: Sequence[ReadSample]) -> None:
+        data, correction = self.settings.data, self.settings.algorithm.rollout_correction
+        with_log_probs = correction.bypass_mode or correction.rollout_is is not None or correction.rollout_rs is not None
+        num_prompts = data.train_batch_size if mode_of(self.settings).updates else len(read) // self.samples
         for number, each in enumerate(read):
             sample, first = each.sample, read[number // self.samples * self.samples].sample
             if (sample.uid, sample.prompt_ids) != (first.uid, first.prompt_ids):
@@ -226,15 +221,15 @@ class Replay:
                     f"actor_rollout_ref.rollout.n={self.samples}. Set rollout.n to that of the dump."
                 )
             for name, ids, limit in (
-                ("prompt", sample.prompt_ids, self.max_prompt),
-                ("response", sample.response_ids, self.max_response),
+                ("prompt", sample.prompt_ids, data.max_prompt_length),
+                ("response", sample.response_ids, data.max_response_length),
             ):
                 if len(ids) > limit:
                     key = f"data.max_{name}_length"
                     raise DataError(f"{each.address}: the {name} has {len(ids)} tokens, and {key}={limit}. Raise {key}.")
             if self.scored and sample.score is None:
                 raise DataError(f"{each.address}: it has no score. Score the dump first with debug=score_only.")
-            if self.with_log_probs and sample.rollout_log_probs is None:
+            if with_log_probs and sample.rollout_log_probs is None:
                 raise DataError(
                     f"{each.address}: it has no log-probs of the engine, which algorithm.rollout_correction reads. Write the "
                     "dump with actor_rollout_ref.rollout.calculate_log_probs=true."
@@ -244,10 +239,10 @@ class Replay:
                 f"{read[-1].address}: the {len(read)} rows of the file are no groups of {self.samples}. Set "
                 "actor_rollout_ref.rollout.n to that of the dump."
             )
-        if self.num_prompts is not None and len(read) != self.num_prompts * self.samples:
+        if len(read) != num_prompts * self.samples:
             raise DataError(
                 f"{read[-1].address}: the file ends after {len(read) // self.samples} prompts, and "
-                f"data.train_batch_size={self.num_prompts}. Set data.train_batch_size to that of the dump."
+                f"data.train_batch_size={num_prompts}. Set data.train_batch_size to that of the dump."
             )
 
 

@@ -158,29 +158,24 @@ class Reporter:
 
 def samples_of(answers: Answers, results: Sequence[RewardResult]) -> list[Sample]:
     """Return each answer with its score as a sample for the record. Without results the score is None."""
-    generation = answers.generation
-    log_probs: Sequence[list[float] | None] = generation.log_probs or [None] * len(answers.rows)
-    scored: Sequence[RewardResult | None] = results or [None] * len(answers.rows)
-    return [
-        Sample(
+    generation, samples = answers.generation, []
+    for place, row in enumerate(answers.rows):
+        result = results[place] if results else None
+        sample = Sample(
             uid=str(row.index),
             data_source=row.data_source,
             input=row.text,
-            output=text,
+            output=answers.texts[place],
             gts=row.ground_truth,
             score=None if result is None else result.score,
-            prompt_ids=prompt,
-            response_ids=response,
+            prompt_ids=answers.prompt_ids[place],
+            response_ids=generation.response_ids[place],
             extra={} if result is None else result.extra,
-            finish_reason=finish_reason,
-            rollout_log_probs=row_log_probs,
+            finish_reason=generation.finish_reasons[place],
+            rollout_log_probs=None if generation.log_probs is None else generation.log_probs[place],
             extra_info=row.extra_info,
             failed=result is not None and result.failed,
             messages=row.messages,
         )
-        for row, text, result, prompt, response, finish_reason, row_log_probs in zip(
-            *(answers.rows, answers.texts, scored, answers.prompt_ids),
-            *(generation.response_ids, generation.finish_reasons, log_probs),
-            strict=True,
-        )
-    ]
+        samples.append(sample)
+    return samples

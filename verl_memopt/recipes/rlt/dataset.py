@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl_memopt.config import schema
-from verl_memopt.data.dataset import PromptRow, RawRow, chosen_rows, read_source
-from verl_memopt.data.encoder import RENDER_ERRORS, Spans, end_of_turn, overlong, special_tokens_of, tokenize
+from verl_memopt.data.dataset import PromptRow, RawRow, chosen_rows, read_source, within_limit
+from verl_memopt.data.encoder import RENDER_ERRORS, Spans, end_of_turn, special_tokens_of
 from verl_memopt.data.responses import with_responses
 from verl_memopt.errors import DataError
 
@@ -351,21 +351,11 @@ class RltDataset(list[PromptRow]):
         """Reason -> number of rows that were rejected."""
         prompts = RltPrompts(tokenizer, rlt_format, data.apply_chat_template_kwargs, data.allow_special_tokens)
         rows = [_as_row(prompts, record) for record in chosen_rows(records.rows, data, split)]
-        super().__init__(self._within_limit(rows, data, tokenizer))
-
-    def _within_limit(self, rows: list[PromptRow], data: schema.Data, tokenizer: Any) -> list[PromptRow]:
-        """Return the numbered rows within ``max_prompt_length``. Longer ones are dropped and counted, or refused."""
-        lengths = [len(ids) for ids in tokenize(tokenizer, [row.text for row in rows], [row.plain for row in rows])]
-        too_long = [place for place, length in enumerate(lengths) if length > data.max_prompt_length]
-        if too_long and (len(too_long) == len(rows) or not data.filter_overlong_prompts):
-            first = too_long[0]
-            raise overlong(rows[first].address, lengths[first], data.max_prompt_length, others=len(too_long) - 1)
-        if too_long:
-            self.rejected[TOO_LONG] = len(too_long)
-            logger.warning("rejected %d of %d rows: %s=%d", len(too_long), len(rows), TOO_LONG, data.max_prompt_length)
-        dropped = set(too_long)
-        kept = [row for place, row in enumerate(rows) if place not in dropped]
-        return [replace(row, index=index) for index, row in enumerate(kept)]
+        kept = within_limit(rows, data, tokenizer)
+        if num_too_long := len(rows) - len(kept):
+            self.rejected[TOO_LONG] = num_too_long
+            logger.warning("rejected %d of %d rows: %s=%d", num_too_long, len(rows), TOO_LONG, data.max_prompt_length)
+        super().__init__(replace(row, index=index) for index, row in enumerate(kept))
 
 
 def _as_row(prompts: RltPrompts, record: RltRecord) -> PromptRow:
