@@ -50,37 +50,20 @@ class RecipeNames:
     replaced: Mapping[str, Mapping[str, NoEffect]]
 
 
-@dataclass(frozen=True)
-class Table:
-    """The names that a run reads, in the order in which they are read.
+def names_read(flat: Mapping[str, Any]) -> tuple[list[tuple[Spelling, str]], dict[str, NoEffect]]:
+    """Return the spellings that a run reads, each with whose it is, in their order, and the names that have no equal.
 
-    ``title`` is what notices call the recipe whose names come first, and ``own`` the number of its spellings.
+    They are TRL's, and before them those of the recipe that scores.
     """
-
-    spellings: tuple[Spelling, ...]
-    no_equal: Mapping[str, NoEffect]
-    names: Set[str]
-    title: str = "TRL"
-    own: int = 0
-
-    @classmethod
-    def of(cls, flat: Mapping[str, Any]) -> Table:
-        """Return TRL's names, and before them those of the recipe that scores."""
-        recipe = RECIPES.get(str(effective(MANAGER, flat)))
-        if recipe is None:
-            return cls(SPELLINGS, NO_EQUAL, NAMES)
-        ours, no_equal = recipe.names(), dict(NO_EQUAL)
+    recipe = RECIPES.get(str(effective(MANAGER, flat)))
+    spellings, no_equal = [(row, "TRL") for row in SPELLINGS], dict(NO_EQUAL)
+    if recipe is not None:
+        ours = recipe.names()
+        spellings = [*((row, recipe.title) for row in ours.spellings), *spellings]
         no_equal |= ours.no_equal
         for name, others in ours.replaced.items():
             no_equal |= others if name in flat else {}
-        own = tuple(row for row in ours.spellings if no_equal.keys().isdisjoint(row.names))
-        spellings = (*own, *(row for row in SPELLINGS if no_equal.keys().isdisjoint(row.names)))
-        names = frozenset(name for row in spellings for name in row.names) | no_equal.keys()
-        return cls(spellings, no_equal, names, recipe.title, len(own))
-
-    def whose(self, spelling: Spelling) -> str:
-        """Return whose name a spelling is."""
-        return self.title if spelling in self.spellings[: self.own] else "TRL"
+    return [each for each in spellings if no_equal.keys().isdisjoint(each[0].names)], no_equal
 
 
 def translate_trl(tree: Mapping[str, Any], written: KeySources | None = None) -> tuple[Mapping[str, Any], list[Problem]]:
@@ -94,17 +77,22 @@ def translate_trl(tree: Mapping[str, Any], written: KeySources | None = None) ->
     # A value that is a dict stays whole, as that of our key does.
     dicts = {name: value for name, value in tree.items() if name in NAMES and isinstance(value, Mapping)}
     flat = flatten({name: value for name, value in tree.items() if name not in dicts}, our_key) | dicts
-    table = Table.of(flat)
-    trl = {name: value for name, value in flat.items() if name in table.names}
+    spellings, no_equal = names_read(flat)
+    known = {name for spelling, _ in spellings for name in spelling.names} | no_equal.keys()
+    trl = {name: value for name, value in flat.items() if name in known}
     name_of_estimator = effective(ESTIMATOR, flat)
     estimator = VALUES[ESTIMATOR].get(name_of_estimator, name_of_estimator) if isinstance(name_of_estimator, str) else None
     if not trl or estimator not in ESTIMATORS:
         return tree, []
     values = {key: value for key, value in flat.items() if key not in trl}
     written = written or KeySources(frozenset(flat))
-    problems = [each for name in trl if name in table.no_equal for each in refuse(name, trl[name], table.no_equal[name])]
-    readable, unreadable = _readable(trl, estimator, table)
-    for name, spelling in readable:
+    problems = [each for name in trl if name in no_equal for each in refuse(name, trl[name], no_equal[name])]
+    taken = [each for each in spellings if estimator in each[0].estimators]
+    readable = {name: each for each in taken for name in each[0].names if name in trl}
+    unreadable, twice = _unreadable({name: trl[name] for name in trl.keys() - no_equal.keys()}, readable.keys(), estimator)
+    for name, (spelling, whose) in readable.items():
+        if name in twice:
+            continue
         competitors = [key for key in spelling.keys if key in written.beside(name)]
         if competitors:
             both = {name: trl[name]} | {key: flat.get(key, "...") for key in competitors}
@@ -116,30 +104,25 @@ def translate_trl(tree: Mapping[str, Any], written: KeySources | None = None) ->
             address = {each: trl[each] for each in error.names or (name,)}
             problems.append(problem(address, error.what, error.way_out))
             continue
-        _notice(name, trl[name], ours, spelling, table.whose(spelling))
+        meaning = ", ".join(f"{key}={shown(each)}" for key, each in ours.items())
+        note = f" ({spelling.note})" if spelling.note else ""
+        logger.warning("%s=%s is %s's spelling, read as %s%s", name, shown(trl[name]), whose, meaning or "nothing", note)
         values |= ours
     return values, problems + unreadable
 
 
-def _readable(trl: Mapping[str, Any], estimator: str, table: Table) -> tuple[list[tuple[str, Spelling]], list[Problem]]:
-    """Return the names that can be read with their rows, in the order of the table, and what is wrong with the others."""
+def _unreadable(trl: Mapping[str, Any], readable: Set[str], estimator: str) -> tuple[list[Problem], set[str]]:
+    """Return what is wrong with names of TRL, and those that say one thing twice."""
     problems: list[Problem] = []
     twice: set[str] = set()
     for names in ONE_SETTING:
-        both = {name: trl[name] for name in names if name in trl and name not in table.no_equal}
+        both = {name: trl[name] for name in names if name in trl}
         if len(both) > 1 and twice.isdisjoint(both):
             twice |= both.keys()
             problems.append(problem(both, "two spellings of one setting", "Keep one."))
-    readable = {name: spelling for spelling in table.spellings if estimator in spelling.estimators for name in spelling.names}
-    for name in sorted(trl.keys() - readable.keys() - table.no_equal.keys()):
+    for name in sorted(trl.keys() - readable):
         problems.append(problem({name: trl[name]}, f"{estimator} has no such setting", "Remove it."))
-    return [(name, spelling) for name, spelling in readable.items() if name in trl and name not in twice], problems
-
-
-def _notice(name: str, value: Any, ours: Mapping[str, Any], spelling: Spelling, whose: str) -> None:
-    meaning = ", ".join(f"{key}={shown(each)}" for key, each in ours.items())
-    note = f" ({spelling.note})" if spelling.note else ""
-    logger.warning("%s=%s is %s's spelling, read as %s%s", name, shown(value), whose, meaning or "nothing", note)
+    return problems, twice
 
 
 # What values of TRL mean in our keys, where they are in another unit or follow from several settings.
