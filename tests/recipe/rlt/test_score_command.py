@@ -12,7 +12,7 @@ from tests.rlt import brief_toy, settings_of, write
 from verl_memopt.cli import main, train
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.tiny import make_tiny_model
-from verl_memopt.recipes.rlt.score_command import ScoringPlan, ScoringWorker, read_explanations, reward_settings, with_ranks
+from verl_memopt.recipes.rlt.score_command import ScoringWorker, read_explanations, reward_settings, with_ranks
 from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student import Student, student_batch, student_micro_batches, teacher_batch
 from verl_memopt.recipes.rlt.student_rows import SOLUTION, THINK
@@ -170,8 +170,7 @@ def test_no_file_is_an_error():
 
 @pytest.fixture
 def workers(tiny_folder, untied_folder):
-    plan = ScoringPlan(str(tiny_folder), str(untied_folder), RltReward(), "fp32", HEAT, False)
-    group = LocalGroup(partial(ScoringWorker, plan), "cpu")
+    group = LocalGroup(partial(ScoringWorker, str(tiny_folder), str(untied_folder), RltReward(), "fp32", False), "cpu")
     yield group
     group.shutdown()
 
@@ -225,8 +224,7 @@ def test_a_call_is_measured_and_needs_no_gradient(workers):
 
 
 def test_without_a_teacher_there_is_one_model(tiny_folder):
-    plan = ScoringPlan(str(tiny_folder), None, RltReward(), "bfloat16", HEAT, False)
-    group = LocalGroup(partial(ScoringWorker, plan), "cpu")
+    group = LocalGroup(partial(ScoringWorker, str(tiny_folder), None, RltReward(), "bfloat16", False), "cpu")
     try:
         (worker,) = (group._worker,)
         assert worker.teacher is None

@@ -43,38 +43,23 @@ Result = TypeVar("Result")
 TIMEOUT_SECONDS = 600
 
 
-@dataclass(frozen=True)
-class ScoringPlan:
-    """What a scoring worker builds.
-
-    Attributes:
-        student: Folder of the student's model.
-        teacher: Folder of the teacher's model; None where the reward does not read it.
-        rlt: Settings of the reward.
-        dtype: Of weights and arithmetic: ``fp32`` or ``bfloat16``.
-        temperature: Divides the student's logits.
-        trust_remote_code: The folders may run their own code.
-    """
-
-    student: str
-    teacher: str | None
-    rlt: RltReward
-    dtype: Precision
-    temperature: float
-    trust_remote_code: bool
-
-
 class ScoringWorker:
     """Holds the models of a scoring command on one device.
 
     Args:
-        plan: What to build.
+        student: Folder of the student's model.
+        teacher: Folder of the teacher's model; None where the reward does not read it.
+        rlt: Settings of the reward.
+        dtype: Of weights and arithmetic.
+        trusts: The folders may run their own code.
         placement: The worker's place in its group.
     """
 
-    def __init__(self, plan: ScoringPlan, placement: Placement) -> None:
+    def __init__(
+        self, student: str, teacher: str | None, rlt: RltReward, dtype: Precision, trusts: bool, placement: Placement
+    ) -> None:
         """Build the models."""
-        self.plan = plan
+        self._dtype, self._trusts = dtype, trusts
         self.device = local_device(placement.device, placement.local_rank)
         self._models: list[PolicyModel] = []
         self.probe = MemoryProbe(self.device, self._resident)
@@ -82,10 +67,9 @@ class ScoringWorker:
             self.device, placement.rank, placement.world_size, placement.master_addr, placement.master_port, TIMEOUT_SECONDS
         )
         with self.probe.phase("init", False) as report:
-            student = self._build(plan.student, "--student")
-            scores = StudentPlan(ScoringModel(path=plan.student), plan.rlt, "separate", plan.student, shares_prompts=True)
-            self.student = Student(student, scores, self.device)
-            self.teacher = None if plan.teacher is None else self._build(plan.teacher, "--teacher")
+            plan = StudentPlan(ScoringModel(path=student), rlt, "separate", student, shares_prompts=True)
+            self.student = Student(self._build(student, "--student"), plan, self.device)
+            self.teacher = None if teacher is None else self._build(teacher, "--teacher")
         self._init = report()
 
     def started(self) -> PhaseMemory:
@@ -117,13 +101,13 @@ class ScoringWorker:
         leave_process_group()
 
     def _build(self, folder: str, key: str) -> PolicyModel:
-        model = Model(path=folder, trust_remote_code=self.plan.trust_remote_code, enable_gradient_checkpointing=False)
-        fsdp = Fsdp(model_dtype=self.plan.dtype, dtype=self.plan.dtype)
+        model = Model(path=folder, trust_remote_code=self._trusts, enable_gradient_checkpointing=False)
+        fsdp = Fsdp(model_dtype=self._dtype, dtype=self._dtype)
         mesh = training_mesh(self.device.type, 1, -1)
         built = build_policy(model, fsdp, Path(folder), mesh, self.device, ModelUse(fsdp_key=f"{key}.fsdp_config"))
         built.requires_grad_(False)
         materialize(built, Path(folder), self.device)
-        check_packing(built, self.device, dtype_of(self.plan.dtype, "--dtype"), Actor(), folder, key)
+        check_packing(built, self.device, dtype_of(self._dtype, "--dtype"), Actor(), folder, key)
         self._models.append(built)
         return built
 
@@ -303,10 +287,9 @@ def scorer(parsed: argparse.Namespace, settings: RltReward) -> Iterator[RltScore
     prompts = RltPrompts(tokenizer, FORMATS[settings.tag_format])
     padding = tokenizer.pad_token_id
     encoder = StudentEncoder(prompts, settings, {*end_tokens(student, tokenizer), *([] if padding is None else [padding])})
-    plan = ScoringPlan(
-        str(student), None if teacher is None else str(teacher), settings, parsed.dtype, parsed.temperature, trusts
-    )
-    group = LocalGroup(functools.partial(ScoringWorker, plan), resolve_device(parsed.device))
+    folders = str(student), None if teacher is None else str(teacher)
+    worker = functools.partial(ScoringWorker, *folders, settings, parsed.dtype, trusts)
+    group = LocalGroup(worker, resolve_device(parsed.device))
     try:
         budget = Budget(True, settings.max_tokens_per_micro_batch, None, "max_tokens_per_micro_batch")
         workers = TimedGroup(group, PhaseClock(), in_process=True)
