@@ -319,8 +319,7 @@ class Session:
         rows = [each if isinstance(each, dict) else {context.settings.data.prompt_key: each} for each in prompts]
         _, file = _rows(rows, self.folder / INPUTS / "prompts.jsonl", "prompts")
         dataset = build_dataset(file, context.settings.data, context.environment.tokenizer, "train", by_rules=False)
-        expanded = expand(dataset, range(len(dataset)), samples, context.settings.algorithm.expansion, context.encoder)
-        return StepPrompts(expanded.prompts, expanded.ids, 0, 0)
+        return expand(dataset, range(len(dataset)), samples, context.settings.algorithm.expansion, context.encoder)
 
     @property
     def _policy(self) -> PolicyTraining:

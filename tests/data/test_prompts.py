@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from verl_memopt.config.schema import CustomSampler
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.encoder import PromptEncoder, special_tokens_of
-from verl_memopt.data.prompts import EXPANSIONS, Expanded, PromptPrefetcher, StepLoader, check_prompts, expand, load_sampler
+from verl_memopt.data.prompts import EXPANSIONS, PromptPrefetcher, StepLoader, check_prompts, expand, load_sampler
 from verl_memopt.errors import DataError
 from verl_memopt.model.tiny import SPECIALS, build_tokenizer
 
@@ -149,7 +149,7 @@ def test_the_prefetcher_gives_the_loaders_steps_in_order(prefetcher):
 
 def test_ids_belong_to_their_prompts(prefetcher):
     step = prefetcher.next()
-    assert step.prompt_ids == expand(step.prompts, range(3), 2, "token", encoder()).ids
+    assert step.prompt_ids == expand(step.prompts, range(3), 2, "token", encoder()).prompt_ids
 
 
 @pytest.mark.parametrize("method", EXPANSIONS)
@@ -181,7 +181,7 @@ def test_the_epoch_is_that_of_the_step_taken(prefetcher):
 def test_truncation_is_counted_for_the_step_that_suffered_it():
     prefetcher = PromptPrefetcher(loader(), 2, "string", encoder(6, "left"))
     for step in (prefetcher.next(), prefetcher.next()):
-        lengths = [len(ids) for ids in expand(step.prompts, range(3), 1, "token", encoder()).ids]
+        lengths = [len(ids) for ids in expand(step.prompts, range(3), 1, "token", encoder()).prompt_ids]
         assert step.tokens_dropped == sum(max(0, length - 6) for length in lengths) > 0
         assert step.rows_truncated == sum(length > 6 for length in lengths)
     prefetcher.close()
@@ -243,7 +243,7 @@ def prompts_of_ids(*ids):
 def expand_all(rows, n, method, encoder):
     expanded = expand(rows, range(len(rows)), n, method, encoder)
     assert expanded.prompts == rows
-    return expanded.ids
+    return expanded.prompt_ids
 
 
 @given(TEXTS, st.integers(1, 4), st.integers(1, 12), st.sampled_from(["left", "right", "middle"]))
@@ -334,7 +334,8 @@ def test_only_the_repeat_sampler_repeats_the_index(method, read):
     dataset = ReadRows(prompts(["12", "3", "45"]))
     expanded = expand(dataset, [2, 0], 3, method, PromptEncoder(TOKENIZER, 10, "error"))
     assert dataset.read == read
-    assert expanded == Expanded([dataset.rows[2], dataset.rows[0]], [ids_of("45")] * 3 + [ids_of("12")] * 3)
+    assert expanded.prompts == [dataset.rows[2], dataset.rows[0]]
+    assert expanded.prompt_ids == [ids_of("45")] * 3 + [ids_of("12")] * 3
 
 
 def test_a_data_set_that_gives_a_group_two_prompts_is_refused():

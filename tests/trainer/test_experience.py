@@ -122,7 +122,7 @@ PROMPTS = [PromptRow(index, text, "s", None, {}, f"a:{index}") for index, text i
 def expanded_batch(method, use_prefix_grouper=True):
     """Two prompts of unequal lengths with two answers each."""
     expanded = expand(PROMPTS, [0, 1], 2, method, PromptEncoder(TOKENIZER, 100, "error"))
-    answers = Answers([], expanded.ids, Generation([[5, 6], [7], [8], [9, 10, 11]], None, []), [])
+    answers = Answers([], expanded.prompt_ids, Generation([[5, 6], [7], [8], [9, 10, 11]], None, []), [])
     return to_batch(answers, 2, Actor(use_prefix_grouper=use_prefix_grouper))
 
 

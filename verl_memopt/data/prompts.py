@@ -111,7 +111,10 @@ class StepLoader:
 
 @dataclass(frozen=True)
 class StepPrompts:
-    """A step's prompts, the ids of all their samples as :class:`Expanded` has them, and what truncation removed."""
+    """Some prompts, the ids of all their samples, and what truncation removed.
+
+    ``prompt_ids`` has the token ids of each row; row = prompt * n + sample. With ``lazy`` all rows of a prompt are one list object.
+    """
 
     prompts: list[PromptRow]
     prompt_ids: list[list[int]]
@@ -174,12 +177,9 @@ class PromptPrefetcher:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _prepare(self) -> tuple[StepPrompts, dict[str, Any], int]:
-        encoder, loader = self._encoder, self._loader
-        # The encoder counts over the whole run, so the step's own numbers are differences.
-        rows, tokens = encoder.rows_truncated, encoder.tokens_dropped
-        expanded = expand(loader.dataset, loader.next_indices(), self._n, self._expansion, encoder)
-        cut = encoder.rows_truncated - rows, encoder.tokens_dropped - tokens
-        return StepPrompts(expanded.prompts, expanded.ids, *cut), loader.state_dict(), loader.epoch
+        loader = self._loader
+        prompts = expand(loader.dataset, loader.next_indices(), self._n, self._expansion, self._encoder)
+        return prompts, loader.state_dict(), loader.epoch
 
 
 # How each prompt becomes the n rows that are answered: ``algorithm.expansion``.
@@ -190,17 +190,6 @@ class PromptPrefetcher:
 # Saves: nothing on the device. ``lazy`` holds (n - 1) * P * 8 bytes of ids fewer for each prompt of P tokens: KiB, where logits
 # cost GiB. See ``docs/decisions/prompt_expansion.md``.
 # Costs: ``string`` and ``repeat_sampler`` tokenize each prompt n times, ``token`` and ``lazy`` once.
-
-
-@dataclass(frozen=True)
-class Expanded:
-    """Some prompts, and the ids of all their samples.
-
-    ``ids`` has the token ids of each row; row = prompt * n + sample. With ``lazy`` all rows of a prompt are one list object.
-    """
-
-    prompts: list[PromptRow]
-    ids: list[list[int]]
 
 
 def _token(rows: Sequence[PromptRow], n: int, encoder: PromptEncoder) -> list[list[int]]:
@@ -240,7 +229,7 @@ EXPANSIONS: dict[str, Callable[[Sequence[PromptRow], int, PromptEncoder], list[l
 """``algorithm.expansion`` by name: gives the ids of each row, from the record of each row and n."""
 
 
-def expand(dataset: PromptRows, indices: Sequence[int], n: int, method: str, encoder: PromptEncoder) -> Expanded:
+def expand(dataset: PromptRows, indices: Sequence[int], n: int, method: str, encoder: PromptEncoder) -> StepPrompts:
     """Return the prompts at some indices of a data set, and the ids of all their samples, prompt-major.
 
     ``n`` are the samples of each prompt, and ``method`` is a key of ``EXPANSIONS``.
@@ -253,7 +242,10 @@ def expand(dataset: PromptRows, indices: Sequence[int], n: int, method: str, enc
         rows = [dataset[index] for index in indices for _ in range(n)]
     else:
         rows = [row for row in map(dataset.__getitem__, indices) for _ in range(n)]
-    return Expanded(rows[::n], EXPANSIONS[method](rows, n, encoder))
+    # The encoder counts over its whole life, so the numbers of this call are differences.
+    rows_truncated, tokens_dropped = encoder.rows_truncated, encoder.tokens_dropped
+    ids = EXPANSIONS[method](rows, n, encoder)
+    return StepPrompts(rows[::n], ids, encoder.rows_truncated - rows_truncated, encoder.tokens_dropped - tokens_dropped)
 
 
 def check_prompts(rows: Iterable[PromptRow], method: str, tokenizer: Any) -> None:

@@ -44,7 +44,7 @@ class Validator:
         """Answer the whole validation set and score it. A row without a score (NaN) counts in no mean."""
         samples, scorer = self.generator.rollout.val_kwargs.n, self.scorer
         calls = (
-            self.generator.generate_validation(expanded.prompts, expanded.ids, step)
+            self.generator.generate_validation(expanded.prompts, expanded.prompt_ids, step)
             for indices in _batches(len(self.rows), self.batch_size)
             for expanded in [expand(self.rows, indices, samples, self.expansion, self.encoder)]
         )
@@ -84,7 +84,7 @@ class LossValidator:
         total, tokens, answered = 0.0, 0, []
         for indices in _batches(len(self.rows), self.batch_size):
             expanded = expand(self.rows, indices, 1, "token", self.encoder)
-            answers = dataset_answers(expanded.prompts, expanded.ids, self.encoder.tokenizer)
+            answers = dataset_answers(expanded.prompts, expanded.prompt_ids, self.encoder.tokenizer)
             batch, count = to_batch(answers, 1, self.actor), len(indices)
             # Every rank needs the same number of rows; the last one is computed again where they do not divide.
             rows = [*range(count), *[count - 1] * (-count % self.log_probs.workers.world_size)]

@@ -135,7 +135,7 @@ def make_batch(arm: Arm, shapes: Shapes, tokenizer: Any, seed: int) -> StudyBatc
     kept = shapes.truncated if arm.prompt == TRUNCATED else shapes.prompt
     encoder = PromptEncoder(tokenizer, kept, "right", embedding_rows=shapes.model.vocab_size)
     record = PromptRow(0, prompt_text(shapes, tokenizer, seed), "study", "", {}, "the study's document")
-    prompts = expand([record], [0], arm.k, arm.expansion, encoder).ids
+    prompts = expand([record], [0], arm.k, arm.expansion, encoder).prompt_ids
     draw = random.Random(seed)
     answers = [tuple(draw.randrange(FIRST_ID, shapes.model.vocab_size) for _ in range(shapes.response)) for _ in range(arm.k)]
     rewards = tuple(draw.randrange(64) / 64 for _ in range(arm.k))
