@@ -113,7 +113,7 @@ class StepLoader:
 class StepPrompts:
     """Some prompts, the ids of all their samples, and what truncation removed.
 
-    ``prompt_ids`` has the token ids of each row; row = prompt * n + sample. With ``lazy`` all rows of a prompt are one list object.
+    ``prompt_ids`` has the token ids of each row; row = prompt * n + sample. With ``lazy`` all rows of a prompt are one list.
     """
 
     prompts: list[PromptRow]
