@@ -45,15 +45,8 @@ class Sample:
     """The reward function failed, and ``score`` is the fallback score."""
     messages: list[dict[str, str]] | None = None
     """The prompt as messages, which a reward model renders with its own template. None = the prompt is a text."""
-
-
-@dataclass(frozen=True)
-class ReadSample:
-    """A sample of a dump, with its place in the files."""
-
-    sample: Sample
-    address: str
-    """File and row, counted from 1."""
+    address: str = field(default="", compare=False)
+    """File and row, counted from 1, of a sample that was read."""
 
 
 def sample_row(step: int, sample: Sample) -> dict[str, Any]:
@@ -66,7 +59,7 @@ def sample_row(step: int, sample: Sample) -> dict[str, Any]:
     return row | {f"reward_extra/{key}" if key in row or key in OF_FILE else key: value for key, value in sample.extra.items()}
 
 
-FIELDS = tuple(field.name for field in fields(Sample) if field.name != "extra")
+FIELDS = tuple(field.name for field in fields(Sample) if field.name not in ("extra", "address"))
 """What a dump row has of its sample, under the same names."""
 
 OF_FILE = ("tokenizer", "row", "rows")
@@ -93,7 +86,7 @@ def dumped_steps(folder: Path) -> list[int]:
     return sorted(int(path.stem) for path in folder.glob("*.jsonl") if path.stem.isdecimal())
 
 
-def read_samples(folder: Path, step: int, tokenizer: str, num_tokens: int) -> list[ReadSample]:
+def read_samples(folder: Path, step: int, tokenizer: str, num_tokens: int) -> list[Sample]:
     """Return the samples of one step of a dump, in the order of the file.
 
     ``tokenizer``: hash of the reader's. Token ids are below ``num_tokens``.
@@ -121,7 +114,7 @@ def read_samples(folder: Path, step: int, tokenizer: str, num_tokens: int) -> li
     return samples
 
 
-def _read(row: dict[str, Any], address: str, tokenizer: str, num_tokens: int) -> ReadSample:
+def _read(row: dict[str, Any], address: str, tokenizer: str, num_tokens: int) -> Sample:
     """Return the sample of a dump row."""
     if row.get("schema") != SCHEMA:
         raise DataError(
@@ -146,7 +139,7 @@ def _read(row: dict[str, Any], address: str, tokenizer: str, num_tokens: int) ->
         raise DataError(f"{address}: it has no prompt, or not one log-prob for each response token. Write the dump again.")
     prefix = "reward_extra/"
     extra = {key.removeprefix(prefix): value for key, value in row.items() if key not in own and key not in OF_FILE}
-    return ReadSample(Sample(**{name: row[name] for name in FIELDS}, extra=extra), address)
+    return Sample(**{name: row[name] for name in FIELDS}, extra=extra, address=address)
 
 
 EMPTY = Sample("", "", "", "", None, None, [], [])

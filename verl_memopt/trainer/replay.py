@@ -20,7 +20,7 @@ from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.encoder import tokenizer_digests
 from verl_memopt.data.prompts import StepPrompts
 from verl_memopt.errors import DataError
-from verl_memopt.observe.samples import ReadSample, dumped_steps, read_samples
+from verl_memopt.observe.samples import Sample, dumped_steps, read_samples
 from verl_memopt.rewards.score import RewardResult
 from verl_memopt.rollout.engine import Generation
 from verl_memopt.run.environment import Environment
@@ -190,12 +190,11 @@ class Replay:
         Raises:
             DataError: The file is missing, or a row cannot be replayed. The message names file and row.
         """
-        read = read_samples(self.folder, step, self.tokenizer, self.num_tokens)
-        self._check(read)
-        samples = [each.sample for each in read]
-        firsts = [_prompt_row(each) for each in read[:: self.samples]]
-        rows = [firsts[index // self.samples] for index in range(len(read))]
-        prompt_ids = [list(read[index - index % self.samples].sample.prompt_ids) for index in range(len(read))]
+        samples = read_samples(self.folder, step, self.tokenizer, self.num_tokens)
+        self._check(samples)
+        firsts = [_prompt_row(each) for each in samples[:: self.samples]]
+        rows = [firsts[index // self.samples] for index in range(len(samples))]
+        prompt_ids = [list(samples[index - index % self.samples].prompt_ids) for index in range(len(samples))]
         log_probs = [sample.rollout_log_probs for sample in samples]
         generation = Generation(
             response_ids=[list(sample.response_ids) for sample in samples],
@@ -209,15 +208,15 @@ class Replay:
         prompts = StepPrompts(firsts, prompt_ids, 0, 0)
         return Replayed(prompts, answers, results if len(results) == len(samples) else None)
 
-    def _check(self, read: Sequence[ReadSample]) -> None:
+    def _check(self, read: Sequence[Sample]) -> None:
         data, correction = self.settings.data, self.settings.algorithm.rollout_correction
         with_log_probs = correction.bypass_mode or correction.rollout_is is not None or correction.rollout_rs is not None
         num_prompts = data.train_batch_size if mode_of(self.settings).updates else len(read) // self.samples
-        for number, each in enumerate(read):
-            sample, first = each.sample, read[number // self.samples * self.samples].sample
+        for number, sample in enumerate(read):
+            first = read[number // self.samples * self.samples]
             if (sample.uid, sample.prompt_ids) != (first.uid, first.prompt_ids):
                 raise DataError(
-                    f"{each.address}: it answers another prompt than the row {number % self.samples} before it, but "
+                    f"{sample.address}: it answers another prompt than the row {number % self.samples} before it, but "
                     f"actor_rollout_ref.rollout.n={self.samples}. Set rollout.n to that of the dump."
                 )
             for name, ids, limit in (
@@ -226,12 +225,12 @@ class Replay:
             ):
                 if len(ids) > limit:
                     key = f"data.max_{name}_length"
-                    raise DataError(f"{each.address}: the {name} has {len(ids)} tokens, and {key}={limit}. Raise {key}.")
+                    raise DataError(f"{sample.address}: the {name} has {len(ids)} tokens, and {key}={limit}. Raise {key}.")
             if self.scored and sample.score is None:
-                raise DataError(f"{each.address}: it has no score. Score the dump first with debug=score_only.")
+                raise DataError(f"{sample.address}: it has no score. Score the dump first with debug=score_only.")
             if with_log_probs and sample.rollout_log_probs is None:
                 raise DataError(
-                    f"{each.address}: it has no log-probs of the engine, which algorithm.rollout_correction reads. Write the "
+                    f"{sample.address}: it has no log-probs of the engine, which algorithm.rollout_correction reads. Write the "
                     "dump with actor_rollout_ref.rollout.calculate_log_probs=true."
                 )
         if len(read) % self.samples:
@@ -275,16 +274,15 @@ def tokenizer_digest(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(tokenizer_digests(tokenizer), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _prompt_row(read: ReadSample) -> PromptRow:
+def _prompt_row(sample: Sample) -> PromptRow:
     """Return the dataset row of a sample. Its index is the sample's uid where that is a number."""
-    sample = read.sample
     return PromptRow(
         index=int(sample.uid) if sample.uid.isdecimal() else 0,
         text=sample.input,
         data_source=sample.data_source,
         ground_truth=sample.gts,
         extra_info=dict(sample.extra_info),
-        address=read.address,
+        address=sample.address,
         messages=sample.messages,
     )
 
