@@ -196,6 +196,6 @@ def test_every_estimator_can_be_chosen():
 
 
 def test_a_score_that_does_not_fit_a_float_is_named_and_groups_that_teach_nothing_are_counted():
-    with pytest.raises(RewardError, match="a:2: the reward is inf"):
+    with pytest.raises(RewardError, match=r"^a:2 \(sample of step 3\): the reward is inf"):
         shaped(batch_of(RESPONSES), [1.0, 0.0, math.inf, 0.0])
     assert shaped(batch_of(RESPONSES), [1.0, 1.0, 0.0, 1.0]).counts["equal_groups_share"] == 0.5

@@ -109,15 +109,19 @@ def test_a_row_that_cannot_be_replayed_is_named_with_its_file(replay, change, ro
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"samples": 3}, "row 3: it answers another prompt than the row 2 before it"),
-        ({"num_prompts": 4}, "row 4: the file ends after 2 prompts, and data.train_batch_size=4"),
-        ({"max_prompt": 2}, "row 3: the prompt has 3 tokens, and data.max_prompt_length=2"),
-        ({"num_tokens": 9}, "row 3: prompt_ids must be token ids from 0 to 8"),
+        ({"actor_rollout_ref.rollout.n": 3}, "row 3: it answers another prompt than the row 2 before it"),
+        ({"data.train_batch_size": 4}, "row 4: the file ends after 2 prompts, and data.train_batch_size=4"),
+        ({"data.max_prompt_length": 2}, "row 3: the prompt has 3 tokens, and data.max_prompt_length=2"),
     ],
 )
 def test_settings_other_than_those_of_the_dump_are_named(replay, settings, says):
     with pytest.raises(DataError, match=says):
-        replace(replay, **settings).read(1)
+        replace(replay, settings=replaced(replay.settings, settings)).read(1)
+
+
+def test_a_token_that_the_model_does_not_have_is_named(replay):
+    with pytest.raises(DataError, match="row 3: prompt_ids must be token ids from 0 to 8"):
+        replace(replay, num_tokens=9).read(1)
 
 
 def test_samples_that_leave_a_rest_are_refused(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from pyarrow import parquet
 from transformers import PreTrainedTokenizerFast
 
-from recipe.rlt.prepare_rlt import prepare_rlt
+from recipe.rlt.prepare_rlt import prepare_rlt, token_lengths
 from tests.rlt import data_of, write
 from verl_memopt.config.schema import CustomClass
 from verl_memopt.data.dataset import NAMES_OF_SPLITS, build_dataset, files_of_split, read_source
@@ -34,7 +34,6 @@ from verl_memopt.recipes.rlt.dataset import (
     RltRecord,
     TagPair,
     read_records,
-    token_lengths,
 )
 from verl_memopt.recipes.rlt.settings import RltReward
 
