@@ -25,7 +25,7 @@ class Recipe:
         title: What notices call the recipe.
         rules_at: The combinations of settings that it refuses.
         names_at: The names of its published settings, which a run of it reads beside ours.
-        hooks_at: Its dataset, its role in the workers and its scorer: a ``RecipeHooks``.
+        hooks_at: Its dataset, its role in the workers and its scorer: a module with the functions of ``RecipeHooks``.
         commands: Command -> the function that runs it, and the line of the help.
         tokens_key: Its cap of tokens in a forward of the model that scores.
         longest_key: The most tokens of a sequence that is scored.
@@ -59,7 +59,7 @@ RECIPES: dict[str, Recipe] = {
         title="RLT",
         rules_at="verl_memopt.recipes.rlt.rules:RLT_RULES",
         names_at="verl_memopt.recipes.rlt.rules:NAMES",
-        hooks_at="verl_memopt.recipes.rlt.scorer:HOOKS",
+        hooks_at="verl_memopt.recipes.rlt.scorer",
         tokens_key="reward_model.rlt.max_tokens_per_micro_batch",
         longest_key="reward_model.rlt.max_student_len",
         commands={

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -145,15 +145,15 @@ class RankCorrelation:
         )
 
 
-def rank_correlation(rewards: Tensor, exact: Tensor, group: Sequence[int]) -> RankCorrelation:
+def rank_correlation(rewards: Tensor, exact: Tensor, group: Sequence[Hashable]) -> RankCorrelation:
     """Return the in-group rank correlations of two scorings. Rows without a reward (NaN) are left out.
 
     ``rewards``: [N], by the quantised student. ``exact``: [N], by its unquantised weights.
     """
-    members: dict[int, list[int]] = {}
-    for row, number in enumerate(group):
+    members: dict[Hashable, list[int]] = {}
+    for row, name in enumerate(group):
         if math.isfinite(float(rewards[row])) and math.isfinite(float(exact[row])):
-            members.setdefault(number, []).append(row)
+            members.setdefault(name, []).append(row)
     of_groups = [spearman(rewards[rows], exact[rows]) for rows in members.values()]
     ordered = [value for value in of_groups if math.isfinite(value)]
     if not ordered:
@@ -219,9 +219,7 @@ class RankCheck:
         of_teacher = None if teacher is None else teacher[token_index(rows.parts[:, THINK].tolist(), chosen)]
         log_probs = exact(subset)
         unquantised = rlt_scores(self.settings, subset, log_probs.think, of_teacher, log_probs.solution, names)
-        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-        group = [numbers[name] for name in names]
-        agreement = rank_correlation(scores.training_rewards()[chosen], unquantised.training_rewards(), group)
+        agreement = rank_correlation(scores.training_rewards()[chosen], unquantised.training_rewards(), names)
         if not agreement.num_groups:
             return {}
         self.done = True
@@ -467,30 +465,28 @@ class PreparedRlt:
         )
 
 
-class RltHooks:
-    """What RLT brings to training: a :class:`verl_memopt.trainer.scoring.RecipeHooks`."""
-
-    def datasets(self, settings: Settings, tokenizer: Any) -> tuple[PromptRows, PromptRows | None]:
-        """Return the teacher's prompts of the training rows and of the held-out rows; for a warm-up with its lessons."""
-        data, tags = settings.data, settings.reward_model.rlt.tag_format
-        read = teacher_rows if settings.algorithm.adv_estimator == SFT else RltDataset
-        train = read(data.train_files, data, tokenizer, "train", tags)
-        return train, None if data.val_files is None else read(data.val_files, data, tokenizer, "val", tags)
-
-    def prepare(self, settings: Settings, environment: Environment, datasets: Sequence[PromptRows | None]) -> PreparedRlt:
-        """Check student and rows.
-
-        Raises:
-            ConfigError: As for the functions above, or the tokenizer is not byte-level.
-            DataError: The chat template cannot render an answer.
-        """
-        data, rlt, tokenizer = settings.data, settings.reward_model.rlt, environment.tokenizer
-        plan = student_plan(settings, environment)
-        prompts = RltPrompts(tokenizer, FORMATS[rlt.tag_format], data.apply_chat_template_kwargs, data.allow_special_tokens)
-        stops = {*environment.eos_token_ids, *([] if tokenizer.pad_token_id is None else [tokenizer.pad_token_id])}
-        encoder = StudentEncoder(prompts, rlt, stops)
-        warn_of_no_room(encoder, rlt, datasets)
-        return PreparedRlt(settings, plan, encoder)
+# What RLT brings to training: the functions of :class:`verl_memopt.trainer.scoring.RecipeHooks`.
 
 
-HOOKS = RltHooks()
+def datasets(settings: Settings, tokenizer: Any) -> tuple[PromptRows, PromptRows | None]:
+    """Return the teacher's prompts of the training rows and of the held-out rows; for a warm-up with its lessons."""
+    data, tags = settings.data, settings.reward_model.rlt.tag_format
+    read = teacher_rows if settings.algorithm.adv_estimator == SFT else RltDataset
+    train = read(data.train_files, data, tokenizer, "train", tags)
+    return train, None if data.val_files is None else read(data.val_files, data, tokenizer, "val", tags)
+
+
+def prepare(settings: Settings, environment: Environment, datasets: Sequence[PromptRows | None]) -> PreparedRlt:
+    """Check student and rows.
+
+    Raises:
+        ConfigError: As for the functions above, or the tokenizer is not byte-level.
+        DataError: The chat template cannot render an answer.
+    """
+    data, rlt, tokenizer = settings.data, settings.reward_model.rlt, environment.tokenizer
+    plan = student_plan(settings, environment)
+    prompts = RltPrompts(tokenizer, FORMATS[rlt.tag_format], data.apply_chat_template_kwargs, data.allow_special_tokens)
+    stops = {*environment.eos_token_ids, *([] if tokenizer.pad_token_id is None else [tokenizer.pad_token_id])}
+    encoder = StudentEncoder(prompts, rlt, stops)
+    warn_of_no_room(encoder, rlt, datasets)
+    return PreparedRlt(settings, plan, encoder)
