@@ -6,6 +6,7 @@ of every factor.
 
 import importlib.util
 import random
+from functools import cache
 from itertools import combinations
 
 from verl_memopt.config.loader import settings_from_mapping
@@ -140,6 +141,7 @@ def runnable_pairs(factors):
     return set(pairs(factors)) - REFUSED.keys() - REFUSED_LATER.keys()
 
 
+@cache
 def covering_rows():
     """Gives (rows that try out every pair of lossless options and have no others, rows that try out all other pairs)."""
     exact = _covering(lossless(), set())

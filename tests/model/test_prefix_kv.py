@@ -1,4 +1,5 @@
 import statistics
+from functools import partial
 
 import pytest
 import torch
@@ -141,8 +142,9 @@ def joined(one, other):
 
 LENGTHS = [9, 5, 1, 12, 3, 7]
 RAGGED = joined(grouped(40, LENGTHS, 3), grouped(12, [8, 30, 9, 31], 1))
+GROUPS = "a group each"
 SHARES = {
-    "a group each": (sharing(grouped(40, LENGTHS, 2)), [[*range(6)], [*range(6, 12)]]),
+    GROUPS: (sharing(grouped(40, LENGTHS, 2)), [[*range(6)], [*range(6, 12)]]),
     # The second has two groups to carry. The first has one, and fills in with rows of a group that it does not carry.
     "ragged": (RAGGED, [[*range(6), *range(18, 22)], [*range(6, 18)]]),
     # The second carries nothing, or has nothing at all.
@@ -165,7 +167,10 @@ def cut_for_ranks(batch, shares, budget=60):
 
 
 def on_ranks(rank, folder, mesh, case, options, sync="every"):
-    """Gives what :func:`results` gives of a rank's share without and with carried prompts, and the FLOPs of both updates."""
+    """Gives what :func:`results` gives of a rank's share without and with carried prompts.
+
+    With a group each, it gives the FLOPs of both updates as well.
+    """
     batch, shares = SHARES[case]
     cut, own = cut_for_ranks(batch, shares)[rank], batch.select(shares[rank])
     policy, counts = (
@@ -178,7 +183,8 @@ def on_ranks(rank, folder, mesh, case, options, sync="every"):
         policy.model.supports_prefix_kv = reuse
         scores = policy.compute_log_probs(own, cut, 0.9, True)
         micros = list(micro_batches_of(own, cut, reuse))
-        flops.append(count(lambda micros=micros: policy.accumulate(micros, counts, 0.9)))
+        update = partial(policy.accumulate, micros, counts, 0.9)
+        flops.append(count(update) if case == GROUPS else update())
         gradients = [whole_of(parameter.grad).clone() for parameter in policy.model.parameters() if parameter.grad is not None]
         policy.trained.optimizer.zero_grad()
         found.append([each.numpy() for each in (scores.log_probs, scores.entropy, *gradients)])
@@ -197,13 +203,13 @@ def test_ranks_carry_prompts_in_step(untied_folder, one_rank):
         for (again, carried), _ in (answer[name] for answer in answers):
             assert act.largest_difference(*(map(torch.from_numpy, side) for side in (again, carried))) <= BOUND, name
     # As many products as one rank alone makes of each group.
-    batch, shares = SHARES["a group each"]
+    batch, shares = SHARES[GROUPS]
     policy = act.build(untied_folder, one_rank, **OWN)
     for rank, rows in enumerate(shares):
         own = batch.select(rows)
         micros = list(micro_batches_of(own, cut_for_ranks(own, [[*range(6)]])[0], True))
         alone = count(lambda micros=micros: policy.accumulate(micros, counts_of(batch), 0.9))
-        again, carried = answers[rank]["a group each"][1]
+        again, carried = answers[rank][GROUPS][1]
         assert carried == alone < again
 
 
