@@ -5,7 +5,6 @@ import os
 import re
 import stat
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import yaml
 
 from recipe.rlt.make_toy import RltToyRecipe
 from tests.end_to_end.runs import ROOT, metrics, script_environment
+from tests.forked import PYTHON
 from tests.rlt import brief_toy
 from verl_memopt.config.keys import flatten
 
@@ -152,8 +152,8 @@ def test_two_steps_of_the_toy_task_train(rlt_toy, tmp_path) -> None:
 def test_prepared_files_are_written_and_a_fault_is_one_line(tmp_path) -> None:
     source = tmp_path / "mine.jsonl"
     source.write_text("".join(json.dumps({"question": f"{n}?", "solution": str(n)}) + "\n" for n in range(5)))
-    program = [sys.executable, str(ROOT / "recipe" / "rlt" / "prepare_rlt.py"), "--out", str(tmp_path / "out")]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    program = [PYTHON, str(ROOT / "recipe" / "rlt" / "prepare_rlt.py"), "--out", str(tmp_path / "out")]
+    env = script_environment()
     ended = subprocess.run([*program, "--files", str(source), "--num-validation", "2"], env=env, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert "wrote 3 rows" in ended.stderr
