@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from verl_memopt.cli import main
 from verl_memopt.errors import UserError
-from verl_memopt.run.chat import ChatOptions, RunPrompts, open_chat, prompts_of, run_of, talk
+from verl_memopt.run.chat import ChatOptions, open_chat, prompts_of, run_of, talk
 
 GREEDY = {"temperature": 0.0, "max_tokens": 4, "system": None}
 
@@ -93,11 +93,11 @@ def test_a_conversation_that_is_too_long_starts_again_and_says_so(chat):
 def test_what_is_piped_is_one_prompt_and_nothing_is_an_error(chat, monkeypatch):
     opened = chat()
     monkeypatch.setattr(sys, "stdin", io.StringIO("1+1=\nand 2\n"))
-    assert talk(opened, RunPrompts(), None) == 0
+    assert talk(opened, None, None) == 0
     assert opened.read == [turns("1+1=\nand 2")]
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     with pytest.raises(UserError, match="empty"):
-        talk(opened, RunPrompts(), None)
+        talk(opened, None, None)
 
 
 def test_a_prompt_of_the_runs_data_is_its_last_sample_or_the_first_row(tmp_path):
@@ -107,11 +107,10 @@ def test_a_prompt_of_the_runs_data_is_its_last_sample_or_the_first_row(tmp_path)
         f"data: {{val_files: null, train_files: {data}, prompt_key: prompt, apply_chat_template_kwargs: {{a: 1}}}}\n"
     )
     (tmp_path / "model").mkdir()
-    found = prompts_of(run_of(tmp_path / "model"))
-    assert (found.example, found.template) == ([{"role": "user", "content": "row"}], {"a": 1})
+    assert prompts_of(run_of(tmp_path / "model")) == ([{"role": "user", "content": "row"}], {"a": 1})
     samples = [{"messages": None, "input": "text"}, {"messages": [{"role": "user", "content": "last"}], "input": "rendered"}]
     (tmp_path / "generations.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
-    assert prompts_of(run_of(tmp_path)).example == [{"role": "user", "content": "last"}]
+    assert prompts_of(run_of(tmp_path))[0] == [{"role": "user", "content": "last"}]
     data.unlink()
     (tmp_path / "generations.jsonl").unlink()
     assert prompts_of(run_of(tmp_path)) == prompts_of(None)

@@ -12,7 +12,15 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
 
 from verl_memopt.config import schema
-from verl_memopt.config.aliases import VALUES, spelled
+from verl_memopt.config.aliases import (
+    GLOBAL_MICRO_BATCHES,
+    MET_BY_CHUNKING,
+    PRESET,
+    REMOVE_PREVIOUS,
+    RENAMED,
+    RENAMED_SECTIONS,
+    VALUES,
+)
 from verl_memopt.config.keys import field_types, shown, value_at, walk
 from verl_memopt.config.unused_keys import REFUSED
 from verl_memopt.config.values import DERIVED, LINKS
@@ -115,6 +123,16 @@ def _default(key: str) -> str:
     if key in DERIVED:
         return f"`<- {', '.join(DERIVED[key])}`"
     return "required" if value == schema.REQUIRED else f"`{shown(value)}`"
+
+
+def spelled() -> Iterator[tuple[str, str]]:
+    """Yield every (spelling, our key)."""
+    yield from RENAMED.items()
+    yield from ((f"{section}*", f"{ours}*") for section, ours in RENAMED_SECTIONS.items())
+    yield from GLOBAL_MICRO_BATCHES.items()
+    yield from ((key, "actor_rollout_ref.model.logprob_chunk_tokens") for key in sorted(MET_BY_CHUNKING))
+    yield REMOVE_PREVIOUS, "trainer.max_actor_ckpt_to_keep"
+    yield PRESET, "algorithm.rollout_correction.*"
 
 
 def _spellings() -> Iterator[str]:

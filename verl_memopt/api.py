@@ -157,7 +157,7 @@ class Run:
 
         one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], Mapping))
         options = ChatOptions(temperature, max_tokens, system=None)
-        chat = open_chat(self.model_path, device, False, options, prompts_of(self.path).template)
+        chat = open_chat(self.model_path, device, False, options, prompts_of(self.path)[1])
         chat.out = io.StringIO()
         answers = [chat.answer(each) if isinstance(each, str) else chat.turn(each) for each in ([prompts] if one else prompts)]
         return answers[0] if one else answers

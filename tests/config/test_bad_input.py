@@ -2,7 +2,7 @@ from contextlib import suppress
 
 import pytest
 
-from verl_memopt.config.aliases import spelled
+from tools.settings_page import spelled
 from verl_memopt.config.keys import leaf_types, section_keys
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.unused_keys import REFUSED

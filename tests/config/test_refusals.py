@@ -4,7 +4,7 @@ import re
 import pytest
 
 from tests.config.conftest import LEAST
-from verl_memopt.config.aliases import spelled
+from tools.settings_page import spelled
 from verl_memopt.config.keys import leaf_types, section_keys, shown
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.unused_keys import REFUSED, refusal_of

@@ -120,12 +120,6 @@ def test_select_gives_the_chosen_rows_in_the_order_chosen(rows, data):
     assert lists(Ragged.from_rows(rows, torch.int64).select(chosen)) == [rows[index] for index in chosen]
 
 
-@given(ROWS, ROWS)
-def test_join_gives_the_rows_of_both(first, second):
-    parts = [Ragged.from_rows(rows, torch.int64) for rows in (first, second)]
-    assert lists(Ragged.join(parts)) == first + second
-
-
 def test_nothing_is_padded():
     ragged = Ragged.from_rows([[1], [2, 3, 4], []], torch.int64)
     assert ragged.flat.tolist() == [1, 2, 3, 4]

@@ -136,7 +136,8 @@ def joined(one, other):
         name: torch.cat([getattr(one, name), getattr(other, name) + (name == "group") * one.num_rows])
         for name in ("group", "old_log_probs", "ref_log_probs", "advantages")
     }
-    ragged = {name: Ragged.join([getattr(one, name), getattr(other, name)]) for name in ("prompts", "responses")}
+    rows = {name: [*getattr(one, name).rows(), *getattr(other, name).rows()] for name in ("prompts", "responses")}
+    ragged = {name: Ragged.from_rows(each, torch.int64) for name, each in rows.items()}
     return sharing(RolloutBatch(**ragged, **tensors, batch_size=[]))
 
 

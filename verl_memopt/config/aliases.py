@@ -6,7 +6,7 @@ Rows are (spelling, our key). A spelling may carry a value of another unit or vo
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -251,16 +251,6 @@ _MEANINGS: dict[str, Callable[[str, Any, Mapping[str, Any]], _Meaning]] = {
     REMOVE_PREVIOUS: _keep_one,
 }
 """Spelling whose value has another unit -> what it means, from the spelling, its value and all given keys."""
-
-
-def spelled() -> Iterable[tuple[str, str]]:
-    """Every (alias, our key) pair, for the documentation and the tests."""
-    yield from RENAMED.items()
-    yield from ((f"{section}*", f"{ours}*") for section, ours in RENAMED_SECTIONS.items())
-    yield from GLOBAL_MICRO_BATCHES.items()
-    yield from ((key, _CHUNK) for key in sorted(MET_BY_CHUNKING))
-    yield REMOVE_PREVIOUS, "trainer.max_actor_ckpt_to_keep"
-    yield PRESET, "algorithm.rollout_correction.*"
 
 
 # verl's named settings of ``algorithm.rollout_correction``.

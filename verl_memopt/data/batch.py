@@ -168,12 +168,6 @@ class Ragged(TensorClass):
         index = torch.as_tensor(indices, dtype=torch.int64)
         return Ragged(flat=self.flat[token_index(self.sizes(), indices)], lengths=self.lengths[index], batch_size=[])
 
-    @staticmethod
-    def join(parts: Sequence[Ragged]) -> Ragged:
-        """Return the rows of all parts, one part after another."""
-        flat = torch.cat([part.flat for part in parts])
-        return Ragged(flat=flat, lengths=torch.cat([part.lengths for part in parts]), batch_size=[])
-
 
 def token_index(lengths: Sequence[int], rows: Sequence[int]) -> Tensor:
     """Return int64 [sum of the chosen lengths]: the positions of the tokens of ``rows`` in the flat tensor of all rows."""

@@ -162,27 +162,18 @@ def run_of(path: Path) -> Path | None:
     return next((folder for folder in (path, path.parent) if (folder / "config.yaml").is_file()), None)
 
 
-@dataclass(frozen=True)
-class RunPrompts:
-    """What a run says about prompts.
+def prompts_of(run: Path | None) -> tuple[Messages | str | None, Mapping[str, Any]]:
+    """Return what a run folder says about prompts: one of its data, and the arguments of the chat template.
 
-    ``example``: a prompt of its data, messages or a text that is rendered already. ``template``: its arguments of the chat
-    template.
+    The prompt is messages, or a text that is rendered already. None and {} where it cannot be read: a chat needs none of it.
     """
-
-    example: Messages | str | None = None
-    template: Mapping[str, Any] = field(default_factory=dict)
-
-
-def prompts_of(run: Path | None) -> RunPrompts:
-    """Return what the run folder says about prompts. Nothing where it cannot be read: a chat needs none of it."""
     if run is None:
-        return RunPrompts()
+        return None, {}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError, UserError):
         data = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["data"]
         template = dict(data.get("apply_chat_template_kwargs") or {})
-        return RunPrompts(_sample(run) or _first_row(data), template)
-    return RunPrompts()
+        return _sample(run) or _first_row(data), template
+    return None, {}
 
 
 def _sample(run: Path) -> Messages | str | None:
@@ -215,10 +206,10 @@ def open_chat(folder: Path, device: str, trust_remote_code: bool, options: ChatO
     return Chat(model.to(resolve_device(device)).eval(), tokenizer, options, template)
 
 
-def talk(chat: Chat, prompts: RunPrompts, prompt: str | None) -> int:
+def talk(chat: Chat, example: Messages | str | None, prompt: str | None) -> int:
     """Answer ``prompt``, or what standard input holds where it is no terminal, or else the lines that a person types.
 
-    The exit code is 130 after Ctrl-C.
+    ``example``: a prompt of the run's data, which an empty line sends. The exit code is 130 after Ctrl-C.
     """
     if prompt is None and not sys.stdin.isatty():
         prompt = sys.stdin.read().strip()
@@ -229,7 +220,6 @@ def talk(chat: Chat, prompts: RunPrompts, prompt: str | None) -> int:
         return 0
     alone = "/new forgets the conversation." if chat.options.remembers else "Each stands alone, as in training (--remember)."
     sys.stdout.write(f"Type a prompt. {alone} Ctrl-D ends the chat.\n")
-    example = prompts.example
     if example is not None:
         sys.stdout.write(f"A prompt of the run's data; Enter sends it:\n\n{_indented(_shown(example))}\n\n")
     while True:
@@ -283,10 +273,10 @@ def chat(path: Path, prompt: str | None, device: str, trust_remote_code: bool, o
     """
     try:
         with own_interrupts():
-            prompts = prompts_of(run_of(path))
+            example, template = prompts_of(run_of(path))
             with model_folder(path) as folder:
-                opened = open_chat(folder, device, trust_remote_code, options, prompts.template)
-            return talk(opened, prompts, prompt)
+                opened = open_chat(folder, device, trust_remote_code, options, template)
+            return talk(opened, example, prompt)
     except KeyboardInterrupt:
         sys.stdout.write("\n")
         return STOPPED

@@ -434,11 +434,8 @@ class CriticTraining:
 
     def begin_values(self, batch: RolloutBatch, names: Sequence[str]) -> Pending[Tensor]:
         """Begin to compute the value before each response token, fp32 [R]. As :meth:`TimedGroup.begin`."""
-        values, sizes = (
-            ForwardPass(self.workers, "values", Worker.values, self.budget, self.cutter.balance),
-            batch.responses.sizes(),
-        )
-        return values.begin(batch, names).then(lambda parts: scatter_tokens(parts, sizes))
+        values = ForwardPass(self.workers, "values", Worker.values, self.budget, self.cutter.balance)
+        return values.begin(batch, names).then(lambda parts: scatter_tokens(parts, batch.responses.sizes()))
 
     def begin_update(self, batch: RolloutBatch, names: Sequence[str], step: int) -> Pending[dict[str, float]]:
         """Begin the optimizer steps on the workers, whose metrics over all ranks are the result. As :meth:`TimedGroup.begin`.
