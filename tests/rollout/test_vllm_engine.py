@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from tests.observe.simulated_device import GIB, MIB, SimulatedDevice
 from tests.rollout.sleeping import CumemExtension, on_simulated_gpu, simulated_gpu_worker, sleeping_allocator
+from tests.rollout.test_vllm_settings import CHANGED
 from tests.rollout.tools import (
     difference_from_naive,
     engine_at,
@@ -41,7 +42,7 @@ from verl_memopt.observe.device_ledger import Asleep, ledger_of
 from verl_memopt.rollout import vllm_engine
 from verl_memopt.rollout.engine import max_model_len
 from verl_memopt.rollout.engine_weights import SyncCheck
-from verl_memopt.rollout.vllm_process import check_no_other_sleeper, host_bytes_to_sleep
+from verl_memopt.rollout.vllm_process import check_arrived, check_no_other_sleeper, host_bytes_to_sleep
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
@@ -178,6 +179,14 @@ def test_a_rollout_that_is_given_up_leaves_an_engine_that_answers_as_before(name
         engine.generate(prompts(4), [5, 6, 7, 8], settings, lambda: next(asked) == 3)
     assert next(asked) == 4, "asked again after it was given up"
     assert engine.generate(prompts(4), [1, 2, 3, 4], settings) == before
+
+
+@pytest.mark.parametrize("key", CHANGED)
+def test_an_argument_that_vllm_did_not_take_is_named_by_its_key(key, vllm_engine):
+    resolved = vllm_engine._llm.llm_engine.vllm_config
+    _, argument, value = CHANGED[key]
+    with pytest.raises(ConfigError, match=rf"actor_rollout_ref\.rollout\.{key}: vLLM was given"):
+        check_arrived({argument: value}, resolved, log_stats=False)
 
 
 def test_vllm_not_installed_is_said_with_the_way_to_install_it(tied_folder, monkeypatch):
