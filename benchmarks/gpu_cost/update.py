@@ -119,6 +119,7 @@ def step_of(case: Case, settings: Settings, folder: Path, gpu: CountingGpu) -> t
 
         worker.call("gen", False, "release_engine")
         step()  # makes the optimizer's state, and what later steps find there
+        worker.call("gen", False, "release_engine")  # the counted step has parameters come back that rest on the host
         return gpu.counted(step), len(cut), sum(row_tokens.cost(rows) for rows in cut)
     finally:
         worker.close()

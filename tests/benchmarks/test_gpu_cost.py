@@ -35,7 +35,8 @@ ALIKE = Case(SHAPE, prompt=16, response=16, group=2, overrides=PLAIN)
 NEIGHBOURS = Case(dataclasses.replace(SHAPE, model_type="qwen2"), prompt=24, response=16, group=4)
 DEFAULT = Case(SHAPE, prompt=24, response=16, group=4)
 HALVED = dataclasses.replace(DEFAULT, overrides=("actor_rollout_ref.actor.fsdp_config.split_master_weights=true",))
-CASES = (*(of_layers(case, layers) for case in (ALIKE, NEIGHBOURS) for layers in (2, 3)), DEFAULT, HALVED)
+AT_REST = dataclasses.replace(DEFAULT, overrides=("actor_rollout_ref.actor.fsdp_config.param_offload=true",))
+CASES = (*(of_layers(case, layers) for case in (ALIKE, NEIGHBOURS) for layers in (2, 3)), DEFAULT, HALVED, AT_REST)
 SIDES = ("ours", "ours, compiled")
 
 
@@ -133,7 +134,7 @@ def test_an_update_of_default_settings_makes_no_launch_that_was_taken_out(counte
     assert (found.uploads, found.pageable_uploads) == (1, 0)
     # The host reads metrics, log-probs and whether the step was skipped once everything is launched.
     assert not found.host_waits
-    assert found.border_waits == {"torch.cuda.synchronize": 2, "Event.synchronize": 1}
+    assert found.border_waits == {"torch.cuda.synchronize": 1, "Event.synchronize": 1}
     places = {name.partition(":")[0] for name in found.ops}
     # FSDP2 casts a unit's fp32 masters in one launch, and copies none of them by itself.
     assert "_foreach_copy_ device.py" in places
@@ -155,6 +156,17 @@ def test_an_update_of_default_settings_makes_no_launch_that_was_taken_out(counte
     assert statistics.written_bytes <= 0.1 * logits
     assert logits == gradient.written_bytes <= gradient.read_bytes <= 1.1 * logits
     assert not any(name.startswith("copy_ logit_tiles") for name in found.ops)
+
+
+def test_parameters_that_come_back_in_an_update_make_the_host_wait_for_nothing_and_each_unit_for_its_own(counted):
+    plain, found = counted[DEFAULT].counted, counted[AT_REST].counted
+    assert not found.host_waits
+    assert found.border_waits == plain.border_waits
+    assert found.pageable_uploads == plain.pageable_uploads == 0
+    parameters, units = 2 + 11 * SHAPE.num_layers, 1 + SHAPE.num_layers
+    assert found.uploads - plain.uploads == parameters
+    # For each unit the copies wait for the computation, and the computation and FSDP2's gathers for the copies.
+    assert found.stream_waits - plain.stream_waits == 3 * units
 
 
 def test_an_update_over_halved_masters_multiplies_neighbours_at_once_and_waits_for_nothing(counted):

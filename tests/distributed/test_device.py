@@ -48,7 +48,7 @@ def test_on_a_cpu_there_is_nothing_to_wait_for_to_free_or_to_restore():
 
 def test_on_a_cpu_a_copy_is_done_when_it_returns():
     stream, target = device.CopyStream(CPU), torch.zeros(4)
-    event = stream.copy(target, torch.ones(4))
+    event = stream.copy([target], [torch.ones(4)])
     assert (event, target.tolist()) == (None, [1.0] * 4)
     stream.wait(event)
 
@@ -101,9 +101,9 @@ def test_copies_to_the_host_and_back_keep_their_order_beside_the_computation():
     stream, rested = device.CopyStream(here), torch.empty(2**24, pin_memory=True)
     source = torch.rand(2**24, device=here)
     expected, back = source.clone(), torch.empty_like(source)
-    stream.wait(stream.copy(rested, source))
+    stream.wait(stream.copy([rested], [source]))
     source.zero_()
-    stream.wait(stream.copy(back, rested))
+    stream.wait(stream.copy([back], [rested]))
     assert torch.equal(back, expected)
 
 

@@ -12,10 +12,11 @@ from tests.end_to_end.test_combinations import apart
 from tests.gpu import machine
 from tests.gpu.test_knobs import ACROSS, UNCOMPILED, bound
 from tests.memory.activations.test_activation_offload import Chain, gradients
-from verl_memopt.distributed.device import leave_process_group
+from verl_memopt.distributed.device import current_stream, leave_process_group, mark_done
 from verl_memopt.memory.activation_offload_torch import ActivationOffload
 from verl_memopt.memory.host_buffers import host_buffer
 from verl_memopt.memory.optimizer_offload_torch import StateLanes
+from verl_memopt.memory.residency import OffloadedParams
 
 OFFLOADS = {
     "activations": {"activation offload": "on"},
@@ -100,6 +101,50 @@ def test_activations_come_back_to_the_bit_over_several_steps(device, slow, in_fl
         assert slowed.waits.total() >= 8
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert offload.take_bytes_moved() > 0
+
+
+def at_rest(device):
+    """Gives a chain of layers whose parameters rest on the host, its input, and its place there."""
+    width = machine.size(1024, 16)
+    model, x = Chain(8, width).to(device), torch.randn(machine.size(4096, 8), width, device=device)
+    return model, x, OffloadedParams("chain", model.parameters(), device, units=[model, *model.layers])
+
+
+@pytest.mark.parametrize("slow", [pytest.param("both", marks=pytest.mark.rehearsed), "copies", "computation"])
+def test_a_model_that_comes_back_layer_by_layer_computes_to_the_bit_what_it_did(device, slow):
+    model, x, home = at_rest(device)
+    with torch.no_grad():
+        for _ in range(3):
+            expected = model(x)
+            with machine.Slowed(slow) as slowed:
+                home.copy_to_host()
+                read = model(x)
+                home.to_host()
+                # Takes the memory that the parameters have left.
+                torch.full((home.num_bytes,), 255, dtype=torch.uint8, device=device)
+                home.to_device()
+                found = model(x)
+            assert slowed.waits.total() >= 8
+            assert torch.equal(read, expected)
+            assert torch.equal(found, expected)
+            home.changed()
+            for parameter in model.parameters():
+                parameter.add_(0.01)
+
+
+@pytest.mark.rehearsed
+def test_the_first_layer_has_computed_while_the_last_is_on_its_way(device):
+    """Only a GPU shows it: on a CPU a copy is done when it returns."""
+    model, x, home = at_rest(device)
+    home.to_host()
+    machine.synchronize()
+    with torch.no_grad(), machine.Slowed("copies", 50 * machine.SLOW_CYCLES):
+        home.to_device()
+        model.layers[0](x)
+        done, last = mark_done(current_stream(device)), home._coming[len(model.layers)]
+    if machine.on_gpu():
+        done.synchronize()
+        assert not last.query()
 
 
 @pytest.mark.rehearsed

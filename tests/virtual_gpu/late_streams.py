@@ -47,6 +47,10 @@ class LateStream:
     def wait_stream(self, other):
         self.wait_event(other.record_event())
 
+    def synchronize(self):
+        """Makes the host wait, for which nothing is left to do: what the computing stream has waited for has happened."""
+        assert self._computes, "the host waits for the computation alone"
+
     def queue(self, target, source):
         """Puts a copy in line. Only the tensors' own holders keep them alive, as on a GPU."""
         ends = weakref.ref(target.untyped_storage()), weakref.ref(source.untyped_storage())

@@ -9,13 +9,11 @@ from tests.end_to_end.covering import all_off
 from tests.virtual_gpu.clocks import RaceError
 from tests.virtual_gpu.life import STREAMS, live, misplaced
 from verl_memopt.data.batch import token_index
-from verl_memopt.distributed.device import current_stream
-from verl_memopt.memory import optimizer_offload_torch, streamed_params_torch
+from verl_memopt.distributed.device import CopyStream, mark_done, on_stream
+from verl_memopt.memory import activation_offload_torch, optimizer_offload_torch, residency
 from verl_memopt.memory.residency import OffloadedParams
 from verl_memopt.worker import policy
 from verl_memopt.worker.trained_model import TrainedModel
-
-GPU = torch.device("cuda", 0)
 
 
 def _scatter_on_the_host(parts, lengths):
@@ -50,18 +48,36 @@ def copy_not_waited_for(folder):
 
 def block_overwritten_in_use(folder):
     """Streams a reference whose copies do not wait for what computes with the block that was there."""
-    mark_done = streamed_params_torch.mark_done
 
-    def of_copies_alone(stream):
-        return None if stream is current_stream(GPU) else mark_done(stream)
+    def copy_at_once(self, targets, sources):
+        with on_stream(self._stream):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+        return mark_done(self._stream)
 
-    with mock.patch.object(streamed_params_torch, "mark_done", of_copies_alone):
+    with mock.patch.object(CopyStream, "copy", copy_at_once):
         live(all_off(), folder, whole=False, more=STREAMS)
+
+
+def activation_freed_while_it_leaves(folder):
+    with mock.patch.object(activation_offload_torch._Stored, "_wait", return_value=None):
+        live(all_off() | {"activation offload": "on"}, folder, whole=False)
+
+
+def block_computed_before_it_is_there(folder):
+    with mock.patch.object(residency, "_enter", return_value=None):
+        live(all_off() | {"actor param_offload": "on"}, folder, whole=False)
+
+
+def shard_gathered_before_it_is_there(folder):
+    """FSDP2 reads shards on a stream of its own, which waits for the computation at the start of a forward only."""
+    with mock.patch.object(residency, "gather_stream", return_value=None):
+        live(all_off() | {"actor param_offload": "on"}, folder, world_size=2, whole=False)
 
 
 def parameters_that_never_leave(folder):
     row = all_off() | {"actor param_offload": "on"}
-    with mock.patch.object(OffloadedParams, "to_host", return_value=0):
+    with mock.patch.object(OffloadedParams, "leave", return_value=()):
         return misplaced(row, live(row, folder, whole=False))
 
 
@@ -72,6 +88,9 @@ def parameters_that_never_leave(folder):
         (read_back_between_micro_batches, AssertionError, r"between micro-batches: aten\._local_scalar_dense"),
         (copy_not_waited_for, RaceError, "has not waited for it"),
         (block_overwritten_in_use, RaceError, "copy_"),
+        (activation_freed_while_it_leaves, RaceError, "has not waited for it"),
+        (block_computed_before_it_is_there, RaceError, "has not waited for it"),
+        (shard_gathered_before_it_is_there, RaceError, "has not waited for it"),
     ],
 )
 def test_a_fault_is_an_error(fault, error, says, on_virtual_gpu, folder):

@@ -7,9 +7,9 @@ from tests.end_to_end.covering import all_off
 from tests.end_to_end.knob_runs import run_row
 from tests.virtual_gpu.late_streams import late_streams
 from tests.virtual_gpu.life import STREAMS
-from verl_memopt.distributed.device import leave_process_group
+from verl_memopt.distributed.device import CopyStream, leave_process_group
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory import activation_offload_torch, optimizer_offload_torch, residency, streamed_params_torch
+from verl_memopt.memory import activation_offload_torch, optimizer_offload_torch, residency
 
 SMALL = {"bucket": "small", "actor optimizer_offload": "on"}
 ROWS = {
@@ -60,7 +60,8 @@ def test_late_copies_change_no_number(name, folder):
     [
         ("moments", optimizer_offload_torch, "wait_for"),
         ("activations", activation_offload_torch._Stored, "_wait"),
-        ("a streamed reference", streamed_params_torch, "wait_for"),
+        ("parameters", residency, "_enter"),
+        ("a streamed reference", CopyStream, "wait"),
     ],
 )
 def test_without_its_wait_an_offload_is_caught(name, owner, attribute, folder, monkeypatch):
@@ -73,15 +74,3 @@ def test_without_its_wait_an_offload_is_caught(name, owner, attribute, folder, m
         except (AssertionError, RuntimeError, ConfigError):
             return  # memory that was let go before its copy, or a check of the pass itself, or that of packed rows
     assert not torch.equal(plain, late)
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_the_host_reads_parameters_that_have_left_only_after_a_wait(waits, monkeypatch):
-    if not waits:
-        monkeypatch.setattr(residency, "synchronize", lambda device: None)
-    parameter = torch.nn.Parameter(torch.arange(1.0, 9.0))
-    with late_streams():
-        home = residency.OffloadedParams("policy", [parameter], torch.device("cpu"))
-        home.to_host()
-        with home.readable():
-            assert torch.equal(parameter.data, torch.arange(1.0, 9.0)) == waits

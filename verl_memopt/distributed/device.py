@@ -226,29 +226,43 @@ def wait_on_host(device: torch.device) -> None:
 
 
 class CopyStream:
-    """Copies that run beside the computation. On a CPU a copy is done when it returns, and waiting does nothing."""
+    """Copies in one direction that run beside the computation. On a CPU a copy is done when it returns; waits do nothing.
+
+    The two directions of a bus are independent, so whatever goes out and comes back has a stream for each.
+    """
 
     def __init__(self, device: torch.device) -> None:
         """Create the stream, where the device has streams."""
         self._device = device
         self._stream = copy_stream(device)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Done:
-        """Copy once the work queued so far has run. Copies of one stream keep their order.
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Done:
+        """Copy each source to its target once the work queued so far has run. Copies of one stream keep their order.
 
-        Keep both tensors alive until :meth:`wait`. Otherwise the allocator reuses memory that is still being copied.
+        Keep all tensors alive until :meth:`wait`. Otherwise the allocator reuses memory that is still being copied.
 
         Returns:
             An event for :meth:`wait`.
         """
         wait_for(self._stream, mark_done(current_stream(self._device)))
         with on_stream(self._stream):
-            target.copy_(source, non_blocking=self._stream is not None)
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
         return mark_done(self._stream)
 
     def wait(self, event: Done) -> None:
         """Make work queued from here on wait for a copy. The host does not wait."""
         wait_for(current_stream(self._device), event)
+
+
+def gather_stream(module: nn.Module) -> torch.cuda.Stream | None:
+    """Return the stream on which FSDP2 reads the shards of a unit in forward. None before the first forward, and for no unit.
+
+    FSDP2 lets that stream wait for the current one at the start of a forward only, and not before each unit.
+    """
+    if not isinstance(module, FSDPModule):
+        return None
+    return getattr(module._get_fsdp_state()._comm_ctx, "all_gather_copy_in_stream", None)
 
 
 # Process groups and device meshes of the training ranks.

@@ -43,12 +43,13 @@ class ActivationOffload:
         metric: str = BYTES_MOVED,
         stay_bytes: int = 0,
     ) -> None:
-        """Prepare the arena, in chunks of ``chunk_bytes``, and the copy stream.
+        """Prepare the arena, in chunks of ``chunk_bytes``, and a stream for the copies of each direction.
 
         Storages of less than ``min_bytes`` stay on the device, and of each forward the first that fit in ``stay_bytes``.
         ``in_flight`` are copied at once, in either direction.
         """
-        self.arena, self.stream = HostArena(device, "activations", chunk_bytes), CopyStream(device)
+        self.arena = HostArena(device, "activations", chunk_bytes)
+        self.leaving, self.arriving = CopyStream(device), CopyStream(device)
         self.bytes_moved, self.metric = 0, metric
         self._model, self._device = model, device
         self._min_bytes, self._in_flight, self._stay_bytes = min_bytes, in_flight, stay_bytes
@@ -119,6 +120,7 @@ class _Stored:
         self.slot = offload.arena.take(self.num_bytes)
         self.on_device: Tensor | None = source
         self._version = source._version
+        self._stream = offload.leaving
         self._copy(self.slot.parts, self._cut(source))
 
     def fetch(self) -> None:
@@ -126,20 +128,27 @@ class _Stored:
         assert self.slot is not None, "the forward that saved this tensor has failed; it has no backward"
         if self.on_device is None:
             self.on_device = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.offload._device)
+            # The queued work has waited for the copy out, and is the last that has used the memory: a copy waits for both.
+            self._stream = self.offload.arriving
             self._copy(self._cut(self.on_device), self.slot.parts)
             self._version = self.on_device._version
 
     def ready(self) -> Tensor:
         """Return the bytes on the device, for work that is queued from here on."""
         self.fetch()
-        held, self.used = self._copied(), True
+        self.used = True
+        held = self._unchanged()
         assert held is not None
+        # Bytes that have not left yet are read beside their copy out, which :meth:`release` waits for.
+        if self._stream is self.offload.arriving:
+            self._wait()
         return held
 
     def leave_device(self) -> None:
         """Free the device memory as soon as the copy is done."""
-        self._copied()
-        self.on_device = None
+        if self._unchanged() is not None:
+            self._wait()
+            self.on_device = None
 
     def release(self) -> None:
         """Free both copies."""
@@ -151,12 +160,11 @@ class _Stored:
 
     __del__ = release
 
-    def _copied(self) -> Tensor | None:
-        """Wait for the copy, and return the bytes on the device if they are there."""
+    def _unchanged(self) -> Tensor | None:
+        """Return the bytes on the device, if they are there."""
         if self.on_device is not None:
             # The copy may run as late as this. Autograd refuses saved tensors that were written to, too.
             assert self.on_device._version == self._version, "a tensor saved for backward was written to in place"
-            self._wait()
         return self.on_device
 
     def _cut(self, flat: Tensor) -> tuple[Tensor, ...]:
@@ -165,10 +173,11 @@ class _Stored:
 
     def _copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         self.offload.bytes_moved += self.num_bytes
-        self._done = list(map(self.offload.stream.copy, targets, sources))[-1]
+        self._done = self._stream.copy(targets, sources)
 
     def _wait(self) -> None:
-        self.offload.stream.wait(self._done)
+        """Let the queued work wait for the last copy."""
+        self._stream.wait(self._done)
         self._done = None
 
 

@@ -2,7 +2,8 @@
 
 Use it when: parameters are a large part of the peak. Turn it on for the reference first, which only one phase needs.
 Saves: all parameters of a model in every phase that does not use it: 4 bytes each with fp32 masters, 2 with bfloat16.
-Costs: as many bytes of host memory, and one copy each way at every change of phase. Frozen parameters go one way only.
+Costs: as many bytes of host memory, a copy to the device for each phase that needs a model, and one back after each update. The
+    first forward of a phase begins while later blocks come, and the copy back runs beside the weight sync.
 Works with: an engine that sleeps (``rollout.free_cache_engine``), ``optimizer_offload``, and ``model.load_mode=mmap``, which lets
     a reference rest in its file. It refuses ``offload_policy``, with which parameters never leave the host. A frozen model that
     does not fit in its own phase either streams: ``streamed_params``.

@@ -4,23 +4,29 @@ A model's parameters rest on the host outside the phases that need them, in one 
 Bytes saved: b_w x N / W bytes of device memory in every phase that does not need the model: rollout, the other model's
 log-probs, rewards, saving. b_w is 4 for fp32 masters and 2 for bfloat16, N counts the parameters and W the ranks in the shard
 group.
+
+Copies run beside the computation, and memory is taken and freed at the start of a phase as if they took no time. A model comes in
+the order of its forward: each unit computes once its own parameters are there. What an update has changed goes to the host while
+the new weights go to the engine, and what has not changed is not copied.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from verl_memopt.distributed.device import empty_cache, synchronize
+from verl_memopt.distributed.device import CopyStream, Done, empty_cache, gather_stream, wait_for, wait_on_host
 from verl_memopt.memory.host_buffers import host_buffer, whole_storage
-from verl_memopt.memory.streamed_params_torch import StreamedParams
+from verl_memopt.memory.streamed_params_torch import StreamedParams, without_arguments
 from verl_memopt.observe.byte_tracker import mark
 from verl_memopt.observe.phase import MIB
 
@@ -46,18 +52,40 @@ class OffloadedParams:
     """
 
     def __init__(
-        self, name: str, parameters: Iterable[Tensor], device: torch.device, mapped: Sequence[Tensor] | None = None
+        self,
+        name: str,
+        parameters: Iterable[Tensor],
+        device: torch.device,
+        mapped: Sequence[Tensor] | None = None,
+        units: Sequence[nn.Module] = (),
+        ahead: int = 0,
     ) -> None:
-        """Take note of the storages of all parameters of a model, on the device. Frozen ones are copied to the host once.
+        """Take note of the storages of all parameters of a model, on the device.
 
         ``mapped`` are the values of each parameter in a mapped file, for a model that is frozen as a whole. They are never copied
         to the host, and the parameters need not be filled.
+
+        ``units`` are the model and modules inside it, in the order of its forward. Before its own forward each can wait for its
+        own parameters alone, which are those in no other unit, and for those of ``ahead`` units after it. Without units
+        :meth:`to_device` waits for all of them.
         """
         self.name = name
         self.on_device = True
         self._device = device
         self._parameters = list(parameters)
         self._places = _places(self._parameters)
+        self._leaving, self._arriving = CopyStream(device), CopyStream(device)
+        self._units, self._has_hooks = self._by_unit(units), bool(units)
+        # Unit -> the end of its copies, of those that nobody has waited for.
+        self._left, self._coming = dict[int, Done](), dict[int, Done]()
+        # A model that is dropped is freed at once, so its hooks must not keep this object, which has its parameters, alive.
+        weak = weakref.ref(self)
+        for number, module in enumerate(units):
+            enter = partial(_enter, weak, module, range(number, number + 1 + ahead))
+            # Before FSDP2's own hook, which reads the shards.
+            module.register_forward_pre_hook(without_arguments(enter), prepend=True)
+        for module in units[:1]:
+            module.register_forward_hook(without_arguments(partial(_enter, weak, module, range(len(units)))))
         if mapped is not None:
             for parameter, part in zip(self._parameters, mapped, strict=True):
                 place = self._places.get(_storage_key(parameter))
@@ -69,40 +97,65 @@ class OffloadedParams:
     @property
     def num_bytes(self) -> int:
         """Bytes that leave the device."""
-        return sum(place.flat.numel() for place in self._places.values())
+        return _size(self._places.values())
 
     def to_host(self) -> int:
-        """Move the parameters to the host, and return the bytes freed. If the host limit refuses (HostMemoryError), they stay."""
+        """Move the parameters to the host, and return the bytes freed. If the host limit refuses (HostMemoryError), they stay.
+
+        Work queued from here on waits for the copies, and may take the memory. The host waits in :meth:`readable`.
+        """
+        return sum(self.leave())
+
+    def leave(self) -> Iterator[int]:
+        """Do as :meth:`to_host`, unit by unit, and yield the bytes of each when it is freed. Go on to the end."""
         if not self.on_device:
-            return 0
-        self._copy_to_host()
-        self._free()
-        return self.num_bytes
+            return
+        self.copy_to_host()
+        self.arrive()
+        for number, places in enumerate(self._units):
+            self._leaving.wait(self._left.pop(number, None))
+            for place in places:
+                place.flat.untyped_storage().resize_(0)
+            yield _size(places)
+        self.on_device = False
 
     def to_device(self) -> int:
-        """Move the parameters to the device, and return the bytes moved. If this fails, none of them is there."""
+        """Move the parameters to the device, and return the bytes moved. If this fails, none of them is there.
+
+        A forward waits for them unit by unit. What reads or writes them before their first forward calls :meth:`arrive`.
+        """
+        return sum(self.come())
+
+    def come(self) -> Iterator[int]:
+        """Do as :meth:`to_device`, unit by unit, and yield the bytes of each before it takes them. Go on to the end."""
         if self.on_device:
-            return 0
+            return
         try:
-            for place in self._places.values():
-                place.flat.untyped_storage().resize_(place.flat.numel())
-            self._copy_to_device()
+            for number, places in enumerate(self._units):
+                yield _size(places)
+                for place in places:
+                    place.flat.untyped_storage().resize_(place.flat.numel())
+                self._bring(number)
         except BaseException:
             self._free()
             raise
-        return self.num_bytes
+        self._is_back()
 
     def take_over(self, other: OffloadedParams) -> int:
         """Copy these parameters over those of another model that uses the same storages, and return the bytes moved.
 
         The other model, which is on the device now, then rests on the host. No device memory is freed or allocated. If it fails,
-        neither is on the device.
+        neither is on the device. As :meth:`to_device` otherwise.
         """
         assert other.on_device, other.name
         assert not self.on_device, self.name
-        other._copy_to_host()
+        other.copy_to_host()
+        other.arrive()
+        other._have_left()
         try:
-            self._copy_to_device()
+            for number in range(len(self._units)):
+                self._bring(number)
+            self._is_back()
         except BaseException:
             self._free()
             raise
@@ -110,11 +163,38 @@ class OffloadedParams:
             other.on_device = False
         return self.num_bytes
 
-    def changed(self) -> None:
-        """Note that frozen parameters got other values on the device, so that they are copied to the host once more."""
+    def arrive(self) -> None:
+        """Let work queued from here on wait for all parameters that are on their way to the device."""
+        while self._coming:
+            self._arriving.wait(self._coming.popitem()[1])
+
+    def copy_to_host(self) -> None:
+        """Start to give the host the values that it lacks. They stay on the device, where nothing may change them meanwhile.
+
+        If the host limit refuses (HostMemoryError), nothing is copied.
+        """
+        if not self.has_changed:
+            return
+        self.arrive()
+        self._take_slots()
+        for number, places in enumerate(self._units):
+            places = [place for place in places if not place.copied]
+            if places:
+                self._left[number] = self._leaving.copy(_slots(places), [place.flat for place in places])
+            for place in places:
+                place.copied = True
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the host lacks values that are on the device."""
+        return not all(place.copied for place in self._places.values())
+
+    def changed(self, but_frozen: bool = False) -> None:
+        """Note that parameters get other values on the device, so that they are copied to the host once more."""
         assert self.on_device, self.name
+        self._have_left()
         for place in self._places.values():
-            place.copied = False
+            place.copied = place.copied and place.frozen and but_frozen
 
     @contextmanager
     def readable(self) -> Iterator[None]:
@@ -123,8 +203,11 @@ class OffloadedParams:
         A collective on them runs on the host. Nothing changes while they are on the device.
         """
         if self.on_device:
+            self.arrive()
             yield
             return
+        # Copies may still be under way, in either direction. The queued work waits for them.
+        wait_on_host(self._device)
         shards = [(parameter, _shard(parameter)) for parameter in self._parameters]
         try:
             for parameter, shard in shards:
@@ -143,25 +226,25 @@ class OffloadedParams:
         # Offsets count from the start of the host's storage, which all places share.
         return typed.as_strided(shard.shape, shard.stride(), typed.storage_offset() + shard.storage_offset())
 
-    def _copy_to_host(self) -> None:
-        """Give the host the present values. What is frozen and there already is not copied again."""
-        self._take_slots()
-        for place in self._places.values():
-            if not place.copied:
-                assert place.slot is not None
-                place.slot.copy_(place.flat, non_blocking=True)
-        # From here on the host may read its copy, and the device may reuse the memory.
-        synchronize(self._device)
-        for place in self._places.values():
-            place.copied = place.frozen
+    def _have_left(self) -> None:
+        """Let work queued from here on, which may take the memory or change the values, wait for the copies to the host."""
+        while self._left:
+            self._leaving.wait(self._left.popitem()[1])
 
-    def _copy_to_device(self) -> None:
-        for place in self._places.values():
-            assert place.slot is not None
-            place.flat[: place.slot.numel()].copy_(place.slot, non_blocking=True)
+    def _bring(self, number: int) -> None:
+        """Start to bring a unit. The copy waits for what is queued, and with it for the copies out that it comes after."""
+        places, slots = self._units[number], _slots(self._units[number])
+        if places:
+            targets = [place.flat[: slot.numel()] for place, slot in zip(places, slots, strict=True)]
+            self._coming[number] = self._arriving.copy(targets, slots)
+
+    def _is_back(self) -> None:
         self.on_device = True
+        if not self._has_hooks:
+            self.arrive()
 
     def _free(self) -> None:
+        self.arrive()
         for place in self._places.values():
             place.flat.untyped_storage().resize_(0)
         self.on_device = False
@@ -173,6 +256,43 @@ class OffloadedParams:
             buffer = host_buffer(sum(sizes), self._device, KIND)
             for place, slot in zip(places, buffer.split(sizes), strict=True):
                 place.slot = slot
+
+    def _by_unit(self, units: Sequence[nn.Module]) -> list[list[_Place]]:
+        """Return the places of each unit. A storage of several units comes with the first, and one of none with the model."""
+        of_storage: dict[int, int] = {}
+        for number, module in enumerate(units):
+            for parameter in _own_parameters(module, units):
+                of_storage.setdefault(_storage_key(parameter), number)
+        found: list[list[_Place]] = [[] for _ in range(max(len(units), 1))]
+        for key, place in self._places.items():
+            found[of_storage.get(key, 0)].append(place)
+        return found
+
+
+def _size(places: Iterable[_Place]) -> int:
+    return sum(place.flat.numel() for place in places)
+
+
+def _slots(places: Iterable[_Place]) -> list[Tensor]:
+    return [place.slot for place in places if place.slot is not None]
+
+
+def _own_parameters(module: nn.Module, units: Collection[nn.Module]) -> Iterator[Tensor]:
+    """Yield the parameters of a module that are in no unit inside it."""
+    yield from (parameter for parameter in module._parameters.values() if parameter is not None)
+    for child in module.children():
+        if child not in units:
+            yield from _own_parameters(child, units)
+
+
+def _enter(weak: weakref.ref[OffloadedParams], module: nn.Module, numbers: Iterable[int]) -> None:
+    """Let work queued from here on, and what FSDP2 reads for a module, wait for some units that are on their way."""
+    home = weak()
+    if home is not None:
+        for number in [number for number in numbers if number in home._coming]:
+            done = home._coming.pop(number)
+            wait_for(gather_stream(module), done)
+            home._arriving.wait(done)
 
 
 def _places(parameters: Iterable[Tensor]) -> dict[int, _Place]:
@@ -245,12 +365,19 @@ and the reference follows the policy where both rest. A part that streams is nev
 go in its own pass.
 """
 
+PASSES = frozenset({"reward", "old_log_prob", "ref", "values", "update_critic", "update_actor"})
+"""Phases that read the parameters of what they need in a forward first, which waits for them unit by unit."""
+
+CHANGES = frozenset({"update_critic", "update_actor", "load_checkpoint", "load_critic"})
+"""Phases that give what they need, if it is trained, other values."""
+
 
 class Residency:
     """Moves the parts of one worker between the phases of a step.
 
     A part that the next phase also needs stays. What it does not need leaves before what it needs comes, so the two are never on
-    the device together. A move that fails leaves every part wholly in one place.
+    the device together. While what leaves is copied, each unit that comes takes the room of those that have left. A move that
+    fails leaves every part wholly in one place.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -274,7 +401,7 @@ class Residency:
 
     def rest(self) -> int:
         """Move every part to the host, and return the bytes moved."""
-        return self._leave(frozenset())
+        return self._move([part for part, _ in self._parts], [])[0]
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -286,16 +413,46 @@ class Residency:
         # First, while the other part is still on the device: the two use the same storages, and one takes them over from the
         # other.
         exchanged = sum(one.take_over(other) for one, other in self._turns if one.name in needed and other.on_device)
-        left = self._leave(needed)
-        arrived = exchanged + sum(part.to_device() for part, names in self._parts if names & needed)
+        used = [part for part, names in self._parts if names & needed]
+        left, arrived = self._move([part for part, names in self._parts if not names & needed], used)
+        arrived += exchanged
+        for part in used:
+            if isinstance(part, OffloadedParams) and name not in PASSES:
+                part.arrive()
+            if isinstance(part, OffloadedParams) and name in CHANGES:
+                part.changed(but_frozen=True)
         if (left or arrived) and name not in self._logged:
             self._logged.add(name)
             logger.info("%s: %.1f MiB to the device, %.1f MiB off it, from now on once a step", name, arrived / MIB, left / MIB)
         yield
 
-    def _leave(self, needed: frozenset[str]) -> int:
-        left = sum(part.to_host() for part, names in self._parts if not names & needed)
+    def copy_out(self) -> None:
+        """Start to give the host what an update has changed, beside work that only reads it. The phase that frees it waits."""
+        for part, _ in self._parts:
+            if isinstance(part, OffloadedParams) and part.on_device:
+                part.copy_to_host()
+
+    def _move(
+        self, leaving: Sequence[OffloadedParams | StreamedParams], coming: Sequence[OffloadedParams | StreamedParams]
+    ) -> tuple[int, int]:
+        """Free some parts, bring others, and return the bytes of both."""
+        copied = [part for part in leaving if isinstance(part, OffloadedParams) and part.on_device and part.has_changed]
+        left, arrived = sum(part.to_host() for part in leaving if part not in copied), 0
         if left:
             # The freed memory must be available to the engine too, which allocates without this process's allocator.
             empty_cache(self._device)
-        return left
+        for each in copied:
+            each.copy_to_host()  # before anything moves: the host limit may refuse
+        going, freed = (num_bytes for each in copied for num_bytes in each.leave()), 0
+        try:
+            for part in coming:
+                for num_bytes in part.come() if isinstance(part, OffloadedParams) else [part.to_device()]:
+                    arrived += num_bytes
+                    while freed < arrived and (one := next(going, None)) is not None:
+                        freed += one
+        finally:
+            freed += sum(going)
+        if freed and not arrived:
+            # Where something comes, this would wait for it, and it has taken the memory.
+            empty_cache(self._device)
+        return left + freed, arrived

@@ -26,17 +26,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from verl_memopt.distributed.device import (
-    Done,
-    copy_stream,
-    current_stream,
-    fsdp_params,
-    fsdp_units,
-    is_gpu,
-    mark_done,
-    on_stream,
-    wait_for,
-)
+from verl_memopt.distributed.device import CopyStream, Done, fsdp_params, fsdp_units, is_gpu
 from verl_memopt.memory.host_buffers import ALIGNMENT, host_allocator, host_buffer
 from verl_memopt.observe.byte_tracker import scope
 
@@ -138,7 +128,7 @@ class StreamedParams:
         """
         self.resting: dict[Tensor, nn.Parameter] = {}
         """Parameter of the model, which has no storage -> the one on the host that takes its place."""
-        self._device, self._stream = device, copy_stream(device)
+        self._device, self._arriving = device, CopyStream(device)
         self._buffer: Tensor | None = None
         self._there: dict[_Unit, Done] = {}
         self._blocks = [self._unit([block]) for block in blocks]
@@ -178,7 +168,7 @@ class StreamedParams:
     def release(self) -> None:
         """Free the buffer on the device at the end of a pass."""
         for done in self._there.values():
-            wait_for(current_stream(self._device), done)
+            self._arriving.wait(done)
         self._there.clear()
         self._buffer = None
 
@@ -199,13 +189,13 @@ class StreamedParams:
         return _Unit(host, [(part, name, self.resting[parameter], starts[parameter]) for part, name, parameter in members])
 
     def _hook(self, module: nn.Module, unit: _Unit, following: Sequence[_Unit]) -> None:
-        module.register_forward_pre_hook(_without_arguments(partial(self._enter, unit, following)))
+        module.register_forward_pre_hook(without_arguments(partial(self._enter, unit, following)))
         # Also after an error, which would else leave the module with parameters in a buffer that others overwrite.
-        module.register_forward_hook(_without_arguments(partial(_show, unit, None)), always_call=True)
+        module.register_forward_hook(without_arguments(partial(_show, unit, None)), always_call=True)
 
     def _enter(self, unit: _Unit, following: Sequence[_Unit]) -> None:
         self._bring(unit)
-        wait_for(current_stream(self._device), self._there[unit])
+        self._arriving.wait(self._there[unit])
         _show(unit, self._buffer)
         for other in following:
             self._bring(other)
@@ -219,11 +209,8 @@ class StreamedParams:
             with scope(kind=KIND):
                 self._buffer = torch.empty(unit.room, dtype=torch.uint8, device=self._device)
         self._there = {other: done for other, done in self._there.items() if other.stop <= unit.first or unit.stop <= other.first}
-        # What computed with the bytes that were there is queued already.
-        wait_for(self._stream, mark_done(current_stream(self._device)))
-        with on_stream(self._stream):
-            self._buffer[unit.first : unit.stop].copy_(unit.host, non_blocking=True)
-        self._there[unit] = mark_done(self._stream)
+        # What computed with the bytes that were there is queued already, and the copy waits for it.
+        self._there[unit] = self._arriving.copy([self._buffer[unit.first : unit.stop]], [unit.host])
 
 
 def _show(unit: _Unit, buffer: Tensor | None) -> None:
@@ -244,6 +231,6 @@ def _view(buffer: Tensor, start: int, like: Tensor) -> nn.Parameter:
     return nn.Parameter(part, requires_grad=False)
 
 
-def _without_arguments(call: Callable[[], None]) -> Callable[..., None]:
+def without_arguments(call: Callable[[], None]) -> Callable[..., None]:
     """Return a hook of a module that ignores the module, its inputs and its output."""
     return lambda *_: call()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -30,7 +30,7 @@ from verl_memopt.config.schema import (
     RolloutCorrection,
     ScoringModel,
 )
-from verl_memopt.distributed.device import is_gpu, training_mesh
+from verl_memopt.distributed.device import fsdp_units, is_gpu, training_mesh
 from verl_memopt.distributed.file_records import Records
 from verl_memopt.distributed.sharded_state import load_weights, save_weights
 from verl_memopt.errors import ConfigError
@@ -328,7 +328,7 @@ class RoleBuilder:
                 part, stream.num_bytes / MIB, stream.most_bytes / MIB,
             )  # fmt: skip
         elif fsdp.param_offload:
-            home = OffloadedParams(part, model.parameters(), self.device, mapped)
+            home = OffloadedParams(part, model.parameters(), self.device, mapped, *arriving_units(model, fsdp))
             self.residency.add(home, also)
         return home
 
@@ -354,6 +354,15 @@ class RoleBuilder:
             "%s.quantization=%s: log-probs differ from the unquantised model's by %.2g nats on average, %.2g at most "
             "(256 random tokens)", key, quantization, mean, largest,
         )  # fmt: skip
+
+
+def arriving_units(model: PackedModel, fsdp: Fsdp) -> tuple[list[nn.Module], int]:
+    """Return the modules that can compute while later parameters come from the host, and how many units each reads ahead.
+
+    FSDP2 gathers a unit whole. It may gather the next one while a unit computes.
+    """
+    sharded = fsdp_units(model)
+    return (list[nn.Module](sharded), int(fsdp.forward_prefetch)) if sharded else ([model, *model.blocks(), model.head], 0)
 
 
 def fill_masters(trained: TrainedModel, folder: Path, renamed: Mapping[str, str | None] | None = None) -> None:

@@ -421,6 +421,8 @@ class TrainedModel:
             self.model.rows.stale = True
 
     def _step_optimizer(self) -> None:
+        if self.home is not None:
+            self.home.arrive()  # weights that have left since their backward are read here before any forward
         with optimizer_scope(self.optimizer, on_host=self.model.stays_on_host):
             self.optimizer.step()
 

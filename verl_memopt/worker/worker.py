@@ -201,6 +201,8 @@ class Worker:
             # The engine takes its memory from the driver, so the trainer's unused blocks must go back first.
             empty_cache(self.device)
             self.engine.wake_up("weights")
+        # After the engine's memory is there: giving memory to the driver would wait for the copies.
+        self.residency.copy_out()
         dtype = dtype_of(rollout.dtype, "actor_rollout_ref.rollout.dtype")
         if self.shares_weights:
             with self.policy.model.computing():  # whole weights, with the rows of all ranks

@@ -142,8 +142,9 @@ class LateStream:
     def __init__(self):
         self.queue, self.done = [], 0
 
-    def copy(self, target, source):
-        self.queue.append([(weakref.ref(t.untyped_storage()), t.storage_offset(), t.numel()) for t in (target, source)])
+    def copy(self, targets, sources):
+        for pair in zip(targets, sources, strict=True):
+            self.queue.append([(weakref.ref(t.untyped_storage()), t.storage_offset(), t.numel()) for t in pair])
         return len(self.queue)
 
     def wait(self, event):
@@ -163,14 +164,51 @@ class LateStream:
 def test_any_number_in_flight_changes_no_gradient_and_copies_may_run_as_late_as_they_are_waited_for(chain, x, in_flight):
     expected, offload = gradients(chain, x), offload_of(chain, in_flight)
     assert equal(gradients(chain, x, offload), expected)
-    offload.stream = LateStream()
+    offload.leaving, offload.arriving = LateStream(), LateStream()
     for _ in range(2):
         assert equal(gradients(chain, x, offload), expected)
     with offload.forward():
         abandoned = chain(x).sum()
     del abandoned
     assert equal(gradients(chain, x, offload), expected)
-    assert offload.stream.done == len(offload.stream.queue)
+    assert all(stream.done == len(stream.queue) > 0 for stream in (offload.leaving, offload.arriving))
+
+
+def test_a_backward_waits_for_its_own_copies_and_not_for_those_that_still_go_the_other_way(chain, x):
+    offload = offload_of(chain)
+    offload.leaving, offload.arriving = LateStream(), LateStream()
+    losses = []
+    for _ in range(2):
+        with offload.forward():
+            losses.append(chain(x).square().sum())
+    under_way = len(offload.leaving.queue) - offload.leaving.done
+    assert under_way == 1  # what the second forward has saved last
+    losses.pop(0).backward()
+    assert len(offload.leaving.queue) - offload.leaving.done == under_way
+    assert offload.arriving.done == len(offload.arriving.queue) > 0
+
+
+def test_what_has_not_left_yet_is_read_without_a_wait_and_freed_after_its_copy(x):
+    offload = offload_of(nn.Identity(), in_flight=1)
+    offload.leaving, offload.arriving = LateStream(), LateStream()
+    read = []
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            (saved,) = ctx.saved_tensors
+            read.append((torch.equal(saved, x), offload.leaving.done))
+            return 2 * grad
+
+    with offload.forward():
+        loss = Doubled.apply(x.requires_grad_()).sum()
+    loss.backward()
+    assert (read, offload.leaving.done, offload.arriving.queue) == ([(True, 0)], 1, [])
 
 
 @pytest.mark.gpu

@@ -1,3 +1,5 @@
+import gc
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -6,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.memory.sharded import CPU, assert_equal_runs, fake_ranks, load, local, policy_of, save, share, three_steps, wide_model
 from tests.ranks import run_ranks
 from tests.tensors import whole_of
+from tests.virtual_gpu.late_streams import late_streams
 from verl_memopt.config.schema import TrainedFsdp
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.errors import ConfigError
@@ -232,6 +235,81 @@ def test_the_copies_of_a_move_do_not_wait_for_one_another():
         home.to_host()
         home.to_device()
     assert copies.wait == [False] * 4
+
+
+def test_what_has_not_changed_is_copied_to_the_host_once_and_what_an_update_changes_again():
+    trained, frozen = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    residency = Residency(CPU)
+    residency.add(OffloadedParams(POLICY, [trained, frozen], CPU))
+    copied = []
+    for phase in ("old_log_prob", "gen", "old_log_prob", "ref", "update_actor", "gen", "update_actor", "update_weights"):
+        with Copies() as copies, residency.phase(phase):
+            if phase == "update_actor":
+                trained.data += 1
+            if phase == "update_weights":
+                residency.copy_out()
+            copied.append(len(copies.wait))
+    with Copies() as copies, residency.phase("gen"):
+        pass
+    # Two out, once; two back each time; the trained one out after each update, in the sync that reads it where there is one.
+    assert (copied, copies.wait) == ([0, 2, 2, 0, 2, 1, 2, 1], [])
+    with residency.phase("update_weights"):
+        assert (trained.tolist(), frozen.tolist()) == ([3.0] * 3, [1.0] * 2)
+
+
+class Blocks(torch.nn.Module):
+    """A model whose first matrix is its last one too, with a norm that no block has."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm = torch.nn.Embedding(6, 4), torch.nn.LayerNorm(4)
+        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(3))
+        self.head = torch.nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        hidden = self.embedding(ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_forward_computes_unit_by_unit_what_it_computes_at_once_however_late_copies_are(ahead):
+    torch.manual_seed(0)
+    model, ids = Blocks(), torch.arange(6)
+    expected = model(ids)
+    with late_streams() as streams:
+        home = OffloadedParams("blocks", model.parameters(), CPU, None, [model, *model.blocks, model.head], ahead)
+        for _ in range(2):
+            home.to_host()
+            home.to_device()
+            there = []
+            hooks = [
+                block.register_forward_hook(lambda *_, there=there: there.append(len(home._coming))) for block in model.blocks
+            ]
+            assert torch.equal(model(ids), expected)
+            # The head's matrix comes first, as the embedding.
+            assert there == [max(3 - ahead - block, 0) for block in (1, 2, 3)]
+            for hook in hooks:
+                hook.remove()
+        assert not home._coming
+        assert streams.copies == 2 * len(home._places) + len(home._places)
+    home.to_host()
+    assert all(parameter.untyped_storage().nbytes() == 0 for parameter in model.parameters())
+
+
+def test_a_model_that_is_dropped_is_freed_with_its_place_on_the_host():
+    held, model = host_allocator().held_bytes, Blocks()
+    home = OffloadedParams("blocks", model.parameters(), CPU, None, [model, *model.blocks, model.head])
+    home.to_host()
+    gc.disable()
+    try:
+        del home
+        assert host_allocator().held_bytes == held
+    finally:
+        gc.enable()
+    assert model is not None
 
 
 def test_parameters_of_odd_sizes_and_several_dtypes_are_read_where_they_rest():

@@ -37,7 +37,7 @@ from verl_memopt.model.weights import fill_from_folder, load_model_config, mappe
 from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student_rows import BRIDGE, END, PREFIX, SOLUTION, THINK, StudentRows
 from verl_memopt.worker.policy import forward_pass, pack_log_probs
-from verl_memopt.worker.roles import FrozenModel, RoleBuilder, exact_weights_of
+from verl_memopt.worker.roles import FrozenModel, RoleBuilder, arriving_units, exact_weights_of
 
 _WITHOUT_EFFECT = frozenset(
     (
@@ -214,7 +214,7 @@ class StudentReply:
 
     log_probs: StudentLogProbs
     seconds: float
-    """Time of the forwards, without the student's way to the device."""
+    """Time of the forwards. They begin while the student is on its way to the device, if it rests on the host."""
 
 
 @dataclass(frozen=True)
@@ -312,7 +312,8 @@ def _swapped(roles: RoleBuilder, reference: PolicyModel, folder: Path) -> Policy
     with residency.phase("ref"):  # the storages must have their size
         is_mapped = roles.plan.settings.model.load_mode == "mmap"
         mapped = mapped_weights(reference, folder) if is_mapped else None
-        home = OffloadedParams(REWARD_MODEL, reference.parameters(), roles.device, mapped)
+        units = arriving_units(reference, roles.plan.settings.ref.fsdp_config)
+        home = OffloadedParams(REWARD_MODEL, reference.parameters(), roles.device, mapped, *units)
         if mapped is None:
             fill_from_folder(reference, folder, REWARD_KEY)
         home.to_host()
