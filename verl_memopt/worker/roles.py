@@ -361,8 +361,8 @@ def arriving_units(model: PackedModel, fsdp: Fsdp) -> tuple[list[nn.Module], int
 
     FSDP2 gathers a unit whole. It may gather the next one while a unit computes.
     """
-    sharded = fsdp_units(model)
-    return (list[nn.Module](sharded), int(fsdp.forward_prefetch)) if sharded else ([model, *model.blocks(), model.head], 0)
+    sharded: list[Any] = fsdp_units(model)
+    return (sharded, int(fsdp.forward_prefetch)) if sharded else ([model, *model.blocks(), model.head], 0)
 
 
 def fill_masters(trained: TrainedModel, folder: Path, renamed: Mapping[str, str | None] | None = None) -> None:

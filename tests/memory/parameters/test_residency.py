@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.critics import critic_mini, critic_plan, critic_weights
+from tests.virtual_gpu.late_streams import late_streams
 from tests.worker.test_worker import AR, call, mini_batch, same, weights
 from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.memory.residency import CRITIC, NEEDS, POLICY, REFERENCE, REWARD_MODEL, OffloadedParams, Residency
@@ -170,6 +171,25 @@ def test_the_log_says_once_a_phase_how_much_came_and_how_much_left(caplog):
         "ref: 0.0 MiB to the device, 3.0 MiB off it, from now on once a step",
         "update_actor: 3.0 MiB to the device, 1.5 MiB off it, from now on once a step",
     ]
+
+
+def stepped_after_a_rollout(made, resting):
+    """Gives the policy's weights after a step of a gradient that was there before the policy left the device and came back."""
+    worker = made(resting)
+    for _ in range(2):
+        call(worker, "update_actor", [mini_batch()])
+        worker.call("update_actor", False, "add_gradient", mini_batch())
+        worker.call("gen", False, "release_engine")
+        worker.call("update_actor", False, "take_step", None)
+    found = weights_at_home(worker)
+    worker.close()
+    return found
+
+
+def test_an_optimizer_step_without_a_forward_waits_for_parameters_that_come_late(made):
+    expected = stepped_after_a_rollout(made, {})
+    with late_streams():
+        assert same(stepped_after_a_rollout(made, OFFLOADED), expected)
 
 
 # The critic and the policy take turns.
