@@ -366,7 +366,8 @@ go in its own pass.
 """
 
 PASSES = frozenset({"reward", "old_log_prob", "ref", "values", "update_critic", "update_actor"})
-"""Phases that read the parameters of what they need in a forward first, which waits for them unit by unit."""
+"""Phases that read the parameters of what they need in a forward first, which waits for them unit by unit. What reads or writes
+them before calls :meth:`OffloadedParams.arrive`."""
 
 CHANGES = frozenset({"update_critic", "update_actor", "load_checkpoint", "load_critic"})
 """Phases that give what they need, if it is trained, other values."""

@@ -309,7 +309,10 @@ def _swapped(roles: RoleBuilder, reference: PolicyModel, folder: Path) -> Policy
     Both rest on the host. On the device they use the same storages, one after the other.
     """
     residency = roles.residency
+    of_reference = residency.find(REFERENCE)
+    assert isinstance(of_reference, OffloadedParams)
     with residency.phase("ref"):  # the storages must have their size
+        of_reference.arrive()
         is_mapped = roles.plan.settings.model.load_mode == "mmap"
         mapped = mapped_weights(reference, folder) if is_mapped else None
         units = arriving_units(reference, roles.plan.settings.ref.fsdp_config)
@@ -318,7 +321,5 @@ def _swapped(roles: RoleBuilder, reference: PolicyModel, folder: Path) -> Policy
             fill_from_folder(reference, folder, REWARD_KEY)
         home.to_host()
     residency.add(home)
-    of_reference = residency.find(REFERENCE)
-    assert isinstance(of_reference, OffloadedParams)
     residency.take_turns(home, of_reference)
     return reference
