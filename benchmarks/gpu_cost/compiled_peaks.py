@@ -2,7 +2,7 @@
 
 A worker of a published shape runs its second step on the virtual GPU (``tests/virtual_gpu``): PPO with a critic of another
 width, RLT with a student of another width, GRPO with a KL, and LoRA. What such a device does not see is added to its count: the
-tensors that Inductor keeps inside a compiled function, and those that the kernel of flash attention's backward allocates. Rows
+tensors that Inductor keeps inside a compiled function, and those that the kernels of attention's backward allocate. Rows
 have their longest lengths, as the formulas of ``verl-memopt fit`` suppose.
 """
 
@@ -85,8 +85,9 @@ class CompiledGpu(VirtualGpu):
 
     def _device_op(self, func: Any, args: Any, kwargs: Any, given: Any) -> Any:
         result = super()._device_op(func, args, kwargs, given)
-        if func.__name__.partition(".")[0] == "_flash_attention_backward":
-            self.peak = max(self.peak, self.allocated + flash_scratch(args))
+        scratch = SCRATCH.get(func.__name__.partition(".")[0])
+        if scratch is not None:
+            self.peak = max(self.peak, self.allocated + scratch(args))
         return result
 
 
@@ -103,6 +104,21 @@ def flash_scratch(args: Sequence[Any]) -> int:
     rows = query.shape[0] + 128 * sequences
     repeated = 2 * key.shape[0] * heads * size * query.itemsize if heads != key.shape[-2] else 0
     return 4 * rows * heads * (rounded + 1) + repeated
+
+
+def efficient_scratch(args: Sequence[Any]) -> int:
+    """Return the bytes that the backward of memory-efficient attention allocates beside its results.
+
+    As torch's ``attention_backward.cu`` does: a workspace in fp32 of the gradient of queries, in blocks of 64 by 64, with each
+    sequence as long as the longest; a number for each query and head; and the output's gradient again where it has gaps.
+    """
+    grad, query, sequences, longest = args[0], args[1], args[6].shape[0] - 1, args[8]
+    rows, heads, size = query.shape[1:]
+    workspace = 4 * sequences * heads * (longest + -longest % 64) * (size + -size % 64)
+    return workspace + 4 * rows * heads + (0 if grad.is_contiguous() else grad.nbytes)
+
+
+SCRATCH = {"_flash_attention_backward": flash_scratch, "_efficient_attention_backward": efficient_scratch}
 
 
 def settings_of(run: str, case: Case, folder: Path, other: Path) -> Settings:

@@ -44,13 +44,12 @@ FREE = {
 """Operations that launch nothing: views, and memory from the allocator."""
 
 KNOWN = {
-    "_flash_attention_forward": 1, "_flash_attention_backward": 3, "_scaled_dot_product_efficient_attention": 1,
-    "_scaled_dot_product_efficient_attention_backward": 2, "nonzero": 3, "linalg_vector_norm": 2, "_assert_async": 1,
+    "_flash_attention_forward": 1, "_flash_attention_backward": 3, "nonzero": 3, "linalg_vector_norm": 2, "_assert_async": 1,
     "_softmax": 1, "sort": 4,
     "select_backward": 2, "slice_backward": 2,
 }  # fmt: skip
 """Kernels of operations that are not one. flash: ``flash_api.cpp``; its backward also sums the gradients of repeated key heads,
-two kernels more (:func:`launches_of`)."""
+two kernels more (:func:`launches_of`). efficient: ``attention_backward.cu``, also in :func:`launches_of`."""
 
 INDEXED = {"index", "index_select", "index_add_", "index_copy_", "index_copy", "embedding", "gather", "scatter_", "scatter_add_",
            "index_put_", "_index_put_impl_", "index_fill_"}  # fmt: skip
@@ -237,6 +236,10 @@ def launches_of(name: str, args: Sequence[Any], kwargs: Any, given: Sequence[Ten
         return ceil(len(args[0]) / 128)
     if name == "all_gather_copy_in":
         return ceil(len(args[0]) / TENSORS[2])
+    if name.endswith("efficient_attention_backward"):
+        # The workspace is filled with zeros. In fp32 the sums of output times gradient are a product, a sum and a copy.
+        grad = args[0] if name == "_efficient_attention_backward" else args[0].transpose(1, 2)
+        return 2 + 3 * (grad.dtype == torch.float32) + (not grad.is_contiguous())
     repeated = name == "_flash_attention_backward" and args[1].shape[-2] != args[2].shape[-2]
     return KNOWN.get(name, 1) + 2 * repeated
 

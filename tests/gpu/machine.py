@@ -22,7 +22,7 @@ from tests.model.attention_cases import attention_of_one, gpu_operators_on_a_cpu
 from tests.worker.test_policy import NothingWaits
 from verl_memopt.distributed import device as device_room
 from verl_memopt.memory.out_of_memory import memory_limits
-from verl_memopt.model import attention, attention_fused
+from verl_memopt.model import attention, attention_dense
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 
 VARIABLE = "VERL_MEMOPT_GPU_TESTS_ON"
@@ -105,7 +105,7 @@ def gpu_kernels():
         return
     with ExitStack() as stack:
         stack.enter_context(gpu_operators_on_a_cpu())
-        for room in (attention, attention_fused):
+        for room in (attention, attention_dense):
             stack.enter_context(patch.object(room, "is_gpu", lambda _: True))
         if not has("flash_attn"):
             stack.enter_context(patch.dict(sys.modules, flash_attn=SimpleNamespace(flash_attn_varlen_func=_flash_attn)))

@@ -5,7 +5,7 @@ import pytest
 from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import ActorRolloutRef
 from verl_memopt.memory.chunked_logprob import logit_bytes
-from verl_memopt.memory.formulas import Shapes, width
+from verl_memopt.memory.formulas import ATTENTION_ELEMENTS, Shapes, key_heads_at_once, width
 from verl_memopt.memory.tiled_mlp import TiledMlp
 
 SHAPES = Shapes(
@@ -168,7 +168,9 @@ def on_gpu(compiled=False, dtype="fp32", shapes=QWEN, **model):
     return dataclasses.replace(shapes, settings=replaced(given, {"actor": actor}))
 
 
-def test_uncompiled_on_a_gpu_the_tiles_of_elementwise_statements_are_those_that_an_h100_measured():
+def test_uncompiled_on_a_gpu_the_tiles_of_elementwise_statements_are_those_that_an_h100_measured(monkeypatch):
+    # It ran attention key head by key head then.
+    monkeypatch.setitem(ATTENTION_ELEMENTS, "cuda", 0)
     kept, pruned, tiled = (
         on_gpu(prune_last_block=False),
         on_gpu(),
@@ -179,6 +181,28 @@ def test_uncompiled_on_a_gpu_the_tiles_of_elementwise_statements_are_those_that_
     assert formula[0] - formula[1] == pytest.approx(measured[0] - measured[1], rel=0.005)
     assert formula[1] - formula[2] == pytest.approx(measured[1] - measured[2], rel=0.005)
     assert formula == pytest.approx(measured, rel=0.005)
+
+
+def test_memory_efficient_attention_holds_what_its_call_makes_for_the_key_heads_of_a_tile():
+    few = dataclasses.replace(QWEN, heads=4, kv_heads=2, head_dim=64, tokens=100, suffix_tokens=0, skipped=0, segments=1)
+    kept = 4 * 100 * (2 * 1024 + 2 * 256 + 2 * 128) + 4 * 100 * (256 + 2 * 64)  # and the output's gradient, and tables
+    # Both key heads at once: queries and keys turned, keys and values for four heads, three gradients, and the kernel's own.
+    assert on_gpu(shapes=few).attention_backward_bytes == kept + 4 * 100 * (256 + 128 + 2 * 256 + 3 * 256) + 4 * 100 * 256
+    # Of so many tokens that one key head is more than a tile: columns of output and gradient, but no key repeated.
+    many = dataclasses.replace(few, tokens=20_000)
+    one = 4 * 20_000 * (128 + 64 + 2 * 128 + 3 * 128) + 4 * 20_000 * 128
+    assert on_gpu(shapes=many).attention_backward_bytes == 200 * kept + one
+    # 12,000 answers see 8,000 prompts in a call of their own, beside the gradients of all: inputs of answers and their gradient, and
+    # gradients of the prompts' keys and values for each query head. Seven sequences of the longest would not be in a tile.
+    shared = dataclasses.replace(many, suffix_tokens=12_000, segments=7)
+    call = 12_000 * 4 * 128 + 8_000 * 2 * 128
+    several = 4 * (20_000 * (128 + 64 + 128 + 2 * 64) + call) + 4 * ATTENTION_ELEMENTS["cuda"]
+    assert on_gpu(shapes=shared).attention_backward_bytes == 200 * kept + several
+
+
+@pytest.mark.parametrize(("elements", "found"), [(0, 1), (99, 1), (100, 1), (250, 2), (399, 2), (400, 4), (10**6, 8)])
+def test_key_heads_at_once_are_a_divisor_of_them_that_a_tile_has_room_for(elements, found):
+    assert key_heads_at_once(100, 8, elements) == found
 
 
 def test_compiled_statements_hold_no_tiles():

@@ -182,7 +182,55 @@ def efficient_backward(grad, q, k, v, bias, out, lse, seed, offset, dropout, nee
     return *gradient_of_one(grad, q, k, v, out, lse[..., : q.shape[2]], hidden, scale), torch.empty(0)
 
 
+def packed_efficient_forward(
+    q, k, v, bias, starts_q, starts_k, max_q, max_k, dropout, mask_type, with_lse=False, *, scale=None, seqlen_k=None,
+    window_size=None,
+):  # fmt: skip
+    assert (bias, dropout, with_lse, seqlen_k, window_size) == (None, 0.0, True, None, None)
+    out, lse = (torch.full(sizes, float("nan")) for sizes in (q.shape, (len(starts_q) - 1, q.shape[2], -(-max_q // 32) * 32)))
+    for place, (here, there, hidden) in enumerate(_sequences(q, k, v, starts_q, starts_k, max_q, max_k, mask_type)):
+        inputs = (x[0, rows].transpose(0, 1) for x, rows in ((q, here), (k, there), (v, there)))
+        part, part_lse = attention_of_one(*inputs, hidden, scale)
+        out[0, here] = part.transpose(0, 1)
+        # Up to a multiple of 32 of its own length, a sequence has infinities; beyond, nothing is written.
+        lse[place, :, : -(-len(hidden) // 32) * 32] = float("inf")
+        lse[place, :, : len(hidden)] = part_lse
+    none = torch.zeros((), dtype=torch.int64)
+    return out, lse, none, none, max_q, max_k
+
+
+def packed_efficient_backward(
+    grad, q, k, v, bias, out, starts_q, starts_k, max_q, max_k, lse, dropout, seed, offset, mask_type, bias_needs_gradient,
+    *, scale=None, num_splits_key=None, window_size=None, shared_storage_dqdkdv=False,
+):  # fmt: skip
+    assert (bias, dropout, bias_needs_gradient, num_splits_key, window_size) == (None, 0.0, False, None, None)
+    assert out.is_contiguous()
+    assert lse.is_contiguous()
+    assert lse.shape == (len(starts_q) - 1, q.shape[2], -(-max_q // 32) * 32)
+    parts = [torch.full(x.shape, float("nan")) for x in (q, k, v)]
+    for place, (here, there, hidden) in enumerate(_sequences(q, k, v, starts_q, starts_k, max_q, max_k, mask_type)):
+        assert torch.all(lse[place, :, len(hidden) : -(-len(hidden) // 32) * 32] == float("inf"))
+        given = (x[0, rows].transpose(0, 1) for x, rows in ((grad, here), (q, here), (k, there), (v, there), (out, here)))
+        found = gradient_of_one(*given, lse[place, :, : len(hidden)], hidden, scale)
+        for target, rows, part in zip(parts, (here, there, there), found, strict=True):
+            target[0, rows] = part.transpose(0, 1)
+    return *parts, torch.empty(0)
+
+
+def _sequences(q, k, v, starts_q, starts_k, max_q, max_k, mask_type):
+    """Gives the rows of each sequence, and what is hidden in it. What the kernels check is checked."""
+    assert q.shape[0] == k.shape[0] == v.shape[0] == 1
+    assert q.shape[2:] == k.shape[2:] == v.shape[2:]
+    assert starts_q.dtype == starts_k.dtype == torch.int32
+    assert (max_q, max_k) == tuple(int(starts.diff().max()) for starts in (starts_q, starts_k))
+    assert (q.shape[1], k.shape[1]) == (starts_q[-1], starts_k[-1])
+    for here, there in zip(*(zip(x.tolist(), x.tolist()[1:], strict=False) for x in (starts_q, starts_k)), strict=True):
+        yield slice(*here), slice(*there), _hidden(here[1] - here[0], there[1] - there[0], bool(mask_type))
+
+
 GPU_OPERATORS = {
+    "_efficient_attention_forward": packed_efficient_forward,
+    "_efficient_attention_backward": packed_efficient_backward,
     "_flash_attention_forward": flash_forward,
     "_flash_attention_backward": flash_backward,
     "_scaled_dot_product_efficient_attention": efficient_forward,
@@ -199,8 +247,11 @@ def _accumulated_in_fp32(function):
             return function(*args, **kwargs)
         wide = (arg.float() if torch.is_tensor(arg) and arg.dtype == dtype else arg for arg in args)
         forward = "forward" in function.__name__
-        outs = enumerate(function(*wide, **kwargs))
-        return tuple(out.to(dtype) if out.dtype == torch.float32 and not (forward and at == 1) else out for at, out in outs)
+        outs = list(function(*wide, **kwargs))
+        for at, out in enumerate(outs):
+            if torch.is_tensor(out) and out.dtype == torch.float32 and not (forward and at == 1):
+                outs[at] = out.to(dtype)
+        return tuple(outs)
 
     return run
 

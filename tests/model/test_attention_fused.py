@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from recipe.rloo.memory_study.fake_device import described_efficient_backward
 from tests.model.attention_cases import (
     HEADS,
     LAYOUTS,
@@ -19,7 +20,8 @@ from tests.model.attention_cases import (
 )
 from verl_memopt.memory.formulas import TILE_ELEMENTS
 from verl_memopt.model.attention import eager_attention
-from verl_memopt.model.attention_fused import EFFICIENT, _DenseAttention, _with_merged, dense_attention, flash_attention, merge
+from verl_memopt.model.attention_dense import PACKED_EFFICIENT, _DenseAttention, dense_attention
+from verl_memopt.model.attention_fused import _with_merged, flash_attention, merge
 from verl_memopt.model.packing import PrefixLayout
 from verl_memopt.model.rotary import rotary_arguments
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
@@ -39,7 +41,7 @@ def dense(layout, rotary=None):
 
 
 def efficient(layout, rotary=None):
-    return lambda *inputs: _DenseAttention.apply(*inputs, *rotary_arguments(rotary), layout, 0.3, EFFICIENT)
+    return lambda *inputs: _DenseAttention.apply(*inputs, *rotary_arguments(rotary), layout, 0.3, PACKED_EFFICIENT)
 
 
 def flash(layout, rotary=None, window=None):
@@ -237,7 +239,7 @@ def test_fake_tensors_give_the_bytes_of_real_ones():
 @pytest.mark.parametrize("skipped", [(0, 0), (4, 0), (4, 6)])
 @pytest.mark.parametrize("sizes", [((5, ()), (3, ())), ((5, (4, 4, 1)), (2, (2,)))])
 def test_kernels_of_gpus_take_fake_tensors(kernel, sizes, skipped):
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with described_efficient_backward(), FakeTensorMode(allow_non_fake_inputs=True):
         layout = PrefixLayout.of(sizes, skipped)
         inputs = flat_inputs(layout, 4, 2, dtype=torch.bfloat16)
         found = with_gradients(kernel(layout), inputs)

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_iter, tree_map
 
+from recipe.rloo.memory_study.fake_device import described_efficient_backward
 from tests.virtual_gpu.clocks import HOST, Clocks, Span
 from tests.virtual_gpu.results import made_of, plan_of, signature
 
@@ -114,6 +115,7 @@ class VirtualGpu(TorchDispatchMode):
         assert _present is None, "there is one virtual device a process"
         _present = self
         self._stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        self._stack.enter_context(described_efficient_backward())
         # torch.tensor(..., device="cuda") is then a host tensor that is copied, which is seen here.
         self._stack.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
         torch._C._set_only_lift_cpu_tensors(True)

@@ -6,12 +6,12 @@ from tests.end_to_end.covering import all_off
 from tests.virtual_gpu.life import live, misplaced
 
 FLASH = "aten._flash_attention_{}.default"
-EFFICIENT = "aten._scaled_dot_product_efficient_attention{}.default"
+EFFICIENT = "aten._efficient_attention_{}.default"
 PATHS = {
     ("auto", "bf16"): (FLASH.format("forward"), FLASH.format("backward")),
-    ("auto", "fp32"): (EFFICIENT.format(""), EFFICIENT.format("_backward")),
-    ("sdpa", "bf16"): (EFFICIENT.format(""), EFFICIENT.format("_backward")),
-    ("sdpa", "fp32"): (EFFICIENT.format(""), EFFICIENT.format("_backward")),
+    ("auto", "fp32"): (EFFICIENT.format("forward"), EFFICIENT.format("backward")),
+    ("sdpa", "bf16"): (EFFICIENT.format("forward"), EFFICIENT.format("backward")),
+    ("sdpa", "fp32"): (EFFICIENT.format("forward"), EFFICIENT.format("backward")),
     ("eager", "bf16"): ("aten._softmax.default", "aten._softmax_backward_data.default"),
     ("eager", "fp32"): ("aten._softmax.default", "aten._softmax_backward_data.default"),
 }

@@ -23,6 +23,7 @@ KEPT_BY_SELECTIVE = frozenset(
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_efficient_attention",
         "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_efficient_attention_forward",
         "aten::_flash_attention_forward",
         "flash_attn::_flash_attn_varlen_forward",
     }

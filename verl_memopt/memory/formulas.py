@@ -16,6 +16,10 @@ NARROW_TILE_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
 """Elements of a tile of rows that elementwise statements run over: what fits in a core's cache, or keeps a GPU busy for longer
 than a kernel launch takes. Narrow tiles are for statements that create nothing in fp32."""
 
+ATTENTION_ELEMENTS = {"cpu": 0, "cuda": 2**21}
+"""Elements of queries in a call of attention that takes several key heads, or segments of several lengths: enough to keep a GPU
+busy for longer than its launches take. A CPU launches nothing, and computes one key head and one length at a time."""
+
 
 class Format(NamedTuple):
     """Bits of a code, and how many weights along the input share an fp32 scale."""
@@ -291,7 +295,8 @@ class Shapes:
     def attention_backward_bytes(self) -> int:
         """What a block of recomputed norms holds, itself included, at the backward of its attention.
 
-        Dense kernels run key head by key head, flash kernels over all heads.
+        Flash kernels run over all heads, the memory-efficient kernel of a GPU over as many as a tile has room for, and the kernel
+        of a CPU key head by key head.
         """
         if self.flash:
             return self.flash_backward_bytes(self.tokens)
@@ -300,9 +305,45 @@ class Shapes:
         call = max(self.suffix_tokens, self.tokens - self.suffix_tokens) * (
             3 * each + (self.head_dim if each > self.head_dim else 0)
         )
-        # Tensors of one key head are of the tokens of all devices. Before, two buffers exchange the heads of the gradient.
+        held = self.compute_bytes * self.sequence_ranks * (head + call)
+        if self.device == "cuda":
+            held = self._efficient_backward_bytes(each)
+        # Tensors of these key heads are of the tokens of all devices. Before, two buffers exchange the heads of the gradient.
         exchange = 0 if self.sequence_ranks == 1 else 2 * self.tokens * query
-        return self._at_attention + self.compute_bytes * max(self.sequence_ranks * (head + call), exchange)
+        return self._at_attention + max(held, self.compute_bytes * exchange)
+
+    def efficient_heads(self) -> int:
+        """Return how many key heads the memory-efficient kernel of a GPU takes at once."""
+        kv_heads, ranks = self.kv_heads * self.key_copies, self.sequence_ranks
+        each = self.heads // kv_heads * self.head_dim
+        return key_heads_at_once(ranks * self.tokens * each, kv_heads // ranks, ATTENTION_ELEMENTS["cuda"])
+
+    def _efficient_backward_bytes(self, each: int) -> int:
+        """Return what the backward of memory-efficient attention makes for the heads that it takes at once.
+
+        ``each`` elements of queries share a key head. Of all tokens: queries and keys turned, and gradients, unless one call
+        makes them all. A call has keys and values repeated for query heads, if it takes several key heads; columns of the output
+        and of its gradient, if there are more key heads; and gradients of queries, and of keys and values for each query head.
+        Answers that share prompts have such a call of their own. Source: ``_efficient_attention_backward`` in
+        ``aten/src/ATen/native/transformers/cuda/attention_backward.cu``. Its workspace has the gradient of queries in fp32, with
+        each sequence as long as the longest.
+        """
+        b, tokens, key = self.compute_bytes, self.sequence_ranks * self.tokens, self.head_dim
+        heads, answers, tile = self.efficient_heads(), self.sequence_ranks * self.suffix_tokens, ATTENTION_ELEMENTS["cuda"]
+        repeated = 2 * each if heads > 1 and each > key else 0
+        columns = 2 * each if heads * self.sequence_ranks < self.kv_heads * self.key_copies else 0
+        prompts, of_call = tokens - answers, repeated + columns + 3 * each
+
+        def workspace(rows: int) -> int:
+            exact = rows * heads * each
+            return 4 * max(exact, min(self.segments * exact, tile))
+
+        gradients = tokens * (each + 2 * key)
+        rows = max(answers, prompts) if answers else min(tokens, tile // (heads * each))
+        first = max(tokens * of_call, gradients + rows * of_call if self.segments > 1 else 0)
+        second = gradients + prompts * (repeated + 2 * each) + answers * 4 * each if answers else 0
+        turned = tokens * (each + key)
+        return max(b * heads * (turned + first) + workspace(tokens), b * heads * (turned + second) + workspace(answers))
 
     @property
     def _at_attention(self) -> int:
@@ -390,6 +431,16 @@ class Shapes:
         norms = (4 + 2 * b) * (2 * self.hidden + query + key)  # of each input, norm and output the first is fp32
         kept = norms + b * (query + key + (4 * self.mlp if model.mlp_tiles is None else 0))
         return self.tokens * kept + self.exchanged_bytes
+
+
+def key_heads_at_once(elements: int, kv_heads: int, tile: int) -> int:
+    """Return how many of ``kv_heads`` key heads attention computes at once.
+
+    It is a divisor of them, so that all calls have one width. ``elements`` are those of the queries that share a key head, and
+    ``tile`` those that a call may have.
+    """
+    most = min(max(tile // max(elements, 1), 1), kv_heads)
+    return next(count for count in range(most, 0, -1) if kv_heads % count == 0)
 
 
 def key_copies(heads: int, kv_heads: int, ranks: int) -> int:

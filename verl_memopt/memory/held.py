@@ -263,6 +263,11 @@ class Held:
             # second output, of their own, and merge two.
             answers = min(work.responses, work.tokens) if self.roles.actor.use_prefix_grouper else 0
             attention = b * work.tokens * (2 * h + (3 + wide) * query // 2 + 3 * key + 2 * s.head_dim) + 2 * b * answers * query
+        elif self.device == "cuda":
+            # Of the key heads of a call: queries and keys turned, keys and values repeated for query heads, and the output.
+            each = query // (s.kv_heads * s.key_copies)
+            turned = s.efficient_heads() * (4 * each + s.head_dim)
+            attention = b * work.tokens * (2 * h + 2 * query + 2 * key + 2 * s.head_dim + s.sequence_ranks * turned)
         attention = max(attention + (norm if self.size.qk_norm else 0), 2 * b * work.tokens * h + norm)
         # Also the state before the block, and rotary tables.
         mlp = b * work.tokens * (4 * h + wide * s.mlp + 2 * s.head_dim)

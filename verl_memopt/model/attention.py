@@ -15,7 +15,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from verl_memopt.distributed.device import is_gpu, supports_flash
 from verl_memopt.errors import ConfigError
-from verl_memopt.model.attention_fused import dense_attention, flash_attention
+from verl_memopt.model.attention_dense import dense_attention
+from verl_memopt.model.attention_fused import flash_attention
 from verl_memopt.model.families import POLICY_KEY, SCORE_CAP
 from verl_memopt.model.packing import PrefixGroup, PrefixLayout
 from verl_memopt.model.rotary import Rotary

@@ -1,7 +1,4 @@
-"""Attention over packed sequences by torch's fused kernels.
-
-Those for rectangular batches are called for each size (flash on a CPU, memory-efficient on a GPU), and the flash kernels of a GPU
-once for segments of any length.
+"""Attention over packed sequences by torch's fused kernels: those for rectangles, and the flash kernels of a GPU.
 
 A token of a suffix attends in two passes: causally over its own segment, and over the whole prefix. Each pass gives an output and
 the log-sum-exp of its scores, from which the two outputs are merged exactly. In backward the same kernels get the merged output
@@ -18,20 +15,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from verl_memopt.distributed.device import is_gpu
 from verl_memopt.memory.fused import over_rows, runs_compiled
 from verl_memopt.model.packing import PrefixLayout
 from verl_memopt.model.rotary import (
     Rotary,
-    apply_rotary,
     apply_rotary_to_both,
     rotary_arguments,
-    rotary_backward,
     rotary_backward_to_all,
     weight_sums,
 )
 
-_Views: TypeAlias = tuple[Tensor, ...]
+Parts: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Gradients of queries, keys and values."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +44,6 @@ class Kernel:
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
     float_parts: bool
-
-    def working(self, layout: PrefixLayout, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors in the dtype in which attention over this layout is computed."""
-        return tuple(tensor.float() for tensor in tensors) if self.float_parts and layout.prefix_spans else tensors
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -92,110 +83,6 @@ CPU_FLASH = Kernel(_cpu_forward, _cpu_backward, float_parts=True)
 EFFICIENT = Kernel(_gpu_forward, _gpu_backward, float_parts=False)
 
 
-def dense_attention(
-    query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, scale: float, rotary: Rotary | None = None
-) -> Tensor:
-    """Return attention [Q, heads, D].
-
-    Saves its arguments, its output and one log-sum-exp for each token and head. Key heads are computed one after another, each
-    with the query heads that share it, so temporary tensors are of one key head. ``query`` is [Q, heads, D] of the queries of the
-    layout, ``key`` and ``value`` are [T, kv heads, D] of all tokens, with a last stride of 1. ``rotary`` rotates queries and keys
-    here, and again in backward, which then overwrites the arguments with their gradients.
-    """
-    kernel = EFFICIENT if is_gpu(query.device) else CPU_FLASH
-    return _DenseAttention.apply(query, key, value, *rotary_arguments(rotary), layout, scale, kernel)
-
-
-class _DenseAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        query_norm: Tensor | None,
-        key_norm: Tensor | None,
-        eps: float,
-        layout: PrefixLayout,
-        scale: float,
-        kernel: Kernel,
-    ) -> Tensor:
-        tables, (query_cos, query_sin) = (eps, cos, sin), layout.at_queries(cos, sin)
-        query_tables = eps, query_cos, query_sin
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-        for queries, keys in key_heads(query, key):
-            rotated = apply_rotary(query[:, queries], query_norm, *query_tables), apply_rotary(key[:, keys], key_norm, *tables)
-            q, k, v = kernel.working(layout, *rotated, value[:, keys])
-            # The kernel's own outputs are not written to: selective checkpointing keeps them, and refuses outputs that were.
-            whole = out[:, queries] if q.dtype == out.dtype else torch.empty_like(q)
-            by_query, by_key = _views(q, whole, lse[:, queries]), _shared(_views(k, v), q)
-            for q_, out_, lse_, k_, v_ in _segment_calls(layout, by_query + _shared(_views(*layout.at_queries(k, v)), q)):
-                part, part_lse = kernel.forward(q_, k_, v_, True, scale)
-                out_.copy_(part)
-                lse_.copy_(part_lse)
-            for q_, out_, lse_, k_, v_ in _prefix_calls(layout, by_query, by_key):
-                part, part_lse = kernel.forward(q_, k_, v_, False, scale)
-                merged, merged_lse = merge(out_, lse_, part, part_lse)
-                out_.copy_(merged)
-                lse_.copy_(merged_lse)
-            if whole.dtype != out.dtype:
-                out[:, queries].copy_(whole)
-        ctx.save_for_backward(query, key, value, cos, sin, query_norm, key_norm, out, lse)
-        ctx.eps, ctx.layout, ctx.scale, ctx.kernel = eps, layout, scale, kernel
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        layout, kernel, scale = ctx.layout, ctx.kernel, ctx.scale
-        query, key, value, cos, sin, query_norm, key_norm, out, lse = ctx.saved_tensors
-        grad, tables, norms = grad.contiguous(), (ctx.eps, cos, sin), (query_norm, key_norm)
-        query_cos, query_sin = layout.at_queries(cos, sin)
-        query_tables = ctx.eps, query_cos, query_sin
-        sums = weight_sums(norms, ctx.needs_input_grad[5:7])
-        # The saved queries, keys and values are not read again after their own head, so their memory takes their gradients.
-        into = (query, key, value) if cos is not None else tuple(torch.empty_like(x) for x in (query, key, value))
-        for queries, keys in key_heads(query, key):
-            x, y = query[:, queries], key[:, keys]
-            rotated = apply_rotary(x, query_norm, *query_tables), apply_rotary(y, key_norm, *tables)
-            inputs = kernel.working(layout, *rotated, value[:, keys], grad[:, queries], out[:, queries])
-            dq, dk, dv = _backward_of_heads(kernel, layout, scale, (*inputs, lse[:, queries]))
-            # Back in the dtype of the inputs: merged passes on a CPU compute in fp32.
-            rotary_backward(dq.to(x.dtype), x, query_norm, *query_tables, into[0][:, queries], sums[0])
-            rotary_backward(dk.to(y.dtype), y, key_norm, *tables, into[1][:, keys], sums[1])
-            into[2][:, keys].copy_(dv)
-            del rotated, inputs, dq, dk, dv  # freed before those of the next head are allocated
-        norm_grads = (None if total is None else total.to(norm.dtype) for total, norm in zip(sums, norms, strict=True))
-        return *into, None, None, *norm_grads, None, None, None, None
-
-
-def _backward_of_heads(kernel: Kernel, layout: PrefixLayout, scale: float, inputs: _Views) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries [Q, heads, D], and of the key and value [T, 1, D] that these heads share.
-
-    ``inputs`` are queries, key, value, the output's gradient, the output, and its log-sum-exps.
-    """
-    q, k, v, grad, out, lse = inputs
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, *layout.at_queries(k, v)))
-    by_query = _views(dq, grad, q, out, lse)
-    own = _views(dk, dv) + _shared(_views(*layout.at_queries(k, v)), q)
-    for dq_, grad_, q_, out_, lse_, dk_, dv_, k_, v_ in _segment_calls(layout, by_query + own):
-        parts = kernel.backward(grad_, q_, k_, v_, out_, lse_, True, scale)
-        _collect(Tensor.copy_, (dq_, dk_, dv_), parts)
-        del parts
-    del own
-    # Back to the places of all tokens: the prefix pass also adds to keys whose queries are skipped.
-    dk, dv = layout.at_keys(dk, k), layout.at_keys(dv, v)
-    by_key = _views(dk, dv) + _shared(_views(k, v), q)
-    for dq_, grad_, q_, out_, lse_, dk_, dv_, k_, v_ in _prefix_calls(layout, by_query, by_key):
-        parts = kernel.backward(grad_, q_, k_, v_, out_, lse_, False, scale)
-        _collect(Tensor.add_, (dq_, dk_, dv_), parts)
-        del parts
-    return dq, dk, dv
-
-
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Merge attention over two sets of keys into attention over both.
 
@@ -207,43 +94,11 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
     return out.float().lerp(other.float(), share[..., None]), torch.logaddexp(lse, other_lse)
 
 
-def key_heads(query: Tensor, key: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield, for each key head, the slice of query heads that share it and the slice of itself."""
+def key_heads(query: Tensor, key: Tensor, at_once: int = 1) -> Iterator[tuple[slice, slice]]:
+    """Yield, for each so many key heads, the slice of query heads that share them and the slice of themselves."""
     each = query.shape[1] // key.shape[1]
-    return ((slice(head * each, (head + 1) * each), slice(head, head + 1)) for head in range(key.shape[1]))
-
-
-def _views(*tensors: Tensor) -> _Views:
-    """Return views [1, heads, T, ...] of tensors [T, heads, ...]."""
-    return tuple(tensor.transpose(0, 1)[None] for tensor in tensors)
-
-
-def _shared(tensors: _Views, query: Tensor) -> _Views:
-    return tuple(tensor.expand(-1, query.shape[1], -1, -1) for tensor in tensors)
-
-
-def _collect(collect: Callable[[Tensor, Tensor], Tensor], targets: _Views, parts: _Views) -> None:
-    """Copy or add gradients into their targets; those of a shared key and value are summed over the heads that share them."""
-    for target, part in zip(targets, parts, strict=True):
-        collect(target, part if part.shape[1] == target.shape[1] else part.sum(1, keepdim=True))
-
-
-def _segment_calls(layout: PrefixLayout, tensors: _Views) -> Iterator[_Views]:
-    """Yield the views [segments, heads, length, ...] of each call of the segment pass."""
-    tokens = [run.count * run.length for run in layout.runs]
-    for run, *parts in zip(layout.runs, *(tensor.split(tokens, 2) for tensor in tensors), strict=True):
-        if run.count == 1:
-            yield tuple(parts)
-        else:
-            yield tuple(part[0].unflatten(1, (run.count, run.length)).transpose(0, 1) for part in parts)
-
-
-def _prefix_calls(layout: PrefixLayout, by_query: _Views, by_key: _Views) -> Iterator[_Views]:
-    """Yield the views of each call of the prefix pass."""
-    for span in layout.prefix_spans:
-        queries = (tensor.narrow(2, span.queries.start, span.queries.length) for tensor in by_query)
-        keys = (tensor.narrow(2, span.keys.start, span.keys.length) for tensor in by_key)
-        yield *queries, *keys
+    firsts = range(0, key.shape[1], at_once)
+    return ((slice(first * each, (first + at_once) * each), slice(first, first + at_once)) for first in firsts)
 
 
 # Flash kernels over segments of any length, on a GPU in half precision.
@@ -343,11 +198,11 @@ def _with_merged(out: Tensor, lse: Tensor, places: Any, other: Tensor, other_lse
     parts = out[places], lse[:, places].t()
     if not isinstance(places, slice):
         # Copies, which take the result, so that no tensor in fp32 is of their size.
-        over_rows(_merge_statement, (*parts, other, other_lse.t(), *parts))
+        merge_into(*parts, other, other_lse.t())
         copied = Tensor.index_copy_ if runs_compiled(other) else Tensor.index_copy
         return copied(out, 0, places, parts[0]), copied(lse, 1, places, parts[1].t())
     if runs_compiled(other):
-        over_rows(_merge_statement, (*parts, other, other_lse.t(), *parts))
+        merge_into(*parts, other, other_lse.t())
         return out, lse
     whole, whole_lse = torch.empty_like(out), torch.empty_like(lse)
     over_rows(_merge_statement, (*parts, other, other_lse.t(), whole[places], whole_lse[:, places].t()))
@@ -355,6 +210,11 @@ def _with_merged(out: Tensor, lse: Tensor, places: Any, other: Tensor, other_lse
         if rest.start < rest.stop:
             whole[rest], whole_lse[:, rest] = out[rest], lse[:, rest]
     return whole, whole_lse
+
+
+def merge_into(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """Write attention over both sets of keys into ``out`` and ``lse``. Shapes are as of :func:`merge`, with rows first."""
+    over_rows(_merge_statement, (out, lse, other, other_lse, out, lse))
 
 
 def _merge_statement(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, into: Tensor, into_lse: Tensor) -> None:

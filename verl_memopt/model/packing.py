@@ -387,6 +387,11 @@ class PrefixLayout:
         places = (slice(run.start, run.start + run.length) for run in (span.queries, span.keys))
         return next(places), next(places)
 
+    @cached_property
+    def plans(self) -> dict[int, Any]:
+        """The calls that attention has made of this layout, by the rows of a call."""
+        return {}
+
     @property
     def own_queries(self) -> Rows | None:
         """The queries among the tokens that this rank computes; None where each of them is a query."""

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -80,6 +81,22 @@ class FakeDevice(TorchDispatchMode):
 
 
 @contextmanager
+def described_efficient_backward() -> Iterator[None]:
+    """Tell torch inside the body what the backward of memory-efficient attention over several sequences returns.
+
+    Torch's own description of it (2.11 and 2.13) leaves out the argument ``out``, and fails where a scale is given.
+    """
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_efficient_attention_backward", _efficient_backward, "Meta", allow_override=True)
+        yield
+
+
+def _efficient_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+    gradients = (torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in (q, k, v))
+    return *gradients, torch.empty((), device=q.device)
+
+
+@contextmanager
 def fake_device(limit_bytes: int | None = None) -> Iterator[CachingAllocator]:
     """Run the body with a fake GPU, and yield its allocator. Tensors must be made on ``cuda`` and must not be read.
 
@@ -88,5 +105,10 @@ def fake_device(limit_bytes: int | None = None) -> Iterator[CachingAllocator]:
     """
     allocator = CachingAllocator(limit_bytes)
     # Without this, autograd would run the backward in a thread of the device, which knows no dispatch mode.
-    with torch.autograd.set_multithreading_enabled(False), FakeTensorMode(allow_non_fake_inputs=True), FakeDevice(allocator):
+    with (
+        torch.autograd.set_multithreading_enabled(False),
+        described_efficient_backward(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        FakeDevice(allocator),
+    ):
         yield allocator

@@ -1,0 +1,172 @@
+"""Calls of attention over several key heads and sequences at once, on the kernels of a GPU, written out on a CPU."""
+
+import dataclasses
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from recipe.rloo.memory_study.fake_device import described_efficient_backward
+from tests.model.attention_cases import (
+    HEADS,
+    LAYOUTS,
+    agree,
+    flat_inputs,
+    gpu_operators_on_a_cpu,
+    norm_error,
+    rotary_of,
+    with_gradients,
+    with_rotary_gradients,
+)
+from tests.model.test_attention_fused import written_out
+from verl_memopt.model.attention_dense import PACKED_EFFICIENT, _DenseAttention, calls
+from verl_memopt.model.packing import PrefixLayout
+from verl_memopt.model.rotary import rotary_arguments
+from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
+
+TILES = st.sampled_from([0, 64, 200, 600, 2**22])
+"""Elements of a call: from one key head and one length to everything at once."""
+
+
+def efficient(layout, tile, rotary=None):
+    kernel = dataclasses.replace(PACKED_EFFICIENT, elements=tile)
+    return lambda *inputs: _DenseAttention.apply(*inputs, *rotary_arguments(rotary), layout, 0.3, kernel)
+
+
+@given(layout=LAYOUTS, heads=HEADS, tile=TILES)
+def test_every_tile_gives_attention_and_its_gradients(layout, heads, tile):
+    inputs = flat_inputs(layout, *heads)
+    with gpu_operators_on_a_cpu():
+        found = with_gradients(efficient(layout, tile), inputs)
+    assert agree(found, with_gradients(written_out(layout), inputs), 5e-7)
+
+
+@settings(deadline=None)
+@given(layout=LAYOUTS, heads=HEADS, tile=TILES, normed=st.booleans())
+def test_every_tile_rotates_inside_and_gives_the_gradients_of_norms(layout, heads, tile, normed):
+    inputs, rotary = flat_inputs(layout, *heads), rotary_of(sum(layout.tokens), normed=normed)
+    with gpu_operators_on_a_cpu():
+        found, one = (with_rotary_gradients(efficient(layout, size, rotary), inputs, rotary) for size in (tile, 0))
+    assert all(norm_error(*pair) <= 2e-6 for pair in zip(found, one, strict=True))
+
+
+@given(layout=LAYOUTS, rows=st.integers(0, 60))
+def test_calls_take_every_sequence_once_and_as_many_as_their_rows_allow(layout, rows):
+    segments, prefixes = calls(layout, rows)
+    assert [length for call in segments for length in call.query_lengths] == list(layout.segments)
+    spans = [(span.queries.length, span.keys.length) for span in layout.prefix_spans]
+    assert [pair for call in prefixes for pair in zip(call.query_lengths, call.key_lengths, strict=True)] == spans
+    for some in (segments, prefixes):
+        padded = [(len(call.query_lengths), max(*call.query_lengths, *call.key_lengths)) for call in some]
+        alone = [len(set(call.query_lengths)) == 1 if some is segments else len(call.query_lengths) == 1 for call in some]
+        assert all(count * longest <= rows or whole for (count, longest), whole in zip(padded, alone, strict=True))
+        # The first of the next call, which may be several of one length, had no room.
+        for (count, longest), following in zip(padded, some[1:], strict=False):
+            first = following.query_lengths[0]
+            more = 1 if some is prefixes else next(run.count for run in layout.runs if run.start == following.queries.start)
+            first = max(first, following.key_lengths[0])
+            assert (count + more) * max(longest, first) > rows
+
+
+class Kernels(TorchDispatchMode):
+    """Counts calls of attention's kernels."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "attention" in func.__name__:
+            self.found[func.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def kernel_calls(sizes, heads, kv_heads, size=64, tile=None, skipped=None):
+    """Gives the calls of kernels of a GPU in a forward and a backward, on fake tensors."""
+    kernel = PACKED_EFFICIENT if tile is None else dataclasses.replace(PACKED_EFFICIENT, elements=tile)
+    with described_efficient_backward(), FakeTensorMode(allow_non_fake_inputs=True), Kernels() as kernels:
+        layout = PrefixLayout.of(sizes, skipped)
+        inputs = [x.requires_grad_() for x in flat_inputs(layout, heads, kv_heads, size=size)]
+        out = _DenseAttention.apply(*inputs, *rotary_arguments(None), layout, 0.3, kernel)
+        grads = torch.autograd.grad(out, inputs, torch.empty_like(out))
+    assert [one.shape for one in (out, *grads)] == [inputs[0].shape, *(one.shape for one in inputs)]
+    return kernels.found
+
+
+FORWARD, BACKWARD = (f"_efficient_attention_{kind}.default" for kind in ("forward", "backward"))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (8, 4), (16, 8)])
+@pytest.mark.parametrize("lengths", [(20,), (20, 7, 31, 9), tuple(range(5, 21))])
+def test_kernel_calls_grow_neither_with_heads_nor_with_lengths_nor_with_prompts(lengths, heads, kv_heads):
+    rows, shared = tuple((length, ()) for length in lengths), tuple((9 + length, (length, 4, 11)) for length in lengths)
+    assert kernel_calls(rows, heads, kv_heads) == {FORWARD: 1, BACKWARD: 1}
+    assert kernel_calls(shared, heads, kv_heads) == {FORWARD: 2, BACKWARD: 2}
+    # The queries of a prompt whose first tokens are computed elsewhere, or are skipped, take no further call.
+    assert kernel_calls(shared, heads, kv_heads, skipped=(5,) * len(shared)) == {FORWARD: 2, BACKWARD: 2}
+
+
+def test_of_many_tokens_a_call_takes_the_heads_that_a_tile_has_room_for():
+    rows = ((64, ()),) * 8
+    # 8 x 64 queries of 2 heads of 64, for each of 8 key heads.
+    for at_once in (1, 2, 4, 8):
+        tile = 8 * 64 * 2 * 64 * at_once
+        assert kernel_calls(rows, 16, 8, tile=tile) == {FORWARD: 8 // at_once, BACKWARD: 8 // at_once}
+    # 3 have room, and 2 divide 8.
+    assert kernel_calls(rows, 16, 8, tile=8 * 64 * 2 * 64 * 3)[FORWARD] == 4
+
+
+def test_a_long_sequence_among_short_ones_is_not_padded_to_a_workspace_of_all():
+    layout = PrefixLayout.of(((4000, ()), *((16 + place % 2, ()) for place in range(200))))
+    segments, _ = calls(layout, 8192)
+    assert [len(call.query_lengths) for call in segments] == [2, 199]
+    assert max(len(call.query_lengths) * max(call.query_lengths) for call in segments) <= 8192
+
+
+def backward_peak(layout, heads, kv_heads, size, tile):
+    """Gives the bytes that a backward with a rotary makes beside what it is given, on fake tensors."""
+    kernel = dataclasses.replace(PACKED_EFFICIENT, elements=tile)
+    with described_efficient_backward(), FakeTensorMode(allow_non_fake_inputs=True):
+        given = [x.contiguous().requires_grad_() * 1 for x in flat_inputs(layout, heads, kv_heads, size=size)]
+        tables = [torch.empty(len(given[1]), size) for _ in range(2)]
+        out = _DenseAttention.apply(*given, *tables, None, None, 0.0, layout, 0.3, kernel)
+        above = torch.empty_like(out)
+        with ByteTracker() as tracker:
+            tracker.mark("inputs", [*given, out, above, *tables])
+            before = tracker.total()
+            torch.autograd.grad(out, given, above)
+            return tracker.peaks[DEVICE].bytes - before
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 4])
+@pytest.mark.parametrize("answers", [0, 3000])
+def test_what_a_backward_makes_beside_is_of_the_heads_of_a_tile(at_once, answers):
+    prompt, size, each, kv_heads = 1000, 32, 2, 4
+    layout = PrefixLayout.of(((prompt, (answers // 3,) * 3 if answers else ()),))
+    tokens = prompt + answers
+    found = backward_peak(layout, each * kv_heads, kv_heads, size, tokens * each * size * at_once)
+    # Queries and keys turned. In a kernel's call keys and values repeated for query heads, if there are several key heads; a copy
+    # of the columns of the output, if there are more of them; and gradients of queries and of repeated keys and values.
+    repeated, columns = 2 * each * (at_once > 1), each * (at_once < kv_heads)
+    first = tokens * (each + 1 + repeated + columns + 3 * each)
+    # The prefix pass has these of answers and of the prompt, beside the gradients of the first.
+    second = tokens * (2 * each + 3) + answers * (columns + each) + prompt * (repeated + 2 * each)
+    expected = 4 * size * at_once * max(first, second if answers else 0)
+    assert expected <= found <= 1.06 * expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [0, 3 * 64 * 200, 2**22])
+@pytest.mark.parametrize("skipped", [(0, 0, 0), (36, 100, 0)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.float16, 4e-3)])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 3)])
+def test_on_a_gpu_the_real_kernel_takes_several_heads_and_lengths(heads, dtype, bound, skipped, tile):
+    layout = PrefixLayout.of(((37, (20, 20, 3)), (64, ()), (5, (130, 1))), skipped)
+    inputs = flat_inputs(layout, *heads, size=64)
+    there = layout.map(lambda tensor: tensor.to("cuda"))
+    found = with_gradients(efficient(there, tile), [tensor.to("cuda", dtype) for tensor in inputs])
+    assert agree([tensor.cpu() for tensor in found], with_gradients(written_out(layout), inputs), bound)

@@ -1,0 +1,353 @@
+"""Attention by kernels that take fp32: memory-efficient on a GPU, flash on a CPU. A GPU before Ampere has no others.
+
+The two passes and their merge are those of :mod:`verl_memopt.model.attention_fused`. A call of the memory-efficient kernel takes
+several key heads and sequences of any lengths, as many as a tile of elements has room for. So few tokens take few calls, and many
+tokens hold temporary tensors of a tile, or of one key head. The kernel of a CPU takes one key head, and sequences of one length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from verl_memopt.distributed.device import is_gpu, sent_together
+from verl_memopt.memory.formulas import ATTENTION_ELEMENTS, key_heads_at_once
+from verl_memopt.model.attention_fused import CPU_FLASH, LSE_ALIGNMENT, Parts, key_heads, merge_into
+from verl_memopt.model.packing import PrefixLayout, ranges
+from verl_memopt.model.rotary import Rotary, apply_rotary_to_both, rotary_arguments, rotary_backward_to_all, weight_sums
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """Sequences that a kernel takes at once.
+
+    Attributes:
+        queries: Rows of their queries, one sequence after another: a slice, or int64 indices.
+        keys: Rows of their keys.
+        query_lengths: Queries of each sequence.
+        key_lengths: Keys of each sequence.
+        causal: Query i of a sequence sees its keys up to i; else it sees all of them.
+        device: Where the rows lie.
+    """
+
+    queries: slice | Tensor
+    keys: slice | Tensor
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    causal: bool
+    device: torch.device
+
+    @cached_property
+    def on_device(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Where sequences begin and queries stand.
+
+        int32 [sequences + 1], the first query of each sequence, then their number; the same of keys; int64 [queries], the
+        sequence of each query; int64 [queries], its place there.
+        """
+        starts = [np.cumsum([0, *lengths], dtype=np.int32) for lengths in (self.query_lengths, self.key_lengths)]
+        sizes = np.asarray(self.query_lengths)
+        places = np.repeat(np.arange(len(sizes)), sizes), ranges(np.zeros_like(sizes), sizes)
+        of_q, of_k, sequence, place = sent_together([torch.from_numpy(one) for one in (*starts, *places)], self.device)
+        return of_q, of_k, sequence, place
+
+
+def calls(layout: PrefixLayout, rows: int) -> tuple[list[Call], list[Call]]:
+    """Return the calls of the segment pass, which are causal, and those of the prefix pass. The layout keeps them.
+
+    A call takes neighbours while its sequences, each as long as the longest, have ``rows`` rows at most. Neighbouring segments of
+    one length are always together, whatever they have. Rows of keys count among the queries in the segment pass, and among all
+    tokens in the prefix pass.
+    """
+    if rows not in layout.plans:
+        layout.plans[rows] = list(_segment_calls(layout, rows)), list(_prefix_calls(layout, rows))
+    return layout.plans[rows]
+
+
+def _segment_calls(layout: PrefixLayout, rows: int) -> Iterator[Call]:
+    for some in _cut([(run.count, run.length) for run in layout.runs], rows):
+        runs = layout.runs[some]
+        place = slice(runs[0].start, runs[-1].start + runs[-1].count * runs[-1].length)
+        lengths = tuple(run.length for run in runs for _ in range(run.count))
+        yield Call(place, place, lengths, lengths, True, layout.cu_seqlens.device)
+
+
+def _prefix_calls(layout: PrefixLayout, rows: int) -> Iterator[Call]:
+    pairs = [(span.queries, span.keys) for span in layout.prefix_spans]
+    ends = [np.cumsum([0, *(run.length for run in side)]) for side in zip(*pairs, strict=True)]
+    for some in _cut([(1, max(run.length for run in pair)) for pair in pairs], rows):
+        sides = list(zip(*pairs[some], strict=True))
+        if len(sides[0]) == 1:
+            at_q, at_k = (slice(run.start, run.start + run.length) for (run,) in sides)
+        else:
+            indices = layout.prefix_index_q, layout.prefix_index_k
+            at_q, at_k = (index[end[some.start] : end[some.stop]] for index, end in zip(indices, ends, strict=True))
+        of_q, of_k = (tuple(run.length for run in side) for side in sides)
+        yield Call(at_q, at_k, of_q, of_k, False, layout.cu_seqlens.device)
+
+
+def _cut(parts: Sequence[tuple[int, int]], rows: int) -> Iterator[slice]:
+    """Cut parts of (sequences, length) where more of them, all of the greatest length, would have more than ``rows`` rows."""
+    first = count = longest = 0
+    for place, (more, length) in enumerate(parts):
+        if count and (count + more) * max(longest, length) > rows:
+            yield slice(first, place)
+            first, count, longest = place, 0, 0
+        count, longest = count + more, max(longest, length)
+    if count:
+        yield slice(first, len(parts))
+
+
+@dataclass(frozen=True)
+class PackedKernel:
+    """A fused kernel over the sequences of a :class:`Call`: queries are [rows, heads, D], keys and values [rows, kv heads, D].
+
+    Attributes:
+        forward: (q, k, v, call, scale) -> output, like q, and log-sum-exp, fp32 [rows, heads].
+        backward: (gradient, q, k, v, output, log-sum-exp, call, scale) -> gradients of q, k and v.
+        elements: Of queries that a call has at most where it takes several key heads, or segments of several lengths.
+        float_parts: As of :class:`Kernel`.
+    """
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., Parts]
+    elements: int
+    float_parts: bool
+
+    def working(self, layout: PrefixLayout, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors in the dtype in which attention over this layout is computed."""
+        return tuple(tensor.float() for tensor in tensors) if self.float_parts and layout.prefix_spans else tensors
+
+
+def _repeated(tensor: Tensor, query: Tensor) -> Tensor:
+    """Return key heads [..., kv heads, D] once for each of the query heads that share them: a view where there is one."""
+    kv_heads, size = tensor.shape[-2:]
+    each = query.shape[-2] // kv_heads
+    return tensor[..., None, :].expand(*tensor.shape[:-1], each, size).flatten(-3, -2) if each > 1 else tensor
+
+
+def _of_key_heads(parts: list[Tensor], key: Tensor) -> Parts:
+    """Return gradients [rows, heads, D], those of keys and values summed over the heads that share a key head."""
+    kv_heads = key.shape[1]
+    if parts[1].shape[1] != kv_heads:
+        for place in (1, 2):  # in their list, so that the first is freed before the second is summed
+            parts[place] = parts[place].unflatten(1, (kv_heads, -1)).sum(2)
+    dq, dk, dv = parts
+    return dq, dk, dv
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse = CPU_FLASH.forward(*_rectangles(q, k, v, call), call.causal, scale)
+    return _rows(out), _rows(lse)
+
+
+def _cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, scale: float) -> Parts:
+    grad, out, lse = (_rectangle(one, call.query_lengths) for one in (grad, out, lse))
+    given = grad, *_rectangles(q, k, v, call), out, lse
+    return _of_key_heads([_rows(part) for part in CPU_FLASH.backward(*given, call.causal, scale)], k)
+
+
+def _rectangles(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Parts:
+    keys = (_rectangle(_repeated(one, q), call.key_lengths) for one in (k, v))
+    return _rectangle(q, call.query_lengths), next(keys), next(keys)
+
+
+def _rectangle(tensor: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Return a view [sequences, heads, length, ...] of rows [rows, heads, ...] of sequences of one length."""
+    return tensor.unflatten(0, (len(lengths), lengths[0])).transpose(1, 2)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.transpose(1, 2).flatten(0, 1)
+
+
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float) -> tuple[Tensor, Tensor]:
+    of_q, of_k, sequence, place = call.on_device
+    out, lse, *_ = torch.ops.aten._efficient_attention_forward(
+        q[None], _repeated(k, q)[None], _repeated(v, q)[None], None, of_q, of_k, max(call.query_lengths), max(call.key_lengths),
+        0.0, int(call.causal), True, scale=scale,
+    )  # fmt: skip
+    return out[0], lse.transpose(1, 2)[sequence, place]  # lse: [sequences, heads, length, and its padding]
+
+
+def _efficient_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, scale: float
+) -> Parts:
+    of_q, of_k, sequence, place = call.on_device
+    longest = max(call.query_lengths)
+    # The kernel reads the infinities as weights of 0.
+    sizes = len(call.query_lengths), q.shape[1], -(-longest // LSE_ALIGNMENT) * LSE_ALIGNMENT
+    padded = torch.full(sizes, float("inf"), dtype=torch.float32, device=q.device)
+    padded.transpose(1, 2)[sequence, place] = lse
+    unused = torch.empty((), dtype=torch.int64, device=q.device)  # state of a generator, for dropout
+    of_heads = torch.ops.aten._efficient_attention_backward(
+        # The kernel assumes a stride of heads x D between tokens of the output.
+        grad[None], q[None], _repeated(k, q)[None], _repeated(v, q)[None], None, out.contiguous()[None], of_q, of_k, longest,
+        max(call.key_lengths), padded, 0.0, unused, unused, int(call.causal), False, scale=scale,
+    )  # fmt: skip
+    parts = [part[0] for part in of_heads[:3]]
+    del of_heads
+    return _of_key_heads(parts, k)
+
+
+PACKED_CPU_FLASH = PackedKernel(_cpu_forward, _cpu_backward, ATTENTION_ELEMENTS["cpu"], float_parts=True)
+PACKED_EFFICIENT = PackedKernel(_efficient_forward, _efficient_backward, ATTENTION_ELEMENTS["cuda"], float_parts=False)
+
+
+def dense_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, scale: float, rotary: Rotary | None = None
+) -> Tensor:
+    """Return attention [Q, heads, D].
+
+    Saves its arguments, its output and one log-sum-exp for each token and head. As many key heads are computed at once, with the
+    query heads that share them, as a tile of elements has room for; temporary tensors are of these heads. ``query`` is
+    [Q, heads, D] of the queries of the layout, ``key`` and ``value`` are [T, kv heads, D] of all tokens, with a last stride of 1.
+    ``rotary`` rotates queries and keys here, and again in backward, which then overwrites the arguments with their gradients.
+    """
+    kernel = PACKED_EFFICIENT if is_gpu(query.device) else PACKED_CPU_FLASH
+    return _DenseAttention.apply(query, key, value, *rotary_arguments(rotary), layout, scale, kernel)
+
+
+class _DenseAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        query_norm: Tensor | None,
+        key_norm: Tensor | None,
+        eps: float,
+        layout: PrefixLayout,
+        scale: float,
+        kernel: PackedKernel,
+    ) -> Tensor:
+        norms, tables = (query_norm, key_norm), (layout.at_queries(cos, sin), (cos, sin))
+        at_once, rows = _heads_and_rows(query, key, kernel)
+        run = _Passes(layout, kernel, rows, scale)
+        if at_once == key.shape[1]:
+            q, k = apply_rotary_to_both(query, key, norms, eps, *tables)
+            out, lse = run.forward(None, *kernel.working(layout, q, k, value))
+            out = out.to(query.dtype)
+        else:
+            out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+            lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+            for queries, keys in key_heads(query, key, at_once):
+                q, k = apply_rotary_to_both(query[:, queries], key[:, keys], norms, eps, *tables)
+                run.forward((out[:, queries], lse[:, queries]), *kernel.working(layout, q, k, value[:, keys]))
+        ctx.save_for_backward(query, key, value, cos, sin, query_norm, key_norm, out, lse)
+        ctx.eps, ctx.at_once, ctx.run = eps, at_once, run
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, cos, sin, query_norm, key_norm, out, lse = ctx.saved_tensors
+        layout, run, grad = ctx.run.layout, ctx.run, grad.contiguous()
+        norms, tables = (query_norm, key_norm), (layout.at_queries(cos, sin), (cos, sin))
+        sums = weight_sums(norms, ctx.needs_input_grad[5:7])
+        # The saved queries, keys and values are not read again after their own heads, so their memory takes their gradients.
+        into = (query, key, value) if cos is not None else tuple(torch.empty_like(x) for x in (query, key, value))
+        for queries, keys in key_heads(query, key, ctx.at_once):
+            inputs = query[:, queries], key[:, keys], value[:, keys]
+            targets = inputs if cos is not None else (into[0][:, queries], into[1][:, keys], into[2][:, keys])
+            q, k = apply_rotary_to_both(*inputs[:2], norms, ctx.eps, *tables)
+            working = run.kernel.working(layout, q, k, inputs[2], grad[:, queries], out[:, queries])
+            del q, k
+            # Back in the dtype of the inputs: merged passes on a CPU compute in fp32.
+            parts = tuple(part.to(query.dtype) for part in run.backward(*working, lse[:, queries]))
+            del working
+            if cos is not None:
+                parts = rotary_backward_to_all(parts, inputs, norms, ctx.eps, *tables, sums)
+            for target, part in zip(targets, parts, strict=True):
+                if target is not part:
+                    target.copy_(part)
+            del parts, part  # freed before those of the next heads are allocated
+        norm_grads = (None if total is None else total.to(norm.dtype) for total, norm in zip(sums, norms, strict=True))
+        return *into, None, None, *norm_grads, None, None, None, None
+
+
+def _heads_and_rows(query: Tensor, key: Tensor, kernel: PackedKernel) -> tuple[int, int]:
+    """Return how many key heads are computed at once, and the rows of a call that takes several sequences of theirs."""
+    of_key = query.shape[1] // key.shape[1] * query.shape[2]
+    at_once = key_heads_at_once(query.shape[0] * of_key, key.shape[1], kernel.elements)
+    return at_once, kernel.elements // (at_once * of_key)
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """The segment pass and the prefix pass of some heads, merged. Its calls have ``rows`` rows, as :func:`calls` says."""
+
+    layout: PrefixLayout
+    kernel: PackedKernel
+    rows: int
+    scale: float
+
+    def forward(self, into: tuple[Tensor, Tensor] | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return attention [Q, heads, D] and its log-sum-exps [Q, heads], in ``into`` or in new tensors."""
+        segments, prefixes = calls(self.layout, self.rows)
+        own = self.layout.at_queries(k, v)
+        if into is None and len(segments) == 1 and not prefixes:
+            return self._call(segments[0], q, *own)
+        # The kernel's own outputs are not written to: selective checkpointing keeps them, and refuses outputs that were.
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if into is None else into[1]
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if into is None or into[0].dtype != q.dtype else into[0]
+        for call in segments:
+            part, part_lse = self._call(call, q, *own)
+            out[call.queries] = part
+            lse[call.queries] = part_lse
+            del part, part_lse
+        del own
+        for call in prefixes:
+            other = self._call(call, q, k, v)
+            merged = out[call.queries], lse[call.queries]
+            merge_into(*merged, *other)
+            if not isinstance(call.queries, slice):  # then it is a copy
+                out.index_copy_(0, call.queries, merged[0])
+                lse.index_copy_(0, call.queries, merged[1])
+            del other, merged
+        if into is not None and out is not into[0]:
+            into[0].copy_(out)
+        return out, lse
+
+    def _call(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return self.kernel.forward(q[call.queries], k[call.keys], v[call.keys], call, self.scale)
+
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Parts:
+        """Return the gradients of queries [Q, heads, D], and of keys and values [T, kv heads, D]."""
+        segments, prefixes = calls(self.layout, self.rows)
+
+        def of_call(call: Call, keys: Tensor, values: Tensor) -> Parts:
+            at = call.queries
+            return self.kernel.backward(grad[at], q[at], keys[call.keys], values[call.keys], out[at], lse[at], call, self.scale)
+
+        own = self.layout.at_queries(k, v)
+        if len(segments) == 1:
+            dq, dk, dv = of_call(segments[0], *own)
+        else:
+            dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, *own))
+            for call in segments:
+                _collect(Tensor.copy_, (dq, dk, dv), call, of_call(call, *own))
+        del own
+        # Back to the places of all tokens: the prefix pass also adds to keys whose queries are skipped.
+        dk, dv = self.layout.at_keys(dk, k), self.layout.at_keys(dv, v)
+        for call in prefixes:
+            _collect(Tensor.add_, (dq, dk, dv), call, of_call(call, k, v))
+        return dq, dk, dv
+
+
+def _collect(collect: Callable[[Tensor, Tensor], Tensor], targets: Parts, call: Call, parts: Parts) -> None:
+    """Copy or add the gradients of a call to the rows of all."""
+    for target, place, part in zip(targets, (call.queries, call.keys, call.keys), parts, strict=True):
+        if isinstance(place, slice):
+            collect(target[place], part)
+        else:
+            target.index_add_(0, place, part)
