@@ -192,8 +192,8 @@ def test_memory_efficient_attention_holds_what_its_call_makes_for_the_key_heads_
     many = dataclasses.replace(few, tokens=20_000)
     one = 4 * 20_000 * (128 + 64 + 2 * 128 + 3 * 128) + 4 * 20_000 * 128
     assert on_gpu(shapes=many).attention_backward_bytes == 200 * kept + one
-    # 12,000 answers see 8,000 prompts in a call of their own, beside the gradients of all: inputs of answers and their gradient, and
-    # gradients of the prompts' keys and values for each query head. Seven sequences of the longest would not be in a tile.
+    # 12,000 tokens of answers see 8,000 of prompts in a call of their own, beside the gradients of all: inputs and a gradient of
+    # answers, and gradients of the prompts' keys and values for each query head. Seven of the longest would not be in a tile.
     shared = dataclasses.replace(many, suffix_tokens=12_000, segments=7)
     call = 12_000 * 4 * 128 + 8_000 * 2 * 128
     several = 4 * (20_000 * (128 + 64 + 128 + 2 * 64) + call) + 4 * ATTENTION_ELEMENTS["cuda"]
