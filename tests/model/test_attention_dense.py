@@ -23,6 +23,7 @@ from tests.model.attention_cases import (
     with_rotary_gradients,
 )
 from tests.model.test_attention_fused import written_out
+from verl_memopt.memory.activation_checkpointing_torch import checkpointed
 from verl_memopt.model.attention_dense import PACKED_EFFICIENT, _DenseAttention, calls
 from verl_memopt.model.packing import PrefixLayout
 from verl_memopt.model.rotary import rotary_arguments
@@ -108,6 +109,17 @@ def test_kernel_calls_grow_neither_with_heads_nor_with_lengths_nor_with_prompts(
     assert kernel_calls(shared, heads, kv_heads) == {FORWARD: 2, BACKWARD: 2}
     # The queries of a prompt whose first tokens are computed elsewhere, or are skipped, take no further call.
     assert kernel_calls(shared, heads, kv_heads, skipped=(5,) * len(shared)) == {FORWARD: 2, BACKWARD: 2}
+
+
+def test_selective_checkpointing_keeps_what_the_kernel_gave_and_changes_no_bit():
+    layout = PrefixLayout.of(((9, (4, 4, 2)), (3, ()), (5, (2, 7))))
+    inputs, attend = flat_inputs(layout, 4, 2), efficient(layout, 2**22)
+    with gpu_operators_on_a_cpu():
+        expected = with_gradients(attend, inputs)
+        with Kernels() as kernels:
+            found = with_gradients(lambda *some: checkpointed(attend, *some, mode="selective"), inputs)
+    assert kernels.found == {FORWARD: 2, BACKWARD: 2}
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_of_many_tokens_a_call_takes_the_heads_that_a_tile_has_room_for():
