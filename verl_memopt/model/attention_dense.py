@@ -83,11 +83,12 @@ def _prefix_calls(layout: PrefixLayout, rows: int) -> Iterator[Call]:
     ends = [np.cumsum([0, *(run.length for run in side)]) for side in zip(*pairs, strict=True)]
     for some in _cut([(1, max(run.length for run in pair)) for pair in pairs], rows):
         sides = list(zip(*pairs[some], strict=True))
-        if len(sides[0]) == 1:
-            at_q, at_k = (slice(run.start, run.start + run.length) for (run,) in sides)
-        else:
-            indices = layout.prefix_index_q, layout.prefix_index_k
-            at_q, at_k = (index[end[some.start] : end[some.stop]] for index, end in zip(indices, ends, strict=True))
+        indices = layout.prefix_index_q, layout.prefix_index_k
+        # One span is a view of its rows; of several the rows are gathered.
+        at_q, at_k = (
+            slice(side[0].start, side[0].start + side[0].length) if len(side) == 1 else index[end[some.start] : end[some.stop]]
+            for side, index, end in zip(sides, indices, ends, strict=True)
+        )
         of_q, of_k = (tuple(run.length for run in side) for side in sides)
         yield Call(at_q, at_k, of_q, of_k, False, layout.cu_seqlens.device)
 
