@@ -384,10 +384,11 @@ class Held:
             together(head, {"grads": min(grads, matrix)}),
             together(top, {"grads": min(grads, matrix + 2 * s.gradient_bytes * s.block_params / self.ranks)}),
         ]
-        # One rank reduces a matrix of the vocabulary last. Then its gradient is the second of the reduction's buffers.
+        # One rank reduces a matrix of the vocabulary last. In fp32 its gradient then is the second of the reduction's buffers.
         last = s.gradient_bytes * max(self._matrices) if self._reduces_alone else 0
         end, step = later
-        unfinished = [together(each, {"grads": grads - last}) for each in (first, end)]
+        at_end = grads - last if s.gradient_bytes == 4 else grads
+        unfinished = [together(first, {"grads": grads - last}), together(end, {"grads": at_end})]
         return together(largest([*begun, *unfinished, together(step, whole)]), held)
 
     @property
