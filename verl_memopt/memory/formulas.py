@@ -221,6 +221,7 @@ class Shapes:
         flash = queries.flash_backward_bytes(self.tokens) + 2 * b * self.skipped * key if self.flash else 0
         attention = flash or queries.attention_backward_bytes + head + call
         mlp = queries.mlp_bytes(self.tokens if self.recomputes_mlp else queries.tokens)
+        mlp += queries.input_bytes if self.recomputes_mlp else 0  # it keeps a copy of the rows that are read
         # At the products of keys and values: the input and its gradient, their gradients, rotary tables, and a tile of the norm.
         tile = -(-self.tokens // -(-self.tokens // PRODUCT_ROWS[self.device]))
         last = b * (self.tokens * 2 * (self.hidden + key + self.head_dim) + (tile + 2 * queries.tokens) * self.hidden)
