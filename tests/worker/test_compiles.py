@@ -74,11 +74,11 @@ def lives(tiny, other):
 
 
 SLOW = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")]
-LIVES = [("ppo", 30), ("rlt", 22), ("grpo", 18), ("lora", 15)]
-"""With the pairs of function and width that a life's models have: 13 of a block's, 2 to 5 of the head."""
+LIVES = [("ppo", 32), ("rlt", 24), ("grpo", 19), ("lora", 16)]
+"""With the pairs of function and width that a life's models have: 14 of a block's, 2 to 5 of the head."""
 
 
-CASES = [("ppo", 30, "eager", 5), *(pytest.param(*life, "inductor", 20, marks=SLOW) for life in LIVES)]
+CASES = [("ppo", 32, "eager", 5), *(pytest.param(*life, "inductor", 20, marks=SLOW) for life in LIVES)]
 
 
 @pytest.mark.parametrize(("life", "most", "backend", "steps"), CASES)

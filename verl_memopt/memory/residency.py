@@ -78,14 +78,14 @@ class OffloadedParams:
         self._units, self._has_hooks = self._by_unit(units), bool(units)
         # Unit -> the end of its copies, of those that nobody has waited for.
         self._left, self._coming = dict[int, Done](), dict[int, Done]()
-        # A model that is dropped is freed at once, so its hooks must not keep this object, which has its parameters, alive.
+        # A model that is dropped is freed at once, so its hooks keep neither it nor this object, which has its parameters, alive.
         weak = weakref.ref(self)
         for number, module in enumerate(units):
-            enter = partial(_enter, weak, module, range(number, number + 1 + ahead))
+            enter = partial(_enter, weak, weakref.ref(module), range(number, number + 1 + ahead))
             # Before FSDP2's own hook, which reads the shards.
             module.register_forward_pre_hook(without_arguments(enter), prepend=True)
         for module in units[:1]:
-            module.register_forward_hook(without_arguments(partial(_enter, weak, module, range(len(units)))))
+            module.register_forward_hook(without_arguments(partial(_enter, weak, weakref.ref(module), range(len(units)))))
         if mapped is not None:
             for parameter, part in zip(self._parameters, mapped, strict=True):
                 place = self._places.get(_storage_key(parameter))
@@ -285,10 +285,10 @@ def _own_parameters(module: nn.Module, units: Collection[nn.Module]) -> Iterator
             yield from _own_parameters(child, units)
 
 
-def _enter(weak: weakref.ref[OffloadedParams], module: nn.Module, numbers: Iterable[int]) -> None:
-    """Let work queued from here on, and what FSDP2 reads for a module, wait for some units that are on their way."""
-    home = weak()
-    if home is not None:
+def _enter(weak: weakref.ref[OffloadedParams], unit: weakref.ref[nn.Module], numbers: Iterable[int]) -> None:
+    """Let work queued from here on, and what FSDP2 reads for a unit, wait for some units that are on their way."""
+    home, module = weak(), unit()
+    if home is not None and module is not None:
         for number in [number for number in numbers if number in home._coming]:
             done = home._coming.pop(number)
             wait_for(gather_stream(module), done)
