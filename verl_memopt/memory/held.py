@@ -507,7 +507,7 @@ class Held:
     def _whole_gradients(self) -> tuple[int, int, int, int | None]:
         """Elements of gradients that are whole: of the root to the end of a backward, of the head, and of what is reduced last.
 
-        Then those of a tile of the vocabulary; None = its gradients have no tiles, so that all of these are matrices.
+        The fourth is the size of a tile of the vocabulary; None = gradients of the vocabulary come whole.
         """
         root, own = self._matrices
         tile = None if self.adapters else tile_params(self.at_rest, self.ranks)
