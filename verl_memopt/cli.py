@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import logging
@@ -297,16 +298,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def guarded(command: Callable[[], int], watched: bool) -> int:
     """Run a command and return its exit code. A user's error is printed as its message, without a traceback.
 
-    ``watched``: for signals, until the process ends.
+    ``watched``: for signals, until the process ends. It ends here then, as far as the output can be written.
     """
-    from verl_memopt.run.interrupts import SignalWatch
+    from verl_memopt.run.interrupts import SignalWatch, end_process
 
     watch = SignalWatch() if watched else None
     try:
-        return command()
+        code = command()
     except UserError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return error.exit_code
+        code = error.exit_code
     except SystemExit as error:
         # Ray has a handler of its own while it starts. It ends this thread before the watch has begun to end the process.
         if watch is not None and error.code == signal.SIGTERM:
@@ -315,6 +316,9 @@ def guarded(command: Callable[[], int], watched: bool) -> int:
     finally:
         if watch is not None:
             watch.hold_while_ending()
+    if watched:
+        end_process(code)
+    return code
 
 
 # A run, from its command line to its exit code. Heavy packages are imported only where a run starts: a dry run needs none.
@@ -468,24 +472,25 @@ def _train(settings: Settings, begun: RayGroup | None, unreadable: dict[int, str
 @contextmanager
 def _begun_workers(settings: Settings) -> Iterator[RayGroup | None]:
     """Yield Ray's processes, which import what a worker needs while this process checks the run. None where Ray is not used."""
-    # Ray's start is a wait for other processes, so the driver's own imports, which take as long, go on beside it in a thread.
     if settings.trainer.worker_group != "ray" or settings.debug.mode != "off":
         yield None
         return
     from verl_memopt.run.builds import device_of
+    from verl_memopt.run.processes import uncollected
     from verl_memopt.worker.ray_group import group_of
 
-    imports = _import_aside("verl_memopt.trainer.loop")
+    device = device_of(settings.trainer.device)
+    ahead = ("verl_memopt.worker.worker:import_ahead", settings.actor_rollout_ref.rollout.name, device)
+    group = group_of(settings, device, ahead)
     try:
-        device = device_of(settings.trainer.device)
-        ahead = ("verl_memopt.worker.worker:import_ahead", settings.actor_rollout_ref.rollout.name, device)
-        group = group_of(settings, device, ahead)
-    finally:
-        imports.join()
-    try:
+        # Not before Ray runs: on two cores its start, the first link of the chain, would take half as long again.
+        with uncollected():
+            importlib.import_module("verl_memopt.trainer.loop")
+        gc.freeze()  # during the run no collection looks through what was imported
         yield group
     finally:
         group.shutdown()
+        gc.unfreeze()
 
 
 def _import_aside(module: str) -> threading.Thread:

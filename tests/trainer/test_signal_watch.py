@@ -182,3 +182,32 @@ sys.exit(guarded(command, watched=True))
 def test_a_handler_that_ray_sets_for_a_moment_changes_no_exit_code(watched):
     found = ended_by(watched(RAYS_OWN, starts=""), "SIGTERM")
     assert found == (143, "", "SIGTERM: ended before the first step; there was nothing to save.\n")
+
+
+ENDS = """
+import atexit, sys, threading, time
+from verl_memopt.cli import guarded
+def late():
+    time.sleep(0.3)
+    print("thread")
+def command():
+    threading.Thread(target=late).start()
+    atexit.register(print, "handler")
+    print("command")
+    return 3
+sys.exit(guarded(command, watched=True))
+"""
+
+
+def test_a_command_that_is_done_waits_for_threads_and_exit_handlers_and_loses_no_output(watched):
+    process = watched(ENDS, starts="")
+    output, errors = process.communicate(timeout=20)
+    assert (process.returncode, output, errors) == (3, "command\nthread\nhandler\n", "")
+
+
+def test_output_that_cannot_be_written_is_still_an_error():
+    code = "import sys; from verl_memopt.cli import guarded; sys.exit(guarded(lambda: print('done') or 0, watched=True))"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode != 0
+    assert "No space left on device" in done.stderr
