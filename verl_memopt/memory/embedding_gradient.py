@@ -234,4 +234,6 @@ def adds_in_place(parameter: Tensor) -> bool:
     # Autograd calls these hooks only for gradients that it accumulates itself. A gradient that is added here would bypass
     # them.
     watched = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-    return parameter.is_leaf and parameter.requires_grad and not watched and type(parameter) in (Tensor, torch.nn.Parameter)
+    # A fake parameter stands for one of the first two kinds.
+    plain = type(parameter) in (Tensor, nn.Parameter, FakeTensor)
+    return plain and parameter.is_leaf and parameter.requires_grad and not watched

@@ -459,9 +459,8 @@ class Held:
         end = windows.end | {"gathered parameters": b * (root + own), "whole gradients": grads * of_matrix + whole}
         end["collective buffers"] = 2 * reduce * of_matrix
         if self._reduces_alone and not summed:
-            # Gradients of embedding and head are added up, and all are gone when they are reduced, as what was gathered is.
-            times = 3 if self.size.tied and self.has_logits else 1
-            adding = {"whole gradients": times * grads * max(root, own), "collective buffers": reduce * s.block_params}
+            # All are gone when they are reduced, as what was gathered is.
+            adding = {"whole gradients": grads * max(root, own), "collective buffers": reduce * s.block_params}
             end = dict(largest([end | adding, end | {"gathered parameters": 0, "whole gradients": 0}]))
         return replace(windows, head=head, block=block, end=end)
 

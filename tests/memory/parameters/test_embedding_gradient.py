@@ -3,6 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.memory.sharded import device_peak, wide_model
@@ -54,6 +55,11 @@ def test_no_second_gradient_is_made(dtype):
         before = tracker.total()
         embedding(ids).sum().backward()
         assert tracker.peaks["device"].bytes - before <= 7 * 64 * 4 * 6
+
+
+def test_a_fake_weight_is_counted_as_a_real_one():
+    with FakeTensorMode():
+        assert adds_in_place(TrainedEmbedding(nn.Embedding(VOCAB, WIDTH)).weight)
 
 
 def test_a_hook_on_the_weight_sees_its_gradient():
