@@ -11,6 +11,8 @@ from tests.virtual_gpu.clocks import RaceError
 from tests.virtual_gpu.device import VirtualGpu
 from verl_memopt.distributed.device import CopyStream, mark_done, on_stream
 from verl_memopt.memory import residency
+from verl_memopt.memory.bucketed_adamw import SLOTS
+from verl_memopt.memory.optimizer_offload_torch import StateLanes
 from verl_memopt.memory.residency import CRITIC, POLICY, OffloadedParams, Residency
 
 GPU = torch.device("cuda", 0)
@@ -102,6 +104,21 @@ def test_a_model_comes_while_another_leaves_and_each_layer_takes_the_room_of_one
     waited, (at_first, at_most) = on_virtual_gpu(exchange)
     assert waited == [EACH * layer for layer in range(1, LAYERS + 1)]
     assert at_first == at_most
+
+
+def buckets_of_a_step():
+    """Return how many buckets have left for certain when the computation gets each one."""
+    with VirtualGpu() as gpu, gpu.never_waits("a step"):
+        lanes, resting, seen = StateLanes(GPU), {"moment": torch.zeros(5 * 64).pin_memory()}, []
+        buckets = [{"moment": slice(64 * number, 64 * number + 64)} for number in range(5)]
+        for views in lanes.passing(resting, buckets):
+            seen.append(gpu.clocks.snapshot(gpu.streams[0].name).get(lanes._leaving.name, 0))
+            views["moment"].add_(1)
+        return seen
+
+
+def test_a_bucket_arrives_beside_those_that_leave_and_waits_only_for_the_one_whose_place_it_takes(on_virtual_gpu):
+    assert on_virtual_gpu(buckets_of_a_step) == [max(0, number - SLOTS + 1) for number in range(5)]
 
 
 def _copy_at_once(self, targets, sources):
