@@ -101,10 +101,7 @@ def importers(path: Path) -> list[Path]:
 
 
 def is_program(path: Path) -> bool:
-    return (
-        "__name__" in {node.id for node in ast.walk(tree_of(path)) if isinstance(node, ast.Name)}
-        and "__main__" in path.read_text()
-    )
+    return 'if __name__ == "__main__":' in path.read_text()
 
 
 def is_knob(path: Path) -> bool:
@@ -425,9 +422,27 @@ def knob_files() -> dict[str, list[str]]:
     return found
 
 
+@cache
+def settings_classes() -> frozenset[Class]:
+    """Return the classes of the settings: those of ``config/``, their bases, the types of their fields, and so on."""
+    homes = [path for path in files() if name_of(path).startswith("config/")]
+    new = {(path, node) for path in homes for node in tree_of(path).body if isinstance(node, ast.ClassDef)}
+    found = set(new)
+    while new:
+        parts = [(path, part) for path, node in new for part in (*node.bases, *node.body)]
+        named = (
+            annotated(path, getattr(part, "annotation", part))
+            for path, part in parts
+            if isinstance(part, ast.AnnAssign | ast.Name)
+        )
+        new = {each for some in named for each in some or ()} - found
+        found |= new
+    return frozenset(found)
+
+
 def fields_of(path: Path) -> set[str]:
-    """Return the fields of the classes of a file."""
-    parts = (part for node in tree_of(path).body if isinstance(node, ast.ClassDef) for part in node.body)
+    """Return the fields of the settings of a file."""
+    parts = (part for home, node in settings_classes() if home == path for part in node.body)
     return {part.target.id for part in parts if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)}
 
 
@@ -481,7 +496,8 @@ def static_rows() -> Iterator[tuple[str, Any, Any]]:
 
 
 TRACED = """
-import json, sys, threading
+import json, sys
+from contextlib import contextmanager
 from pathlib import Path
 package, out, *words = sys.argv[1:]
 entered, stack, phase = {}, [], [""]
@@ -498,16 +514,14 @@ import torch
 from verl_memopt.observe.phase import PhaseClock
 from verl_memopt.cli import main
 timed = PhaseClock.phase
+@contextmanager
 def phase_of(self, name):
-    class Both:
-        def __enter__(inner):
-            phase.append(name)
-            inner.timed = timed(self, name)
-            return inner.timed.__enter__()
-        def __exit__(inner, *error):
-            phase.pop()
-            return inner.timed.__exit__(*error)
-    return Both()
+    phase.append(name)
+    try:
+        with timed(self, name):
+            yield
+    finally:
+        phase.pop()
 PhaseClock.phase = phase_of
 backward = torch.Tensor.backward
 def seen(self, *args, **more):

@@ -1,9 +1,10 @@
 """``python -m benchmarks.gpu_cost.one_copy``: device and host bytes of each phase of a step, from the real step on fake tensors.
 
 A worker of a published shape runs on the virtual GPU (``tests/virtual_gpu``), whose tensors have no values: load, old log-probs,
-reference log-probs, update, weight sync. Generation is not run: its weights are those that are there, and the KV cache takes
-what is left. Every figure is predicted. Host buffers are mapped and never written, so that a model larger than this machine can
-be run. ``--cards`` asks ``verl-memopt fit`` instead which models fit which cards, and what is left for the KV cache.
+reference log-probs, update, weight sync, and on one rank saving. Generation is not run: its weights are those that are there, and
+the KV cache takes what is left. Every figure is predicted. Host buffers are mapped and never written, so that a model larger than
+this machine can be run. ``--cards`` asks ``verl-memopt fit`` instead which models fit which cards, and what is left for the KV
+cache.
 
 ``--measure`` runs the same steps for real, with random weights, on the GPU that is there: three steps, with what the allocator
 counts beside what the formulas of ``fit`` say. Without a GPU it runs on the CPU; make it small then (``--shrink 32 --layers 2``).
@@ -41,6 +42,7 @@ from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.loader import load_settings
 from verl_memopt.config.schema import Settings
 from verl_memopt.distributed.device import is_gpu, leave_process_group, local_device, resolve_device
+from verl_memopt.distributed.file_records import HashedFile
 from verl_memopt.errors import DeviceMemoryError
 from verl_memopt.ladder.measure import Work, make_batch
 from verl_memopt.memory.fit import CARDS, Sizes, predict
@@ -210,6 +212,9 @@ def _steps(
                 batch.ref_log_probs = call("ref", "ref_log_probs", batch, [list(rows) for rows in of_reference]).log_probs
             call("update_actor", "update_actor", [MiniBatch(batch, [list(rows) for rows in update], counts)])
             call("update_weights", "update_weights")
+        if gpu is not None and ranks == 1:  # on several, those that are not there would have to plan their files
+            with mock.patch.object(HashedFile, "write", _unwritten):
+                call("save_checkpoint", "save", str(folder.parent / "saved"), list(roles.actor.checkpoint.save_contents))
         params = sum(parameter.numel() for parameter in worker.policy.model.parameters()) if worker.policy else 0
         host = host_allocator()
         return {
@@ -219,6 +224,12 @@ def _steps(
         }  # fmt: skip
     finally:
         worker.close()
+
+
+def _unwritten(file: HashedFile, data: bytes | bytearray | memoryview) -> int:
+    """Take data for written: a checkpoint of 8B has 50 GB, and here they are zeros."""
+    file._size += len(data)
+    return len(data)
 
 
 def _randomize(model: torch.nn.Module) -> None:
