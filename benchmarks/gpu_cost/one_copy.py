@@ -1,10 +1,10 @@
 """``python -m benchmarks.gpu_cost.one_copy``: device and host bytes of each phase of a step, from the real step on fake tensors.
 
 A worker of a published shape runs on the virtual GPU (``tests/virtual_gpu``), whose tensors have no values: load, old log-probs,
-reference log-probs, update, weight sync, and on one rank saving. Generation is not run: its weights are those that are there, and
-the KV cache takes what is left. Every figure is predicted. Host buffers are mapped and never written, so that a model larger than
-this machine can be run. ``--cards`` asks ``verl-memopt fit`` instead which models fit which cards, and what is left for the KV
-cache.
+reference log-probs, update and weight sync. Generation is not run: its weights are those that are there, and the KV cache takes
+what is left. Every figure is predicted. Host buffers are mapped and never written, so that a model larger than this machine can
+be run. ``--save`` saves too, for which this machine needs the memory that rests on the host: take a few layers (``--layers 4``).
+``--cards`` asks ``verl-memopt fit`` instead which models fit which cards, and what is left for the KV cache.
 
 ``--measure`` runs the same steps for real, with random weights, on the GPU that is there: three steps, with what the allocator
 counts beside what the formulas of ``fit`` say. Without a GPU it runs on the CPU; make it small then (``--shrink 32 --layers 2``).
@@ -116,7 +116,7 @@ class BoundlessHost(VirtualGpu):
         return target
 
 
-def phases(case: Case, track: bool, ranks: int = 1) -> dict[str, Any]:
+def phases(case: Case, track: bool, ranks: int = 1, saves: bool = False) -> dict[str, Any]:
     """Return what the second step of a worker holds and moves, by phase. In a process that has the fake device.
 
     ``ranks``: of the group of which the worker is the first. The case is its share of the work; the others are not there.
@@ -127,7 +127,7 @@ def phases(case: Case, track: bool, ranks: int = 1) -> dict[str, Any]:
         dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
         settings = settings_of(case, folder, ranks)
         with BoundlessHost(total_bytes=2**40) as gpu, mock.patch.object(mmap, "MAP_PRIVATE", mmap.MAP_PRIVATE | NO_RESERVE):
-            return _steps(case, settings, folder, gpu, "cuda", track, ranks, STEPS["predicted"])
+            return _steps(case, settings, folder, gpu, "cuda", track, ranks, STEPS["predicted"], saves=saves)
 
 
 def measured(case: Case, keep: Path | None, steps: int) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def settings_of(case: Case, folder: Path, ranks: int = 1, device: str | None = N
 
 def _steps(
     case: Case, settings: Settings, folder: Path, gpu: BoundlessHost | None, device: str, track: bool, ranks: int,
-    steps: int, keep: Path | None = None,
+    steps: int, keep: Path | None = None, saves: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Run steps on the fake ``gpu`` or, with None, on the device that is there. ``track``: count by kind too."""
     roles = settings.actor_rollout_ref
@@ -212,7 +212,7 @@ def _steps(
                 batch.ref_log_probs = call("ref", "ref_log_probs", batch, [list(rows) for rows in of_reference]).log_probs
             call("update_actor", "update_actor", [MiniBatch(batch, [list(rows) for rows in update], counts)])
             call("update_weights", "update_weights")
-        if gpu is not None and ranks == 1:  # on several, those that are not there would have to plan their files
+        if saves:
             with mock.patch.object(HashedFile, "write", _unwritten):
                 call("save_checkpoint", "save", str(folder.parent / "saved"), list(roles.actor.checkpoint.save_contents))
         params = sum(parameter.numel() for parameter in worker.policy.model.parameters()) if worker.policy else 0
@@ -340,6 +340,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shrink", type=int, default=1, help="divide widths, heads and the vocabulary by this")
     parser.add_argument("--steps", type=int, default=STEPS["measured"], help="with --measure (default: 3)")
     parser.add_argument("--keep", type=Path, help="with --measure: write each phase here when it ends")
+    parser.add_argument("--save", action="store_true", help="save too, once the steps are done")
     parser.add_argument("--cards", action="store_true", help="print which models fit which cards by verl-memopt fit")
     parser.add_argument("overrides", nargs="*", help="settings, as on a command line")
     asked = parser.parse_args(argv)
@@ -355,7 +356,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = measured(case, asked.keep, asked.steps)
         print(render_measured(asked.model, found))
     else:
-        found = call_in_fake_process("benchmarks.gpu_cost.one_copy:phases", case, asked.kinds)
+        found = call_in_fake_process("benchmarks.gpu_cost.one_copy:phases", case, asked.kinds, 1, asked.save)
         print(render(asked.model, found))
     if asked.json is not None:
         about = {"schema": 1, "predicted": not asked.measure, "commit": commit(), "case": dataclasses.asdict(case)}
