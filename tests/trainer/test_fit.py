@@ -306,7 +306,32 @@ IN_TILES = "actor_rollout_ref.actor.optim.bucket_megabytes=4"
     ],
 )  # fmt: skip
 def test_ranks_that_share_weights_with_their_engines_hold_no_more_than_was_predicted(more):
-    """The real step of the first of eight, on fake tensors: no gathered copy, and no bucket in the sync."""
+    """No gathered copy, and no bucket in the sync."""
+    shape, settings, step, of_tensors = first_of_eight(more)
+    assert step.keys() >= {"old_log_prob", "update_actor", "update_weights"}
+    assert more_than(of_tensors, step) == {}
+    assert "gathered" not in step["update_actor"]["bus"]
+    shapes = shape_size(shape).shapes(settings.actor_rollout_ref, Pass(1, 1, 1, 1), "cuda")
+    updated = 4 * adapter_params(shapes) if more[: len(ADAPTERS)] == ADAPTERS else 2 * shapes.params
+    assert step["update_weights"]["bus"]["gathered"] == pytest.approx(updated * 7 / 8, rel=1e-3)
+    assert step["update_weights"]["peak"] == pytest.approx(of_tensors["update_weights"], rel=0.02)
+
+
+@pytest.mark.parametrize("more", [[], ["actor_rollout_ref.model.lora_rank=16"]])
+@pytest.mark.parametrize("sync", ["every", "last"])
+def test_ranks_that_each_have_a_whole_model_of_fsdp2_hold_no_more_than_was_predicted(more, sync):
+    fsdp = "actor_rollout_ref.actor.fsdp_config"
+    whole = [f"{fsdp}.fsdp_size=1", f"{fsdp}.dtype=bfloat16", f"{fsdp}.model_dtype=fp32", f"{fsdp}.gradient_sync={sync}"]
+    _, _, step, of_tensors = first_of_eight([*whole, "actor_rollout_ref.rollout.share_weights=false", *more])
+    assert more_than(of_tensors, step) == {}
+
+
+def more_than(most, step):
+    return {phase: (step[phase]["peak"], each) for phase, each in most.items() if step[phase]["peak"] > each}
+
+
+def first_of_eight(more):
+    """Return shape and settings, the phases of a real step of the first of eight ranks on fake tensors, and those predicted."""
     shape = replace(SHAPES["0.6b"], num_layers=2, vocab_size=8192)
     base = ["actor_rollout_ref.actor.use_dynamic_bsz=true", "actor_rollout_ref.actor.old_log_prob_pass=always"]
     base += [f"actor_rollout_ref.{key}_max_token_len_per_gpu=1024" for key in ("actor.ppo", "rollout.log_prob")]
@@ -318,13 +343,7 @@ def test_ranks_that_share_weights_with_their_engines_hold_no_more_than_was_predi
         phase: sum(each for kind, each in kinds.items() if kind not in ("context", "allocator", "engine"))
         for phase, kinds in peaks.items()
     }
-    assert step.keys() >= {"old_log_prob", "update_actor", "update_weights"}
-    assert {phase: (step[phase]["peak"], most) for phase, most in of_tensors.items() if step[phase]["peak"] > most} == {}
-    assert "gathered" not in step["update_actor"]["bus"]
-    shapes = shape_size(shape).shapes(settings.actor_rollout_ref, Pass(1, 1, 1, 1), "cuda")
-    updated = 4 * adapter_params(shapes) if more[: len(ADAPTERS)] == ADAPTERS else 2 * shapes.params
-    assert step["update_weights"]["bus"]["gathered"] == pytest.approx(updated * 7 / 8, rel=1e-3)
-    assert step["update_weights"]["peak"] == pytest.approx(of_tensors["update_weights"], rel=0.02)
+    return shape, settings, step, of_tensors
 
 
 @pytest.mark.parametrize("sharing", [1, 2])

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from verl_memopt.config.keys import value_at
 from verl_memopt.config.schema import ActorRolloutRef, Fsdp, Settings, TrainedFsdp
@@ -198,16 +198,16 @@ class _Prediction:
     def ranks(self) -> int:
         return devices_of(self.settings, self.pool or "actor")
 
-    def _group(self, fsdp: Fsdp) -> int:
-        return self.ranks if fsdp.fsdp_size == -1 else fsdp.fsdp_size
+    def _held(self, part: str, roles: ActorRolloutRef, size: ModelSize, **more: Any) -> Held:
+        shards = roles.actor.fsdp_config.fsdp_size
+        ranks = self.ranks if shards == -1 else shards
+        return Held(part, roles, size, ranks, self.device, replicas=max(1, self.ranks // ranks), **more)
 
     @cached_property
     def policy(self) -> Held:
-        ranks, quantization = self._group(self.roles.actor.fsdp_config), self.roles.model.quantization
         whole = self.shares and self.ranks > 1
-        return Held(
-            POLICY, self.roles, self.sizes.policy, ranks, self.device, trained=True, quantization=quantization, whole=whole
-        )
+        quantization = self.roles.model.quantization
+        return self._held(POLICY, self.roles, self.sizes.policy, trained=True, quantization=quantization, whole=whole)
 
     @cached_property
     def reference(self) -> Held | None:
@@ -223,8 +223,7 @@ class _Prediction:
         if not has_critic(self.settings):
             return None
         critic, size = self.settings.critic, self.sizes.critic or self.sizes.policy
-        ranks = self._group(critic.model.fsdp_config)
-        return Held(CRITIC, critic_roles(self.roles, critic), size, ranks, self.device, trained=True, has_logits=False)
+        return self._held(CRITIC, critic_roles(self.roles, critic), size, trained=True, has_logits=False)
 
     @cached_property
     def student(self) -> Held | None:
@@ -243,7 +242,7 @@ class _Prediction:
         sharding = TrainedFsdp(**{each.name: getattr(fsdp, each.name) for each in fields(fsdp)})
         model = replace(self.roles.model, enable_gradient_checkpointing=False, lora_rank=0)
         roles = replace(self.roles, model=model, actor=replace(self.roles.actor, fsdp_config=sharding))
-        return Held(part, roles, size, self._group(fsdp), self.device, quantization=quantization)
+        return self._held(part, roles, size, quantization=quantization)
 
     @property
     def models(self) -> list[Held]:

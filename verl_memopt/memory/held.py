@@ -139,6 +139,8 @@ class Held:
     quantization: str = "none"
     whole: bool = False
     """Its weights lie whole on each rank, where the engine computes with them too."""
+    replicas: int = 1
+    """How many groups of ``ranks`` devices have it, as HSDP shards it."""
 
     @property
     def fsdp(self) -> TrainedFsdp:
@@ -186,7 +188,12 @@ class Held:
 
     @property
     def _base_rests_as_computed(self) -> bool:
-        return self.trained and base_rests_as_computed(self.roles.model.lora_rank, self.fsdp, self.ranks == 1 or self.whole)
+        return self.trained and base_rests_as_computed(self.roles.model.lora_rank, self.fsdp, self._alone or self.whole)
+
+    @property
+    def _alone(self) -> bool:
+        """Whether one device has it. FSDP2 gathers and reduces copies even where each of several devices has all of it."""
+        return self.ranks * self.replicas == 1
 
     @property
     def learning(self) -> float:
@@ -237,7 +244,7 @@ class Held:
     def is_cast(self) -> bool:
         """Whether FSDP2 gathers each unit while it computes: on several ranks, with two dtypes, or from the host."""
         two_dtypes = self.at_rest.master_bytes != self.at_rest.compute_bytes and not self._base_rests_as_computed
-        return not self.whole and (self.ranks > 1 or two_dtypes or self.fsdp.offload_policy)
+        return not self.whole and (not self._alone or two_dtypes or self.fsdp.offload_policy)
 
     @property
     def _matrices(self) -> tuple[int, int]:
@@ -296,7 +303,7 @@ class Held:
         (root, own), one, stay, first = self._gathered_matrices, self._unit, self._stay, self._first_stays
         # A head that stays gathered is there in the next micro-batch too.
         stays = own if stay and self.has_logits else 0
-        if self.ranks > 1:
+        if not self._alone:
             blocks = {"activations": block, "gathered parameters": stay + first + root + stays + 2 * one}
             blocks["collective buffers"] = max(2 * one, root)
             at_head = stay + first + root + own
@@ -395,7 +402,7 @@ class Held:
     def _reduces_alone(self) -> bool:
         """Whether FSDP2 reduces gradients of one rank, which stay on it: it copies them in the wider dtype, twice."""
         away = self.fsdp.offload_policy or self.fsdp.grad_offload
-        return self.is_cast and self.ranks == 1 and not self.adapters and not away
+        return self.is_cast and self._alone and not self.adapters and not away
 
     def _with_kept(self, work: Pass) -> ActorRolloutRef:
         """Return the settings whose formulas bound what blocks keep: tensors below the offload's least size stay."""
@@ -422,7 +429,7 @@ class Held:
         )
         # Over several micro-batches whole gradients are summed, and reduced at the last.
         summed = self.fsdp.gradient_sync == "last" and not work.alone
-        if self.is_cast and self.ranks == 1:
+        if self.is_cast and self._alone:
             windows = self._cast_by_one(s, windows, summed)
         elif self.is_cast:
             windows = self._gathered_by_ranks(s, windows, summed)
