@@ -227,9 +227,10 @@ def test_the_peak_of_a_compiled_step_is_what_the_formulas_say_and_no_pass_holds_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", RUNS)
-def test_a_compiled_step_of_two_blocks_holds_what_the_formulas_say(run):
-    case = dataclasses.replace(STEP, shape=dataclasses.replace(STEP.shape, num_layers=2))
+@pytest.mark.parametrize(("run", "dtype"), [*((run, "bfloat16") for run in RUNS), ("grpo", "fp32")])
+def test_a_compiled_step_of_two_blocks_holds_what_the_formulas_say(run, dtype):
+    dtypes = (*STEP.overrides, f"actor_rollout_ref.actor.fsdp_config.dtype={dtype}")
+    case = dataclasses.replace(STEP, shape=dataclasses.replace(STEP.shape, num_layers=2), overrides=dtypes)
     found = call_on_fake_gpu(
         "benchmarks.gpu_cost.compiled_peaks:count", run, case, dataclasses.replace(MODELS["0.5b"], num_layers=2)
     )
