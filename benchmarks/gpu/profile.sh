@@ -8,7 +8,7 @@
 #   LAYERS=2 SHRINK=16 REPEATS=1 OUT=/tmp/profile bash benchmarks/gpu/profile.sh
 # BUDGET is the seconds after which no further profile begins (default 400). PROFILES and COMPILE choose ("default
 # constrained", "off on"). Further options of `python -m benchmarks.gpu.profile_update`, and after -- settings of every profile, go
-# at the end of the command line. Exit code: 5 where a profile failed or was not begun.
+# at the end of the command line. Exit code: 5 where a profile failed or was not begun, 1 where the counter failed.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/machine.sh"
 
@@ -28,4 +28,7 @@ cost=(
     "$PYTHON" -m benchmarks.gpu_cost --models 0.6b --off-policy --groups 2 --prompt "${PROMPT:-1024}" --response "${RESPONSE:-1024}"
     ${LAYERS:+--layers "$LAYERS"} --ops 40 --json "$OUT/counted.json"
 )
-CUDA_VISIBLE_DEVICES="" "${cost[@]}" 2> "$OUT/counted.log" | tee "$OUT/counted.txt" || echo "profile.sh: the counter failed; see $OUT/counted.log"
+CUDA_VISIBLE_DEVICES="" "${cost[@]}" 2> "$OUT/counted.log" | tee "$OUT/counted.txt" || {
+    echo "profile.sh: the counter failed; see $OUT/counted.log" >&2
+    exit 1
+}

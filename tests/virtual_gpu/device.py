@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 import torch.distributed._tools.fake_collectives  # gives collectives a meaning on fake tensors
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_iter, tree_map
@@ -121,6 +122,8 @@ class VirtualGpu(TorchDispatchMode):
         torch._C._set_only_lift_cpu_tensors(True)
         for name, value in self._names().items():
             self._stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        # The first fake tensor would otherwise make a real one, where torch has a build for GPUs.
+        self._stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", _nothing))
         # A generator's state is no matter where nothing has a value.
         self._stack.enter_context(mock.patch.object(torch, "Generator", _any_generator))
         self._stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", _resizing(torch.UntypedStorage.resize_)))
@@ -367,6 +370,7 @@ class VirtualGpu(TorchDispatchMode):
             "cudart": lambda: SimpleNamespace(cudaHostRegister=self._lock, cudaHostUnregister=self._unlock),
             "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8), "set_rng_state": _nothing,
             "get_rng_state_all": list, "manual_seed": _nothing, "manual_seed_all": _nothing,
+            "is_current_stream_capturing": lambda: False,
         }  # fmt: skip
 
     def _reset_peak(self, *_):

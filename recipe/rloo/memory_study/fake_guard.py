@@ -62,10 +62,7 @@ def compiled_guard() -> Path:
     Raises:
         NoCompilerError: There is no C++ compiler, or the source does not compile.
     """
-    spec = importlib.util.find_spec("torch")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    torch_folder = Path(spec.submodule_search_locations[0])
+    torch_folder = _torch_folder()
     version = (torch_folder / "version.py").read_bytes()
     # The library finds torch by its path.
     digest = hashlib.sha256(SOURCE.read_bytes() + version + str(torch_folder).encode()).hexdigest()[:16]
@@ -78,6 +75,13 @@ def compiled_guard() -> Path:
             _compile(torch_folder, aside)
             os.replace(aside, library)
     return library
+
+
+def _torch_folder() -> Path:
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return Path(spec.submodule_search_locations[0])
 
 
 def _compile(torch_folder: Path, target: Path) -> None:
@@ -109,6 +113,9 @@ def serve(library: str, request: str, answer: str) -> None:
     """
     global _loaded
     assert "torch" not in sys.modules, "torch was imported before the guard"
+    of_cuda = _torch_folder() / "lib" / "libtorch_cuda.so"
+    if of_cuda.exists():
+        ctypes.CDLL(str(of_cuda))  # a CUDA build registers its own guard when it is loaded, and the last one counts
     ctypes.CDLL(library)
     _loaded = True
     function, args = pickle.loads(Path(request).read_bytes())
