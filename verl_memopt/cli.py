@@ -298,7 +298,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def guarded(command: Callable[[], int], watched: bool) -> int:
     """Run a command and return its exit code. A user's error is printed as its message, without a traceback.
 
-    ``watched``: for signals, until the process ends. It ends here then, as far as the output can be written.
+    ``watched``: signals are watched until the process ends. It then ends in this call, unless its output cannot be written.
     """
     from verl_memopt.run.interrupts import SignalWatch, end_process
 

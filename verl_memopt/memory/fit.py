@@ -14,10 +14,10 @@ from functools import cached_property
 from typing import Any, Literal
 
 from verl_memopt.config.keys import value_at
-from verl_memopt.config.schema import ActorRolloutRef, Fsdp, Settings, TrainedFsdp
+from verl_memopt.config.schema import Actor, ActorRolloutRef, Critic, CriticModel, Fsdp, Model, Settings, TrainedFsdp
 from verl_memopt.memory.critic_rules import CRITIC_PHASES, has_critic, own_pools
 from verl_memopt.memory.formulas import QUANTIZED_AT_ONCE, width
-from verl_memopt.memory.held import Held, Kinds, ModelSize, Pass, critic_roles, largest, together
+from verl_memopt.memory.held import Held, Kinds, ModelSize, Pass, largest, together
 from verl_memopt.memory.host_buffers import GIB
 from verl_memopt.memory.knob import devices_of, needs_reference, sequence_ranks
 from verl_memopt.memory.lora import slot_rank
@@ -223,7 +223,7 @@ class _Prediction:
         if not has_critic(self.settings):
             return None
         critic, size = self.settings.critic, self.sizes.critic or self.sizes.policy
-        return self._held(CRITIC, critic_roles(self.roles, critic), size, trained=True, has_logits=False)
+        return self._held(CRITIC, _critic_roles(self.roles, critic), size, trained=True, has_logits=False)
 
     @cached_property
     def student(self) -> Held | None:
@@ -546,3 +546,14 @@ class _Prediction:
             tokens = (rewards.micro_batch_size_per_gpu or rows) * longest
         tokens = -(-min(tokens, rows * longest) // sharing)
         return Pass(tokens, tokens, rows, rows * longest)
+
+
+def _critic_roles(roles: ActorRolloutRef, critic: Critic) -> ActorRolloutRef:
+    """Return the section of the policy with the critic's knobs, sharding, optimizer and budgets in the place of the policy's."""
+    shared = {each.name for each in fields(CriticModel)} & {each.name for each in fields(Model)} - {"path"}
+    model = replace(
+        roles.model, **{name: getattr(critic.model, name) for name in shared if getattr(critic.model, name) is not None}
+    )
+    budgets = {each.name: getattr(critic, each.name) for each in fields(Critic) if each.name in {f.name for f in fields(Actor)}}
+    given = {name: value for name, value in budgets.items() if value is not None}
+    return replace(roles, model=model, actor=replace(roles.actor, **given, fsdp_config=critic.model.fsdp_config))

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from verl_memopt.config.schema import Actor, ActorRolloutRef, Critic, CriticModel, Model, PolicyLoss, TrainedFsdp
+from verl_memopt.config.schema import ActorRolloutRef, PolicyLoss, TrainedFsdp
 from verl_memopt.memory.chunked_logprob import logit_bytes
 from verl_memopt.memory.formulas import TILE_ELEMENTS, Shapes, width
 from verl_memopt.memory.grad_offload import matrix_params, tile_params
@@ -140,7 +140,7 @@ class Held:
     whole: bool = False
     """Its weights lie whole on each rank, where the engine computes with them too."""
     replicas: int = 1
-    """How many groups of ``ranks`` devices have it, as HSDP shards it."""
+    """Groups of ``ranks`` devices, each of which holds the whole model (HSDP)."""
 
     @property
     def fsdp(self) -> TrainedFsdp:
@@ -192,7 +192,7 @@ class Held:
 
     @property
     def _alone(self) -> bool:
-        """Whether one device has it. FSDP2 gathers and reduces copies even where each of several devices has all of it."""
+        """Whether there is one device in all. With replicas FSDP2 gathers copies even of what is whole on each device."""
         return self.ranks * self.replicas == 1
 
     @property
@@ -590,14 +590,3 @@ def together(*parts: Kinds) -> dict[str, float]:
 def largest(windows: Sequence[Kinds]) -> Kinds:
     """Return the moment that holds most."""
     return max(windows, key=lambda window: sum(window.values()))
-
-
-def critic_roles(roles: ActorRolloutRef, critic: Critic) -> ActorRolloutRef:
-    """Return the section of the policy with the critic's knobs, sharding, optimizer and budgets in the place of the policy's."""
-    shared = {each.name for each in fields(CriticModel)} & {each.name for each in fields(Model)} - {"path"}
-    model = replace(
-        roles.model, **{name: getattr(critic.model, name) for name in shared if getattr(critic.model, name) is not None}
-    )
-    budgets = {each.name: getattr(critic, each.name) for each in fields(Critic) if each.name in {f.name for f in fields(Actor)}}
-    given = {name: value for name, value in budgets.items() if value is not None}
-    return replace(roles, model=model, actor=replace(roles.actor, **given, fsdp_config=critic.model.fsdp_config))
