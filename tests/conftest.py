@@ -2,6 +2,7 @@
 
 import fcntl
 import gc
+import logging
 import os
 import signal
 import sys
@@ -74,7 +75,11 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Freeze the heap again where vLLM's shutdown has thawed it, and between two files where many modules were imported."""
+    """Undo what an earlier test left for the whole process: the level of our log, and a heap that is not frozen.
+
+    The heap is frozen again where vLLM's shutdown has thawed it, and between two files where many modules were imported.
+    """
+    logging.getLogger("verl_memopt").setLevel(logging.NOTSET)  # `fit`, run in this process, lets only errors through
     first_of_file = _files[-1:] != [item.path]
     _files[:] = [item.path]
     if _is_thawed or (first_of_file and len(sys.modules) > _modules_when_frozen + MANY_MODULES):
