@@ -85,7 +85,7 @@ def test_only_the_chosen_parts_are_read(tiny_folder, one_rank, tmp_path):
 def test_weights_that_no_optimizer_trains_come_back_bit_for_bit(tiny_folder, one_rank, tmp_path):
     policy = sharded(tiny_folder, one_rank, dtype="fp32").requires_grad_(False)
     saved = full(policy)
-    records = save_weights(tmp_path, policy, CPU)
+    records = save_weights(tmp_path, policy)
     assert records == record_folder(tmp_path, tmp_path)
     assert records
     for parameter in policy.parameters():
@@ -100,7 +100,7 @@ def test_weights_that_cannot_be_written_or_read_are_errors_that_name_the_folder(
         load_weights(tmp_path / "none", policy)
     (tmp_path / "dcp").write_text("a file where a folder must be")
     with pytest.raises(CheckpointError, match=rf"^{tmp_path}: the weights could not be written: \w+Error: .*dcp"):
-        save_weights(tmp_path, policy, CPU)
+        save_weights(tmp_path, policy)
 
 
 def two_ranks(rank, folder, out):
@@ -317,3 +317,26 @@ def test_device_memory_that_runs_out_while_a_checkpoint_is_written_is_no_error_o
     step(*run, seed=1)
     with pytest.raises(torch.OutOfMemoryError), ByteTracker(limit_bytes=10):
         save_training_state(tmp_path, *run, CPU, ALL)
+
+
+class Joined:
+    """Masters that are made when they are asked for, as those that are joined from a weight and its remainder."""
+
+    def master(self, parameter, on_host=False):
+        return torch.zeros_like(parameter, dtype=torch.float32)
+
+
+def test_a_save_holds_one_tensor_beside_what_is_there(tiny_folder, one_rank, tmp_path):
+    policy, optimizer, schedule = parts(tiny_folder, one_rank)
+    step(policy, optimizer, schedule, seed=1)
+    for each in optimizer.state.values():  # moments are slices of a buffer, of which only they are written
+        slices = torch.zeros(2, *each["exp_avg"].shape)
+        each["exp_avg"], each["exp_avg_sq"] = (like(each["exp_avg"], one) for one in slices)
+    largest = max(4 * parameter.numel() for parameter in policy.parameters())
+    there = [*policy.parameters(), *(each[name] for each in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq"))]
+    with ByteTracker() as tracker:
+        tracker.mark("there", there)
+        before = tracker.total()
+        save_training_state(tmp_path, policy, optimizer, schedule, CPU, ALL, Joined())
+    assert largest <= tracker.peaks["device"].bytes - before < 1.25 * largest
+    assert sum(file.stat().st_size for file in tmp_path.rglob("*.distcp")) > 5 * largest

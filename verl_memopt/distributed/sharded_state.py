@@ -17,21 +17,23 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from verl_memopt.distributed.device import device_rng_state, is_gpu, set_device_rng_state
+from verl_memopt.distributed.device import device_rng_state, set_device_rng_state
 from verl_memopt.distributed.file_records import HashedFile, Records, hashed_file
 from verl_memopt.errors import CheckpointError
 
@@ -79,7 +81,7 @@ def save_training_state(
         state = _state(model, optimizer, contents)
         if state:
             held = _held_apart(state, model, masters)
-            records |= _save(folder, state, device, _SavedMasters(held, masters))
+            records |= _save(folder, state, _SavedMasters(held, masters))
         if "extra" in contents:
             folder.mkdir(parents=True, exist_ok=True)
             name = f"extra_rank_{dist.get_rank()}.pt"
@@ -119,10 +121,10 @@ def load_training_state(
             _restore_extra(torch.load(source, weights_only=True), schedule, device)
 
 
-def save_weights(folder: Path, model: nn.Module, device: torch.device) -> Records:
+def save_weights(folder: Path, model: nn.Module) -> Records:
     """Write all weights of a model that no optimizer trains into ``folder``, sharded. As :func:`save_training_state`."""
     with _refused(folder, "weights could not be written", WRITE_ERRORS), _one_checksum():
-        return _save(folder, {"model": _weights(model)}, device)
+        return _save(folder, {"model": _weights(model)})
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:
@@ -320,14 +322,41 @@ def _refused(folder: Path, what: str, errors: tuple[type[BaseException], ...]) -
         raise CheckpointError(f"{folder}: the {what}: {_root(error)}.") from error
 
 
-def _save(folder: Path, state: dict[str, Any], device: torch.device, planner: dcp.SavePlanner | None = None) -> Records:
+def _save(folder: Path, state: dict[str, Any], planner: dcp.SavePlanner | None = None) -> Records:
     """Write the state into dcp/, forced to disk, and return the record of each file."""
-    # On a CPU run torch's writer copies nothing ahead: it would use a stream of any GPU that it sees, and start CUDA.
-    path, storage = folder / "dcp", HashingFileSystem(folder)
-    writer = dcp.FileSystemWriter(path) if is_gpu(device) else dcp.FileSystemWriter(path, per_thread_copy_ahead=0)
+    writer, storage = _Writer(folder / "dcp"), HashingFileSystem(folder)
     writer.fs = storage
     dcp.save(state, storage_writer=writer, planner=planner)
     return storage.records
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Torch's writer, but each tensor is freed once it was written.
+
+    Torch keeps all of a file until its end, so that joined masters and copies of slices need the host memory of the whole state.
+    """
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
+        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as file:
+            results = [_write_item(cast(HashedFile, file), name, item, planner) for item in plan.items]
+            os.fsync(file.fileno())
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(results)
+        return written
+
+
+def _write_item(file: HashedFile, name: str, item: WriteItem, planner: dcp.SavePlanner) -> WriteResult:
+    first, data = file.tell(), planner.resolve_data(item)
+    if isinstance(data, io.BytesIO):
+        file.write(data.getbuffer())
+    else:
+        data = data.detach().cpu()
+        # A slice is copied, because torch.save writes all of its storage.
+        whole = data.untyped_storage().nbytes() == data.nbytes
+        torch.save(data if whole else data.clone(), cast("IO[bytes]", file))
+    length = file.tell() - first
+    return WriteResult(item.index, length, _StorageInfo(name, first, length))
 
 
 def _state(model: nn.Module, optimizer: Optimizer, contents: Sequence[str]) -> dict[str, Any]:

@@ -461,7 +461,7 @@ class MovingReference:
             CheckpointError: The disk refuses. The message names the folder.
         """
         with readable(self.home):
-            return save_weights(folder, self.model, self.policy.device)
+            return save_weights(folder, self.model)
 
     def load(self, folder: Path) -> None:
         """Read this rank's shards, written by any number of ranks.
