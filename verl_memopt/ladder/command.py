@@ -251,7 +251,7 @@ def draw_ladder(rows: Sequence[Row], path: Path, title: str) -> Path:
     """Draw each row's peak as a bar, stacked by kind, and return the file. A row that ran out of memory has words and no bar."""
     drawing = figure(9.0, 1.8 + 0.42 * len(rows))
     axes = drawing.add_subplot()
-    style(axes, title, "peak live tensor bytes of the update, MiB", "", grid="x")
+    style(axes, title, "peak live tensor bytes of a step, MiB", "", grid="x")
     measured = [place for place, row in enumerate(rows) if not row.out_of_memory]
     ends = iter(stack_kinds(axes, measured, [rows[place].kinds for place in measured], MIB, 0.7))
     for place, row in enumerate(rows):
