@@ -3,7 +3,7 @@
 A worker of a published shape runs on the virtual GPU (``tests/virtual_gpu``), whose tensors have no values: load, old log-probs,
 reference log-probs, update and weight sync. Generation is not run: its weights are those that are there, and the KV cache takes
 what is left. Every figure is predicted. Host buffers are mapped and never written, so that a model larger than this machine can
-be run. ``--save`` saves too, for which this machine needs the memory that rests on the host: take a few layers (``--layers 4``).
+be run. ``--save`` saves too, for which this machine needs the memory of the largest tensor in fp32, twice.
 ``--cards`` asks ``verl-memopt fit`` instead which models fit which cards, and what is left for the KV cache.
 
 ``--measure`` runs the same steps for real, with random weights, on the GPU that is there: three steps, with what the allocator
@@ -99,6 +99,8 @@ class BoundlessHost(VirtualGpu):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (aten.zero_.default, aten.fill_.Scalar) and not self.owns(args[0]) and args[0].numel() >= LARGE:
             return args[0]
+        if func is aten.copy_.default and args[0].numel() >= LARGE and not self.owns(args[0]) and not self.owns(args[1]):
+            return args[0]  # weights that are read from a folder of zeros
         if func is aten.copy_.default and self.owns(args[0]) and not self.owns(args[1]) and args[1].dim():
             self.crossed["to the device"] += args[1].nbytes
         if func in WIRE:
