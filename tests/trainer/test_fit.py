@@ -69,6 +69,7 @@ def sgd(momentum):
     ("number", "more", "phases"),
     [
         *((number, [], {"init", "update_actor"}) for number in QUICK),
+        (113, ["debug.mode=off", "trainer.save_freq=1"], {"save_checkpoint"}),  # adapters, whose moments are in buckets
         (214, [], {"update_critic"}),  # bfloat16 masters, whose last gradient is cast beside the reduction's buffers
         *((number, ONE_COPY, {"gen", "update_actor", "update_weights", "save_checkpoint"}) for number in (6, 15)),
         *((number, sgd(momentum), {"update_actor"}) for number, momentum in ((6, 0.9), (13, 0.0))),

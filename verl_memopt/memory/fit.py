@@ -472,12 +472,8 @@ class _Prediction:
         awake = self.engine_weights if self.sleeps and not self.shares else 0
         parts: list[Kinds] = [self._others("save_checkpoint"), {"rollout weights": awake}]
         if self.device == "cpu":
-            # The writer copies adapters on the host, and their moments in buckets. A CPU's tracker counts that as the device's.
-            copied = [
-                each.at_rest.master_bytes * each.adapters + (each.moments if each.in_buckets else 0)
-                for each in self.models
-                if each.adapters and each.trained
-            ]
+            # Adapters are copied to the host for peft's file. A CPU's tracker counts that as the device's.
+            copied = [each.at_rest.master_bytes * each.adapters for each in self.models if each.trained]
             parts.append({"activations": max(copied, default=0)})
         return parts
 
