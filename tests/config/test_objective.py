@@ -20,7 +20,7 @@ def test_a_loss_that_bypass_mode_does_not_take_earns_a_warning(settled, caplog):
     for loss, warns in (("sequence", True), ("vanilla", False)):
         settings = settled({"algorithm.rollout_correction.bypass_mode": True, LOSS: loss})
         caplog.clear()
-        with caplog.at_level(logging.INFO, "verl_memopt"):
+        with caplog.at_level(logging.INFO):
             log_objective(settings)
         assert [record.levelname for record in caplog.records] == ["INFO", *["WARNING"] * warns]
 
@@ -37,6 +37,6 @@ def test_every_loss_has_its_words(settled, loss):
 def test_another_estimator_with_the_loss_of_rloo_earns_a_warning(settled, caplog, estimator, loss, warns):
     settings = settled({"algorithm.adv_estimator": estimator, LOSS: loss})
     caplog.clear()
-    with caplog.at_level(logging.INFO, "verl_memopt"):
+    with caplog.at_level(logging.INFO):
         log_objective(settings)
     assert [record.levelname for record in caplog.records] == ["INFO", *["WARNING"] * warns]

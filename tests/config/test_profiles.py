@@ -152,7 +152,7 @@ def test_a_profile_wins_over_a_recipe(tmp_path):
 
 
 def test_a_profile_says_which_keys_it_set_and_which_the_command_line_set(caplog):
-    with caplog.at_level(logging.INFO, "verl_memopt"):
+    with caplog.at_level(logging.INFO):
         load_settings("rloo_trainer", [*LEAST, "memory=constrained", f"{ROLLOUT}.max_num_seqs=5"])
     said = "\n".join(caplog.messages)
     assert "memory=constrained sets actor_rollout_ref.model.enable_gradient_checkpointing=true, " in said

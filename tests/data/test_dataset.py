@@ -114,7 +114,7 @@ def test_an_empty_list_of_files_is_refused(tokenizer):
 
 def test_overlong_prompts_are_dropped_and_counted_when_asked(jsonl, tokenizer, caplog):
     path = jsonl(row("1" * 50), row("1+1="), row("1" * 60))
-    with caplog.at_level(logging.INFO, "verl_memopt"):
+    with caplog.at_level(logging.INFO):
         dataset = read(path, tokenizer, max_prompt_length=40, filter_overlong_prompts=True)
     assert [(entry.index, entry.address) for entry in dataset] == [(0, f"{path}:2")]
     assert "dropped 2 of 3 prompts" in caplog.text

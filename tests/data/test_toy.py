@@ -78,7 +78,7 @@ def test_the_same_seed_gives_the_same_weights(toy, tmp_path):
 def test_a_whole_folder_of_the_same_recipe_is_left_and_of_another_is_made_anew(tmp_path, caplog):
     folder = make_toy(tmp_path / "toy", 0, SHORT)
     made = (folder / "toy.json").stat().st_mtime_ns
-    with caplog.at_level(logging.INFO, "verl_memopt"):
+    with caplog.at_level(logging.INFO):
         make_toy(folder, 0, SHORT)
     assert "is ready" in caplog.text
     assert (folder / "toy.json").stat().st_mtime_ns == made

@@ -396,7 +396,7 @@ def test_a_profile_refuses_a_model_that_cannot_fit_before_anything_starts(tmp_pa
 
 
 def test_a_dry_run_says_the_verdict_in_one_line(caplog, capsys):
-    with caplog.at_level(logging.INFO, "verl_memopt"):
+    with caplog.at_level(logging.INFO):
         assert main(["train", "--config-name", "rloo_trainer", *FILES, "model=qwen3_1_7b", "memory=24g", "debug=dry"]) == 0
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("fit: ")]
     assert len(lines) == 1

@@ -125,7 +125,7 @@ def test_starting_over_loses_neither_the_checkpoints_nor_the_record(settled, run
 
 
 def test_a_change_of_settings_is_logged_with_what_it_means_and_the_same_ones_are_not(settled, run_dir, caplog):
-    with caplog.at_level(logging.INFO, "verl_memopt"):
+    with caplog.at_level(logging.INFO):
         resumed_context(settled)
         assert [each.message for each in caplog.records if "since global" in each.message and MOVED not in each.message] == []
         resumed_context(settled, {f"{AR}.rollout.n": 4, "trainer.save_freq": 5})
@@ -237,7 +237,7 @@ def test_seeds_are_those_of_the_settings_else_the_resumed_runs_and_nothing_else_
 
 def test_a_seed_that_nobody_gave_is_drawn_and_logged(settled, caplog):
     settings = settled({"data.seed": None})
-    with caplog.at_level(logging.INFO, "verl_memopt"):
+    with caplog.at_level(logging.INFO):
         drawn = [seeded(settings, None) for _ in range(4)]
     assert len({data.seed for data, _ in drawn}) > 1
     for data, rollout in drawn:

@@ -253,7 +253,7 @@ def limited(values, gigabytes, **more):
 
 
 def test_an_update_without_room_fits_after_the_first_advice(values, command, caplog):
-    with caplog.at_level("INFO", "verl_memopt"):
+    with caplog.at_level("INFO"):
         assert fitted(command(limited(values, 0.0035))) == (1, None)
     assert "change 1 of at most 8: actor_rollout_ref.actor.adaptive_token_budget=true. It costs: more, smaller" in caplog.text
     assert "with these settings it runs: verl-memopt train --config-name ppo_trainer" in caplog.text

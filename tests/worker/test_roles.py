@@ -26,7 +26,7 @@ def test_each_offload_of_activations_has_a_metric_of_its_own(made, tiny_folder):
 @pytest.mark.parametrize("has_head", [False, True])
 def test_the_log_says_where_the_critics_head_comes_from(made, tiny_folder, tmp_path, caplog, has_head):
     folder = with_value_head(tiny_folder, tmp_path / "valued") if has_head else tiny_folder
-    with caplog.at_level(logging.INFO, "verl_memopt"):
+    with caplog.at_level(logging.INFO):
         made(**critic_plan(folder))
     expected = f"is that of {folder}" if has_head else f"starts at 0: {folder} has none"
     assert f"the critic's value head {expected}" in caplog.text

@@ -163,7 +163,7 @@ def test_the_log_says_once_a_phase_how_much_came_and_how_much_left(caplog):
     residency = Residency(CPU)
     residency.add(Box(POLICY, [], num_bytes=3 * 2**20))
     residency.add(Box(REFERENCE, [], num_bytes=3 * 2**19))
-    with caplog.at_level(logging.INFO, "verl_memopt"):
+    with caplog.at_level(logging.INFO):
         for phase in ("ref", "update_actor") * 3:
             with residency.phase(phase):
                 pass

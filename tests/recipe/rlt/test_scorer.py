@@ -408,7 +408,7 @@ def test_a_student_that_orders_otherwise_is_warned_of(tiny_folder, one_rank, cap
                     codes = parameter[:, :64]
                     parameter[:, :64] = codes[:, torch.randperm(64, generator=torch.Generator().manual_seed(2))]
         scored_batch.scores = scored_batch.scored(scored(scored_batch.student, scored_batch.rows))
-    with caplog.at_level(logging.INFO, "verl_memopt"):
+    with caplog.at_level(logging.INFO):
         _, metrics = scored_batch.check("int8")
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert bool(warnings) == warns
