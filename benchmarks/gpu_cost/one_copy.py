@@ -221,6 +221,7 @@ def _steps(
         host = host_allocator()
         return {
             "params": params, "phases": found, "host_bytes": host.held_bytes, "host_peak_bytes": host.peak_bytes,
+            "host_kinds": {kind: size for kind, size in host.kinds.items() if size},
             "micro_batches": len(update), "passes": [len(update), len(scoring), len(of_reference)],
             "tokens": sum(batch.row_tokens().cost(list(rows)) for rows in update),
         }  # fmt: skip
@@ -284,10 +285,11 @@ def render(model: str, found: dict[str, Any]) -> str:
     params, flops = found["params"], 8 * found["params"] * found["tokens"]
     seconds = " and ".join(f"{bus / speed:.1f}" for speed in BUSES)
     head = f"{model} (predicted): {params / 1e9:.3f}e9 parameters, {found['micro_batches']} micro-batches"
-    host = found["host_peak_bytes"]
+    host, kinds = found["host_peak_bytes"], found["host_kinds"]
+    parts = ", ".join(f"{kind} {size / GIB:.2f} GiB ({size / params:.2f})" for kind, size in kinds.items())
     return (
         f"{head} of {found['tokens']:,} tokens\n{table}\n"
-        f"host: {host / GIB:.2f} GiB, {host / params:.2f} bytes a parameter, activations included\n"
+        f"host: {host / GIB:.2f} GiB, {host / params:.2f} bytes a parameter, at the end {parts}\n"
         f"bus: {bus / GIB:.1f} GiB a step, {seconds} s at 25 and 50 GB/s; update: about {flops / 1e15:.2f} PFLOP\n"
     )
 

@@ -10,6 +10,7 @@ import logging
 import mmap
 import weakref
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -132,6 +133,8 @@ class HostAllocator:
         """
         self.limit_bytes, self.pinned_limit_bytes = limit_bytes, pinned_limit_bytes
         self.held_bytes = self.pinned_bytes = self.peak_bytes = 0
+        self.kinds: Counter[str] = Counter()
+        """Kind -> bytes that are held."""
 
     def empty(self, num_bytes: int, device: torch.device, kind: str) -> Tensor:
         """Return uint8 [num_bytes] on the host, uninitialised; page-locked where ``device`` is a GPU and the limit allows.
@@ -159,9 +162,9 @@ class HostAllocator:
                 buffer = torch.frombuffer(locked.pages, dtype=torch.uint8, count=num_bytes).view(-1)
         storage = buffer.untyped_storage()
         declare_host(storage)
-        self._count(counted_bytes, pinned)
+        self._count(counted_bytes, pinned, kind)
         # At exit the system takes all memory back, and the driver may be gone already.
-        weakref.finalize(storage, self._give_back, counted_bytes, pinned, device, locked).atexit = False
+        weakref.finalize(storage, self._give_back, counted_bytes, pinned, kind, device, locked).atexit = False
         return buffer
 
     def may_pin(self, num_bytes: int) -> bool:
@@ -171,9 +174,10 @@ class HostAllocator:
     def check_room(self, num_bytes: int, kind: str) -> None:
         """Raise a HostMemoryError unless the limit allows so many more bytes."""
         if self.limit_bytes is not None and self.held_bytes + num_bytes > self.limit_bytes:
+            parts = ", ".join(f"{part} {size / GIB:.4g}" for part, size in self.kinds.most_common() if size)
             raise HostMemoryError(
                 f"{LIMIT_KEY}={self.limit_bytes / GIB:.4g}: {kind} needs {num_bytes / GIB:.4g} GiB on the host, where "
-                f"{self.held_bytes / GIB:.4g} GiB are taken. Raise it to at least "
+                f"{self.held_bytes / GIB:.4g} GiB are taken{f' ({parts})' if parts else ''}. Raise it to at least "
                 f"{(self.held_bytes + num_bytes) / GIB:.4g}, or switch an offload off.",
                 kind,
             )
@@ -184,20 +188,21 @@ class HostAllocator:
         It raises as :meth:`check_room`.
         """
         self.check_room(num_bytes, kind)
-        self._count(num_bytes, pinned)
-        return partial(self._count, -num_bytes, pinned)
+        self._count(num_bytes, pinned, kind)
+        return partial(self._count, -num_bytes, pinned, kind)
 
     def reset_peak(self) -> None:
         """Set the peak to what is held now."""
         self.peak_bytes = self.held_bytes
 
-    def _give_back(self, num_bytes: int, pinned: bool, device: torch.device, locked: _Locked | None) -> None:
-        self._count(-num_bytes, pinned)
+    def _give_back(self, num_bytes: int, pinned: bool, kind: str, device: torch.device, locked: _Locked | None) -> None:
+        self._count(-num_bytes, pinned, kind)
         if locked is not None:
             unlock_pages(device, locked.address)
 
-    def _count(self, num_bytes: int, pinned: bool) -> None:
+    def _count(self, num_bytes: int, pinned: bool, kind: str) -> None:
         self.held_bytes += num_bytes
+        self.kinds[kind] += num_bytes
         self.pinned_bytes += num_bytes if pinned else 0
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 

@@ -56,7 +56,7 @@ def test_the_limit_is_an_error_that_names_key_kind_and_bytes():
     allocator = HostAllocator(limit_bytes=GIB)
     kept = allocator.empty(GIB // 2, CPU, "params")
     with pytest.raises(
-        ConfigError, match=r"memory\.host_limit_gb=1: optimizer needs 0\.75 GiB.*0\.5 GiB are taken.*at least 1\.25"
+        ConfigError, match=r"memory\.host_limit_gb=1: optimizer needs 0\.75 GiB.*0\.5 GiB are taken \(params 0\.5\).*at least 1\.25"
     ):
         allocator.empty(3 * GIB // 4, CPU, "optimizer")
     assert allocator.held_bytes == kept.numel()
