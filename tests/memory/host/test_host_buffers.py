@@ -55,9 +55,8 @@ def test_the_allocator_counts_what_is_held_and_the_most_that_was():
 def test_the_limit_is_an_error_that_names_key_kind_and_bytes():
     allocator = HostAllocator(limit_bytes=GIB)
     kept = allocator.empty(GIB // 2, CPU, "params")
-    with pytest.raises(
-        ConfigError, match=r"memory\.host_limit_gb=1: optimizer needs 0\.75 GiB.*0\.5 GiB are taken \(params 0\.5\).*at least 1\.25"
-    ):
+    expected = r"memory\.host_limit_gb=1: optimizer needs 0\.75 GiB.*0\.5 GiB are taken \(params 0\.5\).*at least 1\.25"
+    with pytest.raises(ConfigError, match=expected):
         allocator.empty(3 * GIB // 4, CPU, "optimizer")
     assert allocator.held_bytes == kept.numel()
 
