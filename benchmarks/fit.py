@@ -15,17 +15,19 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from benchmarks.gpu.reach_cases import size_of
 from verl_memopt.cli import train
 from verl_memopt.config.loader import load_settings
 from verl_memopt.errors import ConfigError, DeviceMemoryError
 from verl_memopt.memory.fit import Peaks, Sizes, predict
+from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.observe.phase import GIB, MIB
 from verl_memopt.trainer.fit import phases_of
@@ -177,6 +179,8 @@ class Outcome:
     measured: dict[str, int]
     ran: bool
     error: str = ""
+    host: tuple[int, int] = (0, 0)
+    """Host buffers of this process: predicted, and the most that were held, but for those of an export."""
 
     @property
     def verdict(self) -> bool:
@@ -209,14 +213,40 @@ def run(drawn: Draw, folder: Path, limited: bool = True) -> tuple[Outcome, Peaks
     measured: dict[str, Any] = {}
     error = ""
     try:
-        with redirect_stdout(io.StringIO()):
+        with redirect_stdout(io.StringIO()), _host_bytes() as host:
             train(settings)
     except DeviceMemoryError as refusal:
         error = str(refusal)
     else:
         measured = json.loads(next((folder / "run").rglob("summary.json")).read_text())["phases"]
     phases = {name: figures["peak_allocated_bytes"] for name, figures in measured.items() if figures["peak_allocated_bytes"]}
-    return Outcome(drawn.number, drawn.way, limit, peaks.totals, phases, not error, error), peaks, measured
+    return (
+        Outcome(drawn.number, drawn.way, limit, peaks.totals, phases, not error, error, (peaks.host_bytes, max(host))),
+        peaks,
+        measured,
+    )
+
+
+@contextmanager
+def _host_bytes() -> Iterator[list[int]]:
+    """Gives a list that gets the bytes in host buffers, but for those of an export, whenever one is taken."""
+    allocator = host_allocator()
+    before, held = allocator.held_bytes, [0]
+
+    def followed(method: str) -> Callable[..., Any]:
+        original = getattr(allocator, method)
+
+        def follow(*args: Any) -> Any:
+            given = original(*args)
+            held.append(allocator.held_bytes - before - allocator.kinds["export"])
+            return given
+
+        return follow
+
+    with ExitStack() as stack:
+        for method in ("empty", "count_elsewhere"):
+            stack.enter_context(mock.patch.object(allocator, method, followed(method)))
+        yield held
 
 
 def _inputs(drawn: Draw, folder: Path, longest: int) -> list[str]:
@@ -268,6 +298,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{number:4} is no run: {error}", flush=True)
                 continue
         outcomes.append(outcome)
+        if outcome.host[1] > outcome.host[0]:
+            print(f"{number:4} HOST TOO LOW: {outcome.host[0] / MIB:.3f} of {outcome.host[1] / MIB:.3f} MiB")
         print(line(outcome), f"{time.monotonic() - began:.0f} s", flush=True)
         for phase, total in peaks.totals.items() if asked.no_limit else ():
             had = outcome.measured.get(phase)
@@ -286,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     careful = [each for each in outcomes if not each.verdict and each.ran]
     print(f"{len(outcomes)} runs: {len(through)} let through, of which {len(failed)} ran out of memory; "
           f"{len(outcomes) - len(through)} refused, of which {len(careful)} would have run")  # fmt: skip
-    return 1 if failed else 0
+    return 1 if failed or any(each.host[1] > each.host[0] for each in outcomes) else 0
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from verl_memopt.config.schema import Actor, ActorRolloutRef, Critic, CriticMode
 from verl_memopt.memory.critic_rules import CRITIC_PHASES, has_critic, own_pools
 from verl_memopt.memory.formulas import QUANTIZED_AT_ONCE, width
 from verl_memopt.memory.held import Held, Kinds, ModelSize, Pass, largest, together
-from verl_memopt.memory.host_buffers import GIB
+from verl_memopt.memory.host_buffers import ALIGNMENT, GIB
 from verl_memopt.memory.knob import devices_of, needs_reference, sequence_ranks
 from verl_memopt.memory.lora import slot_rank
 from verl_memopt.memory.residency import CRITIC, NEEDS, POLICY, REFERENCE, REWARD_MODEL
@@ -479,6 +479,8 @@ class _Prediction:
 
     def _host(self) -> Kinds:
         model, parts = self.roles.model, [each.on_host for each in self.models]
+        # Each parameter that streams begins at a multiple of the alignment. A block has 32 at most, with biases and scales.
+        parts += [{"params": ALIGNMENT * 32 * (each.size.layers + 1)} for each in self.models if each.fsdp.streams]
         if self.sleeps and not self.shares and self.roles.rollout.sleep_level == 1:
             parts.append({"rollout weights": 2 * self.engine_weights})  # at most: each segment is rounded up to a power of two
         offloading: list[tuple[Held | None, Literal["actor", "critic"], bool]] = [
@@ -487,9 +489,7 @@ class _Prediction:
         ]
         for held, role, on in offloading:
             if held is not None and on and held in self.models:
-                s = held.size.shapes(held.roles, self._pass(role), self.device)
-                stay = int(held.roles.model.activation_offload_device_gb * GIB / s.kept_bytes)
-                parts.append({"activations": s.kept_bytes * max(s.layers - stay, 0)})
+                parts.append({"activations": held.offloaded(self._pass(role))})
         return together(*parts)
 
     # The largest micro-batch of each pass.

@@ -189,6 +189,17 @@ class Shapes:
         return model.checkpointing is not None or model.block_tile_tokens is not None
 
     @property
+    def states_bytes(self) -> int:
+        """What lies above the blocks when a forward ends: the last block's output, and states of the response tokens."""
+        return self.input_bytes + 3 * self.responses * self.hidden * self.compute_bytes
+
+    @property
+    def saved_bytes(self) -> int:
+        """What a forward saves for its backward at most: of all blocks, and above them; rotary tables and ids once."""
+        tables = self.sequence_ranks * 2 * self.head_dim * self.compute_bytes
+        return self.layers * self.kept_bytes + self.states_bytes + self.tokens * (tables + 8)
+
+    @property
     def final_norm_bytes(self) -> int:
         """Bytes at the backward of the final norm, which covers the response tokens alone, with the last block's own."""
         return self.kept_bytes + 3 * self.responses * self.hidden * self.compute_bytes + self._at_norm(self.responses)

@@ -14,6 +14,7 @@ from verl_memopt.config.schema import ActorRolloutRef, PolicyLoss, TrainedFsdp
 from verl_memopt.memory.chunked_logprob import logit_bytes
 from verl_memopt.memory.formulas import TILE_ELEMENTS, Shapes, width
 from verl_memopt.memory.grad_offload import matrix_params, tile_params
+from verl_memopt.memory.host_buffers import CHUNK_BYTES, GIB
 from verl_memopt.memory.lora import adapter_params, base_rests_as_computed
 from verl_memopt.memory.optimizer_state_dtype_torch import MOST_BLOCK, block_size
 from verl_memopt.observe.phase import MIB
@@ -416,10 +417,17 @@ class Held:
             model = replace(model, enable_gradient_checkpointing=False)
         return replace(self.roles, model=model)
 
+    def offloaded(self, work: Pass) -> float:
+        """Return the bytes that activation offload has on the host when a forward ends, in whole chunks."""
+        s = self.size.shapes(self._with_kept(work), work, self.device)
+        stays = int(self.roles.model.activation_offload_device_gb * GIB / s.kept_bytes) * s.kept_bytes
+        leaves = s.saved_bytes + self._prefixes(work, s.compute_bytes) + self._low_bytes(s) - stays
+        return max(-(-leaves // CHUNK_BYTES), 0) * CHUNK_BYTES
+
     def _update_windows(self, s: Shapes, work: Pass) -> list[Kinds]:
         """Return kind -> bytes at the candidates for the peak: head, block, reduction of the vocabulary's matrix, optimizer."""
         kept, prefixes, lows = s.kept_on_device(s.layers, 1), self._prefixes(work, s.compute_bytes + 4), self._low_bytes(s)
-        states = kept + s.input_bytes + 3 * s.responses * s.hidden * s.compute_bytes + prefixes
+        states = kept + s.states_bytes + prefixes
         windows = _Windows(
             kept,
             states,
