@@ -7,9 +7,10 @@ import torch
 
 from tests.algorithms.ragged import Ragged
 from verl_memopt.algorithms.custom import check_custom, custom_advantages, inputs_of, load_statistic, statistics_of
-from verl_memopt.algorithms.estimators import AdvantageInputs, grpo_advantages
+from verl_memopt.algorithms.estimators import AdvantageInputs, estimate, grpo_advantages
 from verl_memopt.algorithms.kl import token_level_rewards
 from verl_memopt.algorithms.losses import LossTokens, policy_loss
+from verl_memopt.algorithms.records import STATISTICS
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import Settings
@@ -121,6 +122,38 @@ def mine(log_prob, old_log_prob, advantages, response_mask, config):
     torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-8)
 
 
+def test_a_loss_gets_which_of_its_tokens_count(tmp_path):
+    text = "def mine(log_prob, old_log_prob, response_mask):\n    return log_prob * (1 + response_mask)\n"
+    actor = settings(tmp_path, "loss", text).actor_rollout_ref.actor
+    log_probs = -torch.linspace(0.1, 2.0, 10)
+    for kept in (None, SAMPLE.tokens(1) > SAMPLE.tokens(1).median()):
+        tokens = LossTokens(log_probs, log_probs, log_probs, SAMPLE.row, SAMPLE.lengths, GlobalCounts(10.0, 4.0), None, kept)
+        loss, metrics = policy_loss(tokens, actor)
+        counted = log_probs if kept is None else log_probs[kept]
+        assert loss.item() == pytest.approx(2 * counted.sum().item() / 10, rel=1e-6)
+        assert metrics["ratio_clamped"].item() == 0
+
+
+def test_the_estimator_of_the_settings_is_the_users(tmp_path):
+    text = "def mine(token_level_rewards, response_mask):\n    return token_level_rewards + 1.0, token_level_rewards\n"
+    algorithm = settings(tmp_path, "estimator", text).algorithm
+    assert torch.equal(torch.stack(estimate(inputs(), algorithm)), torch.stack(custom_advantages(inputs(), algorithm)))
+
+
+def test_a_statistic_of_the_package_is_loaded_by_its_dotted_name():
+    (known,) = STATISTICS.values()
+    log_probs = torch.linspace(0, 3, 40).view(10, 4).log_softmax(-1)
+    found = load_statistic(known.function).of_columns(log_probs, None)
+    torch.testing.assert_close(found, log_probs.exp().square().sum(-1))
+
+
+def test_an_input_that_a_step_lacks_is_named_with_its_setting(tmp_path):
+    text = "def mine(token_level_rewards, response_mask, ref_log_probs):\n    return token_level_rewards, token_level_rewards\n"
+    algorithm = settings(tmp_path, "estimator", text, **{"actor_rollout_ref.actor.use_kl_loss": True}).algorithm
+    with pytest.raises(UserError, match=r"this run does not compute ref_log_probs\. Set .*use_kl_loss=true"):
+        custom_advantages(inputs(), algorithm)
+
+
 E, L = "estimator", "loss"
 ESTIMATOR = "def mine(token_level_rewards, response_mask, index, config):\n    "
 A_STATISTIC = "def mine(token_level_rewards, surprise):\n    return surprise, token_level_rewards\n"
@@ -151,6 +184,16 @@ MISTAKES = {
     ),
     "an exception in a loss": (
         L, f"{A_LOSS}raise ValueError('first\\nsecond')", {}, r"ValueError: first second .*log_prob float32 \[12\].*Correct",
+    ),
+    "three results": (
+        E, f"{ESTIMATOR}return (token_level_rewards,) * 3", {}, r"must return \(advantages, returns\), .* a tuple of 3. Correct",
+    ),
+    "two unknown arguments": (
+        E, "def mine(magic, token_level_rewards, more): ...", {},
+        r"asks for magic, more, .* with token_level_rewards, response_mask, .*config, and may ask for old_log_probs, ref_",
+    ),
+    "an unknown argument of a loss": (
+        L, "def mine(log_prob, old_log_probs): ...", {}, r"with log_prob, old_log_prob, .*config\. Use these names",
     ),
     "no pair": (E, f"{ESTIMATOR}return token_level_rewards", {}, "but it returned a Tensor. Correct"),
     "one advantage a row": (

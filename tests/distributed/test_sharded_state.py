@@ -94,6 +94,22 @@ def test_weights_that_no_optimizer_trains_come_back_bit_for_bit(tiny_folder, one
     assert all(torch.equal(tensor, saved[name]) for name, tensor in full(policy).items())
 
 
+def test_one_process_reads_each_saved_tensor_alone_in_its_dtype(tiny_folder, one_rank, tmp_path, recwarn):
+    run = parts(tiny_folder, one_rank)
+    run[0].to(torch.bfloat16)
+    save_training_state(tmp_path, *run, CPU, ALL)
+    stored, saved = StoredTensors(tmp_path), full(run[0])
+    assert stored.names.keys() >= saved.keys()
+    for name, tensor in saved.items():
+        read = stored.read(name)
+        assert read.dtype == torch.bfloat16
+        assert torch.equal(read, tensor)
+    assert not [warned for warned in recwarn if "distributed is disabled" in str(warned.message)]
+    (tmp_path / "dcp" / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match=rf"^{tmp_path}: the model could not be read: .*__0_0.distcp"):
+        stored.read(next(iter(saved)))
+
+
 def test_weights_that_cannot_be_written_or_read_are_errors_that_name_the_folder(tiny_folder, one_rank, tmp_path):
     policy = sharded(tiny_folder, one_rank, dtype="fp32")
     with pytest.raises(CheckpointError, match=rf"^{tmp_path}/none: the weights could not be read: \w+Error: .*none"):

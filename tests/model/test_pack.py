@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from verl_memopt.memory.sequence_parallel_torch import SequenceGroup
 from verl_memopt.model.packing import PrefixLayout, PrefixSpan, Run, pack_groups, pack_prompt, pack_rows, pack_suffixes
 
 ROWS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=9)
@@ -142,6 +143,53 @@ def test_the_queries_of_the_last_block_are_what_predicts(rows):
         assert torch.equal(query_index[pack.last_block.predicts], pack.predicts)
         layout = zip(pack.layout.groups, pack.last_block.layout.groups, pack.last_block.layout.skipped, strict=True)
         assert all(whole == (skipped + prefix, suffixes) for whole, (prefix, suffixes), skipped in layout)
+
+
+@given(ROWS, st.integers(2, 4))
+def test_ranks_that_share_a_pack_have_each_token_each_target_and_each_query_once(rows, size):
+    groups = [group for group, _ in rows]
+    prompts = [[100 * group + place for place in range(7 * (group + 1))] for group in groups]
+    pack = packed(prompts, [[1000 * row + token for token in range(length)] for row, (_, length) in enumerate(rows)], groups)
+    ranks = [SequenceGroup(rank, size, None) for rank in range(size)]
+    shares, own = zip(*(pack.share(group) for group in ranks), strict=True)
+    total = pack.input_ids.shape[1]
+    assert torch.equal(torch.cat(own).sort().values, torch.arange(len(pack.targets)))
+    for share, places in zip(shares, own, strict=True):
+        assert torch.equal(share.targets, pack.targets[places])
+        assert torch.equal(share.row, pack.row[places])
+        assert torch.equal(share.row_lengths, torch.bincount(pack.row[places], minlength=len(rows)))
+        assert torch.equal(share.input_ids[0, share.predicts], pack.input_ids[0, pack.predicts[places]])
+        assert torch.equal(share.position_ids, pack.position_ids)
+    if total < size:  # nobody has tokens of its own
+        assert all(torch.equal(share.input_ids, pack.input_ids) for share in shares)
+        assert [len(places) for places in own] == [len(pack.targets)] + [0] * (size - 1)
+        return
+    sizes = tuple(share.input_ids.shape[1] for share in shares)
+    assert torch.equal(torch.cat([share.input_ids for share in shares], 1), pack.input_ids)
+    assert max(sizes) - min(sizes) <= 1
+    assert {(share.layout.split.tokens, share.layout.split.queries, share.layout.split.rows) for share in shares} == {
+        (sizes, sizes, None)
+    }
+    assert [share.layout.split.group for share in shares] == ranks
+    if pack.last_block is None:
+        assert {share.last_block for share in shares} == {None}
+        return
+    splits = [share.last_block.layout.split for share in shares]
+    queries = [split.rows.index + split.own.start for split in splits]
+    assert torch.equal(torch.cat(queries), pack.last_block.layout.query_index)
+    assert {(split.tokens, split.queries) for split in splits} == {(sizes, tuple(map(len, queries)))}
+    for share, split, at, places in zip(shares, splits, queries, own, strict=True):
+        assert split.rows.places.tolist() == split.rows.index.tolist()
+        assert torch.equal(at[share.last_block.predicts], pack.predicts[places])
+
+
+def test_a_pack_of_some_targets_has_all_tokens_and_the_queries_of_these_targets():
+    pack = packed([[1, 2, 3], [1, 2, 3]], [[7, 8, 9], [4, 5]], [0, 0])
+    some = pack.with_targets(torch.tensor([1, 4]))
+    assert torch.equal(some.input_ids, pack.input_ids)
+    assert (some.targets.tolist(), some.row.tolist(), some.row_lengths.tolist()) == ([8, 5], [0, 1], [1, 1])
+    assert some.predicts.tolist() == some.predicts_on_host.tolist() == pack.predicts[[1, 4]].tolist()
+    assert torch.equal(some.last_block.layout.query_index[some.last_block.predicts], some.predicts)
 
 
 def test_a_few_tokens_are_not_skipped():

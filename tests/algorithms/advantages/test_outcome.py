@@ -138,13 +138,14 @@ def test_opo_of_equal_rewards_and_of_one_valid_member_of_several_is_exactly_zero
     assert advantages.tolist() == [0.0, 0.0, 0.0, 7.0, 0.0, 0.0]
 
 
-def test_gdpo_whitens_over_tokens_the_weighted_sum_of_each_rewards_group_advantages():
+@pytest.mark.parametrize("by_std", [True, False])
+def test_gdpo_whitens_over_tokens_the_weighted_sum_of_each_rewards_group_advantages(by_std):
     rewards = [[1.0, 0.2], [0.0, 0.4], [1.0, 0.9], [0.0, 0.9], [5.0, 5.0], [2.0, -1.0]]
     groups, valid, lengths, weights = [0, 0, 7, 7, 7, 3], [True, True, True, True, False, True], [3, 1, 2, 4, 2, 5], [0.5, 2.0]
     sums = [0.0] * 6
     for reward, weight in enumerate(weights):
         column = [row[reward] for row in rewards]
-        each = lone(column, groups, valid, naive_grpo(column, groups, valid, by_std=True))
+        each = lone(column, groups, valid, naive_grpo(column, groups, valid, by_std=by_std))
         sums = [total + weight * one for total, one in zip(sums, each, strict=True)]
     tokens = [(sums[row], valid[row]) for row, length in enumerate(lengths) for _ in range(length)]
     known = [value for value, counts in tokens if counts]
@@ -152,8 +153,8 @@ def test_gdpo_whitens_over_tokens_the_weighted_sum_of_each_rewards_group_advanta
     expected = [(value - mean) / scale if counts else 0.0 for value, counts in tokens]
     row = torch.repeat_interleave(torch.arange(6), torch.tensor(lengths))
     given = torch.tensor(rewards), torch.tensor(groups), torch.tensor(valid), row
-    assert gdpo_advantages(*given, weights=weights).tolist() == pytest.approx(expected, abs=1e-5)
-    assert gdpo_advantages(*given).tolist() == gdpo_advantages(*given, weights=[1.0, 1.0]).tolist()
+    assert gdpo_advantages(*given, by_std, weights).tolist() == pytest.approx(expected, abs=1e-5)
+    assert gdpo_advantages(*given, by_std).tolist() == gdpo_advantages(*given, by_std, weights=[1.0, 1.0]).tolist()
 
 
 def test_gpg_counts_the_rows_whose_reward_is_not_0_as_verl():

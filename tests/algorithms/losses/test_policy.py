@@ -374,3 +374,22 @@ def test_clips_and_aggregation_come_from_the_actors_section():
     actor = Actor(clip_ratio_low=0.1, clip_ratio_high=0.3, loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=5)
     assert clip_bounds(actor) == (0.1, 0.3)
     assert tokens().aggregated(torch.ones(3), actor).item() == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("mode", ["dppo_tv", "dppo_kl"])
+def test_dppo_counts_a_token_up_to_its_bound_for_each_old_and_new_probability(mode):
+    grid = torch.linspace(0.02, 0.97, 24, dtype=torch.float64)
+    old, p = (each.flatten() for each in torch.meshgrid(grid, grid, indexing="ij"))
+    settings, row = actor(mode, "token-sum"), torch.arange(len(p))
+    for advantage in (1.0, -1.0, 0.5, -0.5):
+        new = p.log().requires_grad_()
+        tokens = LossTokens(new, old.log(), torch.full_like(p, advantage), row, torch.ones(len(p), dtype=torch.int64), COUNTS)
+        loss, metrics = policy_loss(tokens, settings)
+        (found,) = torch.autograd.grad(loss, new)
+        expected = [dppo_factor(mode, (one / was).item(), one.log().item(), advantage) for one, was in zip(p, old, strict=True)]
+        assert found.tolist() == pytest.approx(expected, abs=1e-9)
+        share = COUNTS.tokens  # metrics are sums over tokens, divided by the tokens of the mini-batch
+        zero = torch.tensor(expected) == 0
+        assert metrics["pg_clipfrac"].item() == pytest.approx(zero.sum().item() / share)
+        assert metrics["pg_clipfrac_lower"].item() == pytest.approx(((p / old > 1.5) & ~zero).sum().item() / share)
+        assert metrics["ratio_clamped"].item() == 0

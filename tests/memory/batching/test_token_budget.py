@@ -380,6 +380,14 @@ def test_a_restored_budget_goes_on_alike():
 TOKENS = RowTokens(prompts=(10, 10, 10, 4, 0), answers=(3, 4, 5, 6, 0), groups=(0, 0, 0, 1, 1))
 
 
+def test_rows_know_what_the_last_block_skips_and_how_many_sequences_they_are():
+    assert TOKENS.skipped([0, 1, 2]) == 9  # all of the prompt but its last token
+    assert TOKENS.skipped([0, 1, 2, 3, 4]) == 9 + 3
+    assert TOKENS.skipped([4]) == 0
+    assert RowTokens((2,), (15,), (0,)).skipped([0]) == 0  # one of 17 is too few
+    assert [TOKENS.segments(rows) for rows in ([0], [0, 3], [0, 1], [0, 1, 2, 3])] == [1, 2, 3, 5]
+
+
 FAMILY = RowTokens(prompts=(10, 10), answers=(3, 5), groups=(0, 0))
 APART = RowTokens(prompts=(10, 2), answers=(5, 1), groups=(0, 1))
 
