@@ -83,6 +83,12 @@ def test_a_figure_the_device_does_not_have_is_absent_and_not_zero():
     assert metrics == {"memory/gen/host_rss_gb": 1.0, "perf/cpu_memory_used_gb": 1.0}
 
 
+def test_host_buffers_are_reported_where_there_are_any():
+    held = dataclasses.replace(phase("update_actor", None), host_buffer_bytes=3 * GIB)
+    names = {name: value for name, value in memory_metrics([phase("gen", None), held]).items() if "host_buffers" in name}
+    assert names == {"memory/update_actor/host_buffers_gb": 3.0}
+
+
 def test_compilations_are_summed_over_the_phases_that_count_them():
     counted = [dataclasses.replace(phase("gen", None), compiles=n, compile_fallbacks=n - 2) for n in (3, 2)]
     assert compile_metrics([*counted, phase("adv", None)]) == {"perf/compiles": 5.0, "perf/compile_fallbacks": 1.0}

@@ -112,6 +112,7 @@ def memory_metrics(phases: Sequence[PhaseMemory]) -> dict[str, float]:
         for figure in ("peak_allocated", "peak_reserved", "device_used", "host_rss")
     ]
     sizes += [(f"memory/{phase.name}/mean_peak_allocated_gb", phase.mean_peak_bytes) for phase in phases]
+    sizes += [(f"memory/{phase.name}/host_buffers_gb", phase.host_buffer_bytes or None) for phase in phases]
     sizes += [("perf/memory_allocated_gb", phase.allocated_bytes) for phase in phases[-1:]]
     sizes += [("perf/max_memory_allocated_gb", phase.peak_allocated_bytes) for phase in phases]
     sizes += [("perf/max_memory_reserved_gb", phase.peak_reserved_bytes) for phase in phases]
