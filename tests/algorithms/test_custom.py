@@ -87,6 +87,15 @@ def test_an_input_is_asked_for_by_its_name(tmp_path):
     assert torch.equal(custom_advantages(inputs(old_log_probs=old, ref_log_probs=old), chosen.algorithm)[0], old)
 
 
+def test_a_statistic_of_the_package_is_asked_for_by_its_name(tmp_path):
+    text = "def mine(token_level_rewards, response_mask, sum_pi_squared):\n    return sum_pi_squared, token_level_rewards\n"
+    chosen = settings(tmp_path, "estimator", text, **{"actor_rollout_ref.actor.calculate_sum_pi_squared": True})
+    check_custom(chosen)
+    assert statistics_of(chosen.algorithm) == {"sum_pi_squared": STATISTICS["sum_pi_squared"].function}
+    found = {"sum_pi_squared": torch.linspace(0.1, 1, 10)}
+    assert torch.equal(custom_advantages(inputs(statistics=found), chosen.algorithm)[0], found["sum_pi_squared"])
+
+
 def test_an_input_of_its_own_is_a_function_beside_it(tmp_path):
     text = "def mine(token_level_rewards, response_mask, surprise):\n    return surprise * response_mask, token_level_rewards\n"
     text += "def surprise(log_probs):\n    return -log_probs.amax(-1)\n"
@@ -171,6 +180,15 @@ MISTAKES = {
     "a statistic without its pass": (
         E, f"{A_STATISTIC}return log_probs[:, 0]", {"algorithm.rollout_correction.bypass_mode": True},
         "does not compute surprise. Set .*bypass_mode=false",
+    ),
+    "a statistic of the package without its setting": (
+        E, "def mine(token_level_rewards, sum_pi_squared): ...", {},
+        "does not compute sum_pi_squared. Set actor_rollout_ref.actor.calculate_sum_pi_squared=true, without bypass mode",
+    ),
+    "a statistic of the package in bypass mode": (
+        E, "def mine(token_level_rewards, sum_pi_squared): ...",
+        {"actor_rollout_ref.actor.calculate_sum_pi_squared": True, "algorithm.rollout_correction.bypass_mode": True},
+        "does not compute sum_pi_squared. Set .*calculate_sum_pi_squared=true",
     ),
     "a statistic of another shape": (
         E, f"{A_STATISTIC}return log_probs", {}, r"the statistic must be a tensor float32 \[15\], .* float32 \[15, 5\]",

@@ -12,6 +12,7 @@ from verl_memopt.distributed.file_records import (
     HASH_BESIDE_BYTES,
     FileRecord,
     HashedFile,
+    digest_of,
     file_fault,
     hashed_file,
     record_file,
@@ -170,3 +171,43 @@ def test_what_the_disk_said_is_told_and_not_what_followed_from_it():
 def test_an_error_that_is_not_the_disks_is_told_as_it_is():
     with pytest.raises(RuntimeError, match="another"):
         write_and_fail(io.BytesIO(), RuntimeError("another"))
+
+
+def test_the_checksum_of_a_folder_follows_names_sizes_and_contents_of_a_models_files(tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes(name.encode())
+    digests = [digest_of(tmp_path)]
+    (tmp_path / "notes.log").write_text("not the model's")
+    assert digest_of(tmp_path) == digests[0]
+    (tmp_path / "config.json").write_bytes(b"CONFIG.json")
+    digests.append(digest_of(tmp_path))
+    (tmp_path / "config.json").rename(tmp_path / "generation_config.json")
+    digests.append(digest_of(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"model.safetensorS")
+    digests.append(digest_of(tmp_path))
+    assert len(set(digests)) == 4
+    # A file by itself has its checksum whatever its name is.
+    alone = [digest_of(file) for file in (tmp_path / "model.safetensors", (tmp_path / "notes.log").rename(tmp_path / "n.txt"))]
+    (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
+    assert digest_of(tmp_path / "other.safetensors") == alone[0] != alone[1]
+
+
+def test_large_weights_are_read_in_places_and_other_large_files_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_records, "WHOLE_BYTES", 1000)
+    monkeypatch.setattr(file_records, "SAMPLES", 4)
+    monkeypatch.setattr(file_records, "SAMPLE_BYTES", 10)
+    whole = bytes(1001)
+    changed = {name: set() for name in ("model.safetensors", "tokenizer.json", "small.safetensors")}
+    for name, places in changed.items():
+        data = whole[:1000] if name.startswith("small") else whole
+        (tmp_path / name).write_bytes(data)
+        before = digest_of(tmp_path / name)
+        for place in range(len(data)):
+            (tmp_path / name).write_bytes(data[:place] + b"x" + data[place + 1 :])
+            if digest_of(tmp_path / name) != before:
+                places.add(place)
+    assert changed["tokenizer.json"] == set(range(1001))
+    assert changed["small.safetensors"] == set(range(1000))
+    assert changed["model.safetensors"] == {start + place for start in (0, 250, 500, 750) for place in range(10)}
+    (tmp_path / "model.safetensors").write_bytes(bytes(1002))
+    assert digest_of(tmp_path / "model.safetensors") != before
