@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -88,6 +89,19 @@ def pytest_runtest_setup(item):
 
 _files = []
 """The file of the test that ran last."""
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Says in which folders a run of many tests has spent its time."""
+    seconds = Counter()
+    for report in (each for some in terminalreporter.stats.values() for each in some if hasattr(each, "duration")):
+        seconds["/".join(report.nodeid.split("/")[: 3 if "memory/" in report.nodeid else 2]).partition(".py")[0]] += (
+            report.duration
+        )
+    if seconds.total() > 60:
+        terminalreporter.section("slowest groups, seconds of one process")
+        for group, spent in seconds.most_common(10):
+            terminalreporter.line(f"{spent:7.0f}  {group}")
 
 
 def pytest_unconfigure():
