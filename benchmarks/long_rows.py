@@ -33,7 +33,7 @@ from verl_memopt.config.loader import load_settings
 from verl_memopt.data.batch import Ragged, RolloutBatch
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.memory.activation_offload_torch import ActivationOffload
-from verl_memopt.memory.held import PUBLISHED, ModelSize
+from verl_memopt.memory.formulas import PUBLISHED, ModelSize
 from verl_memopt.memory.rollout_memory import kv_bytes_per_token
 from verl_memopt.model.assembly import ModelUse, allocate, build_policy
 from verl_memopt.model.tiny import make_tiny_model

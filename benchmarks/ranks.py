@@ -26,7 +26,7 @@ from verl_memopt.config.loader import load_settings
 from verl_memopt.config.schema import Settings
 from verl_memopt.data.batch import Ragged, RolloutBatch
 from verl_memopt.memory.fit import Sizes, predict
-from verl_memopt.memory.held import PUBLISHED, ModelSize
+from verl_memopt.memory.formulas import PUBLISHED, ModelSize
 from verl_memopt.memory.knob import num_devices
 from verl_memopt.observe.phase import GIB
 from verl_memopt.trainer.fit import phases_of

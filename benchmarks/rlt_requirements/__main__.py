@@ -32,8 +32,7 @@ from verl_memopt.config.schema import Settings
 from verl_memopt.data.batch import Ragged, RolloutBatch, rollout_batch
 from verl_memopt.distributed.device import leave_process_group, training_mesh
 from verl_memopt.memory.fit import CARDS, CONTEXT, RESERVED
-from verl_memopt.memory.formulas import NARROW_TILE_ELEMENTS, TILE_ELEMENTS, width
-from verl_memopt.memory.held import PUBLISHED, ModelSize
+from verl_memopt.memory.formulas import NARROW_TILE_ELEMENTS, PUBLISHED, TILE_ELEMENTS, ModelSize, width
 from verl_memopt.memory.rollout_memory import kv_bytes_per_token
 from verl_memopt.model.assembly import ModelUse, allocate, build_policy
 from verl_memopt.model.packed_model import PolicyModel

@@ -8,7 +8,7 @@ import torch
 from benchmarks.gpu import reach
 from benchmarks.gpu.reach import FINE, FITS, OUT_OF_MEMORY, STEP, Known, Prober, case_of, next_length, parse, table, write_report
 from benchmarks.gpu.reach_cases import SHAPES, WAYS, Case, case_settings, computed_peak, make_folder, size_of
-from verl_memopt.memory.held import Pass
+from verl_memopt.memory.formulas import Pass
 from verl_memopt.memory.lora import adapter_params
 from verl_memopt.model.weights import WeightFolder
 

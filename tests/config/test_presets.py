@@ -15,7 +15,7 @@ from verl_memopt.ladder.measure import Work, measure_row, row_settings
 from verl_memopt.memory import profiles
 from verl_memopt.memory.critic_rules import twin
 from verl_memopt.memory.fit import CARDS, Sizes, predict
-from verl_memopt.memory.held import PUBLISHED, ModelSize
+from verl_memopt.memory.formulas import PUBLISHED, ModelSize
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.observe.phase import GIB
 from verl_memopt.trainer.fit import BUDGETS, Card, judge

@@ -19,7 +19,7 @@ from verl_memopt.cli import main, train
 from verl_memopt.config.loader import load_settings
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.fit import CARDS, CONTEXT, Sizes, predict
-from verl_memopt.memory.held import Pass
+from verl_memopt.memory.formulas import Pass
 from verl_memopt.memory.lora import adapter_params
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.model.weights import size_of

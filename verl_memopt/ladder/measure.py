@@ -22,8 +22,7 @@ from verl_memopt.data.batch import Ragged, RolloutBatch, rollout_batch
 from verl_memopt.distributed.device import empty_cache, leave_process_group, local_device, resolve_device
 from verl_memopt.errors import ConfigError, DeviceMemoryError, OutOfMemory
 from verl_memopt.memory.critic_rules import has_critic, twin
-from verl_memopt.memory.formulas import Shapes
-from verl_memopt.memory.held import Pass
+from verl_memopt.memory.formulas import Pass, Shapes
 from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.memory.knob import knob_named, knobs
 from verl_memopt.model.families import POLICY_KEY

@@ -16,8 +16,8 @@ from typing import Any, Literal
 from verl_memopt.config.keys import value_at
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Critic, CriticModel, Fsdp, Model, Settings, TrainedFsdp
 from verl_memopt.memory.critic_rules import CRITIC_PHASES, has_critic, own_pools
-from verl_memopt.memory.formulas import QUANTIZED_AT_ONCE, width
-from verl_memopt.memory.held import Held, Kinds, ModelSize, Pass, largest, together
+from verl_memopt.memory.formulas import QUANTIZED_AT_ONCE, ModelSize, Pass, width
+from verl_memopt.memory.held import Held, Kinds, largest, together
 from verl_memopt.memory.host_buffers import ALIGNMENT, GIB
 from verl_memopt.memory.knob import devices_of, needs_reference, sequence_ranks
 from verl_memopt.memory.lora import slot_rank

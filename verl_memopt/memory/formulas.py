@@ -195,7 +195,7 @@ class Shapes:
 
     @property
     def saved_bytes(self) -> int:
-        """What a forward saves for its backward at most: of all blocks, and above them; rotary tables and ids once."""
+        """At most what a forward saves for its backward: what blocks keep, the states above them, rotary tables and ids."""
         tables = self.sequence_ranks * 2 * self.head_dim * self.compute_bytes
         return self.layers * self.kept_bytes + self.states_bytes + self.tokens * (tables + 8)
 
@@ -443,6 +443,89 @@ class Shapes:
         norms = (4 + 2 * b) * (2 * self.hidden + query + key)  # of each input, norm and output the first is fp32
         kept = norms + b * (query + key + (4 * self.mlp if model.mlp_tiles is None else 0))
         return self.tokens * kept + self.exchanged_bytes
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """The sizes of a decoder-only model, as its config.json says them."""
+
+    hidden: int
+    mlp: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    """One matrix is embedding and LM head."""
+    qkv_bias: bool = False
+    """Projections of queries, keys and values have a bias (Qwen2)."""
+    qk_norm: bool = False
+    """Queries and keys of a head are normalised (Qwen3)."""
+    prunes: bool = True
+    """Its last block can leave out outputs that nothing reads (``prune_last_block``)."""
+    positions: int | None = None
+    """Tokens of the longest sequence by its config; None = unknown."""
+    counted: tuple[int, int] | None = None
+    """(parameters, those of a block) of a model that was built without storage; None = from the sizes."""
+
+    @property
+    def widest(self) -> int:
+        """The longer side of a block's largest matrix; the other is ``hidden``."""
+        return max(self.mlp, self.heads * self.head_dim)
+
+    @property
+    def block_params(self) -> int:
+        """Parameters of a decoder block."""
+        if self.counted is not None:
+            return self.counted[1]
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = 2 * self.hidden * (query + key) + self.qkv_bias * (query + 2 * key) + self.qk_norm * 2 * self.head_dim
+        return attention + 3 * self.hidden * self.mlp + 2 * self.hidden
+
+    @property
+    def params(self) -> int:
+        """All parameters, a tied matrix once."""
+        if self.counted is not None:
+            return self.counted[0]
+        return self.vocab * self.hidden * (1 if self.tied else 2) + self.layers * self.block_params + self.hidden
+
+    def shapes(self, roles: ActorRolloutRef, work: Pass, device: str) -> Shapes:
+        """Return the symbols of the knobs' formulas for a pass of this model."""
+        return Shapes(
+            settings=roles, layers=self.layers, hidden=self.hidden, mlp=self.mlp, heads=self.heads, kv_heads=self.kv_heads,
+            head_dim=self.head_dim, vocab=self.vocab, params=self.params, block_params=self.block_params, tied=self.tied,
+            tokens=work.tokens, responses=work.responses, segments=work.rows, device=device,
+        )  # fmt: skip
+
+
+PUBLISHED = {
+    "Qwen/Qwen2.5-0.5B-Instruct": ModelSize(896, 4864, 24, 14, 2, 64, 151_936, True, qkv_bias=True, positions=2**15),
+    "Qwen/Qwen2.5-1.5B-Instruct": ModelSize(1536, 8960, 28, 12, 2, 128, 151_936, True, qkv_bias=True, positions=2**15),
+    "Qwen/Qwen2.5-3B-Instruct": ModelSize(2048, 11_008, 36, 16, 2, 128, 151_936, True, qkv_bias=True, positions=2**15),
+    "Qwen/Qwen2.5-7B-Instruct": ModelSize(3584, 18_944, 28, 28, 4, 128, 152_064, False, qkv_bias=True, positions=2**15),
+    "Qwen/Qwen3-0.6B": ModelSize(1024, 3072, 28, 16, 8, 128, 151_936, True, qk_norm=True, positions=40_960),
+    "Qwen/Qwen3-1.7B": ModelSize(2048, 6144, 28, 16, 8, 128, 151_936, True, qk_norm=True, positions=40_960),
+    "Qwen/Qwen3-4B": ModelSize(2560, 9728, 36, 32, 8, 128, 151_936, True, qk_norm=True, positions=40_960),
+    "Qwen/Qwen3-8B": ModelSize(4096, 12_288, 36, 32, 8, 128, 151_936, False, qk_norm=True, positions=40_960),
+    "meta-llama/Llama-3.2-1B-Instruct": ModelSize(2048, 8192, 16, 32, 8, 64, 128_256, True, positions=2**17),
+    "meta-llama/Llama-3.2-3B-Instruct": ModelSize(3072, 8192, 28, 24, 8, 128, 128_256, True, positions=2**17),
+}
+"""Hub id -> sizes, of the models of the presets ``model=``, so that nothing is fetched."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The largest micro-batch of a pass on one rank, and the tokens of all of its micro-batches together."""
+
+    tokens: int
+    responses: int
+    rows: int
+    all_tokens: int
+    prefix: int = 0
+    """Tokens of a prompt whose answers may lie in several micro-batches, which then read its prefix KV."""
+    alone: bool = False
+    """It is the only micro-batch of its optimizer step, so that no gradients exist when it begins."""
 
 
 def key_heads_at_once(elements: int, kv_heads: int, tile: int) -> int:

@@ -132,9 +132,14 @@ class HostAllocator:
         At most ``pinned_limit_bytes`` of them are page-locked. A buffer beyond it is ordinary memory, whose copies block.
         """
         self.limit_bytes, self.pinned_limit_bytes = limit_bytes, pinned_limit_bytes
-        self.held_bytes = self.pinned_bytes = self.peak_bytes = 0
+        self.pinned_bytes = self.peak_bytes = 0
         self.kinds: Counter[str] = Counter()
         """Kind -> bytes that are held."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are held, of all kinds."""
+        return self.kinds.total()
 
     def empty(self, num_bytes: int, device: torch.device, kind: str) -> Tensor:
         """Return uint8 [num_bytes] on the host, uninitialised; page-locked where ``device`` is a GPU and the limit allows.
@@ -201,7 +206,6 @@ class HostAllocator:
             unlock_pages(device, locked.address)
 
     def _count(self, num_bytes: int, pinned: bool, kind: str) -> None:
-        self.held_bytes += num_bytes
         self.kinds[kind] += num_bytes
         self.pinned_bytes += num_bytes if pinned else 0
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)

@@ -19,8 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from verl_memopt.config.schema import CriticModel, Model
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.formulas import QUANTIZED_AT_ONCE
-from verl_memopt.memory.held import PUBLISHED, ModelSize
+from verl_memopt.memory.formulas import PUBLISHED, QUANTIZED_AT_ONCE, ModelSize
 from verl_memopt.memory.lora_torch import ADAPTERS
 from verl_memopt.memory.prune_last_block import window_of
 from verl_memopt.memory.quantized_frozen_torch import Packing, quantized_layers

@@ -27,7 +27,7 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.memory import grad_offload, quantized_base, split_masters
 from verl_memopt.memory.critic_rules import has_critic, own_pools, twin
 from verl_memopt.memory.fit import CARDS, CERTAIN, Peaks, Sizes, bytes_beside_cache, on_one_machine, predict
-from verl_memopt.memory.held import PUBLISHED
+from verl_memopt.memory.formulas import PUBLISHED
 from verl_memopt.memory.knob import devices_of, knob_named, knobs, longest_sample, needs_reference, num_devices
 from verl_memopt.memory.param_offload import ACTOR_KEY
 from verl_memopt.memory.rollout_memory import AUTO, CACHE

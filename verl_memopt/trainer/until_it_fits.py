@@ -24,7 +24,7 @@ from verl_memopt.config.schema import Settings
 from verl_memopt.distributed.device import resolve_device
 from verl_memopt.errors import ConfigError, DeviceMemoryError, HostMemoryError, OutOfMemory, UserError
 from verl_memopt.memory.critic_rules import has_critic, own_pools, twin
-from verl_memopt.memory.held import Pass
+from verl_memopt.memory.formulas import Pass
 from verl_memopt.memory.host_buffers import GIB
 from verl_memopt.memory.knob import knob_named, longest_sample, needs_reference, sequence_ranks
 from verl_memopt.memory.param_offload import REFERENCE_KEY, SCORER_KEY, STREAM
