@@ -30,7 +30,7 @@ WAY = {
     "driver and worker": (
         "cli.main", "cli.run", "load_settings", "build_run", "start_workers", "Trainer.one_step", "TrainingStep.train_step",
         "Generator.generate", "LogProbPass.compute", "Budget.micro_batches", "AdvantageInputs", "rloo_advantages",
-        "PolicyUpdate.cut", "MiniBatchCutter.cut", "TimedGroup", "RayGroup", "Worker.call", "RoleBuilder", "TrainedModel",
+        "PolicyUpdate.cut", "MiniBatchCutter.cut", "TimedGroup", "RayGroup", "Worker.call", "Policy.built", "TrainedModel",
         "Policy.accumulate", "micro_batches_of", "Objective", "forward_pass", "policy_loss", "sequence_loss",
     ),
     "model internals": ("PolicyModel", "PackedModel", "Decoder", "choose_attention", "Pack", "head_log_probs"),

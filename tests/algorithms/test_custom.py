@@ -132,15 +132,23 @@ def mine(log_prob, old_log_prob, advantages, response_mask, config):
 
 
 def test_a_loss_gets_which_of_its_tokens_count(tmp_path):
-    text = "def mine(log_prob, old_log_prob, response_mask):\n    return log_prob * (1 + response_mask)\n"
+    text = "import torch\ndef mine(log_prob, old_log_prob, response_mask):\n    assert response_mask.dtype == torch.bool\n"
+    text += "    return log_prob * response_mask.sum()\n"
     actor = settings(tmp_path, "loss", text).actor_rollout_ref.actor
     log_probs = -torch.linspace(0.1, 2.0, 10)
     for kept in (None, SAMPLE.tokens(1) > SAMPLE.tokens(1).median()):
         tokens = LossTokens(log_probs, log_probs, log_probs, SAMPLE.row, SAMPLE.lengths, GlobalCounts(10.0, 4.0), None, kept)
         loss, metrics = policy_loss(tokens, actor)
         counted = log_probs if kept is None else log_probs[kept]
-        assert loss.item() == pytest.approx(2 * counted.sum().item() / 10, rel=1e-6)
+        assert loss.item() == pytest.approx(len(counted) * counted.sum().item() / 10, rel=1e-6)
         assert metrics["ratio_clamped"].item() == 0
+
+
+def test_a_loss_that_fails_in_a_step_is_named_by_its_key_and_its_file(tmp_path):
+    actor = settings(tmp_path, "loss", "def mine(log_prob): return None").actor_rollout_ref.actor
+    log_probs = -torch.linspace(0.1, 2.0, 10)
+    with pytest.raises(UserError, match=rf"^{LOSS}\.custom\.name=mine in {tmp_path}/mine\.py: the loss must be a tensor"):
+        policy_loss(LossTokens(log_probs, log_probs, log_probs, SAMPLE.row, SAMPLE.lengths, GlobalCounts(10.0, 4.0)), actor)
 
 
 def test_the_estimator_of_the_settings_is_the_users(tmp_path):
@@ -154,6 +162,64 @@ def test_a_statistic_of_the_package_is_loaded_by_its_dotted_name():
     log_probs = torch.linspace(0, 3, 40).view(10, 4).log_softmax(-1)
     found = load_statistic(known.function).of_columns(log_probs, None)
     torch.testing.assert_close(found, log_probs.exp().square().sum(-1))
+
+
+def test_a_statistic_of_a_file_that_is_not_there_is_refused_under_its_key(tmp_path):
+    with pytest.raises(UserError, match=r"algorithm\.custom_estimator\.path=.*there is no such file"):
+        load_statistic(f"{tmp_path}/nothing.py:surprise")
+
+
+def test_whoever_takes_any_argument_gets_those_of_verl(tmp_path):
+    text = "def mine(token_level_rewards, **rest):\n    assert list(rest) == ['response_mask', 'index', 'config']\n"
+    chosen = settings(tmp_path, "estimator", f"{text}    return token_level_rewards, token_level_rewards\n")
+    assert inputs_of(chosen.algorithm) == ()
+    check_custom(chosen)
+
+
+def test_an_estimator_is_tried_on_two_groups_with_rewards_of_0_and_1(tmp_path):
+    text = f"""
+import torch
+
+def mine(token_level_rewards, response_mask, index, old_log_probs, rollout_is_weights, surprise):
+    seen = (token_level_rewards, response_mask, torch.tensor(index), old_log_probs, rollout_is_weights)
+    torch.save(seen, {str(tmp_path / "seen.pt")!r})
+    return surprise, token_level_rewards
+
+def surprise(log_probs):
+    torch.save(log_probs, {str(tmp_path / "head.pt")!r})
+    return log_probs[:, 0]
+"""
+    check_custom(settings(tmp_path, "estimator", text, **{"algorithm.rollout_correction.rollout_is": "token"}))
+    rewards, mask, index, old, weights = torch.load(tmp_path / "seen.pt")
+    assert mask.sum(1).tolist() == [1, 2, 3, 1, 2, 3, 1, 2]  # two prompts with four responses each
+    assert index.tolist() == [0] * 4 + [1] * 4
+    assert rewards.tolist() == [[0, 0, 0], [0, 1, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0], [0, 0, 1], [0, 0, 0], [0, 1, 0]]
+    assert torch.equal(old, -0.5 * mask)
+    assert torch.equal(weights, 0.5 * mask)
+    head = torch.load(tmp_path / "head.pt")
+    torch.testing.assert_close(head, torch.tensor([0, 0.25, 0.5, 0.75, 1]).log_softmax(0).expand(15, 5))
+
+
+def test_a_loss_is_tried_on_ratios_and_advantages_of_both_signs_and_then_on_a_part_of_them(tmp_path):
+    text = f"""
+import os
+import torch
+
+def mine(log_prob, old_log_prob, advantages, response_mask):
+    name = f"{tmp_path}/{{len(os.listdir({str(tmp_path)!r}))}}.pt"
+    torch.save((log_prob.detach(), old_log_prob, advantages, response_mask), name)
+    return -advantages * (log_prob - old_log_prob).exp()
+"""
+    chosen = settings(tmp_path, "loss", text)
+    check_custom(chosen)
+    whole, part = (torch.load(path) for path in sorted(tmp_path.glob("*.pt")))
+    new, old, advantages, mask = whole
+    torch.testing.assert_close(old, -torch.linspace(0.1, 3.0, 12))
+    torch.testing.assert_close(new - old, torch.linspace(-0.4, 0.4, 12))
+    torch.testing.assert_close(advantages, torch.linspace(1.0, -1.0, 12))
+    assert torch.equal(mask, torch.ones(12, dtype=torch.bool))
+    for all_of, some in zip(whole, part, strict=True):
+        assert torch.equal(all_of[3:7], some)
 
 
 def test_an_input_that_a_step_lacks_is_named_with_its_setting(tmp_path):
@@ -173,6 +239,14 @@ MISTAKES = {
     "no such name": (E, "def other(): ...", {}, "the file has no 'mine'. It defines other. Name one"),
     "no function": (L, "mine = 3", {}, "it is a int, not a function. Name a function"),
     "an unknown argument": (E, "def mine(token_level_rewards, magic): ...", {}, "it asks for magic, .*Use these names"),
+    "an argument that cannot be named": (E, "def mine(magic, /, index, more): ...", {}, "it asks for magic, more, .*Use these"),
+    "an unknown argument of an object": (
+        E, "class Mine:\n    def __call__(self, magic): ...\nmine = Mine()", {}, "it asks for magic, .*Use these names",
+    ),
+    "a statistic in a loss": (
+        L, "def mine(log_prob, surprise): ...\ndef surprise(log_probs): ...", {}, "it asks for surprise, .*Use these names",
+    ),
+    "a constant for a statistic": (E, "surprise = 3\ndef mine(index, surprise): ...", {}, "it asks for surprise, .*Use these"),
     "an argument of another kind": (L, "def mine(log_prob, values): ...", {}, "it asks for values, .*Use these names"),
     "an input that the run lacks": (
         E, "def mine(token_level_rewards, ref_log_probs): ...", {}, "does not compute ref_log_probs. Set .*use_kl_loss=true",
@@ -228,7 +302,10 @@ MISTAKES = {
     "advantages that are not finite": (
         E, f"{ESTIMATOR}return token_level_rewards / 0, token_level_rewards", {}, "hold nan at row 0, token 0. Correct",
     ),
-    "a mean": (L, f"{A_LOSS}return (-advantages * log_prob).mean()", {}, r"float32 \[12\], but it returned float32 \[\]"),
+    "a mean": (
+        L, f"{A_LOSS}return (-advantages * log_prob).mean()", {},
+        r": the loss must be a tensor float32 \[12\], .* returned float32 \[\]",
+    ),
     "a loss of whole numbers": (L, f"{A_LOSS}return (log_prob > old_log_prob).long()", {}, r"float32 \[12\], .* int64 \[12\]"),
     "no gradient": (L, f"{A_LOSS}return -advantages * log_prob.detach()", {}, "has no gradient. Compute it from log_prob"),
     "a gradient of something else": (

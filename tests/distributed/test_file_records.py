@@ -19,6 +19,7 @@ from verl_memopt.distributed.file_records import (
     record_folder,
     sync_folder,
     sync_folders,
+    sync_tree,
 )
 
 
@@ -135,6 +136,17 @@ def test_inner_folders_are_forced_to_disk_before_outer_ones(tmp_path, monkeypatc
     assert sorted(order) == sorted(map(str, (tmp_path, tmp_path / "a", tmp_path / "a" / "b", tmp_path / "c")))
     assert order[-1] == str(tmp_path)
     assert order.index(str(tmp_path / "a" / "b")) < order.index(str(tmp_path / "a"))
+
+
+def test_a_tree_is_forced_to_disk_with_every_file_and_every_folder(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    for name in ("a/f", "g"):
+        (tmp_path / name).write_bytes(b"1")
+    order = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: order.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    sync_tree(tmp_path)
+    assert sorted(order[:2]) == [str(tmp_path / "a" / "f"), str(tmp_path / "g")]
+    assert order[2:] == [str(tmp_path / "a"), str(tmp_path)]
 
 
 def test_only_a_disk_that_fails_is_an_error_when_a_folder_is_forced_to_it(tmp_path, monkeypatch):

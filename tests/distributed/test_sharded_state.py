@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from tests.distributed.test_sharding import CPU, sharded
@@ -92,6 +93,45 @@ def test_weights_that_no_optimizer_trains_come_back_bit_for_bit(tiny_folder, one
         parameter.zero_()
     load_weights(tmp_path, policy)
     assert all(torch.equal(tensor, saved[name]) for name, tensor in full(policy).items())
+
+
+class Apart:
+    """fp32 masters that lie apart from a model's bfloat16 parameters: twice their values, or zeros until they are set."""
+
+    def __init__(self, policy, factor):
+        self.of = {id(each): factor * local_part(each).float() for each in policy.parameters()}
+
+    def master(self, parameter, on_host=False):
+        assert on_host
+        return self.of[id(parameter)]
+
+    def set_master(self, parameter, values, first=0):
+        self.of[id(parameter)].view(-1)[first : first + values.numel()] = values.view(-1)
+
+
+def local_part(parameter):
+    return parameter.detach().to_local() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_masters_that_lie_apart_are_saved_for_the_parameters_and_come_back(tiny_folder, one_rank, tmp_path, is_sharded):
+    def run(factor):
+        policy = sharded(tiny_folder, one_rank, dtype="bfloat16" if is_sharded else "fp32").to(torch.bfloat16)
+        assert is_sharded == any(isinstance(each, DTensor) for each in policy.parameters())
+        optimizer = build_optimizer(policy.parameters(), Optim())
+        return (policy, optimizer, build_schedule(optimizer, Optim(), 10)), Apart(policy, factor)
+
+    saved, masters = run(2.0)
+    save_training_state(tmp_path, *saved, CPU, ALL, masters)
+    stored = StoredTensors(tmp_path)
+    for name, parameter in saved[0].named_parameters():
+        read = stored.read(name)
+        assert read.dtype == torch.float32
+        assert torch.equal(read, masters.of[id(parameter)])
+    loaded, found = run(0.0)
+    load_training_state(tmp_path, *loaded, CPU, ALL, found)
+    for one, other in zip(saved[0].parameters(), loaded[0].parameters(), strict=True):
+        assert torch.equal(masters.of[id(one)], found.of[id(other)])
 
 
 def test_one_process_reads_each_saved_tensor_alone_in_its_dtype(tiny_folder, one_rank, tmp_path, recwarn):

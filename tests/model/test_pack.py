@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -146,6 +146,9 @@ def test_the_queries_of_the_last_block_are_what_predicts(rows):
 
 
 @given(ROWS, st.integers(2, 4))
+@example([(0, 1)], 2)  # no token for the second rank
+@example([(0, 2)], 4)
+@example([(0, 2), (0, 2)], 3)  # as many tokens as ranks
 def test_ranks_that_share_a_pack_have_each_token_each_target_and_each_query_once(rows, size):
     groups = [group for group, _ in rows]
     prompts = [[100 * group + place for place in range(7 * (group + 1))] for group in groups]
@@ -159,6 +162,7 @@ def test_ranks_that_share_a_pack_have_each_token_each_target_and_each_query_once
         assert torch.equal(share.row, pack.row[places])
         assert torch.equal(share.row_lengths, torch.bincount(pack.row[places], minlength=len(rows)))
         assert torch.equal(share.input_ids[0, share.predicts], pack.input_ids[0, pack.predicts[places]])
+        assert share.predicts_on_host.tolist() == share.predicts.tolist()
         assert torch.equal(share.position_ids, pack.position_ids)
     if total < size:  # nobody has tokens of its own
         assert all(torch.equal(share.input_ids, pack.input_ids) for share in shares)

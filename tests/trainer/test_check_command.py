@@ -47,6 +47,14 @@ def test_one_without_its_manifest_is_named(store, capsys):
     assert checked(store, capsys) == (1, [checked(store, capsys)[1][0], "global_step_4: NOT WHOLE (meta.json is missing)"])
 
 
+def test_another_file_of_the_run_that_is_damaged_is_named_last_with_exit_code_1(store, capsys):
+    (store.root / "metrics.jsonl").write_text("no object\n")
+    code, lines = checked(store, capsys)
+    assert code == 1
+    assert lines[-1].startswith("NOT WHOLE: ")
+    assert "metrics.jsonl" in lines[-1]
+
+
 def test_what_was_left_behind_and_a_tracker_in_doubt_are_said(store, capsys):
     save(store, 3)
     (store.root / TRACKER).write_text("4\n")

@@ -209,6 +209,18 @@ def test_a_path_that_is_no_checkpoint_is_refused(store, name):
         read_checkpoint(store.root / name)
 
 
+def test_a_checkpoint_that_is_not_whole_is_refused_under_the_key_that_named_it(store):
+    folder = save(store, 3)
+    damage(folder)
+    fault = "not whole (actor/shard has 9 bytes of 10). Give another step"
+    with pytest.raises(CheckpointError) as caught:
+        read_checkpoint(folder)
+    assert str(caught.value) == f"trainer.resume_from_path={folder}: {fault}, or use resume_mode=auto."
+    with pytest.raises(CheckpointError) as caught:
+        read_checkpoint(folder, key="")
+    assert str(caught.value) == f"{folder}: {fault}: verl-memopt check lists them."
+
+
 def test_a_damaged_checkpoint_is_refused_by_name_and_else_passed_over_like_one_that_could_not_be_loaded(store):
     save(store, 6)
     folder, fault = save(store, 8), "actor/shard has 9 bytes of 10"
@@ -317,6 +329,9 @@ def test_a_whole_checkpoint_in_no_doubt_is_resumed_without_a_word_and_can_be_pro
     assert again.newest().step == 8
     assert caplog.records == []
     again.prove(8)
+    proof = (again.folder(8) / "proven").stat()
+    again.prove(8)  # what is proven stays as it is
+    assert (again.folder(8) / "proven").stat().st_mtime_ns == proof.st_mtime_ns
     assert again.proven() == 8
     assert again.is_proven(8)
     assert find_fault(again.folder(8)) is None
@@ -484,8 +499,14 @@ def test_checkpoints_that_are_gone_are_no_start_from_nothing(store, tmp_path):
     with pytest.raises(CheckpointError, match=r"global_step_4: not whole .*resume_mode=disable"):
         store.newest()
     store.folder(4).unlink()
-    with pytest.raises(CheckpointError, match=r"names step 4, and there is no checkpoint.*resume_mode=disable"):
+    (store.root / TRACKER).write_bytes(b"4 \xff " + b"x" * 30)  # however it is damaged
+    with pytest.raises(CheckpointError) as caught:
         store.newest()
+    assert str(caught.value) == (
+        f"trainer.default_local_dir={store.root}: {TRACKER} names step 4 \ufffd {'x' * 16}, and there is no checkpoint. Put the "
+        "checkpoints back, name one elsewhere with trainer.resume_mode=resume_path, or start over with "
+        "trainer.resume_mode=disable."
+    )
     assert store.set_aside() is None
     assert store.newest() is None
 

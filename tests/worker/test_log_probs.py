@@ -6,7 +6,7 @@ from tests.worker.test_policy import CPU, batch
 from verl_memopt.algorithms.records import STATISTICS
 from verl_memopt.config.schema import Rollout
 from verl_memopt.data.batch import Ragged, RolloutBatch
-from verl_memopt.worker.policy import compute_log_probs, scoring_temperature
+from verl_memopt.worker.policy import compute_log_probs
 
 HEAT = 0.7
 SQUARES = {"sum_pi_squared": STATISTICS["sum_pi_squared"].function}
@@ -81,5 +81,5 @@ def test_rows_without_a_response_have_nothing_to_score(model):
 
 
 def test_log_probs_are_those_of_the_distribution_that_rollouts_draw_from():
-    assert scoring_temperature(Rollout(temperature=0.5)) == 0.5
-    assert scoring_temperature(Rollout(temperature=0.5, do_sample=False)) == 1.0
+    assert Rollout(temperature=0.5).scoring_temperature == 0.5
+    assert Rollout(temperature=0.5, do_sample=False).scoring_temperature == 1.0

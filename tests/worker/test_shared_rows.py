@@ -13,6 +13,7 @@ from tests.worker.test_worker import ALL, AR, call, plan_of, same
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.model.weights import named_weights
 from verl_memopt.worker.group import LOOPBACK, Placement
+from verl_memopt.worker.policy import Policy
 from verl_memopt.worker.roles import RoleBuilder
 from verl_memopt.worker.trained_model import MiniBatch
 from verl_memopt.worker.worker import Worker
@@ -51,7 +52,7 @@ def use(worker, kind, plan=None):
     shared = None if kind == SYNCED else worker.engine.share_weights()
     if kind == COPIED:
         shared = {name: view.clone() for name, view in shared.items()}
-    worker.policy = RoleBuilder(plan or worker.plan, worker.placement, worker.device, worker.residency, shared).policy()
+    worker.policy = Policy.built(RoleBuilder(plan or worker.plan, worker.placement, worker.device, worker.residency, shared))
     worker.shares_weights = kind == SHARED
 
 

@@ -19,6 +19,7 @@ from verl_memopt.errors import ConfigError, RolloutError
 from verl_memopt.memory.lora_torch import ADAPTERS
 from verl_memopt.memory.shared_weights import KEY, why_not
 from verl_memopt.model.weights import named_weights
+from verl_memopt.worker.policy import Policy
 from verl_memopt.worker.roles import RoleBuilder
 from verl_memopt.worker.trained_model import MiniBatch
 
@@ -134,7 +135,7 @@ def test_in_twenty_steps_every_weight_lies_in_vllms_own_parameters_and_no_number
     runs = []
     for share in (True, False):
         if not share:  # the same engine, and a policy with weights of its own
-            worker.policy = RoleBuilder(worker.plan, worker.placement, worker.device, worker.residency).policy()
+            worker.policy = Policy.built(RoleBuilder(worker.plan, worker.placement, worker.device, worker.residency))
             worker.shares_weights = False
         steps = [(step(worker, at), places(worker) == engine_places(worker)) for at in range(20)]
         assert all(shared == share and (elements == 0) == share for (_, _, elements), shared in steps)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from verl_memopt.algorithms.estimators import AdvantageInputs
 from verl_memopt.algorithms.losses import LossAndMetrics, LossTokens, beyond_clamp
-from verl_memopt.algorithms.records import CUSTOM, ESTIMATORS, STATISTICS, CustomEstimator, CustomLoss, TokenStatistic, load
+from verl_memopt.algorithms.records import CUSTOM, ESTIMATORS, STATISTICS, CustomEstimator, CustomLoss, load
 from verl_memopt.algorithms.rows import positions
 from verl_memopt.config.schema import Actor, Algorithm, Settings
 from verl_memopt.data.plugin import load_from_file, raised
@@ -45,12 +45,12 @@ def _decoupled(settings: Settings) -> bool:
     return not settings.algorithm.rollout_correction.bypass_mode
 
 
-def _of_head(statistic: TokenStatistic) -> Extra:
-    key = statistic.key
+def _of_head(name: str, key: str | None = None) -> Extra:
+    """Return the statistic ``name`` of the head, which the key ``actor.KEY`` switches on if there is one."""
     if key is None:
-        return Extra(statistic.name, _decoupled, "Set algorithm.rollout_correction.bypass_mode=false")
+        return Extra(name, _decoupled, "Set algorithm.rollout_correction.bypass_mode=false")
     return Extra(
-        statistic.name,
+        name,
         lambda settings: _decoupled(settings) and getattr(settings.actor_rollout_ref.actor, key),
         f"Set actor_rollout_ref.actor.{key}=true, without bypass mode",
     )
@@ -66,7 +66,7 @@ EXTRAS: dict[str, Extra] = {
         lambda settings: settings.actor_rollout_ref.rollout.calculate_log_probs,
         "Set actor_rollout_ref.rollout.calculate_log_probs=true",
     ),
-    **{each.name: _of_head(each) for each in STATISTICS.values()},
+    **{each.name: _of_head(each.name, each.key) for each in STATISTICS.values()},
     "rollout_is_weights": Extra(
         "weights",
         lambda settings: _decoupled(settings) and settings.algorithm.rollout_correction.rollout_is is not None,
@@ -138,7 +138,7 @@ def load_function(
     required = [each.name for each in parameters if each.name in named and each.default is each.empty]
     asked = [name for name in required if name not in (*arguments, *extras)]
     beside = getattr(function, "__globals__", {}) if extras else {}
-    own = {name: _of_head(TokenStatistic(name, "", f"{custom.path}:{name}")) for name in asked if callable(beside.get(name))}
+    own = {name: _of_head(name) for name in asked if callable(beside.get(name))}
     unknown += [name for name in asked if name not in own]
     if unknown:
         further = f", and may ask for {', '.join(extras)}" if extras else ""
@@ -205,7 +205,7 @@ def custom_advantages(inputs: AdvantageInputs, algorithm: Algorithm) -> tuple[Te
     padded = nothing.new_zeros(lengths.shape[0], int(lengths.max()))
 
     def pad(values: Tensor | None) -> Tensor | None:
-        return None if values is None else padded.index_put((row, place), values[tokens].to(padded))
+        return None if values is None else padded.index_put((row, place), values[tokens])
 
     mask, extras = pad(torch.ones_like(nothing)), EXTRAS | estimator.own
     assert mask is not None

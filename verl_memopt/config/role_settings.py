@@ -500,3 +500,9 @@ class Rollout(LogProbBudget, RolloutMemory, SharedWeights, WeightBuckets):
     """Further engine arguments."""
     val_kwargs: ValKwargs = field(default_factory=ValKwargs)
     """Sampling in validation."""
+
+    @property
+    def scoring_temperature(self) -> float:
+        """What log-probs divide the logits by: the temperature of the rollouts, or 1 where the rollouts are greedy."""
+        # Greedy rollouts have no distribution that they sample from, and a temperature of 0 would divide by 0.
+        return self.temperature if self.do_sample else 1.0

@@ -121,8 +121,8 @@ class Pack:
             rows = Rows(queries, found - first)
             of_last = TokenSplit(group, sizes, tuple(np.diff(borders).tolist()), rows)
             last = LastBlockQueries(replace(last.layout, split=of_last), among_queries)
-        layout = replace(self.layout, split=split)
-        return replace(share, input_ids=self.input_ids[:, split.own], layout=layout, predicts=predicts, last_block=last), places
+        share = replace(share, input_ids=self.input_ids[:, split.own], layout=replace(self.layout, split=split), last_block=last)
+        return replace(share, predicts=predicts, predicts_on_host=at - first), places
 
 
 def pack_rows(prompts: Tensor, prompt_sizes: Sequence[int], responses: Tensor, response_sizes: Sequence[int]) -> Pack:

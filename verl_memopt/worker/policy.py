@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -17,15 +19,24 @@ from verl_memopt.algorithms.records import LOSSES
 from verl_memopt.algorithms.rollout_correction import bypass_loss, is_token_local
 from verl_memopt.algorithms.rows import GlobalCounts, aggregate
 from verl_memopt.config import schema
-from verl_memopt.config.schema import Actor, Rollout, RolloutCorrection
+from verl_memopt.config.schema import Actor, RolloutCorrection
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory import residency
+from verl_memopt.memory.activation_offload_torch import BYTES_MOVED, CRITIC_BYTES_MOVED
 from verl_memopt.memory.chunked_logprob_torch import TokenGradient
 from verl_memopt.memory.logit_tiles import TokenStatistics
+from verl_memopt.memory.lora_torch import adapters_off
+from verl_memopt.memory.residency import POLICY, REFERENCE
+from verl_memopt.memory.split_masters import KEY as SPLIT_KEY
 from verl_memopt.memory.token_budget_torch import attempt, may_go_on
+from verl_memopt.model.assembly import build_critic, build_trained_policy, materialize, materialize_critic
 from verl_memopt.model.decoder import PrefixKV
+from verl_memopt.model.families import POLICY_KEY
 from verl_memopt.model.packed_model import PackedModel, PolicyModel
 from verl_memopt.model.packing import Pack
-from verl_memopt.model.value_model import ValueModel
+from verl_memopt.model.value_model import CRITIC_KEY, ValueModel, stored_head
+from verl_memopt.worker.roles import RoleBuilder, compiles_functions, fill_masters, start_adapters
 from verl_memopt.worker.trained_model import (
     ACTOR,
     CRITIC,
@@ -36,6 +47,8 @@ from verl_memopt.worker.trained_model import (
     TrainedModel,
     micro_batches_of,
 )
+
+logger = logging.getLogger(__name__)
 
 NO_STATISTICS: Mapping[str, str] = MappingProxyType({})
 
@@ -72,6 +85,34 @@ class Policy:
         self.actor = actor
         self.trained = TrainedModel(ACTOR, model, actor, schedule_steps, world_size, device, offload)
         self._log_probs: list[Tensor] | None = None
+
+    @classmethod
+    def built(cls, roles: RoleBuilder) -> Policy:
+        """Return the policy of a worker, filled from its folder, with its optimizer."""
+        plan, world_size = roles.plan, roles.placement.world_size
+        actor, model, folder = plan.settings.actor, plan.settings.model, Path(plan.folder)
+        fsdp, shares = actor.fsdp_config, roles.shared is not None
+        if fsdp.split_master_weights and not shares and world_size > 1:
+            raise ConfigError(
+                f"{SPLIT_KEY}=true: the run has no engine whose weights several devices could share, and FSDP2 reduces gradients "
+                f"into the dtype of the weights. Set {SPLIT_KEY}=false."
+            )
+        compiled = compiles_functions(actor.use_torch_compile, fsdp, roles.device)
+        policy_model = build_trained_policy(model, fsdp, folder, roles.mesh(fsdp), roles.device, compiled, shares)
+        materialize(policy_model, folder, roles.device, roles.shared)
+        start_adapters(policy_model, model, fsdp.seed, POLICY_KEY)
+        if model.quantization != "none":
+            with adapters_off(policy_model):
+                roles.log_quantization_error(policy_model, folder, POLICY_KEY, model.quantization)
+        roles.check_packing(policy_model, folder, POLICY_KEY)
+        offload = roles.activation_offload(policy_model, model, BYTES_MOVED)
+        policy = cls(policy_model, actor, plan.schedule_steps, world_size, roles.device, offload)
+        fill_masters(policy.trained, folder)
+        policy.bypass = plan.bypass
+        # With LoRA the reference is the policy without its adapters.
+        also = (REFERENCE, *roles.also) if model.lora_rank > 0 else ()
+        policy.trained.home = roles.home_of(POLICY, policy_model, fsdp, also)
+        return policy
 
     def compute_log_probs(
         self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], temperature: float, with_entropy: bool
@@ -314,12 +355,6 @@ class LogProbs:
     statistics: dict[str, Tensor] = field(default_factory=dict)
 
 
-def scoring_temperature(rollout: Rollout) -> float:
-    """Return what log-probs divide the logits by: the temperature of the rollouts, or 1 where the rollouts are greedy."""
-    # Greedy rollouts have no distribution that they sample from, and a temperature of 0 would divide by 0.
-    return rollout.temperature if rollout.do_sample else 1.0
-
-
 def pack_log_probs(
     policy: PolicyModel,
     pack: Pack,
@@ -415,6 +450,22 @@ class Critic:
         """Build optimizer and schedule."""
         self.model, self.settings = model, settings
         self.trained = TrainedModel(CRITIC, model, settings, schedule_steps, world_size, device, offload)
+
+    @classmethod
+    def built(cls, roles: RoleBuilder, settings: schema.Critic, folder: Path) -> Critic:
+        """Return the critic of a worker, filled from ``folder``, with its optimizer."""
+        model, fsdp = settings.model, settings.model.fsdp_config
+        with roles.own_seed(fsdp):
+            value_model = build_critic(model, folder, roles.mesh(fsdp), roles.device)
+        has_head = materialize_critic(value_model, folder, roles.device)
+        logger.info("the critic's value head %s", f"is that of {folder}" if has_head else f"starts at 0: {folder} has none")
+        start_adapters(value_model, model, fsdp.seed, CRITIC_KEY)
+        roles.check_packing(value_model, folder, CRITIC_KEY)
+        offload, world_size = roles.activation_offload(value_model, model, CRITIC_BYTES_MOVED), roles.placement.world_size
+        critic = cls(value_model, settings, roles.plan.critic_schedule_steps, world_size, roles.device, offload)
+        fill_masters(critic.trained, folder, stored_head(folder, CRITIC_KEY))
+        critic.trained.home = roles.home_of(residency.CRITIC, value_model, fsdp)
+        return critic
 
     def values(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> Tensor:
         """Return the value of the state before each response token, fp32 [R] on the host, in batch order.

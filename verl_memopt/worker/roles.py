@@ -1,6 +1,7 @@
-"""The roles of a worker: what the driver sends, and how each role is built from it.
+"""The roles of a worker: what the driver sends, how the frozen ones are built from it, and what the trained ones are built with.
 
-A role is a sharded model, filled from its folder, with a place on the host if it may rest there.
+A role is a sharded model, filled from its folder, with a place on the host if it may rest there. The policy and the critic are
+built in ``worker/policy.py``.
 """
 
 from __future__ import annotations
@@ -34,18 +35,15 @@ from verl_memopt.distributed.device import fsdp_units, is_gpu, training_mesh
 from verl_memopt.distributed.file_records import Records
 from verl_memopt.distributed.sharded_state import load_weights, save_weights
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.activation_offload_torch import BYTES_MOVED, CRITIC_BYTES_MOVED, ActivationOffload
+from verl_memopt.memory.activation_offload_torch import ActivationOffload
 from verl_memopt.memory.fused import compiler_works
-from verl_memopt.memory.lora_torch import adapters_off, initialize_adapters, load_adapter
+from verl_memopt.memory.lora_torch import initialize_adapters, load_adapter
 from verl_memopt.memory.quantized_frozen_torch import exact_weights
-from verl_memopt.memory.residency import CRITIC, POLICY, REFERENCE, REWARD_MODEL, OffloadedParams, Residency
-from verl_memopt.memory.split_masters import KEY as SPLIT_KEY
+from verl_memopt.memory.residency import REFERENCE, REWARD_MODEL, OffloadedParams, Residency
 from verl_memopt.model.assembly import (
     ModelUse,
-    build_critic,
     build_policy,
     build_reward_model,
-    build_trained_policy,
     materialize,
     materialize_critic,
     materialize_mapped,
@@ -54,12 +52,11 @@ from verl_memopt.model.families import POLICY_KEY
 from verl_memopt.model.packed_model import PackedModel, PolicyModel
 from verl_memopt.model.packing import pack_rows
 from verl_memopt.model.packing_check import REWARD_KEY, check_packing
-from verl_memopt.model.value_model import CRITIC_KEY, ValueModel, stored_head
+from verl_memopt.model.value_model import ValueModel
 from verl_memopt.model.weights import WeightFolder, local_region, named_weights
 from verl_memopt.observe.byte_tracker import HOST, scope
 from verl_memopt.observe.phase import GIB, MIB
 from verl_memopt.worker.group import Placement
-from verl_memopt.worker.policy import Critic, Policy, pack_log_probs, scoring_temperature
 from verl_memopt.worker.trained_model import TrainedModel, readable
 
 
@@ -183,7 +180,7 @@ class FrozenModel:
 
 @dataclass(frozen=True)
 class RoleBuilder:
-    """Builds the roles of one worker. All members of a group build the same roles in step.
+    """Builds the frozen roles of one worker, and has what the trained ones need. All members of a group build the same in step.
 
     ``residency`` gets each part that may rest on the host. ``shared`` are the engine's weights, which the policy computes with;
     None = it has its own.
@@ -195,64 +192,20 @@ class RoleBuilder:
     residency: Residency
     shared: Mapping[str, torch.Tensor] | None = None
 
-    def policy(self) -> Policy:
-        """Return the policy with its optimizer."""
-        actor, model = self.plan.settings.actor, self.plan.settings.model
-        fsdp, folder = actor.fsdp_config, Path(self.plan.folder)
-        compiled = compiles_functions(actor.use_torch_compile, fsdp, self.device)
-        shares = self.shared is not None
-        if fsdp.split_master_weights and not shares and self.placement.world_size > 1:
-            raise ConfigError(
-                f"{SPLIT_KEY}=true: the run has no engine whose weights several devices could share, and FSDP2 reduces gradients "
-                f"into the dtype of the weights. Set {SPLIT_KEY}=false."
-            )
-        policy_model = build_trained_policy(model, fsdp, folder, self._mesh(fsdp), self.device, compiled, shares)
-        materialize(policy_model, folder, self.device, self.shared)
-        start_adapters(policy_model, model, fsdp.seed, POLICY_KEY)
-        if model.quantization != "none":
-            with adapters_off(policy_model):
-                self._log_quantization_error(policy_model, folder, POLICY_KEY, model.quantization)
-        self._check_packing(policy_model, folder, POLICY_KEY)
-        offload, world_size = self._offload(policy_model, model, BYTES_MOVED), self.placement.world_size
-        policy = Policy(policy_model, actor, self.plan.schedule_steps, world_size, self.device, offload)
-        fill_masters(policy.trained, folder)
-        policy.bypass = self.plan.bypass
-        # With LoRA the reference is the policy without its adapters.
-        also = (REFERENCE, *self._also) if model.lora_rank > 0 else ()
-        policy.trained.home = self._home(POLICY, policy_model, fsdp, also)
-        return policy
-
-    def critic(self, folder: Path) -> Critic:
-        """Return the critic with its optimizer."""
-        settings = self.plan.critic
-        assert settings is not None
-        model, fsdp = settings.model, settings.model.fsdp_config
-        with self._own_seed(fsdp):
-            value_model = build_critic(model, folder, self._mesh(fsdp), self.device)
-        has_head = materialize_critic(value_model, folder, self.device)
-        logger.info("the critic's value head %s", f"is that of {folder}" if has_head else f"starts at 0: {folder} has none")
-        start_adapters(value_model, model, fsdp.seed, CRITIC_KEY)
-        self._check_packing(value_model, folder, CRITIC_KEY)
-        offload, world_size = self._offload(value_model, model, CRITIC_BYTES_MOVED), self.placement.world_size
-        critic = Critic(value_model, settings, self.plan.critic_schedule_steps, world_size, self.device, offload)
-        fill_masters(critic.trained, folder, stored_head(folder, CRITIC_KEY))
-        critic.trained.home = self._home(CRITIC, value_model, fsdp)
-        return critic
-
     def reference(self, folder: Path) -> PolicyModel:
         """Return the frozen reference."""
         settings, ref, key = self.plan.settings, self.plan.settings.ref, "actor_rollout_ref.ref"
         compiled = bool(ref.use_torch_compile)
         plan = FrozenModel(REFERENCE, key, POLICY_KEY, settings.model, ref.fsdp_config, compiled, ref.quantization)
-        return self.frozen(plan, folder, self._also)
+        return self.frozen(plan, folder, self.also)
 
     def frozen(self, plan: FrozenModel, folder: Path, also: tuple[str, ...] = ()) -> PolicyModel:
         """Return a frozen model, filled from its folder. It is on the device in the phases of the parts ``also`` too."""
         fsdp, key = plan.fsdp, f"{plan.key}.fsdp_config"
         compiled = compiles_functions(plan.compiled, fsdp, self.device)
         use = ModelUse(fsdp_key=key, quantization=plan.quantization, compiled=compiled)
-        with self._own_seed(fsdp):
-            model = build_policy(plan.model, fsdp, folder, self._mesh(fsdp), self.device, use)
+        with self.own_seed(fsdp):
+            model = build_policy(plan.model, fsdp, folder, self.mesh(fsdp), self.device, use)
             model.requires_grad_(False)
             mapped = None  # the weights of a mapped model, which stays unfilled
             if self.plan.settings.model.load_mode == "mmap" and fsdp.param_offload:
@@ -260,15 +213,15 @@ class RoleBuilder:
             else:
                 materialize(model, folder, self.device)
         if plan.quantization != "none":
-            self._log_quantization_error(model, folder, plan.key, plan.quantization)
-        home = self._home(plan.part, model, fsdp, also, mapped)
+            self.log_quantization_error(model, folder, plan.key, plan.quantization)
+        home = self.home_of(plan.part, model, fsdp, also, mapped)
         if home is not None and mapped is not None:  # it gets its values on the device
             home.to_host()
             home.to_device()
-        self._check_packing(model, folder, plan.model_key)
+        self.check_packing(model, folder, plan.model_key)
         return model
 
-    def moving_reference(self, reference: PolicyModel, policy: Policy) -> MovingReference:
+    def moving_reference(self, reference: PolicyModel, policy: TrainedModel) -> MovingReference:
         """Return the reference as one that follows the policy.
 
         Raises:
@@ -284,33 +237,34 @@ class RoleBuilder:
             )
         home = self.residency.find(REFERENCE)
         # One that streams has its weights on the host at all times.
-        return MovingReference(reference, home if isinstance(home, OffloadedParams) else None, policy.trained)
+        return MovingReference(reference, home if isinstance(home, OffloadedParams) else None, policy)
 
     def reward_model(self, folder: Path) -> ValueModel:
         """Return the frozen reward model, whose folder has a scalar head."""
         settings = self.plan.reward_model
         assert settings is not None
         fsdp = settings.fsdp_config
-        with self._own_seed(fsdp):
-            reward_model = build_reward_model(settings, self.plan.settings.model, folder, self._mesh(fsdp), self.device)
+        with self.own_seed(fsdp):
+            reward_model = build_reward_model(settings, self.plan.settings.model, folder, self.mesh(fsdp), self.device)
             reward_model.requires_grad_(False)
             has_head = materialize_critic(reward_model, folder, self.device, REWARD_KEY)
         assert has_head, f"{folder} was checked before the workers started"
-        self._home(REWARD_MODEL, reward_model, fsdp)
-        self._check_packing(reward_model, folder, REWARD_KEY)
+        self.home_of(REWARD_MODEL, reward_model, fsdp)
+        self.check_packing(reward_model, folder, REWARD_KEY)
         return reward_model
 
-    def _mesh(self, fsdp: Fsdp) -> DeviceMesh:
+    def mesh(self, fsdp: Fsdp) -> DeviceMesh:
+        """Return the mesh on which a model is sharded."""
         return training_mesh(self.device.type, self.placement.world_size, fsdp.fsdp_size)
 
     @contextmanager
-    def _own_seed(self, fsdp: Fsdp) -> Iterator[None]:
+    def own_seed(self, fsdp: Fsdp) -> Iterator[None]:
         """Seed torch for a model in the body, and leave the policy's random state as it was."""
         with torch.random.fork_rng(devices=[]):
             make_deterministic(fsdp, self.placement.rank)
             yield
 
-    def _home(
+    def home_of(
         self,
         part: str,
         model: PackedModel,
@@ -333,23 +287,26 @@ class RoleBuilder:
         return home
 
     @property
-    def _also(self) -> tuple[str, ...]:
+    def also(self) -> tuple[str, ...]:
         """Name of a recipe's model where the reference is that model."""
         role = self.plan.role
         return (REWARD_MODEL,) if role is not None and role.is_reference else ()
 
-    def _offload(self, packed_model: PackedModel, model: Model | CriticModel, metric: str) -> ActivationOffload | None:
+    def activation_offload(self, packed_model: PackedModel, model: Model | CriticModel, metric: str) -> ActivationOffload | None:
+        """Return what keeps the activations of a model on the host, or None where its settings do not ask for it."""
         if not model.enable_activation_offload:
             return None
         min_bytes, in_flight = model.activation_offload_min_bytes, model.activation_offload_in_flight
         stay_bytes = round(model.activation_offload_device_gb * GIB)
         return ActivationOffload(packed_model, self.device, min_bytes, in_flight, metric=metric, stay_bytes=stay_bytes)
 
-    def _check_packing(self, packed_model: PackedModel, folder: Path, key: str) -> None:
+    def check_packing(self, packed_model: PackedModel, folder: Path, key: str) -> None:
+        """Check that a packed forward of the model equals an unpacked one. ``key`` is the section of the model."""
         check_packing(packed_model, self.device, packed_model.compute, self.plan.settings.actor, str(folder), key)
 
-    def _log_quantization_error(self, model: PolicyModel, folder: Path, key: str, quantization: str) -> None:
-        mean, largest = quantization_error(model, folder, self.device, scoring_temperature(self.plan.settings.rollout))
+    def log_quantization_error(self, model: PolicyModel, folder: Path, key: str, quantization: str) -> None:
+        """Log how far a quantised model's log-probs are from those of the folder's weights."""
+        mean, largest = quantization_error(model, folder, self.device, self.plan.settings.rollout.scoring_temperature)
         logger.info(
             "%s.quantization=%s: log-probs differ from the unquantised model's by %.2g nats on average, %.2g at most "
             "(256 random tokens)", key, quantization, mean, largest,
@@ -425,9 +382,10 @@ def quantization_error(policy: PolicyModel, folder: Path, device: torch.device, 
     vocabulary = int(policy.lm.config.vocab_size)
     tokens = torch.randint(vocabulary, (4 * 65,), generator=generator)
     pack = pack_rows(tokens[:4], [1] * 4, tokens[4:], [64] * 4).to(device)
-    quantized, _ = pack_log_probs(policy, pack, temperature, False)
-    with exact_weights_of(policy, folder, device):
-        exact, _ = pack_log_probs(policy, pack, temperature, False)
+    with torch.no_grad():
+        quantized, _ = policy(pack, temperature)
+        with exact_weights_of(policy, folder, device):
+            exact, _ = policy(pack, temperature)
     policy.end_pass()
     difference = (quantized - exact).abs()
     return float(difference.mean()), float(difference.max())

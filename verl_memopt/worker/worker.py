@@ -64,7 +64,6 @@ from verl_memopt.worker.policy import (
     Updated,
     compute_log_probs,
     compute_scores,
-    scoring_temperature,
 )
 from verl_memopt.worker.roles import FrozenRole, MovingReference, RoleBuilder, WorkerPlan, compiles_functions, make_deterministic
 from verl_memopt.worker.trained_model import MiniBatch, TrainedModel
@@ -98,7 +97,7 @@ class Worker:
         self.settings = plan.settings
         self.placement = placement
         self.device = local_device(placement.device, placement.local_rank)
-        self.temperature = scoring_temperature(plan.settings.rollout)
+        self.temperature = plan.settings.rollout.scoring_temperature
         actor = plan.settings.actor
         make_deterministic(actor.fsdp_config, placement.rank)
         self.device_limit = limit_bytes(plan.memory.device_limit_gb)
@@ -357,16 +356,16 @@ class Worker:
             self.release_engine()
         roles = RoleBuilder(self.plan, place, self.device, self.residency, shared)
         if self.plan.has_policy:
-            self.policy = roles.policy()
+            self.policy = Policy.built(roles)
         # Each model rests before the next one is built, so that two of them need not fit on the device at once.
         self.residency.rest()
         if self.plan.reference_folder is not None:
             self.reference = roles.reference(Path(self.plan.reference_folder))
             if self.settings.ref.sync_every_steps is not None:
-                self.moving_reference = roles.moving_reference(self.reference, _built(self.policy))
+                self.moving_reference = roles.moving_reference(self.reference, _built(self.policy).trained)
             self.residency.rest()
         if self.plan.critic is not None:
-            self.critic = roles.critic(Path(str(self.plan.critic_folder)))
+            self.critic = Critic.built(roles, self.plan.critic, Path(str(self.plan.critic_folder)))
             self.residency.rest()
         if self.plan.reward_model is not None:
             self.reward_model = roles.reward_model(Path(str(self.plan.reward_folder)))

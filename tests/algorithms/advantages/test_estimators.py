@@ -15,7 +15,7 @@ from verl_memopt.algorithms.estimators import (
     rloo_advantages,
 )
 from verl_memopt.algorithms.kl import token_level_rewards
-from verl_memopt.algorithms.records import CUSTOM, ESTIMATORS, SFT, STATISTICS, load
+from verl_memopt.algorithms.records import CUSTOM, ESTIMATORS, SFT, STATISTICS, load, with_input, with_option
 from verl_memopt.config.schema import Algorithm
 
 NAN = float("nan")
@@ -53,6 +53,24 @@ def test_a_record_names_the_parameters_of_its_function_and_where_each_comes_from
     assert {name for name, each in parameters.items() if each.default is each.empty} <= {*record.inputs, *record.options}
     assert set(record.inputs) <= {field.name for field in fields(AdvantageInputs)} | STATISTICS.keys()
     assert set(record.options.values()) <= {field.name for field in fields(Algorithm)}
+
+
+def test_an_input_and_a_key_are_found_with_the_estimators_and_losses_that_read_them():
+    assert with_input("values") == ("gae",)
+    assert with_input("baselines") == ("remax",)
+    assert set(with_input("components")) == {"gdpo"}
+    assert set(with_option("norm_adv_by_std_in_grpo")) == {"grpo", "grpo_passk", "gdpo"}
+    assert set(with_option("tau_pos")) == {"sapo"}
+    assert with_option("lr") == ()
+
+
+def test_an_input_that_is_not_there_is_named():
+    with pytest.raises(AssertionError, match=r"^gae needs token_rewards, values$"):
+        estimated("gae", replace(inputs(), token_rewards=None, values=None))
+
+
+def test_every_token_of_a_demonstration_has_the_advantage_1():
+    assert torch.equal(estimated("sft", inputs())[0], torch.ones(10))
 
 
 @pytest.mark.parametrize("name", sorted(VERLS))

@@ -154,6 +154,7 @@ def test_gdpo_whitens_over_tokens_the_weighted_sum_of_each_rewards_group_advanta
     row = torch.repeat_interleave(torch.arange(6), torch.tensor(lengths))
     given = torch.tensor(rewards), torch.tensor(groups), torch.tensor(valid), row
     assert gdpo_advantages(*given, by_std, weights).tolist() == pytest.approx(expected, abs=1e-5)
+    assert gdpo_advantages(*given).tolist() == gdpo_advantages(*given, True, weights=[1.0, 1.0]).tolist()
     assert gdpo_advantages(*given, by_std).tolist() == gdpo_advantages(*given, by_std, weights=[1.0, 1.0]).tolist()
 
 

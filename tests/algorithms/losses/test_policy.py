@@ -48,15 +48,18 @@ def token_term(mode, ratio, log_prob, advantage, selected):
     return 0.0 if selected and loss == -ratio * advantage else loss
 
 
-def dppo_factor(mode, ratio, log_prob, advantage):
-    """The factor of a log-prob in DPPO: 0 where its probability moved too far towards where the advantage pushes it."""
+def dppo_counts(mode, ratio, log_prob, advantage):
+    """Whether the probability of a token has not moved too far towards where the advantage pushes it, in DPPO."""
     p, old = math.exp(log_prob), math.exp(log_prob) / ratio
     if mode == "dppo_tv":
-        counts = p - old <= 0.3 if advantage > 0 else old - p <= 0.2
-    else:
-        kl = old * math.log(old / p) + (1 - old) * math.log((1 - old + 1e-8) / (1 - p + 1e-8)) if p < 1 else math.inf
-        counts = p <= old or kl <= 0.3 if advantage > 0 else p >= old or kl <= 0.2
-    return -min(ratio, 1.5) * advantage * counts
+        return p - old <= 0.3 if advantage > 0 else old - p <= 0.2
+    kl = old * math.log(old / p) + (1 - old) * math.log((1 - old + 1e-8) / (1 - p + 1e-8)) if p < 1 else math.inf
+    return p <= old or kl <= 0.3 if advantage > 0 else p >= old or kl <= 0.2
+
+
+def dppo_factor(mode, ratio, log_prob, advantage):
+    """The factor of a log-prob in DPPO."""
+    return -min(ratio, 1.5) * advantage * dppo_counts(mode, ratio, log_prob, advantage)
 
 
 def geo_mean_term(ratios, advantage):
@@ -234,8 +237,8 @@ def test_the_kl_of_a_token_is_counted_up_to_20(log_ratio, kl):
 
 
 def test_gspo_holds_a_mean_log_ratio_to_at_most_10_as_verl():
-    for log_ratio, held, slope in ((12.0, 10.0, 0), (9.0, 9.0, math.exp(9)), (-30.0, -30.0, math.exp(-30))):
-        loss, metrics, new = one_token(log_ratio, -1.0, replace(actor("gspo"), clip_ratio_low=1.0, clip_ratio_high=1e-6))
+    for log_ratio, held, slope in ((12, 10, 0), (10, 10, math.exp(10)), (9, 9, math.exp(9)), (-30, -30, math.exp(-30))):
+        loss, metrics, new = one_token(float(log_ratio), -1.0, replace(actor("gspo"), clip_ratio_low=1.0, clip_ratio_high=1e-6))
         loss.backward()
         assert loss.item() == pytest.approx(math.exp(held) if log_ratio > 0 else 1.0 * math.exp(held), rel=1e-5)
         assert new.grad.item() == pytest.approx(slope, rel=1e-5)
@@ -264,9 +267,32 @@ def test_settings_that_were_not_loaded_are_refused(side):
         one_token(0.0, 1.0, replace(actor("vanilla"), **{side: None}))
 
 
-@pytest.mark.parametrize("log_ratio", [20.0, -20.0])
-def test_a_log_ratio_of_exactly_20_is_not_clamped(log_ratio):
-    assert one_token(log_ratio, 1.0, actor("vanilla"))[1]["ratio_clamped"].item() == 0
+@pytest.mark.parametrize("log_ratio", [20.0, -20.0, 20.5])
+@pytest.mark.parametrize("mode", ["vanilla", "sapo", "dppo_tv"])
+def test_a_log_ratio_of_exactly_20_is_not_clamped(mode, log_ratio):
+    assert one_token(log_ratio, 1.0, actor(mode))[1]["ratio_clamped"].item() == (log_ratio > 20)
+
+
+@pytest.mark.parametrize(("old", "new", "advantage"), [(0.0, math.log(0.9), -1.0), (math.log(0.999), 0.0, 1.0)])
+def test_a_probability_of_1_before_or_after_has_a_finite_divergence(old, new, advantage):
+    leaf, one = torch.tensor([new], dtype=torch.float64, requires_grad=True), torch.ones(1, dtype=torch.int64)
+    given = torch.tensor([old], dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64)
+    _, metrics = policy_loss(LossTokens(leaf, *given, one - 1, one, GlobalCounts(1, 1)), actor("dppo_kl"))
+    assert metrics["pg_clipfrac"].item() == 0  # 0.105 nats down and 0.0105 nats up
+
+
+@pytest.mark.parametrize("mode", ["dppo_tv", "dppo_kl"])
+def test_dppo_does_not_cut_a_ratio_exactly_at_its_bound(mode):
+    assert one_token(0.0, 1.0, replace(actor(mode), clip_ratio_c=1.0))[1]["pg_clipfrac_lower"].item() == 0
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_dppo_counts_a_token_whose_probability_moved_exactly_to_its_bound(advantage):
+    old, new = (torch.tensor([each], dtype=torch.float64).log() for each in ((0.25, 0.5) if advantage > 0 else (0.5, 0.25)))
+    bound, one = abs(new.exp() - old.exp()).item(), torch.ones(1, dtype=torch.int64)
+    given = LossTokens(new.requires_grad_(), old, torch.tensor([advantage]).double(), one - 1, one, GlobalCounts(1, 1))
+    settings = replace(actor("dppo_tv"), clip_ratio_low=bound, clip_ratio_high=bound)
+    assert policy_loss(given, settings)[1]["pg_clipfrac"].item() == 0
 
 
 @pytest.mark.parametrize("mode", LOSSES)
@@ -380,8 +406,8 @@ def test_clips_and_aggregation_come_from_the_actors_section():
 def test_dppo_counts_a_token_up_to_its_bound_for_each_old_and_new_probability(mode):
     grid = torch.linspace(0.02, 0.97, 24, dtype=torch.float64)
     old, p = (each.flatten() for each in torch.meshgrid(grid, grid, indexing="ij"))
-    settings, row = actor(mode, "token-sum"), torch.arange(len(p))
-    for advantage in (1.0, -1.0, 0.5, -0.5):
+    settings, row, pairs = actor(mode, "token-sum"), torch.arange(len(p)), (p.tolist(), old.tolist())
+    for advantage in (1.0, -1.0, 0.5, -0.5, 0.0):
         new = p.log().requires_grad_()
         tokens = LossTokens(new, old.log(), torch.full_like(p, advantage), row, torch.ones(len(p), dtype=torch.int64), COUNTS)
         loss, metrics = policy_loss(tokens, settings)
@@ -389,7 +415,7 @@ def test_dppo_counts_a_token_up_to_its_bound_for_each_old_and_new_probability(mo
         expected = [dppo_factor(mode, (one / was).item(), one.log().item(), advantage) for one, was in zip(p, old, strict=True)]
         assert found.tolist() == pytest.approx(expected, abs=1e-9)
         share = COUNTS.tokens  # metrics are sums over tokens, divided by the tokens of the mini-batch
-        zero = torch.tensor(expected) == 0
+        zero = ~torch.tensor([dppo_counts(mode, one / was, math.log(one), advantage) for one, was in zip(*pairs, strict=True)])
         assert metrics["pg_clipfrac"].item() == pytest.approx(zero.sum().item() / share)
         assert metrics["pg_clipfrac_lower"].item() == pytest.approx(((p / old > 1.5) & ~zero).sum().item() / share)
         assert metrics["ratio_clamped"].item() == 0

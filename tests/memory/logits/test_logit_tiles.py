@@ -196,6 +196,30 @@ def test_exponentials_are_summed_over_all_columns(columns, compiled, monkeypatch
 BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 
 
+def test_a_function_of_two_rows_and_more_is_compiled_for_detached_tensors():
+    asked = []
+
+    def compiler(function, tensors, others, uncompiled):
+        asked.append((function, tensors, others))
+        return uncompiled()
+
+    def scaled(values, shift, factor):
+        return values * factor if shift is None else values * factor + shift
+
+    with fused.recorded_calls(compiler):
+        for num_rows in (0, 1, 2, 3):
+            values = torch.full((num_rows, 2), 3.0, requires_grad=True)
+            result = _compiled(scaled, values, None, 2.0)
+            assert torch.equal(result, torch.full((num_rows, 2), 6.0))
+            assert result.requires_grad  # uncompiled it gets what was handed in
+        assert _compiled(lambda values, factor: factor, None, 4.0) == 4.0
+        assert _compiled(lambda factor: factor, 5.0) == 5.0
+    assert [(function, others) for function, _, others in asked] == [(scaled, (2.0,))] * 2
+    assert [[None if one is None else (len(one), one.requires_grad) for one in tensors] for _, tensors, _ in asked] == [
+        [(2, False), None], [(3, False), None],
+    ]  # fmt: skip
+
+
 @pytest.fixture
 def compiled_by(monkeypatch):
     """Gives a function that makes all compilation of a test take the named backend."""

@@ -45,7 +45,6 @@ from verl_memopt.trainer.micro_batching import Budget, budgets, uneven_shares
 from verl_memopt.trainer.rollouts import Answers, LogProbPass, StepBatch
 from verl_memopt.trainer.scoring import Scored
 from verl_memopt.worker.group import TimedGroup
-from verl_memopt.worker.policy import scoring_temperature
 from verl_memopt.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -457,7 +456,7 @@ class PreparedRlt:
             workers=workers,
             settings=rlt,
             encoder=self.encoder,
-            temperature=scoring_temperature(roles.rollout),
+            temperature=roles.rollout.scoring_temperature,
             teacher_budget=teacher_budget,
             student_budget=student_budget.learning(reward_model.adaptive_token_budget),
             shares_prompts=self.role.shares_prompts,
