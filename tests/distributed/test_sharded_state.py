@@ -5,6 +5,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.tensor import DTensor
 from torch.serialization import get_crc32_options, set_crc32_options
 
@@ -18,6 +20,7 @@ from verl_memopt.distributed.file_records import record_folder
 from verl_memopt.distributed.sharded_state import (
     HashingFileSystem,
     StoredTensors,
+    detached,
     load_training_state,
     load_weights,
     save_training_state,
@@ -103,7 +106,10 @@ class Apart:
 
     def master(self, parameter, on_host=False):
         assert on_host
-        return self.of[id(parameter)]
+        values = self.of[id(parameter)]
+        return (
+            DTensor.from_local(values, parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else values
+        )
 
     def set_master(self, parameter, values, first=0):
         self.of[id(parameter)].view(-1)[first : first + values.numel()] = values.view(-1)
@@ -132,6 +138,36 @@ def test_masters_that_lie_apart_are_saved_for_the_parameters_and_come_back(tiny_
     load_training_state(tmp_path, *loaded, CPU, ALL, found)
     for one, other in zip(saved[0].parameters(), loaded[0].parameters(), strict=True):
         assert torch.equal(masters.of[id(one)], found.of[id(other)])
+
+
+def test_a_master_that_comes_in_parts_lands_at_its_rows():
+    weights = {"matrix": torch.nn.Parameter(torch.zeros(5, 2, 3)), "vector": torch.nn.Parameter(torch.zeros(6))}
+    weights["number"] = torch.nn.Parameter(torch.zeros(()))
+    policy = torch.nn.ParameterList(weights.values())
+    masters = Apart(policy, 0.0)
+    planner = sharded_state._LoadedMasters(weights, masters)
+    for name, offsets, values in (
+        ("matrix", (2, 0, 0), torch.ones(3, 2, 3)), ("vector", (4,), torch.ones(2)), ("number", (), torch.ones(())),
+    ):  # fmt: skip
+        index, offsets = MetadataIndex(name), torch.Size(offsets)
+        item = ReadItem(LoadItemType.TENSOR, index, offsets, index, offsets, values.shape)
+        room = planner.resolve_tensor(item)
+        assert (room.dtype, room.shape) == (torch.float32, values.shape)
+        planner.commit_tensor(item, values)
+    found = [masters.of[id(weight)].tolist() for weight in policy]
+    assert found == [[[[0.0] * 3] * 2] * 2 + [[[1.0] * 3] * 2] * 3, [0.0] * 4 + [1.0] * 2, 1.0]
+
+
+def test_a_detached_parameter_has_the_same_shard_outside_of_autograd(tiny_folder, one_rank):
+    for parameter in sharded(tiny_folder, one_rank, dtype="bfloat16").parameters():
+        found = detached(parameter)
+        assert not found.requires_grad
+        assert (found.shape, found.placements, found.device_mesh) == (
+            parameter.shape,
+            parameter.placements,
+            parameter.device_mesh,
+        )
+        assert found.to_local().data_ptr() == parameter.to_local().data_ptr()
 
 
 def test_one_process_reads_each_saved_tensor_alone_in_its_dtype(tiny_folder, one_rank, tmp_path, recwarn):

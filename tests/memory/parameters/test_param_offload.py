@@ -13,7 +13,7 @@ from verl_memopt.config.schema import TrainedFsdp
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.host_buffers import host_allocator, host_limits
-from verl_memopt.memory.residency import POLICY, OffloadedParams, Residency
+from verl_memopt.memory.residency import CRITIC, POLICY, REFERENCE, OffloadedParams, Residency
 from verl_memopt.memory.weight_buckets_torch import full_weights
 from verl_memopt.model.weights import named_weights
 from verl_memopt.observe.byte_tracker import DEVICE, HOST, ByteTracker
@@ -255,6 +255,82 @@ def test_what_has_not_changed_is_copied_to_the_host_once_and_what_an_update_chan
     assert (copied, copies.wait) == ([0, 2, 2, 0, 2, 1, 2, 1], [])
     with residency.phase("update_weights"):
         assert (trained.tolist(), frozen.tolist()) == ([3.0] * 3, [1.0] * 2)
+
+
+MIB = 2**20
+
+
+class OnDevice(Copies):
+    """Counts at each copy how many MiB of some parameters are on the device."""
+
+    def __init__(self, parameters):
+        super().__init__()
+        self.parameters, self.found = parameters, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            self.found.append(sum(each.untyped_storage().nbytes() for each in self.parameters) / MIB)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def of_units(name, sizes):
+    """Gives a model of one matrix a unit, MIB each, in its place of the residency table."""
+    units = torch.nn.ModuleList(torch.nn.Linear(2**18 * size, 1, bias=False) for size in sizes)
+    model = torch.nn.Sequential(*units)
+    return model, OffloadedParams(name, model.parameters(), CPU, None, [model, *model])
+
+
+def test_each_unit_that_comes_takes_the_room_of_those_that_leave(caplog):
+    (policy, at_home), (reference, other) = of_units(POLICY, [1, 1, 1]), of_units(REFERENCE, [1, 1])
+    residency = Residency(CPU)
+    residency.add(at_home)
+    residency.add(other)
+    assert residency.rest() == 5 * MIB
+    assert residency.rest() == 0
+    with residency.phase("ref"):
+        assert not at_home.on_device
+    with residency.phase("update_actor"):
+        pass
+    moved = OnDevice([*policy.parameters(), *reference.parameters()])
+    with caplog.at_level("INFO"), moved, residency.phase("ref"):
+        assert sum(each.untyped_storage().nbytes() for each in reference.parameters()) == 2 * MIB
+    # Three copies to the host, for an update changes what is there; then a unit goes and a unit comes, twice.
+    assert moved.found == [3, 3, 3, 3, 3]
+    with moved, residency.phase("update_actor"):
+        pass
+    assert moved.found[5:] == [1, 2, 3]  # a reference that has not changed leaves before the policy comes
+    assert at_home.num_bytes == residency.rest() == 3 * MIB
+
+
+def test_the_log_says_what_an_update_moved_off_the_device(caplog):
+    residency = Residency(CPU)
+    for name, sizes in ((POLICY, [1, 1, 1]), (CRITIC, [1, 1])):
+        residency.add(of_units(name, sizes)[1])
+    residency.rest()
+    with caplog.at_level("INFO"):
+        for phase in ("update_critic", "update_actor"):
+            with residency.phase(phase):
+                pass
+    assert [record.message for record in caplog.records] == [
+        "update_critic: 2.0 MiB to the device, 0.0 MiB off it, from now on once a step",
+        "update_actor: 3.0 MiB to the device, 2.0 MiB off it, from now on once a step",
+    ]
+
+
+def test_a_phase_that_does_not_begin_with_a_forward_has_all_parameters_at_once():
+    model, ids = Blocks(), torch.arange(6)
+    expected = [parameter.detach().clone() for parameter in model.parameters()]
+    with late_streams():
+        home = OffloadedParams(POLICY, model.parameters(), CPU, None, [model, *model.blocks, model.head])
+        residency = Residency(CPU)
+        residency.add(home)
+        for phase, is_there in (("old_log_prob", False), ("update_weights", True), ("update_actor", False)):
+            residency.rest()
+            with residency.phase(phase):
+                same = all(torch.equal(one, other) for one, other in zip(model.parameters(), expected, strict=True))
+                assert same == is_there
+                model(ids)
+                assert all(torch.equal(one, other) for one, other in zip(model.parameters(), expected, strict=True))
 
 
 class Blocks(torch.nn.Module):

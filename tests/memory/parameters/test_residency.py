@@ -263,9 +263,9 @@ def test_the_turns_of_critic_and_policy_change_no_number(made, tiny_folder):
     assert same(found[0][3], found[1][3])
 
 
-def two_in_one_place(residency):
+def two_in_one_place(residency, size=3):
     """Adds a reference of ones and a student of twos that share one parameter, and returns it and the student."""
-    parameter = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    parameter = torch.nn.Parameter(torch.ones(size), requires_grad=False)
     reference, student = (OffloadedParams(name, [parameter], CPU) for name in (REFERENCE, REWARD_MODEL))
     reference.to_host()
     reference.to_device()
@@ -282,6 +282,18 @@ def test_a_part_is_found_by_its_name():
     residency, boxes, _ = two_boxes()
     assert residency.find(REFERENCE) is boxes[1]
     assert residency.find(REWARD_MODEL) is None
+
+
+def test_the_log_counts_what_takes_turns_in_one_place(caplog):
+    residency = Residency(CPU)
+    two_in_one_place(residency, 2**18)
+    with caplog.at_level(logging.INFO):
+        for phase in ("reward", "ref", "gen"):
+            with residency.phase(phase):
+                pass
+    assert [record.message.partition(",")[0] for record in caplog.records[:2]] == [
+        "reward: 1.0 MiB to the device", "ref: 1.0 MiB to the device",
+    ]  # fmt: skip
 
 
 def test_parts_of_several_places_take_turns_in_each():
