@@ -145,6 +145,8 @@ Class = tuple[Path, ast.ClassDef]
 Classes = tuple[Class, ...] | None
 """Classes of the package that an expression may be an instance of: () = none of them, None = unknown."""
 Scope = dict[str, Classes]
+PLANNER = ("memory/held.py", "memory/fit.py", "trainer/fit.py", "trainer/until_it_fits.py")
+"""Files that predict what phases hold together, before anything runs. No knob acts in them."""
 USERS = ("ladder/", "recipes/")
 """Rooms above the trainer, as import-linter holds: they use the knobs as a program of the user's own would."""
 OF_TENSORS = {"dtype"}
@@ -491,6 +493,8 @@ def static_rows() -> Iterator[tuple[str, Any, Any]]:
     knobs = knob_files()
     counts = sorted(map(len, knobs.values()))
     yield "files of a knob, least, median, most", [counts[0], counts[len(counts) // 2], counts[-1]], knobs
+    counts = sorted(sum(name not in PLANNER for name in names) for names in knobs.values())
+    yield "  the same without the planner's files", [counts[0], counts[len(counts) // 2], counts[-1]], None
     new = [name_of(path) for path in files() if words_of(path) & set(NEW_INPUT)]
     yield "files that know an estimator with an input of its own", len(new), new
 
