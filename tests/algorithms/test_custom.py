@@ -311,9 +311,19 @@ MISTAKES = {
     "a gradient of something else": (
         L, f"import torch\n{A_LOSS}return -advantages * torch.ones(12, requires_grad=True)", {}, "has no gradient. Compute it",
     ),
-    "a loss that is not finite": (L, f"{A_LOSS}return advantages / (log_prob - log_prob)", {}, "is not finite: .*Correct"),
+    "a loss that is not finite": (
+        L, f"{A_LOSS}return log_prob / (log_prob != log_prob.max())", {}, ": the loss is not finite: -inf. Correct",
+    ),
+    "a gradient that is not finite": (
+        L, f"{A_LOSS}return (log_prob - log_prob.detach()).abs().sqrt()", {}, ": its gradient is not finite: nan. Correct",
+    ),
     "a ratio of the whole sequence": (
-        L, f"{A_LOSS}return -advantages * (log_prob - old_log_prob).mean().exp()", {}, "depends on the other tokens .*Compute it",
+        L, f"{A_LOSS}return -advantages * (log_prob - old_log_prob).mean().exp()", {},
+        ": the loss of a token depends on the other tokens of the call. Compute it .* in an estimator.$",
+    ),
+    "a gradient of the whole sequence": (
+        L, f"{A_LOSS}return log_prob + log_prob.sum() - log_prob.sum().detach()", {},
+        ": the gradient of a token depends on the other tokens of the call. Compute it",
     ),
 }  # fmt: skip
 
