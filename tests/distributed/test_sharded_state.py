@@ -170,6 +170,32 @@ def test_a_detached_parameter_has_the_same_shard_outside_of_autograd(tiny_folder
         assert found.to_local().data_ptr() == parameter.to_local().data_ptr()
 
 
+def test_parameters_of_another_device_whose_shards_rest_on_the_host_are_written_from_there(tiny_folder, one_rank, tmp_path):
+    policy = sharded(tiny_folder, one_rank, dtype="bfloat16")
+    expected, at_rest = full(policy), {}
+    for module in policy.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if parameter not in at_rest:
+                shard = parameter.to_local().detach()
+                wrapper = DTensor(torch.empty_like(shard, device="meta"), parameter._spec, requires_grad=False)
+                at_rest[parameter] = torch.nn.Parameter(wrapper)
+                at_rest[parameter]._local_tensor = shard
+            module._parameters[name] = at_rest[parameter]
+    there = dict(policy.named_parameters(remove_duplicate=False))
+    assert {each.device.type for each in there.values()} == {"meta"}
+    save_weights(tmp_path, policy)
+    after = dict(policy.named_parameters(remove_duplicate=False))
+    assert there.keys() == after.keys()
+    assert all(after[name] is each for name, each in there.items())
+    other = sharded(tiny_folder, one_rank, dtype="fp32")
+    for parameter in other.parameters():
+        parameter.data.zero_()
+    load_weights(tmp_path, other)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in full(other).items())
+
+
 def test_one_process_reads_each_saved_tensor_alone_in_its_dtype(tiny_folder, one_rank, tmp_path, recwarn):
     run = parts(tiny_folder, one_rank)
     run[0].to(torch.bfloat16)

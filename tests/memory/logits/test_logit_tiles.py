@@ -193,6 +193,28 @@ def test_exponentials_are_summed_over_all_columns(columns, compiled, monkeypatch
     torch.testing.assert_close(sum_of_exponentials(values).log(), values.double().logsumexp(-1).float(), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("with_scratch", [False, True])
+def test_the_statements_for_a_compiler_give_softmax_log_softmax_and_entropy(compiled, with_scratch, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
+    values = 3 * torch.randn(ROWS, SCRATCH_COLUMNS + 9, generator=torch.Generator().manual_seed(0))
+    expected = values.double().log_softmax(-1)
+    for with_entropy in (True, False):
+        found = values.clone()
+        top, log_sum, entropy = log_softmax_(found, torch.empty(ROWS, 64) if with_scratch else None, with_entropy)
+        torch.testing.assert_close(found, expected.float())
+        assert torch.equal(top, values.amax(-1))
+        torch.testing.assert_close(top + log_sum, values.double().logsumexp(-1).float())
+        assert (entropy is None) == (not with_entropy)
+        if entropy is not None:
+            torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1).float())
+    found = values.clone()
+    top, log_sum = softmax_(found)
+    torch.testing.assert_close(found, expected.exp().float())
+    assert torch.equal(top, values.amax(-1))
+    torch.testing.assert_close(top + log_sum, values.double().logsumexp(-1).float())
+
+
 BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 
 
