@@ -434,6 +434,8 @@ def test_parts_of_a_group_that_one_prompt_is_kept_to_stay_neighbours():
 def test_a_row_over_the_budget_is_named(tokens, row):
     with pytest.raises(ConfigError, match=rf"ppo_max_token_len_per_gpu=14: {row} has 15 tokens.*Raise it to at least 15"):
         pack_groups_under(tokens, 14, "abcde")
+    with pytest.raises(ConfigError, match=rf"^critic.ppo_max_token_len_per_gpu=14: {row} has 15 tokens"):
+        pack_groups_under(tokens, 14, "abcde", key="critic.ppo_max_token_len_per_gpu")
 
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(0, 20), min_size=1, max_size=6)), min_size=1, max_size=8))
@@ -468,3 +470,10 @@ def test_ranks_carry_prompts_over_the_same_micro_batches():
     ]
     reading = [[read for _, read in spans(each, tokens)] for each in aligned]
     assert reading == [[3, 0], [2, 2], [0, 0]]
+
+
+def test_what_is_beside_the_chains_follows_them_in_as_many_micro_batches_on_each_rank():
+    with_chain = RowTokens(prompts=(10,) * 4, answers=(4,) * 4, groups=(0, 0, 1, 2))
+    without = RowTokens(prompts=(10,) * 4, answers=(4,) * 4, groups=(0, 1, 2, 3))
+    aligned = alike([[[0], [1], [2, 3]], [[0], [1], [2], [3]]], [with_chain, without])
+    assert aligned == [[[0], [1], [2], [3]], [[3], [2], [0], [1]]]
