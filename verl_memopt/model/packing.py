@@ -78,9 +78,9 @@ class Pack:
 
         ``places``: int64 on the host, the places of the targets to keep, ascending.
         """
-        return self._with_targets(places.numpy(), places.to(self.targets.device, non_blocking=True))
+        return self._with_targets(self.predicts_on_host[places.numpy()], places.to(self.targets.device, non_blocking=True))
 
-    def _with_targets(self, on_host: np.ndarray, places: Tensor) -> Pack:
+    def _with_targets(self, predicts_on_host: np.ndarray, places: Tensor) -> Pack:
         row, last = self.row[places], self.last_block
         return replace(
             self,
@@ -88,7 +88,7 @@ class Pack:
             targets=self.targets[places],
             row=row,
             row_lengths=torch.zeros_like(self.row_lengths).index_add(0, row, torch.ones_like(row)),
-            predicts_on_host=self.predicts_on_host[on_host],
+            predicts_on_host=predicts_on_host,
             last_block=None if last is None else replace(last, predicts=last.predicts[places]),
         )
 
@@ -103,7 +103,7 @@ class Pack:
         if tokens < group.size:  # too few to give each rank one: each computes all, and the first rank has the targets
             own = np.arange(len(self.predicts_on_host) if group.rank == 0 else 0)
             (places,) = sent_together([_host(own)], device)
-            return self._with_targets(own, places), places
+            return self._with_targets(self.predicts_on_host[own], places), places
         split = TokenSplit(group, sizes := group.shares(tokens), sizes)
         first, end = split.own.start, split.own.stop
         own = np.flatnonzero((self.predicts_on_host >= first) & (self.predicts_on_host < end))
@@ -116,13 +116,13 @@ class Pack:
             among = np.searchsorted(found, at)
         sent = sent_together([_host(one) for one in (own, at - first, found - first, among)], device)
         places, predicts, queries, among_queries = sent
-        share = self._with_targets(own, places)
+        share = self._with_targets(at - first, places)
         if last is not None:
             rows = Rows(queries, found - first)
             of_last = TokenSplit(group, sizes, tuple(np.diff(borders).tolist()), rows)
             last = LastBlockQueries(replace(last.layout, split=of_last), among_queries)
         share = replace(share, input_ids=self.input_ids[:, split.own], layout=replace(self.layout, split=split), last_block=last)
-        return replace(share, predicts=predicts, predicts_on_host=at - first), places
+        return replace(share, predicts=predicts), places
 
 
 def pack_rows(prompts: Tensor, prompt_sizes: Sequence[int], responses: Tensor, response_sizes: Sequence[int]) -> Pack:
