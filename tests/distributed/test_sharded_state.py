@@ -212,6 +212,16 @@ def test_one_process_reads_each_saved_tensor_alone_in_its_dtype(tiny_folder, one
         stored.read(next(iter(saved)))
 
 
+def test_a_weight_that_is_a_part_of_a_larger_one_is_written_without_the_rest(one_rank, tmp_path):
+    whole = torch.arange(2.0**16)
+    model = torch.nn.ParameterList([torch.nn.Parameter(whole[:64], requires_grad=False)])
+    (record,) = [each for name, each in save_weights(tmp_path, model).items() if name.endswith(".distcp")]
+    assert record.size < 4096
+    whole.zero_()
+    load_weights(tmp_path, model)
+    assert torch.equal(whole[:66], torch.tensor([*range(64), 0, 0]).float())
+
+
 def test_weights_that_cannot_be_written_or_read_are_errors_that_name_the_folder(tiny_folder, one_rank, tmp_path):
     policy = sharded(tiny_folder, one_rank, dtype="fp32")
     with pytest.raises(CheckpointError, match=rf"^{tmp_path}/none: the weights could not be read: \w+Error: .*none"):
