@@ -472,6 +472,17 @@ def test_ranks_carry_prompts_over_the_same_micro_batches():
     assert reading == [[3, 0], [2, 2], [0, 0]]
 
 
+def test_longer_chains_come_first_whatever_their_order_was():
+    tokens = RowTokens(prompts=(10,) * 5, answers=(4,) * 5, groups=(0, 0, 1, 1, 1))
+    aligned = alike([[[0], [1], [2], [3], [4]], [[2], [3], [4], [0], [1]]], [tokens] * 2)
+    assert aligned == [[[2], [3], [4], [0], [1]]] * 2
+
+
+def test_micro_batches_that_share_a_prompt_read_it_together_down_to_two_and_to_one_token():
+    tokens = RowTokens(prompts=(10,) * 5, answers=(1, 1, 4, 4, 4), groups=(0, 0, 1, 1, 2))
+    assert spans([[0], [1], [2], [3], [4]], tokens) == [([[0], [1]], 2), ([[2], [3]], 2), ([[4]], None)]
+
+
 def test_what_is_beside_the_chains_follows_them_in_as_many_micro_batches_on_each_rank():
     with_chain = RowTokens(prompts=(10,) * 4, answers=(4,) * 4, groups=(0, 0, 1, 2))
     without = RowTokens(prompts=(10,) * 4, answers=(4,) * 4, groups=(0, 1, 2, 3))
