@@ -68,7 +68,7 @@ def test_an_own_update_has_the_loss_and_the_exact_gradient_of_the_published_one(
         assert abs(own.loss / other.loss - 1) < 2e-6
         assert abs(own.grad_norm / other.grad_norm - 1) < 2e-6
     assert difference(own.gradients, exact.gradients) < 1e-6
-    assert 2e-6 < difference(published.gradients, exact.gradients) < 1e-5
+    assert difference(published.gradients, exact.gradients) < 1e-5  # how far depends on the processor's order of sums
 
 
 @pytest.mark.slow
