@@ -11,12 +11,14 @@ from verl_memopt.memory import fused
 from verl_memopt.memory.chunked_logprob_torch import head_log_probs
 from verl_memopt.memory.logit_tiles import (
     BEFORE_ANY,
+    PRODUCT_ROWS,
     ROWS_AT_ONCE,
     SCRATCH_COLUMNS,
     Gradients,
     Head,
     LogitTiles,
     _compiled,
+    add_product_,
     add_target_terms_,
     both_gradients_,
     clamped,
@@ -213,6 +215,16 @@ def test_the_statements_for_a_compiler_give_softmax_log_softmax_and_entropy(comp
     torch.testing.assert_close(found, expected.exp().float())
     assert torch.equal(top, values.amax(-1))
     torch.testing.assert_close(top + log_sum, values.double().logsumexp(-1).float())
+
+
+@pytest.mark.parametrize("num_rows", [3, PRODUCT_ROWS, 2 * PRODUCT_ROWS + 5])
+def test_a_product_is_added_to_a_sum_of_more_digits_row_by_row_once(num_rows):
+    generator = torch.Generator().manual_seed(num_rows)
+    matrix = torch.randn(4, num_rows, generator=generator).bfloat16()
+    hidden, start = torch.randn(4, 2, generator=generator).bfloat16(), torch.randn(num_rows, 2, generator=generator)
+    found = start.clone()
+    add_product_(found, matrix, hidden)
+    torch.testing.assert_close(found, start + (matrix.t() @ hidden).float(), rtol=1e-2, atol=2e-2)
 
 
 BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
