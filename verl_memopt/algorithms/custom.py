@@ -46,7 +46,10 @@ def _decoupled(settings: Settings) -> bool:
 
 
 def _of_head(name: str, key: str | None = None) -> Extra:
-    """Return the statistic ``name`` of the head, which the key ``actor.KEY`` switches on if there is one."""
+    """Return the argument that the head's statistic ``name`` fills.
+
+    ``key``: the setting below ``actor`` that makes the head compute it. None = it needs no setting.
+    """
     if key is None:
         return Extra(name, _decoupled, "Set algorithm.rollout_correction.bypass_mode=false")
     return Extra(

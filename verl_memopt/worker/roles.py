@@ -1,7 +1,7 @@
-"""The roles of a worker: what the driver sends, how the frozen ones are built from it, and what the trained ones are built with.
+"""The roles of a worker: what the driver sends, and how the models are built from it.
 
-A role is a sharded model, filled from its folder, with a place on the host if it may rest there. The policy and the critic are
-built in ``worker/policy.py``.
+A role is a sharded model, filled from its folder, with a place on the host if it may rest there. Frozen roles are built here.
+``worker/policy.py`` builds the policy and the critic, with the helpers of :class:`RoleBuilder`.
 """
 
 from __future__ import annotations
@@ -180,7 +180,9 @@ class FrozenModel:
 
 @dataclass(frozen=True)
 class RoleBuilder:
-    """Builds the frozen roles of one worker, and has what the trained ones need. All members of a group build the same in step.
+    """Builds the frozen roles of one worker. :class:`Policy` and :class:`Critic` build themselves with its other methods.
+
+    All members of a group build the same roles in step.
 
     ``residency`` gets each part that may rest on the host. ``shared`` are the engine's weights, which the policy computes with;
     None = it has its own.
