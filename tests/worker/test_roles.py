@@ -1,4 +1,5 @@
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,12 @@ from tests.worker.test_worker import AR, call, mini_batch, place, plan_of
 from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory import fused
+from verl_memopt.memory.residency import Residency
+from verl_memopt.worker.policy import Policy
+from verl_memopt.worker.roles import RoleBuilder
 from verl_memopt.worker.worker import Worker
+
+CPU = torch.device("cpu")
 
 
 def test_each_offload_of_activations_has_a_metric_of_its_own(made, tiny_folder):
@@ -21,6 +27,15 @@ def test_each_offload_of_activations_has_a_metric_of_its_own(made, tiny_folder):
     moved = ["memory/activation_offload/bytes_moved", "memory/activation_offload/critic_bytes_moved"]
     assert [[name for name in moved if name in each] for each in metrics] == [[moved[0]], [moved[1]]]
     assert metrics[1][moved[1]] > 0
+
+
+def test_several_devices_without_a_common_engine_cannot_split_masters(tiny_folder):
+    plan = plan_of(tiny_folder)
+    key = f"{AR}.actor.fsdp_config.split_master_weights"
+    fsdp = replace(plan.settings.actor.fsdp_config, split_master_weights=True)
+    plan = replace(plan, settings=replace(plan.settings, actor=replace(plan.settings.actor, fsdp_config=fsdp)))
+    with pytest.raises(ConfigError, match=f"{key}=true: the run has no engine .* Set {key}=false"):
+        Policy.built(RoleBuilder(plan, place(0, 2), CPU, Residency(CPU)))
 
 
 @pytest.mark.parametrize("has_head", [False, True])
