@@ -137,9 +137,13 @@ def grpo_advantages(rewards: Tensor, group: Tensor, valid: Tensor, normalize_by_
 
     ``normalize_by_std``: Divide by the standard deviation.
     """
+    return _group_relative(rewards, group, valid, normalize_by_std).float()
+
+
+def _group_relative(rewards: Tensor, group: Tensor, valid: Tensor, normalize_by_std: bool) -> Tensor:
     stats = group_statistics(rewards, group, valid, lone_rewards=True)
     centred = rewards.double() - stats.mean
-    return _where_informative(stats, centred / (stats.std + STD_EPSILON) if normalize_by_std else centred)
+    return torch.where(stats.informative, centred / (stats.std + STD_EPSILON) if normalize_by_std else centred, 0.0)
 
 
 def gdpo_advantages(
@@ -156,8 +160,9 @@ def gdpo_advantages(
 
     ``components``: fp32 [B, K], K rewards of each row. ``weights``: K numbers; None = 1 each.
     """
-    each = [grpo_advantages(rewards, group, valid, normalize_by_std) for rewards in components.unbind(1)]
-    total = sum(weight * one.double() for weight, one in zip(weights or [1.0] * len(each), each, strict=True))
+    # In fp64: where rewards cancel, whitening would raise what fp32 rounds to the size of the advantages.
+    each = [_group_relative(rewards, group, valid, normalize_by_std) for rewards in components.unbind(1)]
+    total = sum(weight * one for weight, one in zip(weights or [1.0] * len(each), each, strict=True))
     assert isinstance(total, Tensor), "there is a reward"
     return whiten(total[row], valid[row]).float()
 

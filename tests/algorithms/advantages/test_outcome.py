@@ -158,6 +158,22 @@ def test_gdpo_whitens_over_tokens_the_weighted_sum_of_each_rewards_group_advanta
     assert gdpo_advantages(*given, by_std).tolist() == gdpo_advantages(*given, by_std, weights=[1.0, 1.0]).tolist()
 
 
+def test_gdpo_keeps_its_digits_where_rewards_cancel():
+    # Each reward alone is of the size of 1 after its group's normalisation, and their weighted sum is of the size of 1e-4.
+    first = [0.1, 0.7, 0.2, 0.9, 0.4, 0.3]
+    rewards = [[one, 1.0 - one * (1 + place * 1e-4)] for place, one in enumerate(first)]
+    groups, valid = [0, 0, 0, 4, 4, 4], [True] * 6
+    given = torch.tensor(rewards)
+    sums = [0.0] * 6
+    for column in given.double().T.tolist():
+        sums = [total + one for total, one in zip(sums, naive_grpo(column, groups, valid, by_std=True), strict=True)]
+    mean, scale = statistics.fmean(sums), math.sqrt(statistics.variance(sums) + 1e-8)
+    expected = [(each - mean) / scale for each in sums]
+    found = gdpo_advantages(given, torch.tensor(groups), torch.tensor(valid), torch.arange(6)).tolist()
+    assert found == pytest.approx(expected, abs=2e-6)
+    assert max(map(abs, expected)) > 0.4
+
+
 def test_gpg_counts_the_rows_whose_reward_is_not_0_as_verl():
     # alpha = 8 / 5, and 0.75 or -0.25 above the mean; by the paper alpha = 8 / 4.
     given = tensors([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0], [0] * 4 + [1] * 4)

@@ -40,8 +40,9 @@ CASES = {
     "LoRA, tiled MLP, whole logits": {**ELEMENTWISE, **TILED, "lora_rank": 4, "logprob_chunk_tokens": 0, "shared": True},
     "on-policy": {**ELEMENTWISE, "actor": ON_POLICY, "on_policy": True, "shared": True, "budget": WHOLE},
     "gemma2": {"attn_implementation": "auto"},
+    "three key heads": PLAIN,
 }
-"""Options of :func:`gradients`. gemma2 is no model of ours: transformers computes it, with windows and capped scores."""
+"""Options of :func:`gradients`. Two ranks repeat three key heads. gemma2 is no model of ours: transformers computes it, with windows and capped scores."""
 MORE = {
     "plain": PLAIN,
     "pruned": {"recompute_elementwise": False},
@@ -113,6 +114,8 @@ def of_a_rank(rank, ranks, folders, cases):
 def folders(tmp_path_factory):
     at = tmp_path_factory.mktemp("models")
     folders = {"qwen3": make_tiny_model(at / "qwen3", SHAPE, seed=3)}
+    heads = dataclasses.replace(SHAPE, num_heads=6, num_kv_heads=3)
+    folders["three key heads"] = make_tiny_model(at / "three", heads, seed=4)
     folders["critic"] = with_value_head(folders["qwen3"], at / "critic")
     return folders | {kind: architectures.tiny_folder(at / kind, kind, sliding_window=4) for kind in ("gemma2", "mistral")}
 

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.memory.optimizers import whole_share
@@ -23,7 +24,7 @@ from verl_memopt.config.schema import Model, TrainedFsdp
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW
 from verl_memopt.memory.chunked_logprob_torch import head_log_probs
-from verl_memopt.memory.embedding_gradient import TrainedEmbedding, tiles_of
+from verl_memopt.memory.embedding_gradient import TrainedEmbedding, _SortedIds, tiles_of
 from verl_memopt.memory.fused import recorded_calls
 from verl_memopt.memory.grad_offload_torch import KIND, OffloadedGradients
 from verl_memopt.memory.host_buffers import host_allocator
@@ -317,6 +318,35 @@ def test_a_tied_matrix_in_tiles_has_the_gradient_of_float64(name, told):
     (2 * (0.5 * log_p.gather(-1, targets[:, None]).sum() + 0.25 * entropy.sum())).backward()
     assert relative(found, exact.grad) <= 8e-7
     assert float(home.norm()) == pytest.approx(float(exact.grad.norm()), rel=1e-6)
+
+
+SHARDS = 333
+"""Rows over two ranks: the second has one less, and neither has whole tiles."""
+FIRST, LAST = [0, 5, 5, 166, 167], [100, 237, 300, 332, 332]
+"""Tokens of the first and the last of three tiles, and of the second and the last."""
+
+
+def sums_of_tiles(rank):
+    """Gives this rank's rows of a gradient after two micro-batches, of which each rank has other tokens."""
+    mesh, width = training_mesh("cpu", 2, -1), 16
+    rows = nn.Parameter(distribute_tensor(torch.zeros(SHARDS, width), mesh, [Shard(0)]))
+    optimizer = BucketedAdamW([rows], lr=1e-3, bucket_megabytes=0.008)
+    whole, module = nn.Parameter(torch.zeros(SHARDS, width)), nn.Module()
+    module.weight = rows
+    home = OffloadedGradients(optimizer, [], [module])
+    home.adopt(whole, rows)
+    for ids in ((FIRST, LAST), (LAST, FIRST)):
+        ids = torch.tensor(ids[rank])
+        _SortedIds(ids, home.tiles(whole)).add_rows(ids[:, None] + torch.ones(len(ids), width))
+    assert home.tiles(whole).count == 3
+    return optimizer._sections[0].gradients.view(-1, width)[:, 0].tolist()
+
+
+def test_ranks_with_tokens_of_other_tiles_add_to_the_rows_of_each_though_shards_are_no_whole_tiles():
+    expected = [0.0] * SHARDS
+    for token in FIRST + LAST:
+        expected[token] += token + 1.0  # twice, in the mean of two ranks
+    assert sum(run_ranks(sums_of_tiles, 2, timeout=60), []) == expected
 
 
 def test_a_pass_that_fails_in_the_middle_of_its_tiles_leaves_nothing_to_the_next_one():
