@@ -42,7 +42,8 @@ CASES = {
     "gemma2": {"attn_implementation": "auto"},
     "three key heads": PLAIN,
 }
-"""Options of :func:`gradients`. Two ranks repeat three key heads. gemma2 is no model of ours: transformers computes it, with windows and capped scores."""
+"""Options of :func:`gradients`. Two ranks repeat three key heads.
+gemma2 is no model of ours: transformers computes it, with windows and capped scores."""
 MORE = {
     "plain": PLAIN,
     "pruned": {"recompute_elementwise": False},
