@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_memopt.errors import DataError, RewardError
-from verl_memopt.rewards import rules
+from verl_memopt.rewards import math_answers
 from verl_memopt.rewards.rules import (
     CODE_SOURCES,
     RULES,
@@ -180,7 +180,7 @@ def test_the_mathematical_rows_beside_verls_code_tasks_are_scored():
 
 def test_an_answer_that_cannot_be_computed_in_time_scores_nothing(monkeypatch):
     pytest.importorskip("math_verify")
-    monkeypatch.setattr(rules, "MATH_SECONDS", 1)
+    monkeypatch.setattr(math_answers, "MATH_SECONDS", 1)
     assert math_answer(r"\boxed{9^{9^{9^{9}}}}", "4") == 0.0
 
 

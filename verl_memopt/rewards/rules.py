@@ -15,12 +15,10 @@ from typing import Any
 
 from verl_memopt.config.reward_limits import CASES, URL
 from verl_memopt.errors import DataError, RewardError
+from verl_memopt.rewards.math_answers import math_answer
 
 Rule = Callable[[str, Any], Any]
 """From a response and its ground truth to a score, or to a dict with ``score``."""
-
-MATH_SECONDS = 2
-"""Longest time in which math-verify must read an answer, and compare it."""
 
 LAST_CHARACTERS = 300
 """Characters at the end of a response that verl's rules for GSM8K and DAPO's problems read."""
@@ -67,33 +65,6 @@ def final_answer_format(solution: str, ground_truth: Any) -> float:
 def think_format(solution: str, ground_truth: Any) -> float:
     """Return 1.0 when the response is one ``<think>..</think>`` and then one ``<answer>..</answer>``; else 0.0."""
     return float(_THINK_THEN_ANSWER.fullmatch(solution) is not None)
-
-
-def math_answer(solution: str, ground_truth: Any) -> float:
-    r"""Return 1.0 when the last answer of a response equals the ground truth mathematically, else 0.0.
-
-    math-verify reads the last ``\boxed{...}``, else the last formula or number, and compares it with sympy:
-    ``\frac{2}{4}`` is ``0.5``, and ``x^2+2x+1`` is ``(x+1)^2``. An answer that takes longer than ``MATH_SECONDS`` to read or to
-    compare, such as a tower of powers, scores 0.0.
-
-    Args:
-        solution: The response.
-        ground_truth: The answer as LaTeX without ``\boxed{}``, or as a number.
-
-    Raises:
-        RewardError: The ground truth cannot be read.
-    """
-    from math_verify import LatexExtractionConfig, parse, verify
-
-    boxed = f"\\boxed{{{ground_truth}}}"
-    expected = parse(boxed, extraction_config=[LatexExtractionConfig()], parsing_timeout=MATH_SECONDS)
-    if not expected:
-        raise RewardError(
-            f"cannot score this row: math-verify cannot read the ground truth {ground_truth!r} as LaTeX. Correct it."
-        )
-    # math-verify would join several boxes to a set, so an answer that the response revised would count.
-    answer = parse(solution[max(solution.rfind("\\boxed"), 0) :], parsing_timeout=MATH_SECONDS)
-    return float(verify(expected, answer, timeout_seconds=MATH_SECONDS))
 
 
 def boxed_answer(solution: str, ground_truth: Any) -> float:
@@ -210,24 +181,6 @@ def _minerva_form(answer: str) -> str:
         answer = re.sub(pattern, after, answer)
     answer = answer.replace("$", "")
     return (answer.replace(",", "") if answer.replace(",", "").isdigit() else answer).strip()
-
-
-def latex_answer(text: str, solution: str) -> float | None:
-    """Return 1.0 where the LaTeX of a text equals a solution, else 0.0, and None where the solution cannot be read.
-
-    Source: ``accuracy_reward`` of TRL. The boxed answer is tried first, and a text without LaTeX has no answer.
-    """
-    from latex2sympy2_extended import NormalizationConfig
-    from math_verify import LatexExtractionConfig, parse, verify
-
-    expected = parse(solution, parsing_timeout=MATH_SECONDS)
-    if not expected:
-        return None
-    latex = LatexExtractionConfig(
-        normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
-    )
-    given = parse(text, extraction_config=[latex], extraction_mode="first_match", parsing_timeout=MATH_SECONDS)
-    return float(verify(expected, given, timeout_seconds=MATH_SECONDS))
 
 
 _NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")

@@ -16,7 +16,19 @@ from typing import Any
 
 from verl_memopt import api
 from verl_memopt.errors import ConfigError
-from verl_memopt.rewards.rules import latex_answer
+from verl_memopt.trl.rewards import (
+    accuracy_reward,
+    get_cosine_scaled_reward,
+    get_repetition_penalty_reward,
+    get_soft_overlong_punishment,
+    reasoning_accuracy_reward,
+    think_format_reward,
+)
+
+__all__ = [
+    "GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer", "accuracy_reward", "get_cosine_scaled_reward",
+    "get_repetition_penalty_reward", "get_soft_overlong_punishment", "reasoning_accuracy_reward", "think_format_reward",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -160,12 +172,6 @@ class RLOOTrainer(_Trainer):
     """TRL's ``RLOOTrainer``."""
 
     algorithm = "rloo"
-
-
-def accuracy_reward(completions: Sequence[Any], solution: Sequence[str], **columns: Any) -> list[float | None]:
-    """Return 1.0 where an answer equals the solution, as TRL's reward of this name; None where the solution cannot be read."""
-    texts = [each if isinstance(each, str) else each[0]["content"] for each in completions]
-    return [latex_answer(text, wanted) for text, wanted in zip(texts, solution, strict=True)]
 
 
 def _given(args: Any, name: str) -> dict[str, Any]:
