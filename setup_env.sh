@@ -47,14 +47,13 @@ if [ "$build" = gpu ]; then
     [ -z "$headers" ] || [ -f "$headers/Python.h" ] || missing+=("$headers/Python.h (apt install $(basename "$headers")-dev)")
     [ ${#missing[@]} -eq 0 ] || echo "setup_env.sh: on a GPU vLLM does not start without ${missing[*]}" >&2
 fi
-[ -z "$check_only" ] || { echo "the $build build ($found)"; exit 0; }
-
 version=$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || {
     echo "setup_env.sh: cannot run '$PYTHON'. Install Python 3.11 or 3.12, or name one: PYTHON=/path/to/python ./setup_env.sh" >&2; exit 2; }
 case $version in
     3.11|3.12) ;;
     *) echo "setup_env.sh: '$PYTHON' is Python $version; 3.11 or 3.12 is needed. Name one: PYTHON=/path/to/python3.11 ./setup_env.sh" >&2; exit 2 ;;
 esac
+[ -z "$check_only" ] || { echo "the $build build ($found), with Python $version"; exit 0; }
 
 stamp="$build $version $(pwd) $(cat setup_env.sh setup.py requirements.txt requirements/*.txt | sha256sum | cut -d' ' -f1)"
 if [ -f .venv/.stamp ] && [ "$(cat .venv/.stamp)" = "$stamp" ]; then

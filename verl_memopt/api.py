@@ -137,7 +137,7 @@ class Run:
         Raises:
             ConfigError: The run has saved none.
         """
-        from verl_memopt.run.export_model import FINAL_MODEL
+        from verl_memopt.observe.run_folder import FINAL_MODEL
 
         folder = self.path / FINAL_MODEL
         if not (folder / "config.json").is_file():

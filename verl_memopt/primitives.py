@@ -24,12 +24,14 @@ from verl_memopt.api import INPUTS, NO_ROWS, Call, _rows
 from verl_memopt.config.aliases import is_count
 from verl_memopt.config.checks import check, groups_of_passes
 from verl_memopt.config.keys import leaf_values, raise_together, replaced
+from verl_memopt.config.loader import to_yaml
 from verl_memopt.data.batch import scatter_tokens
 from verl_memopt.data.dataset import build_dataset
 from verl_memopt.data.prompts import PromptPrefetcher, StepPrompts, expand
 from verl_memopt.errors import ConfigError, RewardError
 from verl_memopt.model.export import whole_folder
 from verl_memopt.observe.phase import PhaseClock
+from verl_memopt.observe.run_folder import RunFolder
 from verl_memopt.rewards.score import RewardResult
 from verl_memopt.run.checkpoints import read_checkpoint
 from verl_memopt.run.resume import compare_settings
@@ -96,7 +98,7 @@ class Session:
         self.step = 0
         """Number of the step of the last :meth:`generate`."""
         if context.checkpoint is None:
-            context.store.set_aside()  # those of an earlier session, as a run does
+            RunFolder(context.folder).set_aside(to_yaml(context.settings, secrets=False))  # what an earlier one left
         else:
             self._state.load(context.checkpoint, logger.info)
             self.step = context.checkpoint.step

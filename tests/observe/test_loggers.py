@@ -23,6 +23,15 @@ def place(tmp_path):
 
 def test_one_name_may_stand_alone(place):
     assert [type(each) for each in build_loggers("jsonl", place).loggers] == [JsonlLogger]
+    assert [type(each) for each in build_loggers("console", place).loggers] == [RunConsole, JsonlLogger]
+
+
+@pytest.mark.parametrize("names", ["console", ["console", "tensorboard"], []])
+def test_the_record_is_written_whatever_else_is_asked_for(place, names):
+    loggers = build_loggers(names, place)
+    loggers.log(1, {"critic/score/mean": 0.5})
+    loggers.close()
+    assert [row["critic/score/mean"] for row in read_rows(place.folder.metrics)] == [0.5]
 
 
 def test_jsonl_rows_can_be_read_while_the_run_goes_on(place):

@@ -1,4 +1,5 @@
 import time
+from pathlib import Path
 
 import pytest
 
@@ -37,10 +38,64 @@ def test_a_fresh_run_in_a_used_folder_keeps_the_earlier_files_aside(make_run):
         assert not folder.timeline.exists()
     folder.config.write_text("newest: true\n")
     RunFolder(folder.path).begin("new: true\n", resumed_step=None)
-    assert len(read_rows(folder.path / "previous" / "record_1" / "metrics.jsonl")) == 3
-    assert (folder.path / "previous" / "record_2" / "config.yaml").read_text() == "new: true\n"
-    assert (folder.path / "previous" / "config.yaml").read_text() == "newest: true\n"
+    assert len(read_rows(folder.path / "previous" / "1" / "metrics.jsonl")) == 3
+    assert (folder.path / "previous" / "2" / "config.yaml").read_text() == "new: true\n"
+    assert (folder.path / "previous" / "3" / "config.yaml").read_text() == "newest: true\n"
     assert folder.config.read_text() == "new: true\n"
+
+
+LEFT = (
+    "global_step_2/actor/w",
+    "latest_checkpointed_iteration.txt",
+    "model/w",
+    "model_best/w",
+    "inputs/old.jsonl",
+    "wandb_id.txt",
+)
+OF_THE_USER = ("notes.md", "model_card/text", "mine.png", "global_step_2_copy/w")
+
+
+def fill(folder, names):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+
+
+def files_of(folder, without="previous"):
+    paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return sorted(str(path) for path in paths if path.parts[0] != without)
+
+
+def test_all_that_a_run_left_moves_aside_as_one_and_what_is_the_users_stays(make_run):
+    folder = make_run(steps=1)
+    fill(folder.path, LEFT)
+    whole = files_of(folder.path)
+    fill(folder.path, (*OF_THE_USER, "inputs/rows.jsonl"))
+    aside = RunFolder(folder.path).begin("data: inputs/rows.jsonl\n", resumed_step=None)
+    assert aside == folder.path / "previous" / "1"
+    assert files_of(aside) == sorted([*whole, "inputs/rows.jsonl"]), "with the inputs that the new run names as well"
+    assert files_of(folder.path) == sorted(["config.yaml", "inputs/rows.jsonl", *OF_THE_USER])
+
+
+@pytest.mark.parametrize("moved", [0, 1, 5])
+def test_a_start_that_is_killed_while_it_moves_an_earlier_run_leaves_it_whole(make_run, monkeypatch, moved):
+    folder = make_run(steps=1)
+    fill(folder.path, (*LEFT, "inputs/rows.jsonl"))
+    whole, rename, calls = files_of(folder.path), Path.rename, []
+
+    def rename_some(path, target):
+        calls.append(path)
+        if len(calls) > moved:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename_some)
+        with pytest.raises(KeyboardInterrupt):
+            folder.begin("data: inputs/rows.jsonl\n", resumed_step=None)
+    RunFolder(folder.path).mend()
+    assert files_of(folder.path) == whole
+    assert not list(folder.path.glob("previous/*"))
 
 
 def test_a_record_that_vanished_is_told_from_a_run_that_has_not_ended(make_run):
@@ -146,8 +201,8 @@ def test_a_fresh_run_keeps_the_settings_of_the_earlier_one_aside(tmp_path):
     folder.begin("lr: 1\n", None)
     folder.begin("lr: 2\n", resumed_step=4)
     folder.begin("lr: 3\n", None)
-    assert (folder.path / "previous" / "config.yaml").read_text() == "lr: 2\n"
-    assert (folder.path / "previous" / "config_history" / "until_step_4.yaml").read_text() == "lr: 1\n"
+    assert (folder.path / "previous" / "1" / "config.yaml").read_text() == "lr: 2\n"
+    assert (folder.path / "previous" / "1" / "config_history" / "until_step_4.yaml").read_text() == "lr: 1\n"
     assert folder.config.read_text() == "lr: 3\n"
     assert not folder.config_history.exists()
 

@@ -12,6 +12,7 @@ from blake3 import blake3
 from tests.distributed.test_sharded_state import Runs
 from verl_memopt.distributed.file_records import FileRecord
 from verl_memopt.errors import CheckpointError, UserError
+from verl_memopt.observe.run_folder import RunFolder
 from verl_memopt.run.checkpoints import TRACKER, CheckpointStore, Manifest, find_fault, read_checkpoint, write_manifest
 
 
@@ -97,7 +98,7 @@ def test_without_a_tracker_file_the_highest_number_is_the_newest_and_all_are_set
     save(store, 8)
     (store.root / TRACKER).unlink()
     assert store.newest().step == 8
-    assert names(store.set_aside()) == ["global_step_6", "global_step_8"]
+    assert names(RunFolder(store.root).set_aside("")) == ["global_step_6", "global_step_8"]
 
 
 def test_a_checkpoint_removed_by_hand_is_not_missed_and_not_proven(store):
@@ -476,12 +477,12 @@ def test_a_score_that_is_no_number_is_never_the_best(store, score):
 
 
 def test_a_fresh_start_moves_every_checkpoint_into_a_folder_of_its_own(store):
-    assert store.set_aside() is None
+    assert RunFolder(store.root).set_aside("") is None
     for number in (1, 2):
         save(store, 2)
         save(store, 4)
-        aside = store.set_aside()
-        assert aside == store.root / "previous" / f"checkpoints_{number}"
+        aside = RunFolder(store.root).set_aside("")
+        assert aside == store.root / "previous" / str(number)
         assert CheckpointStore(aside, None).newest().step == 4
         assert store.newest() is None
     assert names(store.root) == ["previous"]
@@ -507,7 +508,7 @@ def test_checkpoints_that_are_gone_are_no_start_from_nothing(store, tmp_path):
         "checkpoints back, name one elsewhere with trainer.resume_mode=resume_path, or start over with "
         "trainer.resume_mode=disable."
     )
-    assert store.set_aside() is None
+    RunFolder(store.root).set_aside("")
     assert store.newest() is None
 
 
@@ -529,6 +530,6 @@ def test_driver_state_that_torch_cannot_read_is_a_fault_like_any_other(store):
 def test_checkpoints_that_the_disk_will_not_move_are_named_and_stay(store):
     save(store, 2)
     (store.root / "previous").write_text("a file in the way")
-    with pytest.raises(UserError, match=r"checkpoints_1: cannot be written \(Not a directory"):
-        store.set_aside()
+    with pytest.raises(UserError, match=r"previous/1: cannot be written \(Not a directory"):
+        RunFolder(store.root).set_aside("")
     assert store.newest().step == 2

@@ -29,7 +29,7 @@ def test_the_environment_of_a_run_on_this_machine_counts_its_ranks_and_rows(sett
     assert (environment.folder, environment.tokenizer_folder, environment.reference_folder) == (tiny_folder, tiny_folder, None)
     assert environment.tokenizer.eos_token_id in environment.eos_token_ids
     assert environment.run_dir == tmp_path / "run"
-    assert environment.run_dir.is_dir()
+    assert not environment.run_dir.exists(), "a refused run leaves no folder"
     assert environment.embedding_rows == 320
     many = {"trainer.worker_group": "ray", "trainer.nnodes": 2, "trainer.n_gpus_per_node": 2}
     assert resolved(settled(many)).num_devices == 4

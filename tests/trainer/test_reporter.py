@@ -155,7 +155,7 @@ def test_a_resumed_run_drops_the_rows_beyond_its_checkpoint(report, tmp_path):
     first = report()
     for step in (1, 2, 3):
         finish_step(first, step)
-    second = report(checkpoint=Checkpoint(tmp_path, 2, {"seed": 7, "loader": {}}))
+    second = report(checkpoint=Checkpoint(tmp_path / "run" / "global_step_2", 2, {"seed": 7, "loader": {}}))
     finish_step(second, 3)
     assert [row["step"] for row in logged(second)] == [1, 2, 3]
     assert timeline(second) == [(1, "gen"), (2, "gen"), (3, "gen")]

@@ -1,5 +1,7 @@
 import dataclasses
+import json
 import logging
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.distributed.file_records import FileRecord
 from verl_memopt.errors import CheckpointError, ConfigError, UnreadableCheckpointError
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.observe.run_folder import RunFolder
 from verl_memopt.run.checkpoints import CheckpointStore, read_manifest, write_manifest
 from verl_memopt.run.resume import checkpoint_store, loaded_parts, plain_shapes, with_seeds
 from verl_memopt.trainer.build import build_run
@@ -118,10 +121,84 @@ def test_a_run_refuses_to_start_over_while_none_of_its_checkpoints_is_whole(sett
 def test_starting_over_loses_neither_the_checkpoints_nor_the_record(settled, run_dir, capsys):
     with ready(settled(SAVES | {"trainer.resume_mode": "disable", "trainer.total_training_steps": 1})) as trainer:
         trainer.run()
-    assert f"are in {run_dir / 'previous' / 'checkpoints_1'}" in capsys.readouterr().out
-    assert CheckpointStore(run_dir / "previous" / "checkpoints_1", None).newest().step == 2
+    aside = run_dir / "previous" / "1"
+    assert f"is in {aside}" in capsys.readouterr().out
+    assert CheckpointStore(aside, None).newest().step == 2
     assert CheckpointStore(run_dir, None).newest().step == 1
-    assert (run_dir / "previous" / "config.yaml").exists()
+    assert (aside / "config.yaml").exists()
+    assert [model_step(folder) for folder in (aside, run_dir)] == [2, 1]
+    assert RunFolder(aside).read_metrics()[-1]["step"] == 2
+
+
+def model_step(folder):
+    return json.loads((folder / "model" / "training.json").read_text())["step"]
+
+
+def test_a_finished_run_without_a_checkpoint_keeps_its_model_when_its_command_is_started_again(settled, run_dir):
+    for path in (*run_dir.glob("global_step_*"), run_dir / "latest_checkpointed_iteration.txt"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    weights = (run_dir / "model" / "model.safetensors").read_bytes()
+    with ready(settled({"trainer.total_training_steps": 1})) as trainer:
+        trainer.run()
+    assert (run_dir / "previous" / "1" / "model" / "model.safetensors").read_bytes() == weights
+    assert model_step(run_dir) == 1
+
+
+def test_going_back_before_the_step_of_a_model_keeps_it_with_its_record(settled, run_dir):
+    back = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(run_dir / "global_step_1")}
+    record = (run_dir / "metrics.jsonl").read_text()
+    with ready(settled(SAVES | back)):
+        aside = run_dir / "previous" / "1"
+        assert (model_step(aside), (aside / "metrics.jsonl").read_text()) == (2, record)
+        assert not (run_dir / "model").exists()
+    with ready(settled(SAVES | {"trainer.total_training_steps": 3})) as trainer:
+        trainer.run()
+    assert (model_step(run_dir), len(list(run_dir.glob("previous/*")))) == (3, 1), "a model that is continued stays"
+
+
+def test_a_checkpoint_of_another_folder_does_not_continue_the_run_that_is_here(settled, run_dir, tmp_path):
+    other = shutil.copytree(run_dir, tmp_path / "other")
+    from_other = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(other / "global_step_1")}
+    with ready(settled(SAVES | from_other)) as trainer:
+        trainer.run()
+    assert [row["step"] for row in learned(run_dir)] == [2]
+    assert RunFolder(run_dir / "previous" / "1").read_metrics()[-1]["step"] == 2
+
+
+def test_a_run_that_had_done_all_its_steps_says_that_nothing_was_trained(settled, run_dir, capsys):
+    assert train(settled(SAVES)) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"NOTHING WAS TRAINED: .* all its 2 steps.*total_training_steps.*resume_mode=disable", shown)
+    assert train(settled(SAVES | {"trainer.total_training_steps": 3})) == 0
+    assert "NOTHING" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "more"),
+    [
+        (f"{AR}.model.path", "model", {}),
+        (f"{AR}.model.path", "model", {"trainer.resume_mode": "disable"}),
+        (f"{AR}.model.path", "global_step_2/actor/huggingface", {"trainer.resume_mode": "disable"}),
+    ],
+)
+def test_what_an_earlier_run_left_is_no_model_of_a_run_in_its_place(settled, run_dir, key, name, more):
+    if not (run_dir / name / "model.safetensors").exists():
+        shutil.copytree(run_dir / "model", run_dir / name, dirs_exist_ok=True)
+    before = sorted(run_dir.rglob("*"))
+    with pytest.raises(ConfigError, match=rf"^{key}=.*/run/{name}: an earlier run left it.*default_local_dir"):
+        resumed_context(settled, more | {key: str(run_dir / name)})
+    assert sorted(run_dir.rglob("*")) == before
+
+
+def test_a_logger_that_cannot_start_leaves_no_folder_and_an_earlier_run_where_it_was(settled, run_dir, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    wanted = {"trainer.logger": ["console", "wandb"], "trainer.resume_mode": "disable"}
+    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*") if path.is_file()}
+    for more in ({}, {"trainer.default_local_dir": str(tmp_path / "runs" / "new")}):
+        with pytest.raises(ConfigError, match="pip install wandb"):
+            train(settled(wanted | more))
+    assert not (tmp_path / "runs").exists()
+    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*") if path.is_file()} == before
 
 
 def test_a_change_of_settings_is_logged_with_what_it_means_and_the_same_ones_are_not(settled, run_dir, caplog):

@@ -97,7 +97,7 @@ def test_a_released_lock_leaves_no_file_and_folders_have_locks_of_their_own(tmp_
     for _ in range(2):
         with hold(tmp_path / "new folder"):
             assert (tmp_path / "new folder" / LOCK).exists()
-        assert list((tmp_path / "new folder").iterdir()) == []
+        assert not (tmp_path / "new folder").exists()
     with hold(tmp_path / "a") as one, hold(tmp_path / "b") as other:
         assert one is not other
 
@@ -180,3 +180,15 @@ def test_a_holder_that_cannot_be_read_is_still_refused_in_words(holder, tmp_path
     (tmp_path / LOCK).write_text(text)
     with pytest.raises(ConfigError, match="a process that did not say who it is"):
         hold(tmp_path)
+
+
+def test_a_folder_that_was_made_for_the_lock_goes_with_it_unless_something_is_in_it(tmp_path):
+    hold(tmp_path / "runs" / "first").release()
+    assert not (tmp_path / "runs").exists()
+    (tmp_path / "mine").mkdir()
+    hold(tmp_path / "mine").release()
+    lock = hold(tmp_path / "runs" / "second")
+    (lock.folder / "file").touch()
+    lock.release()
+    assert (tmp_path / "mine").is_dir()
+    assert sorted(path.name for path in (tmp_path / "runs" / "second").iterdir()) == ["file"]

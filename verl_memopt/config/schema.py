@@ -325,7 +325,7 @@ class Trainer:
     total_training_steps: Annotated[int | None, POSITIVE] = None
     """Steps; wins over ``total_epochs``."""
     logger: Annotated[Any, LOGGERS] = field(default_factory=lambda: ["console", "jsonl"])
-    """console, jsonl, tensorboard, wandb, mlflow."""
+    """console, tensorboard, wandb, mlflow. The record in the run folder, jsonl, is always written."""
     table_every_steps: PositiveInt = 10
     """Print the table of recent steps every so many steps."""
     track_memory_every_steps: NaturalInt = 10

@@ -261,5 +261,7 @@ class StepLoggers:
 
 
 def build_loggers(names: str | Sequence[str], place: LoggingPlace) -> StepLoggers:
-    """Return the loggers of ``trainer.logger`` as one, in the given order."""
-    return StepLoggers([LOGGERS[name](place) for name in ([names] if isinstance(names, str) else names)])
+    """Return the loggers of ``trainer.logger`` as one, in the given order, after the record, which every run has."""
+    return StepLoggers(
+        [LOGGERS[name](place) for name in dict.fromkeys(("jsonl", *([names] if isinstance(names, str) else names)))]
+    )

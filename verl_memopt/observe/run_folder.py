@@ -7,12 +7,14 @@ import io
 import itertools
 import json
 import math
+import os
 import shutil
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,27 @@ from verl_memopt.errors import DataError, UserError
 from verl_memopt.observe.files import append_rows, append_text, disk_refusals, keep_rows, read_rows, replace_text
 from verl_memopt.observe.phase import REWARD_IN_ROLLOUT, PhaseMemory, Span, wall_time
 from verl_memopt.observe.samples import Sample, sample_row
+
+FINAL_MODEL, BEST_MODEL = "model", "model_best"
+"""Folders with the policy of the last step, and with that of the best checkpoint, by ``trainer.keep_best_checkpoint``."""
+INPUTS = "inputs"
+"""Folder with the rows, functions and model that came from Python."""
+COMMAND, PENDING = "command.txt", "command.txt.pending"
+"""The command of a run from Python, in ``inputs/``; and that of a start which may still be refused."""
+PREVIOUS, HALF = "previous", ".partial"
+"""Folder with what earlier runs left, each in a folder of its own; and the suffix of one that is not whole yet."""
+RECORD = (
+    *("config.yaml", "metrics.jsonl", "memory_timeline.csv", "generations.jsonl", "warnings.jsonl", "phase_memory.jsonl"),
+    *("summary.json", "record.json", "config_history", "tensorboard", "wandb", "wandb_id.txt", "mlflow.db", "mlflow_id.txt"),
+    *("reward_and_validation.png", "peak_memory_by_phase.png", "memory_timeline.png"),
+)
+OF_A_RUN = (
+    *(*RECORD, FINAL_MODEL, BEST_MODEL, f"{FINAL_MODEL}.old{HALF}", f"{BEST_MODEL}.old{HALF}"),
+    *("global_step_*[0-9]", "latest_checkpointed_iteration.txt"),
+)
+"""Names of what a run leaves in its folder."""
+BESIDE = (INPUTS, "reward_logs", "console.log")
+"""What a run leaves besides, and what this start may have written already. Alone it is no earlier run."""
 
 
 class RunFolder:
@@ -45,24 +68,41 @@ class RunFolder:
         self.began = wall_time()
         self._elapsed_before = 0.0
 
-    def begin(self, config_text: str, resumed_step: int | None) -> None:
-        """Prepare the folder for a new run, or for one that continues.
+    def begin(self, config_text: str, resumed_step: int | None) -> Path | None:
+        """Prepare the folder for a new run, or for one that continues, and return where an earlier run is that it does not.
 
         On resume the rows after the step are dropped, so that the files equal those of an uninterrupted run, and settings that
-        differ from the present ones move to ``config_history/``. A new run moves the files of an earlier one to ``previous/``,
-        and those that are there already to ``previous/record_N/``. ``resumed_step``: None = a new run.
+        differ from the present ones move to ``config_history/``. ``resumed_step``: None = a new run.
         """
         with disk_refusals(self.config):
             self.path.mkdir(parents=True, exist_ok=True)
+            aside = self.set_aside(config_text) if resumed_step is None else self._keep_later_models(resumed_step)
             self.record.unlink(missing_ok=True)  # what follows changes the files
-            if resumed_step is None:
-                self._set_aside()
-            else:
+            if resumed_step is not None:
                 self._reopen()
                 self._rewind(resumed_step)
                 self._keep_config(config_text, resumed_step)
             replace_text(self.config, config_text)
         self.began = wall_time()
+        return aside
+
+    def accept(self) -> None:
+        """Keep the command of a start that nothing can refuse any more."""
+        with suppress(FileNotFoundError):  # only a run from Python has one
+            (self.path / INPUTS / PENDING).replace(self.path / INPUTS / COMMAND)
+
+    def take_back(self, aside: Path | None) -> None:
+        """Remove the record of a new run that was refused after :meth:`begin`, and put back what that moved aside."""
+        for path in self._left_by_a_run():
+            if path.name not in BESIDE:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        if aside is not None:
+            self._put_back(aside)
+
+    def mend(self) -> None:
+        """Put back what a start had begun to move aside when it was killed."""
+        for half in self.path.glob(f"{PREVIOUS}/*{HALF}"):
+            self._put_back(half)
 
     def _reopen(self) -> None:
         """Remove the sign that the run has ended from its summary."""
@@ -203,30 +243,65 @@ class RunFolder:
         names = (f"until_step_{step}{'' if number == 1 else f'_{number}'}.yaml" for number in itertools.count(1))
         self.config.rename(next(path for name in names if not (path := self.config_history / name).exists()))
 
-    def _set_aside(self) -> None:
-        record = (
-            *(self.metrics, self.timeline, self.generations, self.warnings, self.summary, self.tensorboard),
-            *(self.phase_memory, self.config, self.config_history),
-        )
-        previous = self.path / "previous"
-        older = [path for each in record if (path := previous / each.name).exists()]
-        # Nothing is moved before there is a record to move.
-        for path in (path for path in record if path.exists()):
-            if older:
-                kept = next(each for number in itertools.count(1) if not (each := previous / f"record_{number}").exists())
-                kept.mkdir()
-                while older:
-                    each = older.pop()
-                    each.rename(kept / each.name)
-            previous.mkdir(exist_ok=True)
-            path.rename(previous / path.name)
+    # An earlier run moves aside as one: into a folder that gets its name when it is whole.
+
+    def set_aside(self, config_text: str) -> Path | None:
+        """Move all that an earlier run left to a new folder in ``previous/``, and return that; None where there was none.
+
+        Of the inputs, those that the present settings name stay here too.
+        """
+        left = self._left_by_a_run()
+        if all(path.name in BESIDE for path in left):
+            return None
+        inputs = [path for each in left if each.name == INPUTS for path in each.iterdir() if path.name != PENDING]
+        named = [path for path in inputs if path.name in config_text]
+        moved = [path for path in (*left, *inputs) if path not in named and path.name != INPUTS]
+        aside = self._to_previous(moved, copied=named)
+        with suppress(OSError):  # there is none, or the present settings name what is in it
+            (self.path / INPUTS).rmdir()
+        return aside
+
+    def _keep_later_models(self, step: int) -> Path | None:
+        """Move models of steps after the one that the run goes back to aside, with a copy of their record."""
+        models = [path for name in (FINAL_MODEL, BEST_MODEL) if (path := self.path / name).is_dir() and _step_of(path) > step]
+        record = [path for path in self._left_by_a_run() if any(fnmatch(path.name, name) for name in (*RECORD, *BESIDE))]
+        return self._to_previous(models, record) if models else None
+
+    def _to_previous(self, moved: Iterable[Path], copied: Iterable[Path]) -> Path:
+        targets = (self.path / PREVIOUS / str(number) for number in itertools.count(1))
+        target = next(path for path in targets if not os.path.lexists(path))
+        half = target.with_name(f"{target.name}{HALF}")
+        with disk_refusals(target):
+            half.mkdir(parents=True)
+            for path in copied:
+                _copy(path, half / path.relative_to(self.path))
+            for path in moved:
+                to = half / path.relative_to(self.path)
+                to.parent.mkdir(exist_ok=True)
+                path.rename(to)
+            half.rename(target)
+        return target
+
+    def _put_back(self, source: Path, below: str = "") -> None:
+        """Move what lies in a folder of ``previous/`` to where it was. What is there already was only copied."""
+        for path in (source / below).iterdir():
+            name = f"{below}{path.name}"
+            if not os.path.lexists(self.path / name):
+                path.rename(self.path / name)
+            elif path.is_dir() and name == INPUTS:
+                self._put_back(source, f"{INPUTS}/")
+        if not below:
+            shutil.rmtree(source)
+
+    def _left_by_a_run(self) -> list[Path]:
+        return [path for path in sorted(self.path.glob("*")) if path.name in BESIDE or is_of_a_run(path.name)]
 
 
 ENDED = "ended"
 """Entry of the summary of a run that has ended, and so has a record of checksums."""
 
-NOT_SEALED = (".", "mlflow.db")
-"""How the names of files begin that others write: looking at MLflow's record changes it."""
+NOT_SEALED = (".", "mlflow.db", "console.log")
+"""How the names of files begin that go on changing: looking at MLflow's record changes it."""
 
 TEXTS = ("run_id", "warning")
 """Entries of metrics and warnings that are no numbers."""
@@ -239,6 +314,24 @@ def _step(row: Mapping[str, Any], path: Path) -> int:
     if path.name == "warnings.jsonl" and "warning" not in row:
         raise DataError(f"{path}: a row of step {step} without its warning. Correct or delete it.")
     return step
+
+
+def is_of_a_run(name: str) -> bool:
+    """Return whether a run leaves a file or folder of this name in its folder, and a new one sets it aside."""
+    return any(fnmatch(name, each) for each in OF_A_RUN)
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(exist_ok=True)
+    shutil.copytree(source, target, symlinks=True) if source.is_dir() else shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _step_of(model: Path) -> float:
+    """Return the step of a model's record; infinity where that cannot be read, so that the model counts as another's."""
+    try:
+        return int(json.loads((model / "training.json").read_text(encoding="utf-8"))["step"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return math.inf
 
 
 def program() -> str:

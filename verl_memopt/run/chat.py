@@ -21,8 +21,9 @@ from transformers.utils import logging as transformers_logging
 from verl_memopt.data.dataset import is_chat, read_rows
 from verl_memopt.distributed.device import resolve_device
 from verl_memopt.errors import UserError
+from verl_memopt.observe.run_folder import FINAL_MODEL
 from verl_memopt.run.checkpoints import is_checkpoint
-from verl_memopt.run.export_model import FINAL_MODEL, StoredModel, export_model, find_checkpoint
+from verl_memopt.run.export_model import StoredModel, export_model, find_checkpoint
 
 Messages = list[dict[str, str]]
 

@@ -5,7 +5,6 @@ The reasons are in docs/decisions/checkpoints.md.
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import math
@@ -247,20 +246,6 @@ class CheckpointStore:
         scored = [manifest for manifest in scored if manifest.score is not None]
         alike = [manifest for manifest in scored if manifest.metric == scored[-1].metric]
         return [(rank_of(manifest.metric, cast(float, manifest.score)), manifest.step) for manifest in alike]
-
-    def set_aside(self) -> Path | None:
-        """Move all checkpoints to a new folder in ``previous/`` and return that folder; None if there are none."""
-        folders = self._folders()
-        if not folders:
-            (self.root / TRACKER).unlink(missing_ok=True)
-            return None
-        targets = (self.root / "previous" / f"checkpoints_{number}" for number in itertools.count(1))
-        target = next(path for path in targets if not path.exists())
-        with disk_refusals(target):
-            target.mkdir(parents=True)
-            for path in (path for path in (*folders.values(), self.root / TRACKER) if os.path.lexists(path)):
-                os.replace(path, target / path.name)
-        return target
 
     def _folders(self) -> dict[int, Path]:
         if not self.root.is_dir():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import shutil
@@ -200,12 +201,12 @@ def frees_engine(rollout: Rollout, device: str) -> bool:
 
 
 def _writable(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    """Return the resolved path of a folder that this user may write in, or make. It is not made yet."""
+    there = next(each for each in (folder, *folder.absolute().parents) if os.path.lexists(each))
+    if not there.is_dir():
         raise ConfigError(
-            f"trainer.default_local_dir={folder}: cannot be made ({error.strerror}). Give another folder."
-        ) from error
-    if not os.access(folder, os.W_OK):
+            f"trainer.default_local_dir={folder}: cannot be made ({os.strerror(errno.ENOTDIR)}). Give another folder."
+        )
+    if not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"trainer.default_local_dir={folder}: not writable. Give another folder.")
     return folder.resolve()

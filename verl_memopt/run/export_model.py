@@ -23,12 +23,9 @@ from verl_memopt.model.folder import resolve_folder
 from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.model.weights import WeightFolder
 from verl_memopt.observe.files import check_space
+from verl_memopt.observe.run_folder import FINAL_MODEL
 from verl_memopt.run.checkpoints import Checkpoint, CheckpointStore, is_checkpoint, read_checkpoint
 
-FINAL_MODEL = "model"
-"""Folder in a run folder with the policy of the last step."""
-BEST_MODEL = "model_best"
-"""The same with that of the best checkpoint, by ``trainer.keep_best_checkpoint``."""
 BEST = "best"
 """The step that stands for the best checkpoint."""
 

@@ -19,6 +19,7 @@ from verl_memopt.config.schema import Actor, Critic, Data, Rollout, Settings, Tr
 from verl_memopt.distributed.file_records import digest_of
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.knob import knobs
+from verl_memopt.observe.run_folder import BEST_MODEL, FINAL_MODEL, is_of_a_run
 from verl_memopt.run.checkpoints import Checkpoint, CheckpointStore, read_checkpoint
 from verl_memopt.run.environment import Environment
 
@@ -231,19 +232,41 @@ def contents_of(settings: Settings, environment: Environment) -> dict[str, str]:
 
     A model's large files are hashed in part. Data sources of the hub are left out.
     """
+    digests: dict[str, str] = {}
+    for key, paths in _files_read(settings, environment).items():
+        if key not in HARMLESS_KEYS and paths and all(path.exists() for path in paths):
+            with suppress(OSError):  # whoever reads it says what is wrong with it
+                digests[key] = ",".join(digest_of(path) for path in paths)
+    return digests
+
+
+def _files_read(settings: Settings, environment: Environment) -> dict[str, list[Path]]:
+    """Return the key of each file or folder that a run reads -> where it is, whether it is there or not."""
     folders = {
         f"{_AR}.model.path": environment.folder, f"{_AR}.ref.model.path": environment.reference_folder,
         "critic.model.path": environment.critic_folder,
     }  # fmt: skip
-    digests: dict[str, str] = {}
+    found = {}
     for key, value in kept_settings(settings).items():
-        if key.endswith(("path", ".train_files")) and key not in HARMLESS_KEYS:
+        if key.endswith(("path", "_files")) and key not in ("trainer.resume_from_path", "trainer.default_local_dir"):
             named = [folders[key]] if key in folders else value if isinstance(value, list) else [value]
-            paths = [Path(str(each)).expanduser() for each in named if each is not None]
-            if paths and all(path.exists() for path in paths):
-                with suppress(OSError):  # whoever reads it says what is wrong with it
-                    digests[key] = ",".join(digest_of(path) for path in paths)
-    return digests
+            found[key] = [Path(str(each)).expanduser() for each in named if each is not None]
+    return found
+
+
+def check_own_files(settings: Settings, environment: Environment, folder: Path, continues: bool) -> None:
+    """Refuse settings that name what this start moves aside or writes anew in its own folder.
+
+    ``continues``: the run goes on with the one that is there.
+    """
+    for key, paths in _files_read(settings, environment).items():
+        for path in (each.resolve() for each in paths if each.resolve().is_relative_to(folder.resolve())):
+            name = path.relative_to(folder.resolve()).parts[:1]
+            if name and (name[0] in (FINAL_MODEL, BEST_MODEL) or (is_of_a_run(name[0]) and not continues)):
+                raise ConfigError(
+                    f"{key}={path}: an earlier run left it in {folder}, where this run would put its own in its place. Give this "
+                    "run another folder: trainer.default_local_dir=..., or run_dir=... from Python."
+                )
 
 
 def changes(before: Mapping[str, Any], settings: Settings) -> list[Change]:

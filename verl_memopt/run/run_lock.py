@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -33,10 +34,14 @@ RECORD_SECONDS = 1.0
 class RunLock:
     """The right to write in a run folder, from construction until :meth:`release` or the end of ``with``."""
 
-    def __init__(self, folder: Path) -> None:
-        """Lock the folder. A ConfigError names the process that holds the lock."""
+    def __init__(self, folder: Path, made: Sequence[Path] = ()) -> None:
+        """Lock the folder. A ConfigError names the process that holds the lock.
+
+        ``made``: folders that were made for this lock, the innermost first. Those that are empty at its release go with it.
+        """
         self.folder = folder
         self.path = folder / LOCK
+        self._made = made
         self._pid = os.getpid()
         self._descriptor: int | None = None
         # The folder is locked too: the file may be deleted, and then another run would make one of its own and lock that.
@@ -66,6 +71,9 @@ class RunLock:
             self.path.unlink(missing_ok=True)
         os.close(descriptor)
         self._release_folder()
+        with suppress(OSError):  # something is in it
+            for folder in self._made:
+                folder.rmdir()
 
     def __enter__(self) -> RunLock:
         return self
@@ -133,10 +141,11 @@ _HELD: dict[Path, RunLock] = {}
 
 def hold(folder: Path) -> RunLock:
     """Return the lock of a run folder, and make the folder if needed. If this process holds the lock, return that one."""
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     lock = _HELD.get(folder / LOCK)
     if lock is None or not lock.is_own:
-        lock = _HELD[folder / LOCK] = RunLock(folder)
+        lock = _HELD[folder / LOCK] = RunLock(folder, made)
     return lock
 
 

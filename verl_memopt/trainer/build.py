@@ -26,11 +26,20 @@ from verl_memopt.memory.knob import needs_reference
 from verl_memopt.model.export import export_folder
 from verl_memopt.model.packing_check import find_reward_model
 from verl_memopt.model.weights import load_model_config
+from verl_memopt.observe.run_folder import RunFolder
 from verl_memopt.rewards.rules import check_sources
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.run.checkpoints import Checkpoint, CheckpointStore
 from verl_memopt.run.environment import Environment, resolve_environment
-from verl_memopt.run.resume import checkpoint_store, compare_settings, contents_of, find_checkpoint, loaded_parts, with_seeds
+from verl_memopt.run.resume import (
+    check_own_files,
+    checkpoint_store,
+    compare_settings,
+    contents_of,
+    find_checkpoint,
+    loaded_parts,
+    with_seeds,
+)
 from verl_memopt.run.run_lock import RunLock, hold
 from verl_memopt.trainer.correct_rollouts import BypassUpdate, MismatchCheck
 from verl_memopt.trainer.fit import beside_cache, refuse_what_cannot_fit
@@ -108,6 +117,16 @@ class RunContext:
     conversations: Conversations | None = None
     recipe: PreparedRecipe | None = None
 
+    @property
+    def continued_step(self) -> int | None:
+        """The step of the checkpoint, where the run that saved it is the one of this folder; None = a new record."""
+        return self.checkpoint.step if self.checkpoint is not None and is_of(self.checkpoint, self.folder) else None
+
+
+def is_of(checkpoint: Checkpoint | None, folder: Path) -> bool:
+    """Return whether a checkpoint is that of the run in a folder."""
+    return checkpoint is not None and checkpoint.folder.resolve().parent == folder.resolve()
+
 
 def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyType({})) -> RunContext:
     """Return the context of a run. It holds the lock of the run's folder.
@@ -132,8 +151,10 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
     folder = record_folder(settings, environment.run_dir)
     with ExitStack() as released_on_error:
         lock = released_on_error.enter_context(hold(folder))
+        RunFolder(folder).mend()
         contents = contents_of(settings, environment)
         settings, store, checkpoint = _resumed(settings, environment, critic, unreadable, contents)
+        check_own_files(settings, environment, folder, is_of(checkpoint, folder))
         data = settings.data
         train, validation = _datasets(settings, environment) if mode.reads_data else (None, None)
         recipe = settings.reward_model.recipe if _scores_with_model(settings) else None

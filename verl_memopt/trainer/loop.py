@@ -18,10 +18,11 @@ from verl_memopt.memory.critic_rules import own_pools
 from verl_memopt.model.export import dtype_name, saved_dtype, whole_folder, write_record
 from verl_memopt.observe.metrics import checkpoint_score
 from verl_memopt.observe.phase import PhaseClock
+from verl_memopt.observe.run_folder import BEST_MODEL, FINAL_MODEL
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.rewards.sandbox import check_service
 from verl_memopt.run.checkpoints import Checkpoint, read_checkpoint
-from verl_memopt.run.export_model import BEST_MODEL, FINAL_MODEL, StoredModel, export_model
+from verl_memopt.run.export_model import StoredModel, export_model
 from verl_memopt.run.interrupts import Interrupts, StopFile
 from verl_memopt.run.resume import kept_settings, plain_shapes
 from verl_memopt.trainer.build import STOP_FILE, RunContext, build_learner, build_validator
@@ -225,6 +226,7 @@ class Trainer:
         self.reporter.started(self.step, self.workers.take_memories())
         if self.settings.val_only:
             return
+        self.reporter.is_complete = self.saved_step > 0 and self.step >= self.context.total_steps
         self.stop_file.remove()
         self.interrupts.begin_steps(self.settings.stop_deadline_seconds, self.write_stop_file)
         while self.step < self.context.total_steps and not self.interrupts.requested:
@@ -326,17 +328,13 @@ class Trainer:
             workers.track = tracks
 
     def resume(self) -> None:
-        """Load the checkpoint from which the run continues. A fresh start moves the checkpoints of an earlier run aside.
+        """Load the checkpoint from which the run continues.
 
         Raises:
             UnreadableCheckpointError: The checkpoint cannot be loaded.
         """
         checkpoint = self.context.checkpoint
         if checkpoint is None:
-            # A fresh start must not delete the checkpoints of an earlier run.
-            is_fresh = self.step == 0 and not self.settings.val_only and self.mode.is_whole
-            if is_fresh and (aside := self.context.store.set_aside()) is not None:
-                self.reporter.say(f"the checkpoints of the earlier run are in {aside}; delete it to free its space")
             return
         for fault in checkpoint.passed_over:
             self.reporter.say(f"passed over {fault}")

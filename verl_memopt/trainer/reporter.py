@@ -41,10 +41,10 @@ class Reporter:
         self.clock = clock
         trainer = context.settings.trainer
         self.folder = RunFolder(context.folder)
-        goes_on = context.checkpoint is not None and context.folder == context.environment.run_dir
-        resumed = context.checkpoint.step if goes_on and context.checkpoint is not None else None
-        self.folder.begin(to_yaml(context.settings, secrets=False), resumed)
-        self.console = RunConsole(context.total_steps, resumed or 0, trainer.table_every_steps)
+        resumed = context.continued_step
+        aside = self.folder.begin(to_yaml(context.settings, secrets=False), resumed)
+        first = 0 if context.checkpoint is None else context.checkpoint.step
+        self.console = RunConsole(context.total_steps, first, trainer.table_every_steps)
         place = LoggingPlace(self.folder, self.console, trainer.project_name, trainer.experiment_name, resumed)
         self.dump = written_dump(context.settings, context.folder)
         self._digest = tokenizer_digest(context.environment.tokenizer) if self.dump or trainer.validation_data_dir else ""
@@ -52,8 +52,18 @@ class Reporter:
         self._carried: dict[str, float] = {}
         self.models: dict[Path, str] = {}
         """Folder of each model that the run leaves for other programs, and what it is."""
+        self.is_complete = False
+        """The run had done all its steps before this start."""
         self._charts: Future[list[Path]] | None = None
-        self.loggers: StepLoggers = build_loggers(trainer.logger, place)
+        try:
+            self.loggers: StepLoggers = build_loggers(trainer.logger, place)
+        except BaseException:
+            if resumed is None:
+                self.folder.take_back(aside)
+            raise
+        self.folder.accept()
+        if aside is not None:
+            self.say(f"an earlier run that this one does not continue is in {aside}; delete it to free its space")
 
     def __enter__(self) -> Reporter:
         """Show the progress bar."""
@@ -138,12 +148,21 @@ class Reporter:
         self.console.close()
         chat = f"{program()} chat"
         lines = [f"{what}: {folder}    Talk to it: {chat} {folder}" for folder, what in self.models.items()]
+        if self.is_complete:
+            lines.insert(0, self._nothing_trained())
         print_end(self.console.console, summary, self.folder.path, lines)
         mode, store = mode_of(self.context.settings), self.context.store
         saved = self.context.settings.actor_rollout_ref.actor.checkpoint.save_contents
         steps = store.steps() if mode.supervised and mode.is_whole and "hf_model" in saved else []
         if steps:
             print_line(self.console.console, str(store.folder(max(steps)) / "actor" / "huggingface"))
+
+    def _nothing_trained(self) -> str:
+        return (
+            f"NOTHING WAS TRAINED: the run here had already done all its {self.context.total_steps} steps, and the summary above "
+            "is of then. To go on with it, give more steps (trainer.total_training_steps). For a new run give another folder, "
+            "or trainer.resume_mode=disable, which moves this one to previous/."
+        )
 
     def _keep_validation(self, step: int, validation: Validation) -> None:
         samples = [sample for answers, results in validation.answers for sample in samples_of(answers, results)]
