@@ -18,7 +18,8 @@ THIRD = r"\frac{1}{3}"
 ANSWERS = [
     (r"so \boxed{\frac{2}{6}}", 1.0),
     (r"\boxed{1} or \boxed{\frac{1}{3}}", 0.0),
-    ("so $1/3$", 1.0),
+    ("so the answer is $1/3$.", 1.0),
+    ("so $1/3$", 0.0),  # no words that announce an answer
     ("the answer is 1/3", 0.0),  # no LaTeX
     ("", 0.0),
 ]
@@ -47,8 +48,8 @@ def test_an_answer_is_compared_by_value_and_a_solution_that_cannot_be_read_has_n
     pytest.importorskip("math_verify")
     logged = {}
     texts, expected = [text for text, _ in ANSWERS], [score for _, score in ANSWERS]
-    assert accuracy_reward(turns(texts), [f"${THIRD}$"] * 5, log_extra=logged.__setitem__) == expected
-    assert logged["answer_parsed"][3:] == ["[unparseable]"] * 2
+    assert accuracy_reward(turns(texts), [f"${THIRD}$"] * 6, log_extra=logged.__setitem__) == expected
+    assert logged["answer_parsed"][3:] == ["[unparseable]"] * 3
     assert accuracy_reward(turns(texts[:1]), [""], log_extra=logged.__setitem__) == [None]
     assert logged == {"solution": [""], "gold_parsed": ["[unparseable]"], "answer_parsed": ["[skipped]"]}
 
