@@ -154,28 +154,6 @@ def test_a_value_of_python_reaches_the_settings_as_it_is(value):
     assert tree["custom_reward_function"]["reward_kwargs"]["k"] == value
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
-        ("lora_rank", 8, {"actor_rollout_ref.model.lora_rank": 8}),
-        ("learning_rate", 1e-5, {"learning_rate": 1e-5}),
-        ("trainer.save_freq", 5, {"trainer.save_freq": 5}),
-        ("trainer", {"save_freq": 5, "logger": ["console"]}, {"trainer.save_freq": 5, "trainer.logger": ["console"]}),
-    ],
-)
-def test_a_setting_is_named_by_its_key_or_the_end_of_it_or_trls_name_or_its_section(name, value, expected):
-    assert dict(api._setting(name, value)) == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("lora_rnak", "no such setting. Is it lora_rank"), ("freeze", "no such setting"), ("path", "several settings end")],
-)
-def test_a_setting_that_is_none_or_several_is_said(name, message):
-    with pytest.raises(ConfigError, match=f"^{name}: .*{message}"):
-        api._setting(name, 1)
-
-
 class Frame:
     """The two members of a DataFrame that are read."""
 
@@ -297,7 +275,10 @@ class ConfigOfTrl:
 
 
 def test_a_config_of_trl_gives_what_differs_from_its_defaults():
-    assert trl._given(ConfigOfTrl("runs/x", num_generations=4), "args") == {"output_dir": "runs/x", "num_generations": 4}
+    assert trl._given(ConfigOfTrl("runs/x", num_generations=4), "args") == (
+        {"output_dir": "runs/x", "num_generations": 4},
+        {"learning_rate": 1e-6, "num_generations": 8, "bf16": True},
+    )
 
 
 @dataclasses.dataclass
@@ -467,7 +448,7 @@ WRONG_REWARDS = [
     (raises, r"(?s)train\.jsonl:\d+: .*no such column"),
 ]
 WRONG_ARGUMENTS = [
-    ({"learning_rte": 1}, "learning_rte: there is no such setting. Is it learning_rate"),
+    ({"learning_rte": 1}, "learning_rte: no such key. Did you mean learning_rate"),
     ({"model": "/no/such/folder"}, "/no/such/folder"),
     ({"algorithm": "nonsense", "num_generations": None, "max_completion_length": None}, "algorithm.adv_estimator"),
     ({"memory": "7g"}, "7g"),

@@ -8,6 +8,7 @@ import pytest
 
 import verl_memopt
 from verl_memopt import trl
+from verl_memopt.config.trl_defaults import DEFAULTS
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 
@@ -36,7 +37,7 @@ def given(model):
     peer = pytest.importorskip("trl")
 
     def read(kind, **arguments):
-        return trl._given(getattr(peer, kind)(**{"use_cpu": True, "bf16": False, **arguments}), "args")
+        return trl._given(getattr(peer, kind)(**{"use_cpu": True, "bf16": False, **arguments}), "args")[0]
 
     return read
 
@@ -56,6 +57,16 @@ def test_a_real_config_of_trl_gives_what_was_given_and_nothing_that_it_derives(g
     for said in ({"steps_per_generation": 4}, {"generation_batch_size": 32}):  # of 8 rows a pass, TRL's default, the same
         passes = {"generation_batch_size": 32, "per_device_train_batch_size": 8}
         assert given(kind, output_dir="x", **said, **more) == least | passes | more
+
+
+@pytest.mark.parametrize("kind", ["GRPOConfig", "RLOOConfig"])
+def test_the_defaults_of_a_real_config_are_those_that_hold_here(kind):
+    import dataclasses
+
+    peer = pytest.importorskip("trl")
+    real = {field.name: field.default for field in dataclasses.fields(getattr(peer, kind)) if field.init}
+    real |= {name: [] for name in ("include_for_metrics",)}  # a list is made anew for each config
+    assert DEFAULTS[kind.removesuffix("Config").lower()] == real
 
 
 def test_every_field_of_a_real_config_is_read_or_refused_with_a_reason(given):

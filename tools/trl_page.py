@@ -12,10 +12,9 @@ from tools.settings_page import table
 from verl_memopt.config.keys import flatten, shown, value_at
 from verl_memopt.config.loader import compose_mapping
 from verl_memopt.config.schema import Settings
+from verl_memopt.config.trl_defaults import DEFAULTS
 from verl_memopt.config.trl_names import GRPO, NO_EQUAL, RLOO, SPELLINGS, Spelling
 from verl_memopt.trl import PEFT, PEFT_PASSES, REFUSED
-
-_AR = "actor_rollout_ref"
 
 _HEAD = """# From TRL
 
@@ -31,14 +30,18 @@ Give the names of TRL's `RLOOConfig` and `GRPOConfig` as they are, without a sec
 
 Three things can happen to a name:
 
-- It is read as one of our keys, with one notice: `num_generations=8 is TRL's spelling, read as actor_rollout_ref.rollout.n=8`.
-  The value is converted where TRL counts something else.
-- It asks for nothing here and passes with one warning: `disable_dropout=true does nothing here: ...`.
-- It has no equal and is refused, with what to use instead.
+- It is read as one of our keys: `num_generations=8 is TRL's spelling, read as actor_rollout_ref.rollout.n=8`. The value is
+  converted where TRL counts something else.
+- It asks for nothing here and passes: `disable_dropout=true does nothing here (...)`.
+- It has no equal and is refused, with what to use instead. All names that are refused are in one error.
+
+One line of the log says how all names were read. The names mean the same on the command line, in a YAML file, as arguments of
+`verl_memopt.train` and in a config of TRL.
 
 A name wins over what a recipe sets. Beside our own key on the same command line it is refused, and so is an old name beside the
 new one, even if the values agree. The names are read where `algorithm.adv_estimator` is `rloo` or `grpo`. With any other
-estimator they are unknown keys. In a YAML file of your own they stand at the top level.
+estimator a name of TRL is unknown, unless it is the last part of one of our keys. In a YAML file of your own they stand at the
+top level.
 """
 
 _COUNTS = """## What is counted
@@ -53,7 +56,7 @@ TRL counts responses and optimizer steps, we count prompts and rollouts. Let `W`
 | a pass over it takes `s / a` optimizer steps | `actor_rollout_ref.actor.ppo_mini_batch_size = data.train_batch_size x a / s` |
 | `max_steps` optimizer steps | `trainer.total_training_steps = max_steps x a / (s x i)`, rounded up |
 | `total_episodes` responses | `trainer.total_training_steps = total_episodes / (data.train_batch_size x n)`, rounded up |
-| `save_steps`, `eval_steps` | divided in the same way; a number that leaves a rest is refused |
+| `save_steps`, `eval_steps` | divided in the same way, and rounded up |
 
 `p` says nothing about memory here: a forward takes as many rows as fit
 `actor_rollout_ref.actor.ppo_max_token_len_per_gpu` tokens.
@@ -78,21 +81,18 @@ update. Let one function return a number, or set `custom_reward_function.on_erro
 
 _DEFAULTS = """## Defaults that differ
 
-A name that is not given has our default, or the recipe's. Give it to get what TRL does without being told. The newer trainer is
-`RLOOConfig` of TRL 1.16, the older one that of TRL 0.20.
+In a script of TRL (`verl_memopt.trl`, or a config of TRL itself) TRL's defaults hold, and the log has a table of those that
+differ from ours: 8 responses of a device in a step, 3 epochs, a linear schedule, generation with Hugging Face
+(`use_vllm=false`), no validation unless `eval_strategy=steps`, the KL of `beta`. On the command line and in `verl_memopt.train`
+a name that is not given has our default, or the recipe's. Give it to get what TRL does without being told. The newer defaults
+are those of TRL 1.16, the older ones those of `RLOOConfig` in TRL 0.20.
 """
 
-TRL_DEFAULTS: tuple[tuple[str, str, str, str], ...] = (
-    ("num_generations", f"{_AR}.rollout.n", "2", "2"),
-    ("beta", "algorithm.use_kl_in_reward", "0.05", "0.05"),
-    ("temperature", f"{_AR}.rollout.temperature", "1.0", "0.7"),
-    ("num_iterations", f"{_AR}.actor.ppo_epochs", "1", "4"),
-    ("max_completion_length", "data.max_response_length", "256", "53"),
-    ("learning_rate", f"{_AR}.actor.optim.lr", "1e-06", "5e-05"),
-    ("lr_scheduler_type", f"{_AR}.actor.optim.lr_scheduler_type", "linear", "linear"),
-    ("weight_decay", f"{_AR}.actor.optim.weight_decay", "0.0", "0.0"),
-)
-"""Name of TRL, our key, and the default in the newer and in the older RLOO trainer."""
+OLDER = {
+    "num_generations": "2", "beta": "0.05", "temperature": "0.7", "num_iterations": "4", "max_completion_length": "53",
+    "learning_rate": "5e-05", "lr_scheduler_type": "linear", "weight_decay": "0.0",
+}  # fmt: skip
+"""Name of TRL -> default in the older RLOO trainer."""
 
 _READ = """## Names that are read
 
@@ -101,7 +101,7 @@ The newest name comes first, then the older ones.
 
 _NO_EQUAL = """## Names without an equal
 
-A value in the second column passes with one warning. Any other value is refused. `null` always passes.
+A value in the second column passes. Any other value is refused. `null` always passes.
 """
 
 
@@ -148,10 +148,11 @@ def _refused() -> str:
 def _defaults() -> str:
     recipe = flatten(compose_mapping("rloo_trainer", [])[0])
     rows = []
-    for name, key, newer, older in TRL_DEFAULTS:
+    for name, older in OLDER.items():
+        key = next(row.keys[0] for row in SPELLINGS if name in row.names)
         ours = shown(recipe.get(key, value_at(Settings(), key)))
-        rows.append((f"`{name}`", newer, older, f"`{key}={ours}`"))
-    return table(("TRL", "newer trainer", "older trainer", "here, in `rloo_trainer`"), rows)
+        rows.append((f"`{name}`", *(shown(DEFAULTS[kind][name]) for kind in DEFAULTS), older, f"`{key}={ours}`"))
+    return table(("TRL", "`GRPOConfig`", "`RLOOConfig`", "older RLOO", "here, in `rloo_trainer`"), rows)
 
 
 def _code(words: Sequence[str]) -> str:

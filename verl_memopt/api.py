@@ -7,19 +7,19 @@ becomes an override. So a run from Python is the same run as one from a shell, a
 from __future__ import annotations
 
 import base64
-import difflib
 import io
 import itertools
 import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl_memopt.config.trl_names import NAMES as TRL_NAMES
-from verl_memopt.config.trl_names import SPELLINGS
+from verl_memopt.config.aliases import MINI_BATCH, PROMPTS
+from verl_memopt.config.trl_names import ESTIMATOR
 from verl_memopt.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -33,8 +33,16 @@ BATCH = 32
 VALIDATE_EVERY = 10
 """Steps between validations if the call has evaluation rows and gives no ``trainer.test_freq``."""
 
-BATCH_KEYS = ("data.train_batch_size", "per_device_train_batch_size", "generation_batch_size")
-MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
+FOLDER = "trainer.default_local_dir"
+ARGUMENTS = {
+    "actor_rollout_ref.model.path": "model",
+    "data.train_files": "dataset",
+    "data.val_files": "eval_dataset",
+    "trainer.total_training_steps": "steps",
+    FOLDER: "run_dir",
+    "custom_reward_function.path": "rewards",
+}
+"""Key -> the argument of :func:`train` that sets it. A setting cannot say it again."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(@[\w.-]+)?")
 
 
@@ -79,13 +87,19 @@ def train(
         UserError: For what the user must mend: a wrong setting, row or reward function, or a device without enough memory.
         KeyboardInterrupt: The run was interrupted; it has saved what it has, and nothing of it is left running.
     """
+    return train_call(
+        Call(
+            model, dataset, settings, algorithm, memory, run_dir, tokenizer, rewards, reward_weights, eval_dataset, steps, resume
+        )
+    )
+
+
+def train_call(call: Call) -> Run:
+    """Train as a call says; see :func:`train`."""
     from verl_memopt import cli
     from verl_memopt.observe.log_setup import setup_logging
 
     setup_logging()
-    call = Call(
-        model, dataset, settings, algorithm, memory, run_dir, tokenizer, rewards, reward_weights, eval_dataset, steps, resume
-    )
     folder, loaded = call.load()
     code = cli.train_or_advise(loaded)
     if code:
@@ -198,6 +212,8 @@ class Call:
     eval_dataset: Any = None
     steps: int | None = None
     resume: bool = False
+    trl_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """TRL's names and their defaults, which hold where the settings say nothing else."""
 
     def load(self) -> tuple[Path, Settings]:
         """Return the run's folder, with the files that the run needs, and its settings.
@@ -205,22 +221,29 @@ class Call:
         Raises:
             UserError: An argument is wrong.
         """
-        from verl_memopt.config.keys import argument_without_secrets
-        from verl_memopt.config.loader import load_settings, log_objective
+        from verl_memopt.config.keys import argument_without_secrets, flatten
+        from verl_memopt.config.loader import compose_mapping, load_settings, log_objective
+        from verl_memopt.config.trl_defaults import defaults_beside, log_defaults
 
-        folder = _run_folder(self.run_dir, self.model, self.algorithm, self.resume)
-        values = self._values(folder / INPUTS)
-        values |= {"trainer.default_local_dir": str(folder), "trainer.resume_mode": "auto" if self.resume else "disable"}
-        given = dict(itertools.chain.from_iterable(_setting(name, value) for name, value in self.settings.items()))
+        given = self._given()
+        folder = _run_folder(given.pop(FOLDER, None) or self.run_dir, self.model, self.algorithm, self.resume)
+        of_trl, not_taken = defaults_beside(self.trl_defaults, given, self.algorithm)
+        injected = self._values(folder / INPUTS)
+        injected |= {FOLDER: str(folder), "trainer.resume_mode": "auto" if self.resume else "disable"}
         train = folder / INPUTS / "train.jsonl"
         has_rows = self.dataset is not NO_ROWS
-        rows, values["data.train_files"] = _rows(self.dataset, train, "dataset") if has_rows else (None, str(train))
-        values |= _batch(rows, given) | given
+        rows, injected["data.train_files"] = _rows(self.dataset, train, "dataset") if has_rows else (None, str(train))
+        injected |= {PROMPTS: BATCH if rows is None else min(BATCH, rows), MINI_BATCH: None}
+        taken = set().union(*self._keys_set({**of_trl, **given}).values())
+        injected = {key: value for key, value in injected.items() if key not in taken}
+        values = injected | of_trl | given
         overrides = [f"{key}={as_override(value)}" for key, value in values.items()]
         overrides += [] if self.memory is None else [f"memory={self.memory}"]
         config = CONFIGS.get(self.algorithm, CONFIGS["ppo"])
         entry = ["sft"] if self.algorithm == "sft" else ["train", "--config-name", config]
-        loaded = load_settings(config, overrides)
+        loaded = load_settings(config, overrides, quiet=of_trl.keys())
+        if self.trl_defaults:
+            log_defaults(self._keys_set(of_trl), of_trl, not_taken, loaded, flatten(compose_mapping(config, [])[0]) | injected)
         if not has_rows:  # a run has rows: here as many as a step takes, which are never asked for
             unused = {loaded.data.prompt_key: "-"}
             _rows([unused] * max(loaded.data.train_batch_size, loaded.data.gen_batch_size or 0), train, "dataset")
@@ -229,6 +252,40 @@ class Call:
         (folder / INPUTS / "command.txt").write_text(shlex.join(["verl-memopt", *entry, *shown]) + "\n")
         log_objective(loaded)
         return folder, loaded
+
+    def _keys_set(self, given: Mapping[str, Any]) -> dict[str, set[str]]:
+        """Return each name of some settings -> the keys that it can set."""
+        from verl_memopt.config.names import keys_set
+
+        estimator = {"ppo": "gae"}.get(self.algorithm, self.algorithm)
+        keys = keys_set({ESTIMATOR: estimator, **given})
+        return {name: keys[name] for name in given}
+
+    def _given(self) -> dict[str, Any]:
+        """Return the settings, with dotted keys in the place of sections. The run's folder has its key, whatever its name was.
+
+        Raises:
+            ConfigError: A setting says what an argument says.
+        """
+        from verl_memopt.config.aliases import our_key
+        from verl_memopt.config.keys import flatten, problem, raise_together, section_keys
+
+        given: dict[str, Any] = {}
+        for name, value in self.settings.items():
+            is_section = isinstance(value, Mapping) and name in section_keys()
+            given |= flatten({name: value}, our_key) if is_section else {name: value}
+        twice = []
+        for name, keys in self._keys_set(given).items():
+            for key in keys & ARGUMENTS.keys():
+                argument = ARGUMENTS[key]
+                said = getattr(self, argument)
+                if said is not None and said is not NO_ROWS and given[name] is not None:
+                    what = f"the argument {argument} says it too"
+                    twice.append(problem({name: given[name]}, what, f"Keep one of {argument} and {name}."))
+            if keys == {FOLDER}:
+                given[FOLDER] = given.pop(name)
+        raise_together(twice)
+        return given
 
     def _values(self, inputs: Path) -> dict[str, Any]:
         """Return the settings that the arguments stand for, by key."""
@@ -247,17 +304,6 @@ class Call:
         return values | _rewards(self.rewards, self.reward_weights, inputs / "rewards.pkl")
 
 
-def _batch(rows: int | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes of batch and mini-batch where the caller has not said them, for a number of rows (None = unknown)."""
-    values: dict[str, Any] = {}
-    if not any(key in given for key in BATCH_KEYS):
-        values["data.train_batch_size"] = BATCH if rows is None else min(BATCH, rows)
-    size = given.get("data.train_batch_size", values.get("data.train_batch_size"))
-    if size is not None and not given.keys() & {MINI_BATCH, "gradient_accumulation_steps", *BATCH_KEYS[1:]}:
-        values[MINI_BATCH] = size
-    return values
-
-
 def _run_folder(run_dir: str | Path | None, model: Any, algorithm: str, resume: bool) -> Path:
     if run_dir is not None:
         return Path(run_dir).expanduser().absolute()
@@ -268,31 +314,6 @@ def _run_folder(run_dir: str | Path | None, model: Any, algorithm: str, resume: 
     return next(path for number in itertools.count(1) if not (path := start.with_name(f"{start.name}-{number}")).exists())
 
 
-def _setting(name: str, value: Any) -> Iterable[tuple[str, Any]]:
-    """Return (key, value) of a setting that is named by its key, the last part of it, TRL's name, or a section."""
-    from verl_memopt.config.aliases import our_key
-    from verl_memopt.config.keys import flatten, leaf_types, section_keys
-
-    if isinstance(value, Mapping) and name in section_keys():
-        return list(flatten({name: value}, our_key).items())
-    keys = [key for key in leaf_types() if key.rpartition(".")[2] == name]
-    main = [key for key in keys if key.startswith(("actor_rollout_ref.model.", "actor_rollout_ref.actor.", "data.", "trainer."))]
-    chosen = keys if len(keys) == 1 else main
-    of_trl = next((each.keys for each in SPELLINGS if name in each.names), ())
-    # A name of TRL is read for GRPO and RLOO alone. Where it is the end of the same key, it serves every algorithm.
-    if "." in name or name in leaf_types() or (name in TRL_NAMES and of_trl != tuple(chosen)):
-        return [(name, value)]
-    if len(chosen) == 1:
-        return [(chosen[0], value)]
-    if keys:
-        raise ConfigError(f"{name}: several settings end in this name. Give one of {', '.join(keys)} as **{{key: value}}.")
-    known = {key.rpartition(".")[2] for key in leaf_types()} | set(TRL_NAMES)
-    nearest = difflib.get_close_matches(name, known, 3)
-    raise ConfigError(
-        f"{name}: there is no such setting. " + (f"Is it {', '.join(nearest)}?" if nearest else "See docs/configuration.md.")
-    )
-
-
 def as_override(value: Any) -> str:
     """Return a value as Hydra reads it on a command line.
 
@@ -301,6 +322,8 @@ def as_override(value: Any) -> str:
     """
     if value is None:
         return "null"
+    if isinstance(value, Enum):
+        return as_override(value.value)
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float):

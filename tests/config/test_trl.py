@@ -9,7 +9,8 @@ import yaml
 
 from verl_memopt.config.keys import flatten, leaf_types, shown, value_at
 from verl_memopt.config.loader import compose_mapping, load_settings, settings_from_mapping
-from verl_memopt.config.trl_names import ESTIMATORS, NAMES, NO_EQUAL, ONE_SETTING, SPELLINGS, KeySources, translate_trl
+from verl_memopt.config.names import KeySources, read_names
+from verl_memopt.config.trl_names import ESTIMATORS, NAMES, NO_EQUAL, ONE_SETTING, SPELLINGS
 from verl_memopt.errors import ConfigError
 
 AR = "actor_rollout_ref"
@@ -41,7 +42,9 @@ MEANINGS = {
     "max_steps": (7, {STEPS: 2}),
     "total_episodes": (257, {STEPS: 2}),
     "num_train_epochs": (2.0, {"trainer.total_epochs": 2, STEPS: None}),
-    "save_steps": (40, {"trainer.save_freq": 10}),
+    "save_strategy": ("no", {"trainer.save_freq": -1}),
+    "eval_strategy": ("no", {"trainer.test_freq": -1}),
+    "save_steps": (39, {"trainer.save_freq": 10}),
     "eval_steps": (4, {"trainer.test_freq": 1}),
     "logging_steps": (5, {"trainer.table_every_steps": 5}),
     "max_completion_length": (64, {"data.max_response_length": 64}),
@@ -152,8 +155,10 @@ def test_a_name_of_trl_wins_over_the_recipe_and_earns_one_notice(caplog, name):
     caplog.set_level(logging.INFO)
     settings = load({name: value})
     assert {key: value_at(settings, key) for key in expected} == expected
-    (notice,) = [text for text in caplog.messages if "TRL's spelling" in text]
-    assert notice.startswith(f"{name}=")
+    (record,) = [record for record in caplog.records if "TRL's spelling" in record.message]
+    assert record.levelno == logging.INFO
+    notice = record.message
+    assert f"{name}=" in notice
     keys = {key for spelling in SPELLINGS if name in spelling.names and "rloo" in spelling.estimators for key in spelling.keys}
     assert any(f"{key}=" in notice for key in keys)
 
@@ -201,17 +206,18 @@ def test_a_recipe_may_use_the_names_and_may_not_have_both_spellings(load_file):
 
 def test_a_mapping_is_one_place_where_no_two_spellings_meet():
     tree = {"algorithm.adv_estimator": "rloo", "rloo_k": 4}
-    assert translate_trl(tree) == ({"algorithm.adv_estimator": "rloo", N: 4}, [])
-    assert translate_trl({**tree, "algorithm.adv_estimator": "rloo_vectorized"})[0][N] == 4
-    values, (conflict,) = translate_trl({**tree, AR: {"rollout": {"n": 8}}})
+    values, _, problems = read_names(tree)
+    assert (values, problems) == ({"algorithm.adv_estimator": "rloo", N: 4}, [])
+    assert read_names({**tree, "algorithm.adv_estimator": "rloo_vectorized"})[0][N] == 4
+    values, _, (conflict,) = read_names({**tree, AR: {"rollout": {"n": 8}}})
     assert conflict.text == f"rloo_k=4, {N}=8: two spellings of one setting. Keep {N}."
     assert values[N] == 8
 
 
 def test_what_competes_with_a_name_depends_on_where_it_stands():
     written = KeySources({"rloo_k", "data.seed"}, {"beta", f"{ACTOR}.rollout_n"})
-    assert written.beside("rloo_k") == {"rloo_k", "data.seed"}
-    assert written.beside("beta") == {"rloo_k", "data.seed", "beta", N}
+    assert written.beside("rloo_k") == {"data.seed"}
+    assert written.beside("beta") == {"rloo_k", "data.seed", N}
 
 
 @pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus"])
@@ -223,6 +229,7 @@ def test_with_another_estimator_a_name_is_unknown_and_the_hint_says_where_it_is_
 @pytest.mark.parametrize("name", NO_EQUAL)
 def test_a_name_without_an_equal_is_refused_with_the_way_out_or_asks_for_nothing(caplog, name):
     refusal = NO_EQUAL[name]
+    caplog.set_level(logging.INFO)
     for value in refusal.inert or ():
         caplog.clear()
         assert load({name: value}) == plain()

@@ -1,9 +1,9 @@
 import shlex
 from pathlib import Path
 
-from tools.trl_page import TRL_DEFAULTS, page
+from tools.trl_page import page
 from verl_memopt.config.loader import load_settings
-from verl_memopt.config.trl_names import NAMES, SPELLINGS
+from verl_memopt.config.trl_names import NAMES
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "from_trl.md"
@@ -16,11 +16,6 @@ def test_the_committed_page_is_the_one_the_tables_give():
 def test_every_name_has_its_row():
     first_cells = [line.split(" | ")[0] for line in page().splitlines() if line.startswith("| `")]
     assert [name for name in NAMES if not any(f"`{name}`" in cell for cell in first_cells)] == []
-
-
-def test_a_default_belongs_to_the_key_that_the_name_sets():
-    keys = {name: set(row.keys) for row in reversed(SPELLINGS) for name in row.names}
-    assert [name for name, key, *_ in TRL_DEFAULTS if key not in keys[name]] == []
 
 
 def test_the_command_of_the_page_loads():

@@ -12,7 +12,7 @@ from typing import Any
 
 from verl_memopt.config.algorithm_rules import KEY
 from verl_memopt.config.keys import Problem, flatten, problem, shown
-from verl_memopt.config.schema import REQUIRED, Model, RolloutCorrection, Trainer
+from verl_memopt.config.schema import REQUIRED, Data, Model, RolloutCorrection, Trainer
 from verl_memopt.config.unused_keys import refusal_of, refuse
 from verl_memopt.memory.knob import POOL
 
@@ -116,6 +116,8 @@ MET_BY_CHUNKING = frozenset(
 """Switches whose purpose ``model.logprob_chunk_tokens`` serves already."""
 
 REMOVE_PREVIOUS = "trainer.remove_previous_ckpt_in_save"
+PROMPTS, MINI_BATCH = "data.train_batch_size", f"{_AR}.actor.ppo_mini_batch_size"
+"""Prompts of a step, and those of an optimizer step. Null for the second = all of the step."""
 
 _KL_TYPES = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
 _PRECISIONS = {"bf16": "bfloat16", "float32": "fp32"}
@@ -238,6 +240,10 @@ def is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
+def _whole_batch(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
+    return key, flat.get(PROMPTS, Data.train_batch_size) if value is None else value, []
+
+
 def _keep_one(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
     ours = "trainer.max_actor_ckpt_to_keep"
     if value not in (None, True, False):
@@ -249,6 +255,7 @@ _MEANINGS: dict[str, Callable[[str, Any, Mapping[str, Any]], _Meaning]] = {
     **dict.fromkeys(MET_BY_CHUNKING, _met_by_chunking),
     **dict.fromkeys(GLOBAL_MICRO_BATCHES, _per_device),
     REMOVE_PREVIOUS: _keep_one,
+    MINI_BATCH: _whole_batch,
 }
 """Spelling whose value has another unit -> what it means, from the spelling, its value and all given keys."""
 

@@ -59,6 +59,10 @@ def section_keys() -> frozenset[str]:
     return frozenset(key for key, kind in all_keys() if dataclasses.is_dataclass(kind))
 
 
+MAIN = ("actor_rollout_ref.model.", "actor_rollout_ref.actor.", "data.", "trainer.")
+"""Sections that the last part of a key means if one key of theirs alone ends so."""
+
+
 def leaf_values(settings: Settings) -> dict[str, Any]:
     """Return dotted key -> value of every key that holds a value."""
     return dict(zip(leaf_types(), attrgetter(*leaf_types())(settings), strict=True))

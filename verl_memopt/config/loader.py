@@ -36,8 +36,8 @@ from verl_memopt.config.keys import (
     value_at,
     without_secrets,
 )
+from verl_memopt.config.names import KeySources, read_names
 from verl_memopt.config.schema import Algorithm, Settings
-from verl_memopt.config.trl_names import KeySources, translate_trl
 from verl_memopt.config.values import build
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory import profiles
@@ -55,10 +55,13 @@ _COMPOSE_ERRORS = (
 )
 
 
-def load_settings(config_name: str, overrides: list[str], config_dir: str | None = None) -> Settings:
+def load_settings(
+    config_name: str, overrides: list[str], config_dir: str | None = None, quiet: Set[str] = frozenset()
+) -> Settings:
     """Return the settings of a named config with overrides on top, typed, linked and checked.
 
-    ``config_dir``: a recipe's folder; its files may name the packaged configs in their ``defaults`` list.
+    ``config_dir``: a recipe's folder; its files may name the packaged configs in their ``defaults`` list. ``quiet``: Names whose
+    reading is not logged.
 
     Raises:
         ConfigError: one, that lists everything wrong, before anything is started.
@@ -66,7 +69,7 @@ def load_settings(config_name: str, overrides: list[str], config_dir: str | None
     overrides = _without_blanks(overrides)
     composed, presets = compose_mapping(config_name, overrides, config_dir)
     of_presets = {key for group, name in presets.items() for key in _kept(group, name, composed)}
-    return settings_from_mapping(composed, of_presets, _written(overrides, config_name, config_dir))
+    return settings_from_mapping(composed, of_presets, _written(overrides, config_name, config_dir), quiet)
 
 
 def _written(overrides: list[str], config_name: str, config_dir: str | None) -> KeySources:
@@ -87,19 +90,23 @@ def _without_blanks(overrides: list[str]) -> list[str]:
 
 
 def settings_from_mapping(
-    tree: Mapping[str, Any], of_presets: Set[str] = frozenset(), written: KeySources | None = None
+    tree: Mapping[str, Any],
+    of_presets: Set[str] = frozenset(),
+    written: KeySources | None = None,
+    quiet: Set[str] = frozenset(),
 ) -> Settings:
     """Return the settings of a mapping, nested or with dotted keys, that holds only the keys that differ from the defaults.
 
     Spellings are translated, keys without effect are dropped with a warning, typed sections are built and then checked.
 
     ``of_presets``: keys that a preset set and the user did not. They earn no warning where they have no effect: a profile serves
-    runs with a critic or a reference and runs without. ``written``: the keys that the user wrote, which a name of TRL must not
-    meet; None = all keys of the mapping. One ConfigError lists everything wrong.
+    runs with a critic or a reference and runs without. ``written``: the keys that the user wrote, which another spelling must not
+    meet; None = all keys of the mapping. ``quiet``: Names whose reading is not logged. One ConfigError lists everything wrong.
     """
-    tree, of_trl = translate_trl(tree, written)
-    translated, problems = translate(tree)
-    problems = of_trl + problems
+    named, sources, of_names = read_names(tree, written, quiet)
+    written = None if written is None else sources
+    translated, problems = translate(named)
+    problems = of_names + problems
     for model in MODELS:
         of_folder, faults = adapter_settings(model, translated)
         translated |= of_folder

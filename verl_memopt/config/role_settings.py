@@ -154,7 +154,7 @@ class Actor(UpdateBudget, SharedPrompt):
     strategy: Literal["fsdp2"] = "fsdp2"
     """Sharding backend; fsdp2 is the only one."""
     ppo_mini_batch_size: PositiveInt = 256
-    """Prompts per optimizer step."""
+    """Prompts per optimizer step. Null = all of ``data.train_batch_size``."""
     old_log_prob_pass: Literal["always", "auto"] = "auto"
     """always, or auto: left out where the update's own forward gives the same log-probs, which is with one optimizer step a
     rollout and neither ``algorithm.use_kl_in_reward`` nor ``calculate_entropy`` nor the losses clip_cov and kl_cov, which select

@@ -1,40 +1,22 @@
-"""Settings under TRL's names and a recipe's: each is read as our key, with one notice. Two spellings are a problem."""
+"""The names of TRL and of recipes: which of our keys each sets, and how its value is converted.
+
+:mod:`verl_memopt.config.names` reads them.
+"""
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl_memopt.config.aliases import VALUES, is_count, our_key
-from verl_memopt.config.keys import Problem, flatten, problem, shown, value_at
+from verl_memopt.config.aliases import MINI_BATCH, PROMPTS, is_count
+from verl_memopt.config.keys import value_at
 from verl_memopt.config.schema import Settings
-from verl_memopt.config.unused_keys import NO_EQUAL, NoEffect, refuse
-from verl_memopt.recipes import RECIPES
-
-logger = logging.getLogger(__name__)
+from verl_memopt.config.unused_keys import NO_EQUAL, NoEffect
 
 MANAGER = "reward_model.reward_manager"
 """Its value chooses a recipe."""
-
-
-@dataclass(frozen=True)
-class KeySources:
-    """The keys that a user wrote, by place. What stands in a recipe's other files is a default, and gives way."""
-
-    command_line: Set[str]
-    file: Set[str] = frozenset()
-    """Keys of the config file itself."""
-
-    def beside(self, name: str) -> set[str]:
-        """Return our names of the keys that compete with a name of TRL.
-
-        On the command line those are the other keys there. In a file they are those of the file too.
-        """
-        competitors = self.command_line if name in self.command_line else self.command_line | self.file
-        return set(map(our_key, competitors))
 
 
 @dataclass(frozen=True)
@@ -50,81 +32,6 @@ class RecipeNames:
     replaced: Mapping[str, Mapping[str, NoEffect]]
 
 
-def names_read(flat: Mapping[str, Any]) -> tuple[list[tuple[Spelling, str]], dict[str, NoEffect]]:
-    """Return the spellings that a run reads, each with whose it is, in their order, and the names that have no equal.
-
-    They are TRL's, and before them those of the recipe that scores.
-    """
-    recipe = RECIPES.get(str(effective(MANAGER, flat)))
-    spellings, no_equal = [(row, "TRL") for row in SPELLINGS], dict(NO_EQUAL)
-    if recipe is not None:
-        ours = recipe.names()
-        spellings = [*((row, recipe.title) for row in ours.spellings), *spellings]
-        no_equal |= ours.no_equal
-        for name, others in ours.replaced.items():
-            no_equal |= others if name in flat else {}
-    return [each for each in spellings if no_equal.keys().isdisjoint(each[0].names)], no_equal
-
-
-def translate_trl(tree: Mapping[str, Any], written: KeySources | None = None) -> tuple[Mapping[str, Any], list[Problem]]:
-    """Return settings with our keys in the place of TRL's names, and what is wrong with those names.
-
-    A name of TRL stands alone, outside of all sections. It is read where the estimator is one of :data:`ESTIMATORS`; with any
-    other the tree is returned as it is. In a run of a recipe the names of its published settings are read too.
-
-    ``written``: The keys that the user wrote; None = all keys of the tree.
-    """
-    # A value that is a dict stays whole, as that of our key does.
-    dicts = {name: value for name, value in tree.items() if name in NAMES and isinstance(value, Mapping)}
-    flat = flatten({name: value for name, value in tree.items() if name not in dicts}, our_key) | dicts
-    spellings, no_equal = names_read(flat)
-    known = {name for spelling, _ in spellings for name in spelling.names} | no_equal.keys()
-    trl = {name: value for name, value in flat.items() if name in known}
-    name_of_estimator = effective(ESTIMATOR, flat)
-    estimator = VALUES[ESTIMATOR].get(name_of_estimator, name_of_estimator) if isinstance(name_of_estimator, str) else None
-    if not trl or estimator not in ESTIMATORS:
-        return tree, []
-    values = {key: value for key, value in flat.items() if key not in trl}
-    written = written or KeySources(frozenset(flat))
-    problems = [each for name in trl if name in no_equal for each in refuse(name, trl[name], no_equal[name])]
-    taken = [each for each in spellings if estimator in each[0].estimators]
-    readable = {name: each for each in taken for name in each[0].names if name in trl}
-    unreadable, twice = _unreadable({name: trl[name] for name in trl.keys() - no_equal.keys()}, readable.keys(), estimator)
-    for name, (spelling, whose) in readable.items():
-        if name in twice:
-            continue
-        competitors = [key for key in spelling.keys if key in written.beside(name)]
-        if competitors:
-            both = {name: trl[name]} | {key: flat.get(key, "...") for key in competitors}
-            problems.append(problem(both, "two spellings of one setting", f"Keep {competitors[0]}."))
-            continue
-        try:
-            ours = spelling.convert(name, trl, values)
-        except NotConvertibleError as error:
-            address = {each: trl[each] for each in error.names or (name,)}
-            problems.append(problem(address, error.what, error.way_out))
-            continue
-        meaning = ", ".join(f"{key}={shown(each)}" for key, each in ours.items())
-        note = f" ({spelling.note})" if spelling.note else ""
-        logger.warning("%s=%s is %s's spelling, read as %s%s", name, shown(trl[name]), whose, meaning or "nothing", note)
-        values |= ours
-    return values, problems + unreadable
-
-
-def _unreadable(trl: Mapping[str, Any], readable: Set[str], estimator: str) -> tuple[list[Problem], set[str]]:
-    """Return what is wrong with names of TRL, and those that say one thing twice."""
-    problems: list[Problem] = []
-    twice: set[str] = set()
-    for names in ONE_SETTING:
-        both = {name: trl[name] for name in names if name in trl}
-        if len(both) > 1 and twice.isdisjoint(both):
-            twice |= both.keys()
-            problems.append(problem(both, "two spellings of one setting", "Keep one."))
-    for name in sorted(trl.keys() - readable):
-        problems.append(problem({name: trl[name]}, f"{estimator} has no such setting", "Remove it."))
-    return problems, twice
-
-
 # What values of TRL mean in our keys, where they are in another unit or follow from several settings.
 #
 # TRL counts responses and optimizer steps where verl counts prompts and rollouts. With W devices, p =
@@ -135,7 +42,6 @@ def _unreadable(trl: Mapping[str, Any], readable: Set[str], estimator: str) -> t
 
 _AR = "actor_rollout_ref"
 SAMPLES, EPOCHS = f"{_AR}.rollout.n", f"{_AR}.actor.ppo_epochs"
-PROMPTS, MINI_BATCH = "data.train_batch_size", f"{_AR}.actor.ppo_mini_batch_size"
 STEPS, TOTAL_EPOCHS = "trainer.total_training_steps", "trainer.total_epochs"
 KL_IN_REWARD, KL_COEF = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"
 SYNC_EVERY, SYNC_ALPHA = f"{_AR}.ref.sync_every_steps", f"{_AR}.ref.sync_mixup_alpha"
@@ -252,6 +158,8 @@ def _divided(whole: int, part: int, what: str, names: tuple[str, ...]) -> int:
 def _number(key: str, values: Values) -> int:
     """Return the value of one of our keys, which must be a whole number above 0 for the name of TRL to be converted."""
     value: int = effective(key, values)
+    if value is None and key == MINI_BATCH:
+        return _number(PROMPTS, values)
     if not is_count(value):
         raise NotConvertibleError(f"{key} is no whole number above 0", f"Correct {key}.")
     return value
@@ -295,16 +203,35 @@ def passes_over_data(name: str, trl: TrlSettings, values: Values) -> dict[str, A
 
 
 def every(key: str) -> Convert:
-    """Return the conversion of a distance in optimizer steps to one in training steps."""
+    """Return the conversion of a distance in optimizer steps to the training steps that take at least so many."""
+    return lambda name, trl, values: {key: math.ceil(_count(name, trl) / updates_per_rollout(values))}
+
+
+def by_steps(key: str, *distances: str) -> Convert:
+    """Return the conversion of TRL's word for when something is done: never, or after a distance in optimizer steps.
+
+    ``distances``: Names of that distance, of which the first that is written holds. Without one our own key decides.
+    """
 
     def convert(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-        updates, steps = updates_per_rollout(values), _count(name, trl)
-        if steps % updates:
-            what = f"a training step takes {updates} optimizer steps, and this is no multiple of them"
-            raise NotConvertibleError(what, f"Set {key}, in training steps.")
-        return {key: steps // updates}
+        word = trl[name]
+        if word == "no":
+            return {key: -1}
+        if word != "steps":
+            raise NotConvertibleError("it is done by steps here", f"Set steps or no, or {key}.")
+        written = [each for each in distances if trl.get(each) is not None]
+        return every(key)(written[0], trl, values) if written else {}
 
     return convert
+
+
+def warm_up(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+    """Return the warm-up of the learning rate. Below 1 it is a share of the run."""
+    steps = trl[name]
+    is_share = isinstance(steps, float) and 0 < steps < 1
+    if isinstance(steps, float) and steps.is_integer():
+        steps = int(steps)
+    return {f"{_OPTIM}.lr_warmup_steps_ratio" if is_share else f"{_OPTIM}.lr_warmup_steps": steps, SCHEDULE_STEPS: "updates"}
 
 
 def beta(place: int) -> Convert:
@@ -354,10 +281,11 @@ def reference_sync(name: str, trl: TrlSettings, values: Values) -> dict[str, Any
         return {SYNC_EVERY: None} if name == "sync_ref_model" else {}
     steps = {"ref_model_sync_steps": trl.get("ref_model_sync_steps") or REF_STEPS}
     alpha = trl.get("ref_model_mixup_alpha")
-    try:
-        return every(SYNC_EVERY)("ref_model_sync_steps", steps, values) | {SYNC_ALPHA: REF_ALPHA if alpha is None else alpha}
-    except NotConvertibleError as error:
-        raise NotConvertibleError(f"{steps['ref_model_sync_steps']} optimizer steps: {error.what}", error.way_out) from error
+    distance, updates = _count("ref_model_sync_steps", steps), updates_per_rollout(values)
+    if distance % updates:
+        what = f"{distance} optimizer steps: a training step takes {updates} of them, and this is no multiple"
+        raise NotConvertibleError(what, f"Set {SYNC_EVERY}, in training steps.")
+    return {SYNC_EVERY: distance // updates, SYNC_ALPHA: REF_ALPHA if alpha is None else alpha}
 
 
 # The names of TRL's RLOO and GRPO trainers, old and new: which of our keys each sets, and which have no equal here.
@@ -390,14 +318,18 @@ def same(name: str, key: str, *older: str, note: str = "") -> Spelling:
     return Spelling((name, *older), (key,), copied(key), note)
 
 
+_SCHEDULE = "the schedule then counts optimizer steps, as TRL's; a warm-up begins one step above TRL's 0"
+
+
 def scheduled(name: str, key: str) -> Spelling:
     """Return the spelling of a setting of the learning rate's schedule, which counts optimizer steps in TRL."""
-    note = "the schedule then counts optimizer steps, as TRL's; a warm-up begins one step above TRL's 0"
-    return Spelling((name,), (key, SCHEDULE_STEPS), lambda name, trl, values: {key: trl[name], SCHEDULE_STEPS: "updates"}, note)
+    keys = (key, SCHEDULE_STEPS)
+    return Spelling((name,), keys, lambda name, trl, values: {key: trl[name], SCHEDULE_STEPS: "updates"}, _SCHEDULE)
 
 
 _NORMALIZE = "algorithm.normalize_advantages"
 _GROUPS = "the samples of a prompt stay together in one optimizer step"
+SAVE, TEST = "trainer.save_freq", "trainer.test_freq"
 _BY_STEPS = "TRL counts optimizer steps; a training step here is a rollout with all its optimizer steps"
 
 SPELLINGS: tuple[Spelling, ...] = (
@@ -418,8 +350,13 @@ SPELLINGS: tuple[Spelling, ...] = (
     Spelling(("max_steps",), (STEPS,), optimizer_steps, _BY_STEPS),
     Spelling(("total_episodes",), (STEPS,), episodes, "TRL counts responses; the last step is a whole one"),
     Spelling(("num_train_epochs",), (TOTAL_EPOCHS, STEPS), passes_over_data, f"{STEPS} of a recipe no longer counts"),
-    Spelling(("save_steps",), ("trainer.save_freq",), every("trainer.save_freq"), _BY_STEPS),
-    Spelling(("eval_steps",), ("trainer.test_freq",), every("trainer.test_freq"), _BY_STEPS),
+    Spelling(("save_steps",), (SAVE,), every(SAVE), f"rounded up: {_BY_STEPS}"),
+    Spelling(("eval_steps",), (TEST,), every(TEST), f"rounded up: {_BY_STEPS}"),
+    Spelling(("save_strategy",), (SAVE,), by_steps(SAVE, "save_steps"), "no also wins over save_steps"),
+    Spelling(
+        ("eval_strategy",), (TEST,), by_steps(TEST, "eval_steps", "logging_steps"),
+        "no also wins over eval_steps, and without them steps takes logging_steps",
+    ),
     same("logging_steps", "trainer.table_every_steps", note="every step is logged; the console prints a table of the last ones"),
     same("max_completion_length", "data.max_response_length"),
     same(
@@ -482,7 +419,10 @@ SPELLINGS: tuple[Spelling, ...] = (
     Spelling(("adam_beta2",), (BETAS,), beta(1)),
     Spelling(("max_grad_norm",), (f"{_OPTIM}.clip_grad",), off_at_zero(f"{_OPTIM}.clip_grad", None), "null is off"),
     scheduled("lr_scheduler_type", f"{_OPTIM}.lr_scheduler_type"),
-    scheduled("warmup_steps", f"{_OPTIM}.lr_warmup_steps"),
+    Spelling(
+        ("warmup_steps",), (f"{_OPTIM}.lr_warmup_steps", f"{_OPTIM}.lr_warmup_steps_ratio", SCHEDULE_STEPS), warm_up,
+        f"below 1 it is a share of all steps; {_SCHEDULE}",
+    ),
     scheduled("warmup_ratio", f"{_OPTIM}.lr_warmup_steps_ratio"),
     same("lr_scheduler_kwargs", f"{_OPTIM}.lr_scheduler_kwargs"),
     Spelling(("bf16",), _DTYPES, dtype, "parameters at rest keep their own dtype, and the engine has one too"),

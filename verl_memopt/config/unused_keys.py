@@ -216,15 +216,17 @@ def refusal_of(key: str) -> NoEffect | None:
 
 def refuse(key: str, value: Any, refusal: NoEffect) -> list[Problem]:
     """Return the problem of a value that asks for something. Log a warning for a value that asks for nothing."""
-    if value is not None and refusal.inert is not ANY and not _is_one_of(value, refusal.inert):
+    if not passes(value, refusal):
         return [problem({key: value}, refusal.reason, "")]
     logger.warning("%s=%s does nothing here: %s.", key, shown(value), refusal.reason)
     return []
 
 
-def _is_one_of(value: Any, inert: tuple[Any, ...]) -> bool:
-    """Return whether a value is one of the inert ones. 0 is not false, and 1 is not true."""
-    return any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in inert)
+def passes(value: Any, refusal: NoEffect) -> bool:
+    """Return whether a value asks for nothing. 0 is not false, and 1 is not true."""
+    if value is None or refusal.inert is ANY:
+        return True
+    return any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in refusal.inert)
 
 
 # What a reference that follows the policy needs, and when its keys have no effect.
@@ -440,8 +442,6 @@ _ROWS: tuple[tuple[str, tuple[Any, ...] | None, str], ...] = (
     ("do_train do_eval do_predict prediction_loss_only batch_eval_metrics eval_do_concat_batches eval_use_gather_object "
      "include_for_metrics include_num_input_tokens_seen eval_accumulation_steps eval_delay label_names", ANY,
      "a validation reports rewards. Use trainer.test_freq"),
-    ("eval_strategy", ("no", "steps"), "it is by steps. Use trainer.test_freq"),
-    ("save_strategy", ("no", "steps"), "it is by steps. Use trainer.save_freq"),
     ("logging_strategy", ("no", "steps"), "every step is logged"),
     ("logging_first_step logging_nan_inf_filter log_level log_level_replica log_on_each_node disable_tqdm "
      "skip_memory_metrics", ANY, "every step is logged, and the console has a bar"),

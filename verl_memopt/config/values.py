@@ -6,12 +6,12 @@ import math
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from difflib import SequenceMatcher
+from difflib import SequenceMatcher, get_close_matches
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
 
 from verl_memopt.config.debug_modes import DATA_KEYS, REPLAYING, WITHOUT_DATA
-from verl_memopt.config.keys import Problem, all_keys, leaf_types, leaf_values, problem, section_keys, shown, walk
+from verl_memopt.config.keys import MAIN, Problem, all_keys, leaf_types, leaf_values, problem, section_keys, shown, walk
 from verl_memopt.config.schema import REQUIRED, Settings
 from verl_memopt.config.trl_names import ESTIMATORS, SPELLINGS
 from verl_memopt.config.unused_keys import NO_EQUAL
@@ -359,6 +359,9 @@ def hint(key: str) -> str:
     if name in NO_EQUAL:
         return f"It has no equal here: {NO_EQUAL[name].reason}."
     answer = FOREIGN.get(name) or nearest(key)
+    like = [] if "." in key or name in FOREIGN else get_close_matches(key, FOREIGN, 1, 0.8)
+    if like and _alike(key, like[0]) > _alike(key, (answer or "").rpartition(".")[2]):
+        answer = like[0]
     if not answer:
         return "docs/configuration.md lists every key."
     by_estimator = f" With algorithm.adv_estimator={' or '.join(ESTIMATORS)} this name is read as that." if key in READ else ""
@@ -370,7 +373,9 @@ def nearest(key: str) -> str | None:
     last = key.rpartition(".")[2]
     likeness = {known: _alike(last, known.rpartition(".")[2], _ALIKE) for known in leaf_types()}
     near = [known for known in likeness if likeness[known] >= _ALIKE]
-    return max(near, key=lambda known: 2 * likeness[known] + _alike(key, known), default=None)
+    # Of keys with the same last part the policy's own comes first.
+    near.sort(key=lambda known: not known.startswith(MAIN))
+    return max(near, key=lambda known: 2 * likeness[known] + ("." in key) * _alike(key, known), default=None)
 
 
 def _alike(one: str, other: str, least: float = 0.0) -> float:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from verl_memopt import api
+from verl_memopt.config.trl_defaults import DEFAULTS
 from verl_memopt.errors import ConfigError
 from verl_memopt.trl.rewards import (
     accuracy_reward,
@@ -98,7 +99,8 @@ class _Trainer:
                 raise ConfigError(f"{name}: {REFUSED[name]}.")
         if train_dataset is None:
             raise ConfigError("train_dataset: there are no rows to train on. Give a dataset.")
-        self._settings = _given(args, "args")
+        self._settings, defaults = _given(args, "args")
+        self._defaults = defaults or DEFAULTS[self.algorithm]
         self._weights = self._settings.pop("reward_weights", None)
         self._settings |= _adapters(peft_config)
         functions = reward_funcs if isinstance(reward_funcs, Sequence) and not isinstance(reward_funcs, str) else [reward_funcs]
@@ -132,14 +134,16 @@ class _Trainer:
         named = isinstance(resume_from_checkpoint, str | Path)
         if named:
             settings |= {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(resume_from_checkpoint)}
-        self.run = api.train(
+        call = api.Call(
             **self._call,
+            settings=settings,
+            trl_defaults=self._defaults,
             algorithm=self.algorithm,
             reward_weights=self._weights,
             run_dir=folder,
             resume=bool(resume_from_checkpoint) and not named,
-            **settings,
         )
+        self.run = api.train_call(call)
         rows = self.run.metrics
         last = rows[-1] if rows else {}
         return SimpleNamespace(global_step=last.get("step", 0), training_loss=last.get("actor/pg_loss"), metrics=last)
@@ -174,12 +178,15 @@ class RLOOTrainer(_Trainer):
     algorithm = "rloo"
 
 
-def _given(args: Any, name: str) -> dict[str, Any]:
-    """Return what somebody gave: all of a dict, and of a config of TRL or peft what differs from its defaults."""
+def _given(args: Any, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what somebody gave, and the defaults beside it.
+
+    Of a dict that is all of it and none. A config of TRL or peft has defaults, and what differs from them was given.
+    """
     if args is None:
-        return {}
+        return {}, {}
     if isinstance(args, Mapping):
-        return dict(args)
+        return dict(args), {}
     if not dataclasses.is_dataclass(args) or isinstance(args, type):
         raise ConfigError(
             f"{name}: {type(args).__name__} is no config. Give a dict, or a config of TRL (of peft for peft_config)."
@@ -199,7 +206,8 @@ def _given(args: Any, name: str) -> dict[str, Any]:
     if "generation_batch_size" in given:
         # steps_per_generation may have said it. Both mean the same passes where the rows of a pass are known.
         given["per_device_train_batch_size"] = values["per_device_train_batch_size"]
-    return given
+    # What TRL derives from the other fields is no default.
+    return given, {name: getattr(plain, name) for name in fields if fields[name] is not None}
 
 
 def _derived(make: Any, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,7 +223,7 @@ def _adapters(config: Any) -> dict[str, Any]:
     if config is None:
         return {}
     settings: dict[str, Any] = {"lora_rank": 8, "lora_alpha": 8}  # peft's defaults
-    for name, value in _given(config, "peft_config").items():
+    for name, value in _given(config, "peft_config")[0].items():
         if name in PEFT:
             settings |= {} if value is None else {PEFT[name]: sorted(value) if isinstance(value, set) else value}
         elif name == "lora_dropout":

@@ -13,7 +13,7 @@ import yaml
 
 from verl_memopt.config.keys import flatten, value_at
 from verl_memopt.config.loader import PACKAGED, compose_mapping, load_settings, settings_from_mapping
-from verl_memopt.config.trl_names import KeySources
+from verl_memopt.config.names import KeySources
 from verl_memopt.memory.profiles import PROFILES
 
 RECIPE = "recipe/rlt/config"

@@ -1,0 +1,234 @@
+"""The names under which a user writes a setting, and the keys that they mean.
+
+A name is our whole key, verl's spelling of one, the last part of a key if one key alone ends so, or TRL's name for RLOO and GRPO.
+This one reader serves the command line, YAML files and Python. One line of the log says how all names were read, and two
+spellings of one setting are a problem.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from verl_memopt.config.aliases import RENAMED_SECTIONS, VALUES, our_key
+from verl_memopt.config.keys import MAIN, Problem, flatten, leaf_types, problem, section_keys, shown
+from verl_memopt.config.trl_names import (
+    ESTIMATOR,
+    ESTIMATORS,
+    MANAGER,
+    NAMES,
+    ONE_SETTING,
+    SPELLINGS,
+    NotConvertibleError,
+    Spelling,
+    effective,
+)
+from verl_memopt.config.unused_keys import NO_EQUAL, NoEffect, passes
+from verl_memopt.recipes import RECIPES
+
+logger = logging.getLogger(__name__)
+
+_DECIDING = {key.rpartition(".")[2]: key for key in (ESTIMATOR, MANAGER)}
+"""Last part -> key, of the keys that decide which names of TRL and of a recipe are read."""
+
+
+@dataclass(frozen=True)
+class KeySources:
+    """The keys that a user wrote, by place. What stands in a recipe's other files is a default, and gives way."""
+
+    command_line: Set[str]
+    file: Set[str] = frozenset()
+    """Keys of the config file itself."""
+
+    def beside(self, name: str) -> set[str]:
+        """Return our names of the keys that compete with a name.
+
+        On the command line those are the other keys there. In a file they are those of the file too.
+        """
+        competitors = self.command_line if name in self.command_line else self.command_line | self.file
+        return set(map(our_key, competitors - {name}))
+
+    def renamed(self, name: Callable[[str], str]) -> KeySources:
+        """Return the sources under other names."""
+        return KeySources(frozenset(map(name, self.command_line)), frozenset(map(name, self.file)))
+
+
+@cache
+def last_parts() -> dict[str, tuple[str, ...]]:
+    """Return last part of a key -> the key that it means, or the several between which it does not decide."""
+    ending: dict[str, list[str]] = {}
+    for key in leaf_types():
+        ending.setdefault(key.rpartition(".")[2], []).append(key)
+    heads = {key.partition(".")[0] for key in (*section_keys(), *leaf_types(), *RENAMED_SECTIONS)}
+    main = {part: [key for key in keys if key.startswith(MAIN)] for part, keys in ending.items()}
+    return {
+        part: tuple(keys if len(keys) == 1 or len(main[part]) != 1 else main[part])
+        for part, keys in ending.items()
+        if part not in heads
+    }
+
+
+def estimator_of(flat: Mapping[str, Any]) -> str | None:
+    """Return the estimator of a run under our name, or None if it is no text."""
+    name = effective(ESTIMATOR, flat)
+    return VALUES[ESTIMATOR].get(name, name) if isinstance(name, str) else None
+
+
+def names_read(flat: Mapping[str, Any]) -> tuple[list[tuple[Spelling, str]], dict[str, NoEffect]]:
+    """Return the spellings that a run reads, each with whose it is, in their order, and the names that have no equal.
+
+    They are TRL's, and before them those of the recipe that scores. With an estimator that is none of :data:`ESTIMATORS` there
+    are none.
+    """
+    if estimator_of(flat) not in ESTIMATORS:
+        return [], {}
+    recipe = RECIPES.get(str(effective(MANAGER, flat)))
+    spellings, no_equal = [(row, "TRL") for row in SPELLINGS], dict(NO_EQUAL)
+    if recipe is not None:
+        ours = recipe.names()
+        spellings = [*((row, recipe.title) for row in ours.spellings), *spellings]
+        no_equal |= ours.no_equal
+        for name, others in ours.replaced.items():
+            no_equal |= others if name in flat else {}
+    return [each for each in spellings if no_equal.keys().isdisjoint(each[0].names)], no_equal
+
+
+def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return dotted key -> value. A dict under a name of TRL or the last part of a key stays whole, as that of a key does."""
+    names = NAMES | last_parts().keys()
+    dicts = {name: value for name, value in tree.items() if name in names and isinstance(value, Mapping)}
+    flat = flatten({name: value for name, value in tree.items() if name not in dicts}, our_key) | dicts
+    return {_DECIDING.get(name, name): value for name, value in flat.items()}
+
+
+def keys_set(given: Mapping[str, Any]) -> dict[str, set[str]]:
+    """Return each name that a user wrote -> the keys that it can set. ``given`` has the estimator, if it is not the default."""
+    flat = _flat(given)
+    spellings, no_equal = names_read(flat)
+    of_estimator: dict[str, set[str]] = {name: set() for name in no_equal}
+    for spelling, _ in spellings:
+        for name in spelling.names if estimator_of(flat) in spelling.estimators else ():
+            of_estimator.setdefault(name, set()).update(spelling.keys)
+    return {name: of_estimator.get(name, {our_key(_meant(name))}) for name in given}
+
+
+def read_names(
+    tree: Mapping[str, Any], written: KeySources | None = None, quiet: Set[str] = frozenset()
+) -> tuple[dict[str, Any], KeySources, list[Problem]]:
+    """Return the settings under our keys and verl's, where the user wrote them, and what is wrong with the names.
+
+    A short name stands alone, outside of all sections. An unknown one stays as it is. The names of TRL are read where the
+    estimator is one of :data:`ESTIMATORS`; in a run of a recipe those of its published settings are read too.
+
+    ``written``: The keys that the user wrote; None = all keys of the tree. ``quiet``: Names whose reading is not logged.
+    """
+    flat = _flat(tree)
+    written = KeySources(frozenset(flat)) if written is None else written.renamed(lambda name: _DECIDING.get(name, name))
+    spellings, no_equal = names_read(flat)
+    known = {name for spelling, _ in spellings for name in spelling.names} | no_equal.keys()
+    values, parts, problems = _whole_keys(flat, written, known)
+    trl = {name: values.pop(name) for name in flat if name in known}
+    values, readings, of_trl = _translated(trl, values, written, (spellings, no_equal))
+    said = [text for name, text in {**parts, **readings}.items() if name not in quiet]
+    if said:
+        logger.info("names: %s", "; ".join(said))
+    return values, written.renamed(lambda name: name if name in known else _meant(name)), problems + of_trl
+
+
+def _meant(name: str) -> str:
+    keys = last_parts().get(name, ())
+    return keys[0] if len(keys) == 1 else name
+
+
+def _whole_keys(
+    flat: Mapping[str, Any], written: KeySources, known: Set[str]
+) -> tuple[dict[str, Any], dict[str, str], list[Problem]]:
+    """Return the settings with whole keys in the place of last parts, how each was read, and what is wrong with them."""
+    short = {name: value for name, value in flat.items() if name in last_parts() and name not in known}
+    values = {name: value for name, value in flat.items() if name not in short}
+    readings, problems = {}, []
+    for name, value in short.items():
+        key, *others = last_parts()[name]
+        if others:
+            several = f"several settings end in this name: {', '.join((key, *others))}"
+            problems.append(problem({name: value}, several, "Give the whole key of one."))
+        elif key in written.beside(name):
+            problems.append(_two_spellings({name: value, key: flat.get(key, "...")}, f"Keep {key}."))
+        else:
+            values[key], readings[name] = value, f"{name}={shown(value)} is {key}"
+    return values, readings, problems
+
+
+def _two_spellings(both: Mapping[str, Any], way_out: str) -> Problem:
+    return problem(dict(both), "two spellings of one setting", way_out)
+
+
+def _translated(
+    trl: Mapping[str, Any],
+    values: dict[str, Any],
+    written: KeySources,
+    names: tuple[list[tuple[Spelling, str]], dict[str, NoEffect]],
+) -> tuple[dict[str, Any], dict[str, str], list[Problem]]:
+    """Return the settings with what names of TRL mean, how each name was read, and what is wrong with them.
+
+    ``values``: The settings so far. ``names``: as :func:`names_read` returns them.
+    """
+    if not trl:
+        return values, {}, []
+    spellings, no_equal = names
+    estimator = str(estimator_of(values))
+    readings, problems = _without_equal(trl, no_equal)
+    readable = {name: each for each in spellings if estimator in each[0].estimators for name in each[0].names if name in trl}
+    unreadable, twice = _unreadable({name: trl[name] for name in trl.keys() - no_equal.keys()}, readable.keys(), estimator)
+    for name, (spelling, whose) in readable.items():
+        if name in twice:
+            continue
+        competitors = [key for key in spelling.keys if key in written.beside(name)]
+        if competitors:
+            both = {name: trl[name]} | {key: values.get(key, "...") for key in competitors}
+            problems.append(_two_spellings(both, f"Keep {competitors[0]}."))
+            continue
+        try:
+            ours = spelling.convert(name, trl, values)
+        except NotConvertibleError as error:
+            address = {each: trl[each] for each in error.names or (name,)}
+            problems.append(problem(address, error.what, error.way_out))
+            continue
+        meaning = ", ".join(f"{key}={shown(each)}" for key, each in ours.items())
+        note = f" ({spelling.note})" if spelling.note else ""
+        readings[name] = f"{name}={shown(trl[name])} is {whose}'s spelling, read as {meaning or 'nothing'}{note}"
+        values |= ours
+    return values, readings, problems + unreadable
+
+
+def _without_equal(trl: Mapping[str, Any], no_equal: Mapping[str, NoEffect]) -> tuple[dict[str, str], list[Problem]]:
+    """Return what names without an equal were read as, those with one reason together, and a problem for each that is refused."""
+    passing: dict[str, list[str]] = {}
+    problems = []
+    for name, row in no_equal.items():
+        if name in trl and passes(trl[name], row):
+            passing.setdefault(row.reason, []).append(name)
+        elif name in trl:
+            problems.append(problem({name: trl[name]}, row.reason, ""))
+    readings = {}
+    for reason, names in passing.items():
+        address = ", ".join(f"{name}={shown(trl[name])}" for name in names)
+        readings[names[0]] = f"{address} {'does' if len(names) == 1 else 'do'} nothing here ({reason})"
+    return readings, problems
+
+
+def _unreadable(trl: Mapping[str, Any], readable: Set[str], estimator: str) -> tuple[list[Problem], set[str]]:
+    """Return what is wrong with names of TRL, and those that say one thing twice."""
+    problems: list[Problem] = []
+    twice: set[str] = set()
+    for names in ONE_SETTING:
+        both = {name: trl[name] for name in names if name in trl}
+        if len(both) > 1 and twice.isdisjoint(both):
+            twice |= both.keys()
+            problems.append(_two_spellings(both, "Keep one."))
+    for name in sorted(trl.keys() - readable):
+        problems.append(problem({name: trl[name]}, f"{estimator} has no such setting", "Remove it."))
+    return problems, twice

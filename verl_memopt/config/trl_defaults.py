@@ -1,0 +1,155 @@
+"""The defaults of TRL's configs. In a script of TRL they hold, as the values that the script gives do.
+
+Source: ``GRPOConfig`` and ``RLOOConfig`` of TRL 1.16 with transformers 5.19.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
+
+from verl_memopt.config.keys import shown, value_at
+from verl_memopt.config.names import estimator_of, keys_set
+from verl_memopt.config.schema import Settings
+from verl_memopt.config.trl_names import BATCH_NAMES, ESTIMATOR, NAMES, ONE_SETTING
+from verl_memopt.config.unused_keys import NO_EQUAL
+
+logger = logging.getLogger(__name__)
+
+_OPEN = (
+    "output_dir lr_scheduler_kwargs optim_args optim_target_modules bf16 tf32 gradient_checkpointing_kwargs "
+    "torch_compile_backend torch_compile_mode liger_kernel_config neftune_noise_alpha torch_empty_cache_steps disable_tqdm "
+    "run_name trackio_space_id trackio_bucket_id trackio_static_space_id eval_steps eval_accumulation_steps "
+    "save_total_limit hub_token hub_private_repo hub_model_id hub_revision metric_for_best_model greater_is_better "
+    "data_seed accelerator_config parallelism_config dataloader_prefetch_factor dataloader_multiprocessing_context "
+    "label_names ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend fsdp "
+    "fsdp_config deepspeed resume_from_checkpoint model_init_kwargs router_aux_loss_coef num_generations_eval "
+    "generation_batch_size steps_per_generation min_p generation_kwargs chat_template_kwargs cache_implementation "
+    "vllm_structured_outputs_regex vllm_server_base_url vllm_max_model_length epsilon_high reward_weights "
+    "num_completions_to_print transformers_continuous_batching_config"
+)
+"""Fields that are null."""
+_COMMON: dict[str, Any] = {
+    **dict.fromkeys(_OPEN.split()),
+    # The run.
+    "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_train_epochs": 3.0, "max_steps": -1, "seed": 42,
+    "use_cpu": False, "fp16": False, "shuffle_dataset": True, "remove_unused_columns": False, "trust_remote_code": False,
+    # The optimizer.
+    "learning_rate": 1e-6, "lr_scheduler_type": "linear", "warmup_steps": 0, "optim": "adamw_torch_fused", "weight_decay": 0.0,
+    "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": 1.0, "label_smoothing_factor": 0.0,
+    "average_tokens_across_devices": True,
+    # Responses and rewards.
+    "max_completion_length": 512, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0,
+    "mask_truncated_completions": False, "disable_dropout": False, "ds3_gather_for_generation": True,
+    "pad_to_multiple_of": "auto", "use_transformers_continuous_batching": False, "use_transformers_paged": False,
+    "use_vllm": False, "vllm_mode": "colocate", "vllm_model_impl": "vllm", "vllm_enable_sleep_mode": False,
+    "vllm_server_host": "0.0.0.0", "vllm_server_port": 8000, "vllm_server_timeout": 240.0, "vllm_group_port": 51216,
+    "vllm_gpu_memory_utilization": 0.3, "vllm_tensor_parallel_size": 1,
+    # The loss.
+    "num_iterations": 1, "epsilon": 0.2, "sync_ref_model": False, "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512,
+    # Logs, validations and checkpoints.
+    "logging_strategy": "steps", "logging_steps": 10, "logging_first_step": False, "log_on_each_node": True,
+    "logging_nan_inf_filter": True, "include_num_input_tokens_seen": "no", "log_level": "passive", "log_level_replica": "warning",
+    "report_to": "none", "project": "huggingface", "log_completions": False, "log_multimodal": True, "log_unique_prompts": False,
+    "skip_memory_metrics": True, "debug": "", "eval_strategy": "no", "eval_delay": 0, "per_device_eval_batch_size": 8,
+    "prediction_loss_only": False, "eval_on_start": False, "eval_do_concat_batches": True, "eval_use_gather_object": False,
+    "include_for_metrics": [], "batch_eval_metrics": False, "save_only_model": False, "save_strategy": "steps", "save_steps": 500,
+    "save_on_each_node": False, "enable_jit_checkpoint": False, "push_to_hub": False, "hub_strategy": "every_save",
+    "hub_always_push": False, "load_best_model_at_end": False, "ignore_data_skip": False,
+    "restore_callback_states_from_checkpoint": False, "do_train": False, "do_eval": False, "do_predict": False,
+    # The machine.
+    "bf16_full_eval": False, "fp16_full_eval": False, "gradient_checkpointing": True, "torch_compile": False,
+    "use_liger_kernel": False, "use_cache": False, "auto_find_batch_size": False, "full_determinism": False,
+    "dataloader_drop_last": False, "dataloader_num_workers": 0, "dataloader_pin_memory": True,
+    "dataloader_persistent_workers": False, "dataloader_in_order": True, "train_sampling_strategy": "random",
+    "length_column_name": "length", "ddp_timeout": 1800, "local_rank": -1,
+}  # fmt: skip
+_OF_GRPO: dict[str, Any] = {
+    "num_generations": 8, "beta": 0.0, "delta": None, "loss_type": "dapo", "scale_rewards": "group",
+    "importance_sampling_level": "token", "multi_objective_aggregation": "sum_then_normalize", "use_bias_correction_kl": True,
+    "sapo_temperature_neg": 1.05, "sapo_temperature_pos": 1.0, "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0, "top_entropy_quantile": 1.0, "entropy_coef": 0.0, "use_adaptive_entropy": False,
+    "entropy_coef_min": 0.0, "entropy_coef_max": 1.0, "entropy_coef_delta": 0.005, "entropy_target": 0.2,
+    "off_policy_mask_threshold": None, "vllm_importance_sampling_correction": True, "vllm_importance_sampling_cap": None,
+    "vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_max": 3.0,
+    "vllm_importance_sampling_clip_min": None, "cast_lm_head_to_fp32": False, "max_tool_calling_iterations": None,
+    "log_completions_hub_repo": None,
+}  # fmt: skip
+_OF_RLOO: dict[str, Any] = {"num_generations": 2, "beta": 0.05, "normalize_advantages": False, "reward_clip_range": None}
+
+DEFAULTS = {"grpo": _COMMON | _OF_GRPO, "rloo": _COMMON | _OF_RLOO}
+"""Algorithm -> field of TRL's config -> its default."""
+
+_SAY_NOTHING = frozenset({"max_steps", "use_cpu", "adam_epsilon", "report_to"})
+"""Names that are read, and whose default asks for what happens here anyway."""
+_COUNT_WITH = {"vllm_": "use_vllm", "ref_model_": "sync_ref_model"}
+"""Beginning of some names -> the switch without which they mean nothing."""
+
+
+def _uses_vllm(values: Mapping[str, Any]) -> bool:
+    return values.get("use_vllm") is True
+
+
+NOT_TAKEN: dict[str, Callable[[Mapping[str, Any]], bool]] = {
+    "vllm_importance_sampling_correction": _uses_vllm,
+    "use_bias_correction_kl": lambda values: values.get("beta") not in (0, None),
+}
+"""Name without an equal whose default changes what is learned -> whether it does, from all values of TRL's config."""
+
+
+def defaults_beside(defaults: Mapping[str, Any], given: Mapping[str, Any], algorithm: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the defaults of TRL that are read beside what a user gave, and a sentence for each that means something and is not.
+
+    A default gives way to another spelling of its setting.
+
+    Args:
+        defaults: Name of TRL -> default.
+        given: Name, of any kind, -> value.
+        algorithm: ``grpo`` or ``rloo``.
+    """
+    estimator = {ESTIMATOR: algorithm} | {name: value for name, value in given.items() if name == ESTIMATOR}
+    if estimator_of(estimator) != algorithm:
+        return {}, []
+    by_key = {key for name, keys in keys_set({**given, **estimator}).items() if name not in NAMES for key in keys} - {ESTIMATOR}
+    keys, values = keys_set({**defaults, **estimator}), {**defaults, **given}
+
+    def holds(name: str) -> bool:
+        said_otherwise = any(name in names and not given.keys().isdisjoint(names) for names in ONE_SETTING)
+        off = any(name.startswith(start) and values.get(switch) is not True for start, switch in _COUNT_WITH.items())
+        idle = defaults[name] is None or name in _SAY_NOTHING or name in NO_EQUAL or name not in NAMES
+        return not (said_otherwise or off or idle or keys[name] & by_key)
+
+    held = {name: value for name, value in defaults.items() if name not in given and holds(name)}
+    if any(name not in held and name not in given for name in BATCH_NAMES if defaults.get(name) is not None):
+        held = {name: value for name, value in held.items() if name not in BATCH_NAMES}  # they mean something together
+    missed = [name for name, counts in NOT_TAKEN.items() if name in defaults and name not in given and counts(values)]
+    return held, [f"{name}={shown(defaults[name])} is not: {NO_EQUAL[name].reason}" for name in missed if name in NO_EQUAL]
+
+
+def log_defaults(
+    keys: Mapping[str, Set[str]], values: Mapping[str, Any], not_taken: Sequence[str], loaded: Settings, before: Mapping[str, Any]
+) -> None:
+    """Log the defaults of TRL that changed a setting, in one table, and those that mean something and were not taken.
+
+    Args:
+        keys: Name of TRL -> the keys that it can set.
+        values: Name of TRL -> its default, of those that were read.
+        not_taken: As :func:`defaults_beside` returns them.
+        loaded: The settings of the run.
+        before: Key -> value without TRL's defaults, of the keys that have none of ours.
+    """
+    rows = {
+        key: (
+            f"{name}={shown(values[name])}",
+            f"{key}={shown(value_at(loaded, key))}",
+            shown(before.get(key, value_at(Settings(), key))),
+        )
+        for name, each in keys.items()
+        for key in sorted(each)
+        if value_at(loaded, key) != before.get(key, value_at(Settings(), key))
+    }
+    lines = [f"  {name:<32} {meaning} (our default: {ours})" for name, meaning, ours in rows.values()]
+    lines += [f"  {sentence}" for sentence in not_taken]
+    if lines:
+        logger.info("the defaults of TRL that differ from ours hold:\n%s", "\n".join(lines))
