@@ -53,7 +53,7 @@ case $version in
     3.11|3.12) ;;
     *) echo "setup_env.sh: '$PYTHON' is Python $version; 3.11 or 3.12 is needed. Name one: PYTHON=/path/to/python3.11 ./setup_env.sh" >&2; exit 2 ;;
 esac
-[ -z "$check_only" ] || { echo "the $build build ($found), with Python $version"; exit 0; }
+[ -z "$check_only" ] || { echo "the $build build ($found)"; exit 0; }
 
 stamp="$build $version $(pwd) $(cat setup_env.sh setup.py requirements.txt requirements/*.txt | sha256sum | cut -d' ' -f1)"
 if [ -f .venv/.stamp ] && [ "$(cat .venv/.stamp)" = "$stamp" ]; then

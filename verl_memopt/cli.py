@@ -372,17 +372,23 @@ def run(arguments: Sequence[str] | None, parser: argparse.ArgumentParser | None 
     ``arguments``: None = those of this process. ``parser``: None = that of ``verl-memopt train``. ``estimator``: the only one
     that the entry takes; None = any.
     """
-    from verl_memopt.config.loader import load_settings, log_objective, to_yaml
-    from verl_memopt.observe.files import folder_refusals
     from verl_memopt.observe.log_setup import lasting_console, setup_logging
 
     parser = parser or build_parser("verl-memopt train")
     parsed = parser.parse_intermixed_args(arguments)
     setup_logging(level=logging.INFO)
+    with lasting_console():
+        return _run(parsed, parser.prog, estimator)
+
+
+def _run(parsed: argparse.Namespace, prog: str, estimator: str | None) -> int:
+    from verl_memopt.config.loader import load_settings, log_objective, to_yaml
+    from verl_memopt.observe.files import folder_refusals
+
     settings = load_settings(parsed.config_name, parsed.overrides, parsed.config_dir)
     if estimator not in (None, settings.algorithm.adv_estimator):
         raise ConfigError(
-            f"algorithm.adv_estimator={settings.algorithm.adv_estimator}: {parser.prog} learns the responses of the dataset. Set "
+            f"algorithm.adv_estimator={settings.algorithm.adv_estimator}: {prog} learns the responses of the dataset. Set "
             f"algorithm.adv_estimator={estimator}, or use verl-memopt train."
         )
     log_objective(settings)
@@ -393,15 +399,13 @@ def run(arguments: Sequence[str] | None, parser: argparse.ArgumentParser | None 
     if parsed.cfg is not None or settings.debug.mode == "dry":
         sys.stdout.write(to_yaml(settings))
         return 0
-    with lasting_console(), folder_refusals(str(settings.trainer.default_local_dir)):
+    with folder_refusals(str(settings.trainer.default_local_dir)):
         if not parsed.until_it_fits:
             more = " Or add --until-it-fits to the command: it finds settings that fit, and prints them."
             return train_or_advise(settings, more)
         from verl_memopt.trainer.until_it_fits import CommandLine, train_until_it_fits
 
-        return train_until_it_fits(
-            CommandLine(parser.prog, parsed.config_name, parsed.config_dir, tuple(parsed.overrides)), train
-        )
+        return train_until_it_fits(CommandLine(prog, parsed.config_name, parsed.config_dir, tuple(parsed.overrides)), train)
 
 
 def train_or_advise(settings: Settings, more: str = "") -> int:

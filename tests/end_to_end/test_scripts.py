@@ -352,9 +352,21 @@ def test_a_machine_without_nvidia_smi_gets_the_build_for_cpus(setup):
     assert setup("--check").stdout == "the cpu build (no nvidia-smi)\n"
 
 
+def python_that_says(folder, version, headers="."):
+    code = f'#!/bin/sh\ncase "$2" in *version*) echo {version} ;; *) echo {headers} ;; esac\n'
+    return executable(folder / "python", code)
+
+
+def test_a_check_refuses_a_python_that_an_installation_would_refuse(setup, tmp_path):
+    python = python_that_says(tmp_path, "3.13")
+    checked, installed = setup("--check", PYTHON=python), setup(PYTHON=python)
+    assert (checked.returncode, checked.stderr) == (installed.returncode, installed.stderr)
+    assert "3.13; 3.11 or 3.12 is needed" in checked.stderr
+
+
 def test_a_gpu_without_the_headers_of_python_is_told_what_vllm_will_miss(setup, tmp_path):
     headers = tmp_path / "python3.11"
-    found = setup("--check", reply="580.65.06", PYTHON=executable(tmp_path / "python", f"#!/bin/sh\necho {headers}\n"))
+    found = setup("--check", reply="580.65.06", PYTHON=python_that_says(tmp_path, "3.11", headers))
     assert found.returncode == 0
     assert found.stderr.endswith(f"vLLM does not start without {headers}/Python.h (apt install python3.11-dev)\n")
     headers.mkdir()

@@ -79,6 +79,12 @@ def test_the_table_has_a_line_for_every_knob_and_fits_the_terminal(width):
     assert {knob.name for knob in knobs()} <= starts
 
 
+@pytest.mark.parametrize("width", [40, 80, 119, 120])
+def test_no_terminal_breaks_a_key(width):
+    words = printed(print_knobs, width).split()
+    assert {knob.first_key.removeprefix("actor_rollout_ref.") for knob in knobs()} <= set(words)
+
+
 def test_a_line_names_the_key_its_default_the_measured_saving_and_the_cost():
     (line,) = [line for line in printed(print_knobs, 200).splitlines() if line.strip().startswith("token_budget")]
     assert line.split() == [

@@ -16,22 +16,35 @@ from rich.table import Table
 
 from verl_memopt.memory.knob import PARTS, Knob, in_yaml, knobs, text_of
 
+WIDE = 120
+"""Columns of a terminal that has room for the table of knobs."""
+
 
 def print_knobs(console: Console) -> None:
-    """Print one line a knob: its name, its first key and default, what it saved in the example and what it costs."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    table.add_column("knob", no_wrap=True)
-    table.add_column("key (below\nactor_rollout_ref)", overflow="fold")
-    table.add_column("default", no_wrap=True)
-    table.add_column("saves\nMiB", justify="right", no_wrap=True)
-    table.add_column("costs")
+    """Print each knob: its name, its first key and default, what it saved in the example and what it costs. No key is cut."""
+    rows = []
     for knob in knobs():
-        saved = example().savings.get(knob.name)
-        key = knob.first_key
+        saved, key = example().savings.get(knob.name), knob.first_key
         default = in_yaml(knob.defaults()[key]) if key in knob.defaults() else ""
         amount = "" if saved is None else f"{saved.num_bytes / MIB:,.0f}"
-        table.add_row(knob.name, escape(key.removeprefix("actor_rollout_ref.")), escape(default), amount, knob.cost)
-    console.print(table, highlight=False)
+        rows.append((knob.name, key.removeprefix("actor_rollout_ref."), default, amount, knob.cost))
+    if console.width >= WIDE:
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+        for head in ("knob", "key (below actor_rollout_ref)", "default"):
+            table.add_column(head, no_wrap=True)
+        table.add_column("saves\nMiB", justify="right", no_wrap=True)
+        table.add_column("costs")
+        for row in rows:
+            table.add_row(*map(escape, row))
+        console.print(table, highlight=False)
+    else:
+        for name, key, default, amount, cost in rows:
+            console.print(f"[bold]{name}[/bold]", highlight=False)
+            console.print(
+                f"  {escape(key)}" + (f"  (default {escape(default)})" if default else ""), highlight=False, soft_wrap=True
+            )
+            console.print((f"  saves {amount} MiB; " if amount else "  ") + f"costs: {escape(cost)}", highlight=False)
+        console.print("\nKeys are below actor_rollout_ref.", highlight=False)
     console.print(f"Saves: measured on {example().work}.", highlight=False)
     console.print(
         "One knob in full: verl-memopt knobs NAME. On your model: verl-memopt knobs --measure --model FOLDER.", highlight=False

@@ -1,14 +1,23 @@
-"""Rank-aware logging of a process: one handler on standard error, other packages quiet. And a console that may be lost."""
+"""Rank-aware logging of a process: one handler on standard error, other packages quiet.
+
+And the console of a run: what it shows is kept in a file, and it may be lost.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
+import time
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, TextIO
+
+from verl_memopt.errors import UserError
 
 NOISY = ("transformers", "ray", "matplotlib", "PIL", "urllib3", "httpx", "httpcore", "filelock", "asyncio", "tensorboard")
 """Packages that log warnings and errors only."""
@@ -48,17 +57,64 @@ def setup_logging(rank: int | None = None, level: int = logging.INFO) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 
+MOST_WAITING = 10_000
+"""Lines that are kept of a start which has no folder yet."""
+CONTROL = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|[@-Z\\-_])")
+"""A sequence that moves the cursor or sets a colour."""
+
+
+class ConsoleLog:
+    """Keeps the lines that a console shows, as text, in a file once it has one. Of a bar it keeps the last state."""
+
+    def __init__(self) -> None:
+        self.path: Path | None = None
+        self._waiting: list[str] = []
+        self._parts: dict[str, str] = {}
+
+    def write(self, stream: str, text: str) -> None:
+        """Take what was written to a stream. Lines reach the operating system at once."""
+        *lines, part = (self._parts.get(stream, "") + text).split("\n")
+        self._parts[stream] = part.rpartition("\r")[2] if part.rstrip("\r") == part else part
+        self.add([_shown(line) for line in lines])
+
+    def add(self, lines: list[str]) -> None:
+        """Write lines, or keep them until there is a file. If the disk refuses, only this log is lost."""
+        if self.path is None:
+            self._waiting = (self._waiting + lines)[-MOST_WAITING:]
+        elif lines:
+            with suppress(OSError), self.path.open("a", encoding="utf-8", errors="replace") as file:
+                file.write("".join(f"{line}\n" for line in lines))
+
+    def begin(self, path: Path) -> None:
+        """Append to a file from now on, first what was said so far."""
+        if path != self.path:
+            self.path, lines = path, self._waiting
+            self.add([f"--- {time.strftime('%Y-%m-%d %H:%M:%S')}", *lines])
+
+
+def _shown(line: str) -> str:
+    """Return what a line leaves on a terminal."""
+    return CONTROL.sub("", line.rstrip("\r").rpartition("\r")[2]).rstrip()
+
+
+def keep_console(path: Path) -> None:
+    """Write what :func:`lasting_console` shows, from its beginning, to a file as well."""
+    if isinstance(sys.stdout, LastingStream):
+        sys.stdout.log.begin(path)
+
+
 class LastingStream:
     """A standard stream that may be lost: a pipe whose reader has ended, a log on a full disk, a terminal that is gone.
 
     From the first write that fails on, its descriptor leads nowhere, for C++ libraries too, and one line on ``other`` says so.
     """
 
-    def __init__(self, stream: TextIO, name: str, other: TextIO | None) -> None:
-        self._stream, self._name, self._other = stream, name, other
+    def __init__(self, stream: TextIO, name: str, other: TextIO | None, log: ConsoleLog) -> None:
+        self._stream, self._name, self._other, self.log = stream, name, other, log
 
     def write(self, text: str) -> int:
         """Write a text, or lose it with the stream."""
+        self.log.write(self._name, text)
         try:
             return self._stream.write(text)
         except OSError as error:
@@ -88,13 +144,18 @@ class LastingStream:
 
 @contextmanager
 def lasting_console() -> Iterator[None]:
-    """Let the body go on where standard output or standard error is lost."""
+    """Let the body go on where standard output or error is lost. :func:`keep_console` names a file for what they show."""
     before = output, errors = sys.stdout, sys.stderr
+    log = ConsoleLog()
     if output is not None and errors is not None:  # a process may be started without them
-        sys.stdout = LastingStream(output, "Standard output", errors)
-        sys.stderr = LastingStream(errors, "Standard error", output)
+        sys.stdout = LastingStream(output, "Standard output", errors, log)
+        sys.stderr = LastingStream(errors, "Standard error", output, log)
     try:
         yield
+    except BaseException as error:  # what shows it comes after this
+        short = f"{type(error).__name__}: {error}"
+        log.add((short if isinstance(error, UserError) else traceback.format_exc()).splitlines())
+        raise
     finally:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, LastingStream):

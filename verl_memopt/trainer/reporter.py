@@ -14,6 +14,7 @@ from verl_memopt.config.loader import to_yaml
 from verl_memopt.observe.charts import draw_charts, environment, finish_summary
 from verl_memopt.observe.console import RunConsole, memory_table, phase_rows, print_end, print_line
 from verl_memopt.observe.files import append_rows
+from verl_memopt.observe.log_setup import keep_console
 from verl_memopt.observe.loggers import LoggingPlace, StepLoggers, build_loggers
 from verl_memopt.observe.metrics import compile_metrics, memory_metrics, throughput_metrics, token_timings
 from verl_memopt.observe.phase import PhaseClock, PhaseMemory
@@ -62,6 +63,7 @@ class Reporter:
                 self.folder.take_back(aside)
             raise
         self.folder.accept()
+        keep_console(self.folder.path / "console.log")
         if aside is not None:
             self.say(f"an earlier run that this one does not continue is in {aside}; delete it to free its space")
 

@@ -15,7 +15,7 @@ from recipe.rloo.memory_study.charts import draw_all
 from recipe.rloo.memory_study.combine import SUMMARY_NAME, combine
 from recipe.rloo.memory_study.monitor import PERIOD_SECONDS, NoNvmlError, open_device
 from recipe.rloo.memory_study.plan import CPU, CUDA, DEVICES, MOST_CPU_BYTES, QUICK_CPU_BYTES, device_chooser, needed_bytes
-from recipe.rloo.memory_study.records import COMPLETED, EXIT_CODES, REFUSED, CellResult, worst
+from recipe.rloo.memory_study.records import COMPLETED, EXIT_CODES, REFUSED, Cell, CellResult, worst
 from recipe.rloo.memory_study.report import cell_line, report
 from recipe.rloo.memory_study.runner import CELLS, MEASURE, How, run_study
 from verl_memopt.distributed.device import device_count
@@ -103,11 +103,12 @@ def run(options: argparse.Namespace) -> set[str]:
     limit = None if options.device_limit_gb is None else int(options.device_limit_gb * GIB)
     devices = device_chooser(options.device, has_gpu, cpu_bytes(options), SHAPE)
     repeats = options.repeats or (1 if options.quick else 3)
-    outcomes = set()
-    for result in run_study(arms, repeats, options.seed, devices, limit, how, more_ks=not (options.quick or options.k)):
+    outcomes, planned = set[str](), list[Cell]()
+    results = run_study(arms, repeats, options.seed, devices, limit, how, not (options.quick or options.k), planned)
+    for number, result in enumerate(results, start=1):
         if counts(result, limit):
             outcomes.add(result.outcome)
-        sys.stdout.write(cell_line(result) + "\n")
+        sys.stdout.write(f"{number} of {len(planned)}  {cell_line(result)}\n")
         sys.stdout.flush()
     return outcomes
 

@@ -76,7 +76,7 @@ def shuffled(cells: Sequence[Cell], seed: int) -> list[Cell]:
 
 def run_study(
     arms: Sequence[Arm], repeats: int, seed: int, device_of: Callable[[Arm], str], limit_bytes: int | None, how: How,
-    more_ks: bool = True,
+    more_ks: bool = True, planned: list[Cell] | None = None,
 ) -> Iterator[CellResult]:  # fmt: skip
     """Run the arms, then the larger group sizes of those that completed, and yield each result as it comes.
 
@@ -91,6 +91,7 @@ def run_study(
         limit_bytes: Largest number of bytes on the device. None = no limit.
         how: How the cells are run.
         more_ks: Whether the larger group sizes run too.
+        planned: Gets the cells as they are decided on: the larger ones only when the smaller ones have ended.
     """
     wave, ran, completed = list(arms), set[Arm](), set[Arm]()
     while wave:
@@ -100,12 +101,15 @@ def run_study(
             for repeat in range(repeats)
         ]
         _forget(cells, how.out)
+        planned = [] if planned is None else planned
+        planned += cells
         results = list[CellResult]()
         for result in run_cells(shuffled(cells, seed), how):
             results.append(result)
             yield result
         too_large = [result.cell for result in results if result.outcome == OOM and result.cell.device == "fake"]
         without_limit = [dataclasses.replace(cell, limit_bytes=None) for cell in too_large if cell.repeat == 0]
+        planned += without_limit
         yield from run_cells(without_limit, how)
         bad = {result.cell.arm for result in results if result.outcome != COMPLETED}
         completed |= {arm for arm in wave if arm not in bad}

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -39,6 +40,8 @@ def test_a_quick_study_runs_every_arm_and_leaves_table_summary_and_charts(tmp_pa
     assert summary(tmp_path)["outcomes"] == {"completed": len(ARMS)}
     text = capsys.readouterr().out
     assert "no GPU: bytes are counted, not sampled" in text
+    counted = [line.split("  ")[0] for line in text.splitlines() if re.match(r"\d+ of", line)]
+    assert counted == [f"{number} of {len(ARMS)}" for number in range(1, len(ARMS) + 1)]
     assert "What really saves" in text
 
 

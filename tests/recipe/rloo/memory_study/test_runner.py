@@ -119,7 +119,9 @@ def test_the_seed_alone_decides_the_order():
 
 def test_a_study_goes_on_to_larger_groups_of_what_completed(how):
     arms = [*main_arms([8])[:1], *saving_arms([8])[:1], dataclasses.replace(TOKEN, name="raises", k=8)]
-    results = list(run_study(arms, 1, 0, lambda _: "cpu", None, how))
+    planned = []
+    results = list(run_study(arms, 1, 0, lambda _: "cpu", None, how, planned=planned))
+    assert len(planned) == len(results)
     ks = sorted((result.cell.arm.name, result.cell.arm.k) for result in results)
     completed = ("token_full_legacy", "token_full_no_retention")
     assert ks == [("raises", 8), *((name, k) for name in completed for k in (8, 16, 32))]
