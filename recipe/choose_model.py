@@ -10,9 +10,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from threading import Thread
 
 from verl_memopt.errors import UserError
+from verl_memopt.model.folder import files_of_index, why_no_answer
 from verl_memopt.run.builds import device_of, vllm_build
 
 # Ask whether the hub can provide something before a run counts on it: first the local cache, then the hub.
@@ -20,9 +20,6 @@ from verl_memopt.run.builds import device_of, vllm_build
 
 MODEL_FILES = ("config.json", "*.safetensors")
 """Files that every model folder has."""
-
-ANSWER_SECONDS = 5.0
-"""How long the hub may take to answer."""
 
 
 def cached(repo_id: str, repo_type: str, wanted: Sequence[str]) -> bool:
@@ -33,39 +30,12 @@ def cached(repo_id: str, repo_type: str, wanted: Sequence[str]) -> bool:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    from verl_memopt.model.folder import files_of_index
-
     try:
         folder = Path(snapshot_download(repo_id, repo_type=repo_type, local_files_only=True))
     except LocalEntryNotFoundError:
         return False
     listed = [name for index in folder.glob("*.safetensors.index.json") for name in files_of_index(index)]
     return all(any(folder.glob(pattern)) for pattern in (*wanted, *listed))
-
-
-def why_no_answer(repo_id: str, repo_type: str, seconds: float = ANSWER_SECONDS, endpoint: str | None = None) -> str | None:
-    """Return why the hub cannot give a repository, or None when it answers that it has it.
-
-    A thread asks, and is abandoned after ``seconds``, because a name lookup or a silent proxy has no time limit of its own.
-    ``endpoint``: None = HF_ENDPOINT, or the public hub.
-    """
-    from huggingface_hub import HfApi, constants
-
-    if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set"
-    reasons = [f"no answer in {seconds:g} s"]
-
-    def ask() -> None:
-        try:
-            HfApi(endpoint=endpoint).repo_info(repo_id, repo_type=repo_type, timeout=seconds)
-            reasons.clear()
-        except Exception as error:  # noqa: BLE001 - whatever fails, the hub did not say that it has the repository
-            reasons[:] = [f"{type(error).__name__}: {error}".partition("\n")[0]]
-
-    asking = Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(seconds)
-    return reasons[0] if reasons else None
 
 
 GPU_TOY = "+device=gpu"

@@ -425,8 +425,11 @@ def train(settings: Settings) -> int:
     With ``trainer.resume_mode=auto`` a checkpoint that cannot be loaded is skipped: the run starts again from the one before.
     Everything that was started has ended when it returns or raises.
     """
+    from verl_memopt.model.folder import resolve_folder
     from verl_memopt.run.interrupts import of_process
 
+    model = settings.actor_rollout_ref.model  # before Ray's processes start, which would wait for the hub
+    resolve_folder(model.path, "actor_rollout_ref.model.path", bool(model.trust_remote_code))
     with of_process() as interrupts:
         unreadable: dict[int, str] = {}
         while True:

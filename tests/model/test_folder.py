@@ -13,14 +13,15 @@ from huggingface_hub import constants
 from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoModelForCausalLM
 
-from recipe.choose_model import MODEL_FILES, cached, why_no_answer
+from recipe.choose_model import MODEL_FILES, cached
 from tests.model.own_code import own_code, write_own_code
 from verl_memopt.config.schema import Actor, Fsdp, Model
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.tiled_mlp import TiledMlp
+from verl_memopt.model import folder
 from verl_memopt.model.assembly import build_policy, materialize
 from verl_memopt.model.export import export_folder
-from verl_memopt.model.folder import check_vocabulary, end_tokens, files_of_index, load_tokenizer, resolve_folder
+from verl_memopt.model.folder import check_vocabulary, end_tokens, files_of_index, load_tokenizer, resolve_folder, why_no_answer
 from verl_memopt.model.packing import pack_rows
 from verl_memopt.model.packing_check import check_architecture, check_packing
 from verl_memopt.model.weights import WeightFolder, named_weights
@@ -134,7 +135,7 @@ def repository(untied_folder, tmp_path, monkeypatch):
     ):
         (at / name).write_text("{}")
 
-    def snapshot_download(repo_id, *, allow_patterns, ignore_patterns=None):
+    def snapshot_download(repo_id, *, allow_patterns, ignore_patterns=None, **_):
         assert repo_id == "someone/own"
         files = [str(path.relative_to(at)) for path in at.rglob("*") if path.is_file()]
         for name in filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
@@ -311,6 +312,30 @@ def test_a_hub_that_nobody_runs_is_a_reason_of_one_line(online):
     reason = why_no_answer(NAME, "model", seconds=30, endpoint=f"http://127.0.0.1:{port}")
     assert reason
     assert "\n" not in reason
+
+
+@pytest.mark.parametrize("answer", [503, None], ids=["refuses", "is_silent"])
+def test_a_hub_that_gives_nothing_is_asked_once_and_then_the_error_says_so(online, monkeypatch, answer, cache):
+    asked, released = [], threading.Event()
+
+    class Refusing(Hub):
+        def do_GET(self):
+            asked.append(self.path)
+            if answer is None:
+                released.wait(10)
+            self.send_error(answer or 500)
+
+    monkeypatch.setattr(folder, "ANSWER_SECONDS", 0.5)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        with pytest.raises(ConfigError, match=rf"^{KEY}={NAME}: .*the hub could not give it \(ConnectionError: .*no copy"):
+            resolve_folder(NAME, KEY)
+        released.set()
+        server.shutdown()
+    assert len(asked) == 1
+    cache(config__json="{}", model__safetensors="")
+    assert (resolve_folder(NAME, KEY) / "config.json").is_file(), "the cache serves"
 
 
 def test_no_hub_is_asked_where_it_is_switched_off(monkeypatch, hub):

@@ -17,6 +17,7 @@ from verl_memopt.config import schema
 from verl_memopt.data.encoder import RENDER_ERRORS, Spans, decode, overlong, special_tokens_of, tokenize
 from verl_memopt.data.plugin import load_from_file, refuse_verls_arguments, users_code
 from verl_memopt.errors import DataError
+from verl_memopt.model.folder import fetch
 
 logger = logging.getLogger(__name__)
 
@@ -487,8 +488,7 @@ def hub_rows(source: str, split: str, key: str) -> list[RawRow]:
 
     ``source``: ``owner/name[:config][@split]``.
     """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     place, _, named = source.partition("@")
     hub_id, _, config = place.partition(":")
@@ -496,13 +496,13 @@ def hub_rows(source: str, split: str, key: str) -> list[RawRow]:
     starts = (f"{config}/",) if config else STARTS
     patterns = [f"{start}{name}*{suffix}" for start in starts for name in names for suffix in READERS]
     try:
-        folder = snapshot_download(hub_id, repo_type="dataset", allow_patterns=patterns)
-    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as problem:
+        folder = fetch(hub_id, patterns, repo_type="dataset")
+    except (HfHubHTTPError, HFValidationError, OSError) as problem:
         raise DataError(
             f"{key}={HUB}{source}: the hub could not deliver it ({type(problem).__name__}: {problem}). Make the hub reachable, "
             "or download the files and name them."
         ) from problem
-    return read_rows(files_of_split(Path(folder), names, f"{key}={HUB}{source}", starts), key)
+    return read_rows(files_of_split(folder, names, f"{key}={HUB}{source}", starts), key)
 
 
 STARTS = ("", "*/")

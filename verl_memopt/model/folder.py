@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from verl_memopt.config.schema import Model
@@ -42,17 +44,64 @@ def resolve_folder(path: str, key: str, trust_remote_code: bool = False) -> Path
 
 
 def _from_hub(name: str, key: str, trust_remote_code: bool) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError
 
     wanted = [*FETCHED, CODE] if trust_remote_code else list(FETCHED)
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=list(NOT_FETCHED)))
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        return fetch(name, wanted, NOT_FETCHED)
+    except (HfHubHTTPError, OSError) as error:
         raise ConfigError(
             f"{key}={name}: no such folder here, and the hub could not give it ({type(error).__name__}: {error}). "
             "Give the path of a downloaded model folder, or make the hub reachable."
         ) from error
+
+
+ANSWER_SECONDS = 10.0
+"""How long the hub may take to answer. What downloads from it would try again for minutes, or wait for ever."""
+
+
+def fetch(name: str, wanted: Sequence[str], unwanted: Sequence[str] = (), repo_type: str = "model") -> Path:
+    """Return the folder of a repository of the hub: downloaded once, else the copy in the local cache.
+
+    Raises:
+        OSError, HfHubHTTPError: The hub cannot give it, and the cache has no copy.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    reason = why_no_answer(name, repo_type, ANSWER_SECONDS)
+    kept = {"allow_patterns": list(wanted), "ignore_patterns": list(unwanted), "local_files_only": reason is not None}
+    try:
+        return Path(snapshot_download(name, repo_type=repo_type, **kept))
+    except LocalEntryNotFoundError as error:
+        if reason is None:
+            raise
+        raise ConnectionError(f"{reason}; the local cache has no copy") from error
+
+
+def why_no_answer(repo_id: str, repo_type: str, seconds: float = ANSWER_SECONDS, endpoint: str | None = None) -> str | None:
+    """Return why the hub cannot give a repository, or None when it answers that it has it.
+
+    A thread asks, and is abandoned after ``seconds``, because a name lookup or a silent proxy has no time limit of its own.
+    ``endpoint``: None = HF_ENDPOINT, or the public hub.
+    """
+    from huggingface_hub import HfApi, constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    reasons = [f"no answer in {seconds:g} s"]
+
+    def ask() -> None:
+        try:
+            HfApi(endpoint=endpoint).repo_info(repo_id, repo_type=repo_type, timeout=seconds)
+            reasons.clear()
+        except Exception as error:  # noqa: BLE001 - whatever fails, the hub did not say that it has the repository
+            reasons[:] = [f"{type(error).__name__}: {error}".partition("\n")[0]]
+
+    asking = Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(seconds)
+    return reasons[0] if reasons else None
 
 
 def load_tokenizer(folder: Path, model: Model, trust_remote_code: bool = False) -> Any:

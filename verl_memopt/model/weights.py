@@ -25,7 +25,7 @@ from verl_memopt.memory.prune_last_block import window_of
 from verl_memopt.memory.quantized_frozen_torch import Packing, quantized_layers
 from verl_memopt.model.attention import REGISTERED
 from verl_memopt.model.families import NO_LIST, OWN_BLOCKS, POLICY_KEY, UNEVEN, impossible_size, one_line, refused, unsupported
-from verl_memopt.model.folder import HUB_ID, files_of_index
+from verl_memopt.model.folder import HUB_ID, fetch, files_of_index
 from verl_memopt.model.packed_model import register_kernels
 from verl_memopt.observe.byte_tracker import HOST, declare_host, mark, scope
 
@@ -352,15 +352,14 @@ def size_of(model: Model | CriticModel, key: str) -> ModelSize:
 
 
 def _config_of_hub(name: str, key: str) -> Path:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        return Path(hf_hub_download(name, "config.json")).parent
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        return fetch(name, ["config.json"])
+    except (HfHubHTTPError, OSError) as error:
         raise ConfigError(
-            f"{key}.path={name}: the hub could not give its config.json ({type(error).__name__}). Give a folder that holds "
-            "it, or a model that is known without: " + ", ".join(PUBLISHED) + "."
+            f"{key}.path={name}: the hub could not give its config.json ({type(error).__name__}: {error}). Give a folder that "
+            "holds it, or a model that is known without: " + ", ".join(PUBLISHED) + "."
         ) from error
 
 
