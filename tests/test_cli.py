@@ -29,7 +29,7 @@ def test_help_lists_every_command(capsys):
     assert ended(["--help"]) == 0
     shown = capsys.readouterr().out
     for name, (_, text) in COMMANDS.items():
-        assert f"{name:8} {text}" in shown
+        assert f"{name:10} {text}" in shown
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
@@ -185,3 +185,27 @@ def test_toy_does_not_replace_what_is_no_toy_task(tmp_path, capsys):
     assert main(["toy", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith(f"DataError: {tmp_path}: it exists and is not a toy task")
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.fixture(scope="module")
+def bash_script():
+    command = [sys.executable, "-m", "verl_memopt", "completion", "bash"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["ex"], {"export"}),
+        (["train", "--until"], {"--until-it-fits"}),
+        (["train", "trainer.resume"], {"trainer.resume_mode=", "trainer.resume_from_path="}),
+        (["fit", "memory=24"], {"memory=24g"}),
+        (["sft", "--cfg", "job", "num_train"], {"num_train_epochs="}),
+        (["chat", "trainer.resume"], set()),
+    ],
+)
+def test_a_shell_completes_commands_options_and_settings(words, expected, bash_script):
+    line = " ".join(f"'{word}'" for word in ("verl-memopt", *words))
+    ask = f'COMP_WORDS=({line}); COMP_CWORD={len(words)}; _verl_memopt; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    found = subprocess.run(["bash", "-c", f"{bash_script}\n{ask}"], capture_output=True, text=True, check=True)
+    assert set(found.stdout.split()) == expected

@@ -1,10 +1,11 @@
-"""The command line: ``verl-memopt train | sft | chat | export | report | check | fit | knobs | toy``, and commands of recipes."""
+"""The command line ``verl-memopt``: ``train``, ``sft``, ``chat``, ``export``, ``fit`` and others, and commands of recipes."""
 
 from __future__ import annotations
 
 import argparse
 import gc
 import importlib
+import io
 import json
 import logging
 import pkgutil
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -259,6 +260,30 @@ def fit_command(arguments: Sequence[str]) -> int:
     return command(settings, card_asked_for(settings, parsed.memory, parsed.host_memory), parsed.json)
 
 
+def completion_command(arguments: Sequence[str]) -> int:
+    """Run ``verl-memopt completion``."""
+    parser = _parser("completion", "Print what lets a shell complete commands, options and settings with Tab.")
+    parser.add_argument("shell", choices=["bash", "zsh", "fish"], help='bash and zsh: eval "$(verl-memopt completion bash)"')
+    parsed = parser.parse_args(arguments)
+    from verl_memopt.config.keys import leaf_types
+    from verl_memopt.config.loader import PACKAGED
+    from verl_memopt.config.trl_names import SPELLINGS
+    from verl_memopt.run.completion import Completed, script_of
+
+    commands = {}
+    for name, (function, line) in COMMANDS.items():
+        shown = io.StringIO()
+        with redirect_stdout(shown), suppress(SystemExit):
+            pkgutil.resolve_name(function)(["--help"])
+        options = dict.fromkeys(re.findall(r"(?<![\w-])--[a-z][a-z-]*", shown.getvalue()))
+        commands[name] = Completed(line, [each for each in options if each != "--help"], "key=value" in shown.getvalue())
+    names = [*leaf_types(), *(name for spelling in SPELLINGS for name in spelling.names)]
+    groups = sorted(f"{path.parent.name}={path.stem}" for path in PACKAGED.glob("*/*.yaml"))
+    settings = [*(f"{name}=" for name in dict.fromkeys(names)), *groups]
+    sys.stdout.write(script_of(parsed.shell, commands, settings))
+    return 0
+
+
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("verl_memopt.cli:run", "train a policy (Hydra overrides: key=value)"),
     "sft": ("verl_memopt.cli:sft", "teach a model the responses of a dataset, before RL"),
@@ -269,6 +294,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     **{name: command for recipe in RECIPES.values() for name, command in recipe.commands.items()},
     "fit": ("verl_memopt.cli:fit_command", "say what fits on a card, without weights and without a GPU"),
     "knobs": ("verl_memopt.cli:knobs_command", "list the memory knobs, or measure them on a model"),
+    "completion": ("verl_memopt.cli:completion_command", "let a shell complete all of this with Tab"),
     "toy": ("verl_memopt.cli:toy_command", "make the toy task: a tiny model and its data, locally"),
 }
 """Command -> the function that runs it, which takes the arguments and is imported on use, and the line of the help."""
@@ -283,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in COMMANDS:
         return guarded(lambda: pkgutil.resolve_name(COMMANDS[arguments[0]][0])(arguments[1:]), watched=argv is None)
-    lines = "\n".join(f"  {name:8} {text}" for name, (_, text) in COMMANDS.items())
+    lines = "\n".join(f"  {name:10} {text}" for name, (_, text) in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="verl-memopt",
         description=f"Reinforcement-learning post-training when device memory is scarce.\n\ncommands:\n{lines}",
