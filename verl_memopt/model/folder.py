@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -70,9 +71,9 @@ def fetch(name: str, wanted: Sequence[str], unwanted: Sequence[str] = (), repo_t
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     reason = why_no_answer(name, repo_type, ANSWER_SECONDS)
-    kept = {"allow_patterns": list(wanted), "ignore_patterns": list(unwanted), "local_files_only": reason is not None}
+    download = partial(snapshot_download, name, repo_type=repo_type, local_files_only=reason is not None)
     try:
-        return Path(snapshot_download(name, repo_type=repo_type, **kept))
+        return Path(download(allow_patterns=list(wanted), ignore_patterns=list(unwanted)))
     except LocalEntryNotFoundError as error:
         if reason is None:
             raise
