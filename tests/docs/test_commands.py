@@ -12,6 +12,7 @@ import subprocess
 
 import pytest
 
+from recipe.real_model import make_model
 from tests.docs.pages import DOCS, README, ROOT, blocks, commands, page_name
 from tests.end_to_end.runs import LOCAL, script_environment, succeeded, train
 from tests.forked import PYTHON
@@ -50,6 +51,7 @@ class Checkout:
                 (self.folder / path.name).symlink_to(path)
         self._make_toy(toy, 0)
         self._make_toy(toy, 3)
+        self._make_real_model(toy / "model")
         (self.folder / "FOLDER").symlink_to(toy / "model")
         self.home = folder / "home"
         self._make_gsm8k(self.home / "gsm8k" / "main")
@@ -63,6 +65,12 @@ class Checkout:
         shutil.copytree(toy, folder)
         told = json.loads((folder / "toy.json").read_text())
         (folder / "toy.json").write_text(json.dumps({**told, "seed": seed}))
+
+    def _make_real_model(self, tiny):
+        # The set-up step would get the model from the package index. The tiny one stands in for it.
+        folder = self.folder / "runs" / "smollm2_135m"
+        shutil.copytree(tiny, folder)
+        (folder / make_model.RECORD).write_text(json.dumps(make_model.identity()))
 
     def _make_gsm8k(self, folder):
         folder.mkdir(parents=True)

@@ -211,6 +211,18 @@ def test_a_model_path_takes_the_gsm8k_recipe(tmp_path):
     assert settings["data.train_files"] == "/data/train.parquet"
 
 
+def test_the_script_of_the_real_model_trains_the_model_and_the_split_that_are_named(toy, tmp_path):
+    named = {"MODEL_PATH": f"{toy}/model", "DATA_DIR": str(tmp_path / "data"), "SEED": "3"}
+    settings = printed(FOLDER / "run_real_model_cpu.sh", tmp_path, "trainer.total_training_steps=2", **named)
+    assert settings[f"{AR}.model.path"] == f"{toy}/model"
+    assert settings["algorithm.adv_estimator"] == "grpo"
+    assert settings["trainer.total_training_steps"] == 2
+    assert settings["data.seed"] == settings[f"{AR}.rollout.seed"] == 3
+    for split in ("train", "val"):
+        assert settings[f"data.{split}_files"] == f"{tmp_path}/data/{split}.parquet"
+        assert (tmp_path / "data" / f"{split}.parquet").is_file()
+
+
 def executable(path, text):
     path.write_text(text)
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
