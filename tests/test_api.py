@@ -15,9 +15,22 @@ import verl_memopt
 from verl_memopt import api, trl
 from verl_memopt.config.loader import compose_mapping
 from verl_memopt.errors import CheckpointError, ConfigError, DataError, RewardError, UserError
-from verl_memopt.rewards.python_functions import PLAIN, TRL, VERL, VERL_BATCH, NamedFunction, named_functions, save_functions
+from verl_memopt.model.given import write_model
+from verl_memopt.rewards import python_functions
+from verl_memopt.rewards.python_functions import (
+    PLAIN,
+    TRL,
+    VERL,
+    VERL_BATCH,
+    NamedFunction,
+    named_functions,
+    reward_settings,
+    save_functions,
+)
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.rewards.score import RewardRow
+from verl_memopt.trl.config import adapter_arguments, given_and_defaults
+from verl_memopt.trl.trainer import REFUSED as REFUSED_ARGUMENTS
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "level": a} for a in range(2) for b in range(4)]
 SMALL = {
@@ -177,6 +190,39 @@ def test_numbers_of_numpy_and_dates_are_kept(tmp_path):
     assert (tmp_path / "rows.jsonl").read_text() == '{"prompt": "x", "n": 3, "v": [0, 1], "d": "2026-01-02"}\n'
 
 
+def test_datasets_by_name_become_one_file_whose_rows_say_their_set(tmp_path):
+    from verl_memopt.data.dataset import read_rows
+
+    (tmp_path / "hard.jsonl").write_text('{"prompt": "h", "extra_info": {"level": 3}}\n')
+    file = api._held_out({"easy": ROWS[:1], "hard": str(tmp_path / "hard.jsonl")}, tmp_path / "inputs")
+    (_, easy), (_, hard) = read_rows(file, "k")
+    assert easy == {**ROWS[0], "extra_info": {"validation_set": "easy"}}
+    assert hard == {"prompt": "h", "extra_info": {"level": 3, "validation_set": "hard"}}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "settings"),
+    [
+        ("some/folder", {"reward_model.enable": True, "reward_model.model.path": "some/folder"}),
+        (["owner/scorer"], {"reward_model.enable": True, "reward_model.model.path": "owner/scorer"}),
+        ("dir/mine.py:f", {"custom_reward_function.path": "dir/mine.py", "custom_reward_function.name": "f"}),
+        ("mine.py", {"custom_reward_function.path": "mine.py"}),
+    ],
+)
+def test_a_reward_that_is_a_text_is_a_model_or_a_file(rewards, settings, tmp_path):
+    assert reward_settings(rewards, None, None, tmp_path) == settings
+
+
+def test_a_reward_model_beside_functions_is_one_of_them_with_its_weight(tmp_path):
+    settings = reward_settings([lambda answer: 1.0, "owner/scorer"], [1.0, 0.5], None, tmp_path)
+    assert settings["reward_model.model.path"] == "owner/scorer"
+    rows = [(*("toy", "2", None), {"rm_score": 4.0})]
+    (found,) = [python_functions.score_row(*row, functions=str(tmp_path / "rewards.pkl")) for row in rows]
+    assert found == {"lambda": 1.0, "scorer": 4.0, "score": 3.0}
+    with pytest.raises(RewardError, match=r"^rewards: a, b are reward models, .*one"):
+        reward_settings(["x/a", "x/b"], None, None, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("dataset", "expected"),
     [
@@ -195,7 +241,7 @@ def test_files_and_hub_ids_are_named_as_they_are(dataset, expected, tmp_path):
 )
 def test_what_is_no_model_is_refused(model, message, tmp_path):
     with pytest.raises(ConfigError, match=f"^model: .*{message}"):
-        api._model(model, None, tmp_path)
+        write_model(model, None, tmp_path)
 
 
 # Whole runs.
@@ -275,7 +321,7 @@ class ConfigOfTrl:
 
 
 def test_a_config_of_trl_gives_what_differs_from_its_defaults():
-    assert trl._given(ConfigOfTrl("runs/x", num_generations=4), "args") == (
+    assert given_and_defaults(ConfigOfTrl("runs/x", num_generations=4), "args") == (
         {"output_dir": "runs/x", "num_generations": 4},
         {"learning_rate": 1e-6, "num_generations": 8, "bf16": True},
     )
@@ -293,26 +339,26 @@ class ConfigOfPeft:
 
 def test_an_object_of_peft_says_what_differs_from_its_defaults():
     at = "actor_rollout_ref.model."
-    found = trl._adapters(ConfigOfPeft(r=4, target_modules={"v_proj"}))
+    found = adapter_arguments(ConfigOfPeft(r=4, target_modules={"v_proj"}))
     assert found == {f"{at}lora_rank": 4, f"{at}lora_alpha": 8, f"{at}target_modules": ["v_proj"]}
     with pytest.raises(ConfigError, match=r"^peft_config: use_dora=True has no equal here"):
-        trl._adapters(ConfigOfPeft(use_dora=True))
+        adapter_arguments(ConfigOfPeft(use_dora=True))
 
 
 def test_a_config_of_peft_becomes_lora_settings():
     config = {"r": 4, "lora_alpha": 16, "target_modules": {"v_proj", "q_proj"}, "task_type": "CAUSAL_LM", "lora_dropout": 0.0}
     at = "actor_rollout_ref.model."
-    assert trl._adapters(config) == {f"{at}lora_rank": 4, f"{at}lora_alpha": 16, f"{at}target_modules": ["q_proj", "v_proj"]}
+    assert adapter_arguments(config) == {f"{at}lora_rank": 4, f"{at}lora_alpha": 16, f"{at}target_modules": ["q_proj", "v_proj"]}
 
 
 REFUSED = [
-    *(({name: object()}, name) for name in trl.REFUSED),
+    *(({name: object()}, name) for name in REFUSED_ARGUMENTS),
     ({"nonsense": 1}, "nonsense"),
     ({"train_dataset": None}, "train_dataset"),
     ({"args": 3}, "args"),
     ({"peft_config": 3}, "peft_config"),
     ({"peft_config": {"use_dora": True}}, "peft_config"),
-    ({"reward_funcs": ["folder", right]}, "reward_funcs"),
+    ({"reward_funcs": None}, "reward_funcs"),
 ]
 
 
@@ -391,8 +437,8 @@ trainer.train()
 """,
 }
 LOGGED = {
-    "quick_start": {"reward/accuracy_reward/mean", "reward/format_reward_func/mean"},
-    "many_tasks_with_adapters": {"reward/math_reward_func/mean", "reward/async_reward_func/mean", "reward/accuracy/mean"},
+    "quick_start": {"rewards/accuracy_reward/mean", "rewards/format_reward_func/mean"},
+    "many_tasks_with_adapters": {"rewards/math_reward_func/mean", "rewards/async_reward_func/mean", "accuracy"},
 }
 
 
@@ -404,8 +450,8 @@ def test_a_documented_script_of_trl_runs_with_another_import(script, kind, model
     text = text.replace("from trl import", "from verl_memopt.trl import").replace("from peft import LoraConfig\n", "")
     space = {"MODEL": model, "SMALL": SMALL, "re": re, "asyncio": asyncio, "LoraConfig": dict}
     exec(text, space)
-    (metrics,) = space["trainer"].state.log_history
-    assert LOGGED[script] <= metrics.keys()
+    assert all(LOGGED[script] <= metrics.keys() for metrics in space["trainer"].state.log_history)
+    (metrics,) = space["trainer"].run.metrics
     assert metrics["actor/skipped_updates"] == 0
 
 

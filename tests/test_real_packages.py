@@ -11,6 +11,8 @@ from verl_memopt import trl
 from verl_memopt.config.trl_defaults import DEFAULTS
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.trl.config import given_and_defaults
+from verl_memopt.trl.trainer import REFUSED
 
 ROWS = [{"prompt": [{"role": "user", "content": f"{n}+1="}], "answer": str(n + 1)} for n in range(4)]
 SMALL = {
@@ -37,7 +39,7 @@ def given(model):
     peer = pytest.importorskip("trl")
 
     def read(kind, **arguments):
-        return trl._given(getattr(peer, kind)(**{"use_cpu": True, "bf16": False, **arguments}), "args")[0]
+        return given_and_defaults(getattr(peer, kind)(**{"use_cpu": True, "bf16": False, **arguments}), "args")[0]
 
     return read
 
@@ -176,7 +178,7 @@ def test_a_documented_script_trains_with_the_import_of_the_trainer_model_and_row
         script = script.replace(old, new)
     given = {"MODEL": model, "FILE": str(rows), "CACHE": str(tmp_path), "SMALL": {"max_steps": 1, **SMALL}, "asyncio": asyncio}
     exec(script, given)
-    (metrics,) = given["trainer"].state.log_history
+    (metrics,) = given["trainer"].run.metrics
     assert metrics["actor/skipped_updates"] == 0
 
 
@@ -184,7 +186,7 @@ def test_a_documented_script_trains_with_the_import_of_the_trainer_model_and_row
 def test_every_argument_of_a_real_trainer_is_read_or_refused_with_a_reason(kind):
     peer = pytest.importorskip("trl")
     theirs = inspect.signature(getattr(peer, f"{kind}Trainer")).parameters
-    assert set(theirs) - set(inspect.signature(trl.GRPOTrainer).parameters) <= set(trl.REFUSED)
+    assert set(theirs) - set(inspect.signature(trl.GRPOTrainer).parameters) <= set(REFUSED)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +219,7 @@ def test_a_script_with_real_objects_trains_and_resumes_at_a_checkpoint(kind, mod
         "model": AutoModelForCausalLM.from_pretrained(model),
         "processing_class": AutoTokenizer.from_pretrained(model),
         "reward_funcs": [right],
-        "args": {**trl._given(config, "args"), **SMALL},
+        "args": {**given_and_defaults(config, "args")[0], **SMALL},
         "train_dataset": datasets.Dataset.from_list(ROWS),
         "peft_config": peft.LoraConfig(r=2, lora_alpha=4, target_modules="all-linear", task_type="CAUSAL_LM"),
     }

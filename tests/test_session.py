@@ -16,7 +16,7 @@ import pytest
 import verl_memopt
 from tests.rewards.processes import all_gone, wait_until
 from tests.test_api import ROWS, SMALL, right
-from verl_memopt.errors import CheckpointError, ConfigError, RewardError
+from verl_memopt.errors import CheckpointError, ConfigError, RewardError, TrainingError
 
 
 @pytest.fixture(scope="module")
@@ -159,12 +159,41 @@ def test_a_session_answers_prompts_updates_with_advantages_of_the_callers_and_sa
         with pytest.raises(ConfigError, match=r"clip_cov_lb=1\.0, .*clip_cov_ub=1\.0: no covariance"):
             session.update(answers, [1.0] * 6, loss="clip_cov")
         assert session.update(answers, [1.0] * 6, loss="kl_cov")["actor/skipped_updates"] == 0.0
+        greedy = session.generate([chat], n=2, temperature=0)
+        assert greedy.texts[0] == greedy.texts[1]
+        for wrong in (-1, True, "hot"):
+            with pytest.raises(ConfigError, match=r"^generate\(temperature=.*at least 0"):
+                session.generate([chat], temperature=wrong)
+        with pytest.raises(ConfigError, match=r"^update: these answers were drawn with temperature=0, .*are those of 1\.0"):
+            session.update(greedy, [1.0, 1.0])
         with pytest.raises(RewardError, match="2 scores for 6 answers"):
             session.advantages(answers, [1.0, 2.0])
         with pytest.raises(ConfigError, match="no reference"):
             session.log_probs(answers, reference=True)
         folder = session.save(tmp_path / "model")
     assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size > 0
+
+
+def test_a_loss_that_is_a_function_learns_as_the_one_of_a_file(model, tmp_path):
+    weight, updates = 0.5, {}
+
+    def weighted(log_prob, advantages):
+        return -weight * advantages * log_prob
+
+    def joined(log_prob):
+        return log_prob - log_prob.mean()
+
+    (tmp_path / "loss.py").write_text("def weighted(log_prob, advantages):\n    return -0.5 * advantages * log_prob\n")
+    of_file = {"policy_loss.loss_mode": "custom", "policy_loss.custom.path": str(tmp_path / "loss.py")}
+    own = {f"actor_rollout_ref.actor.{name}": value for name, value in {**of_file, "policy_loss.custom.name": "weighted"}.items()}
+    for name, settings, loss in (("function", {}, weighted), ("file", own, None)):
+        with verl_memopt.session(model, run_dir=tmp_path / name, **EXACT, **NO_KL, **settings) as session:
+            answers = session.generate(["1+2=", "3+4="], n=2)
+            if loss is not None:
+                with pytest.raises(TrainingError, match=r"policy_loss\.custom\.name=loss in .*depends on the other tokens"):
+                    session.update(answers, [1.0, 0.5, -1.0, 0.0], loss=joined)
+            updates[name] = session.update(answers, [1.0, 0.5, -1.0, 0.0], loss=loss)
+    assert updates["function"]["actor/grad_norm"] == updates["file"]["actor/grad_norm"] > 0
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,9 @@ from verl_memopt.config.loader import compose_mapping
 from verl_memopt.config.schema import Settings
 from verl_memopt.config.trl_defaults import DEFAULTS
 from verl_memopt.config.trl_names import GRPO, NO_EQUAL, RLOO, SPELLINGS, Spelling
-from verl_memopt.trl import PEFT, PEFT_PASSES, REFUSED
+from verl_memopt.trl.config import PEFT, PEFT_PASSES, PEFT_TARGETS
+from verl_memopt.trl.logs import OURS
+from verl_memopt.trl.trainer import REFUSED
 
 _HEAD = """# From TRL
 
@@ -68,9 +70,23 @@ _TRAINERS = """## Arguments of the trainers
 of their configs as well. It refuses these where they say anything:
 """
 
+_METRICS = """## Metrics
+
+`trainer.state.log_history` has TRL's names. Those of answers and rewards are computed as TRL computes them: `reward`,
+`reward_std`, `rewards/NAME/mean`, `rewards/NAME/std`, `frac_reward_zero_std`, `num_tokens` and `completions/...`. A validation
+has them with `eval_` before, and `eval_NAME_` where `eval_dataset` has names. It answers each row once, with the most likely
+tokens, unless `num_generations_eval` and `actor_rollout_ref.rollout.val_kwargs` say otherwise; TRL samples as in training.
+`eval_loss` is the loss of the held-out answers by the policy that gave them, without a KL. The others are ours under another
+name:
+
+{}
+`trainer.run.metrics` has our metrics under our names.
+"""
+
 _PEFT = f"""Of peft's `LoraConfig` it reads {", ".join(f"`{name}`" for name in PEFT)}. `lora_dropout` passes with a warning,
 because adapters are computed without dropout. {", ".join(f"`{name}={value}`" for name, value in PEFT_PASSES.items())}
-ask for nothing. Any other field that is set is refused: adapters have one rank, one scale and no further parts.
+ask for nothing. Without `target_modules` it adapts {" and ".join(f"`{name}`" for name in PEFT_TARGETS)}, as peft does in most
+models. Any other field that is set is refused: adapters have one rank, one scale and no further parts.
 
 `debug` of a config is refused too: [debugging modes](debug_modes.md) have that name here.
 
@@ -116,6 +132,7 @@ def page() -> str:
         _without_equal(),
         _TRAINERS,
         _refused(),
+        _metrics(),
         _PEFT,
         _DEFAULTS,
         _defaults(),
@@ -139,6 +156,11 @@ def _without_equal() -> str:
         passes = "any" if refusal.inert is None else ", ".join(f"`{shown(value)}`" for value in refusal.inert)
         rows.append((f"`{name}`", passes, f"{refusal.reason}."))
     return table(("TRL", "passes", "why, and what to do"), rows)
+
+
+def _metrics() -> str:
+    rows = [(f"`{name}`", _code((ours,) if isinstance(ours, str) else ours)) for name, ours in OURS.items()]
+    return _METRICS.replace("{}", table(("TRL", "here"), rows))
 
 
 def _refused() -> str:

@@ -4,7 +4,9 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_LAZY = {"train": "api", "Run": "api", "session": "primitives"}
+_LAZY = {
+    "train": "api", "Run": "api", "session": "primitives", "EarlyStopping": "trainer.listener", "Progress": "trainer.listener",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

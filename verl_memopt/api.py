@@ -12,18 +12,20 @@ import itertools
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_memopt.config.aliases import MINI_BATCH, PROMPTS
-from verl_memopt.config.trl_names import ESTIMATOR
+from verl_memopt.config.trl_names import BATCH_NAMES, ESTIMATOR
 from verl_memopt.errors import ConfigError, DataError
+from verl_memopt.trainer.listener import at_steps
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings
+    from verl_memopt.trainer.listener import Listener
 
 CONFIGS = {"ppo": "ppo_trainer", "grpo": "grpo_trainer", "rloo": "rloo_trainer", "sft": "sft_trainer"}
 """``algorithm`` -> the packaged config. Any other name is an estimator, over PPO's config."""
@@ -59,27 +61,30 @@ def train(
     run_dir: str | Path | None = None,
     resume: bool = False,
     tokenizer: Any = None,
+    on_step: Listener | None = None,
     **settings: Any,
 ) -> Run:
     """Train a model and return the run.
 
     Args:
-        model: Folder or hub id of a model, or a model of transformers.
+        model: Folder or hub id of a model, or a model of transformers or peft.
         dataset: Training rows: a list of dicts, a ``datasets.Dataset``, a DataFrame, a file or several, or a hub id
             (``openai/gsm8k:main@train``). Each row has a ``prompt``: a text, or a list of ``{role, content}``. The other columns
             reach the reward functions. Other names of columns: ``prompt_key=..., answer_key=...``.
         rewards: A reward function, a list of them, or name -> function, with TRL's signature, verl's or ``f(answer, row)``
-            (:mod:`verl_memopt.rewards.python_functions`); or ``"file.py:function"``. None = the rule
-            of each row's ``data_source``.
+            (:mod:`verl_memopt.rewards.python_functions`); or ``"file.py:function"``. One of them may be a reward model: its
+            folder, hub id or object. None = the rule of each row's ``data_source``.
         algorithm: ``grpo``, ``rloo``, ``ppo``, ``sft``, or another estimator of ``algorithm.adv_estimator``.
-        eval_dataset: Held-out rows, as ``dataset``. None = no validation.
+        eval_dataset: Held-out rows, as ``dataset``, or name -> rows. None = no validation.
         reward_weights: A weight for each function. None = 1 each.
         memory: Memory profile, such as ``24g``.
         steps: Training steps. None = ``trainer.total_epochs`` passes over the rows.
         run_dir: Folder of the run. None = a new one in ``runs/``.
         resume: Continue the run in ``run_dir`` at its last checkpoint. False = a new run: what an earlier one left in ``run_dir``
             moves to ``previous/`` there.
-        tokenizer: The tokenizer of a ``model`` that is given as an object.
+        tokenizer: A tokenizer, or its folder. None = that of the model's folder.
+        on_step: Called after each step with a :class:`verl_memopt.Progress`, whose ``stop``, ``save`` and ``metrics`` it may use.
+            :class:`verl_memopt.EarlyStopping` is one.
         settings: Any other setting: verl's key (``**{"actor_rollout_ref.actor.optim.lr": 1e-6}``), its last part where that is
             unique (``lora_rank=16``), TRL's name (``learning_rate=1e-6``), or a section as a dict.
 
@@ -90,21 +95,56 @@ def train(
     return train_call(
         Call(
             model, dataset, settings, algorithm, memory, run_dir, tokenizer, rewards, reward_weights, eval_dataset, steps, resume
-        )
+        ),
+        None if on_step is None else at_steps(on_step),
     )
 
 
-def train_call(call: Call) -> Run:
-    """Train as a call says; see :func:`train`."""
+def train_call(call: Call, listener: Listener | None = None) -> Run:
+    """Train as a call says; see :func:`train`. ``listener`` hears of each moment of the run."""
     from verl_memopt import cli
     from verl_memopt.observe.log_setup import setup_logging
 
     setup_logging()
     folder, loaded = call.load()
-    code = cli.train_or_advise(loaded)
+    code = cli.train_or_advise(loaded, listener=listener)
     if code:
         raise KeyboardInterrupt(f"the run in {folder} was interrupted; resume=True, run_dir={str(folder)!r} continues it")
-    return Run(folder)
+    from verl_memopt.trainer.replay import record_folder
+
+    return Run(record_folder(loaded, folder))
+
+
+SIZES = (PROMPTS, MINI_BATCH, *BATCH_NAMES, "data.gen_batch_size")
+"""Names of settings that say how many prompts a step takes."""
+
+
+def evaluate_call(call: Call, folder: Path, listener: Listener | None = None) -> dict[str, float]:
+    """Answer the held-out rows of a call with its model, and return the metrics of the validation.
+
+    It is a run without a step, in the next free folder of ``folder``.
+    """
+    keys, given = call._keys_set(call._given()), call._given()
+    kept = {name: value for name, value in given.items() if name not in SIZES and not keys[name] & {*SIZES, FOLDER}}
+    defaults = {name: value for name, value in call.trl_defaults.items() if name not in SIZES}
+    settings = {**kept, "trainer.val_only": True, PROMPTS: _devices(given)}
+    path = next(path for number in itertools.count(1) if not (path := folder / str(number)).exists())
+    # Its training rows are never asked for.
+    rows = next(iter(call.eval_dataset.values())) if isinstance(call.eval_dataset, Mapping) else call.eval_dataset
+    run = train_call(
+        replace(call, dataset=rows, settings=settings, trl_defaults=defaults, run_dir=path, steps=None, resume=False), listener
+    )
+    return _validation_of(run)
+
+
+def _validation_of(run: Run) -> dict[str, float]:
+    return {name: value for name, value in run.metrics[0].items() if name.startswith("val")}
+
+
+def _devices(given: Mapping[str, Any]) -> int:
+    """Return the number of devices of a call, the fewest rows that a step can have."""
+    of = {name.rpartition(".")[2]: value for name, value in given.items()}
+    return int(of.get("nnodes", 1)) * int(of.get("n_gpus_per_node", 1))
 
 
 class Run:
@@ -176,6 +216,45 @@ class Run:
         answers = [chat.answer(each) if isinstance(each, str) else chat.turn(each) for each in ([prompts] if one else prompts)]
         return answers[0] if one else answers
 
+    def evaluate(self, rows: Any) -> dict[str, float]:
+        """Answer held-out rows with the trained model, score them as the run does, and return the metrics of the validation.
+
+        It is a run without a step, in ``evaluations/`` of this one, under its settings of the end.
+
+        Args:
+            rows: As ``eval_dataset`` of :func:`train`.
+
+        Raises:
+            UserError: A row is wrong, or the run has saved no model.
+        """
+        import yaml
+
+        from verl_memopt import cli
+        from verl_memopt.config.keys import flatten, replaced
+        from verl_memopt.config.loader import settings_from_mapping
+        from verl_memopt.observe.log_setup import setup_logging
+        from verl_memopt.trainer.replay import record_folder
+
+        setup_logging()
+        start = self.path / "evaluations"
+        folder = next(path for number in itertools.count(1) if not (path := start / str(number)).exists())
+        files = _held_out(rows, folder / INPUTS)
+        saved = flatten(yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8")))
+        loaded = replaced(
+            settings_from_mapping(saved),
+            {
+                "actor_rollout_ref.model.path": str(self.model_path),
+                "actor_rollout_ref.model.lora_rank": 0,
+                "actor_rollout_ref.model.lora_adapter_path": None,
+                "data.val_files": files,
+                "trainer.val_only": True,
+                "trainer.resume_mode": "disable",
+                FOLDER: str(folder),
+            },
+        )
+        cli.train_or_advise(loaded)
+        return _validation_of(Run(record_folder(loaded, folder)))
+
     def __repr__(self) -> str:
         rows = self.metrics
         score = rows[-1].get("critic/score/mean") if rows else None
@@ -214,6 +293,8 @@ class Call:
     resume: bool = False
     trl_defaults: Mapping[str, Any] = field(default_factory=dict)
     """TRL's names and their defaults, which hold where the settings say nothing else."""
+    reward_tokenizer: Any = None
+    """Tokenizer of a reward model that is not the one of its folder."""
 
     def load(self) -> tuple[Path, Settings]:
         """Return the run's folder, with the files that the run needs, and its settings.
@@ -289,19 +370,22 @@ class Call:
 
     def _values(self, inputs: Path) -> dict[str, Any]:
         """Return the settings that the arguments stand for, by key."""
+        from verl_memopt.model.given import write_model
+        from verl_memopt.rewards.python_functions import reward_settings
+
         values: dict[str, Any] = {
-            "actor_rollout_ref.model.path": _model(self.model, self.tokenizer, inputs / "model"),
+            **write_model(self.model, self.tokenizer, inputs),
             "actor_rollout_ref.actor.use_dynamic_bsz": True,
             "data.val_files": None,
         }
         if self.eval_dataset is not None:
-            values["data.val_files"] = _rows(self.eval_dataset, inputs / "eval.jsonl", "eval_dataset")[1]
+            values["data.val_files"] = _held_out(self.eval_dataset, inputs)
             values["trainer.test_freq"] = VALIDATE_EVERY
         if self.algorithm not in CONFIGS:
             values["algorithm.adv_estimator"] = self.algorithm
         if self.steps is not None:
             values["trainer.total_training_steps"] = self.steps
-        return values | _rewards(self.rewards, self.reward_weights, inputs / "rewards.pkl")
+        return values | reward_settings(self.rewards, self.reward_weights, self.reward_tokenizer, inputs)
 
 
 def _run_folder(run_dir: str | Path | None, model: Any, algorithm: str, resume: bool) -> Path:
@@ -333,6 +417,10 @@ def as_override(value: Any) -> str:
         plain = re.fullmatch(r"[\w./:@-]+", text) and text.lower() not in ("null", "true", "false", "nan", "inf")
         is_number = re.fullmatch(r"[-+.\d_]+([eE][-+]?\d+)?", text)
         return text if plain and not is_number else "'" + re.sub(r"(\\*)('|$)", _escaped, text) + "'"
+    if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
+        return str(value).removeprefix("torch.")
+    if hasattr(value, "to_dict"):  # a configuration of transformers
+        value = {name: each for name, each in value.to_dict().items() if not name.startswith("_")}
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{key}:{as_override(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -346,23 +434,6 @@ def _escaped(found: re.Match[str]) -> str:
     """Return a quote, or the end of a text, with the backslashes before it, as Hydra reads them between single quotes."""
     slashes, quote = found.groups()
     return slashes * 2 + ("\\'" if quote else "")
-
-
-def _model(model: Any, tokenizer: Any, folder: Path) -> str:
-    if isinstance(model, str | Path):
-        return str(model)
-    if not hasattr(model, "save_pretrained"):
-        raise ConfigError(f"model: {type(model).__name__} is no model of transformers. Give a folder, a hub id or a model.")
-    source = getattr(getattr(model, "config", None), "_name_or_path", "")
-    if tokenizer is None and not source:
-        raise ConfigError("model: a model that was not loaded from a folder needs its tokenizer. Give tokenizer=...")
-    model.save_pretrained(folder)
-    if tokenizer is None:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 def _rows(dataset: Any, path: Path, name: str) -> tuple[int | None, Any]:
@@ -402,22 +473,25 @@ def _rows(dataset: Any, path: Path, name: str) -> tuple[int | None, Any]:
     return number, str(path)
 
 
+def _held_out(dataset: Any, inputs: Path) -> Any:
+    """Return the files of held-out rows. Several datasets by name become one file, whose rows say their set."""
+    from verl_memopt.data.dataset import VALIDATION_SET, read_source
+
+    if not isinstance(dataset, Mapping) or hasattr(dataset, "columns"):
+        return _rows(dataset, inputs / "eval.jsonl", "eval_dataset")[1]
+
+    def rows() -> Iterator[Any]:
+        for name, each in dataset.items():
+            files = _rows(each, inputs / f"eval_{name}.jsonl", f"eval_dataset[{name!r}]")[1]
+            for _, row in read_source(files, "val", f"eval_dataset[{name!r}]"):
+                yield {**row, "extra_info": {**(row.get("extra_info") or {}), VALIDATION_SET: str(name)}}
+
+    return _rows(rows(), inputs / "eval.jsonl", "eval_dataset")[1]
+
+
 def _plain(value: Any) -> Any:
     """Return numbers of numpy, arrays and dates as JSON has them."""
     for method in ("tolist", "isoformat"):
         if hasattr(value, method):
             return getattr(value, method)()
     raise TypeError(f"a {type(value).__name__} is neither text nor number")
-
-
-def _rewards(rewards: Any, weights: Sequence[float] | None, path: Path) -> dict[str, Any]:
-    """Return the settings of the reward functions, by key."""
-    if rewards is None:
-        return {}
-    if isinstance(rewards, str | Path):
-        file, _, function = str(rewards).partition(".py:")
-        named = {"custom_reward_function.name": function} if function else {}
-        return {"custom_reward_function.path": f"{file}.py" if function else file, **named}
-    from verl_memopt.rewards.python_functions import named_functions, save_functions
-
-    return save_functions(named_functions(rewards, weights), path)

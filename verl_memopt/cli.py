@@ -26,6 +26,7 @@ from verl_memopt.recipes import RECIPES
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings
     from verl_memopt.run.interrupts import Interrupts
+    from verl_memopt.trainer.listener import Listener
     from verl_memopt.worker.ray_group import RayGroup
 
 
@@ -434,10 +435,10 @@ def _run(parsed: argparse.Namespace, prog: str, estimator: str | None) -> int:
         return train_until_it_fits(CommandLine(prog, parsed.config_name, parsed.config_dir, tuple(parsed.overrides)), train)
 
 
-def train_or_advise(settings: Settings, more: str = "") -> int:
+def train_or_advise(settings: Settings, more: str = "", listener: Listener | None = None) -> int:
     """Train as :func:`train`, and add to an out-of-memory error which settings together make room, and ``more``."""
     try:
-        return train(settings)
+        return train(settings, listener)
     except (DeviceMemoryError, HostMemoryError) as error:
         from verl_memopt.trainer.until_it_fits import set_together
 
@@ -445,8 +446,10 @@ def train_or_advise(settings: Settings, more: str = "") -> int:
         raise
 
 
-def train(settings: Settings) -> int:
+def train(settings: Settings, listener: Listener | None = None) -> int:
     """Run training and return the exit code: 0 when done, 130, 143 or 129 when a signal stopped it.
+
+    ``listener`` hears of each step, and may stop the run.
 
     With ``trainer.resume_mode=auto`` a checkpoint that cannot be loaded is skipped: the run starts again from the one before.
     Everything that was started has ended when it returns or raises.
@@ -461,7 +464,7 @@ def train(settings: Settings) -> int:
         while True:
             with _begun_workers(settings) as begun:
                 try:
-                    return _train(settings, begun, unreadable, interrupts)
+                    return _train(settings, begun, unreadable, interrupts, listener)
                 except UnreadableCheckpointError as error:
                     if settings.trainer.resume_mode != "auto":
                         raise
@@ -469,7 +472,9 @@ def train(settings: Settings) -> int:
                     unreadable[error.step] = error.fault
 
 
-def _train(settings: Settings, begun: RayGroup | None, unreadable: dict[int, str], interrupts: Interrupts) -> int:
+def _train(
+    settings: Settings, begun: RayGroup | None, unreadable: dict[int, str], interrupts: Interrupts, listener: Listener | None
+) -> int:
     """Run training from the newest checkpoint that is not ``unreadable`` (step -> fault), and return the exit code."""
     from verl_memopt.observe.phase import PhaseClock
     from verl_memopt.trainer.build import build_run
@@ -489,7 +494,7 @@ def _train(settings: Settings, begun: RayGroup | None, unreadable: dict[int, str
             if begun is not None:  # this process only waits while Ray's start their engines
                 _import_aside("matplotlib.backends.backend_agg")
             with start_workers(context, clock, begun) as workers:
-                Trainer(context, workers, rewards, reporter, interrupts).run()
+                Trainer(context, workers, rewards, reporter, interrupts, listener).run()
                 reporter.draw_aside()
         except KeyboardInterrupt:
             reporter.say("stopped at once; a new start resumes at the last checkpoint")

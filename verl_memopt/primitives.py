@@ -10,7 +10,7 @@ import contextlib
 import difflib
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from verl_memopt.algorithms.custom import check_custom
-from verl_memopt.algorithms.records import LOSSES, SFT, WITH_GREEDY_RESPONSES
+from verl_memopt.algorithms.records import CUSTOM, LOSSES, SFT, WITH_GREEDY_RESPONSES
 from verl_memopt.api import INPUTS, NO_ROWS, Call, _rows
 from verl_memopt.config.aliases import is_count
 from verl_memopt.config.checks import check, groups_of_passes
 from verl_memopt.config.keys import leaf_values, raise_together, replaced
 from verl_memopt.config.loader import to_yaml
+from verl_memopt.config.schema import Rollout
 from verl_memopt.data.batch import scatter_tokens
 from verl_memopt.data.dataset import build_dataset
 from verl_memopt.data.prompts import PromptPrefetcher, StepPrompts, expand
@@ -49,8 +50,9 @@ logger = logging.getLogger(__name__)
 class Answers:
     """Answers to prompts. Row = prompt * n + sample, as everywhere."""
 
-    def __init__(self, batch: StepBatch) -> None:
+    def __init__(self, batch: StepBatch, temperature: float | None = None) -> None:
         self._batch = batch
+        self._temperature = temperature  # None = the session's
 
     def __len__(self) -> int:
         return self._batch.rows.num_rows
@@ -93,7 +95,9 @@ class Session:
         """Wrap a run's parts, and continue where the checkpoint of the context ends."""
         self._context, self._learner, self.folder, self._has_dataset = context, learner, folder, has_dataset
         self._state = RunState(context, learner.workers, learner)
-        self._loss = context.settings.actor_rollout_ref.actor.policy_loss.loss_mode
+        own = context.settings.actor_rollout_ref.actor.policy_loss
+        self._own_loss = {"loss_mode": own.loss_mode, "custom.path": own.custom.path, "custom.name": own.custom.name}
+        self._losses: list[Callable[..., Any]] = []
         self._num_gradients = 0
         self.step = 0
         """Number of the step of the last :meth:`generate`."""
@@ -104,15 +108,17 @@ class Session:
             self.step = context.checkpoint.step
         learner.sync_weights()
 
-    def generate(self, prompts: Sequence[Any] | None = None, n: int | None = None) -> Answers:
+    def generate(self, prompts: Sequence[Any] | None = None, n: int | None = None, temperature: float | None = None) -> Answers:
         """Answer prompts. The engine releases its memory afterwards.
 
         Args:
             prompts: Texts, lists of ``{role, content}``, or rows with a column ``prompt``. None = the dataset's next.
             n: Answers to each prompt. None = ``actor_rollout_ref.rollout.n``.
+            temperature: Of these answers alone; 0 = the most likely token each time. They can be read and scored, and not
+                learned: log-probs are those of the session's temperature. None = ``actor_rollout_ref.rollout.temperature``.
 
         Raises:
-            UserError: A prompt is wrong, or there is no dataset.
+            UserError: A prompt or a temperature is wrong, or there is no dataset.
         """
         if prompts is None and not self._has_dataset:
             raise ConfigError("generate: there are no prompts. Give some, or give the session a dataset.")
@@ -122,6 +128,9 @@ class Session:
             raise ConfigError(f"generate(n={n!r}): give a whole number of answers, at least 1.")
         if isinstance(prompts, str):
             raise ConfigError(f"generate: {prompts!r:.100} is one text. Give a list of prompts.")
+        if temperature is not None:
+            rollout = _at_temperature(rollout, temperature)
+            rollouts = replace(rollouts, generator=replace(rollouts.generator, rollout=rollout))
         if prompts is None:
             if n not in (None, rollout.n):
                 raise ConfigError(
@@ -129,10 +138,11 @@ class Session:
                 )
             assert isinstance(rollouts.prompts, PromptPrefetcher)
             self.step += 1
-            return Answers(rollouts.generate(rollouts.prompts.next(), self.step))
+            return Answers(rollouts.generate(rollouts.prompts.next(), self.step), temperature)
         here, encoded = replace(rollout, n=samples), self._encoded(prompts, samples)
         self.step += 1
-        return Answers(replace(rollouts, generator=replace(rollouts.generator, rollout=here)).generate(encoded, self.step))
+        rollouts = replace(rollouts, generator=replace(rollouts.generator, rollout=here))
+        return Answers(rollouts.generate(encoded, self.step), temperature)
 
     def log_probs(self, answers: Answers, reference: bool = False) -> list[Tensor]:
         """Return the policy's log-prob of each token, fp32 [tokens] of each answer; ``reference``: those of the reference.
@@ -169,20 +179,24 @@ class Session:
         assert batch.rows.advantages is not None
         return list(batch.rows.advantages.split(batch.rows.responses.sizes()))
 
-    def update(self, answers: Answers, advantages: Sequence[Any] | None = None, loss: str | None = None) -> dict[str, float]:
+    def update(
+        self, answers: Answers, advantages: Sequence[Any] | None = None, loss: str | Callable[..., Any] | None = None
+    ) -> dict[str, float]:
         """Take the optimizer steps on answers, and return their metrics.
 
         Args:
             answers: Of :meth:`generate`.
             advantages: A number for each answer, or one for each of its tokens. None = those of :meth:`advantages`.
-            loss: The loss of this call, a name of ``policy_loss.loss_mode``. None = that of the session's settings.
+            loss: The loss of this call: a name of ``policy_loss.loss_mode``, or a function of ``log_prob``, ``old_log_prob``,
+                ``advantages``, ``response_mask`` and ``config``, as one of ``policy_loss.custom``. None = that of the session's
+                settings.
 
         Raises:
             ConfigError: There are no advantages, or not as many as answers or tokens; or the loss is none of those, or does not
                 go with the other settings.
         """
         learner, batch = self._learner, answers._batch
-        self._prepare("update", batch, advantages, loss)
+        self._prepare("update", answers, advantages, loss)
         if self._num_gradients:
             raise ConfigError("update: a gradient of forward_backward waits. Call optim_step before.")
         # The answers may be more to a prompt, or to more prompts, than a step of the dataset has.
@@ -211,7 +225,7 @@ class Session:
         return batch.metrics
 
     def forward_backward(
-        self, answers: Answers, advantages: Sequence[Any] | None = None, loss: str | None = None
+        self, answers: Answers, advantages: Sequence[Any] | None = None, loss: str | Callable[..., Any] | None = None
     ) -> dict[str, float]:
         """Add the gradient of answers to that of earlier calls, and return its metrics. :meth:`optim_step` takes the step.
 
@@ -225,7 +239,7 @@ class Session:
             raise ConfigError(
                 "actor_rollout_ref.actor.optim.in_backward=true: forward_backward has no step. Set it to false, or use update()."
             )
-        self._prepare("forward_backward", batch, advantages, loss)
+        self._prepare("forward_backward", answers, advantages, loss)
         rows, names = batch.for_update()
         update, everything = self._policy.policy_update, list(range(rows.num_rows))
         cutter, seed = update.cutter, update.cutter.seed(batch.step, 0)
@@ -328,8 +342,16 @@ class Session:
         assert isinstance(self._learner.policy, PolicyTraining), "there is no bypass in a session"
         return self._learner.policy
 
-    def _prepare(self, name: str, batch: StepBatch, advantages: Sequence[Any] | None, loss: str | None) -> None:
-        rows = batch.rows
+    def _prepare(
+        self, name: str, answers: Answers, advantages: Sequence[Any] | None, loss: str | Callable[..., Any] | None
+    ) -> None:
+        batch, rows = answers._batch, answers._batch.rows
+        own = self._learner.rollouts.generator.rollout.temperature
+        if answers._temperature not in (None, own):
+            raise ConfigError(
+                f"{name}: these answers were drawn with temperature={answers._temperature}, and log-probs are those of {own}. "
+                "Learn answers of generate() without a temperature, or set actor_rollout_ref.rollout.temperature."
+            )
         self._check_shares(name, rows.num_rows)
         if advantages is not None:
             rows.advantages = _per_token(name, advantages, rows.responses.sizes())
@@ -340,22 +362,43 @@ class Session:
         if rows.old_log_probs is None and LOSSES[self._policy.policy_update.actor.policy_loss.loss_mode].selects is not None:
             self._policy.add_old_log_probs(batch)
 
-    def _use_loss(self, name: str | None) -> None:
+    def _use_loss(self, loss: str | Callable[..., Any] | None) -> None:
         """Let the workers take a loss, checked as a setting is. None = that of the session's settings."""
-        key, policy = "actor_rollout_ref.actor.policy_loss.loss_mode", self._policy
-        chosen = self._loss if name is None else name
-        if chosen == policy.policy_update.actor.policy_loss.loss_mode:
+        key, policy = "actor_rollout_ref.actor.policy_loss", self._policy
+        chosen = self._own_loss if loss is None else self._written(loss) if callable(loss) else {"loss_mode": loss}
+        now = policy.policy_update.actor.policy_loss
+        if chosen.items() <= {"loss_mode": now.loss_mode, "custom.path": now.custom.path, "custom.name": now.custom.name}.items():
             return
-        if chosen not in LOSSES:
-            nearest = difflib.get_close_matches(str(chosen), LOSSES, 1)
-            way_out = f"Is it {nearest[0]}?" if nearest else f"Use one of {', '.join(LOSSES)}."
-            raise ConfigError(f"loss={chosen!r}: there is no such loss. {way_out}")
-        settings = replaced(self._context.settings, {key: chosen})
+        name = chosen["loss_mode"]
+        if name not in LOSSES:
+            nearest = difflib.get_close_matches(str(name), LOSSES, 1)
+            way_out = f"Is it {nearest[0]}?" if nearest else f"Use one of {', '.join(LOSSES)}, or a function."
+            raise ConfigError(f"loss={name!r}: there is no such loss. {way_out}")
+        settings = replaced(self._context.settings, {f"{key}.{part}": value for part, value in chosen.items()})
         raise_together(check(settings, leaf_values(settings), frozenset(), set()))
         check_custom(settings)
-        self._learner.workers.all("update_actor", Worker.use_loss, chosen)
+        self._learner.workers.all("update_actor", Worker.use_loss, {f"policy_loss.{part}": each for part, each in chosen.items()})
         update = replace(policy.policy_update, actor=settings.actor_rollout_ref.actor)
         self._learner.policy = replace(policy, policy_update=update)
+
+    def _written(self, function: Callable[..., Any]) -> dict[str, Any]:
+        """Return the settings of a loss that is a function. It is written once, into a file that every worker reads."""
+        import cloudpickle
+
+        if function not in self._losses:
+            self._losses.append(function)
+            file = (self.folder / INPUTS / f"loss_{len(self._losses)}.py").absolute()
+            try:
+                file.with_suffix(".pkl").write_bytes(cloudpickle.dumps(function))
+            except Exception as problem:
+                raise ConfigError(
+                    f"loss: the function cannot be sent to the workers, because something that it uses cannot be pickled "
+                    f"({type(problem).__name__}: {problem}). Make that inside the function."
+                ) from problem
+            file.write_text(_LOSS_FILE)
+        number = self._losses.index(function) + 1
+        file = (self.folder / INPUTS / f"loss_{number}.py").absolute()
+        return {"loss_mode": CUSTOM, "custom.path": str(file), "custom.name": "loss"}
 
     def _check_shares(self, name: str, num_rows: int) -> None:
         groups = groups_of_passes(self._context.settings)
@@ -376,6 +419,20 @@ class Session:
             rows.ref_log_probs = learner.ref_pass.compute(rows, batch.names).log_probs
         if learner.critic is not None and rows.old_values is None:
             rows.old_values = learner.critic.values(batch)
+
+
+_LOSS_FILE = """import pickle
+from pathlib import Path
+
+loss = pickle.loads(Path(__file__).with_suffix(".pkl").read_bytes())
+"""
+
+
+def _at_temperature(rollout: Rollout, temperature: Any) -> Rollout:
+    """Return how answers are drawn at another temperature."""
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
+        raise ConfigError(f"generate(temperature={temperature!r:.100}): give a number of at least 0.")
+    return replace(rollout, temperature=float(temperature) or 1.0, do_sample=rollout.do_sample and temperature > 0)
 
 
 def _result(number: int, score: Any) -> RewardResult:

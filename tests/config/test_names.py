@@ -27,7 +27,7 @@ NEWEST = {
     "gradient_checkpointing": False, "use_vllm": True, "vllm_gpu_memory_utilization": 0.4, "vllm_tensor_parallel_size": 1,
     "vllm_max_model_length": 128, "vllm_enable_sleep_mode": True, "shuffle_dataset": False, "seed": 3,
     "chat_template_kwargs": {"enable_thinking": False}, "trust_remote_code": True, "run_name": "mine", "report_to": "tensorboard",
-    "reward_model_path": "judge",
+    "reward_model_path": "judge", "model_init_kwargs": {"dtype": "bfloat16", "attn_implementation": "eager"},
 }  # fmt: skip
 OLDER = {
     "rloo_k": 4, "num_ppo_epochs": 2, "per_device_train_batch_size": 8, "num_mini_batches": 2, "total_episodes": 300,
@@ -77,7 +77,8 @@ def from_the_command_line(algorithm, given, folder):
 def from_a_trainer_of_trl(algorithm, given, folder):
     kind = {"grpo": (trl.GRPOTrainer, trl.GRPOConfig), "rloo": (trl.RLOOTrainer, trl.RLOOConfig)}[algorithm]
     trainer = kind[0]("folder", right, kind[1](**given), ROWS, ROWS)
-    return from_python(algorithm, trainer._settings, folder, trl_defaults=trainer._defaults)
+    settings, defaults = trainer._settings()
+    return from_python(algorithm, settings, folder, trl_defaults=defaults)
 
 
 def outcome(door, algorithm, given, folder):

@@ -91,6 +91,10 @@ MEANINGS = {
     "model_name_or_path": ("other", {f"{AR}.model.path": "other"}),
     "sft_model_path": ("other", {f"{AR}.model.path": "other"}),
     "reward_model_path": ("judge", {"reward_model.enable": True, "reward_model.model.path": "judge"}),
+    "model_init_kwargs": (
+        {"dtype": "torch.bfloat16", "attn_implementation": "sdpa", "revision": "main", "device_map": "auto"},
+        {f"{ACTOR}.fsdp_config.model_dtype": "bfloat16", f"{AR}.model.attn_implementation": "sdpa"},
+    ),
     "output_dir": ("out", {"trainer.default_local_dir": "out"}),
     "run_name": ("mine", {"trainer.experiment_name": "mine"}),
     "exp_name": ("mine", {"trainer.experiment_name": "mine"}),

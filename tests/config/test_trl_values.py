@@ -27,6 +27,7 @@ from verl_memopt.config.trl_names import (
     every,
     kl,
     loggers,
+    model_arguments,
     off_at_zero,
     optimizer_steps,
     passes_over_data,
@@ -180,6 +181,40 @@ def test_loggers_join_the_console_and_the_file_and_one_that_is_not_here_is_refus
         assert loggers("report_to", {"report_to": value}, {}) == {"trainer.logger": ["console", "jsonl", *others]}
     with pytest.raises(NotConvertibleError, match="no equal"):
         loggers("report_to", {"report_to": ["wandb", "comet_ml"]}, {})
+
+
+AT = "actor_rollout_ref"
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        (None, {}),
+        ({"dtype": "auto", "device_map": "auto", "revision": "main", "quantization_config": None}, {}),
+        ({"torch_dtype": "torch.float32"}, {f"{AT}.actor.fsdp_config.model_dtype": "fp32"}),
+        ({"trust_remote_code": True}, {f"{AT}.model.trust_remote_code": True}),
+        ({"quantization_config": {"load_in_8bit": True, "load_in_4bit": False}}, {f"{AT}.model.quantization": "int8"}),
+        ({"quantization_config": {"load_in_4bit": True}}, {f"{AT}.model.quantization": "nf4"}),
+        ({"quantization_config": {"load_in_4bit": False}}, {}),
+    ],
+)
+def test_arguments_of_a_models_loading_set_dtype_attention_and_a_quantised_base(given, ours):
+    assert model_arguments("model_init_kwargs", {"model_init_kwargs": given}, {}) == ours
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"dtype": "float16"}, "dtype=float16"),
+        ({"revision": "v2"}, "revision='v2'"),
+        ({"attn_implementation": "flex_attention"}, "attn_implementation='flex_attention'"),
+        ({"rope_theta": 1e6}, "rope_theta="),
+        ({"quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}}, "bnb_4bit_quant_type=fp4"),
+    ],
+)
+def test_an_argument_of_a_models_loading_without_an_equal_is_named(given, reason):
+    with pytest.raises(NotConvertibleError, match=reason):
+        model_arguments("model_init_kwargs", {"model_init_kwargs": given}, {})
 
 
 def test_a_key_that_is_not_set_has_its_default():

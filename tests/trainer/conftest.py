@@ -150,7 +150,7 @@ def rewards_of(context):
 
 
 @contextmanager
-def ready(settings, begun=None):
+def ready(settings, begun=None, listener=None):
     """A trainer whose workers are ready, as a run has it. begun: a group that waits for its workers; None starts its own."""
     clock, settings = PhaseClock(), debug_settings(settings)
     with Interrupts() as interrupts:
@@ -161,7 +161,7 @@ def ready(settings, begun=None):
             Reporter(context, clock) as reporter,
             start_workers(context, clock, begun) as workers,
         ):
-            trainer = Trainer(context, workers, runner, reporter, interrupts)
+            trainer = Trainer(context, workers, runner, reporter, interrupts, listener)
             try:
                 yield trainer
             finally:

@@ -271,6 +271,46 @@ def reward_model(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
     return {"reward_model.enable": True, "reward_model.model.path": trl[name]}
 
 
+_LOADS_ANYWAY = ("device_map", "low_cpu_mem_usage", "use_cache", "use_safetensors", "cache_dir", "token", "local_files_only")
+"""Arguments of ``from_pretrained`` that ask for nothing here: where weights lie, and how they come there."""
+_KERNELS = ("flash_attention_2", "sdpa", "eager")
+_PRECISIONS = {"float32": "fp32", "fp32": "fp32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
+
+
+def model_arguments(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+    """Return what the arguments of ``from_pretrained`` come to: dtype at rest, attention, a quantised base, trust in code."""
+    ours: dict[str, Any] = {}
+    for argument, value in (trl[name] or {}).items():
+        if value is None or value == "auto" or argument in _LOADS_ANYWAY or (argument, value) == ("revision", "main"):
+            continue
+        if argument in ("dtype", "torch_dtype"):
+            rests = _PRECISIONS.get(str(value).removeprefix("torch."))
+            if rests is None:
+                raise NotConvertibleError(f"{argument}={value} is neither float32 nor bfloat16", f"Set {_REST}.")
+            ours[_REST] = rests
+        elif argument == "attn_implementation" and value in _KERNELS:
+            ours[_ATTENTION] = value
+        elif argument == "quantization_config" and isinstance(value, Mapping):
+            ours |= _quantized(value)
+        elif argument == "trust_remote_code":
+            ours[f"{_AR}.model.trust_remote_code"] = value
+        else:
+            way_out = f"Remove it, or use {_AR}.model.override_config for a field of config.json."
+            raise NotConvertibleError(f"{argument}={value!r:.100} has no equal", way_out)
+    return ours
+
+
+def _quantized(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the quantised base that a configuration of bitsandbytes asks for."""
+    if config.get("load_in_8bit"):
+        return {_QUANTIZATION: "int8"}
+    if not config.get("load_in_4bit"):
+        return {}
+    if (kind := config.get("bnb_4bit_quant_type", "nf4")) != "nf4":
+        raise NotConvertibleError(f"bnb_4bit_quant_type={kind}: 4 bits are nf4", f"Set {_QUANTIZATION}=nf4 or int8.")
+    return {_QUANTIZATION: "nf4"}
+
+
 REF_STEPS, REF_ALPHA = 512, 0.6
 """TRL's defaults of ``ref_model_sync_steps`` and ``ref_model_mixup_alpha``."""
 
@@ -291,6 +331,11 @@ def reference_sync(name: str, trl: TrlSettings, values: Values) -> dict[str, Any
 # The names of TRL's RLOO and GRPO trainers, old and new: which of our keys each sets, and which have no equal here.
 
 _ACTOR, _OPTIM, _ROLLOUT = f"{_AR}.actor", f"{_AR}.actor.optim", f"{_AR}.rollout"
+_REST, _ATTENTION, _QUANTIZATION = (
+    f"{_ACTOR}.fsdp_config.model_dtype",
+    f"{_AR}.model.attn_implementation",
+    f"{_AR}.model.quantization",
+)
 _DTYPES = tuple(f"{section}.fsdp_config.dtype" for section in (_ACTOR, f"{_AR}.ref"))
 RLOO, GRPO = ("rloo",), ("grpo",)
 ESTIMATORS = (*RLOO, *GRPO)
@@ -442,6 +487,10 @@ SPELLINGS: tuple[Spelling, ...] = (
     same("trust_remote_code", f"{_AR}.model.trust_remote_code"),
     same("model_name_or_path", f"{_AR}.model.path", "sft_model_path"),
     Spelling(("reward_model_path",), ("reward_model.enable", "reward_model.model.path"), reward_model),
+    Spelling(
+        ("model_init_kwargs",), (_REST, _ATTENTION, _QUANTIZATION), model_arguments,
+        "weights rest in dtype; quantization_config is the base below LoRA adapters",
+    ),
     same("output_dir", "trainer.default_local_dir"),
     same("run_name", "trainer.experiment_name", "exp_name"),
     Spelling(("report_to",), ("trainer.logger",), loggers, "console and jsonl are always there"),

@@ -29,6 +29,8 @@ REFUSED_COLUMNS = ("images", "videos")
 
 OF_VERL = ("reward_model", "extra_info")
 """Columns of verl's schema whose contents reach a reward function as they are."""
+VALIDATION_SET = "validation_set"
+"""Entry of a held-out row's ``extra_info`` that names its set. The metrics of a validation are by set, else by data source."""
 MANY_COLUMNS = 8
 DEFAULT_SOURCE = "dataset"
 """``data_source`` of a row that has none, where a function of the user's own scores."""

@@ -25,9 +25,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from verl_memopt.errors import RewardError
+from verl_memopt.model.given import write_classifier
 from verl_memopt.rewards.score import read_score
 from verl_memopt.rewards.scorer import ARGUMENTS, BATCH_ARGUMENTS, is_async
 
+FILE = "rewards.pkl"
+"""File of a run's inputs with its functions."""
+RM_SCORE = "rm_score"
+"""Name of the reward model's score among what a reward function receives, and among the entries of a row."""
 TRL, VERL, VERL_BATCH, PLAIN = "TRL's", "verl's", "verl's for a batch", "plain"
 Row = tuple[str, str, Any, dict[str, Any]]
 """data_source, response, ground truth, extra_info."""
@@ -129,27 +134,95 @@ def _with_logged(values: Any, logged: Mapping[str, Sequence[Any]]) -> Any:
     return [value if value is None else {"score": value, **part} for value, part in zip(values, parts, strict=False)]
 
 
+class ModelScore:
+    """The score of the run's reward model as a function beside others. The workers have computed it."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, answer: str, row: Mapping[str, Any]) -> float:
+        """Return the score that came with the row."""
+        return float(row[RM_SCORE])
+
+
+def is_model(given: Any) -> bool:
+    """Return whether a reward is a model: an object of transformers, or the folder or hub id of one."""
+    if isinstance(given, str | Path):
+        text = str(given)
+        return not (text.endswith(".py") or ".py:" in text) and ("/" in text or Path(text).is_dir())
+    return hasattr(given, "save_pretrained")
+
+
+def reward_settings(rewards: Any, weights: Sequence[float] | None, tokenizer: Any, inputs: Path) -> dict[str, Any]:
+    """Return the settings of the rewards of a call, by key. What is no file is written into ``inputs``.
+
+    Args:
+        rewards: Functions, and at most one reward model among them; or ``"file.py:function"``. None = the rules.
+        weights: One for each. None = 1.
+        tokenizer: Of the reward model. None = that of its folder.
+        inputs: Folder of what came from Python.
+
+    Raises:
+        RewardError: A reward is none, or cannot be used beside the others.
+    """
+    if rewards is None:
+        return {}
+    if isinstance(rewards, str | Path) and not is_model(rewards):
+        file, _, function = str(rewards).partition(".py:")
+        named = {"custom_reward_function.name": function} if function else {}
+        return {"custom_reward_function.path": f"{file}.py" if function else file, **named}
+    functions = with_names(rewards)
+    models = [name for name, each in functions.items() if is_model(each)]
+    if not models:
+        return save_functions(named_functions(functions, weights), inputs / FILE)
+    if len(models) > 1:
+        raise RewardError(
+            f"rewards: {', '.join(models)} are reward models, and the workers hold one. Give one, and call the others in a "
+            "function."
+        )
+    (name,) = models
+    folder = write_classifier(functions[name], tokenizer, inputs / "reward_model")
+    settings: dict[str, Any] = {"reward_model.enable": True, "reward_model.model.path": folder}
+    if len(functions) == 1 and list(weights or [1.0]) == [1.0]:
+        return settings
+    scored = {each: ModelScore(each) if each == name else function for each, function in functions.items()}
+    return settings | save_functions(named_functions(scored, weights), inputs / FILE)
+
+
+def with_names(rewards: Any) -> dict[str, Any]:
+    """Return name -> reward of a reward, a list of them, or a mapping. The second of one name gets the number 2."""
+    if isinstance(rewards, Mapping):
+        return dict(rewards)
+    listed = isinstance(rewards, Iterable) and not callable(rewards) and not isinstance(rewards, str)
+    named: dict[str, Any] = {}
+    for each in list(rewards) if listed else [rewards]:
+        name, number = _name_of(each), 1
+        while (label := name if number == 1 else f"{name}_{number}") in named:
+            number += 1
+        named[label] = each
+    return named
+
+
+def _name_of(reward: Any) -> str:
+    if isinstance(reward, str | Path):
+        return Path(reward).name
+    if is_model(reward):
+        return str(getattr(reward.config, "_name_or_path", "")).rpartition("/")[2] or type(reward).__name__
+    return str(getattr(reward, "__name__", type(reward).__name__)).strip("<>")
+
+
 def named_functions(rewards: Any, weights: Sequence[float] | None = None) -> list[NamedFunction]:
     """Return reward functions with their names and weights (default 1).
 
     ``rewards``: a function, a list of functions, or name -> function.
     """
-    if isinstance(rewards, Mapping):
-        named = list(rewards.items())
-    else:
-        functions = list(rewards) if isinstance(rewards, Iterable) and not callable(rewards) else [rewards]
-        named = [(getattr(each, "__name__", type(each).__name__).strip("<>"), each) for each in functions]
+    named = list(with_names(rewards).items())
     if not named:
         raise RewardError("rewards: the list is empty. Give at least one function.")
     if weights is not None and len(weights) != len(named):
         raise RewardError(f"reward_weights: there are {len(weights)} weights for {len(named)} functions. Give one for each.")
-    counts: dict[str, int] = {}
-    found = []
-    for place, (name, function) in enumerate(named):
-        counts[name] = counts.get(name, 0) + 1
-        label = name if counts[name] == 1 else f"{name}_{counts[name]}"
-        found.append(NamedFunction.of(label, function, 1.0 if weights is None else float(weights[place])))
-    return found
+    given = [1.0] * len(named) if weights is None else map(float, weights)
+    return [NamedFunction.of(name, function, weight) for (name, function), weight in zip(named, given, strict=True)]
 
 
 def save_functions(functions: Sequence[NamedFunction], path: Path) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from verl_memopt.run.export_model import StoredModel, export_model
 from verl_memopt.run.interrupts import Interrupts, StopFile
 from verl_memopt.run.resume import kept_settings, plain_shapes
 from verl_memopt.trainer.build import STOP_FILE, RunContext, build_learner, build_validator
+from verl_memopt.trainer.listener import Listener, Moment, Progress
 from verl_memopt.trainer.micro_batching import role_updates
 from verl_memopt.trainer.replay import mode_of
 from verl_memopt.trainer.reporter import Reporter
@@ -169,15 +170,24 @@ class Trainer:
     """Runs the steps of a run whose workers are ready."""
 
     def __init__(
-        self, context: RunContext, workers: TimedGroup, runner: RewardRunner | None, reporter: Reporter, interrupts: Interrupts
+        self,
+        context: RunContext,
+        workers: TimedGroup,
+        runner: RewardRunner | None,
+        reporter: Reporter,
+        interrupts: Interrupts,
+        listener: Listener | None = None,
     ) -> None:
-        """Build the learner and the validator."""
+        """Build the learner and the validator. ``listener`` hears of each step, and may stop the run."""
         self.context = context
         self.settings = context.settings.trainer
         self.workers = workers
         self.runner = runner
         self.reporter = reporter
         self.interrupts = interrupts
+        self.listener = listener
+        self.ended = False
+        """The listener has asked for the end."""
         self.mode = mode_of(context.settings)
         self.train_step = STEPS.get(context.settings.debug.mode, TrainingStep.train_step)
         self.learner = build_learner(context, workers, runner)
@@ -217,25 +227,32 @@ class Trainer:
         self.note_saved()
         self.track(0)
         self.learner.sync_weights()
+        self.tell("begin")
         validates_first = self.settings.val_only or (self.settings.val_before_train and self.step == 0)
         if validates_first and self.validator is not None:
             validation = self.validator.validate(self.step)
-            self.reporter.first_validation(self.step, validation, self.workers.take_memories())
+            metrics = self.reporter.first_validation(self.step, validation, self.workers.take_memories())
+            self.tell("validated", metrics, validation=validation)
             self.judge_validation(validation)
             self.score_of(validation)
         self.reporter.started(self.step, self.workers.take_memories())
-        if self.settings.val_only:
-            return
+        if not self.settings.val_only:
+            self._train()
+        self.tell("end")
+
+    def _train(self) -> None:
+        """Take the steps, and leave the model."""
         self.reporter.is_complete = self.saved_step > 0 and self.step >= self.context.total_steps
         self.stop_file.remove()
         self.interrupts.begin_steps(self.settings.stop_deadline_seconds, self.write_stop_file)
-        while self.step < self.context.total_steps and not self.interrupts.requested:
+        while self.step < self.context.total_steps and not self.interrupts.requested and not self.ended:
             try:
                 self.one_step(self.step + 1)
             except Stopped:
                 self.learner.rollouts.prompts.give_back()
                 self.reporter.say(f"step {self.step + 1} was abandoned for lack of time; the next start runs it again")
-        if self.interrupts.requested and self.saved_step < self.step and self.mode.is_whole:
+        ends_early = self.interrupts.requested or (self.ended and self.settings.save_freq > 0)
+        if ends_early and self.saved_step < self.step and self.mode.is_whole:
             self.save()
         if not self.interrupts.requested and self.mode.is_whole and self.settings.save_final_model:
             self.save_models()
@@ -244,21 +261,42 @@ class Trainer:
         """Run one step, and validate, log and save it as the settings say."""
         self.track(step)
         self.weights_changed = False
+        self.tell("step_begin", step=step)
         began = time.monotonic()
         with self.workers.clock.phase("step"):
             result = self.train_step(self.learner, step)
             self.update_seconds = time.monotonic() - self.update_began
-            validation = self.validation(step)
+            wishes = self.tell("step", result.metrics, result=result, step=step)
+            validation = self.validation(step, wishes.validate)
         self.workers.note_idle(time.monotonic() - began)
         self.step = step
         self.score = None if validation is None else self.score_of(validation)
-        self.reporter.step(step, self.learner.rollouts.prompts.epoch, result, validation, self.workers.take_memories())
+        metrics = self.reporter.step(step, self.learner.rollouts.prompts.epoch, result, validation, self.workers.take_memories())
+        saves = wishes.save | self.tell("logged", metrics).save
+        if validation is not None:
+            saves |= self.tell("validated", metrics, validation=validation).save
         if self.mode.updates:
             self.judge(result, validation)
         is_best = self.settings.keep_best_checkpoint is not None and self.context.store.is_better(self.score)
-        if self.due(self.settings.save_freq, step) or is_best:
+        if saves or self.due(self.settings.save_freq, step) or is_best:
             # Save after logging. A run that is killed in between resumes before this step and then drops its rows.
             self.save()
+
+    def tell(
+        self,
+        moment: Moment,
+        metrics: Mapping[str, float] | None = None,
+        result: StepResult | None = None,
+        validation: Validation | None = None,
+        step: int | None = None,
+    ) -> Progress:
+        """Let the listener hear of a moment, and return what it asks for. ``step``: None = that of the last whole step."""
+        done = self.step if step is None else step
+        progress = Progress(moment, done, self.context.total_steps, metrics or {}, result, validation)
+        if self.listener is not None:
+            self.listener(progress)
+        self.ended |= progress.stop
+        return progress
 
     def begin_update(self) -> None:
         """Abandon the step if a stop was requested and the update would leave no time to save.
@@ -308,9 +346,9 @@ class Trainer:
         scores = [answer.score for _, results in validation.answers for answer in results]
         self.reporter.warn(self.step, self.health.validation(self.step, scores, samples))
 
-    def validation(self, step: int) -> Validation | None:
-        """Validate if it is due after this step, and return the result."""
-        if self.validator is None or not self.due(self.settings.test_freq, step):
+    def validation(self, step: int, wanted: bool = False) -> Validation | None:
+        """Validate if it is due after this step, or wanted, and return the result."""
+        if self.validator is None or not (wanted or self.due(self.settings.test_freq, step)):
             return None
         began = time.monotonic()
         validation = self.validator.validate(step)
@@ -350,6 +388,7 @@ class Trainer:
         self.reporter.saved(step, self.workers.take_memories())
         self.interrupts.save_seconds = time.monotonic() - began
         self.note_saved()
+        self.tell("saved")
 
     def score_of(self, validation: Validation) -> float | None:
         """Return what ranks the checkpoint of a validation.

@@ -100,8 +100,8 @@ class Reporter:
 
     def step(
         self, step: int, epoch: int, result: StepResult, validation: Validation | None, memories: Sequence[PhaseMemory]
-    ) -> None:
-        """Log a finished step."""
+    ) -> dict[str, float]:
+        """Log a finished step, and return its metrics."""
         metrics = {"training/global_step": float(step), "training/epoch": float(epoch), **result.metrics}
         if validation is not None:
             metrics |= validation.metrics
@@ -116,15 +116,18 @@ class Reporter:
             self.folder.add_generations(step, samples_of(result.answers, result.results)[:SHOWN_SAMPLES])
         if self.dump is not None:
             dump_samples(self.dump, step, samples_of(result.answers, result.results), self._digest)
+        return metrics
 
     def saved(self, step: int, memories: Sequence[PhaseMemory]) -> None:
         """Add a save to the timeline. Its time and memory become metrics of the next step that is logged."""
         self._carried = {name: value for name, value in self.phases(step, memories).items() if "save_checkpoint" in name}
 
-    def first_validation(self, step: int, validation: Validation, memories: Sequence[PhaseMemory]) -> None:
-        """Log the validation of the initial weights. ``step`` is 0, or that of the checkpoint."""
+    def first_validation(self, step: int, validation: Validation, memories: Sequence[PhaseMemory]) -> dict[str, float]:
+        """Log the validation of the initial weights, and return its metrics. ``step`` is 0, or that of the checkpoint."""
         self._keep_validation(step, validation)
-        self.loggers.log(step, validation.metrics | self.phases(step, memories))
+        metrics = validation.metrics | self.phases(step, memories)
+        self.loggers.log(step, metrics)
+        return metrics
 
     def started(self, step: int, memories: Sequence[PhaseMemory]) -> None:
         """Add the phases of the start to the timeline, so that they do not count for the first step."""

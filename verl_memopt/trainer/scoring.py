@@ -24,6 +24,7 @@ from verl_memopt.errors import ConfigError, DataError, RewardError
 from verl_memopt.memory.token_budget import LearnedBudget
 from verl_memopt.model.packing_check import REWARD_KEY
 from verl_memopt.observe.phase import REWARD_IN_ROLLOUT, PhaseClock
+from verl_memopt.rewards.python_functions import RM_SCORE
 from verl_memopt.rewards.runner import MANAGERS, RewardRunner, Round
 from verl_memopt.rewards.score import RewardResult, RewardRow
 from verl_memopt.rollout.engine import FinishedRows
@@ -33,10 +34,6 @@ from verl_memopt.trainer.rollouts import Answers, ForwardPass, StepBatch
 from verl_memopt.worker.group import Pending, TimedGroup
 from verl_memopt.worker.roles import RolePlan
 from verl_memopt.worker.worker import Worker
-
-RM_SCORE = "rm_score"
-"""Name of the reward model's score among what a reward function receives, and among the entries of a row."""
-
 
 Scored = tuple[list[RewardResult], dict[str, float]]
 """The reward of each answer, and what the scorer measured, under whole names."""

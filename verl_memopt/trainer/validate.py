@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from verl_memopt.config.schema import Actor
-from verl_memopt.data.dataset import PromptRows
+from verl_memopt.data.dataset import VALIDATION_SET, PromptRows
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.prompts import expand
 from verl_memopt.observe.metrics import VAL_LOSS, ValidationRow, validation_metrics
@@ -53,9 +53,9 @@ class Validator:
         else:
             answered = [(answers, scorer.score_answers(answers, None)[0]) for answers in calls]
         rows = [
-            ValidationRow(str(answers.rows[index].index), answers.rows[index].data_source, result.score, result.extra)
+            ValidationRow(str(row.index), str(row.extra_info.get(VALIDATION_SET, row.data_source)), result.score, result.extra)
             for answers, results in answered
-            for index, result in enumerate(results)
+            for row, result in zip(answers.rows, results, strict=True)
         ]
         assert len(rows) == len(self.rows) * samples, (len(rows), len(self.rows), samples)
         return Validation(validation_metrics([row for row in rows if not math.isnan(row.score)]), answered)

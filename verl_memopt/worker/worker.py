@@ -256,10 +256,10 @@ class Worker:
         """Take one optimizer step whose own forward computes the old log-probs."""
         return _built(self.policy).update_on_policy(mini, self.temperature)
 
-    def use_loss(self, name: str) -> None:
-        """Take another loss for the updates that follow, a key of :data:`verl_memopt.algorithms.records.LOSSES`."""
+    def use_loss(self, changes: Mapping[str, Any]) -> None:
+        """Take another loss for the updates that follow. ``changes``: Key below ``actor`` -> value."""
         policy = _built(self.policy)
-        policy.actor = replaced(policy.actor, {"policy_loss.loss_mode": name})
+        policy.actor = replaced(policy.actor, changes)
 
     def add_gradient(self, mini: MiniBatch) -> Updated:
         """Add the gradient of a mini-batch to that of earlier ones. :meth:`take_step` follows."""

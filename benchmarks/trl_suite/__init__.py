@@ -1,0 +1,1 @@
+"""TRL's own tests and scripts on this package."""

@@ -1,0 +1,108 @@
+"""A model or a tokenizer that is given as an object of transformers or peft, as folders that a run reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from verl_memopt.errors import ConfigError
+
+_AT = "actor_rollout_ref.model."
+_WRAPPED = ".base_layer"
+"""Part of a weight's name where peft has put adapters around its layer."""
+
+
+def write_model(model: Any, tokenizer: Any, inputs: Path) -> dict[str, Any]:
+    """Return the settings of a model and its tokenizer, by key. Objects are written into folders of ``inputs``.
+
+    Args:
+        model: Folder or hub id, a model of transformers, or one of peft with LoRA adapters.
+        tokenizer: Folder, hub id or object. None = that of the model's folder.
+        inputs: Folder of what came from Python.
+
+    Raises:
+        ConfigError: It is no model, or it cannot be written as one that a run starts from.
+    """
+    if isinstance(model, str | Path):
+        return {f"{_AT}path": str(model), **_tokenizer_beside(tokenizer, inputs)}
+    if not hasattr(model, "save_pretrained"):
+        raise ConfigError(f"model: {type(model).__name__} is no model of transformers. Give a folder, a hub id or a model.")
+    adapted = is_adapted(model)
+    base = model.get_base_model() if adapted else model
+    if getattr(base, "is_quantized", False):
+        raise ConfigError(
+            "model: its weights are quantised, so they cannot be read as they were. Give its folder or hub id, and "
+            f"{_AT}quantization or TRL's quantization_config."
+        )
+    source = getattr(getattr(base, "config", None), "_name_or_path", "")
+    if tokenizer is None and not source:
+        raise ConfigError("model: a model that was not loaded from a folder needs its tokenizer. Give tokenizer=...")
+    folder = inputs / "model"
+    settings = {f"{_AT}path": str(folder)}
+    if adapted:
+        settings |= _write_adapters(model, inputs / "adapter")
+    # peft puts its layers into the model itself, so the weights get their own names back.
+    weights = base.state_dict()
+    own = {name.replace(_WRAPPED, ""): weight for name, weight in weights.items() if ".lora_" not in name}
+    base.save_pretrained(folder, **({} if own.keys() == weights.keys() else {"state_dict": own}))
+    _loaded_tokenizer(tokenizer, source).save_pretrained(folder)
+    return settings
+
+
+def is_adapted(model: Any) -> bool:
+    """Return whether a model is one of peft."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def write_classifier(model: Any, tokenizer: Any, folder: Path) -> str:
+    """Return the folder of a reward model. An object, or a folder that gets another tokenizer, is written into ``folder``.
+
+    Raises:
+        ConfigError: The model has no tokenizer.
+    """
+    if isinstance(model, str | Path) and tokenizer is None:
+        return str(model)
+    if isinstance(model, str | Path):
+        from transformers import AutoModelForSequenceClassification
+
+        model = AutoModelForSequenceClassification.from_pretrained(model)
+    source = getattr(model.config, "_name_or_path", "")
+    if tokenizer is None and not source:
+        raise ConfigError("reward_funcs: a reward model that was not loaded from a folder needs its tokenizer. Give its folder.")
+    model.save_pretrained(folder)
+    _loaded_tokenizer(tokenizer, source).save_pretrained(folder)
+    return str(folder)
+
+
+def _tokenizer_beside(tokenizer: Any, inputs: Path) -> dict[str, Any]:
+    """Return the setting of a tokenizer that is not the one of the model's folder."""
+    if tokenizer is None:
+        return {}
+    if isinstance(tokenizer, str | Path):
+        return {f"{_AT}tokenizer_path": str(tokenizer)}
+    if not hasattr(tokenizer, "save_pretrained"):
+        raise ConfigError(f"tokenizer: {type(tokenizer).__name__} is no tokenizer of transformers. Give a folder or a tokenizer.")
+    tokenizer.save_pretrained(inputs / "tokenizer")
+    return {f"{_AT}tokenizer_path": str(inputs / "tokenizer")}
+
+
+def _loaded_tokenizer(tokenizer: Any, source: str) -> Any:
+    if tokenizer is not None and not isinstance(tokenizer, str | Path):
+        return tokenizer
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(source if tokenizer is None else tokenizer)
+
+
+def _write_adapters(model: Any, folder: Path) -> dict[str, Any]:
+    """Write the adapters of a peft model, and return the setting that starts from them."""
+    names = list(model.peft_config)
+    config = model.peft_config[names[0]]
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if len(names) > 1 or kind != "LORA":
+        raise ConfigError(
+            f"model: it has the adapters {', '.join(names)} of kind {kind}. A run starts from one set of LoRA adapters."
+        )
+    model.save_pretrained(folder)
+    # Named adapters are written into a folder of their name.
+    return {f"{_AT}lora_adapter_path": str(folder if names[0] == "default" else folder / names[0])}

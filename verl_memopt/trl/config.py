@@ -1,0 +1,134 @@
+"""TRL's configs by name: what was given as a dict, and TRL's defaults of the rest as attributes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from verl_memopt.config.trl_defaults import DEFAULTS
+from verl_memopt.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+PEFT = {"r": "lora_rank", "lora_alpha": "lora_alpha", "target_modules": "target_modules", "exclude_modules": "exclude_modules"}
+"""Fields of peft's LoraConfig and our keys below ``actor_rollout_ref.model``."""
+PEFT_PASSES = {"task_type": "CAUSAL_LM", "peft_type": "LORA", "bias": "none", "init_lora_weights": True}
+"""Further fields, and the value that asks for nothing."""
+PEFT_NOTES = ("base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version")
+"""Fields that peft writes of a model that it has adapted."""
+PEFT_TARGETS = ("q_proj", "v_proj")
+"""The layers that peft adapts in most models where nobody names any."""
+MACHINE = ("output_dir", "use_cpu", "bf16", "fp16")
+"""Fields that a config of transformers checks against the machine."""
+
+
+class GRPOConfig(dict[str, Any]):
+    """TRL's arguments by name, for the trainers of this package. It is a dict of what was given.
+
+    An argument is an attribute too, which can be read and set. One that was not given has TRL's default there. A ``GRPOConfig``
+    or ``RLOOConfig`` of TRL serves the trainers as well.
+    """
+
+    algorithm: ClassVar[str] = "grpo"
+
+    def __init__(self, output_dir: str | Path | Mapping[str, Any] | None = None, **values: Any) -> None:
+        given = dict(output_dir) if isinstance(output_dir, Mapping) else {}
+        if output_dir is not None and not isinstance(output_dir, Mapping):
+            given["output_dir"] = str(output_dir)
+        super().__init__(given | values)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        if name not in DEFAULTS[self.algorithm]:
+            raise AttributeError(f"{type(self).__name__} has no argument {name!r}")
+        return DEFAULTS[self.algorithm][name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all arguments, those with their defaults too."""
+        return {**DEFAULTS[self.algorithm], **self}
+
+    def to_json_string(self) -> str:
+        """Return all arguments as JSON."""
+        return json.dumps(self.to_dict(), indent=2, default=str)
+
+
+class RLOOConfig(GRPOConfig):
+    """As :class:`GRPOConfig`, for RLOO."""
+
+    algorithm: ClassVar[str] = "rloo"
+
+
+def as_attributes(args: Any, kind: type[GRPOConfig]) -> Any:
+    """Return a config whose arguments are attributes: a config of TRL as it is, anything else as one of this package."""
+    if args is None or (isinstance(args, Mapping) and not isinstance(args, GRPOConfig)):
+        return kind(args or {})
+    if not isinstance(args, GRPOConfig) and (isinstance(args, type) or not dataclasses.is_dataclass(args)):
+        raise ConfigError(f"args: {type(args).__name__} is no config. Give a dict, or a config of TRL.")
+    return args
+
+
+def given_and_defaults(args: Any, name: str = "args") -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what somebody gave, and the defaults beside it.
+
+    Of a dict that is all of it and none. A config of TRL or peft has defaults, and what differs from them was given.
+    """
+    if args is None:
+        return {}, {}
+    if isinstance(args, Mapping):
+        return dict(args), {}
+    if not dataclasses.is_dataclass(args) or isinstance(args, type):
+        raise ConfigError(
+            f"{name}: {type(args).__name__} is no config. Give a dict, or a config of TRL (of peft for peft_config)."
+        )
+    make: Any = type(args)
+    fields = {field.name: field.default for field in dataclasses.fields(args) if field.init}
+    values = {name: getattr(args, name) for name in fields}
+    # Without these a config of transformers does not come to be on every machine.
+    given = {name: values[name] for name in MACHINE if name in fields and values[name] != fields[name]}
+    plain = make(**given)
+    changed = {name: value for name, value in values.items() if value != getattr(plain, name)}
+    given |= {name: value for name, value in changed.items() if fields[name] is not None}
+    for name, value in changed.items():
+        # What was left open is derived from the rest, so only what would be derived otherwise was given.
+        if name not in given and value != _derived(make, given).get(name):
+            given[name] = value
+    if "generation_batch_size" in given:
+        # steps_per_generation may have said it. Both mean the same passes where the rows of a pass are known.
+        given["per_device_train_batch_size"] = values["per_device_train_batch_size"]
+    # What TRL derives from the other fields is no default.
+    return given, {name: getattr(plain, name) for name in fields if fields[name] is not None}
+
+
+def _derived(make: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all fields of a config that got some of them; none where they are not enough for one."""
+    try:
+        return dict(vars(make(**given)))
+    except ValueError:
+        return {}
+
+
+def adapter_arguments(config: Any) -> dict[str, Any]:
+    """Return the LoRA settings of peft's LoraConfig."""
+    if config is None:
+        return {}
+    settings: dict[str, Any] = {"lora_rank": 8, "lora_alpha": 8, "target_modules": list(PEFT_TARGETS)}  # peft's defaults
+    for name, value in given_and_defaults(config, "peft_config")[0].items():
+        if name in PEFT:
+            settings |= {} if value is None else {PEFT[name]: sorted(value) if isinstance(value, set) else value}
+        elif name in PEFT_NOTES:
+            continue
+        elif name == "lora_dropout":
+            logger.warning("peft_config: lora_dropout=%s does nothing here: adapters are computed without dropout", value)
+        elif value and PEFT_PASSES.get(name) != value:
+            raise ConfigError(
+                f"peft_config: {name}={value!r:.100} has no equal here. LoRA reads {', '.join(PEFT)}. Leave it out."
+            )
+    return {f"actor_rollout_ref.model.{name}": value for name, value in settings.items()}

@@ -1,0 +1,360 @@
+"""What TRL's trainers have in common: arguments, the run, and what there is of it before and after."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from verl_memopt import api
+from verl_memopt.config.trl_defaults import DEFAULTS
+from verl_memopt.errors import ConfigError
+from verl_memopt.model.given import is_adapted
+from verl_memopt.rewards.python_functions import is_model, with_names
+from verl_memopt.trl.callbacks import Callbacks, last_metrics
+from verl_memopt.trl.config import GRPOConfig, adapter_arguments, as_attributes, given_and_defaults
+from verl_memopt.trl.logs import RewardNames
+
+if TYPE_CHECKING:
+    from transformers import TrainerState
+
+logger = logging.getLogger(__name__)
+
+REFUSED = {
+    "compute_metrics": "a validation reports rewards. Return a dict with further numbers from the reward function",
+    "environment_factory": "there are no environments with several turns. Leave it out",
+    "optimizers": "the optimizer is set by actor_rollout_ref.actor.optim. Leave it out",
+    "rollout_func": "the engine is chosen by actor_rollout_ref.rollout.name. Leave it out",
+    "tools": "there are no tool calls in rollouts. Leave it out",
+}
+"""Arguments of TRL's trainers without an equal, and why."""
+
+
+ENTROPY = "actor_rollout_ref.actor.calculate_entropy"
+"""TRL always logs the entropy."""
+SUMS_TOKENS = ("bnpo", "dr_grpo", "dapo", "cispo")
+"""Values of ``loss_type`` by which a longer response counts more."""
+
+
+class ArgumentError(ConfigError, ValueError):
+    """An argument of a trainer is wrong. TRL's trainers raise a ValueError, which a script may expect."""
+
+
+class TrlTrainer:
+    """A trainer with TRL's arguments. ``run`` is the last run (:class:`verl_memopt.api.Run`)."""
+
+    algorithm: ClassVar[str] = ""
+    config: ClassVar[type[GRPOConfig]] = GRPOConfig
+    aux_loss_enabled: ClassVar[bool] = False
+    """The balance of experts has no term in the loss."""
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: Sequence[Any] | None = None,
+        optimizers: Any = None,
+        peft_config: Any = None,
+        quantization_config: Any = None,
+        **others: Any,
+    ) -> None:
+        """Check the arguments. Nothing is started yet.
+
+        Args:
+            model: Folder, hub id, or a model of transformers or peft.
+            reward_funcs: One reward function or several. One of them may be a reward model: its folder, hub id or object.
+            args: A config of TRL or of this package, or a dict with TRL's names.
+            train_dataset: Rows with ``prompt`` and further columns, as TRL has them.
+            eval_dataset: Held-out rows, or name -> rows.
+            processing_class: The tokenizer. None = that of the model's folder.
+            reward_processing_classes: The tokenizer of the reward model, or one for each reward, None for a function.
+            callbacks: Objects or classes of transformers' ``TrainerCallback``.
+            optimizers: Refused where it says anything, as are ``others``.
+            peft_config: A LoraConfig of peft, or a dict of its fields.
+            quantization_config: A BitsAndBytesConfig of transformers, or a dict of its fields: the base below the adapters.
+            others: Further arguments of TRL.
+
+        Raises:
+            ConfigError: An argument is wrong or has no equal here.
+        """
+        for name, value in {"optimizers": optimizers, **others}.items():
+            if value is not None and value != (None, None) and name in REFUSED:
+                raise ArgumentError(f"{name}: {REFUSED[name]}.")
+            if name not in REFUSED:
+                raise ArgumentError(f"{name}: {type(self).__name__} has no such argument. Remove it.")
+        if train_dataset is None:
+            raise ArgumentError("train_dataset: it is required, and there is none. Give the rows to train on.")
+        if reward_funcs is None or reward_funcs == []:
+            raise ArgumentError("reward_funcs: there is no reward. Give a function, a list of functions, or a reward model.")
+        self.args = as_attributes(args, self.config)
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.reward_funcs = list(with_names(reward_funcs).values())
+        self.reward_processing_classes = self._reward_tokenizers(reward_processing_classes)
+        self.run: api.Run | None = None
+        self._given, self._tokenizer, self._peft = model, processing_class, peft_config
+        self._quantization = quantization_config
+        self._loaded = None if isinstance(model, str | Path) else model
+        self._settings()  # so that its mistakes show here
+        self._check_code()
+        self._warn_of_lengths()
+        self._callbacks = Callbacks(callbacks or (), self.args, self._functions(), processing_class)
+
+    # What a run is made of.
+
+    def _settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the settings of a run under TRL's names, and TRL's defaults beside them."""
+        settings, defaults = given_and_defaults(self.args)
+        settings |= adapter_arguments(self._peft)
+        if self._quantization is not None:
+            settings["model_init_kwargs"] = {
+                **(settings.get("model_init_kwargs") or {}), "quantization_config": self._quantization
+            }  # fmt: skip
+        return settings, defaults or DEFAULTS[self.algorithm]
+
+    def _check_code(self) -> None:
+        """Refuse a folder whose model is made by its own code, where that is not trusted."""
+        file = Path(str(self._given)).expanduser() / "config.json"
+        trusted = getattr(self.args, "trust_remote_code", False)
+        if not isinstance(self._given, str | Path) or trusted or not file.is_file():
+            return
+        if "AutoModelForCausalLM" in (json.loads(file.read_text(encoding="utf-8")).get("auto_map") or {}):
+            raise ArgumentError(
+                f"model: {self._given} brings custom code, which would run here. Read it, and set trust_remote_code=True if you "
+                "trust it."
+            )
+
+    def _warn_of_lengths(self) -> None:
+        """Warn of a ratio of sequences under a loss that sums over tokens."""
+        level, loss = (getattr(self.args, name, None) for name in ("importance_sampling_level", "loss_type"))
+        if level == "sequence" and loss in SUMS_TOKENS:
+            logger.warning(
+                "importance_sampling_level=sequence, loss_type=%s: the loss is a sum over tokens, so it "
+                "weights each sequence by its completion length. loss_type=grpo weights them alike", loss,
+            )  # fmt: skip
+
+    def _functions(self) -> RewardNames:
+        names = list(with_names(self.reward_funcs))
+        weights = getattr(self.args, "reward_weights", None)
+        return RewardNames(names, [1.0] * len(names) if weights is None else weights)
+
+    def _reward_tokenizers(self, given: Any) -> list[Any]:
+        tokenizers = [given] if given is not None and not isinstance(given, list | tuple) else list(given or [])
+        if tokenizers and len(tokenizers) != len(self.reward_funcs):
+            raise ArgumentError(
+                f"reward_processing_classes: there are {len(tokenizers)} for {len(self.reward_funcs)} rewards, and the numbers "
+                "must match. Give None for a function."
+            )
+        return tokenizers or [None] * len(self.reward_funcs)
+
+    def _call(self, **changes: Any) -> api.Call:
+        settings, defaults = self._settings()
+        settings.pop("reward_weights", None)
+        if not any(name.endswith("calculate_entropy") for name in settings):
+            settings[ENTROPY] = True
+        models = [place for place, each in enumerate(self.reward_funcs) if is_model(each)]
+        arguments = {
+            "model": self._given,
+            "dataset": self.train_dataset,
+            "rewards": self.reward_funcs,
+            "eval_dataset": self.eval_dataset,
+            "tokenizer": self._tokenizer,
+            "reward_tokenizer": self.reward_processing_classes[models[0]] if models else None,
+            "reward_weights": getattr(self.args, "reward_weights", None),
+            "run_dir": settings.pop("output_dir", None),
+            "settings": settings,
+            "trl_defaults": defaults,
+            "algorithm": self.algorithm,
+        }
+        return api.Call(**{**arguments, **changes})
+
+    # What a user calls.
+
+    def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> Any:
+        """Train, and return TRL's ``TrainOutput``: ``global_step``, ``training_loss`` and ``metrics``.
+
+        ``resume_from_checkpoint``: True = continue in ``output_dir``; a path = continue at that ``global_step_N`` folder.
+
+        Raises:
+            UserError: As :func:`verl_memopt.train`.
+        """
+        from transformers.trainer_utils import TrainOutput
+
+        call = self._call(resume=resume_from_checkpoint is True)
+        if isinstance(resume_from_checkpoint, str | Path):
+            path = str(resume_from_checkpoint)
+            call = self._call(settings={**call.settings, "trainer.resume_mode": "resume_path", "trainer.resume_from_path": path})
+        self._callbacks.begin()
+        self.run = api.train_call(call, self._callbacks.listen)
+        if self._loaded is not None:
+            self._take_weights(self._loaded)
+        metrics = last_metrics(self.state.log_history)
+        return TrainOutput(self.state.global_step, metrics.get("train_loss", 0.0), metrics)
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Sequence[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Answer held-out rows with the present model, and return their metrics, each name with the prefix before it.
+
+        It is a run of its own, in ``evaluations/`` of the folder of the last run, with its own start of the engine.
+
+        Args:
+            eval_dataset: Rows, or name -> rows. None = those of the trainer.
+            ignore_keys: Not used, as there are no outputs to leave out.
+            metric_key_prefix: Begins each name.
+
+        Raises:
+            UserError: There are no rows, or as :func:`verl_memopt.train`.
+        """
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        if rows is None:
+            raise ArgumentError("evaluate: there are no held-out rows. Give eval_dataset here or to the trainer.")
+        began, log = time.monotonic(), {}
+
+        def take(metrics: dict[str, float]) -> None:
+            log.update(metrics)
+
+        call = self._call(eval_dataset=rows)
+        if self.run is not None:
+            call = self._call(eval_dataset=rows, **self._trained())
+        place = self.run.path if self.run is not None else Path(call.run_dir or "runs").expanduser().absolute()
+        api.evaluate_call(call, place / "evaluations", self._callbacks.evaluation(metric_key_prefix, take))
+        seconds = time.monotonic() - began
+        return {**log, f"{metric_key_prefix}_runtime": seconds, "epoch": self.state.epoch}
+
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Copy the trained model to a folder. None = to the folder of the run, which has it in ``model/`` too.
+
+        Raises:
+            ConfigError: Nothing was trained yet.
+        """
+        run = self._done("save_model")
+        target = run.path if output_dir is None else Path(output_dir).expanduser().absolute()
+        copy = _link if target == run.path else shutil.copy2  # within the run's folder no file is there twice
+        shutil.copytree(run.model_path, target, dirs_exist_ok=True, copy_function=copy)
+
+    def push_to_hub(self, commit_message: str = "End of training", **details: Any) -> str:
+        """Upload the trained model to the hub, and return its address. ``details`` of a model card are not written.
+
+        Raises:
+            ConfigError: Nothing was trained yet, or the hub does not take it.
+        """
+        from huggingface_hub import HfApi
+
+        run, args = self._done("push_to_hub"), self.args
+        name = getattr(args, "hub_model_id", None) or run.path.name
+        try:
+            hub = HfApi(token=getattr(args, "hub_token", None))
+            place = hub.create_repo(name, private=getattr(args, "hub_private_repo", None), exist_ok=True)
+            hub.upload_folder(repo_id=place.repo_id, folder_path=run.model_path, commit_message=commit_message)
+        except Exception as problem:  # the hub's client raises many kinds
+            raise ArgumentError(
+                f"push_to_hub: the hub did not take the model ({type(problem).__name__}: {problem!s:.300}). It needs the "
+                f"network and a token that may write (hf auth login). The model is in {run.model_path}."
+            ) from problem
+        return str(place)
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback of transformers."""
+        self._callbacks.add(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Remove a callback, by its object or its class."""
+        self._callbacks.remove(callback)
+
+    def is_world_process_zero(self) -> bool:
+        """Return True: the script runs in one process, whatever the number of devices."""
+        return True
+
+    # What there is to see.
+
+    @property
+    def state(self) -> TrainerState:
+        """``log_history`` under TRL's names, ``global_step`` and the rest, as TRL's trainers have them."""
+        return self._callbacks.state
+
+    @property
+    def processing_class(self) -> Any:
+        """The tokenizer, loaded when it is asked for."""
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            name = self._given if isinstance(self._given, str | Path) else self._given.config._name_or_path
+            self._tokenizer = AutoTokenizer.from_pretrained(name)
+        return self._tokenizer
+
+    @property
+    def model(self) -> Any:
+        """The model as transformers or peft have it, loaded when it is asked for: the starting one, after training the trained.
+
+        It is on the host, and apart from the one that the workers train.
+        """
+        if self._loaded is None:
+            arguments = {"dtype": "auto", **(getattr(self.args, "model_init_kwargs", None) or {})}
+            self._loaded = _load(self._given, arguments, bool(getattr(self.args, "trust_remote_code", False)))
+            if self.run is not None and self._peft is None:
+                self._take_weights(self._loaded)
+        if self._peft is not None and not is_adapted(self._loaded):
+            self._loaded = _with_adapters(self._loaded, self._peft)
+            if self.run is not None:
+                self._take_weights(self._loaded)
+        return self._loaded
+
+    def _take_weights(self, model: Any) -> None:
+        """Give a loaded model the weights of the last run."""
+        from safetensors.torch import load_file
+
+        folder = self._done("model").model_path
+        if is_adapted(model):
+            from peft import set_peft_model_state_dict
+
+            set_peft_model_state_dict(model, load_file(folder / "adapter" / "adapter_model.safetensors"))
+            return
+        trained = _load(folder, {"dtype": "auto"}, bool(getattr(self.args, "trust_remote_code", False))).state_dict()
+        model.load_state_dict(trained)
+
+    def _trained(self) -> dict[str, Any]:
+        """Return the arguments of a call that starts from the trained model, with adapters merged."""
+        settings, _ = self._settings()
+        lora = ("lora", "target_modules", "exclude_modules")
+        kept = {name: value for name, value in settings.items() if not name.rpartition(".")[2].startswith(lora)}
+        for name in ("output_dir", "reward_weights", "model_init_kwargs"):
+            kept.pop(name, None)
+        return {"model": str(self._done("evaluate").model_path), "settings": kept}
+
+    def _done(self, name: str) -> api.Run:
+        if self.run is None:
+            raise ArgumentError(f"{name}: nothing was trained yet. Call train() first.")
+        return self.run
+
+
+def _load(name: str | Path, arguments: Mapping[str, Any], trusted: bool) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(name, **{"trust_remote_code": trusted, **arguments})
+
+
+def _with_adapters(model: Any, config: Any) -> Any:
+    """Return a model with peft's adapters around its layers."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as problem:
+        raise ArgumentError("model: a model with adapters is one of peft, which is not installed. Install peft.") from problem
+    return get_peft_model(model, LoraConfig(**config) if isinstance(config, Mapping) else config)
+
+
+def _link(source: str, target: str) -> None:
+    Path(target).unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target)
