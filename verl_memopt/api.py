@@ -56,7 +56,7 @@ def train(
     algorithm: str = "grpo",
     eval_dataset: Any = None,
     reward_weights: Sequence[float] | None = None,
-    memory: str | None = None,
+    memory: str | float | None = None,
     steps: int | None = None,
     run_dir: str | Path | None = None,
     resume: bool = False,
@@ -77,7 +77,7 @@ def train(
         algorithm: ``grpo``, ``rloo``, ``ppo``, ``sft``, or another estimator of ``algorithm.adv_estimator``.
         eval_dataset: Held-out rows, as ``dataset``, or name -> rows. None = no validation.
         reward_weights: A weight for each function. None = 1 each.
-        memory: Memory profile, such as ``24g``.
+        memory: Memory profile, such as ``24g``, or the size of the card in GB.
         steps: Training steps. None = ``trainer.total_epochs`` passes over the rows.
         run_dir: Folder of the run. None = a new one in ``runs/``.
         resume: Continue the run in ``run_dir`` at its last checkpoint. False = a new run: what an earlier one left in ``run_dir``
@@ -283,7 +283,7 @@ class Call:
     dataset: Any
     settings: Mapping[str, Any]
     algorithm: str = "grpo"
-    memory: str | None = None
+    memory: str | float | None = None
     run_dir: str | Path | None = None
     tokenizer: Any = None
     rewards: Any = None

@@ -166,10 +166,12 @@ def _size(text: str) -> int:
 
 
 def _gb(text: str) -> float:
-    with suppress(ValueError):
-        if 0 < (size := float(text)) < 1e9:
-            return size
-    raise argparse.ArgumentTypeError(f"{text} is no number of GB above 0")
+    from verl_memopt.memory.profiles import gigabytes
+
+    try:
+        return gigabytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _show_knobs(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -248,7 +250,9 @@ def fit_command(arguments: Sequence[str]) -> int:
     parsed = parser.parse_intermixed_args(arguments)
     from verl_memopt.config.loader import load_settings
     from verl_memopt.observe.log_setup import setup_logging
-    from verl_memopt.trainer.fit import card_asked_for, command
+    from verl_memopt.trainer.fit import card_asked_for
+    from verl_memopt.trainer.fit_report import command
+    from verl_memopt.trainer.until_it_fits import CommandLine
 
     setup_logging(level=logging.ERROR)
     # Rows are not read, so a command line needs no files.
@@ -258,7 +262,8 @@ def fit_command(arguments: Sequence[str]) -> int:
         overrides.append("actor_rollout_ref.actor.use_dynamic_bsz=true")
     overrides += [] if parsed.gpus is None else [f"trainer.n_gpus_per_node={parsed.gpus}"]
     settings = load_settings(parsed.config_name, overrides, parsed.config_dir)
-    return command(settings, card_asked_for(settings, parsed.memory, parsed.host_memory), parsed.json)
+    line = CommandLine("verl-memopt train", parsed.config_name, parsed.config_dir, tuple(overrides[2:]))
+    return command(settings, card_asked_for(settings, parsed.memory, parsed.host_memory), line, parsed.json)
 
 
 def completion_command(arguments: Sequence[str]) -> int:

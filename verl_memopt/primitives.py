@@ -465,7 +465,7 @@ def session(
     dataset: Any = None,
     *,
     algorithm: str = "grpo",
-    memory: str | None = None,
+    memory: str | float | None = None,
     steps: int | None = None,
     run_dir: str | Path | None = None,
     resume: bool = False,

@@ -49,7 +49,8 @@ from verl_memopt.memory.fit import CARDS, Sizes, predict
 from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.observe.log_setup import setup_logging
 from verl_memopt.observe.phase import GIB
-from verl_memopt.trainer.fit import Card, find_out
+from verl_memopt.trainer.fit import Card
+from verl_memopt.trainer.fit_search import find_out
 from verl_memopt.trainer.micro_batching import budgets, cut_ranks
 from verl_memopt.worker.group import Placement
 from verl_memopt.worker.trained_model import MiniBatch

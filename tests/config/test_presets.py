@@ -4,7 +4,7 @@ import logging
 import math
 import re
 from functools import cache
-from itertools import product
+from itertools import cycle, product
 
 import pytest
 import yaml
@@ -18,7 +18,8 @@ from verl_memopt.memory.fit import CARDS, Sizes, predict
 from verl_memopt.memory.formulas import PUBLISHED, ModelSize
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.observe.phase import GIB
-from verl_memopt.trainer.fit import BUDGETS, Card, judge
+from verl_memopt.trainer.fit import Card, judge
+from verl_memopt.trainer.fit_levers import BUDGETS
 
 AR = "actor_rollout_ref"
 FILES = ["data.train_files=train.jsonl", "data.val_files=null"]
@@ -28,6 +29,7 @@ LEAST_KV_TOKENS = 8192
 PARAMS = {
     "qwen2_5_0_5b": 494_032_768, "qwen2_5_1_5b": 1_543_714_304, "qwen2_5_3b": 3_085_938_688, "qwen2_5_7b": 7_615_616_512,
     "qwen3_0_6b": 596_049_920, "qwen3_1_7b": 1_720_574_976, "qwen3_4b": 4_022_468_096, "qwen3_8b": 8_190_735_360,
+    "qwen2_5_14b": 14_770_033_664, "qwen2_5_32b": 32_763_876_352, "qwen3_14b": 14_768_307_200, "qwen3_32b": 32_762_123_264,
     "llama3_2_1b": 1_235_814_400, "llama3_2_3b": 3_212_749_824,
 }  # fmt: skip
 """Preset -> parameters, as the model's card says. The tiny model is none of them: it fits everywhere."""
@@ -75,7 +77,7 @@ def needed(memory):
     return {DYNAMIC: True} if memory == "none" else {}
 
 
-@pytest.mark.parametrize(("model", "memory"), zip(NAMES, ("none", *profiles.PROFILES), strict=True))
+@pytest.mark.parametrize(("model", "memory"), zip(NAMES, cycle(("none", *profiles.PROFILES))))
 def test_hydra_puts_both_presets_over_the_recipe(model, memory, caplog):
     more = [f"{key}={value}" for key, value in needed(memory).items()]
     composed = load_settings("rloo_trainer", [*FILES, f"model={model}", f"memory={memory}", *more])

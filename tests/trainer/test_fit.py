@@ -24,7 +24,8 @@ from verl_memopt.memory.lora import adapter_params
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.model.weights import size_of
 from verl_memopt.trainer.build import build_run
-from verl_memopt.trainer.fit import Card, beside_cache, find_out, judge, known_card
+from verl_memopt.trainer.fit import Card, beside_cache, judge, known_card
+from verl_memopt.trainer.fit_search import find_out
 
 QUICK = (3, 6, 7, 8, 13, 15, 28, 34, 36, 39)
 """Draws of RLOO, GRPO with a KL, PPO and LoRA with random knobs that take the least time."""
@@ -136,34 +137,6 @@ def test_json_has_the_figures_and_their_sums(capsys):
     assert not found["fits"]
     assert found["card_bytes"] == CARDS["24g"] * 2**20
     assert sum(found["phases"][found["binding_phase"]].values()) == max(sum(kinds.values()) for kinds in found["phases"].values())
-
-
-@pytest.mark.parametrize("model", ["qwen3_4b", "llama3_2_3b"])
-def test_what_it_advises_makes_the_run_fit(model):
-    settings = rloo(f"model={model}", "memory=24g", TWO_COPIES)
-    found = find_out(settings, Card.of(24))
-    assert not found.verdict.fits
-    assert found.fits
-    advised = [f"{key}={str(value).lower()}" for change in found.changes for key, value in change.keys.items()]
-    assert judge(rloo(f"model={model}", "memory=24g", TWO_COPIES, *advised), Card.of(24)).fits
-    # None of the changes can be left out.
-    for change in found.changes:
-        others = [text for text in advised if text.partition("=")[0] not in change.keys]
-        assert not judge(rloo(f"model={model}", "memory=24g", TWO_COPIES, *others), Card.of(24)).fits
-
-
-def test_a_base_too_large_for_a_card_is_advised_in_four_bits_and_fits_then():
-    found = find_out(rloo("model=qwen3_8b", "memory=16g"), Card.of(16))
-    assert not found.verdict.fits
-    assert found.fits
-    assert [change.keys["actor_rollout_ref.model.quantization"] for change in found.changes if change.changes_numbers] == ["nf4"]
-
-
-def test_what_fits_with_the_profile_of_a_card_fits_with_the_settings_that_are_advised_without_it():
-    found = find_out(rloo("model=qwen3_1_7b", "actor_rollout_ref.actor.use_dynamic_bsz=true"), Card.of(24))
-    assert not found.verdict.fits
-    assert found.fits
-    assert not any(change.changes_numbers for change in found.changes)
 
 
 def test_the_longest_response_fits_and_one_a_tenth_longer_does_not():

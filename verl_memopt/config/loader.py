@@ -147,15 +147,16 @@ def compose_mapping(
     signed: list[str] = []
     presets: dict[str, Any] = {}
     problems: list[Problem] = []
-    for line in overrides:
+    for given in overrides:
         try:
+            line = _with_profile(given)
             override = OverridesParser.create().parse_override(line)
             sign = _sign(override, packaged_groups, groups)
         except HydraException as error:
             mend = "Write key=value, and quote text with special characters."
-            problems.append(Problem((), f"{shown(line)}: {_one_line(error)}. {mend}"))
+            problems.append(Problem((), f"{shown(given)}: {_one_line(error)}. {mend}"))
         except ConfigError as error:
-            problems.append(Problem((), f"{line}: {error}"))
+            problems.append(Problem((), f"{given}: {error}"))
         else:
             # Written once without the user's own plus signs, so that a key works whether or not a file already sets it.
             signed.append(line if sign is None else sign + line.lstrip("+"))
@@ -182,6 +183,14 @@ def compose_mapping(
     for group, name in presets.items():
         _log_preset(group, name, composed)
     return composed, presets
+
+
+def _with_profile(line: str) -> str:
+    """Return an override with the name of the profile where it names a card by its size."""
+    key, sign, value = line.partition("=")
+    if key.lstrip("+") != "memory" or not sign:
+        return line
+    return f"{key}={profiles.profile_named(value.strip(chr(34) + chr(39)))}"
 
 
 def _folder(config_name: str, config_dir: str | None) -> Path:

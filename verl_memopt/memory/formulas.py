@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from verl_memopt.errors import ConfigError
+
 if TYPE_CHECKING:
     from verl_memopt.config.schema import ActorRolloutRef
 
@@ -504,10 +506,14 @@ PUBLISHED = {
     "Qwen/Qwen2.5-1.5B-Instruct": ModelSize(1536, 8960, 28, 12, 2, 128, 151_936, True, qkv_bias=True, positions=2**15),
     "Qwen/Qwen2.5-3B-Instruct": ModelSize(2048, 11_008, 36, 16, 2, 128, 151_936, True, qkv_bias=True, positions=2**15),
     "Qwen/Qwen2.5-7B-Instruct": ModelSize(3584, 18_944, 28, 28, 4, 128, 152_064, False, qkv_bias=True, positions=2**15),
+    "Qwen/Qwen2.5-14B-Instruct": ModelSize(5120, 13_824, 48, 40, 8, 128, 152_064, False, qkv_bias=True, positions=2**15),
+    "Qwen/Qwen2.5-32B-Instruct": ModelSize(5120, 27_648, 64, 40, 8, 128, 152_064, False, qkv_bias=True, positions=2**15),
     "Qwen/Qwen3-0.6B": ModelSize(1024, 3072, 28, 16, 8, 128, 151_936, True, qk_norm=True, positions=40_960),
     "Qwen/Qwen3-1.7B": ModelSize(2048, 6144, 28, 16, 8, 128, 151_936, True, qk_norm=True, positions=40_960),
     "Qwen/Qwen3-4B": ModelSize(2560, 9728, 36, 32, 8, 128, 151_936, True, qk_norm=True, positions=40_960),
     "Qwen/Qwen3-8B": ModelSize(4096, 12_288, 36, 32, 8, 128, 151_936, False, qk_norm=True, positions=40_960),
+    "Qwen/Qwen3-14B": ModelSize(5120, 17_408, 40, 40, 8, 128, 151_936, False, qk_norm=True, positions=40_960),
+    "Qwen/Qwen3-32B": ModelSize(5120, 25_600, 64, 64, 8, 128, 151_936, False, qk_norm=True, positions=40_960),
     "meta-llama/Llama-3.2-1B-Instruct": ModelSize(2048, 8192, 16, 32, 8, 64, 128_256, True, positions=2**17),
     "meta-llama/Llama-3.2-3B-Instruct": ModelSize(3072, 8192, 28, 24, 8, 128, 128_256, True, positions=2**17),
 }
@@ -536,6 +542,13 @@ def key_heads_at_once(elements: int, kv_heads: int, tile: int) -> int:
     """
     most = min(max(tile // max(elements, 1), 1), kv_heads)
     return next(count for count in range(most, 0, -1) if kv_heads % count == 0)
+
+
+def check_heads(heads: int, ranks: int, key: str) -> None:
+    """Refuse a number of ranks over which query heads do not divide. ``key``: that of sequence parallelism."""
+    if heads % ranks:
+        possible = " or ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
+        raise ConfigError(f"{key}={ranks}: the model's {heads} query heads do not divide over the ranks. Set {possible}.")
 
 
 def key_copies(heads: int, kv_heads: int, ranks: int) -> int:

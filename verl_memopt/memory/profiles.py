@@ -12,9 +12,12 @@ Works with: every recipe and every key. A key on the command line wins over the 
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Set
 from typing import TYPE_CHECKING
 
+from verl_memopt.errors import ConfigError
 from verl_memopt.memory import grad_offload, shared_weights, split_masters, streamed_params
 from verl_memopt.memory.critic_rules import has_critic, twin, twin_refusal
 from verl_memopt.memory.knob import Knob, devices_of, needs_reference, num_devices
@@ -27,6 +30,38 @@ if TYPE_CHECKING:
 CARDS = ("12g", "16g", "24g", "32g", "48g", "80g", "141g")
 """Profiles for one card of so many GB. Each file says which models fit it."""
 PROFILES = ("constrained", "balanced", "large_multi_gpu", *CARDS)
+
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:g|gb|gib)?", re.IGNORECASE)
+
+
+def gigabytes(size: str) -> float:
+    """Return the GB of a card or a machine, written as 32, 32g, 32GB, "32 GB" or 32GiB: the number by which it is sold.
+
+    Raises:
+        ValueError: It is no size above 0.
+    """
+    found = SIZE.fullmatch(size.strip())
+    number = float(found[1]) if found else 0.0
+    if not 0 < number < math.inf:
+        raise ValueError(f"{size} is no number of GB above 0")
+    return number
+
+
+def profile_named(name: str) -> str:
+    """Return the profile that a name stands for: its own, or the size of a card as :func:`gigabytes` reads it.
+
+    Raises:
+        ConfigError: No profile is for a card of that size.
+    """
+    if name in PROFILES or not SIZE.fullmatch(name.strip()):
+        return name
+    number = gigabytes(name)
+    if (card := f"{number:g}g") in CARDS:
+        return card
+    smaller = [each for each in CARDS if gigabytes(each) < number]
+    instead = f" memory={smaller[-1]} memory.card_gb={number:g} is for yours." if smaller else ""
+    raise ConfigError(f"no profile is for a card of that size. Choose one of {', '.join(CARDS)}.{instead}")
+
 
 KNOB = Knob(cost="what its keys cost", besides=tuple(f"memory={name}" for name in PROFILES))
 

@@ -21,7 +21,7 @@ from verl_memopt.config.schema import CriticModel, Fsdp, Model, ScoringModel, Tr
 from verl_memopt.distributed.device import cast_units_at_once, is_gpu
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activation_checkpointing_torch import checkpoint_blocks
-from verl_memopt.memory.formulas import key_copies
+from verl_memopt.memory.formulas import check_heads, key_copies
 from verl_memopt.memory.lora import base_rests_as_computed
 from verl_memopt.memory.lora_torch import apply_lora
 from verl_memopt.memory.quantized_frozen_torch import check_quantizable, quantize_blocks
@@ -245,15 +245,13 @@ def _check_heads(config: Any, ranks: int, use: ModelUse) -> None:
     sizes = config.get_text_config()
     heads = int(sizes.num_attention_heads)
     kv_heads = int(getattr(sizes, "num_key_value_heads", None) or heads)
-    key = f"{use.fsdp_key}.ulysses_sequence_parallel_size={ranks}"
-    if heads % ranks:
-        possible = " or ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
-        raise ConfigError(f"{key}: the model's {heads} query heads do not divide over the ranks. Set {possible}.")
+    key = f"{use.fsdp_key}.ulysses_sequence_parallel_size"
+    check_heads(heads, ranks, key)
     copies = key_copies(heads, kv_heads, ranks)
     if copies > 1:
         logger.warning(
-            "%s: the model has %d key heads, which do not divide over the ranks. Each goes to %d ranks, so "
-            "attention's keys and values take %d times their bytes.", key, kv_heads, copies, copies,
+            "%s=%d: the model has %d key heads, which do not divide over the ranks. Each goes to %d ranks, so "
+            "attention's keys and values take %d times their bytes.", key, ranks, kv_heads, copies, copies,
         )  # fmt: skip
 
 

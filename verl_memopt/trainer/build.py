@@ -42,7 +42,8 @@ from verl_memopt.run.resume import (
 )
 from verl_memopt.run.run_lock import RunLock, hold
 from verl_memopt.trainer.correct_rollouts import BypassUpdate, MismatchCheck
-from verl_memopt.trainer.fit import beside_cache, refuse_what_cannot_fit
+from verl_memopt.trainer.fit import beside_cache
+from verl_memopt.trainer.fit_search import refuse_what_cannot_fit
 from verl_memopt.trainer.group_filter import GroupFilter
 from verl_memopt.trainer.micro_batching import (
     MiniBatchCutter,

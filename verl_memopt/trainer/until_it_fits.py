@@ -26,13 +26,14 @@ from verl_memopt.errors import ConfigError, DeviceMemoryError, HostMemoryError, 
 from verl_memopt.memory.critic_rules import has_critic, own_pools, twin
 from verl_memopt.memory.formulas import Pass
 from verl_memopt.memory.host_buffers import GIB
-from verl_memopt.memory.knob import knob_named, longest_sample, needs_reference, sequence_ranks
+from verl_memopt.memory.knob import longest_sample, needs_reference, sequence_ranks
 from verl_memopt.memory.param_offload import REFERENCE_KEY, SCORER_KEY, STREAM
 from verl_memopt.memory.streamed_params import may_stream
 from verl_memopt.model.weights import size_of
 from verl_memopt.observe.phase import MIB
 from verl_memopt.run.interrupts import of_process
-from verl_memopt.trainer.fit import Card, Search, silent
+from verl_memopt.trainer.fit import Card
+from verl_memopt.trainer.fit_search import Search, silent
 
 logger = logging.getLogger(__name__)
 
@@ -236,9 +237,9 @@ def _by_formula(settings: Settings, limit_bytes: int | None) -> Iterator[tuple[K
     except UserError as error:
         logger.debug("no prediction: %s", error)  # a model that the formulas do not know
         return
-    if changes and after is not None and after.fits and not any(change.changes_numbers for change in changes):
+    if changes and after.fits and not any(change.changes_numbers for change in changes):
         keys = {key: value for change in changes for key, value in change.keys.items()}
-        costs = dict.fromkeys(knob_named(change.name).cost for change in changes)
+        costs = dict.fromkeys(change.cost for change in changes)
         yield keys, f"{'; '.join(costs)}. By formula this is enough", False
 
 

@@ -1,0 +1,272 @@
+"""What the search of ``verl-memopt fit`` may set: each knob with a row in the ladder, and sizes that only the run knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from verl_memopt.config.keys import leaf_types, value_at
+from verl_memopt.config.schema import Settings
+from verl_memopt.memory import grad_offload, quantized_base, split_masters
+from verl_memopt.memory.critic_rules import has_critic, twin
+from verl_memopt.memory.formulas import ModelSize
+from verl_memopt.memory.knob import knob_named, longest_sample, needs_reference, num_devices
+from verl_memopt.memory.param_offload import ACTOR_KEY, REFERENCE_KEY, STREAM
+from verl_memopt.memory.rollout_memory import AUTO, CACHE
+from verl_memopt.memory.sequence_parallel import KEYS as SEQUENCE
+
+_AR = "actor_rollout_ref"
+_MODEL, _ROLLOUT, _ACTOR = f"{_AR}.model", f"{_AR}.rollout", f"{_AR}.actor"
+SHARE, BUDGET, DYNAMIC = (
+    f"{_ROLLOUT}.gpu_memory_utilization",
+    f"{_ACTOR}.ppo_max_token_len_per_gpu",
+    f"{_ACTOR}.use_dynamic_bsz",
+)
+BUDGETS = (
+    BUDGET, f"{_ROLLOUT}.log_prob_max_token_len_per_gpu", f"{_AR}.ref.log_prob_max_token_len_per_gpu",
+    "critic.ppo_max_token_len_per_gpu", "critic.forward_max_token_len_per_gpu",
+)  # fmt: skip
+"""Tokens of a micro-batch in each pass."""
+UPDATES = (BUDGET, "critic.ppo_max_token_len_per_gpu")
+SHARES = tuple(percent / 100 for percent in range(95, 15, -5))
+"""Shares of the card that are tried for the engine."""
+RANKS = (16, 8, 4)
+"""Ranks of adapters that are tried."""
+
+Keys = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Level:
+    """One state of a lever: the knob it belongs to, and the keys that it sets."""
+
+    knob: str
+    keys: Keys
+    changes_numbers: bool = False
+
+
+AS_IS = Level("", {})
+"""The run's own values."""
+
+
+@dataclass(frozen=True)
+class Lever:
+    """One thing that the search may set."""
+
+    levels: tuple[Level, ...]
+    """The run's own state first, then others. Those of a lever that is no choice hold less and less, and take more time."""
+    cost: int
+    """How much time it takes beside other levers. Levers that change numbers have the highest."""
+    is_choice: bool = False
+    """No level holds least whatever the others are, so each is tried."""
+
+
+def levers_of(settings: Settings, size: ModelSize, host_is_bounded: bool) -> tuple[Lever, ...]:
+    """Return what may be set, in the order in which values win: of two levers that set one key, the later one does.
+
+    ``host_is_bounded``: What moves to the host may then be too much there, so each such knob is a choice.
+    """
+    made = (*_passes(settings, size), *_engine(settings, size), *_weights(settings, host_is_bounded), *_lossy(settings, size))
+    return tuple(lever for each in made if (lever := _useful(settings, each)) is not None)
+
+
+def _useful(settings: Settings, lever: Lever) -> Lever | None:
+    """Return a lever with the levels that differ from the run's own state and from each other; None where there is none."""
+    kept: list[Level] = [AS_IS]
+    for level in lever.levels:
+        keys = {key: value for key, value in level.keys.items() if value_at(settings, key) != value}
+        if keys and keys not in [dict(each.keys) for each in kept]:
+            # Keys that the run has already stay, as a later lever may set one otherwise.
+            kept.append(Level(level.knob, level.keys, level.changes_numbers))
+    return Lever(tuple(kept), lever.cost, lever.is_choice) if len(kept) > 1 else None
+
+
+def _row(settings: Settings, name: str, changes_numbers: bool = False) -> Level:
+    """Return the level that a row of the ladder switches on, for the critic too if the run has one."""
+    row = knob_named(name).row
+    assert row is not None, name
+    return Level(name, _with_critic(settings, dict(_parsed(row.on))), changes_numbers)
+
+
+def _with_critic(settings: Settings, keys: Keys) -> Keys:
+    if not has_critic(settings):
+        return keys
+    return {twin(key): value for key, value in keys.items() if twin(key) in leaf_types()} | keys
+
+
+def _parsed(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    for override in overrides:
+        key, text = override.split("=", 1)
+        yield key, yaml.safe_load(text)
+
+
+def _levels(settings: Settings, knob: str, key: str, values: Iterable[Any]) -> tuple[Level, ...]:
+    return tuple(Level(knob, _with_critic(settings, {key: value})) for value in values)
+
+
+def _below(value: float | None, steps: Sequence[int]) -> list[int]:
+    """Return those of some numbers that are smaller than a value. None = no limit, above all numbers."""
+    return [step for step in steps if value is None or step < value]
+
+
+# What a pass holds: activations and logits.
+
+
+def _passes(settings: Settings, size: ModelSize) -> Iterator[Lever]:
+    model = settings.actor_rollout_ref.model
+    yield Lever(_levels(settings, "chunked_logprob", f"{_MODEL}.logprob_chunk_tokens", _chunks(model.logprob_chunk_tokens)), 2)
+    # Recomputed values and pruned blocks have other tiles and copies, and a prompt whose group is cut is carried on.
+    for cost, knob, key in (
+        (1, "recompute_elementwise", f"{_MODEL}.recompute_elementwise"),
+        (1, "prune_last_block", f"{_MODEL}.prune_last_block"),
+        (9, "shared_prompt", f"{_ACTOR}.use_prefix_grouper"),
+    ):
+        yield Lever(_levels(settings, knob, key, (True, False)), cost, is_choice=True)
+    tiled, tile = f"{_MODEL}.tiled_mlp", f"{_MODEL}.block_tile_tokens"
+    mlps = [("tiled_mlp", {f"{tiled}.enabled": True, f"{tiled}.num_shards": tiles}) for tiles in (4, 16)]
+    blocks = [("tiled_block", {tile: tokens}) for tokens in (4096, 1024)]
+    both = ("tiled_block", {**mlps[0][1], tile: 1024})
+    plain = ("tiled_mlp", {f"{tiled}.enabled": False, tile: None})
+    ways = (plain, *mlps, *blocks, both)
+    yield Lever(tuple(Level(knob, _with_critic(settings, keys)) for knob, keys in ways), 6, is_choice=True)
+    full = {f"{_MODEL}.enable_gradient_checkpointing": True, f"{_MODEL}.gradient_checkpointing_mode": "full"}
+    yield Lever((Level("activation_checkpointing", _with_critic(settings, full)),), 10)
+    yield from _budgets(settings)
+    yield Lever((_row(settings, "sharding_units"),), 1)
+    yield Lever((_row(settings, "resharding"),), 3)
+    devices = num_devices(settings)
+    if devices > 1:
+        groups = [each for each in range(2, devices + 1) if devices % each == 0 and size.heads % each == 0]
+        keys = [{key: each for role, key in SEQUENCE.items() if _is_there(settings, role)} for each in groups]
+        yield Lever(tuple(Level("sequence_parallel", each) for each in keys), 8, is_choice=True)
+
+
+def _is_there(settings: Settings, role: str) -> bool:
+    return {"actor": True, "ref": needs_reference(settings), "critic": has_critic(settings)}.get(role, False)
+
+
+def _chunks(present: int) -> list[int]:
+    return _below(present or None, (128, 32))
+
+
+def _budgets(settings: Settings) -> Iterator[Lever]:
+    """Yield caps of micro-batches, down to the longest row: of updates, and of passes without gradients."""
+    longest, devices = longest_sample(settings), num_devices(settings)
+    read = [key for key in BUDGETS if has_critic(settings) or not key.startswith("critic.")]
+    read = [key for key in read if needs_reference(settings) or ".ref." not in key]
+    sizes = [
+        8 * longest,
+        4 * longest,
+        2 * longest,
+        *(-(-longest // size) for size in range(1, devices + 1) if devices % size == 0),
+    ]
+    for cost, of_update in ((7, True), (4, False)):
+        keys = [key for key in read if (key in UPDATES) is of_update]
+        levels = []
+        for size in sizes:
+            now = {key: value_at(settings, key) for key in keys}
+            set_to = {
+                key: size for key, value in now.items() if value is not None and (value > size or not _is_dynamic(settings))
+            }
+            if set_to:
+                levels.append(Level("token_budget", {**set_to, **({} if _is_dynamic(settings) else _dynamic(settings))}))
+        yield Lever(tuple(levels), cost)
+
+
+def _is_dynamic(settings: Settings) -> bool:
+    return settings.actor_rollout_ref.actor.use_dynamic_bsz
+
+
+def _dynamic(settings: Settings) -> Keys:
+    return {DYNAMIC: True, "critic.use_dynamic_bsz": True} if has_critic(settings) else {DYNAMIC: True}
+
+
+# What the engine holds.
+
+
+def _engine(settings: Settings, size: ModelSize) -> Iterator[Lever]:
+    rollout, devices = settings.actor_rollout_ref.rollout, num_devices(settings)
+    yield Lever((_row(settings, "rollout_memory"),), 2)
+    yield Lever(
+        _levels(settings, "rollout_memory", f"{_ROLLOUT}.max_num_seqs", _below(rollout.max_num_seqs, (128, 64, 16, 4, 1))), 8
+    )
+    yield Lever((_row(settings, "weight_buckets"),), 1)
+    if rollout.name != "vllm":
+        return
+    yield Lever((Level("rollout_memory", {f"{_ROLLOUT}.enforce_eager": True}),), 5)
+    if rollout.enable_chunked_prefill:
+        steps = [each for each in (4096, 2048, 1024) if rollout.max_num_seqs <= each < rollout.max_num_batched_tokens]
+        yield Lever(_levels(settings, "rollout_memory", f"{_ROLLOUT}.max_num_batched_tokens", steps), 3)
+    if isinstance(rollout.kv_cache_memory_gb, float | int):
+        sizes = [rollout.kv_cache_memory_gb / part for part in (2, 4, 8, 16, 32)]
+        yield Lever(_levels(settings, "rollout_memory", CACHE, sizes), 3)
+    elif rollout.kv_cache_memory_gb != AUTO:
+        # Too large a share leaves no room for what lies beside, too small a one none for the cache.
+        yield Lever(_levels(settings, "rollout_memory", SHARE, SHARES), 3, is_choice=True)
+    parts = [each for each in range(2, devices + 1) if devices % each == 0 and size.heads % each == 0]
+    key = f"{_ROLLOUT}.tensor_model_parallel_size"
+    yield Lever(_levels(settings, "rollout_memory", key, [1, *parts] if devices > 1 else []), 6, is_choice=True)
+
+
+# Where weights, gradients and moments lie.
+
+
+def _weights(settings: Settings, host_is_bounded: bool) -> Iterator[Lever]:
+    model, actor = settings.actor_rollout_ref.model, settings.actor_rollout_ref.actor
+    if actor.optim.override_optimizer_config:
+        yield Lever((_row(settings, "bucketed_adamw"),), 2)
+    bucket = f"{_ACTOR}.optim.bucket_megabytes"
+    yield Lever(_levels(settings, "bucketed_adamw", bucket, [each for each in (16, 4) if each < actor.optim.bucket_megabytes]), 2)
+    off, on = host_is_bounded, (True, False)
+    for cost, knob, key in (
+        (11, "activation_offload", f"{_MODEL}.enable_activation_offload"),
+        (7, "optimizer_offload", f"{_ACTOR}.fsdp_config.optimizer_offload"),
+        (6, "grad_offload", grad_offload.KEY),
+    ):
+        levels = _levels(settings, knob, key, on if off else on[:1])
+        if knob == "activation_offload":
+            one = {key: True, f"{_MODEL}.activation_offload_in_flight": 1, f"{_MODEL}.activation_offload_device_gb": 0}
+            levels = (*levels, Level(knob, _with_critic(settings, one)))
+        yield Lever(levels, cost, is_choice=off)
+    if model.load_mode == "stream" and off:
+        yield Lever((_row(settings, "load_mode"),), 4, is_choice=True)
+    if needs_reference(settings):
+        rests = [
+            Level("streamed_params" if value == STREAM else "param_offload", {REFERENCE_KEY: value}) for value in (True, STREAM)
+        ]
+        yield Lever(tuple(rests), 4, is_choice=off)
+    yield Lever(_levels(settings, "split_masters", split_masters.KEY, on), 4, is_choice=True)
+    yield Lever(tuple(_homes(settings)), 9, is_choice=True)
+
+
+def _homes(settings: Settings) -> Iterator[Level]:
+    """Yield where the policy's weights may be: the engine's own, on the host between their phases, or always on the host."""
+    share, native = f"{_ROLLOUT}.share_weights", f"{_ACTOR}.fsdp_config.offload_policy"
+    settled = {share: "auto"} if settings.actor_rollout_ref.rollout.share_weights is True else {}
+    yield Level("shared_weights", {share: True, ACTOR_KEY: False, native: False})
+    yield Level("param_offload", _with_critic(settings, {ACTOR_KEY: True, native: False, **settled}))
+    yield Level("param_offload", {ACTOR_KEY: False, native: False, **settled})
+    keys = dict.fromkeys((ACTOR_KEY, f"{_ACTOR}.fsdp_config.optimizer_offload", grad_offload.KEY, split_masters.KEY), False)
+    yield Level("native_offload", _with_critic(settings, {**keys, native: True, **settled}))
+
+
+# What changes numbers: half precision, moments in 8 bits, adapters, quantised models.
+
+
+def _lossy(settings: Settings, size: ModelSize) -> Iterator[Lever]:
+    model = settings.actor_rollout_ref.model
+    if needs_reference(settings) or settings.reward_model.enable:
+        yield Lever((_row(settings, "quantized_frozen", changes_numbers=True),), 20)
+    yield Lever((_row(settings, "precision", changes_numbers=True),), 30)
+    yield Lever((_row(settings, "stochastic_rounding", changes_numbers=True),), 25)
+    yield Lever((_row(settings, "optimizer_state_dtype", changes_numbers=True),), 22)
+    yield Lever((_row(settings, "optimizer_in_backward", changes_numbers=True),), 28, is_choice=True)
+    base = {f"{_ACTOR}.fsdp_config.model_dtype": "bfloat16"}
+    ranks = [rank for rank in RANKS if not model.lora_rank or rank < model.lora_rank]
+    adapters = [{f"{_MODEL}.lora_rank": rank, **({} if model.lora_rank else base)} for rank in ranks]
+    yield Lever(tuple(Level("lora", keys, changes_numbers=True) for keys in adapters), 50)
+    bits = [{quantized_base.KEY: kind} for kind in ("int8", "nf4")]
+    yield Lever(tuple(Level("quantized_base", keys, changes_numbers=True) for keys in bits), 40)

@@ -1,0 +1,151 @@
+"""What ``verl-memopt fit`` prints: the bytes by phase and kind, the verdict, what would make it fit, and the most that fits."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from verl_memopt.config.keys import shown
+from verl_memopt.config.schema import Settings
+from verl_memopt.memory.critic_rules import own_pools
+from verl_memopt.memory.knob import devices_of, num_devices
+from verl_memopt.observe.phase import GIB
+from verl_memopt.trainer.fit import Card, Verdict
+from verl_memopt.trainer.fit_levers import BUDGET
+from verl_memopt.trainer.fit_search import LONGEST, Findings, find_out
+from verl_memopt.trainer.until_it_fits import CommandLine
+
+
+def as_json(settings: Settings, found: Findings, line: CommandLine) -> dict[str, Any]:
+    """Return what was found as plain values. Sizes are bytes, lengths are tokens. ``line``: the command of the settings."""
+    last = found.after if found.after is not None and found.after.fits else found.verdict
+    return {
+        "model": settings.actor_rollout_ref.model.path,
+        "fits": found.verdict.fits,
+        "verdict": found.verdict.line,
+        "card_bytes": found.verdict.card.num_bytes,
+        "binding_phase": found.verdict.peaks.binding,
+        "phases": {phase: dict(kinds) for phase, kinds in found.verdict.peaks.phases.items()},
+        "host_bytes": dict(found.verdict.peaks.host),
+        "changes": [
+            {
+                "knob": each.name,
+                "keys": dict(each.keys),
+                "changes_numbers": each.changes_numbers,
+                "saved_bytes": each.saved_bytes,
+                "without": each.without,
+            }
+            for each in found.changes
+        ],
+        "fits_with_changes": found.fits,
+        "command": str(line.having(found.keys)) if found.fits else None,
+        "with_changes": None if found.after is None else {"phases": found.after.peaks.totals, "verdict": found.after.line},
+        "longest_response": found.response,
+        "largest_micro_batch_tokens": found.budget,
+        "kv_cache_tokens": last.peaks.kv_tokens,
+        "sequences_at_once": _at_once(settings, last),
+    }
+
+
+def _at_once(settings: Settings, verdict: Verdict) -> int:
+    return min(verdict.peaks.kv_tokens // max(verdict.longest, 1), settings.actor_rollout_ref.rollout.max_num_seqs)
+
+
+GROUPS = {
+    "weights": ("params", "rollout weights"),
+    "gradients": ("grads", "whole gradients"),
+    "optimizer": ("optimizer", "optimizer scratch"),
+    "activations": ("activations",),
+    "logits": ("logits",),
+    "KV cache": ("kv",),
+    "gathered": ("gathered parameters", "collective buffers", "sync bucket"),
+    "engine": ("engine",),
+    "context": ("context", "allocator", "other"),
+}
+"""Column of the table -> kinds of bytes in it."""
+
+
+def print_findings(settings: Settings, found: Findings, line: CommandLine, console: Console) -> None:
+    """Print the bytes by phase and kind, the verdict, what would make it fit, and the most that fits."""
+    verdict, roles, data = found.verdict, settings.actor_rollout_ref, settings.data
+    devices = num_devices(settings)
+    of = f"{devices} x " if devices > 1 else ""
+    apart = "".join(f"; {role} on {devices_of(settings, role)} of its own" for role in own_pools(settings))
+    console.print(f"{roles.model.path}, {settings.algorithm.adv_estimator}, {of}{verdict.card.num_bytes / GIB:.1f} GiB{apart}")
+    _print_peaks(verdict, console)
+    console.print(f"\nVerdict: {verdict.line}")
+    last = verdict
+    if not verdict.fits:
+        assert found.after is not None
+        _print_changes(found, console)
+        if found.fits:
+            console.print(f"\nThe whole command, with your data.train_files:\n  {line.having(found.keys)}", soft_wrap=True)
+        last = found.after
+    if not last.fits:
+        return
+    with_changes = "" if verdict.fits else " (with these settings)"
+    console.print(f"\nThe most that fits{with_changes}:")
+    reach = f"data.max_response_length, now {data.max_response_length}"
+    if found.response >= found.most:
+        reach = "the longest that was tried" if found.most == LONGEST else "the model has no positions for more"
+    console.print(f"  longest response       {found.response:,} tokens ({reach})")
+    if found.budget:
+        console.print(f"  largest micro-batch    {found.budget:,} tokens ({BUDGET.removeprefix('actor_rollout_ref.')})")
+    if "gen" in last.peaks.phases and roles.rollout.name == "vllm":
+        console.print(
+            f"  KV cache               {last.peaks.kv_tokens:,} tokens, which are {_at_once(settings, last):,} sequences at once"
+        )
+    rows = data.train_batch_size * roles.rollout.n
+    console.print(f"  sequences a step       any number (now {rows:,}): they are computed one micro-batch after another")
+
+
+def _print_peaks(verdict: Verdict, console: Console) -> None:
+    peaks = verdict.peaks
+    used = [name for name, kinds in GROUPS.items() if any(kind in phase for phase in peaks.phases.values() for kind in kinds)]
+    table = Table(box=box.SIMPLE_HEAD, padding=0, collapse_padding=True, pad_edge=False)
+    table.add_column("GiB at most", no_wrap=True)
+    for name in (*used, "all"):
+        table.add_column(name, justify="right")
+    for phase, kinds in peaks.phases.items():
+        groups = [sum(kinds.get(kind, 0) for kind in GROUPS[name]) for name in used]
+        total = sum(kinds.values())
+        marked = " *" if phase == peaks.binding else ""
+        over = f"[red]{total / GIB:.2f}[/red]" if total > verdict.card.num_bytes else f"{total / GIB:.2f}"
+        table.add_row(phase + marked, *(f"{each / GIB:.2f}" if each else "" for each in groups), over)
+    console.print(table)
+    host = ", ".join(f"{kind} {each / GIB:.1f}" for kind, each in peaks.host.items())
+    text = f"{peaks.host_bytes / GIB:.1f} GiB a process ({host})" if host else "nothing rests there"
+    limit = "" if verdict.card.host_bytes is None else f", {verdict.processes} x of {verdict.card.host_bytes / GIB:.1f} GiB"
+    console.print(f"* the binding phase. Host: {text}{limit}.")
+
+
+def _print_changes(found: Findings, console: Console) -> None:
+    assert found.after is not None
+    if not found.after.fits:
+        why = found.after.line.removeprefix("does not fit: ")
+        console.print(f"It cannot fit, because even with all that helps {why}.")
+        console.print("Use a smaller model, more or larger cards (--gpus, --memory), or shorter lengths.")
+        if not found.changes:
+            return
+    console.print("It fits with:" if found.after.fits else "What helps, and is not enough:")
+    for change in found.changes:
+        lossy = "; changes numbers" if change.changes_numbers else ""
+        for key, value in change.keys.items():
+            console.print(f"  {key}={shown(value)}")
+        without = f"without it too large: {change.without}" if change.without else "another change needs it"
+        console.print(f"      {change.name}: {without}{lossy}")
+
+
+def command(settings: Settings, card: Card, line: CommandLine, as_json_text: bool) -> int:
+    """Print what fits, and return the exit code: 0 where the run fits, else 1."""
+    found = find_out(settings, card)
+    if as_json_text:
+        sys.stdout.write(json.dumps(as_json(settings, found, line), indent=2) + "\n")
+    else:
+        print_findings(settings, found, line, Console(highlight=False, width=max(Console().width, 110)))
+    return 0 if found.verdict.fits else 1

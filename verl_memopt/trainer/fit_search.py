@@ -1,0 +1,360 @@
+"""The search of ``verl-memopt fit``: what would make a run fit, how long a response may be, and how large a micro-batch.
+
+By construction nothing is called impossible that some of the levers make possible. Levers that hold less at each level are all
+set to the last one, under each combination of the others; only if that fits nowhere, no setting fits. What is found then gives
+back, the most time first, all that it does not need.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from verl_memopt.config.keys import replaced, shown, value_at
+from verl_memopt.config.loader import changed
+from verl_memopt.config.schema import Settings
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.fit import CERTAIN
+from verl_memopt.memory.knob import knob_named, longest_sample
+from verl_memopt.observe.phase import GIB
+from verl_memopt.trainer.fit import Card, Verdict, is_here, judge, sizes_of_models
+from verl_memopt.trainer.fit_levers import BUDGET, BUDGETS, SHARE, Level, Lever, levers_of
+
+_AR = "actor_rollout_ref"
+RESPONSE = "data.max_response_length"
+LONGEST = 2**20
+"""Tokens of the longest response that is tried."""
+OF_SHARE = {"init", "gen", "testing", "KV cache"}
+"""Where the engine's share counts."""
+
+State = tuple[int, ...]
+"""The level of each lever."""
+PLANS: tuple[Callable[[Level], bool], ...] = (
+    lambda level: not level.changes_numbers,
+    lambda level: level.knob not in ("lora", "quantized_base"),
+    lambda level: True,
+)
+"""Which levels may be used: those that change no number, then all that train all weights, then all."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing that makes a run fit: the keys it sets, and what it saves at the highest peak."""
+
+    name: str
+    keys: Mapping[str, Any]
+    changes_numbers: bool = False
+    saved_bytes: int = 0
+    without: str = ""
+    """What is too large without it, in words; "" where it goes with another change."""
+
+    @property
+    def cost(self) -> str:
+        """What the knob costs."""
+        return knob_named(self.name).cost
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What ``verl-memopt fit`` found out about a run."""
+
+    verdict: Verdict
+    changes: tuple[Change, ...] = ()
+    """What makes it fit, if it does not and can."""
+    after: Verdict | None = None
+    """The verdict with the changes, or with all that help where they are not enough."""
+    response: int = 0
+    """Tokens of the longest response that fits, with the changes; 0 = none."""
+    most: int = 0
+    """Tokens of the longest response that was tried."""
+    budget: int = 0
+    """Tokens of the largest micro-batch of the update that fits, with the changes."""
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """All keys of the changes."""
+        return {key: value for change in self.changes for key, value in change.keys.items()}
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run fits, with the changes at least."""
+        return self.verdict.fits or (self.after is not None and self.after.fits)
+
+
+class Search:
+    """Tries the levers of some settings on a card."""
+
+    def __init__(self, settings: Settings, card: Card, levers: Sequence[Lever] | None = None) -> None:
+        """Begin with the settings as they are. ``levers``: None = all."""
+        self._card = card
+        self.settings = settings
+        size = sizes_of_models(settings).policy
+        self.levers = tuple(levers_of(settings, size, card.host_bytes is not None) if levers is None else levers)
+        self._share = next((at for at, lever in enumerate(self.levers) if SHARE in lever.levels[-1].keys), None)
+        self.as_it_is: State = (0,) * len(self.levers)
+        self._verdicts: dict[State, Verdict] = {}
+        self._accepted: dict[State, bool] = {}
+
+    def judged(self, keys: Mapping[str, Any]) -> Verdict | None:
+        """Return the verdict with other values of some keys; None where they are refused together."""
+        with suppress(ConfigError):
+            with silent():
+                settings = changed(self.settings, keys)
+            return judge(settings, self._card)
+        return None
+
+    def changes(self) -> tuple[tuple[Change, ...], Verdict]:
+        """Return changes that make the run fit, of those found that take the least time, and the verdict with them.
+
+        None of them can be left out. If nothing is enough, those that help most are returned with their verdict.
+        """
+        closest = self.as_it_is
+        if self.verdict(closest).fits:
+            return (), self.verdict(closest)
+        for may in PLANS:
+            found, closest = self._found(may, closest)
+            if found is not None:
+                break
+        if found is None:
+            closest = self._descended(closest)
+            found = self.fitting(closest)
+        state = self._backed_off(closest if found is None else found)
+        return tuple(self._as_changes(state)), self.verdict(state)
+
+    # A state of the levers.
+
+    def keys(self, state: State) -> dict[str, Any]:
+        """Return the keys that a state sets, which are not so yet."""
+        merged: dict[str, Any] = {}
+        for lever, level in zip(self.levers, state, strict=True):
+            merged |= lever.levels[level].keys
+        return {key: value for key, value in merged.items() if value_at(self.settings, key) != value}
+
+    def verdict(self, state: State) -> Verdict:
+        """Return the verdict on a state, also on one that the rules refuse."""
+        if state not in self._verdicts:
+            self._verdicts[state] = judge(replaced(self.settings, self.keys(state)), self._card)
+        return self._verdicts[state]
+
+    def accepts(self, state: State) -> bool:
+        """Return whether the rules accept a state."""
+        if state not in self._accepted:
+            self._accepted[state] = self.judged(self.keys(state)) is not None
+        return self._accepted[state]
+
+    def fitting(self, state: State) -> State | None:
+        """Return a state that fits, with another share of the card for the engine if need be; None where there is none."""
+        verdict = self.verdict(state)
+        if verdict.fits:
+            return state
+        if self._share is None or not verdict.too_much.keys() <= OF_SHARE:
+            return None
+        shares = (_with(state, self._share, level) for level in range(len(self.levers[self._share].levels)))
+        return next((each for each in shares if self.verdict(each).fits), None)
+
+    # From the most that saves to the least that is needed.
+
+    def _found(self, may: Callable[[Level], bool], closest: State) -> tuple[State | None, State]:
+        """Return a state that fits, with the levels that may be used, and the closest to one that does not."""
+        levels = [[at for at, level in enumerate(lever.levels) if may(level)] for lever in self.levers]
+        tried = [
+            ([0] if at == self._share else of if lever.is_choice else of[-1:])
+            for at, (lever, of) in enumerate(zip(self.levers, levels, strict=True))
+        ]
+        for state in sorted(product(*tried), key=self._choices_cost):
+            if _missing(self.verdict(state)) < _missing(self.verdict(closest)):
+                closest = state
+            fits = self.fitting(state)
+            settled = None if fits is None else self._settled(fits)
+            if settled is not None:
+                return settled, closest
+        return None, closest
+
+    def _choices_cost(self, state: State) -> float:
+        return sum(
+            lever.cost * (1 + level / 10) for lever, level in zip(self.levers, state, strict=True) if lever.is_choice and level
+        )
+
+    def _settled(self, state: State) -> State | None:
+        """Return a state that fits and is accepted: levers that the rules refuse beside the choices go back."""
+        if self.accepts(state):
+            return state
+        settled = tuple(level if lever.is_choice else 0 for lever, level in zip(self.levers, state, strict=True))
+        if not self.accepts(settled):
+            return None
+        # Those that change numbers come last in the list, and save most.
+        for at in reversed(range(len(state))):
+            downwards = (_with(settled, at, level) for level in range(state[at], settled[at], -1))
+            settled = next((each for each in downwards if self.accepts(each)), settled)
+        fits = self.fitting(settled)
+        return fits if fits is not None and self.accepts(fits) else None
+
+    def _backed_off(self, state: State) -> State:
+        """Return a state in which each lever is as near to the run's own state as the others allow, those that cost most first.
+
+        A state that does not fit stays as close to one that does.
+        """
+        order = sorted(range(len(state)), key=lambda at: -self.levers[at].cost)
+        fits, before = self.verdict(state).fits, None
+        while state != before:
+            before = state
+            for at in order:
+                for level in range(1 if self.levers[at].is_choice else state[at]):
+                    less = _with(state, at, level)
+                    if fits and self._share is not None:
+                        less = self.fitting(_with(less, self._share, 0)) or less
+                    enough = self.verdict(less).fits or (not fits and self._as_close(less, state))
+                    if less != state and enough and self.accepts(less):
+                        state = less
+                        break
+        return state
+
+    def _as_close(self, state: State, other: State) -> bool:
+        return _missing(self.verdict(state)) <= _missing(self.verdict(other))
+
+    def _descended(self, state: State) -> State:
+        """Return a state from which no single lever comes closer to one that fits."""
+        state = state if self.accepts(state) else self._closest_accepted(state)
+        before: State = ()
+        while state != before:
+            before = state
+            single = (_with(state, at, level) for at, lever in enumerate(self.levers) for level in range(len(lever.levels)))
+            closer = [each for each in single if not self._as_close(state, each)]
+            ranked = sorted(closer, key=lambda each: _missing(self.verdict(each)))
+            state = next((each for each in ranked if self.accepts(each)), state)
+        return state
+
+    def _closest_accepted(self, state: State) -> State:
+        settled = self.as_it_is
+        for at in reversed(range(len(state))):
+            each = _with(settled, at, state[at])
+            settled = each if self.accepts(each) and self._as_close(each, settled) else settled
+        return settled
+
+    def _as_changes(self, state: State) -> Iterator[Change]:
+        keys = self.keys(state)
+        for at, level in enumerate(state):
+            chosen = self.levers[at].levels[level]
+            own = {key: keys[key] for key, value in chosen.keys.items() if key in keys and keys[key] == value}
+            if own:
+                without = _with(state, at, 0)
+                over = self.verdict(without)
+                saved = max(over.peaks.device_bytes - self.verdict(state).peaks.device_bytes, 0)
+                yield Change(chosen.knob, own, chosen.changes_numbers, saved, over.missing if self.accepts(without) else "")
+
+    # The most that fits.
+
+    def longest_response(self, keys: Mapping[str, Any]) -> int:
+        """Return the tokens of the longest response that fits with some changes and the models' positions; 0 where none does."""
+        prompt, rollout = self.settings.data.max_prompt_length, self.settings.actor_rollout_ref.rollout
+        follows = rollout.max_model_len == longest_sample(self.settings)
+
+        def fits(response: int) -> bool:
+            longer: dict[str, Any] = {RESPONSE: response, f"{_AR}.rollout.response_length": response}
+            if follows:
+                longer[f"{_AR}.rollout.max_model_len"] = prompt + response
+            now = {key: keys.get(key, value_at(self.settings, key)) for key in BUDGETS}
+            least = {key: max(int(value), prompt + response) for key, value in now.items() if value is not None}
+            verdict = self.judged({**keys, **longer, **least})
+            return verdict is not None and verdict.fits
+
+        return _largest(fits, self.most_tokens)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the longest response that is tried: the positions of the trained models are no fewer."""
+        sizes = sizes_of_models(self.settings)
+        positions = [each.positions for each in (sizes.policy, sizes.critic) if each is not None and each.positions]
+        return max(min([LONGEST, *(each - self.settings.data.max_prompt_length for each in positions)]), 1)
+
+    def largest_budget(self, keys: Mapping[str, Any]) -> int:
+        """Return the tokens of the largest micro-batch of the update that fits with some changes; 0 where none does."""
+
+        def fits(tokens: int) -> bool:
+            verdict = self.judged({**keys, BUDGET: tokens})
+            return verdict is not None and verdict.fits
+
+        rows = self.settings.actor_rollout_ref.actor.ppo_mini_batch_size * self.settings.actor_rollout_ref.rollout.n
+        return _largest(fits, rows * longest_sample(self.settings), longest_sample(self.settings))
+
+
+def _with(state: State, at: int, level: int) -> State:
+    return (*state[:at], level, *state[at + 1 :])
+
+
+def _missing(verdict: Verdict) -> float:
+    """Return how far a verdict is from one that fits."""
+    over = dict(verdict.too_much)
+    cache_tokens = over.pop("KV cache", 0)
+    return sum(over.values()) + cache_tokens * 2**17
+
+
+def _largest(fits: Callable[[int], bool], most: int, least: int = 1) -> int:
+    """Return the largest number that fits, to one part in 64, by bisection; 0 where ``least`` does not."""
+    if not fits(least):
+        return 0
+    if fits(most):
+        return most
+    low, high = least, most
+    while high - low > max(low // 64, 1):
+        middle = (low + high) // 2 if high < 4 * low else min(2 * low, high - 1)
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Log nothing below an error: settings that are only tried need no warnings."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def find_out(settings: Settings, card: Card) -> Findings:
+    """Return the verdict on a run, what would make it fit, and what is the most that fits."""
+    search = Search(settings, card)
+    verdict = judge(settings, card)
+    changes, after = ((), None) if verdict.fits else search.changes()
+    found = Findings(verdict, changes, after)
+    if not found.fits:
+        return found
+    keys = found.keys
+    most, budget = search.most_tokens, search.largest_budget(keys)
+    return dataclasses.replace(found, response=search.longest_response(keys), most=most, budget=budget)
+
+
+def refuse_what_cannot_fit(settings: Settings) -> None:
+    """Refuse a run whose weights, gradients and optimizer state alone are too large for ``memory.card_gb``.
+
+    A model of which nothing is on this machine yet is not looked at.
+
+    Raises:
+        ConfigError: It cannot fit. The message says what would make it fit.
+    """
+    gigabytes = settings.memory.card_gb
+    if gigabytes is None or not is_here(settings):
+        return
+    card = Card.of(gigabytes)
+    peaks = judge(settings, card).peaks
+    phase = max(peaks.least, key=peaks.least.__getitem__)
+    if peaks.least[phase] <= card.num_bytes:
+        return
+    changes, after = Search(settings, card).changes()
+    way = " ".join(f"{key}={shown(value)}" for change in changes for key, value in change.keys.items())
+    out = "No setting makes it fit: take a smaller model, or more or larger cards."
+    if after.fits:
+        out = f"It fits with {way}."
+    parts = ", ".join(f"{kind} {each / GIB:.1f}" for kind in CERTAIN if (each := peaks.phases[phase].get(kind, 0)))
+    raise ConfigError(
+        f"memory.card_gb={gigabytes:g}, {_AR}.model.path={settings.actor_rollout_ref.model.path}: {phase} needs at least "
+        f"{peaks.least[phase] / GIB:.1f} GiB of {card.num_bytes / GIB:.1f} ({parts}). {out} Set memory.card_gb=null to start it "
+        "all the same."
+    )
