@@ -5,7 +5,7 @@
 # make long-run  2,000 steps left alone and 2,000 with 50 faults, which must learn the same (an hour or two); the report is in build/
 # make gpu-tests  what only a GPU can show (skipped without one; VERL_MEMOPT_GPU_TESTS_ON=cpu rehearses it on a CPU)
 # make mutants  plant faults in the code that must never be wrong, one at a time, and count those that a test finds (an hour or two)
-# make docs    docs/configuration.md from the settings, docs/memory.md from the knobs, docs/models.md from the families, and the site
+# make docs    docs/configuration.md from the settings, docs/memory.md from the knobs, docs/models.md from the families, the tables of cards from fit, and the site
 # ARGS are passed on: make train ARGS="trainer.total_training_steps=20"
 .PHONY: setup train test quick long-run gpu-tests lint types proofs mutants docs clean
 .DEFAULT_GOAL := help
@@ -59,6 +59,7 @@ docs: setup
 	.venv/bin/python -m tools.trl_page > docs/from_trl.md
 	.venv/bin/python -m tools.knobs_page > docs/memory.md
 	.venv/bin/python -m tools.models_page > docs/models.md
+	.venv/bin/python -m tools.cards
 	@if [ -x .venv/bin/mkdocs ]; then NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict && echo "the site: build/docs/index.html"; \
 	else echo "For the site as well: .venv/bin/pip install -e '.[docs]', then make docs again"; fi
 

@@ -1,8 +1,6 @@
 """Presets of models and of cards: every pair composes, and what a card's file claims follows from the knobs' formulas."""
 
 import logging
-import math
-import re
 from functools import cache
 from itertools import cycle, product
 
@@ -13,13 +11,10 @@ from verl_memopt.config.keys import flatten, leaf_types, value_at
 from verl_memopt.config.loader import PACKAGED, compose_mapping, load_settings, settings_from_mapping
 from verl_memopt.ladder.measure import Work, measure_row, row_settings
 from verl_memopt.memory import profiles
-from verl_memopt.memory.critic_rules import twin
 from verl_memopt.memory.fit import CARDS, Sizes, predict
 from verl_memopt.memory.formulas import PUBLISHED, ModelSize
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
-from verl_memopt.observe.phase import GIB
 from verl_memopt.trainer.fit import Card, judge
-from verl_memopt.trainer.fit_levers import BUDGETS
 
 AR = "actor_rollout_ref"
 FILES = ["data.train_files=train.jsonl", "data.val_files=null"]
@@ -52,20 +47,6 @@ def settings_of(model, memory, **more):
     """The settings of a pair, of which a test of its own says that Hydra composes the same."""
     presets = keys_of("memory", memory) | keys_of("model", model)
     return settings_from_mapping(recipe() | presets | more, presets.keys())
-
-
-def on_card(card, model, lora=False, estimator="rloo"):
-    """The verdict on a run with a card's profile, on such a card: of all weights, or of adapters on bfloat16 weights."""
-    adapters = {f"{AR}.model.lora_rank": 32, f"{AR}.actor.fsdp_config.model_dtype": "bfloat16"} if lora else {}
-    # Caps of micro-batches learn, down to the longest sample.
-    more = adapters | dict.fromkeys(BUDGETS, 1024) | {twin(key): value for key, value in adapters.items()}
-    return judge(settings_of(model, card, **more, **{"algorithm.adv_estimator": estimator}), Card.of(int(card.removesuffix("g"))))
-
-
-def fits(card, model, lora):
-    """Whether a run fits, one with a critic too, and the KV cache holds eight sequences."""
-    verdicts = [on_card(card, model, lora), on_card(card, model, lora, "gae")]
-    return all(each.fits and each.peaks.kv_tokens >= LEAST_KV_TOKENS for each in verdicts)
 
 
 def test_these_are_the_presets():
@@ -125,23 +106,6 @@ def test_the_published_sizes_have_the_parameters_of_the_model_cards(model):
     file = (PACKAGED / "model" / f"{model}.yaml").read_text()
     assert f"{size.params / 1e9:.2f} billion parameters" in file
     assert ("tied head" in file) == size.tied
-
-
-def largest(card, lora):
-    return max((model for model in MODELS if fits(card, model, lora)), key=PARAMS.get)
-
-
-@pytest.mark.parametrize("card", CARDS)
-def test_what_a_cards_file_claims_follows_from_the_formulas(card):
-    text = (PACKAGED / "memory" / f"{card}.yaml").read_text().replace("\n#", "")
-    claims = re.findall(r"models up to model=(\w+)", text)
-    assert claims == [largest(card, lora=False), largest(card, lora=True)]
-    for claimed, lora in zip(claims, (False, True), strict=True):
-        assert all(fits(card, model, lora) for model in MODELS if PARAMS[model] <= PARAMS[claimed])
-    assert re.search(r"Binding phase of the largest: (\w+)\.", text)[1] == on_card(card, claims[0]).peaks.binding
-    with_reference = settings_of(claims[0], card, **{f"{AR}.actor.use_kl_loss": True})
-    host = judge(with_reference, Card.of(int(card.removesuffix("g")))).peaks.host_bytes
-    assert int(re.search(r"(\d+) GiB for the largest with", text)[1]) == math.ceil(host / GIB)
 
 
 @pytest.mark.parametrize(("model", "cards", "card"), [("qwen3_8b", 8, "24g"), ("qwen3_8b", 2, "80g"), ("qwen2_5_7b", 4, "32g")])

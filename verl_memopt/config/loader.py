@@ -147,16 +147,16 @@ def compose_mapping(
     signed: list[str] = []
     presets: dict[str, Any] = {}
     problems: list[Problem] = []
-    for given in overrides:
+    for text in overrides:
         try:
-            line = _with_profile(given)
+            line = _with_profile(text)
             override = OverridesParser.create().parse_override(line)
             sign = _sign(override, packaged_groups, groups)
         except HydraException as error:
             mend = "Write key=value, and quote text with special characters."
-            problems.append(Problem((), f"{shown(given)}: {_one_line(error)}. {mend}"))
+            problems.append(Problem((), f"{shown(text)}: {_one_line(error)}. {mend}"))
         except ConfigError as error:
-            problems.append(Problem((), f"{given}: {error}"))
+            problems.append(Problem((), f"{text}: {error}"))
         else:
             # Written once without the user's own plus signs, so that a key works whether or not a file already sets it.
             signed.append(line if sign is None else sign + line.lstrip("+"))

@@ -94,7 +94,7 @@ def _row(settings: Settings, name: str, changes_numbers: bool = False) -> Level:
 def _with_critic(settings: Settings, keys: Keys) -> Keys:
     if not has_critic(settings):
         return keys
-    return {twin(key): value for key, value in keys.items() if twin(key) in leaf_types()} | keys
+    return {**{twin(key): value for key, value in keys.items() if twin(key) in leaf_types()}, **keys}
 
 
 def _parsed(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -126,10 +126,10 @@ def _passes(settings: Settings, size: ModelSize) -> Iterator[Lever]:
     ):
         yield Lever(_levels(settings, knob, key, (True, False)), cost, is_choice=True)
     tiled, tile = f"{_MODEL}.tiled_mlp", f"{_MODEL}.block_tile_tokens"
-    mlps = [("tiled_mlp", {f"{tiled}.enabled": True, f"{tiled}.num_shards": tiles}) for tiles in (4, 16)]
-    blocks = [("tiled_block", {tile: tokens}) for tokens in (4096, 1024)]
-    both = ("tiled_block", {**mlps[0][1], tile: 1024})
-    plain = ("tiled_mlp", {f"{tiled}.enabled": False, tile: None})
+    mlps: list[tuple[str, Keys]] = [("tiled_mlp", {f"{tiled}.enabled": True, f"{tiled}.num_shards": tiles}) for tiles in (4, 16)]
+    blocks: list[tuple[str, Keys]] = [("tiled_block", {tile: tokens}) for tokens in (4096, 1024)]
+    both: tuple[str, Keys] = ("tiled_block", {**mlps[0][1], tile: 1024})
+    plain: tuple[str, Keys] = ("tiled_mlp", {f"{tiled}.enabled": False, tile: None})
     ways = (plain, *mlps, *blocks, both)
     yield Lever(tuple(Level(knob, _with_critic(settings, keys)) for knob, keys in ways), 6, is_choice=True)
     full = {f"{_MODEL}.enable_gradient_checkpointing": True, f"{_MODEL}.gradient_checkpointing_mode": "full"}

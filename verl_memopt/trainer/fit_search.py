@@ -108,20 +108,21 @@ class Search:
             return judge(settings, self._card)
         return None
 
-    def changes(self) -> tuple[tuple[Change, ...], Verdict]:
+    def changes(self, plans: Sequence[Callable[[Level], bool]] = PLANS) -> tuple[tuple[Change, ...], Verdict]:
         """Return changes that make the run fit, of those found that take the least time, and the verdict with them.
 
-        None of them can be left out. If nothing is enough, those that help most are returned with their verdict.
+        None of them can be left out. If nothing is enough, those that help most are returned with their verdict. ``plans``: which
+        levels may be used, one plan after another.
         """
         closest = self.as_it_is
         if self.verdict(closest).fits:
             return (), self.verdict(closest)
-        for may in PLANS:
+        for may in plans:
             found, closest = self._found(may, closest)
             if found is not None:
                 break
         if found is None:
-            closest = self._descended(closest)
+            closest = self._descended(closest, plans[-1])
             found = self.fitting(closest)
         state = self._backed_off(closest if found is None else found)
         return tuple(self._as_changes(state)), self.verdict(state)
@@ -217,13 +218,14 @@ class Search:
     def _as_close(self, state: State, other: State) -> bool:
         return _missing(self.verdict(state)) <= _missing(self.verdict(other))
 
-    def _descended(self, state: State) -> State:
-        """Return a state from which no single lever comes closer to one that fits."""
+    def _descended(self, state: State, may: Callable[[Level], bool]) -> State:
+        """Return a state from which no single lever, at a level that may be used, comes closer to one that fits."""
         state = state if self.accepts(state) else self._closest_accepted(state)
         before: State = ()
         while state != before:
             before = state
-            single = (_with(state, at, level) for at, lever in enumerate(self.levers) for level in range(len(lever.levels)))
+            levels = [(at, each) for at, lever in enumerate(self.levers) for each, level in enumerate(lever.levels) if may(level)]
+            single = (_with(state, at, level) for at, level in levels)
             closer = [each for each in single if not self._as_close(state, each)]
             ranked = sorted(closer, key=lambda each: _missing(self.verdict(each)))
             state = next((each for each in ranked if self.accepts(each)), state)
