@@ -116,7 +116,7 @@ def test_a_setting_after_only_is_a_setting_and_no_knob(tiny_folder, capsys):
         *(
             (["fit", "model=qwen3_0_6b", option, size], f"argument {option}: {size} is no number of GB above 0")
             for option in ("--memory", "--host-memory")
-            for size in ("0", "-1", "nan", "inf", "24g")
+            for size in ("0", "-1", "nan", "inf", "24x")
         ),
     ],
 )
