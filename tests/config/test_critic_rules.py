@@ -47,7 +47,7 @@ CASES = {
         {"trainer.max_critic_ckpt_to_keep": 3},
         {"trainer.max_critic_ckpt_to_keep": 3, "trainer.max_actor_ckpt_to_keep": 3},
     ),
-    "a warm-up as long as the run": ({"trainer.critic_warmup": 10}, {"trainer.critic_warmup": 9}),
+    "a warm-up longer than the run": ({"trainer.critic_warmup": 11}, {"trainer.critic_warmup": 10}),
     "an optimizer in backward that accumulates": (
         {"critic.optim.in_backward": True, "critic.use_dynamic_bsz": False, "critic.ppo_micro_batch_size_per_gpu": 1},
         {"critic.optim.in_backward": True, "critic.optim.clip_grad": None},

@@ -139,7 +139,7 @@ def runs(toy, folder):
     reward_model, _ = classifier(folder / "reward_model", toy / "model")
     lora += ["reward_model.enable=true", f"reward_model.model.path={reward_model}", "reward_model.max_length=20"]
     yield load_settings("rloo_trainer", common(toy, folder / "lora") + plain + lora)
-    ppo = ["actor_rollout_ref.actor.use_dynamic_bsz=true", "trainer.total_training_steps=2", "trainer.critic_warmup=1"]
+    ppo = ["actor_rollout_ref.actor.use_dynamic_bsz=true", "trainer.total_training_steps=2", "trainer.critic_warmup=2"]
     ppo += ["critic.ppo_max_token_len_per_gpu=64", "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov"]
     critic = [
         "critic.use_dynamic_bsz=false", "critic.ppo_micro_batch_size_per_gpu=2", "critic.model.lora_rank=2",

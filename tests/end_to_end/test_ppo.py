@@ -89,7 +89,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(toy, tmp_path):
 
 
 def test_a_warm_up_trains_the_critic_and_leaves_the_policy_as_it_is(toy, tmp_path):
-    more = [*SHORT, *OFFLOADED, "trainer.critic_warmup=2", "trainer.save_freq=1", "trainer.total_training_steps=3"]
+    more = [*SHORT, *OFFLOADED, "trainer.critic_warmup=3", "trainer.save_freq=1", "trainer.total_training_steps=3"]
     more.append("trainer.max_actor_ckpt_to_keep=null")
     parts = [f"{role}.checkpoint.save_contents=[model,optimizer,extra,hf_model]" for role in (f"{AR}.actor", "critic")]
     rows = train_ppo(toy, tmp_path, *more, *parts)

@@ -140,6 +140,25 @@ def test_the_majority_answer_scores_once_a_prompt_and_ties_go_to_the_earliest():
     assert metrics["val-core/toy/reward/maj@3/mean"] == (0.0 + 1.0) / 2
 
 
+def test_fewer_samples_are_a_mean_over_all_choices_of_so_many():
+    """Of 4 samples, 6 choices of 2: the best is 1 in all but that of the two zeros."""
+    extra = [[{"pred": answer} for answer in "aabc"]]
+    metrics = validation_metrics(rows([1.0, 1.0, 0.0, 0.0], extra=extra))
+    assert metrics["val-aux/toy/reward/best@2/mean"] == pytest.approx(5 / 6)
+    assert metrics["val-aux/toy/reward/worst@2/mean"] == pytest.approx(1 / 6)
+    # The earlier of two answers wins where they differ: a or b, so 1 unless neither is an a.
+    assert metrics["val-aux/toy/reward/maj@2/mean"] == pytest.approx(5 / 6)
+    assert {name.split("/")[-2] for name in metrics if name.endswith("/mean")} == {
+        *("best@2", "worst@2", "maj@2", "best@4", "worst@4", "maj@4")
+    }
+    assert "val-core/toy/reward/best@4/mean" in metrics
+    many = validation_metrics(rows([1.0] * 5 + [0.0] * 11, extra=[[{"pred": "x"}] * 5 + [{"pred": "y"}] * 11]))
+    assert [name.split("/")[-2] for name in many if "/maj@" in name] == ["maj@2", "maj@4", "maj@8", "maj@16"]
+    # A majority of 8 drawn from 5 and 11 is x with 5 or more, or with 4 of each, since its first x stands before its first y.
+    wins = sum(math.comb(5, k) * math.comb(11, 8 - k) for k in (4, 5)) / math.comb(16, 8)
+    assert many["val-aux/toy/reward/maj@8/mean"] == pytest.approx(wins, abs=4 * math.sqrt(wins * (1 - wins) / 200))
+
+
 def test_accuracy_is_the_core_where_the_reward_function_returns_it():
     extra = [[{"acc": 1, "note": "text"}], [{"acc": 0, "note": "text"}]]
     metrics = validation_metrics(rows([0.9], [0.1], extra=extra))

@@ -119,7 +119,7 @@ def test_a_critics_knobs_work_on_devices_of_its_own_and_a_function_reads_the_mod
     model = {"lora_rank": 4, "lora_alpha": 8, "enable_activation_offload": True, "enable_gradient_checkpointing": True}
     fsdp = {"fsdp_config.param_offload": True, "fsdp_config.optimizer_offload": True}
     keys = {f"critic.model.{key}": value for key, value in {**model, **fsdp}.items()}
-    keys |= {"custom_reward_function.path": str(reward), "algorithm.adv_estimator": "gae", "trainer.critic_warmup": 1}
+    keys |= {"custom_reward_function.path": str(reward), "algorithm.adv_estimator": "gae", "trainer.critic_warmup": 2}
     shared = run({**ppo, **keys}, tmp_path / "shared")
     assert run({**ppo, **keys, **pools(critic=1, reward_model=1)}, tmp_path / "own") == shared
 

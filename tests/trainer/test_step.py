@@ -189,7 +189,7 @@ def test_a_step_with_a_critic_computes_values_and_updates_both_models(settled):
 
 @pytest.mark.parametrize("frees", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_warm_up_leaves_out_the_update_of_the_policy_and_what_it_would_sync(settled, frees):
-    more = {"trainer.critic_warmup": 1, f"{AR}.rollout.free_cache_engine": frees, f"{AR}.actor.ppo_mini_batch_size": 4}
+    more = {"trainer.critic_warmup": 2, f"{AR}.rollout.free_cache_engine": frees, f"{AR}.actor.ppo_mini_batch_size": 4}
     with running(settled(GAE | more)) as learner:
         assert isinstance(learner.policy, OnPolicy), "the policy's update gives the old log-probs"
         first, second = (learner.train_step(step).metrics for step in (1, 2))
@@ -470,8 +470,10 @@ def test_weights_that_one_rank_has_updated_in_part_stop_the_run_and_name_the_cri
 
 
 def test_the_first_steps_are_the_warm_up(tmp_path):
-    critic = training(tmp_path, warmup=2)
+    """As in verl, which trains the policy where ``critic_warmup <= step``."""
+    critic = training(tmp_path, warmup=3)
     assert [critic.warms_up(step) for step in (1, 2, 3)] == [True, True, False]
+    assert not training(tmp_path, warmup=1).warms_up(1)
     assert not training(tmp_path).warms_up(1)
 
 

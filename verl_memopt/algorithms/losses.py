@@ -127,12 +127,16 @@ def cispo_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
 
     Every token keeps a gradient, also where its ratio is clipped. Source: CISPO (MiniMax-M1), arXiv 2506.13585.
 
-    Metrics: ``pg_clipfrac`` and ``ratio_clamped``.
+    Metrics: ``pg_clipfrac``, ``pg_clipfrac_lower`` (0) and ``ratio_clamped``.
     """
     low, high = clip_bounds(actor)
     ratio = safe_ratio(tokens.log_ratio.detach())
     factor = ratio.clamp(1 - low, 1 + high)
-    shares = {"pg_clipfrac": tokens.share(ratio != factor), "ratio_clamped": tokens.share(beyond_clamp(tokens.log_ratio))}
+    shares = {
+        "pg_clipfrac": tokens.share(ratio != factor),
+        "pg_clipfrac_lower": torch.zeros((), device=ratio.device),
+        "ratio_clamped": tokens.share(beyond_clamp(tokens.log_ratio)),
+    }
     return tokens.aggregated(-factor * tokens.advantages * tokens.log_probs, actor), shares
 
 
@@ -238,16 +242,16 @@ def gspo_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
     advantages and importance weights may differ inside a response. Where they do not, it equals the form per response if
     ``loss_agg_mode`` is ``seq-mean-token-mean``, as in the paper. Source: GSPO, arXiv 2507.18071.
 
-    Metrics: the shares of responses ``pg_clipfrac``, ``pg_clipfrac_lower`` (0) and ``ratio_clamped``, those whose mean log-ratio
-    is above 10 and counts as 10, without a gradient.
+    Metrics: the share of tokens ``pg_clipfrac``, ``pg_clipfrac_lower`` (0), and the share of responses ``ratio_clamped``, those
+    whose mean log-ratio is above 10 and counts as 10, without a gradient.
     """
     log_ratio = tokens.row_means(tokens.log_ratio.detach())
     # Its value is 0 and its gradient is the token's. So every token has the ratio of the response and a gradient of its own.
     own = tokens.log_probs - tokens.log_probs.detach()
     ratio = (log_ratio[tokens.row] + own).clamp(max=MAX_MEAN_LOG_RATIO).exp()
     losses, clipped = clipped_loss(ratio, tokens.advantages, actor)
-    shares = _row_shares(tokens, tokens.row_means(clipped.to(losses)), log_ratio > MAX_MEAN_LOG_RATIO)
-    return tokens.aggregated(losses, actor), shares
+    shares = _row_shares(tokens, log_ratio, log_ratio > MAX_MEAN_LOG_RATIO)
+    return tokens.aggregated(losses, actor), shares | {"pg_clipfrac": tokens.share(clipped)}
 
 
 def geo_mean_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:

@@ -143,9 +143,9 @@ def _critic_rules() -> Iterator[Refusal]:
     )
     yield Refusal(
         (_WARMUP, "trainer.total_training_steps"),
-        lambda settings: settings.trainer.critic_warmup >= (settings.trainer.total_training_steps or math.inf),
+        lambda settings: settings.trainer.critic_warmup > (settings.trainer.total_training_steps or math.inf),
         "the policy would never be updated",
-        f"Set {_WARMUP} below the steps of the run.",
+        f"Set {_WARMUP} to at most the steps of the run.",
     )
 
 

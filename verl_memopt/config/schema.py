@@ -373,7 +373,7 @@ class Trainer:
     """Steps in a row without any update, because no gradient norm was finite, after which the run stops and names the last good
     checkpoint. One such step may be a bad batch; three in a row mean that the weights or the settings are at fault."""
     critic_warmup: NaturalInt = 0
-    """Steps at the start that train only the critic; the policy stays as it is."""
+    """The step from which the policy is trained too, as in verl: 3 trains the critic alone in steps 1 and 2; 0 and 1 do not."""
     balance_batch: bool = True
     """Even out tokens over ranks."""
     ray_wait_register_center_timeout: PositiveInt = 300

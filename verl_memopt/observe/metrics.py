@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -148,8 +151,10 @@ def validation_metrics(rows: Sequence[ValidationRow]) -> dict[str, float]:
     """Return ``{val-core,val-aux}/{data_source}/{variable}/{mean@N,std@N,best@N/mean,worst@N/mean,maj@N/mean}``.
 
     N is the largest number of samples of a prompt in the data source. Best, worst, spread and majority need N > 1, and majority
-    needs ``pred``. Each statistic is a mean over prompts, so every prompt counts once. Core are mean, best and majority of
-    ``acc`` if the reward function returns it, else of ``reward``. All others are aux.
+    needs ``pred``. Best, worst and majority are there for 2, 4, ... samples below N too (aux), as means over all choices of so
+    many of a prompt's samples; the majority takes :data:`VOTES` random choices where there are more. Each statistic is a mean
+    over prompts, so every prompt counts once. Core are mean, best and majority of ``acc`` if the reward function returns it,
+    else of ``reward``. All others are aux.
     """
     by_source: dict[str, list[ValidationRow]] = defaultdict(list)
     for row in rows:
@@ -158,9 +163,11 @@ def validation_metrics(rows: Sequence[ValidationRow]) -> dict[str, float]:
     for source, members in by_source.items():
         values = _numbers_by_variable(members)
         core = "acc" if "acc" in values else "reward"
+        most = max(Counter(row.uid for row in members).values())
         for variable, numbers in values.items():
             for statistic, value in _statistics(members, numbers).items():
-                is_core = variable == core and statistic.startswith(("mean@", "best@", "maj@"))
+                name, _, number = statistic.partition("/")[0].partition("@")
+                is_core = variable == core and name in ("mean", "best", "maj") and int(number) == most
                 metrics[f"{'val-core' if is_core else 'val-aux'}/{source}/{variable}/{statistic}"] = value
     return metrics
 
@@ -201,10 +208,44 @@ def _statistics(rows: Sequence[ValidationRow], numbers: Sequence[float]) -> dict
     result = {f"mean@{n}": over_prompts(statistics.fmean)}
     if n > 1:
         spread = over_prompts(lambda numbers: statistics.stdev(numbers) if len(numbers) > 1 else 0.0)
-        result |= {f"std@{n}": spread, f"best@{n}/mean": over_prompts(max), f"worst@{n}/mean": over_prompts(min)}
-        if all("pred" in row.extra for row in rows):
-            result[f"maj@{n}/mean"] = statistics.fmean(map(_majority, samples))
+        result[f"std@{n}"] = spread
+    has_answers = all("pred" in row.extra for row in rows)
+    for k in _numbers_of_samples(n):
+        result[f"best@{k}/mean"] = over_prompts(partial(_expected_best, k=k))
+        result[f"worst@{k}/mean"] = over_prompts(partial(_expected_worst, k=k))
+        if has_answers:
+            result[f"maj@{k}/mean"] = statistics.fmean(_expected_majority(group, k) for group in samples)
     return result
+
+
+def _numbers_of_samples(n: int) -> list[int]:
+    """Return 2, 4, 8, ... below n, and n itself; nothing for one sample."""
+    return [*itertools.takewhile(lambda k: k < n, (2**power for power in itertools.count(1))), n] if n > 1 else []
+
+
+def _expected_best(numbers: Sequence[float], k: int) -> float:
+    """Return the mean over all choices of k numbers of the largest of them; of fewer than k, the largest."""
+    k, ordered = min(k, len(numbers)), sorted(numbers)
+    choices = math.comb(len(ordered), k)
+    return sum(number * (math.comb(place, k - 1) / choices) for place, number in enumerate(ordered) if place >= k - 1)
+
+
+def _expected_worst(numbers: Sequence[float], k: int) -> float:
+    return -_expected_best([-number for number in numbers], k)
+
+
+VOTES = 200
+"""Choices of a prompt's samples that vote, at most."""
+
+
+def _expected_majority(group: Sequence[tuple[float, Any]], k: int) -> float:
+    """Return the mean over choices of k samples of the score of their majority."""
+    k = min(k, len(group))
+    if math.comb(len(group), k) <= VOTES:
+        return statistics.fmean(map(_majority, itertools.combinations(group, k)))
+    draws = random.Random(0)
+    choices = (sorted(draws.sample(range(len(group)), k)) for _ in range(VOTES))
+    return statistics.fmean(_majority([group[place] for place in choice]) for choice in choices)
 
 
 def _majority(group: Sequence[tuple[float, Any]]) -> float:

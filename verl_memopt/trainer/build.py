@@ -211,7 +211,7 @@ def _worker_plan(
     """Return what each worker builds for a run of ``total_steps`` whose record is in ``folder``."""
     roles, trainer, batch_size = settings.actor_rollout_ref, settings.trainer, settings.data.train_batch_size
     # In verl the policy's schedule is as long as the run, also where the first steps train the critic alone.
-    updating_steps = total_steps if critic is None else max(total_steps - trainer.critic_warmup, 1)
+    updating_steps = total_steps if critic is None else max(total_steps - max(trainer.critic_warmup - 1, 0), 1)
     by_rollouts = roles.actor.optim.lr_schedule_steps == "rollouts"
     schedule_steps = total_steps if by_rollouts else updating_steps * role_updates(roles.actor, batch_size)
     critic_schedule_steps = 0

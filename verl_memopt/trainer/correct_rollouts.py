@@ -186,7 +186,7 @@ def mismatch_metrics(engine: Tensor, trainer: Tensor) -> dict[str, float]:
         "training/rollout_probs_diff_valid": 1.0,
         "training/rollout_probs_diff_mean": float(probs.mean()),
         "training/rollout_probs_diff_max": float(probs.max()),
-        "training/rollout_probs_diff_std": float(probs.std(correction=0)),
+        "training/rollout_probs_diff_std": float(probs.std()) if probs.numel() > 1 else 0.0,
     }
     if engine_probs.numel() > 1 and float(engine_probs.std()) > 0 and float(trainer_probs.std()) > 0:
         correlation = torch.corrcoef(torch.stack([engine_probs, trainer_probs]))[0, 1]

@@ -57,7 +57,7 @@ def phases_of(settings: Settings) -> tuple[str, ...]:
         "gen": not (supervised or forged),
         "testing": not (supervised or forged) and data.val_files is not None,
         "reward": settings.reward_model.enable,
-        "old_log_prob": not in_update or (critic and settings.trainer.critic_warmup > 0),
+        "old_log_prob": not in_update or (critic and settings.trainer.critic_warmup > 1),
         "ref": needs_reference(settings),
         "values": critic,
         "update_critic": critic,

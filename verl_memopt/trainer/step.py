@@ -410,7 +410,7 @@ class CriticTraining:
 
     Attributes:
         budget: How a rank's rows are cut into the micro-batches of the values pass.
-        warmup: Steps at the start that train only the critic.
+        warmup: The first step that trains the policy too; the critic is trained alone before.
         warmup_pass: The pass for old log-probs in those steps, which have no update that would compute them.
         store: Checkpoints, one of which an error names as the way back.
     """
@@ -425,7 +425,7 @@ class CriticTraining:
 
     def warms_up(self, step: int) -> bool:
         """Return whether the critic is trained alone in a step."""
-        return step <= self.warmup
+        return step < self.warmup
 
     def values(self, batch: StepBatch) -> Tensor:
         """Return the value before each response token, fp32 [R]: those that have begun, or computed now."""

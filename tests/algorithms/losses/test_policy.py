@@ -218,6 +218,14 @@ def test_clip_fractions_of_sequences_by_hand(mode):
     assert metrics["ratio_clamped"].item() == 0
 
 
+def test_gspo_counts_the_tokens_of_clipped_responses():
+    """Three tokens of a response with ratio 1.4, which is clipped, and one of another with ratio 1."""
+    new, row, lengths = torch.tensor([1.4, 1.4, 1.4, 1.0]).log(), torch.tensor([0, 0, 0, 1]), torch.tensor([3, 1])
+    given = LossTokens(new, torch.zeros(4), torch.ones(4), row, lengths, GlobalCounts(4, 2))
+    assert policy_loss(given, actor("gspo"))[1]["pg_clipfrac"].item() == 0.75
+    assert policy_loss(given, actor("sequence"))[1]["pg_clipfrac"].item() == 0.5
+
+
 @pytest.mark.parametrize("advantage", [0.5, 0.0])
 def test_the_dual_clip_leaves_tokens_that_are_not_bad_alone(advantage):
     loss, metrics, _ = one_token(0.0, advantage, actor("vanilla"))

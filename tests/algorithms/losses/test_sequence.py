@@ -69,7 +69,7 @@ def test_cispo_keeps_the_gradient_of_a_clipped_token_and_clips_its_weight(log_ra
     loss, gradient, metrics = one(cispo_loss, -1.0, -1.0 - log_ratio, 2.0)
     assert loss == pytest.approx(2 * factor)
     assert gradient == pytest.approx(-2 * factor)
-    assert metrics == {"pg_clipfrac": factor != 1.0, "ratio_clamped": 0.0}
+    assert metrics == {"pg_clipfrac": factor != 1.0, "pg_clipfrac_lower": 0.0, "ratio_clamped": 0.0}
 
 
 GATE = Actor(clip_ratio_low=0.2, clip_ratio_high=0.3, tau_pos=1.5, tau_neg=4.0)
