@@ -21,7 +21,7 @@ SAMPLES = {
     "critic.model.lora_adapter_path": ("one", "other"),
     "critic.model.fsdp_config.dtype": ("fp32", "bfloat16"),
     "critic.model.attn_implementation": ("eager", "sdpa"),
-    "critic.strategy": ("fsdp2", "fsdp"),
+    "critic.strategy": ("fsdp2", "megatron"),
     f"{AR}.rollout.log_prob_max_token_len_per_gpu": (4096, 8192),
     f"{AR}.rollout.log_prob_micro_batch_size_per_gpu": (3, 4),
     f"{AR}.actor.optim.clip_grad": (0.5, 0.25),
@@ -43,7 +43,7 @@ SAMPLES = {
     "reward_model.model.path": ("judge", "other"),
     "reward_model.model.fsdp_config.dtype": ("fp32", "bfloat16"),
     "reward_model.reward_manager": ("dapo", "naive"),
-    f"{AR}.actor.strategy": ("fsdp2", "fsdp"),
+    f"{AR}.actor.strategy": ("fsdp2", "megatron"),
     **{
         f"{role}.fsdp_config.ulysses_sequence_parallel_size": (1, 2)
         for role in (f"{AR}.actor", f"{AR}.ref", "critic.model", "reward_model.model")
@@ -160,3 +160,59 @@ def test_an_alias_and_our_key_agree_when_their_values_are_two_spellings_of_one(s
 def test_an_override_of_the_model_config_keeps_its_other_names(settled):
     settings = settled({OVERRIDE: {"attn_implementation": "eager", "rope_theta": 1.0}})
     assert settings.actor_rollout_ref.model.override_config == {"rope_theta": 1.0}
+
+
+NO_ADAPTERS = {f"{AR}.model.lora_rank": 0, f"{AR}.model.lora_alpha": 0}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"trainer.test_freq": False, "trainer.save_freq": False}, {"trainer.test_freq": -1, "trainer.save_freq": -1}),
+        ({"custom_reward_function.name": None}, {"custom_reward_function.name": "compute_score"}),
+        ({f"{AR}.actor.strategy": "fsdp", "critic.strategy": "fsdp", f"{AR}.ref.strategy": "fsdp"}, {"critic.strategy": "fsdp2"}),
+        ({"trainer.resume_mode": "auto", "trainer.resume_from_path": "old"}, {"trainer.resume_mode": "auto"}),
+        ({"algorithm.rollout_correction.rollout_is_threshold": None}, {"algorithm.rollout_correction.rollout_is": None}),
+        (NO_ADAPTERS, {f"{AR}.model.lora_rank": 0, f"{AR}.model.lora_alpha": 16.0}),
+        ({f"{AR}.rollout.name": "sglang"}, {f"{AR}.rollout.name": "vllm"}),
+        ({f"{AR}.actor.ppo_mini_batch_size": None, "data.train_batch_size": 48}, {f"{AR}.actor.ppo_mini_batch_size": 48}),
+    ],
+)
+def test_a_value_that_verl_takes_is_taken(settled, given, expected):
+    settings = settled(given)
+    assert {key: value_at(settings, key) for key in expected} == expected
+
+
+def test_adapters_without_a_rank_have_that_of_their_folder(settled, tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 2}')
+    model = settled({**NO_ADAPTERS, f"{AR}.model.lora_adapter_path": str(tmp_path)}).actor_rollout_ref.model
+    assert (model.lora_rank, model.lora_alpha) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({f"{AR}.model.lora_rank": 8, f"{AR}.model.lora_alpha": 0}, f"{AR}.model.lora_alpha=0.0: must be above 0"),
+        (
+            {f"{AR}.rollout.name": "sglang", f"{AR}.rollout.engine_kwargs.sglang.attention_backend": "fa3"},
+            f"{AR}.rollout.engine_kwargs.sglang.attention_backend=fa3: the engines are vllm and hf",
+        ),
+        (
+            {"algorithm.rollout_correction.rollout_is": "token", "algorithm.rollout_correction.rollout_is_threshold": None},
+            "rollout_is_threshold=null: importance weights need a threshold",
+        ),
+        ({"trainer.test_freq": True}, "trainer.test_freq=true: expected a whole number"),
+    ],
+)
+def test_a_value_that_asks_for_what_is_not_here_is_refused(complaint, given, reason):
+    assert reason in complaint(given)
+
+
+def test_the_section_of_a_refused_key_is_one_complaint(complaint, caplog):
+    turns = f"{AR}.rollout.multi_turn"
+    message = complaint({f"{turns}.enable": True, f"{turns}.max_turns": 3, f"{turns}.format": "hermes"})
+    assert message.startswith(f"{turns}.enable=true: ")
+    assert not any(turns in text for text in caplog.messages)
+    megatron = f"{AR}.actor.megatron"
+    message = complaint({f"{megatron}.tensor_model_parallel_size": 2, f"{megatron}.param_offload": True})
+    assert message.startswith(f"{megatron}.tensor_model_parallel_size=2, {megatron}.param_offload=true: ")

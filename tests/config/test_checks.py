@@ -173,10 +173,6 @@ WRONG = {
         {"trainer.val_only": True},
         "trainer.val_only=true, data.val_files=null: there is nothing to validate on",
     ),
-    "a path that is not used": (
-        {"trainer.resume_from_path": "global_step_3"},
-        "trainer.resume_mode=auto, trainer.resume_from_path=global_step_3: the path is not used in this mode",
-    ),
     "a mode without its path": (
         {"trainer.resume_mode": "resume_path"},
         "trainer.resume_mode=resume_path, trainer.resume_from_path=null: no path is given",

@@ -116,9 +116,8 @@ def test_another_way_to_the_same_numbers_passes_with_one_notice(settled, plain, 
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
-        ("actor_rollout_ref.actor.strategy", "fsdp", "Set fsdp2."),
         ("actor_rollout_ref.actor.strategy", "megatron", "Set fsdp2."),
-        ("actor_rollout_ref.rollout.name", "sglang", "Set vllm or hf."),
+        ("actor_rollout_ref.rollout.name", "trtllm", "Set vllm or hf."),
         ("actor_rollout_ref.rollout.mode", "sync", "Set async."),
         ("actor_rollout_ref.actor.fsdp_config.dtype", "fp16", "loss scaling"),
     ],

@@ -13,7 +13,7 @@ from typing import Any
 from verl_memopt.config.algorithm_rules import KEY
 from verl_memopt.config.keys import Problem, flatten, problem, shown
 from verl_memopt.config.schema import REQUIRED, Data, Model, RolloutCorrection, Trainer
-from verl_memopt.config.unused_keys import refusal_of, refuse
+from verl_memopt.config.unused_keys import NoEffect, refusal_of, refuse
 from verl_memopt.memory.knob import POOL
 
 logger = logging.getLogger(__name__)
@@ -122,6 +122,8 @@ PROMPTS, MINI_BATCH = "data.train_batch_size", f"{_AR}.actor.ppo_mini_batch_size
 _KL_TYPES = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
 _PRECISIONS = {"bf16": "bfloat16", "float32": "fp32"}
 VALUES = {
+    **{f"{role}.strategy": {"fsdp": "fsdp2"} for role in _MODELS},
+    f"{_AR}.rollout.name": {"sglang": "vllm"},
     "trainer.logger": {"file": "jsonl", "tracking": "wandb"},
     "algorithm.adv_estimator": {"rloo_vectorized": "rloo", "grpo_vectorized": "grpo"},
     "reward_model.reward_manager": {"gdpo": "naive"},
@@ -164,6 +166,7 @@ def translate(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
         spellings.setdefault(name, {})[key] = meant
 
     values: dict[str, Any] = {}
+    refused: dict[str, tuple[Any, NoEffect]] = {}
     for name, meanings in spellings.items():
         meant, *others = meanings.values()
         if any(other != meant for other in others):
@@ -173,8 +176,8 @@ def translate(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
         if refusal is None:
             values[name] = meant
         else:
-            problems += refuse(next(iter(meanings)), meant, refusal)
-    return values, problems
+            refused[next(iter(meanings))] = meant, refusal
+    return values, problems + refuse(refused)
 
 
 def our_key(key: str) -> str:
@@ -244,6 +247,37 @@ def _whole_batch(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
     return key, flat.get(PROMPTS, Data.train_batch_size) if value is None else value, []
 
 
+def _never(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
+    """Read false as -1: verl asks only whether the number is above 0."""
+    return key, -1 if value is False else value, []
+
+
+def _unless_null(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
+    """Read null as not written."""
+    return our_key(key), value, []
+
+
+def _threshold(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
+    """Read null as not written where nothing has importance weights."""
+    if value is None and flat.get(f"{KEY}.rollout_is") is not None:
+        what = "importance weights need a threshold"
+        return key, None, [problem({key: value}, what, "Give a number, or two as low_high.")]
+    return key, value, []
+
+
+def _lora_number(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
+    """Read 0 as not written where there are no adapters, or where the folder of trained ones says the number."""
+    name = our_key(key)
+    model = name.rpartition(".")[0]
+    given = {our_key(each): other for each, other in flat.items() if our_key(each).startswith(f"{model}.lora_")}
+    of_folder, rank = given.get(f"{model}.lora_adapter_path") is not None, given.get(f"{model}.lora_rank")
+    is_open = of_folder and not rank if name.endswith("rank") else not rank
+    if value not in (0, None) or isinstance(value, bool) or not is_open:
+        return name, value, []
+    logger.info("%s=%s asks for nothing: %s", key, shown(value), "the adapters' folder decides" if of_folder else "no adapters")
+    return name, None, []
+
+
 def _keep_one(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
     ours = "trainer.max_actor_ckpt_to_keep"
     if value not in (None, True, False):
@@ -256,6 +290,10 @@ _MEANINGS: dict[str, Callable[[str, Any, Mapping[str, Any]], _Meaning]] = {
     **dict.fromkeys(GLOBAL_MICRO_BATCHES, _per_device),
     REMOVE_PREVIOUS: _keep_one,
     MINI_BATCH: _whole_batch,
+    **dict.fromkeys(("trainer.test_freq", "trainer.save_freq"), _never),
+    "custom_reward_function.name": _unless_null,
+    f"{KEY}.rollout_is_threshold": _threshold,
+    **{f"{model}.{name}": _lora_number for model in _MODELS.values() for name in ("lora_rank", "lora_alpha")},
 }
 """Spelling whose value has another unit -> what it means, from the spelling, its value and all given keys."""
 

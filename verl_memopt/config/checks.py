@@ -21,7 +21,7 @@ from verl_memopt.config.algorithm_rules import (
     WITHOUT_ENGINE,
 )
 from verl_memopt.config.debug_modes import WITHOUT_DATA, debug_rules
-from verl_memopt.config.keys import IS_SET, Problem, above, leaf_values, other_than, problem, refused, value_at
+from verl_memopt.config.keys import Problem, above, leaf_values, problem, refused, value_at
 from verl_memopt.config.reward_limits import LARGEST_SCORE
 from verl_memopt.config.reward_rules import REWARD_RULES, SANDBOX_RULES, WITHOUT_REWARD_MODEL, even_shards
 from verl_memopt.config.schema import Settings
@@ -303,8 +303,7 @@ def _runs() -> Iterator[Refusal]:
     nothing = {"trainer.val_only": True, "data.val_files": None}
     yield refused(nothing, "there is nothing to validate on", "Set data.val_files, or trainer.val_only=false.")
     mode, path = "trainer.resume_mode", "trainer.resume_from_path"
-    unused, missing = {mode: other_than("resume_path"), path: IS_SET}, {mode: "resume_path", path: None}
-    yield refused(unused, "the path is not used in this mode", f"Set {mode}=resume_path, or remove the path.")
+    missing = {mode: "resume_path", path: None}
     yield refused(missing, "no path is given", f"Set {path} to a global_step_N folder.")
 
 

@@ -202,7 +202,7 @@ REFUSED: dict[str, NoEffect] = {
         for frozen in (f"{_AR}.ref", "reward_model.model")
         for name in sorted(field_types(TrainedFsdp).keys() - field_types(Fsdp).keys())
     },
-    f"{_AR}.ref.strategy": NoEffect(("fsdp2",), "the reference is sharded as the actor is, by fsdp2. Remove the key"),
+    f"{_AR}.ref.strategy": NoEffect(("fsdp", "fsdp2"), "the reference is sharded as the actor is, by fsdp2. Remove the key"),
     **{f"{_AR}.{role}.{name}.*": NoEffect((), _ONE_BACKEND) for name in ("megatron", "veomni") for role in ("actor", "ref")},
 }
 
@@ -214,12 +214,25 @@ def refusal_of(key: str) -> NoEffect | None:
     return next((REFUSED[row] for row in rows if row in REFUSED), None)
 
 
-def refuse(key: str, value: Any, refusal: NoEffect) -> list[Problem]:
-    """Return the problem of a value that asks for something. Log a warning for a value that asks for nothing."""
-    if not passes(value, refusal):
-        return [problem({key: value}, refusal.reason, "")]
-    logger.warning("%s=%s does nothing here: %s.", key, shown(value), refusal.reason)
-    return []
+def refuse(keys: Mapping[str, tuple[Any, NoEffect]]) -> list[Problem]:
+    """Return the problems of values that ask for something, and log a warning for each value that asks for nothing.
+
+    Keys of one section with one reason are one problem. Below the section of a refused switch nothing else is said.
+
+    ``keys``: Key, as the user wrote it -> value, and the row that covers it.
+    """
+    asking: dict[tuple[str, str], dict[str, Any]] = {}
+    passing: dict[str, tuple[Any, NoEffect]] = {}
+    for key, (value, row) in keys.items():
+        if passes(value, row):
+            passing[key] = value, row
+        else:
+            asking.setdefault((key.rpartition(".")[0], row.reason), {})[key] = value
+    sections = tuple(f"{section}." for section, _ in asking)
+    for key, (value, row) in passing.items():
+        if not key.startswith(sections) or row.reason not in {reason for _, reason in asking}:
+            logger.warning("%s=%s does nothing here: %s.", key, shown(value), row.reason)
+    return [problem(values, reason, "") for (_, reason), values in asking.items()]
 
 
 def passes(value: Any, refusal: NoEffect) -> bool:
@@ -356,6 +369,11 @@ def _of_rewards_and_runs() -> Iterator[UnusedKey]:
     yield from idle(f"{_OVERLONG}.enable", False, *of_penalty)
     yield from SANDBOX_UNUSED
     yield from idle("data.val_files", None, "trainer.test_freq")
+    yield UnusedKey(
+        "trainer.resume_from_path",
+        lambda settings: settings.trainer.resume_mode != "resume_path",
+        "it is read with trainer.resume_mode=resume_path alone",
+    )
     yield UnusedKey(
         "trainer.keep_best",
         _never_ranks_checkpoints,

@@ -21,10 +21,9 @@ from verl_memopt.recipes import RECIPES
 _AR = "actor_rollout_ref"
 
 _FSDP_ONLY = "fsdp2 is the one sharding backend"
-_NO_ENGINE = "this engine is not available"
 WHY_NOT: dict[tuple[str, str], str] = {
-    **{(f"{role}.strategy", name): _FSDP_ONLY for role in (f"{_AR}.actor", "critic") for name in ("fsdp", "megatron", "veomni")},
-    **{(f"{_AR}.rollout.name", name): _NO_ENGINE for name in ("sglang", "trtllm")},
+    **{(f"{role}.strategy", name): _FSDP_ONLY for role in (f"{_AR}.actor", "critic") for name in ("megatron", "veomni")},
+    (f"{_AR}.rollout.name", "trtllm"): "this engine is not available",
     (f"{_AR}.rollout.mode", "sync"): "the engine lives in the worker's process and has no other mode",
     (f"{_AR}.actor.kl_loss_type", "full"): "a KL over the whole vocabulary would need whole logits",
     **{
