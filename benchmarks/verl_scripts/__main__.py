@@ -36,7 +36,7 @@ COMPOSES, REFUSED, NOT_COUNTED = "composes", "refused", "not counted"
 _AR = "actor_rollout_ref"
 _BACKENDS = ("megatron", "veomni", "mlite", "torchtitan", "automodel")
 _SHARDED = ("fsdp", "fsdp2")
-_ENGINES = ("vllm", "hf")
+_ENGINES = ("vllm", "hf", "sglang")
 STAND_INS = ("python", "python3", "ray", "uv")
 """Commands that are on PATH as files, so that a text tool such as env finds them too."""
 
@@ -258,6 +258,8 @@ def outside(script: PurePath, arguments: Sequence[str]) -> str:
     engine = values.get(f"{_AR}.rollout.name", _ENGINES[0])
     if engine not in _ENGINES:
         return f"engine {engine}"
+    if "engine_kwargs.sglang" in keys:
+        return "settings of sglang's own"
     if "multi_turn" in keys or "multiturn" in values.get("--config-name", ""):
         return "several turns"
     if any(word in keys for word in ("data.image", "vision", "video")):

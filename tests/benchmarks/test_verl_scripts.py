@@ -98,7 +98,8 @@ def test_a_script_that_does_not_end_is_named(script):
         ("a.sh", f"{AR}.actor.strategy=fsdp_turbo", "backend fsdp_turbo"),
         ("a.sh", "--config-name=ppo_megatron_trainer.yaml", "backend megatron"),
         ("a.sh", "model_engine=veomni", "backend veomni"),
-        ("a.sh", f"{AR}.rollout.name=sglang", "engine sglang"),
+        ("a.sh", f"{AR}.rollout.name=trtllm", "engine trtllm"),
+        ("a.sh", f"+{AR}.rollout.engine_kwargs.sglang.attention_backend=fa3", "settings of sglang's own"),
         ("a.sh", f"+{AR}.rollout.multi_turn.enable=True", "several turns"),
         ("a.sh", "data.image_key=images", "images or video"),
         ("ascend/a.sh", "a=1", "an NPU"),
@@ -123,7 +124,7 @@ def test_a_folder_becomes_a_table(script, tmp_path, capsys):
     call = "python3 -m verl.trainer.main_ppo"
     script(f"{call} {LEAST}\n", "a/fits.sh")
     script(f"{call} {LEAST} algorithm.adv_estimator=$ESTIMATOR\n", "a/refused.sh")
-    script(f"{call} {LEAST} {AR}.rollout.name=sglang\n", "b/engine.sh")
+    script(f"{call} {LEAST} {AR}.rollout.name=trtllm\n", "b/engine.sh")
     script(f"if [ -e /no/such/file ]; then {call}; fi\n", "b/no_call.sh")
     script("echo nothing\n", "b/another.sh")
     table, rows = tmp_path / "table.txt", tmp_path / "rows.json"
