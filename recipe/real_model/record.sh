@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Records the runs that the pages show: seeds 0 to 4 one after another, what they learned, and the files and the chart of the first.
-# A seed whose run has ended under build/record is kept, so that a record can be made in several sittings.
+# A seed that has ended under build/record is kept, and one that was stopped goes on, so a record can be made in several sittings.
 #   bash recipe/real_model/record.sh
 #   SEEDS="0 1" bash recipe/real_model/record.sh
 set -euo pipefail
@@ -11,15 +11,15 @@ record=docs/record/real_model runs=()
 for seed in ${SEEDS:-0 1 2 3 4}; do
     run=build/record/real_model_seed$seed
     runs+=("$run")
-    [ ! -f "$run/summary.json" ] || continue
     mkdir -p "$run"
-    SEED=$seed bash examples/memory_optimization/run_real_model_cpu.sh trainer.default_local_dir="$run" >build/record/console.txt
-    mv build/record/console.txt "$run/console.txt"
+    [ -f "$run/model/config.json" ] || # written at the end
+        SEED=$seed bash examples/memory_optimization/run_real_model_cpu.sh trainer.default_local_dir="$run" >>"$run.console.txt"
 done
 mkdir -p "$record"
-"$PYTHON" -m recipe.real_model.results "${runs[@]}" >"$record/results.md"
+"$PYTHON" -m recipe.real_model.results "${runs[@]}" >"$record/results.txt"
 cp "${runs[0]}/reward_and_validation.png" docs/images/real_model_reward.png
 # The path of this checkout says nothing about the run.
-for name in console.txt summary.json metrics.jsonl; do
+sed "s|$PWD/||g" "${runs[0]}.console.txt" >"$record/console.txt"
+for name in summary.json metrics.jsonl; do
     sed "s|$PWD/||g" "${runs[0]}/$name" >"$record/$name"
 done
