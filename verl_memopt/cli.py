@@ -165,6 +165,13 @@ def _size(text: str) -> int:
     return int(text)
 
 
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < (seconds := float(text)) < 1e6:
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+
+
 def _gb(text: str) -> float:
     from verl_memopt.memory.profiles import gigabytes
 
@@ -290,6 +297,21 @@ def completion_command(arguments: Sequence[str]) -> int:
     return 0
 
 
+def calibrate_command(arguments: Sequence[str]) -> int:
+    """Run ``verl-memopt calibrate``."""
+    parser = _parser("calibrate", "Measure what this machine does in a second, for the seconds that fit estimates.")
+    parser.add_argument("--seconds", type=_seconds, default=30, metavar="N", help="how long it may take, about (default: 30)")
+    parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto", help="what is measured (default: a GPU)")
+    parsed = parser.parse_args(arguments)
+    import torch
+
+    from verl_memopt.distributed.device import resolve_device
+    from verl_memopt.trainer.calibrate import command
+
+    sys.stdout.write(command(torch.device(resolve_device(parsed.device)), parsed.seconds))
+    return 0
+
+
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("verl_memopt.cli:run", "train a policy (Hydra overrides: key=value)"),
     "sft": ("verl_memopt.cli:sft", "teach a model the responses of a dataset, before RL"),
@@ -299,6 +321,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "check": ("verl_memopt.cli:check_command", "verify every checkpoint of a run"),
     **{name: command for recipe in RECIPES.values() for name, command in recipe.commands.items()},
     "fit": ("verl_memopt.cli:fit_command", "say what fits on a card, without weights and without a GPU"),
+    "calibrate": ("verl_memopt.cli:calibrate_command", "measure this machine, for the seconds that fit estimates"),
     "knobs": ("verl_memopt.cli:knobs_command", "list the memory knobs, or measure them on a model"),
     "completion": ("verl_memopt.cli:completion_command", "let a shell complete all of this with Tab"),
     "toy": ("verl_memopt.cli:toy_command", "make the toy task: a tiny model and its data, locally"),

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.fit_search import compare, draw
 from tests.trainer.test_fit import TWO_COPIES, rloo, said
+from verl_memopt.cli import main
 from verl_memopt.config.loader import load_settings
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.formulas import PUBLISHED, ModelSize
@@ -115,6 +116,24 @@ def test_the_answer_is_a_command_that_fits(capsys):
     ).fits
     _, text = said(capsys, "model=qwen3_8b", "memory=24g", "--json")
     assert shlex.split(json.loads(text)["command"]) == [program, entry, *arguments]
+
+
+def test_it_estimates_the_seconds_of_a_step_for_the_cards_of_a_size_or_for_the_machine_that_was_measured(
+    capsys, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    arguments = ("model=qwen3_0_6b", "memory=24g")
+    _, text = said(capsys, *arguments)
+    assert "RTX 4090" in text
+    named = json.loads(said(capsys, *arguments, "--json")[1])["estimated_seconds"]
+    assert named["RTX 4090"]["update_actor"] < named["RTX 3090"]["update_actor"]
+    assert named["RTX 4090"].keys() >= {"gen", "old_log_prob", "update_actor"}
+    on_cpu = (*arguments, "trainer.device=cpu", f"{AR}.rollout.name=hf", "memory.device_limit_gb=24")
+    assert "verl-memopt calibrate" in said(capsys, *on_cpu)[1]
+    assert main(["calibrate", "--seconds", "0.2", "--device", "cpu"]) == 0
+    assert str(tmp_path) in capsys.readouterr().out
+    assert "measured rates" in said(capsys, *on_cpu)[1]
+    assert "RTX 4090" in said(capsys, *arguments)[1]
 
 
 def test_heads_that_do_not_divide_over_the_ranks_are_refused_by_name():

@@ -74,6 +74,11 @@ def supports_flash(device: torch.device, dtype: torch.dtype) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= 8
 
 
+def name_of(device: torch.device) -> str:
+    """Return the name of a GPU as its driver says it, or that it is a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
 def memory_allocated(device: torch.device) -> int:
     """Return the live tensor bytes by the allocator's count. GPU only."""
     return torch.cuda.memory_allocated(device)

@@ -17,10 +17,13 @@ from verl_memopt.memory.critic_rules import has_critic
 from verl_memopt.memory.fit import CARDS, Peaks, Sizes, bytes_beside_cache, on_one_machine, predict
 from verl_memopt.memory.formulas import PUBLISHED, check_heads
 from verl_memopt.memory.knob import longest_sample, needs_reference, sequence_ranks
+from verl_memopt.memory.profiles import gigabytes
 from verl_memopt.memory.rollout_memory import AUTO, CACHE
+from verl_memopt.memory.seconds import DATASHEETS, Rates, seconds_of
 from verl_memopt.memory.sequence_parallel import KEYS as SEQUENCE
 from verl_memopt.model.weights import size_of
 from verl_memopt.observe.phase import GIB, MIB
+from verl_memopt.trainer.calibrate import rates_of_machine
 from verl_memopt.trainer.micro_batching import update_gives_old_log_probs
 
 logger = logging.getLogger(__name__)
@@ -214,6 +217,25 @@ def judge(settings: Settings, card: Card) -> Verdict:
     longest = rollout.max_model_len or longest_sample(settings)
     takes_the_rest = in_cache and rollout.kv_cache_memory_gb == AUTO
     return Verdict(peaks, card, longest, *on_one_machine(settings, peaks), in_cache, takes_the_rest)
+
+
+def cards_like(card: Card) -> tuple[Rates, ...]:
+    """Return the named cards of the nearest size."""
+    return DATASHEETS[min(DATASHEETS, key=lambda size: abs(Card.of(gigabytes(size)).num_bytes - card.num_bytes))]
+
+
+def machines(card: Card) -> tuple[Rates, ...]:
+    """Return this machine's own rates where they were measured, else those of the named cards of the nearest size."""
+    own = rates_of_machine(card.device)
+    if own is not None:
+        return (own,)
+    return () if card.device == "cpu" else cards_like(card)
+
+
+def seconds_with(settings: Settings, verdict: Verdict, rates: Rates) -> dict[str, float]:
+    """Return phase -> estimated seconds of a step of a run that was judged."""
+    size, phases = sizes_of_models(settings).policy, verdict.peaks.phases
+    return seconds_of(settings, size, phases, rates, verdict.peaks.kv_tokens, verdict.card.device)
 
 
 def beside_cache(settings: Settings) -> int | None:

@@ -10,12 +10,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from verl_memopt.config.keys import shown
+from verl_memopt.config.keys import replaced, shown
 from verl_memopt.config.schema import Settings
 from verl_memopt.memory.critic_rules import own_pools
 from verl_memopt.memory.knob import devices_of, num_devices
+from verl_memopt.memory.seconds import Rates
 from verl_memopt.observe.phase import GIB
-from verl_memopt.trainer.fit import Card, Verdict
+from verl_memopt.trainer.fit import Card, Verdict, machines, seconds_with
 from verl_memopt.trainer.fit_levers import BUDGET
 from verl_memopt.trainer.fit_search import LONGEST, Findings, find_out
 from verl_memopt.trainer.until_it_fits import CommandLine
@@ -45,6 +46,7 @@ def as_json(settings: Settings, found: Findings, line: CommandLine) -> dict[str,
         "fits_with_changes": found.fits,
         "command": str(line.having(found.keys)) if found.fits else None,
         "with_changes": None if found.after is None else {"phases": found.after.peaks.totals, "verdict": found.after.line},
+        "estimated_seconds": {rates.name: estimated(settings, last, found, rates) for rates in machines(last.card)},
         "longest_response": found.response,
         "largest_micro_batch_tokens": found.budget,
         "kv_cache_tokens": last.peaks.kv_tokens,
@@ -54,6 +56,28 @@ def as_json(settings: Settings, found: Findings, line: CommandLine) -> dict[str,
 
 def _at_once(settings: Settings, verdict: Verdict) -> int:
     return min(verdict.peaks.kv_tokens // max(verdict.longest, 1), settings.actor_rollout_ref.rollout.max_num_seqs)
+
+
+def estimated(settings: Settings, last: Verdict, found: Findings, rates: Rates) -> dict[str, float]:
+    """Return phase -> estimated seconds of a step, with the changes of the findings."""
+    return seconds_with(replaced(settings, found.keys) if found.fits else settings, last, rates)
+
+
+def _print_seconds(settings: Settings, found: Findings, last: Verdict, console: Console) -> None:
+    known = machines(last.card)
+    if not known:
+        console.print("\nSeconds a step: verl-memopt calibrate measures this machine first (30 seconds).")
+        return
+    console.print("\nSeconds a step, estimated; rewards, checkpoints and exchanges between cards are not in it:")
+    for rates in known:
+        seconds = estimated(settings, last, found, rates)
+        parts = ", ".join(f"{phase} {_short(each)}" for phase, each in seconds.items())
+        source = "measured rates" if rates.is_measured else "datasheet"
+        console.print(f"  {rates.name:22} {_short(sum(seconds.values()))} ({parts}; {source})", soft_wrap=True)
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:,.0f}" if seconds >= 10 else f"{seconds:.2g}"
 
 
 GROUPS = {
@@ -102,6 +126,7 @@ def print_findings(settings: Settings, found: Findings, line: CommandLine, conso
         )
     rows = data.train_batch_size * roles.rollout.n
     console.print(f"  sequences a step       any number (now {rows:,}): they are computed one micro-batch after another")
+    _print_seconds(settings, found, last, console)
 
 
 def _print_peaks(verdict: Verdict, console: Console) -> None:

@@ -22,13 +22,15 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.memory.fit import CERTAIN
 from verl_memopt.memory.knob import knob_named, longest_sample
 from verl_memopt.observe.phase import GIB
-from verl_memopt.trainer.fit import Card, Verdict, is_here, judge, sizes_of_models
+from verl_memopt.trainer.fit import Card, Verdict, cards_like, is_here, judge, seconds_with, sizes_of_models
 from verl_memopt.trainer.fit_levers import BUDGET, BUDGETS, SHARE, Level, Lever, levers_of
 
 _AR = "actor_rollout_ref"
 RESPONSE = "data.max_response_length"
 LONGEST = 2**20
 """Tokens of the longest response that is tried."""
+CANDIDATES = 3
+"""Ways to fit that are compared by the seconds that they take."""
 OF_SHARE = {"init", "gen", "testing", "KV cache"}
 """Where the engine's share counts."""
 
@@ -119,12 +121,12 @@ class Search:
             return (), self.verdict(closest)
         for may in plans:
             found, closest = self._found(may, closest)
-            if found is not None:
+            if found:
                 break
-        if found is None:
+        if not found:
             closest = self._descended(closest, plans[-1])
-            found = self.fitting(closest)
-        state = self._backed_off(closest if found is None else found)
+            found = [self.fitting(closest) or closest]
+        state = min(map(self._backed_off, found), key=self._price)
         return tuple(self._as_changes(state)), self.verdict(state)
 
     # A state of the levers.
@@ -160,8 +162,9 @@ class Search:
 
     # From the most that saves to the least that is needed.
 
-    def _found(self, may: Callable[[Level], bool], closest: State) -> tuple[State | None, State]:
-        """Return a state that fits, with the levels that may be used, and the closest to one that does not."""
+    def _found(self, may: Callable[[Level], bool], closest: State) -> tuple[list[State], State]:
+        """Return the first states that fit, with the levels that may be used, and the closest to one that does not."""
+        found: list[State] = []
         levels = [[at for at, level in enumerate(lever.levels) if may(level)] for lever in self.levers]
         tried = [
             ([0] if at == self._share else of if lever.is_choice else of[-1:])
@@ -173,8 +176,18 @@ class Search:
             fits = self.fitting(state)
             settled = None if fits is None else self._settled(fits)
             if settled is not None:
-                return settled, closest
-        return None, closest
+                found.append(settled)
+                if len(found) == CANDIDATES:
+                    break
+        return found, closest
+
+    def _price(self, state: State) -> tuple[float, float]:
+        """Return what a state costs: how much it changes numbers, then the estimated seconds of a step."""
+        chosen = ((lever, lever.levels[level]) for lever, level in zip(self.levers, state, strict=True))
+        lossy = sum(lever.cost for lever, level in chosen if level.changes_numbers)
+        settings = replaced(self.settings, self.keys(state))
+        # Of a named card, so that the answer is the same on every machine.
+        return lossy, sum(seconds_with(settings, self.verdict(state), cards_like(self._card)[0]).values())
 
     def _choices_cost(self, state: State) -> float:
         return sum(

@@ -1,0 +1,264 @@
+"""Estimate the seconds of a step, phase by phase, from counted FLOPs and bytes and the rates of a machine.
+
+Every row has its longest length, as in ``fit.py``. A phase computes and reads at once, and takes the longer of the two; copies to
+the host and back are added, except those of a phase that hides them. Reward functions, checkpoints and exchanges between devices
+are not counted. The rates of a named card are its datasheet's, times what programs usually reach of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from verl_memopt.config.schema import Actor, Critic, CriticModel, Model, Settings, TrainedFsdp
+from verl_memopt.memory.formulas import ModelSize, Pass, width
+from verl_memopt.memory.knob import data_ranks, num_devices
+from verl_memopt.memory.lora import adapter_params
+from verl_memopt.memory.param_offload import STREAM
+from verl_memopt.memory.rollout_memory import kv_bytes_per_token
+from verl_memopt.memory.shared_weights import why_not
+
+REACHED_PRODUCTS, REACHED_MEMORY, REACHED_BUS = 0.5, 0.8, 0.8
+"""Shares of a datasheet's rates that large products, elementwise kernels and pinned copies usually reach."""
+SAMPLED_BYTES = 40
+"""Read and written of an entry of the vocabulary as a token is drawn, in fp32."""
+LOGIT_BYTES = 8
+"""Read and written of a logit in fp32, each time that a pass goes over a chunk of them."""
+LAUNCH_SECONDS = 1e-5
+"""Of a small operation on a GPU, as Python starts it."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device does in a second."""
+
+    name: str
+    half_flops: float
+    """Of matrix products in bfloat16; a multiplication and an addition are two."""
+    fp32_flops: float
+    memory_bytes: float
+    """Read and written, of the device's own memory."""
+    bus_bytes: float
+    """Between host and device, one way."""
+    sampled: float
+    """Entries of the vocabulary whose scores are turned into probabilities, of which one token is drawn."""
+    narrow: float = 1.0
+    """Share of the products' rate that products of a token a sequence reach, where their weights come from a cache."""
+    call_seconds: float = LAUNCH_SECONDS
+    """Of a small operation."""
+    is_measured: bool = False
+
+    def products(self, dtype: str) -> float:
+        """Return the FLOPs a second in a dtype."""
+        return self.fp32_flops if width(dtype) == 4 else self.half_flops
+
+
+def _datasheet(name: str, half: float, fp32: float, memory: float, bus: float) -> Rates:
+    reached = (half * 1e12 * REACHED_PRODUCTS, fp32 * 1e12 * REACHED_PRODUCTS)
+    read = memory * 1e9 * REACHED_MEMORY
+    return Rates(name, *reached, read, bus * 1e9 * REACHED_BUS, read / SAMPLED_BYTES)
+
+
+PCIE_4, PCIE_5 = 31.5, 63.0
+"""GB a second one way, of 16 lanes."""
+DATASHEETS: dict[str, tuple[Rates, ...]] = {
+    "12g": (_datasheet("RTX 4070", 58.3, 29.1, 504, PCIE_4),),
+    "16g": (_datasheet("RTX 4080", 97.5, 48.7, 717, PCIE_4),),
+    "24g": (
+        _datasheet("RTX 3090", 71, 35.6, 936, PCIE_4), _datasheet("RTX 4090", 165, 82.6, 1008, PCIE_4),
+        _datasheet("L4", 121, 30.3, 300, PCIE_4),
+    ),
+    "32g": (_datasheet("RTX 5090", 209.5, 104.8, 1792, PCIE_5),),
+    "40g": (_datasheet("A100 40 GB", 312, 19.5, 1555, PCIE_4),),
+    "48g": (_datasheet("L40S", 362, 91.6, 864, PCIE_4),),
+    "80g": (_datasheet("A100 80 GB", 312, 19.5, 2039, PCIE_4), _datasheet("H100", 989, 67, 3350, PCIE_5)),
+    "141g": (_datasheet("H200", 989, 67, 4800, PCIE_5),),
+    "180g": (_datasheet("B200", 2250, 75, 8000, PCIE_5),),
+}  # fmt: skip
+"""Size of a card -> cards of that size: dense bfloat16 and fp32 TFLOP/s, GB/s of memory and of the bus, as their makers print
+them. Not measured."""
+
+FORWARD_CALLS, BACKWARD_CALLS, DECODE_CALLS, STEP_CALLS = 60, 120, 76, 300
+"""Small operations of a block in a forward, in a backward and in transformers' step of a token, and of it beside blocks.
+
+The last two are measured on a CPU, as calls of a small linear layer that take as long."""
+COPIED_CACHE = 5
+"""How often transformers' step of a token goes over its cache: it is copied with one token more, and attention reads it."""
+EAGER_CALLS, GRAPH_CALLS = 15, 1
+"""The same in vLLM's step of one token, whose kernels are fused, and with CUDA graphs."""
+OPTIMIZER_BYTES = 28
+"""Read and written of a parameter in a step of AdamW: weight, gradient and two moments in fp32."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of a step on one device, with every row at its longest."""
+
+    rows: float
+    prompt: int
+    response: int
+    groups: float
+    """Prompts that are computed, each once for the answers that share it."""
+
+    @property
+    def tokens(self) -> float:
+        """All tokens that are computed: the last of an answer predicts nothing."""
+        return self.groups * self.prompt + self.rows * (self.response - 1)
+
+    @property
+    def pairs(self) -> float:
+        """Pairs of query and key that attention computes in a block."""
+        own = (self.response - 1) * (self.response / 2 + self.prompt)
+        return self.groups * self.prompt * (self.prompt + 1) / 2 + self.rows * own
+
+
+def seconds_of(
+    settings: Settings, size: ModelSize, phases: Collection[str], rates: Rates, kv_tokens: int, device: str = "cuda"
+) -> dict[str, float]:
+    """Return phase -> estimated seconds of a step. ``kv_tokens``: room of the KV cache of one engine."""
+    step = _Step(settings, size, rates, kv_tokens, device)
+    made = {
+        "gen": step.generation,
+        "old_log_prob": lambda: step.scoring("actor"),
+        "ref": lambda: step.scoring("ref"),
+        "values": lambda: step.scoring("critic"),
+        "update_critic": lambda: step.update("critic"),
+        "update_actor": lambda: step.update("actor"),
+        "update_weights": step.sync,
+    }
+    return {phase: make() for phase, make in made.items() if phase in phases}
+
+
+@dataclass(frozen=True)
+class _Step:
+    settings: Settings
+    size: ModelSize
+    rates: Rates
+    kv_tokens: int
+    device: str
+
+    def _lengths(self, role: str) -> Lengths:
+        data, roles = self.settings.data, self.settings.actor_rollout_ref
+        sharing = data_ranks(self.settings, "critic" if role == "critic" else "actor")
+        rows = data.train_batch_size * roles.rollout.n / sharing
+        groups = rows / roles.rollout.n if roles.actor.use_prefix_grouper else rows
+        return Lengths(rows, data.max_prompt_length, data.max_response_length, groups)
+
+    def _flops(self, of: Lengths) -> tuple[float, float]:
+        """Return the FLOPs of a forward: of all blocks, and of the head over response tokens."""
+        size = self.size
+        linear = size.shapes(self.settings.actor_rollout_ref, Pass(1, 1, 1, 1), self.device).linear_params
+        attention = 4 * size.layers * size.heads * size.head_dim * of.pairs
+        return 2 * linear * of.tokens + attention, 2 * size.hidden * size.vocab * of.rows * of.response
+
+    def _touched(self, of: Lengths, dtype: str) -> float:
+        """Return the bytes that the elementwise kernels of a forward read and write in all blocks."""
+        size = self.size
+        key = (size.heads + size.kv_heads) * size.head_dim
+        return of.tokens * width(dtype) * size.layers * (12 * size.hidden + 4 * key + 4 * size.mlp)
+
+    def _micro_batches(self, of: Lengths, cap: int | None, rows: int | None) -> float:
+        """Return how many micro-batches there are, by a cap of tokens or, without one, by rows."""
+        if self.settings.actor_rollout_ref.actor.use_dynamic_bsz:
+            rows, cap = None, cap or self.settings.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+        else:
+            cap = None
+        return max(1.0, of.rows / rows if rows else of.tokens / cap if cap else 1.0)
+
+    def scoring(self, role: str) -> float:
+        """Return the seconds of a pass without gradients."""
+        roles = self.settings.actor_rollout_ref
+        critic, section = role == "critic", roles.ref if role == "ref" else roles.rollout
+        fsdp = self.settings.critic.model.fsdp_config if critic else (roles.ref if role == "ref" else roles.actor).fsdp_config
+        of, dtype = self._lengths(role), fsdp.dtype
+        blocks, head = self._flops(of)
+        micro = self._micro_batches(of, section.log_prob_max_token_len_per_gpu, section.log_prob_micro_batch_size_per_gpu)
+        compute = (blocks + (0 if critic else head)) / self.rates.products(dtype)
+        logits = 0 if critic else 2 * LOGIT_BYTES * self.size.vocab * of.rows * of.response
+        touched = (self._touched(of, dtype) + micro * self._weights(dtype) + logits) / self.rates.memory_bytes
+        calls = micro * self.size.layers * FORWARD_CALLS * self.rates.call_seconds
+        once = self._weights(dtype) / self.rates.bus_bytes
+        streams, moves = fsdp.param_offload == STREAM, fsdp.param_offload is True
+        return max(compute + touched, calls, micro * once if streams else 0) + (once if moves else 0)
+
+    def update(self, role: str) -> float:
+        """Return the seconds of an update: forwards and backwards, and the optimizer's steps."""
+        roles, critic = self.settings.actor_rollout_ref, self.settings.critic
+        own: Actor | Critic = critic if role == "critic" else roles.actor
+        model: Model | CriticModel = critic.model if role == "critic" else roles.model
+        fsdp = critic.model.fsdp_config if role == "critic" else roles.actor.fsdp_config
+        of, dtype = self._lengths(role), fsdp.dtype
+        blocks, head = self._flops(of)
+        again = bool(model.enable_gradient_checkpointing)
+        # Of a frozen weight a backward makes no gradient, of its input it does. The last product of a block is not made again.
+        passes = (2 if roles.model.lora_rank else 3) + again
+        again_less = again * 2 * self.size.layers * self.size.hidden * self.size.mlp * of.tokens
+        micro = self._micro_batches(of, own.ppo_max_token_len_per_gpu, own.ppo_micro_batch_size_per_gpu)
+        compute = (passes * blocks - again_less + (0 if role == "critic" else 3 * head)) / self.rates.products(dtype)
+        logits = 0 if role == "critic" else 4 * LOGIT_BYTES * self.size.vocab * of.rows * of.response
+        touched = (passes * (self._touched(of, dtype) + micro * self._weights(dtype)) + logits) / self.rates.memory_bytes
+        calls = micro * self.size.layers * (FORWARD_CALLS * (1 + again) + BACKWARD_CALLS) * self.rates.call_seconds
+        kept = of.tokens * self.size.hidden * width(dtype) * self.size.layers
+        offload = 2 * kept if model.enable_activation_offload else 0
+        moved = 2 * micro * self._gradients if fsdp.grad_offload else 0
+        busy = max(compute + touched, calls, (offload + moved) / self.rates.bus_bytes)
+        return (own.ppo_epochs or roles.actor.ppo_epochs) * (busy + self._optimizer(fsdp))
+
+    def _optimizer(self, fsdp: TrainedFsdp) -> float:
+        data, actor = self.settings.data, self.settings.actor_rollout_ref.actor
+        steps = max(1, data.train_batch_size // actor.ppo_mini_batch_size)
+        learning = self._learning / num_devices(self.settings)
+        state = actor.optim.state_bytes(width(fsdp.model_dtype)) if fsdp.optimizer_offload or fsdp.offload_policy else 0
+        masters = width(fsdp.model_dtype) if fsdp.param_offload or fsdp.offload_policy else 0
+        return steps * learning * (OPTIMIZER_BYTES / self.rates.memory_bytes + 2 * (state + masters) / self.rates.bus_bytes)
+
+    def sync(self) -> float:
+        """Return the seconds in which the engine takes the weights."""
+        roles, devices = self.settings.actor_rollout_ref, num_devices(self.settings)
+        weights = self._weights(roles.rollout.dtype) / roles.rollout.tensor_model_parallel_size
+        read = 0 if why_not(roles, devices, sleeps=True) is None else 2 * weights / self.rates.memory_bytes
+        return read + (weights / self.rates.bus_bytes if roles.actor.fsdp_config.param_offload else 0)
+
+    def generation(self) -> float:
+        """Return the seconds of a rollout: prompts once, then a token of all sequences at a time, in waves of those with room."""
+        data, rollout, size = self.settings.data, self.settings.actor_rollout_ref.rollout, self.size
+        parts, vllm = rollout.tensor_model_parallel_size, rollout.name == "vllm"
+        engines = num_devices(self.settings) / parts
+        rows, longest = data.train_batch_size * rollout.n / engines, data.max_prompt_length + data.max_response_length
+        room = max(self.kv_tokens // longest, 1) if vllm else rows
+        at_once = max(min(rows, rollout.max_num_seqs, room), 1)
+        weights, products = self._weights(rollout.dtype) / parts, self.rates.products(rollout.dtype) * parts
+        each = kv_bytes_per_token(size.layers, size.kv_heads, size.head_dim, width(rollout.dtype), parts)
+        cache = at_once * each * (data.max_prompt_length + data.max_response_length / 2)
+        read = weights + (1 if vllm else COPIED_CACHE) * cache
+        compute = 2 * size.params * at_once / (products * self.rates.narrow)
+        drawn = at_once * size.vocab / self.rates.sampled
+        a_token = max(compute, read / self.rates.memory_bytes) + drawn + self._decode_calls * self.rates.call_seconds
+        prompts = rows / rollout.n if vllm and rollout.enable_prefix_caching else rows
+        prefill = 2 * size.layers * size.block_params * prompts * data.max_prompt_length / products
+        return prefill + -(-rows // at_once) * data.max_response_length * a_token
+
+    @property
+    def _decode_calls(self) -> int:
+        rollout = self.settings.actor_rollout_ref.rollout
+        calls = DECODE_CALLS if rollout.name == "hf" else EAGER_CALLS if rollout.enforce_eager else GRAPH_CALLS
+        return self.size.layers * calls + STEP_CALLS
+
+    def _weights(self, dtype: str) -> float:
+        return width(dtype) * self.size.params
+
+    @property
+    def _learning(self) -> float:
+        roles = self.settings.actor_rollout_ref
+        if not roles.model.lora_rank:
+            return self.size.params
+        return adapter_params(self.size.shapes(roles, Pass(1, 1, 1, 1), self.device))
+
+    @property
+    def _gradients(self) -> float:
+        return self._learning * width(self.settings.actor_rollout_ref.actor.fsdp_config.model_dtype) / num_devices(self.settings)
+
+
+def total(seconds: Mapping[str, float]) -> float:
+    """Return the seconds of a step."""
+    return sum(seconds.values())

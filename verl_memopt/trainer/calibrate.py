@@ -1,0 +1,116 @@
+"""``verl-memopt calibrate``: measure what this machine's device does in a second, for the estimates of ``verl-memopt fit``."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from verl_memopt.distributed.device import is_gpu, name_of, synchronize
+from verl_memopt.memory.seconds import Rates
+
+SIDES = (2048, 1024)
+"""Rows and columns of the products that are timed, as large as those of a micro-batch; on a GPU four times as long a side."""
+BLOCK_BYTES = 2**27
+"""Of the copies that are timed; larger than any cache."""
+CALLS = 1000
+"""Small operations that are timed."""
+SEQUENCES, VOCABULARY = 16, 16_384
+"""Sequences that decode together in what is timed, and entries of their vocabulary."""
+
+
+def stored() -> Path:
+    """Return the file of this machine's figures."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "verl_memopt" / "machine.json"
+
+
+def rates_of_machine(device: str) -> Rates | None:
+    """Return what was measured of this machine's device; None where nothing was, or of another device."""
+    try:
+        figures = json.loads(stored().read_text())
+        return Rates(**figures["rates"]) if figures["device"] == device else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def store(rates: Rates, device: str) -> Path:
+    """Write the figures of this machine, and return the file."""
+    file = stored()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"device": device, "rates": asdict(rates)}, indent=1) + "\n")
+    return file
+
+
+def measure(device: torch.device, seconds: float = 30, clock: Callable[[], float] = time.perf_counter) -> Rates:
+    """Return what a device does in a second. ``seconds``: how long it may take, about. ``clock``: in seconds.
+
+    A CPU has no bus between host and device: a copy there is a copy of its memory.
+    """
+    each = seconds / 7
+    scale = 4 if is_gpu(device) else 1
+    rows, side = (scale * size for size in SIDES)
+    half, whole = (_products(device, dtype, rows, side, side, each, clock) for dtype in (torch.bfloat16, torch.float32))
+    narrow = _products(device, torch.float32, SEQUENCES, SIDES[1], VOCABULARY, each, clock) / whole
+    memory = _copies(torch.empty(BLOCK_BYTES, dtype=torch.uint8, device=device), device, each, clock)
+    here = torch.zeros(BLOCK_BYTES, dtype=torch.uint8, pin_memory=is_gpu(device))
+    bus = (_copies(here, device, each, clock) if is_gpu(device) else memory) / 2
+    scores = torch.rand(SEQUENCES, VOCABULARY, device=device)
+    sampled = scores.numel() * _repeated(lambda: torch.multinomial(scores.softmax(-1), 1), 1, device, each, clock)
+    linear, one = torch.nn.Linear(64, 64, device=device).requires_grad_(False), torch.zeros(1, 64, device=device)
+    call = 1 / (CALLS * _repeated(lambda: linear(one), CALLS, device, each, clock))
+    # A GPU reads the weights of a narrow product from its memory, which is counted apart.
+    narrow = 1.0 if is_gpu(device) else min(narrow, 1.0)
+    name = f"this machine's {name_of(device)}"
+    return Rates(name, half, whole, memory, bus, sampled, narrow, call, is_measured=True)
+
+
+def _products(
+    device: torch.device, dtype: torch.dtype, rows: int, inner: int, columns: int, seconds: float, clock: Callable[[], float]
+) -> float:
+    left, right = (torch.rand(size, inner, device=device, dtype=dtype) for size in (rows, columns))
+    return 2 * rows * inner * columns * _repeated(lambda: left @ right.T, 1, device, seconds, clock)
+
+
+def _copies(source: Tensor, device: torch.device, seconds: float, clock: Callable[[], float]) -> float:
+    """Return the bytes a second that a copy reads and writes."""
+    target = torch.empty_like(source, device=device, pin_memory=False)
+    return 2 * source.numel() * _repeated(lambda: target.copy_(source, non_blocking=True), 1, device, seconds, clock)
+
+
+def _repeated(work: Callable[[], Tensor], times: int, device: torch.device, seconds: float, clock: Callable[[], float]) -> float:
+    """Return how many stretches of ``times`` calls a second has: the middle of those that were timed, without the first."""
+    took: list[float] = []
+    ends = clock() + seconds
+    while clock() < ends or len(took) < 3:
+        synchronize(device)
+        began = clock()
+        for _ in range(times):
+            work()
+        synchronize(device)
+        took.append(max(clock() - began, 1e-9))
+    return 1 / median(took[1:])
+
+
+def lines(rates: Rates) -> str:
+    """Return the figures as text."""
+    return (
+        f"{rates.name}\n"
+        f"  matrix products      {rates.half_flops / 1e12:.3g} TFLOP/s in bfloat16, {rates.fp32_flops / 1e12:.3g} in fp32\n"
+        f"  memory               {rates.memory_bytes / 1e9:.3g} GB/s read and written\n"
+        f"  host to device       {rates.bus_bytes / 1e9:.3g} GB/s\n"
+        f"  drawing tokens       {rates.sampled / 1e6:.3g} million entries of the vocabulary a second\n"
+        f"  a small operation    {rates.call_seconds * 1e6:.3g} us\n"
+    )
+
+
+def command(device: torch.device, seconds: float) -> str:
+    """Measure and store the figures of this machine, and return them as text."""
+    rates = measure(device, seconds)
+    return f"{lines(rates)}stored in {store(rates, device.type)}; verl-memopt fit estimates seconds with them\n"
