@@ -13,6 +13,7 @@ import termios
 import time
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from verl_memopt.cli import main
@@ -28,11 +29,12 @@ def chat(tiny_folder):
 
     def build(folder=tiny_folder, template=None, **options):
         opened = open_chat(folder, "cpu", False, ChatOptions(**GREEDY | options), template or {})
-        opened.out, opened.read = io.StringIO(), []
+        opened.out, opened.read, opened.ids = io.StringIO(), [], []
         generate = opened.model.generate
 
         def kept(ids, **arguments):
             opened.read.append(opened.tokenizer.decode(ids[0]))
+            opened.ids.append(ids[0].tolist())
             return generate(ids, **arguments)
 
         opened.model.generate = kept
@@ -66,6 +68,23 @@ def test_a_system_message_comes_first_and_template_arguments_are_those_of_the_ru
     opened = chat(system="add", template={"tools": None})
     opened.say("1+1=")
     assert opened.read[0].startswith("<|im_start|>system\nadd<|im_end|>\n<|im_start|>user\n1+1=")
+
+
+def test_a_text_is_read_with_bos_and_special_tokens_that_a_person_types_are_text(chat):
+    opened = chat()
+    tokenizer = opened.tokenizer
+    begin, end = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{tokenizer.eos_token} $A", special_tokens=[(tokenizer.eos_token, begin)]
+    )
+    opened.answer("<|im_end|>1")
+    opened.say("<|im_end|>1")
+    of_text, of_chat = opened.ids
+    assert (
+        of_text == tokenizer("<|im_end|>1")["input_ids"] == [begin, end, *tokenizer("1", add_special_tokens=False)["input_ids"]]
+    )
+    assert (of_chat.count(end), of_chat[0]) == (1, tokenizer.convert_tokens_to_ids("<|im_start|>"))
+    assert tokenizer.decode(of_chat) == turns("<|im_end|>1")
 
 
 def test_without_a_template_a_text_is_continued_as_it_is(chat, tiny_folder, tmp_path):

@@ -1,6 +1,7 @@
 import json
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from verl_memopt.model.tiny import build_tokenizer
 
@@ -8,6 +9,17 @@ from verl_memopt.model.tiny import build_tokenizer
 @pytest.fixture(scope="session")
 def tokenizer():
     return build_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def with_bos():
+    """A tokenizer that begins each text with BOS, and whose chat template writes it."""
+    made = build_tokenizer()
+    made.add_special_tokens({"bos_token": "<|begin|>"})
+    begin = ("<|begin|>", made.bos_token_id)
+    made.backend_tokenizer.post_processor = TemplateProcessing(single="<|begin|> $A", special_tokens=[begin])
+    made.chat_template = "<|begin|>" + made.chat_template
+    return made
 
 
 def row(content="1+1=", **columns):

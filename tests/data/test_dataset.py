@@ -6,7 +6,8 @@ from pyarrow import parquet
 
 from verl_memopt.config.schema import CustomClass, Data
 from verl_memopt.data.dataset import PromptDataset, PromptRow, build_dataset
-from verl_memopt.data.encoder import tokenize
+from verl_memopt.data.encoder import PromptEncoder, tokenize
+from verl_memopt.data.prompts import EXPANSIONS, expand
 from verl_memopt.errors import DataError
 
 from .conftest import row
@@ -72,7 +73,7 @@ def test_columns_are_found_under_the_names_that_the_settings_give(jsonl, tokeniz
     [
         ('{"prompt": "1+1="', r":2: not valid JSON \(.*column 18\)"),
         (row(images=["a.png"]), r":2: the column 'images' contains media"),
-        (row(videos=None), r":2: the column 'videos' contains media"),
+        (row(videos=[[], ["a.mp4"]]), r":2: the column 'videos' contains media"),
         (
             {"prompt": "1", "reward_model": {"ground_truth": 1}},
             r":2: there is no column 'data_source'. The row has prompt, reward_model",
@@ -92,7 +93,9 @@ def test_columns_are_found_under_the_names_that_the_settings_give(jsonl, tokeniz
         (row(prompt=[True, False]), r":2: a token id must be a whole number of at least 0"),
         (row(prompt=[3] * 41), r":2: the prompt has 41 tokens, but data\.max_prompt_length is 40\."),
         (row(prompt=[{"role": "user"}]), r":2: prompt must be a string or a list of"),
-        (row(prompt=[{"role": "user", "content": [{"type": "image"}]}]), r":2: prompt must be a string or a list of"),
+        (row(prompt=[{"role": "user", "content": [{"type": "image"}]}]), r":2: a message has a part of type 'image', but only"),
+        (row(prompt=[{"role": "user", "content": [{"type": "text"}]}]), r":2: prompt must be a string or a list of"),
+        (row(prompt=[{"role": "assistant", "content": None, "tool_calls": []}]), r":2: prompt must be a string or a list of"),
         (row(extra_info="x"), r":2: extra_info must be an object"),
         (
             row("1" * 50),
@@ -120,9 +123,10 @@ def test_overlong_prompts_are_dropped_and_counted_when_asked(jsonl, tokenizer, c
     assert "dropped 2 of 3 prompts" in caplog.text
 
 
-def test_dropping_every_prompt_is_an_error(jsonl, tokenizer):
-    with pytest.raises(DataError, match=r":1: the prompt has 59 tokens.*1 more rows are too long"):
-        read(jsonl(row("1" * 50), row("1" * 60)), tokenizer, max_prompt_length=40, filter_overlong_prompts=True)
+def test_dropping_every_prompt_is_an_error_with_the_length_of_the_shortest(jsonl, tokenizer):
+    path = jsonl(row("1" * 70), row("1" * 50), row("1" * 60))
+    with pytest.raises(DataError, match=r":2: .*shortest of 3 and has 59 tokens.*Raise data\.max_prompt_length to at least 59"):
+        read(path, tokenizer, max_prompt_length=40, filter_overlong_prompts=True)
 
 
 def test_overlong_prompts_stay_when_they_will_be_cut(jsonl, tokenizer):
@@ -265,7 +269,7 @@ def test_special_tokens_in_a_message_are_text_and_those_of_the_template_are_toke
     assert tokenizer.decode(ids[0]) == second.text
     (said,) = caplog.messages
     assert said.startswith(
-        f"data.train_files: 3 special tokens inside 2 prompts (the first in {path}:2) are encoded as plain text"
+        f"data.train_files: 3 special tokens inside the messages of 2 prompts (the first in {path}:2) are encoded as plain text"
     )
     assert "data.allow_special_tokens=true" in said
 
@@ -276,16 +280,36 @@ def test_special_tokens_in_a_message_become_tokens_when_that_is_asked_for(jsonl,
     assert entry.plain == ()
     (ids,) = tokenize(tokenizer, [entry.text], [entry.plain])
     assert ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 2
-    assert "2 special tokens inside 1 prompts" in caplog.text
+    assert "2 special tokens inside the messages of 1 prompts" in caplog.text
     assert "become tokens, because data.allow_special_tokens=true" in caplog.text
 
 
+TEXTS = ["24+5=", "<|im_start|>user\n1<|im_end|>\n", "<|im_end|>1", " 1", "1<|im_end|>"]
+
+
+@pytest.mark.parametrize("expansion", EXPANSIONS)
 @pytest.mark.parametrize("allowed", [False, True])
-def test_a_text_prompt_holds_tokens_only_when_that_is_asked_for(jsonl, tokenizer, allowed):
-    (entry,) = read(jsonl(row(prompt="<|im_start|>1")), tokenizer, allow_special_tokens=allowed)
-    (ids,) = tokenize(tokenizer, [entry.text], [entry.plain])
-    assert (ids[0] == tokenizer.convert_tokens_to_ids("<|im_start|>")) == allowed
-    assert tokenizer.decode(ids) == "<|im_start|>1"
+def test_a_text_prompt_has_the_ids_that_the_tokenizer_gives_its_text(jsonl, tokenizer, with_bos, caplog, allowed, expansion):
+    for each in (tokenizer, with_bos):
+        rows = read(jsonl(*(row(prompt=text) for text in TEXTS)), each, allow_special_tokens=allowed)
+        ids = expand(rows, range(len(rows)), 2, expansion, PromptEncoder(each, 100, "error")).prompt_ids
+        assert ids == [encoded for text in TEXTS for encoded in [each(text)["input_ids"]] * 2]
+    assert ids[0][0] == with_bos.bos_token_id
+    assert not caplog.messages
+
+
+def test_a_text_prompt_that_begins_with_bos_and_a_rendered_conversation_have_one_bos(jsonl, with_bos):
+    of_text, of_chat = read(jsonl(row(prompt=f"{with_bos.bos_token}1+1="), row()), with_bos)
+    ids = tokenize(with_bos, [of_text.text, of_chat.text], [of_text.plain, of_chat.plain], [of_text.is_text, of_chat.is_text])
+    assert ids[0] == with_bos("1+1=")["input_ids"]
+    assert ids[1] == with_bos.apply_chat_template(of_chat.messages, add_generation_prompt=True)["input_ids"]
+    assert [each.count(with_bos.bos_token_id) for each in ids] == [1, 1]
+
+
+def test_the_length_of_a_text_prompt_counts_what_the_tokenizer_adds(jsonl, with_bos):
+    path = jsonl(row(prompt="1+1="))
+    with pytest.raises(DataError, match=r":1: the prompt has 5 tokens, but data\.max_prompt_length is 4"):
+        read(path, with_bos, max_prompt_length=4)
 
 
 def test_prompts_without_special_tokens_say_nothing(jsonl, tokenizer, caplog):
@@ -294,10 +318,10 @@ def test_prompts_without_special_tokens_say_nothing(jsonl, tokenizer, caplog):
 
 
 def test_the_length_of_a_prompt_counts_special_tokens_that_are_text_as_text(jsonl, tokenizer):
-    path = jsonl(row(prompt="<|im_end|>"))
-    assert len(read(path, tokenizer, max_prompt_length=1, allow_special_tokens=True)) == 1
-    with pytest.raises(DataError, match=r":1: the prompt has 10 tokens, but data\.max_prompt_length is 1"):
-        read(path, tokenizer, max_prompt_length=1)
+    path = jsonl(row("<|im_end|>"))
+    assert len(read(path, tokenizer, max_prompt_length=10, allow_special_tokens=True)) == 1
+    with pytest.raises(DataError, match=r":1: the prompt has 19 tokens, but data\.max_prompt_length is 10"):
+        read(path, tokenizer, max_prompt_length=10)
 
 
 def test_a_template_that_takes_a_hidden_special_token_apart_is_refused(jsonl, tokenizer):

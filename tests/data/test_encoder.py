@@ -2,6 +2,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from verl_memopt.data.encoder import PromptEncoder, SpecialTokens, decode, special_tokens_of, tokenize
@@ -190,6 +191,19 @@ def test_plain_ones_that_are_entries_of_the_vocabulary_get_the_ids_of_a_vocabula
     other = wrapped(models.BPE(without, [("a", "b"), ("s", ">")], unk_token="<u>", ignore_merges=True), special=False)
     (ids,) = special.encode([text], [special.find(text)])
     assert [ids] == tokenize(other, [text])
+
+
+@pytest.mark.parametrize("special", ["4", "5", "="])
+def test_a_special_token_that_is_a_character_of_the_vocabulary_is_not_lost_from_plain_text(special):
+    alphabet = {character: number for number, character in enumerate("0123456789+=")}
+    backend = Tokenizer(models.BPE(alphabet, []))
+    backend.add_special_tokens(["<s>", special, "</s>"])
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 12)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=special, bos_token="<s>", eos_token="</s>")
+    text, numbers = "24+5=</s>", [alphabet[character] for character in "24+5="]
+    plain = special_tokens_of(tokenizer).find(text)[:1]
+    assert tokenize(tokenizer, [text], [plain]) == [[*numbers, 13]]
+    assert tokenize(tokenizer, [text], [plain], whole=True) == [[12, *numbers, 13]]
 
 
 def test_an_added_token_that_is_not_special_stays_a_token():

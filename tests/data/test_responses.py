@@ -3,9 +3,12 @@
 import logging
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from verl_memopt.config.schema import CustomClass, Data
-from verl_memopt.data.encoder import end_of_turn
+from verl_memopt.data.encoder import PromptEncoder, end_of_turn
+from verl_memopt.data.prompts import expand
 from verl_memopt.data.responses import build_supervised_dataset
 from verl_memopt.errors import DataError
 
@@ -48,10 +51,31 @@ def test_a_dot_leads_into_an_object(jsonl, tokenizer):
 
 
 @pytest.mark.parametrize(("allowed", "ends"), [(False, 1), (True, 2)])
-def test_special_tokens_of_a_response_are_text_unless_they_are_allowed(jsonl, tokenizer, allowed, ends):
-    row = {"prompt": "a", "response": f"b{tokenizer.eos_token}c"}
+def test_special_tokens_of_a_response_to_a_message_are_text_unless_they_are_allowed(jsonl, tokenizer, allowed, ends):
+    row = {"prompt": CHAT, "response": f"b{tokenizer.eos_token}c"}
     (read_row,) = read(jsonl, tokenizer, row, allow_special_tokens=allowed)
     assert read_row.response.count(tokenizer.eos_token_id) == ends
+
+
+@pytest.mark.parametrize("prompt", ["1+1=", "a ", "a\n"])
+@pytest.mark.parametrize("response", ["two", " two", "\n\ntwo", "two<|im_end|>", "<|im_end|>two"])
+def test_prompt_and_response_that_are_texts_are_encoded_as_one_text(jsonl, with_bos, prompt, response):
+    (read_row,) = read(jsonl, with_bos, {"prompt": prompt, "response": response})
+    (ids,) = expand([read_row], [0], 1, "token", PromptEncoder(with_bos, 100, "error")).prompt_ids
+    end = "" if response.endswith(with_bos.eos_token) else with_bos.eos_token
+    assert [*ids, *read_row.response] == with_bos(prompt + response + end)["input_ids"]
+
+
+def test_a_tokenizer_with_a_space_in_front_puts_none_in_front_of_a_response(jsonl):
+    pieces = ["<u>", "</s>", "\u2581", "a", "b", "\u2581b", ":"]
+    made = Tokenizer(models.Unigram([(piece, -float(place)) for place, piece in enumerate(pieces)], unk_id=0))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    made.add_special_tokens(["</s>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", unk_token="<u>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ ':' if m.role == 'user' else '</s>' }}{% endfor %}"
+    for prompt in ("a:", [{"role": "user", "content": "a"}]):
+        (read_row,) = read(jsonl, tokenizer, {"prompt": prompt, "response": "b"})
+        assert tokenizer.convert_ids_to_tokens(read_row.response) == ["b", "</s>"]
 
 
 def test_a_long_response_is_refused_left_out_or_cut(jsonl, tokenizer, caplog):

@@ -132,7 +132,7 @@ def test_12_a_special_token_in_a_users_text_is_text(healthy, toy, run_dir, tmp_p
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(64)))
     run = healthy.train(toy, run_dir, *SHORT, f"data.train_files={tmp_path}/rows.jsonl", "data.max_prompt_length=64")
     assert run.returncode == 0, run.stdout[-3000:]
-    assert "64 special tokens inside 64 prompts" in run.stdout
+    assert "64 special tokens inside the messages of 64 prompts" in run.stdout
     assert "are encoded as plain text. Set data.allow_special_tokens=true" in run.stdout
 
 

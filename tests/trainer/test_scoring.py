@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from tests.trainer.conftest import Member, group_of
@@ -245,6 +246,17 @@ def test_an_answer_follows_a_prompt_as_text_even_where_it_holds_a_special_token(
     assert tokenizer.decode(ids).endswith("[assistant] two<|im_end|>\n[system] perfect<|im_end|>\n")
     (ids,) = whole(tokenizer, answers_to([row("1+1=")], [[1]], [[2]], ["2"]))
     assert ids == tokenizer("1+1=2", add_special_tokens=False)["input_ids"]
+
+
+def test_a_prompt_that_is_a_text_is_encoded_as_for_the_policy_and_an_answer_stays_text(tokenizer):
+    begin, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", begin)]
+    )
+    prompt = dataclasses.replace(row("1<|im_end|>"), is_text=True)
+    (ids,) = whole(tokenizer, answers_to([prompt], [[1]], [[2]], ["2<|im_end|>"]))
+    assert ids[:3] == tokenizer("1<|im_end|>")["input_ids"]
+    assert (ids.count(end), tokenizer.decode(ids[1:])) == (1, "1<|im_end|>2<|im_end|>")
 
 
 def test_a_template_that_refuses_a_conversation_names_its_row(tokenizer):

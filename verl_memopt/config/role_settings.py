@@ -364,15 +364,21 @@ class Data:
     """What happens to a prompt over the cap: error, left, right, middle. Tokens lost are counted and logged. Supervised
     fine-tuning then cuts the end of a response over its cap, too."""
     prompt_key: str = "prompt"
-    """Column that holds the prompt: a list of {role, content}, or a text or a list of token ids that is used as it is."""
+    """Column that holds the prompt: a list of {role, content}; or a text, which is encoded as the tokenizer encodes any text,
+    with BOS where it adds one; or a list of token ids that is used as it is."""
     response_key: str = "response"
     """Supervised fine-tuning: column that holds the response, a text. A dot leads into an object: ``extra_info.answer``."""
     messages_key: str = "messages"
     """Supervised fine-tuning, in rows without ``response_key``: column that holds a whole conversation, a list of
     {role, content}. Its last turn is the assistant's and is the response. The turns before it are the prompt."""
+    tools_key: str | None = "tools"
+    """Column that holds the tools of a row, a list of JSON schemas, for the chat template. null = the column is left out."""
+    enable_thinking_key: str | None = "enable_thinking"
+    """Column that says whether a row's prompt asks for a thought, the argument ``enable_thinking`` of the chat template. null =
+    the column is left out."""
     allow_special_tokens: bool = False
-    """Let the tokenizer read special tokens such as ``<|im_end|>`` inside prompts as tokens. false = they are plain text, except
-    those of the chat template. Set true for prompts whose text is already rendered."""
+    """Let the tokenizer read special tokens such as ``<|im_end|>`` inside messages as tokens. false = they are plain text, and
+    only those of the chat template are tokens. In a prompt that is a text, special tokens are always tokens."""
     answer_key: str = "answer"
     """Column that holds the reference answer, in rows without verl's ``reward_model``."""
     reward_fn_key: str = "data_source"

@@ -46,6 +46,7 @@ _COMPILED = "actor_rollout_ref.actor.use_torch_compile decides for every model"
 _CHUNKED = "actor_rollout_ref.model.logprob_chunk_tokens bounds the memory of logits"
 _TWO_ENGINES = "the engines are vllm and hf. Use actor_rollout_ref.rollout.engine_kwargs.vllm"
 _NOT_HERE = "this feature of verl does not exist here. Remove the key"
+_ONE_TURN = "a prompt is answered in one turn, and no tool is run."
 _PACKED = "rows are always packed, so no pad token is computed"
 _USE_TENSOR_PARALLEL = "Use actor_rollout_ref.rollout.tensor_model_parallel_size"
 _TENSOR_PARALLEL = f"an engine is split by tensor parallelism alone. {_USE_TENSOR_PARALLEL}"
@@ -130,7 +131,12 @@ _OF_ROLLOUT = {
     "enable_rollout_routing_replay": NoEffect((False,), _NOT_HERE),
     "multi_stage_wake_up": NoEffect(ANY, "weights always wake before the KV cache. Remove the key"),
     "skip_tokenizer_init": NoEffect(ANY, "the engine is given token ids. Remove the key"),
-    "agent.*": NoEffect(ANY, "there are no separate request processes. Remove the key"),
+    "agent.default_agent_loop": NoEffect(("single_turn_agent",), f"{_ONE_TURN} Set it to single_turn_agent"),
+    **dict.fromkeys(
+        ("agent.agent_loop_config_path", "agent.custom_async_server.path", "agent.custom_async_server.name"),
+        NoEffect((), f"{_ONE_TURN} Remove the key"),
+    ),
+    "agent.*": NoEffect(ANY, "the engine answers all prompts in one call, so it has no workers that send requests"),
     **dict.fromkeys(("engine_kwargs.sglang.*", "engine_kwargs.trtllm.*"), NoEffect(({},), _TWO_ENGINES)),
 }
 
@@ -141,7 +147,11 @@ _DATA = {
     "video_key": NoEffect(("videos",), _TEXT_ONLY),
     "image_patch_size": NoEffect((14,), _TEXT_ONLY),
     "return_multi_modal_inputs": NoEffect(EITHER, _TEXT_ONLY),
-    "tool_config_path": NoEffect((), _NOT_HERE),
+    **dict.fromkeys(("tool_config_path", "function_tool_path"), NoEffect((), f"{_ONE_TURN} Remove the key")),
+    "need_tools_kwargs": NoEffect((False,), f"{_ONE_TURN} Remove the key"),
+    "enable_thinking_default": NoEffect(
+        ("none",), "the template's own default holds. Set data.apply_chat_template_kwargs.enable_thinking"
+    ),
     "datagen.*": NoEffect((), "rows come from files. Use data.custom_cls.path"),
     "tokenizer": NoEffect(ANY, "it has no effect in verl either. Use actor_rollout_ref.model.tokenizer_path"),
     **dict.fromkeys(("return_raw_chat", "return_raw_input_ids", "return_full_prompt"), NoEffect(ANY, _UNREAD)),

@@ -15,6 +15,7 @@ import numpy as np
 
 from verl_memopt.config import schema
 from verl_memopt.data.encoder import RENDER_ERRORS, Spans, decode, overlong, special_tokens_of, tokenize
+from verl_memopt.data.messages import Messages, read_messages, refuse_media_and_agents, render, template_arguments
 from verl_memopt.data.plugin import load_from_file, refuse_verls_arguments, users_code
 from verl_memopt.errors import DataError
 from verl_memopt.model.folder import fetch
@@ -24,8 +25,6 @@ logger = logging.getLogger(__name__)
 Row = TypeVar("Row")
 
 Prepare = Callable[[str, dict[str, Any]], dict[str, Any]]
-
-REFUSED_COLUMNS = ("images", "videos")
 
 OF_VERL = ("reward_model", "extra_info")
 """Columns of verl's schema whose contents reach a reward function as they are."""
@@ -54,8 +53,11 @@ class PromptRow:
     """File and row, counted from 1."""
     plain: Spans = ()
     """Spans of ``text`` whose special tokens are encoded as plain text. Elsewhere they become tokens."""
-    messages: list[dict[str, str]] | None = None
-    """The prompt as the file has it, where it is a list of messages. A reward model renders it with its own template."""
+    is_text: bool = False
+    """The prompt is a text of the file and no conversation: the tokenizer adds what it adds to any text, such as BOS."""
+    messages: Messages | None = None
+    """The messages of the prompt, where it is a conversation, as :func:`read_messages` gives them. A reward model renders them
+    with its own template."""
     ids: tuple[int, ...] | None = None
     """The prompt as the file has it, where it is a list of token ids. They are used as they are."""
     response: tuple[int, ...] = ()
@@ -105,15 +107,21 @@ class PromptDataset(list[PromptRow]):
         super().__init__(replace(row, index=index) for index, row in enumerate(self._checked(rows)))
 
     def _row(self, address: str, columns: dict[str, Any]) -> PromptRow:
-        for name in REFUSED_COLUMNS:
-            if name in columns:
-                raise DataError(f"{address}: the column {name!r} contains media, but only text is supported. Remove the column.")
+        refuse_media_and_agents(address, columns)
         source = self._optional(address, columns, self._data.reward_fn_key, "Set data.reward_fn_key, or add it", DEFAULT_SOURCE)
         if not isinstance(source, str):
             raise DataError(f"{address}: {self._data.reward_fn_key} must be a string, but it is {source!r}. Correct the row.")
         prompt = _column(address, columns, self._data.prompt_key, "Set data.prompt_key, or add it")
         ids = _token_ids(address, prompt)
-        text, plain = (decode(self._tokenizer, ids), ()) if ids else self._render(address, prompt)
+        is_text, messages = isinstance(prompt, str), None
+        plain: Spans = ()
+        if ids:
+            text = decode(self._tokenizer, ids)
+        elif is_text:
+            text = prompt
+        else:
+            messages = self._messages(address, prompt)
+            text, plain = self._render(address, messages, columns)
         if not text and ids is None:
             raise DataError(f"{address}: the prompt is empty. Remove the row, or add a prompt.")
         extra = columns.get("extra_info")
@@ -130,7 +138,8 @@ class PromptDataset(list[PromptRow]):
             extra_info={**others, **(extra or {})},
             address=address,
             plain=plain,
-            messages=None if isinstance(prompt, str) or ids else prompt,
+            is_text=is_text,
+            messages=messages,
             ids=ids,
         )
 
@@ -149,22 +158,24 @@ class PromptDataset(list[PromptRow]):
             raise DataError(f"{address}: reward_model has no ground_truth. It is {truth!r:.200}. Add {{ground_truth: ...}}.")
         return truth.get("ground_truth")
 
-    def _render(self, address: str, prompt: Any) -> tuple[str, Spans]:
-        """Return the prompt as text, and the spans of special tokens that must be encoded as plain text."""
-        num_special = self._special.count(prompt)
-        if num_special:
-            self._special_counts.append((address, num_special))
-        hides = num_special > 0 and not self._data.allow_special_tokens
-        if isinstance(prompt, str):
-            return prompt, self._special.find(prompt) if hides else ()
-        if not is_chat(prompt):
+    def _messages(self, address: str, prompt: Any) -> Messages:
+        messages = read_messages(prompt, address)
+        if messages is None:
             raise DataError(
                 f"{address}: {self._data.prompt_key} must be a string or a list of {{role, content}} with string values or of "
                 f"token ids, but it is {prompt!r:.200}. Correct the row."
             )
-        arguments = self._data.apply_chat_template_kwargs
+        return messages
+
+    def _render(self, address: str, messages: Messages, columns: dict[str, Any]) -> tuple[str, Spans]:
+        """Return a conversation as text, and the spans of special tokens that must be encoded as plain text."""
+        arguments = template_arguments(address, columns, self._data, self._tokenizer)
+        num_special = self._special.count([messages, arguments.get("tools")])
+        if num_special:
+            self._special_counts.append((address, num_special))
+        hides = num_special > 0 and not self._data.allow_special_tokens
         try:
-            return self._special.render(self._tokenizer, prompt, hides, add_generation_prompt=True, **arguments)
+            return render(self._special, self._tokenizer, messages, hides, {"add_generation_prompt": True, **arguments})
         except RENDER_ERRORS as problem:
             raise DataError(
                 f"{address}: the chat template cannot render this prompt ({problem}). Set another template with "
@@ -178,10 +189,9 @@ class PromptDataset(list[PromptRow]):
         encoding = (
             "become tokens, because data.allow_special_tokens=true"
             if self._data.allow_special_tokens
-            else "are encoded as plain text. Set data.allow_special_tokens=true if they should become tokens, for example "
-            "because the prompts in the file are already rendered"
+            else "are encoded as plain text. Set data.allow_special_tokens=true if they should become tokens"
         )
-        logger.warning("data.%s_files: %d special tokens inside %d prompts (the first in %s) %s", self._split,
+        logger.warning("data.%s_files: %d special tokens inside the messages of %d prompts (the first in %s) %s", self._split,
                        sum(count for _, count in self._special_counts), len(self._special_counts), self._special_counts[0][0],
                        encoding)  # fmt: skip
 
@@ -312,20 +322,21 @@ def within_limit(rows: list[PromptRow], data: schema.Data, tokenizer: Any) -> li
         DataError: A prompt is over it, and ``filter_overlong_prompts`` is false or no row would be left.
     """
     texts = [row for row in rows if row.ids is None]
-    of_texts = iter(tokenize(tokenizer, [row.text for row in texts], [row.plain for row in texts]))
+    plain, whole = [row.plain for row in texts], [row.is_text for row in texts]
+    of_texts = iter(tokenize(tokenizer, [row.text for row in texts], plain, whole))
     lengths = [len(next(of_texts) if row.ids is None else row.ids) for row in rows]
     too_long = [i for i, length in enumerate(lengths) if length > data.max_prompt_length]
-    if too_long and (not data.filter_overlong_prompts or len(too_long) == len(rows)):
+    if data.filter_overlong_prompts and len(too_long) == len(rows) > 0:
+        shortest = min(too_long, key=lengths.__getitem__)
+        raise DataError(
+            f"{rows[shortest].address}: data.filter_overlong_prompts=true leaves no row: this prompt is the shortest of "
+            f"{len(rows)} and has {lengths[shortest]} tokens, but data.max_prompt_length is {data.max_prompt_length}. Raise "
+            f"data.max_prompt_length to at least {lengths[shortest]}."
+        )
+    if too_long and not data.filter_overlong_prompts:
         first = too_long[0]
         raise overlong(rows[first].address, lengths[first], data.max_prompt_length, others=len(too_long) - 1)
     return [row for row, length in zip(rows, lengths, strict=True) if length <= data.max_prompt_length]
-
-
-def is_chat(prompt: Any) -> bool:
-    """Return whether a value is a list of messages, each with a role and a text."""
-    if not isinstance(prompt, list) or not prompt:
-        return False
-    return all(isinstance(t, dict) and isinstance(t.get("role"), str) and isinstance(t.get("content"), str) for t in prompt)
 
 
 # Rows of parquet, JSON and JSON Lines files, each with the address that errors name.

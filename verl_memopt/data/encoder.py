@@ -1,4 +1,4 @@
-"""Prompt texts to token ids: nothing is added, and nothing is cut without being counted."""
+"""Texts to token ids: one function says what is added, what is a special token, and nothing is cut without being counted."""
 
 from __future__ import annotations
 
@@ -32,17 +32,37 @@ TRUNCATIONS: dict[str, Callable[[list[int], int], list[int]] | None] = {
 """How to cut a prompt over the limit, by the name of the part that is lost. None refuses the prompt."""
 
 
-def tokenize(tokenizer: Any, texts: Sequence[str], plain: Sequence[Spans] = ()) -> list[list[int]]:
-    """Return the token ids of each text, without adding tokens and without a length limit.
+def tokenize(
+    tokenizer: Any, texts: Sequence[str], plain: Sequence[Spans] = (), whole: Sequence[bool] | bool = False
+) -> list[list[int]]:
+    """Return the token ids of each text, without a length limit.
 
-    ``plain`` has, for each text, the spans whose special tokens are encoded as plain text. Elsewhere they become tokens.
+    Args:
+        tokenizer: A tokenizer of transformers.
+        texts: The texts.
+        plain: For each text, the spans whose special tokens are encoded as plain text. Elsewhere they become tokens.
+        whole: Whether each text is a whole text of the user's own, to which the tokenizer adds what it adds to any text, such as
+            BOS. To a conversation or a part of one, which the chat template wrote, nothing is added.
     """
     if not texts:
         return []
-    if any(plain):
-        return special_tokens_of(tokenizer).encode(texts, plain)
-    encoded = tokenizer(list(texts), add_special_tokens=False, truncation=False, return_attention_mask=False, verbose=False)
-    return encoded["input_ids"]
+    wholes = [whole] * len(texts) if isinstance(whole, bool) else whole
+    ids: dict[int, list[int]] = {}
+    for adds in (False, True):
+        places = [place for place, each in enumerate(wholes) if each == adds]
+        chosen = [texts[place] for place in places]
+        if places and any(plain):
+            encoded = special_tokens_of(tokenizer).encode(chosen, [plain[place] for place in places], adds)
+        elif places:
+            encoded = tokenizer(chosen, add_special_tokens=adds, truncation=False, return_attention_mask=False, verbose=False)
+            encoded = encoded["input_ids"]
+        ids |= zip(places, [_one_start(tokenizer, each) for each in encoded] if adds else encoded, strict=True) if places else ()
+    return [ids[place] for place in range(len(texts))]
+
+
+def _one_start(tokenizer: Any, ids: list[int]) -> list[int]:
+    """Return the ids of a text without the BOS that the tokenizer added before the one that the text has."""
+    return ids[1:] if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id else ids
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
@@ -68,20 +88,26 @@ class PromptEncoder:
     tokens_dropped: int = 0
 
     def encode(
-        self, texts: Sequence[str], addresses: Sequence[str], copies: int = 1, plain: Sequence[Spans] = ()
+        self,
+        texts: Sequence[str],
+        addresses: Sequence[str],
+        copies: int = 1,
+        plain: Sequence[Spans] = (),
+        whole: Sequence[bool] | bool = False,
     ) -> list[list[int]]:
         """Return the token ids of each text, at most ``max_prompt_length`` of them.
 
         Args:
-            texts: The rendered prompts.
+            texts: The prompts.
             addresses: File and row of each text, for errors.
             copies: How many times in a row each prompt appears.
-            plain: For each text, the spans whose special tokens are encoded as plain text.
+            plain: As in :func:`tokenize`.
+            whole: As in :func:`tokenize`.
 
         Raises:
             DataError: A prompt is empty, is too long with ``truncation=error``, or has a token id that the model does not have.
         """
-        rows = tokenize(self.tokenizer, texts, plain)
+        rows = tokenize(self.tokenizer, texts, plain, whole)
         return [self.fit(ids, addresses[i], counted=i % copies == 0) for i, ids in enumerate(rows)]
 
     def fit(self, ids: list[int], address: str, counted: bool = True) -> list[int]:
@@ -157,6 +183,12 @@ def _digest(value: Any) -> str:
 Spans = tuple[tuple[int, int], ...]
 """Parts of a text, each as (first character, character after the last)."""
 
+
+def moved(spans: Spans, by: int) -> Spans:
+    """Return the spans behind ``by`` further characters."""
+    return tuple((start + by, end + by) for start, end in spans)
+
+
 _OPEN, _BETWEEN, _CLOSE = "\ufdd0", "\ufdd1", "\ufdd2"
 """Noncharacters: they have no meaning in Unicode, and no normalisation changes them."""
 
@@ -181,6 +213,8 @@ class SpecialTokens:
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._kind = type(tokenizer).__name__
         self._blind: Any = None
+        self._ids: dict[int, int] = {}
+        """Id of a stand-in -> id of its special token, where the copy of the tokenizer gave it another."""
         self._merges = False
 
     def find(self, text: str) -> Spans:
@@ -215,22 +249,30 @@ class SpecialTokens:
     def render(self, tokenizer: Any, messages: Any, hides: bool, /, **arguments: Any) -> tuple[str, Spans]:
         """Return messages as the chat template renders them, and the spans of special tokens that are plain text.
 
-        ``hides``: special tokens in the messages are plain text. False = they become tokens. ``arguments`` are the template's.
-        Raises ``RENDER_ERRORS`` where it cannot render the messages.
+        ``hides``: special tokens in the messages and in the tools are plain text. False = they become tokens. ``arguments`` are
+        the template's. Raises ``RENDER_ERRORS`` where it cannot render the messages.
         """
         shown = self.hide(messages) if hides else messages
+        if hides and "tools" in arguments:
+            arguments["tools"] = self.hide(arguments["tools"])
         text = tokenizer.apply_chat_template(shown, tokenize=False, **arguments)
         return self.reveal(text) if hides else (text, ())
 
-    def encode(self, texts: Sequence[str], plain: Sequence[Spans]) -> list[list[int]]:
+    def encode(self, texts: Sequence[str], plain: Sequence[Spans], adds: bool = False) -> list[list[int]]:
         """Return the ids of each text in one call. Special tokens in the spans ``plain`` are text, all others are tokens.
 
-        The ids of plain text are those of a tokenizer that does not have the special token. Without a fast backend this is a
-        DataError.
+        The ids of plain text are those of a tokenizer that does not have the special token. ``adds``: with what the tokenizer
+        adds to a text. Without a fast backend this is a DataError.
         """
         self._blind = self._blind or self._blinded()
         marked = ["".join(self._with_stand_ins(text, spans)) for text, spans in zip(texts, plain, strict=True)]
-        return [encoded.ids for encoded in self._blind.encode_batch(marked, add_special_tokens=False)]
+        encoded = self._blind.encode_batch(marked, add_special_tokens=adds)
+        return [self._numbered(each) for each in encoded]
+
+    def _numbered(self, encoded: Any) -> list[int]:
+        """Return the ids of an encoding with those of stand-ins replaced. What the tokenizer added has its own ids already."""
+        pairs = zip(encoded.ids, encoded.special_tokens_mask, strict=True)
+        return [number if added else self._ids.get(number, number) for number, added in pairs] if self._ids else encoded.ids
 
     def _with_stand_ins(self, text: str, plain: Spans) -> Iterator[str]:
         """Yield the text with stand-ins for the special tokens that must become tokens."""
@@ -269,12 +311,12 @@ class SpecialTokens:
             if token["content"] in self._stand_ins:
                 token |= {"content": self._stand_ins[token["content"]], "normalized": False}
         _rename(serialized["model"], self._stand_ins)
-        blind = Tokenizer.from_str(json.dumps(serialized))
+        blind: Any = Tokenizer.from_str(json.dumps(serialized))
         blind.no_truncation()
         blind.no_padding()
-        # Another id would feed the model a wrong token without any error.
-        for name, stand_in in self._stand_ins.items():
-            assert blind.token_to_id(stand_in) == self._backend.token_to_id(name), name
+        # A name that stays in the vocabulary, as plain text needs it, leaves its stand-in an id of its own.
+        names = {blind.token_to_id(stand_in): name for name, stand_in in self._stand_ins.items()}
+        self._ids = {own: number for own, name in names.items() if (number := self._backend.token_to_id(name)) != own}
         return blind
 
 
@@ -286,9 +328,11 @@ def _in_word(character: str) -> bool:
 
 def _rename(model: dict[str, Any], names: dict[str, str]) -> None:
     """Rename entries of a tokenizer model's vocabulary."""
-    # Entries that are results of merges keep their names, because plain text produces them anyway.
+    # Results of merges keep their names, because plain text produces them anyway, and so do single characters that have no
+    # other spelling, because plain text would lose them.
     merged = {merge.replace(" ", "") if isinstance(merge, str) else "".join(merge) for merge in model.get("merges", ())}
-    new = {name: stand_in for name, stand_in in names.items() if name not in merged}
+    kept = merged if model.get("byte_fallback") else merged | {name for name in names if len(name) == 1}
+    new = {name: stand_in for name, stand_in in names.items() if name not in kept}
     vocabulary = model.get("vocab", {})
     if isinstance(vocabulary, dict):
         model["vocab"] = {new.get(name, name): number for name, number in vocabulary.items()}

@@ -257,8 +257,8 @@ def check_prompts(rows: Iterable[PromptRow], method: str, tokenizer: Any) -> Non
 def _encoded(records: Sequence[PromptRow], encoder: PromptEncoder, copies: int = 1) -> list[list[int]]:
     """Return the ids of each record: those of its text, or those that the file has."""
     texts = [row for row in records if row.ids is None]
-    addresses, plain = [row.address for row in texts], [row.plain for row in texts]
-    of_texts = iter(encoder.encode([row.text for row in texts], addresses, copies, plain))
+    addresses, plain, whole = [row.address for row in texts], [row.plain for row in texts], [row.is_text for row in texts]
+    of_texts = iter(encoder.encode([row.text for row in texts], addresses, copies, plain, whole))
     return [
         next(of_texts) if row.ids is None else encoder.fit(list(row.ids), row.address, counted=place % copies == 0)
         for place, row in enumerate(records)
@@ -268,7 +268,7 @@ def _encoded(records: Sequence[PromptRow], encoder: PromptEncoder, copies: int =
 def _ids_of_texts(rows: Sequence[PromptRow], tokenizer: Any) -> list[list[int]]:
     """Return the ids of each row's text, with no length limit. A prompt that is ids goes through text and must come back."""
     texts = [row.text if row.ids is None else decode(tokenizer, row.ids) for row in rows]
-    encoded = tokenize(tokenizer, texts, [row.plain for row in rows])
+    encoded = tokenize(tokenizer, texts, [row.plain for row in rows], [row.is_text for row in rows])
     for row, ids in zip(rows, encoded, strict=True):
         if row.ids is not None and tuple(ids) != row.ids:
             pairs = enumerate(zip_longest(row.ids, ids))

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from verl_memopt.config import schema
-from verl_memopt.data.dataset import CustomRows, PromptDataset, PromptRow, build_dataset, is_chat
-from verl_memopt.data.encoder import end_of_turn, special_tokens_of, tokenize
+from verl_memopt.data.dataset import CustomRows, PromptDataset, PromptRow, build_dataset
+from verl_memopt.data.encoder import end_of_turn, moved, special_tokens_of, tokenize
+from verl_memopt.data.messages import read_messages
 from verl_memopt.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ def build_supervised_dataset(files: Any, data: schema.Data, tokenizer: Any, spli
         # Up to its first end token, after which an engine stops. A text without one gets it.
         text = end_of_turn(tokenizer, data.apply_chat_template_kwargs)
         of_chat = text.partition(end)[0] + end if end else text
-    ends = [(row.ground_truth, of_chat if row.messages else end) for row in prompts]
+    ends = [(row.ground_truth, of_chat if row.messages else _missing_end(row, end)) for row in prompts]
     return with_responses(list(prompts), ends, data, tokenizer, split)
 
 
@@ -51,12 +52,18 @@ def as_prompt_row(address: str, columns: dict[str, Any], data: schema.Data) -> d
     key, turns = f"data.response_key={data.response_key}", columns.get(data.messages_key)
     if found is None and turns is not None:
         key = f"data.messages_key={data.messages_key}"
-        if not is_chat(turns) or len(turns) < 2 or turns[-1]["role"] != "assistant":
+        messages = read_messages(turns, address) or []
+        if len(messages) < 2 or messages[-1]["role"] != "assistant":
             raise DataError(
                 f"{address}: {key}: a conversation is a list of {{role, content}} with at least one turn before the last, which "
                 f"is the assistant's, but it is {turns!r:.200}. Correct the row, or set data.response_key."
             )
-        prompt, found = turns[:-1], turns[-1]["content"]
+        if "tool_calls" in messages[-1]:
+            raise DataError(
+                f"{address}: {key}: the last turn calls tools, and a response is a text. Give the call as the text "
+                "that the model is to write, or remove the row."
+            )
+        prompt, found = messages[:-1], messages[-1]["content"]
     elif data.prompt_key not in columns:
         raise DataError(
             f"{address}: there is no column {data.prompt_key!r}. The row has {', '.join(sorted(columns))}. Set "
@@ -79,17 +86,14 @@ def with_responses(
 
     A longer response is refused, or the row is left out (``filter_overlong_prompts``), or its end is cut (``truncation``).
     ``responses`` has for each row the text of the response, and what ends the turn. Special tokens in the text are plain text
-    unless ``data.allow_special_tokens`` says otherwise.
+    unless ``data.allow_special_tokens`` says otherwise, or the prompt is a text too.
 
     Raises:
         DataError: A response is too long, or no row is left.
     """
-    special, texts = special_tokens_of(tokenizer), [text for text, _ in responses]
-    plain = [() if data.allow_special_tokens else special.find(text) for text in texts]
-    bodies, ends = tokenize(tokenizer, texts, plain), tokenize(tokenizer, [end for _, end in responses])
+    encoded = _encoded(rows, responses, data, tokenizer)
     limit, kept, overlong = data.max_response_length, [], 0
-    for row, body, end in zip(rows, bodies, ends, strict=True):
-        ids = body + end
+    for row, ids in encoded:
         if len(ids) > limit:
             if data.truncation == "error" and not data.filter_overlong_prompts:
                 raise DataError(
@@ -109,6 +113,44 @@ def with_responses(
             f"data.{split}_files: no row is left, as every response is over data.max_response_length={limit} tokens. Raise it."
         )
     return kept
+
+
+def _missing_end(row: PromptRow, end: str) -> str:
+    """Return the end token of a response to a text, which may have it already."""
+    return "" if end and row.is_text and row.ground_truth.endswith(end) else end
+
+
+def _encoded(
+    rows: Sequence[PromptRow], responses: Sequence[tuple[str, str]], data: schema.Data, tokenizer: Any
+) -> list[tuple[PromptRow, list[int]]]:
+    """Return each row with the ids of its response.
+
+    A response is encoded together with its prompt, as a model reads both, and begins where the ids of the prompt end. If a token
+    reaches over the border, a response to a text begins with that token, as in TRL. A turn is then encoded alone, because
+    generation begins where the template ends.
+    """
+    special = special_tokens_of(tokenizer)
+    plain = [
+        () if data.allow_special_tokens or row.is_text else special.find(text)
+        for row, (text, _) in zip(rows, responses, strict=True)
+    ]
+    of_text, prompts = [row.is_text for row in rows], [row.plain for row in rows]
+    before = tokenize(tokenizer, [row.text for row in rows], prompts, of_text)
+    both = [row.text + text + end for row, (text, end) in zip(rows, responses, strict=True)]
+    spans = [(*row.plain, *moved(of_response, len(row.text))) for row, of_response in zip(rows, plain, strict=True)]
+    whole = tokenize(tokenizer, both, spans, of_text)
+    alone = tokenize(tokenizer, [text for text, _ in responses], plain)
+    ends = tokenize(tokenizer, [end for _, end in responses])
+    encoded = []
+    for place, row in enumerate(rows):
+        prompt, joined = before[place], whole[place]
+        shared = next((i for i, pair in enumerate(zip(prompt, joined, strict=False)) if pair[0] != pair[1]), len(prompt))
+        if row.ids is None and (shared == len(prompt) or row.is_text):
+            cut = row if shared == len(prompt) else replace(row, ids=tuple(prompt[:shared]))
+            encoded.append((cut, joined[shared:]))
+        else:
+            encoded.append((row, alone[place] + ends[place]))
+    return encoded
 
 
 def _at(columns: Any, key: str) -> Any:

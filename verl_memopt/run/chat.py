@@ -18,14 +18,14 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 from transformers.utils import logging as transformers_logging
 
-from verl_memopt.data.dataset import is_chat, read_rows
+from verl_memopt.data.dataset import read_rows
+from verl_memopt.data.encoder import special_tokens_of, tokenize
+from verl_memopt.data.messages import Messages, is_chat, read_messages, render
 from verl_memopt.distributed.device import resolve_device
 from verl_memopt.errors import UserError
 from verl_memopt.observe.run_folder import FINAL_MODEL
 from verl_memopt.run.checkpoints import is_checkpoint
 from verl_memopt.run.export_model import StoredModel, export_model, find_checkpoint
-
-Messages = list[dict[str, str]]
 
 STOPPED = 130
 """Exit code after Ctrl-C."""
@@ -92,15 +92,21 @@ class Chat:
 
     def answer(self, text: str) -> str:
         """Continue a text as it is, without a chat template, write the continuation and return it."""
-        return self._generate(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._generate(tokenize(self.tokenizer, [text], whole=True)[0])
 
     def _rendered(self, messages: Messages) -> list[int]:
+        special = special_tokens_of(self.tokenizer)
         try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self.template)
+            read = read_messages(messages, "the conversation")
+            if read is None:
+                raise UserError(f"{messages!r:.200} is no conversation. Give a list of {{role, content}}.")
+            arguments = {"add_generation_prompt": True, **self.template}
+            text, plain = render(special, self.tokenizer, read, special.count(read) > 0, arguments)
+        except UserError:
+            raise
         except Exception as error:  # a template may raise anything, and a new conversation may please it
             raise UserError(f"the chat template of the model cannot render this conversation: {error}.") from error
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        return tokenize(self.tokenizer, [text], [plain])[0]
 
     def _longest(self) -> int:
         return int(getattr(self.model.config, "max_position_embeddings", None) or 2**31)

@@ -19,7 +19,8 @@ from verl_memopt.algorithms.kl import overlong_penalty
 from verl_memopt.config.schema import Actor, RewardKwargs, RewardModel, Settings
 from verl_memopt.data.batch import Ragged, RolloutBatch, rollout_batch
 from verl_memopt.data.dataset import PromptRow, PromptRows
-from verl_memopt.data.encoder import RENDER_ERRORS, Spans, special_tokens_of, tokenize
+from verl_memopt.data.encoder import RENDER_ERRORS, Spans, moved, special_tokens_of, tokenize
+from verl_memopt.data.messages import render
 from verl_memopt.errors import ConfigError, DataError, RewardError
 from verl_memopt.memory.token_budget import LearnedBudget
 from verl_memopt.model.packing_check import REWARD_KEY
@@ -364,7 +365,8 @@ class Conversations:
             whole = self._cut([[*prompt, *response] for prompt, response in pairs])
         else:
             rendered = [self._rendered(row, text) for row, text in zip(answers.rows, answers.texts, strict=True)]
-            whole = self._cut(tokenize(self.tokenizer, [text for text, _ in rendered], [plain for _, plain in rendered]))
+            plain, is_text = [spans for _, spans in rendered], [row.is_text for row in answers.rows]
+            whole = self._cut(tokenize(self.tokenizer, [text for text, _ in rendered], plain, is_text))
         members: dict[int, list[Ids]] = {}
         for group, ids in zip(groups, whole, strict=True):
             members.setdefault(group, []).append(ids)
@@ -387,14 +389,14 @@ class Conversations:
     def _rendered(self, row: PromptRow, answer: str) -> tuple[str, Spans]:
         """Return a conversation as text, and the spans of special tokens that are plain text: those of messages and answers.
 
-        A prompt that is a text, and no list of messages, is followed by the answer as it is.
+        A prompt that is a text, and no list of messages, is followed by the answer as it is. It is encoded as for the policy.
         """
         special = special_tokens_of(self.tokenizer)
         if row.messages is None:
-            return row.text + answer, special.find(row.text + answer)
+            return row.text + answer, (*row.plain, *moved(special.find(answer), len(row.text)))
         messages = [*row.messages, {"role": "assistant", "content": answer}]
         try:
-            return special.render(self.tokenizer, messages, special.count(messages) > 0, add_generation_prompt=False)
+            return render(special, self.tokenizer, messages, special.count(messages) > 0, {"add_generation_prompt": False})
         except RENDER_ERRORS as problem:
             raise DataError(
                 f"{row.address}: the chat template of the reward model cannot render this conversation ({problem}). "

@@ -17,7 +17,7 @@ from typing import Any
 
 from verl_memopt.config import schema
 from verl_memopt.data.dataset import PromptRow, RawRow, chosen_rows, read_source, within_limit
-from verl_memopt.data.encoder import RENDER_ERRORS, Spans, end_of_turn, special_tokens_of
+from verl_memopt.data.encoder import RENDER_ERRORS, Spans, end_of_turn, moved, special_tokens_of
 from verl_memopt.data.responses import with_responses
 from verl_memopt.errors import DataError
 
@@ -145,7 +145,7 @@ class RltPrompts:
         """
         text, plain = self._chat(self.rlt_format.teacher_system, question)
         turn = self.rlt_format.teacher_prefill(solution)
-        return text + turn, (*plain, *_moved(self.plain(turn), len(text)))
+        return text + turn, (*plain, *moved(self.plain(turn), len(text)))
 
     def student(self, question: str) -> tuple[str, Spans]:
         """Return the student's prompt, which ends where the explanation begins, and its spans of plain special tokens.
@@ -184,10 +184,6 @@ class RltPrompts:
                 "actor_rollout_ref.model.custom_chat_template, correct data.apply_chat_template_kwargs, or choose the format "
                 "without system prompts."
             ) from problem
-
-
-def _moved(spans: Spans, by: int) -> Spans:
-    return tuple((start + by, end + by) for start, end in spans)
 
 
 logger = logging.getLogger(__name__)

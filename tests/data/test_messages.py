@@ -1,0 +1,117 @@
+"""Conversations: content of parts and of none, tools and other columns that change the prompt, and what is refused."""
+
+import json
+
+import pytest
+
+from verl_memopt.config.schema import Data
+from verl_memopt.data.dataset import PromptDataset
+from verl_memopt.data.responses import build_supervised_dataset
+from verl_memopt.errors import DataError
+
+from .conftest import row
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"x": {"type": "number"}}}},
+}
+OTHER = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"x": 2}}}
+TURNS = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+TURNS = [*TURNS, {"role": "tool", "name": "add", "content": "2"}]
+SHOWS_ALL = (
+    "{{ tools | tojson if tools else '' }}|{{ enable_thinking }}|{% for m in messages %}{% if m.tool_calls is defined %}"
+    "{% for c in m.tool_calls %}{{ c.function.name }}{% for k, v in c.function.arguments | items %}{{ k }}={{ v }}{% endfor %}"
+    "{% endfor %}{% endif %}{{ m.content }};{% endfor %}"
+)
+
+
+@pytest.fixture(params=[SHOWS_ALL])
+def tools_tokenizer(tokenizer, request):
+    before = tokenizer.chat_template
+    tokenizer.chat_template = request.param
+    yield tokenizer
+    tokenizer.chat_template = before
+
+
+def texts(path, tokenizer, **settings):
+    settings = Data(train_files=path, val_files=path, seed=0, max_prompt_length=1000, **settings)
+    return [each.text for each in PromptDataset(path, settings, tokenizer, "train")]
+
+
+def test_the_tools_of_a_row_reach_the_chat_template_without_keys_that_a_table_filled_with_null(jsonl, tools_tokenizer):
+    merged = json.loads(json.dumps(OTHER))
+    merged["function"]["parameters"]["properties"]["x"] = None  # as datasets gives a key that only other rows have
+    rows = [row(tools=[TOOL]), row(tools=json.dumps([TOOL])), row(tools=[json.dumps(TOOL)]), row(tools=[merged])]
+    read = texts(jsonl(*rows, row(tools=[]), row(tools=None), row()), tools_tokenizer)
+    expected = [
+        tools_tokenizer.apply_chat_template(row()["prompt"], tools=tools, tokenize=False)
+        for tools in ([TOOL], [TOOL], [TOOL], [OTHER], None, None, None)
+    ]
+    assert read == expected
+    assert texts(jsonl(row(tools=[TOOL])), tools_tokenizer, tools_key=None) == [expected[-1]]
+
+
+def test_a_supervised_run_renders_the_tools_of_a_conversation(jsonl, tools_tokenizer):
+    path = jsonl({"messages": [*TURNS[:1], {"role": "assistant", "content": "2"}], "tools": [TOOL], "enable_thinking": False})
+    settings = Data(train_files=path, val_files=None, seed=0, max_prompt_length=1000)
+    (read,) = build_supervised_dataset(path, settings, tools_tokenizer, "train")
+    arguments = {"tools": [TOOL], "enable_thinking": False, "tokenize": False}
+    assert read.text == tools_tokenizer.apply_chat_template(TURNS[:1], **arguments)
+
+
+def test_arguments_of_the_template_in_a_row_win_over_those_of_the_settings(jsonl, tools_tokenizer):
+    own, null = row(chat_template_kwargs={"enable_thinking": True}), row(chat_template_kwargs={"enable_thinking": None})
+    path = jsonl(own, null, row(), row(enable_thinking=True))
+    read = texts(path, tools_tokenizer, apply_chat_template_kwargs={"enable_thinking": False})
+    assert [text.split("|")[1] for text in read] == ["True", "False", "False", "True"]
+    assert texts(jsonl(row(enable_thinking=True)), tools_tokenizer, enable_thinking_key=None)[0].startswith("||")
+
+
+def test_a_call_without_content_keeps_its_arguments_in_either_form(jsonl, tools_tokenizer):
+    in_json = json.loads(json.dumps(TURNS))
+    in_json[1]["tool_calls"][0]["function"]["arguments"] = json.dumps({"x": 2})
+    filled = [{"tool_calls": None, "name": None, **turn} for turn in TURNS]
+    read = texts(jsonl(row(TURNS), row(in_json), row(filled)), tools_tokenizer)
+    assert read == ["||1+1=;addx=2;2;"] * 3
+
+
+READS_NULL = "{% for m in messages %}{% if m['content'] is none %}{{ m.tool_calls[0].function.name }}{% endif %};{% endfor %}"
+
+
+@pytest.mark.parametrize("tools_tokenizer", [READS_NULL], indirect=True)
+def test_a_template_that_asks_for_no_content_gets_none(jsonl, tools_tokenizer):
+    assert texts(jsonl(row(TURNS)), tools_tokenizer) == [";add;;"]
+
+
+def test_parts_of_text_are_one_text_and_empty_columns_are_no_media(jsonl, tokenizer):
+    parts = [{"type": "text", "text": "1+", "image": None}, {"type": "text", "text": "1="}]
+    empty = {"images": [], "videos": None, "audios": [[], None], "image": {"bytes": None, "path": None}}
+    first, second = texts(jsonl(row([{"role": "user", "content": parts}], **empty), row()), tokenizer)
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"tools": [TOOL]}, r"the row has tools, but the chat template does not read any\. Set data\.tools_key=null"),
+        ({"tools": ["add"]}, r"the column 'tools' must be a list of tools, each a JSON schema, .*data\.tools_key=null"),
+        ({"chat_template_kwargs": "thinking"}, r"the column 'chat_template_kwargs' must be an object"),
+        ({"agent_name": "tool_agent"}, r"agent_name='tool_agent': .* in one turn.*set it to single_turn_agent"),
+        (
+            {"extra_info": {"need_tools_kwargs": True}},
+            r"extra_info\.need_tools_kwargs: .* in one turn\. Remove need_tools_kwargs",
+        ),
+        ({"extra_info": {"interaction_kwargs": {"name": "gsm8k"}}}, r"extra_info\.interaction_kwargs: .* in one turn"),
+    ],
+)
+def test_what_a_row_asks_for_and_cannot_have_is_refused_by_its_name(jsonl, tokenizer, columns, message):
+    path = jsonl(row(), row(**columns))
+    with pytest.raises(DataError, match=rf"^.*rows\.jsonl:2: {message}"):
+        texts(path, tokenizer)
+
+
+def test_a_row_of_one_turn_may_say_so(jsonl, tokenizer):
+    extra = {"need_tools_kwargs": False, "interaction_kwargs": {"name": None}, "tools_kwargs": {"add": {}}}
+    first, second = texts(jsonl(row(agent_name="single_turn_agent", extra_info=extra), row()), tokenizer)
+    assert first == second

@@ -1,0 +1,198 @@
+"""Conversations as the rows of a dataset have them: read, checked, and rendered with the columns that change the prompt."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from verl_memopt.config import schema
+from verl_memopt.data.encoder import RENDER_ERRORS, Spans, SpecialTokens
+from verl_memopt.errors import DataError
+
+Messages = list[dict[str, Any]]
+
+MEDIA_COLUMNS = ("images", "image", "videos", "audios")
+MEDIA_PARTS = ("image", "image_url", "video", "video_url", "audio", "audio_url", "input_audio")
+KWARGS_COLUMN = "chat_template_kwargs"
+"""Column with further arguments of the chat template for its row, as TRL has it."""
+SINGLE_TURN = "single_turn_agent"
+"""verl's name for what this project does: one prompt, one answer."""
+
+_READS_NULL = re.compile(r"content['\"\]]*\s*(==|!=|is not|is)\s+none")
+"""Finds a chat template that tells a message without content from one whose content is empty."""
+
+
+def read_messages(value: Any, address: str) -> Messages | None:
+    """Return a conversation as chat templates of text models read it; None where a value is none.
+
+    Text parts become one text. Keys that are null go, because a dataset whose rows differ fills them in. A message with tool
+    calls may have no content.
+
+    Raises:
+        DataError: A message has media.
+    """
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(turn, Mapping) for turn in value):
+        return None
+    read = [_message(turn, address) for turn in value]
+    return None if None in read else [turn for turn in read if turn is not None]
+
+
+def _message(turn: Mapping[str, Any], address: str) -> dict[str, Any] | None:
+    content = turn.get("content")
+    if isinstance(content, list | tuple):
+        content = _joined(content, address)
+    message = {key: without_nulls(entry) for key, entry in turn.items() if entry is not None and key != "content"}
+    calls = message.pop("tool_calls", None)
+    if not isinstance(message.get("role"), str) or not (isinstance(content, str) or (content is None and calls)):
+        return None
+    message |= {"content": content} | ({"tool_calls": calls} if calls else {})
+    return {key: message[key] for key in dict.fromkeys([*turn, *message]) if key in message}
+
+
+def _joined(parts: Sequence[Any], address: str) -> str | None:
+    """Return the text of a content that is a list of parts; None where one is no part."""
+    texts: list[Any] = []
+    for part in parts:
+        if isinstance(part, Mapping) and part.get("type") in MEDIA_PARTS:
+            raise DataError(f"{address}: a message has a part of type {part['type']!r}, but only text is supported. Remove it.")
+        texts.append(part.get("text") if isinstance(part, Mapping) else part)
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else None
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a nested value without the keys that are null."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [without_nulls(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def is_chat(prompt: Any) -> bool:
+    """Return whether a value is a list of messages of text."""
+    try:
+        return read_messages(prompt, "") is not None
+    except DataError:
+        return False
+
+
+# The columns that change what a conversation is rendered to, and those that ask for what is not done here.
+
+
+def template_arguments(address: str, columns: Mapping[str, Any], data: schema.Data, tokenizer: Any) -> dict[str, Any]:
+    """Return the arguments of the chat template for a row: those of the settings, its own, and its tools.
+
+    Raises:
+        DataError: A column cannot be read, or the template does not read the tools.
+    """
+    own = _parsed(columns.get(KWARGS_COLUMN))
+    if not isinstance(own, Mapping | None):
+        raise DataError(f"{address}: the column {KWARGS_COLUMN!r} must be an object, but it is {own!r:.200}. Correct the row.")
+    arguments = {**data.apply_chat_template_kwargs, **without_nulls(own or {})}
+    thinks = columns.get(data.enable_thinking_key) if data.enable_thinking_key else None
+    if thinks is not None:
+        arguments["enable_thinking"] = bool(thinks)
+    tools = _tools(address, columns, data.tools_key)
+    if tools and "tools" not in str(arguments.get("chat_template") or tokenizer.chat_template):
+        raise DataError(
+            f"{address}: the row has tools, but the chat template does not read any. Set data.tools_key=null to leave the column "
+            f"{data.tools_key!r} out, or use the template of a model with tools."
+        )
+    return arguments | ({"tools": tools} if tools else {})
+
+
+def _tools(address: str, columns: Mapping[str, Any], key: str | None) -> list[Any]:
+    """Return the schemas of a row's tools, without null keys."""
+    value = None if key is None else _parsed(columns.get(key))
+    if value is None:
+        return []
+    tools = [_parsed(tool) for tool in value] if isinstance(value, list | tuple) else None
+    if tools is None or not all(isinstance(tool, Mapping) for tool in tools):
+        raise DataError(
+            f"{address}: the column {key!r} must be a list of tools, each a JSON schema, but it is {value!r:.200}. Correct the "
+            "row, or set data.tools_key=null to leave the column out."
+        )
+    without: list[Any] = without_nulls(tools)
+    return without
+
+
+def _parsed(value: Any) -> Any:
+    """Return the value of a text of JSON; anything else unchanged."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def refuse_media_and_agents(address: str, columns: Mapping[str, Any]) -> None:
+    """Refuse a row with media, or one that asks for an agent.
+
+    Raises:
+        DataError: It names the column.
+    """
+    for name in MEDIA_COLUMNS:
+        if _holds_something(columns.get(name)):
+            raise DataError(f"{address}: the column {name!r} contains media, but only text is supported. Remove the column.")
+    agent = columns.get("agent_name")
+    if agent not in (None, "", SINGLE_TURN):
+        raise DataError(
+            f"{address}: agent_name={agent!r:.100}: a prompt is answered in one turn, and no tool is run. Remove the column, or "
+            f"set it to {SINGLE_TURN}, if one answer to the prompt is the task."
+        )
+    extra = columns.get("extra_info")
+    places = (("", columns), ("extra_info.", extra if isinstance(extra, Mapping) else {}))
+    for where, values in places:
+        for name in ("need_tools_kwargs", "interaction_kwargs"):
+            if _holds_something(values.get(name)):
+                raise DataError(
+                    f"{address}: {where}{name}: the row asks for tools or further turns, but a prompt is answered in one turn. "
+                    f"Remove {name}, if one answer to the prompt is the task."
+                )
+
+
+def _holds_something(value: Any) -> bool:
+    """Return whether a nested value holds anything but nulls, false and empty collections."""
+    if isinstance(value, Mapping):
+        return any(map(_holds_something, value.values()))
+    return any(map(_holds_something, value)) if isinstance(value, list | tuple) else bool(value)
+
+
+# Rendering.
+
+
+def render(
+    special: SpecialTokens, tokenizer: Any, messages: Messages, hides: bool, arguments: Mapping[str, Any]
+) -> tuple[str, Spans]:
+    """Return messages as the chat template renders them, and the spans of special tokens that are plain text.
+
+    ``hides``: special tokens in the messages and tools are plain text. Raises ``RENDER_ERRORS`` where it cannot render them.
+    """
+    reads_null = _READS_NULL.search(str(arguments.get("chat_template") or tokenizer.chat_template)) is not None
+    shown = messages if reads_null else [turn | ({"content": ""} if turn["content"] is None else {}) for turn in messages]
+    try:
+        return special.render(tokenizer, shown, hides, **arguments)
+    except RENDER_ERRORS:
+        # Some templates read the arguments of a call as an object and others as JSON, and datasets have either.
+        changes: tuple[Callable[[Any], Any], ...] = (
+            _parsed,
+            lambda value: value if isinstance(value, str) else json.dumps(value),
+        )
+        for change in changes:
+            other = [_with_arguments(turn, change) for turn in shown]
+            if other != shown:
+                return special.render(tokenizer, other, hides, **arguments)
+        raise
+
+
+def _with_arguments(turn: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return a message with the arguments of its tool calls changed."""
+    if "tool_calls" not in turn:
+        return turn
+    calls = []
+    for call in turn["tool_calls"]:
+        if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping) and "arguments" in call["function"]:
+            call = {**call, "function": {**call["function"], "arguments": change(call["function"]["arguments"])}}
+        calls.append(call)
+    return {**turn, "tool_calls": calls}
