@@ -6,7 +6,7 @@ import pytest
 
 from tests.rewards.sandbox_service import FAILS_INSIDE, answer, not_compiled
 from verl_memopt.errors import RewardError
-from verl_memopt.rewards.rules import Case, CodeTask, Verdict, prints, program_in, verdict_of
+from verl_memopt.rewards.code_task import Case, CodeTask, Verdict, prints, program_in, verdict_of
 
 
 @pytest.mark.parametrize(

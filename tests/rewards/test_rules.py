@@ -1,15 +1,17 @@
 import sys
+from decimal import Decimal
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_memopt.errors import DataError, RewardError
 from verl_memopt.rewards import math_answers
+from verl_memopt.rewards.code_task import CODE_SOURCES
 from verl_memopt.rewards.rules import (
-    CODE_SOURCES,
     RULES,
-    check_sources,
+    check_rows,
     exact_match,
     final_answer,
     final_answer_format,
@@ -193,7 +195,7 @@ def test_a_ground_truth_that_is_no_mathematics_is_an_error():
 def test_a_rule_whose_package_is_missing_is_refused_with_the_row(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(DataError, match=r"train.parquet:2: data_source 'math/answer' needs math-verify.*verl-memopt\[math\]"):
-        check_sources([("openai/gsm8k", "train.parquet:1"), ("math/answer", "train.parquet:2")])
+        check_rows([("openai/gsm8k", "train.parquet:1", "1"), ("math/answer", "train.parquet:2", "1")])
 
 
 def test_the_data_source_chooses_the_rule():
@@ -202,17 +204,17 @@ def test_the_data_source_chooses_the_rule():
 
 
 def test_an_unknown_data_source_is_refused_with_its_row_and_the_known_ones():
-    check_sources([(source, "a.parquet:1") for source, rule in RULES.items() if rule is not math_answer])
+    check_rows([(source, "a.parquet:1", "1") for source, rule in RULES.items() if rule is not math_answer])
     with pytest.raises(DataError, match=r"a\.parquet:2: data_source 'openai/prm800k' has no rule.*openai/gsm8k"):
-        check_sources([("openai/gsm8k", "a.parquet:1"), ("openai/prm800k", "a.parquet:2")])
+        check_rows([("openai/gsm8k", "a.parquet:1", "1"), ("openai/prm800k", "a.parquet:2", "1")])
 
 
 @pytest.mark.parametrize("source", CODE_SOURCES)
 def test_a_code_task_needs_a_sandbox_service(source):
-    check_sources([(source, "a.parquet:1"), ("toy/arithmetic", "a.parquet:2")], sandbox=True)
+    check_rows([(source, "a.parquet:1", "{}"), ("toy/arithmetic", "a.parquet:2", "1")], sandbox=True)
     wrong = rf"data_source '{source}' is of code tasks.*Set reward_model\.sandbox_fusion\.url.*custom_reward_function\.path"
     with pytest.raises(DataError, match=rf"^a\.parquet:1: {wrong}"):
-        check_sources([(source, "a.parquet:1")])
+        check_rows([(source, "a.parquet:1", "{}")])
     with pytest.raises(RewardError, match=f"^cannot score this row: {wrong}"):
         score_by_rule(source, "```python\n1\n```", "{}")
 
@@ -220,3 +222,60 @@ def test_a_code_task_needs_a_sandbox_service(source):
 def test_a_batch_is_scored_row_by_row():
     sources = ["toy/arithmetic", "openai/gsm8k"]
     assert score_batch_by_rule(sources, ["4", "so #### 5"], ["4", "6"], [{}, {}]) == [1.0, 0.0]
+
+
+MATH_SOURCES = ("lighteval/MATH", "math_dapo", "math/answer")
+NUMBERS = [65, 65.0, np.int64(65), np.float32(65), [65], ["65"], Decimal("65"), "65"]
+
+
+@pytest.mark.parametrize("truth", NUMBERS, ids=lambda truth: f"{type(truth).__name__} {truth}")
+@pytest.mark.parametrize("source", ["openai/gsm8k", "toy/arithmetic", *MATH_SOURCES])
+@pytest.mark.parametrize("tolerant", [False, True])
+def test_a_number_in_any_form_is_the_answer_that_a_response_gives(source, truth, tolerant):
+    right = {"openai/gsm8k": "#### 65", "toy/arithmetic": "65", "math_dapo": "Answer: 65"}.get(source, r"\boxed{65}")
+    check_rows([(source, "a.parquet:1", truth)], tolerant=tolerant)
+    score, wrong = (
+        read_score(score_by_rule(source, response, truth, tolerant=tolerant))[0] for response in (right, right.replace("5", "6"))
+    )
+    assert (score, wrong <= 0) == (1.0, True)
+
+
+NOTHING = [None, {"target": 65}, ["65", "66"], [], float("nan"), float("inf")]
+
+
+@pytest.mark.parametrize("truth", NOTHING, ids=str)
+def test_a_ground_truth_that_is_no_single_answer_is_refused_with_its_row(truth):
+    for source in ("openai/gsm8k", "toy/arithmetic", *MATH_SOURCES):
+        with pytest.raises(DataError, match=r"^a\.parquet:2: data_source .* is no single answer\. Give a text or a number"):
+            check_rows([(source, "a.parquet:1", "65"), (source, "a.parquet:2", truth)])
+    check_rows([("format/think", "a.parquet:1", truth)])
+
+
+@pytest.mark.parametrize(
+    ("source", "truth", "way_out"),
+    [
+        ("openai/gsm8k", "$65", "Write it as 65,"),
+        ("openai/gsm8k", "1,065", "Write it as 1065,"),
+        ("openai/gsm8k", "65%", "Write it as 65,"),
+        ("openai/gsm8k", " 65", "Write it as 65,"),
+        ("openai/gsm8k", "She has 60 + 5 = 65.\n#### 65", "Write it as 65,"),
+        ("openai/gsm8k", r"\frac{1}{2}", "Write the answer alone,"),
+        ("lighteval/MATH", r"so \boxed{65}", "Write the answer alone,"),
+        ("math_dapo", "one\ntwo", "Write the answer alone,"),
+    ],
+)
+def test_a_ground_truth_that_no_answer_can_equal_is_refused_with_its_row_and_its_right_form(source, truth, way_out):
+    with pytest.raises(DataError, match=rf"^a\.parquet:2: data_source '{source}': the ground .*every answer would.* {way_out}"):
+        check_rows([(source, "a.parquet:1", "65"), (source, "a.parquet:2", truth)])
+
+
+@pytest.mark.parametrize("truth", ["$65", "1,065", "65.", "-65", "65.0"])
+def test_the_tolerant_rule_of_gsm8k_takes_the_ground_truths_that_it_can_read(truth):
+    check_rows([("openai/gsm8k", "a.parquet:1", truth)], tolerant=True)
+    with pytest.raises(DataError, match=r"a\.parquet:1: .*Write it as 65, or"):
+        check_rows([("openai/gsm8k", "a.parquet:1", "65%")], tolerant=True)
+
+
+@pytest.mark.parametrize(("truth", "answer"), [("65.", "65"), ("$65", "65"), ("1,065", "1065"), (0.5, r"\frac{1}{2}")])
+def test_a_mathematical_ground_truth_is_read_as_it_is_meant(truth, answer):
+    assert score_by_rule("math/answer", rf"\boxed{{{answer}}}", truth) == 1.0

@@ -150,7 +150,7 @@ _DATA = {
     **dict.fromkeys(("tool_config_path", "function_tool_path"), NoEffect((), f"{_ONE_TURN} Remove the key")),
     "need_tools_kwargs": NoEffect((False,), f"{_ONE_TURN} Remove the key"),
     "enable_thinking_default": NoEffect(
-        ("none",), "the template's own default holds. Set data.apply_chat_template_kwargs.enable_thinking"
+        ("none",), "rows without the column render as the template does. Set data.apply_chat_template_kwargs"
     ),
     "datagen.*": NoEffect((), "rows come from files. Use data.custom_cls.path"),
     "tokenizer": NoEffect(ANY, "it has no effect in verl either. Use actor_rollout_ref.model.tokenizer_path"),

@@ -41,7 +41,7 @@ def math_answer(solution: str, ground_truth: Any) -> float:
     """
     from math_verify import LatexExtractionConfig, parse, verify
 
-    boxed = f"\\boxed{{{ground_truth}}}"
+    boxed = f"\\boxed{{{str(ground_truth).strip().removesuffix('.')}}}"
     expected = parse(boxed, extraction_config=[LatexExtractionConfig()], parsing_timeout=math_seconds())
     if not expected:
         raise RewardError(

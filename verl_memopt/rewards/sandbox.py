@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from verl_memopt.config.reward_limits import CASE_SECONDS, CASES, URL
 from verl_memopt.errors import RewardError
+from verl_memopt.rewards.code_task import CODE_SOURCES, CodeTask, Trial, Verdict, prints, program_in, verdict_of
 from verl_memopt.rewards.judge import LongAnswerError, Patience, ask
-from verl_memopt.rewards.rules import CODE_SOURCES, CodeTask, Trial, Verdict, prints, program_in, score_by_rule, verdict_of
+from verl_memopt.rewards.rules import score_by_rule
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import SandboxFusion

@@ -27,7 +27,7 @@ from verl_memopt.model.export import export_folder
 from verl_memopt.model.packing_check import find_reward_model
 from verl_memopt.model.weights import load_model_config
 from verl_memopt.observe.run_folder import RunFolder
-from verl_memopt.rewards.rules import check_sources
+from verl_memopt.rewards.rules import check_rows
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.run.checkpoints import Checkpoint, CheckpointStore
 from verl_memopt.run.environment import Environment, resolve_environment
@@ -263,8 +263,8 @@ def _datasets(settings: Settings, environment: Environment) -> tuple[PromptRows,
             check_prompts(split, settings.algorithm.expansion, environment.tokenizer)
     if by_rules:
         rows = (row for split in (train, validation or ()) for row in split)
-        sources = ((row.data_source, row.address) for row in rows)
-        check_sources(sources, rewards.sandbox_fusion.url is not None, rewards.tolerant_rules)
+        scored = ((row.data_source, row.address, row.ground_truth) for row in rows)
+        check_rows(scored, rewards.sandbox_fusion.url is not None, rewards.tolerant_rules)
     return train, validation
 
 
