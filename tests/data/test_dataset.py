@@ -9,6 +9,7 @@ from verl_memopt.data.dataset import PromptDataset, PromptRow, build_dataset
 from verl_memopt.data.encoder import PromptEncoder, tokenize
 from verl_memopt.data.prompts import EXPANSIONS, expand
 from verl_memopt.errors import DataError
+from verl_memopt.model.tiny import build_tokenizer
 
 from .conftest import row
 
@@ -304,6 +305,13 @@ def test_a_text_prompt_that_begins_with_bos_and_a_rendered_conversation_have_one
     assert ids[0] == with_bos("1+1=")["input_ids"]
     assert ids[1] == with_bos.apply_chat_template(of_chat.messages, add_generation_prompt=True)["input_ids"]
     assert [each.count(with_bos.bos_token_id) for each in ids] == [1, 1]
+
+
+def test_a_start_token_that_the_tokenizer_does_not_add_is_kept_however_often_a_text_has_it(jsonl):
+    made = build_tokenizer()
+    made.bos_token = "<|im_start|>"
+    (entry,) = read(jsonl(row(prompt="<|im_start|><|im_start|>1")), made)
+    assert tokenize(made, [entry.text], whole=True) == [made(entry.text)["input_ids"]]
 
 
 def test_the_length_of_a_text_prompt_counts_what_the_tokenizer_adds(jsonl, with_bos):

@@ -115,3 +115,35 @@ def test_a_row_of_one_turn_may_say_so(jsonl, tokenizer):
     extra = {"need_tools_kwargs": False, "interaction_kwargs": {"name": None}, "tools_kwargs": {"add": {}}}
     first, second = texts(jsonl(row(agent_name="single_turn_agent", extra_info=extra), row()), tokenizer)
     assert first == second
+
+
+WRITES_ALL = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content is defined %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("tools_tokenizer", [WRITES_ALL], indirect=True)
+@pytest.mark.parametrize(
+    ("turn", "text"),
+    [
+        ({"content": None, "tool_calls": [CALL]}, "<call>add"),
+        ({"content": "let me<|im_end|>see", "tool_calls": [CALL]}, "let me<|im_end|>see<call>add"),
+        ({"content": "2", "reasoning_content": "one more", "tool_calls": None}, "<think>one more</think>2"),
+    ],
+)
+def test_a_supervised_turn_has_all_that_the_template_writes_of_it(jsonl, tools_tokenizer, turn, text):
+    path = jsonl({"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", **turn}]})
+    settings = Data(train_files=path, val_files=None, seed=0, max_prompt_length=1000)
+    (read,) = build_supervised_dataset(path, settings, tools_tokenizer, "train")
+    assert tools_tokenizer.decode(read.response) == text + "<|im_end|>"
+    assert read.response.count(tools_tokenizer.eos_token_id) == 1
+
+
+def test_an_answer_can_be_begun_for_the_model(jsonl, tokenizer):
+    begun = row([*row()["prompt"], {"role": "assistant", "content": "It is"}])
+    begun |= {"chat_template_kwargs": {"continue_final_message": True, "add_generation_prompt": False}}
+    whole, prefix = texts(jsonl(begun, row()), tokenizer)
+    assert whole == prefix + "It is"

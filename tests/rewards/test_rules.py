@@ -26,6 +26,10 @@ from verl_memopt.rewards.score import read_score
 from verl_memopt.rewards.scorer import load_reward_function
 
 
+def check(rows, **options):
+    check_rows([(*row, "a prompt") for row in rows], **options)
+
+
 @pytest.mark.parametrize(
     ("solution", "score"), [("85", 1.0), (" 85\n", 1.0), ("85.", 0.0), ("8 5", 0.0), ("", 0.0), ("185", 0.0)]
 )
@@ -195,7 +199,7 @@ def test_a_ground_truth_that_is_no_mathematics_is_an_error():
 def test_a_rule_whose_package_is_missing_is_refused_with_the_row(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(DataError, match=r"train.parquet:2: data_source 'math/answer' needs math-verify.*verl-memopt\[math\]"):
-        check_rows([("openai/gsm8k", "train.parquet:1", "1"), ("math/answer", "train.parquet:2", "1")])
+        check([("openai/gsm8k", "train.parquet:1", "1"), ("math/answer", "train.parquet:2", "1")])
 
 
 def test_the_data_source_chooses_the_rule():
@@ -204,17 +208,17 @@ def test_the_data_source_chooses_the_rule():
 
 
 def test_an_unknown_data_source_is_refused_with_its_row_and_the_known_ones():
-    check_rows([(source, "a.parquet:1", "1") for source, rule in RULES.items() if rule is not math_answer])
+    check([(source, "a.parquet:1", "1") for source, rule in RULES.items() if rule is not math_answer])
     with pytest.raises(DataError, match=r"a\.parquet:2: data_source 'openai/prm800k' has no rule.*openai/gsm8k"):
-        check_rows([("openai/gsm8k", "a.parquet:1", "1"), ("openai/prm800k", "a.parquet:2", "1")])
+        check([("openai/gsm8k", "a.parquet:1", "1"), ("openai/prm800k", "a.parquet:2", "1")])
 
 
 @pytest.mark.parametrize("source", CODE_SOURCES)
 def test_a_code_task_needs_a_sandbox_service(source):
-    check_rows([(source, "a.parquet:1", "{}"), ("toy/arithmetic", "a.parquet:2", "1")], sandbox=True)
+    check([(source, "a.parquet:1", "{}"), ("toy/arithmetic", "a.parquet:2", "1")], sandbox=True)
     wrong = rf"data_source '{source}' is of code tasks.*Set reward_model\.sandbox_fusion\.url.*custom_reward_function\.path"
     with pytest.raises(DataError, match=rf"^a\.parquet:1: {wrong}"):
-        check_rows([(source, "a.parquet:1", "{}")])
+        check([(source, "a.parquet:1", "{}")])
     with pytest.raises(RewardError, match=f"^cannot score this row: {wrong}"):
         score_by_rule(source, "```python\n1\n```", "{}")
 
@@ -233,7 +237,7 @@ NUMBERS = [65, 65.0, np.int64(65), np.float32(65), [65], ["65"], Decimal("65"), 
 @pytest.mark.parametrize("tolerant", [False, True])
 def test_a_number_in_any_form_is_the_answer_that_a_response_gives(source, truth, tolerant):
     right = {"openai/gsm8k": "#### 65", "toy/arithmetic": "65", "math_dapo": "Answer: 65"}.get(source, r"\boxed{65}")
-    check_rows([(source, "a.parquet:1", truth)], tolerant=tolerant)
+    check([(source, "a.parquet:1", truth)], tolerant=tolerant)
     score, wrong = (
         read_score(score_by_rule(source, response, truth, tolerant=tolerant))[0] for response in (right, right.replace("5", "6"))
     )
@@ -247,8 +251,8 @@ NOTHING = [None, {"target": 65}, ["65", "66"], [], float("nan"), float("inf")]
 def test_a_ground_truth_that_is_no_single_answer_is_refused_with_its_row(truth):
     for source in ("openai/gsm8k", "toy/arithmetic", *MATH_SOURCES):
         with pytest.raises(DataError, match=r"^a\.parquet:2: data_source .* is no single answer\. Give a text or a number"):
-            check_rows([(source, "a.parquet:1", "65"), (source, "a.parquet:2", truth)])
-    check_rows([("format/think", "a.parquet:1", truth)])
+            check([(source, "a.parquet:1", "65"), (source, "a.parquet:2", truth)])
+    check([("format/think", "a.parquet:1", truth)])
 
 
 @pytest.mark.parametrize(
@@ -266,16 +270,22 @@ def test_a_ground_truth_that_is_no_single_answer_is_refused_with_its_row(truth):
 )
 def test_a_ground_truth_that_no_answer_can_equal_is_refused_with_its_row_and_its_right_form(source, truth, way_out):
     with pytest.raises(DataError, match=rf"^a\.parquet:2: data_source '{source}': the ground .*every answer would.* {way_out}"):
-        check_rows([(source, "a.parquet:1", "65"), (source, "a.parquet:2", truth)])
+        check([(source, "a.parquet:1", "65"), (source, "a.parquet:2", truth)])
 
 
 @pytest.mark.parametrize("truth", ["$65", "1,065", "65.", "-65", "65.0"])
 def test_the_tolerant_rule_of_gsm8k_takes_the_ground_truths_that_it_can_read(truth):
-    check_rows([("openai/gsm8k", "a.parquet:1", truth)], tolerant=True)
+    check([("openai/gsm8k", "a.parquet:1", truth)], tolerant=True)
     with pytest.raises(DataError, match=r"a\.parquet:1: .*Write it as 65, or"):
-        check_rows([("openai/gsm8k", "a.parquet:1", "65%")], tolerant=True)
+        check([("openai/gsm8k", "a.parquet:1", "65%")], tolerant=True)
 
 
 @pytest.mark.parametrize(("truth", "answer"), [("65.", "65"), ("$65", "65"), ("1,065", "1065"), (0.5, r"\frac{1}{2}")])
 def test_a_mathematical_ground_truth_is_read_as_it_is_meant(truth, answer):
     assert score_by_rule("math/answer", rf"\boxed{{{answer}}}", truth) == 1.0
+
+
+def test_a_thought_that_the_prompt_begins_is_refused_where_the_rule_wants_the_response_to_begin_it():
+    check_rows([("format/think", "a.parquet:1", "", "so <think> of it"), ("openai/gsm8k", "a.parquet:1", "1", "<think>\n")])
+    with pytest.raises(DataError, match=r"^a\.parquet:2: data_source 'format/think' wants .* begins with <think>.* template"):
+        check_rows([("format/think", "a.parquet:2", "", "<|assistant|><think>\n")])

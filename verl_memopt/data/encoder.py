@@ -56,13 +56,17 @@ def tokenize(
         elif places:
             encoded = tokenizer(chosen, add_special_tokens=adds, truncation=False, return_attention_mask=False, verbose=False)
             encoded = encoded["input_ids"]
-        ids |= zip(places, [_one_start(tokenizer, each) for each in encoded] if adds else encoded, strict=True) if places else ()
+        if places:
+            ids |= zip(places, _one_start(tokenizer, encoded) if adds else encoded, strict=True)
     return [ids[place] for place in range(len(texts))]
 
 
-def _one_start(tokenizer: Any, ids: list[int]) -> list[int]:
-    """Return the ids of a text without the BOS that the tokenizer added before the one that the text has."""
-    return ids[1:] if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id else ids
+def _one_start(tokenizer: Any, encoded: list[list[int]]) -> list[list[int]]:
+    """Return the ids of texts without a BOS that the tokenizer added before the one that the text has."""
+    begin = tokenizer("", verbose=False)["input_ids"][:1]
+    if not begin or begin[0] != tokenizer.bos_token_id:
+        return encoded
+    return [ids[1:] if ids[:2] == begin * 2 else ids for ids in encoded]
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from verl_memopt.config import schema
 from verl_memopt.data.dataset import CustomRows, PromptDataset, PromptRow, build_dataset
-from verl_memopt.data.encoder import end_of_turn, moved, special_tokens_of, tokenize
-from verl_memopt.data.messages import read_messages
+from verl_memopt.data.encoder import RENDER_ERRORS, Spans, SpecialTokens, end_of_turn, moved, special_tokens_of, tokenize
+from verl_memopt.data.messages import Messages, read_messages, render, template_arguments
 from verl_memopt.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -36,18 +37,57 @@ def build_supervised_dataset(files: Any, data: schema.Data, tokenizer: Any, spli
                 f"{without.address}: PromptRow.response is empty. Set it to the token ids of the response and of the turn's end."
             )
         return dataset
-    prompts = PromptDataset(files, data, tokenizer, split, lambda address, columns: as_prompt_row(address, columns, data))
+    answered: dict[str, Answered] = {}
+    prompts = PromptDataset(
+        files, data, tokenizer, split, lambda address, columns: as_prompt_row(address, columns, data, answered)
+    )
     end = of_chat = tokenizer.eos_token or ""
     if any(row.messages for row in prompts):
         # Up to its first end token, after which an engine stops. A text without one gets it.
         text = end_of_turn(tokenizer, data.apply_chat_template_kwargs)
         of_chat = text.partition(end)[0] + end if end else text
     ends = [(row.ground_truth, of_chat if row.messages else _missing_end(row, end)) for row in prompts]
-    return with_responses(list(prompts), ends, data, tokenizer, split)
+    special, rendered = special_tokens_of(tokenizer), dict[int, Spans]()
+    for place, row in enumerate(prompts):
+        if row.address in answered:
+            text, rendered[place] = answered[row.address].rendered(row, data, tokenizer, special)
+            closing = (span[1] for span in special.find(text) if text[slice(*span)] == end and span not in rendered[place])
+            ends[place] = ("", text[: next(closing, len(text))])
+    return with_responses(list(prompts), ends, data, tokenizer, split, rendered)
 
 
-def as_prompt_row(address: str, columns: dict[str, Any], data: schema.Data) -> dict[str, Any]:
-    """Return the columns of a row as a reinforcement-learning run reads them. The response is the ground truth."""
+@dataclass(frozen=True)
+class Answered:
+    """A conversation whose last turn says more than its content: it calls tools, or has a thought of its own."""
+
+    messages: Messages
+    columns: dict[str, Any]
+
+    def rendered(self, row: PromptRow, data: schema.Data, tokenizer: Any, special: SpecialTokens) -> tuple[str, Spans]:
+        """Return what the chat template writes for the last turn, with the spans of special tokens that are plain text.
+
+        Raises:
+            DataError: The template does not render the turns before it as it renders the prompt.
+        """
+        arguments = template_arguments(row.address, self.columns, data, tokenizer)
+        hides = not data.allow_special_tokens and special.count(self.messages) > 0
+        try:
+            whole, plain = render(special, tokenizer, self.messages, hides, {**arguments, "add_generation_prompt": False})
+        except RENDER_ERRORS as problem:
+            raise DataError(f"{row.address}: the chat template cannot render the last turn ({problem}). Correct it.") from problem
+        if not whole.startswith(row.text):
+            raise DataError(
+                f"{row.address}: the chat template renders the turns before the last one in another way than a prompt, so that "
+                "the last turn cannot be learned from it. Remove the row, or give the turn as a text in its content."
+            )
+        return whole[len(row.text) :], moved(tuple(span for span in plain if span[0] >= len(row.text)), -len(row.text))
+
+
+def as_prompt_row(address: str, columns: dict[str, Any], data: schema.Data, answered: dict[str, Answered]) -> dict[str, Any]:
+    """Return the columns of a row as a reinforcement-learning run reads them. The response is the ground truth.
+
+    A conversation whose last turn says more than its content goes into ``answered``, by the row's address.
+    """
     found, prompt = _at(columns, data.response_key), columns.get(data.prompt_key)
     key, turns = f"data.response_key={data.response_key}", columns.get(data.messages_key)
     if found is None and turns is not None:
@@ -58,12 +98,10 @@ def as_prompt_row(address: str, columns: dict[str, Any], data: schema.Data) -> d
                 f"{address}: {key}: a conversation is a list of {{role, content}} with at least one turn before the last, which "
                 f"is the assistant's, but it is {turns!r:.200}. Correct the row, or set data.response_key."
             )
-        if "tool_calls" in messages[-1]:
-            raise DataError(
-                f"{address}: {key}: the last turn calls tools, and a response is a text. Give the call as the text "
-                "that the model is to write, or remove the row."
-            )
         prompt, found = messages[:-1], messages[-1]["content"]
+        if messages[-1].keys() - {"role", "content"}:
+            answered[address] = Answered(messages, columns)
+            found = found or "-"  # the turn is rendered, whatever its content is
     elif data.prompt_key not in columns:
         raise DataError(
             f"{address}: there is no column {data.prompt_key!r}. The row has {', '.join(sorted(columns))}. Set "
@@ -80,18 +118,24 @@ def as_prompt_row(address: str, columns: dict[str, Any], data: schema.Data) -> d
 
 
 def with_responses(
-    rows: Sequence[PromptRow], responses: Sequence[tuple[str, str]], data: schema.Data, tokenizer: Any, split: str
+    rows: Sequence[PromptRow],
+    responses: Sequence[tuple[str, str]],
+    data: schema.Data,
+    tokenizer: Any,
+    split: str,
+    rendered: Mapping[int, Spans] = MappingProxyType({}),
 ) -> list[PromptRow]:
     """Return the rows with the token ids of their responses, within ``data.max_response_length``.
 
     A longer response is refused, or the row is left out (``filter_overlong_prompts``), or its end is cut (``truncation``).
     ``responses`` has for each row the text of the response, and what ends the turn. Special tokens in the text are plain text
-    unless ``data.allow_special_tokens`` says otherwise, or the prompt is a text too.
+    unless ``data.allow_special_tokens`` says otherwise, or the prompt is a text too. In an end only those in the spans that
+    ``rendered`` has for the row's place are.
 
     Raises:
         DataError: A response is too long, or no row is left.
     """
-    encoded = _encoded(rows, responses, data, tokenizer)
+    encoded = _encoded(rows, responses, data, tokenizer, rendered)
     limit, kept, overlong = data.max_response_length, [], 0
     for row, ids in encoded:
         if len(ids) > limit:
@@ -121,7 +165,11 @@ def _missing_end(row: PromptRow, end: str) -> str:
 
 
 def _encoded(
-    rows: Sequence[PromptRow], responses: Sequence[tuple[str, str]], data: schema.Data, tokenizer: Any
+    rows: Sequence[PromptRow],
+    responses: Sequence[tuple[str, str]],
+    data: schema.Data,
+    tokenizer: Any,
+    rendered: Mapping[int, Spans],
 ) -> list[tuple[PromptRow, list[int]]]:
     """Return each row with the ids of its response.
 
@@ -130,17 +178,14 @@ def _encoded(
     generation begins where the template ends.
     """
     special = special_tokens_of(tokenizer)
-    plain = [
-        () if data.allow_special_tokens or row.is_text else special.find(text)
-        for row, (text, _) in zip(rows, responses, strict=True)
-    ]
+    found = [() if data.allow_special_tokens or row.is_text else special.find(responses[i][0]) for i, row in enumerate(rows)]
+    plain = [(*spans, *moved(rendered.get(i, ()), len(responses[i][0]))) for i, spans in enumerate(found)]
     of_text, prompts = [row.is_text for row in rows], [row.plain for row in rows]
     before = tokenize(tokenizer, [row.text for row in rows], prompts, of_text)
     both = [row.text + text + end for row, (text, end) in zip(rows, responses, strict=True)]
     spans = [(*row.plain, *moved(of_response, len(row.text))) for row, of_response in zip(rows, plain, strict=True)]
     whole = tokenize(tokenizer, both, spans, of_text)
-    alone = tokenize(tokenizer, [text for text, _ in responses], plain)
-    ends = tokenize(tokenizer, [end for _, end in responses])
+    alone = tokenize(tokenizer, [text + end for text, end in responses], plain)
     encoded = []
     for place, row in enumerate(rows):
         prompt, joined = before[place], whole[place]
@@ -149,7 +194,7 @@ def _encoded(
             cut = row if shared == len(prompt) else replace(row, ids=tuple(prompt[:shared]))
             encoded.append((cut, joined[shared:]))
         else:
-            encoded.append((row, alone[place] + ends[place]))
+            encoded.append((row, alone[place]))
     return encoded
 
 

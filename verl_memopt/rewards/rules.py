@@ -225,17 +225,17 @@ MOST_READ = 200
 """Ground truths that math-verify reads before a run; it takes up to a tenth of a second for each."""
 
 
-def check_rows(rows: Iterable[tuple[str, str, Any]], sandbox: bool = False, tolerant: bool = False) -> None:
+def check_rows(rows: Iterable[tuple[str, str, Any, str]], sandbox: bool = False, tolerant: bool = False) -> None:
     """Check that each row has a rule, and a ground truth that some answer can be equal to. For runs without a custom function.
 
-    ``rows`` are (data_source, address, ground_truth). ``sandbox``: there is a service that runs the programs of code tasks.
+    ``rows`` are (data_source, address, ground_truth, prompt). ``sandbox``: there is a service that runs programs of code tasks.
 
     Raises:
         DataError: A data source has no rule, what its rule needs is missing, or every answer to a row would be wrong. The message
             names the first such row.
     """
     read = set[tuple[str, str]]()
-    for source, address, truth in rows:
+    for source, address, truth, prompt in rows:
         if source in CODE_SOURCES and sandbox:
             continue
         rule = rule_of(source, tolerant)
@@ -245,6 +245,12 @@ def check_rows(rows: Iterable[tuple[str, str, Any]], sandbox: bool = False, tole
             raise DataError(
                 f"{address}: data_source {source!r} needs math-verify, which is not installed. "
                 "Install it (pip install 'verl-memopt[math]'), or set custom_reward_function.path."
+            )
+        if rule is think_format and prompt.rstrip().endswith("<think>"):
+            raise DataError(
+                f"{address}: data_source {source!r} wants a response that begins with <think>, but the prompt ends with it "
+                "already, so that every answer would be wrong. Set another template with "
+                "actor_rollout_ref.model.custom_chat_template, or custom_reward_function.path."
             )
         if rule not in _RIGHT_ANSWERS:
             continue

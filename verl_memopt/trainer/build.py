@@ -263,7 +263,7 @@ def _datasets(settings: Settings, environment: Environment) -> tuple[PromptRows,
             check_prompts(split, settings.algorithm.expansion, environment.tokenizer)
     if by_rules:
         rows = (row for split in (train, validation or ()) for row in split)
-        scored = ((row.data_source, row.address, row.ground_truth) for row in rows)
+        scored = ((row.data_source, row.address, row.ground_truth, row.text) for row in rows)
         check_rows(scored, rewards.sandbox_fusion.url is not None, rewards.tolerant_rules)
     return train, validation
 
