@@ -4,6 +4,8 @@ import asyncio
 import dataclasses
 import datetime
 import re
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -302,9 +304,90 @@ def test_a_run_without_a_folder_gets_a_new_one(tmp_path, monkeypatch):
 
 def test_the_command_of_a_run_keeps_no_secret(model, tmp_path):
     secret = {"custom_reward_function.reward_kwargs": {"api_key": "sk-4,2"}}
-    folder, loaded = api.Call(model, ROWS, {**SMALL, **secret}, run_dir=tmp_path / "run", rewards="reward.py:f").load()
+    folder, loaded, inputs = api.Call(model, ROWS, {**SMALL, **secret}, run_dir=tmp_path / "run", rewards="reward.py:f").load()
     assert loaded.custom_reward_function.reward_kwargs == {"api_key": "sk-4,2"}
-    assert "sk-4" not in (folder / "inputs" / "command.txt").read_text()
+    with inputs.written():
+        assert "sk-4" not in (folder / "inputs" / "command.txt.pending").read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "settings"),
+    [
+        ({}, {"lora_rnak": 3}),
+        ({}, {"actor_rollout_ref.actor.fsdp_config.dtype": "fp8"}),
+        ({"rewards": [lambda answer, lock=LOCK: 0]}, {}),
+        ({"dataset": [*ROWS, {"prompt": object()}]}, {}),
+        ({"dataset": [{"question": "1+1="}]}, {}),
+        ({"model": "no/such/folder"}, {}),
+        ({"eval_dataset": 3}, {}),
+        ({"resume": True}, {}),
+        ({"rewards": "nowhere.py:f"}, {}),
+        ({}, {"trainer.logger": ["console", "wandb"]}),
+    ],
+    ids=["name", "value", "function", "row", "column", "model", "eval", "resume", "file", "logger"],
+)
+@pytest.mark.parametrize("run_dir", [None, "mine/run"])
+def test_a_refused_call_leaves_no_folder(change, settings, run_dir, model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    call = {"model": model, "dataset": ROWS, "rewards": right, "run_dir": run_dir, **change}
+    with pytest.raises(UserError):
+        verl_memopt.train(**call, steps=1, **SMALL, **settings)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refused_call_changes_no_file_of_a_run_that_is_there_or_going_on(run, model):
+    def files():
+        return {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file() and path.name != "run.lock"}
+
+    before, call = files(), {"model": model, "dataset": ROWS[:3], "rewards": lambda answer: -7.0, "run_dir": run.path}
+    with pytest.raises(ConfigError, match="fp8"):
+        verl_memopt.train(**call, **SMALL | {"actor_rollout_ref.actor.fsdp_config.dtype": "fp8"})
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        with pytest.raises(ConfigError, match="another run writes here"):
+            verl_memopt.train(**call, **SMALL)
+        other.communicate()
+    assert files() == before
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from verl_memopt.run.run_lock import hold
+lock = hold(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_resuming_what_left_no_checkpoint_is_an_error_with_the_way_out(model, tmp_path):
+    folder = tmp_path / "run"
+    (folder / "model").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=rf"^resume=True, run_dir='{folder}': .*model='{folder}/model', .*save_freq"):
+        verl_memopt.train(model, ROWS, right, run_dir=folder, resume=True, **SMALL)
+    for door in (verl_memopt.train, lambda *args, **kwargs: verl_memopt.session(*args, **kwargs).__enter__()):
+        with pytest.raises(ConfigError, match=r"^resume=True, .*no checkpoint .* Leave resume"):
+            door(model, ROWS, run_dir=tmp_path / "none", resume=True, **SMALL)
+    trainer = trl.GRPOTrainer(model, right, {"output_dir": str(tmp_path / "out"), **SMALL}, ROWS)
+    with pytest.raises(ConfigError, match=r"no checkpoint .* Leave resume \(resume_from_checkpoint\) out"):
+        trainer.train(resume_from_checkpoint=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_call_that_says_nothing_of_checkpoints_goes_on_from_its_last_step(model, tmp_path):
+    call = {"rewards": right, "run_dir": tmp_path / "run", **SMALL}
+    verl_memopt.train(model, iter(ROWS), steps=1, **call)
+    weights = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
+    run = verl_memopt.train(model, iter(ROWS), steps=2, resume=True, **call)
+    assert [row["step"] for row in run.metrics] == [1, 2]
+    assert sorted(path.name for path in run.path.glob("global_step_*")) == ["global_step_1", "global_step_2"]
+    assert not list(run.path.glob("previous/*")), "a model that is continued stays in its place"
+    anew = verl_memopt.train(model, ROWS[:4], steps=1, save_freq=-1, **call)
+    assert (anew.path / "previous" / "1" / "model" / "model.safetensors").is_file()
+    assert not list(anew.path.glob("global_step_*"))
+    assert (anew.path / "model" / "model.safetensors").read_bytes() != weights
+    assert (anew.path / "console.log").read_text().count("step 1/1") == 1
 
 
 # TRL's trainers.

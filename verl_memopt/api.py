@@ -21,10 +21,12 @@ from typing import TYPE_CHECKING, Any
 from verl_memopt.config.aliases import MINI_BATCH, PROMPTS
 from verl_memopt.config.trl_names import BATCH_NAMES, ESTIMATOR
 from verl_memopt.errors import ConfigError, DataError
+from verl_memopt.observe.run_folder import COMMAND, FINAL_MODEL, INPUTS
 from verl_memopt.trainer.listener import at_steps
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings
+    from verl_memopt.run.inputs import Inputs
     from verl_memopt.trainer.listener import Listener
 
 CONFIGS = {"ppo": "ppo_trainer", "grpo": "grpo_trainer", "rloo": "rloo_trainer", "sft": "sft_trainer"}
@@ -32,6 +34,8 @@ CONFIGS = {"ppo": "ppo_trainer", "grpo": "grpo_trainer", "rloo": "rloo_trainer",
 
 BATCH = 32
 """Prompts of a step if the call gives no batch size; all rows if they are given and fewer."""
+LAST_ALONE = 1_000_000
+"""``trainer.save_freq`` if the call gives none: more steps than a run has, so that only the last one is saved."""
 VALIDATE_EVERY = 10
 """Steps between validations if the call has evaluation rows and gives no ``trainer.test_freq``."""
 
@@ -80,8 +84,9 @@ def train(
         memory: Memory profile, such as ``24g``, or the size of the card in GB.
         steps: Training steps. None = ``trainer.total_epochs`` passes over the rows.
         run_dir: Folder of the run. None = a new one in ``runs/``.
-        resume: Continue the run in ``run_dir`` at its last checkpoint. False = a new run: what an earlier one left in ``run_dir``
-            moves to ``previous/`` there.
+        resume: Continue the run in ``run_dir`` at its last checkpoint, of which every run saves one at its end unless the
+            settings say otherwise (``save_freq``). False = a new run: what an earlier one left in ``run_dir`` moves to
+            ``previous/`` there.
         tokenizer: A tokenizer, or its folder. None = that of the model's folder.
         on_step: Called after each step with a :class:`verl_memopt.Progress`, whose ``stop``, ``save`` and ``metrics`` it may use.
             :class:`verl_memopt.EarlyStopping` is one.
@@ -103,11 +108,13 @@ def train(
 def train_call(call: Call, listener: Listener | None = None) -> Run:
     """Train as a call says; see :func:`train`. ``listener`` hears of each moment of the run."""
     from verl_memopt import cli
-    from verl_memopt.observe.log_setup import setup_logging
+    from verl_memopt.observe.log_setup import lasting_console, setup_logging
 
     setup_logging()
-    folder, loaded = call.load()
-    code = cli.train_or_advise(loaded, listener=listener)
+    with lasting_console():
+        folder, loaded, inputs = call.load()
+        with inputs.written():
+            code = cli.train_or_advise(loaded, listener=listener)
     if code:
         raise KeyboardInterrupt(f"the run in {folder} was interrupted; resume=True, run_dir={str(folder)!r} continues it")
     from verl_memopt.trainer.replay import record_folder
@@ -181,7 +188,7 @@ class Run:
     @property
     def command(self) -> str:
         """The command line that starts the same run in a shell. A secret in it is a checksum, as in ``config.yaml``."""
-        file = self.path / INPUTS / "command.txt"
+        file = self.path / INPUTS / COMMAND
         return file.read_text() if file.is_file() else ""
 
     @property
@@ -191,8 +198,6 @@ class Run:
         Raises:
             ConfigError: The run has saved none.
         """
-        from verl_memopt.observe.run_folder import FINAL_MODEL
-
         folder = self.path / FINAL_MODEL
         if not (folder / "config.json").is_file():
             raise ConfigError(f"{folder}: no model was saved. Set trainer.save_final_model=true, or run verl-memopt export.")
@@ -269,8 +274,6 @@ class Run:
 
 # The command line of a call.
 
-INPUTS = "inputs"
-"""Folder of a run with the rows, functions and model that came from Python."""
 NO_ROWS = object()
 """The dataset of a session whose prompts are given call by call."""
 
@@ -296,28 +299,40 @@ class Call:
     reward_tokenizer: Any = None
     """Tokenizer of a reward model that is not the one of its folder."""
 
-    def load(self) -> tuple[Path, Settings]:
-        """Return the run's folder, with the files that the run needs, and its settings.
+    def load(self) -> tuple[Path, Settings, Inputs]:
+        """Return the run's folder, its settings, and what came from Python, which lies aside still.
 
         Raises:
-            UserError: An argument is wrong.
+            UserError: An argument is wrong. Nothing is left then.
         """
+        from verl_memopt.run.inputs import Inputs
+
+        given = self._given()
+        folder = _run_folder(given.pop(FOLDER, None) or self.run_dir, self.model, self.algorithm, self.resume)
+        if self.resume:
+            _check_resumable(folder)
+        inputs = Inputs(folder)
+        try:
+            return folder, self._load(given, folder, inputs), inputs
+        except BaseException:
+            inputs.discard()
+            raise
+
+    def _load(self, given: dict[str, Any], folder: Path, inputs: Inputs) -> Settings:
         from verl_memopt.config.keys import argument_without_secrets, flatten
         from verl_memopt.config.loader import compose_mapping, load_settings, log_objective
         from verl_memopt.config.trl_defaults import defaults_beside, log_defaults
 
-        given = self._given()
-        folder = _run_folder(given.pop(FOLDER, None) or self.run_dir, self.model, self.algorithm, self.resume)
         of_trl, not_taken = defaults_beside(self.trl_defaults, given, self.algorithm)
-        injected = self._values(folder / INPUTS)
+        injected = self._values(inputs.aside)
         injected |= {FOLDER: str(folder), "trainer.resume_mode": "auto" if self.resume else "disable"}
-        train = folder / INPUTS / "train.jsonl"
+        train = inputs.aside / "train.jsonl"
         has_rows = self.dataset is not NO_ROWS
         rows, injected["data.train_files"] = _rows(self.dataset, train, "dataset") if has_rows else (None, str(train))
         injected |= {PROMPTS: BATCH if rows is None else min(BATCH, rows), MINI_BATCH: None}
         taken = set().union(*self._keys_set({**of_trl, **given}).values())
         injected = {key: value for key, value in injected.items() if key not in taken}
-        values = injected | of_trl | given
+        values = inputs.placed(injected) | of_trl | given
         overrides = [f"{key}={as_override(value)}" for key, value in values.items()]
         overrides += [] if self.memory is None else [f"memory={self.memory}"]
         config = CONFIGS.get(self.algorithm, CONFIGS["ppo"])
@@ -328,11 +343,10 @@ class Call:
         if not has_rows:  # a run has rows: here as many as a step takes, which are never asked for
             unused = {loaded.data.prompt_key: "-"}
             _rows([unused] * max(loaded.data.train_batch_size, loaded.data.gen_batch_size or 0), train, "dataset")
-        (folder / INPUTS).mkdir(parents=True, exist_ok=True)
         shown = map(argument_without_secrets, overrides)
-        (folder / INPUTS / "command.txt").write_text(shlex.join(["verl-memopt", *entry, *shown]) + "\n")
+        inputs.command = shlex.join(["verl-memopt", *entry, *shown]) + "\n"
         log_objective(loaded)
-        return folder, loaded
+        return loaded
 
     def _keys_set(self, given: Mapping[str, Any]) -> dict[str, set[str]]:
         """Return each name of some settings -> the keys that it can set."""
@@ -377,6 +391,7 @@ class Call:
             **write_model(self.model, self.tokenizer, inputs),
             "actor_rollout_ref.actor.use_dynamic_bsz": True,
             "data.val_files": None,
+            "trainer.save_freq": LAST_ALONE,
         }
         if self.eval_dataset is not None:
             values["data.val_files"] = _held_out(self.eval_dataset, inputs)
@@ -396,6 +411,21 @@ def _run_folder(run_dir: str | Path | None, model: Any, algorithm: str, resume: 
     name = Path(model).name if isinstance(model, str | Path) else type(model).__name__
     start = Path("runs").absolute() / f"{name}-{algorithm}"
     return next(path for number in itertools.count(1) if not (path := start.with_name(f"{start.name}-{number}")).exists())
+
+
+def _check_resumable(folder: Path) -> None:
+    """Refuse to resume a run that left no checkpoint. One that is damaged is found when it is read."""
+    from verl_memopt.run.checkpoints import TRACKER, CheckpointStore
+
+    if CheckpointStore(folder, None).history().commits or (folder / TRACKER).exists():
+        return
+    what = f"resume=True, run_dir={str(folder)!r}: there is no checkpoint (global_step_N) to continue"
+    if (model := folder / FINAL_MODEL).is_dir():
+        raise ConfigError(
+            f"{what}. To train on from its model, start a new run: model={str(model)!r}, with another run_dir. A run that is to "
+            "go on saves checkpoints: leave save_freq out for one at the end, or set it."
+        )
+    raise ConfigError(f"{what}. Leave resume (resume_from_checkpoint) out for a new run, or give the folder of the one you mean.")
 
 
 def as_override(value: Any) -> str:

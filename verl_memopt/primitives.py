@@ -20,7 +20,7 @@ from torch import Tensor
 
 from verl_memopt.algorithms.custom import check_custom
 from verl_memopt.algorithms.records import CUSTOM, LOSSES, SFT, WITH_GREEDY_RESPONSES
-from verl_memopt.api import INPUTS, NO_ROWS, Call, _rows
+from verl_memopt.api import NO_ROWS, Call, _rows
 from verl_memopt.config.aliases import is_count
 from verl_memopt.config.checks import check, groups_of_passes
 from verl_memopt.config.keys import leaf_values, raise_together, replaced
@@ -32,7 +32,7 @@ from verl_memopt.data.prompts import PromptPrefetcher, StepPrompts, expand
 from verl_memopt.errors import ConfigError, RewardError
 from verl_memopt.model.export import whole_folder
 from verl_memopt.observe.phase import PhaseClock
-from verl_memopt.observe.run_folder import RunFolder
+from verl_memopt.observe.run_folder import INPUTS, RunFolder
 from verl_memopt.rewards.score import RewardResult
 from verl_memopt.run.checkpoints import read_checkpoint
 from verl_memopt.run.resume import compare_settings
@@ -106,6 +106,7 @@ class Session:
         else:
             self._state.load(context.checkpoint, logger.info)
             self.step = context.checkpoint.step
+        RunFolder(context.folder).accept()
         learner.sync_weights()
 
     def generate(self, prompts: Sequence[Any] | None = None, n: int | None = None, temperature: float | None = None) -> Answers:
@@ -487,7 +488,13 @@ def session(
     rows = NO_ROWS if dataset is None else dataset
     # A function decides the rewards, so that rows need no column of the rules.
     call = Call(model, rows, settings, algorithm, memory, run_dir, tokenizer, rewards=_no_reward, steps=steps, resume=resume)
-    folder, loaded = call.load()
+    folder, loaded, inputs = call.load()
+    with inputs.written(), _opened(loaded, folder, dataset is not None) as opened:
+        yield opened
+
+
+@contextlib.contextmanager
+def _opened(loaded: Settings, folder: Path, has_dataset: bool) -> Iterator[Session]:
     if loaded.algorithm.rollout_correction.bypass_mode:
         raise ConfigError("algorithm.rollout_correction.bypass_mode=true: a session has no such update. Leave it out.")
     if (name := loaded.algorithm.adv_estimator) in (SFT, *WITH_GREEDY_RESPONSES):
@@ -496,7 +503,7 @@ def session(
     with context.lock, start_workers(context, PhaseClock()) as workers:
         learner = build_learner(context, workers, runner=None)
         try:
-            yield Session(context, learner, folder, dataset is not None)
+            yield Session(context, learner, folder, has_dataset)
         finally:
             learner.close()
 

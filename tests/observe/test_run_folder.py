@@ -68,13 +68,14 @@ def files_of(folder, without="previous"):
 
 def test_all_that_a_run_left_moves_aside_as_one_and_what_is_the_users_stays(make_run):
     folder = make_run(steps=1)
-    fill(folder.path, LEFT)
+    folder.config.write_text("data: [inputs/rows.jsonl, inputs/old.jsonl]\n")
+    fill(folder.path, (*LEFT, "inputs/rows.jsonl"))
     whole = files_of(folder.path)
-    fill(folder.path, (*OF_THE_USER, "inputs/rows.jsonl"))
-    aside = RunFolder(folder.path).begin("data: inputs/rows.jsonl\n", resumed_step=None)
+    fill(folder.path, (*OF_THE_USER, "inputs/new.jsonl"))
+    aside = RunFolder(folder.path).begin("data: [inputs/rows.jsonl, inputs/new.jsonl]\n", resumed_step=None)
     assert aside == folder.path / "previous" / "1"
-    assert files_of(aside) == sorted([*whole, "inputs/rows.jsonl"]), "with the inputs that the new run names as well"
-    assert files_of(folder.path) == sorted(["config.yaml", "inputs/rows.jsonl", *OF_THE_USER])
+    assert files_of(aside) == whole
+    assert files_of(folder.path) == sorted(["config.yaml", "inputs/rows.jsonl", "inputs/new.jsonl", *OF_THE_USER])
 
 
 @pytest.mark.parametrize("moved", [0, 1, 5])

@@ -194,6 +194,15 @@ def test_a_save_that_fails_keeps_the_checkpoint_before_it(settled):
         assert saved(trainer) == [1]
 
 
+def test_a_last_save_that_fails_loses_no_trained_model(settled, tmp_path):
+    with ready(settled({"trainer.save_freq": 9})) as trainer:
+        trainer.context.store.begin = lambda step: (_ for _ in ()).throw(trainer.context.store.failed(step, "no space"))
+        with pytest.raises(CheckpointError, match=r"step 2 could not be saved: .*trained model is whole: .*/run/model\."):
+            trainer.run()
+    assert json.loads((tmp_path / "run" / "model" / "training.json").read_text())["step"] == 2
+    assert not list((tmp_path / "run").glob("global_step_*"))
+
+
 def test_only_what_load_contents_names_is_loaded(goes_on, tmp_path):
     rates, more = {}, {"trainer.total_training_steps": 3, "trainer.save_freq": -1, "trainer.test_freq": -1}
     for parts in (["model"], ["model", "optimizer", "extra"]):

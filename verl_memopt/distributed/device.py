@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -52,6 +53,46 @@ def local_device(kind: str, local_rank: int) -> torch.device:
 def device_count(kind: str) -> int:
     """Return the number of visible devices of a kind. A CPU counts as one."""
     return torch.cuda.device_count() if kind == "cuda" else 1
+
+
+# Threads of a process on a CPU. torch takes one for each core, and each waits for the slowest in a busy loop: with a thread more
+# than there are free cores, a step takes ten times as long.
+
+THREADS = "OMP_NUM_THREADS"
+"""Environment variable that decides the threads of a process where somebody has set it."""
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def num_cores(cgroup: Path = CGROUP) -> int:
+    """Return how many cores this process may use: those it is bound to, and no more than a container's share of time."""
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):
+        share, period = (cgroup / "cpu.max").read_text().split()
+        cores = min(cores, max(1, int(share) // int(period)))
+    with suppress(OSError, ValueError):
+        share, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        cores = min(cores, max(1, int(share) // int(period))) if int(share) > 0 else cores
+    return cores
+
+
+def threads_for(num_processes: int) -> int:
+    """Return the threads of each of some processes that compute at the same time: as many as were asked for, else a share.
+
+    One core stays free, for the driver, the rewards and the rest of the machine.
+    """
+    wished = os.environ.get(THREADS, "")
+    return int(wished) if wished.isdigit() and int(wished) else max(1, (num_cores() - 1) // num_processes)
+
+
+@contextmanager
+def limited_threads(num_processes: int) -> Iterator[None]:
+    """Let torch use no more threads in this process than its share. A smaller number that the caller has set stays."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(before, threads_for(num_processes)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def backend(device: torch.device) -> str:

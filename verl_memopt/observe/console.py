@@ -93,7 +93,8 @@ class RunConsole:
     """
 
     def __init__(self, total_steps: int, first_step: int = 0, table_every: int = 10, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False)
+        # In a notebook too the lines go to standard output, where console.log gets them.
+        self.console = console or Console(highlight=False, force_jupyter=False)
         self._total = total_steps
         self._every = table_every
         self._rows: list[dict[str, float]] = []

@@ -248,15 +248,16 @@ class RunFolder:
     def set_aside(self, config_text: str) -> Path | None:
         """Move all that an earlier run left to a new folder in ``previous/``, and return that; None where there was none.
 
-        Of the inputs, those that the present settings name stay here too.
+        Of the inputs, those that the present settings name stay here, and are copied if the earlier ones name them too.
         """
         left = self._left_by_a_run()
         if all(path.name in BESIDE for path in left):
             return None
         inputs = [path for each in left if each.name == INPUTS for path in each.iterdir() if path.name != PENDING]
-        named = [path for path in inputs if path.name in config_text]
-        moved = [path for path in (*left, *inputs) if path not in named and path.name != INPUTS]
-        aside = self._to_previous(moved, copied=named)
+        before = self.config.read_text(encoding="utf-8", errors="replace") if self.config.is_file() else ""
+        stay = [path for path in inputs if path.name in config_text]
+        moved = [path for path in (*left, *inputs) if path not in stay and path.name != INPUTS]
+        aside = self._to_previous(moved, copied=[path for path in stay if path.name in before])
         with suppress(OSError):  # there is none, or the present settings name what is in it
             (self.path / INPUTS).rmdir()
         return aside

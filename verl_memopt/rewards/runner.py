@@ -23,6 +23,7 @@ from typing import Any, Self
 
 from verl_memopt.config import schema
 from verl_memopt.config.reward_rules import rows_at_a_time
+from verl_memopt.distributed.device import THREADS, threads_for
 from verl_memopt.errors import RewardError, Stopped
 from verl_memopt.recipes import RECIPES
 from verl_memopt.rewards.sandbox import Sandbox, share_out
@@ -151,7 +152,7 @@ class RewardRunner:
             timeout_seconds=custom.timeout_seconds,
             sandbox=sandbox,
         )
-        return RewardProcess(call, Limits.of(custom), log)
+        return RewardProcess(call, Limits.of(custom), threads_for(len(self._sandboxes)), log)
 
 
 class Round:
@@ -331,11 +332,12 @@ class RewardProcess:
     """A new interpreter that runs one reward function under a supervisor. It starts in the background.
 
     It and all that it starts end with this process, however this process ends. It has its own session and ignores the signals
-    that end a run, so that a stopped run can still finish its step. ``log`` is the file for what the function prints; None = the
+    that end a run, so that a stopped run can still finish its step. ``threads``: OMP_NUM_THREADS of the function, which may run a
+    model. ``log`` is the file for what the function prints; None = the
     standard output of this process.
     """
 
-    def __init__(self, call: FunctionCall, limits: Limits, log: Path | None = None) -> None:
+    def __init__(self, call: FunctionCall, limits: Limits, threads: int, log: Path | None = None) -> None:
         """Start the process and send it the name of its function."""
         self.runs_concurrently = False
         """The function is async and has many rows under way at a time. Known once it is loaded."""
@@ -359,7 +361,7 @@ class RewardProcess:
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env={**os.environ, MARK: self._mark.partition("=")[2]},
+                env={THREADS: str(threads), **os.environ, MARK: self._mark.partition("=")[2]},
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from verl_memopt.config.schema import CheckpointContents, CustomReward, RewardModel, Settings
+from verl_memopt.distributed.device import limited_threads
 from verl_memopt.distributed.file_records import Records
 from verl_memopt.errors import CheckpointError, ConfigError, Stopped, UnreadableCheckpointError
 from verl_memopt.memory.critic_rules import own_pools
@@ -280,7 +281,13 @@ class Trainer:
         is_best = self.settings.keep_best_checkpoint is not None and self.context.store.is_better(self.score)
         if saves or self.due(self.settings.save_freq, step) or is_best:
             # Save after logging. A run that is killed in between resumes before this step and then drops its rows.
-            self.save()
+            try:
+                self.save()
+            except CheckpointError as error:
+                if step < self.context.total_steps or not (self.settings.save_final_model and self.mode.is_whole):
+                    raise
+                self.save_models()  # smaller than the checkpoint: what was learned is not lost with it
+                raise CheckpointError(f"{error} The trained model is whole: {self.context.store.root / FINAL_MODEL}.") from error
 
     def tell(
         self,
@@ -464,6 +471,12 @@ def start_workers(context: RunContext, clock: PhaseClock, begun: RayGroup | None
 
     ``begun`` is a Ray group that waits for its workers; None starts one where the settings ask for it.
     """
+    with limited_threads(context.environment.num_devices), _started(context, clock, begun) as workers:
+        yield workers
+
+
+@contextmanager
+def _started(context: RunContext, clock: PhaseClock, begun: RayGroup | None) -> Iterator[TimedGroup]:
     timeline, device, plan = context.settings.ray_kwargs.timeline_json_file, context.environment.device, context.worker_plan
     roles = [role for role in own_pools(context.settings) if getattr(plan, role) is not None]
     build_worker = functools.partial(Worker, plan.without(roles))

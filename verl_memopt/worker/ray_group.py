@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl_memopt.distributed.device import THREADS, threads_for
 from verl_memopt.errors import ConfigError, DeviceMemoryError, HostMemoryError, UserError, WorkerError
 from verl_memopt.memory.critic_rules import own_pools
 from verl_memopt.run.processes import uncollected
@@ -156,9 +157,7 @@ def group_of(settings: Settings, device: str, ahead: Sequence[str] = (), pools: 
     for name in own_pools(settings) if pools is None else pools:
         section = settings.critic if name == "critic" else settings.reward_model
         requests.append(Request(section.nnodes, section.n_gpus_per_node, gpu, name))
-    wished = os.environ.get("OMP_NUM_THREADS", "")
-    share = max(1, (os.cpu_count() or 1) // sum(request.devices_per_node for request in requests))
-    num_threads = int(wished) if wished.isdigit() and int(wished) else share
+    num_threads = threads_for(sum(request.devices_per_node for request in requests))
     return start_ray_group(requests, device, trainer.ray_wait_register_center_timeout, ray.ray_init, num_threads, ahead)
 
 
@@ -293,7 +292,7 @@ class RayGroup:
                 local_rank = nodes[:rank].count(nodes[rank])
                 placement = Placement(rank, pool.world_size, local_rank, address, pool.homes[0].port, self._device)
                 environment = process_environment(placement, nodes.count(nodes[rank]))
-                environment |= {"OMP_NUM_THREADS": str(num_threads)}
+                environment |= {THREADS: str(num_threads)}
                 environment |= visible_devices(pool.homes, rank, self._device)
                 pool.placements.append(placement)
                 made.append(member.prepare.remote(environment, () if pool.is_own else ahead))

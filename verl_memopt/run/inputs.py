@@ -1,0 +1,108 @@
+"""What a call from Python brings for a run: rows, functions and models. It lies aside until the settings are accepted.
+
+Then each file gets a name with the checksum of its contents, so that nothing that an earlier start reads is overwritten.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from verl_memopt.errors import ConfigError
+from verl_memopt.observe.files import disk_refusals, replace_text
+from verl_memopt.observe.run_folder import COMMAND, INPUTS, PENDING
+from verl_memopt.run.run_lock import hold
+
+
+class Inputs:
+    """The inputs of one call.
+
+    Attributes:
+        aside: Where they are written first.
+        command: The command line of the call.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        """Make the folder aside, on the disk of the run's folder, which need not exist. A ConfigError says that it cannot be."""
+        self._run_dir, self._folder = run_dir, run_dir / INPUTS
+        self._names: dict[str, str] = {}
+        self.command = ""
+        there = next(each for each in (run_dir, *run_dir.parents) if each.is_dir())
+        try:
+            self.aside = Path(tempfile.mkdtemp(prefix=".inputs-", dir=there))
+        except OSError as error:
+            raise ConfigError(
+                f"trainer.default_local_dir={run_dir}: {there} cannot be written to ({error.strerror}). Give another folder."
+            ) from error
+
+    def placed(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return settings that name what lies aside, with the names that it will have in the run's folder."""
+        for path in sorted(self.aside.iterdir()):
+            self._names[path.name] = f"{path.stem}-{_digest(path)[:12]}{path.suffix}"
+        return {key: self._placed(value) for key, value in values.items()}
+
+    def _placed(self, value: Any) -> Any:
+        if isinstance(value, str | Path) and Path(value).is_relative_to(self.aside) and Path(value) != self.aside:
+            first, *rest = Path(value).relative_to(self.aside).parts
+            return str(self._folder.joinpath(self._names.get(first, first), *rest))
+        if isinstance(value, Mapping):
+            return {key: self._placed(each) for key, each in value.items()}
+        return [self._placed(each) for each in value] if isinstance(value, list | tuple) else value
+
+    @contextmanager
+    def written(self) -> Iterator[None]:
+        """Hold the lock of the run's folder, and have the inputs there in the body, which starts the run.
+
+        What was written for a start that is refused is removed again.
+        """
+        made = [each for each in (self._run_dir, *self._run_dir.parents) if not each.exists()]
+        moved, pending = list[Path](), self._folder / PENDING
+        try:
+            lock = hold(self._run_dir)
+            with lock:
+                with disk_refusals(self._folder):
+                    self._folder.mkdir(exist_ok=True)
+                    for path in sorted(self.aside.iterdir()):
+                        target = self._folder / self._names.get(path.name, path.name)
+                        if path.name not in self._names or not target.exists():
+                            moved.append(path.replace(target))
+                    replace_text(pending, self.command)
+                yield
+            if pending.exists() and not (self._folder / COMMAND).exists():  # a run without a record in this folder
+                pending.rename(self._folder / COMMAND)
+        except BaseException:
+            if pending.exists():
+                for path in moved:
+                    _remove(path)
+            raise
+        finally:
+            pending.unlink(missing_ok=True)
+            self.discard()
+            with suppress(OSError):  # something is in it
+                for folder in (self._folder, *made):
+                    folder.rmdir()
+
+    def discard(self) -> None:
+        """Remove what still lies aside."""
+        _remove(self.aside)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _digest(path: Path) -> str:
+    """Return the checksum of a file, or of all files of a folder and their names."""
+    if path.is_file():
+        return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+    files = sorted(each for each in path.rglob("*") if each.is_file())
+    return blake3("".join(f"{each.relative_to(path)} {_digest(each)}\n" for each in files).encode()).hexdigest()
