@@ -332,7 +332,7 @@ def test_a_refused_call_leaves_no_folder(change, settings, run_dir, model, tmp_p
     monkeypatch.setitem(sys.modules, "wandb", None)
     call = {"model": model, "dataset": ROWS, "rewards": right, "run_dir": run_dir, **change}
     with pytest.raises(UserError):
-        verl_memopt.train(**call, steps=1, **SMALL, **settings)
+        verl_memopt.train(**call, steps=1, **{**SMALL, **settings})
     assert list(tmp_path.iterdir()) == []
 
 

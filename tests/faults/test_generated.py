@@ -71,8 +71,8 @@ def run_code(path, chance, canary):
 DAMAGES = (flip, truncate, zero, vanish, replace, link, run_code)
 WITHOUT_CONTENTS = ("proven",)
 """Files whose name says everything: the manifest of their checkpoint does not list them."""
-OF_OTHERS = ("tensorboard", "reward_logs")
-"""Folders that another program writes, and nobody here reads."""
+OF_OTHERS = ("tensorboard", "reward_logs", "console.log")
+"""What another program writes, or what is for people: nobody here reads it."""
 
 
 def kinds_of(run_dir):
