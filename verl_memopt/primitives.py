@@ -25,7 +25,7 @@ from verl_memopt.config.aliases import is_count
 from verl_memopt.config.checks import check, groups_of_passes
 from verl_memopt.config.keys import leaf_values, raise_together, replaced
 from verl_memopt.config.loader import to_yaml
-from verl_memopt.config.schema import Rollout
+from verl_memopt.config.schema import Rollout, Settings
 from verl_memopt.data.batch import scatter_tokens
 from verl_memopt.data.dataset import build_dataset
 from verl_memopt.data.prompts import PromptPrefetcher, StepPrompts, expand
