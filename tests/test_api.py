@@ -559,10 +559,10 @@ WRONG_DATASETS = [
     (["a", 1], "^dataset: row 1 is 'a', no dict"),
     ([{"prompt": "x", "image": object()}], "^dataset: row 1: the column 'image' cannot be kept"),
     ([{"question": "x"}], "there is no column 'prompt'"),
-    ([{"prompt": None}], r"train\.jsonl:1"),
-    ([{"prompt": [{"role": "user"}]}], r"train\.jsonl:1"),
-    ([{"prompt": "x" * 600}], r"train\.jsonl:1.*max_prompt_length"),
-    ([{"prompt": []}], r"train\.jsonl:1"),
+    ([{"prompt": None}], r"train-\w+\.jsonl:1"),
+    ([{"prompt": [{"role": "user"}]}], r"train-\w+\.jsonl:1"),
+    ([{"prompt": "x" * 600}], r"train-\w+\.jsonl:1.*max_prompt_length"),
+    ([{"prompt": []}], r"train-\w+\.jsonl:1"),
     ("no_such_file.parquet", "no_such_file"),
 ]
 WRONG_REWARDS = [
@@ -573,8 +573,8 @@ WRONG_REWARDS = [
     (lambda: 0, r"(?s)^rewards: .*is of no known kind. Define lambda"),
     (lambda a, b, c: 0, r"(?s)^rewards: .*is of no known kind"),
     ((lambda lock: lambda answer: lock)(LOCK), r"(?s)^rewards: lambda .*cannot be sent to the reward processes.*cannot pickle"),
-    (lambda answer: float("inf"), r"train\.jsonl:\d+: "),
-    (raises, r"(?s)train\.jsonl:\d+: .*no such column"),
+    (lambda answer: float("inf"), r"train-\w+\.jsonl:\d+: "),
+    (raises, r"(?s)train-\w+\.jsonl:\d+: .*no such column"),
 ]
 WRONG_ARGUMENTS = [
     ({"learning_rte": 1}, "learning_rte: no such key. Did you mean learning_rate"),
