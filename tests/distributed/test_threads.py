@@ -3,15 +3,16 @@ import os
 import pytest
 import torch
 
-from verl_memopt.distributed import device
-from verl_memopt.distributed.device import limited_threads, num_cores, threads_for
+from verl_memopt.distributed import threads as module
+from verl_memopt.distributed.device import limited_threads
+from verl_memopt.distributed.threads import num_cores, threads_for
 
 
 @pytest.fixture
 def machine(monkeypatch):
     """Gives a function that makes this a machine with some cores, where nobody has asked for a number of threads."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    return lambda cores: monkeypatch.setattr(device, "num_cores", lambda: cores)
+    return lambda cores: monkeypatch.setattr(module, "num_cores", lambda: cores)
 
 
 @pytest.mark.parametrize(

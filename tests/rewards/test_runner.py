@@ -15,7 +15,7 @@ from tests.rewards.conftest import rows, scored
 from tests.rewards.processes import STARTS_OTHERS, all_gone, gone, wait_until
 from verl_memopt.config.schema import CustomReward
 from verl_memopt.config.values import choices
-from verl_memopt.distributed import device
+from verl_memopt.distributed import threads
 from verl_memopt.errors import RewardError, Stopped
 from verl_memopt.rewards.runner import MANAGERS, RewardRunner, num_processes
 from verl_memopt.rewards.score import RewardResult
@@ -293,7 +293,7 @@ def test_a_row_that_ends_its_process_or_hangs_quotes_what_was_printed_last(custo
 
 @pytest.mark.parametrize("wished", [None, "3"])
 def test_a_reward_process_gets_its_share_of_the_cores_or_what_was_asked_for(custom, monkeypatch, wished):
-    monkeypatch.setattr(device, "num_cores", lambda: 9)
+    monkeypatch.setattr(threads, "num_cores", lambda: 9)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if wished is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", wished)

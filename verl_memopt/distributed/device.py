@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import datetime
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -18,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState, alloc_storage
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from verl_memopt.distributed.threads import threads_for
 from verl_memopt.errors import ConfigError
 
 DEVICES = ("auto", "cuda", "cpu")
@@ -53,35 +53,6 @@ def local_device(kind: str, local_rank: int) -> torch.device:
 def device_count(kind: str) -> int:
     """Return the number of visible devices of a kind. A CPU counts as one."""
     return torch.cuda.device_count() if kind == "cuda" else 1
-
-
-# Threads of a process on a CPU. torch takes one for each core, and each waits for the slowest in a busy loop: with a thread more
-# than there are free cores, a step takes ten times as long.
-
-THREADS = "OMP_NUM_THREADS"
-"""Environment variable that decides the threads of a process where somebody has set it."""
-CGROUP = Path("/sys/fs/cgroup")
-
-
-def num_cores(cgroup: Path = CGROUP) -> int:
-    """Return how many cores this process may use: those it is bound to, and no more than a container's share of time."""
-    cores = len(os.sched_getaffinity(0))
-    with suppress(OSError, ValueError):
-        share, period = (cgroup / "cpu.max").read_text().split()
-        cores = min(cores, max(1, int(share) // int(period)))
-    with suppress(OSError, ValueError):
-        share, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        cores = min(cores, max(1, int(share) // int(period))) if int(share) > 0 else cores
-    return cores
-
-
-def threads_for(num_processes: int) -> int:
-    """Return the threads of each of some processes that compute at the same time: as many as were asked for, else a share.
-
-    One core stays free, for the driver, the rewards and the rest of the machine.
-    """
-    wished = os.environ.get(THREADS, "")
-    return int(wished) if wished.isdigit() and int(wished) else max(1, (num_cores() - 1) // num_processes)
 
 
 @contextmanager

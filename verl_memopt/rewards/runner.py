@@ -23,7 +23,7 @@ from typing import Any, Self
 
 from verl_memopt.config import schema
 from verl_memopt.config.reward_rules import rows_at_a_time
-from verl_memopt.distributed.device import THREADS, threads_for
+from verl_memopt.distributed.threads import THREADS, threads_for
 from verl_memopt.errors import RewardError, Stopped
 from verl_memopt.recipes import RECIPES
 from verl_memopt.rewards.sandbox import Sandbox, share_out

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl_memopt.distributed.device import THREADS, threads_for
+from verl_memopt.distributed.threads import THREADS, threads_for
 from verl_memopt.errors import ConfigError, DeviceMemoryError, HostMemoryError, UserError, WorkerError
 from verl_memopt.memory.critic_rules import own_pools
 from verl_memopt.run.processes import uncollected
