@@ -12,8 +12,9 @@ from tools.settings_page import table
 from verl_memopt.config.keys import flatten, shown, value_at
 from verl_memopt.config.loader import compose_mapping
 from verl_memopt.config.schema import Settings
+from verl_memopt.config.spelling import GRPO, RLOO, Spelling
 from verl_memopt.config.trl_defaults import DEFAULTS
-from verl_memopt.config.trl_names import GRPO, NO_EQUAL, RLOO, SPELLINGS, Spelling
+from verl_memopt.config.trl_names import NO_EQUAL, SPELLINGS
 from verl_memopt.trl.config import PEFT, PEFT_PASSES, PEFT_TARGETS
 from verl_memopt.trl.logs import OURS
 from verl_memopt.trl.trainer import REFUSED

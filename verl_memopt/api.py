@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_memopt.config.aliases import MINI_BATCH, PROMPTS
-from verl_memopt.config.trl_names import BATCH_NAMES, ESTIMATOR
+from verl_memopt.config.spelling import ESTIMATOR
+from verl_memopt.config.trl_names import BATCH_NAMES
 from verl_memopt.errors import ConfigError, DataError
 from verl_memopt.observe.run_folder import COMMAND, FINAL_MODEL, INPUTS
 from verl_memopt.trainer.listener import at_steps
@@ -323,7 +324,7 @@ class Call:
         from verl_memopt.config.loader import compose_mapping, load_settings, log_objective
         from verl_memopt.config.trl_defaults import defaults_beside, log_defaults
 
-        of_trl, not_taken = defaults_beside(self.trl_defaults, given, self.algorithm)
+        of_trl = defaults_beside(self.trl_defaults, given, self.algorithm)
         injected = self._values(inputs.aside)
         injected |= {FOLDER: str(folder), "trainer.resume_mode": "auto" if self.resume else "disable"}
         train = inputs.aside / "train.jsonl"
@@ -339,7 +340,7 @@ class Call:
         entry = ["sft"] if self.algorithm == "sft" else ["train", "--config-name", config]
         loaded = load_settings(config, overrides, quiet=of_trl.keys())
         if self.trl_defaults:
-            log_defaults(self._keys_set(of_trl), of_trl, not_taken, loaded, flatten(compose_mapping(config, [])[0]) | injected)
+            log_defaults(self._keys_set(of_trl), of_trl, loaded, flatten(compose_mapping(config, [])[0]) | injected)
         if not has_rows:  # a run has rows: here as many as a step takes, which are never asked for
             unused = {loaded.data.prompt_key: "-"}
             _rows([unused] * max(loaded.data.train_batch_size, loaded.data.gen_batch_size or 0), train, "dataset")
@@ -400,7 +401,19 @@ class Call:
             values["algorithm.adv_estimator"] = self.algorithm
         if self.steps is not None:
             values["trainer.total_training_steps"] = self.steps
-        return values | reward_settings(self.rewards, self.reward_weights, self.reward_tokenizer, inputs)
+        return values | self._apart() | reward_settings(self.rewards, self.reward_weights, self.reward_tokenizer, inputs)
+
+    def _apart(self) -> dict[str, Any]:
+        """Return the names and weights of the reward functions, by key, where the advantages are those of each by itself."""
+        summed = self.settings.get("multi_objective_aggregation") == "normalize_then_sum"
+        if not (summed or "gdpo" in (self.algorithm, self.settings.get(ESTIMATOR))) or self.rewards is None:
+            return {}
+        from verl_memopt.rewards.python_functions import with_names
+
+        names = list(with_names(self.rewards))
+        weights = None if self.reward_weights is None else list(map(float, self.reward_weights))
+        keys = names if len(names) > 1 else ["score"]
+        return {"algorithm.gdpo_reward_keys": keys, "algorithm.gdpo_reward_weights": weights}
 
 
 def _run_folder(run_dir: str | Path | None, model: Any, algorithm: str, resume: bool) -> Path:

@@ -244,7 +244,7 @@ class Session:
         rows, names = batch.for_update()
         update, everything = self._policy.policy_update, list(range(rows.num_rows))
         cutter, seed = update.cutter, update.cutter.seed(batch.step, 0)
-        chosen = with_selection(rows, everything, update.actor.policy_loss, seed)
+        chosen = with_selection(rows, everything, update.actor, seed)
         minis = cutter.mini_batches(chosen, everything, names)
         parts = learner.workers.each("update_actor", Worker.add_gradient, [(mini,) for mini in minis])
         self._num_gradients += 1

@@ -72,6 +72,7 @@ ABOVE_0 = [
     *("trainer.max_actor_ckpt_to_keep", "trainer.ray_wait_register_center_timeout", "trainer.max_skipped_steps"),
     *("trainer.stop_deadline_seconds", "trainer.max_critic_ckpt_to_keep"),
     *(f"{AR}.actor.tau_pos", f"{AR}.actor.tau_neg"),
+    *(f"{AR}.actor.off_policy_mask_threshold", f"{AR}.actor.policy_loss.cispo_max_ratio"),
     *(f"{AR}.ref.sync_every_steps", *roles("ulysses_sequence_parallel_size")),
     *("memory.card_gb", "memory.device_limit_gb", "memory.host_limit_gb", "memory.pinned_limit_gb"),
 ]
@@ -83,14 +84,18 @@ FROM_0 = [
     *(f"{AR}.rollout.seed", f"{AR}.rollout.val_kwargs.temperature", "algorithm.kl_ctrl.kl_coef"),
     *(f"reward_model.reward_kwargs.overlong_buffer_cfg.{key}" for key in ("len", "penalty_factor")),
     *("trainer.track_memory_every_steps", "trainer.log_val_generations", "algorithm.filter_groups.max_num_gen_batches"),
-    *("trainer.critic_warmup", "reward_model.rlt.empty_think_kl"),
+    *("trainer.critic_warmup", "reward_model.rlt.empty_think_kl", "algorithm.norm_adv_epsilon"),
+    *(f"{AR}.actor.policy_loss.vespo_{key}" for key in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")),
     *(f"{role}.{key}" for role in ("critic", "reward_model") for key in ("nnodes", "n_gpus_per_node")),
 ]
 ABOVE_0_OR_MINUS_1 = [
     *("data.train_max_samples", "data.val_max_samples", f"{AR}.actor.optim.total_training_steps", *roles("fsdp_size")),
     *(f"{AR}.rollout.top_k", f"{AR}.rollout.val_kwargs.top_k", "trainer.save_freq", "trainer.test_freq"),
 ]
-UP_TO_1 = [f"{AR}.actor.optim.min_lr_ratio", f"{AR}.actor.optim.lr_warmup_steps_ratio", "algorithm.gamma", "algorithm.lam"]
+UP_TO_1 = [
+    *(f"{AR}.actor.optim.min_lr_ratio", f"{AR}.actor.optim.lr_warmup_steps_ratio", "algorithm.gamma", "algorithm.lam"),
+    *("algorithm.top_entropy_quantile", f"{AR}.rollout.min_p", f"{AR}.rollout.val_kwargs.min_p"),
+]
 ABOVE_0_UP_TO_1 = [
     *(f"{AR}.rollout.{key}" for key in ("top_p", "val_kwargs.top_p", "gpu_memory_utilization")),
     *(f"{AR}.actor.policy_loss.{key}" for key in ("clip_cov_ratio", "kl_cov_ratio")),
@@ -116,6 +121,7 @@ EDGES = {
     ),
     **dict.fromkeys(and_critics([f"{AR}.actor.optim.momentum"]), ([0, 1 - STEP], [-STEP, 1])),
     "custom_reward_function.open_files": ([64], [63]),
+    f"{AR}.rollout.stop": ([[], ["x"]], [["x", ""]]),
     "reward_model.rlt.not_matched_penalty": ([0, -STEP], [STEP]),
     f"{AR}.rollout.sleep_level": ([1, 2], [0, 3]),
     f"{AR}.rollout.share_weights": ([False, "auto"], ["always", "true"]),

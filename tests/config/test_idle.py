@@ -35,6 +35,13 @@ IDLE_CASES = {
         [2.0],
         {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ["score"]},
     ),
+    "algorithm.gdpo_whiten_over": (
+        {},
+        "rows",
+        {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ["score"]},
+    ),
+    "algorithm.norm_adv_epsilon": ({}, 0.5, {"algorithm.adv_estimator": "grpo"}),
+    "algorithm.norm_adv_std_of": ({}, "batch", {"algorithm.adv_estimator": "grpo"}),
     "algorithm.gpg_counts": ({}, "informative", {"algorithm.adv_estimator": "gpg"}),
     "algorithm.gamma": ({}, 0.5, {"algorithm.adv_estimator": "reinforce_plus_plus"}),
     "algorithm.filter_groups.enable": (
@@ -57,6 +64,13 @@ IDLE_CASES = {
     f"{AR}.actor.optim.bucket_megabytes": ({}, 8.0, {f"{AR}.actor.optim.state_dtype": "bfloat16"}),
     f"{AR}.actor.kl_loss_coef": ({}, 0.5, {f"{AR}.actor.use_kl_loss": True}),
     f"{AR}.actor.kl_loss_type": ({}, "abs", {f"{AR}.actor.use_kl_loss": True}),
+    f"{AR}.actor.kl_loss_by_ratio": ({}, True, {f"{AR}.actor.use_kl_loss": True}),
+    f"{AR}.actor.entropy_agg_mode": ({}, "token-sum", {f"{AR}.actor.entropy_coeff": 0.1}),
+    f"{AR}.actor.policy_loss.cispo_max_ratio": ({}, 5.0, {f"{AR}.actor.policy_loss.loss_mode": "cispo"}),
+    **{
+        f"{AR}.actor.policy_loss.vespo_{key}": ({}, 5.0, {f"{AR}.actor.policy_loss.loss_mode": "vespo"})
+        for key in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
+    },
     f"{AR}.actor.loss_scale_factor": ({}, 5, {f"{AR}.actor.loss_agg_mode": "seq-mean-token-sum-norm"}),
     f"{AR}.actor.clip_ratio_c": (
         {f"{AR}.actor.policy_loss.loss_mode": "sequence"},

@@ -35,12 +35,19 @@ OLDER = {
 }  # fmt: skip
 ONE_BY_ONE = {
     "generation_batch_size": 64, "steps_per_generation": 4, "num_mini_batches": 2, "warmup_steps": 0.1, "save_strategy": "no",
-    "eval_strategy": "no", "max_steps": 9, "num_train_epochs": 3.0,
+    "eval_strategy": "no", "max_steps": 9, "num_train_epochs": 3.0, "min_p": 0.1, "generation_kwargs": {"stop": ["x"]},
 }  # fmt: skip
-OF_GRPO = {"loss_type": "dr_grpo", "scale_rewards": "none"}
+OF_GRPO = {
+    "loss_type": "dr_grpo", "scale_rewards": "none", "importance_sampling_level": "token", "delta": 4.0,
+    "sapo_temperature_pos": 1.5, "sapo_temperature_neg": 1.5, "vespo_k_pos": 1.5, "vespo_lambda_pos": 1.5, "vespo_k_neg": 1.5,
+    "vespo_lambda_neg": 1.5, "use_bias_correction_kl": False, "off_policy_mask_threshold": 0.5, "top_entropy_quantile": 0.5,
+    "multi_objective_aggregation": "sum_then_normalize", "vllm_importance_sampling_mode": "token_mask",
+    "vllm_importance_sampling_correction": True, "vllm_importance_sampling_clip_max": 2.0,
+    "vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_cap": 4.0,
+}  # fmt: skip
 OF_RLOO = {"normalize_advantages": True}
 READ = {
-    "grpo": [NEWEST | OF_GRPO, *({name: value} for name, value in ONE_BY_ONE.items())],
+    "grpo": [NEWEST | OF_GRPO, {"entropy_coef": 0.1}, *({name: value} for name, value in ONE_BY_ONE.items())],
     "rloo": [NEWEST | OF_RLOO, OLDER, {"normalize_reward": True}],
 }
 """Estimator -> names that are read together."""
@@ -93,7 +100,11 @@ def with_trls_defaults(algorithm, given):
     said_otherwise = {each for names in ONE_SETTING if given.keys() & set(names) for each in names}
     further = {"max_steps", "adam_epsilon", "report_to", *NO_EQUAL, *said_otherwise, *given}
     off = "vllm_" if not given.get("use_vllm") else "ref_model_" if not given.get("sync_ref_model") else "none"
-    defaults = {name: value for name, value in DEFAULTS[algorithm].items() if value is not None and name in NAMES - further}
+    defaults = {
+        name: value
+        for name, value in DEFAULTS[algorithm].items()
+        if (value is not None or name == "delta") and name in NAMES - further
+    }
     return {name: value for name, value in defaults.items() if not name.startswith((off, "ref_model_"))} | given
 
 
@@ -256,9 +267,23 @@ def test_the_defaults_that_differ_from_ours_are_logged_in_one_table(tmp_path, ca
     assert "lr_scheduler_type=linear" in table
     assert f"{AR}.actor.optim.lr_scheduler_type=linear (our default: constant)" in table
     assert "temperature" not in table
-    assert "use_bias_correction_kl=true is not: " in table
-    keys = [line.split()[1].partition("=")[0] for line in table.splitlines()[1:] if "our default" in line]
+    assert f"{AR}.actor.kl_loss_by_ratio=true (our default: false)" in table
+    assert f"{AR}.actor.clip_ratio_c=null (our default: 3.0)" in table
+    keys = [line.split()[1].partition("=")[0] for line in table.splitlines()[1:]]
     assert len(keys) == len(set(keys))
     caplog.clear()
     from_a_trainer_of_trl("grpo", {}, tmp_path)
     assert not any("use_bias_correction_kl" in text for text in caplog.messages)
+
+
+@pytest.mark.parametrize("given", [{"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "none"}, {}])
+def test_rewards_that_are_normalized_one_by_one_are_those_of_the_functions(given, tmp_path):
+    functions = {"right": right, "short": right}
+    call = api.Call("folder", ROWS, given, "grpo", rewards=functions, reward_weights=[1.0, 0.5], run_dir=tmp_path)
+    algorithm = call.load()[1].algorithm
+    if not given:
+        assert (algorithm.adv_estimator, algorithm.gdpo_reward_keys) == ("grpo", None)
+        return
+    assert (algorithm.adv_estimator, algorithm.gdpo_whiten_over) == ("gdpo", "rows")
+    assert (algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights) == (["right", "short"], [1.0, 0.5])
+    assert (algorithm.norm_adv_by_std_in_grpo, algorithm.norm_adv_epsilon) == (True, 1e-4)

@@ -10,7 +10,8 @@ import yaml
 from verl_memopt.config.keys import flatten, leaf_types, shown, value_at
 from verl_memopt.config.loader import compose_mapping, load_settings, settings_from_mapping
 from verl_memopt.config.names import KeySources, read_names
-from verl_memopt.config.trl_names import ESTIMATORS, NAMES, NO_EQUAL, ONE_SETTING, SPELLINGS
+from verl_memopt.config.spelling import ESTIMATORS
+from verl_memopt.config.trl_names import NAMES, NO_EQUAL, ONE_SETTING, SPELLINGS
 from verl_memopt.errors import ConfigError
 
 AR = "actor_rollout_ref"
@@ -29,6 +30,8 @@ trainer: {{total_training_steps: 100}}
 """
 """64 prompts with 4 responses each, and 4 optimizer steps a rollout."""
 
+LOSS, IS = f"{ACTOR}.policy_loss.loss_mode", "algorithm.rollout_correction.rollout_is"
+VESPO = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
 MEANINGS = {
     "num_generations": (8, {N: 8}),
     "rloo_k": (8, {N: 8}),
@@ -87,6 +90,17 @@ MEANINGS = {
     "vllm_max_model_length": (2048, {f"{ROLLOUT}.max_model_len": 2048}),
     "vllm_enable_sleep_mode": (True, {f"{ROLLOUT}.free_cache_engine": True}),
     "shuffle_dataset": (False, {"data.shuffle": False}),
+    "min_p": (0.1, {f"{ROLLOUT}.min_p": 0.1}),
+    "generation_kwargs": (
+        {"stop": "x", "stop_token_ids": [3], "top_k": 0, "temperature": 0.5, "max_new_tokens": 9},
+        {
+            f"{ROLLOUT}.stop": ["x"],
+            f"{ROLLOUT}.stop_token_ids": [3],
+            f"{ROLLOUT}.top_k": -1,
+            f"{ROLLOUT}.temperature": 0.5,
+            "data.max_response_length": 9,
+        },
+    ),
     "seed": (3, {"data.seed": 3}),
     "model_name_or_path": ("other", {f"{AR}.model.path": "other"}),
     "sft_model_path": ("other", {f"{AR}.model.path": "other"}),
@@ -103,8 +117,27 @@ MEANINGS = {
 """Name of TRL -> a value, and the settings that it makes of the recipe below."""
 IN_GRPO = {
     "beta": (0.04, {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0.04, "algorithm.use_kl_in_reward": False}),
-    "scale_rewards": ("group", {"algorithm.norm_adv_by_std_in_grpo": True}),
-    "loss_type": ("dr_grpo", {f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm"}),
+    "scale_rewards": (
+        "batch",
+        {
+            f"algorithm.norm_adv_{name}": value
+            for name, value in (("by_std_in_grpo", True), ("std_of", "batch"), ("epsilon", 1e-4))
+        },
+    ),
+    "loss_type": ("dr_grpo", {LOSS: "vanilla", f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm"}),
+    "importance_sampling_level": ("sequence", {LOSS: "gspo"}),
+    "delta": (4.0, {f"{ACTOR}.clip_ratio_c": 4.0}),
+    "sapo_temperature_pos": (1.5, {f"{ACTOR}.tau_pos": 1.5}),
+    "sapo_temperature_neg": (1.5, {f"{ACTOR}.tau_neg": 1.5}),
+    **{name: (1.5, {f"{ACTOR}.policy_loss.{name}": 1.5}) for name in VESPO},
+    "use_bias_correction_kl": (True, {f"{ACTOR}.kl_loss_by_ratio": True}),
+    "off_policy_mask_threshold": (0.5, {f"{ACTOR}.off_policy_mask_threshold": 0.5}),
+    "top_entropy_quantile": (0.2, {"algorithm.top_entropy_quantile": 0.2}),
+    "entropy_coef": (0.1, {f"{ACTOR}.entropy_coeff": 0.1, f"{ACTOR}.entropy_agg_mode": "token-mean"}),
+    "multi_objective_aggregation": ("sum_then_normalize", {"algorithm.adv_estimator": "grpo"}),
+    **dict.fromkeys((f"vllm_importance_sampling_{name}" for name in ("clip_max", "clip_min", "cap")), (2.0, {IS: None})),
+    "vllm_importance_sampling_correction": (False, {IS: None}),
+    "vllm_importance_sampling_mode": ("token_mask", {IS: None}),  # the engine is hf
 }
 NEEDS_ANOTHER = {"gradient_accumulation_steps", "ref_model_sync_steps", "ref_model_mixup_alpha"}
 """Names that mean something beside another name alone."""
@@ -173,7 +206,7 @@ def test_grpo_reads_the_names_in_its_own_way(name):
     settings = load({name: value}, entry="grpo_trainer")
     assert {key: value_at(settings, key) for key in expected} == expected
     if name not in MEANINGS:
-        assert refused({name: value}) == f"{name}={value}: rloo has no such setting. Remove it."
+        assert refused({name: value}) == f"{name}={shown(value)}: rloo has no such setting. Remove it."
 
 
 @pytest.mark.parametrize(

@@ -4,39 +4,35 @@ import re
 
 import pytest
 
+from tests.config.conftest import LEAST
+from verl_memopt.config.aliases import MINI_BATCH, PROMPTS
 from verl_memopt.config.keys import leaf_types
+from verl_memopt.config.loader import settings_from_mapping
+from verl_memopt.config.spelling import ESTIMATORS, NotConvertibleError, copied, effective, off_at_zero, unless_none, words
 from verl_memopt.config.trl_names import (
     BETAS,
     EPOCHS,
-    ESTIMATORS,
-    MINI_BATCH,
-    NO_EQUAL,
     ONE_SETTING,
-    PROMPTS,
     SAMPLES,
     SPELLINGS,
     STEPS,
     SYNC_ALPHA,
     SYNC_EVERY,
-    NotConvertibleError,
     batch,
     beta,
-    copied,
-    effective,
     episodes,
     every,
     kl,
     loggers,
     model_arguments,
-    off_at_zero,
     optimizer_steps,
     passes_over_data,
     reference_sync,
-    unless_none,
     updates_per_rollout,
-    words,
 )
+from verl_memopt.config.unused_keys import NO_EQUAL
 from verl_memopt.config.values import FOREIGN, hint
+from verl_memopt.errors import ConfigError
 
 SET = {SAMPLES: 4, PROMPTS: 64, MINI_BATCH: 16, EPOCHS: 2}
 """64 prompts x 4 responses, 4 optimizer steps a pass, 2 passes."""
@@ -262,3 +258,43 @@ def test_a_foreign_name_without_an_equal_says_why_and_the_way_out():
         "It has no equal here: a score has no further penalty. "
         "Use custom_reward_function.path: it belongs in the reward function."
     )
+
+
+REFUSED_LOSSES = {
+    "a loss that TRL does not have": ({"loss_type": "ppo"}, "loss_type=ppo: TRL has grpo, dapo"),
+    "a level that TRL does not have": ({"importance_sampling_level": "word"}, "level=word: TRL has token and"),
+    "CISPO by sequence": ({"loss_type": "cispo", "importance_sampling_level": "sequence"}, "cispo has a ratio of its own"),
+    "SAPO by sequence": ({"loss_type": "sapo", "importance_sampling_level": "sequence"}, "sapo has a ratio of its own"),
+    "two sides by sequence": ({"delta": 3.0, "importance_sampling_level": "sequence"}, "the ratio of a sequence has no"),
+    "a bound below the clip": ({"delta": 1.1, "epsilon": 0.2}, "delta=1.1: below 1 + 0.2 TRL also bounds positive advantages"),
+    "an unknown scale": ({"scale_rewards": "row"}, "scale_rewards=row: TRL has group, batch and none"),
+    "an unknown sum": ({"multi_objective_aggregation": "max"}, "multi_objective_aggregation=max: TRL has"),
+    "a bonus of some tokens": (
+        {"entropy_coef": 0.1, "top_entropy_quantile": 0.5}, "entropy_coef=0.1, top_entropy_quantile=0.5: TRL's bonus is then",
+    ),
+    "some tokens by sequence": (
+        {"top_entropy_quantile": 0.5, "importance_sampling_level": "sequence"}, "with the ratio of a sequence TRL scales",
+    ),
+    "VESPO with weights by sequence": (
+        {"loss_type": "vespo", "use_vllm": True, "vllm_importance_sampling_correction": True}, "VESPO multiplies the weights",
+    ),
+    "an unknown correction": (
+        {"use_vllm": True, "vllm_importance_sampling_mode": "word_mask"}, "vllm_importance_sampling_mode=word_mask: TRL has",
+    ),
+    "truncated weights with a lower bound": (
+        {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_min": 0.5},
+        "truncated weights have no lower bound here",
+    ),
+    "an argument of sampling that only one engine has": (
+        {"generation_kwargs": {"num_beams": 4, "top_p": 0.9}}, "are read in both engines, and not num_beams",
+    ),
+    "sampling that is no mapping": ({"generation_kwargs": "top_p"}, "generation_kwargs=top_p: it is no mapping"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED_LOSSES)
+def test_a_loss_or_sampling_without_an_equal_is_refused_with_the_reason(case):
+    given, message = REFUSED_LOSSES[case]
+    least = {key: value for key, value in LEAST.items() if key != "actor_rollout_ref.rollout.name"}
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        settings_from_mapping(least | {"algorithm.adv_estimator": "grpo", "use_vllm": False} | given)

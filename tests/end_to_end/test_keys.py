@@ -134,6 +134,7 @@ def runs(toy, folder):
     yield load_settings("rloo_trainer", common(toy, folder / "replayed") + dump[1:] + replayed + custom)
     several = [f"custom_reward_function.path={plugins}", "custom_reward_function.name=parts", "algorithm.adv_estimator=gdpo"]
     several += ["algorithm.gdpo_reward_keys=[score,short]", "algorithm.gdpo_reward_weights=[1,2]", *dump[1:]]
+    several += ["actor_rollout_ref.actor.policy_loss.loss_mode=cispo"]
     yield load_settings("grpo_trainer", common(toy, folder / "several") + several)
     lora = ["actor_rollout_ref.model.lora_rank=2", "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra]"]
     reward_model, _ = classifier(folder / "reward_model", toy / "model")
@@ -150,6 +151,7 @@ def runs(toy, folder):
     ]  # fmt: skip
     yield load_settings("ppo_trainer", common(toy, folder / "critic") + ppo + critic)
     further = ["trainer.total_training_steps=3", "critic.use_dynamic_bsz=true"]
+    further += ["actor_rollout_ref.actor.policy_loss.loss_mode=vespo"]
     yield load_settings("ppo_trainer", common(toy, folder / "critic") + ppo + critic + further)
     supervised = [*ppo[:2], "data.response_key=extra_info.answer"]
     yield load_settings("sft_trainer", common(toy, folder / "sft") + supervised + ["actor_rollout_ref.rollout.n=1"])

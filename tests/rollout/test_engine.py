@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from tests.rollout.tools import (
     EOS,
     difference_from_naive,
+    engine_at,
     largest_difference,
     model_of,
     place_at,
@@ -81,6 +83,42 @@ def test_top_k_of_one_and_a_tiny_nucleus_are_greedy(engine):
         answer = engine.generate(prompts(8), list(range(8)), sampling(**narrow))
         assert answer.response_ids == greedy
         assert largest_difference(answer.log_probs, [[0.0] * 12] * 8) <= 1e-6
+
+
+def test_the_largest_min_p_is_greedy(engine):
+    greedy = engine.generate(prompts(6), [0] * 6, sampling(do_sample=False))
+    assert engine.generate(prompts(6), [9] * 6, sampling(min_p=1.0)).response_ids == greedy.response_ids
+    assert engine.generate(prompts(6), [9] * 6, sampling(min_p=1e-6)).response_ids != greedy.response_ids
+
+
+def test_a_response_ends_with_a_stop_token_of_the_settings_though_it_ignores_the_end_of_sequence(engine):
+    free = engine.generate(prompts(1), [0], sampling(do_sample=False))
+    (ids,) = free.response_ids
+    cut = engine.generate(prompts(1), [0], sampling(do_sample=False, stop_token_ids=(ids[4],)))
+    assert cut.response_ids == [ids[: ids.index(ids[4]) + 1]]
+    assert (free.finish_reasons, cut.finish_reasons) == (["length"], ["stop"])
+    assert [len(row) for row in cut.log_probs] == [len(row) for row in cut.response_ids]
+
+
+@pytest.mark.usefixtures("no_shared_engine")
+@pytest.mark.parametrize("name", ["hf", "vllm"])
+def test_a_response_ends_with_the_token_that_completes_a_stop_text(name, tied_folder):
+    engine = engine_at(name, tied_folder, load_format="auto", stop=["?"])
+    rows, tokenizer = prompts(5), AutoTokenizer.from_pretrained(tied_folder)
+    free = engine.generate(rows, list(range(5)), sampling(max_tokens=24))
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in free.response_ids]
+    stop = (texts[0][2:4], texts[1][3:5])  # of two characters, which may lie in two tokens
+    found = engine.generate(rows, list(range(5)), sampling(max_tokens=24, stop=stop))
+    engine.shutdown()
+    expected = []
+    for ids in free.response_ids:
+        decoded = [tokenizer.decode(ids[:n], skip_special_tokens=True) for n in range(1, len(ids) + 1)]
+        ends = [n for n, text in enumerate(decoded, 1) if any(each in text for each in stop)]
+        expected.append(ids[: ends[0]] if ends else ids)
+    assert found.response_ids == expected
+    assert len(expected[0]) < 24
+    assert [reason == "stop" for reason in found.finish_reasons] == [len(ids) < 24 for ids in expected]
+    assert [len(row) for row in found.log_probs] == list(map(len, expected))
 
 
 def test_repetition_penalty_lowers_the_tokens_of_prompt_and_response(engine, tied_folder):

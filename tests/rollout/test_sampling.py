@@ -8,7 +8,7 @@ from tests.rollout.tools import sampling
 from verl_memopt.config import schema
 from verl_memopt.errors import ConfigError
 from verl_memopt.rollout.engine import row_seed, train_sampling, validation_sampling
-from verl_memopt.rollout.hf_engine import RowSampler, filtered, penalized
+from verl_memopt.rollout.hf_engine import RowSampler, at_least, filtered, penalized
 
 
 def test_row_seed_is_the_same_number_on_every_machine():
@@ -34,17 +34,22 @@ def test_every_sampling_key_of_the_settings_arrives():
         response_length=33,
         ignore_eos=True,
         calculate_log_probs=False,
+        min_p=0.2,
+        stop=["x"],
+        stop_token_ids=[5],
     )
     train = train_sampling(rollout)
+    assert (train.min_p, train.stop, train.stop_token_ids) == (0.2, ("x",), (5,))
     assert (train.temperature, train.top_k, train.top_p, train.repetition_penalty) == (0.6, 7, 0.8, 1.1)
     assert (train.do_sample, train.max_tokens, train.ignore_eos, train.log_probs) == (False, 33, True, False)
 
 
 def test_validation_samples_by_its_own_keys_with_the_cap_and_penalty_of_training():
-    val = schema.ValKwargs(do_sample=True, temperature=0.3, top_p=0.5, top_k=4)
+    val = schema.ValKwargs(do_sample=True, temperature=0.3, top_p=0.5, top_k=4, min_p=0.1)
     rollout = schema.Rollout(name="hf", temperature=0.6, repetition_penalty=1.1, response_length=33, val_kwargs=val)
     settings = validation_sampling(rollout)
     assert (settings.do_sample, settings.temperature, settings.top_p, settings.top_k) == (True, 0.3, 0.5, 4)
+    assert settings.min_p == 0.1
     assert (settings.repetition_penalty, settings.max_tokens, settings.log_probs) == (1.1, 33, False)
 
 
@@ -76,6 +81,13 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p_and_at_least_the_likeliest(
 def test_top_p_counts_only_what_top_k_left():
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
     assert (filtered(logits, 2, 0.5)[0] > -INF).tolist() == [True, False, False, False]
+
+
+def test_min_p_keeps_the_tokens_that_are_not_much_less_likely_than_the_first():
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.97, 0.01, 0.01, 0.01]]).log()
+    assert (at_least(logits, 0.29) > -INF).tolist() == [[True, True, True, False], [True, False, False, False]]
+    assert torch.equal(at_least(logits, 0.0), logits)
+    assert (at_least(logits, 1.0) > -INF).sum() == 2
 
 
 def test_repetition_penalty_lowers_positive_and_negative_logits_of_seen_tokens_only():

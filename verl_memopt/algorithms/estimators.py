@@ -12,6 +12,7 @@ prompt was sampled once keeps its reward itself as advantage in the estimators w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -95,6 +96,20 @@ def has_signal(metric: Tensor, group: Tensor, valid: Tensor) -> Tensor:
     return (num_informative > 0) | ((size == 1) & valid)
 
 
+def has_high_entropy(entropy: Tensor, kept: Tensor | None, share: float) -> Tensor:
+    """Return True for the ``share`` of the tokens with the highest entropy, bool [R]; all that equal the quantile count.
+
+    ``entropy``: fp32 [R]. ``kept``: bool [R], tokens that count; None = all. Source: arXiv 2506.01939.
+    """
+    ordered = (entropy if kept is None else entropy[kept]).sort().values
+    if not ordered.numel():
+        return torch.zeros_like(entropy, dtype=torch.bool)
+    place = (1 - share) * (ordered.numel() - 1)
+    lower, upper = ordered[math.floor(place)], ordered[math.ceil(place)]
+    high = entropy >= lower + (place - math.floor(place)) * (upper - lower)
+    return high if kept is None else high & kept
+
+
 def group_counts(rewards: Tensor, group: Tensor, valid: Tensor) -> dict[str, float]:
     """Count the rows and groups without a training signal, on the driver.
 
@@ -130,20 +145,31 @@ def rloo_advantages(rewards: Tensor, group: Tensor, valid: Tensor, normalize: bo
     return _where_informative(stats, normalize_rows(advantages, valid) if normalize else advantages)
 
 
-def grpo_advantages(rewards: Tensor, group: Tensor, valid: Tensor, normalize_by_std: bool = True) -> Tensor:
-    """Return group-relative advantages, fp32 [B]: (reward - mean) / (std + 1e-6) over the valid members of the group.
+def grpo_advantages(
+    rewards: Tensor,
+    group: Tensor,
+    valid: Tensor,
+    normalize_by_std: bool = True,
+    epsilon: float = STD_EPSILON,
+    std_of: str = "group",
+) -> Tensor:
+    """Return group-relative advantages, fp32 [B]: (reward - mean) / (std + epsilon) over the valid members of the group.
 
     The standard deviation is unbiased. Source: GRPO, arXiv 2402.03300; without the division, Dr. GRPO, arXiv 2503.20783.
 
-    ``normalize_by_std``: Divide by the standard deviation.
+    ``normalize_by_std``: Divide by the standard deviation. ``std_of``: "group", or "batch" for that of all valid rewards of the
+    step (arXiv 2508.08221).
     """
-    return _group_relative(rewards, group, valid, normalize_by_std).float()
+    return _group_relative(rewards, group, valid, normalize_by_std, epsilon, std_of == "batch").float()
 
 
-def _group_relative(rewards: Tensor, group: Tensor, valid: Tensor, normalize_by_std: bool) -> Tensor:
+def _group_relative(
+    rewards: Tensor, group: Tensor, valid: Tensor, by_std: bool, epsilon: float, of_batch: bool = False
+) -> Tensor:
     stats = group_statistics(rewards, group, valid, lone_rewards=True)
     centred = rewards.double() - stats.mean
-    return torch.where(stats.informative, centred / (stats.std + STD_EPSILON) if normalize_by_std else centred, 0.0)
+    std = group_statistics(rewards, torch.zeros_like(group), valid).std if of_batch else stats.std
+    return torch.where(stats.informative, centred / (std + epsilon) if by_std else centred, 0.0)
 
 
 def gdpo_advantages(
@@ -153,18 +179,21 @@ def gdpo_advantages(
     row: Tensor,
     normalize_by_std: bool = True,
     weights: Sequence[float] | None = None,
+    epsilon: float = STD_EPSILON,
+    whiten_over: str = "tokens",
 ) -> Tensor:
     """Return the weighted sum of :func:`grpo_advantages` of each reward, whitened over the tokens of the step, fp32 [R].
 
     Source: GDPO, arXiv 2601.05242, and ``compute_gdpo_outcome_advantage`` in verl.
 
-    ``components``: fp32 [B, K], K rewards of each row. ``weights``: K numbers; None = 1 each.
+    ``components``: fp32 [B, K], K rewards of each row. ``weights``: K numbers; None = 1 each. ``whiten_over``: "tokens", or
+    "rows" for :func:`normalize_rows`, as ``normalize_then_sum`` of TRL.
     """
     # In fp64: where rewards cancel, whitening would raise what fp32 rounds to the size of the advantages.
-    each = [_group_relative(rewards, group, valid, normalize_by_std) for rewards in components.unbind(1)]
+    each = [_group_relative(rewards, group, valid, normalize_by_std, epsilon) for rewards in components.unbind(1)]
     total = sum(weight * one for weight, one in zip(weights or [1.0] * len(each), each, strict=True))
     assert isinstance(total, Tensor), "there is a reward"
-    return whiten(total[row], valid[row]).float()
+    return (normalize_rows(total, valid)[row] if whiten_over == "rows" else whiten(total[row], valid[row])).float()
 
 
 def grpo_passk_advantages(rewards: Tensor, group: Tensor, valid: Tensor, normalize_by_std: bool = True) -> Tensor:

@@ -7,7 +7,8 @@ average them. Each policy loss takes the ``tokens`` of a micro-batch and the sec
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -47,8 +48,11 @@ class LossTokens:
 
     @property
     def log_ratio(self) -> Tensor:
-        """Return log new - log old of each token, fp32 [R], with gradient."""
-        return self.log_probs - self.old_log_probs
+        """Return log new - log old of each token, fp32 [R], with gradient. 0 for rejected tokens, whose old one may be NaN."""
+        if self.kept is None:
+            return self.log_probs - self.old_log_probs
+        # A mask after the exponential would be too late: the gradient of exp(NaN) is NaN, and 0 times NaN too.
+        return self.log_probs - self.old_log_probs.where(self.kept, self.log_probs.detach())
 
     def masked(self, values: Tensor) -> Tensor:
         """Return the values with 0 for rejected tokens, ``[R]``."""
@@ -112,7 +116,7 @@ def vanilla_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
     Metrics: ``pg_clipfrac``, ``pg_clipfrac_lower`` (the share bounded by ``clip_ratio_c``) and ``ratio_clamped``.
     """
     losses, clipped = clipped_loss(safe_ratio(tokens.log_ratio), tokens.advantages, actor)
-    bound = -tokens.advantages * actor.clip_ratio_c
+    bound = -tokens.advantages * (math.inf if actor.clip_ratio_c is None else actor.clip_ratio_c)
     bounded = (tokens.advantages < 0) & (losses > bound)
     shares = {
         "pg_clipfrac": tokens.share(clipped),
@@ -125,13 +129,14 @@ def vanilla_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
 def cispo_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
     """Return CISPO's loss: -A * log-prob, times the clipped ratio without its gradient.
 
-    Every token keeps a gradient, also where its ratio is clipped. Source: CISPO (MiniMax-M1), arXiv 2506.13585.
+    Every token keeps a gradient, also where its ratio is clipped. With ``cispo_max_ratio`` that is the one bound. Source: CISPO
+    (MiniMax-M1), arXiv 2506.13585.
 
     Metrics: ``pg_clipfrac``, ``pg_clipfrac_lower`` (0) and ``ratio_clamped``.
     """
-    low, high = clip_bounds(actor)
+    (low, high), most = clip_bounds(actor), actor.policy_loss.cispo_max_ratio
     ratio = safe_ratio(tokens.log_ratio.detach())
-    factor = ratio.clamp(1 - low, 1 + high)
+    factor = ratio.clamp(1 - low, 1 + high) if most is None else ratio.clamp(max=most)
     shares = {
         "pg_clipfrac": tokens.share(ratio != factor),
         "pg_clipfrac_lower": torch.zeros((), device=ratio.device),
@@ -174,10 +179,11 @@ def dppo_kl_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
 
 def _dppo_loss(tokens: LossTokens, actor: Actor, counts: Tensor) -> LossAndMetrics:
     ratio = safe_ratio(tokens.log_ratio.detach())
-    losses = -tokens.advantages * ratio.clamp(max=actor.clip_ratio_c) * tokens.log_probs * counts
+    most = math.inf if actor.clip_ratio_c is None else actor.clip_ratio_c
+    losses = -tokens.advantages * ratio.clamp(max=most) * tokens.log_probs * counts
     return tokens.aggregated(losses, actor), {
         "pg_clipfrac": tokens.share(~counts),
-        "pg_clipfrac_lower": tokens.share((ratio > actor.clip_ratio_c) & counts),
+        "pg_clipfrac_lower": tokens.share((ratio > most) & counts),
         "ratio_clamped": tokens.share(beyond_clamp(tokens.log_ratio)),
     }
 
@@ -252,6 +258,33 @@ def gspo_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
     losses, clipped = clipped_loss(ratio, tokens.advantages, actor)
     shares = _row_shares(tokens, log_ratio, log_ratio > MAX_MEAN_LOG_RATIO)
     return tokens.aggregated(losses, actor), shares | {"pg_clipfrac": tokens.share(clipped)}
+
+
+LEAST_LOG_WEIGHT = math.log(1e-8)
+"""Lower bound of logarithms in VESPO, as in its reference implementation."""
+
+
+def vespo_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
+    """Return VESPO's loss: -A * log-prob, times phi(w) = w^k * exp(lambda * (1 - w)) without its gradient.
+
+    w is the ratio of a response, exp of the summed log-ratio, times the importance weights of its tokens. phi is 1 at w = 1
+    and falls on both sides; k and lambda are those of the advantage's sign. Source: VESPO, arXiv 2602.10693.
+
+    Metrics: ``vespo_weight``, the mean of phi over tokens, and ``ratio_clamped``.
+    """
+    options, plain = actor.policy_loss, replace(tokens, weights=None)
+    log_ratio = tokens.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if tokens.weights is not None:
+        log_ratio = log_ratio + tokens.weights.log().clamp(LEAST_LOG_WEIGHT, MAX_LOG_RATIO)
+    summed = row_sums(tokens.masked(log_ratio), tokens.row, tokens.lengths.shape[0])
+    log_weight = summed.clamp(LEAST_LOG_WEIGHT, MAX_LOG_RATIO)[tokens.row]
+    negative = tokens.advantages < 0
+    power = torch.full_like(log_weight, options.vespo_k_pos).masked_fill(negative, options.vespo_k_neg)
+    decay = torch.full_like(log_weight, options.vespo_lambda_pos).masked_fill(negative, options.vespo_lambda_neg)
+    decay = decay.clamp(min=1e-4)
+    phi = (decay + power * log_weight - decay * log_weight.exp()).exp()
+    shares = {"vespo_weight": tokens.share(phi), "ratio_clamped": tokens.share(beyond_clamp(tokens.log_ratio))}
+    return plain.aggregated(-phi * tokens.advantages * tokens.log_probs, actor), shares
 
 
 def geo_mean_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:

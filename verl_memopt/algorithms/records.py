@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from verl_memopt.memory.knob import Meanings, NaturalFloat, PositiveShare, Refusal, Share, UnusedKey
+from verl_memopt.memory.knob import POSITIVE, Meanings, NaturalFloat, PositiveShare, Refusal, Share, UnusedKey
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings
@@ -77,6 +77,7 @@ class TokenStatistic:
 _ROW = ("rewards", "group", "valid")
 _TOKEN = ("token_rewards", "row", "valid")
 _BY_STD, _NORMALIZED = {"normalize_by_std": "norm_adv_by_std_in_grpo"}, {"normalize": "normalize_advantages"}
+_EPSILON = {"epsilon": "norm_adv_epsilon"}
 _TOKEN_BASELINE = (*_TOKEN, "group", "old_log_probs", "sum_pi_squared", "weights")
 
 
@@ -108,7 +109,10 @@ ESTIMATORS: dict[str, Estimator] = _by_name(
         (*_TOKEN, "values", "lengths"), {"gamma": "gamma", "lam": "lam"}, per_token=True, compares=False,
     ),
     Estimator("rloo", "reward minus the mean of the others in the group", _ROW, _NORMALIZED, alone=True),
-    Estimator("grpo", "minus the group's mean, over its standard deviation", _ROW, _BY_STD, alone=True),
+    Estimator(
+        "grpo", "minus the group's mean, over its standard deviation", _ROW,
+        {**_BY_STD, **_EPSILON, "std_of": "norm_adv_std_of"}, alone=True,
+    ),
     Estimator("grpo_passk", "the best of a group gets its lead over the second", _ROW, _BY_STD),
     Estimator(
         "reinforce_plus_plus", "discounted rewards of each token, whitened over the batch, without groups",
@@ -121,7 +125,8 @@ ESTIMATORS: dict[str, Estimator] = _by_name(
     Estimator("opo", "minus the mean weighted by length", (*_ROW, "lengths"), alone=True),
     Estimator(
         "gdpo", "grpo's advantage of each reward in gdpo_reward_keys, their weighted sum whitened over the batch",
-        ("components", "group", "valid", "row"), {**_BY_STD, "weights": "gdpo_reward_weights"},
+        ("components", "group", "valid", "row"),
+        {**_BY_STD, **_EPSILON, "weights": "gdpo_reward_weights", "whiten_over": "gdpo_whiten_over"},
         per_token=True, alone=True,
         refuses=(
             Refusal(
@@ -231,7 +236,7 @@ LOSSES: dict[str, Loss] = _by_name(
     ),
     Loss(
         "cispo", "the clipped ratio of a token weighs its log-prob and has no gradient",
-        "log-probs weighted by one clipped ratio per token", _CLIP,
+        "log-probs weighted by one clipped ratio per token", (*_CLIP, "policy_loss.cispo_max_ratio"),
     ),
     Loss(
         "dppo_tv", "log-prob weighted by a ratio, without the tokens whose probability moved further than the clips (DPPO)",
@@ -245,6 +250,11 @@ LOSSES: dict[str, Loss] = _by_name(
     Loss(
         "sapo", "a smooth gate on the ratio of a token in the place of the clip, averaged over sequences",
         "one gated ratio per token", ("tau_pos", "tau_neg"), by_sequence=True,
+    ),
+    Loss(
+        "vespo", "log-prob weighted by a smooth function of the ratio of its sequence, without a gradient (VESPO)",
+        "log-probs weighted by one ratio per sequence",
+        tuple(f"policy_loss.vespo_{name}" for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")), token_local=False,
     ),
     Loss(
         "clip_cov", "clipped ratio per token, without the gradient of some tokens whose log-prob and advantage vary together",
@@ -318,10 +328,17 @@ class EstimatorSettings:
     """gae: how far an advantage looks ahead. 1 = the return minus the value; 0 = one token."""
     norm_adv_by_std_in_grpo: bool = True
     """grpo, grpo_passk and gdpo: divide by the group's standard deviation."""
+    norm_adv_std_of: Literal["group", "batch"] = "group"
+    """grpo: whose rewards that deviation is of. batch = all rewards of the step, which weighs easy and hard prompts alike."""
+    norm_adv_epsilon: NaturalFloat = 1e-6
+    """grpo and gdpo: added to that deviation. 1e-6 as verl; TRL has 1e-4."""
     gdpo_reward_keys: list[str] | None = None
     """gdpo: names of the rewards, numbers that the reward function returns in its dict; score is its score."""
     gdpo_reward_weights: list[float] | None = None
     """gdpo: weight of each of them; null = 1."""
+    gdpo_whiten_over: Literal["tokens", "rows"] = "tokens"
+    """gdpo: what the weighted sum is whitened over. tokens = all tokens of the step, as verl, so that long responses count more;
+    rows = its responses, with 1e-4 added to their deviation, as TRL."""
     gpg_counts: Literal["scored", "informative"] = "scored"
     """gpg: what the factor of the advantages divides the rows by. scored = rows whose reward is not 0, as verl counts;
     informative = rows of groups whose rewards differ, as the paper counts."""
@@ -347,6 +364,16 @@ class PolicyLoss:
     """kl_cov: share of the tokens of a mini-batch that get the penalty, at least one: those with the largest covariance."""
     ppo_kl_coef: NaturalFloat = 0.1
     """kl_cov: weight of the penalty, the absolute log-ratio of a token."""
+    cispo_max_ratio: Annotated[float | None, POSITIVE] = None
+    """cispo: largest factor of a log-prob, in the place of both clips; ScaleRL (arXiv 2510.13786) has 5. null = the clips."""
+    vespo_k_pos: NaturalFloat = 2.0
+    """vespo: power of the ratio in the weight of responses whose advantage is not negative; larger = less weight below 1."""
+    vespo_lambda_pos: NaturalFloat = 3.0
+    """vespo: decay with the ratio in that weight; larger = less weight above 1."""
+    vespo_k_neg: NaturalFloat = 3.0
+    """vespo: that power for negative advantages."""
+    vespo_lambda_neg: NaturalFloat = 2.0
+    """vespo: that decay for negative advantages."""
     custom: CustomLoss = field(default_factory=CustomLoss)
     """A loss of the user's own."""
 

@@ -320,13 +320,14 @@ def bypass_loss(tokens: LossTokens, actor: Actor, correction: RolloutCorrection)
 
     ``tokens``: Of the micro-batch; ``old_log_probs`` are the engine's, ``weights`` and ``kept`` are not read.
     """
+    tokens = replace(tokens, kept=None, weights=None)
     kept, lengths = None, tokens.lengths
     if correction.rollout_rs is not None:
         rejections = correction.rollout_rs, correction.rollout_rs_threshold
         kept = kept_tokens(tokens.log_ratio, tokens.row, tokens.lengths, *rejections)
         lengths = kept_lengths(kept, tokens.row, tokens.lengths)
     if correction.loss_type == "ppo_clip":
-        return vanilla_loss(replace(tokens, lengths=lengths, kept=kept, weights=None), actor)
+        return vanilla_loss(replace(tokens, lengths=lengths, kept=kept), actor)
     assert correction.loss_type == "reinforce", correction.loss_type
     return gpg_loss(replace(tokens, lengths=lengths, kept=kept, weights=_weights(tokens, correction)), actor)
 

@@ -59,6 +59,11 @@ def _losses() -> Iterator[Refusal]:
     mask, bypass = "algorithm.mask_truncated_responses", f"{KEY}.bypass_mode"
     way_out = f"Set {mask}=false, or {bypass}=false."
     yield refused({mask: True, bypass: True}, "the losses of bypass mode read every token", way_out)
+    quantile, entropies = (
+        "algorithm.top_entropy_quantile",
+        "the entropies come from a pass that bypass mode leaves out",
+    )
+    yield refused({quantile: other_than(1.0), bypass: True}, entropies, f"Set {quantile}=1.0, or {bypass}=false.")
     endless = "no response ends by itself, so nothing would be learned"
     yield refused({mask: True, f"{_ROLLOUT}.ignore_eos": True}, endless, f"Set {mask}=false.")
 
@@ -171,6 +176,7 @@ _ONLY: dict[str, tuple[tuple[str, Any], ...]] = {
     OTHER_LOSS: (
         (f"{_ACTOR}.use_kl_loss", False), ("algorithm.use_kl_in_reward", False), (f"{_LOSS}.loss_mode", "gpg"),
         (f"{_ACTOR}.loss_agg_mode", "token-mean"), (f"{_ACTOR}.entropy_coeff", 0.0), (f"{_ROLLOUT}.temperature", 1.0),
+        (f"{_ACTOR}.off_policy_mask_threshold", None), ("algorithm.top_entropy_quantile", 1.0),
     ),
     "the dataset has one response to a prompt": ((f"{_ROLLOUT}.n", 1),),
     NO_ROLLOUT: (

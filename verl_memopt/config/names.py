@@ -15,17 +15,8 @@ from typing import Any
 
 from verl_memopt.config.aliases import RENAMED_SECTIONS, VALUES, our_key
 from verl_memopt.config.keys import MAIN, Problem, flatten, leaf_types, problem, section_keys, shown
-from verl_memopt.config.trl_names import (
-    ESTIMATOR,
-    ESTIMATORS,
-    MANAGER,
-    NAMES,
-    ONE_SETTING,
-    SPELLINGS,
-    NotConvertibleError,
-    Spelling,
-    effective,
-)
+from verl_memopt.config.spelling import ESTIMATOR, ESTIMATORS, NotConvertibleError, Spelling, effective
+from verl_memopt.config.trl_names import MANAGER, NAMES, ONE_SETTING, SPELLINGS
 from verl_memopt.config.unused_keys import NO_EQUAL, NoEffect, passes
 from verl_memopt.recipes import RECIPES
 

@@ -165,15 +165,21 @@ class Actor(UpdateBudget, SharedPrompt):
     """Lower clip; follows ``clip_ratio``."""
     clip_ratio_high: Annotated[float | None, POSITIVE] = None
     """Upper clip; follows ``clip_ratio``."""
-    clip_ratio_c: Annotated[float, ABOVE_ONE] = 3.0
-    """Dual clip: bound of the loss for negative advantages; above 1."""
+    clip_ratio_c: Annotated[float | None, ABOVE_ONE] = 3.0
+    """Dual clip: bound of the loss for negative advantages; above 1. null = none."""
     loss_agg_mode: Aggregation = "token-mean"
     """token-mean, token-sum (grows with the batch), seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm; always over
     the global mini-batch."""
     loss_scale_factor: Annotated[int | None, POSITIVE] = None
     """Divisor of seq-mean-token-sum-norm; follows ``data.max_response_length``."""
+    off_policy_mask_threshold: Annotated[float | None, POSITIVE] = None
+    """Leave a response with a negative advantage out of the policy's loss where the mean of log engine - log policy over its
+    tokens is above this: it has become too unlikely to be learned from (DeepSeek-V3.2, arXiv 2512.02556). Without the engine's
+    log-probs the old ones take their place. null = off."""
     entropy_coeff: NaturalFloat = 0.0
     """Weight of the entropy bonus."""
+    entropy_agg_mode: Aggregation | None = None
+    """How the bonus is averaged; null = as ``loss_agg_mode`` says."""
     calculate_entropy: bool = False
     """Report the entropy even when its weight is 0."""
     calculate_sum_pi_squared: bool = False
@@ -185,6 +191,9 @@ class Actor(UpdateBudget, SharedPrompt):
     """Weight of that term."""
     kl_loss_type: KlWithGradient = "low_var_kl"
     """kl (k1), abs, mse (k2), low_var_kl (k3); a trailing + takes k2's gradient."""
+    kl_loss_by_ratio: bool = False
+    """Multiply that term at each token by the ratio of new to old, with its gradient, which makes the gradient of low_var_kl that
+    of the KL (DeepSeek-V3.2, arXiv 2512.02556). With gspo it is the ratio of the response."""
     use_torch_compile: bool = True
     """Compile the log-prob head, and norms, rotations and activations of all models. GPU only; off under full_determinism, and
     with one warning where there is no C compiler."""
@@ -420,6 +429,7 @@ class Model(LoadMode, QuantizedBase, ChunkedLogprob, ModelKnobs):
 
 # The section ``actor_rollout_ref.rollout``.
 
+FILLED = Range("must each have a character", all)
 NATS = Range("must be a number above 0, or auto", lambda value: value == "auto" or (isinstance(value, float) and value > 0))
 
 
@@ -437,6 +447,8 @@ class ValKwargs:
     """Nucleus when sampling."""
     top_k: CountOrMinusOne = -1
     """Top-k when sampling; -1 = off."""
+    min_p: Share = 0.0
+    """As ``rollout.min_p``, when sampling."""
 
 
 @dataclass(frozen=True)
@@ -463,8 +475,15 @@ class Rollout(LogProbBudget, RolloutMemory, SharedWeights, WeightBuckets):
     """-1 = off."""
     top_p: PositiveShare = 1.0
     """1 = off."""
+    min_p: Share = 0.0
+    """Leave out tokens whose probability is below this share of the most likely one's, before top_k and top_p; 0 = off."""
     repetition_penalty: PositiveFloat = 1.0
     """1 = off."""
+    stop: Annotated[list[str], FILLED] = field(default_factory=list)
+    """Texts at which a response ends, besides the end-of-sequence tokens; in validation too. The token that completes one is the
+    last of the response."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Tokens at which a response ends, besides the end-of-sequence tokens; in validation too."""
     do_sample: bool = True
     """false = greedy."""
     prompt_length: Annotated[int | None, POSITIVE] = None

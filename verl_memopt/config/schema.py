@@ -43,6 +43,7 @@ from verl_memopt.memory.knob import (
     PositiveFloat,
     PositiveInt,
     Range,
+    Share,
     Words,
 )
 from verl_memopt.memory.limits import Limits
@@ -278,6 +279,9 @@ class Algorithm(EstimatorSettings):
     mask_truncated_responses: bool = False
     """Leave a response that reaches its limit without an end out of the losses. Its reward still counts for the baseline of its
     group, and the response for the mean over sequences."""
+    top_entropy_quantile: Share = 1.0
+    """Learn only from this share of a step's tokens, those with the highest entropy: the others get advantage 0 (arXiv
+    2506.01939). 1 = from all; 0 = from the one with the highest."""
     use_kl_in_reward: bool = False
     """Subtract the KL to the reference from the reward."""
     kl_penalty: KlEstimator = "kl"

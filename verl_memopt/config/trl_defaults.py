@@ -6,13 +6,14 @@ Source: ``GRPOConfig`` and ``RLOOConfig`` of TRL 1.16 with transformers 5.19.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 from verl_memopt.config.keys import shown, value_at
 from verl_memopt.config.names import estimator_of, keys_set
 from verl_memopt.config.schema import Settings
-from verl_memopt.config.trl_names import BATCH_NAMES, ESTIMATOR, NAMES, ONE_SETTING
+from verl_memopt.config.spelling import ESTIMATOR
+from verl_memopt.config.trl_names import BATCH_NAMES, NAMES, ONE_SETTING
 from verl_memopt.config.unused_keys import NO_EQUAL
 
 logger = logging.getLogger(__name__)
@@ -83,23 +84,14 @@ DEFAULTS = {"grpo": _COMMON | _OF_GRPO, "rloo": _COMMON | _OF_RLOO}
 
 _SAY_NOTHING = frozenset({"max_steps", "use_cpu", "adam_epsilon", "report_to"})
 """Names that are read, and whose default asks for what happens here anyway."""
+_OFF = frozenset({"delta"})
+"""Names whose default null switches something off that is on here."""
 _COUNT_WITH = {"vllm_": "use_vllm", "ref_model_": "sync_ref_model"}
 """Beginning of some names -> the switch without which they mean nothing."""
 
 
-def _uses_vllm(values: Mapping[str, Any]) -> bool:
-    return values.get("use_vllm") is True
-
-
-NOT_TAKEN: dict[str, Callable[[Mapping[str, Any]], bool]] = {
-    "vllm_importance_sampling_correction": _uses_vllm,
-    "use_bias_correction_kl": lambda values: values.get("beta") not in (0, None),
-}
-"""Name without an equal whose default changes what is learned -> whether it does, from all values of TRL's config."""
-
-
-def defaults_beside(defaults: Mapping[str, Any], given: Mapping[str, Any], algorithm: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the defaults of TRL that are read beside what a user gave, and a sentence for each that means something and is not.
+def defaults_beside(defaults: Mapping[str, Any], given: Mapping[str, Any], algorithm: str) -> dict[str, Any]:
+    """Return the defaults of TRL that are read beside what a user gave.
 
     A default gives way to another spelling of its setting.
 
@@ -110,32 +102,28 @@ def defaults_beside(defaults: Mapping[str, Any], given: Mapping[str, Any], algor
     """
     estimator = {ESTIMATOR: algorithm} | {name: value for name, value in given.items() if name == ESTIMATOR}
     if estimator_of(estimator) != algorithm:
-        return {}, []
+        return {}
     by_key = {key for name, keys in keys_set({**given, **estimator}).items() if name not in NAMES for key in keys} - {ESTIMATOR}
     keys, values = keys_set({**defaults, **estimator}), {**defaults, **given}
 
     def holds(name: str) -> bool:
         said_otherwise = any(name in names and not given.keys().isdisjoint(names) for names in ONE_SETTING)
         off = any(name.startswith(start) and values.get(switch) is not True for start, switch in _COUNT_WITH.items())
-        idle = defaults[name] is None or name in _SAY_NOTHING or name in NO_EQUAL or name not in NAMES
+        idle = (defaults[name] is None and name not in _OFF) or name in _SAY_NOTHING or name in NO_EQUAL or name not in NAMES
         return not (said_otherwise or off or idle or keys[name] & by_key)
 
     held = {name: value for name, value in defaults.items() if name not in given and holds(name)}
     if any(name not in held and name not in given for name in BATCH_NAMES if defaults.get(name) is not None):
         held = {name: value for name, value in held.items() if name not in BATCH_NAMES}  # they mean something together
-    missed = [name for name, counts in NOT_TAKEN.items() if name in defaults and name not in given and counts(values)]
-    return held, [f"{name}={shown(defaults[name])} is not: {NO_EQUAL[name].reason}" for name in missed if name in NO_EQUAL]
+    return held
 
 
-def log_defaults(
-    keys: Mapping[str, Set[str]], values: Mapping[str, Any], not_taken: Sequence[str], loaded: Settings, before: Mapping[str, Any]
-) -> None:
-    """Log the defaults of TRL that changed a setting, in one table, and those that mean something and were not taken.
+def log_defaults(keys: Mapping[str, Set[str]], values: Mapping[str, Any], loaded: Settings, before: Mapping[str, Any]) -> None:
+    """Log the defaults of TRL that changed a setting, in one table.
 
     Args:
         keys: Name of TRL -> the keys that it can set.
         values: Name of TRL -> its default, of those that were read.
-        not_taken: As :func:`defaults_beside` returns them.
         loaded: The settings of the run.
         before: Key -> value without TRL's defaults, of the keys that have none of ours.
     """
@@ -150,6 +138,5 @@ def log_defaults(
         if value_at(loaded, key) != before.get(key, value_at(Settings(), key))
     }
     lines = [f"  {name:<32} {meaning} (our default: {ours})" for name, meaning, ours in rows.values()]
-    lines += [f"  {sentence}" for sentence in not_taken]
     if lines:
         logger.info("the defaults of TRL that differ from ours hold:\n%s", "\n".join(lines))

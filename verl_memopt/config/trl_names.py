@@ -6,13 +6,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from verl_memopt.config.aliases import MINI_BATCH, PROMPTS, is_count
-from verl_memopt.config.keys import value_at
-from verl_memopt.config.schema import Settings
+from verl_memopt.config.spelling import (
+    ESTIMATOR,
+    GRPO,
+    RLOO,
+    Convert,
+    NotConvertibleError,
+    Spelling,
+    TrlSettings,
+    Values,
+    copied,
+    effective,
+    off_at_zero,
+    same,
+    unless_none,
+    words,
+)
+from verl_memopt.config.trl_objective import DRAWING, KL_IN_LOSS, OBJECTIVE, WEIGHING
 from verl_memopt.config.unused_keys import NO_EQUAL, NoEffect
 
 MANAGER = "reward_model.reward_manager"
@@ -41,71 +56,18 @@ class RecipeNames:
 # TRL 0.20.
 
 _AR = "actor_rollout_ref"
+_ACTOR, _OPTIM, _ROLLOUT = f"{_AR}.actor", f"{_AR}.actor.optim", f"{_AR}.rollout"
 SAMPLES, EPOCHS = f"{_AR}.rollout.n", f"{_AR}.actor.ppo_epochs"
 STEPS, TOTAL_EPOCHS = "trainer.total_training_steps", "trainer.total_epochs"
 KL_IN_REWARD, KL_COEF = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"
 SYNC_EVERY, SYNC_ALPHA = f"{_AR}.ref.sync_every_steps", f"{_AR}.ref.sync_mixup_alpha"
-KL_IN_LOSS, KL_LOSS_COEF = f"{_AR}.actor.use_kl_loss", f"{_AR}.actor.kl_loss_coef"
-ESTIMATOR, BETAS = "algorithm.adv_estimator", f"{_AR}.actor.optim.betas"
-SCHEDULE_STEPS = f"{_AR}.actor.optim.lr_schedule_steps"
+KL_LOSS_COEF = f"{_AR}.actor.kl_loss_coef"
+BETAS, SCHEDULE_STEPS = f"{_AR}.actor.optim.betas", f"{_AR}.actor.optim.lr_schedule_steps"
 BATCH_NAMES = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation",
     "num_mini_batches",
 )  # fmt: skip
 """Names of TRL that together decide how many responses a rollout has, and how many an optimizer step."""
-
-TrlSettings = Mapping[str, Any]
-"""Name of TRL -> value, of all names that the user wrote."""
-Values = Mapping[str, Any]
-"""Our key -> value, of what is set so far."""
-Convert = Callable[[str, TrlSettings, Values], dict[str, Any]]
-"""Return our keys and values for one name of TRL, from the name, all names of TRL and our values so far."""
-
-
-class NotConvertibleError(Exception):
-    """A value of TRL has no equal here.
-
-    ``what`` has no full stop. ``names`` of TRL it is about; () = the one that is being read.
-    """
-
-    def __init__(self, what: str, way_out: str, names: tuple[str, ...] = ()) -> None:
-        super().__init__(what)
-        self.what, self.way_out, self.names = what, way_out, names
-
-
-def effective(key: str, values: Values) -> Any:
-    """Return the value of one of our keys: the one that is set, else its default."""
-    return values.get(key, value_at(Settings(), key))
-
-
-def copied(*keys: str) -> Convert:
-    """Return the conversion that gives our keys the value as it is."""
-    return lambda name, trl, values: dict.fromkeys(keys, trl[name])
-
-
-def words(key: str, meanings: Mapping[str, Any]) -> Convert:
-    """Return the conversion of a value that is one of a few.
-
-    ``meanings``: Value of TRL, in lower case -> our value.
-    """
-
-    def convert(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-        word = str(trl[name]).lower()
-        if word not in meanings:
-            raise NotConvertibleError("this value has no equal", f"Set {key}.")
-        return {key: meanings[word]}
-
-    return convert
-
-
-def off_at_zero(key: str, off: Any) -> Convert:
-    """Return the conversion of a number that TRL switches off with 0 or null, and we with another value."""
-    return lambda name, trl, values: {key: off if trl[name] in (None, 0) else trl[name]}
-
-
-def unless_none(*keys: str) -> Convert:
-    """Return the conversion that copies a value, and takes null as a name that is not written."""
-    return lambda name, trl, values: {} if trl[name] is None else dict.fromkeys(keys, trl[name])
 
 
 def kl(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
@@ -330,39 +292,12 @@ def reference_sync(name: str, trl: TrlSettings, values: Values) -> dict[str, Any
 
 # The names of TRL's RLOO and GRPO trainers, old and new: which of our keys each sets, and which have no equal here.
 
-_ACTOR, _OPTIM, _ROLLOUT = f"{_AR}.actor", f"{_AR}.actor.optim", f"{_AR}.rollout"
 _REST, _ATTENTION, _QUANTIZATION = (
     f"{_ACTOR}.fsdp_config.model_dtype",
     f"{_AR}.model.attn_implementation",
     f"{_AR}.model.quantization",
 )
 _DTYPES = tuple(f"{section}.fsdp_config.dtype" for section in (_ACTOR, f"{_AR}.ref"))
-RLOO, GRPO = ("rloo",), ("grpo",)
-ESTIMATORS = (*RLOO, *GRPO)
-"""Values of ``algorithm.adv_estimator`` under which the names are read: the algorithms of ``recipe/rloo``."""
-
-
-@dataclass(frozen=True)
-class Spelling:
-    """One setting of TRL."""
-
-    names: tuple[str, ...]
-    """Its names, the newest first. Two of them at once are refused."""
-    keys: tuple[str, ...]
-    """The keys of ours that it can set. One of them beside it is refused."""
-    convert: Convert
-    """Return keys and values of ours."""
-    note: str = ""
-    """What is not the same, as a sentence without a full stop."""
-    estimators: tuple[str, ...] = ESTIMATORS
-    """Estimators under which it means something."""
-
-
-def same(name: str, key: str, *older: str, note: str = "") -> Spelling:
-    """Return the spelling of a key that takes the same values."""
-    return Spelling((name, *older), (key,), copied(key), note)
-
-
 _SCHEDULE = "the schedule then counts optimizer steps, as TRL's; a warm-up begins one step above TRL's 0"
 
 
@@ -412,8 +347,6 @@ SPELLINGS: tuple[Spelling, ...] = (
         "max_prompt_length", "data.max_prompt_length",
         note="TRL cuts longer prompts; here data.truncation decides, and error is its default",
     ),
-    Spelling(("epsilon", "cliprange"), (f"{_ACTOR}.clip_ratio",), copied(f"{_ACTOR}.clip_ratio")),
-    Spelling(("epsilon_high",), (f"{_ACTOR}.clip_ratio_high",), unless_none(f"{_ACTOR}.clip_ratio_high")),
     Spelling(
         ("beta", "kl_coef"), (KL_IN_REWARD, KL_COEF), kl,
         "the KL comes off the reward, with the estimator algorithm.kl_penalty; 0 builds no reference", RLOO,
@@ -438,19 +371,7 @@ SPELLINGS: tuple[Spelling, ...] = (
         ("normalize_reward",), (_NORMALIZE,), copied(_NORMALIZE),
         "the older trainer normalised and clamped the scores; here, as in the newer one, the advantages are normalised", RLOO,
     ),
-    Spelling(
-        ("scale_rewards",), ("algorithm.norm_adv_by_std_in_grpo",),
-        words("algorithm.norm_adv_by_std_in_grpo", {"true": True, "group": True, "false": False, "none": False}),
-        "the deviation is the group's; there is none over the batch", GRPO,
-    ),
-    Spelling(
-        ("loss_type",), (f"{_ACTOR}.loss_agg_mode",),
-        words(
-            f"{_ACTOR}.loss_agg_mode",
-            {"grpo": "seq-mean-token-mean", "dapo": "token-mean", "bnpo": "token-mean", "dr_grpo": "seq-mean-token-sum-norm"},
-        ),
-        "", GRPO,
-    ),
+    *OBJECTIVE,
     Spelling(
         ("mask_truncated_completions",), ("algorithm.mask_truncated_responses",), copied("algorithm.mask_truncated_responses"),
     ),
@@ -458,6 +379,7 @@ SPELLINGS: tuple[Spelling, ...] = (
     same("top_p", f"{_ROLLOUT}.top_p"),
     Spelling(("top_k",), (f"{_ROLLOUT}.top_k",), off_at_zero(f"{_ROLLOUT}.top_k", -1), "-1 is off"),
     same("repetition_penalty", f"{_ROLLOUT}.repetition_penalty"),
+    *DRAWING,
     same("learning_rate", f"{_OPTIM}.lr"),
     same("weight_decay", f"{_OPTIM}.weight_decay"),
     Spelling(("adam_beta1",), (BETAS,), beta(0)),
@@ -477,6 +399,7 @@ SPELLINGS: tuple[Spelling, ...] = (
     same("eval_on_start", "trainer.val_before_train"),
     same("gradient_checkpointing", f"{_AR}.model.enable_gradient_checkpointing"),
     Spelling(("use_vllm",), (f"{_ROLLOUT}.name",), words(f"{_ROLLOUT}.name", {"true": "vllm", "false": "hf"})),
+    *WEIGHING,
     same("vllm_gpu_memory_utilization", f"{_ROLLOUT}.gpu_memory_utilization"),
     same("vllm_tensor_parallel_size", f"{_ROLLOUT}.tensor_model_parallel_size"),
     Spelling(("vllm_max_model_length",), (f"{_ROLLOUT}.max_model_len",), unless_none(f"{_ROLLOUT}.max_model_len")),

@@ -319,7 +319,7 @@ def _of_advantages() -> Iterator[UnusedKey]:
     yield from idle(f"{_FILTER}.enable", False, f"{_FILTER}.metric", f"{_FILTER}.max_num_gen_batches")
     yield from idle("algorithm.use_kl_in_reward", False, "algorithm.kl_penalty", f"{_KL}.type", f"{_KL}.kl_coef")
     yield from idle(f"{_KL}.type", "fixed", f"{_KL}.horizon", f"{_KL}.target_kl")
-    for key in ("kl_loss_coef", "kl_loss_type"):
+    for key in ("kl_loss_coef", "kl_loss_type", "kl_loss_by_ratio"):
         yield UnusedKey(
             f"{_AR}.actor.{key}", lambda settings: not settings.actor_rollout_ref.actor.use_kl_loss, "actor.use_kl_loss is false"
         )
@@ -341,6 +341,7 @@ def _of_losses() -> Iterator[UnusedKey]:
         owners = with_option(key)
         because = f"it belongs to {_LOSS_MODE}={owners[0]}" if len(owners) == 1 else "this loss has no clip"
         yield belongs(f"{_AR}.actor.{key}", _LOSS_MODE, owners, because)
+    yield from idle(f"{_AR}.actor.entropy_coeff", 0, f"{_AR}.actor.entropy_agg_mode")
     yield from idle(f"{_AR}.actor.policy_loss.custom.path", None, f"{_AR}.actor.policy_loss.custom.name")
     yield from (unused for record in RECORDS for unused in record.unused_keys)
     yield UnusedKey(_AGG_MODE, _averages_sequences, "actor.policy_loss.loss_mode averages over sequences")
@@ -413,7 +414,6 @@ def warn_unused(unused: UnusedKey, value: Any, if_not_given: Any) -> None:
 # The names of TRL's trainers, and of transformers' arguments below them, that have no equal here.
 
 _ACTOR, _ROLLOUT = f"{_AR}.actor", f"{_AR}.rollout"
-_CORRECTION = "algorithm.rollout_correction"
 _REWARD_FUNCTION = "Use custom_reward_function.path: it belongs in the reward function"
 
 _ROWS: tuple[tuple[str, tuple[Any, ...] | None, str], ...] = (
@@ -423,7 +423,6 @@ _ROWS: tuple[tuple[str, tuple[Any, ...] | None, str], ...] = (
     ("reward_funcs", (), "a reward function is named by its file. Use custom_reward_function.path"),
     ("whiten_rewards", (False,), "rewards are not whitened. Use algorithm.normalize_advantages"),
     ("token_level_kl", (False,), "RLOO takes the KL of a whole response off its reward. Set false, or remove the key"),
-    ("min_p", (0, 0.0), f"samples are cut by {_ROLLOUT}.top_p and top_k alone. Use one of them"),
     ("vllm_mode", ("colocate",), f"the engine always lives in the worker's process. Set {_ROLLOUT}.name=vllm alone"),
     ("disable_dropout", EITHER, "models are computed in evaluation mode, whatever this key says"),
     ("local_rollout_forward_batch_size", ANY,
@@ -435,7 +434,6 @@ _ROWS: tuple[tuple[str, tuple[Any, ...] | None, str], ...] = (
     ("remove_unused_columns", EITHER, "a reward function gets every column. Remove the key"),
     ("router_aux_loss_coef", (0, 0.0), "the loss has no term for the balance of experts. Set 0, or remove the key"),
     ("pad_to_multiple_of", ANY, "nothing is padded: sequences are packed"),
-    ("generation_kwargs", (), f"responses are drawn with other names. Use {_ROLLOUT}.temperature, top_p and top_k"),
     ("cache_implementation", ANY, "the engine chooses its cache"),
     ("use_transformers_continuous_batching use_transformers_paged", (False,), f"vLLM does that. Set {_ROLLOUT}.name=vllm"),
     ("transformers_continuous_batching_config", (), f"vLLM does that. Set {_ROLLOUT}.name=vllm"),
@@ -449,21 +447,10 @@ _ROWS: tuple[tuple[str, tuple[Any, ...] | None, str], ...] = (
     ("use_liger_kernel", EITHER, "head and loss are computed by code of this package"),
     ("torch_empty_cache_steps", ANY, "memory goes back between the phases that need it"),
     ("cast_lm_head_to_fp32", (False,), f"the head has the dtype of the model. Use {_ACTOR}.fsdp_config.dtype"),
-    ("delta", (), f"the clip for negative advantages has another name. Use {_ACTOR}.clip_ratio_c"),
-    ("sapo_temperature_neg sapo_temperature_pos", (),
-     f"SAPO is a loss of its own. Use {_LOSS_MODE}=sapo with {_ACTOR}.tau_neg and tau_pos"),
-    ("vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg", (), f"there is no loss VESPO. Use another {_LOSS_MODE}"),
-    ("importance_sampling_level", ("token",), f"a ratio of sequences is a loss of its own. Use {_LOSS_MODE}=gspo"),
-    ("multi_objective_aggregation", ("sum_then_normalize",), f"rewards are added up first. {_REWARD_FUNCTION}"),
-    ("top_entropy_quantile", (1, 1.0), "all tokens are learned, whatever their entropy. Set 1.0, or remove the key"),
-    ("entropy_coef", (0, 0.0), f"TRL's bonus is a mean over tokens with any loss. Use {_ACTOR}.entropy_coeff"),
-    ("use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target", (False,),
-     f"the coefficient of the entropy stays as it is. Use {_ACTOR}.entropy_coeff"),
+    ("use_adaptive_entropy", (False,), f"the coefficient of the entropy stays as it is. Use {_ACTOR}.entropy_coeff"),
+    ("entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target", ANY,
+     "it counts with use_adaptive_entropy, and the coefficient of the entropy stays as it is"),
     ("max_tool_calling_iterations", (), "there are no tool calls in rollouts. Remove the key"),
-    ("vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_cap "
-     "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min", (False,),
-     f"the correction has settings of its own. Use {_CORRECTION}.rollout_is and rollout_is_threshold"),
-    ("off_policy_mask_threshold", (), f"the mask has settings of its own. Use {_CORRECTION}.rollout_rs"),
     ("fp16 fp16_full_eval", (False,), f"float16 needs a scaler of the loss. Use {_ACTOR}.fsdp_config.dtype=bfloat16"),
     ("bf16_full_eval tf32", EITHER, f"validation generates with {_ROLLOUT}.dtype, and matrices of fp32 are multiplied in fp32"),
     ("do_train do_eval do_predict prediction_loss_only batch_eval_metrics eval_do_concat_batches eval_use_gather_object "
@@ -503,7 +490,6 @@ _ROWS: tuple[tuple[str, tuple[Any, ...] | None, str], ...] = (
     ("use_cache liger_kernel_config", ANY, "head, loss and attention are computed by code of this package"),
     ("label_smoothing_factor", (0, 0.0), "the loss is of the policy's log-probs. Set 0, or remove the key"),
     ("neftune_noise_alpha", (), "embeddings get no noise. Remove the key"),
-    ("use_bias_correction_kl", (False,), "the KL is not weighted by the ratio. Set false, or remove the key"),
     ("ds3_gather_for_generation", EITHER, "weights reach the engine inside its process, piece by piece. Remove the key"),
 )  # fmt: skip
 """Names (separated by spaces), the values that ask for nothing, why, and the way out."""

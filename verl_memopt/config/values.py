@@ -13,7 +13,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 from verl_memopt.config.debug_modes import DATA_KEYS, REPLAYING, WITHOUT_DATA
 from verl_memopt.config.keys import MAIN, Problem, all_keys, leaf_types, leaf_values, problem, section_keys, shown, walk
 from verl_memopt.config.schema import REQUIRED, Settings
-from verl_memopt.config.trl_names import ESTIMATORS, SPELLINGS
+from verl_memopt.config.spelling import ESTIMATORS
+from verl_memopt.config.trl_names import SPELLINGS
 from verl_memopt.config.unused_keys import NO_EQUAL
 from verl_memopt.memory.knob import Range, Words, knobs
 from verl_memopt.recipes import RECIPES

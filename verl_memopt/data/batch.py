@@ -17,6 +17,7 @@ from verl_memopt.model.packing import ranges
 
 TOKEN_FIELDS = (
     "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "selected", "old_values", "returns", "weights", "kept",
+    "sampled_log_probs",
 )  # fmt: skip
 """Fields that are flat over response tokens, in the order of ``responses.flat``."""
 
@@ -30,7 +31,7 @@ class RolloutBatch(TensorClass):
     ``clip_cov`` and ``kl_cov`` act on. ``kept`` is bool [R]: False for the tokens that the rollout correction rejects. The other
     optional fields are fp32 [R], one value for each response token of all rows: ``old_values`` are the critic's when the
     advantages were computed, ``returns`` are what it learns, and ``weights`` are the importance weights of the rollout
-    correction.
+    correction. ``sampled_log_probs`` are the engine's where ``actor.off_policy_mask_threshold`` reads them in the update.
     """
 
     prompts: Ragged | SharedRows
@@ -46,6 +47,7 @@ class RolloutBatch(TensorClass):
     returns: Tensor | None = None
     weights: Tensor | None = None
     kept: Tensor | None = None
+    sampled_log_probs: Tensor | None = None
 
     @property
     def num_rows(self) -> int:

@@ -189,7 +189,7 @@ def _round(group: Any, settings: Settings, batch: RolloutBatch, memories: list[P
         assert batch.advantages is not None
         batch.returns = batch.old_values + batch.advantages
     # Losses that act on some tokens only get them chosen here, as in a training step.
-    batch = with_selection(batch, range(batch.num_rows), settings.actor_rollout_ref.actor.policy_loss, seed=0)
+    batch = with_selection(batch, range(batch.num_rows), settings.actor_rollout_ref.actor, seed=0)
     counts = GlobalCounts(float(batch.responses.lengths.sum()), float(batch.num_rows))
     if batch.returns is not None:
         call("update_critic", "update_critic", [MiniBatch(batch, critic_bins, counts)])

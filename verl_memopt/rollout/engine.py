@@ -36,7 +36,7 @@ class Generation:
     log_probs: list[list[float]] | None
     """fp32 log-probs of those tokens. None = not requested."""
     finish_reasons: list[str]
-    """stop = an end-of-sequence token was generated; length = ``max_tokens`` was reached."""
+    """stop = an end-of-sequence token was generated, or another end; length = ``max_tokens`` was reached."""
     cached_tokens: int = 0
     """Prompt tokens that were not computed, because their keys and values were in the prefix cache."""
 
@@ -248,6 +248,12 @@ class SamplingSettings:
     """Generate ``max_tokens`` tokens, and do not stop at an end-of-sequence token."""
     log_probs: bool
     """Return the log-prob of each generated token."""
+    min_p: float = 0.0
+    """Leave out tokens whose probability is below this share of the most likely one's, before top_k and top_p; 0 = off."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response with the token that completes one."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response, whatever ``ignore_eos`` says."""
 
 
 def train_sampling(rollout: schema.Rollout) -> SamplingSettings:
@@ -284,6 +290,9 @@ def _sampling(rollout: schema.Rollout, drawn: schema.Rollout | schema.ValKwargs,
         max_tokens=rollout.response_length,
         ignore_eos=rollout.ignore_eos,
         log_probs=log_probs,
+        min_p=drawn.min_p,
+        stop=tuple(rollout.stop),
+        stop_token_ids=tuple(rollout.stop_token_ids),
     )
 
 

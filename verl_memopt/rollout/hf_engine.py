@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -81,15 +82,15 @@ class HfEngine:
         check_rows(prompt_ids, seeds, sampling.max_tokens, self._longest)
         ids: list[list[int]] = []
         log_probs: list[list[float]] = []
+        reasons: list[str] = []
         for start in range(0, len(prompt_ids), self._chunk):
             rows = slice(start, start + self._chunk)
-            chunk_ids, chunk_log_probs = self._generate_chunk(prompt_ids[rows], seeds[rows], sampling, stopped)
+            chunk_ids, chunk_log_probs, ended = self._generate_chunk(prompt_ids[rows], seeds[rows], sampling, stopped)
             for number, row in enumerate(chunk_ids, len(ids)):
                 finished(number, row)
             ids += chunk_ids
             log_probs += chunk_log_probs
-        stops = set() if sampling.ignore_eos else set(self._place.eos_token_ids)
-        reasons = ["stop" if row[-1] in stops else "length" for row in ids]
+            reasons += ["stop" if each else "length" for each in ended]
         return Generation(ids, log_probs if sampling.log_probs else None, reasons)
 
     def load_weights(self, weights: Weights) -> None:
@@ -175,13 +176,14 @@ class HfEngine:
     @torch.no_grad()
     def _generate_chunk(
         self, prompts: list[list[int]], seeds: list[int], sampling: SamplingSettings, stopped: Callable[[], bool]
-    ) -> tuple[list[list[int]], list[list[float]]]:
-        """Return response ids and log-probs (empty where not requested) of a few rows."""
+    ) -> tuple[list[list[int]], list[list[float]], list[bool]]:
+        """Return response ids, log-probs (empty where not requested) and whether each has ended, of a few rows."""
         ids, mask = left_padded(prompts, self._place.device)
         # The sampler adds noise from a generator of each row, so that the largest score is the sample. generate() itself
         # would draw all rows from one generator.
         sampler = RowSampler(sampling, seeds, mask, self._processed)
-        stops = [] if sampling.ignore_eos else list(self._place.eos_token_ids)
+        stops = [*([] if sampling.ignore_eos else self._place.eos_token_ids), *sampling.stop_token_ids]
+        texts = StopTexts(sampling.stop, self._tokenizer, ids.shape[1])
 
         def check_stop(input_ids: Tensor, scores: Tensor) -> Tensor:
             if stopped():  # between two tokens
@@ -193,16 +195,46 @@ class HfEngine:
             ids,
             attention_mask=mask,
             logits_processor=[sampler, check_stop],
+            stopping_criteria=[texts] if sampling.stop else None,
             do_sample=False,
             max_new_tokens=sampling.max_tokens,
             eos_token_id=stops or None,
             pad_token_id=PAD,
         )
-        responses = [until_stop(row, set(stops)) for row in output[:, ids.shape[1] :].tolist()]
+        rows = [row[: texts.ends.get(number)] for number, row in enumerate(output[:, ids.shape[1] :].tolist())]
+        responses = [until_stop(row, set(stops)) for row in rows]
+        ended = [row[-1] in stops or number in texts.ends for number, row in enumerate(responses)]
         if not sampling.log_probs:
-            return responses, [[] for _ in responses]
+            return responses, [[] for _ in responses], ended
         table = torch.stack(sampler.log_probs, dim=1).tolist()
-        return responses, [row[: len(response)] for row, response in zip(table, responses, strict=True)]
+        return responses, [row[: len(response)] for row, response in zip(table, responses, strict=True)], ended
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        folder, remote = self._place.tokenizer_folder, self._place.trust_remote_code
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=remote)
+
+
+class StopTexts:
+    """Ends a row with the token that completes one of some texts. Transformers calls it as a stopping criterion.
+
+    ``ends``: number of a row that has ended -> tokens of its response.
+    """
+
+    def __init__(self, texts: Sequence[str], tokenizer: Any, prompt_width: int) -> None:
+        """Look for the texts in what follows so many tokens."""
+        self._texts, self._tokenizer, self._width = texts, tokenizer, prompt_width
+        self.ends: dict[int, int] = {}
+
+    def __call__(self, input_ids: Tensor, scores: Any, **others: Any) -> Tensor:
+        """Return True for the rows that have ended, bool [rows]. ``input_ids`` are prompt and response so far."""
+        answers = input_ids[:, self._width :].tolist()
+        for row, text in enumerate(self._tokenizer.batch_decode(answers, skip_special_tokens=True)):
+            if row not in self.ends and any(stop in text for stop in self._texts):
+                self.ends[row] = len(answers[row])
+        return torch.tensor([row in self.ends for row in range(len(answers))], device=input_ids.device)
 
 
 def left_padded(prompts: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -283,7 +315,8 @@ class RowSampler:
         raw = scores.float()
         logits = penalized(raw, self._present_tokens(input_ids, raw.shape[-1]), self._sampling.repetition_penalty)
         if self._sampling.do_sample:
-            logits = filtered(logits / self._sampling.temperature, self._sampling.top_k, self._sampling.top_p)
+            likely = at_least(logits / self._sampling.temperature, self._sampling.min_p)
+            logits = filtered(likely, self._sampling.top_k, self._sampling.top_p)
         noisy = logits + self._noise(logits) if self._sampling.do_sample else logits
         drawn = noisy.argmax(dim=-1, keepdim=True)
         if self._sampling.log_probs:
@@ -315,6 +348,14 @@ def penalized(logits: Tensor, present: Tensor | None, penalty: float) -> Tensor:
     if present is None:
         return logits
     return torch.where(present, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def at_least(logits: Tensor, min_p: float) -> Tensor:
+    """Return logits [rows, vocab] with those at minus infinity whose probability is below ``min_p`` times the largest."""
+    if min_p == 0:
+        return logits
+    probabilities = logits.softmax(dim=-1)
+    return logits.masked_fill(probabilities < min_p * probabilities.amax(dim=-1, keepdim=True), float("-inf"))
 
 
 def filtered(logits: Tensor, top_k: int, top_p: float) -> Tensor:

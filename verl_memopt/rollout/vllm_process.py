@@ -78,7 +78,7 @@ def engine_arguments(rollout: schema.Rollout, place: EnginePlace) -> dict[str, A
     arguments: dict[str, Any] = {
         "model": place.model_folder,
         "tokenizer": place.tokenizer_folder,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not rollout.stop,  # vLLM looks for texts in what its tokenizer decodes
         "generation_config": "vllm",
         "trust_remote_code": place.trust_remote_code,
         "dtype": str(dtype_of(rollout.dtype, f"{KEY}.dtype")).removeprefix("torch."),
@@ -173,9 +173,11 @@ def sampling_arguments(sampling: SamplingSettings, seed: int, eos_token_ids: Seq
         "seed": seed if sampling.do_sample else None,
         "max_tokens": sampling.max_tokens,
         "ignore_eos": sampling.ignore_eos,
-        "stop_token_ids": [] if sampling.ignore_eos else list(eos_token_ids),
+        "stop_token_ids": [*([] if sampling.ignore_eos else eos_token_ids), *sampling.stop_token_ids],
+        "stop": list(sampling.stop),
+        "min_p": sampling.min_p if sampling.do_sample else 0.0,
         "logprobs": 0 if sampling.log_probs else None,
-        "detokenize": False,
+        "detokenize": bool(sampling.stop),
     }
 
 

@@ -51,6 +51,7 @@ from verl_memopt.trainer.micro_batching import (
     adaptive_phases,
     budgets,
     critic_budgets,
+    reads_entropy,
     role_updates,
     update_gives_old_log_probs,
 )
@@ -384,7 +385,7 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
     bypasses = correction.bypass_mode and mode.updates and not mode.supervised
     # A scorer that reads log-probs runs before the update, so that they cannot come from it.
     on_policy = mode.updates and not scorer.reads and update_gives_old_log_probs(actor, data.train_batch_size, algorithm)
-    options = actor.calculate_entropy, statistics_of(algorithm)
+    options = reads_entropy(actor, algorithm), statistics_of(algorithm)
     old_pass = LogProbPass(workers, "old_log_prob", Worker.old_log_probs, old_budget, balance, options)
     cutter = MiniBatchCutter(workers.world_size, actor, rollout.n, update_budget, balance)
     policy_update = PolicyUpdate(cutter, actor, context.store)

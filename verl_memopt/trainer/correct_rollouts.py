@@ -172,7 +172,7 @@ def same_distribution(rollout: Rollout) -> bool:
         return False
     if rollout.logprobs_mode == "raw_logprobs":
         return rollout.temperature == 1.0
-    return rollout.top_p == 1.0 and rollout.top_k <= 0 and rollout.repetition_penalty == 1.0
+    return rollout.top_p == 1.0 and rollout.top_k <= 0 and rollout.min_p == 0 and rollout.repetition_penalty == 1.0
 
 
 def mismatch_metrics(engine: Tensor, trainer: Tensor) -> dict[str, float]:

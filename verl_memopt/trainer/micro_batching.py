@@ -15,7 +15,7 @@ from verl_memopt.algorithms.custom import inputs_of, statistics_of
 from verl_memopt.algorithms.records import LOSSES, load
 from verl_memopt.algorithms.rollout_correction import corrects_before_update
 from verl_memopt.algorithms.rows import GlobalCounts
-from verl_memopt.config.schema import Actor, ActorRolloutRef, Algorithm, Critic, PolicyLoss, Ref, Rollout, Settings
+from verl_memopt.config.schema import Actor, ActorRolloutRef, Algorithm, Critic, Ref, Rollout, Settings
 from verl_memopt.data.batch import RolloutBatch, token_index
 from verl_memopt.errors import ConfigError, TrainingError
 from verl_memopt.memory.knob import reference_ranks
@@ -134,9 +134,14 @@ def update_gives_old_log_probs(actor: Actor, train_batch_size: int, algorithm: A
     """Return whether the forward of the only optimizer step computes the old log-probs, so that they need no own pass."""
     once = actor.ppo_epochs == 1 and train_batch_size == actor.ppo_mini_batch_size
     read_before = algorithm.use_kl_in_reward or algorithm.use_pf_ppo or corrects_before_update(algorithm.rollout_correction)
-    read_before |= actor.calculate_entropy or LOSSES[actor.policy_loss.loss_mode].selects is not None
+    read_before |= reads_entropy(actor, algorithm) or LOSSES[actor.policy_loss.loss_mode].selects is not None
     read_before |= "old_log_probs" in inputs_of(algorithm) or bool(statistics_of(algorithm))
     return actor.old_log_prob_pass == "auto" and once and not read_before
+
+
+def reads_entropy(actor: Actor, algorithm: Algorithm) -> bool:
+    """Return whether the pass for old log-probs computes the entropy of each token."""
+    return actor.calculate_entropy or algorithm.top_entropy_quantile < 1
 
 
 def mini_batch_rows(num_prompts: int, samples: int, prompts_per_mini: int, shuffle_seed: int | None) -> list[list[int]]:
@@ -307,7 +312,7 @@ class PolicyUpdate:
 
     def cut(self, batch: RolloutBatch, names: Sequence[str], step: int) -> list[list[MiniBatch]]:
         """Return what :meth:`MiniBatchCutter.cut` returns, with the tokens that a loss selects."""
-        return self.cutter.cut(batch, names, step, lambda rows, seed: with_selection(batch, rows, self.actor.policy_loss, seed))
+        return self.cutter.cut(batch, names, step, lambda rows, seed: with_selection(batch, rows, self.actor, seed))
 
     def metrics(self, per_rank: Sequence[dict[str, float]], step: int) -> dict[str, float]:
         """Return the metrics of the update over all ranks.
@@ -321,11 +326,15 @@ class PolicyUpdate:
         return metrics
 
 
-def with_selection(batch: RolloutBatch, rows: Sequence[int], loss: PolicyLoss, seed: int) -> RolloutBatch:
-    """Return the batch with the tokens of one mini-batch that its loss acts on, or the batch itself if the loss selects none.
+def with_selection(batch: RolloutBatch, rows: Sequence[int], actor: Actor, seed: int) -> RolloutBatch:
+    """Return the batch with what the loss of one mini-batch reads besides: the tokens that it acts on, or engine log-probs.
 
     The tokens are chosen here, from the whole mini-batch, so that they depend neither on micro-batches nor on ranks.
     """
+    loss = actor.policy_loss
+    if actor.off_policy_mask_threshold is not None and batch.rollout_log_probs is not None:
+        batch = batch.clone(recurse=False)
+        batch.sampled_log_probs = batch.rollout_log_probs
     selects = LOSSES[loss.loss_mode].selects
     if selects is None:
         return batch

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from verl_memopt.algorithms.estimators import AdvantageInputs, check_rewards, estimate, group_counts
+from verl_memopt.algorithms.estimators import AdvantageInputs, check_rewards, estimate, group_counts, has_high_entropy
 from verl_memopt.algorithms.kl import KlController, kl_estimate, shaped_rewards, token_level_rewards
 from verl_memopt.algorithms.records import ESTIMATORS
 from verl_memopt.algorithms.rows import row_means
@@ -316,7 +316,11 @@ class StepBatch:
             statistics=self.statistics,
             weights=rows.weights,
         )
-        return Advantages(*estimate(inputs, algorithm), rewards, kl_mean, group_counts(rewards, rows.group, valid))
+        advantages, returns = estimate(inputs, algorithm)
+        if algorithm.top_entropy_quantile < 1:
+            assert self.entropy is not None, "the pass for old log-probs computes the entropies"
+            advantages = advantages.where(has_high_entropy(self.entropy, rows.kept, algorithm.top_entropy_quantile), 0.0)
+        return Advantages(advantages, returns, rewards, kl_mean, group_counts(rewards, rows.group, valid))
 
     def _components(self, algorithm: Algorithm) -> Tensor | None:
         """Return the rewards that ``algorithm.gdpo_reward_keys`` names, fp32 [B, K]; None where the estimator reads none."""

@@ -14,10 +14,18 @@ from torch import Tensor
 
 from verl_memopt.algorithms.custom import load_statistic
 from verl_memopt.algorithms.kl import kl_estimate
-from verl_memopt.algorithms.losses import LossAndMetrics, LossTokens, ValueTokens, policy_loss, value_loss, with_shared_metrics
+from verl_memopt.algorithms.losses import (
+    LossAndMetrics,
+    LossTokens,
+    ValueTokens,
+    policy_loss,
+    safe_ratio,
+    value_loss,
+    with_shared_metrics,
+)
 from verl_memopt.algorithms.records import LOSSES
 from verl_memopt.algorithms.rollout_correction import bypass_loss, is_token_local
-from verl_memopt.algorithms.rows import GlobalCounts, aggregate
+from verl_memopt.algorithms.rows import GlobalCounts, aggregate, row_means
 from verl_memopt.config import schema
 from verl_memopt.config.schema import Actor, RolloutCorrection
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
@@ -176,6 +184,8 @@ class Policy:
 
 
 EVERYTHING = slice(None)
+GSPO = "gspo"
+"""The loss whose ratio is the mean of a response's."""
 
 
 @dataclass(frozen=True)
@@ -201,9 +211,10 @@ class Objective:
 
         ``log_probs`` and ``entropy``, which is required if ``with_entropy``, are fp32 [R], in the order of ``pack.targets``.
         """
-        loss, parts = self._policy(log_probs, self._old(log_probs, EVERYTHING), EVERYTHING)
+        old = self._old(log_probs, EVERYTHING)
+        loss, parts = self._policy(log_probs, old, EVERYTHING)
         metrics = {f"actor/{name}": value for name, value in parts.items()}
-        for weight, name, value in self._penalties(log_probs, entropy, EVERYTHING):
+        for weight, name, value in self._penalties(log_probs, old, entropy, EVERYTHING):
             metrics[f"actor/{name}"] = value.detach()
             loss = loss + weight * value
         metrics["actor/loss"] = loss.detach()
@@ -216,7 +227,7 @@ class Objective:
             The function, or None if a token's gradient depends on other tokens' log-probs: a ratio of sequences, off-policy.
         """
         on_policy = self.micro.old_log_probs is None
-        if not on_policy and not self._is_token_local:
+        if (not on_policy and not self._is_token_local) or self._reads_responses:
             return None
         known_before = on_policy and (self.bypass is not None or LOSSES[self.actor.policy_loss.loss_mode].of_ratio)
         on_policy_gradient = self._on_policy_gradient() if known_before else None
@@ -229,11 +240,12 @@ class Objective:
                 # Leaves of a small graph of their own: the head's graph does not exist yet when this is called.
                 log_probs = log_probs.detach().requires_grad_()
                 entropy = None if entropy is None else entropy.detach().requires_grad_()
+                old = self._old(log_probs, rows)
                 if on_policy_gradient is None:
-                    loss, _ = self._policy(log_probs, self._old(log_probs, rows), rows)
+                    loss, _ = self._policy(log_probs, old, rows)
                 else:
                     loss = (log_probs * on_policy_gradient[rows]).sum()
-                for weight, _, value in self._penalties(log_probs, entropy, rows):
+                for weight, _, value in self._penalties(log_probs, old, entropy, rows):
                     loss = loss + weight * value
                 # Backward starts from the loss times the number of ranks, so the gradient that is computed before it has the
                 # same factor.
@@ -249,11 +261,38 @@ class Objective:
         fields = (micro.weights, micro.kept, micro.selected)
         weights, kept, selected = (None if field is None else field[rows] for field in fields)
         row, counts, advantages = micro.pack.row[rows], self.counts, micro.advantages[rows]
+        if self.actor.off_policy_mask_threshold is not None:
+            advantages = advantages.where(self._near_policy(log_probs, old), 0.0)
         if self.bypass is None:
             tokens = LossTokens(log_probs, old, advantages, row, micro.lengths, counts, weights, kept, selected)
             return policy_loss(tokens, self.actor)
         tokens = LossTokens(log_probs, old, advantages, row, micro.lengths, counts)
         return with_shared_metrics(tokens, *bypass_loss(tokens, self.actor, self.bypass))
+
+    def _near_policy(self, log_probs: Tensor, old: Tensor) -> Tensor:
+        """Return False for the tokens of bad responses that the policy has left, bool [R]. They get advantage 0."""
+        micro, threshold = self.micro, self.actor.off_policy_mask_threshold
+        assert micro.advantages is not None
+        assert threshold is not None
+        sampled = old if micro.sampled_log_probs is None else micro.sampled_log_probs
+        moved = sampled - log_probs.detach()
+        moved = moved if micro.kept is None else moved.where(micro.kept, 0.0)
+        return (micro.advantages >= 0) | (row_means(moved, micro.pack.row, micro.lengths) <= threshold)[micro.pack.row]
+
+    @property
+    def _reads_responses(self) -> bool:
+        """Whether a term other than the policy's loss couples the tokens of a response, on-policy too."""
+        actor = self.actor
+        weighs = actor.use_kl_loss and actor.kl_loss_by_ratio and actor.policy_loss.loss_mode == GSPO
+        return weighs or actor.off_policy_mask_threshold is not None
+
+    def _kl_weights(self, log_probs: Tensor, old: Tensor) -> Tensor:
+        """Return the ratio by which the KL of each token is multiplied, with its gradient."""
+        log_ratio, micro = log_probs - old, self.micro
+        if self.actor.policy_loss.loss_mode == GSPO:
+            kept = log_ratio if micro.kept is None else log_ratio.where(micro.kept, 0.0)
+            log_ratio = row_means(kept, micro.pack.row, micro.lengths)[micro.pack.row]
+        return safe_ratio(log_ratio)
 
     @property
     def _is_token_local(self) -> bool:
@@ -262,27 +301,31 @@ class Objective:
         return LOSSES[self.actor.policy_loss.loss_mode].token_local
 
     def _old(self, log_probs: Tensor, rows: Any) -> Tensor:
-        old = self.micro.old_log_probs
+        old, kept = self.micro.old_log_probs, self.micro.kept
         # Detached: strictly on-policy the ratio has the value 1, and its gradient is that of the new log-prob alone.
-        return log_probs.detach() if old is None else old[rows]
+        if old is None:
+            return log_probs.detach()
+        return old[rows] if kept is None else old[rows].where(kept[rows], log_probs.detach())
 
-    def _penalties(self, log_probs: Tensor, entropy: Tensor | None, rows: Any) -> list[tuple[float, str, Tensor]]:
+    def _penalties(self, log_probs: Tensor, old: Tensor, entropy: Tensor | None, rows: Any) -> list[tuple[float, str, Tensor]]:
         """Return (weight, name, value) of the terms that are added to the policy's loss, each summed over ``rows``."""
         actor, pack, kept = self.actor, self.micro.pack, self.micro.kept
         penalties = []
 
-        def mean(values: Tensor) -> Tensor:
-            mode, scale_factor = actor.loss_agg_mode, actor.loss_scale_factor
+        def mean(values: Tensor, mode: str) -> Tensor:
+            scale_factor = actor.loss_scale_factor
             # Set to 0 before the sum. A product with a mask would keep a NaN of a rejected token.
             values = values if kept is None else values.where(kept[rows], 0.0)
             return aggregate(values, pack.row[rows], self.micro.lengths, mode, self.counts, scale_factor)
 
         if entropy is not None:
-            penalties.append((-actor.entropy_coeff, "entropy", mean(entropy)))
+            penalties.append((-actor.entropy_coeff, "entropy", mean(entropy, actor.entropy_agg_mode or actor.loss_agg_mode)))
         if actor.use_kl_loss:
             assert self.micro.ref_log_probs is not None
             divergence = kl_estimate(log_probs, self.micro.ref_log_probs[rows], actor.kl_loss_type)
-            penalties.append((actor.kl_loss_coef, "kl_loss", mean(divergence)))
+            if actor.kl_loss_by_ratio:
+                divergence = divergence * self._kl_weights(log_probs, old)
+            penalties.append((actor.kl_loss_coef, "kl_loss", mean(divergence, actor.loss_agg_mode)))
         return penalties
 
     def _on_policy_gradient(self) -> Tensor:

@@ -36,7 +36,17 @@ from verl_memopt.worker.optimizer import build_optimizer, build_schedule
 # Micro-batches: the rows of one forward, packed, with the fields that the loss reads.
 
 
-TOKEN_TENSORS = ("old_log_probs", "ref_log_probs", "advantages", "selected", "old_values", "returns", "weights", "kept")
+TOKEN_TENSORS = (
+    "old_log_probs",
+    "ref_log_probs",
+    "advantages",
+    "selected",
+    "old_values",
+    "returns",
+    "weights",
+    "kept",
+    "sampled_log_probs",
+)
 """The fields of :class:`MicroBatch` with one value per response token."""
 
 
@@ -60,6 +70,7 @@ class MicroBatch:
     returns: Tensor | None = None
     weights: Tensor | None = None
     kept: Tensor | None = None
+    sampled_log_probs: Tensor | None = None
     prompt: Pack | None = None
     ends: bool = True
     reads: bool = True

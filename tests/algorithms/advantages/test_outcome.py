@@ -17,6 +17,7 @@ from verl_memopt.algorithms.estimators import (
     group_statistics,
     grpo_advantages,
     grpo_passk_advantages,
+    has_high_entropy,
     has_signal,
     opo_advantages,
     rloo_advantages,
@@ -172,6 +173,43 @@ def test_gdpo_keeps_its_digits_where_rewards_cancel():
     found = gdpo_advantages(given, torch.tensor(groups), torch.tensor(valid), torch.arange(6)).tolist()
     assert found == pytest.approx(expected, abs=2e-6)
     assert max(map(abs, expected)) > 0.4
+
+
+def test_the_deviation_of_the_whole_step_and_what_is_added_to_it_may_be_chosen():
+    rewards, groups, valid = [1.0, 0.0, 0.5, 0.4, 3.0, 7.0], [0, 0, 4, 4, 4, 0], [True] * 5 + [False]
+    means = {0: 0.5, 4: 1.3}
+    scale = statistics.stdev(rewards[:5]) + 1e-4
+    expected = [(reward - means[group]) / scale for reward, group in zip(rewards[:5], groups[:5], strict=True)] + [0.0]
+    given = torch.tensor(rewards), torch.tensor(groups), torch.tensor(valid)
+    assert grpo_advantages(*given, True, 1e-4, "batch").tolist() == pytest.approx(expected, rel=1e-6)
+    pair, share = (torch.tensor([1.0, 0.0]), torch.tensor([3, 3]), torch.tensor([True, True])), 0.5 / (math.sqrt(0.5) + 0.5)
+    assert grpo_advantages(*pair, True, 0.5).tolist() == pytest.approx([share, -share])
+
+
+def test_gdpo_may_be_whitened_over_rows_as_trl_does():
+    rewards, groups, weights = [[1.0, 0.2], [0.0, 0.4], [1.0, 0.9], [0.5, 0.8]], [0, 0, 7, 7], [0.5, 2.0]
+    sums = [0.0] * 4
+    for column, weight in zip(zip(*rewards, strict=True), weights, strict=True):
+        for at in range(4):
+            members = [column[other] for other in range(4) if groups[other] == groups[at]]
+            sums[at] += weight * (column[at] - statistics.fmean(members)) / (statistics.stdev(members) + 1e-4)
+    expected = [(each - statistics.fmean(sums)) / (statistics.stdev(sums) + 1e-4) for each in sums]
+    row = torch.tensor([0, 0, 0, 1, 2, 3, 3])
+    given = torch.tensor(rewards), torch.tensor(groups), torch.ones(4, dtype=torch.bool), row
+    found = gdpo_advantages(*given, True, weights, 1e-4, "rows")
+    assert found.tolist() == pytest.approx([expected[at] for at in row], rel=1e-5)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.45, 0.8])
+def test_the_tokens_of_high_entropy_are_those_at_the_quantile_or_above_it(share):
+    entropy = torch.rand(23, generator=torch.Generator().manual_seed(2))
+    entropy[3] = entropy[11]
+    kept = torch.arange(23) % 4 != 1
+    found = has_high_entropy(entropy, kept, share)
+    assert torch.equal(found, (entropy >= torch.quantile(entropy[kept], 1 - share)) & kept)
+    assert torch.equal(has_high_entropy(entropy, None, share), entropy >= torch.quantile(entropy, 1 - share))
+    assert found.any()
+    assert has_high_entropy(entropy, torch.zeros(23, dtype=torch.bool), share).sum() == 0
 
 
 def test_gpg_counts_the_rows_whose_reward_is_not_0_as_verl():

@@ -69,6 +69,12 @@ def geo_mean_term(ratios, advantage):
     return -advantage * math.prod(bound(r, h) for r, h in zip(ratios, held, strict=True)) ** (1 / len(ratios))
 
 
+def vespo_factor(ratio, advantage, weights=()):
+    """The factor of a log-prob in VESPO: w^k * exp(lambda * (1 - w))."""
+    (power, decay), w = ((3.0, 2.0) if advantage < 0 else (2.0, 3.0)), ratio * math.prod(weights)
+    return -(w**power) * math.exp(decay * (1 - w)) * advantage
+
+
 def naive_loss(new, old, mode, agg):
     """Row by row from lists of per-token log-probs."""
     ratios = [[math.exp(n - o) for n, o in zip(ns, os, strict=True)] for ns, os in zip(new, old, strict=True)]
@@ -77,6 +83,9 @@ def naive_loss(new, old, mode, agg):
         return sum(terms) / len(terms)
     if mode == "geo_mean":
         return sum(geo_mean_term(row, a) for row, a in zip(ratios, ADVANTAGES, strict=True)) / len(ratios)
+    if mode == "vespo":
+        rows = [[vespo_factor(math.prod(row), a) * n for n in ns] for row, ns, a in zip(ratios, new, ADVANTAGES, strict=True)]
+        return averaged(rows, agg)
     selected = iter(EACH.tolist())
     if mode == "gspo":
         means = [math.prod(row) ** (1 / len(row)) for row in ratios]
@@ -88,6 +97,10 @@ def naive_loss(new, old, mode, agg):
         ]
     if mode == "sapo":
         return sum(sum(row) / len(row) for row in rows) / len(rows)
+    return averaged(rows, agg)
+
+
+def averaged(rows, agg):
     if agg in ("token-mean", "token-sum"):
         return sum(map(sum, rows)) / (sum(LENGTHS) if agg == "token-mean" else 1)
     per_row = [sum(row) / len(row) if agg == "seq-mean-token-mean" else sum(row) for row in rows]
@@ -162,6 +175,21 @@ def test_the_clip_stops_the_gradient_only_on_the_side_that_binds(mode):
 def test_the_dual_clip_stops_the_gradient_of_a_bad_token_beyond_its_bound():
     assert gradient_at("vanilla", math.log(1.6), advantage=-1.0) == 0
     assert gradient_at("sequence", math.log(1.6), advantage=-1.0) != 0
+
+
+def test_without_the_dual_clip_a_bad_token_has_its_whole_loss():
+    settings = replace(actor("vanilla"), clip_ratio_c=None)
+    assert one_token(math.log(50.0), -1.0, settings)[0].item() == pytest.approx(50.0)
+    assert one_token(math.log(50.0), -1.0, replace(settings, policy_loss=PolicyLoss("dppo_kl")))[1]["pg_clipfrac_lower"] == 0
+
+
+@pytest.mark.parametrize(("ratio", "factor"), [(0.1, 0.1), (4.0, 4.0), (7.0, 5.0)])
+def test_cispo_with_one_bound_weighs_a_log_prob_by_any_smaller_ratio(ratio, factor):
+    settings = replace(ACTOR, policy_loss=PolicyLoss("cispo", cispo_max_ratio=5.0))
+    loss, metrics, new = one_token(math.log(ratio), 1.0, settings)
+    loss.backward()
+    assert new.grad.item() == pytest.approx(-factor)
+    assert metrics["pg_clipfrac"].item() == (ratio != factor)
 
 
 def test_clip_fractions_and_kl_by_hand():
@@ -311,9 +339,12 @@ def test_the_gradient_equals_that_of_differences_of_the_row_by_row_definition(mo
     old_rows, step = [row.tolist() for row in old.split(LENGTHS)], 1e-6
     ratios, advantages = (new - old).exp().tolist(), [a for a, size in zip(ADVANTAGES, LENGTHS, strict=True) for _ in range(size)]
     for place in range(sum(LENGTHS)):
-        # The factors of CISPO and DPPO have no gradient: they stay as they are while the log-prob moves.
+        # The factors of CISPO, DPPO and VESPO have no gradient: they stay as they are while the log-prob moves.
         if mode == "cispo":
             expected = -min(max(ratios[place], 0.8), 1.3) * advantages[place] / sum(LENGTHS)
+        elif mode == "vespo":
+            row = row_of_each_token(torch.tensor(LENGTHS), 10)[place]
+            expected = vespo_factor(math.prod(torch.tensor(ratios).double().split(LENGTHS)[row].tolist()), ADVANTAGES[row]) / 10
         elif mode.startswith("dppo"):
             expected = dppo_factor(mode, ratios[place], new[place].item(), advantages[place]) / sum(LENGTHS)
         else:
@@ -338,7 +369,30 @@ def test_local_modes_alone_have_gradients_that_ignore_the_other_tokens(mode):
     assert (gradients[0] == gradients[1]) == (mode in TOKEN_LOCAL)
 
 
-@pytest.mark.parametrize("mode", LOSSES)
+def test_importance_weights_of_vespo_are_part_of_the_ratio_of_their_row():
+    new, old = random_log_probs()
+    row, lengths = row_of_each_token(torch.tensor(LENGTHS), 10), torch.tensor(LENGTHS)
+    weights = torch.rand(10, generator=torch.Generator().manual_seed(9), dtype=torch.float64) + 0.5
+    advantages = torch.tensor(ADVANTAGES, dtype=torch.float64)[row]
+    leaf = new.clone().requires_grad_()
+    policy_loss(LossTokens(leaf, old, advantages, row, lengths, COUNTS, weights=weights), actor("vespo"))[0].backward()
+    per_row = zip((new - old).exp().split(LENGTHS), ADVANTAGES, weights.split(LENGTHS), strict=True)
+    expected = [vespo_factor(math.prod(ratios.tolist()), a, own.tolist()) / 10 for ratios, a, own in per_row]
+    assert leaf.grad.tolist() == pytest.approx([expected[at] for at in row], rel=1e-12)
+
+
+def test_a_rejected_row_of_vespo_has_the_least_weight_and_no_nan():
+    row, lengths = torch.tensor([0, 0]), torch.tensor([2])
+    given = LossTokens(
+        torch.tensor([-0.5, -1.0], requires_grad=True), torch.tensor([-0.4, -1.2]), torch.tensor([1.0, 1.0]), row, lengths,
+        GlobalCounts(2, 1), weights=torch.tensor([0.0, 1.0]),
+    )  # fmt: skip
+    loss, metrics = policy_loss(given, actor("vespo"))
+    assert 0 < loss.item() < 1e-12
+    assert metrics["vespo_weight"].item() == pytest.approx(math.exp(3) * (1e-8 * math.exp(0.1)) ** 2, rel=1e-4)
+
+
+@pytest.mark.parametrize("mode", [mode for mode in LOSSES if mode != "vespo"])
 def test_importance_weights_multiply_the_loss_of_each_token_or_one_weight_a_row_that_of_the_row(mode):
     new, old = random_log_probs()
     row, lengths = row_of_each_token(torch.tensor(LENGTHS), 10), torch.tensor(LENGTHS)
@@ -376,6 +430,24 @@ def test_rejected_tokens_might_as_well_not_be_there(mode, agg):
     assert {name: value.item() for name, value in metrics.items()} == pytest.approx(
         {name: value.item() for name, value in cut_metrics.items()}, rel=1e-12, abs=1e-15
     )
+
+
+@pytest.mark.parametrize("mode", LOSSES)
+def test_a_rejected_token_without_an_old_log_prob_has_no_gradient_and_spoils_none(mode):
+    new, old = random_log_probs()
+    row, kept = row_of_each_token(torch.tensor(LENGTHS), 10), torch.arange(10) != 5
+    lengths, advantages = torch.tensor([3, 1, 3, 2]), torch.tensor(ADVANTAGES, dtype=torch.float64)[row]
+    gradients = []
+    for value in (math.nan, 0.0):
+        leaf, known = new.clone().requires_grad_(), old.clone()
+        known[5] = value
+        policy_loss(LossTokens(leaf, known, advantages, row, lengths, COUNTS, selected=EACH, kept=kept), actor(mode))[
+            0
+        ].backward()
+        gradients.append(leaf.grad)
+    assert torch.equal(*gradients)
+    assert gradients[0][5] == 0
+    assert gradients[0].isfinite().all()
 
 
 @pytest.mark.parametrize("mode", SELECTING)

@@ -8,7 +8,8 @@ from tests.config.conftest import LEAST
 from verl_memopt.config.keys import leaf_types, value_at
 from verl_memopt.config.loader import load_settings, settings_from_mapping
 from verl_memopt.config.names import KeySources
-from verl_memopt.config.trl_names import ESTIMATORS, NAMES
+from verl_memopt.config.spelling import ESTIMATORS
+from verl_memopt.config.trl_names import NAMES
 from verl_memopt.errors import ConfigError
 from verl_memopt.recipes.rlt.rules import BATCH, OWN, PER_FORWARD, RLT_NO_EQUAL, RLT_RULES, RLT_SPELLINGS
 

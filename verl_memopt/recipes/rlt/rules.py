@@ -7,15 +7,12 @@ from dataclasses import fields
 from typing import Any
 
 from verl_memopt.algorithms.records import WITH_GREEDY_RESPONSES
+from verl_memopt.config.aliases import MINI_BATCH, PROMPTS
 from verl_memopt.config.keys import IS_SET, above, other_than, refused, value_at
 from verl_memopt.config.reward_rules import ENABLE, MANAGER, RESIDENCY, RLT
 from verl_memopt.config.schema import Settings
-from verl_memopt.config.trl_names import (
-    MINI_BATCH,
-    PROMPTS,
-    SAMPLES,
+from verl_memopt.config.spelling import (
     NotConvertibleError,
-    RecipeNames,
     Spelling,
     TrlSettings,
     Values,
@@ -25,6 +22,7 @@ from verl_memopt.config.trl_names import (
     unless_none,
     words,
 )
+from verl_memopt.config.trl_names import SAMPLES, RecipeNames
 from verl_memopt.config.unused_keys import ANY, NoEffect
 from verl_memopt.memory.knob import KL, Refusal
 from verl_memopt.memory.param_offload import STREAM

@@ -1,0 +1,89 @@
+"""How a setting under another name is written down: its names, the keys of ours that it sets, and how its value is converted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from verl_memopt.config.keys import value_at
+from verl_memopt.config.schema import Settings
+
+ESTIMATOR = "algorithm.adv_estimator"
+RLOO, GRPO = ("rloo",), ("grpo",)
+ESTIMATORS = (*RLOO, *GRPO)
+"""Values of ``algorithm.adv_estimator`` under which the names are read: the algorithms of ``recipe/rloo``."""
+
+TrlSettings = Mapping[str, Any]
+"""Name of TRL -> value, of all names that the user wrote."""
+Values = Mapping[str, Any]
+"""Our key -> value, of what is set so far."""
+Convert = Callable[[str, TrlSettings, Values], dict[str, Any]]
+"""Return our keys and values for one name of TRL, from the name, all names of TRL and our values so far."""
+
+
+class NotConvertibleError(Exception):
+    """A value of TRL has no equal here.
+
+    ``what`` has no full stop. ``names`` of TRL it is about; () = the one that is being read.
+    """
+
+    def __init__(self, what: str, way_out: str, names: tuple[str, ...] = ()) -> None:
+        super().__init__(what)
+        self.what, self.way_out, self.names = what, way_out, names
+
+
+def effective(key: str, values: Values) -> Any:
+    """Return the value of one of our keys: the one that is set, else its default."""
+    return values.get(key, value_at(Settings(), key))
+
+
+def copied(*keys: str) -> Convert:
+    """Return the conversion that gives our keys the value as it is."""
+    return lambda name, trl, values: dict.fromkeys(keys, trl[name])
+
+
+def words(key: str, meanings: Mapping[str, Any]) -> Convert:
+    """Return the conversion of a value that is one of a few.
+
+    ``meanings``: Value of TRL, in lower case -> our value.
+    """
+
+    def convert(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+        word = str(trl[name]).lower()
+        if word not in meanings:
+            raise NotConvertibleError("this value has no equal", f"Set {key}.")
+        return {key: meanings[word]}
+
+    return convert
+
+
+def off_at_zero(key: str, off: Any) -> Convert:
+    """Return the conversion of a number that TRL switches off with 0 or null, and we with another value."""
+    return lambda name, trl, values: {key: off if trl[name] in (None, 0) else trl[name]}
+
+
+def unless_none(*keys: str) -> Convert:
+    """Return the conversion that copies a value, and takes null as a name that is not written."""
+    return lambda name, trl, values: {} if trl[name] is None else dict.fromkeys(keys, trl[name])
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """One setting of TRL."""
+
+    names: tuple[str, ...]
+    """Its names, the newest first. Two of them at once are refused."""
+    keys: tuple[str, ...]
+    """The keys of ours that it can set. One of them beside it is refused."""
+    convert: Convert
+    """Return keys and values of ours."""
+    note: str = ""
+    """What is not the same, as a sentence without a full stop."""
+    estimators: tuple[str, ...] = ESTIMATORS
+    """Estimators under which it means something."""
+
+
+def same(name: str, key: str, *older: str, note: str = "") -> Spelling:
+    """Return the spelling of a key that takes the same values."""
+    return Spelling((name, *older), (key,), copied(key), note)

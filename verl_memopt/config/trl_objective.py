@@ -1,0 +1,235 @@
+"""What TRL's losses, advantages, importance weights and sampling are in our keys.
+
+Source: ``GRPOConfig`` and ``GRPOTrainer`` of TRL 1.16. Beside its own numbers ours equal them: tests/worker/test_trl_losses.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from verl_memopt.config.spelling import (
+    ESTIMATOR,
+    GRPO,
+    NotConvertibleError,
+    Spelling,
+    TrlSettings,
+    Values,
+    copied,
+    effective,
+    off_at_zero,
+    unless_none,
+)
+
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+KL_IN_LOSS = f"{_ACTOR}.use_kl_loss"
+LOSS_MODE, AGG_MODE = f"{_ACTOR}.policy_loss.loss_mode", f"{_ACTOR}.loss_agg_mode"
+CISPO_RATIO, DUAL_CLIP = f"{_ACTOR}.policy_loss.cispo_max_ratio", f"{_ACTOR}.clip_ratio_c"
+CLIP, CLIP_HIGH = f"{_ACTOR}.clip_ratio", f"{_ACTOR}.clip_ratio_high"
+ENTROPY, ENTROPY_AGG = f"{_ACTOR}.entropy_coeff", f"{_ACTOR}.entropy_agg_mode"
+BY_STD, STD_OF, STD_EPSILON = (f"algorithm.norm_adv_{name}" for name in ("by_std_in_grpo", "std_of", "epsilon"))
+QUANTILE, WHITEN_OVER = "algorithm.top_entropy_quantile", "algorithm.gdpo_whiten_over"
+WEIGHTS, WEIGHTS_BOUND = (f"algorithm.rollout_correction.{name}" for name in ("rollout_is", "rollout_is_threshold"))
+LOSS_TYPES = {
+    "grpo": ("vanilla", "seq-mean-token-mean"), "dapo": ("vanilla", "token-mean"), "bnpo": ("vanilla", "token-mean"),
+    "dr_grpo": ("vanilla", "seq-mean-token-sum-norm"), "luspo": ("vanilla", "seq-mean-token-sum"),
+    "cispo": ("cispo", "token-mean"), "sapo": ("sapo", "seq-mean-token-mean"), "vespo": ("vespo", "token-mean"),
+}  # fmt: skip
+"""Value of ``loss_type`` -> our loss with one ratio per token, and how its tokens are averaged."""
+TRL_EPSILON = 1e-4
+"""What TRL adds to a standard deviation of rewards."""
+
+
+def _by_sequence(trl: TrlSettings) -> bool:
+    return trl.get("importance_sampling_level") == "sequence"
+
+
+def loss(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+    """Return the loss of ``loss_type`` and ``importance_sampling_level``, with how its tokens are averaged."""
+    kind, level = trl.get("loss_type"), trl.get("importance_sampling_level") or "token"
+    if kind is not None and kind not in LOSS_TYPES:
+        raise NotConvertibleError(f"TRL has {', '.join(LOSS_TYPES)}", "Choose one.", ("loss_type",))
+    if level not in ("token", "sequence"):
+        raise NotConvertibleError("TRL has token and sequence", "Choose one.", ("importance_sampling_level",))
+    mode, aggregation = LOSS_TYPES[kind or "dapo"]
+    if level == "sequence" and mode != "vanilla":
+        both = ("loss_type", "importance_sampling_level")
+        raise NotConvertibleError(f"{mode} has a ratio of its own", "Set importance_sampling_level=token.", both)
+    mode = "gspo" if level == "sequence" else mode
+    if name == "importance_sampling_level":
+        return {LOSS_MODE: mode} if level == "sequence" else {}
+    return {LOSS_MODE: mode, AGG_MODE: aggregation}
+
+
+def clips(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+    """Return the clips of the ratio. CISPO has one bound, and it is of the ratio itself."""
+    if trl.get("loss_type") == "cispo":
+        bound = trl.get("epsilon_high")
+        return {CISPO_RATIO: trl[name] if bound is None else bound}
+    return {} if trl[name] is None else {CLIP_HIGH if name == "epsilon_high" else CLIP: trl[name]}
+
+
+def two_sided(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+    """Return the bound of the loss for negative advantages. Losses without a clip have none."""
+    delta, mode = trl[name], LOSS_TYPES.get(str(trl.get("loss_type")), ("vanilla", ""))[0]
+    if delta is None or mode != "vanilla":
+        return {DUAL_CLIP: None} if mode == "vanilla" else {}
+    if _by_sequence(trl):
+        raise NotConvertibleError("the ratio of a sequence has no second bound", "Remove it, or set the level token.")
+    high = next(each for each in (effective(CLIP_HIGH, values), effective(CLIP, values)) if each is not None)
+    if isinstance(delta, int | float) and delta < 1 + high:
+        what = f"below 1 + {high} TRL also bounds positive advantages by it, which clip_ratio_high does here"
+        raise NotConvertibleError(what, f"Raise it to at least {1 + high:g}, as TRL recommends.")
+    return {DUAL_CLIP: delta}
+
+
+def scaled_rewards(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+    """Return what the advantages are divided by. Each reward by itself is always divided by its group's deviation."""
+    word = str(trl[name]).lower()
+    word = {"true": "group", "false": "none"}.get(word, word)
+    if word not in ("group", "batch", "none"):
+        raise NotConvertibleError("TRL has group, batch and none", "Choose one.")
+    if word == "none" and trl.get("multi_objective_aggregation") != "normalize_then_sum":
+        return {BY_STD: False}
+    over = {} if trl.get("multi_objective_aggregation") == "normalize_then_sum" else {STD_OF: word}
+    return {BY_STD: True, STD_EPSILON: TRL_EPSILON, **over}
+
+
+def objectives(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+    """Return the estimator that normalises each reward by itself, where that is asked for."""
+    if trl[name] == "sum_then_normalize":
+        return {}
+    if trl[name] != "normalize_then_sum":
+        raise NotConvertibleError("TRL has sum_then_normalize and normalize_then_sum", "Choose one.")
+    return {ESTIMATOR: "gdpo", WHITEN_OVER: "rows", BY_STD: True, STD_EPSILON: TRL_EPSILON}
+
+
+def kl_by_ratio(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+    """Return whether the KL in the loss is multiplied by the ratio. Without such a KL it says nothing."""
+    return {f"{_ACTOR}.kl_loss_by_ratio": trl[name]} if effective(KL_IN_LOSS, values) else {}
+
+
+def entropy_bonus(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+    """Return the bonus, a mean over tokens with any loss."""
+    if trl[name] in (None, 0):
+        return {ENTROPY: 0.0}
+    if trl.get("top_entropy_quantile") not in (None, 1):
+        both = (name, "top_entropy_quantile")
+        raise NotConvertibleError("TRL's bonus is then of the chosen tokens alone", f"Remove one, or set {ENTROPY}.", both)
+    return {ENTROPY: trl[name], ENTROPY_AGG: "token-mean"}
+
+
+def top_entropy(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+    """Return the share of tokens that are learned from."""
+    if trl[name] not in (None, 1) and _by_sequence(trl):
+        both = (name, "importance_sampling_level")
+        raise NotConvertibleError("with the ratio of a sequence TRL scales the sequence by it", f"Set {QUANTILE}.", both)
+    return {} if trl[name] is None else {QUANTILE: trl[name]}
+
+
+LEAST, MOST = "1e-9", "1e9"
+"""Bounds that no importance weight reaches."""
+
+
+def importance(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+    """Return the importance weights between engine and trainer, which TRL has with vLLM."""
+    if trl.get("vllm_importance_sampling_correction") is False:
+        return {WEIGHTS: None} if name == "vllm_importance_sampling_correction" else {}
+    if effective(f"{_ROLLOUT}.name", values) != "vllm":
+        return {}
+    word = trl.get("vllm_importance_sampling_mode") or "sequence_mask"
+    level, _, how = str(word).partition("_")
+    if level not in ("token", "sequence") or how not in ("mask", "truncate"):
+        modes = "token_truncate, token_mask, sequence_truncate and sequence_mask"
+        raise NotConvertibleError(f"TRL has {modes}", "Choose one.", ("vllm_importance_sampling_mode",))
+    if level == "sequence" and trl.get("loss_type") == "vespo":
+        what = "VESPO multiplies the weights of the tokens itself"
+        raise NotConvertibleError(what, "Set vllm_importance_sampling_mode=token_truncate or token_mask.")
+    least, cap = trl.get("vllm_importance_sampling_clip_min"), trl.get("vllm_importance_sampling_cap")
+    most = trl.get("vllm_importance_sampling_clip_max", 3.0) if cap is None else cap
+    if how == "mask":
+        return {WEIGHTS: level, WEIGHTS_BOUND: f"{least or LEAST}_{most or MOST}"}
+    if least is not None:
+        raise NotConvertibleError("truncated weights have no lower bound here", "Remove vllm_importance_sampling_clip_min.")
+    return {WEIGHTS: level, WEIGHTS_BOUND: float(most or MOST)}
+
+
+DRAWN = {
+    **{name: f"{_ROLLOUT}.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos")},
+    **dict.fromkeys(("stop", "stop_strings"), f"{_ROLLOUT}.stop"), "stop_token_ids": f"{_ROLLOUT}.stop_token_ids",
+    **dict.fromkeys(("max_tokens", "max_new_tokens"), "data.max_response_length"), "do_sample": f"{_ROLLOUT}.do_sample",
+}  # fmt: skip
+"""Argument of vLLM's or transformers' sampling -> our key."""
+
+
+def drawn(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+    """Return the sampling of ``generation_kwargs``, which wins over TRL's own names."""
+    given = trl[name] or {}
+    if not isinstance(given, Mapping):
+        raise NotConvertibleError("it is no mapping", "Give names with values.")
+    unknown = [each for each in given if each not in DRAWN]
+    if unknown:
+        what = f"of it {', '.join(DRAWN)} are read in both engines, and not {', '.join(unknown)}"
+        raise NotConvertibleError(what, "Remove the others.")
+    off = {"top_k": (0, -1), "min_p": (None, 0.0)}
+    said = {DRAWN[each]: off[each][1] if each in off and value == off[each][0] else value for each, value in given.items()}
+    stop = f"{_ROLLOUT}.stop"
+    return said | ({stop: [said[stop]]} if isinstance(said.get(stop), str) else {})
+
+
+OBJECTIVE: tuple[Spelling, ...] = (
+    Spelling(("epsilon", "cliprange"), (CLIP, CISPO_RATIO), clips, "with loss_type=cispo it is the largest ratio itself"),
+    Spelling(("epsilon_high",), (CLIP_HIGH, CISPO_RATIO), clips, "with loss_type=cispo it is the largest ratio itself"),
+    Spelling(
+        ("scale_rewards",), (BY_STD, STD_OF, STD_EPSILON), scaled_rewards, f"{TRL_EPSILON} is added to a deviation, as in TRL",
+        GRPO,
+    ),
+    Spelling(
+        ("multi_objective_aggregation",), (WHITEN_OVER, BY_STD, STD_EPSILON), objectives,
+        "normalize_then_sum is the estimator gdpo, whose rewards algorithm.gdpo_reward_keys names", GRPO,
+    ),
+    Spelling(("loss_type",), (LOSS_MODE, AGG_MODE), loss, "averages are over the mini-batch, however it is cut", GRPO),
+    Spelling(
+        ("importance_sampling_level",), (LOSS_MODE,), loss,
+        "sequence is the loss gspo, which gives each token the gradient of its own advantage and importance weight", GRPO,
+    ),
+    Spelling(("delta",), (DUAL_CLIP,), two_sided, "it bounds the ratio where the advantage is negative; null is off", GRPO),
+    *(
+        Spelling((f"sapo_temperature_{sign}",), (f"{_ACTOR}.tau_{sign}",), copied(f"{_ACTOR}.tau_{sign}"), "", GRPO)
+        for sign in ("neg", "pos")
+    ),
+    *(
+        Spelling((each,), (f"{_ACTOR}.policy_loss.{each}",), copied(f"{_ACTOR}.policy_loss.{each}"), "", GRPO)
+        for each in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+    ),
+    Spelling(
+        ("use_bias_correction_kl",), (f"{_ACTOR}.kl_loss_by_ratio",), kl_by_ratio, "it counts where the loss has a KL", GRPO
+    ),
+    Spelling(
+        ("off_policy_mask_threshold",), (f"{_ACTOR}.off_policy_mask_threshold",),
+        unless_none(f"{_ACTOR}.off_policy_mask_threshold"), "", GRPO,
+    ),
+    Spelling(
+        ("top_entropy_quantile",), (QUANTILE,), top_entropy,
+        "the quantile is of the whole step, by the entropies before the update", GRPO,
+    ),
+    Spelling(("entropy_coef",), (ENTROPY, ENTROPY_AGG), entropy_bonus, "", GRPO),
+)  # fmt: skip
+"""Losses and advantages. They are read after the KL."""
+
+DRAWING: tuple[Spelling, ...] = (
+    Spelling(("min_p",), (f"{_ROLLOUT}.min_p",), off_at_zero(f"{_ROLLOUT}.min_p", 0.0)),
+    Spelling(
+        ("generation_kwargs",), (f"{_ROLLOUT}.stop", f"{_ROLLOUT}.stop_token_ids", f"{_ROLLOUT}.ignore_eos"), drawn,
+        "its names win over TRL's own",
+    ),
+)  # fmt: skip
+"""Sampling, read after the other names of it."""
+
+WEIGHING: tuple[Spelling, ...] = (
+    *(
+        Spelling((f"vllm_importance_sampling_{each}",), (WEIGHTS, WEIGHTS_BOUND), importance, "it counts with vLLM", GRPO)
+        for each in ("correction", "mode", "clip_max", "clip_min", "cap")
+    ),
+)  # fmt: skip
+"""Importance weights, read after the engine."""
