@@ -424,7 +424,7 @@ def test_an_object_of_peft_says_what_differs_from_its_defaults():
     at = "actor_rollout_ref.model."
     found = adapter_arguments(ConfigOfPeft(r=4, target_modules={"v_proj"}))
     assert found == {f"{at}lora_rank": 4, f"{at}lora_alpha": 8, f"{at}target_modules": ["v_proj"]}
-    with pytest.raises(ConfigError, match=r"^peft_config: use_dora=True has no equal here"):
+    with pytest.raises(ConfigError, match=r"^peft_config: use_dora=True: adapters have no"):
         adapter_arguments(ConfigOfPeft(use_dora=True))
 
 
@@ -432,6 +432,15 @@ def test_a_config_of_peft_becomes_lora_settings():
     config = {"r": 4, "lora_alpha": 16, "target_modules": {"v_proj", "q_proj"}, "task_type": "CAUSAL_LM", "lora_dropout": 0.0}
     at = "actor_rollout_ref.model."
     assert adapter_arguments(config) == {f"{at}lora_rank": 4, f"{at}lora_alpha": 16, f"{at}target_modules": ["q_proj", "v_proj"]}
+    assert adapter_arguments({"r": 4, "use_rslora": True})[f"{at}use_rslora"] is True
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("modules_to_save", ["lm_head"]), ("trainable_token_indices", [5]), ("init_lora_weights", "pissa")]
+)
+def test_what_peft_trains_beside_adapters_is_refused_with_its_reason(name, value):
+    with pytest.raises(ConfigError, match=rf"^peft_config: {name}=.*: .* (beside|base)"):
+        adapter_arguments({"r": 4, name: value})
 
 
 REFUSED = [

@@ -15,7 +15,8 @@ from verl_memopt.config.schema import Settings
 from verl_memopt.config.spelling import GRPO, RLOO, Spelling
 from verl_memopt.config.trl_defaults import DEFAULTS
 from verl_memopt.config.trl_names import NO_EQUAL, SPELLINGS
-from verl_memopt.trl.config import PEFT, PEFT_PASSES, PEFT_TARGETS
+from verl_memopt.memory.lora import PEFT
+from verl_memopt.trl.config import PEFT_PASSES, PEFT_TARGETS
 from verl_memopt.trl.logs import OURS
 from verl_memopt.trl.trainer import REFUSED
 
@@ -87,7 +88,7 @@ name:
 _PEFT = f"""Of peft's `LoraConfig` it reads {", ".join(f"`{name}`" for name in PEFT)}. `lora_dropout` passes with a warning,
 because adapters are computed without dropout. {", ".join(f"`{name}={value}`" for name, value in PEFT_PASSES.items())}
 ask for nothing. Without `target_modules` it adapts {" and ".join(f"`{name}`" for name in PEFT_TARGETS)}, as peft does in most
-models. Any other field that is set is refused: adapters have one rank, one scale and no further parts.
+models. Any other field that is set is refused with its reason: adapters have one rank, one scale and no further parts.
 
 `debug` of a config is refused too: [debugging modes](debug_modes.md) have that name here.
 

@@ -71,8 +71,19 @@ def test_what_is_not_given_is_read_from_the_folder(settled, tmp_path, caplog):
 def test_a_key_that_is_given_keeps_its_value(settled, tmp_path):
     given = folder_of(tmp_path, r=6, lora_alpha=24)
     assert settled(given | {f"{MODEL}.lora_alpha": 8}).actor_rollout_ref.model.lora_alpha == 8
-    own = settled(given | {f"{MODEL}.lora.rank": 4}).actor_rollout_ref.model
-    assert (own.lora_rank, own.lora_alpha) == (4, 16)
+    own = settled(given | {f"{MODEL}.lora.rank": 6}).actor_rollout_ref.model
+    assert (own.lora_rank, own.lora_alpha) == (6, 24)
+
+
+def test_a_rank_that_the_adapters_do_not_have_is_refused(complaint, tmp_path):
+    given = folder_of(tmp_path, r=6) | {f"{MODEL}.lora_rank": 4}
+    assert f"{MODEL}.lora_rank=4, {MODEL}.lora_adapter_path={tmp_path}: the adapters have rank 6. Leave" in complaint(given)
+
+
+def test_another_scale_than_that_of_the_adapters_is_named(settled, tmp_path, caplog):
+    settled(folder_of(tmp_path, r=6, lora_alpha=24) | {f"{MODEL}.lora_alpha": 8})
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning == f"{MODEL}.lora_alpha=8: the adapters of {tmp_path} were trained with 24"
 
 
 def test_a_folder_that_says_nothing_leaves_the_rank_to_the_user(complaint, tmp_path):
@@ -89,11 +100,38 @@ def test_a_file_that_is_no_json_object_is_refused(complaint, tmp_path, text):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("use_rslora", True), ("use_dora", True), ("rank_pattern", {"q_proj": 2}), ("modules_to_save", ["lm_head"])],
+    [
+        ("use_dora", True),
+        ("rank_pattern", {"q_proj": 2}),
+        ("modules_to_save", ["lm_head"]),
+        ("trainable_token_indices", [5]),
+        ("lora_bias", True),
+        ("peft_type", "IA3"),
+        ("init_lora_weights", "pissa_niter_4"),
+        ("bias", "all"),
+    ],
 )
 def test_adapters_of_another_kind_are_refused(complaint, settled, tmp_path, name, value):
-    assert f"its adapter_config.json asks for {name}; " in complaint(folder_of(tmp_path, r=4, **{name: value}))
+    said = complaint(folder_of(tmp_path, r=4, **{name: value}))
+    assert f"its adapter_config.json has {name}=" in said
+    assert "Give adapters without them." in said
     assert settled(folder_of(tmp_path, r=4, **{name: None})).actor_rollout_ref.model.lora_rank == 4
+
+
+def test_the_scale_of_adapters_is_read_from_their_folder(settled, tmp_path):
+    model = settled(folder_of(tmp_path, r=4, lora_alpha=8, use_rslora=True)).actor_rollout_ref.model
+    assert (model.use_rslora, model.lora_scale) == (True, 4.0)  # 8 / sqrt(4)
+
+
+def test_a_critics_adapters_may_have_its_head_beside_them(settled, tmp_path):
+    given = {**folder_of(tmp_path, r=4, modules_to_save=["score"]), "algorithm.adv_estimator": "gae"}
+    given["critic.model.lora_adapter_path"] = given.pop(f"{MODEL}.lora_adapter_path")
+    assert settled(given).critic.model.lora_rank == 4
+
+
+@pytest.mark.parametrize("name", ["modules_to_save", "trainable_token_indices"])
+def test_what_is_trained_beside_adapters_is_refused_with_its_reason(complaint, name):
+    assert f"{MODEL}.{name}=[5]: " in complaint({f"{MODEL}.lora_rank": 4, f"{MODEL}.{name}": [5]})
 
 
 def test_dropout_of_the_adapters_is_named(settled, tmp_path, caplog):

@@ -170,6 +170,11 @@ IDLE_CASES = {
         True,
         {f"{AR}.actor.use_dynamic_bsz": True, f"{AR}.actor.ppo_micro_batch_size_per_gpu": None},
     ),
+    f"{AR}.ref.adapter": (
+        {f"{AR}.actor.use_kl_loss": True, f"{AR}.model.lora_rank": 4},
+        "base",
+        {f"{AR}.model.lora_adapter_path": "adapters"},
+    ),
     f"{AR}.ref.sync_every_steps": ({}, 8, {f"{AR}.actor.use_kl_loss": True}),
     f"{AR}.ref.sync_mixup_alpha": ({}, 0.5, {f"{AR}.ref.sync_every_steps": 8, f"{AR}.actor.use_kl_loss": True}),
     f"{AR}.model.tiled_mlp.num_shards": ({}, 8, {f"{AR}.model.tiled_mlp.enabled": True}),

@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import pytest
 import torch
@@ -7,9 +8,10 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer
 
 from tests.critics import call_critic, critic_batch, critic_mini, critic_plan, critic_weights, naive_values
 from tests.ranks import run_ranks
-from tests.worker.test_worker import ALL, AR, call, mini_batch, place, plan_of, same, weights
+from tests.worker.test_worker import ALL, AR, batch, call, mini_batch, place, plan_of, same, weights
 from verl_memopt.distributed.file_records import record_folder
 from verl_memopt.errors import CheckpointError
+from verl_memopt.memory.lora_torch import adapters
 from verl_memopt.worker.trained_model import MiniBatch
 from verl_memopt.worker.worker import Worker
 
@@ -100,6 +102,71 @@ def test_another_number_of_ranks_goes_on_from_a_checkpoint_and_back(made, tiny_f
     for found, own in zip((weights(back), critic_weights(back)), of_one, strict=True):
         for name, tensor in found.items():
             torch.testing.assert_close(tensor, own[name], rtol=0, atol=2e-5)
+
+
+# The adapters that training started from, which are the reference's.
+
+
+LORA = {f"{AR}.model.lora_rank": 4, f"{AR}.model.lora_alpha": 8, f"{AR}.actor.optim.lr": 1e-2}
+
+
+def log_probs_of(worker, phase, method, *options):
+    return worker.call(phase, False, method, batch(rows=2), [[0, 1]], *options).value.log_probs
+
+
+def of_reference(worker):
+    return log_probs_of(worker, "ref", "ref_log_probs")
+
+
+def test_a_pretrained_adapter_is_the_reference_until_the_end_and_after_a_resume(made, tmp_path):
+    first = made(LORA)
+    base = of_reference(first)
+    call(first, "update_actor", [mini_batch()])
+    call(first, "save", str(tmp_path / "trained"), ALL)
+    adapter = tmp_path / "trained" / "lora_adapter"
+    started = LORA | {f"{AR}.model.lora_adapter_path": str(adapter)}
+    worker = made(started)
+    expected = log_probs_of(worker, "old_log_prob", "old_log_probs", False)
+    assert (expected - base).abs().max() > 1e-3
+    assert torch.equal(of_reference(worker), expected)  # the KL of the first step is 0
+    call(worker, "update_actor", [mini_batch()])
+    assert torch.equal(of_reference(worker), expected)
+    records = call(worker, "save", str(tmp_path / "saved"), ALL)
+    assert records == record_folder(tmp_path / "saved", tmp_path / "saved")
+    # The checkpoint knows it, even where the folder has other adapters by then.
+    shutil.copytree(tmp_path / "saved" / "lora_adapter", adapter, dirs_exist_ok=True)
+    again = made(started)
+    assert not torch.equal(of_reference(again), expected)
+    call(again, "load", str(tmp_path / "saved"), ALL)
+    assert torch.equal(of_reference(again), expected)
+    call(again, "load", str(tmp_path / "trained"), ALL)  # of a run that started from the base
+    assert torch.equal(of_reference(again), base)
+
+
+def test_the_base_alone_may_be_the_reference_of_a_pretrained_adapter(made, tmp_path):
+    first = made(LORA)
+    base = of_reference(first)
+    call(first, "update_actor", [mini_batch()])
+    call(first, "save", str(tmp_path), ALL)
+    worker = made(LORA | {f"{AR}.model.lora_adapter_path": str(tmp_path / "lora_adapter"), f"{AR}.ref.adapter": "base"})
+    assert torch.equal(of_reference(worker), base)
+
+
+def test_the_scale_of_a_root_is_saved_exported_and_computed(made, tiny_folder, tmp_path):
+    """rsLoRA: alpha / sqrt(rank) = 8 / 2, which is what rank 4 has with alpha 16."""
+    by_root = LORA | {f"{AR}.model.use_rslora": True}
+    worker = made(by_root)
+    call(worker, "update_actor", [mini_batch()])
+    call(worker, "save", str(tmp_path), [*ALL, "hf_model"])
+    saved = log_probs_of(worker, "old_log_prob", "old_log_probs", False)
+    config = json.loads((tmp_path / "lora_adapter" / "adapter_config.json").read_text())
+    assert (config["lora_alpha"], config["use_rslora"]) == (8, True)
+    assert {layer.scale for layer in adapters(worker.policy.model).values()} == {4.0}
+    adapter = {f"{AR}.model.lora_adapter_path": str(tmp_path / "lora_adapter")}
+    as_plain = made(LORA | adapter | {f"{AR}.model.lora_alpha": 16, f"{AR}.model.use_rslora": False})
+    assert torch.equal(log_probs_of(as_plain, "old_log_prob", "old_log_probs", False), saved)
+    merged = made({}, tmp_path / "huggingface")
+    torch.testing.assert_close(log_probs_of(merged, "old_log_prob", "old_log_probs", False), saved, rtol=0, atol=1e-5)
 
 
 # The critic.

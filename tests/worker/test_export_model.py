@@ -33,6 +33,7 @@ def commit(root, folder, more=None, step=1, score=None, **of_critic):
         f"{AR}.model.path": str(folder), f"{AR}.model.lora_rank": 0, f"{AR}.model.lora_alpha": 16,
         f"{AR}.model.trust_remote_code": False, f"{AR}.actor.fsdp_config.model_dtype": "fp32",
         "critic.model.path": str(folder), "critic.model.lora_rank": 0, "critic.model.lora_alpha": 16,
+        f"{AR}.model.use_rslora": False, "critic.model.use_rslora": False,
         "critic.model.trust_remote_code": False, "critic.model.fsdp_config.model_dtype": "fp32",
     }  # fmt: skip
     shapes = {name: list(base.shape(name)) for name in of_critic.pop("order", base.names)}

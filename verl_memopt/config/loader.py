@@ -40,7 +40,8 @@ from verl_memopt.config.names import KeySources, read_names
 from verl_memopt.config.schema import Algorithm, Settings
 from verl_memopt.config.values import build
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory import profiles
+from verl_memopt.memory import lora, profiles
+from verl_memopt.memory.knob import needs_reference
 
 logger = logging.getLogger(__name__)
 
@@ -330,36 +331,40 @@ def with_room_for_samples(values: Mapping[str, Any], of_presets: Set[str]) -> di
 
 MODELS = ("actor_rollout_ref.model", "critic.model")
 """Sections of the models that may have adapters."""
-_READ = {"r": "lora_rank", "lora_alpha": "lora_alpha", "target_modules": "target_modules", "exclude_modules": "exclude_modules"}
-"""Name in adapter_config.json -> name of our key below the model's section."""
-_OTHER_KINDS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
-"""Names in adapter_config.json whose value must be empty or false: with any other the adapters compute something else."""
 
 
 def adapter_settings(model: str, user_values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     """Return the LoRA settings of a model's adapter folder, our dotted key -> value, and what is wrong with the folder.
 
-    The folder is read if ``lora_rank`` is not given and it has an ``adapter_config.json``. A key that is given is left out.
+    The folder is read if it has an ``adapter_config.json``. A key that is given is left out.
 
     ``user_values``: Dotted key -> value of the keys that the user set, under our names.
     """
     key, rank = f"{model}.lora_adapter_path", f"{model}.lora_rank"
     path = user_values.get(key)
-    if not isinstance(path, str) or rank in user_values or not (file := Path(path) / "adapter_config.json").is_file():
+    if not isinstance(path, str) or not (file := Path(path) / "adapter_config.json").is_file():
         return {}, []
     try:
         config = json.loads(file.read_text())
-        kinds = [name for name in _OTHER_KINDS if config.get(name)]
+        beside = config.get("modules_to_save")
+        # The critic's head is written beside its adapters.
+        reasons = lora.not_here(config | ({"modules_to_save": None} if model == MODELS[1] and beside == ["score"] else {}))
     except (OSError, ValueError, AttributeError):
         return {}, [problem({key: path}, "its adapter_config.json is no JSON object", f"Set {rank}.")]
-    if kinds:
-        what = f"its adapter_config.json asks for {', '.join(kinds)}; adapters here have one rank and the scale lora_alpha / rank"
-        return {}, [problem({key: path}, what, "Give adapters without them.")]
+    if reasons:
+        return {}, [problem({key: path}, f"its adapter_config.json has {'; '.join(reasons)}", "Give adapters without them.")]
+    if rank in user_values and config.get("r") not in (None, user_values[rank]):
+        given = {rank: user_values[rank], key: path}
+        return {}, [problem(given, f"the adapters have rank {config['r']}", f"Leave {rank} out.")]
     if config.get("lora_dropout"):
         logger.warning("%s=%s: the adapters were trained with dropout, and are trained on without it", key, path)
-    read = {f"{model}.{ours}": config[name] for name, ours in _READ.items() if config.get(name) is not None}
+    read = {f"{model}.{ours}": config[name] for name, ours in lora.PEFT.items() if config.get(name) is not None}
     of_folder = {name: value for name, value in read.items() if name not in user_values}
-    logger.info("%s=%s sets %s", key, path, ", ".join(f"{name}={shown(value)}" for name, value in of_folder.items()))
+    for name in (f"{model}.lora_alpha", f"{model}.use_rslora"):
+        if name in read and name in user_values and user_values[name] != read[name]:
+            logger.warning("%s=%s: the adapters of %s were trained with %s", name, user_values[name], path, shown(read[name]))
+    if of_folder:
+        logger.info("%s=%s sets %s", key, path, ", ".join(f"{name}={shown(value)}" for name, value in of_folder.items()))
     return of_folder, []
 
 
@@ -397,12 +402,24 @@ def objective(algorithm: Algorithm, loss: str, kl_in_loss: str | None) -> str:
     return ", ".join(parts)
 
 
+def reference_in_words(settings: Settings) -> str:
+    """Return what the reference of a policy with adapters is."""
+    model, key = settings.actor_rollout_ref.model, "actor_rollout_ref.ref.adapter"
+    if model.lora_adapter_path is None:
+        return f"{model.path} without adapters"
+    if settings.actor_rollout_ref.ref.adapter == "base":
+        return f"{model.path} without the adapters that training starts from ({key}=base)"
+    return f"{model.path} with the adapters of {model.lora_adapter_path}, as training starts ({key}=base takes the base alone)"
+
+
 def log_objective(settings: Settings) -> None:
     """Log the objective, and a warning where another estimator than RLOO's meets the loss that the RLOO recipe sets."""
     algorithm, actor = settings.algorithm, settings.actor_rollout_ref.actor
     loss = actor.policy_loss.loss_mode
     kl_in_loss = f"{actor.kl_loss_coef:g} x {actor.kl_loss_type}" if actor.use_kl_loss else None
     logger.info("objective: %s", objective(algorithm, loss, kl_in_loss))
+    if needs_reference(settings) and settings.actor_rollout_ref.model.lora_rank:
+        logger.info("the KL's reference is %s", reference_in_words(settings))
     bypass_loss = algorithm.rollout_correction.loss_type if algorithm.rollout_correction.bypass_mode else None
     if bypass_loss is not None and loss != "vanilla":
         logger.warning(

@@ -25,7 +25,7 @@ from verl_memopt.memory.knob import (
     Share,
 )
 from verl_memopt.memory.load_mode import LoadMode
-from verl_memopt.memory.lora import Lora
+from verl_memopt.memory.lora import Lora, LoraReference
 from verl_memopt.memory.native_offload import NativeOffload
 from verl_memopt.memory.optimizer_in_backward import OptimizerInBackward
 from verl_memopt.memory.optimizer_offload import OptimizerOffload
@@ -226,7 +226,7 @@ class RefModel:
 
 
 @dataclass(frozen=True)
-class Ref(LogProbBudget, QuantizedFrozen):
+class Ref(LogProbBudget, QuantizedFrozen, LoraReference):
     """The reference; built only when a KL is asked for."""
 
     model: RefModel = field(default_factory=RefModel)

@@ -16,6 +16,7 @@ from verl_memopt.config.algorithm_rules import CORRECTION_UNUSED
 from verl_memopt.config.keys import IS_SET, Problem, above, belongs, field_types, idle, other_than, problem, refused, shown
 from verl_memopt.config.reward_rules import SANDBOX_UNUSED
 from verl_memopt.config.schema import Fsdp, Settings, TrainedFsdp
+from verl_memopt.memory import lora
 from verl_memopt.memory.critic_rules import twin_unused, unused_keys
 from verl_memopt.memory.knob import Refusal, UnusedKey, needs_reference, num_devices, pool_keys
 
@@ -58,6 +59,7 @@ _LORA_DROPOUT = (
     "Set 0, or remove the key"
 )
 _LORA_KEYS = "of the LoRA settings, rank, alpha, target_modules, exclude_modules and adapter_path have an effect. Remove this one"
+_NO_LORA: tuple[Any, ...] = (None, False, [], {})
 
 
 def _absent(*switches: str) -> dict[str, NoEffect]:
@@ -88,6 +90,7 @@ _MODEL = {
     **dict.fromkeys(("lora.freeze_vision_model", "lora.freeze_vision_projection"), NoEffect(EITHER, _TEXT_ONLY)),
     "lora.freeze_language_model": NoEffect((True,), "with LoRA the base is always frozen. Set true, or remove the key"),
     "lora.*": NoEffect((False,), _LORA_KEYS),
+    **{name: NoEffect(_NO_LORA, f"{reason}. Remove the key") for name, reason in lora.NOT_HERE.items()},
     "use_liger": NoEffect(EITHER, f"the model is computed without Liger's kernels. {_CHUNKED}"),
     "fused_kernel_options.impl_backend": NoEffect(("torch", "triton"), f"the log-prob is computed with PyTorch. {_CHUNKED}"),
     **_absent("mtp.enable"),
@@ -264,6 +267,10 @@ def _has_other_shards(settings: Settings) -> bool:
     return num_devices(settings) > 1 and roles.ref.fsdp_config.fsdp_size != roles.actor.fsdp_config.fsdp_size
 
 
+def _starts_from_adapters(settings: Settings) -> bool:
+    return needs_reference(settings) and settings.actor_rollout_ref.model.lora_adapter_path is not None
+
+
 def _rules() -> Iterator[Refusal]:
     keep = f"or {EVERY}=null to keep the reference as it is."
     yield refused(
@@ -291,6 +298,9 @@ REFERENCE_RULES: tuple[Refusal, ...] = tuple(_rules())
 REFERENCE_UNUSED: tuple[UnusedKey, ...] = (
     UnusedKey(EVERY, lambda settings: not needs_reference(settings), "no KL is asked for, so there is no reference"),
     *idle(EVERY, None, ALPHA),
+    UnusedKey(
+        f"{_AR}.ref.adapter", lambda settings: not _starts_from_adapters(settings), "no KL to trained adapters is asked for"
+    ),
 )
 """When giving one of its keys asks for something that does not happen."""
 

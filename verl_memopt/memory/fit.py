@@ -385,7 +385,9 @@ class _Prediction:
             scorer = student or reference or policy
             found["reward"] = lambda: self._with(scorer, "reward", scorer.forward(self._student_pass(scorer)))
         found["old_log_prob"] = lambda: self._with(policy, "old_log_prob", policy.forward(scoring))
-        found["ref"] = lambda: self._with(reference or policy, "ref", (reference or policy).forward(self._pass("ref")))
+        start = {"params": 0 if reference or self.roles.ref.adapter == "base" else self._start_bytes}
+        scored = reference or policy
+        found["ref"] = lambda: [start, *self._with(scored, "ref", scored.forward(self._pass("ref")))]
         if critic is not None:
             found["values"] = lambda: self._with(critic, "values", critic.forward(self._pass("values")))
             found["update_critic"] = lambda: self._with(critic, "update_critic", critic.update(self._pass("critic"), False))
@@ -477,8 +479,14 @@ class _Prediction:
             parts.append({"activations": max(copied, default=0)})
         return parts
 
+    @property
+    def _start_bytes(self) -> float:
+        """Bytes of the adapters that training started from, which the host keeps for the reference."""
+        starts = self.roles.model.lora_adapter_path is not None and self.pool is None
+        return self.policy.at_rest.compute_bytes * self.policy.adapters if starts else 0
+
     def _host(self) -> Kinds:
-        model, parts = self.roles.model, [each.on_host for each in self.models]
+        model, parts = self.roles.model, [*(each.on_host for each in self.models), {"params": self._start_bytes}]
         # Each parameter that streams begins at a multiple of the alignment. A block has 32 at most, with biases and scales.
         parts += [{"params": ALIGNMENT * 32 * (each.size.layers + 1)} for each in self.models if each.fsdp.streams]
         if self.sleeps and not self.shares and self.roles.rollout.sleep_level == 1:

@@ -1,4 +1,4 @@
-"""Train low-rank adapters on a frozen base (LoRA); the reference is the same model with its adapters off.
+"""Train low-rank adapters on a frozen base (LoRA); the reference is the same model with the adapters it started from.
 
 Use it when: gradients and optimizer state do not fit, and low-rank training is good enough.
 Saves: gradients and optimizer state of all frozen parameters (12 bytes each with fp32 AdamW), and the second model of a KL.
@@ -11,8 +11,10 @@ Works with: ``rollout.share_weights``, ``model.quantization`` of the base, check
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from verl_memopt.memory.formulas import Shapes
 from verl_memopt.memory.knob import Claim, Factor, Knob, LadderRow, NaturalInt, PositiveFloat, Refusal, needs_reference
@@ -25,6 +27,7 @@ _MODEL = "actor_rollout_ref.model"
 _RANK, _ALPHA, _TARGETS, _EXCLUDED, _PATH = (
     f"{_MODEL}.{key}" for key in ("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
 )
+_RSLORA, _ADAPTER = f"{_MODEL}.use_rslora", "actor_rollout_ref.ref.adapter"
 _SOME = {_RANK: 2, _ALPHA: 8, _TARGETS: ["q_proj", "k_proj", "o_proj"], _EXCLUDED: ["k_proj"]}
 _REFERENCE, _QUANTIZATION = "actor_rollout_ref.ref.model.path", "actor_rollout_ref.ref.quantization"
 
@@ -38,12 +41,73 @@ class Lora:
     given, it comes from the ``adapter_config.json`` of ``lora_adapter_path``, with the other LoRA settings that are not given."""
     lora_alpha: PositiveFloat = 16
     """Adapters are scaled by lora_alpha / lora_rank."""
+    use_rslora: bool = False
+    """Scale adapters by lora_alpha / sqrt(lora_rank) instead, so that a large rank learns as fast as a small one (rsLoRA, arXiv
+    2312.03732)."""
     target_modules: Any = "all-linear"
-    """Layers with an adapter: all-linear (all but the head), a list of name endings, or a regular expression."""
+    """Layers with an adapter: all-linear (all but the head), a list of name endings, or a regular expression. A name that no
+    layer has is an error."""
     exclude_modules: Any = None
-    """Layers left out: a list of name endings or a regular expression."""
+    """Layers left out: a list of name endings or a regular expression. A name that no part of the model has is an error."""
     lora_adapter_path: str | None = None
-    """Folder in the peft format to start the adapters from."""
+    """Folder in the peft format to start the adapters from. A KL's reference starts from it too (``ref.adapter``)."""
+
+    @property
+    def lora_scale(self) -> float:
+        """What the product of B and A is multiplied by. 0 without adapters."""
+        return adapter_scale(self.lora_rank, self.lora_alpha, self.use_rslora) if self.lora_rank else 0.0
+
+
+def adapter_scale(rank: int, alpha: float, use_rslora: bool) -> float:
+    """Return what the product of B and A is multiplied by."""
+    return alpha / (math.sqrt(rank) if use_rslora else rank)
+
+
+@dataclass(frozen=True)
+class LoraReference:
+    """The setting of a reference that is the policy's own base."""
+
+    adapter: Literal["start", "base"] = "start"
+    """With LoRA, the reference is the base with the adapters of ``model.lora_adapter_path`` as training began (start), or the
+    base alone (base). Both are the same where training starts without a folder of adapters."""
+
+
+NOT_HERE = {
+    "use_dora": "adapters have no magnitude of their own (DoRA) here",
+    "rank_pattern": "all adapters of a model have one rank here",
+    "alpha_pattern": "all adapters of a model have one scale here",
+    "modules_to_save": (
+        "a module that is trained as a whole beside the adapters would be needed twice, as it is and as the reference has it, "
+        "and an engine that shares the base has one place for it. Train adapters alone, or all weights (lora_rank=0)"
+    ),
+    "trainable_token_indices": (
+        "rows of the embedding are not trained beside adapters: engine and reference compute with the same embedding. Train "
+        "adapters alone, or all weights (lora_rank=0)"
+    ),
+    "lora_bias": "adapters have no bias here",
+    "layers_to_transform": "name layers by a regular expression in target_modules instead",
+}
+"""Fields of peft's LoraConfig that change what is computed and have no equal here, and why. Empty or false asks for nothing."""
+PEFT = {
+    "r": "lora_rank", "lora_alpha": "lora_alpha", "use_rslora": "use_rslora", "target_modules": "target_modules",
+    "exclude_modules": "exclude_modules",
+}  # fmt: skip
+"""Field of peft's LoraConfig -> name of our key below the model's section."""
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""How the names of those ``init_lora_weights`` begin that also change the base, so that the adapters belong to other weights."""
+
+
+def not_here(config: Mapping[str, Any]) -> list[str]:
+    """Return what the fields of a LoraConfig of peft ask for that cannot be had here: each with its reason."""
+    found = [f"{name}={config[name]!r:.60}: {reason}" for name, reason in NOT_HERE.items() if config.get(name)]
+    kind, start, bias = (config.get(name) for name in ("peft_type", "init_lora_weights", "bias"))
+    if kind is not None and str(getattr(kind, "value", kind)) != "LORA":
+        found.append(f"peft_type={getattr(kind, 'value', kind)}: LORA is the one kind")
+    if isinstance(start, str) and start.startswith(CHANGES_BASE):
+        found.append(f"init_lora_weights={start}: it changes the base too. Convert the adapters to plain ones with peft")
+    if bias not in (None, "none"):
+        found.append(f"bias={bias}: biases of the base stay frozen")
+    return found
 
 
 SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -84,7 +148,7 @@ def adapter_params(shapes: Shapes) -> int:
 
 KNOB = Knob(
     cost="low-rank updates only",
-    settings={"model": Lora},
+    settings={"model": Lora, "ref": LoraReference},
     known_as={
         "use_peft": "actor_rollout_ref.model.lora_rank",
         "use_lora": "actor_rollout_ref.model.lora_rank",
@@ -95,7 +159,7 @@ KNOB = Knob(
         Refusal(
             (_RANK, _REFERENCE),
             _has_another_reference,
-            "with LoRA the reference is the base with its adapters off",
+            "with LoRA the reference is the policy's own base, with the adapters that training started from",
             f"Leave {_REFERENCE} out, or set {_RANK}=0.",
         ),
         Refusal(
@@ -120,5 +184,5 @@ KNOB = Knob(
     ),
     row=LadderRow(210, on=(f"{_RANK}=8",), off=(f"{_RANK}=0",), on_top_of="rollout_memory"),
     factors=(Factor("lora", {"off": {_RANK: 0}, "all": {_RANK: 4}, "some": _SOME}, lossy=True),),
-    no_factor={_PATH: "names a file to start from"},
+    no_factor={_PATH: "names a file to start from", _RSLORA: "another scale of the same adapters", _ADAPTER: "needs such a file"},
 )

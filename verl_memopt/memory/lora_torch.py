@@ -13,6 +13,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.host_buffers import host_buffer
+from verl_memopt.memory.lora import Lora
 from verl_memopt.memory.quantized_frozen_torch import QuantizedLinear, quantized_layers, stored_weight
+from verl_memopt.observe.byte_tracker import scope
 
 KEY = "actor_rollout_ref.model"
 ADAPTERS = ("lora_A", "lora_B")
@@ -48,6 +52,8 @@ class LoraLinear(nn.Linear):
         """Take over the shape and bias of a layer, and give it an adapter."""
         self.in_features, self.out_features, self.bias = base.in_features, base.out_features, base.bias
         self.scale, self.active = scale, True
+        self.other: tuple[Tensor, Tensor] | None = None
+        """A and B of another adapter, which computes in place of the trained one while it is there."""
         device = stored_weight(base)[0].device
         self.lora_A = nn.Parameter(torch.empty(rank, self.in_features, dtype=dtype, device=device))
         self.lora_B = nn.Parameter(torch.empty(self.out_features, rank, dtype=dtype, device=device))
@@ -60,7 +66,8 @@ class LoraLinear(nn.Linear):
     @property
     def factors(self) -> tuple[Tensor, Tensor]:
         """A and B as they compute: in the layer's dtype, to which adapters of more digits are cast as FSDP2 casts masters."""
-        return self.lora_A.to(self.computes), self.lora_B.to(self.computes)
+        down, up = self.other or (self.lora_A, self.lora_B)
+        return down.to(self.computes), up.to(self.computes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output [..., out] of x [..., in]."""
@@ -91,32 +98,76 @@ class QuantizedLoraLinear(QuantizedLinear, LoraLinear):
 def apply_lora(
     model: nn.Module,
     rank: int,
-    alpha: float,
+    scale: float,
     target_modules: str | Sequence[str],
     exclude_modules: str | Sequence[str] | None,
     key: str = KEY,
     dtype: torch.dtype | None = None,
 ) -> list[str]:
-    """Freeze a model and give each chosen linear layer an adapter, scaled by ``alpha / rank``. Call this before sharding.
+    """Freeze a model and give each chosen linear layer an adapter, multiplied by ``scale``. Call this before sharding.
+
+    ``dtype`` is that of the adapters; None = as their layer. Other arguments and errors are those of :func:`chosen_layers`, whose
+    result is returned.
+    """
+    model.requires_grad_(False)
+    chosen = chosen_layers(model, target_modules, exclude_modules, key)
+    for name in chosen:
+        _adapt(model, name, rank, scale, dtype)
+    return chosen
+
+
+def chosen_layers(
+    model: nn.Module, target_modules: str | Sequence[str], exclude_modules: str | Sequence[str] | None, key: str = KEY
+) -> list[str]:
+    """Return the names of the linear layers that get an adapter.
 
     ``target_modules`` are ``all-linear`` = every linear layer but the head; a list of name endings; or a regular expression for
     the whole name. So are ``exclude_modules``, the layers to leave out. ``key`` is the settings section, to name in errors.
-    ``dtype`` is that of the adapters; None = as their layer. The names of the chosen layers are returned.
 
     Raises:
-        ConfigError: No layer is chosen.
+        ConfigError: No layer is chosen, or a name fits nothing: the message has the nearest names.
     """
-    model.requires_grad_(False)
     head = getattr(model, "get_output_embeddings", lambda: None)()
+    modules = {name: module for name, module in model.named_modules() if name}
     kinds = (nn.Linear, QuantizedLinear)
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, kinds) and module is not head}
+    linears = [name for name, module in modules.items() if isinstance(module, kinds) and module is not head]
+    endings = sorted({name.rsplit(".", 1)[-1] for name in linears})
+    wrong = [
+        f"{key}.target_modules: {_no_layer(ending, modules, head, endings)}"
+        for ending in ([] if isinstance(target_modules, str) else target_modules)
+        if not any(_matches(name, [ending]) for name in linears)
+    ]
+    excluded = [exclude_modules] if isinstance(exclude_modules, str) else [[ending] for ending in exclude_modules or ()]
+    wrong += [
+        f"{key}.exclude_modules: no part of the model is named {''.join(each)}{_nearest(''.join(each), endings)}"
+        for each in excluded
+        if each != "all-linear" and not any(_matches(name, each) for name in modules)
+    ]
+    if wrong:
+        raise ConfigError(f"{'; '.join(wrong)}. The linear layers end in {', '.join(endings)}; all-linear takes all of them.")
     chosen = [name for name in linears if _matches(name, target_modules) and not _matches(name, exclude_modules)]
     if not chosen:
-        endings = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in linears}))
-        raise ConfigError(f"{key}.target_modules={target_modules}: no linear layer is chosen. Its layers end in {endings}.")
-    for name in chosen:
-        _adapt(model, name, rank, alpha / rank, dtype)
+        raise ConfigError(
+            f"{key}.target_modules={target_modules}: no linear layer is chosen. Its layers end in {', '.join(endings)}."
+        )
     return chosen
+
+
+def _no_layer(ending: str, modules: Mapping[str, nn.Module], head: Any, endings: Sequence[str]) -> str:
+    """Return what is wrong with a name that no layer with an adapter has."""
+    found = [module for name, module in modules.items() if _matches(name, [ending])]
+    if not found:
+        return f"no layer is named {ending}{_nearest(ending, endings)}"
+    if any(module is head for module in found):
+        return f"{ending} is the head, whose weights the chunked log-prob reads: it has no adapter"
+    if any(isinstance(module, nn.Embedding) for module in found):
+        return f"{ending} is the embedding, and only linear layers have adapters"
+    return f"{ending} is no linear layer, but {type(found[0]).__name__}"
+
+
+def _nearest(name: str, endings: Sequence[str]) -> str:
+    near = get_close_matches(name, [*endings, "all-linear"], n=2)
+    return f" (near: {', '.join(near)})" if near else ""
 
 
 def _adapt(model: nn.Module, name: str, rank: int, scale: float, dtype: torch.dtype | None = None) -> None:
@@ -176,6 +227,47 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer.active = True
 
 
+StartingAdapter = Mapping[str, Tensor]
+"""What training started from: tensors of the host by their names in the peft format, in the dtype that computes."""
+
+
+def starting_adapter(folder: Path, model: nn.Module, dtype: torch.dtype, device: torch.device, key: str = KEY) -> StartingAdapter:
+    """Return the adapters of a folder in the peft format, in ``dtype``, page-locked where the ``device`` is a GPU.
+
+    Raises:
+        ConfigError: As :func:`load_adapter`.
+    """
+    wanted = stored_adapters(model)
+    tensors = _read(folder, wanted, wanted, key)
+    buffers = host_buffer(sum(tensors[name].numel() for name in wanted) * dtype.itemsize, device, "params")
+    parts = buffers.split([tensors[name].numel() * dtype.itemsize for name in wanted])
+    return {
+        name: part.view(dtype).view(tensors[name].shape).copy_(tensors[name]) for name, part in zip(wanted, parts, strict=True)
+    }
+
+
+@contextmanager
+def as_reference(model: nn.Module, start: StartingAdapter | None, device: torch.device) -> Iterator[None]:
+    """Compute in the body with the adapters that training started from, which lie on the device for so long.
+
+    ``start``: None = with the base alone.
+    """
+    if start is None:
+        with adapters_off(model):
+            yield
+        return
+    layers = adapters(model)
+    with scope(kind="params"):
+        for name, layer in layers.items():
+            down, up = (start[f"{PEFT}{name}.{part}.weight"].to(device, non_blocking=True) for part in ADAPTERS)
+            layer.other = down, up
+    try:
+        yield
+    finally:
+        for layer in layers.values():
+            layer.other = None
+
+
 def merged_weights(
     weights: Iterator[tuple[str, Tensor]], model: nn.Module, exact: Callable[[str], Tensor] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
@@ -222,23 +314,27 @@ def with_adapter(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tens
     return (weight.float() + scale * up.float() @ down.float()).to(weight.dtype)
 
 
-def save_adapter(folder: Path, model: nn.Module, base: str, rank: int, alpha: float, writes: bool) -> None:
+def save_adapter(
+    folder: Path, model: nn.Module, base: str, settings: Lora, writes: bool, start: StartingAdapter | None = None
+) -> None:
     """Write the adapters of a model to a folder in the peft format: adapter_config.json and adapter_model.safetensors.
 
     A module that is trained as a whole, such as the critic's head, is written beside them (``modules_to_save``). ``base`` is the
-    name of the base model. Every rank gathers in step; the rank that ``writes`` writes.
+    name of the base model. Every rank gathers in step; the rank that ``writes`` writes. ``start``: write these in their place.
     """
-    trained = whole_parameters(model)
-    tensors = {name: _on_host(parameter, writes) for name, parameter in (stored_adapters(model) | _beside(trained)).items()}
+    trained = {} if start is not None else whole_parameters(model)
+    own = stored_adapters(model) | _beside(trained)
+    tensors = start if start is not None else {name: _on_host(parameter, writes) for name, parameter in own.items()}
     if not writes:
         return
     folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     names = sorted({name.rsplit(".", 1)[-1] for name in adapters(model)})
     config = {
         "peft_type": "LORA", "task_type": "TOKEN_CLS" if trained else "CAUSAL_LM",
-        "base_model_name_or_path": base, "r": rank, "lora_alpha": alpha, "lora_dropout": 0.0, "target_modules": names,
-        "bias": "none", "fan_in_fan_out": False,
+        "base_model_name_or_path": base, "r": settings.lora_rank, "lora_alpha": settings.lora_alpha, "lora_dropout": 0.0,
+        "target_modules": names, "use_rslora": settings.use_rslora, "bias": "none", "fan_in_fan_out": False,
         "modules_to_save": sorted({name.rsplit(".", 1)[0] for name in trained}) or None,
     }  # fmt: skip
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -251,12 +347,12 @@ def stored_adapters(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def copy_adapters(tensors: Mapping[str, Tensor], model: nn.Module, alpha: float) -> None:
+def copy_adapters(tensors: Mapping[str, Tensor], model: nn.Module, scale: float) -> None:
     """Copy adapters, by their names in the peft format, into a frozen model, whose layers get places for them the first time."""
     if not adapters(model):
         for name, down in ((name, each) for name, each in tensors.items() if name.endswith(".lora_A.weight")):
             layer, rank = name.removeprefix(PEFT).removesuffix(".lora_A.weight"), down.shape[0]
-            _adapt(model, layer, rank, alpha / rank)
+            _adapt(model, layer, rank, scale)
         model.requires_grad_(False)
     for name, own in stored_adapters(model).items():
         own.copy_(tensors[name])
@@ -285,20 +381,26 @@ def load_adapter(folder: Path, model: nn.Module, key: str = KEY) -> None:
     Raises:
         ConfigError: A tensor is missing, left over or of another shape. The message lists them.
     """
+    own, beside = stored_adapters(model), _beside(whole_parameters(model))
+    tensors = _read(folder, own | beside, own, key)
+    for name, parameter in (own | beside).items():
+        if name in tensors:
+            _copy_whole(parameter, tensors[name])
+
+
+def _read(folder: Path, known: Mapping[str, Tensor], needed: Mapping[str, Tensor], key: str) -> dict[str, Tensor]:
+    """Return the tensors of a folder in the peft format, which has all that are ``needed`` and no others than the ``known``."""
     setting, path = f"{key}.lora_adapter_path={folder}", folder / "adapter_model.safetensors"
     if not path.is_file():
         raise ConfigError(f"{setting}: it has no adapter_model.safetensors. Give a folder in the peft format.")
     tensors = load_file(path)
-    beside = _beside(whole_parameters(model))
-    wanted = stored_adapters(model) | {name: parameter for name, parameter in beside.items() if name in tensors}
-    problems = [f"missing {name}" for name in wanted if name not in tensors]
-    problems += [f"unexpected {name}" for name in tensors if name not in wanted]
+    problems = [f"missing {name}" for name in needed if name not in tensors]
+    problems += [f"unexpected {name}" for name in tensors if name not in known]
     problems += [
-        f"{name} has shape {tuple(tensors[name].shape)}, the settings ask for {tuple(wanted[name].shape)}"
-        for name in wanted.keys() & tensors.keys()
-        if tensors[name].shape != wanted[name].shape
+        f"{name} has shape {tuple(tensors[name].shape)}, the settings ask for {tuple(known[name].shape)}"
+        for name in known.keys() & tensors.keys()
+        if tensors[name].shape != known[name].shape
     ]
     if problems:
         raise ConfigError(f"{setting}: it does not fit lora_rank and target_modules: {'; '.join(problems[:6])}.")
-    for name, parameter in wanted.items():
-        _copy_whole(parameter, tensors[name])
+    return tensors

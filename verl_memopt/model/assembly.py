@@ -106,7 +106,7 @@ def parallelize(
         quantize_blocks(packed.blocks(), use.quantization)
     if use.trained and model.lora_rank > 0:
         layers, key = (model.target_modules, model.exclude_modules), use.model_key
-        apply_lora(packed.lm, model.lora_rank, model.lora_alpha, *layers, key, packed.masters)
+        apply_lora(packed.lm, model.lora_rank, model.lora_scale, *layers, key, packed.masters)
     units = wrapped_modules(packed, packed.blocks(), fsdp)
     _refuse_units_inside_blocks(packed, fsdp, use)
     if use.recompute:  # before sharding, so that FSDP's hooks stay outside of the recomputed part

@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 
 from verl_memopt.config.schema import Actor, CriticModel, Model, ModelKnobs, ScoringModel
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.lora_torch import chosen_layers
 from verl_memopt.memory.shared_prompt import prompt_groups
 from verl_memopt.model.attention import REGISTERED, WindowOverPrefixError
 from verl_memopt.model.decoder import class_name
@@ -251,6 +252,8 @@ def check_architecture(model: Model | CriticModel, folder: Path, longest: int, a
     packed_model = ValueModel(lm, key=key) if isinstance(model, CriticModel) else PolicyModel(lm, 0, False)
     # The names in the folder of weights that have another name there.
     stored = stored_head(folder, key) if isinstance(model, CriticModel) else {}
+    if model.lora_rank > 0:
+        chosen_layers(lm, model.target_modules, model.exclude_modules, key)
     check_lengths(config, longest)
     refuse_sliding_window(config, actor)
     shapes = {name: tuple(parameter.shape) for name, parameter in named_weights(packed_model)}

@@ -167,8 +167,8 @@ class EnginePlace:
     """Limit of this process on the device. None = the whole device. The engine's share is a share of this limit."""
     lora_rank: int = 0
     """Rank of the adapters that the engine gets beside the weights that it shares with the trainer. 0 = it gets none."""
-    lora_alpha: float = 0
-    """Adapters are scaled by lora_alpha / lora_rank."""
+    lora_scale: float = 0
+    """What adapters add is multiplied by it."""
     quantization: str = "none"
     """How the linear layers of a base rest that the engine shares with the trainer."""
     cache_bytes: int | None = None

@@ -113,7 +113,7 @@ class HfEngine:
             self._shared.check(self._model, weights)
             if adapters:
                 with scope(kind="rollout weights"):
-                    copy_adapters(adapters, self._model, self._place.lora_alpha)
+                    copy_adapters(adapters, self._model, self._place.lora_scale)
 
     def compare_weights(self, weights: Weights) -> WeightComparison:
         """Compare each slice with its parameter."""

@@ -243,7 +243,7 @@ class VllmEngine:
         mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
         # Copies, because vLLM multiplies B by the adapter's scale in place.
         copies = {key: tensor.detach().to(manager.lora_config.lora_dtype, copy=True) for key, tensor in adapters.items()}
-        config = PEFTHelper(r=place.lora_rank, lora_alpha=place.lora_alpha, target_modules=[])
+        config = PEFTHelper(r=place.lora_rank, lora_alpha=place.lora_scale * place.lora_rank, target_modules=[])
         adapter = LoRAModel.from_lora_tensors(
             ADAPTER_ID, copies, config, str(place.device), weights_mapper=mapper and mapper.get_rename_mapper()
         )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from verl_memopt.distributed.sharded_state import StoredTensors
 from verl_memopt.errors import CheckpointError, ConfigError, UserError
+from verl_memopt.memory.lora import adapter_scale
 from verl_memopt.memory.lora_torch import ADAPTERS, with_adapter
 from verl_memopt.model.export import ADAPTER, RECORD, export_stored, stored_dtype, whole_folder, write_record
 from verl_memopt.model.folder import resolve_folder
@@ -130,7 +131,8 @@ class StoredModel:
             weight, module = base.read(name, ()).to(masters), name.removesuffix(".weight")
             down, up = (key.get(f"{module}.{part}") for part in ADAPTERS)
             if down is not None and up is not None:
-                scale = self.settings[f"{self.keys.model}.lora_alpha"] / self.lora_rank
+                alpha, by_root = (self.settings[f"{self.keys.model}.{name}"] for name in ("lora_alpha", "use_rslora"))
+                scale = adapter_scale(self.lora_rank, alpha, bool(by_root))
                 weight = with_adapter(weight, stored.read(down), stored.read(up), scale)
             yield name, weight.to(dtype)
 

@@ -11,11 +11,10 @@ from typing import Any, ClassVar
 
 from verl_memopt.config.trl_defaults import DEFAULTS
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.lora import PEFT, not_here
 
 logger = logging.getLogger(__name__)
 
-PEFT = {"r": "lora_rank", "lora_alpha": "lora_alpha", "target_modules": "target_modules", "exclude_modules": "exclude_modules"}
-"""Fields of peft's LoraConfig and our keys below ``actor_rollout_ref.model``."""
 PEFT_PASSES = {"task_type": "CAUSAL_LM", "peft_type": "LORA", "bias": "none", "init_lora_weights": True}
 """Further fields, and the value that asks for nothing."""
 PEFT_NOTES = ("base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version")
@@ -120,7 +119,10 @@ def adapter_arguments(config: Any) -> dict[str, Any]:
     if config is None:
         return {}
     settings: dict[str, Any] = {"lora_rank": 8, "lora_alpha": 8, "target_modules": list(PEFT_TARGETS)}  # peft's defaults
-    for name, value in given_and_defaults(config, "peft_config")[0].items():
+    given = given_and_defaults(config, "peft_config")[0]
+    if reasons := not_here(given):
+        raise ConfigError(f"peft_config: {'; '.join(reasons)}. Leave it out.")
+    for name, value in given.items():
         if name in PEFT:
             settings |= {} if value is None else {PEFT[name]: sorted(value) if isinstance(value, set) else value}
         elif name in PEFT_NOTES:

@@ -13,7 +13,7 @@ from verl_memopt.config.schema import Rollout
 from verl_memopt.distributed.file_records import Records, record_folder
 from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
 from verl_memopt.errors import CheckpointError
-from verl_memopt.memory.lora_torch import merged_weights, save_adapter
+from verl_memopt.memory.lora_torch import StartingAdapter, merged_weights, save_adapter, starting_adapter
 from verl_memopt.memory.quantized_frozen_torch import quantized_layers
 from verl_memopt.memory.weight_buckets_torch import WeightSlice, full_weights, weight_slices
 from verl_memopt.model.export import ADAPTER, export_folder, saved_dtype, write_generation_config
@@ -23,6 +23,9 @@ from verl_memopt.model.weights import WeightFolder, base_weights, named_weights
 from verl_memopt.observe.byte_tracker import HOST, scope
 from verl_memopt.worker.roles import WorkerPlan
 from verl_memopt.worker.trained_model import ACTOR, TrainedModel, readable
+
+START = "lora_start"
+"""Folder of a checkpoint's policy that holds the adapters it started from, as peft has them."""
 
 
 def plain_weights(model: PackedModel, exact: Callable[[str], torch.Tensor] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -39,11 +42,19 @@ def sent_weights(model: PackedModel, rollout: Rollout, dtype: torch.dtype, merge
     return weight_slices(weights, dtype, rollout.checkpoint_engine.update_weights_bucket_megabytes)
 
 
-def save_trained(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path, contents: Sequence[str]) -> Records:
+def save_trained(
+    trained: TrainedModel,
+    plan: WorkerPlan,
+    rank: int,
+    folder: Path,
+    contents: Sequence[str],
+    start: StartingAdapter | None = None,
+) -> Records:
     """Write this rank's part of a checkpoint and return the record of each file that it wrote, relative to ``folder``.
 
     ``folder`` is that of the role in the checkpoint. With hf_model in ``contents``, rank 0 also writes the weights in Hugging
-    Face format. Parameters that are on the host are written from there. Every file is forced to disk.
+    Face format. Parameters that are on the host are written from there. Every file is forced to disk. ``start`` are the adapters
+    that the policy started from, which belong to its reference.
 
     Raises:
         CheckpointError: The disk refuses. The message names the folder.
@@ -59,11 +70,14 @@ def save_trained(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Pat
         try:
             _export(trained, plan, rank, exported, trained.model.masters, weights="hf_model" in contents)
             if model.lora_rank > 0:
-                save_adapter(adapter, trained.model, str(model.path), model.lora_rank, model.lora_alpha, rank == 0)
+                save_adapter(adapter, trained.model, str(model.path), model, rank == 0)
+            if start is not None:
+                save_adapter(folder / START, trained.model, str(model.path), model, rank == 0, start)
             if rank == 0:
                 # Recorded after both are written: a safetensors file gets its header last, so it cannot be hashed while it is
                 # written.
-                records |= record_folder(exported, folder) | record_folder(adapter, folder)
+                for written in (exported, adapter, folder / START):
+                    records |= record_folder(written, folder)
             return records
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{folder}: the model could not be written: {error}.") from error
@@ -82,7 +96,7 @@ def save_model(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path)
         try:
             _export(trained, plan, rank, folder, saved_dtype(Path(plan.folder), trained.fsdp), weights=True)
             if model.lora_rank > 0:
-                save_adapter(folder / ADAPTER, trained.model, str(model.path), model.lora_rank, model.lora_alpha, rank == 0)
+                save_adapter(folder / ADAPTER, trained.model, str(model.path), model, rank == 0)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{folder}: the model could not be written: {error}.") from error
 
@@ -114,6 +128,12 @@ def _exact(plan: WorkerPlan, model: PackedModel) -> Callable[[str], torch.Tensor
         return None
     folder = WeightFolder(Path(plan.folder))
     return lambda name: folder.read(name, ()).to(model.masters)
+
+
+def load_start(folder: Path, model: PackedModel, device: torch.device) -> StartingAdapter | None:
+    """Return the adapters that a checkpoint's policy started from; None where it started from its base."""
+    there = (folder / START).is_dir()
+    return starting_adapter(folder / START, model, model.compute, device) if there else None
 
 
 def load_trained(trained: TrainedModel, folder: Path, contents: Sequence[str]) -> None:

@@ -34,7 +34,7 @@ from verl_memopt.memory import residency
 from verl_memopt.memory.activation_offload_torch import BYTES_MOVED, CRITIC_BYTES_MOVED
 from verl_memopt.memory.chunked_logprob_torch import TokenGradient
 from verl_memopt.memory.logit_tiles import TokenStatistics
-from verl_memopt.memory.lora_torch import adapters_off
+from verl_memopt.memory.lora_torch import StartingAdapter, adapters_off, starting_adapter
 from verl_memopt.memory.residency import POLICY, REFERENCE
 from verl_memopt.memory.split_masters import KEY as SPLIT_KEY
 from verl_memopt.memory.token_budget_torch import attempt, may_go_on
@@ -90,6 +90,8 @@ class Policy:
         """Build optimizer and schedule."""
         self.model = model
         self.bypass: RolloutCorrection | None = None
+        self.start: StartingAdapter | None = None
+        """The adapters that training started from; None = it started from the base."""
         self.actor = actor
         self.trained = TrainedModel(ACTOR, model, actor, schedule_steps, world_size, device, offload)
         self._log_probs: list[Tensor] | None = None
@@ -117,7 +119,9 @@ class Policy:
         policy = cls(policy_model, actor, plan.schedule_steps, world_size, roles.device, offload)
         fill_masters(policy.trained, folder)
         policy.bypass = plan.bypass
-        # With LoRA the reference is the policy without its adapters.
+        if model.lora_adapter_path is not None:
+            policy.start = starting_adapter(Path(model.lora_adapter_path), policy_model, policy_model.compute, roles.device)
+        # With LoRA the reference is the policy with other adapters, or none.
         also = (REFERENCE, *roles.also) if model.lora_rank > 0 else ()
         policy.trained.home = roles.home_of(POLICY, policy_model, fsdp, also)
         return policy

@@ -22,7 +22,7 @@ from verl_memopt.memory.critic_rules import CRITIC_PHASES
 from verl_memopt.memory.fused import fused_statements, take_compile_counts
 from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.memory.knob import Work
-from verl_memopt.memory.lora_torch import adapters_off, stored_adapters
+from verl_memopt.memory.lora_torch import as_reference, stored_adapters
 from verl_memopt.memory.out_of_memory import (
     MemorySnapshot,
     RunParts,
@@ -54,7 +54,7 @@ from verl_memopt.rollout.engine import (
 )
 from verl_memopt.rollout.engine_weights import SyncCheck
 from verl_memopt.run.interrupts import StopFile, never
-from verl_memopt.worker.checkpoint import load_trained, save_model, save_trained, sent_weights
+from verl_memopt.worker.checkpoint import load_start, load_trained, save_model, save_trained, sent_weights
 from verl_memopt.worker.group import Placement
 from verl_memopt.worker.policy import (
     NO_STATISTICS,
@@ -226,13 +226,14 @@ class Worker:
     def ref_log_probs(
         self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], temperature: float | None = None
     ) -> LogProbs:
-        """Return the log-probs of a batch under the reference: a model of its own, or with LoRA the policy without its adapters.
+        """Return the log-probs of a batch under the reference: a model of its own, or with LoRA the policy as it started.
 
         ``temperature`` divides the logits; None = as the rollouts.
         """
         used = self.temperature if temperature is None else temperature
         if self.reference is None:
-            with adapters_off(_built(self.policy).model):
+            policy = _built(self.policy)
+            with as_reference(policy.model, policy.start if self.settings.ref.adapter == "start" else None, self.device):
                 return self.policy_log_probs(batch, micro_batches, used)
         return compute_log_probs(self.reference, batch, micro_batches, used, False, self.device)
 
@@ -291,7 +292,8 @@ class Worker:
 
     def save(self, folder: str, contents: Sequence[str]) -> Records:
         """Write this rank's part of the policy's checkpoint and return the record of each file. As :func:`save_trained`."""
-        return save_trained(_built(self.policy).trained, self.plan, self.placement.rank, Path(folder), contents)
+        policy = _built(self.policy)
+        return save_trained(policy.trained, self.plan, self.placement.rank, Path(folder), contents, policy.start)
 
     def save_critic(self, folder: str, contents: Sequence[str]) -> Records:
         """Write this rank's part of the critic's checkpoint and return the record of each file. As :func:`save_trained`."""
@@ -303,7 +305,10 @@ class Worker:
 
     def load(self, folder: str, contents: Sequence[str]) -> None:
         """Read this rank's part of the policy's checkpoint, written by any number of ranks."""
-        load_trained(_built(self.policy).trained, Path(folder), contents)
+        policy = _built(self.policy)
+        load_trained(policy.trained, Path(folder), contents)
+        if self.settings.model.lora_rank > 0:
+            policy.start = load_start(Path(folder), policy.model, self.device)
 
     def load_critic(self, folder: str, contents: Sequence[str]) -> None:
         """Read this rank's part of the critic's checkpoint, written by any number of ranks.
@@ -389,7 +394,7 @@ class Worker:
             eos_token_ids=plan.eos_token_ids,
             device_limit_bytes=self.device_limit,
             lora_rank=model.lora_rank if shares else 0,
-            lora_alpha=model.lora_alpha,
+            lora_scale=model.lora_scale,
             quantization=model.quantization if shares else "none",
             cache_bytes=None if beside is None else left_for_cache(self.device, self.device_limit, beside),
         )

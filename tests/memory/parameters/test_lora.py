@@ -13,16 +13,19 @@ from tests.ranks import run_ranks
 from tests.tensors import whole_of
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.lora import Lora
 from verl_memopt.memory.lora_torch import (
     ADAPTERS,
     LoraLinear,
     adapters,
     adapters_off,
     apply_lora,
+    as_reference,
     initialize_adapters,
     load_adapter,
     merged_weights,
     save_adapter,
+    starting_adapter,
 )
 from verl_memopt.memory.weight_buckets_torch import full_weights
 from verl_memopt.model.assembly import allocate, shard_model
@@ -35,7 +38,7 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 def adapted(folder, mesh=None, rank=4, targets="all-linear", exclude=None, seed=3):
     policy = built(folder)
-    apply_lora(policy.lm, rank, 8, targets, exclude)
+    apply_lora(policy.lm, rank, 8 / rank, targets, exclude)
     if mesh is not None:
         shard_model(policy, policy.blocks(), mesh, MixedPrecisionPolicy(), OffloadPolicy(), True)
     allocate(policy, CPU)
@@ -108,8 +111,50 @@ def test_layers_are_chosen_by_ending_or_expression(tiny_folder, targets, exclude
 
 
 def test_a_choice_of_nothing_is_refused_with_the_layers_there_are(tiny_folder):
-    with pytest.raises(ConfigError, match=r"target_modules=\['c_attn'\].*q_proj"):
-        adapted(tiny_folder, targets=["c_attn"])
+    with pytest.raises(ConfigError, match=r"target_modules=c_attn: .*q_proj"):
+        adapted(tiny_folder, targets="c_attn")
+
+
+@pytest.mark.parametrize(
+    ("targets", "exclude", "complaint"),
+    [
+        (["q_proj", "v_porj"], None, "target_modules: no layer is named v_porj (near: v_proj"),
+        (["q_proj", "lm_head"], None, "target_modules: lm_head is the head"),
+        (["q_proj", "embed_tokens"], None, "target_modules: embed_tokens is the embedding"),
+        (["q_proj", "mlp"], None, "target_modules: mlp is no linear layer, but"),
+        (["all-liner"], None, "no layer is named all-liner (near: all-linear)"),
+        ("all-linear", ["down_porj"], "exclude_modules: no part of the model is named down_porj (near: down_proj"),
+        ("all-linear", r".*visual.*", "exclude_modules: no part of the model is named .*visual.*"),
+    ],
+)
+def test_a_name_that_fits_no_layer_is_refused_with_the_nearest_names(tiny_folder, targets, exclude, complaint):
+    with pytest.raises(ConfigError) as error:
+        adapted(tiny_folder, targets=targets, exclude=exclude)
+    assert str(error.value).startswith("actor_rollout_ref.model.")
+    assert complaint in str(error.value)
+    assert "The linear layers end in down_proj, gate_proj" in str(error.value)
+
+
+def test_the_head_may_be_excluded_though_it_has_no_adapter(tiny_folder):
+    assert len(adapters(adapted(tiny_folder, exclude=["lm_head"]))) == 2 * len(LINEARS)
+
+
+def test_the_reference_is_what_training_started_from_and_the_trained_adapters_stay(tiny_folder, tmp_path):
+    policy = adapted(tiny_folder)
+    shake(policy)
+    started = log_probs(policy).detach()
+    save_adapter(tmp_path, policy, str(tiny_folder), Lora(lora_rank=4, lora_alpha=8), True)
+    start = starting_adapter(tmp_path, policy, torch.float32, CPU)
+    shake(policy, seed=7)
+    moved = log_probs(policy).detach()
+    with as_reference(policy, start, CPU):
+        assert torch.equal(log_probs(policy), started)
+    with as_reference(policy, None, CPU), adapters_off(policy):
+        base = log_probs(policy).detach()
+    with as_reference(policy, None, CPU):
+        assert torch.equal(log_probs(policy), base)
+    assert torch.equal(log_probs(policy), moved)
+    assert not torch.allclose(started, base, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +198,7 @@ def test_adapters_are_saved_alone_and_come_back(tiny_folder, tmp_path):
     policy = adapted(tiny_folder)
     shake(policy)
     expected = log_probs(policy)
-    save_adapter(tmp_path, policy, str(tiny_folder), 4, 8, True)
+    save_adapter(tmp_path, policy, str(tiny_folder), Lora(lora_rank=4, lora_alpha=8), True)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], sorted(config["target_modules"])) == (4, 8, sorted(LINEARS))
     other = adapted(tiny_folder, seed=9)
