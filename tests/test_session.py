@@ -196,6 +196,25 @@ def test_a_loss_that_is_a_function_learns_as_the_one_of_a_file(model, tmp_path):
     assert updates["function"]["actor/grad_norm"] == updates["file"]["actor/grad_norm"] > 0
 
 
+def test_an_update_with_the_callers_advantages_corrects_and_masks_as_a_run_does(model, tmp_path):
+    settings = {
+        **EXACT,
+        **NO_KL,
+        "data.max_response_length": 1,  # so that every answer is cut
+        "algorithm.mask_truncated_responses": True,
+        "algorithm.rollout_correction.rollout_is": "token",
+        "actor_rollout_ref.actor.optim.weight_decay": 0.0,
+    }
+    with verl_memopt.session(model, run_dir=tmp_path / "session", **settings) as session:
+        answers = session.generate(["1+2=", "3+4="], n=2)
+        before = session.log_probs(answers)
+        metrics = session.update(answers, [1.0, -1.0, 2.0, 0.5])
+        after = session.log_probs(answers)
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=1e-3)
+    assert metrics["actor/grad_norm"] == 0.0
+    assert all(one.equal(other) for one, other in zip(before, after, strict=True))
+
+
 @pytest.mark.parametrize(
     ("algorithm", "prompts", "n"),
     [("grpo", 1, 3), ("grpo", 6, 2), ("ppo", 1, 3)],

@@ -360,6 +360,7 @@ class Session:
             raise ConfigError(f"{name}: there are no advantages. Give them, or call advantages(answers, scores) before.")
         self._use_loss(loss)
         self._complete(batch)
+        self._learner.correct(batch)
         if rows.old_log_probs is None and LOSSES[self._policy.policy_update.actor.policy_loss.loss_mode].selects is not None:
             self._policy.add_old_log_probs(batch)
 

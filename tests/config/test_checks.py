@@ -293,6 +293,10 @@ LIMITS = {
     "greedy validation has no temperature": (
         {f"{AR}.rollout.val_kwargs.do_sample": False}, f"{AR}.rollout.val_kwargs.temperature", [0.0], [1e-9],
     ),
+    "vLLM samples at some temperatures": (
+        {f"{AR}.rollout.name": "vllm"}, f"{AR}.rollout.temperature", [0.01, 1.0, 2.0], [20.0, 2.1, 0.009],
+    ),
+    "transformers sample at any": ({f"{AR}.rollout.name": "hf"}, f"{AR}.rollout.temperature", [20.0, 0.001], []),
     "sampled validation has a temperature": (
         {f"{AR}.rollout.val_kwargs.do_sample": True}, f"{AR}.rollout.val_kwargs.temperature", [1e-9], [0.0],
     ),

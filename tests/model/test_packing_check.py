@@ -293,7 +293,8 @@ def test_two_ranks_find_the_same_also_in_a_shard_that_one_of_them_holds(untied_f
 def test_a_model_with_a_sliding_window_is_refused_only_when_prompts_are_shared(config):
     with pytest.raises(ConfigError, match=r"use_prefix_grouper=true.*sliding_window=64.*use_prefix_grouper=false"):
         refuse_sliding_window(config, SHARED)
-    assert refuse_sliding_window(config, Actor(use_prefix_grouper=False)) is None
+    for setting in (False, "auto"):
+        assert refuse_sliding_window(config, Actor(use_prefix_grouper=setting)) is None
 
 
 @pytest.mark.parametrize(

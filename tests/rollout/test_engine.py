@@ -244,6 +244,21 @@ def test_an_unknown_engine_is_refused_with_the_known_ones(tied_folder):
         build_engine(rollout_settings("sglang"), place_at(tied_folder))
 
 
+@pytest.mark.parametrize("name", ["vllm", "hf"])
+def test_importance_weights_of_filtered_rollouts_have_mean_one_and_unknown_ids_are_not_drawn(tied_folder, no_shared_engine, name):
+    """Weights are trainer / engine. With the same weights each is 1, by token and by sequence, whatever filters have kept."""
+    filters, rows, known = {"top_p": 0.8, "top_k": 12, "temperature": 0.7}, prompts(60), 150
+    place = replace(place_at(tied_folder), known_ids=known)
+    engine = build_engine(rollout_settings(name, load_format="auto", **filters), place)
+    try:
+        answer = engine.generate(rows, list(range(60)), sampling(**filters))
+        greedy = engine.generate(rows, list(range(60)), sampling(do_sample=False, log_probs=False))
+    finally:
+        engine.shutdown()
+    assert max(token for ids in answer.response_ids + greedy.response_ids for token in ids) < known
+    assert difference_from_naive(model_of(tied_folder), rows, answer, 0.7) <= 1e-5
+
+
 @pytest.mark.parametrize("prompt", [1, 5])
 def test_a_row_may_grow_to_the_longest_sequence_and_one_token_more_is_refused(prompt):
     longest = prompt + 12

@@ -1,9 +1,13 @@
 import pytest
+import torch
 
+from tests.model.architectures import tiny_folder
+from tests.model.test_trial_build import SHAPED, fields_of, trained
 from tests.rollout.tools import engine_at, model_of, prompts, sampling, weights_of
 from verl_memopt.config import schema
 from verl_memopt.errors import ConfigError, RolloutError
 from verl_memopt.memory.host_buffers import host_allocator
+from verl_memopt.model.packing import pack_rows
 
 
 def test_without_a_load_the_dummy_engine_refuses_to_generate(tied_folder):
@@ -52,3 +56,19 @@ def test_settings_meant_for_another_engine_are_refused(tied_folder):
         engine_at("hf", tied_folder, logprobs_mode="raw_logits")
     with pytest.raises(ConfigError, match=r"engine_kwargs\.vllm.*rollout\.name=hf"):
         engine_at("hf", tied_folder, engine_kwargs=schema.EngineKwargs(vllm={"block_size": 16}))
+
+
+@pytest.mark.parametrize("model_type", [*SHAPED, "gemma3_text", "mistral", "qwen3"])
+def test_the_engine_computes_what_is_special_in_a_family_as_the_trainer_does(tmp_path, one_rank, model_type):
+    """Caps, factors, windows shorter than a row, and norms; prompts of several lengths."""
+    folder = tiny_folder(tmp_path, model_type, **fields_of(model_type))
+    engine = engine_at("hf", folder, load_format="auto")
+    asked = [list(range(5, 5 + size)) for size in (21, 3, 12)]
+    answer = engine.generate(asked, [0, 1, 2], sampling())
+    policy, ids = trained(folder, one_rank, False), [torch.tensor(row) for row in answer.response_ids]
+    tokens = torch.tensor([token for row in asked for token in row])
+    pack = pack_rows(tokens, [len(row) for row in asked], torch.cat(ids), [len(row) for row in ids])
+    with torch.no_grad():
+        expected = policy(pack, 1.0, False)[0]
+    found = torch.tensor([value for row in answer.log_probs for value in row])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

@@ -112,9 +112,18 @@ def test_draws_follow_the_softmax():
     assert ((shares - probabilities).abs() <= three_deviations).all()
 
 
-def test_processed_log_probs_are_of_the_filtered_distribution_and_raw_ones_of_the_models():
+@pytest.mark.parametrize(("processed", "expected"), [(True, 0.5**2 / (0.5**2 + 0.3**2 + 0.2**2)), (False, 0.5)])
+def test_log_probs_are_of_the_whole_distribution_which_filters_leave_tokens_out_of(processed, expected):
     logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
-    for processed, expected in ((True, 0.0), (False, math.log(0.5))):
-        sampler = RowSampler(sampling(top_k=1, temperature=0.5), [0], torch.ones(1, 1, dtype=torch.long), processed)
-        sampler(torch.zeros(1, 1, dtype=torch.long), logits)
-        assert abs(sampler.log_probs[0].item() - expected) < 1e-6
+    sampler = RowSampler(sampling(top_k=1, temperature=0.5), [0], torch.ones(1, 1, dtype=torch.long), processed)
+    sampler(torch.zeros(1, 1, dtype=torch.long), logits)
+    assert sampler.log_probs[0].exp().item() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("do_sample", [True, False])
+def test_an_id_that_the_tokenizer_does_not_know_is_never_drawn(do_sample):
+    rows = 200
+    logits = torch.tensor([0.1, 0.1, 0.8]).log().expand(rows, 3)
+    sampler = RowSampler(sampling(do_sample=do_sample), list(range(rows)), torch.ones(rows, 1, dtype=torch.long), True, known=2)
+    assert sampler(torch.zeros(rows, 1, dtype=torch.long), logits).argmax(-1).max() < 2
+    assert sampler.log_probs[0].exp().mean().item() == pytest.approx(0.1, abs=1e-6)  # of all ids, as the trainer's

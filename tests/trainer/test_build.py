@@ -1,4 +1,6 @@
+import logging
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -133,3 +135,24 @@ EVERY_PASS = ("update_actor", "old_log_prob", "ref", "values", "update_critic", 
 )  # fmt: skip
 def test_the_workers_know_the_passes_whose_budget_learns(settled, more, phases):
     assert build_run(settled(more)).worker_plan.adaptive_phases == phases
+
+
+@pytest.mark.parametrize("slides", [True, False])
+def test_prompts_are_shared_unless_a_window_would_cut_them(settled, caplog, slides):
+    caplog.set_level(logging.INFO)
+    window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0} if slides else {}
+    model = {f"{AR}.model.override_config.{name}": value for name, value in window.items()}
+    context = build_run(settled(model | {f"{AR}.rollout.load_format": "dummy"}))
+    assert context.worker_plan.settings.actor.use_prefix_grouper is not slides
+    assert any("use_prefix_grouper=auto" in text for text in caplog.messages) is slides
+    with pytest.raises(ConfigError, match="use_prefix_grouper=true") if slides else nullcontext():
+        build_run(settled(model | {f"{AR}.actor.use_prefix_grouper": True, "trainer.experiment_name": "other"}))
+
+
+def test_the_engine_knows_which_rows_of_the_embedding_have_no_token(settled):
+    context = build_run(settled())
+    known = max(context.environment.tokenizer.get_vocab().values()) + 1
+    rows = context.environment.embedding_rows
+    assert context.worker_plan.known_ids == (known if known < rows else None)
+    assert replace(context.environment, embedding_rows=known + 7).known_ids == known
+    assert replace(context.environment, embedding_rows=known).known_ids is None

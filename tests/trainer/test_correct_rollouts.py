@@ -344,13 +344,28 @@ def test_nothing_is_compared_without_engine_log_probs_or_without_tokens(settled)
     assert compared(settled, [], []) == {}
 
 
+def test_a_first_rollout_beyond_rounding_names_what_is_special_in_the_model(settled, caplog):
+    roles = settled({f"{AR}.rollout.dtype": "fp32", f"{AR}.actor.fsdp_config.dtype": "fp32"}).actor_rollout_ref
+    check = MismatchCheck(roles.rollout, roles.actor.fsdp_config, ("attn_logit_softcapping=50.0",))
+    engine, near, far = torch.full((4,), -1.0), torch.full((4,), -1.00001), torch.full((4,), -1.0005)
+    check.compare(engine, near, 1)
+    check.compare(engine, far, 2)  # later steps have the limit alone
+    assert not caplog.messages
+    replace(check, compared=[]).compare(engine, far, 1)
+    (warning,) = caplog.messages
+    assert "0.0005 nats" in warning
+    assert "attn_logit_softcapping=50.0" in warning
+    with pytest.raises(RolloutError, match=r"attn_logit_softcapping=50\.0"):
+        check.compare(engine, engine - 0.3, 3)
+
+
 @pytest.mark.parametrize(
     ("more", "same"),
     [
         ({}, True),
         ({"temperature": 0.7}, True),
-        ({"top_p": 0.9}, False),
-        ({"top_k": 5}, False),
+        ({"top_p": 0.9}, True),
+        ({"top_k": 5}, True),
         ({"repetition_penalty": 1.1}, False),
         ({"do_sample": False}, False),
         ({"logprobs_mode": "raw_logprobs"}, True),

@@ -45,6 +45,9 @@ _AR = "actor_rollout_ref"
 _ROLLOUT = f"{_AR}.rollout"
 _ENGINE_ARGUMENTS = f"{_ROLLOUT}.engine_kwargs.vllm"
 
+COLDEST, HOTTEST = 0.01, 2
+"""Temperatures that vLLM takes beside 0. It refuses higher ones, and raises lower ones without an error."""
+
 ENGINE_NAMES = {
     "model": f"{_AR}.model.path",
     "tokenizer": f"{_AR}.model.tokenizer_path",
@@ -300,6 +303,10 @@ def _runs() -> Iterator[Refusal]:
     greedy, warm = {sample: operator.not_, heat: above(0)}, {sample: bool, heat: 0}
     yield refused(greedy, "greedy decoding has no temperature", f"Set {sample}=true, or {heat}=0.")
     yield refused(warm, "sampling needs a temperature", f"Set {heat} above 0, or {sample}=false.")
+    for key in (heat, f"{_ROLLOUT}.temperature"):
+        beyond = {f"{_ROLLOUT}.name": "vllm", key: lambda value: value > HOTTEST or 0 < value < COLDEST}
+        way_out = f"Set {_ROLLOUT}.name=hf, or a temperature in that range."
+        yield refused(beyond, f"vLLM samples at temperatures from {COLDEST} to {HOTTEST}", way_out)
     nothing = {"trainer.val_only": True, "data.val_files": None}
     yield refused(nothing, "there is nothing to validate on", "Set data.val_files, or trainer.val_only=false.")
     mode, path = "trainer.resume_mode", "trainer.resume_from_path"

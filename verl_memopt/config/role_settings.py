@@ -507,7 +507,8 @@ class Rollout(LogProbBudget, RolloutMemory, SharedWeights, WeightBuckets):
     calculate_log_probs: bool = True
     """Return the engine's log-probs and log how far they are from the trainer's."""
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
-    """processed_logprobs (after temperature and filters) or raw_logprobs."""
+    """processed_logprobs (after repetition penalty and temperature) or raw_logprobs (before them). Both are of the whole
+    distribution, before top_k and top_p leave tokens out of it, as the trainer's are."""
     max_logprob_diff: Annotated[float | str | None, NATS] = "auto"
     """Stop the run when ``rollout/logprob_diff_mean`` passes this (nats). auto = by the dtypes of engine and trainer: 0.001 where
     both compute in fp32, 0.2 where one of them rounds to 16 bits, 1 with an fp8 KV cache. null = never."""

@@ -510,7 +510,8 @@ class _Prediction:
         rows = -(-per_mini.get(role, data.train_batch_size) * n // (self.ranks // sharing))
         most_rows, by_tokens, most_tokens = sizes_of(self.settings, role)
         most_tokens = None if most_tokens is None else most_tokens * sharing
-        together = n if actor.use_prefix_grouper and self.ranks == 1 else 1
+        shares = actor.use_prefix_grouper and not self.sizes.policy.slides
+        together = n if shares and self.ranks == 1 else 1
 
         def computed(count: int) -> int:
             # Rows of a group lie side by side, so that `count` rows are of so many groups at most.
@@ -527,7 +528,7 @@ class _Prediction:
             tokens = min(computed(in_micro), everything)
         responses = min(tokens, in_micro * response)
         # A prompt whose group is cut is carried to the later parts, except by ranks that share a sequence.
-        carries = tokens < everything and actor.use_prefix_grouper and n > 1 and sharing == 1
+        carries = tokens < everything and shares and n > 1 and sharing == 1
         prefix = min(prompt, tokens) if carries else 0
         alone = (most_tokens or everything) >= everything if by_tokens else in_micro == rows
         # A rank's share of the tokens may predict a larger share of the responses.

@@ -464,6 +464,8 @@ class ModelSize:
     """Projections of queries, keys and values have a bias (Qwen2)."""
     qk_norm: bool = False
     """Queries and keys of a head are normalised (Qwen3)."""
+    slides: bool = False
+    """Attention slides over a window, so that answers cannot share a prompt."""
     prunes: bool = True
     """Its last block can leave out outputs that nothing reads (``prune_last_block``)."""
     positions: int | None = None

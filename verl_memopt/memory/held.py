@@ -186,7 +186,8 @@ class Held:
         if s.flash:
             # Two states, the product, queries and keys turned, and the output. Answers that share prompts have queries, or a
             # second output, of their own, and merge two.
-            answers = min(work.responses, work.tokens) if self.roles.actor.use_prefix_grouper else 0
+            shares = self.roles.actor.use_prefix_grouper and not self.size.slides
+            answers = min(work.responses, work.tokens) if shares else 0
             attention = b * work.tokens * (2 * h + (3 + wide) * query // 2 + 3 * key + 2 * s.head_dim) + 2 * b * answers * query
         elif self.device == "cuda":
             # Of the key heads of a call: queries and keys turned, keys and values repeated for query heads, and the output.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from verl_memopt.memory.formulas import activation_saving
 from verl_memopt.memory.knob import Claim, Knob, LadderRow, switch
@@ -24,8 +25,9 @@ _KEY = "actor_rollout_ref.actor.use_prefix_grouper"
 class SharedPrompt:
     """Settings of shared prompts."""
 
-    use_prefix_grouper: bool = True
-    """Compute the prompt of a group once for all its answers, in every pass; false = once for each answer."""
+    use_prefix_grouper: bool | Literal["auto"] = "auto"
+    """Compute the prompt of a group once for all its answers, in every pass; false = once for each answer. auto = true, unless
+    attention slides over a window, which would cut the shared prompt."""
 
 
 KNOB = Knob(

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from verl_memopt.model.attention_fused import flash_attention
 from verl_memopt.model.families import POLICY_KEY, SCORE_CAP
 from verl_memopt.model.packing import PrefixGroup, PrefixLayout
 from verl_memopt.model.rotary import Rotary
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 # Attention written out with explicit masks, in plain autograd: the reference for every kernel; and sliding windows.
 
@@ -125,6 +128,14 @@ def choose_attention(
     if name == "auto":
         name = "sdpa" if not supported else "flash_attention_2" if problem is None else "varlen"
     return REGISTERED[name]
+
+
+def plain_attention(config: PretrainedConfig) -> str:
+    """Return the attention of transformers' own classes that computes a model as :func:`choose_attention`'s kernels do.
+
+    SDPA drops the cap of scores without a word.
+    """
+    return "sdpa" if getattr(config, SCORE_CAP, None) is None else "eager"
 
 
 FLASH_ATTN_INSTALL = ".venv/bin/pip install --no-build-isolation 'flash-attn==2.8.3.post1'"

@@ -249,6 +249,27 @@ def window(config: PretrainedConfig) -> int | None:
     return size if slides else None
 
 
+SPECIAL = (
+    LOGIT_CAP, SCORE_CAP, "query_pre_attn_scalar", "attention_multiplier", "embedding_multiplier", "residual_multiplier",
+    "use_qk_norm", "no_rope_layers", "partial_rotary_factor",
+)  # fmt: skip
+"""Config fields of what an engine and a trainer may compute otherwise, beside the window, and the factor of the logits."""
+
+
+def features(config: PretrainedConfig) -> tuple[str, ...]:
+    """Return what is special in the forward of a model: ``field=value``, as its config has them."""
+    family = _family(config)
+    fields = (*SPECIAL, *(name for name in (family.multiplied_by, family.divided_by) if name))
+    found = {name: getattr(config, name, None) for name in fields}
+    found |= {"sliding_window": window(config), "rope_type": _rope_type(config)}
+    return tuple(f"{name}={value}" for name, value in found.items() if value not in (None, False, 1, 1.0, [], "default"))
+
+
+def _rope_type(config: PretrainedConfig) -> Any:
+    parameters = getattr(config, "rope_parameters", None)
+    return parameters.get("rope_type") if isinstance(parameters, dict) else None
+
+
 def check_lengths(config: PretrainedConfig, longest: int) -> None:
     """Refuse rows so long that the rotary frequencies of one row would depend on the other rows of its pack.
 

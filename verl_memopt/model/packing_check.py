@@ -25,7 +25,17 @@ from verl_memopt.memory.lora_torch import chosen_layers
 from verl_memopt.memory.shared_prompt import prompt_groups
 from verl_memopt.model.attention import REGISTERED, WindowOverPrefixError
 from verl_memopt.model.decoder import class_name
-from verl_memopt.model.families import PACKED_LAYERS, POLICY_KEY, TESTED, check_lengths, layer_types, one_line, refused, window
+from verl_memopt.model.families import (
+    PACKED_LAYERS,
+    POLICY_KEY,
+    TESTED,
+    check_lengths,
+    features,
+    layer_types,
+    one_line,
+    refused,
+    window,
+)
 from verl_memopt.model.folder import TOKENIZER_FILES, check_vocabulary, existing_tokenizer, resolve_folder
 from verl_memopt.model.packed_model import PackedModel, PolicyModel
 from verl_memopt.model.packing import Pack, pack_groups, pack_rows
@@ -178,9 +188,9 @@ def _not_finite(packed_model: PackedModel, device: torch.device) -> str | None:
 
 
 def refuse_sliding_window(config: PretrainedConfig, actor: Actor) -> None:
-    """Refuse to share prompts in a model whose sliding window would cut them."""
+    """Refuse to share prompts, where this is asked for, in a model whose sliding window would cut them."""
     size = window(config)
-    if size is not None and actor.use_prefix_grouper:
+    if size is not None and actor.use_prefix_grouper is True:
         raise ConfigError(_no_sharing(size, f"{config.model_type} model's"))
 
 
@@ -232,6 +242,10 @@ class Checked(NamedTuple):
 
     weights: dict[str, tuple[int, ...]]
     embedding_rows: int
+    window: int | None = None
+    """Of attention, in tokens; None where no layer slides."""
+    features: tuple[str, ...] = ()
+    """As :func:`verl_memopt.model.families.features`."""
 
 
 def check_architecture(model: Model | CriticModel, folder: Path, longest: int, actor: Actor, key: str | None = None) -> Checked:
@@ -272,7 +286,7 @@ def check_architecture(model: Model | CriticModel, folder: Path, longest: int, a
     if packed_model.tied:
         name = next(name for name, parameter in named_weights(packed_model) if parameter is embedding)
         check_tied_head(weights, name, folder)
-    return Checked(shapes, int(embedding.shape[0]))
+    return Checked(shapes, int(embedding.shape[0]), window(config), features(config))
 
 
 # The folder of a reward model: what it must hold, which is checked on the driver, and how it is built.

@@ -24,7 +24,17 @@ from verl_memopt.memory.lora_torch import ADAPTERS
 from verl_memopt.memory.prune_last_block import window_of
 from verl_memopt.memory.quantized_frozen_torch import Packing, quantized_layers
 from verl_memopt.model.attention import REGISTERED
-from verl_memopt.model.families import NO_LIST, OWN_BLOCKS, POLICY_KEY, UNEVEN, impossible_size, one_line, refused, unsupported
+from verl_memopt.model.families import (
+    NO_LIST,
+    OWN_BLOCKS,
+    POLICY_KEY,
+    UNEVEN,
+    impossible_size,
+    one_line,
+    refused,
+    unsupported,
+    window,
+)
 from verl_memopt.model.folder import HUB_ID, fetch, files_of_index
 from verl_memopt.model.packed_model import register_kernels
 from verl_memopt.observe.byte_tracker import HOST, declare_host, mark, scope
@@ -380,6 +390,7 @@ def _read_size(model: Model | CriticModel, folder: Path, key: str) -> ModelSize:
         vocab=config.vocab_size,
         tied=bool(config.tie_word_embeddings),
         qk_norm=hasattr(block.self_attn, "q_norm"),
+        slides=window(config) is not None,
         prunes=type(block).__name__ in OWN_BLOCKS and window_of(block.self_attn) is None,
         positions=getattr(config, "max_position_embeddings", None),
         counted=(sum(each.numel() for each in empty.parameters()), sum(each.numel() for each in block.parameters())),

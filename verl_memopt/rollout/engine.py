@@ -163,6 +163,9 @@ class EnginePlace:
     """Allow the model's folder to run its own code."""
     eos_token_ids: tuple[int, ...]
     """Tokens that end a response."""
+    known_ids: int | None = None
+    """Ids from this one on are rows of the embedding that the tokenizer has no token for: they are never drawn. None = there are
+    none."""
     device_limit_bytes: int | None = None
     """Limit of this process on the device. None = the whole device. The engine's share is a share of this limit."""
     lora_rank: int = 0

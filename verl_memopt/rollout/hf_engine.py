@@ -16,6 +16,7 @@ from verl_memopt.memory.host_buffers import host_buffer
 from verl_memopt.memory.lora_torch import copy_adapters, stored_adapters
 from verl_memopt.memory.quantized_frozen_torch import quantize_blocks
 from verl_memopt.memory.weight_buckets_torch import Weights, WeightSlice
+from verl_memopt.model.attention import plain_attention
 from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.model.weights import rebuild_buffers
 from verl_memopt.observe.byte_tracker import scope
@@ -181,7 +182,7 @@ class HfEngine:
         ids, mask = left_padded(prompts, self._place.device)
         # The sampler adds noise from a generator of each row, so that the largest score is the sample. generate() itself
         # would draw all rows from one generator.
-        sampler = RowSampler(sampling, seeds, mask, self._processed)
+        sampler = RowSampler(sampling, seeds, mask, self._processed, self._place.known_ids)
         stops = [*([] if sampling.ignore_eos else self._place.eos_token_ids), *sampling.stop_token_ids]
         texts = StopTexts(sampling.stop, self._tokenizer, ids.shape[1])
 
@@ -268,10 +269,11 @@ def _build(load_format: str, dtype: torch.dtype, place: EnginePlace) -> nn.Modul
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     source, remote = place.model_folder, place.trust_remote_code
+    config = AutoConfig.from_pretrained(source, trust_remote_code=remote)
+    how: dict[str, Any] = {"dtype": dtype, "trust_remote_code": remote, "attn_implementation": plain_attention(config)}
     if load_format == "dummy":
-        config = AutoConfig.from_pretrained(source, trust_remote_code=remote)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=remote)
+            model = AutoModelForCausalLM.from_config(config, **how)
             if place.quantization != "none":
                 quantize_blocks(list(model.get_decoder().layers), place.quantization)
         model.to_empty(device=place.device)
@@ -279,7 +281,7 @@ def _build(load_format: str, dtype: torch.dtype, place: EnginePlace) -> nn.Modul
         model.tie_weights()
         rebuild_buffers(model, place.device)
     else:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=remote)
+        model = AutoModelForCausalLM.from_pretrained(source, **how)
         model.to(place.device)  # type: ignore[arg-type]
         for parameter in model.parameters():  # own memory, which can be freed and allocated again; a mapped file cannot
             parameter.data = parameter.data.clone()
@@ -299,12 +301,16 @@ class RowSampler:
     """Draws the next token of each row with the row's own generator, so that rows do not influence each other.
 
     Transformers calls it as a logits processor. ``prompt_mask`` is [rows, prompt width], 1 for a token, 0 for left padding.
-    ``processed``: record log-probs after penalty, temperature and filters, instead of those of the model's own logits.
+    ``processed``: record log-probs after penalty and temperature, instead of those of the model's own logits. In either case they
+    are of the whole distribution, before filters leave tokens out of it. ``known``: ids from this one on are never drawn; None =
+    there are none.
     """
 
-    def __init__(self, sampling: SamplingSettings, seeds: list[int], prompt_mask: Tensor, processed: bool) -> None:
+    def __init__(
+        self, sampling: SamplingSettings, seeds: list[int], prompt_mask: Tensor, processed: bool, known: int | None = None
+    ) -> None:
         """Create one generator per row."""
-        self._sampling, self._prompt_mask, self._processed = sampling, prompt_mask, processed
+        self._sampling, self._prompt_mask, self._processed, self._known = sampling, prompt_mask, processed, known
         device = prompt_mask.device
         self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds] if sampling.do_sample else []
         self.log_probs: list[Tensor] = []
@@ -313,14 +319,17 @@ class RowSampler:
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return scores whose largest entry is the drawn token, [rows, vocab]. ``input_ids`` are prompt and response so far."""
         raw = scores.float()
-        logits = penalized(raw, self._present_tokens(input_ids, raw.shape[-1]), self._sampling.repetition_penalty)
+        whole = penalized(raw, self._present_tokens(input_ids, raw.shape[-1]), self._sampling.repetition_penalty)
         if self._sampling.do_sample:
-            likely = at_least(logits / self._sampling.temperature, self._sampling.min_p)
+            whole = whole / self._sampling.temperature
+        logits = whole if self._known is None else without_unknown(whole, self._known)
+        if self._sampling.do_sample:
+            likely = at_least(logits, self._sampling.min_p)
             logits = filtered(likely, self._sampling.top_k, self._sampling.top_p)
         noisy = logits + self._noise(logits) if self._sampling.do_sample else logits
         drawn = noisy.argmax(dim=-1, keepdim=True)
         if self._sampling.log_probs:
-            recorded = logits if self._processed else raw
+            recorded = whole if self._processed else raw
             self.log_probs.append(recorded.log_softmax(dim=-1).gather(-1, drawn)[:, 0])
         return noisy
 
@@ -356,6 +365,11 @@ def at_least(logits: Tensor, min_p: float) -> Tensor:
         return logits
     probabilities = logits.softmax(dim=-1)
     return logits.masked_fill(probabilities < min_p * probabilities.amax(dim=-1, keepdim=True), float("-inf"))
+
+
+def without_unknown(logits: Tensor, known: int) -> Tensor:
+    """Return logits [rows, vocab] with the ids that the tokenizer does not know, ``known`` and above, at minus infinity."""
+    return logits.index_fill(-1, torch.arange(known, logits.shape[-1], device=logits.device), float("-inf"))
 
 
 def filtered(logits: Tensor, top_k: int, top_p: float) -> Tensor:

@@ -62,6 +62,7 @@ from verl_memopt.rollout.vllm_process import (
     own_quantization,
     process_state_kept,
     quiet_start,
+    restrict_sampler,
     sampling_arguments,
 )
 from verl_memopt.run.interrupts import never
@@ -115,6 +116,7 @@ class VllmEngine:
         try:
             _unlink_shared_memory(place)
             check_arrived(arguments, self._llm.llm_engine.vllm_config, self._llm.llm_engine.log_stats)
+            restrict_sampler(self._runner.sampler, place.known_ids, rollout)
             self._in_place = copies_in_place(self._llm.llm_engine.vllm_config.model_config, place.quantization)
             if place.cache_bytes is not None:
                 cache = self._llm.llm_engine.vllm_config.cache_config

@@ -181,6 +181,63 @@ def sampling_arguments(sampling: SamplingSettings, seed: int, eos_token_ids: Seq
     }
 
 
+def cuts(rollout: schema.Rollout) -> bool:
+    """Return whether sampling leaves tokens out of the distribution that it draws from."""
+    return rollout.do_sample and (rollout.top_p < 1 or rollout.top_k > 0)
+
+
+def restrict_sampler(sampler: Any, known: int | None, rollout: schema.Rollout) -> None:
+    """Let a sampler of vLLM draw no id from ``known`` on, and return log-probs of the whole distribution.
+
+    vLLM's processed log-probs are of what filters leave, normalised anew. The trainer has no filters, so its log-probs are
+    compared with those before them (docs/decisions/log_probs_before_filters.md). ``known``: None = every id may be drawn.
+    """
+    whole = rollout.logprobs_mode == "processed_logprobs"
+    if known is None and not (whole and cuts(rollout)):
+        return
+    first = hasattr(sampler, "topk_topp_sampler")  # the sampler of vLLM's first model runner
+    if first and whole:
+        sampler.topk_topp_sampler.logprobs_mode = "raw_logprobs"  # it would compute what is replaced here
+    draw, distribution = sampler.sample, _heated if first else _processed
+
+    def sample(logits: torch.Tensor, *batch: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        found = distribution(sampler, logits, *batch, **options) if whole else None
+        if known is not None:
+            beyond = torch.arange(known, logits.shape[-1], device=logits.device)
+            logits = logits.index_fill(-1, beyond, float("-inf"))
+        sampled, processed = draw(logits, *batch, **options)
+        return sampled, processed if found is None else found
+
+    sampler.sample = sample
+
+
+def _heated(sampler: Any, logits: torch.Tensor, metadata: Any, *_: Any) -> torch.Tensor | None:
+    """Return the log-probs [rows, vocab] at each row's temperature, in fp32; None where nobody asks for any."""
+    if metadata.max_num_logprobs is None:
+        return None
+    if metadata.temperature is not None:  # None where all rows are greedy
+        heat = metadata.temperature
+        logits = logits / heat.where(heat >= GREEDY_BELOW, 1.0).unsqueeze(1)
+    return logits.log_softmax(-1, dtype=torch.float32)
+
+
+def _processed(sampler: Any, logits: torch.Tensor, *batch: Any, return_logprobs: bool = False) -> torch.Tensor | None:
+    """Return the same as logits, of vLLM's second model runner, which computes log-probs of its own from them."""
+    if not return_logprobs:
+        return None
+    states = sampler.sampling_states
+    states.apply_min_p = lambda *_: None
+    try:
+        found: torch.Tensor = sampler.apply_sampling_params(logits, *batch, skip_top_k_top_p=True)
+    finally:
+        del states.apply_min_p  # the method of the class is found again
+    return found.clone() if found is logits else found
+
+
+GREEDY_BELOW = 1e-5
+"""vLLM takes the largest logit at temperatures below."""
+
+
 def own_quantization(kind: str) -> str:
     """Return the name that vLLM knows the formats of a quantised base by."""
     return f"verl_memopt_{kind}"

@@ -42,6 +42,8 @@ class Environment:
         weights: name -> shape of each weight of the policy, without adapters.
         critic_folder: of the critic's model; None in a run without a critic.
         critic_weights: name -> shape of each weight of the critic, without adapters.
+        slides: some model's attention slides over a window.
+        features: what is special in the policy's forward, as ``field=value`` of its config.
     """
 
     device: str
@@ -57,6 +59,17 @@ class Environment:
     weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
     critic_folder: Path | None = None
     critic_weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    slides: bool = False
+    features: tuple[str, ...] = ()
+
+    @property
+    def known_ids(self) -> int | None:
+        """Ids from this one on are rows of the embedding that the tokenizer has no token for; None where there are none.
+
+        Many models have a few hundred such rows, which make the embedding's size a round number.
+        """
+        known = max((*self.tokenizer.get_vocab().values(), *self.eos_token_ids), default=-1) + 1
+        return known if known < self.embedding_rows else None
 
 
 def resolve_environment(
@@ -81,6 +94,7 @@ def resolve_environment(
     # Build the model once without its weights, so that an architecture that cannot be trained shows before any worker starts.
     longest = data.max_prompt_length + data.max_response_length
     checked = check_architecture(model, folder, longest, actor)
+    windows = [checked.window]
     tokenizer_folder = folder
     if model.tokenizer_path is not None:
         trusted = model.trust_remote_code or data.trust_remote_code
@@ -92,6 +106,7 @@ def resolve_environment(
         reference = resolve_folder(reference_path, REFERENCE_PATH, model.trust_remote_code)
         if reference != folder:
             checked_reference = check_architecture(model, reference, longest, actor)
+            windows.append(checked_reference.window)
             check_vocabulary(tokenizer, checked_reference.embedding_rows, f"{REFERENCE_PATH}={reference}")
     critic_folder, critic_weights = None, {}
     if critic is not None:
@@ -99,6 +114,7 @@ def resolve_environment(
         critic_folder = resolve_folder(critic.model.path, CRITIC_PATH, bool(critic.model.trust_remote_code))
         checked_critic = check_architecture(critic.model, critic_folder, longest, actor)
         critic_weights = checked_critic.weights
+        windows.append(checked_critic.window)
         check_vocabulary(tokenizer, checked_critic.embedding_rows, f"{CRITIC_PATH}={critic_folder}")
         _check_same_tokenizer(tokenizer, tokenizer_folder, critic.model, critic_folder)
     return Environment(
@@ -115,6 +131,8 @@ def resolve_environment(
         weights=checked.weights,
         critic_folder=critic_folder,
         critic_weights=critic_weights,
+        slides=any(size is not None for size in windows),
+        features=checked.features,
     )
 
 

@@ -150,6 +150,7 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
     pools |= {"reward_model": settings.reward_model} if _scores_with_model(settings) else {}
     own: dict[str, ResourcePool] = {role: pools[role] for role in own_pools(settings) if role in pools}
     environment = resolve_environment(settings, reference, critic, own)
+    settings = _shares_prompts(settings, environment)
     folder = record_folder(settings, environment.run_dir)
     with ExitStack() as released_on_error:
         lock = released_on_error.enter_context(hold(folder))
@@ -179,6 +180,18 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
         worker_plan=plan, contents=contents,
         conversations=conversations, recipe=prepared,
     )  # fmt: skip
+
+
+def _shares_prompts(settings: Settings, environment: Environment) -> Settings:
+    """Return the settings with ``use_prefix_grouper=auto`` decided: answers share a prompt unless a window would cut it."""
+    if settings.actor_rollout_ref.actor.use_prefix_grouper != "auto":
+        return settings
+    if environment.slides:
+        logger.info(
+            "actor_rollout_ref.actor.use_prefix_grouper=auto: attention slides over a window, which would cut a prompt that "
+            "answers share, so each answer computes its own"
+        )
+    return replaced(settings, {"actor_rollout_ref.actor.use_prefix_grouper": not environment.slides})
 
 
 def _resumed(
@@ -232,6 +245,7 @@ def _worker_plan(
         reference_folder=None if environment.reference_folder is None else str(environment.reference_folder),
         tokenizer_folder=str(environment.tokenizer_folder),
         eos_token_ids=environment.eos_token_ids,
+        known_ids=environment.known_ids,
         schedule_steps=schedule_steps,
         critic=critic,
         critic_folder=None if environment.critic_folder is None else str(environment.critic_folder),
@@ -390,7 +404,8 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
     cutter = MiniBatchCutter(workers.world_size, actor, rollout.n, update_budget, balance)
     policy_update = PolicyUpdate(cutter, actor, context.store)
     # The engine's log-probs of a dump may belong to other weights, so a difference is no fault.
-    mismatch = MismatchCheck(rollout if replay is None else replace(rollout, max_logprob_diff=None), actor.fsdp_config)
+    compared = rollout if replay is None else replace(rollout, max_logprob_diff=None)
+    mismatch = MismatchCheck(compared, actor.fsdp_config, environment.features if replay is None else ())
     ref_pass = LogProbPass(workers, "ref", Worker.ref_log_probs, ref_budget, balance)
     with_reference = needs_reference(settings)
     every = None if context.worker_plan.reference_folder is None else roles.ref.sync_every_steps

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from verl_memopt.worker.group import TimedGroup
 from verl_memopt.worker.policy import Updated
 from verl_memopt.worker.trained_model import ACTOR, MiniBatch
 from verl_memopt.worker.worker import Worker
+
+logger = logging.getLogger(__name__)
 
 
 def correct_before_update(rows: RolloutBatch, settings: RolloutCorrection) -> dict[str, float]:
@@ -143,6 +146,8 @@ def _over_mini_batches(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
 # Compares the engine's log-probs with the trainer's, and stops a run where they differ too much.
 
 
+FIRST_SHARE = 0.1
+"""Share of the limit that rounding explains in the first rollout of a model with something special."""
 LIMIT_FP32 = 1e-3
 LIMIT_HALF = 0.2
 LIMIT_FP8_CACHE = 1.0
@@ -172,7 +177,7 @@ def same_distribution(rollout: Rollout) -> bool:
         return False
     if rollout.logprobs_mode == "raw_logprobs":
         return rollout.temperature == 1.0
-    return rollout.top_p == 1.0 and rollout.top_k <= 0 and rollout.min_p == 0 and rollout.repetition_penalty == 1.0
+    return rollout.repetition_penalty == 1.0
 
 
 def mismatch_metrics(engine: Tensor, trainer: Tensor) -> dict[str, float]:
@@ -200,11 +205,15 @@ class MismatchCheck:
 
     rollout: Rollout
     fsdp: Fsdp
+    features: tuple[str, ...] = ()
+    """What is special in the policy's forward, as ``field=value``: what an engine may leave out without an error."""
+    compared: list[int] = field(default_factory=list)
+    """The steps that have been compared."""
 
     def compare(self, engine: Tensor | None, trainer: Tensor, step: int) -> dict[str, float]:
         """Return how much the engine's log-probs differ from the trainer's.
 
-        With sampling filters the two are different distributions, so the limit does not apply. Nor does it apply where the
+        With a repetition penalty the two are different distributions, so the limit does not apply. Nor does it apply where the
         trainer's own log-probs are not finite: then the weights are at fault, and not the weight sync. Such a step updates
         nothing, and :class:`~verl_memopt.trainer.update_guard.UpdateGuard` counts it.
 
@@ -217,13 +226,31 @@ class MismatchCheck:
             return {}
         metrics = mismatch_metrics(engine, trainer)
         limit, mean = log_prob_limit(self.rollout, self.fsdp), metrics["rollout/logprob_diff_mean"]
-        weights_at_fault = not bool(trainer.isfinite().all())
-        if limit is not None and not weights_at_fault and not mean <= limit and same_distribution(self.rollout):
+        comparable = bool(trainer.isfinite().all()) and same_distribution(self.rollout)
+        if comparable and not self.compared:
+            self._look_at_first(mean)
+        self.compared.append(step)
+        if limit is not None and comparable and not mean <= limit:
             shown = f"auto ({limit} for these dtypes)" if self.rollout.max_logprob_diff == "auto" else str(limit)
             raise RolloutError(
                 f"actor_rollout_ref.rollout.max_logprob_diff={shown}: in step {step} the engine's log-probs "
                 f"are {mean:.4g} nats from the trainer's on average: the weight sync is stale or wrong, or their precisions "
-                "differ too much. Compare rollout.dtype with actor.fsdp_config.dtype; raise the limit only if the difference is "
-                "expected."
+                f"differ too much.{self._special} Compare rollout.dtype with actor.fsdp_config.dtype; raise the limit only if "
+                "the difference is expected."
             )
         return metrics
+
+    @property
+    def _special(self) -> str:
+        return f" The model has {', '.join(self.features)}, which an engine may compute otherwise." if self.features else ""
+
+    def _look_at_first(self, mean: float) -> None:
+        """Warn where the two forwards of a model with something special differ before anything was learned."""
+        rounding = log_prob_limit(replace(self.rollout, max_logprob_diff="auto"), self.fsdp)
+        assert rounding is not None
+        if self.features and not mean <= FIRST_SHARE * rounding:
+            other = "vllm" if self.rollout.name == "hf" else "hf"
+            logger.warning(
+                "in the first rollout the engine's log-probs are %.2g nats from the trainer's on average; rounding explains "
+                "%.2g.%s Compare with actor_rollout_ref.rollout.name=%s", mean, FIRST_SHARE * rounding, self._special, other,
+            )  # fmt: skip

@@ -234,6 +234,7 @@ class StepBatch:
         statistics: fp32 [R] each, what the estimator reads of each token's distribution, by name.
         drawn: The rows of the update, where PF-PPO draws them; None = all rows, once each.
         values: fp32 [R], what a critic has begun to compute on devices of its own; None = none has begun.
+        corrected: Importance weights and kept tokens are there, if the settings ask for them.
     """
 
     step: int
@@ -248,6 +249,7 @@ class StepBatch:
     statistics: dict[str, Tensor] = field(default_factory=dict)
     drawn: list[int] | None = None
     values: Pending[Tensor] | None = None
+    corrected: bool = False
 
     def for_update(self) -> tuple[RolloutBatch, list[str]]:
         """Return the rows that the update learns from, and their names for errors."""

@@ -132,14 +132,22 @@ class TrainingStep:
             score(self.scorer, batch)
         return batch
 
+    def correct(self, batch: StepBatch) -> None:
+        """Add importance weights and the tokens that the update keeps, once a batch. It has old log-probs if they are read."""
+        algorithm = self.algorithm
+        if batch.corrected:
+            return
+        batch.corrected = True
+        if corrects_before_update(algorithm.rollout_correction):
+            batch.metrics |= correct_before_update(batch.rows, algorithm.rollout_correction)
+        if algorithm.mask_truncated_responses:
+            batch.metrics |= mask_truncated(batch.rows, batch.answers.generation.finish_reasons)
+
     def advantages(self, batch: StepBatch) -> StepBatch:
         """Add the advantage of each response token, after the rollout correction that they may read."""
         algorithm = self.algorithm
         with self.workers.clock.phase("adv"):
-            if corrects_before_update(algorithm.rollout_correction):
-                batch.metrics |= correct_before_update(batch.rows, algorithm.rollout_correction)
-            if algorithm.mask_truncated_responses:
-                batch.metrics |= mask_truncated(batch.rows, batch.answers.generation.finish_reasons)
+            self.correct(batch)
             batch.advantages = batch.estimate(algorithm, self.kl_control)
             batch.rows.advantages = batch.advantages.per_token
             batch.rows.returns = None if self.critic is None else batch.advantages.returns

@@ -103,6 +103,8 @@ class WorkerPlan:
     """The engine sleeps outside of rollout and validation."""
     track_init: bool
     """Count the bytes of the start on a CPU."""
+    known_ids: int | None = None
+    """As :attr:`verl_memopt.rollout.engine.EnginePlace.known_ids`."""
     critic: schema.Critic | None = None
     """The ``critic`` section of the settings. None = there is no critic."""
     critic_folder: str | None = None

@@ -392,6 +392,7 @@ class Worker:
             tokenizer_folder=plan.tokenizer_folder,
             trust_remote_code=model.trust_remote_code,
             eos_token_ids=plan.eos_token_ids,
+            known_ids=plan.known_ids,
             device_limit_bytes=self.device_limit,
             lora_rank=model.lora_rank if shares else 0,
             lora_scale=model.lora_scale,
