@@ -109,6 +109,8 @@ def test_a_file_that_is_no_json_object_is_refused(complaint, tmp_path, text):
         ("peft_type", "IA3"),
         ("init_lora_weights", "pissa_niter_4"),
         ("bias", "all"),
+        ("target_parameters", ["mlp.experts.down_proj"]),
+        ("alora_invocation_tokens", [5, 6]),
     ],
 )
 def test_adapters_of_another_kind_are_refused(complaint, settled, tmp_path, name, value):
@@ -116,6 +118,14 @@ def test_adapters_of_another_kind_are_refused(complaint, settled, tmp_path, name
     assert f"its adapter_config.json has {name}=" in said
     assert "Give adapters without them." in said
     assert settled(folder_of(tmp_path, r=4, **{name: None})).actor_rollout_ref.model.lora_rank == 4
+
+
+def test_adapters_of_another_model_are_named(settled, tmp_path, caplog):
+    other = folder_of(tmp_path, r=4, base_model_name_or_path="Qwen/Qwen3-8B-Base")
+    for path, said in (("/models/Qwen3-8B", 1), ("/models/Qwen3-8B-Base", 0), ("/hub/snapshots/0a1b", 0)):
+        caplog.clear()
+        settled(other | {f"{MODEL}.path": path})
+        assert sum("trained on Qwen/Qwen3-8B-Base" in text for text in caplog.messages) == said
 
 
 def test_the_scale_of_adapters_is_read_from_their_folder(settled, tmp_path):

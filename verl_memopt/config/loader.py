@@ -331,6 +331,8 @@ def with_room_for_samples(values: Mapping[str, Any], of_presets: Set[str]) -> di
 
 MODELS = ("actor_rollout_ref.model", "critic.model")
 """Sections of the models that may have adapters."""
+_SNAPSHOT = frozenset({"snapshots"})
+"""Folder of the hub's cache whose folders are named by commits, and not by models."""
 
 
 def adapter_settings(model: str, user_values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
@@ -356,6 +358,9 @@ def adapter_settings(model: str, user_values: Mapping[str, Any]) -> tuple[dict[s
     if rank in user_values and config.get("r") not in (None, user_values[rank]):
         given = {rank: user_values[rank], key: path}
         return {}, [problem(given, f"the adapters have rank {config['r']}", f"Leave {rank} out.")]
+    base, own = (str(name or "") for name in (config.get("base_model_name_or_path"), user_values.get(f"{model}.path")))
+    if base and own and not _SNAPSHOT & {Path(base).parent.name, Path(own).parent.name} and Path(base).name != Path(own).name:
+        logger.warning("%s=%s: the adapters were trained on %s, and the model is %s", key, path, base, own)
     if config.get("lora_dropout"):
         logger.warning("%s=%s: the adapters were trained with dropout, and are trained on without it", key, path)
     read = {f"{model}.{ours}": config[name] for name, ours in lora.PEFT.items() if config.get(name) is not None}

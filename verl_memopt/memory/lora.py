@@ -97,9 +97,19 @@ CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """How the names of those ``init_lora_weights`` begin that also change the base, so that the adapters belong to other weights."""
 
 
+ASKS_NOTHING = (
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "bias",
+    "lora_dropout", "fan_in_fan_out", "init_lora_weights", "megatron_config", "megatron_core", "loftq_config", "eva_config",
+    "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config", "ensure_weight_tying", "layers_pattern",
+)  # fmt: skip
+"""Other fields, which trained adapters do not compute with, or which are looked at by themselves."""
+
+
 def not_here(config: Mapping[str, Any]) -> list[str]:
     """Return what the fields of a LoraConfig of peft ask for that cannot be had here: each with its reason."""
     found = [f"{name}={config[name]!r:.60}: {reason}" for name, reason in NOT_HERE.items() if config.get(name)]
+    known = {*PEFT, *NOT_HERE, *ASKS_NOTHING}
+    found += [f"{name}={value!r:.60}: it has no equal here" for name, value in config.items() if value and name not in known]
     kind, start, bias = (config.get(name) for name in ("peft_type", "init_lora_weights", "bias"))
     if kind is not None and str(getattr(kind, "value", kind)) != "LORA":
         found.append(f"peft_type={getattr(kind, 'value', kind)}: LORA is the one kind")

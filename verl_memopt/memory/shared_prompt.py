@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated
 
 from verl_memopt.memory.formulas import activation_saving
-from verl_memopt.memory.knob import Claim, Knob, LadderRow, switch
+from verl_memopt.memory.knob import Claim, Knob, LadderRow, Range, switch
 
+CHOICE = Range("must be true, false or auto", lambda value: value in (True, False, "auto"))
 _KEY = "actor_rollout_ref.actor.use_prefix_grouper"
 
 
@@ -25,7 +26,7 @@ _KEY = "actor_rollout_ref.actor.use_prefix_grouper"
 class SharedPrompt:
     """Settings of shared prompts."""
 
-    use_prefix_grouper: bool | Literal["auto"] = "auto"
+    use_prefix_grouper: Annotated[bool | str, CHOICE] = "auto"
     """Compute the prompt of a group once for all its answers, in every pass; false = once for each answer. auto = true, unless
     attention slides over a window, which would cut the shared prompt."""
 
