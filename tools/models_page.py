@@ -19,7 +19,8 @@ hub.
 A test compares the log-probs and the gradients of each of these types with those of transformers' own forward, for rows
 alone and for rows that share a prompt. *Shared prompts* says whether the answers to one prompt can compute it once ([shared
 prompts](shared_prompt.md)). A sliding window would cut the prompt that they share, so a model whose config sets one needs
-`actor_rollout_ref.actor.use_prefix_grouper=false`. *Knobs inside blocks* says whether our own decoder computes the model.
+`actor_rollout_ref.actor.use_prefix_grouper=false`, which `auto` sets and logs. *Knobs inside blocks* says whether our own decoder
+computes the model.
 There `recompute_elementwise`, `prune_last_block` and `tiled_mlp` act, which are listed with the other [knobs](memory.md). In
 the other models `tiled_mlp` is refused, and the other two leave the blocks as they are and say so in the log.
 

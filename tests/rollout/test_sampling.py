@@ -9,6 +9,7 @@ from verl_memopt.config import schema
 from verl_memopt.errors import ConfigError
 from verl_memopt.rollout.engine import row_seed, train_sampling, validation_sampling
 from verl_memopt.rollout.hf_engine import RowSampler, at_least, filtered, penalized
+from verl_memopt.rollout.vllm_process import restrict_sampler
 
 
 def test_row_seed_is_the_same_number_on_every_machine():
@@ -127,3 +128,34 @@ def test_an_id_that_the_tokenizer_does_not_know_is_never_drawn(do_sample):
     sampler = RowSampler(sampling(do_sample=do_sample), list(range(rows)), torch.ones(rows, 1, dtype=torch.long), True, known=2)
     assert sampler(torch.zeros(rows, 1, dtype=torch.long), logits).argmax(-1).max() < 2
     assert sampler.log_probs[0].exp().mean().item() == pytest.approx(0.1, abs=1e-6)  # of all ids, as the trainer's
+
+
+class SecondSampler:
+    """What the sampler of vLLM's second model runner, which needs a GPU, does with logits: temperature, filters, a draw."""
+
+    class States:
+        def apply_min_p(self, logits):
+            logits.masked_fill_(logits < logits.amax(-1, keepdim=True) - 1, -INF)
+
+    def __init__(self):
+        self.sampling_states = self.States()
+
+    def apply_sampling_params(self, logits, temperature, skip_top_k_top_p=False):
+        logits = logits / temperature if temperature != 1 else logits
+        self.sampling_states.apply_min_p(logits)
+        return logits
+
+    def sample(self, logits, temperature, return_logprobs=False):
+        processed = self.apply_sampling_params(logits.clone(), temperature)
+        return processed.argmax(-1), processed
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_vllms_second_sampler_returns_the_logits_before_filters_and_draws_no_unknown_id(temperature):
+    sampler, logits = SecondSampler(), torch.tensor([[1.0, 2.5, 0.0, 4.0]])
+    restrict_sampler(sampler, 3, schema.Rollout(name="vllm", top_p=0.9))
+    drawn, found = sampler.sample(logits.clone(), temperature, return_logprobs=True)
+    assert drawn.tolist() == [1]
+    assert torch.equal(found, logits / temperature)
+    assert sampler.sampling_states.apply_min_p.__func__ is SecondSampler.States.apply_min_p
+    assert sampler.sample(logits.clone(), temperature)[0].tolist() == [1]

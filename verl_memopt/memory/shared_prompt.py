@@ -5,8 +5,8 @@ Saves: all copies of the prompt but one, in compute and, where a group fits in o
 Costs: nothing in the result: log-probs and gradients differ only in the order of sums. A budget that splits
     a group costs the bytes of the prompt's keys and values, which are kept for the later parts. Where answers are longer than
     the prompt, or devices share a sequence, each part computes the prompt again.
-Works with: every knob; a token budget of at least one prompt and all its answers keeps groups whole. It refuses models with
-    sliding-window attention.
+Works with: every knob; a token budget of at least one prompt and all its answers keeps groups whole. With sliding-window
+    attention auto switches it off, and true is refused.
 """
 
 from __future__ import annotations

@@ -204,7 +204,8 @@ def restrict_sampler(sampler: Any, known: int | None, rollout: schema.Rollout) -
         found = distribution(sampler, logits, *batch, **options) if whole else None
         if known is not None:
             beyond = torch.arange(known, logits.shape[-1], device=logits.device)
-            logits = logits.index_fill(-1, beyond, float("-inf"))
+            # In place where vLLM reads them no more. Of raw ones it takes the log-probs afterwards.
+            logits = (logits.index_fill_ if whole else logits.index_fill)(-1, beyond, float("-inf"))
         sampled, processed = draw(logits, *batch, **options)
         return sampled, processed if found is None else found
 
