@@ -125,6 +125,7 @@ EDGES = {
     "reward_model.rlt.not_matched_penalty": ([0, -STEP], [STEP]),
     f"{AR}.rollout.sleep_level": ([1, 2], [0, 3]),
     f"{AR}.rollout.share_weights": ([False, "auto"], ["always", "true"]),
+    f"{AR}.actor.use_prefix_grouper": ([False, True, "auto"], ["always", "true"]),
     **{f"{each}.fsdp_config.param_offload": ([True, False], ["streamed", "true"]) for each in (f"{AR}.actor", "critic.model")},
     **dict.fromkeys(
         (f"{each}.fsdp_config.param_offload" for each in (f"{AR}.ref", "reward_model.model")),
