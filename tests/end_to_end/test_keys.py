@@ -30,8 +30,6 @@ READ_ELSEWHERE = {
     ),
     # read through mlp_tiles, over which an MLP runs (tests/memory/activations/test_tiled_mlp.py)
     *(f"{role}.model.tiled_mlp.{key}" for role in ("actor_rollout_ref", "critic") for key in ("enabled", "num_shards")),
-    # read through prompt_groups, by which rows share their prompt (tests/memory/batching/test_shared_prompt.py)
-    "actor_rollout_ref.actor.use_prefix_grouper",
     # read only where there is a sandbox service (tests/rewards/test_sandbox.py)
     "reward_model.sandbox_fusion.max_concurrent",
     "reward_model.sandbox_fusion.memory_limit_mb",
@@ -136,7 +134,8 @@ def runs(toy, folder):
     several += ["algorithm.gdpo_reward_keys=[score,short]", "algorithm.gdpo_reward_weights=[1,2]", *dump[1:]]
     several += ["actor_rollout_ref.actor.policy_loss.loss_mode=cispo"]
     yield load_settings("grpo_trainer", common(toy, folder / "several") + several)
-    lora = ["actor_rollout_ref.model.lora_rank=2", "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra]"]
+    lora = ["actor_rollout_ref.model.lora_rank=2", "actor_rollout_ref.actor.use_kl_loss=true"]
+    lora += ["actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra]"]
     reward_model, _ = classifier(folder / "reward_model", toy / "model")
     lora += ["reward_model.enable=true", f"reward_model.model.path={reward_model}", "reward_model.max_length=20"]
     yield load_settings("rloo_trainer", common(toy, folder / "lora") + plain + lora)

@@ -143,7 +143,7 @@ def test_prompts_are_shared_unless_a_window_would_cut_them(settled, caplog, slid
     window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0} if slides else {}
     model = {f"{AR}.model.override_config.{name}": value for name, value in window.items()}
     context = build_run(settled(model | {f"{AR}.rollout.load_format": "dummy"}))
-    assert context.worker_plan.settings.actor.use_prefix_grouper is not slides
+    assert bool(context.worker_plan.settings.actor.use_prefix_grouper) is not slides
     assert any("use_prefix_grouper=auto" in text for text in caplog.messages) is slides
     with pytest.raises(ConfigError, match="use_prefix_grouper=true") if slides else nullcontext():
         build_run(settled(model | {f"{AR}.actor.use_prefix_grouper": True, "trainer.experiment_name": "other"}))

@@ -183,15 +183,14 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
 
 
 def _shares_prompts(settings: Settings, environment: Environment) -> Settings:
-    """Return the settings with ``use_prefix_grouper=auto`` decided: answers share a prompt unless a window would cut it."""
-    if settings.actor_rollout_ref.actor.use_prefix_grouper != "auto":
+    """Return the settings without shared prompts where ``use_prefix_grouper=auto`` meets a window that would cut them."""
+    if settings.actor_rollout_ref.actor.use_prefix_grouper != "auto" or not environment.slides:
         return settings
-    if environment.slides:
-        logger.info(
-            "actor_rollout_ref.actor.use_prefix_grouper=auto: attention slides over a window, which would cut a prompt that "
-            "answers share, so each answer computes its own"
-        )
-    return replaced(settings, {"actor_rollout_ref.actor.use_prefix_grouper": not environment.slides})
+    logger.info(
+        "actor_rollout_ref.actor.use_prefix_grouper=auto: attention slides over a window, which would cut a prompt that answers "
+        "share, so each answer computes its own"
+    )
+    return replaced(settings, {"actor_rollout_ref.actor.use_prefix_grouper": False})
 
 
 def _resumed(
