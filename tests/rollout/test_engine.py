@@ -82,7 +82,6 @@ def test_top_k_of_one_and_a_tiny_nucleus_are_greedy(engine):
     for narrow in ({"top_k": 1}, {"top_p": 1e-6}):
         answer = engine.generate(prompts(8), list(range(8)), sampling(**narrow))
         assert answer.response_ids == greedy
-        assert largest_difference(answer.log_probs, [[0.0] * 12] * 8) <= 1e-6
 
 
 def test_the_largest_min_p_is_greedy(engine):

@@ -141,7 +141,7 @@ def test_the_workers_know_the_passes_whose_budget_learns(settled, more, phases):
 def test_prompts_are_shared_unless_a_window_would_cut_them(settled, caplog, slides):
     caplog.set_level(logging.INFO)
     window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0} if slides else {}
-    model = {f"{AR}.model.override_config.{name}": value for name, value in window.items()}
+    model = {f"{AR}.model.override_config": window}
     context = build_run(settled(model | {f"{AR}.rollout.load_format": "dummy"}))
     assert bool(context.worker_plan.settings.actor.use_prefix_grouper) is not slides
     assert any("use_prefix_grouper=auto" in text for text in caplog.messages) is slides

@@ -315,9 +315,11 @@ def test_past_the_threshold_the_run_stops_and_names_the_key_and_the_step(settled
 
 
 @pytest.mark.parametrize(
-    "more", [{"max_logprob_diff": None}, {"max_logprob_diff": 0.26}, {"max_logprob_diff": 0.2, "top_p": 0.9}], ids=str
+    "more",
+    [{"max_logprob_diff": None}, {"max_logprob_diff": 0.26}, {"max_logprob_diff": 0.2, "repetition_penalty": 1.1}],
+    ids=str,
 )
-def test_below_the_threshold_without_one_or_with_filters_the_run_goes_on(settled, more):
+def test_below_the_threshold_without_one_or_with_a_penalty_the_run_goes_on(settled, more):
     metrics = compared(settled, [-1.0, -1.5], [-1.0, -1.0], {f"{AR}.rollout.{name}": value for name, value in more.items()})
     assert metrics["rollout/logprob_diff_mean"] == 0.25
 
