@@ -183,7 +183,7 @@ def sampling_arguments(sampling: SamplingSettings, seed: int, eos_token_ids: Seq
 
 def cuts(rollout: schema.Rollout) -> bool:
     """Return whether sampling leaves tokens out of the distribution that it draws from."""
-    return rollout.do_sample and (rollout.top_p < 1 or rollout.top_k > 0)
+    return rollout.do_sample and (rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0)
 
 
 def restrict_sampler(sampler: Any, known: int | None, rollout: schema.Rollout) -> None:
