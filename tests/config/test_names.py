@@ -1,6 +1,7 @@
 """One reader of names: what the command line, Python and TRL's trainers say in the same words has the same meaning."""
 
 import logging
+from pathlib import Path
 
 import pytest
 import yaml
@@ -69,12 +70,17 @@ def from_python(algorithm, given, folder, **more):
 
 def from_the_command_line(algorithm, given, folder):
     """The values that a call of Python sets by itself stand in a file of the user."""
-    inputs = folder / "inputs"
+    rows = from_python(algorithm, {}, folder).data
     call = {
         "defaults": [f"{algorithm}_trainer", "_self_"],
-        "data": {"train_files": str(inputs / "train.jsonl"), "val_files": str(inputs / "eval.jsonl"), "train_batch_size": 32},
+        "data": {"train_files": rows.train_files, "val_files": rows.val_files, "train_batch_size": 32},
         AR: {"model": {"path": "folder"}, "actor": {"use_dynamic_bsz": True, "ppo_mini_batch_size": None}},
-        "trainer": {"default_local_dir": str(folder), "resume_mode": "disable", "test_freq": api.VALIDATE_EVERY},
+        "trainer": {
+            "default_local_dir": str(folder),
+            "resume_mode": "disable",
+            "test_freq": api.VALIDATE_EVERY,
+            "save_freq": api.LAST_ALONE,
+        },
     }
     folder.mkdir(exist_ok=True)
     (folder / "mine.yaml").write_text(yaml.safe_dump(call))
@@ -208,9 +214,11 @@ def test_the_folder_of_a_run_has_any_of_its_names(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     there = str(tmp_path / "there")
     value = {"default_local_dir": there} if name == "trainer" else there
-    folder, settings = api.Call("folder", ROWS, {name: value}).load()
+    folder, settings, inputs = api.Call("folder", ROWS, {name: value}).load()
     assert (str(folder), settings.trainer.default_local_dir) == (there, there)
-    assert (folder / "inputs" / "train.jsonl").is_file()
+    with inputs.written():
+        rows = Path(settings.data.train_files)
+        assert (rows.is_file(), rows.parent) == (True, folder / "inputs")
     assert [each.name for each in tmp_path.iterdir()] == ["there"]
 
 

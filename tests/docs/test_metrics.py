@@ -34,6 +34,7 @@ PPO = [
     *(f"{role}.fsdp_config.optimizer_offload=true" for role in (f"{AR}.actor", "critic.model")),
     f"{AR}.rollout.max_logprob_diff=null",
 ]
+VESPO = f"{AR}.actor.policy_loss.loss_mode=vespo"
 SFT = [
     *("algorithm.adv_estimator=sft", f"{AR}.actor.policy_loss.loss_mode=gpg", f"{AR}.rollout.n=1"),
     "data.response_key=extra_info.answer",
@@ -67,7 +68,7 @@ def pattern(name):
     """Return what a documented name matches: a word in capitals stands for any text, SOURCE with slashes."""
     parts = {"SOURCE": ".+", "VARIABLE": r"[^/]+", "PHASE": r"[a-z_]+", "NAME": r"(token|seq_\w+?)_k[123]"}
     text = re.sub("SOURCE|VARIABLE|PHASE|NAME", lambda found: parts[found[0]], re.escape(name))
-    return re.compile(re.sub(r"(?<=@)N", r"\\d+", text))
+    return re.compile(re.sub(r"(?<=@)[NK]", r"\\d+", text))
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def logged(toy, tmp_path_factory):
     (folder / "reward.py").write_text(REWARD)
     whole = f"{AR}.actor.ppo_mini_batch_size=4"
     rows = []
-    for number, overrides in enumerate(([whole], OFF_POLICY, PPO, [*SFT, whole, "trainer.test_freq=1"])):
+    for number, overrides in enumerate(([whole, VESPO], OFF_POLICY, PPO, [*SFT, whole, "trainer.test_freq=1"])):
         told = [override.format(reward=folder / "reward.py") for override in overrides]
         rows += steps_here(toy, folder / str(number), *SHORT, *told).values()
     quantised = {f"{rlt.MODEL}.quantization": "int8", "trainer.track_memory_every_steps": 1}
