@@ -140,7 +140,8 @@ def test_the_workers_know_the_passes_whose_budget_learns(settled, more, phases):
 @pytest.mark.parametrize("slides", [True, False])
 def test_prompts_are_shared_unless_a_window_would_cut_them(settled, caplog, slides):
     caplog.set_level(logging.INFO)
-    window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0} if slides else {}
+    layers = ["sliding_attention", "full_attention"]
+    window = {"use_sliding_window": True, "sliding_window": 8, "layer_types": layers} if slides else {}
     model = {f"{AR}.model.override_config": window}
     context = build_run(settled(model | {f"{AR}.rollout.load_format": "dummy"}))
     assert bool(context.worker_plan.settings.actor.use_prefix_grouper) is not slides

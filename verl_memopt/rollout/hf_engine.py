@@ -184,7 +184,7 @@ class HfEngine:
         # would draw all rows from one generator.
         sampler = RowSampler(sampling, seeds, mask, self._processed, self._place.known_ids)
         stops = [*([] if sampling.ignore_eos else self._place.eos_token_ids), *sampling.stop_token_ids]
-        texts = StopTexts(sampling.stop, self._tokenizer, ids.shape[1])
+        texts = StopTexts(sampling.stop, self._tokenizer if sampling.stop else None, ids.shape[1])
 
         def check_stop(input_ids: Tensor, scores: Tensor) -> Tensor:
             if stopped():  # between two tokens
