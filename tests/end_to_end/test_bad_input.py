@@ -87,7 +87,7 @@ def test_vllm_that_cannot_be_imported_is_told_with_its_own_reason(refused, tmp_p
     (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('libnothing.so.1: cannot open shared object file')\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
-    message = refused("trainer.worker_group=local", *ONE_STEP, leaves=["config.yaml"])
+    message = refused("trainer.worker_group=local", *ONE_STEP, leaves=["config.yaml", "console.log"])
     assert message.startswith(f"{AR}.rollout.name=vllm: vLLM cannot be imported (libnothing.so.1")
 
 

@@ -14,7 +14,7 @@ ONE_STEP = [
     "data.train_batch_size=8",
     "actor_rollout_ref.actor.ppo_mini_batch_size=8",
 ]
-BEGUN = ["config.yaml", "memory_timeline.csv"]
+BEGUN = ["config.yaml", "console.log", "memory_timeline.csv"]
 """What a run has written when its first answers are scored."""
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    "
 

@@ -354,14 +354,14 @@ def test_an_older_driver_is_refused_before_anything_is_installed(setup, argument
         ({"reply": "535.183.01", "VERL_MEMOPT_BUILD": "gpu"}, "the gpu build (VERL_MEMOPT_BUILD=gpu)"),
     ],
 )
-def test_a_machine_gets_the_build_that_runs_on_it(setup, machine, said):
-    found = setup("--check", **machine)
+def test_a_machine_gets_the_build_that_runs_on_it(setup, tmp_path, machine, said):
+    found = setup("--check", PYTHON=python_that_says(tmp_path, "3.11"), **machine)
     assert (found.returncode, found.stdout) == ((2, "") if said is None else (0, f"{said}\n"))
 
 
 @pytest.mark.skipif(any(os.path.exists(f"{folder}/nvidia-smi") for folder in ("/usr/bin", "/bin")), reason="it has an nvidia-smi")
-def test_a_machine_without_nvidia_smi_gets_the_build_for_cpus(setup):
-    assert setup("--check").stdout == "the cpu build (no nvidia-smi)\n"
+def test_a_machine_without_nvidia_smi_gets_the_build_for_cpus(setup, tmp_path):
+    assert setup("--check", PYTHON=python_that_says(tmp_path, "3.11")).stdout == "the cpu build (no nvidia-smi)\n"
 
 
 def python_that_says(folder, version, headers="."):
