@@ -19,6 +19,7 @@ from tests.memory.activation_cases import (
 from tests.memory.activations.test_prune_last_block import RAGGED, gradients
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.lora import Lora
 from verl_memopt.memory.lora_torch import adapters, adapters_off, load_adapter, merged_weights, save_adapter
 from verl_memopt.memory.quantized_frozen_torch import check_quantizable, quantized_layers
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
@@ -113,14 +114,14 @@ def test_an_engine_gets_the_decoded_weights_and_a_saved_model_has_the_unquantise
 
 def test_an_adapter_of_the_same_base_is_taken_up_and_one_of_another_base_is_refused(untied_folder, tmp_path, one_rank):
     policy = shaken(build(untied_folder, one_rank, quantization="nf4", **LORA))
-    save_adapter(tmp_path / "own", policy.model, "base", 4, 8.0, writes=True)
+    save_adapter(tmp_path / "own", policy.model, "base", Lora(lora_rank=4, lora_alpha=8), writes=True)
     again = build(untied_folder, one_rank, quantization="nf4", **LORA)
     load_adapter(tmp_path / "own", again.model)
     for name, layer in adapters(again.model).items():
         assert torch.equal(layer.lora_A, adapters(policy.model)[name].lora_A)
         assert torch.equal(layer.lora_B, adapters(policy.model)[name].lora_B)
     wider = make_tiny_model(tmp_path / "wider", TinyShape(hidden_size=96, tie_embeddings=False))
-    save_adapter(tmp_path / "other", build(wider, one_rank, **LORA).model, "base", 4, 8.0, writes=True)
+    save_adapter(tmp_path / "other", build(wider, one_rank, **LORA).model, "base", Lora(lora_rank=4, lora_alpha=8), writes=True)
     with pytest.raises(ConfigError, match=r"lora_adapter_path=.*does not fit .*_proj.lora_A.weight has shape \(4, 96\), "):
         load_adapter(tmp_path / "other", again.model)
 
