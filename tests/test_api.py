@@ -3,15 +3,19 @@
 import asyncio
 import dataclasses
 import datetime
+import json
 import re
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
+from transformers import AutoModelForCausalLM
 
 import verl_memopt
 from verl_memopt import api, trl
@@ -354,6 +358,8 @@ def test_a_refused_call_changes_no_file_of_a_run_that_is_there_or_going_on(run, 
 HOLD = """
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 from verl_memopt.run.run_lock import hold
 lock = hold(Path(sys.argv[1]))
 print("held", flush=True)
@@ -611,3 +617,28 @@ def test_a_wrong_call_is_one_error_of_the_package(arguments, error, kind, model,
     call = {"model": model, "dataset": ROWS, "rewards": right, "steps": 1, "run_dir": tmp_path, **SMALL, **arguments}
     with pytest.raises(kind, match=error):
         verl_memopt.train(**{name: value for name, value in call.items() if value is not None})
+
+
+class Adapted:
+    """A model as peft wraps one, as far as a run asks it."""
+
+    peft_config: ClassVar = {"default": SimpleNamespace(peft_type="LORA")}
+
+    def __init__(self, base):
+        self.base = base
+
+    def get_base_model(self):
+        return self.base
+
+    def save_pretrained(self, folder):
+        folder.mkdir()
+        config = {"r": 3, "lora_alpha": 6, "use_rslora": True, "target_modules": ["q_proj"], "peft_type": "LORA"}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def test_a_model_with_adapters_is_trained_on_with_their_rank_and_scale(tiny_folder, tmp_path):
+    model = Adapted(AutoModelForCausalLM.from_pretrained(tiny_folder))
+    _, settings, inputs = api.Call(model, [{"prompt": "1+1="}], {}, run_dir=tmp_path / "run").load()
+    inputs.discard()
+    lora = settings.actor_rollout_ref.model
+    assert (lora.lora_rank, lora.lora_alpha, lora.use_rslora, list(lora.target_modules)) == (3, 6, True, ["q_proj"])

@@ -320,8 +320,8 @@ class Call:
             raise
 
     def _load(self, given: dict[str, Any], folder: Path, inputs: Inputs) -> Settings:
-        from verl_memopt.config.keys import argument_without_secrets, flatten
-        from verl_memopt.config.loader import compose_mapping, load_settings, log_objective
+        from verl_memopt.config.keys import argument_without_secrets, flatten, raise_together
+        from verl_memopt.config.loader import MODELS, adapter_settings, compose_mapping, load_settings, log_objective
         from verl_memopt.config.trl_defaults import defaults_beside, log_defaults
 
         of_trl = defaults_beside(self.trl_defaults, given, self.algorithm)
@@ -332,7 +332,12 @@ class Call:
         rows, injected["data.train_files"] = _rows(self.dataset, train, "dataset") if has_rows else (None, str(train))
         injected |= {PROMPTS: BATCH if rows is None else min(BATCH, rows), MINI_BATCH: None}
         taken = set().union(*self._keys_set({**of_trl, **given}).values())
-        injected = {key: value for key, value in injected.items() if key not in taken}
+        # The folder of adapters has its place in the run only later, so its settings are read here.
+        of_adapters, problems = adapter_settings(
+            MODELS[0], {key: value for key, value in injected.items() if key.endswith(".lora_adapter_path")}
+        )
+        raise_together(problems)
+        injected = {key: value for key, value in (of_adapters | injected).items() if key not in taken}
         values = inputs.placed(injected) | of_trl | given
         overrides = [f"{key}={as_override(value)}" for key, value in values.items()]
         overrides += [] if self.memory is None else [f"memory={self.memory}"]
