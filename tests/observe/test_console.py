@@ -1,10 +1,11 @@
 import dataclasses
+import re
 from io import StringIO
 from pathlib import Path
 
 from rich.console import Console
 
-from verl_memopt.observe.console import RunConsole, memory_table, memory_words, phase_rows, print_end
+from verl_memopt.observe.console import RunConsole, memory_table, phase_rows, print_end, step_table
 from verl_memopt.observe.phase import MIB, PhaseMemory, combine
 
 STEP = {
@@ -30,52 +31,88 @@ def printed(console):
     return console.file.getvalue()
 
 
-def test_without_a_terminal_each_step_is_one_plain_line_and_the_table_comes_every_so_many():
+def on_a_terminal():
+    return Console(file=StringIO(), width=80, force_terminal=True)
+
+
+def rows_of(console):
+    """Return the words of each row of the tables by step, without what moves the bar."""
+    lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", line).split() for line in printed(console).splitlines()]
+    return {int(words[0]): words for words in lines if words and words[0].isdigit()}
+
+
+def test_without_a_terminal_each_step_is_one_plain_line():
     console = plain()
     with RunConsole(4, table_every=2, console=console) as run:
         for step in (1, 2, 3, 4):
             run.log(step, STEP)
-    text = printed(console)
-    assert "\x1b" not in text
-    assert "\r" not in text
-    lines = [line for line in text.splitlines() if line.startswith("step ") and "/4" in line]
-    assert [line.split()[1] for line in lines] == ["1/4", "2/4", "3/4", "4/4"]
-    assert text.count("logprob") == 2
-    assert text.count("─" * 20) > 0
+    lines = printed(console).splitlines()
+    assert [line.split()[:2] for line in lines] == [["step", f"{step}/4"] for step in (1, 2, 3, 4)]
+    assert "\x1b" not in printed(console)
 
 
-def test_a_step_line_names_memory_and_says_where_there_is_no_counter():
-    assert memory_words(STEP) == "mem_alloc_mb=512.0 mem_reserved_mb=n/a mem_max_alloc_mb=140800.0"
+def test_a_step_line_has_the_figures_of_the_step_and_no_others():
     console = plain()
-    RunConsole(4, console=console).log(1, {})
-    assert "mem_alloc_mb=n/a mem_reserved_mb=n/a mem_max_alloc_mb=n/a" in printed(console)
+    run = RunConsole(4, console=console)
+    run.log(1, STEP)
+    run.log(2, {"loss": 1.25, "critic/score/mean": 0.5, "actor/kl_loss": 0.25, "perf/max_memory_reserved_gb": 2.0})
+    assert printed(console).splitlines() == [
+        "step 1/4 reward=0.712 val=0.875 grad_norm=123.456 logprob_diff=3.2e-07 tokens/s=112,346 s/step=1234.56 "
+        "live_mib=512.0 peak_mib=140,800.0 (bytes counted)",
+        "step 2/4 reward=0.500 kl=0.2500 reserved_mib=2,048",
+    ]
+
+
+def test_a_step_whose_bytes_an_allocator_counts_for_nothing_is_not_marked():
+    console = plain()
+    RunConsole(4, console=console).log(1, STEP | {"perf/max_memory_reserved_gb": 138.0})
+    assert "counted" not in printed(console)
 
 
 def test_on_a_terminal_the_bar_shows_reward_speed_and_the_highest_peak_so_far():
-    console = Console(file=StringIO(), width=80, force_terminal=True)
+    console = on_a_terminal()
     with RunConsole(4, table_every=10, console=console) as run:
         run.log(1, STEP)
         run.log(2, {"critic/score/mean": 0.5})
-    last = printed(console).split("\r")[-1]
-    assert "2/4" in last
-    assert "reward 0.500" in last
-    assert "peak 140,800 MiB" in last
+    moving = printed(console).split("\r")[-1]
+    assert "2/4" in moving
+    assert "reward 0.500" in moving
+    assert "peak 140,800 MiB" in moving
 
 
-def test_steps_that_no_table_has_shown_are_shown_at_the_end():
-    console = plain()
+def test_on_a_terminal_each_step_is_a_row_of_one_table_the_last_ones_at_the_end():
+    console = on_a_terminal()
     with RunConsole(3, table_every=2, console=console) as run:
         for step in (1, 2, 3):
             run.log(step, STEP)
-    assert printed(console).splitlines()[-1].split()[0] == "3"
+            assert sorted(rows_of(console)) == list(range(1, step // 2 * 2 + 1))
+    assert sorted(rows_of(console)) == [1, 2, 3]
 
 
 def test_no_table_is_printed_in_between_when_it_is_switched_off():
-    console = plain()
+    console = on_a_terminal()
     run = RunConsole(2, table_every=0, console=console)
     run.log(1, STEP)
     run.log(2, STEP)
-    assert "logprob" not in printed(console)
+    assert rows_of(console) == {}
+
+
+def test_a_table_has_a_column_for_each_figure_of_any_step_and_marks_the_steps_that_were_counted():
+    console = plain()
+    console.print(step_table([{**STEP, "step": 1.0}, {"critic/score/mean": 0.5, "perf/time_per_step": 3.0, "step": 2.0}]))
+    lines = printed(console).splitlines()
+    assert lines[1].split() == ["step", "reward", "val", "norm", "diff", "tokens/s", "s/step", "MiB"]
+    assert rows_of(console)[1] == ["1", "0.712", "0.875", "123.456", "3.2e-07", "112,346", "1234.56*", "140,800.0"]
+    assert rows_of(console)[2] == ["2", "0.500", "-", "-", "-", "-", "3.00", "-"]
+    assert max(map(len, lines)) <= 80
+
+
+def test_the_summary_has_no_column_for_a_size_that_no_phase_has():
+    console = plain()
+    print_end(console, SUMMARY, Path("run"))
+    assert "reserved" not in printed(console)
+    assert "device" not in printed(console)
+    assert "host RSS" in printed(console)
 
 
 def test_the_summary_shows_each_phases_share_and_names_its_counter():

@@ -1,8 +1,9 @@
-"""The console output of a run: a progress bar, one line per step without a terminal, and a table every few steps."""
+"""The console output of a run: on a terminal a progress bar and a table every few steps, elsewhere one line per step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,70 +13,90 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from verl_memopt.observe.metrics import LOSS, VAL_LOSS, headline_score
-from verl_memopt.observe.phase import GIB, MIB, PhaseMemory, size_words
+from verl_memopt.observe.metrics import LOSS, headline_score
+from verl_memopt.observe.phase import GIB, MIB, PhaseMemory
 
 Metrics = Mapping[str, float]
 
-KL_NAMES = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
-"""Metrics with a step's KL: to the reference if there is one, else to the policy of the rollout."""
+Reader = Callable[[Metrics], float | None]
 
 
-def named(*names: str) -> Callable[[Metrics], float | None]:
+def _first_of(*names: str) -> Reader:
     """Return a function that reads the first of these metrics that a step has."""
     return lambda metrics: next((metrics[name] for name in names if name in metrics), None)
 
 
-def _peak_bytes(metrics: Metrics) -> float | None:
-    peak = metrics.get("perf/max_memory_allocated_gb")
-    return None if peak is None else peak * GIB
+def _mib_of(name: str) -> Reader:
+    """Return a function that reads, in MiB, a metric that is in GiB."""
+    return lambda metrics: metrics[name] * GIB / MIB if name in metrics else None
 
 
-def _as(form: str) -> Callable[[float | None], str]:
-    return lambda value: "-" if value is None else form.format(value)
+_reward = _first_of("critic/score/mean")
+_speed = _first_of("perf/throughput")
+_peak = _mib_of("perf/max_memory_allocated_gb")
+_reserved = _mib_of("perf/max_memory_reserved_gb")
 
 
-STEP_COLUMNS: tuple[tuple[str, Callable[[Metrics], float | None], Callable[[float | None], str]], ...] = (
-    ("step", named("step"), _as("{:.0f}")),
-    ("reward", named("critic/score/mean"), _as("{:.3f}")),
-    ("loss", named(LOSS), _as("{:.3f}")),
-    ("val", headline_score, _as("{:.3f}")),
-    ("kl", named(*KL_NAMES), _as("{:.4f}")),
-    ("grad\nnorm", named("actor/grad_norm"), _as("{:.3f}")),
-    ("logprob\ndiff", named("rollout/logprob_diff_mean"), _as("{:.1e}")),
-    ("tokens/s", named("perf/throughput"), _as("{:,.0f}")),
-    ("s/step", named("perf/time_per_step"), _as("{:.2f}")),
-    ("peak\nMiB", _peak_bytes, lambda size: _mib(size)),
+@dataclass(frozen=True)
+class Figure:
+    """A figure of a step: its name, its head in a table ("" = lines only), what reads it, and its format."""
+
+    name: str
+    head: str
+    read: Reader
+    form: str
+
+    def text(self, metrics: Metrics) -> str | None:
+        """Return the figure of a step. None: the step has none."""
+        value = self.read(metrics)
+        return None if value is None else format(value, self.form)
+
+
+STEP_FIGURES = (
+    Figure("reward", "reward", _reward, ".3f"),
+    Figure("loss", "loss", _first_of(LOSS), ".3f"),
+    Figure("val", "val", headline_score, ".3f"),
+    Figure("kl", "kl", _first_of("actor/reward_kl_penalty", "actor/kl_loss"), ".4f"),
+    Figure("grad_norm", "grad\nnorm", _first_of("actor/grad_norm"), ".3f"),
+    Figure("logprob_diff", "logprob\ndiff", _first_of("rollout/logprob_diff_mean"), ".1e"),
+    Figure("tokens/s", "tokens/s", _speed, ",.0f"),
+    Figure("s/step", "s/step", _first_of("perf/time_per_step"), ".2f"),
+    Figure("live_mib", "", _mib_of("perf/memory_allocated_gb"), ",.1f"),
+    Figure("reserved_mib", "reserved\nMiB", _reserved, ",.0f"),
+    Figure("peak_mib", "peak\nMiB", _peak, ",.1f"),
 )
-"""Header, reader and format of each column of the step table. Throughput is per device, as in its metric."""
+"""The figures of a step in their order. Throughput is per device, as in its metric."""
+
+COUNTED = "bytes counted"
+"""What marks a step whose live bytes were counted tensor by tensor, which slows it down."""
+
+
+def _counts_bytes(metrics: Metrics) -> bool:
+    # A GPU's allocator counts without a cost, and also has reserved bytes.
+    return _peak(metrics) is not None and _reserved(metrics) is None
 
 
 def step_table(rows: Sequence[Metrics]) -> Table:
-    """Return a compact table of steps that fits 80 columns. A cell without a value is a dash."""
-    unused = "reward" if any(LOSS in row or VAL_LOSS in row for row in rows) else "loss"
-    columns = [column for column in STEP_COLUMNS if column[0] != unused]
-    table = slim_table(right=[head for head, _, _ in columns])
+    """Return a table of steps, each with its number as ``step``, that fits 80 columns. A figure that no step has is left out.
+
+    ``-``: this step has no such figure.
+    """
+    figures = [figure for figure in STEP_FIGURES if figure.head and any(figure.read(row) is not None for row in rows)]
+    table = slim_table(right=["step", *(figure.head for figure in figures)])
     for row in rows:
-        table.add_row(*(form(read(row)) for _, read, form in columns))
+        mark = {"s/step": "*"} if _counts_bytes(row) else {}
+        cells = (f"{figure.text(row) or '-'}{mark.get(figure.name, '')}" for figure in figures)
+        table.add_row(f"{row['step']:.0f}", *cells)
+    if any(map(_counts_bytes, rows)):
+        table.caption = f"* {COUNTED}, which takes time"
+        table.caption_justify = "left"
     return table
 
 
-def headline_words(metrics: Metrics, sign: str) -> str:
-    """Return a step's reward, or its loss in a supervised run, as words: the name, the sign and the figure."""
-    name = "loss" if LOSS in metrics or VAL_LOSS in metrics else "reward"
-    return f"{name}{sign}{_as('{:.3f}')(named(LOSS, VAL_LOSS, 'critic/score/mean')(metrics))}"
-
-
-def step_words(metrics: Metrics) -> str:
-    """Return a step's reward or loss, speed and device memory (MiB) as words of one line. ``n/a`` = not counted."""
-    speed, seconds = _as("{:,.0f}")(named("perf/throughput")(metrics)), _as("{:.2f}")(named("perf/time_per_step")(metrics))
-    return f"{headline_words(metrics, '=')} tokens/s={speed} s/step={seconds} {memory_words(metrics)}"
-
-
-def memory_words(metrics: Metrics) -> str:
-    """Return ``mem_alloc_mb`` (live at the step's end), ``mem_reserved_mb`` and ``mem_max_alloc_mb`` (peaks) as words."""
-    names = ("perf/memory_allocated_gb", "perf/max_memory_reserved_gb", "perf/max_memory_allocated_gb")
-    return size_words(*(metrics[name] * GIB if name in metrics else None for name in names))
+def step_line(step: int, total: int, metrics: Metrics) -> str:
+    """Return a step as one line of ``name=figure``, with the figures that it has."""
+    shown = [f"{figure.name}={text}" for figure in STEP_FIGURES if (text := figure.text(metrics)) is not None]
+    return " ".join([f"step {step}/{total}", *shown, *([f"({COUNTED})"] if _counts_bytes(metrics) else [])])
 
 
 def progress_bar(unit: str, clock: ProgressColumn, console: Console) -> Progress:
@@ -86,10 +107,11 @@ def progress_bar(unit: str, clock: ProgressColumn, console: Console) -> Progress
 
 
 class RunConsole:
-    """Shows a run's progress: a moving bar on a terminal, one plain line per step elsewhere. It is the logger ``console``.
+    """Shows each step of a run once. It is the logger ``console``.
 
-    Use as a context manager, so that the bar is removed however the run ends. ``first_step``: steps that are already done.
-    ``table_every``: 0 = no tables before the end.
+    On a terminal a bar moves with the steps, and every ``table_every`` steps a table shows them (0 = at the end only). Elsewhere,
+    as in a file, a step is one line. Use as a context manager, so that the bar is removed however the run ends. ``first_step``:
+    steps that are already done.
     """
 
     def __init__(self, total_steps: int, first_step: int = 0, table_every: int = 10, console: Console | None = None) -> None:
@@ -110,18 +132,18 @@ class RunConsole:
         self.close()
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Show a finished step, and every ``table_every`` steps the table of the steps since the last one."""
-        self._peak = max((peak for peak in (self._peak, _peak_bytes(metrics)) if peak is not None), default=None)
-        self._rows.append({**metrics, "step": float(step)})
-        speed = _as("{:,.0f}")(named("perf/throughput")(metrics))
-        words = f"{headline_words(metrics, ' ')}  {speed} tokens/s  peak {_mib(self._peak)} MiB"
-        self._bar.update(self._task, completed=step, description=words)
+        """Show a finished step: as a line, or on a terminal in the bar and later in a table."""
+        self._peak = max((peak for peak in (self._peak, _peak(metrics)) if peak is not None), default=None)
         if not self.console.is_interactive:
-            self.say(f"step {step}/{self._total} {step_words(metrics)}")
+            self.say(step_line(step, self._total, metrics))
+            return
+        self._rows.append({**metrics, "step": float(step)})
+        headline = next((figure for figure in STEP_FIGURES if figure.read(metrics) is not None), STEP_FIGURES[0])
+        words = f"{headline.name} {headline.text(metrics)}  {_speed(metrics) or 0:,.0f} tokens/s"
+        peak = "" if self._peak is None else f"  peak {self._peak:,.0f} MiB"
+        self._bar.update(self._task, completed=step, description=words + peak)
         if self._every > 0 and step % self._every == 0 and step > 0:
             self.flush_table()
-            if self.console.is_interactive:
-                self.say(memory_words(metrics))
 
     def flush_table(self) -> None:
         """Print the table of the steps that no table has shown yet."""
@@ -140,22 +162,37 @@ class RunConsole:
 
 
 def summary_tables(summary: Mapping[str, Any]) -> list[Table]:
-    """Return the summary of a run as two tables: the run in one row; its phases with seconds, share of time, peaks in MiB."""
+    """Return the summary of a run as two tables: the run in one row; its phases with seconds, share of time, peaks in MiB.
+
+    A size that no phase has, as the device's on a CPU, has no column.
+    """
     run = slim_table()
     for head in ("steps", "seconds", "validation before", "validation after"):
         run.add_column(head, justify="right")
-    scores = (_as("{:.3f}")(summary[f"validation_{when}"]) for when in ("before", "after"))
-    run.add_row(str(summary["steps"]), f"{summary['seconds']:,.1f}", *scores)
+    scores = (summary[f"validation_{when}"] for when in ("before", "after"))
+    run.add_row(
+        str(summary["steps"]), f"{summary['seconds']:,.1f}", *("-" if score is None else f"{score:.3f}" for score in scores)
+    )
     counter = f"\n({summary['counter']})" if summary.get("counter") else ""  # of the live bytes
+    phases = sorted(summary["phases"].items(), key=lambda item: -item[1]["seconds"])
+    sizes = {
+        head: name
+        for head, name in {
+            f"peak live\nMiB{counter}": "peak_allocated_bytes",
+            "reserved\nMiB": "peak_reserved_bytes",
+            "device\nused MiB": "device_used_bytes",
+            "host RSS\nMiB": "host_rss_bytes",
+        }.items()
+        if any(phase[name] is not None for _, phase in phases)
+    }
     table = slim_table()
     table.add_column("phase", overflow="fold")
-    for head in ("seconds", "share", f"peak live\nMiB{counter}", "reserved\nMiB", "device\nused MiB", "host RSS\nMiB"):
+    for head in ("seconds", "share", *sizes):
         table.add_column(head, justify="right", no_wrap=True)
-    total = sum(phase["seconds"] for phase in summary["phases"].values()) or 1.0
-    for name, phase in sorted(summary["phases"].items(), key=lambda item: -item[1]["seconds"]):
-        sizes = (phase[key] for key in ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "host_rss_bytes"))
+    total = sum(phase["seconds"] for _, phase in phases) or 1.0
+    for name, phase in phases:
         share = f"{100 * phase['seconds'] / total:.1f} %"
-        table.add_row(name, f"{phase['seconds']:,.2f}", share, *map(_mib, sizes))
+        table.add_row(name, f"{phase['seconds']:,.2f}", share, *(_mib(phase[figure]) for figure in sizes.values()))
     return [run, table]
 
 

@@ -178,15 +178,14 @@ def host_rss_bytes() -> int:
 
 
 def memory_words(memory: PhaseMemory) -> str:
-    """Return a phase's figures in MiB as words of a log line. ``n/a`` where the device has none."""
-    sizes = size_words(memory.allocated_bytes, memory.peak_reserved_bytes, memory.peak_allocated_bytes)
-    return f"{sizes} host_rss_mb={memory.host_rss_bytes / MIB:.1f}"
-
-
-def size_words(live: float | None, reserved: float | None, peak: float | None) -> str:
-    """Return live bytes, reserved bytes and peak live bytes in MiB as words of a log line. ``n/a`` for None."""
-    sizes = {"mem_alloc_mb": live, "mem_reserved_mb": reserved, "mem_max_alloc_mb": peak}
-    return " ".join(f"{name}={'n/a' if size is None else f'{size / MIB:.1f}'}" for name, size in sizes.items())
+    """Return the figures in MiB that a phase has, as words of a log line."""
+    sizes = {
+        "live_mib": memory.allocated_bytes,
+        "reserved_mib": memory.peak_reserved_bytes,
+        "peak_mib": memory.peak_allocated_bytes,
+        "host_rss_mib": memory.host_rss_bytes,
+    }
+    return " ".join(f"{name}={size / MIB:.1f}" for name, size in sizes.items() if size is not None)
 
 
 # Seconds of each phase of a step, and when it began, on the driver.

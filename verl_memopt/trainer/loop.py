@@ -484,6 +484,8 @@ def _started(context: RunContext, clock: PhaseClock, begun: RayGroup | None) -> 
     group: WorkerGroup
     pools: Mapping[str, PoolGroup] = {}
     with clock.phase("init"):
+        engine = "" if plan.engine_folder is None else f" and {context.settings.actor_rollout_ref.rollout.name}"
+        logger.info("starting the %s%s", "model" if is_local else "model in Ray's workers", engine)
         if is_local:
             group = LocalGroup(build_worker, device)
         else:

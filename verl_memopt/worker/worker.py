@@ -362,6 +362,10 @@ class Worker:
         roles = RoleBuilder(self.plan, place, self.device, self.residency, shared)
         if self.plan.has_policy:
             self.policy = Policy.built(roles)
+            if settings.model.lora_rank == 0:
+                parameters = sum(parameter.numel() for parameter in self.policy.model.parameters())
+                phases = bytes_a_parameter(settings, place.world_size, self.shares_weights, self.plan.free_engine)
+                logger.info("%s", resident_words(parameters, phases))
         # Each model rests before the next one is built, so that two of them need not fit on the device at once.
         self.residency.rest()
         if self.plan.reference_folder is not None:
@@ -524,11 +528,20 @@ def shared_weights(
         trained = "weights" if settings.model.lora_rank == 0 else "adapters"
         over = "" if devices == 1 else f" on each of {devices} devices, which update a shard of the {trained} each"
         logger.info("engine and policy share one copy of the weights, %.1f MiB%s", num_bytes / MIB, over)
-    if settings.model.lora_rank == 0:
-        phases = bytes_a_parameter(settings, devices, weights is not None, sleeps).items()
-        said = (f"{device:.4g} on the device and {host:.4g} on the host in the {phase}" for phase, (device, host) in phases)
-        logger.info("weights, gradients and optimizer state take these bytes a parameter: %s", ", ".join(said))
     return weights
+
+
+def resident_words(parameters: int, phases: Mapping[str, tuple[float, float]]) -> str:
+    """Return what the training state of so many parameters takes. ``phases``: name -> bytes a parameter (devices, host)."""
+
+    def taken(num_bytes: float, where: str) -> str:
+        return f"{num_bytes * parameters / GIB:,.3g} GiB of {where} memory ({num_bytes:.4g} bytes a parameter)"
+
+    said = []
+    for phase, (device, host) in phases.items():
+        places = [taken(device, "device"), *([taken(host, "host")] if host else [])]
+        said.append(f"{' and '.join(places)} in the {phase}")
+    return f"weights, gradients and optimizer state take {', '.join(said)}"
 
 
 # What a worker answers to a call.
