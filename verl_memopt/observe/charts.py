@@ -254,6 +254,8 @@ def save(drawing: Figure, path: Path) -> Path:
 
 WHOLE_UP_TO = 60
 """Largest number of phases that one panel can show clearly."""
+NAMED_FROM = 0.03
+"""Part of the width of a panel from which a phase has its name above it."""
 PHASES = (
     "gen", "update_actor", "old_log_prob", "ref", "update_weights", "adv", "reward", "testing", "save_checkpoint", "init",
     "values", "update_critic",
@@ -270,7 +272,7 @@ FIGURES = (
 
 
 def draw_timeline(rows: Sequence[TimelineRow], path: Path) -> Path:
-    """Draw live bytes over running time with the phases shaded, and the host's resident memory below."""
+    """Draw live bytes by kind over running time, phase by phase, and the host's resident memory below."""
     shown = rows if len(rows) <= WHOLE_UP_TO else _last_counted_steps(rows)
     panels = 3 if len(shown) < len(rows) else 2
     drawing = figure(10.5, 3.0 * panels - 0.4)
@@ -302,8 +304,7 @@ def _draw_overview(axes: Axes, rows: Sequence[TimelineRow]) -> None:
             marker = "o" if len(best) <= 40 else ""
             axes.plot(*zip(*best.values(), strict=True), line, color=colour, label=label, marker=marker, markersize=3.5)
     if axes.lines:
-        axes.set_ylim(bottom=0)
-        axes.set_xlim(0, _end(rows))
+        _frame(axes, rows)
         legend_beside(axes)
     else:
         note(axes, "No phase of this run counted its bytes.")
@@ -321,14 +322,31 @@ def _draw_phases(axes: Axes, rows: Sequence[TimelineRow], whole: bool) -> None:
     if not rows:
         note(axes, "No phase has been recorded yet.")
         return
-    palette = colours([row.phase for row in rows], PHASE_COLOURS)
+    palette, width = colours([row.phase for row in rows], PHASE_COLOURS), _end(rows) - rows[0].elapsed_seconds
     for phase in dict.fromkeys(row.phase for row in rows):
         stretches = [(row.elapsed_seconds, row.seconds) for row in rows if row.phase == phase]
-        axes.broken_barh(stretches, (0, 1), transform=axes.get_xaxis_transform(), color=palette[phase], alpha=0.28,
-                         linewidth=0, label=phase)  # fmt: skip
+        axes.broken_barh(stretches, (0, 1), transform=axes.get_xaxis_transform(), color=palette[phase], alpha=0.2, linewidth=0)
+    for row in rows:
+        if row.seconds >= NAMED_FROM * width:
+            axes.text(row.elapsed_seconds + row.seconds / 2, 0.98, row.phase, transform=axes.get_xaxis_transform(), fontsize=8,
+                      ha="center", va="top", rotation=0 if row.seconds >= 0.1 * width else 90, color=INK)  # fmt: skip
+    _stack_stretches(axes, [row for row in rows if row.kinds], divisor)
     _plot_figures(axes, rows, divisor)
     axes.set_xlim(rows[0].elapsed_seconds, _end(rows))
-    legend_beside(axes)
+    if axes.get_legend_handles_labels()[0]:
+        legend_beside(axes)
+
+
+def _stack_stretches(axes: Axes, rows: Sequence[TimelineRow], divisor: float) -> None:
+    """Draw the bytes by kind at the peak of each phase as a stack that is as wide as the phase is long."""
+    order = [kind for kind in KIND_COLOURS if any(kind in row.kinds for row in rows)]
+    palette = colours([*order, *sorted({kind for row in rows for kind in row.kinds})], KIND_COLOURS)
+    starts, lengths = [row.elapsed_seconds for row in rows], [row.seconds for row in rows]
+    feet = [0.0] * len(rows)
+    for kind in [kind for kind in palette if any(kind in row.kinds for row in rows)]:
+        heights = [row.kinds.get(kind, 0) / divisor for row in rows]
+        axes.bar(starts, heights, lengths, feet, align="edge", color=palette[kind], label=kind)
+        feet = [foot + height for foot, height in zip(feet, heights, strict=True)]
 
 
 def _plot_figures(axes: Axes, rows: Sequence[TimelineRow], divisor: float) -> None:
@@ -346,7 +364,14 @@ def _plot_figures(axes: Axes, rows: Sequence[TimelineRow], divisor: float) -> No
     live = [row for row in counted if row.allocated_bytes is not None]
     axes.plot([row.elapsed_seconds + row.seconds for row in live], [(row.allocated_bytes or 0) / divisor for row in live],
               "o", color=INK, markerfacecolor="white", markersize=4.5, label="live at end", clip_on=False, zorder=4)  # fmt: skip
-    axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.05)
+    # The names of the phases stand above the figures.
+    axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.45)
+
+
+def _frame(axes: Axes, rows: Sequence[TimelineRow]) -> None:
+    """Show the run from the end of its start on, with room above the highest point."""
+    axes.set_ylim(bottom=0, top=1.15 * axes.get_ylim()[1])
+    axes.set_xlim(min((row.elapsed_seconds for row in rows if row.phase != "init"), default=0.0), _end(rows))
 
 
 def _draw_host(axes: Axes, rows: Sequence[TimelineRow]) -> None:
@@ -358,8 +383,7 @@ def _draw_host(axes: Axes, rows: Sequence[TimelineRow]) -> None:
         return
     times, sizes = zip(*known, strict=True)
     axes.plot(times, [size / divisor for size in sizes], color=PALETTE[5], linewidth=1.6, marker="o" if len(times) == 1 else "")
-    axes.set_ylim(bottom=0, top=1.15 * max(sizes) / divisor)
-    axes.set_xlim(0, _end(rows))
+    _frame(axes, rows)
 
 
 def _what(rows: Sequence[TimelineRow]) -> str:
