@@ -272,7 +272,11 @@ FIGURES = (
 
 
 def draw_timeline(rows: Sequence[TimelineRow], path: Path) -> Path:
-    """Draw live bytes by kind over running time, phase by phase, and the host's resident memory below."""
+    """Draw live bytes by kind over running time, phase by phase, and the host's resident memory below.
+
+    The start of the run, which is as long as many steps, is left out.
+    """
+    rows = [row for row in rows if row.phase != "init"] or rows
     shown = rows if len(rows) <= WHOLE_UP_TO else _last_counted_steps(rows)
     panels = 3 if len(shown) < len(rows) else 2
     drawing = figure(10.5, 3.0 * panels - 0.4)
@@ -369,9 +373,9 @@ def _plot_figures(axes: Axes, rows: Sequence[TimelineRow], divisor: float) -> No
 
 
 def _frame(axes: Axes, rows: Sequence[TimelineRow]) -> None:
-    """Show the run from the end of its start on, with room above the highest point."""
+    # The highest point is below the edge.
     axes.set_ylim(bottom=0, top=1.15 * axes.get_ylim()[1])
-    axes.set_xlim(min((row.elapsed_seconds for row in rows if row.phase != "init"), default=0.0), _end(rows))
+    axes.set_xlim(rows[0].elapsed_seconds, _end(rows))
 
 
 def _draw_host(axes: Axes, rows: Sequence[TimelineRow]) -> None:
