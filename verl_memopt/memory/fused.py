@@ -7,6 +7,7 @@ one or two kernels over all rows. It makes no temporary tensor of the rows' size
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -110,6 +111,9 @@ def over_rows(
         if otherwise is not None:
             otherwise()
             return
+        if first.shape[0] <= _tile_rows(first, narrow):
+            statement(*tensors, *others)
+            return
         for rows in tiles(first, narrow):
             statement(*(None if tensor is None else tensor[rows] for tensor in tensors), *others)
 
@@ -130,9 +134,14 @@ def runs_compiled(first: Tensor) -> bool:
 
 def tiles(tensor: Tensor, narrow: bool = False) -> Iterator[slice]:
     """Return slices of a tensor's rows, each small enough for elementwise statements to be fast."""
-    elements = NARROW_TILE_ELEMENTS if narrow else TILE_ELEMENTS
-    size = max(elements.get(tensor.device.type, elements["cuda"]) // max(tensor[:1].numel(), 1), 1)
+    size = _tile_rows(tensor, narrow)
     return (slice(start, start + size) for start in range(0, tensor.shape[0], size))
+
+
+def _tile_rows(tensor: Tensor, narrow: bool) -> int:
+    elements = NARROW_TILE_ELEMENTS if narrow else TILE_ELEMENTS
+    width = math.prod(tensor.shape[1:])
+    return max(elements.get(tensor.device.type, elements["cuda"]) // max(width, 1), 1)
 
 
 def compiler_works(device: torch.device) -> bool:
