@@ -53,7 +53,7 @@ A type that is in neither table is not refused for that reason. Three checks dec
 3. The model with its weights computes a few random rows in each worker: packed, packed beside other rows, and alone. The
    results must agree.
 
-A model that passes all three trains. [Check packed rows when a model is loaded](decisions/packed_rows_are_compared.md) has
+A model that passes all three trains. [Check packed rows when a model is loaded](decisions/models.md) has
 the bounds and the reasons. To add a type to the tables, see [A model family](extend.md#a-model-family).
 """
 

@@ -24,7 +24,7 @@ BANDWIDTHS = {"RTX 4090": 1.008e12, "RTX 5090": 1.792e12, "H100": 3.35e12}
 """Bytes a second, by NVIDIA's data sheets; FLOP/s are those of :data:`PEAKS`."""
 LAUNCH_SECONDS = 5e-6
 """Stated, not measured: what the host takes to launch a kernel from C++. With Python between launches it takes longer: on an H100
-an update of 28,194 launches took 32 microseconds a launch (docs/decisions/compiled_statements.md)."""
+an update of 28,194 launches took 32 microseconds a launch (docs/decisions/launches.md)."""
 PROMPT_SHARE = 8
 """Of the tokens of a group, one in so many is the prompt's."""
 

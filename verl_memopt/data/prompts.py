@@ -188,7 +188,7 @@ class PromptPrefetcher:
 # ``data.max_prompt_length`` and ``data.truncation`` do that, alike for all.
 #
 # Saves: nothing on the device. ``lazy`` holds (n - 1) * P * 8 bytes of ids fewer for each prompt of P tokens: KiB, where logits
-# cost GiB. See ``docs/decisions/prompt_expansion.md``.
+# cost GiB. See ``docs/decisions/prompts.md``.
 # Costs: ``string`` and ``repeat_sampler`` tokenize each prompt n times, ``token`` and ``lazy`` once.
 
 

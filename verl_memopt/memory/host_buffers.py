@@ -109,7 +109,7 @@ class HostArena:
 # drops the device tensor; ``.to("cpu")`` would return the same storage on a CPU and move nothing.
 #
 # Page-locked buffers are mappings of whole pages, locked in place. torch's own page-locked memory (``pin_memory``) is rounded up
-# to a power of two and never returned to the system; see ``docs/decisions/page_locked_memory.md``.
+# to a power of two and never returned to the system; see ``docs/decisions/host_memory.md``.
 
 logger = logging.getLogger(__name__)
 

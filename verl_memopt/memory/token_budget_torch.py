@@ -7,7 +7,7 @@ On several ranks the others do not know of the error: they wait in the collectiv
 many micro-batches before them. So the rank that failed frees its memory and runs the whole attempt again on micro-batches of one
 token. It leaves out the collectives that it has issued already, and takes part in the others. Parameters that it sends are right,
 so what the others compute is right too. At the end of the attempt the ranks ask whether one of them failed: one small collective
-of the hosts for each mini-batch or pass, for which no device waits. Why no other way: docs/decisions/adaptive_token_budget.md.
+of the hosts for each mini-batch or pass, for which no device waits. Why no other way: docs/decisions/micro_batches.md.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def restrict_sampler(sampler: Any, known: int | None, rollout: schema.Rollout) -
     """Let a sampler of vLLM draw no id from ``known`` on, and return log-probs of the whole distribution.
 
     vLLM's processed log-probs are of what filters leave, normalised anew. The trainer has no filters, so its log-probs are
-    compared with those before them (docs/decisions/log_probs_before_filters.md). ``known``: None = every id may be drawn.
+    compared with those before them (docs/decisions/rollout_log_probs.md). ``known``: None = every id may be drawn.
     """
     whole = rollout.logprobs_mode == "processed_logprobs"
     if known is None and not (whole and cuts(rollout)):

@@ -151,7 +151,7 @@ def of_process() -> Interrupts:
 #
 # A Python signal handler runs only when the main thread returns to Python code. During an import, Ray's start or a long kernel
 # this may take a minute, and an exception raised there leaves tracebacks or crashes C++ code. So the handlers do nothing: the
-# interpreter writes each signal's number to a pipe, and a thread reads it. The reasons are in docs/decisions/stopping.md.
+# interpreter writes each signal's number to a pipe, and a thread reads it. The reasons are in docs/decisions/start_and_stop.md.
 #
 # This file imports nothing heavy: watching is the first thing that a command does.
 

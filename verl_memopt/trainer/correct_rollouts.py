@@ -151,7 +151,7 @@ FIRST_SHARE = 0.1
 LIMIT_FP32 = 1e-3
 LIMIT_HALF = 0.2
 LIMIT_FP8_CACHE = 1.0
-"""Nats, on average. How they were measured: docs/decisions/log_prob_agreement.md."""
+"""Nats, on average. How they were measured: docs/decisions/rollout_log_probs.md."""
 
 
 def log_prob_limit(rollout: Rollout, fsdp: Fsdp) -> float | None:

@@ -4,7 +4,7 @@ A member that fails ends all pools: other members may wait for it in a collectiv
 killed.
 
 Each member sees all GPUs that Ray gave to its pool on its node, in the order of the local ranks. Its own GPU is the one of its
-local rank, as under torchrun. Why: docs/decisions/visible_devices.md.
+local rank, as under torchrun. Why: docs/decisions/workers_and_engine.md.
 """
 
 from __future__ import annotations
