@@ -64,5 +64,5 @@ docs: setup
 	else echo "For the site as well: .venv/bin/pip install -e '.[docs]', then make docs again"; fi
 
 clean:
-	rm -rf .venv .venv-bench .venv-peers .venv-mutants mutants runs checkpoints outputs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-peers .venv-mutants mutants runs checkpoints outputs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

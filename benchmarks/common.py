@@ -7,14 +7,17 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from verl_memopt.distributed.device import synchronize
+from verl_memopt.distributed.device import leave_process_group, synchronize
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
@@ -32,13 +35,9 @@ def write_json(path: Path, record: Any) -> None:
 def text_table(
     heads: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int] = (0,), gaps: Collection[int] = ()
 ) -> str:
-    """Return a table as text, columns flush right but for those in ``left``.
+    """Return a table as text, columns flush right but for those numbered in ``left``, a gap after rows numbered in ``gaps``.
 
-    Args:
-        heads: Names of the columns; a line break in one puts its words above each other.
-        rows: Cells of each row.
-        left: Numbers of the columns that are flush left.
-        gaps: Numbers of the rows that an empty line follows.
+    A line break in a head puts its words above each other.
     """
     above, below = [head.rpartition("\n")[0] for head in heads], [head.rpartition("\n")[2] for head in heads]
     lines = [line for line in (above, below) if any(line)]
@@ -59,22 +58,30 @@ def processor() -> str:
 
 
 def load() -> float:
-    """Return the load of the last minute: other work on the machine."""
     return round(os.getloadavg()[0], 1)
 
 
 def commit() -> str:
-    """Return the commit of this tree; empty where there is no git."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def version_of(package: str) -> str | None:
-    """Return the version of a package here; None where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+@contextmanager
+def fake_process_group(ranks: int = 1) -> Iterator[None]:
+    """Be the first of some ranks in a process group whose collectives do nothing."""
+    leave_process_group()
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        leave_process_group()
 
 
 def seconds_of(call: Callable[[], Any], device: torch.device = CPU) -> float:

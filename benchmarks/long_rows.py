@@ -4,9 +4,6 @@ The real update (forward, loss, backward) of one micro-batch with one row runs o
 values. A byte tracker counts what lives, the parameters and gradients included. The optimizer's state rests on the host. Kernels
 are a CPU's: attention converts one head of a tile to fp32, which a GPU does not, and elementwise statements run over tiles as
 large as a GPU's where their functions are not compiled.
-
-``--real`` runs a small model on rows of 16,384 tokens on this CPU, with values, beside TRL and Liger where they are installed
-(``.venv-peers/bin/python``; ``benchmarks/update_pass/setup.sh`` makes it).
 """
 
 from __future__ import annotations
@@ -17,54 +14,39 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig
 
-from benchmarks.common import CPU, NONE, text_table
-from benchmarks.rlt_requirements.__main__ import fake_process_group, faked, tiles_of_a_gpu, write_config
-from benchmarks.update_pass.contest import CONTESTANTS, missing
-from benchmarks.update_pass.sides import Job
-from benchmarks.update_pass.work import WORKLOADS, make_batch
+from benchmarks.common import CPU, fake_process_group, text_table
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.loader import load_settings
 from verl_memopt.data.batch import Ragged, RolloutBatch
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.memory.activation_offload_torch import ActivationOffload
-from verl_memopt.memory.formulas import PUBLISHED, ModelSize
+from verl_memopt.memory.formulas import NARROW_TILE_ELEMENTS, PUBLISHED, TILE_ELEMENTS, ModelSize
 from verl_memopt.memory.rollout_memory import kv_bytes_per_token
 from verl_memopt.model.assembly import ModelUse, allocate, build_policy
-from verl_memopt.model.tiny import make_tiny_model
 from verl_memopt.model.weights import named_weights
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
-from verl_memopt.observe.phase import GIB, MIB
+from verl_memopt.observe.phase import GIB
 from verl_memopt.worker.policy import Policy
-from verl_memopt.worker.trained_model import micro_batch
+from verl_memopt.worker.trained_model import MicroBatch, micro_batch
 
 PROMPT = 1024
 MODEL = "actor_rollout_ref.model"
 CHUNK = f"{MODEL}.logprob_chunk_tokens=2048"
 """Fewer and larger pieces of the head than the profile has: a fake run of the others takes hours."""
-CASES = {
-    "0.6B, all weights": ("Qwen/Qwen3-0.6B", 131_072),
-    "8B, all weights": ("Qwen/Qwen3-8B", 32_768),
-}
+CASES = {"0.6B, all weights": ("Qwen/Qwen3-0.6B", 131_072), "8B, all weights": ("Qwen/Qwen3-8B", 32_768)}
 """Name -> published shape, tokens of the row."""
 TILES = (None, 8192)
-REAL_TILE = 2048
-REAL_HEAD = ("update", "peak MiB", "beyond weights and gradients", "gradient, apart", "processor seconds")
 HEAD = (
-    "model",
-    "tokens",
-    "tile",
-    "activations GiB",
-    "weights and gradients GiB",
-    "update GiB",
-    "KV cache of the row GiB",
-    "seconds",
-)
+    "model", "tokens", "tile", "activations GiB", "weights and gradients GiB", "update GiB", "KV cache of the row GiB", "seconds",
+)  # fmt: skip
 
 
 def peak(shape: ModelSize, tokens: int, overrides: Sequence[str]) -> dict[str, int]:
@@ -100,49 +82,38 @@ def peak(shape: ModelSize, tokens: int, overrides: Sequence[str]) -> dict[str, i
                 return dict(tracker.peaks[DEVICE].kinds)
 
 
-def real(tokens: int) -> Iterator[tuple[str, ...]]:
-    """Yield the lines of the table of an update that is computed: two rows, one in a micro-batch, blocks checkpointed by all."""
-    shape = replace(WORKLOADS["b"].shape, num_layers=2, max_positions=tokens)
-    work = replace(WORKLOADS["b"], shape=shape, k=2, rows=1, prompt=PROMPT, answer=tokens - PROMPT)
-    sides = {
-        "ours": ("ours_no_sharing", work),
-        f"ours, tiles of {REAL_TILE}": ("ours_no_sharing", replace(work, block_tile=REAL_TILE)),
-        "TRL": ("trl_grpo_trimmed", work),
-        "Liger": ("liger", work),
-    }
-    with tempfile.TemporaryDirectory() as name:
-        folder = make_tiny_model(Path(name) / "model", shape, seed=0)
-        expected: dict[str, torch.Tensor] = {}
-        for label, (contestant, each) in sides.items():
-            if (reason := missing(contestant)) is not None:
-                yield label, reason, NONE, NONE, NONE
-                continue
-            job = Job(each, make_batch(each), folder, checkpointing=True, device=CPU, old_log_probs=())
-            side = CONTESTANTS[contestant].build(job)
-            held = sum(parameter.nbytes for parameter in side.model.parameters())
-            begun = time.process_time()
-            with ByteTracker() as tracker:
-                tracker.mark("params", side.model.parameters())
-                tracker.enter("update")
-                side.update()
-            seconds, most = time.process_time() - begun, tracker.peaks[DEVICE].bytes
-            found = side.gradients()
-            expected = expected or {key: gradient.clone() for key, gradient in found.items()}
-            apart = max(float((found[key] - gradient).norm() / gradient.norm()) for key, gradient in expected.items())
-            yield label, f"{most / MIB:.0f}", f"{(most - 2 * held) / MIB:.0f}", f"{apart:.1e}", f"{seconds:.0f}"
+@contextmanager
+def tiles_of_a_gpu() -> Iterator[None]:
+    """Cut elementwise statements into tiles as large as on a GPU. Those of a CPU are small, and their operations many."""
+    before = [dict(elements) for elements in (TILE_ELEMENTS, NARROW_TILE_ELEMENTS)]
+    for elements in (TILE_ELEMENTS, NARROW_TILE_ELEMENTS):
+        elements["cpu"] = elements["cuda"]
+    try:
+        yield
+    finally:
+        for elements, kept in zip((TILE_ELEMENTS, NARROW_TILE_ELEMENTS), before, strict=True):
+            elements.update(kept)
+
+
+def write_config(folder: Path, size: ModelSize) -> None:
+    kind = "qwen3" if size.qk_norm else "qwen2" if size.qkv_bias else "llama"
+    AutoConfig.for_model(
+        kind, vocab_size=size.vocab, hidden_size=size.hidden, intermediate_size=size.mlp, num_hidden_layers=size.layers,
+        num_attention_heads=size.heads, num_key_value_heads=size.kv_heads, head_dim=size.head_dim,
+        tie_word_embeddings=size.tied, max_position_embeddings=40_960, bos_token_id=None, eos_token_id=0, pad_token_id=1,
+    ).save_pretrained(folder)  # fmt: skip
+
+
+def faked(micro: MicroBatch, fake: FakeTensorMode) -> MicroBatch:
+    flat = (micro.old_log_probs, micro.ref_log_probs, micro.advantages)
+    return MicroBatch(micro.pack.map(fake.from_tensor), *(fake.from_tensor(tensor) for tensor in flat if tensor is not None))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; each row as soon as it is known."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.long_rows", description=__doc__)
     parser.add_argument("--divide", type=int, default=1, metavar="N", help="take rows of 1/N of the tokens, for a quick look")
-    parser.add_argument("--real", type=int, nargs="?", const=16_384, metavar="TOKENS", help="compute rows of so many tokens")
     asked = parser.parse_args(argv)
     logging.disable(logging.WARNING)
-    if asked.real:
-        torch.set_num_threads(1)
-        print(text_table(REAL_HEAD, list(real(asked.real))))
-        return 0
     lines = []
     for name, (hub_id, whole) in CASES.items():
         shape, tokens = PUBLISHED[hub_id], whole // asked.divide

@@ -204,8 +204,7 @@ def serve(address, *kind):
     import verl_memopt.worker.worker  # noqa: F401
 
     if kind:
-        import benchmarks.gpu_cost.one_copy
-        import benchmarks.gpu_cost.peers  # noqa: F401
+        import benchmarks.gpu_cost.one_copy  # noqa: F401
     _prepare_settings_and_charts()
     gc.collect()
     gc.freeze()

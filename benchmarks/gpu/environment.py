@@ -1,8 +1,4 @@
-"""What tests.sh writes beside what pytest prints, as JSON.
-
-``python -m benchmarks.gpu.environment FILE`` says what this machine has, and prints one line of it.
-``python -m benchmarks.gpu.environment FILE JUNIT_XML`` says what pytest ran, skipped and why, and what failed.
-"""
+"""``python -m benchmarks.gpu.environment FILE`` writes what this machine has as JSON, and prints one line of it."""
 
 from __future__ import annotations
 
@@ -11,8 +7,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
-from collections import Counter
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -27,32 +21,24 @@ MISSING_ON_PURPOSE = ("ray", "vllm", "flash-attn")
 
 
 def environment() -> dict[str, Any]:
-    """Gives devices, tools and packages of this machine."""
     packages = {found.metadata["Name"]: found.version for found in distributions()}
     return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
+        "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
         "devices": [_device(index) for index in range(device_count("cuda"))],
         "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "tools": {name: shutil.which(name) is not None for name in ("nvcc", "gcc", "g++", "nvidia-smi")},
-        "cores": os.cpu_count(),
+        "tools": {name: shutil.which(name) is not None for name in ("nvcc", "gcc", "g++", "nvidia-smi")}, "cores": os.cpu_count(),
         "host_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "missing": [name for name in MISSING_ON_PURPOSE if name not in packages],
-        "packages": dict(sorted(packages.items())),
-    }
+        "missing": [name for name in MISSING_ON_PURPOSE if name not in packages], "packages": dict(sorted(packages.items())),
+    }  # fmt: skip
 
 
 def _device(index: int) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(index)
     free, total = memory_info(torch.device("cuda", index))
     return {
-        "name": properties.name,
-        "capability": [properties.major, properties.minor],
-        "multiprocessors": properties.multi_processor_count,
-        "total_bytes": total,
-        "free_bytes": free,
-    }
+        "name": properties.name, "capability": [properties.major, properties.minor],
+        "multiprocessors": properties.multi_processor_count, "total_bytes": total, "free_bytes": free,
+    }  # fmt: skip
 
 
 def _first_line(*command: str) -> str | None:
@@ -69,26 +55,5 @@ def main(path: Path) -> None:
     print(f"{names}; Python {found['python']}, torch {found['torch']}; not here: {', '.join(found['missing']) or 'nothing'}")
 
 
-def counts(report: Path) -> dict[str, Any]:
-    """Gives numbers of tests by outcome, reasons of skips with how often, and the first line of each failure by test."""
-    cases = list(ElementTree.parse(report).iter("testcase"))
-    skips: Counter[str] = Counter()
-    failures = {}
-    for case in cases:
-        name = f"{case.get('classname')}::{case.get('name')}"
-        for found in case:
-            if found.tag == "skipped":
-                skips[found.get("message", "")] += 1
-            elif found.tag in ("failure", "error"):
-                failures[name] = (found.get("message") or "").split("\n")[0]
-    skipped = sum(skips.values())
-    passed = len(cases) - skipped - len(failures)
-    return {"passed": passed, "failed": len(failures), "skipped": skipped, "skips": dict(skips), "failures": failures}
-
-
 if __name__ == "__main__":
-    file, *reports = map(Path, sys.argv[1:])
-    if reports:
-        write_json(file, counts(reports[0]))
-    else:
-        main(file)
+    main(Path(sys.argv[1]))

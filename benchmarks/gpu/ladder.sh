@@ -4,8 +4,7 @@
 # ladder.json and ladder.txt are rewritten after each row. A row that does not fit under the limit is a row with the status
 # "out of memory", and the ladder goes on. Ctrl-C or SIGTERM keeps what was measured and prints it.
 # Exit code: 0 when the ladder ended, 1 when not one row fitted, 130 or 143 when it was interrupted.
-# Without a GPU it runs on the CPU: make it small then, for example
-#   LAYERS=2 VOCABULARY=2048 PROMPT=64 RESPONSE=16 OUT=/tmp/ladder bash benchmarks/gpu/ladder.sh
+# Without a GPU it runs on the CPU: make it small then, as SMALL=1 of all.sh does.
 # Settings of every row go at the end of the command line.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/machine.sh"

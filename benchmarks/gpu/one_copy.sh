@@ -4,8 +4,7 @@
 # Writes <model>-<limit>.txt, .json and .jsonl (each phase when it ends) and machine.txt to OUT (default:
 # docs/evidence/<date>-one-copy-<device>). The host needs about 34 GiB for 8B. Old log-probs, update and sync run; generation does not.
 # MODELS (default: 8b) of 0.6b 1.7b 4b 8b 14b 32b, LIMITS (default: 24 32) in GiB, PROMPT, RESPONSE, GROUP (1024, 2048, 8).
-# Without a GPU it runs on the CPU: make it small then, for example
-#   LAYERS=2 SHRINK=32 PROMPT=32 RESPONSE=16 OUT=/tmp/one_copy bash benchmarks/gpu/one_copy.sh
+# Without a GPU it runs on the CPU: make it small then, as SMALL=1 of all.sh does.
 # Settings of every run go at the end of the command line. Exit code: 1 where a run did not fit or failed.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/machine.sh"

@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
 # Launches and time per kernel group of one update, the share of products, and the ratio to the device's peak: Qwen3-0.6B's
 # shapes with random weights, with default settings and with memory=constrained, each with and without torch.compile.
-# Writes profile.json as profiles are measured, then profile.txt, profile.png and machine.txt, and counted.txt with the launches that
+# Writes profile.json as profiles are measured, then profile.txt and machine.txt, and counted.txt with the launches that
 # benchmarks.gpu_cost counts without a GPU, to OUT
 # (default: docs/evidence/<date>-profile-<device>).
-# Without a GPU it runs on the CPU, where operations stand for kernels: make it small then, for example
-#   LAYERS=2 SHRINK=16 REPEATS=1 OUT=/tmp/profile bash benchmarks/gpu/profile.sh
+# Without a GPU it runs on the CPU, where operations stand for kernels: make it small then, as SMALL=1 of all.sh does.
 # BUDGET is the seconds after which no further profile begins (default 400). PROFILES and COMPILE choose ("default
 # constrained", "off on"). Further options of `python -m benchmarks.gpu.profile_update`, and after -- settings of every profile, go
 # at the end of the command line. Exit code: 5 where a profile failed or was not begun, 1 where the counter failed.
@@ -15,7 +14,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/machine.sh"
 evidence profile
 
 command=(
-    "$PYTHON" -m benchmarks.gpu.profile_update --seconds "${BUDGET:-400}" --json "$OUT/profile.json" --png "$OUT/profile.png"
+    "$PYTHON" -m benchmarks.gpu.profile_update --seconds "${BUDGET:-400}" --json "$OUT/profile.json"
     ${SHAPE:+--shape "$SHAPE"} ${LAYERS:+--layers "$LAYERS"} ${SHRINK:+--shrink "$SHRINK"} ${REPEATS:+--repeats "$REPEATS"}
     ${PROMPT:+--prompt "$PROMPT"} ${RESPONSE:+--response "$RESPONSE"} ${PROFILES:+--profiles $PROFILES} ${COMPILE:+--compile $COMPILE}
     "$@"

@@ -34,7 +34,6 @@ from verl_memopt.config.schema import Settings
 from verl_memopt.distributed import device as device_room
 from verl_memopt.ladder.measure import Work, make_batch
 from verl_memopt.model.tiny import SHAPES, make_tiny_model
-from verl_memopt.observe.charts import INK, PALETTE, figure, save, style
 from verl_memopt.trainer.micro_batching import budgets, cut_ranks
 from verl_memopt.worker.group import LocalGroup
 from verl_memopt.worker.trained_model import MiniBatch
@@ -89,8 +88,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     with_flops(record["profiles"])
     keep()
     print(render(record))
-    if asked.png is not None:
-        draw(record, asked.png)
     return BROKEN if any("error" in found for found in record["profiles"]) else DONE
 
 
@@ -110,7 +107,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="begin no further profile after this time")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--json", type=Path, help="write the record here, profile by profile")
-    parser.add_argument("--png", type=Path, help="draw the record here")
     parser.add_argument("overrides", nargs="*", help="settings of every profile")
     return parser.parse_args(argv)
 
@@ -126,24 +122,17 @@ def work(asked: argparse.Namespace) -> Work:
 
 
 def heading(asked: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Gives what a record says about itself: the work, and what the device can do."""
     on_gpu = device_room.is_gpu(device)
     name, dtype = (torch.cuda.get_device_name(device), "bfloat16") if on_gpu else ("CPU", "fp32")
     return {
-        "schema": 1,
-        "device": name,
-        "dtype": dtype,
-        "torch": torch.__version__,
-        "model": {"name": asked.shape, **dataclasses.asdict(shape(asked))},
-        "work": dataclasses.asdict(work(asked)),
+        "schema": 1, "device": name, "dtype": dtype, "torch": torch.__version__,
+        "model": {"name": asked.shape, **dataclasses.asdict(shape(asked))}, "work": dataclasses.asdict(work(asked)),
         "stated_flops_per_second": stated_peak(name, dtype),
-        "measured_flops_per_second": measured_peak(device, torch.bfloat16 if on_gpu else torch.float32),
-        "profiles": [],
-    }
+        "measured_flops_per_second": measured_peak(device, torch.bfloat16 if on_gpu else torch.float32), "profiles": [],
+    }  # fmt: skip
 
 
 def attempt(asked: argparse.Namespace, folder: Path, name: str, compiled: str, device: torch.device) -> dict[str, Any]:
-    """Gives one profile, or the error that ended it."""
     found: dict[str, Any] = {"profile": name, "compile": compiled}
     try:
         found |= one(asked, folder, name, compiled, device)
@@ -156,12 +145,10 @@ def attempt(asked: argparse.Namespace, folder: Path, name: str, compiled: str, d
 
 
 def left_out(asked: argparse.Namespace, name: str, compiled: str) -> dict[str, Any]:
-    """Gives a profile that is not made."""
     return {"profile": name, "compile": compiled, "error": f"not run: the time budget of {asked.seconds:.0f} s was spent"}
 
 
 def one(asked: argparse.Namespace, folder: Path, name: str, compiled: str, device: torch.device) -> dict[str, Any]:
-    """Measures one profile: time without the profiler, then launches with it, then operations."""
     settings = settings_of(asked, folder, name, compiled)
     with updates(settings, folder, device, work(asked)) as (update, micro_batches, layers):
         for _ in range(WARM_UPS):
@@ -174,7 +161,6 @@ def one(asked: argparse.Namespace, folder: Path, name: str, compiled: str, devic
 
 
 def settings_of(asked: argparse.Namespace, folder: Path, name: str, compiled: str) -> Settings:
-    """Gives a profile's settings: the defaults, the profile, and what the work needs."""
     batch = work(asked)
     overrides = [
         *PROFILES[name],
@@ -213,24 +199,17 @@ def updates(settings: Settings, folder: Path, device: torch.device, rows: Work) 
 def summary(
     found: Sequence[Launch], seconds: Sequence[float], flops: int | None, micro_batches: int, layers: int
 ) -> dict[str, Any]:
-    """Gives a profile as plain values. Launches per layer are those of one micro-batch over the number of layers."""
     groups = by_group(found)
     total, busy = sum(share.launches for share in groups.values()), busy_seconds(found)
     span = span_seconds(found)
     return {
-        "seconds": statistics.median(seconds),
-        "runs": list(seconds),
-        "flops": flops,
-        "micro_batches": micro_batches,
-        "launches": total,
-        "launches_per_micro_batch": total / micro_batches,
-        "launches_per_layer": total / micro_batches / layers,
-        "group_seconds": sum(share.seconds for share in groups.values()),
-        "busy_seconds": busy,
-        "idle_share": None if busy is None or not span else 1 - busy / span,
+        "seconds": statistics.median(seconds), "runs": list(seconds), "flops": flops, "micro_batches": micro_batches,
+        "launches": total, "launches_per_micro_batch": total / micro_batches,
+        "launches_per_layer": total / micro_batches / layers, "group_seconds": sum(share.seconds for share in groups.values()),
+        "busy_seconds": busy, "idle_share": None if busy is None or not span else 1 - busy / span,
         "groups": {name: dataclasses.asdict(share) for name, share in groups.items()},
         "longest": [dataclasses.asdict(launch) for launch in longest(found, LONGEST)],
-    }
+    }  # fmt: skip
 
 
 def with_flops(profiles: Sequence[dict[str, Any]]) -> None:
@@ -242,7 +221,6 @@ def with_flops(profiles: Sequence[dict[str, Any]]) -> None:
 
 
 def render(record: dict[str, Any]) -> str:
-    """Gives the record as text: what ran on what, a line per profile, and launches and time per group."""
     done = [found for found in record["profiles"] if "error" not in found]
     failed = [f"{_name(found)}: {found['error']}" for found in record["profiles"] if "error" in found]
     return "\n".join([*_head(record), "", *([_lines(record, done), "", _groups(done)] if done else ()), *failed])
@@ -283,7 +261,6 @@ def _line(record: dict[str, Any], found: dict[str, Any]) -> list[str]:
 
 
 def rate(found: dict[str, Any]) -> float | None:
-    """Gives the FLOP/s of an update: its products and attention over the time it takes without the profiler."""
     return None if found["flops"] is None else found["flops"] / found["seconds"]
 
 
@@ -303,45 +280,6 @@ def _groups(done: Sequence[dict[str, Any]]) -> str:
 
 def _name(found: dict[str, Any]) -> str:
     return found["profile"] + (" compiled" if found["compile"] == "on" else "")
-
-
-def draw(record: dict[str, Any], path: Path) -> Path | None:
-    """Writes a picture: time and launches of each group, a bar per profile. None where no profile was measured."""
-    done = [found for found in record["profiles"] if "error" not in found]
-    if not done:
-        return None
-    drawing = figure(12, 1.6 + 0.62 * len(done))
-    both = drawing.subplots(1, 2, sharey=True)
-    for axes, title, unit, figures in (
-        (both[0], "Time", "ms of the device" if done[0]["busy_seconds"] else "ms of operations themselves", ("seconds", 1e3)),
-        (both[1], "Launches", "kernels and copies" if done[0]["busy_seconds"] else "operations", ("launches", 1)),
-    ):
-        style(axes, title, unit, "", grid="x")
-        _stacked(axes, done, *figures)
-    both[0].set_yticks(range(len(done)), [_name(found) for found in done])
-    both[0].invert_yaxis()
-    drawing.legend(*both[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False, fontsize=9)
-    model, work = record["model"], record["work"]
-    drawing.suptitle(
-        f"One update on {record['device']}: {model['num_layers']} layers, hidden {model['hidden_size']}, "
-        f"{work['rows']} answers of {work['prompt']} + {work['response']} tokens",
-        x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK,
-    )  # fmt: skip
-    return save(drawing, path)
-
-
-def _stacked(axes: Any, done: Sequence[dict[str, Any]], name: str, scale: float) -> None:
-    ends = [0.0] * len(done)
-    for index, group in enumerate(one for one in GROUPS if any(one in found["groups"] for found in done)):
-        sizes = [scale * found["groups"][group][name] if group in found["groups"] else 0.0 for found in done]
-        colour = PALETTE[index % len(PALETTE)]
-        axes.barh(range(len(done)), sizes, left=ends, height=0.6, color=colour, label=group)
-        ends = [end + size for end, size in zip(ends, sizes, strict=True)]
-    for place, end in enumerate(ends):
-        axes.annotate(
-            f"{end:,.0f}", xy=(end, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9, color=INK
-        )
-    axes.set_xlim(0, 1.15 * max(ends))
 
 
 def stated_peak(device_name: str, dtype: str) -> float | None:

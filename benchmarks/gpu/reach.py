@@ -42,7 +42,6 @@ from verl_memopt.distributed.device import empty_cache, resolve_device
 from verl_memopt.errors import DeviceMemoryError
 from verl_memopt.ladder.measure import Work, make_batch
 from verl_memopt.memory.host_buffers import host_allocator
-from verl_memopt.observe.charts import figure, save, style
 from verl_memopt.observe.log_setup import setup_logging
 from verl_memopt.observe.phase import GIB, PhaseMemory
 from verl_memopt.trainer.micro_batching import budgets, cut_ranks
@@ -116,24 +115,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def case_of(asked: argparse.Namespace, name: str) -> Case:
-    """Gives a case by its name, in the sizes asked for."""
     shape, way = name.split("/")
     return Case(shape, way, asked.limit_gb, asked.prompt, asked.rows, asked.layers, asked.vocabulary, asked.shrink)
 
 
 def run_case(asked: argparse.Namespace, name: str, seconds: float) -> int:
-    """Searches one case in a process of its own, so that nothing of it stays; gives its exit code."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.gpu.reach",
-        "--case",
-        name,
-        "--out",
-        str(asked.out),
-        "--seconds",
-        f"{seconds:.0f}",
-    ]
+    given = ("--case", name, "--out", str(asked.out), "--seconds", f"{seconds:.0f}")
+    command = [sys.executable, "-m", "benchmarks.gpu.reach", *given]
     for option in ("limit_gb", "start", "most", "prompt", "rows", "layers", "vocabulary", "shrink"):
         value = getattr(asked, option)
         command += [] if value is None else [f"--{option.replace('_', '-')}", str(value)]
@@ -146,7 +134,6 @@ def run_case(asked: argparse.Namespace, name: str, seconds: float) -> int:
 
 
 def search(asked: argparse.Namespace, name: str) -> None:
-    """Probes lengths until the longest is found or the time is over."""
     case, ends = case_of(asked, name), time.monotonic() + asked.seconds
     record = asked.out / "probes.jsonl"
     most = asked.most or case.model.max_positions - case.prompt
@@ -180,7 +167,6 @@ def known(record: Path, case: Case) -> Known:
 
 
 def probes_of(record: Path, case: Case) -> list[dict[str, Any]]:
-    """Gives the probes of a case that are on record."""
     lines = record.read_text().splitlines() if record.exists() else []
     return [probe for probe in map(json.loads, lines) if probe["case"] == asdict(case)]
 
@@ -195,7 +181,6 @@ class Prober:
         self._for: int | None = None
 
     def probe(self, response: int) -> dict[str, Any]:
-        """Runs one update with a response length and gives what it took, or what ran out."""
         settings = case_settings(self.case, self.folder, response)
         shown = {"name": self.case.name, "case": asdict(self.case), "response": response, "device": self.device}
         shown["computed_peak_bytes"] = computed_peak(self.case, settings)
@@ -219,7 +204,6 @@ class Prober:
         return shown
 
     def close(self) -> None:
-        """Lets go of the worker and of what it held."""
         group, self._group = self._group, None
         if group is not None:
             group.shutdown()
@@ -241,7 +225,6 @@ class Prober:
 
 
 def _round(group: Any, settings: Settings, batch: Any, phase: list[str]) -> list[PhaseMemory]:
-    """Runs one update and gives the memory of each phase; ``phase`` holds the name of the one that runs."""
     memories = []
     names = [f"row {row}" for row in range(batch.num_rows)]
     training, scoring, reference = (
@@ -264,21 +247,17 @@ def _round(group: Any, settings: Settings, batch: Any, phase: list[str]) -> list
 
 
 def figures(memories: Sequence[PhaseMemory]) -> dict[str, Any]:
-    """Gives peaks by phase, and the highest."""
     highest = max(memories, key=lambda memory: memory.peak_allocated_bytes or 0)
     return {
-        "peak_bytes": highest.peak_allocated_bytes,
-        "peak_phase": highest.name,
+        "peak_bytes": highest.peak_allocated_bytes, "peak_phase": highest.name,
         "peak_reserved_bytes": max((memory.peak_reserved_bytes or 0 for memory in memories), default=0) or None,
         "update_peak_bytes": next(one.peak_allocated_bytes for one in memories if one.name == "update_actor"),
         "phases": {memory.name: [memory.peak_allocated_bytes, memory.peak_reserved_bytes] for memory in memories},
-        "phase_seconds": {memory.name: memory.seconds for memory in memories},
-        "host_buffer_bytes": host_allocator().peak_bytes,
-    }
+        "phase_seconds": {memory.name: memory.seconds for memory in memories}, "host_buffer_bytes": host_allocator().peak_bytes,
+    }  # fmt: skip
 
 
 def line(probe: dict[str, Any]) -> str:
-    """Gives a probe as a line of the log."""
     head = f"{probe['name']:14} {probe['response']:7,} tokens: {probe['status']}"
     computed = f"computed {probe['computed_peak_bytes'] / GIB:.3f} GiB"
     if probe["status"] != FITS:
@@ -295,7 +274,6 @@ class Known:
 
     @classmethod
     def of(cls, outcomes: Iterable[tuple[int, bool]]) -> Known:
-        """Gives what outcomes (length, fits) say together."""
         pairs = list(outcomes)
         fits = max((length for length, fitted in pairs if fitted), default=0)
         return cls(fits, min((length for length, fitted in pairs if not fitted and length > fits), default=None))
@@ -316,32 +294,22 @@ def next_length(known: Known, start: int, most: int) -> int | None:
 
 
 def write_report(out: Path, cases: Sequence[Case]) -> None:
-    """Writes reach.json, reach.txt and reach.png from the probes on record."""
     found = [summary(case, probes_of(out / "probes.jsonl", case)) for case in cases]
     write_json(out / "reach.json", {"schema": 1, "cases": found})
     first = cases[0]
     (out / "reach.txt").write_text(f"{table(found)}\n\n{NOTE.format(rows=first.rows, prompt=first.prompt)}\n")
-    if any(case["longest"] for case in found):
-        draw(found, first.limit_gb, out / "reach.png")
 
 
 def summary(case: Case, probes: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Gives what the probes of one case say. longest: tokens of the longest response that fits; 0 where none does."""
     known = Known.of((probe["response"], probe["status"] == FITS) for probe in probes)
     best = next((probe for probe in reversed(probes) if probe["status"] == FITS and probe["response"] == known.fits), None)
     failed = next((probe for probe in reversed(probes) if probe["status"] != FITS), None)
     return {
-        "name": case.name,
-        "case": asdict(case),
-        "status": _status(known, probes, failed),
-        "longest": known.fits,
-        "shortest_that_fails": known.fails,
-        "measured": best,
-        "fails_in": None if failed is None else failed.get("phase"),
+        "name": case.name, "case": asdict(case), "status": _status(known, probes, failed), "longest": known.fits,
+        "shortest_that_fails": known.fails, "measured": best, "fails_in": None if failed is None else failed.get("phase"),
         "message": None if failed is None else failed.get("message"),
-        "error": None if best is None else best["computed_peak_bytes"] / best["update_peak_bytes"] - 1,
-        "probes": list(probes),
-    }
+        "error": None if best is None else best["computed_peak_bytes"] / best["update_peak_bytes"] - 1, "probes": list(probes),
+    }  # fmt: skip
 
 
 def _status(known: Known, probes: Sequence[dict[str, Any]], failed: dict[str, Any] | None) -> str:
@@ -371,31 +339,6 @@ def table(found: Sequence[dict[str, Any]]) -> str:
         longest = "-" if best is None else f"{case['longest']:,}"
         rows.append([case["name"], longest, fails, *measured, str(len(case["probes"])), case["status"]])
     return text_table(heads, rows, left=(0, 4, len(heads) - 1))
-
-
-def draw(found: Sequence[dict[str, Any]], limit_gb: float, path: Path) -> None:
-    """Draws the longest response of each case, and at that length the measured peak of the update beside the computed one."""
-    fitting = [case for case in found if case["longest"]]
-    drawing = figure(11.0, 1.8 + 0.55 * len(fitting))
-    lengths, peaks = drawing.subplots(1, 2)
-    places = range(len(fitting))
-    style(lengths, f"Longest response under {limit_gb:g} GiB", "tokens of a response", "", grid="x")
-    lengths.barh(places, [case["longest"] for case in fitting], height=0.6)
-    for place, case in zip(places, fitting, strict=True):
-        more = " or more" if case["shortest_that_fails"] is None else ""
-        lengths.text(case["longest"], place, f"  {case['longest']:,}{more}", va="center", fontsize=9)
-    lengths.set_yticks(list(places), [case["name"] for case in fitting])
-    lengths.margins(x=0.3)
-    lengths.invert_yaxis()
-    style(peaks, "Peak of the update at that length", "GiB", "", grid="x")
-    for offset, key, label in ((-0.2, "update_peak_bytes", "measured"), (0.2, "computed_peak_bytes", "computed")):
-        sizes = [case["measured"][key] / GIB for case in fitting]
-        peaks.barh([place + offset for place in places], sizes, height=0.36, label=label)
-    peaks.axvline(limit_gb, linestyle="--", linewidth=1, color="0.4", label="limit")
-    peaks.set_yticks(list(places), [""] * len(fitting))
-    peaks.invert_yaxis()
-    peaks.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=3, frameon=False, fontsize=9)
-    save(drawing, path)
 
 
 if __name__ == "__main__":

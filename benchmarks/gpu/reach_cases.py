@@ -65,23 +65,16 @@ class Case:
 
     @property
     def model(self) -> TinyShape:
-        """The shape, made small where a rehearsal asks for it."""
         shape, n = SHAPES[self.shape], self.shrink
         heads = max(shape.num_heads // n, 1)
         return replace(
-            shape,
-            num_layers=self.layers or shape.num_layers,
-            vocab_size=self.vocabulary or shape.vocab_size,
-            hidden_size=shape.hidden_size // n,
-            intermediate_size=shape.intermediate_size // n,
-            num_heads=heads,
-            num_kv_heads=max(min(shape.num_kv_heads // n, heads), 1),
-            head_dim=shape.head_dim if n == 1 else 32,
-        )
+            shape, num_layers=self.layers or shape.num_layers, vocab_size=self.vocabulary or shape.vocab_size,
+            hidden_size=shape.hidden_size // n, intermediate_size=shape.intermediate_size // n, num_heads=heads,
+            num_kv_heads=max(min(shape.num_kv_heads // n, heads), 1), head_dim=shape.head_dim if n == 1 else 32,
+        )  # fmt: skip
 
 
 def case_settings(case: Case, folder: Path, response: int) -> Settings:
-    """Gives the settings of one probe. A row must fit into a micro-batch, so the profile's budgets rise with long rows."""
     row = case.prompt + response
     return load_settings(
         "grpo_trainer",
@@ -99,24 +92,15 @@ def case_settings(case: Case, folder: Path, response: int) -> Settings:
 
 
 def worker_plan(settings: Settings, folder: Path, with_reference: bool) -> WorkerPlan:
-    """Gives the plan of a worker whose roles all read one folder."""
     text = str(folder)
     return WorkerPlan(
-        settings=settings.actor_rollout_ref,
-        folder=text,
-        engine_folder=text,
-        reference_folder=text if with_reference else None,
-        tokenizer_folder=text,
-        eos_token_ids=(0,),
-        schedule_steps=1000,
-        free_engine=True,
-        track_init=False,
+        settings=settings.actor_rollout_ref, folder=text, engine_folder=text, reference_folder=text if with_reference else None,
+        tokenizer_folder=text, eos_token_ids=(0,), schedule_steps=1000, free_engine=True, track_init=False,
         memory=settings.memory,
-    )
+    )  # fmt: skip
 
 
 def make_folder(case: Case, folder: Path) -> Path:
-    """Gives a model folder of the case's shape, as :func:`make_model_folder` does."""
     return make_model_folder(case.model, folder)
 
 
@@ -188,7 +172,6 @@ def _computed(case: Case, settings: Settings) -> Peaks:
 
 
 def size_of(shape: TinyShape) -> ModelSize:
-    """Gives the sizes of a model of some shape."""
     return ModelSize(
         shape.hidden_size, shape.intermediate_size, shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_dim,
         shape.vocab_size, shape.tie_embeddings, qkv_bias=shape.model_type == "qwen2", qk_norm=shape.model_type == "qwen3",

@@ -64,12 +64,10 @@ OPERATIONS = (
 
 
 def kernel_group(name: str) -> str:
-    """Gives what a kernel, or a copy, of a GPU does."""
     return _first(KERNELS, name.lower())
 
 
 def operation_group(name: str) -> str:
-    """Gives what an operation of a CPU does; views and bookkeeping are ``other``."""
     return _first(OPERATIONS, name.lower())
 
 
@@ -96,8 +94,6 @@ class Launch:
 
 @dataclass(frozen=True)
 class Share:
-    """A group's part of a profile."""
-
     launches: int
     seconds: float
 
@@ -130,7 +126,6 @@ def launches(trace: dict[str, Any]) -> list[Launch]:
 
 
 def by_group(found: Iterable[Launch]) -> dict[str, Share]:
-    """Gives launches and seconds of each group that has any, in the order of the table."""
     found = list(found)
     shares = {}
     for group in GROUPS:
@@ -162,7 +157,6 @@ def span_seconds(found: Sequence[Launch]) -> float | None:
 
 
 def longest(found: Iterable[Launch], count: int) -> list[Launch]:
-    """Gives the names that took most time together, with their calls."""
     names: dict[str, Launch] = {}
     for launch in found:
         before = names.get(launch.name)

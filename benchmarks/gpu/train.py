@@ -64,7 +64,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def toy_settings(asked: argparse.Namespace, folder: Path) -> list[str]:
-    """Makes the toy task and gives its settings."""
     subprocess.run([sys.executable, "-m", "verl_memopt", "toy", str(folder / "toy_task")], cwd=ROOT, check=True)
     return [
         "--config-dir", "recipe/rloo", "--config-name", "toy",
@@ -74,7 +73,6 @@ def toy_settings(asked: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def shape_settings(asked: argparse.Namespace, folder: Path) -> list[str]:
-    """Makes a model of random weights with its prompts, and gives the settings of its run."""
     shape = SHAPES["qwen3-0.6b"]
     narrow = {name: getattr(shape, name) // asked.shrink for name in ("hidden_size", "intermediate_size")}
     model = make_tiny_model(folder / "model", replace(shape, num_layers=asked.layers, vocab_size=asked.vocabulary, **narrow))
@@ -97,7 +95,6 @@ RUNS = {"toy": toy_settings, "shape": shape_settings}
 
 
 def write_prompts(path: Path, rows: int, length: int) -> None:
-    """Writes prompts of random letters, more than ``length`` tokens each, which the run cuts to its limit."""
     draw = random.Random(0)
     with path.open("w") as file:
         for _ in range(rows):
@@ -110,7 +107,6 @@ def write_prompts(path: Path, rows: int, length: int) -> None:
 
 
 def run(asked: argparse.Namespace, name: str, folder: Path, settings: Any) -> dict[str, Any]:
-    """Trains once in a process of its own, keeps its evidence, and gives its figures with what is wrong with them."""
     run_dir, kept = folder / f"{name}_run", asked.out / name
     # Settings of the command line come last, so they may ask for another engine.
     command = [sys.executable, "-m", "verl_memopt.trainer.main_ppo", f"trainer.default_local_dir={run_dir}", *LOCAL]
@@ -132,23 +128,18 @@ def figures(summary: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, A
     """Gives what a run computed and what each phase took. Rates leave out the first step, which warms up."""
     warm = steps[1:] or steps
     return {
-        "device": summary["device"],
-        "steps": len(steps),
-        "prompt_tokens": steps[-1]["prompt_length/max"],
+        "device": summary["device"], "steps": len(steps), "prompt_tokens": steps[-1]["prompt_length/max"],
         "response_tokens": steps[-1]["response_length/max"],
         "validation": [summary.get("validation_before"), summary.get("validation_after")],
-        "reward": [step["critic/rewards/mean"] for step in steps],
-        "loss": [step["actor/loss"] for step in steps],
+        "reward": [step["critic/rewards/mean"] for step in steps], "loss": [step["actor/loss"] for step in steps],
         "grad_norm": [step["actor/grad_norm"] for step in steps],
         "logprob_diff_max": max(step.get("rollout/logprob_diff_max", 0.0) for step in steps),
         "tokens_per_second": statistics.mean(step["perf/throughput"] for step in warm),
-        "seconds_per_step": statistics.mean(step["timing_s/step"] for step in warm),
-        "phases": summary["phases"],
-    }
+        "seconds_per_step": statistics.mean(step["timing_s/step"] for step in warm), "phases": summary["phases"],
+    }  # fmt: skip
 
 
 def problems(name: str, found: dict[str, Any]) -> list[str]:
-    """Gives what is wrong with a run's figures, in words."""
     wrong = [f"{key} is not finite: {found[key]}" for key in ("reward", "loss", "grad_norm") if not _finite(found[key])]
     if not any(norm > 0 for norm in found["grad_norm"]):
         wrong.append("no step had a gradient")

@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # Trains the toy task, then a model of Qwen3-0.6B's shapes under the limit of a 32 GB card: no Ray, no vLLM.
 # Writes train.json, train.txt, machine.txt, and the runs' own records to OUT (default: docs/evidence/<date>-train-<device>).
-# Without a GPU it runs on the CPU: make it small then, for example
-#   LAYERS=2 VOCABULARY=1024 SHRINK=16 PROMPT=32 RESPONSE=16 ANSWERS=4 PROMPTS=2 STEPS=2 TOY_STEPS=8 OUT=/tmp/train bash benchmarks/gpu/train.sh
+# Without a GPU it runs on the CPU: make it small then, as SMALL=1 of all.sh does.
 # RUNS chooses one of them: toy or shape. Settings of the second run go at the end of the command line.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/machine.sh"

@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
 # The update pass beside its contestants: workloads e (Qwen3-0.6B's shapes), a (the published one), b and c, one after another.
 # A peer whose package is not installed is a row "not installed"; one that runs out of memory is a row "out of memory".
-# Writes <workload>.json as rows are measured, then .txt, .png and machine-<workload>.txt, to OUT
+# Writes <workload>.json as rows are measured, then .txt and machine-<workload>.txt, to OUT
 # (default: docs/evidence/<date>-update-pass-<device>). BUDGET is the seconds for all workloads (default 440): where it is
-# spent, fewer rounds are timed, and the table says how many. Without a GPU it runs on the CPU: make it small then, for example
-#   LAYERS=1 SHRINK=32 REPEATS=1 BUDGET=60 OUT=/tmp/update_pass bash benchmarks/gpu/update_pass.sh
+# spent, fewer rounds are timed, and the table says how many. Without a GPU it runs on the CPU: make it small then, as SMALL=1 of all.sh does.
 # WORKLOADS chooses others; CONTESTANTS who runs, PYTHON whose packages (benchmarks/update_pass/setup.sh makes the peers').
 # Further options of `python -m benchmarks.update_pass` go at the end of the command line.
 # Exit code: the first workload's that is not 0; 4 a gradient is wrong, 5 a contestant failed. The other workloads run anyway.
@@ -28,7 +27,7 @@ for workload in $WORKLOADS; do
     left=$((left - $(share "$workload")))
     command=(
         "$PYTHON" -m benchmarks.update_pass --workload "$workload" --device "$DEVICE" --order alone --seconds "$seconds"
-        --json "$OUT/$workload.json" --png "$OUT/$workload.png"
+        --json "$OUT/$workload.json"
         ${CONTESTANTS:+--contestants $CONTESTANTS} ${REPEATS:+--repeats "$REPEATS"}
         ${LAYERS:+--layers "$LAYERS"} ${SHRINK:+--shrink "$SHRINK"} "$@"
     )

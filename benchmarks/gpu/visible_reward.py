@@ -9,5 +9,4 @@ ENOUGH = 16
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
-    """Gives the share of ``ENOUGH`` different characters, 1 at most."""
     return min(len(set(solution_str)) / ENOUGH, 1.0)

@@ -73,50 +73,34 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def case_of(asked: argparse.Namespace, model: str, tokens: int) -> Case:
-    """Return the update of a group of about so many tokens."""
     shape, prompt = MODELS[model], asked.prompt or tokens // PROMPT_SHARE
     return Case(
-        dataclasses.replace(shape, num_layers=asked.layers or shape.num_layers),
-        prompt=prompt,
-        response=asked.response or (tokens - prompt) // asked.group,
-        group=asked.group,
-        groups=asked.groups,
-        budget=asked.token_budget,
-        off_policy=asked.off_policy,
-        overrides=tuple(asked.overrides),
-    )
+        dataclasses.replace(shape, num_layers=asked.layers or shape.num_layers), prompt=prompt,
+        response=asked.response or (tokens - prompt) // asked.group, group=asked.group, groups=asked.groups,
+        budget=asked.token_budget, off_policy=asked.off_policy, overrides=tuple(asked.overrides),
+    )  # fmt: skip
 
 
 def summary(update: Update) -> dict[str, Any]:
-    """Return an update's cost as plain values."""
     found, ops = update.counted, update.counted.ops.values()
     return {
-        "micro_batches": update.micro_batches,
-        "tokens": update.tokens,
-        "launches": sum(cost.launches for cost in ops),
-        "compiled_calls": found.compiled_calls,
-        "read_bytes": sum(cost.read_bytes for cost in ops),
+        "micro_batches": update.micro_batches, "tokens": update.tokens, "launches": sum(cost.launches for cost in ops),
+        "compiled_calls": found.compiled_calls, "read_bytes": sum(cost.read_bytes for cost in ops),
         "written_bytes": sum(cost.written_bytes for cost in ops),
         "head_bytes": sum(cost.read_bytes + cost.written_bytes for name, cost in found.ops.items() if "logit" in name),
-        "flops": sum(cost.flops for cost in ops),
-        "host_waits": dict(found.host_waits),
-        "border_waits": dict(found.border_waits),
-        "stream_waits": found.stream_waits,
-        "uploads": found.uploads,
-        "pageable_uploads": found.pageable_uploads,
+        "flops": sum(cost.flops for cost in ops), "host_waits": dict(found.host_waits), "border_waits": dict(found.border_waits),
+        "stream_waits": found.stream_waits, "uploads": found.uploads, "pageable_uploads": found.pageable_uploads,
         "seconds": {card: seconds(found, card) for card in BANDWIDTHS},
         "ops": {name: dataclasses.asdict(cost) for name, cost in found.ops.items()},
-    }
+    }  # fmt: skip
 
 
 def seconds(found: Counted, card: str) -> float:
-    """Return the estimated time of an update: each launch takes the longest of its bytes, its FLOPs and the launch itself."""
     bandwidth, peak = BANDWIDTHS[card], PEAKS[card]["bfloat16"] * TERA
     return sum(max(moved / bandwidth, flops / peak, LAUNCH_SECONDS) for moved, flops in found.kernels)
 
 
 def render(records: Sequence[dict[str, Any]]) -> str:
-    """Return the table of all updates."""
     heads = (
         "model", "tokens", "micro-\nbatches", "launches", "compiled\ncalls", "GB\nmoved", "GB of\nthe head", "TFLOP",
         "host\nwaits", "stream\nwaits", "copies of\npageable memory", *(f"ms,\n{card}" for card in BANDWIDTHS),
@@ -136,7 +120,6 @@ def render(records: Sequence[dict[str, Any]]) -> str:
 
 
 def operations(record: dict[str, Any], most: int) -> str:
-    """Return the operations of most launches of an update, with the lines that call them."""
     ranked = sorted(record["ops"].items(), key=lambda pair: -pair[1]["launches"])[:most]
     rows = [
         [name, f"{cost['launches']:,}", *(f"{cost[key] / 1e9:,.2f}" for key in ("read_bytes", "written_bytes"))]

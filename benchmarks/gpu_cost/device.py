@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import accumulate
 from math import ceil
 from types import FunctionType
 from typing import Any
@@ -22,7 +21,6 @@ import torch
 from torch import Tensor
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.profiler import ProfilerActivity, profile
 from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
@@ -30,8 +28,7 @@ from torch.utils.flop_counter import flop_registry
 from benchmarks.update_pass.flops import PRODUCTS, attention_formulas
 from tests.virtual_gpu.clocks import HOST
 from tests.virtual_gpu.device import VirtualGpu, _written
-from verl_memopt.memory.fused import NO_TEMPORARIES, compiled_for_width
-from verl_memopt.memory.recompute_elementwise_torch import _norm_of_sum
+from verl_memopt.memory.fused import NO_TEMPORARIES
 
 aten = torch.ops.aten
 
@@ -73,7 +70,6 @@ class Cost:
     flops: int = 0
 
     def add(self, launches: int, read: int, written: int, flops: int = 0) -> None:
-        """Add one operation, or one compiled call."""
         self.launches += launches
         self.read_bytes += read
         self.written_bytes += written
@@ -101,7 +97,6 @@ class CountingGpu(VirtualGpu):
     """Counts operations while :meth:`counting` lasts."""
 
     def __init__(self) -> None:
-        """Start with nothing counted."""
         super().__init__()
         self._into: Counted | None = None
         self._uploaded: dict[int, bytes] = {}
@@ -111,7 +106,6 @@ class CountingGpu(VirtualGpu):
         self._flops: dict[Any, Callable[..., int]] = {**flop_registry, **PRODUCTS, **attention_formulas()}
 
     def counted(self, call: Callable[[], Any]) -> Counted:
-        """Run a call and return what it cost."""
         self._into = into = Counted()
         self._launched = 0
         self._waited.clear()
@@ -137,7 +131,6 @@ class CountingGpu(VirtualGpu):
         return into
 
     def host_waits(self, op: str) -> None:
-        """Take note of a wait, and of how much was launched before it."""
         super().host_waits(op)
         self._waited.append((op, self._launched))
 
@@ -207,7 +200,6 @@ class CountingGpu(VirtualGpu):
 def operations(
     formula: Callable[..., int], args: Any, kwargs: Any, result: Any, value: Callable[[Any], Any] = lambda given: given
 ) -> int:
-    """Return the FLOPs of one operation. ``value`` gives an argument with the values that a formula of lengths reads."""
     if getattr(formula, "_get_raw", False):
         return int(formula(*map(value, args), **kwargs, out_val=result))
     shapes = torch.utils._pytree.tree_map(lambda one: one.shape if isinstance(one, Tensor) else one, (args, kwargs, result))
@@ -226,7 +218,6 @@ def place() -> str:
 
 
 def launches_of(name: str, args: Sequence[Any], kwargs: Any, given: Sequence[Tensor]) -> int:
-    """Return how many kernels, or copies on the device, an operation is."""
     if name.startswith(("_foreach", "_fused_adam")):
         lists = [one for one in args if isinstance(one, (list, tuple)) and one and isinstance(one[0], Tensor)]
         chunks = sum(ceil(one.numel() / CHUNK_ELEMENTS) for one in lists[0])
@@ -284,7 +275,6 @@ def _distinct(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def _root(error: BaseException) -> BaseException:
-    """Return the error that others were raised for."""
     while (before := getattr(error, "inner_exception", None) or error.__cause__) is not None:
         error = before
     return error
@@ -311,31 +301,12 @@ def region_of(
 
 
 def _inputs(shapes: Sequence[Any], others: Sequence[Any]) -> tuple[list[Tensor | None], list[Any]]:
-    """Return tensors of :data:`ROWS` rows and other arguments, as :func:`region_of` describes them."""
     tensors: list[Tensor | None] = []
     for shape in shapes:
         first = None if shape is None else shape[2]
         fresh = first is None or first == len(tensors)
         tensors.append(None if shape is None else torch.zeros(ROWS, *shape[1], dtype=shape[0]) if fresh else tensors[first])
     return tensors, [torch.zeros(one[1], dtype=one[0]) if isinstance(one, tuple) else one for one in others]
-
-
-def kept_by(function: Callable[..., Any], shapes: Sequence[Any], others: Sequence[Any]) -> float:
-    """Return the most bytes for a row that a function allocates at once, compiled to C++. Arguments as of :func:`kernels_of`."""
-    if function is _norm_of_sum:
-        # torch 2.13 has no C++ for a statement that reduces a tensor and overwrites it beside another result.
-        shapes = [(dtype, width, place) for place, (dtype, width, _) in enumerate(shapes)]
-    tensors, rest = _inputs(shapes, others)
-
-    def run() -> None:
-        compiled_for_width(function, tensors, rest)
-
-    run()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    return max(accumulate(sizes), default=0) / ROWS
 
 
 @cache

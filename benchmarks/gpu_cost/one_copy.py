@@ -3,8 +3,7 @@
 A worker of a published shape runs on the virtual GPU (``tests/virtual_gpu``), whose tensors have no values: load, old log-probs,
 reference log-probs, update and weight sync. Generation is not run: its weights are those that are there, and the KV cache takes
 what is left. Every figure is predicted. Host buffers are mapped and never written, so that a model larger than this machine can
-be run. ``--save`` saves too, for which this machine needs the memory of the largest tensor in fp32, twice.
-``--cards`` asks ``verl-memopt fit`` instead which models fit which cards, and what is left for the KV cache.
+be run.
 
 ``--measure`` runs the same steps for real, with random weights, on the GPU that is there: three steps, with what the allocator
 counts beside what the formulas of ``fit`` say. Without a GPU it runs on the CPU; make it small then (``--shrink 32 --layers 2``).
@@ -26,15 +25,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch.distributed._tools.fake_collectives import CollectiveOp
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_iter
 
-from benchmarks.common import NONE, commit, text_table, write_json
-from benchmarks.gpu.reach_cases import SHAPES, WAYS, make_model_folder, size_of, worker_plan
+from benchmarks.common import NONE, commit, fake_process_group, text_table, write_json
+from benchmarks.gpu.reach_cases import SHAPES, make_model_folder, size_of, worker_plan
 from benchmarks.gpu_cost.update import Case
-from benchmarks.rlt_requirements.__main__ import write_config
 from benchmarks.update_pass.work import shrunk_shape
 from recipe.rloo.memory_study.fake_guard import call_in_fake_process
 from tests.virtual_gpu.device import VirtualGpu
@@ -42,15 +38,12 @@ from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.loader import load_settings
 from verl_memopt.config.schema import Settings
 from verl_memopt.distributed.device import is_gpu, leave_process_group, local_device, resolve_device
-from verl_memopt.distributed.file_records import HashedFile
 from verl_memopt.errors import DeviceMemoryError
 from verl_memopt.ladder.measure import Work, make_batch
-from verl_memopt.memory.fit import CARDS, Sizes, predict
+from verl_memopt.memory.fit import Sizes, predict
 from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.observe.log_setup import setup_logging
 from verl_memopt.observe.phase import GIB
-from verl_memopt.trainer.fit import Card
-from verl_memopt.trainer.fit_search import find_out
 from verl_memopt.trainer.micro_batching import budgets, cut_ranks
 from verl_memopt.worker.group import Placement
 from verl_memopt.worker.trained_model import MiniBatch
@@ -61,19 +54,12 @@ NO_RESERVE = 0x4000
 """MAP_NORESERVE of Linux: pages that nobody writes need no memory."""
 LARGE = 2**16
 """Elements of a host tensor from which on it is not written."""
-BUSES = (25e9, 50e9)
-"""Bytes a second: PCIe 4 and 5 with 16 lanes, as measured copies reach them."""
 PARTS = {
     "14b": dataclasses.replace(
         SHAPES["8b"], hidden_size=5120, intermediate_size=17408, num_layers=40, num_heads=40, num_kv_heads=8
     )
 }
 PARTS["32b"] = dataclasses.replace(PARTS["14b"], intermediate_size=25_600, num_layers=64, num_heads=64)
-LOW_PRECISION = (
-    "actor_rollout_ref.actor.optim.state_dtype=int8",
-    "actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype=bfloat16",
-)
-"""Moments in int8, and gradients that rest on the host in bfloat16. Masters are exact."""
 STEPS = {"predicted": 2, "measured": 3}
 """The first makes the optimizer's state, and compiles; the last one's figures are shown."""
 
@@ -119,18 +105,17 @@ class BoundlessHost(VirtualGpu):
         return target
 
 
-def phases(case: Case, track: bool, ranks: int = 1, saves: bool = False) -> dict[str, Any]:
+def phases(case: Case, track: bool, ranks: int = 1) -> dict[str, Any]:
     """Return what the second step of a worker holds and moves, by phase. In a process that has the fake device.
 
     ``ranks``: of the group of which the worker is the first. The case is its share of the work; the others are not there.
     """
     with tempfile.TemporaryDirectory() as parent:
         folder = make_model_folder(case.shape, Path(parent) / "model")
-        leave_process_group()
-        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
         settings = settings_of(case, folder, ranks)
-        with BoundlessHost(total_bytes=2**40) as gpu, mock.patch.object(mmap, "MAP_PRIVATE", mmap.MAP_PRIVATE | NO_RESERVE):
-            return _steps(case, settings, folder, gpu, "cuda", track, ranks, STEPS["predicted"], saves=saves)
+        no_reserve = mock.patch.object(mmap, "MAP_PRIVATE", mmap.MAP_PRIVATE | NO_RESERVE)
+        with fake_process_group(ranks), BoundlessHost(total_bytes=2**40) as gpu, no_reserve:
+            return _steps(case, settings, folder, gpu, "cuda", track, ranks, STEPS["predicted"])
 
 
 def measured(case: Case, keep: Path | None, steps: int) -> dict[str, Any]:
@@ -173,9 +158,8 @@ def settings_of(case: Case, folder: Path, ranks: int = 1, device: str | None = N
 
 def _steps(
     case: Case, settings: Settings, folder: Path, gpu: BoundlessHost | None, device: str, track: bool, ranks: int,
-    steps: int, keep: Path | None = None, saves: bool = False,
+    steps: int, keep: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Run steps on the fake ``gpu`` or, with None, on the device that is there. ``track``: count by kind too."""
     roles = settings.actor_rollout_ref
     plan = dataclasses.replace(worker_plan(settings, folder, roles.actor.use_kl_loss), kinds_on_gpu=track, track_init=track)
     worker = Worker(plan, Placement(0, ranks, 0, "127.0.0.1", 0, device))
@@ -215,9 +199,6 @@ def _steps(
                 batch.ref_log_probs = call("ref", "ref_log_probs", batch, [list(rows) for rows in of_reference]).log_probs
             call("update_actor", "update_actor", [MiniBatch(batch, [list(rows) for rows in update], counts)])
             call("update_weights", "update_weights")
-        if saves:
-            with mock.patch.object(HashedFile, "write", _unwritten):
-                call("save_checkpoint", "save", str(folder.parent / "saved"), list(roles.actor.checkpoint.save_contents))
         params = sum(parameter.numel() for parameter in worker.policy.model.parameters()) if worker.policy else 0
         host = host_allocator()
         return {
@@ -230,12 +211,6 @@ def _steps(
         worker.close()
 
 
-def _unwritten(file: HashedFile, data: bytes | bytearray | memoryview) -> int:
-    """Take data for written: a checkpoint of 8B has 50 GB, and here they are zeros."""
-    file._size += len(data)
-    return len(data)
-
-
 def _randomize(model: torch.nn.Module) -> None:
     """Give matrices random weights. Bytes do not depend on values, but a product of zeros takes less time."""
     generator = torch.Generator(next(model.parameters()).device).manual_seed(0)
@@ -246,8 +221,6 @@ def _randomize(model: torch.nn.Module) -> None:
 
 
 def render_measured(model: str, found: dict[str, Any]) -> str:
-    """Return the figures of a model's last step as a table, measured beside foreseen."""
-
     def gib(size: int | None) -> str:
         return NONE if size is None else f"{size / GIB:.2f}"
 
@@ -272,7 +245,6 @@ def render_measured(model: str, found: dict[str, Any]) -> str:
 
 
 def render(model: str, found: dict[str, Any]) -> str:
-    """Return the figures of a model as a table."""
     rows = [
         [
             name,
@@ -284,55 +256,17 @@ def render(model: str, found: dict[str, Any]) -> str:
     table = text_table(["phase", "peak GiB", "to the device GiB", "to the host GiB"], rows)
     bus = sum(sum(each.get("bus", {}).values()) for each in found["phases"].values())
     params, flops = found["params"], 8 * found["params"] * found["tokens"]
-    seconds = " and ".join(f"{bus / speed:.1f}" for speed in BUSES)
     head = f"{model} (predicted): {params / 1e9:.3f}e9 parameters, {found['micro_batches']} micro-batches"
     host, kinds = found["host_peak_bytes"], found["host_kinds"]
     parts = ", ".join(f"{kind} {size / GIB:.2f} GiB ({size / params:.2f})" for kind, size in kinds.items())
     return (
         f"{head} of {found['tokens']:,} tokens\n{table}\n"
         f"host: {host / GIB:.2f} GiB, {host / params:.2f} bytes a parameter, at the end {parts}\n"
-        f"bus: {bus / GIB:.1f} GiB a step, {seconds} s at 25 and 50 GB/s; update: about {flops / 1e15:.2f} PFLOP\n"
+        f"bus: {bus / GIB:.1f} GiB a step; update: about {flops / 1e15:.2f} PFLOP\n"
     )
 
 
-def cards_table(prompt: int, response: int, group: int) -> str:
-    """Return the KV cache in tokens that ``verl-memopt fit`` leaves each model on each card, and what it changed to fit it."""
-    names, rows, notes = [name for name in CARDS if name != "141g"], [], []
-    for model in ("1.7b", "4b", "8b", "14b", "32b"):
-        ways = {"full": LOW_PRECISION, "LoRA": WAYS["lora"], "QLoRA": [*WAYS["lora"], "actor_rollout_ref.model.quantization=nf4"]}
-        for way, overrides in ways.items():
-            cells = []
-            for card in names:
-                with tempfile.TemporaryDirectory() as folder:
-                    write_config(Path(folder), size_of({**SHAPES, **PARTS}[model]))
-                    settings = load_settings(
-                        "rloo_trainer",
-                        [
-                            f"memory={card}", "data.train_files=none", "data.val_files=null", "data.train_batch_size=16",
-                            f"data.max_prompt_length={prompt}", f"data.max_response_length={response}",
-                            f"actor_rollout_ref.model.path={folder}", "actor_rollout_ref.actor.ppo_mini_batch_size=16",
-                            f"actor_rollout_ref.rollout.n={group}", "actor_rollout_ref.rollout.gpu_memory_utilization=0.9",
-                            "trainer.device=cuda", *overrides,
-                        ],
-                    )  # fmt: skip
-                    found = find_out(settings, Card.of(float(card.removesuffix("g"))))
-                last = found.verdict if found.verdict.fits else found.after
-                assert last is not None
-                fits = last.fits and not any(each.changes_numbers for each in found.changes)  # another way has a row of its own
-                cells.append(f"{last.peaks.kv_tokens:,}{'' if found.verdict.fits else ' *'}" if fits else NONE)
-                if found.changes and fits:
-                    changed = ", ".join(each.name for each in found.changes)
-                    notes.append(f"* {model}, {way}, {card}: {changed}")
-            # Of the last card, the largest, whose profile has the largest micro-batches.
-            rows.append(
-                (model, way, *cells, f"{last.peaks.totals['update_actor'] / GIB:.1f}", f"{last.peaks.host_bytes / GIB:.1f}")
-            )
-    table = text_table(("model", "weights", *names, "update GiB", "host GiB"), rows, left=(0, 1))
-    return "\n".join(["KV cache in tokens on one card (predicted by verl-memopt fit)", table, *notes])
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what was asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_cost.one_copy", description=__doc__)
     parser.add_argument("--model", choices=sorted({*SHAPES, *PARTS}), default="8b")
     parser.add_argument("--layers", type=int, help="in place of the model's")
@@ -345,13 +279,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shrink", type=int, default=1, help="divide widths, heads and the vocabulary by this")
     parser.add_argument("--steps", type=int, default=STEPS["measured"], help="with --measure (default: 3)")
     parser.add_argument("--keep", type=Path, help="with --measure: write each phase here when it ends")
-    parser.add_argument("--save", action="store_true", help="save too, once the steps are done")
-    parser.add_argument("--cards", action="store_true", help="print which models fit which cards by verl-memopt fit")
     parser.add_argument("overrides", nargs="*", help="settings, as on a command line")
     asked = parser.parse_args(argv)
-    if asked.cards:
-        print(cards_table(asked.prompt, asked.response, asked.group))
-        return 0
     shape = {**SHAPES, **PARTS}[asked.model]
     longest = max(shape.max_positions, asked.prompt + asked.response)
     shape = dataclasses.replace(shrunk_shape(shape, asked.layers, asked.shrink), max_positions=longest)
@@ -361,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = measured(case, asked.keep, asked.steps)
         print(render_measured(asked.model, found))
     else:
-        found = call_in_fake_process("benchmarks.gpu_cost.one_copy:phases", case, asked.kinds, 1, asked.save)
+        found = call_in_fake_process("benchmarks.gpu_cost.one_copy:phases", case, asked.kinds)
         print(render(asked.model, found))
     if asked.json is not None:
         about = {"schema": 1, "predicted": not asked.measure, "commit": commit(), "case": dataclasses.asdict(case)}

@@ -7,15 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.common import fake_process_group
 from benchmarks.gpu.reach_cases import SHAPES, make_model_folder, worker_plan
 from benchmarks.gpu_cost.device import Counted, CountingGpu
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.loader import load_settings
 from verl_memopt.config.schema import Settings
-from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.ladder.measure import Work, make_batch
 from verl_memopt.memory.fused import recorded_calls
 from verl_memopt.model.tiny import TinyShape
@@ -37,17 +35,10 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One update: a model, and answers of ``response`` tokens to prompts of ``prompt`` tokens.
+    """One update of a model: ``groups`` prompts of ``prompt`` tokens, to each ``group`` answers of ``response`` tokens.
 
-    Attributes:
-        shape: The model's, as those of :data:`MODELS`.
-        prompt: Tokens of a prompt.
-        response: Tokens of an answer.
-        group: Answers to a prompt.
-        groups: Prompts.
-        budget: Tokens of a micro-batch.
-        off_policy: The old log-probs are given, so that the loss is one of ratios.
-        overrides: Further settings, as on a command line.
+    budget: tokens of a micro-batch. off_policy: the old log-probs are given, so that the loss is one of ratios.
+    overrides: further settings, as on a command line.
     """
 
     shape: TinyShape
@@ -62,8 +53,6 @@ class Case:
 
 @dataclass(frozen=True)
 class Update:
-    """What an update cost, and in how many micro-batches of how many tokens it was cut."""
-
     counted: Counted
     micro_batches: int
     tokens: int
@@ -74,17 +63,14 @@ def count(case: Case) -> Update:
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "model"
         make_model_folder(case.shape, folder)
-        leave_process_group()
-        dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
         settings = settings_of(case, folder)
-        with CountingGpu() as gpu, recorded_calls(gpu.record):
+        with fake_process_group(), CountingGpu() as gpu, recorded_calls(gpu.record):
             counted, micro_batches, tokens = step_of(case, settings, folder, gpu)
         gpu.finish(counted)
     return Update(counted, micro_batches, tokens)
 
 
 def settings_of(case: Case, folder: Path) -> Settings:
-    """Return the settings: the defaults, and what the work needs."""
     # A shape that make_model_folder writes has weights in bfloat16; masters are fp32 as they are by default.
     return load_settings(
         "rloo_trainer",
@@ -100,7 +86,6 @@ def settings_of(case: Case, folder: Path) -> Settings:
 
 
 def step_of(case: Case, settings: Settings, folder: Path, gpu: CountingGpu) -> tuple[Counted, int, int]:
-    """Return the cost of the second step, its number of micro-batches, and the tokens that they compute."""
     roles = settings.actor_rollout_ref
     worker = Worker(worker_plan(settings, folder, with_reference=False), Placement(0, 1, 0, "127.0.0.1", 0, "cuda"))
     try:

@@ -1,53 +1,27 @@
-"""One run of verl_memopt, or its loss and gradient of the gate's batch.
+"""One run of verl_memopt.
 
-``python -m benchmarks.toy_trl.ours run PLAN RECORD`` does what ``verl_memopt train`` does; the run is put together here so that
-both clocks can be read where steps and phases begin. ``python -m benchmarks.toy_trl.ours gate TASK FOLDER`` writes findings.
+``python -m benchmarks.toy_trl.ours PLAN RECORD`` does what ``verl-memopt train`` does; the run is put together here so that the
+processor's clock can be read where steps and phases begin.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-
-from benchmarks.toy_trl.gate import CASES, MICRO_BATCHES, OUR_SIDE, Batch, Finding, file_of, slices
-from benchmarks.toy_trl.work import (
-    NOTHING,
-    OURS,
-    TRACKED_STEP,
-    WORK,
-    Contestant,
-    Moment,
-    Peak,
-    Plan,
-    Record,
-    hash_of,
-    peak_of,
-    store,
-    stored,
-)
-from verl_memopt.algorithms.rows import GlobalCounts
+from benchmarks.toy_trl.work import TRACKED_STEP, WORK, Peak, Plan, Record, hash_of, peak_of, store, stored
 from verl_memopt.config.loader import load_settings
-from verl_memopt.data.batch import Ragged, RolloutBatch
-from verl_memopt.model.weights import named_weights
 from verl_memopt.observe.phase import PhaseClock
 from verl_memopt.observe.run_folder import read_timeline
 from verl_memopt.run.interrupts import Interrupts
 from verl_memopt.trainer.build import build_run
 from verl_memopt.trainer.loop import Trainer, start_rewards, start_workers
 from verl_memopt.trainer.reporter import Reporter
-from verl_memopt.worker.group import LOOPBACK, Placement
-from verl_memopt.worker.nodes import free_port
-from verl_memopt.worker.policy import Policy
-from verl_memopt.worker.trained_model import micro_batch
-from verl_memopt.worker.worker import Worker
 
 NAMES = {"gen": "rollout", "reward": "reward", "old_log_prob": "log_prob", "update_actor": "update", "update_weights": "sync"}
 """The benchmark's name of each phase."""
@@ -55,54 +29,31 @@ NEVER = 10**6
 
 
 def overrides(plan: Plan) -> list[str]:
-    """Gives the settings of a run, on top of the packaged ``rloo_trainer``."""
     task, contestant = Path(plan.task), plan.contestant
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     return [
-        f"data.train_files={task / 'train.parquet'}",
-        f"data.val_files={task / 'val.parquet'}",
-        f"data.train_batch_size={WORK.prompts}",
-        f"data.max_prompt_length={WORK.max_prompt_tokens}",
-        f"data.max_response_length={WORK.max_response_tokens}",
-        "data.shuffle=false",
-        f"data.seed={plan.seed}",
-        f"actor_rollout_ref.model.path={task / 'model'}",
-        "actor_rollout_ref.model.enable_gradient_checkpointing=false",
+        f"data.train_files={task / 'train.parquet'}", f"data.val_files={task / 'val.parquet'}",
+        f"data.train_batch_size={WORK.prompts}", f"data.max_prompt_length={WORK.max_prompt_tokens}",
+        f"data.max_response_length={WORK.max_response_tokens}", "data.shuffle=false", f"data.seed={plan.seed}",
+        f"actor_rollout_ref.model.path={task / 'model'}", "actor_rollout_ref.model.enable_gradient_checkpointing=false",
         # TRL computes old log-probs in every step of this task, so both do.
-        f"{actor}.old_log_prob_pass=always",
-        f"{actor}.ppo_mini_batch_size={WORK.prompts}",
-        f"{actor}.ppo_micro_batch_size_per_gpu={contestant.rows_per_micro_batch}",
-        f"{actor}.clip_ratio={WORK.clip_ratio}",
+        f"{actor}.old_log_prob_pass=always", f"{actor}.ppo_mini_batch_size={WORK.prompts}",
+        f"{actor}.ppo_micro_batch_size_per_gpu={contestant.rows_per_micro_batch}", f"{actor}.clip_ratio={WORK.clip_ratio}",
         # TRL reports the entropy of every batch and cannot be told not to.
-        f"{actor}.calculate_entropy=true",
-        f"{actor}.fsdp_config.dtype=fp32",
-        f"{actor}.optim.lr={WORK.learning_rate}",
-        f"{actor}.optim.weight_decay={WORK.weight_decay}",
-        f"{actor}.optim.clip_grad={WORK.clip_grad}",
-        f"{rollout}.name={contestant.rollout}",
-        f"{rollout}.n={WORK.samples}",
-        f"{rollout}.dtype=fp32",
-        f"{rollout}.temperature={WORK.temperature}",
-        f"{rollout}.enforce_eager=true",
-        f"{rollout}.kv_cache_memory_gb=0.0625",
+        f"{actor}.calculate_entropy=true", f"{actor}.fsdp_config.dtype=fp32", f"{actor}.optim.lr={WORK.learning_rate}",
+        f"{actor}.optim.weight_decay={WORK.weight_decay}", f"{actor}.optim.clip_grad={WORK.clip_grad}",
+        f"{rollout}.name={contestant.rollout}", f"{rollout}.n={WORK.samples}", f"{rollout}.dtype=fp32",
+        f"{rollout}.temperature={WORK.temperature}", f"{rollout}.enforce_eager=true", f"{rollout}.kv_cache_memory_gb=0.0625",
         # TRL does not ask its engine for log-probs.
-        f"{rollout}.calculate_log_probs=false",
-        "trainer.device=cpu",
-        "trainer.worker_group=local",
-        f"trainer.total_training_steps={plan.steps}",
-        f"trainer.track_memory_every_steps={int(plan.track)}",
-        f"trainer.test_freq={NEVER}",
-        "trainer.val_before_train=false",
-        "trainer.resume_mode=disable",
-        "trainer.logger=[jsonl]",
-        f"trainer.table_every_steps={NEVER}",
-        f"trainer.default_local_dir={plan.folder}/run",
+        f"{rollout}.calculate_log_probs=false", "trainer.device=cpu", "trainer.worker_group=local",
+        f"trainer.total_training_steps={plan.steps}", f"trainer.track_memory_every_steps={int(plan.track)}",
+        f"trainer.test_freq={NEVER}", "trainer.val_before_train=false", "trainer.resume_mode=disable", "trainer.logger=[jsonl]",
+        f"trainer.table_every_steps={NEVER}", f"trainer.default_local_dir={plan.folder}/run",
         *([f"trainer.rollout_data_dir={plan.folder}/samples"] if plan.track else ()),
-    ]
+    ]  # fmt: skip
 
 
 def read_bytes(folder: Path) -> dict[str, Peak]:
-    """Gives the peaks of a tracked run from its folder, by phase."""
     return {
         NAMES[row.phase]: peak_of(row.peak_allocated_bytes, row.kinds)
         for row in read_timeline(folder / "run" / "memory_timeline.csv")
@@ -111,13 +62,11 @@ def read_bytes(folder: Path) -> dict[str, Peak]:
 
 
 def read_prompts(folder: Path, steps: int) -> str:
-    """Gives the hash of the prompt ids of a tracked run."""
     samples = [_json_lines(folder / "samples" / f"{step}.jsonl") for step in range(1, steps + 1)]
     return hash_of([[sample["prompt_ids"] for sample in step] for step in samples])
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Gives the metrics of each step."""
     return [row for row in _json_lines(folder / "run" / "metrics.jsonl") if row["step"] > 0]
 
 
@@ -126,32 +75,28 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class Clock(PhaseClock):
-    """The run's clock, which also reads the processor's."""
-
     def __init__(self) -> None:
         super().__init__()
-        self.steps: list[dict[str, Moment]] = []
+        self.steps: list[dict[str, float]] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        began = Moment.now()
+        began = time.process_time()
         with super().phase(name):
             yield
         if self.steps and name in NAMES:
             spent = self.steps[-1]
-            spent[NAMES[name]] = spent.get(NAMES[name], NOTHING) + (Moment.now() - began)
+            spent[NAMES[name]] = spent.get(NAMES[name], 0.0) + time.process_time() - began
 
 
 class TimedTrainer(Trainer):
-    """The trainer, with a note of when each step began."""
-
     def __init__(self, *args: Any, clock: Clock) -> None:
         super().__init__(*args)
         self.clock = clock
-        self.starts: list[Moment] = []
+        self.starts: list[float] = []
 
     def one_step(self, step: int) -> None:
-        self.starts.append(Moment.now())
+        self.starts.append(time.process_time())
         self.clock.steps.append({})
         super().one_step(step)
 
@@ -170,69 +115,13 @@ def run(plan: Plan) -> Record:
             trainer.run()
     metrics = read_metrics(folder)
     return Record(
-        starts=trainer.starts,
-        phases=clock.steps,
+        starts=trainer.starts, phases=clock.steps,
         response_tokens=[round(row["response_length/mean"] * WORK.rows) for row in metrics],
-        rewards=[row["critic/score/mean"] for row in metrics],
         accuracy=metrics[-1]["val-core/toy/arithmetic/reward/mean@1"],
-        peaks=read_bytes(folder) if plan.track else {},
-        prompt_ids=read_prompts(folder, plan.steps) if plan.track else "",
-    )
-
-
-def build_worker(task: Path, folder: Path) -> Worker:
-    """Gives the worker that a run of the benchmark would have."""
-    plan = Plan(Contestant(OURS, "hf", 1), str(task), str(folder), steps=1, seed=0, track=False)
-    context = build_run(load_settings("rloo_trainer", overrides(plan)))
-    return Worker(context.worker_plan, Placement(0, 1, 0, LOOPBACK, free_port(LOOPBACK), "cpu"))
-
-
-def to_batch(batch: Batch) -> RolloutBatch:
-    """Gives the rows as the trainer's batch, old log-probs left out."""
-    responses = Ragged.from_rows(batch.responses, torch.int64)
-    return RolloutBatch(
-        prompts=Ragged.from_rows(batch.prompts, torch.int64),
-        responses=responses,
-        group=torch.arange(WORK.rows) // WORK.samples,
-        advantages=torch.tensor(batch.advantages).repeat_interleave(responses.lengths),
-        batch_size=[],
-    )
-
-
-def find(policy: Policy, batch: Batch, case: str, micro_batches: int, folder: Path) -> None:
-    """Writes loss, gradient and log-probs of a case."""
-    policy.trained.optimizer.zero_grad()
-    whole, cuts = to_batch(batch), [list(rows) for rows in slices(micro_batches)]
-    scores = policy.compute_log_probs(whole, cuts, WORK.temperature, with_entropy=False).log_probs
-    lengths = whole.responses.lengths
-    shifts = torch.tensor([batch.shift(row, case) for row in range(WORK.rows)]) / lengths
-    whole.old_log_probs = scores + shifts.repeat_interleave(lengths)
-    counts = GlobalCounts(tokens=float(lengths.sum()), sequences=float(WORK.rows))
-    metrics = policy.accumulate((micro_batch(whole, rows) for rows in cuts), counts, WORK.temperature)
-    gradients = {name: _whole(parameter.grad) for name, parameter in named_weights(policy.model)}
-    log_probs = [row.tolist() for row in scores.split(lengths.tolist())]
-    store(Finding(metrics["actor/loss"].item(), log_probs, gradients), file_of(folder, case, micro_batches))
-
-
-def _whole(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None
-    return gradient.full_tensor().contiguous() if isinstance(gradient, DTensor) else gradient
-
-
-def gate(task: Path, folder: Path) -> None:
-    worker = build_worker(task, folder / OUR_SIDE)
-    try:
-        assert worker.policy is not None
-        for case in CASES:
-            for micro_batches in MICRO_BATCHES:
-                find(worker.policy, stored(folder / "batch.pickle"), case, micro_batches, folder / OUR_SIDE)
-    finally:
-        worker.close()
+        peaks=read_bytes(folder) if plan.track else {}, prompt_ids=read_prompts(folder, plan.steps) if plan.track else "",
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
-    what, *files = sys.argv[1:]
-    if what == "gate":
-        gate(*map(Path, files))
-    else:
-        store(run(stored(Path(files[0]))), Path(files[1]))
+    asked, found = map(Path, sys.argv[1:])
+    store(run(stored(asked)), found)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,12 +58,10 @@ class Contestant:
 
     @property
     def rows_per_micro_batch(self) -> int:
-        """Gives the rows of one forward and backward; the log-prob pass takes as many."""
         return WORK.rows // self.micro_batches
 
     @property
     def name(self) -> str:
-        """Gives the trainer's name as tables and charts show it."""
         return f"{self.trainer}, trimmed" if self.trimmed else self.trainer
 
     @property
@@ -98,30 +95,6 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Moment:
-    """A reading of both clocks, or a stretch between two: seconds on the wall, and of the processor for this process.
-
-    On a machine that others use too, the processor's clock is the one that compares.
-    """
-
-    wall: float
-    cpu: float
-
-    @staticmethod
-    def now() -> Moment:
-        return Moment(time.perf_counter(), time.process_time())
-
-    def __add__(self, other: Moment) -> Moment:
-        return Moment(self.wall + other.wall, self.cpu + other.cpu)
-
-    def __sub__(self, other: Moment) -> Moment:
-        return Moment(self.wall - other.wall, self.cpu - other.cpu)
-
-
-NOTHING = Moment(0.0, 0.0)
-
-
-@dataclass(frozen=True)
 class Peak:
     """Most bytes live at once in a phase, and how much of that is the rollout engine's own (weights and KV cache)."""
 
@@ -131,15 +104,13 @@ class Peak:
 
 @dataclass(frozen=True)
 class Record:
-    """What a run leaves. Lists have one entry per step."""
+    """What a run leaves. Lists have one entry per step. Times are of the processor, which other work does not lengthen."""
 
-    starts: list[Moment]
+    starts: list[float]
     """When each step began."""
-    phases: list[dict[str, Moment]]
+    phases: list[dict[str, float]]
     """How long each phase of ``PHASES`` took that there is."""
     response_tokens: list[int]
-    rewards: list[float]
-    """Mean over the rows."""
     accuracy: float
     """Share of held-out prompts answered right, greedily, after the last step."""
     peaks: dict[str, Peak] = field(default_factory=dict)
@@ -149,13 +120,11 @@ class Record:
 
 
 def store(value: Any, path: Path) -> None:
-    """Writes what another process reads with :func:`stored`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(pickle.dumps(value))
 
 
 def stored(path: Path) -> Any:
-    """Gives what a process of this benchmark wrote."""
     return pickle.loads(path.read_bytes())
 
 
@@ -163,10 +132,8 @@ ENGINE_KINDS = ("rollout weights", "kv")
 
 
 def peak_of(size: int, kinds: dict[str, int]) -> Peak:
-    """Gives the peak of a phase from its bytes and their kinds, as the tracker names them."""
     return Peak(size, sum(kinds.get(kind, 0) for kind in ENGINE_KINDS))
 
 
 def hash_of(ids: list[list[list[int]]]) -> str:
-    """Gives a hash of token ids, per step and row."""
     return hashlib.sha256(json.dumps(ids).encode()).hexdigest()

@@ -26,8 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.common import seconds_of
 from benchmarks.update_pass import flops
-from benchmarks.update_pass.naive import Reference, make_critic, pair_reference, reference, with_values
-from benchmarks.update_pass.sides import Job, Side, pair_side
+from benchmarks.update_pass.naive import Reference, reference
+from benchmarks.update_pass.sides import Job, Side
 from benchmarks.update_pass.work import Workload, make_batch
 from verl_memopt.distributed import device as device_room
 from verl_memopt.model.tiny import make_tiny_model
@@ -67,10 +67,6 @@ class Contestant:
     module: str
     function: str
     options: Mapping[str, bool] = field(default_factory=dict)
-    critic: bool = False
-    """Whether it updates a critic as well. Its module's ``build_critic`` builds that side from the same job and options."""
-    builds_both: bool = False
-    """Whether the function builds the critic too."""
     logit_bytes: int = 0
     """Most bytes of logits and of what is made of them, per position that has any and word of the vocabulary."""
     prompts: str = "none"
@@ -81,13 +77,10 @@ class Contestant:
     """Whether it does on a CPU what another contestant does on a GPU anyway."""
 
     def build(self, job: Job) -> Side:
-        """Gives the side, ready to run."""
         room = importlib.import_module(f"benchmarks.update_pass.{self.module}")
-        side = getattr(room, self.function)(job, **self.options)
-        return pair_side(side, room.build_critic(job, **self.options)) if self.critic and not self.builds_both else side
+        return getattr(room, self.function)(job, **self.options)
 
     def least_bytes(self, job: Job) -> int:
-        """Gives the bytes its logits alone will take at the peak, for the largest micro-batch."""
         most = 0
         for rows in job.cuts():
             times = {"none": 0, "shared": 1, "repeated": len(rows)}[self.prompts]
@@ -96,7 +89,7 @@ class Contestant:
         return self.logit_bytes * most * job.work.shape.vocab_size
 
 
-WITHOUT_CRITIC = {
+CONTESTANTS = {
     "naive": Contestant("naive", "build_naive", logit_bytes=16, prompts="repeated", simulates=True),
     "response_logits": Contestant("naive", "build_response_logits", logit_bytes=28, simulates=True),
     "trl_rloo": Contestant("trl_side", "build_rloo"),
@@ -109,23 +102,6 @@ WITHOUT_CRITIC = {
     "verl_prefix_grouper": Contestant("verl_side", "build_verl_prefix_grouper", logit_bytes=12, prompts="shared"),
     "ours_no_sharing": Contestant("ours", "build_ours", {"shared": False}),
     "ours": Contestant("ours", "build_ours", {"shared": True}),
-}
-
-
-def _with_critic(name: str) -> Contestant:
-    return dataclasses.replace(WITHOUT_CRITIC[name], critic=True, simulates=False)
-
-
-CONTESTANTS = {
-    **WITHOUT_CRITIC,
-    "naive_ppo": _with_critic("naive"),
-    "response_logits_ppo": _with_critic("response_logits"),
-    "trl_ppo": Contestant("ppo_trl", "build_trl_ppo", critic=True, builds_both=True, logit_bytes=12, prompts="repeated"),
-    "verl_ppo": _with_critic("verl"),
-    "verl_ppo_fused": _with_critic("verl_fused"),
-    "verl_ppo_prefix_grouper": _with_critic("verl_prefix_grouper"),
-    "ours_ppo_no_sharing": _with_critic("ours_no_sharing"),
-    "ours_ppo": _with_critic("ours"),
 }
 OURS = tuple(name for name, found in CONTESTANTS.items() if found.module == "ours")
 
@@ -152,7 +128,6 @@ class Row:
 
     @property
     def beyond_bytes(self) -> int | None:
-        """The peak without parameters and gradients."""
         return None if self.peak_bytes is None else self.peak_bytes - self.param_grad_bytes
 
 
@@ -170,10 +145,7 @@ def make_job(work: Workload, folder: Path, checkpointing: bool, device: torch.de
     if not (folder / "config.json").exists():
         make_tiny_model(folder, work.shape, seed=seed)
     job = Job(work, make_batch(work, seed), folder, checkpointing, device, ())
-    if work.critic:
-        make_critic(job, seed)
-        job = with_values(job, seed)
-    expected = pair_reference(job) if work.critic else reference(job)
+    expected = reference(job)
     return dataclasses.replace(job, old_log_probs=expected.log_probs), expected
 
 
@@ -219,37 +191,26 @@ def run(
 
 
 def shared_fields(job: Job) -> dict[str, Any]:
-    """Gives what the rows of one job have in common."""
-    floor = flops.floor(job.work.shape, job.batch, job.checkpointing, job.work.critic)
+    floor = flops.floor(job.work.shape, job.batch, job.checkpointing)
     return {"checkpointing": job.checkpointing, "k": job.batch.k, "floor_flops": floor}
 
 
 def too_large(name: str, job: Job, expected: Reference, most_bytes: float) -> Row:
-    """Gives the row of a contestant that is not run because its logits alone pass ``most_bytes``."""
     need = CONTESTANTS[name].least_bytes(job) / GIB
     note = f"not run: its logits alone take {need:.1f} GiB, the limit is {most_bytes / GIB:.0f} GiB"
     return unmeasured(name, job, expected, NOT_RUN, note, lacks_memory=True)
 
 
 def unmeasured(name: str, job: Job, expected: Reference, status: str, note: str, lacks_memory: bool = False) -> Row:
-    """Gives the row of a contestant without figures of its own, but for a simulated peak where memory is what it lacked."""
     size = 2 * sum(gradient.numel() for gradient in expected.gradients.values()) * job.dtype.itemsize
     found = simulated_peak(name, job) if lacks_memory and CONTESTANTS[name].simulates else None
     return Row(
-        name,
-        **shared_fields(job),
-        seconds=None,
-        peak_bytes=found,
-        param_grad_bytes=size,
-        flops=None,
-        grad_rel_err=None,
-        note=note + ("" if found is None else "; the peak is simulated"),
-        status=status,
-    )
+        name, **shared_fields(job), seconds=None, peak_bytes=found, param_grad_bytes=size, flops=None, grad_rel_err=None,
+        note=note + ("" if found is None else "; the peak is simulated"), status=status,
+    )  # fmt: skip
 
 
 def checked(name: str, job: Job, side: Side, expected: Reference) -> tuple[int, float]:
-    """Gives the FLOPs of an update and its gradient's error. Errors: WrongGradientError where that is beyond the bound."""
     made = flops.count(side.update)
     error = difference(side.gradients(), expected.gradients)
     side.clear()
@@ -348,7 +309,6 @@ class TimeBudget:
     started: float = field(default_factory=time.monotonic)
 
     def left(self) -> float:
-        """Gives the seconds that are left; infinite without a limit."""
         return math.inf if self.seconds is None else self.started + self.seconds - time.monotonic()
 
     def take(self) -> float:
@@ -403,18 +363,15 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _line(error: Exception) -> str:
-    """Gives the first sentences of an error's message: what was asked for, and how much there was."""
     words = " ".join(str(error).split()) or type(error).__name__
     return words if len(words) <= 240 else f"{words[:240]}…"
 
 
 def _emptied(device: torch.device) -> None:
-    """Drops what nobody holds any more, and gives it back to the device."""
     gc.collect()
     device_room.empty_cache(device)
 
 
 def _held(device: torch.device) -> int | None:
-    """Gives what the GPU's allocator holds for tensors; None on a CPU."""
     _emptied(device)
     return device_room.memory_allocated(device) if device_room.is_gpu(device) else None

@@ -42,40 +42,32 @@ def _product(left: Any, right: Any, *args: Any, out_shape: Any = None, **_: Any)
 
 
 PRODUCTS: dict[Any, Callable[..., int]] = {
-    aten.addmm_: _added,
-    aten.baddbmm_: _added,
-    aten.addmm: _added,
-    aten.baddbmm: _added,
-    aten.bmm: _product,
-    aten.mm: _product,
-}
+    aten.addmm_: _added, aten.baddbmm_: _added, aten.addmm: _added, aten.baddbmm: _added, aten.bmm: _product, aten.mm: _product,
+}  # fmt: skip
 """Torch has none for products added in place, and its own stop with an error where a product names its output's dtype."""
 
 
 def count(work: Callable[[], None]) -> int:
-    """Gives the floating-point operations of a call, the backward passes in it included."""
     counter = FlopCounterMode(display=False, custom_mapping={**PRODUCTS, **attention_formulas()})
     with counter:
         work()
     return counter.get_total_flops()
 
 
-def floor(shape: TinyShape, batch: Batch, checkpointing: bool, critic: bool = False) -> int:
+def floor(shape: TinyShape, batch: Batch, checkpointing: bool) -> int:
     """Gives the least floating-point operations of an update: each prompt once, each answer once, logits for answers alone.
 
     Three forwards. With checkpointing every block runs its forward once more, but for its last product, whose result nobody
     reads; the head does not. An answer's last token predicts nothing and is not among those computed.
-    A critic is a second decoder of the same shape; the products of its head, one output, do not count.
     """
     groups = zip(batch.prompts, range(0, len(batch.answers), batch.k), strict=True)
     parts = [_parts(shape, len(prompt), [len(answer) for answer in batch.answers[at : at + batch.k]]) for prompt, at in groups]
     blocks, last, head = (sum(part[index] for part in parts) for index in range(3))
     again = blocks - last if checkpointing else 0
-    return 3 * (blocks + head) + again + (3 * blocks + again if critic else 0)
+    return 3 * (blocks + head) + again
 
 
 def forward_flops(shape: TinyShape, prompt: int, answers: list[int]) -> int:
-    """Gives the products of one forward over a prompt and its answers, each token once."""
     blocks, _, head = _parts(shape, prompt, answers)
     return blocks + head
 
@@ -121,16 +113,14 @@ class Kernel:
 
 KERNELS = (
     Kernel("aten._scaled_dot_product_flash_attention_for_cpu"),
-    Kernel("aten._scaled_dot_product_flash_attention", bottom_right=True),
-    Kernel("aten._scaled_dot_product_efficient_attention"),
-    Kernel("aten._scaled_dot_product_cudnn_attention"),
-    Kernel("aten._cudnn_attention_forward"),
+    Kernel("aten._scaled_dot_product_flash_attention", bottom_right=True), Kernel("aten._scaled_dot_product_efficient_attention"),
+    Kernel("aten._scaled_dot_product_cudnn_attention"), Kernel("aten._cudnn_attention_forward"),
     Kernel("aten._flash_attention_forward", heads_first=False, bottom_right=True),
     Kernel("aten._efficient_attention_forward", heads_first=False),
     Kernel("torch_attn._varlen_attn", heads_first=False, bottom_right=True),
     Kernel("flash_attn._flash_attn_forward", heads_first=False, bottom_right=True),
     Kernel("flash_attn._flash_attn_varlen_forward", heads_first=False, bottom_right=True),
-)
+)  # fmt: skip
 
 
 def attended(queries: int, keys: int, causal: bool) -> int:
@@ -169,7 +159,6 @@ def _formula(op: Any, kernel: Kernel) -> Callable[..., int]:
 
 
 def _count(given: Mapping[str, Any], kernel: Kernel, backward: bool) -> int:
-    """Gives the operations of a call. A product of one pair is ``2 D`` of them for each query head."""
     query, key, value = (_first(given, name, name[0]) for name in ("query", "key", "value"))
     starts = _first(given, "cum_seq_q", "cu_seqlens_q", "cu_seq_q"), _first(given, "cum_seq_k", "cu_seqlens_k", "cu_seq_k")
     packed = starts[0] is not None and (query.dim() == 3 or not kernel.heads_first)
@@ -198,7 +187,6 @@ def _pairs(given: Mapping[str, Any], kernel: Kernel, queries: int, keys: int) ->
 
 
 def _window(given: Mapping[str, Any]) -> tuple[int, int]:
-    """Gives how many keys a query sees before and after its own."""
     pair = given.get("window_size")
     if isinstance(pair, int):  # the memory-efficient kernel counts a query's own key with those before it
         return (pair - 1, UNLIMITED) if pair > 0 else (UNLIMITED, UNLIMITED)

@@ -1,4 +1,4 @@
-"""The plain ways: all logits and everything kept, or logits of the answers alone; the critic; the gradient all are held to."""
+"""The plain ways: all logits and everything kept, or logits of the answers alone; and the gradient all are held to."""
 
 from __future__ import annotations
 
@@ -9,24 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.update_pass.sides import (
-    CLIP,
-    CLIP_VALUE,
-    PAD,
-    TEMPERATURE,
-    Job,
-    Side,
-    critic_model,
-    named,
-    padded,
-    plain_model,
-    plain_side,
-)
-
-SPREAD = 0.7
-"""Standard deviation of the returns, and of how far the old values are from the present ones."""
+from benchmarks.update_pass.sides import CLIP, PAD, TEMPERATURE, Job, Side, padded, plain_model, plain_side
 
 
 def build_naive(job: Job) -> Side:
@@ -73,34 +57,7 @@ def _kept_log_probs(model: nn.Module, job: Job, queries: Tensor, responses: Tens
     return chosen.float() - torch.logsumexp(logits.float(), dim=-1)
 
 
-def build_critic(job: Job) -> Side:
-    """Gives the update of the critic, by transformers on padded rows."""
-    model = critic_model(job)
-
-    def update() -> None:
-        for rows in job.cuts():
-            queries, responses, mask = padded_rows(job, rows)
-            logits = forward(model, job, torch.cat([queries, responses], 1)).logits
-            predictions = logits[:, queries.shape[1] - 1 : -1, 0].float()
-            values, returns = (padded_values(column, rows) for column in (job.values, job.returns))
-            (clipped_value_loss(predictions, values, returns) * mask).sum().div(len(job.batch.answers)).backward()
-
-    return plain_side(model, update)
-
-
-def padded_values(column: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
-    """Gives the values of some rows, fp32 [rows, longest], padded with zeros."""
-    return pad_sequence([column[row] for row in rows], batch_first=True)
-
-
-def clipped_value_loss(predictions: Tensor, values: Tensor, returns: Tensor) -> Tensor:
-    """Return half of the larger squared error of each token, with the prediction as it is and clipped around the old value."""
-    clipped = torch.clamp(predictions, values - CLIP_VALUE, values + CLIP_VALUE)
-    return 0.5 * torch.max((predictions - returns) ** 2, (clipped - returns) ** 2)
-
-
 def forward(model: nn.Module, job: Job, ids: Tensor, **options: Any) -> Any:
-    """Return what a model of transformers gives for rows padded on the left of the prompt and the right of the answer."""
     mask = ids != PAD
     position_ids = mask.cumsum(1) - mask.long()
     # Without padding transformers comes to no mask by itself, but by reading values, which a fake tensor lacks.
@@ -109,7 +66,6 @@ def forward(model: nn.Module, job: Job, ids: Tensor, **options: Any) -> Any:
 
 
 def padded_rows(job: Job, rows: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return prompts padded on the left, answers padded on the right, and the answers' mask, int64 [rows, longest]."""
     queries, _ = padded([job.batch.prompt_of(row) for row in rows], "left", job.device)
     responses, mask = padded([job.batch.answers[row] for row in rows], "right", job.device)
     return queries, responses, mask
@@ -135,7 +91,6 @@ class Reference:
 
 
 def plainest(job: Job) -> Job:
-    """Gives the job of the reference: in fp32, nothing computed again."""
     return dataclasses.replace(job, work=dataclasses.replace(job.work, dtype="fp32"), checkpointing=False)
 
 
@@ -152,48 +107,3 @@ def reference(job: Job) -> Reference:
         (-job.batch.advantages[row] * log_probs.sum() / len(job.batch.answers)).backward()
         found.append(log_probs.detach())
     return Reference({name: parameter.grad.cpu() for name, parameter in model.named_parameters()}, found)
-
-
-def make_critic(job: Job, seed: int) -> None:
-    """Write the critic's folder: the policy's decoder with a random head of one output."""
-    if (job.critic_folder / "config.json").exists():
-        return
-    from transformers import AutoModelForTokenClassification, AutoTokenizer
-
-    model = AutoModelForTokenClassification.from_pretrained(job.folder, num_labels=1, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        model.score.weight.copy_(torch.randn(model.score.weight.shape, generator=generator) / model.config.hidden_size**0.5)
-        model.score.bias.fill_(0.1)
-    model.config.classifier_dropout = 0.0  # transformers would drop a tenth of the states
-    model.save_pretrained(job.critic_folder)
-    AutoTokenizer.from_pretrained(job.folder).save_pretrained(job.critic_folder)
-
-
-def with_values(job: Job, seed: int) -> Job:
-    """Return the job with random returns, and old values at random distances from the critic's own, on both sides of the clip."""
-    model, generator, values, returns = critic_model(plainest(job)), torch.Generator().manual_seed(seed), [], []
-    with torch.no_grad():
-        for row in range(len(job.batch.answers)):
-            present = row_values(model, job, row)
-            drawn = torch.randn(2, present.shape[0], generator=generator).to(job.device)
-            values.append(present + SPREAD * drawn[0])
-            returns.append(SPREAD * drawn[1])
-    return dataclasses.replace(job, values=values, returns=returns)
-
-
-def row_values(model: nn.Module, job: Job, row: int) -> Tensor:
-    """Return the values fp32 [R] of one row alone: each from the state before its token."""
-    answer = job.batch.answers[row]
-    ids = torch.tensor([job.batch.prompt_of(row) + answer], device=job.device)
-    return model(input_ids=ids, use_cache=False).logits[0, -len(answer) - 1 : -1, 0].float()
-
-
-def pair_reference(job: Job) -> Reference:
-    """Return both gradients from the plainest path in fp32: one row at a time, no padding, torch's own autograd."""
-    policy, model = reference(job), critic_model(plainest(job))
-    for row, (values, returns) in enumerate(zip(job.values, job.returns, strict=True)):
-        loss = clipped_value_loss(row_values(model, job, row), values, returns)
-        (loss.sum() / len(job.batch.answers)).backward()
-    found = {name: parameter.grad.cpu() for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return Reference(named("actor", policy.gradients) | named("critic", found), policy.log_probs)

@@ -1,4 +1,4 @@
-"""This project's own path: the sharded models of a worker on one rank, ``Policy.accumulate``, and the critic's."""
+"""This project's own path: the sharded model of a worker on one rank, and ``Policy.accumulate``."""
 
 from __future__ import annotations
 
@@ -6,46 +6,29 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from benchmarks.update_pass.sides import CLIP, CLIP_VALUE, TEMPERATURE, Job, Side
+from benchmarks.update_pass.sides import CLIP, TEMPERATURE, Job, Side
 from verl_memopt.algorithms.rows import GlobalCounts
-from verl_memopt.config.schema import Actor, CriticModel, Model, TrainedFsdp
-from verl_memopt.config.schema import Critic as CriticSettings
+from verl_memopt.config.schema import Actor, Model, TrainedFsdp
 from verl_memopt.data.batch import Ragged, RolloutBatch
 from verl_memopt.distributed.device import join_process_group, training_mesh
-from verl_memopt.model.assembly import ModelUse, build_policy, materialize, materialize_critic
-from verl_memopt.model.assembly import build_critic as build_value_model
+from verl_memopt.model.assembly import ModelUse, build_policy, materialize
 from verl_memopt.model.weights import named_weights
 from verl_memopt.trainer.micro_batching import Budget
-from verl_memopt.worker.policy import Critic, Policy
+from verl_memopt.worker.policy import Policy
 from verl_memopt.worker.trained_model import MicroBatch, micro_batches_of
 
 KEY = "actor_rollout_ref.actor"
 
 
-def build_ours(job: Job, shared: bool = True, compiled: bool = False) -> Side:
+def build_ours(job: Job, shared: bool = True) -> Side:
     """Gives the project's update. shared: each prompt is computed once for the answers to it in a micro-batch."""
-    policy, micro_batches, counts = sharded_policy(job, compiled), cut(job, shared), counts_of(job)
-    assert policy.model.supports_prefix_kv or job.work.block_tile
+    policy, micro_batches, counts = sharded_policy(job), cut(job, shared), counts_of(job)
+    assert policy.model.supports_prefix_kv
 
     def update() -> None:
         policy.accumulate(micro_batches, counts, TEMPERATURE)
 
     return Side(policy.model, update, lambda: {name: whole(parameter.grad) for name, parameter in named_weights(policy.model)})
-
-
-def build_critic(job: Job, shared: bool) -> Side:
-    """Gives the update of a worker's critic, on the same micro-batches."""
-    critic, micro_batches, counts = sharded_critic(job), cut(job, shared), counts_of(job)
-    assert critic.model.supports_prefix_kv
-
-    def update() -> None:
-        critic.trained.accumulate(micro_batches, counts, critic.loss)
-
-    return Side(
-        critic.model,
-        update,
-        lambda: {name.removeprefix("lm."): whole(parameter.grad) for name, parameter in critic.model.named_parameters()},
-    )
 
 
 def cut(job: Job, shared: bool) -> list[MicroBatch]:
@@ -56,44 +39,26 @@ def cut(job: Job, shared: bool) -> list[MicroBatch]:
     else:
         budget = Budget(True, job.work.token_budget, None, f"{KEY}.ppo_max_token_len_per_gpu")
         rows = budget.micro_batches(batch.row_tokens(), [str(row) for row in range(batch.num_rows)])
-    return list(micro_batches_of(batch, rows, with_prefix_kv=job.work.block_tile is None))
+    return list(micro_batches_of(batch, rows, with_prefix_kv=True))
 
 
 def counts_of(job: Job) -> GlobalCounts:
-    """Return the tokens and sequences of the whole update."""
     tokens = sum(len(answer) for answer in job.batch.answers)
     return GlobalCounts(tokens=float(tokens), sequences=float(len(job.batch.answers)))
 
 
-def sharded_policy(job: Job, compiled: bool = False) -> Policy:
-    """Gives the policy as a worker builds it, on one rank. Compile is off for all in the contest."""
+def sharded_policy(job: Job) -> Policy:
     join_process_group(job.device, 0, 1, "", 0, 600)
     mesh = training_mesh(job.device.type, 1, -1)
     fsdp = TrainedFsdp(model_dtype=job.work.dtype, dtype=job.work.dtype)
-    model = Model(path=str(job.folder), logprob_chunk_tokens=job.work.chunk_tokens, block_tile_tokens=job.work.block_tile)
+    model = Model(path=str(job.folder), logprob_chunk_tokens=job.work.chunk_tokens)
     actor = Actor(
-        use_dynamic_bsz=True, use_torch_compile=compiled, loss_agg_mode="seq-mean-token-sum", clip_ratio_low=CLIP,
+        use_dynamic_bsz=True, use_torch_compile=False, loss_agg_mode="seq-mean-token-sum", clip_ratio_low=CLIP,
         clip_ratio_high=CLIP, fsdp_config=fsdp,
     )  # fmt: skip
-    policy = build_policy(
-        model, fsdp, job.folder, mesh, job.device, ModelUse(recompute=job.checkpointing, trained=True, compiled=compiled)
-    )
+    policy = build_policy(model, fsdp, job.folder, mesh, job.device, ModelUse(recompute=job.checkpointing, trained=True))
     materialize(policy, job.folder, job.device)
     return Policy(policy, actor, schedule_steps=1, world_size=1, device=job.device)
-
-
-def sharded_critic(job: Job) -> Critic:
-    """Return the critic as a worker builds it, on one rank."""
-    join_process_group(job.device, 0, 1, "", 0, 600)
-    fsdp = TrainedFsdp(model_dtype=job.work.dtype, dtype=job.work.dtype)
-    model = CriticModel(
-        path=str(job.critic_folder), enable_gradient_checkpointing=job.checkpointing, trust_remote_code=False,
-        attn_implementation="auto", fsdp_config=fsdp,
-    )  # fmt: skip
-    settings = CriticSettings(model=model, cliprange_value=CLIP_VALUE, loss_agg_mode="seq-mean-token-sum")
-    value_model = build_value_model(model, job.critic_folder, training_mesh(job.device.type, 1, -1), job.device)
-    assert materialize_critic(value_model, job.critic_folder, job.device)
-    return Critic(value_model, settings, schedule_steps=1, world_size=1, device=torch.device(job.device))
 
 
 def to_batch(job: Job, shared: bool = False) -> RolloutBatch:
@@ -103,15 +68,10 @@ def to_batch(job: Job, shared: bool = False) -> RolloutBatch:
     rows = range(len(batch.answers))
     group = torch.arange(len(rows)) // batch.k
     return RolloutBatch(
-        prompts=Ragged.from_rows([batch.prompt_of(row) for row in rows], torch.int64),
-        responses=answers,
-        group=group,
-        prompt_group=group if shared else None,
-        advantages=torch.tensor(batch.advantages).repeat_interleave(answers.lengths),
-        old_values=torch.cat([values.cpu() for values in job.values]) if job.values else None,
-        returns=torch.cat([returns.cpu() for returns in job.returns]) if job.returns else None,
+        prompts=Ragged.from_rows([batch.prompt_of(row) for row in rows], torch.int64), responses=answers, group=group,
+        prompt_group=group if shared else None, advantages=torch.tensor(batch.advantages).repeat_interleave(answers.lengths),
         batch_size=[],
-    )
+    )  # fmt: skip
 
 
 def whole(gradient: Tensor | None) -> Tensor:

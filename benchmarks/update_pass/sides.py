@@ -18,16 +18,11 @@ PAD = 0
 CLIP = 0.2
 """On both sides of the ratio; it binds nowhere, all ratios are 1."""
 TEMPERATURE = 1.0
-CLIP_VALUE = 0.5
-"""Of the critic's loss; it binds on some tokens."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One update to compute. old_log_probs: fp32 [R] of each row under the same weights, for those who must be given them.
-
-    With a critic, values and returns are fp32 [R] of each row: the critic's values before the update, and what it learns.
-    """
+    """One update to compute. old_log_probs: fp32 [R] of each row under the same weights, for those who must be given them."""
 
     work: Workload
     batch: Batch
@@ -35,13 +30,6 @@ class Job:
     checkpointing: bool
     device: torch.device
     old_log_probs: Sequence[Tensor]
-    values: Sequence[Tensor] = ()
-    returns: Sequence[Tensor] = ()
-
-    @property
-    def critic_folder(self) -> Path:
-        """Folder of the critic's model: the policy's decoder, and a head with one output."""
-        return self.folder.with_name(f"{self.folder.name}-critic")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -69,32 +57,6 @@ class Side:
         self.model.zero_grad(set_to_none=True)
 
 
-class Pair(nn.Module):
-    """The two models of PPO, so that their parameters and gradients are counted together."""
-
-    def __init__(self, actor: nn.Module, critic: nn.Module) -> None:
-        super().__init__()
-        self.actor, self.critic = actor, critic
-
-
-def pair_side(actor: Side, critic: Side) -> Side:
-    """Gives the side of both models. The critic is updated first, as in verl's loop."""
-
-    def update() -> None:
-        critic.update()
-        actor.update()
-
-    def gradients() -> dict[str, Tensor]:
-        return named("actor", actor.gradients()) | named("critic", critic.gradients())
-
-    return Side(Pair(actor.model, critic.model), update, gradients)
-
-
-def named(role: str, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gives gradients under names that begin with the role of their model."""
-    return {f"{role}.{name}": gradient for name, gradient in gradients.items()}
-
-
 def plain_model(job: Job, attention: str = "sdpa") -> nn.Module:
     """Gives transformers' model of the job, in training mode, with its blocks checkpointed where that is asked for.
 
@@ -110,19 +72,6 @@ def plain_model(job: Job, attention: str = "sdpa") -> nn.Module:
     else:
         with job.device:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(job.folder), **options)
-    return in_training(model, job)
-
-
-def critic_model(job: Job) -> nn.Module:
-    """Gives transformers' token classifier of the critic's folder, as :func:`plain_model` gives the policy."""
-    from transformers import AutoModelForTokenClassification
-
-    options = {"dtype": job.dtype, "attn_implementation": "sdpa"}
-    return in_training(AutoModelForTokenClassification.from_pretrained(job.critic_folder, **options).to(job.device), job)
-
-
-def in_training(model: nn.Module, job: Job) -> nn.Module:
-    """Return the model in training mode, with its blocks checkpointed where that is asked for."""
     model.train()
     if job.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

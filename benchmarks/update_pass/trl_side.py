@@ -41,22 +41,11 @@ def build_grpo(job: Job, trimmed: bool = False) -> Side:
 
 def _config(kind: type, job: Job, **options: Any) -> Any:
     return kind(
-        output_dir=str(job.folder / "trl"),
-        use_cpu=job.device.type == "cpu",
-        bf16=False,
-        gradient_checkpointing=False,
-        per_device_train_batch_size=job.work.rows or job.work.k,
-        gradient_accumulation_steps=len(job.cuts()),
-        num_generations=job.work.k,
-        temperature=TEMPERATURE,
-        beta=0.0,
-        num_iterations=1,
-        epsilon=CLIP,
-        report_to="none",
-        disable_tqdm=True,
-        save_strategy="no",
-        **options,
-    )
+        output_dir=str(job.folder / "trl"), use_cpu=job.device.type == "cpu", bf16=False, gradient_checkpointing=False,
+        per_device_train_batch_size=job.work.rows or job.work.k, gradient_accumulation_steps=len(job.cuts()),
+        num_generations=job.work.k, temperature=TEMPERATURE, beta=0.0, num_iterations=1, epsilon=CLIP, report_to="none",
+        disable_tqdm=True, save_strategy="no", **options,
+    )  # fmt: skip
 
 
 def _side(job: Job, kind: type, config: Any, trimmed: bool, scale: float) -> Side:
@@ -99,13 +88,11 @@ def _inputs(job: Job, rows: Sequence[int], trainer: Any) -> dict[str, Tensor]:
     with torch.no_grad():
         found, *_ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, completion_ids.shape[1])
     return {
-        "prompt_ids": prompt_ids,
-        "prompt_mask": prompt_mask,
-        "completion_ids": completion_ids,
+        "prompt_ids": prompt_ids, "prompt_mask": prompt_mask, "completion_ids": completion_ids,
         "completion_mask": completion_mask,
         "advantages": torch.tensor([job.batch.advantages[row] for row in rows], device=job.device),
         "old_logps": (found * completion_mask).sum(1),
-    }
+    }  # fmt: skip
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import functools
 import types
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,21 +27,10 @@ with warnings.catch_warnings(), ray_or_stand_in():
     import verl.workers.engine.fsdp.transformer_impl as engine_room
     from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
     from verl.utils import tensordict_utils
-    from verl.workers.config import ActorConfig, CriticConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-    from verl.workers.utils.losses import ppo_loss, value_loss
+    from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.utils.losses import ppo_loss
 
-from benchmarks.update_pass.sides import (
-    CLIP,
-    CLIP_VALUE,
-    PAD,
-    TEMPERATURE,
-    Job,
-    Side,
-    critic_model,
-    padded,
-    plain_model,
-    plain_side,
-)
+from benchmarks.update_pass.sides import CLIP, PAD, TEMPERATURE, Job, Side, padded, plain_model, plain_side
 from verl_memopt.distributed.device import is_gpu, join_process_group
 
 AGGREGATION = "seq-mean-token-sum"
@@ -66,50 +54,22 @@ def build_verl(job: Job, fused: bool = False) -> Side:
     return plain_side(engine.module, update)
 
 
-def build_critic(job: Job, fused: bool = False) -> Side:
-    """Gives the engine with a value head. Nothing in it is fused.
-
-    Its own build of the module asks for flash-attn, so the module is transformers' token classifier, which that build would give.
-    """
-    engine: Any = engine_room.FSDPEngineWithValueHead(*settings_of_engine(job, job.critic_folder))
-    engine.module = critic_model(job)
-    engine._autocast_dtype = job.dtype
-    config = CriticConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=1, cliprange_value=CLIP_VALUE, loss_agg_mode=AGGREGATION)
-    loss_of = functools.partial(value_loss, config)
-    data = [with_values(job, rows) for rows in job.cuts()]
-
-    def update() -> None:
-        for micro in data:
-            loss, _ = engine.forward_step(micro, loss_function=lambda **given: loss_of(**given), forward_only=False)
-            loss.backward()
-
-    return plain_side(engine.module, update)
-
-
-def with_values(job: Job, rows: Sequence[int]) -> TensorDict:
-    """Gives a micro-batch with what the critic learns from."""
-    data = micro_batch(job, rows, fused=False)
-    data["values"] = nested([job.values[row] for row in rows], job.device)
-    data["returns"] = nested([job.returns[row] for row in rows], job.device)
-    return data
-
-
 def _engine(job: Job, fused: bool) -> Any:
-    engine = engine_room.FSDPEngineWithLMHead(*settings_of_engine(job, job.folder, fused))
+    engine = engine_room.FSDPEngineWithLMHead(*settings_of_engine(job, fused))
     engine.module = _built_alone(engine).to(job.device).train()
     engine._autocast_dtype = job.dtype
     return engine
 
 
-def settings_of_engine(job: Job, folder: Path, fused: bool = False) -> tuple[Any, ...]:
-    """Return what an engine of verl is built from, on one rank without Ray, for the model in a folder."""
+def settings_of_engine(job: Job, fused: bool) -> tuple[Any, ...]:
+    """Return what an engine of verl is built from, on one rank without Ray."""
     join_process_group(job.device, 0, 1, "", 0, 600)
     # It would patch a class of TRL's that TRL 1.16 no longer has.
     monkey_patch.is_trl_available = lambda: False
     if not is_gpu(job.device):
         engine_room.get_device_id = lambda: "cpu"
     model = HFModelConfig(
-        path=str(folder), enable_gradient_checkpointing=job.checkpointing, use_remove_padding=False,
+        path=str(job.folder), enable_gradient_checkpointing=job.checkpointing, use_remove_padding=False,
         use_fused_kernels=fused, fused_kernel_options={"impl_backend": "torch"},
         override_config={"attn_implementation": "sdpa"},
     )  # fmt: skip
@@ -145,14 +105,11 @@ def micro_batch(job: Job, rows: Sequence[int], fused: bool) -> TensorDict:
     answers = [torch.tensor(batch.answers[row]) for row in rows]
     whole = [torch.cat(pair) for pair in zip(prompts, answers, strict=True)]
     columns = {
-        "prompts": prompts,
-        "responses": answers,
-        "input_ids": whole,
-        "position_ids": [torch.arange(len(ids)) for ids in whole],
+        "prompts": prompts, "responses": answers, "input_ids": whole, "position_ids": [torch.arange(len(ids)) for ids in whole],
         "response_mask": [torch.ones_like(answer) for answer in answers],
         "old_log_probs": [job.old_log_probs[row] for row in rows],
         "advantages": [torch.full((len(batch.answers[row]),), batch.advantages[row]) for row in rows],
-    }
+    }  # fmt: skip
     tensors = {name: nested(column, job.device) for name, column in columns.items()}
     data = TensorDict(tensors, batch_size=[len(rows)])
     tensordict_utils.assign_non_tensor(

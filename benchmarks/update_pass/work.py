@@ -42,17 +42,12 @@ class Workload:
     """Most tokens in a micro-batch of the project's contestants; None = the rows that the others take."""
     chunk_tokens: int = 512
     """``logprob_chunk_tokens`` of the project's contestants."""
-    block_tile: int | None = None
-    """``block_tile_tokens`` of the project's contestants."""
     dtype: str = "fp32"
     """Of weights, compute and gradients."""
     gpu: bool = False
     """Whether it is meant for a GPU."""
-    critic: bool = False
-    """Whether a critic of the same shape is updated too, as PPO does."""
 
     def series(self, ours: bool) -> tuple[int, ...]:
-        """Gives the group sizes to run, for the project's contestants or the others."""
         return (self.ks or (self.k,)) + (self.more_ks if ours else ())
 
 
@@ -83,10 +78,6 @@ WORKLOADS = {
     "e": Workload(
         "the shape of Qwen3-0.6B", QWEN, groups=1, k=8, prompt=2048, answer=256, dtype="bfloat16", gpu=True
     ),
-    "p": Workload(
-        "PPO: actor and critic, long prompt, short answers", SMALL, groups=1, k=8, prompt=1024, answer=64, chunk_tokens=256,
-        critic=True,
-    ),
 }  # fmt: skip
 
 
@@ -106,12 +97,10 @@ class Batch:
         return self.prompts[row // self.k]
 
     def hash(self) -> str:
-        """Gives a hash of the ids and advantages."""
         return hashlib.sha256(json.dumps(dataclasses.asdict(self)).encode()).hexdigest()[:16]
 
 
 def make_batch(work: Workload, seed: int = 0) -> Batch:
-    """Gives random ids of the workload's lengths, and leave-one-out advantages of random rewards."""
     draw = random.Random(seed)
 
     def ids(median: int) -> list[int]:
@@ -133,17 +122,13 @@ def shrunk_shape(shape: TinyShape, layers: int | None, shrink: int) -> TinyShape
     Heads stay; their size is at least 8. The vocabulary keeps room for the tokenizer.
     """
     return dataclasses.replace(
-        shape,
-        num_layers=layers or shape.num_layers,
-        vocab_size=max(shape.vocab_size // shrink, 320),
-        hidden_size=max(shape.hidden_size // shrink, 8),
-        intermediate_size=max(shape.intermediate_size // shrink, 8),
+        shape, num_layers=layers or shape.num_layers, vocab_size=max(shape.vocab_size // shrink, 320),
+        hidden_size=max(shape.hidden_size // shrink, 8), intermediate_size=max(shape.intermediate_size // shrink, 8),
         head_dim=max(shape.head_dim // shrink, 8),
-    )
+    )  # fmt: skip
 
 
 def shrunk(work: Workload, layers: int | None, shrink: int) -> Workload:
-    """Gives the workload with a smaller shape, and lengths divided by ``shrink``."""
     shape = shrunk_shape(work.shape, layers, shrink)
     prompt, answer = max(work.prompt // shrink, 2), max(work.answer // shrink, 2)
     budget = None if work.token_budget is None else max(work.token_budget // shrink, prompt + answer)

@@ -6,7 +6,6 @@ import tarfile
 
 import pytest
 
-from benchmarks.gpu.environment import counts
 from benchmarks.gpu.missing_wheels import missing
 from tests.end_to_end.runs import ROOT, script_environment
 from tests.forked import CHILDREN
@@ -70,18 +69,6 @@ def test_only_wheels_of_packages_that_are_not_there_are_installed(tmp_path):
     for name in ("torch-9.9-py3-none-any.whl", "no_such_package-1.0-py3-none-any.whl"):
         (tmp_path / name).touch()
     assert [wheel.name for wheel in missing(tmp_path)] == ["no_such_package-1.0-py3-none-any.whl"]
-
-
-def test_counts_tell_passed_failed_and_skipped_tests_with_their_reasons(tmp_path):
-    report = tmp_path / "report.xml"
-    report.write_text(
-        '<testsuites><testsuite><testcase classname="a" name="one"/>'
-        '<testcase classname="a" name="two"><skipped message="no GPU"/></testcase>'
-        '<testcase classname="a" name="three"><failure message="1 != 2&#10;more"/></testcase></testsuite></testsuites>'
-    )
-    assert counts(report) == {
-        "passed": 1, "failed": 1, "skipped": 1, "skips": {"no GPU": 1}, "failures": {"a::three": "1 != 2"},
-    }  # fmt: skip
 
 
 @pytest.mark.slow

@@ -1,20 +1,13 @@
 """The counter of GPU cost against counts by hand."""
 
 import dataclasses
-import functools
 import shutil
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.reach_cases import size_of
-from benchmarks.gpu_cost.compiled_peaks import RUNS, bare, settings_of
-from benchmarks.gpu_cost.peers import count_ours, count_peer, counted_by_depth
-from benchmarks.gpu_cost.update import MODELS, Case, count
-from benchmarks.update_pass.work import Workload
+from benchmarks.gpu_cost.update import Case, count
 from tests.forked import call_on_fake_gpu
-from verl_memopt.memory.fit import Sizes, predict
 from verl_memopt.model.tiny import TinyShape
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the fake device is compiled")
@@ -24,7 +17,6 @@ PLAIN = (
     "actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16", "actor_rollout_ref.model.enable_gradient_checkpointing=false",
     "actor_rollout_ref.actor.use_prefix_grouper=false",
 )  # fmt: skip
-BESIDE_PEERS = Workload("", dataclasses.replace(SHAPE, num_layers=3), groups=1, k=2, prompt=8, answer=6, dtype="bfloat16")
 
 
 def of_layers(case, layers):
@@ -37,16 +29,15 @@ DEFAULT = Case(SHAPE, prompt=24, response=16, group=4)
 HALVED = dataclasses.replace(DEFAULT, overrides=("actor_rollout_ref.actor.fsdp_config.split_master_weights=true",))
 AT_REST = dataclasses.replace(DEFAULT, overrides=("actor_rollout_ref.actor.fsdp_config.param_offload=true",))
 CASES = (*(of_layers(case, layers) for case in (ALIKE, NEIGHBOURS) for layers in (2, 3)), DEFAULT, HALVED, AT_REST)
-SIDES = ("ours", "ours, compiled")
 
 
 def count_all():
-    return {case: count(case) for case in CASES} | {name: count_ours(name, BESIDE_PEERS) for name in SIDES}
+    return {case: count(case) for case in CASES}
 
 
 @pytest.fixture(scope="module")
 def counted():
-    """Case or contestant -> what its update costs. One process counts all, and compiles what they have in common once."""
+    """Case -> what its update costs. One process counts all, and compiles what they have in common once."""
     return call_on_fake_gpu(f"{__name__}:count_all")
 
 
@@ -183,56 +174,3 @@ def test_an_update_over_halved_masters_multiplies_neighbours_at_once_and_waits_f
     assert sorted(name.partition(" optimizer")[0] for name in step) == sorted(
         ["compiled _join_statement", "compiled _split_statement", "_foreach_copy_", "_foreach_copy_"]
     )
-
-
-def test_one_block_and_two_say_what_a_peers_update_of_any_depth_costs():
-    whole = count_peer("naive", BESIDE_PEERS)
-    assert counted_by_depth(functools.partial(count_peer, "naive"), BESIDE_PEERS) == whole
-    assert whole.launches > 0
-    assert whole.flops > 0
-
-
-def test_the_update_beside_the_peers_launches_less_where_it_is_compiled(counted):
-    plain, compiled = (counted[name] for name in SIDES)
-    assert compiled.launches < plain.launches
-    assert compiled.flops == plain.flops
-
-
-# Bytes of a step with compiled functions.
-
-
-COUNTED = {
-    "ppo": {
-        "old_log_prob": 13_908_947_968,
-        "values": 13_384_204_800,
-        "update_critic": 15_603_278_336,
-        "update_actor": 16_490_063_872,
-    },
-    "rlt": {"old_log_prob": 12_340_724_736, "ref": 12_340_724_736, "reward": 12_022_754_816, "update_actor": 14_921_841_664},
-    "grpo": {"old_log_prob": 10_364_592_640, "ref": 10_364_592_640, "update_actor": 12_945_709_568},
-    "lora": {"old_log_prob": 1_798_430_720, "ref": 1_798_430_720, "update_actor": 3_188_042_880},
-}
-"""Run -> pass -> its peak in bytes at the shapes of Qwen3-0.6B and Qwen2.5-0.5B (docs/evidence/2026-11-26-launch-mends)."""
-STEP = Case(MODELS["0.6b"], 1024, 896, groups=2)
-BOUND = 0.03
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_the_peak_of_a_compiled_step_is_what_the_formulas_say_and_no_pass_holds_more(run):
-    other, folder = size_of(MODELS["0.5b"]), Path("none")
-    sizes = Sizes(size_of(STEP.shape), critic=other, student=other)
-    foreseen = bare(predict(settings_of(run, STEP, folder, folder), sizes, tuple(COUNTED[run]), "cuda").phases)
-    assert max(COUNTED[run].values()) <= max(foreseen.values()) <= (1 + BOUND) * max(COUNTED[run].values())
-    assert {phase: (size, foreseen[phase]) for phase, size in COUNTED[run].items() if size > foreseen[phase]} == {}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("run", "dtype"), [*((run, "bfloat16") for run in RUNS), ("grpo", "fp32")])
-def test_a_compiled_step_of_two_blocks_holds_what_the_formulas_say(run, dtype):
-    dtypes = (*STEP.overrides, f"actor_rollout_ref.actor.fsdp_config.dtype={dtype}")
-    case = dataclasses.replace(STEP, shape=dataclasses.replace(STEP.shape, num_layers=2), overrides=dtypes)
-    found = call_on_fake_gpu(
-        "benchmarks.gpu_cost.compiled_peaks:count", run, case, dataclasses.replace(MODELS["0.5b"], num_layers=2)
-    )
-    counted, foreseen = found["counted"], found["foreseen"]
-    assert max(counted.values()) <= max(foreseen.values()) <= (1 + BOUND) * max(counted.values())

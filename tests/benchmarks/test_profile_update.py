@@ -158,7 +158,7 @@ def test_a_compiled_profile_takes_the_operations_that_were_counted_uncompiled():
     assert [one.get("flops") for one in found] == [5, 5, None]
 
 
-def test_the_profile_script_leaves_table_json_picture_and_what_it_ran_on(tmp_path):
+def test_the_profile_script_leaves_table_json_and_what_it_ran_on(tmp_path):
     out = tmp_path / "out"
     small = {"LAYERS": "1", "SHRINK": "64", "REPEATS": "1", "COMPILE": "off", "PROMPT": "64", "RESPONSE": "32"}
     env = script_environment(**small, OUT=str(out))
@@ -172,7 +172,6 @@ def test_the_profile_script_leaves_table_json_picture_and_what_it_ran_on(tmp_pat
         assert found["groups"]["attention"]["launches"] > 0
         assert found["flops"] > 0
     assert "% of" in (out / "profile.txt").read_text()
-    assert (out / "profile.png").read_bytes().startswith(b"\x89PNG")
     assert "benchmarks.gpu.profile_update" in (out / "machine.txt").read_text()
     # Beside what was measured is what is counted without a GPU, marked as an estimate.
     counted, printed = json.loads((out / "counted.json").read_text()), (out / "counted.txt").read_text()

@@ -6,6 +6,7 @@ little too small and much too small. Which sizes these are is measured in a run 
 
 import itertools
 import json
+import re
 import shutil
 from functools import cache
 from pathlib import Path
@@ -13,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.advice_rate import followed
 from tests.rlt import brief_toy, values_of
 from tests.trainer.conftest import AR, LEAST, ready, write_rows
 from verl_memopt.cli import main
@@ -312,13 +312,25 @@ def test_the_command_line_option_ends_in_a_run(values, tmp_path, capsys):
     assert capsys.readouterr().out.rstrip().endswith(str(tmp_path / "run"))
 
 
+TOGETHER = re.compile(r"Together these make room: (.*?) \(they cost")
+FIRST = re.compile(r"(?:set|lower) ([\w.]+(?:=| to )[\w.]*\w)")
+
+
+def followed(line, message):
+    """Gives the overrides once all that makes room together is set, else the first advice of a message, and what that is."""
+    said = (TOGETHER.search(message) or FIRST.search(message))[1].replace(" to ", "=")
+    keys = dict(advice.split("=", 1) for advice in said.split(" "))
+    kept = [override for override in line if override.partition("=")[0] not in keys]
+    return [*kept, *(f"{key}={value}" for key, value in keys.items())], said
+
+
 @pytest.mark.parametrize("gigabytes", [0.0008, 0.0016])
 def test_what_the_error_prints_pasted_behind_the_command_ends_in_a_run(values, tmp_path, capsys, gigabytes):
     """Of what the error says the first thing counts, and of settings that make room together all."""
     line = list(overrides(limited(values, gigabytes) | {"trainer.default_local_dir": str(tmp_path / "run")}))
     for _ in range(3):
         assert main(["train", *line]) == 1
-        line, _ = followed(line, capsys.readouterr().err.splitlines()[-1], least=False)
+        line, _ = followed(line, capsys.readouterr().err.splitlines()[-1])
         if main(["train", *line]) == 0:
             return
     pytest.fail(capsys.readouterr().err)
@@ -328,7 +340,7 @@ def test_the_error_of_a_full_host_names_what_stays_on_the_device(values, tmp_pat
     offloaded = {f"{ACTOR}.fsdp_config.optimizer_offload": True, "memory.host_limit_gb": 0.0005}
     line = list(overrides(limited(values, 1, **offloaded) | {"trainer.default_local_dir": str(tmp_path / "run")}))
     assert main(["train", *line]) == 2
-    line, said = followed(line, capsys.readouterr().err.splitlines()[-1], least=False)
+    line, said = followed(line, capsys.readouterr().err.splitlines()[-1])
     assert said == f"{ACTOR}.fsdp_config.optimizer_offload=false"
     assert main(["train", *line]) == 0
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.packing.__main__ import SHAPES, batches, measure
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.token_budget import GROWTH, HEAD_ROOM, LearnedBudget, PassFigures, budget_metrics
 from verl_memopt.memory.token_packing import (
@@ -115,11 +114,27 @@ def test_packing_a_few_rows_needs_the_fewest_bins_possible(lengths, budget):
     assert len(pack(lengths, budget, num_bins_at_least=0)) == fewest_bins(lengths, budget)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+LONGEST = 8192
+ROW_LENGTHS = {
+    "uniform": lambda rows, draw: [draw.randint(1, LONGEST) for _ in range(rows)],
+    "log-normal": lambda rows, draw: [max(1, min(LONGEST, int(draw.lognormvariate(6.5, 0.8)))) for _ in range(rows)],
+    "all equal": lambda rows, draw: [draw.randint(1, LONGEST)] * rows,
+    "one giant": lambda rows, draw: [LONGEST, *(draw.randint(1, LONGEST // 16) for _ in range(rows - 1))],
+}
+
+
+@pytest.mark.parametrize("shape", ROW_LENGTHS)
 def test_99_of_100_batches_need_at_most_one_bin_over_the_lower_bound(shape):
-    packed = [measure(*batch) for batch in batches(shape, 200)]
-    assert sum(result.over_cap for result in packed) == 0
-    assert sum(result.bins > result.bound + 1 for result in packed) <= 2
+    draw = random.Random(shape)
+    too_many = 0
+    for _ in range(200):
+        lengths = ROW_LENGTHS[shape](draw.randint(4, 512), draw)
+        budget = int(max(lengths) * 16 ** draw.random())
+        bins = pack(lengths, budget)
+        assert sorted(row for rows in bins for row in rows) == list(range(len(lengths)))
+        assert max(sum(lengths[row] for row in rows) for rows in bins) <= budget
+        too_many += len(bins) > lower_bound(lengths, budget) + 1
+    assert too_many <= 2
 
 
 def test_the_refinement_finds_a_perfect_packing_that_best_fit_decreasing_misses():

@@ -1,45 +1,40 @@
-"""``python -m benchmarks.gpu_cost.compiled_peaks``: the peak of each pass of a step with compiled functions, beside the formulas.
+"""The peak of each pass of a step with compiled functions, beside the formulas.
 
-A worker of a published shape runs its second step on the virtual GPU (``tests/virtual_gpu``): PPO with a critic of another
-width, RLT with a student of another width, GRPO with a KL, and LoRA. What such a device does not see is added to its count: the
-tensors that Inductor keeps inside a compiled function, and those that the kernels of attention's backward allocate. Rows
-have their longest lengths, as the formulas of ``verl-memopt fit`` suppose.
+A worker of a published shape runs its second step on the virtual GPU: PPO with a critic of another width, RLT with a student of
+another width, GRPO with a KL, and LoRA. What such a device does not see is added to its count: the tensors that Inductor keeps
+inside a compiled function, and those that the kernels of attention's backward allocate. Rows have their longest lengths, as the
+formulas of ``verl-memopt fit`` suppose.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.common import commit, text_table, write_json
+from benchmarks.common import fake_process_group
 from benchmarks.gpu.reach_cases import make_model_folder, size_of, worker_plan
-from benchmarks.gpu_cost.device import kept_by, region_of
-from benchmarks.gpu_cost.update import MODELS, Case
-from benchmarks.update_pass.work import shrunk_shape
-from recipe.rloo.memory_study.fake_guard import call_in_fake_process
+from benchmarks.gpu_cost.device import ROWS, _inputs, region_of
+from benchmarks.gpu_cost.update import Case
 from tests.virtual_gpu.device import VirtualGpu
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.loader import load_settings
 from verl_memopt.config.schema import Settings
 from verl_memopt.data.batch import Ragged
-from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.ladder.measure import Work, make_batch
 from verl_memopt.memory.critic_rules import has_critic
 from verl_memopt.memory.fit import Sizes, predict
-from verl_memopt.memory.fused import recorded_calls
+from verl_memopt.memory.fused import compiled_for_width, recorded_calls
 from verl_memopt.memory.knob import needs_reference
+from verl_memopt.memory.recompute_elementwise_torch import _norm_of_sum
 from verl_memopt.model.tiny import TinyShape
-from verl_memopt.observe.phase import MIB
 from verl_memopt.recipes.rlt.student import Student, StudentPlan, student_batch, student_micro_batches
 from verl_memopt.recipes.rlt.student_rows import StudentRows
 from verl_memopt.trainer.micro_batching import budgets, critic_budgets, cut_ranks
@@ -89,6 +84,24 @@ class CompiledGpu(VirtualGpu):
         if scratch is not None:
             self.peak = max(self.peak, self.allocated + scratch(args))
         return result
+
+
+def kept_by(function: Callable[..., Any], shapes: Sequence[Any], others: Sequence[Any]) -> float:
+    """Return the most bytes for a row that a function allocates at once, compiled to C++. Arguments as of :func:`kernels_of`."""
+    if function is _norm_of_sum:
+        # torch 2.13 has no C++ for a statement that reduces a tensor and overwrites it beside another result.
+        shapes = [(dtype, width, place) for place, (dtype, width, _) in enumerate(shapes)]
+    tensors, rest = _inputs(shapes, others)
+
+    def run() -> None:
+        compiled_for_width(function, tensors, rest)
+
+    run()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(accumulate(sizes), default=0) / ROWS
 
 
 def flash_scratch(args: Sequence[Any]) -> int:
@@ -212,10 +225,7 @@ def count(run: str, case: Case, other_shape: TinyShape) -> dict[str, Any]:
     assert kept.keys() == regions.keys(), "a deeper model compiles other functions"
     own = size_of(other_shape)
     foreseen = predict(settings, Sizes(size_of(case.shape), critic=own, student=own), tuple(counted), "cuda")
-    return {
-        "run": run, "counted": counted, "foreseen": bare(foreseen.phases), "kinds": foreseen.phases,
-        "kept": {f"{key[0].__name__} {key[1]}": round(each, 1) for key, each in kept.items() if each},
-    }  # fmt: skip
+    return {"counted": counted, "foreseen": bare(foreseen.phases)}
 
 
 def _of_layers(shape: TinyShape, layers: int) -> TinyShape:
@@ -235,59 +245,10 @@ def _step(run: str, case: Case, other_shape: TinyShape, regions: dict[Any, float
         other = make_model_folder(other_shape, Path(parent) / "other")
         settings = settings_of(run, case, folder, other)
         plan = plan_of(run, settings, folder, other)
-        leave_process_group()
-        dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
-        with CompiledGpu(regions, total_bytes=2**40) as gpu, recorded_calls(gpu.record):
+        with fake_process_group(), CompiledGpu(regions, total_bytes=2**40) as gpu, recorded_calls(gpu.record):
             worker = Worker(plan, Placement(0, 1, 0, "127.0.0.1", 0, "cuda"))
             try:
                 phases(worker, case, settings, updates_alone=True)
                 return settings, phases(worker, case, settings, updates_alone=False)
             finally:
                 worker.close()
-
-
-def render(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return the table of all runs."""
-    rows = []
-    for record in records:
-        highest = max(record["counted"], key=record["counted"].__getitem__)
-        for phase, counted in record["counted"].items():
-            foreseen = record["foreseen"][phase]
-            rows.append(
-                (record["run"], phase + (" *" if phase == highest else ""), f"{foreseen / MIB:,.1f}", f"{counted / MIB:,.1f}",
-                 f"{foreseen / counted - 1:+.2%}")
-            )  # fmt: skip
-    return text_table(("run", "pass", "formula MiB", "counted MiB", "difference"), rows, left=(0, 1))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Count what was asked for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_cost.compiled_peaks", description=__doc__)
-    parser.add_argument("--runs", nargs="+", choices=sorted(RUNS), default=list(RUNS))
-    parser.add_argument("--policy", choices=sorted(MODELS), default="0.6b")
-    parser.add_argument("--other", choices=sorted(MODELS), default="0.5b", help="shape of the critic, and of the student")
-    parser.add_argument("--layers", type=int, help="in place of the models'")
-    parser.add_argument("--prompt", type=int, default=1024)
-    parser.add_argument("--response", type=int, default=896)
-    parser.add_argument("--groups", type=int, default=2, help="prompts, of 8 answers each (default: 2)")
-    parser.add_argument("--json", type=Path, help="write the record here")
-    parser.add_argument("overrides", nargs="*", help="settings, as on a command line")
-    asked = parser.parse_args(argv)
-    policy, other = [shrunk_shape(MODELS[name], asked.layers, 1) for name in (asked.policy, asked.other)]
-    records = [
-        call_in_fake_process(
-            "benchmarks.gpu_cost.compiled_peaks:count",
-            run,
-            Case(policy, asked.prompt, asked.response, groups=asked.groups, overrides=tuple(asked.overrides)),
-            other,
-        )
-        for run in asked.runs
-    ]
-    print(render(records))
-    if asked.json is not None:
-        write_json(asked.json, {"schema": 1, "predicted": True, "commit": commit(), "runs": records})
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

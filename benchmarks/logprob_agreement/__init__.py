@@ -1,1 +1,0 @@
-"""How far the rollout engine's log-probs are from the trainer's, by dtype."""

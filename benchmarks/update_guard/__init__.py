@@ -1,1 +1,0 @@
-"""What it costs to look at the gradient norm before an update."""
