@@ -1,4 +1,4 @@
-"""Prints the mutation score by part and the survivors that nobody has looked at: `python tests/mutants/table.py [--survivors]`.
+"""Prints the mutation score by part and the survivors that nobody has looked at: `python tests/mutants/table.py`.
 
 Score = killed / (killed + survived). A mutant counts as killed when a test fails, runs out of time or ends the process. One that
 no test reaches has survived. Exits 1 under 95 %.
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
-import tomllib
-from collections import defaultdict
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 
 from mutmut.mutation.diff_apply import get_diff_for_mutant
@@ -18,7 +17,7 @@ from run import SURVIVED
 
 TARGET = 0.95
 MUTANTS = Path("mutants")
-LIST = Path("tests/mutants/survivors.toml")
+LIST = Path("tests/mutants/survivors.txt")
 
 PARTS = {
     "algorithms": ("algorithms/",),
@@ -54,13 +53,19 @@ def change(source, mutant):
     return f"{function}: {old} -> {new}"
 
 
+def mark(source, what):
+    """Gives eight digits that stand for a change of a file: they do not quote it, and follow the line wherever it moves."""
+    return sha256(f"{source}: {what}".encode()).hexdigest()[:8]
+
+
 def listed():
-    """Gives the survivors that were looked at: {source: {change: reason}}."""
-    groups = tomllib.loads(LIST.read_text())["reason"] if LIST.exists() else []
-    found = defaultdict(dict)
-    for group in groups:
-        for source, changes in group["mutants"].items():
-            found[source].update(dict.fromkeys(changes, group["why"]))
+    """Gives the survivors that were looked at: {mark: reason}. A reason is a line, and its marks are indented below it."""
+    found, reason = {}, ""
+    for line in LIST.read_text().splitlines():
+        if line.startswith(" "):
+            found.update(dict.fromkeys(line.split(), reason))
+        else:
+            reason = line
     return found
 
 
@@ -74,10 +79,10 @@ def main():
         elif code in SURVIVED:
             row[1] += 1
             what = change(source, mutant)
-            row[2] += what in known[str(source)]
-            met.add((str(source), what))
-            if what not in known[str(source)]:
-                unlisted.append(f"{mutant}\n    {what}")
+            met.add(found := mark(source, what))
+            row[2] += found in known
+            if found not in known:
+                unlisted.append(f"{found} {mutant}\n    {what}")
         else:
             row[0] += 1
     total = [sum(column) for column in zip(*counts.values(), strict=True)]
@@ -85,9 +90,10 @@ def main():
     for part, (killed, survived, seen, left) in [*counts.items(), ("all", total)]:
         score = f"{killed / (killed + survived):.1%}" if killed + survived else "-"
         print(f"{part:<14}{killed + survived + left:>9}{killed:>9}{survived:>10}{seen:>11}{left:>9}{score:>9}")
-    stale = [f"{source}: {what}" for source, found in known.items() for what in found if (source, what) not in met]
+    stale = [f"{found}: {reason}" for found, reason in known.items() if found not in met]
     if unlisted:
-        print(f"\n{len(unlisted)} survivors to look at: kill each by a test, or give its reason in {LIST}.", *unlisted, sep="\n")
+        print(f"\n{len(unlisted)} survivors to look at: kill each by a test, or put its mark below a reason in {LIST}.")
+        print(*unlisted, sep="\n")
     if stale:
         print(f"\n{len(stale)} mutants of {LIST} survive no longer:", *stale, sep="\n")
     if total[3]:
