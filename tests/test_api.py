@@ -340,6 +340,16 @@ def test_a_refused_call_leaves_no_folder(change, settings, run_dir, model, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_of_a_loss_that_was_edited_is_read_again_by_the_next_call(model, tmp_path):
+    file, loss = tmp_path / "loss.py", "actor_rollout_ref.actor.policy_loss"
+    settings = {f"{loss}.loss_mode": "custom", f"{loss}.custom.path": str(file), **SMALL}
+    for text, message in (("return -advantages.mean()", "returned float32"), ("return -advantages", "has no gradient")):
+        file.write_text(f"def compute_loss(log_prob, advantages):\n    {text}\n")
+        with pytest.raises(UserError, match=message):
+            verl_memopt.train(model, ROWS, right, steps=1, run_dir=tmp_path / "run", **settings)
+    assert list(tmp_path.glob("run/*")) == []
+
+
 def test_a_refused_call_changes_no_file_of_a_run_that_is_there_or_going_on(run, model):
     def files():
         return {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file() and path.name != "run.lock"}

@@ -239,6 +239,7 @@ class Run:
         from verl_memopt.config.keys import flatten, replaced
         from verl_memopt.config.loader import settings_from_mapping
         from verl_memopt.observe.log_setup import setup_logging
+        from verl_memopt.trainer.fit_search import silent
         from verl_memopt.trainer.replay import record_folder
 
         setup_logging()
@@ -246,8 +247,10 @@ class Run:
         folder = next(path for number in itertools.count(1) if not (path := start / str(number)).exists())
         files = _held_out(rows, folder / INPUTS)
         saved = flatten(yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8")))
+        with silent():  # the run has said already what has no effect
+            settings = settings_from_mapping(saved)
         loaded = replaced(
-            settings_from_mapping(saved),
+            settings,
             {
                 "actor_rollout_ref.model.path": str(self.model_path),
                 "actor_rollout_ref.model.lora_rank": 0,
@@ -306,8 +309,10 @@ class Call:
         Raises:
             UserError: An argument is wrong. Nothing is left then.
         """
+        from verl_memopt.data.plugin import forget_files
         from verl_memopt.run.inputs import Inputs
 
+        forget_files()
         given = self._given()
         folder = _run_folder(given.pop(FOLDER, None) or self.run_dir, self.model, self.algorithm, self.resume)
         if self.resume:

@@ -176,7 +176,7 @@ def test_whoever_takes_any_argument_gets_those_of_verl(tmp_path):
     check_custom(chosen)
 
 
-def test_an_estimator_is_tried_on_two_groups_with_rewards_of_0_and_1(tmp_path):
+def test_an_estimator_is_tried_on_a_group_with_rewards_of_0_and_1_and_on_one_with_equal_rewards(tmp_path):
     text = f"""
 import torch
 
@@ -193,14 +193,14 @@ def surprise(log_probs):
     rewards, mask, index, old, weights = torch.load(tmp_path / "seen.pt")
     assert mask.sum(1).tolist() == [1, 2, 3, 1, 2, 3, 1, 2]  # two prompts with four responses each
     assert index.tolist() == [0] * 4 + [1] * 4
-    assert rewards.tolist() == [[0, 0, 0], [0, 1, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0], [0, 0, 1], [0, 0, 0], [0, 1, 0]]
+    assert rewards.tolist() == [[0, 0, 0], [0, 1, 0], [0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 0, 0], [0, 1, 0]]
     assert torch.equal(old, -0.5 * mask)
     assert torch.equal(weights, 0.5 * mask)
     head = torch.load(tmp_path / "head.pt")
     torch.testing.assert_close(head, torch.tensor([0, 0.25, 0.5, 0.75, 1]).log_softmax(0).expand(15, 5))
 
 
-def test_a_loss_is_tried_on_ratios_and_advantages_of_both_signs_and_then_on_a_part_of_them(tmp_path):
+def test_a_loss_is_tried_twice_on_ratios_and_advantages_of_both_signs_and_then_on_a_part_of_them(tmp_path):
     text = f"""
 import os
 import torch
@@ -212,7 +212,8 @@ def mine(log_prob, old_log_prob, advantages, response_mask):
 """
     chosen = settings(tmp_path, "loss", text)
     check_custom(chosen)
-    whole, part = (torch.load(path) for path in sorted(tmp_path.glob("*.pt")))
+    whole, again, part = (torch.load(path) for path in sorted(tmp_path.glob("*.pt")))
+    assert all(map(torch.equal, whole, again))
     new, old, advantages, mask = whole
     torch.testing.assert_close(old, -torch.linspace(0.1, 3.0, 12))
     torch.testing.assert_close(new - old, torch.linspace(-0.4, 0.4, 12))
@@ -236,7 +237,7 @@ A_STATISTIC += "def surprise(log_probs):\n    "
 A_LOSS = "def mine(log_prob, old_log_prob, advantages):\n    "
 MISTAKES = {
     "no such file": (E, "", {"file": "other.py"}, "there is no such file. Set the path"),
-    "no such name": (E, "def other(): ...", {}, "the file has no 'mine'. It defines other. Name one"),
+    "no such name": (E, "def other(): ...", {}, "the file has no 'mine'. It defines other. Name one of these in algorithm.cus"),
     "no function": (L, "mine = 3", {}, "it is a int, not a function. Name a function"),
     "an unknown argument": (E, "def mine(token_level_rewards, magic): ...", {}, "it asks for magic, .*Use these names"),
     "an argument that cannot be named": (E, "def mine(magic, /, index, more): ...", {}, "it asks for magic, more, .*Use these"),
@@ -277,6 +278,17 @@ MISTAKES = {
     "an exception in a loss": (
         L, f"{A_LOSS}raise ValueError('first\\nsecond')", {}, r"ValueError: first second .*log_prob float32 \[12\].*Correct",
     ),
+    "a loss that writes to what it was given": (
+        L, f"{A_LOSS}advantages.clamp_(-0.5, 0.5)\n    return -advantages * log_prob", {},
+        "it changes advantages in place. Begin with advantages = advantages.clone()",
+    ),
+    "a statistic that writes to what it was given": (
+        E, f"{A_STATISTIC}return log_probs.exp_()[:, 0]", {}, "it changes log_probs in place. Begin with log_probs = log",
+    ),
+    "a loss of chance": (
+        L, f"import torch\n{A_LOSS}return log_prob * torch.rand(len(log_prob))", {},
+        ": the loss of a token differs from call to call. Take what is random out of it.$",
+    ),
     "three results": (
         E, f"{ESTIMATOR}return (token_level_rewards,) * 3", {}, r"must return \(advantages, returns\), .* a tuple of 3. Correct",
     ),
@@ -301,6 +313,15 @@ MISTAKES = {
     ),
     "advantages that are not finite": (
         E, f"{ESTIMATOR}return token_level_rewards / 0, token_level_rewards", {}, "hold nan at row 0, token 0. Correct",
+    ),
+    "a deviation of 0": (
+        E, f"{ESTIMATOR}s = token_level_rewards.sum(1, keepdim=True)\n    a = s + response_mask * 0.0\n"
+        "    for i in set(index):\n        a[index == i] = (a[index == i] - s[index == i].mean()) / s[index == i].std()\n"
+        "    return a, a", {}, "advantages hold nan at row 4, token 0. Correct .* may all have the same reward",
+    ),
+    "a class": (L, "class mine:\n    def __call__(self, log_prob): ...", {}, "it is a class, not a function. Name a function"),
+    "an exception in what a function calls": (
+        L, f"import torch\n{A_LOSS}return 1 - torch.ones(1, dtype=torch.bool)", {}, r"RuntimeError: .* in \S*mine.py:3\. It was",
     ),
     "a mean": (
         L, f"{A_LOSS}return (-advantages * log_prob).mean()", {},

@@ -49,7 +49,7 @@ def test_a_class_of_the_file_can_be_pickled_by_reference(plugin):
 @pytest.mark.parametrize(
     ("text", "name", "said"),
     [
-        ("def other():\n    pass\n_hidden = 1\n", "wanted", "the file has no 'wanted'. It defines other. Name one of these."),
+        ("def other():\n    pass\n_hidden = 1\n", "wanted", "the file has no 'wanted'. It defines other. Name one of these in "),
         ("", None, "the file has no None. It defines nothing"),
         ("def wanted(:\n", "wanted", "the file does not run. Correct it:\n"),
         ("raise SystemExit(3)\n", "wanted", "the file does not run. Correct it:\n"),

@@ -54,6 +54,17 @@ def test_a_run_without_validation_ends_early_with_a_checkpoint_where_it_saves(to
     assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_1"]
 
 
+def test_on_step_can_validate_the_next_step_and_is_told_where_there_are_no_rows(toy, tmp_path):
+    def validate(progress):
+        progress.validate = progress.step == 1
+
+    never = ["trainer.test_freq=-1", "trainer.save_freq=-1", "trainer.val_before_train=false", "trainer.total_training_steps=3"]
+    rows = steps_heard(toy, tmp_path / "rows", at_steps(validate), *never)
+    assert [any(name.startswith("val-core/") for name in row) for row in rows.values()] == [False, True, False]
+    with pytest.raises(ConfigError, match=r"^validate: the run has no held-out rows. Set data.val_files"):
+        steps_heard(toy, tmp_path / "none", at_steps(validate), *never, "data.val_files=null")
+
+
 @pytest.mark.parametrize(
     ("metric", "values", "stops"),
     [

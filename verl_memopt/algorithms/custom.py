@@ -91,24 +91,37 @@ class UserFunction:
     own: dict[str, Extra] = field(default_factory=dict)
     """Those of them that functions of its own file compute from each token's distribution."""
 
-    def call(self, offered: Mapping[str, Any]) -> Any:
+    def call(self, offered: Mapping[str, Any], copies: bool = False) -> Any:
         """Return what the function returns.
 
+        ``copies``: What is offered is read by nobody else, so the function may write to it.
+
         Raises:
-            TrainingError: It raised an error. The message names its line and the shapes it was given.
+            TrainingError: It raised an error, or changed a tensor that others read. The message names its line and the shapes.
         """
         given = {name: offered[name] for name in self.arguments}
+        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+        before = _versions(tensors)
         try:
-            return self.function(**given)
+            result = self.function(**given)
         except UserError:
             raise
         except Exception as problem:
-            shapes = ", ".join(f"{name} {shape(value)}" for name, value in given.items() if isinstance(value, Tensor))
+            shapes = ", ".join(f"{name} {shape(value)}" for name, value in tensors.items())
             raise self.error(f"it raised {raised(problem)}. It was given {shapes}") from problem
+        changed = [name for name, version in _versions(tensors).items() if version != before[name]]
+        if changed and not copies:
+            raise self.error(f"it changes {changed[0]} in place", f"Begin with {changed[0]} = {changed[0]}.clone().")
+        return result
 
     def error(self, what: str, way_out: str = "Correct the function.") -> TrainingError:
         """Return the error of a call."""
         return TrainingError(f"{self.address}: {what}. {way_out}")
+
+
+def _versions(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return name -> how often each tensor was written to. Tensors of inference mode do not count that."""
+    return {name: value._version for name, value in tensors.items() if not value.is_inference()}
 
 
 def shape(value: Any) -> str:
@@ -132,8 +145,9 @@ def load_function(
     assert custom.path is not None, f"{key}.path is checked when settings are loaded"
     function = load_from_file(custom.path, custom.name, key=f"{key}.path", error=ConfigError)
     address = f"{key}.name={custom.name} in {custom.path}"
-    if not callable(function):
-        raise ConfigError(f"{address}: it is a {type(function).__name__}, not a function. Name a function.")
+    if not callable(function) or inspect.isclass(function):
+        kind = "class" if inspect.isclass(function) else type(function).__name__
+        raise ConfigError(f"{address}: it is a {kind}, not a function. Name a function.")
     parameters = inspect.signature(function).parameters.values()
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
     named = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
@@ -222,7 +236,7 @@ def custom_advantages(inputs: AdvantageInputs, algorithm: Algorithm) -> tuple[Te
     missing = [name for name in estimator.arguments if offered[name] is None]
     if missing:
         raise estimator.error(f"this run does not compute {missing[0]}", f"{extras[missing[0]].way_out}.")
-    result = estimator.call(offered)
+    result = estimator.call(offered, copies=True)
     if not isinstance(result, tuple) or len(result) != 2:
         found = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
         raise estimator.error(f"it must return (advantages, returns), but it returned {found}")
@@ -232,7 +246,10 @@ def custom_advantages(inputs: AdvantageInputs, algorithm: Algorithm) -> tuple[Te
         flat = values.detach()[row, place].float()
         if not flat.isfinite().all():
             at = int((~flat.isfinite()).nonzero()[0])
-            raise estimator.error(f"{name} hold {flat[at].item()} at row {int(row[at])}, token {int(place[at])}")
+            raise estimator.error(
+                f"{name} hold {flat[at].item()} at row {int(row[at])}, token {int(place[at])}",
+                "Correct the function. The answers to a prompt may all have the same reward, so their deviation may be 0.",
+            )
         per_token.append(nothing.masked_scatter(tokens, flat))
     return per_token[0], per_token[1]
 
@@ -299,6 +316,7 @@ def _try_estimator(settings: Settings, samples: int) -> None:
     lengths = 1 + torch.arange(num_rows) % 3
     row = torch.arange(num_rows).repeat_interleave(lengths)
     rewards = torch.arange(num_rows) % 2 * 1.0
+    rewards[samples:] = 1.0  # in many steps, all answers to some prompt are right
     last = torch.cat([row[1:] != row[:-1], torch.ones(1, dtype=torch.bool)])
     made_up = {
         extra.input: torch.full(row.shape, -0.5 if "log" in name else 0.5)
@@ -329,14 +347,18 @@ def _try_loss(actor: Actor) -> None:
             raise user.error("the loss has no gradient", "Compute it from log_prob, without .detach() or .item().")
         return losses.detach(), gradient
 
-    whole, part = losses_and_gradient(slice(None)), slice(3, 7)
+    whole = losses_and_gradient(slice(None))
     for name, values in zip(("the loss", "its gradient"), whole, strict=True):
         if not values.isfinite().all():
             raise user.error(f"{name} is not finite: {values[~values.isfinite()][0].item()}")
     # The head computes log-probs chunk by chunk and asks for the gradient of each chunk alone.
-    for name, values, alone in zip(("the loss", "the gradient"), whole, losses_and_gradient(part), strict=True):
-        if not torch.allclose(values[part], alone, rtol=1e-4, atol=1e-6):
-            raise user.error(
-                f"{name} of a token depends on the other tokens of the call",
-                "Compute it from the token's own numbers: tokens come in chunks. What joins tokens belongs in an estimator.",
-            )
+    for part, what, way_out in (
+        (slice(None), "differs from call to call", "Take what is random out of it."),
+        (
+            slice(3, 7), "depends on the other tokens of the call",
+            "Compute it from the token's own numbers: tokens come in chunks. What joins tokens belongs in an estimator.",
+        ),
+    ):  # fmt: skip
+        for name, values, alone in zip(("the loss", "the gradient"), whole, losses_and_gradient(part), strict=True):
+            if not torch.allclose(values[part], alone, rtol=1e-4, atol=1e-6):
+                raise user.error(f"{name} of a token {what}", way_out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,9 +14,13 @@ from typing import Any
 
 from verl_memopt.errors import DataError, UserError
 
+_MODULES = "verl_memopt_plugin_"
+_NOT_THEIRS = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+"""Where no user's code lies: this package, Python's own library, and what is installed."""
+
 
 def load_from_file(path: str, name: str | None, *, key: str, error: type[UserError]) -> Any:
-    """Return the object called ``name`` in the Python file ``path``. A file is run once, even if it is loaded again.
+    """Return the object called ``name`` in the Python file ``path``. A file is run once in a run, even if it is loaded again.
 
     ``key`` is the setting that named the file, for errors. They are of the class ``error``: the file is missing, does not run, or
     lacks the name.
@@ -24,12 +29,19 @@ def load_from_file(path: str, name: str | None, *, key: str, error: type[UserErr
     if not file.is_file():
         raise error(f"{key}={path}: there is no such file. Set the path of a Python file.")
     file = file.resolve()
-    module_name = f"verl_memopt_plugin_{file.stem}_{abs(hash(str(file))):x}"
+    module_name = f"{_MODULES}{file.stem}_{abs(hash(str(file))):x}"
     module = sys.modules.get(module_name) or _run_module(module_name, file, key, error)
     if name is None or not hasattr(module, name):
         public = sorted(entry for entry in vars(module) if not entry.startswith("_"))
-        raise error(f"{key}={path}: the file has no {name!r}. It defines {', '.join(public) or 'nothing'}. Name one of these.")
+        there = f"It defines {', '.join(public) or 'nothing'}"
+        raise error(f"{key}={path}: the file has no {name!r}. {there}. Name one of these in {key.replace('path', 'name')}.")
     return getattr(module, name)
+
+
+def forget_files() -> None:
+    """Run every file again where it is next loaded: between two runs of one process, its owner may have edited it."""
+    for name in [name for name in sys.modules if name.startswith(_MODULES)]:
+        del sys.modules[name]
 
 
 def refuse_verls_arguments(made: Any, theirs: Sequence[str], ours: str, address: str) -> None:
@@ -50,8 +62,9 @@ def refuse_verls_arguments(made: Any, theirs: Sequence[str], ours: str, address:
 
 
 def raised(problem: BaseException) -> str:
-    """Return what a user's code raised, and where, in one line."""
-    place = traceback.extract_tb(problem.__traceback__)[-1]
+    """Return what a user's code raised, and at which line of theirs, in one line."""
+    places = traceback.extract_tb(problem.__traceback__)
+    place = next((place for place in reversed(places) if not place.filename.startswith(_NOT_THEIRS)), places[-1])
     return f"{' '.join(f'{type(problem).__name__}: {problem}'.split())} in {place.filename}:{place.lineno}"
 
 

@@ -180,7 +180,7 @@ _BY_REASON = {
         *("ray_kwargs.ray_init", "ray_kwargs.timeline_json_file", "debug.mode", f"{_AR}.nccl_timeout"),
         *(f"reward_model.{key}" for key in ("num_workers", "max_concurrent", "sandbox_fusion.max_concurrent")),
         *(f"{_AR}.rollout.{key}" for key in ("disable_log_stats", "mode", "max_logprob_diff")),
-        *("memory.host_limit_gb", "memory.pinned_limit_gb"),
+        *("memory.card_gb", "memory.host_limit_gb", "memory.pinned_limit_gb"),
     ),
     "the same values are kept elsewhere, or computed again": (
         *(key for knob in knobs() if knob.same_numbers for key in knob.keys),

@@ -41,18 +41,26 @@ class Progress:
     save: bool = False
     """Write a checkpoint."""
     validate: bool = False
-    """Answer the held-out rows, if this is set by ``step`` at the latest."""
+    """Answer the held-out rows, if this is set by ``step`` at the latest. What ``on_step`` sets holds for the next step."""
 
 
 Listener = Callable[[Progress], None]
 
 
 def at_steps(on_step: Listener) -> Listener:
-    """Return the listener that calls a function after each step, when everything of it is logged."""
+    """Return the listener that calls a function after each step, when everything of it is logged.
+
+    By then its validation is past, so what it wishes of ``validate`` holds for the next step.
+    """
+    validates_next = False
 
     def listen(progress: Progress) -> None:
-        if progress.moment == "logged":
+        nonlocal validates_next
+        if progress.moment == "step":
+            progress.validate = validates_next
+        elif progress.moment == "logged":
             on_step(progress)
+            validates_next = progress.validate
 
     return listen
 

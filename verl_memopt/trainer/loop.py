@@ -354,7 +354,13 @@ class Trainer:
         self.reporter.warn(self.step, self.health.validation(self.step, scores, samples))
 
     def validation(self, step: int, wanted: bool = False) -> Validation | None:
-        """Validate if it is due after this step, or wanted, and return the result."""
+        """Validate if it is due after this step, or wanted, and return the result.
+
+        Raises:
+            ConfigError: It is wanted, and there are no rows for it.
+        """
+        if wanted and self.validator is None:
+            raise ConfigError("validate: the run has no held-out rows. Set data.val_files (eval_dataset from Python).")
         if self.validator is None or not (wanted or self.due(self.settings.test_freq, step)):
             return None
         began = time.monotonic()
