@@ -560,12 +560,10 @@ def _unlink_shared_memory(place: EnginePlace) -> None:
 
 
 def _unlink_message_queues() -> None:
-    """Remove the names of the message queues that this process created.
-
-    vLLM removes a name when the queue is collected, which would fail for a name that is gone.
-    """
+    """Remove the names of this process's message queues, so that vLLM does not fail to remove them when it collects a queue."""
     from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
 
+    gc.unfreeze()  # vLLM freezes all objects as it starts, and those are not listed
     for buffer in (entry for entry in gc.get_objects() if type(entry) is ShmRingBuffer):
         if buffer.is_creator:
             buffer.shared_memory.unlink()

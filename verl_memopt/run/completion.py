@@ -74,9 +74,11 @@ _verl_memopt() {{
   fi
   case $words[2] in
     {"|".join(_with_settings(commands))})
-      if ! compset -P '*='; then
-        compadd -S '' -- {" ".join(settings)}
-      fi ;;
+      local -i found=0
+      compadd -S '' -- {" ".join(each for each in settings if each.endswith("="))} && found=1
+      compadd -- {" ".join(each for each in settings if not each.endswith("="))} && found=1
+      (( found )) && return
+      compset -P '*=' ;;
   esac
   _files
 }}
