@@ -10,6 +10,7 @@ import json
 import logging
 import pkgutil
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -172,6 +173,12 @@ def _seconds(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
 
 
+def _program() -> str:
+    """Return what a shell calls this program: its name, or the path that was typed where the name alone is not found."""
+    typed = sys.argv[0]
+    return typed if Path(typed).name == "verl-memopt" and shutil.which("verl-memopt") is None else "verl-memopt"
+
+
 def _gb(text: str) -> float:
     from verl_memopt.memory.profiles import gigabytes
 
@@ -269,7 +276,7 @@ def fit_command(arguments: Sequence[str]) -> int:
         overrides.append("actor_rollout_ref.actor.use_dynamic_bsz=true")
     overrides += [] if parsed.gpus is None else [f"trainer.n_gpus_per_node={parsed.gpus}"]
     settings = load_settings(parsed.config_name, overrides, parsed.config_dir)
-    line = CommandLine("verl-memopt train", parsed.config_name, parsed.config_dir, tuple(overrides[2:]))
+    line = CommandLine(f"{_program()} train", parsed.config_name, parsed.config_dir, tuple(overrides[2:]))
     return command(settings, card_asked_for(settings, parsed.memory, parsed.host_memory), line, parsed.json)
 
 

@@ -173,7 +173,7 @@ def test_the_report_that_the_page_explains_is_what_its_command_ends_with(checkou
 
 def test_what_fits_on_the_page_is_what_its_command_prints(checkout):
     command = next(line for line in commands(README) if ".venv/bin/verl-memopt fit" in line)
-    shown = next(text for text in blocks(README, "") if "Verdict:" in text)
+    shown = next(text for text in blocks(README, "") if "Verdict:" in text).replace(".venv/bin/verl-memopt", "verl-memopt")
     printed = checkout.shell(command).stdout
     assert [line.split() for line in printed.splitlines() if line.strip()] == [
         line.split() for line in shown.splitlines() if line.strip()

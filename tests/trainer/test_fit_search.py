@@ -9,10 +9,13 @@ import pytest
 from benchmarks.fit_search import compare, draw
 from tests.trainer.test_fit import TWO_COPIES, rloo, said
 from verl_memopt.cli import main
-from verl_memopt.config.loader import load_settings
+from verl_memopt.config.keys import value_at
+from verl_memopt.config.loader import PACKAGED, load_settings
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.formulas import PUBLISHED, ModelSize
+from verl_memopt.memory.profiles import gigabytes, profile_named
 from verl_memopt.trainer.fit import Card, judge
+from verl_memopt.trainer.fit_levers import levers_of
 from verl_memopt.trainer.fit_search import find_out
 
 AR = "actor_rollout_ref"
@@ -143,11 +146,55 @@ def test_heads_that_do_not_divide_over_the_ranks_are_refused_by_name():
         judge(rloo(*given, sharing), Card.of(24))
 
 
+def test_no_lever_goes_back_from_what_holds_less_already():
+    lora = [f"{AR}.model.lora_rank=8", f"{AR}.actor.fsdp_config.model_dtype=bfloat16", f"{AR}.model.quantization=nf4"]
+    files = ["data.train_files=none", "data.val_files=null", "model=qwen3_8b", "memory=24g"]
+    for given, key, now in (([], f"{AR}.ref.fsdp_config.param_offload", "stream"), (lora, f"{AR}.model.quantization", "nf4")):
+        settings = load_settings("grpo_trainer", [*files, *given])
+        assert value_at(settings, key) == now
+        levers = levers_of(settings, PUBLISHED["Qwen/Qwen3-8B"], host_is_bounded=False)
+        assert not [level for lever in levers for level in lever.levels if key in level.keys]
+
+
 @pytest.mark.parametrize("size", ["32", "32g", "32GB", "32gb", "32GiB", "32 GB", "'32g'"])
 def test_a_card_is_named_by_its_size_however_it_is_written(size, capsys):
     assert rloo("model=qwen3_0_6b", f"memory={size}") == rloo("model=qwen3_0_6b", "memory=32g")
     _, text = said(capsys, "model=qwen3_0_6b", "memory=24g", "--memory", size.strip("'"), "--json")
     assert json.loads(text)["card_bytes"] == Card.of(32).num_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("RTX 4090", "24g"), ("4090", "24g"), ("nvidia-geforce-rtx-5090", "32g"), ("a100 80GB", "80g"), ("L40S", "48g")],
+)
+def test_a_card_is_named_by_its_name(name, size):
+    assert profile_named(name) == size
+    assert gigabytes(name) == gigabytes(size)
+
+
+def test_a_card_of_several_sizes_is_not_chosen_for_the_user():
+    with pytest.raises(ConfigError, match=r"memory=A100: A100 is made with 40GB and 80GB. Write which"):
+        rloo("model=qwen3_0_6b", "memory=A100")
+
+
+@pytest.mark.parametrize(
+    ("preset", "said"),
+    [
+        (
+            "model=qwen3_8",
+            r"^model=qwen3_8: there is no such preset. Did you mean model=qwen3_8b\? There are .*, tiny. For a folder",
+        ),
+        ("model=Qwen/Qwen3-8B", r"mean model=qwen3_8b\? .* hub id write actor_rollout_ref.model.path=Qwen/Qwen3-8B.$"),
+        ("memory=gtx1080", r"^memory=gtx1080: there is no such preset. There are .* For another card write its GB"),
+        ("memory=24576", r"^memory=24576: no card has 24576 GB. If these are MB, write 24.$"),
+        ("recipe/rloo/gsm8k.yaml", r"For this file give --config-dir recipe/rloo --config-name gsm8k.$"),
+        ("debug=dri", r"Did you mean debug=dry\?"),
+    ],
+)
+def test_a_preset_that_there_is_not_is_refused_with_the_nearest(preset, said, monkeypatch):
+    monkeypatch.chdir(PACKAGED.parents[2])
+    with pytest.raises(ConfigError, match=said):
+        rloo("model=qwen3_0_6b", preset)
 
 
 def test_a_size_without_a_profile_is_refused_with_the_next_smaller_one():

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Mapping, Set
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -152,9 +153,11 @@ def compose_mapping(
         try:
             line = _with_profile(text)
             override = OverridesParser.create().parse_override(line)
-            sign = _sign(override, packaged_groups, groups)
+            sign = _sign(override, packaged_groups, groups, folder)
         except HydraException as error:
             mend = "Write key=value, and quote text with special characters."
+            if Path(text).is_file():
+                mend = _as_file(text)
             problems.append(Problem((), f"{shown(text)}: {_one_line(error)}. {mend}"))
         except ConfigError as error:
             problems.append(Problem((), f"{text}: {error}"))
@@ -204,11 +207,19 @@ def _folder(config_name: str, config_dir: str | None) -> Path:
         raise ConfigError(f"config_dir={config_dir}: no such folder. Give the folder that holds {config_name}.yaml.")
     names = sorted({file.stem for each in (folder, PACKAGED) for file in each.glob("*.yaml")})
     if config_name.removesuffix(".yaml") not in names:
-        raise ConfigError(f"config_name={config_name}: no such config. Choose one of {', '.join(names)}.")
+        raise ConfigError(f"config_name={config_name}: no such config. Choose one of {', '.join(names)}. {_as_file(config_name)}")
     return folder
 
 
-def _sign(override: Override, packaged: set[str], groups: set[str]) -> str | None:
+def _as_file(text: str) -> str:
+    """Return how the command line names a config that is a file, if a text is its path; else how it names one in general."""
+    path = Path(text)
+    if path.suffix in (".yaml", ".yml") and path.is_file():
+        return f"For this file give --config-dir {path.parent} --config-name {path.stem}."
+    return "For one of your own give --config-dir as well."
+
+
+def _sign(override: Override, packaged: set[str], groups: set[str], folder: Path) -> str | None:
     """Return the sign with which Hydra takes an override, whether or not a file sets its key; None = as it is written."""
     key = override.key_or_group
     if key.split(".")[0] == "hydra":
@@ -222,10 +233,25 @@ def _sign(override: Override, packaged: set[str], groups: set[str]) -> str | Non
         return None if is_deleted or override.package else "++"
     if not is_deleted and not isinstance(override.value(), str | list):
         raise ConfigError(f"a group takes the name of one of its files. Write {key}=<name>.")
+    if key in packaged and isinstance(value := override.value(), str):
+        _check_preset(key, value, folder)
     if key in LAST and not is_deleted:
         # Appended, a profile stands after the recipe's own keys. A command line's keys still come after it.
         return "+"
     return "" if key in packaged else None
+
+
+def _check_preset(group: str, name: str, folder: Path) -> None:
+    names = sorted({file.stem for each in (folder, PACKAGED) for file in (each / group).glob("*.yaml")})
+    if name in names or name.endswith(".yaml"):
+        return
+    near = get_close_matches(name.rpartition("/")[2].lower().replace("-", "_"), names, 1)
+    meant = f" Did you mean {group}={near[0]}?" if near else ""
+    other = {
+        "model": f" For a folder or a hub id write actor_rollout_ref.model.path={name}.",
+        "memory": " For another card write its GB, such as memory=24.",
+    }.get(group, "")
+    raise ConfigError(f"there is no such preset.{meant} There are {', '.join(names)}.{other}")
 
 
 def _groups(folder: Path) -> set[str]:

@@ -31,20 +31,51 @@ CARDS = ("12g", "16g", "24g", "32g", "48g", "80g", "141g")
 """Profiles for one card of so many GB. Each file says which models fit it."""
 PROFILES = ("constrained", "balanced", "large_multi_gpu", *CARDS)
 
+LARGEST = 1000
+"""GB of a card, which none reaches."""
+
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:g|gb|gib)?", re.IGNORECASE)
 
 
 def gigabytes(size: str) -> float:
-    """Return the GB of a card or a machine, written as 32, 32g, 32GB, "32 GB" or 32GiB: the number by which it is sold.
+    """Return the GB of a card or a machine, written as 32, 32g, 32GB, "32 GB" or 32GiB, or as the name of a card.
 
     Raises:
-        ValueError: It is no size above 0.
+        ValueError: It is no size above 0, or the name of cards of several sizes.
     """
+    if sizes := _sizes_of(size):
+        if len(sizes) > 1:
+            raise ValueError(f"{size} is made with {' and '.join(each.upper() + 'B' for each in sizes)}. Write which")
+        size = sizes[0]
     found = SIZE.fullmatch(size.strip())
     number = float(found[1]) if found else 0.0
     if not 0 < number < math.inf:
-        raise ValueError(f"{size} is no number of GB above 0")
+        raise ValueError(f"{size} is no number of GB above 0, and no card that is known here")
     return number
+
+
+def _sizes_of(name: str) -> list[str]:
+    """Return the sizes in which a card is made, of those whose datasheets are known."""
+    from verl_memopt.memory.seconds import DATASHEETS  # it reads the settings, which know the profiles
+
+    sizes = [size for size, cards in DATASHEETS.items() if any(_short(card.name) == _short(name) for card in cards)]
+    said = re.search(r"(\d+)\s*gi?b$", name.lower())
+    return [f"{said[1]}g"] if said is not None and f"{said[1]}g" in sizes else sizes
+
+
+def _short(card: str) -> str:
+    """Return the part of a card's name that tells it from others: 4090 of "NVIDIA GeForce RTX 4090 24GB"."""
+    return re.sub(r"nvidia|geforce|rtx|[\s_-]|\d+\s*gi?b$", "", card.lower())
+
+
+def check_card(number: float) -> None:
+    """Refuse a number of GB that no card has.
+
+    Raises:
+        ConfigError: It is too large.
+    """
+    if number > LARGEST:
+        raise ConfigError(f"no card has {number:g} GB. If these are MB, write {number / 1024:.0f}.")
 
 
 def profile_named(name: str) -> str:
@@ -53,9 +84,13 @@ def profile_named(name: str) -> str:
     Raises:
         ConfigError: No profile is for a card of that size.
     """
-    if name in PROFILES or not SIZE.fullmatch(name.strip()):
+    if name in PROFILES or not (SIZE.fullmatch(name.strip()) or _sizes_of(name)):
         return name
-    number = gigabytes(name)
+    try:
+        number = gigabytes(name)
+    except ValueError as error:
+        raise ConfigError(f"{error}.") from error
+    check_card(number)
     if (card := f"{number:g}g") in CARDS:
         return card
     smaller = [each for each in CARDS if gigabytes(each) < number]

@@ -17,7 +17,7 @@ from verl_memopt.memory.critic_rules import has_critic
 from verl_memopt.memory.fit import CARDS, Peaks, Sizes, bytes_beside_cache, on_one_machine, predict
 from verl_memopt.memory.formulas import PUBLISHED, check_heads
 from verl_memopt.memory.knob import longest_sample, needs_reference, sequence_ranks
-from verl_memopt.memory.profiles import gigabytes
+from verl_memopt.memory.profiles import check_card, gigabytes
 from verl_memopt.memory.rollout_memory import AUTO, CACHE
 from verl_memopt.memory.seconds import DATASHEETS, Rates, seconds_of
 from verl_memopt.memory.sequence_parallel import KEYS as SEQUENCE
@@ -118,6 +118,8 @@ class Card:
 
 def card_asked_for(settings: Settings, gigabytes: float | None, host_gigabytes: float | None = None) -> Card:
     """Return the card of a command line, else the one of the settings, else this machine's."""
+    if gigabytes is not None:
+        check_card(gigabytes)
     card = known_card(settings) if gigabytes is None else Card.of(gigabytes)
     if card is None:
         raise ConfigError("--memory: the size of the card is not known. Give it in GB (--memory 24), or a profile (memory=24g).")

@@ -76,8 +76,10 @@ def levers_of(settings: Settings, size: ModelSize, host_is_bounded: bool) -> tup
 def _useful(settings: Settings, lever: Lever) -> Lever | None:
     """Return a lever with the levels that differ from the run's own state and from each other; None where there is none."""
     kept: list[Level] = [AS_IS]
-    for level in lever.levels:
-        keys = {key: value for key, value in level.keys.items() if value_at(settings, key) != value}
+    differing = [{key: value for key, value in level.keys.items() if value_at(settings, key) != value} for level in lever.levels]
+    # Where the run is at a level already, those before it hold more.
+    own = max((at for at, keys in enumerate(differing) if not keys), default=-1)
+    for level, keys in list(zip(lever.levels, differing, strict=True))[0 if lever.is_choice else own + 1 :]:
         if keys and keys not in [dict(each.keys) for each in kept]:
             # Keys that the run has already stay, as a later lever may set one otherwise.
             kept.append(Level(level.knob, level.keys, level.changes_numbers))

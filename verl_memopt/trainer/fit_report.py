@@ -12,7 +12,7 @@ from rich.table import Table
 
 from verl_memopt.config.keys import replaced, shown
 from verl_memopt.config.schema import Settings
-from verl_memopt.memory.critic_rules import own_pools
+from verl_memopt.memory.critic_rules import has_critic, own_pools
 from verl_memopt.memory.knob import devices_of, num_devices
 from verl_memopt.memory.seconds import Rates
 from verl_memopt.observe.phase import GIB
@@ -107,11 +107,14 @@ def print_findings(settings: Settings, found: Findings, line: CommandLine, conso
     if not verdict.fits:
         assert found.after is not None
         _print_changes(found, console)
-        if found.fits:
-            console.print(f"\nThe whole command, with your data.train_files:\n  {line.having(found.keys)}", soft_wrap=True)
         last = found.after
     if not last.fits:
+        if has_critic(settings):
+            console.print("PPO has a critic beside the policy. RLOO and GRPO have none: --config-name rloo_trainer.")
         return
+    has_data = any(each.startswith("data.train_files=") for each in line.overrides)
+    add = "" if has_data else "; add data.train_files=FILE"
+    console.print(f"\nThe whole command{add}:\n  {line.having(found.keys)}", soft_wrap=True)
     with_changes = "" if verdict.fits else " (with these settings)"
     console.print(f"\nThe most that fits{with_changes}:")
     reach = f"data.max_response_length, now {data.max_response_length}"
