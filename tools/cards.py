@@ -34,18 +34,37 @@ LEAST_BYTES = {"all": 2.0, "lora": 2.0, "qlora": 0.5}
 """Of a weight on the card while it generates, whatever is set: a model above that is not tried."""
 
 
-HEAD = """| profile | all weights, with it alone | all weights | LoRA | LoRA on 4 bits | host GiB |
-|---|---|---|---|---|---:|
-"""
-FOOT = """
-The largest preset that fits one card by the formulas of `verl-memopt fit`, generation included, for prompts and responses of 512
-tokens each. No card has measured it. LoRA has rank 32 on bfloat16 weights, or on a base in nf4. All but the second
-column may need more settings than the profile, none of which changes a number. They are printed by
-`verl-memopt fit --config-name rloo_trainer model=... memory=...`. The host memory is that of the third column.
+HEAD = {
+    "en": "| profile | all weights, profile alone | all weights | LoRA | LoRA on 4 bits | host GiB |",
+    "ko": "| 프로필 | 모든 가중치, 프로필만 | 모든 가중치 | LoRA | 4비트 위의 LoRA | 호스트 GiB |",
+}
+FOOT = {
+    "en": """
+Each cell names the largest preset (`model=`) that fits one card. `verl-memopt fit` computed it by formulas, generation included,
+for prompts and responses of 512 tokens each. Nobody has measured it on a card. LoRA has rank 32, on bfloat16 weights or on a
+base in nf4.
+
+The second column needs nothing but the profile. `memory=141g` moves less to the host than `memory=80g`, so the model that fits
+with it alone is smaller. The other columns may need further settings, none of which changes a number.
+`verl-memopt fit --config-name rloo_trainer model=... memory=...` prints them. The last column is the host memory of the third.
 
 \\* With these settings:
 
-"""
+""",
+    "ko": """
+칸마다 카드 한 장에 들어가는 가장 큰 프리셋(`model=`)이 적혀 있습니다. `verl-memopt fit`이 생성 단계까지 넣어 공식으로 계산한
+값이며, 프롬프트와 답변은 각각 512토큰입니다. 실제 카드에서 잰 적은 없습니다. LoRA의 랭크는 32이고, 바탕 모델의 가중치는
+bfloat16이거나 nf4입니다.
+
+둘째 열은 프로필만으로 들어갑니다. `memory=141g`는 `memory=80g`보다 호스트로 옮기는 것이 적어서, 프로필만으로 들어가는 모델이 더
+작습니다. 나머지 열에는 다른 설정이 더 필요할 수 있지만, 계산 결과를 바꾸는 설정은 없습니다. 필요한 설정은
+`verl-memopt fit --config-name rloo_trainer model=... memory=...`가 알려 줍니다. 마지막 열은 셋째 열에 필요한 호스트 메모리입니다.
+
+\\* 다음 설정이 함께 필요합니다:
+
+""",
+}
+"""Language of a page -> what stands above and below the rows of its table."""
 
 
 @dataclass(frozen=True)
@@ -116,13 +135,13 @@ def _largest(card: str, way: str, searches: bool) -> Largest:
     raise AssertionError((card, way))
 
 
-def table() -> str:
+def table(language: str) -> str:
     """Return the table of all cards, as Markdown, with the settings that are added."""
     rows = [row(card) for card in profiles.CARDS]
     marked = [each for each in rows if each.all.model != each.alone.model]
     body = "".join(f"{each.line}\n" for each in rows)
     added = "".join(f"- `model={each.all.model} memory={each.card} {each.all.command}`\n" for each in marked)
-    return f"{HEAD}{body}{FOOT}{added}"
+    return f"{HEAD[language]}\n|---|---|---|---|---|---:|\n{body}{FOOT[language]}{added}"
 
 
 def profile_lines(card: str) -> str:
@@ -142,20 +161,21 @@ def script_lines(card: str) -> str:
 
 
 FILES: dict[str, tuple[str, str]] = {
-    "README.md": ("table", ""),
-    f"{EXAMPLES}/README.md": ("table", ""),
-    "docs/out_of_memory.md": ("table", ""),
+    "README.md": ("table", "en"),
+    "docs/README_ko.md": ("table", "ko"),
+    f"{EXAMPLES}/README.md": ("table", "en"),
+    "docs/out_of_memory.md": ("table", "en"),
     f"{EXAMPLES}/run_rtx5090_rloo.sh": ("script", "32g"),
     **{f"verl_memopt/config/yaml/memory/{card}.yaml": ("profile", card) for card in profiles.CARDS},
 }
-"""File -> what stands between its markers, and for which card."""
+"""File -> what stands between its markers, and in which language or for which card."""
 MARKED = re.compile(r"(<cards>[^\n]*\n)(.*?)([^\n]*</cards>)", re.DOTALL)
 
 
 def filled(name: str) -> str:
     """Return a file with what fits between its markers."""
-    kind, card = FILES[name]
-    text = {"table": table, "script": lambda: script_lines(card), "profile": lambda: profile_lines(card)}[kind]()
+    kind, of = FILES[name]
+    text = {"table": table, "script": script_lines, "profile": profile_lines}[kind](of)
     filled, count = MARKED.subn(lambda found: f"{found[1]}{text}{found[3]}", (ROOT / name).read_text())
     assert count == 1, f"{name}: {count} pairs of <cards> and </cards>"
     return filled

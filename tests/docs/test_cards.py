@@ -8,7 +8,7 @@ from tests.docs.pages import DOCS
 from tools.cards import FILES, MARKED, ROOT, profile_lines, row
 from verl_memopt.memory import profiles
 
-TABLES = [name for name, (kind, _) in FILES.items() if kind == "table"]
+TABLES = {name: language for name, (kind, language) in FILES.items() if kind == "table"}
 
 
 def between_markers(name):
@@ -27,8 +27,11 @@ def test_the_tables_say_of_a_card_what_fit_says(card):
 
 
 def test_all_tables_of_cards_are_one():
-    assert len({between_markers(name) for name in TABLES}) == 1
-    assert len(TABLES) >= 3
+    for language in TABLES.values():
+        assert len({between_markers(name) for name, of in TABLES.items() if of == language}) == 1
+    rows = {tuple(re.findall(r"^(?:\| |- )`m.*", between_markers(name), re.MULTILINE)) for name in TABLES}
+    assert len(rows) == 1, "the languages"
+    assert len(TABLES) >= 4
 
 
 def test_no_page_names_a_card_and_its_model_outside_of_the_table():
