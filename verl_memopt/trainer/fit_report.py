@@ -112,8 +112,9 @@ def print_findings(settings: Settings, found: Findings, line: CommandLine, conso
         if has_critic(settings):
             console.print("PPO has a critic beside the policy. RLOO and GRPO have none: --config-name rloo_trainer.")
         return
-    has_data = any(each.startswith("data.train_files=") for each in line.overrides)
-    add = "" if has_data else "; add data.train_files=FILE"
+    said = {each.lstrip("+").partition("=")[0] for each in line.overrides}
+    files = [f"{key}=FILE" for key in ("data.train_files", "data.val_files") if key not in said and line.config_dir is None]
+    add = f"; add {' '.join(files)}" if files else ""
     console.print(f"\nThe whole command{add}:\n  {line.having(found.keys)}", soft_wrap=True)
     with_changes = "" if verdict.fits else " (with these settings)"
     console.print(f"\nThe most that fits{with_changes}:")
