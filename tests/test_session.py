@@ -144,6 +144,7 @@ def test_a_session_answers_prompts_updates_with_advantages_of_the_callers_and_sa
         chat = [{"role": "user", "content": "1+1="}]
         answers = session.generate(["1+2=", chat, {"prompt": "3+4=", "answer": "7"}], n=2)
         assert (len(answers), len(answers.texts), answers.rows[4]["answer"]) == (6, 6, "7")
+        assert answers.rows[4].keys() >= {"prompt", "data_source", "ground_truth"}  # as a reward function f(answer, row) gets
         with pytest.raises(ConfigError, match="there are no prompts"):
             session.generate()
         before = session.log_probs(answers)

@@ -64,8 +64,12 @@ class Answers:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The row of the dataset that each answer is to: its columns, and ``prompt``."""
-        return [{**row.extra_info, "prompt": row.messages or row.text} for row in self._batch.answers.rows]
+        """The row of the dataset that each answer is to, as a reward function ``f(answer, row)`` gets it, and its ``prompt``."""
+        return [
+            {**row.extra_info, "data_source": row.data_source, "ground_truth": row.ground_truth}
+            | {"prompt": row.messages or row.text}
+            for row in self._batch.answers.rows
+        ]
 
     @property
     def prompt_ids(self) -> list[list[int]]:
