@@ -50,6 +50,7 @@ setup(
         "math": ["math-verify>=0.9,<0.10"],
         "wandb": ["wandb>=0.18"],
         "mlflow": ["mlflow>=3"],
+        "trackio": ["trackio"],
         "dev": requirements("requirements/dev.txt"),
         "docs": ["mkdocs-material>=9.5", "latex2mathml>=3.77"],
         "peers": ["trl>=1.16,<2", "peft>=0.21", "datasets>=5", "pandas>=2"],

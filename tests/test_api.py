@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import datetime
 import json
+import math
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 import verl_memopt
@@ -100,7 +102,7 @@ def test_closures_of_all_kinds_are_weighed_and_logged_by_name(tmp_path):
     first, second = scored([trl_like, slow, verl_like], rows, tmp_path, weights=[2.0, 1.0, 0.1])
     assert (first.score, second.score) == (pytest.approx(2.6), pytest.approx(0.1))
     assert first.extra == {"tokens": 3, "source": "toy", "trl_like": 1.0, "slow": 0.5, "verl_like": 1.0}
-    assert "slow" not in second.extra
+    assert second.extra["slow"] is None
 
 
 @pytest.mark.parametrize("function", [lambda answer, row: float(answer == row["answer"]), lambda answer: float(answer == "2")])
@@ -121,10 +123,6 @@ def no_list(completions, **kwargs):
     return 1.0
 
 
-def nothing(answer):
-    return None
-
-
 def text(answer):
     return "good"
 
@@ -134,13 +132,31 @@ def text(answer):
     [
         (wrong_length, "wrong_length returned 1 scores for 2 rows"),
         (no_list, "no_list returned 1.0, not a list of scores"),
-        (nothing, "every reward function returned None for this row"),
         (text, "text returned 'good' of type str, not a number"),
     ],
 )
 def test_a_wrong_answer_of_a_function_names_it_and_the_row(function, message, tmp_path):
     with pytest.raises(RewardError, match=rf"(?s)^rows:1: the reward function .*{message}"):
         scored(function, [reward_row(1, "2"), reward_row(2, "3")], tmp_path)
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("of_batch", [False, True])
+def test_a_row_for_which_every_function_returns_none_has_no_reward_and_a_warning_names_it(several, of_batch, tmp_path, caplog):
+    def of_trl(completions, **columns):
+        return [None if text == "3" else 1.0 for text in completions]
+
+    def of_row(answer):
+        return None if answer == "3" else 1.0
+
+    function = of_trl if of_batch else of_row
+    rows = [reward_row(1, "2"), reward_row(2, "3"), reward_row(3, "3")]
+    results = scored([function, of_row] if several else function, rows, tmp_path)
+    assert [results[0].score, *(math.isnan(each.score) for each in results[1:])] == [1.0 + several, True, True]
+    assert not any(each.failed for each in results)
+    (warning,) = [text for text in caplog.messages if "returned None" in text]
+    assert warning.startswith("All reward functions returned None for the following kwargs: {'answer': '2'")
+    assert "rows:2, the first of 2 of 3 rows" in warning
 
 
 LOCK = threading.Lock()
@@ -477,6 +493,41 @@ def test_an_argument_of_trl_without_an_equal_is_refused_by_name(trainer, argumen
         trainer("m", **{"reward_funcs": right, "train_dataset": ROWS, **arguments})
 
 
+def test_all_that_is_wrong_with_the_arguments_of_a_trainer_is_one_error_with_the_words_of_trl():
+    with pytest.raises(ValueError, match="`train_dataset` is required") as caught:
+        trl.GRPOTrainer("m", tols=[right], callback=[], environment_factory=right)
+    names = [line.partition(":")[0] for line in str(caught.value).splitlines()]
+    assert names == ["tols", "callback", "environment_factory", "train_dataset", "reward_funcs"]
+    assert "No reward source provided" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("resume", "run_dir", "expected"),
+    [
+        ("old", None, ("old", "resume_path", "old")),
+        (Path("old"), "new", ("new", "resume_path", "old")),
+        ("old/global_step_3", None, ("old", "resume_path", "old/global_step_3")),
+        (False, "new", ("new", "disable", None)),
+    ],
+)
+def test_a_run_goes_on_from_a_folder_where_it_is_unless_it_gets_another(resume, run_dir, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    more = {} if resume is False else {"resume_from_checkpoint": resume}
+    for given in ({"resume": resume}, {"settings": more}):
+        call = api.Call("m", ROWS, given.get("settings", {}), rewards=right, run_dir=run_dir, resume=given.get("resume", False))
+        folder, loaded, inputs = call.load()
+        inputs.discard()
+        path = loaded.trainer.resume_from_path
+        found = folder, loaded.trainer.resume_mode, path and Path(path)
+        assert found == (tmp_path / expected[0], expected[1], expected[2] and tmp_path / expected[2])
+
+
+def test_the_config_of_a_trainer_says_where_it_goes_on_unless_train_does():
+    trainer = trl.GRPOTrainer("m", right, {"output_dir": "out", "resume_from_checkpoint": "old", "lr": 0.5}, ROWS)
+    assert [trainer._call().resume, trainer._call(resume=True).resume] == ["old", True]
+    assert "resume_from_checkpoint" not in trainer._call().settings
+
+
 def test_a_script_of_trl_trains(model, tmp_path):
     config = trl.RLOOConfig(output_dir=str(tmp_path / "out"), max_steps=1, beta=0.0, reward_weights=[0.5], logging_steps=1)
     config |= SMALL | {"per_device_train_batch_size": 8}
@@ -490,6 +541,29 @@ def test_a_script_of_trl_trains(model, tmp_path):
     trainer.save_model(tmp_path / "model")
     assert (tmp_path / "model" / "model.safetensors").is_file()
     assert trainer.train(resume_from_checkpoint=True).global_step == 1
+
+
+def test_the_reference_of_a_trainer_is_the_starting_model_and_after_training_what_it_moved_to(model, tmp_path):
+    args = {"output_dir": str(tmp_path / "out"), "max_steps": 1, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1}
+    trainer = trl.GRPOTrainer(model, right, {**args, "learning_rate": 0.1, **SMALL}, ROWS[:4])
+    start = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+    before = trainer.ref_model.state_dict()
+    assert before.keys() == start.keys()
+    assert all(torch.equal(before[name], start[name]) for name in start)
+    trainer.train()
+    trained, moved = trainer.model.state_dict(), trainer.ref_model.state_dict()
+    assert any(not torch.equal(trained[name], start[name]) for name in start)
+    for name, weight in start.items():
+        torch.testing.assert_close(moved[name].float(), 0.6 * trained[name].float() + 0.4 * weight.float(), atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"beta": 0.0}, {"beta": 0.1, "lora_rank": 2}, {"beta": 0.1, "peft_config": {"r": 2}}], ids=str
+)
+def test_there_is_no_reference_without_a_kl_or_with_adapters(more):
+    peft = {name: more[name] for name in more if name == "peft_config"}
+    args = {name: more[name] for name in more if name != "peft_config"}
+    assert trl.GRPOTrainer("m", right, args, ROWS, **peft).ref_model is None
 
 
 @pytest.mark.parametrize("kind", [str, Path])

@@ -92,9 +92,8 @@ models. Any other field that is set is refused with its reason: adapters have on
 
 `debug` of a config is refused too: [debugging modes](debug_modes.md) have that name here.
 
-A response for which every reward function returns `None` ends the run, with the address of its row. TRL leaves it out of the
-update. Let one function return a number, or set `custom_reward_function.on_error=score`, which gives it
-`custom_reward_function.fallback_score`.
+A response for which every reward function returns `None` has no reward: it counts in no mean, its advantage is 0, and a warning
+names the row, as in TRL.
 """
 
 _DEFAULTS = """## Defaults that differ

@@ -40,7 +40,7 @@ LAST_ALONE = 1_000_000
 VALIDATE_EVERY = 10
 """Steps between validations if the call has evaluation rows and gives no ``trainer.test_freq``."""
 
-FOLDER = "trainer.default_local_dir"
+FOLDER, RESUME = "trainer.default_local_dir", "resume_from_checkpoint"
 ARGUMENTS = {
     "actor_rollout_ref.model.path": "model",
     "data.train_files": "dataset",
@@ -64,7 +64,7 @@ def train(
     memory: str | float | None = None,
     steps: int | None = None,
     run_dir: str | Path | None = None,
-    resume: bool = False,
+    resume: bool | str | Path = False,
     tokenizer: Any = None,
     on_step: Listener | None = None,
     **settings: Any,
@@ -86,8 +86,9 @@ def train(
         steps: Training steps. None = ``trainer.total_epochs`` passes over the rows.
         run_dir: Folder of the run. None = a new one in ``runs/``.
         resume: Continue the run in ``run_dir`` at its last checkpoint, of which every run saves one at its end unless the
-            settings say otherwise (``save_freq``). False = a new run: what an earlier one left in ``run_dir`` moves to
-            ``previous/`` there.
+            settings say otherwise (``save_freq``). A folder = continue that run at its last checkpoint, or a ``global_step_N``
+            of one there; with another ``run_dir`` a new run starts from it. False = a new run: what an earlier one left in
+            ``run_dir`` moves to ``previous/`` there.
         tokenizer: A tokenizer, or its folder. None = that of the model's folder.
         on_step: Called after each step with a :class:`verl_memopt.Progress`, whose ``stop``, ``save`` and ``metrics`` it may use.
             :class:`verl_memopt.EarlyStopping` is one.
@@ -133,7 +134,7 @@ def evaluate_call(call: Call, folder: Path, listener: Listener | None = None) ->
     It is a run without a step, in the next free folder of ``folder``.
     """
     keys, given = call._keys_set(call._given()), call._given()
-    kept = {name: value for name, value in given.items() if name not in SIZES and not keys[name] & {*SIZES, FOLDER}}
+    kept = {name: value for name, value in given.items() if name not in (*SIZES, RESUME) and not keys[name] & {*SIZES, FOLDER}}
     defaults = {name: value for name, value in call.trl_defaults.items() if name not in SIZES}
     settings = {**kept, "trainer.val_only": True, PROMPTS: _devices(given)}
     path = next(path for number in itertools.count(1) if not (path := folder / str(number)).exists())
@@ -297,7 +298,7 @@ class Call:
     reward_weights: Sequence[float] | None = None
     eval_dataset: Any = None
     steps: int | None = None
-    resume: bool = False
+    resume: bool | str | Path = False
     trl_defaults: Mapping[str, Any] = field(default_factory=dict)
     """TRL's names and their defaults, which hold where the settings say nothing else."""
     reward_tokenizer: Any = None
@@ -314,24 +315,27 @@ class Call:
 
         forget_files()
         given = self._given()
-        folder = _run_folder(given.pop(FOLDER, None) or self.run_dir, self.model, self.algorithm, self.resume)
-        if self.resume:
+        resume = _resumed(given.pop(RESUME, None) or self.resume)
+        folder = _run_folder(given.pop(FOLDER, None) or self.run_dir, self.model, self.algorithm, resume)
+        if resume is True:
             _check_resumable(folder)
         inputs = Inputs(folder)
         try:
-            return folder, self._load(given, folder, inputs), inputs
+            return folder, self._load(given, folder, resume, inputs), inputs
         except BaseException:
             inputs.discard()
             raise
 
-    def _load(self, given: dict[str, Any], folder: Path, inputs: Inputs) -> Settings:
+    def _load(self, given: dict[str, Any], folder: Path, resume: bool | Path, inputs: Inputs) -> Settings:
         from verl_memopt.config.keys import argument_without_secrets, flatten, raise_together
         from verl_memopt.config.loader import MODELS, adapter_settings, compose_mapping, load_settings, log_objective
         from verl_memopt.config.trl_defaults import defaults_beside, log_defaults
 
         of_trl = defaults_beside(self.trl_defaults, given, self.algorithm)
         injected = self._values(inputs.aside)
-        injected |= {FOLDER: str(folder), "trainer.resume_mode": "auto" if self.resume else "disable"}
+        injected |= {FOLDER: str(folder), "trainer.resume_mode": "auto" if resume else "disable"}
+        if isinstance(resume, Path):
+            injected |= {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(resume)}
         train = inputs.aside / "train.jsonl"
         has_rows = self.dataset is not NO_ROWS
         rows, injected["data.train_files"] = _rows(self.dataset, train, "dataset") if has_rows else (None, str(train))
@@ -426,9 +430,21 @@ class Call:
         return {"algorithm.gdpo_reward_keys": keys, "algorithm.gdpo_reward_weights": weights}
 
 
-def _run_folder(run_dir: str | Path | None, model: Any, algorithm: str, resume: bool) -> Path:
+def _resumed(resume: Any) -> bool | Path:
+    """Return whether a run goes on in its folder, or the run or checkpoint that it goes on from."""
+    word = str(resume).lower()
+    if resume is None or word in ("", "false", "true"):
+        return word == "true"
+    return Path(resume).expanduser().absolute()
+
+
+def _run_folder(run_dir: str | Path | None, model: Any, algorithm: str, resume: bool | Path) -> Path:
     if run_dir is not None:
         return Path(run_dir).expanduser().absolute()
+    if isinstance(resume, Path):
+        from verl_memopt.run.checkpoints import STEP_FOLDER
+
+        return resume.parent if STEP_FOLDER.match(resume.name) else resume
     if resume:
         raise ConfigError("resume=True: which run? Give its folder as run_dir.")
     name = Path(model).name if isinstance(model, str | Path) else type(model).__name__

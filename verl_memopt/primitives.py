@@ -474,14 +474,14 @@ def session(
     memory: str | float | None = None,
     steps: int | None = None,
     run_dir: str | Path | None = None,
-    resume: bool = False,
+    resume: bool | str | Path = False,
     tokenizer: Any = None,
     **settings: Any,
 ) -> Iterator[Session]:
     """Yield the primitives of a training step. All processes end with the body.
 
     Arguments as those of :func:`verl_memopt.train`. ``steps`` is the length of the schedule of the learning rate.
-    ``dataset``: None = prompts are given to :meth:`Session.generate`. ``resume``: continue in ``run_dir`` at the last
+    ``dataset``: None = prompts are given to :meth:`Session.generate`. ``resume``: continue at the last
     :meth:`Session.save_state`, or checkpoint of a run.
 
     Raises:

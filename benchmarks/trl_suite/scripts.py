@@ -45,9 +45,9 @@ load = api.Call.load
 
 def one_step(call):
     fixed = SETTINGS | ONE_STEP
-    batch = ("gradient_accumulation_steps", "steps_per_generation", "generation_batch_size", "num_train_epochs", "use_vllm")
-    vllm = [name for name in call.settings if name.startswith("vllm_") or name in batch]
-    kept = {name: value for name, value in call.settings.items() if name not in vllm}
+    ours = ("gradient_accumulation_steps", "steps_per_generation", "generation_batch_size", "num_train_epochs")
+    ours += ("use_vllm", "use_cpu", "bf16")  # what SETTINGS say under our names
+    kept = {name: value for name, value in call.settings.items() if name not in ours and not name.startswith("vllm_")}
     return load(dataclasses.replace(call, settings=kept | fixed))
 
 api.Call.load = one_step

@@ -6,8 +6,15 @@ from hypothesis import given
 from torch._subclasses import FakeTensorMode
 
 from tests.algorithms.ragged import Ragged, ragged
-from verl_memopt.algorithms.kl import KL_ESTIMATORS, KlController, kl_estimate, shaped_rewards, token_level_rewards
-from verl_memopt.config.schema import KlControl
+from verl_memopt.algorithms.kl import (
+    KL_ESTIMATORS,
+    EntropyController,
+    KlController,
+    kl_estimate,
+    shaped_rewards,
+    token_level_rewards,
+)
+from verl_memopt.config.schema import EntropyControl, KlControl
 
 POLICY, REFERENCE = [-1.0, -2.0, -0.5], [-1.5, -1.0, -0.5]
 
@@ -94,6 +101,20 @@ def test_an_adaptive_coefficient_follows_the_target_by_at_most_a_fifth_per_horiz
     assert resumed.coefficient == controller.coefficient
     resumed.update(mean_kl=0.0, num_sequences=50)  # error -1 capped at -0.2: 1 - 0.2 * 50 / 100
     assert resumed.coefficient == pytest.approx(0.99 * 0.9, rel=1e-12)
+
+
+def test_the_weight_of_the_entropy_bonus_grows_while_the_entropy_is_low_and_acts_only_then():
+    settings = EntropyControl(target=0.2, delta=0.25, min=0.0, max=1.0)
+    controller, seen = EntropyController(settings, 0.5), []
+    for entropy, num_updates in ((0.2, 1), (0.1, 2), (0.1, 1), (0.3, 3), (0.1, 1)):
+        controller.num_updates = num_updates
+        seen.append((controller.applied, controller.weight))
+        controller.update(entropy)
+    # One delta for each optimizer step, within the bounds; no bonus before the first step and after one above the target.
+    assert seen == [(0.0, 0.5), (0.75, 0.75), (1.0, 1.0), (1.0, 1.0), (0.0, 0.25)]
+    resumed = EntropyController(settings, 0.5)
+    resumed.load_state_dict(controller.state_dict())
+    assert (resumed.applied, resumed.weight) == (controller.applied, controller.weight) == (0.5, 0.5)
 
 
 @given(ragged())

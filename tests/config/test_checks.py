@@ -193,6 +193,14 @@ WRONG = {
         {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ["a", "b"], "algorithm.gdpo_reward_weights": [1.0]},
         "algorithm.gdpo_reward_keys=[a,b], algorithm.gdpo_reward_weights=[1.0]: each reward needs one weight",
     ),
+    "gdpo with clipped rewards": (
+        {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ["a"], "algorithm.reward_clip_range": [-1.0, 1.0]},
+        "algorithm.adv_estimator=gdpo, algorithm.reward_clip_range=[-1.0,1.0]: the advantages come from the rewards in",
+    ),
+    "a smallest weight of the bonus above the largest": (
+        {f"{AR}.actor.entropy_ctrl.target": 1.0, f"{AR}.actor.entropy_ctrl.min": 2.0},
+        f"{AR}.actor.entropy_ctrl.min=2.0, {AR}.actor.entropy_ctrl.max=1.0: the smallest weight is above the largest",
+    ),
     "training files of null": ({"data.train_files": None}, "data.train_files=null: expected a path or a list of paths"),
     "training files of numbers": ({"data.train_files": [1]}, "data.train_files=[1]: expected a path or a list of paths"),
     "no training file": ({"data.train_files": []}, "data.train_files=[]: expected a path or a list of paths"),

@@ -55,6 +55,7 @@ IDLE_CASES = {
     },
     "algorithm.filter_groups.metric": ({}, "acc", {"algorithm.filter_groups.enable": True}),
     "algorithm.filter_groups.max_num_gen_batches": ({}, 5, {"algorithm.filter_groups.enable": True}),
+    **{f"{AR}.actor.entropy_ctrl.{key}": ({}, 0.5, {f"{AR}.actor.entropy_ctrl.target": 1.0}) for key in ("delta", "min", "max")},
     "algorithm.kl_penalty": ({}, "abs", {"algorithm.use_kl_in_reward": True}),
     "algorithm.kl_ctrl.type": ({}, "adaptive", {"algorithm.use_kl_in_reward": True}),
     "algorithm.kl_ctrl.kl_coef": ({}, 0.5, {"algorithm.use_kl_in_reward": True}),

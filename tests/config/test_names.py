@@ -46,13 +46,23 @@ OF_GRPO = {
     "vllm_importance_sampling_correction": True, "vllm_importance_sampling_clip_max": 2.0,
     "vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_cap": 4.0,
 }  # fmt: skip
-OF_RLOO = {"normalize_advantages": True}
+OF_RLOO = {"normalize_advantages": True, "reward_clip_range": [-1.0, 1.0]}
+ENTROPY = {
+    "use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 1.5, "entropy_coef_delta": 0.01,
+    "entropy_coef_min": 0.02, "entropy_coef_max": 0.3,
+}  # fmt: skip
 READ = {
-    "grpo": [NEWEST | OF_GRPO, {"entropy_coef": 0.1}, *({name: value} for name, value in ONE_BY_ONE.items())],
+    "grpo": [
+        NEWEST | OF_GRPO,
+        {"entropy_coef": 0.1},
+        ENTROPY,
+        {"cast_lm_head_to_fp32": False},
+        *({name: value} for name, value in ONE_BY_ONE.items()),
+    ],
     "rloo": [NEWEST | OF_RLOO, OLDER, {"normalize_reward": True}],
 }
 """Estimator -> names that are read together."""
-ARGUMENTS = {"model_name_or_path", "sft_model_path", "output_dir", "reward_weights"}
+ARGUMENTS = {"model_name_or_path", "sft_model_path", "output_dir", "reward_weights", "resume_from_checkpoint"}
 """Names of what the calls of Python have an argument for."""
 WITHOUT_EQUAL = {name: row.inert for name, row in NO_EQUAL.items() if name not in ARGUMENTS}
 REFUSED = {name: 3.5 for name, inert in WITHOUT_EQUAL.items() if inert is not None}
@@ -105,13 +115,14 @@ def with_trls_defaults(algorithm, given):
     """What a config of TRL with these values holds, of all that has an equal here."""
     said_otherwise = {each for names in ONE_SETTING if given.keys() & set(names) for each in names}
     further = {"max_steps", "adam_epsilon", "report_to", *NO_EQUAL, *said_otherwise, *given}
-    off = "vllm_" if not given.get("use_vllm") else "ref_model_" if not given.get("sync_ref_model") else "none"
+    off = ("vllm_",) if not given.get("use_vllm") else ("ref_model_",)
+    off += () if given.get("use_adaptive_entropy") else ("entropy_coef_", "entropy_target")
     defaults = {
         name: value
         for name, value in DEFAULTS[algorithm].items()
         if (value is not None or name == "delta") and name in NAMES - further
     }
-    return {name: value for name, value in defaults.items() if not name.startswith((off, "ref_model_"))} | given
+    return {name: value for name, value in defaults.items() if not name.startswith((*off, "ref_model_"))} | given
 
 
 def test_every_name_of_trl_goes_through_the_doors_below():

@@ -1,5 +1,6 @@
 """TRL's names where a user writes them: each becomes our key with one notice, and no two spellings meet."""
 
+import dataclasses
 import logging
 from functools import cache
 from pathlib import Path
@@ -110,9 +111,11 @@ MEANINGS = {
         {f"{ACTOR}.fsdp_config.model_dtype": "bfloat16", f"{AR}.model.attn_implementation": "sdpa"},
     ),
     "output_dir": ("out", {"trainer.default_local_dir": "out"}),
+    "resume_from_checkpoint": ("old", {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": "old"}),
+    "reward_clip_range": ([-1.0, 1.0], {"algorithm.reward_clip_range": [-1.0, 1.0]}),
     "run_name": ("mine", {"trainer.experiment_name": "mine"}),
     "exp_name": ("mine", {"trainer.experiment_name": "mine"}),
-    "report_to": ("wandb", {"trainer.logger": ["console", "jsonl", "wandb"]}),
+    "report_to": (["wandb", "trackio"], {"trainer.logger": ["console", "jsonl", "wandb", "trackio"]}),
 }
 """Name of TRL -> a value, and the settings that it makes of the recipe below."""
 IN_GRPO = {
@@ -134,12 +137,23 @@ IN_GRPO = {
     "off_policy_mask_threshold": (0.5, {f"{ACTOR}.off_policy_mask_threshold": 0.5}),
     "top_entropy_quantile": (0.2, {"algorithm.top_entropy_quantile": 0.2}),
     "entropy_coef": (0.1, {f"{ACTOR}.entropy_coeff": 0.1, f"{ACTOR}.entropy_agg_mode": "token-mean"}),
+    "use_adaptive_entropy": (
+        True,
+        {
+            f"{ACTOR}.entropy_ctrl.{name}": value
+            for name, value in (("target", 0.2), ("delta", 0.005), ("min", 0.0), ("max", 1.0))
+        },
+    ),
+    "cast_lm_head_to_fp32": (False, {}),
     "multi_objective_aggregation": ("sum_then_normalize", {"algorithm.adv_estimator": "grpo"}),
     **dict.fromkeys((f"vllm_importance_sampling_{name}" for name in ("clip_max", "clip_min", "cap")), (2.0, {IS: None})),
     "vllm_importance_sampling_correction": (False, {IS: None}),
     "vllm_importance_sampling_mode": ("token_mask", {IS: None}),  # the engine is hf
 }
-NEEDS_ANOTHER = {"gradient_accumulation_steps", "ref_model_sync_steps", "ref_model_mixup_alpha"}
+NEEDS_ANOTHER = {
+    "gradient_accumulation_steps", "ref_model_sync_steps", "ref_model_mixup_alpha", "entropy_target", "entropy_coef_delta",
+    "entropy_coef_min", "entropy_coef_max",
+}  # fmt: skip
 """Names that mean something beside another name alone."""
 
 
@@ -275,6 +289,28 @@ def test_a_name_without_an_equal_is_refused_with_the_way_out_or_asks_for_nothing
         assert load({name: 3}) == plain()
     else:
         assert refused({name: 3}) == f"{name}=3: {refusal.reason}."
+
+
+def test_the_weight_of_the_bonus_adapts_where_trl_adapts_it():
+    given = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 1.5, "entropy_coef_max": 0.3}
+    actor = load(given, entry="grpo_trainer").actor_rollout_ref.actor
+    assert (actor.entropy_coeff, actor.entropy_agg_mode) == (0.1, "token-mean")
+    assert dataclasses.astuple(actor.entropy_ctrl) == (1.5, 0.005, 0.0, 0.3)
+    off = load({"use_adaptive_entropy": False, "entropy_target": 1.5}, entry="grpo_trainer").actor_rollout_ref.actor
+    assert off.entropy_ctrl.target is None
+
+
+@pytest.mark.parametrize("word", [True, "true", None, False, ""])
+def test_a_resume_without_a_path_goes_on_at_the_newest_checkpoint_or_asks_for_nothing(word):
+    assert load({"resume_from_checkpoint": word}).trainer.resume_mode == plain().trainer.resume_mode == "auto"
+
+
+def test_a_head_in_fp32_is_that_of_a_model_in_fp32():
+    dtype = {f"{ACTOR}.fsdp_config.dtype": "fp32"}
+    assert load({"cast_lm_head_to_fp32": True, **dtype}, entry="grpo_trainer") == load(dtype, entry="grpo_trainer")
+    message = refused({"cast_lm_head_to_fp32": True}, entry="grpo_trainer")
+    assert message.startswith("cast_lm_head_to_fp32=true: in half precision")
+    assert f"{ACTOR}.fsdp_config.dtype=fp32" in message
 
 
 def test_the_shipped_recipes_read_the_names():

@@ -237,6 +237,23 @@ def test_mlflow_continues_a_run_with_names_that_it_takes_and_a_new_run_is_anothe
     assert set(mlflow.addresses) == {f"sqlite:///{place.folder.path}/mlflow.db"}
 
 
+def test_trackio_continues_the_run_of_a_name_and_one_that_is_missing_is_a_config_error(place, monkeypatch):
+    place.folder.begin("trainer: {device: cpu}\n", None)
+    started, logged = [], []
+    run = SimpleNamespace(log=lambda metrics, step: logged.append((metrics, step)), finish=lambda: logged.append("end"))
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=lambda **given: started.append(given) or run))
+    for step in (None, 4):
+        logger = build_loggers("trackio", resumed_at(place, step))
+        logger.log((step or 0) + 1, {"critic/score/mean": 0.5})
+        logger.close()
+    assert [(each["name"], each["resume"]) for each in started] == [("experiment", "never"), ("experiment", "allow")]
+    assert started[0]["config"] == {"trainer": {"device": "cpu"}}
+    assert logged == [({"critic/score/mean": 0.5}, 1), "end", ({"critic/score/mean": 0.5}, 5), "end"]
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(ConfigError, match="pip install trackio"):
+        build_loggers("trackio", place)
+
+
 def test_an_mlflow_that_is_missing_or_does_not_answer_is_a_config_error(place, mlflow, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:1")
     with pytest.raises(ConfigError, match=r"cannot start at http://localhost:1 \(connection refused\).*MLFLOW_TRACKING_URI"):

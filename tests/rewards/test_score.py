@@ -38,7 +38,6 @@ def test_a_finite_score_is_kept_as_it_is(value):
         (3e38, "returned 3e\\+38, which is beyond 1e\\+12"),
         (-math.nextafter(LARGEST_SCORE, math.inf), "returned -1e\\+12, which is beyond 1e\\+12"),
         ({"score": 1e13}, "returned the score 1e\\+13, which is beyond"),
-        (None, "None of type NoneType"),
         ("1.0", "'1.0' of type str"),
         ([1.0], "of type list"),
         (np.ones(2), "of type ndarray"),
@@ -94,7 +93,13 @@ def test_what_is_no_score_is_what_went_wrong_with_the_row():
 def test_each_row_of_a_batch_has_its_own_outcome(values):
     assert outcomes_of_batch([7, 8], values) == [(7, 1.0, {}, None), (8, 0.5, {"acc": 0}, None)]
     assert outcomes_of_batch([7, 8], torch.tensor([1.0, 2.0])) == [(7, 1.0, {}, None), (8, 2.0, {}, None)]
-    assert outcomes_of_batch([7, 8], [1, None])[1][3] == "returned None of type NoneType, not a number"
+    assert outcomes_of_batch([7, 8], [1, "x"])[1][3] == "returned 'x' of type str, not a number"
+
+
+@pytest.mark.parametrize("value", [None, {"score": None, "acc": 1}])
+def test_none_is_no_score_and_no_fault(value):
+    index, score, extra, failure = outcome_of(3, value)
+    assert (index, math.isnan(score), extra, failure) == (3, True, {"acc": 1} if value else {}, None)
 
 
 @pytest.mark.parametrize(

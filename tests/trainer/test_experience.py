@@ -115,6 +115,31 @@ def test_rewards_by_name_come_from_the_function_and_a_row_without_one_is_named()
         step.estimate(algorithm, KlController(algorithm.kl_ctrl))
 
 
+def test_a_reward_that_is_none_leaves_its_row_out_of_that_reward_alone():
+    algorithm = Algorithm(adv_estimator="gdpo", gdpo_reward_keys=["a", "b"], norm_adv_by_std_in_grpo=False)
+    rows = [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": None}, {"a": None, "b": 2.0}, {"a": None, "b": None}]
+    scores = [1.0, 0.0, 2.0, math.nan]
+    results = [RewardResult(score, extra) for score, extra in zip(scores, rows, strict=True)]
+    estimated = step_of(batch_of([[1], [1], [1], [1]], samples=4), results).estimate(algorithm, KlController(KlControl()))
+    # a: +0.5 and -0.5 of the first two; b: -1 and +1 of the first and the third.
+    assert estimated.per_token.tolist() == pytest.approx([*whitened([-0.5, -0.5, 1.0]), 0.0], abs=1e-6)
+    assert estimated.counts["invalid_rows"] == 1
+
+
+def test_a_score_beyond_the_range_counts_as_the_bound_before_the_kl_comes_off_it():
+    batch = batch_of(RESPONSES)
+    batch.old_log_probs, batch.ref_log_probs = torch.tensor([0.5, 0.5, 0.0, 1.0, 0.0, 0.0]), torch.zeros(6)
+    settings = Algorithm("rloo", use_kl_in_reward=True, reward_clip_range=[-1.0, 1.0])
+    step = step_of(batch, list(map(RewardResult, [9.0, -9.0, 0.25, math.nan])))
+    estimated = step.estimate(settings, KlController(KlControl(kl_coef=0.25)))
+    assert estimated.rewards.tolist()[:3] == [0.75, -1.0, 0.25]
+    assert estimated.per_token[:2].tolist() == [1.75, 1.75]
+    assert step.scores.tolist()[:2] == [9.0, -9.0], "what the metrics show"
+    step.baselines = torch.full((4,), 5.0)
+    remax = step.estimate(Algorithm("remax", reward_clip_range=[-1.0, 1.0]), KlController(KlControl()))
+    assert remax.per_token[:2].tolist() == [0.0, 0.0], "score and baseline are clipped alike"
+
+
 TOKENIZER = build_tokenizer()
 PROMPTS = [PromptRow(index, text, "s", None, {}, f"a:{index}") for index, text in enumerate(("1+1=", "123456+7="))]
 

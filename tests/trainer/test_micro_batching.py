@@ -354,6 +354,29 @@ def whole_loss(batch, rows, actor, seed):
     return policy_loss(tokens, actor)[0].item()
 
 
+def test_an_adapted_weight_of_the_entropy_bonus_is_that_of_the_loss_and_moves_with_each_optimizer_step(alike):
+    update = selecting_update(alike, 2, entropy_ctrl__target=2.0, entropy_ctrl__delta=0.25, entropy_coeff=0.5)
+    batch, weight, applied = random_batch(), 0.5, 0.0
+    for measured in (1.0, 3.0, 1.0, 1.0):
+        per_rank = update.cut(batch, "abcdefgh", 3)
+        mini = per_rank[0][0]
+        (micro,) = micro_batches_of(mini.batch, [list(range(mini.batch.num_rows))], False)
+        objective = Objective(micro, mini.counts, update.actor)
+        assert objective.with_entropy
+        metrics = objective.loss(micro.ref_log_probs, torch.ones_like(micro.ref_log_probs))[1]
+        bonus = metrics["actor/pg_loss"] - metrics["actor/loss"]
+        assert float(bonus / metrics["actor/entropy"]) == pytest.approx(applied, abs=1e-5)
+        change = 0.25 * len(per_rank[0])
+        weight = min(weight + change, 1.0) if measured <= 2.0 else max(weight - change, 0.0)
+        assert update.entropy_weight({"actor/entropy": measured}) == {"actor/entropy_coeff": weight}
+        applied = weight if measured <= 2.0 else 0.0
+
+
+def test_the_weight_of_a_bonus_is_a_metric_and_no_bonus_has_none(alike):
+    assert selecting_update(alike, 1, entropy_coeff=0.1).entropy_weight({}) == {"actor/entropy_coeff": 0.1}
+    assert selecting_update(alike, 1).entropy_weight({}) == {}
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("rows_of_micro_batch", [1, 3])
 @pytest.mark.parametrize("mode", LOSSES)

@@ -18,7 +18,7 @@ from verl_memopt.errors import CheckpointError, ConfigError, UnreadableCheckpoin
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.observe.run_folder import RunFolder
 from verl_memopt.run.checkpoints import CheckpointStore, read_manifest, write_manifest
-from verl_memopt.run.resume import checkpoint_store, loaded_parts, plain_shapes, with_seeds
+from verl_memopt.run.resume import checkpoint_store, find_checkpoint, loaded_parts, plain_shapes, with_seeds
 from verl_memopt.trainer.build import build_run
 
 SAVES = {"trainer.save_freq": 1}
@@ -154,6 +154,16 @@ def test_going_back_before_the_step_of_a_model_keeps_it_with_its_record(settled,
     with ready(settled(SAVES | {"trainer.total_training_steps": 3})) as trainer:
         trainer.run()
     assert (model_step(run_dir), len(list(run_dir.glob("previous/*")))) == (3, 1), "a model that is continued stays"
+
+
+def test_the_folder_of_a_run_stands_for_its_newest_checkpoint(settled, run_dir, tmp_path):
+    other = shutil.copytree(run_dir, tmp_path / "other")
+    trainer = settled(SAVES | {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(other)}).trainer
+    store = CheckpointStore(run_dir, None)
+    assert find_checkpoint(trainer, {}, store, {}).folder == other / "global_step_2"
+    empty = dataclasses.replace(trainer, resume_from_path=str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"not a checkpoint\. Give a global_step_N folder .*, or the folder of a run"):
+        find_checkpoint(empty, {}, store, {})
 
 
 def test_a_checkpoint_of_another_folder_does_not_continue_the_run_that_is_here(settled, run_dir, tmp_path):

@@ -75,7 +75,7 @@ def check_rewards(rewards: Tensor, addresses: Sequence[str]) -> Tensor:
     if infinite:
         row = infinite[0]
         raise RewardError(
-            f"{addresses[row]}: the reward is {rewards[row].item()}. Return a finite number, or NaN where no score applies."
+            f"{addresses[row]}: the reward is {rewards[row].item()}. Return a finite number, or None where no score applies."
         )
     return ~torch.isnan(rewards)
 
@@ -186,11 +186,14 @@ def gdpo_advantages(
 
     Source: GDPO, arXiv 2601.05242, and ``compute_gdpo_outcome_advantage`` in verl.
 
-    ``components``: fp32 [B, K], K rewards of each row. ``weights``: K numbers; None = 1 each. ``whiten_over``: "tokens", or
+    ``components``: fp32 [B, K], K rewards of each row. One that is NaN counts in no group, and adds nothing to its row.
+    ``weights``: K numbers; None = 1 each. ``whiten_over``: "tokens", or
     "rows" for :func:`normalize_rows`, as ``normalize_then_sum`` of TRL.
     """
     # In fp64: where rewards cancel, whitening would raise what fp32 rounds to the size of the advantages.
-    each = [_group_relative(rewards, group, valid, normalize_by_std, epsilon) for rewards in components.unbind(1)]
+    each = [
+        _group_relative(rewards, group, valid & ~rewards.isnan(), normalize_by_std, epsilon) for rewards in components.unbind(1)
+    ]
     total = sum(weight * one for weight, one in zip(weights or [1.0] * len(each), each, strict=True))
     assert isinstance(total, Tensor), "there is a reward"
     return (normalize_rows(total, valid)[row] if whiten_over == "rows" else whiten(total[row], valid[row])).float()
@@ -412,7 +415,7 @@ class AdvantageInputs:
     values: Tensor | None = None
     """fp32 [R], of the critic."""
     components: Tensor | None = None
-    """fp32 [B, K], the rewards that ``algorithm.gdpo_reward_keys`` names."""
+    """fp32 [B, K], the rewards that ``algorithm.gdpo_reward_keys`` names. NaN where one does not apply."""
     baselines: Tensor | None = None
     """fp32 [B], the score of the greedy response to each row's prompt."""
     old_log_probs: Tensor | None = None

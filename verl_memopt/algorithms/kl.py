@@ -1,14 +1,15 @@
-"""KL divergence between policy and reference: per-token estimators, the shaped reward, and the coefficient."""
+"""KL divergence between policy and reference: per-token estimators, the shaped reward, and coefficients that adapt."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from verl_memopt.algorithms.rows import is_last, row_sums
-from verl_memopt.config.schema import KlControl
+from verl_memopt.config.schema import EntropyControl, KlControl
 
 MAX_LOG_RATIO = 20.0
 """Before an exponential, log-ratios (of a token, or summed over a sequence) are clamped to plus and minus this."""
@@ -103,6 +104,38 @@ class KlController:
         """Restore an adaptive coefficient. A fixed one follows the settings of the resumed run."""
         if self._settings.type == "adaptive":
             self.coefficient = state["coefficient"]
+
+
+class EntropyController:
+    """The weight of the entropy bonus, adapted to the entropy as ``use_adaptive_entropy`` of TRL does.
+
+    ``num_updates``: Optimizer steps under way. TRL adapts after each; here all of a rollout share one weight.
+    """
+
+    def __init__(self, settings: EntropyControl, weight: float) -> None:
+        """Start with a weight."""
+        assert settings.target is not None, "the weight is fixed"
+        self._settings, self._target, self.weight = settings, settings.target, weight
+        self._last, self.num_updates = math.inf, 1
+
+    @property
+    def applied(self) -> float:
+        """The weight of the next update: 0 while the entropy is above the target, and in the first one."""
+        return self.weight if self._last <= self._target else 0.0
+
+    def update(self, entropy: float) -> None:
+        """Move the weight after an update whose tokens had this mean entropy, in nats."""
+        step, settings = self._settings.delta * self.num_updates, self._settings
+        raised, lowered = min(self.weight + step, settings.max), max(self.weight - step, settings.min)
+        self._last, self.weight = entropy, raised if entropy <= self._target else lowered
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the values that a checkpoint stores."""
+        return {"weight": self.weight, "last": self._last}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self.weight, self._last = state["weight"], state["last"]
 
 
 # Changes to rewards and rows before advantages: DAPO's overlong penalty, and PF-PPO's resampling.

@@ -144,6 +144,12 @@ ESTIMATORS: dict[str, Estimator] = _by_name(
                 "the advantages come from the rewards in gdpo_reward_keys, and the KL is in none of them",
                 "Set actor_rollout_ref.actor.use_kl_loss=true and algorithm.use_kl_in_reward=false.",
             ),
+            Refusal(
+                (_ESTIMATOR, "algorithm.reward_clip_range"),
+                lambda settings: _is_gdpo(settings) and settings.algorithm.reward_clip_range is not None,
+                "the advantages come from the rewards in gdpo_reward_keys, and not from their sum",
+                "Set algorithm.reward_clip_range=null, and clip in the reward functions.",
+            ),
         ),
         unused_keys=(UnusedKey(_GDPO_KEYS, lambda settings: not _is_gdpo(settings), "it belongs to gdpo"),),
     ),

@@ -62,6 +62,8 @@ class GlobalCounts:
     """Rows, including those with an empty response."""
     mean_weight: float | None = None
     """Mean importance weight in bypass mode, by which ``rollout_is_batch_normalize`` divides. None = not divided."""
+    entropy_coeff: float | None = None
+    """Weight of the entropy bonus where it is adapted. None = that of the settings."""
 
 
 def row_sums(values: Tensor, row: Tensor, num_rows: int) -> Tensor:

@@ -55,6 +55,11 @@ def _groups() -> Iterator[Refusal]:
     yield refused(filtered, "groups are filtered before the KL is known", f"Set {metric}=score.", _filters)
 
 
+def _has_no_weight(settings: Settings) -> bool:
+    control = settings.actor_rollout_ref.actor.entropy_ctrl
+    return control.target is not None and control.min > control.max
+
+
 def _losses() -> Iterator[Refusal]:
     mask, bypass = "algorithm.mask_truncated_responses", f"{KEY}.bypass_mode"
     way_out = f"Set {mask}=false, or {bypass}=false."
@@ -64,6 +69,8 @@ def _losses() -> Iterator[Refusal]:
         "the entropies come from a pass that bypass mode leaves out",
     )
     yield refused({quantile: other_than(1.0), bypass: True}, entropies, f"Set {quantile}=1.0, or {bypass}=false.")
+    least, most = (f"{_ACTOR}.entropy_ctrl.{name}" for name in ("min", "max"))
+    yield Refusal((least, most), _has_no_weight, "the smallest weight is above the largest", f"Lower {least}.")
     endless = "no response ends by itself, so nothing would be learned"
     yield refused({mask: True, f"{_ROLLOUT}.ignore_eos": True}, endless, f"Set {mask}=false.")
 
@@ -175,7 +182,8 @@ OTHER_LOSS, NO_ROLLOUT = "the loss would not be the mean negative log-prob of th
 _ONLY: dict[str, tuple[tuple[str, Any], ...]] = {
     OTHER_LOSS: (
         (f"{_ACTOR}.use_kl_loss", False), ("algorithm.use_kl_in_reward", False), (f"{_LOSS}.loss_mode", "gpg"),
-        (f"{_ACTOR}.loss_agg_mode", "token-mean"), (f"{_ACTOR}.entropy_coeff", 0.0), (f"{_ROLLOUT}.temperature", 1.0),
+        (f"{_ACTOR}.loss_agg_mode", "token-mean"), (f"{_ACTOR}.entropy_coeff", 0.0), (f"{_ACTOR}.entropy_ctrl.target", None),
+        (f"{_ROLLOUT}.temperature", 1.0),
         (f"{_ACTOR}.off_policy_mask_threshold", None), ("algorithm.top_entropy_quantile", 1.0),
     ),
     "the dataset has one response to a prompt": ((f"{_ROLLOUT}.n", 1),),
@@ -183,6 +191,7 @@ _ONLY: dict[str, tuple[tuple[str, Any], ...]] = {
         (f"{_ROLLOUT}.skip_rollout", False), (f"{KEY}.bypass_mode", False), (f"{KEY}.rollout_is", None),
         (f"{KEY}.rollout_rs", None), ("custom_reward_function.path", None), ("algorithm.filter_groups.enable", False),
         ("algorithm.use_pf_ppo", False), (ENABLE, False), ("algorithm.mask_truncated_responses", False),
+        ("algorithm.reward_clip_range", None),
     ),
 }  # fmt: skip
 """Why a key has but one value that makes sense -> each such key with its value."""

@@ -311,7 +311,7 @@ def _runs() -> Iterator[Refusal]:
     yield refused(nothing, "there is nothing to validate on", "Set data.val_files, or trainer.val_only=false.")
     mode, path = "trainer.resume_mode", "trainer.resume_from_path"
     missing = {mode: "resume_path", path: None}
-    yield refused(missing, "no path is given", f"Set {path} to a global_step_N folder.")
+    yield refused(missing, "no path is given", f"Set {path} to a global_step_N folder, or to the folder of a run.")
 
 
 RULES: tuple[Refusal, ...] = (

@@ -148,6 +148,22 @@ class CheckpointContents:
 
 
 @dataclass(frozen=True)
+class EntropyControl:
+    """Adapts the weight of the entropy bonus."""
+
+    target: Annotated[float | None, POSITIVE] = None
+    """Mean entropy of a token, in nats, below which the policy is pushed to explore. After a step with at most this much the
+    weight grows, and the next step has the bonus; after one with more it shrinks, and the next step has none. null = the weight
+    stays as it is."""
+    delta: NaturalFloat = 0.005
+    """How far the weight moves for each optimizer step."""
+    min: NaturalFloat = 0.0
+    """Smallest weight."""
+    max: NaturalFloat = 1.0
+    """Largest weight."""
+
+
+@dataclass(frozen=True)
 class Actor(UpdateBudget, SharedPrompt):
     """The update."""
 
@@ -177,7 +193,9 @@ class Actor(UpdateBudget, SharedPrompt):
     tokens is above this: it has become too unlikely to be learned from (DeepSeek-V3.2, arXiv 2512.02556). Without the engine's
     log-probs the old ones take their place. null = off."""
     entropy_coeff: NaturalFloat = 0.0
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus; with ``entropy_ctrl.target`` the first one."""
+    entropy_ctrl: EntropyControl = field(default_factory=EntropyControl)
+    """Adapt that weight to the entropy."""
     entropy_agg_mode: Aggregation | None = None
     """How the bonus is averaged; null = as ``loss_agg_mode`` says."""
     calculate_entropy: bool = False

@@ -22,6 +22,7 @@ from verl_memopt.config.role_settings import (
     CustomSampler,
     Data,
     EngineKwargs,
+    EntropyControl,
     Fsdp,
     KlEstimator,
     Model,
@@ -240,7 +241,8 @@ class PfPpo:
 
 # The sections that are not of one model: algorithm, trainer, Ray, memory, debug.
 
-LOGGERS = Words(("console", "jsonl", "tensorboard", "wandb", "mlflow"))
+BOUNDS = Range("must be two numbers, the lower one first", lambda value: len(value) == 2 and value[0] < value[1])
+LOGGERS = Words(("console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio"))
 
 
 @dataclass(frozen=True)
@@ -282,6 +284,9 @@ class Algorithm(EstimatorSettings):
     top_entropy_quantile: Share = 1.0
     """Learn only from this share of a step's tokens, those with the highest entropy: the others get advantage 0 (arXiv
     2506.01939). 1 = from all; 0 = from the one with the highest."""
+    reward_clip_range: Annotated[list[float] | None, BOUNDS] = None
+    """Lowest and highest score, before a KL comes off it: one beyond counts as the bound. The metrics show the score as it was.
+    null = none is clipped."""
     use_kl_in_reward: bool = False
     """Subtract the KL to the reference from the reward."""
     kl_penalty: KlEstimator = "kl"
@@ -329,7 +334,7 @@ class Trainer:
     total_training_steps: Annotated[int | None, POSITIVE] = None
     """Steps; wins over ``total_epochs``."""
     logger: Annotated[Any, LOGGERS] = field(default_factory=lambda: ["console", "jsonl"])
-    """console, tensorboard, wandb, mlflow. The record in the run folder, jsonl, is always written."""
+    """console, tensorboard, wandb, mlflow, trackio. The record in the run folder, jsonl, is always written."""
     table_every_steps: PositiveInt = 10
     """Print the table of recent steps every so many steps."""
     track_memory_every_steps: NaturalInt = 10
@@ -352,7 +357,7 @@ class Trainer:
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     """auto = newest whole checkpoint in ``default_local_dir``; disable; resume_path."""
     resume_from_path: str | None = None
-    """A global_step_N folder, with resume_mode=resume_path."""
+    """With resume_mode=resume_path: a global_step_N folder, or the folder of a run for its newest one."""
     project_name: str = "verl_examples"
     """Names the run in loggers and in ``default_local_dir``."""
     experiment_name: str = "gsm8k"
@@ -409,6 +414,7 @@ class Debug:
 __all__ = [
     "REQUIRED", "Actor", "ActorRolloutRef", "Algorithm", "BucketEngine", "CheckpointContents", "Critic", "CriticModel",
     "CustomClass", "CustomEstimator", "CustomLoss", "CustomReward", "CustomSampler", "Data", "Debug", "EngineKwargs",
+    "EntropyControl",
     "FilterGroups", "Fsdp", "KlControl", "Memory", "MixedPrecision", "Model", "ModelKnobs", "Optim", "OverlongBuffer", "PfPpo",
     "PolicyLoss", "RayKwargs", "Ref", "RefModel", "ResourcePool", "RewardKwargs", "RewardModel", "Rollout",
     "RolloutCorrection", "SandboxFusion", "ScoringModel", "Settings", "TrainedFsdp", "Trainer", "ValKwargs",

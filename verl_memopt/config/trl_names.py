@@ -219,18 +219,37 @@ def epsilon(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
     return {key: {**(effective(key, values) or {}), "eps": trl[name]}}
 
 
+_LOGGERS = ("tensorboard", "wandb", "mlflow", "trackio")
+
+
 def loggers(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
     """Return the loggers: console and JSON lines, which TRL always has in its own way, and those that TRL names."""
     asked_for = trl[name] if isinstance(trl[name], list | tuple) else [trl[name]]
     others = [each for each in asked_for if each not in ("none", None)]
-    if any(each not in ("tensorboard", "wandb", "mlflow") for each in others):
-        raise NotConvertibleError("this logger has no equal", "Set trainer.logger: console, jsonl, tensorboard, wandb or mlflow.")
+    if any(each not in _LOGGERS for each in others):
+        raise NotConvertibleError("this logger has no equal", f"Set trainer.logger: console, jsonl, {' or '.join(_LOGGERS)}.")
     return {"trainer.logger": ["console", "jsonl", *others]}
 
 
 def reward_model(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
     """Return the reward model of a path."""
     return {"reward_model.enable": True, "reward_model.model.path": trl[name]}
+
+
+def resumed(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+    """Return where the run goes on: at its newest checkpoint, or at one that is named."""
+    word = str(trl[name]).lower()
+    if trl[name] is None or word in ("", "false", "true"):
+        return {"trainer.resume_mode": "auto"} if word == "true" else {}
+    return {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(trl[name])}
+
+
+def head_in_fp32(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+    """Return nothing where the whole model computes in fp32, the head too. In half precision there is no such head."""
+    if trl[name] and effective(_DTYPES[0], values) not in ("fp32", "float32"):
+        what = "in half precision the head multiplies in it too; only what follows, the log-probs of its products, is in fp32"
+        raise NotConvertibleError(what, f"Set {_DTYPES[0]}=fp32, or remove it.")
+    return {}
 
 
 _LOADS_ANYWAY = ("device_map", "low_cpu_mem_usage", "use_cache", "use_safetensors", "cache_dir", "token", "local_files_only")
@@ -393,6 +412,7 @@ SPELLINGS: tuple[Spelling, ...] = (
     scheduled("warmup_ratio", f"{_OPTIM}.lr_warmup_steps_ratio"),
     same("lr_scheduler_kwargs", f"{_OPTIM}.lr_scheduler_kwargs"),
     Spelling(("bf16",), _DTYPES, dtype, "parameters at rest keep their own dtype, and the engine has one too"),
+    Spelling(("cast_lm_head_to_fp32",), (), head_in_fp32, "with bf16=false the whole model is in fp32", GRPO),
     Spelling(("use_cpu",), ("trainer.device",), words("trainer.device", {"true": "cpu", "false": "auto"})),
     Spelling(("adam_epsilon",), (f"{_OPTIM}.override_optimizer_config",), epsilon, "with torch's own AdamW"),
     Spelling(("save_total_limit",), ("trainer.max_actor_ckpt_to_keep",), unless_none("trainer.max_actor_ckpt_to_keep")),
@@ -415,6 +435,10 @@ SPELLINGS: tuple[Spelling, ...] = (
         "weights rest in dtype; quantization_config is the base below LoRA adapters",
     ),
     same("output_dir", "trainer.default_local_dir"),
+    Spelling(
+        ("resume_from_checkpoint",), ("trainer.resume_mode", "trainer.resume_from_path"), resumed,
+        "true goes on at the newest checkpoint, a path at that global_step_N folder, or at the newest one of that run",
+    ),
     same("run_name", "trainer.experiment_name", "exp_name"),
     Spelling(("report_to",), ("trainer.logger",), loggers, "console and jsonl are always there"),
 )  # fmt: skip

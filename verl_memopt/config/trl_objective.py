@@ -11,6 +11,7 @@ from typing import Any
 from verl_memopt.config.spelling import (
     ESTIMATOR,
     GRPO,
+    RLOO,
     NotConvertibleError,
     Spelling,
     TrlSettings,
@@ -27,7 +28,14 @@ LOSS_MODE, AGG_MODE = f"{_ACTOR}.policy_loss.loss_mode", f"{_ACTOR}.loss_agg_mod
 CISPO_RATIO, DUAL_CLIP = f"{_ACTOR}.policy_loss.cispo_max_ratio", f"{_ACTOR}.clip_ratio_c"
 CLIP, CLIP_HIGH = f"{_ACTOR}.clip_ratio", f"{_ACTOR}.clip_ratio_high"
 ENTROPY, ENTROPY_AGG = f"{_ACTOR}.entropy_coeff", f"{_ACTOR}.entropy_agg_mode"
+ENTROPY_CTRL = f"{_ACTOR}.entropy_ctrl"
+ADAPTIVE = {
+    "entropy_target": ("target", 0.2), "entropy_coef_delta": ("delta", 0.005), "entropy_coef_min": ("min", 0.0),
+    "entropy_coef_max": ("max", 1.0),
+}  # fmt: skip
+"""Name of TRL -> our key below ``entropy_ctrl``, and TRL's default."""
 BY_STD, STD_OF, STD_EPSILON = (f"algorithm.norm_adv_{name}" for name in ("by_std_in_grpo", "std_of", "epsilon"))
+REWARD_CLIP = "algorithm.reward_clip_range"
 QUANTILE, WHITEN_OVER = "algorithm.top_entropy_quantile", "algorithm.gdpo_whiten_over"
 WEIGHTS, WEIGHTS_BOUND = (f"algorithm.rollout_correction.{name}" for name in ("rollout_is", "rollout_is_threshold"))
 LOSS_TYPES = {
@@ -111,12 +119,22 @@ def kl_by_ratio(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
 
 def entropy_bonus(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
     """Return the bonus, a mean over tokens with any loss."""
-    if trl[name] in (None, 0):
+    adapts = bool(trl.get("use_adaptive_entropy"))
+    if trl[name] in (None, 0) and not adapts:
         return {ENTROPY: 0.0}
     if trl.get("top_entropy_quantile") not in (None, 1):
         both = (name, "top_entropy_quantile")
         raise NotConvertibleError("TRL's bonus is then of the chosen tokens alone", f"Remove one, or set {ENTROPY}.", both)
-    return {ENTROPY: trl[name], ENTROPY_AGG: "token-mean"}
+    return {ENTROPY: trl[name] or 0.0, ENTROPY_AGG: "token-mean"}
+
+
+def adaptive_entropy(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+    """Return how the weight of the bonus adapts, from all names of TRL about it. Without ``use_adaptive_entropy`` it does not."""
+    if not trl.get("use_adaptive_entropy"):
+        return {f"{ENTROPY_CTRL}.target": None} if name == "use_adaptive_entropy" else {}
+    given = {part: trl[each] for each, (part, _) in ADAPTIVE.items() if trl.get(each) is not None}
+    ours = {f"{ENTROPY_CTRL}.{part}": given.get(part, default) for part, default in ADAPTIVE.values()}
+    return ours | {ENTROPY_AGG: "token-mean"}
 
 
 def top_entropy(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
@@ -214,6 +232,17 @@ OBJECTIVE: tuple[Spelling, ...] = (
         "the quantile is of the whole step, by the entropies before the update", GRPO,
     ),
     Spelling(("entropy_coef",), (ENTROPY, ENTROPY_AGG), entropy_bonus, "", GRPO),
+    *(
+        Spelling(
+            (each,), (*(f"{ENTROPY_CTRL}.{part}" for part, _ in ADAPTIVE.values()), ENTROPY_AGG), adaptive_entropy,
+            "it counts with use_adaptive_entropy; TRL adapts after each optimizer step, here those of a rollout share a weight",
+            GRPO,
+        )
+        for each in ("use_adaptive_entropy", *ADAPTIVE)
+    ),
+    Spelling(
+        ("reward_clip_range",), (REWARD_CLIP,), unless_none(REWARD_CLIP), "of the weighted sum, before the KL comes off it", RLOO
+    ),
 )  # fmt: skip
 """Losses and advantages. They are read after the KL."""
 

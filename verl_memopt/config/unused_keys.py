@@ -308,7 +308,7 @@ REFERENCE_UNUSED: tuple[UnusedKey, ...] = (
 # Keys that have no effect under other keys: giving one earns a warning, since it asks for something that does not happen.
 
 _AGG_MODE, _LOSS_MODE = f"{_AR}.actor.loss_agg_mode", f"{_AR}.actor.policy_loss.loss_mode"
-_FILTER, _KL = "algorithm.filter_groups", "algorithm.kl_ctrl"
+_FILTER, _KL, _CTRL = "algorithm.filter_groups", "algorithm.kl_ctrl", f"{_AR}.actor.entropy_ctrl"
 _REWARD, _OVERLONG = "custom_reward_function", "reward_model.reward_kwargs.overlong_buffer_cfg"
 _NAMED_ON_SIGHT = "algorithm.norm_adv_by_std_in_grpo"
 """Its default looks like a wish for normalisation, so giving even the default earns the warning."""
@@ -337,7 +337,12 @@ def _of_advantages() -> Iterator[UnusedKey]:
 
 def _averages_sequences(settings: Settings) -> bool:
     actor = settings.actor_rollout_ref.actor
-    return LOSSES[actor.policy_loss.loss_mode].by_sequence and not actor.use_kl_loss and actor.entropy_coeff == 0
+    return LOSSES[actor.policy_loss.loss_mode].by_sequence and not actor.use_kl_loss and not _has_bonus(settings)
+
+
+def _has_bonus(settings: Settings) -> bool:
+    actor = settings.actor_rollout_ref.actor
+    return actor.entropy_coeff != 0 or actor.entropy_ctrl.target is not None
 
 
 def _of_losses() -> Iterator[UnusedKey]:
@@ -351,7 +356,8 @@ def _of_losses() -> Iterator[UnusedKey]:
         owners = with_option(key)
         because = f"it belongs to {_LOSS_MODE}={owners[0]}" if len(owners) == 1 else "this loss has no clip"
         yield belongs(f"{_AR}.actor.{key}", _LOSS_MODE, owners, because)
-    yield from idle(f"{_AR}.actor.entropy_coeff", 0, f"{_AR}.actor.entropy_agg_mode")
+    yield UnusedKey(f"{_AR}.actor.entropy_agg_mode", lambda settings: not _has_bonus(settings), "there is no entropy bonus")
+    yield from idle(f"{_CTRL}.target", None, f"{_CTRL}.delta", f"{_CTRL}.min", f"{_CTRL}.max")
     yield from idle(f"{_AR}.actor.policy_loss.custom.path", None, f"{_AR}.actor.policy_loss.custom.name")
     yield from (unused for record in RECORDS for unused in record.unused_keys)
     yield UnusedKey(_AGG_MODE, _averages_sequences, "actor.policy_loss.loss_mode averages over sequences")
@@ -428,7 +434,6 @@ _REWARD_FUNCTION = "Use custom_reward_function.path: it belongs in the reward fu
 
 _ROWS: tuple[tuple[str, tuple[Any, ...] | None, str], ...] = (
     ("missing_eos_penalty", (), f"a score has no further penalty. {_REWARD_FUNCTION}"),
-    ("reward_clip_range", (), f"scores are not clipped. {_REWARD_FUNCTION}"),
     ("reward_weights", (), f"there is one reward. {_REWARD_FUNCTION}"),
     ("reward_funcs", (), "a reward function is named by its file. Use custom_reward_function.path"),
     ("whiten_rewards", (False,), "rewards are not whitened. Use algorithm.normalize_advantages"),
@@ -456,10 +461,6 @@ _ROWS: tuple[tuple[str, tuple[Any, ...] | None, str], ...] = (
     ("log_completions_hub_repo", (), "nothing is sent to the hub. Remove the key"),
     ("use_liger_kernel", EITHER, "head and loss are computed by code of this package"),
     ("torch_empty_cache_steps", ANY, "memory goes back between the phases that need it"),
-    ("cast_lm_head_to_fp32", (False,), f"the head has the dtype of the model. Use {_ACTOR}.fsdp_config.dtype"),
-    ("use_adaptive_entropy", (False,), f"the coefficient of the entropy stays as it is. Use {_ACTOR}.entropy_coeff"),
-    ("entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target", ANY,
-     "it counts with use_adaptive_entropy, and the coefficient of the entropy stays as it is"),
     ("max_tool_calling_iterations", (), "there are no tool calls in rollouts. Remove the key"),
     ("fp16 fp16_full_eval", (False,), f"float16 needs a scaler of the loss. Use {_ACTOR}.fsdp_config.dtype=bfloat16"),
     ("bf16_full_eval tf32", EITHER, f"validation generates with {_ROLLOUT}.dtype, and matrices of fp32 are multiplied in fp32"),
@@ -479,7 +480,6 @@ _ROWS: tuple[tuple[str, tuple[Any, ...] | None, str], ...] = (
     ("hub_revision trackio_space_id trackio_bucket_id trackio_static_space_id", (),
      "nothing is sent to the hub. Remove the key"),
     ("hub_strategy project", ANY, "nothing is sent to the hub"),
-    ("resume_from_checkpoint", (), "Use trainer.resume_mode=resume_path with trainer.resume_from_path"),
     ("dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
      "dataloader_prefetch_factor dataloader_in_order dataloader_multiprocessing_context length_column_name", ANY,
      "rows are read on the driver, while the devices compute"),

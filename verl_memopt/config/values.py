@@ -333,7 +333,7 @@ def _no_such_key(key: str, value: Any) -> Problem:
 def _of_trl() -> dict[str, str]:
     """Return name of TRL -> our keys, of all names that a recipe of RLOO or GRPO reads."""
     keys: dict[str, list[str]] = {}
-    for spelling in SPELLINGS:
+    for spelling in (row for row in SPELLINGS if row.keys):
         for name in spelling.names:
             keys.setdefault(name, []).append(" with ".join(spelling.keys))
     return {name: ", or ".join(dict.fromkeys(settings)) for name, settings in keys.items()}

@@ -138,6 +138,35 @@ class WandbLogger:
         self._run.finish(exit_code=int(failed))
 
 
+class TrackioLogger:
+    """Sends metrics and settings to Trackio, which keeps them in ``TRACKIO_DIR``, or in a Space if ``TRACKIO_SPACE_ID`` is set.
+
+    A resumed run continues the run of its name there.
+    """
+
+    def __init__(self, place: LoggingPlace) -> None:
+        try:
+            import trackio
+        except ImportError as error:
+            raise ConfigError(
+                "trainer.logger=trackio: trackio is not installed. Run `pip install trackio`, or remove it from trainer.logger."
+            ) from error
+        self._run: Any = trackio.init(
+            project=place.project_name,
+            name=place.experiment_name,
+            config=yaml.safe_load(place.folder.config.read_text(encoding="utf-8")),
+            resume="never" if place.resumed_step is None else "allow",
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of a step."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self, failed: bool = False) -> None:
+        """Wait until everything is sent."""
+        self._run.finish()
+
+
 class MlflowLogger:
     """Sends metrics and settings to MLflow: to ``MLFLOW_TRACKING_URI``, or to ``mlflow.db`` in the run folder if it is not set.
 
@@ -232,6 +261,7 @@ LOGGERS: dict[str, Callable[[LoggingPlace], StepLogger]] = {
     "tensorboard": lambda place: TensorBoardLogger(place.folder.tensorboard, place.resumed_step),
     "wandb": WandbLogger,
     "mlflow": MlflowLogger,
+    "trackio": TrackioLogger,
 }
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import io
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -322,21 +323,20 @@ def _weighed_rows(functions: Sequence[NamedFunction], columns: Sequence[Any], nu
 
 
 def _weighed(functions: Sequence[NamedFunction], values: Sequence[Any]) -> Any:
-    """Return the sum of the scores times their weights, and each score by name. A function that gives None does not count."""
+    """Return the sum of the scores times their weights, and each score by name.
+
+    A function that gives None does not count, and where all of them do the row has no score: None.
+    """
     total = 0.0
-    named: dict[str, float] = {}
+    named: dict[str, float | None] = {}
     further: dict[str, Any] = {}
     for each, value in zip(functions, values, strict=True):
-        if value is None:
-            continue
         try:
-            named[each.name], extra = read_score(value)
+            score, extra = read_score(value)
         except RewardError as problem:
             raise RewardError(f"{each.name} {problem}") from problem
-        total += each.weight * named[each.name]
+        named[each.name] = None if math.isnan(score) else score
+        total += 0.0 if math.isnan(score) else each.weight * score
         further |= extra
-    if not named:
-        raise RewardError("every reward function returned None for this row. Let one of them return a number.")
-    if len(functions) == 1:
-        return {"score": total, **further}
-    return {**further, **named, "score": total}
+    applies = any(each is not None for each in named.values())
+    return {**further, **(named if len(functions) > 1 else {}), "score": total if applies else None}

@@ -126,6 +126,14 @@ class RewardRunner:
             first = min(failures)
             logger.warning("the reward function failed on %d of %d rows, which get the fallback score %s; the first is %s: %s",
                            len(failures), len(rows), fallback, rows[first].address, failures[first])  # fmt: skip
+        without = [row for row, result in zip(rows, results, strict=True) if math.isnan(result.score)]
+        if without:  # the first words are those of TRL
+            kwargs = {**without[0].extra_info, "completion": without[0].solution}
+            logger.warning(
+                "All reward functions returned None for the following kwargs: %.500s\nThis is %s, the first of %d of %d rows "
+                "without a reward. Nothing is learned from them. Let one function return a number.",
+                kwargs, without[0].address, len(without), len(rows),
+            )  # fmt: skip
         return results
 
     def close(self) -> None:

@@ -63,7 +63,7 @@ def outcomes_of_batch(indices: Sequence[int], values: Any) -> list[Outcome]:
 
 
 def read_score(value: Any) -> tuple[float, dict[str, Any]]:
-    """Return the finite score in the return value of a reward function, and its other entries."""
+    """Return the score in the return value of a reward function, and its other entries. None is no score: NaN."""
     if not isinstance(value, dict):
         return _finite(value, "returned"), {}
     if "score" not in value:
@@ -73,6 +73,9 @@ def read_score(value: Any) -> tuple[float, dict[str, Any]]:
 
 
 def _finite(value: Any, phrase: str) -> float:
+    """Return a finite number, or NaN for None."""
+    if value is None:
+        return math.nan
     number = _unwrapped(value)
     if not isinstance(number, numbers.Real):
         raise RewardError(f"{phrase} {value!r:.200} of type {type(value).__name__}, not a number")
@@ -177,7 +180,7 @@ class RewardResult:
     """The score of one row."""
 
     score: float
-    """A finite number."""
+    """A finite number, or NaN for none: no reward function applies to the row."""
     extra: dict[str, Any] = field(default_factory=dict)
     """The other entries, when the function returned a dict."""
     failed: bool = False

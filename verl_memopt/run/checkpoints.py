@@ -311,7 +311,9 @@ def read_checkpoint(folder: Path, key: str = "trainer.resume_from_path=") -> Che
     """
     folder = folder.expanduser().resolve()
     if not is_checkpoint(folder):
-        raise CheckpointError(f"{key}{folder}: not a checkpoint. Give a global_step_N folder that exists.")
+        raise CheckpointError(
+            f"{key}{folder}: not a checkpoint. Give a global_step_N folder that exists, or the folder of a run that has one."
+        )
     read = _read(folder)
     if isinstance(read, Checkpoint):
         return read

@@ -20,7 +20,7 @@ from verl_memopt.distributed.file_records import digest_of
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.knob import knobs
 from verl_memopt.observe.run_folder import BEST_MODEL, FINAL_MODEL, is_of_a_run
-from verl_memopt.run.checkpoints import Checkpoint, CheckpointStore, read_checkpoint
+from verl_memopt.run.checkpoints import Checkpoint, CheckpointStore, is_checkpoint, read_checkpoint
 from verl_memopt.run.environment import Environment
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def find_checkpoint(
         checkpoint = store.newest(unreadable)
     else:
         assert trainer.resume_from_path is not None, "checked when settings are loaded"
-        checkpoint = read_checkpoint(Path(trainer.resume_from_path))
+        checkpoint = _named_checkpoint(Path(trainer.resume_from_path))
         # The checkpoint may lie in another run's folder, and must then not be marked or removed as one of this run.
         store.resumed(checkpoint)
     for key, contents in loaded.items():
@@ -72,6 +72,13 @@ def find_checkpoint(
                 "the model. Add model (and to save_contents), or set trainer.resume_mode=disable."
             )
     return checkpoint
+
+
+def _named_checkpoint(path: Path) -> Checkpoint:
+    """Return the checkpoint of a ``global_step_N`` folder, or the newest of a run's folder."""
+    folder = path.expanduser().resolve()
+    newest = None if is_checkpoint(folder) else CheckpointStore(folder, None).newest()
+    return read_checkpoint(folder) if newest is None else newest
 
 
 def compare_settings(

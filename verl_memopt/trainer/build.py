@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from verl_memopt.algorithms.custom import check_custom, statistics_of
-from verl_memopt.algorithms.kl import KlController
+from verl_memopt.algorithms.kl import EntropyController, KlController
 from verl_memopt.algorithms.records import WITH_GREEDY_RESPONSES, WITHOUT_BASELINE
 from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import Critic, Data, Model, ResourcePool, Settings
@@ -401,7 +401,9 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
     options = reads_entropy(actor, algorithm), statistics_of(algorithm)
     old_pass = LogProbPass(workers, "old_log_prob", Worker.old_log_probs, old_budget, balance, options)
     cutter = MiniBatchCutter(workers.world_size, actor, rollout.n, update_budget, balance)
-    policy_update = PolicyUpdate(cutter, actor, context.store)
+    adapts_entropy = actor.entropy_ctrl.target is not None
+    entropy = EntropyController(actor.entropy_ctrl, actor.entropy_coeff) if adapts_entropy else None
+    policy_update = PolicyUpdate(cutter, actor, context.store, entropy)
     # The engine's log-probs of a dump may belong to other weights, so a difference is no fault.
     compared = rollout if replay is None else replace(rollout, max_logprob_diff=None)
     mismatch = MismatchCheck(compared, actor.fsdp_config, environment.features if replay is None else ())

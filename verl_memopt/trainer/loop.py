@@ -140,7 +140,9 @@ class RunState:
         """Return the parts of the driver whose state a checkpoint keeps, by name."""
         sync = self.learner.reference_sync  # None where the reference keeps its weights
         parts = {"kl_control": self.learner.kl_control, **self.further}
-        return parts if sync is None else {**parts, "reference_sync": sync}
+        entropy = self.learner.policy.policy_update.entropy  # None where its weight stays as it is
+        optional = {"reference_sync": sync, "entropy_control": entropy}
+        return parts | {name: part for name, part in optional.items() if part is not None}
 
     def of_driver(self, step: int) -> dict[str, Any]:
         """Return the state of the driver after a step."""

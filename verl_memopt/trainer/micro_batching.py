@@ -5,13 +5,14 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
 
 from verl_memopt.algorithms.custom import inputs_of, statistics_of
+from verl_memopt.algorithms.kl import EntropyController
 from verl_memopt.algorithms.records import LOSSES, load
 from verl_memopt.algorithms.rollout_correction import corrects_before_update
 from verl_memopt.algorithms.rows import GlobalCounts
@@ -309,10 +310,23 @@ class PolicyUpdate:
     cutter: MiniBatchCutter
     actor: Actor
     store: CheckpointStore
+    entropy: EntropyController | None = None
+    """Adapts the weight of the entropy bonus; None where it stays as it is."""
 
     def cut(self, batch: RolloutBatch, names: Sequence[str], step: int) -> list[list[MiniBatch]]:
-        """Return what :meth:`MiniBatchCutter.cut` returns, with the tokens that a loss selects."""
-        return self.cutter.cut(batch, names, step, lambda rows, seed: with_selection(batch, rows, self.actor, seed))
+        """Return what :meth:`MiniBatchCutter.cut` returns, with the tokens that a loss selects, and an adapted weight."""
+        per_rank = self.cutter.cut(batch, names, step, lambda rows, seed: with_selection(batch, rows, self.actor, seed))
+        if self.entropy is None:
+            return per_rank
+        self.entropy.num_updates, weight = len(per_rank[0]), self.entropy.applied
+        return [[replace(mini, counts=replace(mini.counts, entropy_coeff=weight)) for mini in minis] for minis in per_rank]
+
+    def entropy_weight(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Adapt the weight of the entropy bonus to the metrics of an update, and return it as a metric, if there is a bonus."""
+        if self.entropy is not None:
+            self.entropy.update(metrics["actor/entropy"])
+        weight = self.actor.entropy_coeff if self.entropy is None else self.entropy.weight
+        return {"actor/entropy_coeff": weight} if weight or self.entropy is not None else {}
 
     def metrics(self, per_rank: Sequence[dict[str, float]], step: int) -> dict[str, float]:
         """Return the metrics of the update over all ranks.

@@ -289,10 +289,13 @@ class StepBatch:
         Raises:
             RewardError: A score is infinite, or a reward has no number under a name of ``algorithm.gdpo_reward_keys``.
         """
-        rows, scores, components = self.rows, self.scores, self._components(algorithm)
+        rows, scores, components, baselines = self.rows, self.scores, self._components(algorithm), self.baselines
         valid = check_rewards(scores, self.names)
         if components is not None:
-            valid = valid & ~components.isnan().any(1)
+            valid = valid & ~components.isnan().all(1)
+        if algorithm.reward_clip_range is not None:
+            scores = scores.clamp(*algorithm.reward_clip_range)
+            baselines = None if baselines is None else baselines.clamp(*algorithm.reward_clip_range)
         row, lengths, beta = rows.response_row(), rows.responses.lengths, controller.coefficient
         rewards, kl, kl_mean = scores, None, None
         if algorithm.use_kl_in_reward:
@@ -310,7 +313,7 @@ class StepBatch:
             lengths=lengths,
             token_rewards=token_level_rewards(scores, row, lengths, kl, beta),
             values=rows.old_values,
-            baselines=self.baselines,
+            baselines=baselines,
             components=components,
             old_log_probs=rows.old_log_probs,
             ref_log_probs=rows.ref_log_probs,
@@ -325,12 +328,17 @@ class StepBatch:
         return Advantages(advantages, returns, rewards, kl_mean, group_counts(rewards, rows.group, valid))
 
     def _components(self, algorithm: Algorithm) -> Tensor | None:
-        """Return the rewards that ``algorithm.gdpo_reward_keys`` names, fp32 [B, K]; None where the estimator reads none."""
+        """Return the rewards that ``algorithm.gdpo_reward_keys`` names, fp32 [B, K]; None where the estimator reads none.
+
+        One that does not apply to a row is NaN there, and all of a row whose reward function failed are.
+        """
         if "components" not in ESTIMATORS[algorithm.adv_estimator].inputs:
             return None
         rows = zip(self.results, self.names, strict=True)
         numbers = [[_component(result, key, name) for key in algorithm.gdpo_reward_keys or ()] for result, name in rows]
-        return torch.tensor(numbers, dtype=torch.float32)
+        components = torch.tensor(numbers, dtype=torch.float32)
+        failed = torch.tensor([result.failed for result in self.results])
+        return components.where(~(failed & components.isnan().any(1))[:, None], math.nan)
 
 
 @dataclass(frozen=True)
@@ -398,8 +406,10 @@ def to_batch(answers: Answers, samples: int, actor: Actor) -> RolloutBatch:
 
 
 def _component(result: RewardResult, key: str, name: str) -> float:
-    """Return one reward of several of a row; NaN where its reward function failed."""
+    """Return one reward of several of a row; NaN where its reward function failed, or gave None."""
     value = result.score if key == "score" else math.nan if result.failed else result.extra.get(key)
+    if value is None and key in result.extra:
+        return math.nan
     if not isinstance(value, int | float) or math.isinf(value):
         raise RewardError(
             f"algorithm.gdpo_reward_keys: the reward of {name} has no finite number {key}; it has "

@@ -100,6 +100,7 @@ class TrainingStep:
             # The workers run forward, backward and optimizer step. Where the loss is a sum over tokens, the LM head computes
             # its gradient in its forward, and backward() only hands it on (memory/chunked_logprob_torch.py).
             self.policy.update(batch)
+            batch.metrics |= self.policy.policy_update.entropy_weight(batch.metrics)
         if updates_policy or self.rollouts.generator.frees_engine:  # a sleeping engine keeps no weights
             self.sync_weights()
         if updates_policy and self.reference_sync is not None:

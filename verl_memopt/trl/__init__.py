@@ -31,6 +31,12 @@ class GRPOTrainer(TrlTrainer):
     algorithm: ClassVar[str] = "grpo"
     config: ClassVar[type[GRPOConfig]] = GRPOConfig
 
+    @property
+    def entropy_coef(self) -> float:
+        """The weight of the entropy bonus, as the last step has left it."""
+        logged = (each["entropy_coef"] for each in reversed(self.state.log_history) if "entropy_coef" in each)
+        return float(next(logged, getattr(self.args, "entropy_coef", None) or 0.0))
+
 
 class RLOOTrainer(TrlTrainer):
     """TRL's ``RLOOTrainer``."""

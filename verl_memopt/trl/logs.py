@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 OURS = {
     "loss": "actor/loss", "policy_loss": "actor/pg_loss", "grad_norm": "actor/grad_norm", "learning_rate": "actor/lr",
     "epoch": "training/epoch", "kl": ("actor/kl_loss", "actor/reward_kl_penalty"), "entropy": "actor/entropy",
+    "entropy_coef": "actor/entropy_coeff",
     "clip_ratio/region_mean": "actor/pg_clipfrac", "sampling/sampling_logp_difference/mean": "rollout/logprob_diff_mean",
     "sampling/sampling_logp_difference/max": "rollout/logprob_diff_max", "step_time": "timing_s/step",
 }  # fmt: skip

@@ -13,12 +13,23 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from verl_memopt import api
 from verl_memopt.config.trl_defaults import DEFAULTS
-from verl_memopt.errors import ConfigError
+from verl_memopt.config.trl_names import KL_IN_REWARD
+from verl_memopt.config.trl_objective import KL_IN_LOSS
 from verl_memopt.model.given import is_adapted
 from verl_memopt.rewards.python_functions import is_model, with_names
 from verl_memopt.trl.callbacks import Callbacks, last_metrics
 from verl_memopt.trl.config import GRPOConfig, adapter_arguments, as_attributes, given_and_defaults
 from verl_memopt.trl.logs import RewardNames
+from verl_memopt.trl.models import (
+    REFERENCE_PATH,
+    ArgumentError,
+    loaded,
+    reference,
+    starting_model,
+    take_moved,
+    take_trained,
+    with_adapters,
+)
 
 if TYPE_CHECKING:
     from transformers import TrainerState
@@ -39,10 +50,6 @@ ENTROPY = "actor_rollout_ref.actor.calculate_entropy"
 """TRL always logs the entropy."""
 SUMS_TOKENS = ("bnpo", "dr_grpo", "dapo", "cispo")
 """Values of ``loss_type`` by which a longer response counts more."""
-
-
-class ArgumentError(ConfigError, ValueError):
-    """An argument of a trainer is wrong. TRL's trainers raise a ValueError, which a script may expect."""
 
 
 class TrlTrainer:
@@ -87,15 +94,7 @@ class TrlTrainer:
         Raises:
             ConfigError: An argument is wrong or has no equal here.
         """
-        for name, value in {"optimizers": optimizers, **others}.items():
-            if value is not None and value != (None, None) and name in REFUSED:
-                raise ArgumentError(f"{name}: {REFUSED[name]}.")
-            if name not in REFUSED:
-                raise ArgumentError(f"{name}: {type(self).__name__} has no such argument. Remove it.")
-        if train_dataset is None:
-            raise ArgumentError("train_dataset: it is required, and there is none. Give the rows to train on.")
-        if reward_funcs is None or reward_funcs == []:
-            raise ArgumentError("reward_funcs: there is no reward. Give a function, a list of functions, or a reward model.")
+        self._refuse({"optimizers": optimizers, **others}, train_dataset, reward_funcs)
         self.args = as_attributes(args, self.config)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.reward_funcs = list(with_names(reward_funcs).values())
@@ -104,12 +103,27 @@ class TrlTrainer:
         self._given, self._tokenizer, self._peft = model, processing_class, peft_config
         self._quantization = quantization_config
         self._loaded = None if isinstance(model, str | Path) else model
+        self._reference: Any = None
         self._settings()  # so that its mistakes show here
         self._check_code()
         self._warn_of_lengths()
         self._callbacks = Callbacks(callbacks or (), self.args, self._functions(), processing_class)
 
     # What a run is made of.
+
+    def _refuse(self, others: Mapping[str, Any], train_dataset: Any, reward_funcs: Any) -> None:
+        """Refuse arguments that are unknown, without an equal or missing, all at once, with the words that TRL has for it."""
+        found = [
+            f"{name}: {REFUSED.get(name, f'{type(self).__name__} has no such argument. Remove it')}."
+            for name, value in others.items()
+            if name not in REFUSED or (value is not None and value != (None, None))
+        ]
+        if train_dataset is None:
+            found.append("train_dataset: `train_dataset` is required, and there is none. Give the rows to train on.")
+        if reward_funcs is None or reward_funcs == []:
+            found.append("reward_funcs: No reward source provided. Give a function, a list of functions, or a reward model.")
+        if found:
+            raise ArgumentError("\n".join(found))
 
     def _settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the settings of a run under TRL's names, and TRL's defaults beside them."""
@@ -124,8 +138,7 @@ class TrlTrainer:
     def _check_code(self) -> None:
         """Refuse a folder whose model is made by its own code, where that is not trusted."""
         file = Path(str(self._given)).expanduser() / "config.json"
-        trusted = getattr(self.args, "trust_remote_code", False)
-        if not isinstance(self._given, str | Path) or trusted or not file.is_file():
+        if not isinstance(self._given, str | Path) or self._trusted or not file.is_file():
             return
         if "AutoModelForCausalLM" in (json.loads(file.read_text(encoding="utf-8")).get("auto_map") or {}):
             raise ArgumentError(
@@ -159,6 +172,7 @@ class TrlTrainer:
     def _call(self, **changes: Any) -> api.Call:
         settings, defaults = self._settings()
         settings.pop("reward_weights", None)
+        resume = settings.pop(api.RESUME, None) or False
         if not any(name.endswith("calculate_entropy") for name in settings):
             settings[ENTROPY] = True
         models = [place for place, each in enumerate(self.reward_funcs) if is_model(each)]
@@ -171,6 +185,7 @@ class TrlTrainer:
             "reward_tokenizer": self.reward_processing_classes[models[0]] if models else None,
             "reward_weights": getattr(self.args, "reward_weights", None),
             "run_dir": settings.pop("output_dir", None),
+            "resume": resume,
             "settings": settings,
             "trl_defaults": defaults,
             "algorithm": self.algorithm,
@@ -182,21 +197,20 @@ class TrlTrainer:
     def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> Any:
         """Train, and return TRL's ``TrainOutput``: ``global_step``, ``training_loss`` and ``metrics``.
 
-        ``resume_from_checkpoint``: True = continue in ``output_dir``; a path = continue at that ``global_step_N`` folder.
+        ``resume_from_checkpoint``: True = continue in ``output_dir``; a path = continue at that ``global_step_N`` folder, or at
+        the newest one of that run. None = as the config says.
 
         Raises:
             UserError: As :func:`verl_memopt.train`.
         """
         from transformers.trainer_utils import TrainOutput
 
-        call = self._call(resume=resume_from_checkpoint is True)
-        if isinstance(resume_from_checkpoint, str | Path):
-            path = str(resume_from_checkpoint)
-            call = self._call(settings={**call.settings, "trainer.resume_mode": "resume_path", "trainer.resume_from_path": path})
+        call = self._call() if resume_from_checkpoint is None else self._call(resume=resume_from_checkpoint)
         self._callbacks.begin()
         self.run = api.train_call(call, self._callbacks.listen)
+        self._reference = None  # it may have moved
         if self._loaded is not None:
-            self._take_weights(self._loaded)
+            take_trained(self._loaded, self.run.model_path, self._trusted)
         metrics = last_metrics(self.state.log_history)
         return TrainOutput(self.state.global_step, metrics.get("train_loss", 0.0), metrics)
 
@@ -299,28 +313,42 @@ class TrlTrainer:
         It is on the host, and apart from the one that the workers train.
         """
         if self._loaded is None:
-            arguments = {"dtype": "auto", **(getattr(self.args, "model_init_kwargs", None) or {})}
-            self._loaded = _load(self._given, arguments, bool(getattr(self.args, "trust_remote_code", False)))
+            self._loaded = loaded(self._given, getattr(self.args, "model_init_kwargs", None), self._trusted)
             if self.run is not None and self._peft is None:
-                self._take_weights(self._loaded)
+                take_trained(self._loaded, self.run.model_path, self._trusted)
         if self._peft is not None and not is_adapted(self._loaded):
-            self._loaded = _with_adapters(self._loaded, self._peft)
+            self._loaded = with_adapters(self._loaded, self._peft)
             if self.run is not None:
-                self._take_weights(self._loaded)
+                take_trained(self._loaded, self.run.model_path, self._trusted)
         return self._loaded
 
-    def _take_weights(self, model: Any) -> None:
-        """Give a loaded model the weights of the last run."""
-        from safetensors.torch import load_file
+    @property
+    def ref_model(self) -> Any:
+        """The reference of the KL as transformers has it, loaded when it is asked for; after training as it has moved.
 
-        folder = self._done("model").model_path
-        if is_adapted(model):
-            from peft import set_peft_model_state_dict
+        None without a KL, and with adapters, where the reference is the model with other adapters or none.
+        """
+        settings, defaults = self._settings()
+        values = {**defaults, **settings}
+        if not any(values.get(name) for name in ("beta", KL_IN_LOSS, KL_IN_REWARD)):
+            return None
+        if (
+            self._peft is not None
+            or is_adapted(self._given)
+            or any(name.endswith("lora_rank") and values[name] for name in values)
+        ):
+            return None
+        if self._reference is None:
+            given = values.get(REFERENCE_PATH) or self._given
+            start = given if self.run is None else starting_model(self.run.path)
+            self._reference = reference(start, getattr(self.args, "model_init_kwargs", None), self._trusted)
+            if self.run is not None:
+                take_moved(self._reference, self.run.path)
+        return self._reference
 
-            set_peft_model_state_dict(model, load_file(folder / "adapter" / "adapter_model.safetensors"))
-            return
-        trained = _load(folder, {"dtype": "auto"}, bool(getattr(self.args, "trust_remote_code", False))).state_dict()
-        model.load_state_dict(trained)
+    @property
+    def _trusted(self) -> bool:
+        return bool(getattr(self.args, "trust_remote_code", False))
 
     def _trained(self) -> dict[str, Any]:
         """Return the arguments of a call that starts from the trained model, with adapters merged."""
@@ -335,21 +363,6 @@ class TrlTrainer:
         if self.run is None:
             raise ArgumentError(f"{name}: nothing was trained yet. Call train() first.")
         return self.run
-
-
-def _load(name: str | Path, arguments: Mapping[str, Any], trusted: bool) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(name, **{"trust_remote_code": trusted, **arguments})
-
-
-def _with_adapters(model: Any, config: Any) -> Any:
-    """Return a model with peft's adapters around its layers."""
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as problem:
-        raise ArgumentError("model: a model with adapters is one of peft, which is not installed. Install peft.") from problem
-    return get_peft_model(model, LoraConfig(**config) if isinstance(config, Mapping) else config)
 
 
 def _link(source: str, target: str) -> None:

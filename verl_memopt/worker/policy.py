@@ -207,8 +207,8 @@ class Objective:
 
     @property
     def with_entropy(self) -> bool:
-        """True if the loss has an entropy term."""
-        return self.actor.entropy_coeff != 0
+        """True if the loss has an entropy term. An adaptive one is measured while its weight is 0 too."""
+        return self.actor.entropy_coeff != 0 or self.actor.entropy_ctrl.target is not None
 
     def loss(self, log_probs: Tensor, entropy: Tensor | None) -> LossAndMetrics:
         """Return the share of the loss (scalar, with gradient) and of its metrics (scalars, without).
@@ -323,7 +323,8 @@ class Objective:
             return aggregate(values, pack.row[rows], self.micro.lengths, mode, self.counts, scale_factor)
 
         if entropy is not None:
-            penalties.append((-actor.entropy_coeff, "entropy", mean(entropy, actor.entropy_agg_mode or actor.loss_agg_mode)))
+            weight = actor.entropy_coeff if self.counts.entropy_coeff is None else self.counts.entropy_coeff
+            penalties.append((-weight, "entropy", mean(entropy, actor.entropy_agg_mode or actor.loss_agg_mode)))
         if actor.use_kl_loss:
             assert self.micro.ref_log_probs is not None
             divergence = kl_estimate(log_probs, self.micro.ref_log_probs[rows], actor.kl_loss_type)

@@ -159,6 +159,17 @@ def test_gdpo_whitens_over_tokens_the_weighted_sum_of_each_rewards_group_advanta
     assert gdpo_advantages(*given, by_std).tolist() == gdpo_advantages(*given, by_std, weights=[1.0, 1.0]).tolist()
 
 
+def test_a_reward_that_does_not_apply_to_a_row_adds_nothing_to_it_and_counts_in_no_group_of_gdpo():
+    rewards = [[1.0, NAN], [0.0, 0.5], [0.5, 0.9], [NAN, NAN]]
+    given = torch.tensor(rewards), torch.zeros(4, dtype=torch.long), torch.tensor([True, True, True, False]), torch.arange(4)
+    first = naive_grpo([1.0, 0.0, 0.5], [0] * 3, [True] * 3, by_std=True)
+    second = naive_grpo([0.5, 0.9], [0] * 2, [True] * 2, by_std=True)
+    sums = [first[0], first[1] + second[0], first[2] + second[1]]
+    mean, scale = statistics.fmean(sums), statistics.stdev(sums) + 1e-4  # over rows, as TRL's normalize_then_sum
+    expected = [*((each - mean) / scale for each in sums), 0.0]
+    assert gdpo_advantages(*given, whiten_over="rows").tolist() == pytest.approx(expected, abs=1e-5)
+
+
 def test_gdpo_keeps_its_digits_where_rewards_cancel():
     # Each reward alone is of the size of 1 after its group's normalisation, and their weighted sum is of the size of 1e-4.
     first = [0.1, 0.7, 0.2, 0.9, 0.4, 0.3]

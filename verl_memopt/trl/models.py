@@ -1,0 +1,86 @@
+"""The models of a trainer as transformers and peft have them: on the host, and apart from those in the workers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from verl_memopt.errors import ConfigError
+from verl_memopt.model.given import is_adapted
+
+REFERENCE_PATH = "actor_rollout_ref.ref.model.path"
+
+
+class ArgumentError(ConfigError, ValueError):
+    """An argument of a trainer is wrong. TRL's trainers raise a ValueError, which a script may expect."""
+
+
+def loaded(name: str | Path, arguments: Mapping[str, Any] | None, trusted: bool) -> Any:
+    """Return the model of a folder or hub id. ``arguments`` are those of ``from_pretrained``."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(name, **{"trust_remote_code": trusted, "dtype": "auto", **(arguments or {})})
+
+
+def with_adapters(model: Any, config: Any) -> Any:
+    """Return a model with peft's adapters around its layers."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as problem:
+        raise ArgumentError("model: a model with adapters is one of peft, which is not installed. Install peft.") from problem
+    return get_peft_model(model, LoraConfig(**config) if isinstance(config, Mapping) else config)
+
+
+def take_trained(model: Any, folder: Path, trusted: bool) -> None:
+    """Give a model the weights of a trained one, or its adapters those of it."""
+    if is_adapted(model):
+        from peft import set_peft_model_state_dict
+        from safetensors.torch import load_file
+
+        set_peft_model_state_dict(model, load_file(folder / "adapter" / "adapter_model.safetensors"))
+        return
+    model.load_state_dict(loaded(folder, None, trusted).state_dict())
+
+
+# The reference of the KL: the model that training started from, until it moves towards the policy.
+
+
+def reference(start: Any, arguments: Mapping[str, Any] | None, trusted: bool) -> Any:
+    """Return a frozen copy of a model, which is an object, a folder or a hub id."""
+    model = loaded(start, arguments, trusted) if isinstance(start, str | Path) else copy.deepcopy(start)
+    return model.eval().requires_grad_(False)
+
+
+def starting_model(run: Path) -> str:
+    """Return the folder or hub id of the model that the reference of a run started from."""
+    return str(_settings_of(run).get(REFERENCE_PATH) or _settings_of(run)["actor_rollout_ref.model.path"])
+
+
+def take_moved(model: Any, run: Path) -> None:
+    """Give a reference the weights to which a run has moved it, from its newest checkpoint. One that stays keeps its own.
+
+    Raises:
+        ArgumentError: The run saved no checkpoint.
+    """
+    from verl_memopt.distributed.sharded_state import StoredTensors
+    from verl_memopt.run.checkpoints import CheckpointStore
+    from verl_memopt.trainer.loop import REFERENCE
+
+    if _settings_of(run).get("actor_rollout_ref.ref.sync_every_steps") is None:
+        return
+    newest = CheckpointStore(run, None).newest()
+    if newest is None:
+        raise ArgumentError(f"ref_model: the reference has moved, and {run} has no checkpoint of it. Set save_strategy=steps.")
+    stored = StoredTensors(newest.folder / REFERENCE)
+    weights = {name.removeprefix("lm."): stored.read(name) for name in stored.names}
+    model.load_state_dict(weights, strict=False)  # a head that is the embedding has no weights of its own
+
+
+def _settings_of(run: Path) -> dict[str, Any]:
+    import yaml
+
+    from verl_memopt.config.keys import flatten
+
+    return flatten(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")))
