@@ -17,7 +17,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import verl_memopt
 from verl_memopt import api, trl
@@ -235,14 +235,22 @@ def test_a_reward_that_is_a_text_is_a_model_or_a_file(rewards, settings, tmp_pat
     assert reward_settings(rewards, None, None, tmp_path) == settings
 
 
+def test_of_several_reward_models_each_has_its_folder_and_its_name(tmp_path):
+    given = {"first": "owner/a", "mine": lambda answer: 1.0, "second": "owner/b"}
+    settings = reward_settings(given, [1.0, 2.0, 0.5], None, tmp_path)
+    assert settings["reward_model.model.path"] == "owner/a"
+    assert settings["reward_model.further_models"] == {"second": "owner/b"}
+    read = {"rm_score": 0.25, "rm_scores": {"second": 4.0}}
+    result = python_functions.score_row("toy", "2", "2", read, settings["custom_reward_function.reward_kwargs"]["functions"])
+    assert result == {"first": 0.25, "mine": 1.0, "second": 4.0, "score": 0.25 + 2.0 + 2.0}
+
+
 def test_a_reward_model_beside_functions_is_one_of_them_with_its_weight(tmp_path):
     settings = reward_settings([lambda answer: 1.0, "owner/scorer"], [1.0, 0.5], None, tmp_path)
     assert settings["reward_model.model.path"] == "owner/scorer"
     rows = [(*("toy", "2", None), {"rm_score": 4.0})]
     (found,) = [python_functions.score_row(*row, functions=str(tmp_path / "rewards.pkl")) for row in rows]
     assert found == {"lambda": 1.0, "scorer": 4.0, "score": 3.0}
-    with pytest.raises(RewardError, match=r"^rewards: a, b are reward models, .*one"):
-        reward_settings(["x/a", "x/b"], None, None, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -555,6 +563,32 @@ def test_the_reference_of_a_trainer_is_the_starting_model_and_after_training_wha
     assert any(not torch.equal(trained[name], start[name]) for name in start)
     for name, weight in start.items():
         torch.testing.assert_close(moved[name].float(), 0.6 * trained[name].float() + 0.4 * weight.float(), atol=1e-2, rtol=1e-2)
+
+
+def test_several_reward_models_of_a_trainer_are_those_of_transformers_each_with_its_name_and_weight(model, tmp_path):
+    tokenizer, scorers = AutoTokenizer.from_pretrained(model), {}
+    for seed, name in enumerate(("kind", "brief")):
+        torch.manual_seed(seed)
+        scorers[name] = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
+        torch.nn.init.normal_(scorers[name].score.weight, std=0.5)
+        scorers[name].config.pad_token_id = tokenizer.pad_token_id
+        scorers[name].config._name_or_path = name
+    scorers["kind"].save_pretrained(tmp_path / "kind")
+    tokenizer.save_pretrained(tmp_path / "kind")
+    args = {"max_steps": 1, "reward_weights": [1.0, 2.0, 0.5], "output_dir": str(tmp_path / "out"), **SMALL}
+    args |= {"trainer.rollout_data_dir": str(tmp_path / "rows"), "reward_model.model.fsdp_config.dtype": "fp32"}
+    rewards = [str(tmp_path / "kind"), right, scorers["brief"]]
+    trainer = trl.GRPOTrainer(model, rewards, args, ROWS[:4], reward_processing_classes=[None, None, tokenizer])
+    trainer.train()
+    rows = [json.loads(line) for line in (tmp_path / "rows" / "1.jsonl").read_text().splitlines()]
+    assert len(rows) == 8
+    for row in rows:
+        ids = torch.tensor([tokenizer(row["input"] + row["output"]).input_ids])
+        for name, scorer in scorers.items():
+            with torch.no_grad():
+                assert row[name] == pytest.approx(float(scorer.eval()(ids).logits), abs=1e-4)
+        assert row["score"] == pytest.approx(row["kind"] + 2.0 * row["right"] + 0.5 * row["brief"], abs=1e-4)
+    assert {f"rewards/{name}/mean" for name in ("kind", "right", "brief")} <= trainer.state.log_history[0].keys()
 
 
 @pytest.mark.parametrize(

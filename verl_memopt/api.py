@@ -77,7 +77,7 @@ def train(
             (``openai/gsm8k:main@train``). Each row has a ``prompt``: a text, or a list of ``{role, content}``. The other columns
             reach the reward functions. Other names of columns: ``prompt_key=..., answer_key=...``.
         rewards: A reward function, a list of them, or name -> function, with TRL's signature, verl's or ``f(answer, row)``
-            (:mod:`verl_memopt.rewards.python_functions`); or ``"file.py:function"``. One of them may be a reward model: its
+            (:mod:`verl_memopt.rewards.python_functions`); or ``"file.py:function"``. Some of them may be reward models: a
             folder, hub id or object. None = the rule of each row's ``data_source``.
         algorithm: ``grpo``, ``rloo``, ``ppo``, ``sft``, or another estimator of ``algorithm.adv_estimator``.
         eval_dataset: Held-out rows, as ``dataset``, or name -> rows. None = no validation.
@@ -301,8 +301,8 @@ class Call:
     resume: bool | str | Path = False
     trl_defaults: Mapping[str, Any] = field(default_factory=dict)
     """TRL's names and their defaults, which hold where the settings say nothing else."""
-    reward_tokenizer: Any = None
-    """Tokenizer of a reward model that is not the one of its folder."""
+    reward_tokenizers: Sequence[Any] | None = None
+    """Tokenizer of each reward that is a model, None for that of its folder."""
 
     def load(self) -> tuple[Path, Settings, Inputs]:
         """Return the run's folder, its settings, and what came from Python, which lies aside still.
@@ -415,7 +415,7 @@ class Call:
             values["algorithm.adv_estimator"] = self.algorithm
         if self.steps is not None:
             values["trainer.total_training_steps"] = self.steps
-        return values | self._apart() | reward_settings(self.rewards, self.reward_weights, self.reward_tokenizer, inputs)
+        return values | self._apart() | reward_settings(self.rewards, self.reward_weights, self.reward_tokenizers, inputs)
 
     def _apart(self) -> dict[str, Any]:
         """Return the names and weights of the reward functions, by key, where the advantages are those of each by itself."""

@@ -280,4 +280,4 @@ def test_an_mlflow_that_stops_answering_is_told_once_and_the_run_goes_on(place, 
 
 
 def test_these_are_the_loggers():
-    assert set(LOGGERS) == {"console", "jsonl", "tensorboard", "wandb", "mlflow"}
+    assert set(LOGGERS) == {"console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio"}

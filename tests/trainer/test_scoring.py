@@ -1,6 +1,7 @@
 import dataclasses
 import logging
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -127,6 +128,22 @@ def test_every_answer_gets_its_score_on_any_number_of_ranks(ranks, balance, shar
     ((phase, _, method, (batch, _)),) = members[0].asked
     assert (phase, method) == ("reward", "reward_scores")
     assert batch.num_rows == math.ceil(6 / ranks)
+
+
+class SeveralScorers(Scorer):
+    """The model at place 1 scores the negative of the first one."""
+
+    def reward_scores(self, batch, micro_batches, place=0):
+        scores = super().reward_scores(batch, micro_batches)
+        return -scores if place else scores
+
+
+def test_each_further_model_scores_every_answer_too():
+    scores = replace(scores_over(SeveralScorers(0)), further={"minus": Conversations(None, None)})
+    answers = answers_of(*RESPONSES)
+    assert scores.begin(answers).result() == SCORES
+    assert scores.further_scores(answers) == {"minus": [-score for score in SCORES]}
+    assert scores_over(Scorer(0)).further_scores(answers) == {}
 
 
 def test_no_answers_are_no_call():

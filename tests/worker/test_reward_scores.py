@@ -81,6 +81,14 @@ def test_scores_are_the_logits_of_transformers_classifiers(worker_of, tiny_folde
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
+def test_each_further_model_has_its_own_weights(made, tiny_folder, tmp_path):
+    (first, one), (second, other) = (classifier(tmp_path / str(seed), tiny_folder, seed=seed) for seed in (3, 4))
+    worker = made(None, reward_model=SETTINGS, reward_folder=str(first), further_reward_folders=(str(second),))
+    for place, model in ((0, one), (1, other)):
+        found = worker.call("reward", False, "reward_scores", conversations(True), [[0, 1, 2, 3, 4]], place).value
+        torch.testing.assert_close(found, logits(model), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "cut", [[[0], [1], [2], [3], [4]], [[0, 1], [2, 3, 4]], [[4, 0], [3, 1, 2]]], ids=["rows", "groups", "mixed"]
 )

@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 from urllib.parse import urlsplit
 
 from verl_memopt.config.keys import idle, leaf_types, other_than, refused, value_at
@@ -29,6 +30,7 @@ ENABLE, MANAGER = "reward_model.enable", "reward_model.reward_manager"
 RLT = "rlt"
 """Value of ``reward_model.reward_manager`` with which a student scores explanations."""
 RESIDENCY = "reward_model.residency"
+FURTHER = "reward_model.further_models"
 _MODEL, _FSDP = "reward_model.model", "reward_model.model.fsdp_config"
 _ROWS, _BY_TOKENS = "reward_model.micro_batch_size_per_gpu", "reward_model.use_dynamic_bsz"
 _TOKENS = "reward_model.forward_max_token_len_per_gpu"
@@ -115,11 +117,27 @@ def _least_tokens(settings: Settings) -> int:
     return -(-_longest_conversation(settings) // sequence_ranks(settings, "reward_model"))
 
 
+def _has_wrong_names(models: dict[str, Any]) -> bool:
+    return not all(name and isinstance(each, str) and each for name, each in models.items())
+
+
 def _model() -> Iterator[Refusal]:
     """Yield the rules of runs with a reward model."""
     path, tokenizer, longest = f"{_MODEL}.path", f"{_MODEL}.input_tokenizer", "reward_model.max_length"
     folder = f"Set {path} to the folder of a sequence classifier with one label."
     yield refused({ENABLE: True, path: None}, "no reward model is named", folder, _has_classifier)
+    function = "custom_reward_function.path"
+    yield refused(
+        {FURTHER: bool, function: None},
+        "only a function can make one reward of the scores of several models",
+        f"Set {function} to one that reads them, or remove {FURTHER}.",
+        _has_classifier,
+    )
+    yield refused(
+        {FURTHER: _has_wrong_names},
+        "each model is a name and a folder or hub id",
+        f"Write it as {{name:folder}}, as in {FURTHER}={{helpful:models/helpful}}.",
+    )
     yield Refusal(
         (tokenizer,),
         _has_foreign_tokenizer,
@@ -171,7 +189,7 @@ def _unused() -> Iterator[UnusedKey]:
         yield UnusedKey(key, lambda settings: not _has_classifier(settings), without_model)
     path = f"{_MODEL}.path"
     own = f"reward_model.{OWN}"
-    yield from idle(ENABLE, False, path, own)
+    yield from idle(ENABLE, False, path, own, FURTHER)
     for key in pool_keys("reward_model"):
         yield UnusedKey(
             key,

@@ -131,6 +131,9 @@ class RewardModel(ResourcePool):
     ``extra_info["rm_score"]`` and returns the reward. With ``reward_manager=rlt`` a student scores explanations."""
     model: ScoringModel = field(default_factory=ScoringModel)
     """The reward model's own model; with ``reward_manager=rlt`` the student."""
+    further_models: dict[str, Any] = field(default_factory=dict)
+    """Further reward models: name -> folder or hub id. Each is stored and computed as ``model`` says, one after another, and
+    ``custom_reward_function`` reads their scores as ``extra_info["rm_scores"]``, by name."""
     residency: Literal["auto", "alias_ref", "separate", "swap"] = "auto"
     """reward_manager=rlt: where the student's weights lie. alias_ref = the reference is the student and takes no memory of its
     own; separate = a model of its own; swap = student and reference rest on the host and take turns in one place on the device,

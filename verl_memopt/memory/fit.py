@@ -54,6 +54,8 @@ class Sizes:
     critic: ModelSize | None = None
     student: ModelSize | None = None
     """Of the model that scores."""
+    further: tuple[ModelSize, ...] = ()
+    """Of further reward models."""
 
 
 CERTAIN = ("params", "rollout weights", "grads", "optimizer")
@@ -238,6 +240,13 @@ class _Prediction:
         held = self._frozen(REWARD_MODEL, model.fsdp_config, self.sizes.student or self.sizes.policy, model.quantization)
         return held if rewards.recipe is not None else replace(held, has_logits=False)
 
+    @property
+    def _further(self) -> list[Held]:
+        """The reward models beside the first one."""
+        model = self.settings.reward_model.model
+        held = [self._frozen(REWARD_MODEL, model.fsdp_config, size, model.quantization) for size in self.sizes.further]
+        return [replace(each, has_logits=False) for each in held]
+
     def _frozen(self, part: str, fsdp: Fsdp, size: ModelSize, quantization: str) -> Held:
         sharding = TrainedFsdp(**{each.name: getattr(fsdp, each.name) for each in fields(fsdp)})
         model = replace(self.roles.model, enable_gradient_checkpointing=False, lora_rank=0)
@@ -247,11 +256,12 @@ class _Prediction:
     @property
     def models(self) -> list[Held]:
         """All models of the devices, in the order in which a worker builds them."""
-        own = {"critic": self.critic, "reward_model": self.student}
+        own = {"critic": [self.critic], "reward_model": [self.student, *self._further]}
         if self.pool is not None:
-            held = [own[self.pool]]
+            held = own[self.pool]
         else:
-            held = [self.policy, self.reference, *(each for role, each in own.items() if role not in own_pools(self.settings))]
+            apart = own_pools(self.settings)
+            held = [self.policy, self.reference, *(each for role, models in own.items() if role not in apart for each in models)]
         return [each for each in held if each is not None]
 
     # The rollout engine.

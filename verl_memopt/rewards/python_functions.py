@@ -34,6 +34,8 @@ FILE = "rewards.pkl"
 """File of a run's inputs with its functions."""
 RM_SCORE = "rm_score"
 """Name of the reward model's score among what a reward function receives, and among the entries of a row."""
+RM_SCORES = "rm_scores"
+"""The same of the further reward models: a dict of their scores by name."""
 TRL, VERL, VERL_BATCH, PLAIN = "TRL's", "verl's", "verl's for a batch", "plain"
 Row = tuple[str, str, Any, dict[str, Any]]
 """data_source, response, ground truth, extra_info."""
@@ -136,14 +138,17 @@ def _with_logged(values: Any, logged: Mapping[str, Sequence[Any]]) -> Any:
 
 
 class ModelScore:
-    """The score of the run's reward model as a function beside others. The workers have computed it."""
+    """The score of a reward model of the run as a function beside others. The workers have computed it.
 
-    def __init__(self, name: str) -> None:
-        self.__name__ = name
+    ``further``: It is not the first of the reward models.
+    """
+
+    def __init__(self, name: str, further: bool = False) -> None:
+        self.__name__, self.further = name, further
 
     def __call__(self, answer: str, row: Mapping[str, Any]) -> float:
         """Return the score that came with the row."""
-        return float(row[RM_SCORE])
+        return float(row[RM_SCORES][self.__name__] if self.further else row[RM_SCORE])
 
 
 def is_model(given: Any) -> bool:
@@ -154,13 +159,15 @@ def is_model(given: Any) -> bool:
     return hasattr(given, "save_pretrained")
 
 
-def reward_settings(rewards: Any, weights: Sequence[float] | None, tokenizer: Any, inputs: Path) -> dict[str, Any]:
+def reward_settings(
+    rewards: Any, weights: Sequence[float] | None, tokenizers: Sequence[Any] | None, inputs: Path
+) -> dict[str, Any]:
     """Return the settings of the rewards of a call, by key. What is no file is written into ``inputs``.
 
     Args:
-        rewards: Functions, and at most one reward model among them; or ``"file.py:function"``. None = the rules.
+        rewards: Functions, and reward models among them; or ``"file.py:function"``. None = the rules.
         weights: One for each. None = 1.
-        tokenizer: Of the reward model. None = that of its folder.
+        tokenizers: One for each, of those that are models; None in it = that of the model's folder. None = so for all.
         inputs: Folder of what came from Python.
 
     Raises:
@@ -176,17 +183,18 @@ def reward_settings(rewards: Any, weights: Sequence[float] | None, tokenizer: An
     models = [name for name, each in functions.items() if is_model(each)]
     if not models:
         return save_functions(named_functions(functions, weights), inputs / FILE)
-    if len(models) > 1:
-        raise RewardError(
-            f"rewards: {', '.join(models)} are reward models, and the workers hold one. Give one, and call the others in a "
-            "function."
-        )
-    (name,) = models
-    folder = write_classifier(functions[name], tokenizer, inputs / "reward_model")
-    settings: dict[str, Any] = {"reward_model.enable": True, "reward_model.model.path": folder}
+    given = dict(zip(functions, tokenizers or [None] * len(functions), strict=True))
+    folders = {
+        name: write_classifier(functions[name], given[name], inputs / f"reward_model{number or ''}")
+        for number, name in enumerate(models)
+    }
+    first, *others = models
+    settings: dict[str, Any] = {"reward_model.enable": True, "reward_model.model.path": folders[first]}
     if len(functions) == 1 and list(weights or [1.0]) == [1.0]:
         return settings
-    scored = {each: ModelScore(each) if each == name else function for each, function in functions.items()}
+    if others:
+        settings["reward_model.further_models"] = {name: folders[name] for name in others}
+    scored = {name: ModelScore(name, name != first) if name in folders else each for name, each in functions.items()}
     return settings | save_functions(named_functions(scored, weights), inputs / FILE)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from verl_memopt.algorithms.records import WITH_CRITIC
 from verl_memopt.config.keys import OPEN_KEYS, flatten, leaf_types, shown, without_secrets
 from verl_memopt.config.loader import to_plain
+from verl_memopt.config.reward_rules import FURTHER
 from verl_memopt.config.schema import Actor, Critic, Data, Rollout, Settings, Trainer
 from verl_memopt.distributed.file_records import digest_of
 from verl_memopt.errors import ConfigError
@@ -258,6 +259,7 @@ def _files_read(settings: Settings, environment: Environment) -> dict[str, list[
         if key.endswith(("path", "_files")) and key not in ("trainer.resume_from_path", "trainer.default_local_dir"):
             named = [folders[key]] if key in folders else value if isinstance(value, list) else [value]
             found[key] = [Path(str(each)).expanduser() for each in named if each is not None]
+    found[FURTHER] = [Path(each).expanduser() for each in settings.reward_model.further_models.values()]
     return found
 
 

@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -101,6 +101,7 @@ class RunContext:
         checkpoint: from which the run continues; None for a fresh start.
         contents: checksums of the files that the settings name, by key.
         conversations: turns answers into what the reward model reads; None without one.
+        further_conversations: the same of each further reward model, by name.
         recipe: the recipe that scores; None where a function or a reward model does.
     """
 
@@ -117,6 +118,7 @@ class RunContext:
     worker_plan: WorkerPlan
     contents: Mapping[str, str]
     conversations: Conversations | None = None
+    further_conversations: Mapping[str, Conversations] = field(default_factory=dict)
     recipe: PreparedRecipe | None = None
 
     @property
@@ -162,7 +164,8 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
         train, validation = _datasets(settings, environment) if mode.reads_data else (None, None)
         recipe = settings.reward_model.recipe if _scores_with_model(settings) else None
         prepared = None if recipe is None else recipe.hooks().prepare(settings, environment, (train, validation))
-        reward_folder, conversations = _reward_model(settings, environment, (train, validation))
+        scoring = _reward_models(settings, environment, (train, validation))
+        (reward_folder, conversations), further = scoring.pop("", (None, None)), scoring
         loader = None if train is None else _build_loader(data, train, checkpoint)
         if loader is None:
             total_steps = replayed_steps(settings, environment, 0 if checkpoint is None else checkpoint.step)
@@ -171,14 +174,16 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
             total_steps = trainer.total_epochs * loader.steps_per_epoch if steps is None else steps
         role = None if prepared is None else prepared.role
         plan = _worker_plan(settings, environment, folder, total_steps, critic, reward_folder, role)
-        plan = replace(plan, beside_cache_bytes=beside_cache_bytes)
+        folders = tuple(str(folder) for folder, _ in further.values()) or None
+        plan = replace(plan, beside_cache_bytes=beside_cache_bytes, further_reward_folders=folders)
         released_on_error.pop_all()
     encoder = PromptEncoder(environment.tokenizer, data.max_prompt_length, data.truncation, environment.embedding_rows)
     return RunContext(
         settings=settings, folder=folder, lock=lock, environment=environment, loader=loader, validation=validation,
         encoder=encoder, store=store, checkpoint=checkpoint, total_steps=total_steps,
         worker_plan=plan, contents=contents,
-        conversations=conversations, recipe=prepared,
+        conversations=conversations, further_conversations={name: each for name, (_, each) in further.items()},
+        recipe=prepared,
     )  # fmt: skip
 
 
@@ -282,19 +287,23 @@ def _datasets(settings: Settings, environment: Environment) -> tuple[PromptRows,
     return train, validation
 
 
-def _reward_model(
+def _reward_models(
     settings: Settings, environment: Environment, datasets: Sequence[PromptRows | None]
-) -> tuple[Path | None, Conversations | None]:
-    """Return the folder of the reward model, and what turns answers into its conversations; None without one."""
+) -> dict[str, tuple[Path, Conversations]]:
+    """Return the folder of each reward model by name ("" for the first one), and what turns answers into its conversations."""
     reward_model, data, roles = settings.reward_model, settings.data, settings.actor_rollout_ref
     if not reward_model.enable or reward_model.recipe or not _scores_with_model(settings):
-        return None, None
+        return {}
     longest = reward_model.max_length or data.max_prompt_length + data.max_response_length
-    scorer = find_reward_model(reward_model.model, roles.model, environment.tokenizer, longest, roles.actor)
-    conversations = Conversations(scorer.tokenizer, reward_model.max_length)
-    for dataset in datasets:
-        conversations.check(dataset or [])
-    return scorer.folder, conversations
+    found = {}
+    for name, path in {"": reward_model.model.path, **reward_model.further_models}.items():
+        model = replace(reward_model.model, path=path)
+        scorer = find_reward_model(model, roles.model, environment.tokenizer, longest, roles.actor)
+        conversations = Conversations(scorer.tokenizer, reward_model.max_length)
+        for dataset in datasets:
+            conversations.check(dataset or [])
+        found[name] = scorer.folder, conversations
+    return found
 
 
 def _scores_with_model(settings: Settings) -> bool:
@@ -335,7 +344,8 @@ def scorer_of(context: RunContext, workers: TimedGroup, runner: RewardRunner | N
     settings, rewards, model = context.settings, context.settings.reward_model, None
     if context.conversations is not None:
         actor, balance = settings.actor_rollout_ref.actor, settings.trainer.balance_batch
-        model = ModelScores(workers.of("reward_model"), context.conversations, reward_budget(rewards), actor, balance)
+        of_first = workers.of("reward_model"), context.conversations, reward_budget(rewards), actor, balance
+        model = ModelScores(*of_first, context.further_conversations)
     dapo = rewards.reward_kwargs if rewards.reward_manager == "dapo" else None
     return Rewarder(runner, dapo, model, settings.custom_reward_function.path is None, workers.clock)
 

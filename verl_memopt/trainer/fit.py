@@ -82,12 +82,12 @@ def sizes_of_models(settings: Settings) -> Sizes:
     """
     own, critic, rewards = settings.actor_rollout_ref.model, settings.critic.model, settings.reward_model
     reference = settings.actor_rollout_ref.ref.model.path if needs_reference(settings) else None
-    scorer = rewards.model.path if rewards.enable else None
+    scorer, further = (rewards.model.path, rewards.further_models.values()) if rewards.enable else (None, ())
 
     def named(path: str) -> Model:
         return dataclasses.replace(own, path=path, hf_config_path=None, override_config={})
 
-    named_by = (own.path, own.hf_config_path, own.override_config, reference, scorer, has_critic(settings), critic)
+    named_by = (own.path, own.hf_config_path, own.override_config, reference, scorer, list(further), has_critic(settings), critic)
     key = tuple(map(str, named_by))
     if key not in _KNOWN:
         _KNOWN[key] = Sizes(
@@ -95,6 +95,7 @@ def sizes_of_models(settings: Settings) -> Sizes:
             None if reference in (None, own.path) else size_of(named(str(reference)), f"{_AR}.ref.model"),
             size_of(critic, "critic.model") if has_critic(settings) and critic.path != own.path else None,
             None if scorer is None else size_of(named(scorer), "reward_model.model"),
+            tuple(size_of(named(each), "reward_model.further_models") for each in further),
         )
     return _KNOWN[key]
 
@@ -269,6 +270,7 @@ def is_here(settings: Settings) -> bool:
     """Return whether the sizes of all models can be known without the hub."""
     roles, rewards = settings.actor_rollout_ref, settings.reward_model
     paths = [str(roles.model.hf_config_path or roles.model.path), rewards.model.path if rewards.enable else None]
+    paths += rewards.further_models.values() if rewards.enable else ()
     paths += [roles.ref.model.path if needs_reference(settings) else None]
     paths += [settings.critic.model.path if has_critic(settings) else None]
     return all(path is None or path in PUBLISHED or (Path(path).expanduser() / "config.json").is_file() for path in paths)

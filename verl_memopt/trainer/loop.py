@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from verl_memopt.config.reward_rules import FURTHER
 from verl_memopt.config.schema import CheckpointContents, CustomReward, RewardModel, Settings
 from verl_memopt.distributed.device import limited_threads
 from verl_memopt.distributed.file_records import Records
@@ -522,4 +523,6 @@ def _read_by_workers(settings: Settings, plan: WorkerPlan) -> dict[str, str]:
         "reward_model.model.path": plan.reward_folder or settings.reward_model.model.path,
         f"{roles}.actor.policy_loss.custom.path": settings.actor_rollout_ref.actor.policy_loss.custom.path,
     }
+    further = dict(zip(settings.reward_model.further_models, plan.further_reward_folders or (), strict=False))
+    paths |= {f"{FURTHER}.{name}": folder for name, folder in further.items()}
     return {key: path for key, path in paths.items() if path is not None}

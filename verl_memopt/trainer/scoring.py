@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
@@ -25,7 +25,7 @@ from verl_memopt.errors import ConfigError, DataError, RewardError
 from verl_memopt.memory.token_budget import LearnedBudget
 from verl_memopt.model.packing_check import REWARD_KEY
 from verl_memopt.observe.phase import REWARD_IN_ROLLOUT, PhaseClock
-from verl_memopt.rewards.python_functions import RM_SCORE
+from verl_memopt.rewards.python_functions import RM_SCORE, RM_SCORES
 from verl_memopt.rewards.runner import MANAGERS, RewardRunner, Round
 from verl_memopt.rewards.score import RewardResult, RewardRow
 from verl_memopt.rollout.engine import FinishedRows
@@ -146,9 +146,10 @@ class Rewarder:
             RewardError: The reward function failed on a row, or the model gave no finite score.
             Stopped: A stop was requested.
         """
-        model_scores = None
+        model_scores, further = None, {}
         if self.model is not None:
             model_scores = (answers.model_scores or self.model.begin(answers)).result()
+            further = self.model.further_scores(answers)
         timed: AbstractContextManager[None] = nullcontext()
         if batch is not None and self.clock is not None:
             timed = self.clock.phase("reward")
@@ -158,15 +159,20 @@ class Rewarder:
             if model_scores is not None and self.model_alone:
                 results = [RewardResult(score) for score in model_scores]
             else:
-                results = self._by_function(answers, model_scores)
+                results = self._by_function(answers, model_scores, further)
             if self.dapo is not None:
                 results = shaped_by_dapo(self.dapo, results, [len(ids) for ids in answers.generation.response_ids])
         return results, {}
 
-    def _by_function(self, answers: Answers, model_scores: list[float] | None) -> list[RewardResult]:
-        read: list[dict[str, float]] = [{}] * len(answers.rows)
+    def _by_function(
+        self, answers: Answers, model_scores: list[float] | None, further: Mapping[str, list[float]]
+    ) -> list[RewardResult]:
+        read: list[dict[str, Any]] = [{}] * len(answers.rows)
         if model_scores is not None:
             read = [{RM_SCORE: score} for score in model_scores]
+        if further:
+            of_rows = (dict(zip(further, row, strict=True)) for row in zip(*further.values(), strict=True))
+            read = [{**row, RM_SCORES: named} for row, named in zip(read, of_rows, strict=True)]
         assert self.runner is not None, "this debug mode scores nothing"
         each = zip(answers.rows, answers.texts, answers.generation.response_ids, read, strict=True)
         results = self.runner.score([reward_row(self.runner, *one) for one in each], answers.begun)
@@ -174,7 +180,7 @@ class Rewarder:
 
 
 def reward_row(
-    runner: RewardRunner, row: PromptRow, text: str, response_ids: list[int], read: Mapping[str, float] = MappingProxyType({})
+    runner: RewardRunner, row: PromptRow, text: str, response_ids: list[int], read: Mapping[str, Any] = MappingProxyType({})
 ) -> RewardRow:
     """Return an answer as the reward function gets it. ``read`` are scores that it reads."""
     extra: dict[str, Any] = {**row.extra_info, **read}
@@ -279,6 +285,15 @@ class ModelScores:
     budget: Budget
     actor: Actor
     balance: bool
+    further: Mapping[str, Conversations] = field(default_factory=dict)
+    """What each further reward model reads, by name, in the order of the workers' models."""
+
+    def further_scores(self, answers: Answers) -> dict[str, list[float]]:
+        """Return the score of each answer by each further reward model."""
+        return {
+            name: self._begin(answers, conversations, (place,)).result()
+            for place, (name, conversations) in enumerate(self.further.items(), start=1)
+        }
 
     def begin(self, answers: Answers) -> Pending[list[float]]:
         """Begin to score each answer, as :meth:`TimedGroup.begin`. The phase is ``reward``.
@@ -288,13 +303,16 @@ class ModelScores:
         Raises:
             ConfigError: A conversation alone is over the limit of a micro-batch.
         """
+        return self._begin(answers, self.conversations)
+
+    def _begin(self, answers: Answers, conversations: Conversations, options: tuple[int, ...] = ()) -> Pending[list[float]]:
         num_rows = len(answers.rows)
         if not num_rows:
             return Pending(list)
-        batch = self._batch(answers)
+        batch = self._batch(conversations, answers)
         names = [row.address for row in answers.rows]
         names += names[:1] * (batch.num_rows - num_rows)
-        reward_pass = ForwardPass(self.workers, "reward", Worker.reward_scores, self.budget, self.balance)
+        reward_pass = ForwardPass(self.workers, "reward", Worker.reward_scores, self.budget, self.balance, options)
 
         def in_order(parts: Sequence[tuple[list[int], torch.Tensor]]) -> list[float]:
             scores = torch.empty(batch.num_rows)
@@ -308,9 +326,9 @@ class ModelScores:
 
         return reward_pass.begin(batch, names).then(in_order)
 
-    def _batch(self, answers: Answers) -> RolloutBatch:
+    def _batch(self, conversations: Conversations, answers: Answers) -> RolloutBatch:
         """Return the conversations, and copies of the first so that each rank gets the same number of rows."""
-        before, after, groups = self.conversations.of(answers)
+        before, after, groups = conversations.of(answers)
         missing = -len(before) % self.workers.world_size
         rows = [*range(len(before)), *[0] * missing]
         return rollout_batch(

@@ -16,7 +16,7 @@ from verl_memopt.config.trl_defaults import DEFAULTS
 from verl_memopt.config.trl_names import KL_IN_REWARD
 from verl_memopt.config.trl_objective import KL_IN_LOSS
 from verl_memopt.model.given import is_adapted
-from verl_memopt.rewards.python_functions import is_model, with_names
+from verl_memopt.rewards.python_functions import with_names
 from verl_memopt.trl.callbacks import Callbacks, last_metrics
 from verl_memopt.trl.config import GRPOConfig, adapter_arguments, as_attributes, given_and_defaults
 from verl_memopt.trl.logs import RewardNames
@@ -79,12 +79,12 @@ class TrlTrainer:
 
         Args:
             model: Folder, hub id, or a model of transformers or peft.
-            reward_funcs: One reward function or several. One of them may be a reward model: its folder, hub id or object.
+            reward_funcs: One reward function or several. Some may be reward models: folder, hub id or object.
             args: A config of TRL or of this package, or a dict with TRL's names.
             train_dataset: Rows with ``prompt`` and further columns, as TRL has them.
             eval_dataset: Held-out rows, or name -> rows.
             processing_class: The tokenizer. None = that of the model's folder.
-            reward_processing_classes: The tokenizer of the reward model, or one for each reward, None for a function.
+            reward_processing_classes: The tokenizer of the only reward, or one for each reward, None for a function.
             callbacks: Objects or classes of transformers' ``TrainerCallback``.
             optimizers: Refused where it says anything, as are ``others``.
             peft_config: A LoraConfig of peft, or a dict of its fields.
@@ -175,14 +175,13 @@ class TrlTrainer:
         resume = settings.pop(api.RESUME, None) or False
         if not any(name.endswith("calculate_entropy") for name in settings):
             settings[ENTROPY] = True
-        models = [place for place, each in enumerate(self.reward_funcs) if is_model(each)]
         arguments = {
             "model": self._given,
             "dataset": self.train_dataset,
             "rewards": self.reward_funcs,
             "eval_dataset": self.eval_dataset,
             "tokenizer": self._tokenizer,
-            "reward_tokenizer": self.reward_processing_classes[models[0]] if models else None,
+            "reward_tokenizers": self.reward_processing_classes,
             "reward_weights": getattr(self.args, "reward_weights", None),
             "run_dir": settings.pop("output_dir", None),
             "resume": resume,

@@ -127,6 +127,8 @@ class WorkerPlan:
     """Settings of the reward model's own model. None = no model scores."""
     reward_folder: str | None = None
     """Folder of the reward model."""
+    further_reward_folders: tuple[str, ...] | None = None
+    """Folders of further reward models, which have the same settings. None = there are none."""
     rewards: RewardModel | None = None
     """The ``reward_model`` section of the settings, that advice is based on. None = no model scores."""
     role: RolePlan | None = None
@@ -151,7 +153,10 @@ class WorkerPlan:
         return dataclasses.replace(self, **_absent(roles))
 
 
-OWN_ROLES = {"critic": ("critic", "critic_folder"), "reward_model": ("reward_model", "reward_folder", "rewards")}
+OWN_ROLES = {
+    "critic": ("critic", "critic_folder"),
+    "reward_model": ("reward_model", "reward_folder", "further_reward_folders", "rewards"),
+}
 """Role that may have devices of its own -> its part of a plan."""
 
 

@@ -113,6 +113,7 @@ class Worker:
         self.moving_reference: MovingReference | None = None
         self.critic: Critic | None = None
         self.reward_model: ValueModel | None = None
+        self.further_reward_models: list[ValueModel] = []
         self.role: FrozenRole | None = None
         self.limits = ExitStack()
         try:
@@ -275,9 +276,13 @@ class Worker:
         """Return the critic's value of the state before each response token, fp32 [R] on the host, in batch order."""
         return _built(self.critic).values(batch, micro_batches)
 
-    def reward_scores(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Return the reward model's score of each conversation, fp32 [B]. As :func:`compute_scores`; the phase is ``reward``."""
-        return compute_scores(_built(self.reward_model), batch, micro_batches, self.device)
+    def reward_scores(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], place: int = 0) -> torch.Tensor:
+        """Return a reward model's score of each conversation, fp32 [B]. As :func:`compute_scores`; the phase is ``reward``.
+
+        ``place``: 0 = the reward model itself, then the further ones in their order.
+        """
+        model = (_built(self.reward_model), *self.further_reward_models)[place]
+        return compute_scores(model, batch, micro_batches, self.device)
 
     def update_critic(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
         """Take one optimizer step of the critic per mini-batch and return the mean of their metrics."""
@@ -346,6 +351,7 @@ class Worker:
             if trained.offload is not None:
                 trained.offload.close()
         self.policy = self.reference = self.moving_reference = self.critic = self.reward_model = self.role = None
+        self.further_reward_models = []
         self.residency = Residency(self.device)
 
     # Building.
@@ -379,6 +385,9 @@ class Worker:
         if self.plan.reward_model is not None:
             self.reward_model = roles.reward_model(Path(str(self.plan.reward_folder)))
             self.residency.rest()
+            for folder in self.plan.further_reward_folders or ():
+                self.further_reward_models.append(roles.reward_model(Path(folder)))
+                self.residency.rest()
         if self.plan.role is not None:
             self.role = self.plan.role.build(roles, _built(self.policy).model, self.reference)
             self.residency.rest()
@@ -412,7 +421,8 @@ class Worker:
         role = None if self.role is None else self.role.model
         if role is self.reference or (self.policy is not None and role is self.policy.model):
             role = None
-        return [model for model in (self.reference, self.reward_model, role) if model is not None]
+        models = (self.reference, self.reward_model, *self.further_reward_models, role)
+        return [model for model in models if model is not None]
 
     @contextmanager
     def _report_out_of_memory(self, phase: str, work: Work | None = None) -> Iterator[None]:
