@@ -24,7 +24,7 @@ OFF_POLICY = [
     *(f"algorithm.rollout_correction.{setting}" for setting in ("rollout_is=token", "rollout_is_threshold=0.5_5.0")),
     *(f"algorithm.rollout_correction.{setting}" for setting in ("rollout_rs=token_k1", "rollout_rs_threshold=9")),
     *("algorithm.rollout_correction.rollout_is_batch_normalize=true", "algorithm.mask_truncated_responses=true"),
-    *(f"{AR}.ref.sync_every_steps=1", f"{AR}.actor.adaptive_token_budget=true"),
+    *(f"{AR}.ref.sync_every_steps=1", f"{AR}.actor.adaptive_token_budget=true", f"{AR}.actor.entropy_ctrl.target=1.0"),
 ]
 PPO = [
     *("algorithm.adv_estimator=gae", f"{AR}.actor.policy_loss.loss_mode=vanilla", "critic.ppo_max_token_len_per_gpu=4096"),
