@@ -31,7 +31,7 @@ LOSS_ARGUMENTS = ("log_prob", "old_log_prob", "advantages", "response_mask", "co
 
 @dataclass(frozen=True)
 class Extra:
-    """A further argument that an estimator may ask for by its name."""
+    """A further argument that an estimator may ask for by name."""
 
     input: str
     """The statistic or the field of ``AdvantageInputs``, fp32 [R]."""
@@ -48,7 +48,7 @@ def _decoupled(settings: Settings) -> bool:
 def _of_head(name: str, key: str | None = None) -> Extra:
     """Return the argument that the head's statistic ``name`` fills.
 
-    ``key``: the setting below ``actor`` that makes the head compute it. None = it needs no setting.
+    ``key``: setting below ``actor`` that makes the head compute it. None = it needs no setting.
     """
     if key is None:
         return Extra(name, _decoupled, "Set algorithm.rollout_correction.bypass_mode=false")
@@ -69,7 +69,7 @@ EXTRAS: dict[str, Extra] = {
         lambda settings: settings.actor_rollout_ref.rollout.calculate_log_probs,
         "Set actor_rollout_ref.rollout.calculate_log_probs=true",
     ),
-    **{each.name: _of_head(each.name, each.key) for each in STATISTICS.values()},
+    **{statistic.name: _of_head(statistic.name, statistic.key) for statistic in STATISTICS.values()},
     "rollout_is_weights": Extra(
         "weights",
         lambda settings: _decoupled(settings) and settings.algorithm.rollout_correction.rollout_is is not None,
@@ -81,8 +81,6 @@ EXTRAS: dict[str, Extra] = {
 
 @dataclass(frozen=True)
 class UserFunction:
-    """A function of the user's own."""
-
     function: Callable[..., Any]
     address: str
     """Setting, file and name, for errors."""
@@ -92,7 +90,7 @@ class UserFunction:
     """Those of them that functions of its own file compute from each token's distribution."""
 
     def call(self, offered: Mapping[str, Any], copies: bool = False) -> Any:
-        """Return what the function returns.
+        """Call the function with the arguments that it takes.
 
         ``copies``: What is offered is read by nobody else, so the function may write to it.
 
@@ -115,7 +113,6 @@ class UserFunction:
         return result
 
     def error(self, what: str, way_out: str = "Correct the function.") -> TrainingError:
-        """Return the error of a call."""
         return TrainingError(f"{self.address}: {what}. {way_out}")
 
 
@@ -125,7 +122,6 @@ def _versions(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def shape(value: Any) -> str:
-    """Return the dtype and shape of a tensor in words; of anything else its type."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
@@ -134,13 +130,13 @@ def shape(value: Any) -> str:
 def load_function(
     custom: CustomEstimator | CustomLoss, key: str, arguments: tuple[str, ...], extras: Collection[str] = ()
 ) -> UserFunction:
-    """Return the function of a file.
+    """Load a function from a file.
 
-    ``extras``: Further arguments that it may ask for. With some, it may also ask for what a function of that name in its own
-    file computes from each token's distribution.
+    ``extras``: further arguments that it may ask for. If there are any, it may also ask for what a function of that name in its
+    own file computes from each token's distribution.
 
     Raises:
-        ConfigError: The file or the name is missing, or the function asks for an argument that there is not.
+        ConfigError: The file or the name is missing, or the function asks for an unknown argument.
     """
     assert custom.path is not None, f"{key}.path is checked when settings are loaded"
     function = load_from_file(custom.path, custom.name, key=f"{key}.path", error=ConfigError)
@@ -149,10 +145,12 @@ def load_function(
         kind = "class" if inspect.isclass(function) else type(function).__name__
         raise ConfigError(f"{address}: it is a {kind}, not a function. Name a function.")
     parameters = inspect.signature(function).parameters.values()
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    named = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    unknown = [each.name for each in parameters if each.kind is each.POSITIONAL_ONLY]
-    required = [each.name for each in parameters if each.name in named and each.default is each.empty]
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    named = [
+        parameter.name for parameter in parameters if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+    unknown = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_ONLY]
+    required = [parameter.name for parameter in parameters if parameter.name in named and parameter.default is parameter.empty]
     asked = [name for name in required if name not in (*arguments, *extras)]
     beside = getattr(function, "__globals__", {}) if extras else {}
     own = {name: _of_head(name) for name in asked if callable(beside.get(name))}
@@ -168,26 +166,24 @@ def load_function(
 
 
 def custom_estimator(algorithm: Algorithm) -> UserFunction:
-    """Return the estimator of the user's own."""
     return load_function(algorithm.custom_estimator, ESTIMATOR_KEY, ESTIMATOR_ARGUMENTS, EXTRAS)
 
 
 def inputs_of(algorithm: Algorithm) -> tuple[str, ...]:
-    """Return the inputs that the estimator reads, of a user's own those of the package that it asks for."""
     if algorithm.adv_estimator != CUSTOM:
         return ESTIMATORS[algorithm.adv_estimator].inputs
     return tuple(EXTRAS[name].input for name in custom_estimator(algorithm).arguments if name in EXTRAS)
 
 
 def statistics_of(algorithm: Algorithm) -> dict[str, str]:
-    """Return name -> address, for :func:`load_statistic`, of the statistics of the head that the estimator reads."""
+    """Statistics of the head that the estimator reads: name -> address for :func:`load_statistic`."""
     own = custom_estimator(algorithm).own if algorithm.adv_estimator == CUSTOM else ()
-    known = {name: STATISTICS[name].function for name in inputs_of(algorithm) if name in STATISTICS}
-    return known | {name: f"{algorithm.custom_estimator.path}:{name}" for name in own}
+    provided = {name: STATISTICS[name].function for name in inputs_of(algorithm) if name in STATISTICS}
+    return provided | {name: f"{algorithm.custom_estimator.path}:{name}" for name in own}
 
 
 def load_statistic(address: str) -> Statistic:
-    """Return a statistic of the head: the one of a dotted name, or the function ``path:name`` of a user's own."""
+    """Load a statistic of the head: by its dotted name, or a user's own function by ``path:name``."""
     path, _, name = address.rpartition(":")
     if not path:
         return cast("Statistic", load(address))
@@ -213,9 +209,10 @@ def custom_advantages(inputs: AdvantageInputs, algorithm: Algorithm) -> tuple[Te
     """
     estimator = custom_estimator(algorithm)
     assert inputs.token_rewards is not None
-    known, nothing = inputs.valid, torch.zeros_like(inputs.token_rewards)
-    lengths, tokens = inputs.lengths[known], known[inputs.row]
-    row = (known.long().cumsum(0) - 1)[inputs.row[tokens]]
+    valid_rows, nothing = inputs.valid, torch.zeros_like(inputs.token_rewards)
+    lengths, tokens = inputs.lengths[valid_rows], valid_rows[inputs.row]
+    # Rows are numbered anew without those that have no reward.
+    row = (valid_rows.long().cumsum(0) - 1)[inputs.row[tokens]]
     if not row.numel():
         return nothing, nothing
     place = positions(row, lengths)
@@ -229,7 +226,7 @@ def custom_advantages(inputs: AdvantageInputs, algorithm: Algorithm) -> tuple[Te
     offered = {
         "token_level_rewards": pad(inputs.token_rewards),
         "response_mask": mask.long(),
-        "index": inputs.group[known].numpy(),
+        "index": inputs.group[valid_rows].numpy(),
         "config": algorithm,
         **{name: pad(inputs.named(extra.input)) for name, extra in extras.items()},
     }
@@ -255,13 +252,12 @@ def custom_advantages(inputs: AdvantageInputs, algorithm: Algorithm) -> tuple[Te
 
 
 def _check_tensor(user: UserFunction, name: str, values: Any, like: Tensor) -> None:
-    """Raise where the user's function returned something else than floating-point numbers in the expected shape."""
     if not isinstance(values, Tensor) or values.shape != like.shape or not values.is_floating_point():
         raise user.error(f"{name} must be a tensor float32 {list(like.shape)}, but it returned {shape(values)}")
 
 
 def custom_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
-    """Return the user's loss, aggregated as ``actor.loss_agg_mode`` says.
+    """Return the user's loss, aggregated by ``actor.loss_agg_mode``.
 
     Metrics: ``ratio_clamped``, the share of log-ratios beyond plus or minus 20, where an exp is no longer exact.
 
@@ -279,7 +275,6 @@ def custom_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
 def _token_losses(
     user: UserFunction, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, kept: Tensor, actor: Actor
 ) -> Tensor:
-    """Return the user's loss of each token, fp32 [R], with gradient."""
     offered = (log_probs, old_log_probs, advantages, kept, actor)
     losses = user.call(dict(zip(LOSS_ARGUMENTS, offered, strict=True)))
     _check_tensor(user, "the loss", losses, log_probs)
@@ -293,11 +288,11 @@ TRIAL_TOKENS = 12
 
 
 def check_custom(settings: Settings) -> None:
-    """Try the estimator and the loss of the user's own on a few made-up tokens, before anything starts.
+    """Try the user's own estimator and loss on a few made-up tokens, before anything starts.
 
     Raises:
         ConfigError: A file, a name or an argument is wrong.
-        TrainingError: A function raised an error, or what it returned cannot be used.
+        TrainingError: A function raised an error, or its result cannot be used.
     """
     algorithm, actor = settings.algorithm, settings.actor_rollout_ref.actor
     if algorithm.adv_estimator == CUSTOM:

@@ -41,9 +41,9 @@ class GroupStatistics:
 
 
 def group_statistics(rewards: Tensor, group: Tensor, valid: Tensor, lone_rewards: bool = False) -> GroupStatistics:
-    """Return the statistics of each row's group over its valid members. ``group`` alone decides the membership.
+    """Compute the statistics of each row's group over its valid members. Only ``group`` decides the membership.
 
-    ``lone_rewards``: A valid row that is its whole group counts as informative, with mean 0 and standard deviation 1, as in verl.
+    ``lone_rewards``: a valid row that is its whole group counts as informative, with mean 0 and standard deviation 1, as in verl.
     """
     member = dense_ids(group)
     # where and not a product: the reward of an invalid row may be NaN, and 0 times NaN is NaN.
@@ -66,7 +66,7 @@ def group_statistics(rewards: Tensor, group: Tensor, valid: Tensor, lone_rewards
 def check_rewards(rewards: Tensor, addresses: Sequence[str]) -> Tensor:
     """Return the valid mask, bool [B] on the driver: a NaN reward (no reward function applied) makes a row invalid.
 
-    ``addresses``: File and row of each prompt, for errors.
+    ``addresses``: file and row of each prompt, for errors.
 
     Raises:
         RewardError: A reward is infinite. The message names the first such row.
@@ -81,10 +81,10 @@ def check_rewards(rewards: Tensor, addresses: Sequence[str]) -> Tensor:
 
 
 def has_signal(metric: Tensor, group: Tensor, valid: Tensor) -> Tensor:
-    """Return True for the rows of groups that a step keeps under ``algorithm.filter_groups``, bool [B].
+    """Return which rows ``algorithm.filter_groups`` keeps in a step, bool [B].
 
-    A group is kept if two of its valid members differ in the metric. A group that was sampled once has nothing to compare and
-    is kept as well. A group of several rows of which one or none is valid is not. Source: dynamic sampling of DAPO, arXiv
+    A group is kept if two of its valid members differ in the metric. A group that was sampled once has nothing to compare and is
+    kept as well. A group of several rows with at most one valid row is dropped. Source: dynamic sampling of DAPO, arXiv
     2503.14476, and its trainer in verl.
 
     ``metric``: fp32 [B], the score or another number of each row.
@@ -97,7 +97,7 @@ def has_signal(metric: Tensor, group: Tensor, valid: Tensor) -> Tensor:
 
 
 def has_high_entropy(entropy: Tensor, kept: Tensor | None, share: float) -> Tensor:
-    """Return True for the ``share`` of the tokens with the highest entropy, bool [R]; all that equal the quantile count.
+    """Return which tokens are among the ``share`` with the highest entropy, bool [R]; all that equal the quantile count.
 
     ``entropy``: fp32 [R]. ``kept``: bool [R], tokens that count; None = all. Source: arXiv 2506.01939.
     """
@@ -113,7 +113,7 @@ def has_high_entropy(entropy: Tensor, kept: Tensor | None, share: float) -> Tens
 def group_counts(rewards: Tensor, group: Tensor, valid: Tensor) -> dict[str, float]:
     """Count the rows and groups without a training signal, on the driver.
 
-    ``single_valid_groups`` have one valid member; the members of ``equal_groups_share`` all have the same reward.
+    ``single_valid_groups`` have one valid member. ``equal_groups_share`` is the share of groups whose members have equal rewards.
     """
     stats = group_statistics(rewards, group, valid)
     groups = group.unique().numel()
@@ -132,12 +132,12 @@ STD_EPSILON = 1e-6
 
 
 def rloo_advantages(rewards: Tensor, group: Tensor, valid: Tensor, normalize: bool = False) -> Tensor:
-    """Return leave-one-out advantages, fp32 [B]: the reward minus the mean reward of the other valid members of the group.
+    """Leave-one-out advantages, fp32 [B]: the reward minus the mean reward of the other valid members of the group.
 
     This equals n / (n - 1) * (reward - mean). Source: RLOO, arXiv 2402.14740.
 
-    ``normalize``: Give the valid rows of the whole step mean 0 and standard deviation 1, as :func:`normalize_rows` does. The
-    mean is 0 already, since the advantages of a group sum to 0.
+    ``normalize``: give the valid rows of the whole step mean 0 and standard deviation 1, as :func:`normalize_rows` does. The mean
+    is 0 already, since the advantages of a group sum to 0.
     """
     stats = group_statistics(rewards, group, valid, lone_rewards=True)
     scale = stats.count / (stats.count - 1).clamp(min=1)
@@ -153,11 +153,11 @@ def grpo_advantages(
     epsilon: float = STD_EPSILON,
     std_of: str = "group",
 ) -> Tensor:
-    """Return group-relative advantages, fp32 [B]: (reward - mean) / (std + epsilon) over the valid members of the group.
+    """Group-relative advantages, fp32 [B]: (reward - mean) / (std + epsilon) over the valid members of the group.
 
     The standard deviation is unbiased. Source: GRPO, arXiv 2402.03300; without the division, Dr. GRPO, arXiv 2503.20783.
 
-    ``normalize_by_std``: Divide by the standard deviation. ``std_of``: "group", or "batch" for that of all valid rewards of the
+    ``normalize_by_std``: divide by the standard deviation. ``std_of``: "group", or "batch" for that of all valid rewards of the
     step (arXiv 2508.08221).
     """
     return _group_relative(rewards, group, valid, normalize_by_std, epsilon, std_of == "batch").float()
@@ -182,7 +182,7 @@ def gdpo_advantages(
     epsilon: float = STD_EPSILON,
     whiten_over: str = "tokens",
 ) -> Tensor:
-    """Return the weighted sum of :func:`grpo_advantages` of each reward, whitened over the tokens of the step, fp32 [R].
+    """Weighted sum of each reward's :func:`grpo_advantages`, whitened over the tokens of the step, fp32 [R].
 
     Source: GDPO, arXiv 2601.05242, and ``compute_gdpo_outcome_advantage`` in verl.
 
@@ -200,12 +200,12 @@ def gdpo_advantages(
 
 
 def grpo_passk_advantages(rewards: Tensor, group: Tensor, valid: Tensor, normalize_by_std: bool = True) -> Tensor:
-    """Return pass@k advantages, fp32 [B]: the best member of a group gets its lead over the second best, all others get 0.
+    """Pass@k advantages, fp32 [B]: the best member of a group gets its lead over the second best, all others get 0.
 
-    Source: arXiv 2503.19595, and ``compute_grpo_passk_outcome_advantage`` in verl. Two best members with equal rewards have no
-    lead: the whole group gets 0.
+    If two members share the best reward there is no lead: the whole group gets 0. Source: arXiv 2503.19595, and
+    ``compute_grpo_passk_outcome_advantage`` in verl.
 
-    ``normalize_by_std``: Divide by (std + 1e-6) of the group.
+    ``normalize_by_std``: divide by (std + 1e-6) of the group.
     """
     stats = group_statistics(rewards, group, valid)
     member, values = dense_ids(group), torch.where(valid, rewards.double(), -torch.inf)
@@ -219,12 +219,12 @@ def grpo_passk_advantages(rewards: Tensor, group: Tensor, valid: Tensor, normali
 
 
 def gpg_advantages(rewards: Tensor, group: Tensor, valid: Tensor, counts: str = "scored") -> Tensor:
-    """Return GPG's advantages, fp32 [B]: alpha * (reward - mean of the group), where alpha makes up for rows without gradient.
+    """GPG's advantages, fp32 [B]: alpha * (reward - mean of the group), where alpha makes up for rows without gradient.
 
     alpha = valid rows / rows that count. Source: GPG, arXiv 2504.02546, with F_norm = 1.
 
-    ``counts``: "scored" counts the rows whose reward is not 0, as verl; "informative" those of groups whose rewards differ, as
-    the paper.
+    ``counts``: "scored" counts rows whose reward is not 0, as verl; "informative" rows of groups whose rewards differ, as the
+    paper.
     """
     stats = group_statistics(rewards, group, valid, lone_rewards=True)
     counted = stats.informative if counts == "informative" else valid & (rewards != 0)
@@ -233,10 +233,9 @@ def gpg_advantages(rewards: Tensor, group: Tensor, valid: Tensor, counts: str = 
 
 
 def opo_advantages(rewards: Tensor, group: Tensor, valid: Tensor, lengths: Tensor) -> Tensor:
-    """Return OPO's advantages, fp32 [B]: the reward minus the mean reward of the group weighted by response length.
+    """OPO's advantages, fp32 [B]: the reward minus the mean reward of the group weighted by response length.
 
-    Source: OPO, arXiv 2505.23585. The weights are those of the baseline with the least variance if all tokens have gradients of
-    one size.
+    Source: OPO, arXiv 2505.23585. The weights give the baseline of least variance if all tokens have gradients of one size.
     """
     stats, member = group_statistics(rewards, group, valid, lone_rewards=True), dense_ids(group)
     weights = torch.where(valid, lengths.double(), 0.0)
@@ -252,7 +251,7 @@ def _where_informative(stats: GroupStatistics, advantages: Tensor) -> Tensor:
 
 
 def sft_advantages(rewards: Tensor) -> Tensor:
-    """Return 1 for each row, fp32 [B]. With the loss -A * log-prob that is the negative log-prob of its tokens."""
+    """Return 1 for each row, fp32 [B]: the loss -A * log-prob then is the negative log-prob of its tokens."""
     return torch.ones_like(rewards)
 
 
@@ -260,7 +259,7 @@ def sft_advantages(rewards: Tensor) -> Tensor:
 
 
 def gae(token_rewards: Tensor, values: Tensor, row: Tensor, lengths: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Return raw advantages and returns, both fp64 [R].
+    """Raw advantages and returns, both fp64 [R].
 
     With delta[t] = reward[t] + gamma * value[t + 1] - value[t] and value 0 after a row's last token, the advantage is the sum
     over l of (gamma * lam)^l * delta[t + l], and the return is advantage + value. Source: GAE, arXiv 1506.02438.
@@ -275,28 +274,28 @@ def gae(token_rewards: Tensor, values: Tensor, row: Tensor, lengths: Tensor, gam
 def gae_advantages(
     token_rewards: Tensor, values: Tensor, row: Tensor, lengths: Tensor, valid: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Return GAE's advantages, whitened over all valid tokens, and the returns that the critic learns, both fp32 [R].
+    """GAE's advantages, whitened over all valid tokens, and the returns that the critic learns, both fp32 [R].
 
-    The tokens of a row that is not valid get advantage 0, and their value as return, so that the critic's loss there is 0 too.
-    They count in no statistic. Source: arXiv 1506.02438 and ``compute_gae_advantage_return`` in verl, which whitens as well.
+    Tokens of an invalid row get advantage 0, and their value as return, so that the critic's loss there is 0 too. They count in
+    no statistic. Source: arXiv 1506.02438 and ``compute_gae_advantage_return`` in verl, which whitens as well.
 
-    ``token_rewards``: fp32 [R]. NaN in rows that are not valid.
+    ``token_rewards``: fp32 [R], NaN in invalid rows.
     """
-    known = valid[row]
-    advantages, returns = gae(torch.where(known, token_rewards, 0.0), values, row, lengths, gamma, lam)
-    return whiten(advantages, known).float(), torch.where(known, returns, values.double()).float()
+    valid_tokens = valid[row]
+    advantages, returns = gae(torch.where(valid_tokens, token_rewards, 0.0), values, row, lengths, gamma, lam)
+    return whiten(advantages, valid_tokens).float(), torch.where(valid_tokens, returns, values.double()).float()
 
 
 # Advantages per token without a critic: REINFORCE++, its form with a group baseline, and ReMax.
 
 
 def discounted_returns(token_rewards: Tensor, row: Tensor, valid: Tensor, gamma: float) -> Tensor:
-    """Return the discounted sum of the rewards from each token to the end of its row, fp64 [R]."""
+    """Discounted sum of the rewards from each token to the end of its row, fp64 [R]."""
     return reverse_scan(torch.where(valid[row], token_rewards, 0.0), row, gamma)
 
 
 def reinforce_plus_plus_advantages(token_rewards: Tensor, row: Tensor, valid: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
-    """Return REINFORCE++'s advantages, the discounted returns whitened over all tokens, and the returns, both fp32 [R].
+    """REINFORCE++'s advantages (the discounted returns whitened over all tokens) and the returns, both fp32 [R].
 
     Source: REINFORCE++, arXiv 2501.03262.
     """
@@ -305,7 +304,7 @@ def reinforce_plus_plus_advantages(token_rewards: Tensor, row: Tensor, valid: Te
 
 
 def reinforce_plus_plus_baseline_advantages(rewards: Tensor, group: Tensor, valid: Tensor, row: Tensor) -> Tensor:
-    """Return (reward - mean of the group) of each token's row, whitened over all tokens, fp32 [R].
+    """(reward - mean of the group) of each token's row, whitened over all tokens, fp32 [R].
 
     The zeros of groups with equal rewards count in the whitening. Source: REINFORCE++-baseline, arXiv 2501.03262.
     """
@@ -316,16 +315,16 @@ def reinforce_plus_plus_baseline_advantages(rewards: Tensor, group: Tensor, vali
 
 
 def remax_advantages(token_rewards: Tensor, baselines: Tensor, row: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ReMax's advantages, the rewards from each token on minus the greedy response's score, and the returns, fp32 [R].
+    """ReMax's advantages (the rewards from each token on minus the greedy response's score) and the returns, fp32 [R].
 
     A group of one is no special case: its baseline comes from the greedy response. A row whose baseline is NaN has nothing to
-    compare with and counts as not valid. Source: ReMax, arXiv 2310.10505.
+    compare with and counts as invalid. Source: ReMax, arXiv 2310.10505.
 
     ``baselines``: fp32 [rows], the score of the greedy response to each row's prompt.
     """
-    known = valid & ~torch.isnan(baselines)
-    returns = discounted_returns(token_rewards, row, known, 1.0)
-    advantages = torch.where(known[row], returns - baselines.double()[row], 0.0)
+    comparable = valid & ~torch.isnan(baselines)
+    returns = discounted_returns(token_rewards, row, comparable, 1.0)
+    advantages = torch.where(comparable[row], returns - baselines.double()[row], 0.0)
     return advantages.float(), returns.float()
 
 
@@ -333,9 +332,9 @@ def remax_advantages(token_rewards: Tensor, baselines: Tensor, row: Tensor, vali
 
 
 def sum_of_squares(log_p: Tensor, scratch: Tensor | None) -> Tensor:
-    """Return the sum of squared probabilities [c] from log-probs fp32 [c, v], which stay unchanged.
+    """Sum of squared probabilities [c] from log-probs fp32 [c, v], which stay unchanged.
 
-    ``scratch``: [c, any number of columns]; None to allocate it.
+    ``scratch``: [c, any number of columns]; None = allocate.
     """
     total = torch.zeros_like(log_p[:, 0])
     for part, room in column_parts(log_p, scratch):
@@ -356,7 +355,7 @@ def optimal_token_baseline_advantages(
     sum_pi_squared: Tensor,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the rewards from each token on, G, minus a baseline per group and place, and G itself, both fp32 [R].
+    """The rewards from each token on, G, minus a baseline per group and place, and G itself, both fp32 [R].
 
     The baseline at place t of a group is sum(G[t] * W[t]) / sum(W[t]) over the valid rows that reach place t, where W[t] is the
     sum of (1 - 2 * p + sum of p^2 over the vocabulary) from the first token to t, a stand-in for the squared norm of the
@@ -367,7 +366,7 @@ def optimal_token_baseline_advantages(
     at each token. ``weights``: fp32 [R], importance weights of the rollout correction, whose squares multiply the terms of W.
     None = 1.
     """
-    known, num_rows = valid[row], valid.shape[0]
+    valid_tokens, num_rows = valid[row], valid.shape[0]
     returns = discounted_returns(token_rewards, row, valid, 1.0)
     energy = 1 - 2 * old_log_probs.double().exp() + sum_pi_squared.double()
     if weights is not None:
@@ -376,7 +375,7 @@ def optimal_token_baseline_advantages(
     # The sum up to a token: the row's sum without what comes after the token, because reverse_scan sums from the end only.
     energy_so_far = row_sums(energy, row, num_rows)[row] - after + energy
     # Rounding can make a sum of terms near 0 slightly negative, and a negative weight would turn the baseline round.
-    energy_so_far = torch.where(known, energy_so_far.clamp(min=0), 0.0)
+    energy_so_far = torch.where(valid_tokens, energy_so_far.clamp(min=0), 0.0)
 
     # One number for each pair of group and place. The factor is larger than any place.
     lengths = row_sums(torch.ones_like(row), row, num_rows)
@@ -385,12 +384,14 @@ def optimal_token_baseline_advantages(
     total = zeros.index_add(0, place, energy_so_far)[place]
     # Where no row has weight, the baseline would be 0 / 0.
     baseline = zeros.index_add(0, place, returns * energy_so_far)[place] / total.where(total > 0, 1.0)
-    lowest = torch.full_like(returns, torch.inf).scatter_reduce(0, place, returns.where(known, torch.inf), "amin")[place]
-    highest = torch.full_like(returns, -torch.inf).scatter_reduce(0, place, returns.where(known, -torch.inf), "amax")[place]
-    alone = zeros.index_add(0, place, known.double())[place] == 1
+    lowest = torch.full_like(returns, torch.inf).scatter_reduce(0, place, returns.where(valid_tokens, torch.inf), "amin")[place]
+    highest = torch.full_like(returns, -torch.inf).scatter_reduce(0, place, returns.where(valid_tokens, -torch.inf), "amax")[
+        place
+    ]
+    alone = zeros.index_add(0, place, valid_tokens.double())[place] == 1
     advantages = torch.where(alone, returns, torch.where(lowest < highest, returns - baseline, 0.0))
     has_peers = group_statistics(valid.double(), group, valid).count[row] > 1
-    return torch.where(known & has_peers, advantages, 0.0).float(), returns.float()
+    return torch.where(valid_tokens & has_peers, advantages, 0.0).float(), returns.float()
 
 
 # One call for every estimator.
@@ -430,14 +431,14 @@ class AdvantageInputs:
     """fp32 [R] each, further numbers of each token's distribution, by name."""
 
     def named(self, name: str) -> Tensor | None:
-        """Return an input: a statistic or a field; None where the run does not compute it."""
+        """Return a statistic or a field by name; None if the run does not compute it."""
         return self.statistics[name] if name in self.statistics else getattr(self, name, None)
 
 
 def estimate(inputs: AdvantageInputs, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
-    """Return the advantages that ``algorithm.adv_estimator`` names, and the returns, both fp32 [R].
+    """Return the advantages of ``algorithm.adv_estimator``, and the returns, both fp32 [R].
 
-    They are equal where an estimator scores whole responses.
+    They are equal if an estimator scores whole responses.
     """
     record = ESTIMATORS[algorithm.adv_estimator]
     if record.name == CUSTOM:

@@ -40,13 +40,13 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
-    """Return a per-token estimate of KL(policy || reference) in nats, for tokens sampled from the policy.
+    """Per-token estimate of KL(policy || reference) in nats, for tokens sampled from the policy.
 
     ``k1`` is the log-ratio: unbiased, and possibly negative. ``k2`` is half its square. ``k3`` is exp(-k1) + k1 - 1: unbiased and
     never negative. A trailing ``+`` keeps the value and uses the gradient of ``k2``, whose expectation is the gradient of the KL.
     Source: Schulman, "Approximating KL divergence" (2020).
 
-    Both log-probs are fp32 of one shape. ``kind``: A key of ``KL_ESTIMATORS``, optionally with a trailing ``+``.
+    Both log-probs are fp32 of one shape. ``kind``: a key of ``KL_ESTIMATORS``, optionally with a trailing ``+``.
     """
     assert kind.removesuffix("+") in KL_ESTIMATORS, kind
     log_ratio = log_probs - ref_log_probs
@@ -59,7 +59,7 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
 
 
 def shaped_rewards(scores: Tensor, kl: Tensor, row: Tensor, beta: float) -> Tensor:
-    """Return ``score - beta * sum of the row's KL``, fp32 [rows], without a gradient.
+    """``score - beta * sum of the row's KL``, fp32 [rows], without a gradient.
 
     ``kl``: fp32 [R], the per-token estimates. A row without tokens keeps its score.
     """
@@ -67,11 +67,11 @@ def shaped_rewards(scores: Tensor, kl: Tensor, row: Tensor, beta: float) -> Tens
 
 
 def token_level_rewards(scores: Tensor, row: Tensor, lengths: Tensor, kl: Tensor | None = None, beta: float = 0.0) -> Tensor:
-    """Return the reward of each token, fp32 [R] without a gradient: the score at the end of a row, less ``beta * kl`` everywhere.
+    """Reward of each token, fp32 [R] without a gradient: the score at the end of a row, minus ``beta * kl`` everywhere.
 
     A row without tokens has no place for its score. Source: Ziegler et al., arXiv 1909.08593, and ``apply_kl_penalty`` in verl.
 
-    ``kl``: fp32 [R], the per-token estimates; None without a KL in the reward.
+    ``kl``: fp32 [R], the per-token estimates; None = no KL in the reward.
     """
     rewards = torch.where(is_last(row, lengths), scores[row], 0.0)
     return rewards if kl is None else rewards - beta * kl.detach()
@@ -81,7 +81,6 @@ class KlController:
     """The coefficient of the KL in the reward: fixed, or adapted towards ``target_kl`` (Ziegler et al., arXiv 1909.08593)."""
 
     def __init__(self, settings: KlControl) -> None:
-        """Start with the coefficient of the settings."""
         assert settings.type in ("fixed", "adaptive"), settings.type
         self._settings = settings
         self.coefficient = settings.kl_coef
@@ -89,7 +88,7 @@ class KlController:
     def update(self, mean_kl: float, num_sequences: int) -> None:
         """Move an adaptive coefficient by at most 20 % of ``num_sequences / horizon``. A fixed one stays.
 
-        ``mean_kl``: The step's mean KL in nats, compared with ``target_kl``.
+        ``mean_kl``: the step's mean KL in nats, compared with ``target_kl``.
         """
         if self._settings.type == "fixed":
             return
@@ -97,7 +96,6 @@ class KlController:
         self.coefficient *= 1 + error * num_sequences / self._settings.horizon
 
     def state_dict(self) -> dict[str, float]:
-        """Return the values that a checkpoint stores."""
         return {"coefficient": self.coefficient}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -145,7 +143,7 @@ MIN_WEIGHT = 1e-8
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer_length: int, penalty_factor: float) -> Tensor:
-    """Return what a long response's reward gets, fp32 [B]: 0 up to the buffer, then linearly down to -``penalty_factor``.
+    """Return what is added to a long response's reward, fp32 [B]: 0 up to the buffer, then linearly down to -``penalty_factor``.
 
     With e = max_length - buffer_length it is -(length - e) / buffer_length * penalty_factor inside the buffer. Source: soft
     overlong punishment of DAPO, arXiv 2503.14476, equation 13, and ``overlong_buffer_cfg`` in verl.
@@ -156,22 +154,22 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer_length: int, penal
 
 
 def pf_ppo_weights(scores: Tensor, valid: Tensor, method: str, power: float) -> Tensor:
-    """Return the weight with which PF-PPO draws each row, fp64 [B], not normalised. Rows that are not valid get 0.
+    """Return the weight with which PF-PPO draws each row, fp64 [B], not normalised. Invalid rows get 0.
 
     ``pow``: abs(score) to the power. ``max_min``: 1 for the best and the worst scores of the batch, else 0. ``max_random``: 0.4
-    for the best, 0.1 for the others. 1e-8 is added to each. Equal scores have equal weights: every row is drawn alike. Source:
-    PF-PPO, arXiv 2409.06957, and ``compute_pf_ppo_reweight_data`` in verl.
+    for the best, 0.1 for the others. 1e-8 is added to each. Equal scores have equal weights. Source: PF-PPO, arXiv 2409.06957,
+    and ``compute_pf_ppo_reweight_data`` in verl.
     """
     assert method in PF_PPO_METHODS, method
-    known = scores.double()
-    best = known.where(valid, -torch.inf).amax() if scores.numel() else known.sum()
-    worst = known.where(valid, torch.inf).amin() if scores.numel() else known.sum()
+    wide_scores = scores.double()
+    best = wide_scores.where(valid, -torch.inf).amax() if scores.numel() else wide_scores.sum()
+    worst = wide_scores.where(valid, torch.inf).amin() if scores.numel() else wide_scores.sum()
     if method == "pow":
-        weights = known.abs().pow(power)
+        weights = wide_scores.abs().pow(power)
     elif method == "max_min":
-        weights = ((known == best) | (known == worst)).double()
+        weights = ((wide_scores == best) | (wide_scores == worst)).double()
     else:
-        weights = torch.where(known == best, 0.4, 0.1).double()
+        weights = torch.where(wide_scores == best, 0.4, 0.1).double()
     return torch.where(valid, weights + MIN_WEIGHT, 0.0)
 
 

@@ -48,30 +48,28 @@ class LossTokens:
 
     @property
     def log_ratio(self) -> Tensor:
-        """Return log new - log old of each token, fp32 [R], with gradient. 0 for rejected tokens, whose old one may be NaN."""
+        """Return log new - log old of each token, fp32 [R], with gradient. 0 for rejected tokens, whose old value may be NaN."""
         if self.kept is None:
             return self.log_probs - self.old_log_probs
         # A mask after the exponential would be too late: the gradient of exp(NaN) is NaN, and 0 times NaN too.
         return self.log_probs - self.old_log_probs.where(self.kept, self.log_probs.detach())
 
     def masked(self, values: Tensor) -> Tensor:
-        """Return the values with 0 for rejected tokens, ``[R]``."""
         return values if self.kept is None else values.where(self.kept, 0.0)
 
     def weighted(self, values: Tensor) -> Tensor:
-        """Return the values times the importance weights, with 0 for rejected tokens, ``[R]``."""
         return self.masked(values if self.weights is None else values * self.weights)
 
     def row_means(self, values: Tensor) -> Tensor:
-        """Return the mean over each row's kept tokens, ``[rows]``. A row without any gets 0."""
+        """Mean over each row's kept tokens, ``[rows]``; 0 for a row without any."""
         return row_means(self.masked(values), self.row, self.lengths)
 
     def share(self, flags: Tensor) -> Tensor:
-        """Return this micro-batch's part of the share of tokens that are flagged, a scalar without a gradient."""
+        """This micro-batch's part of the share of flagged tokens, a scalar without a gradient."""
         return self.masked(flags.detach()).sum() / self.counts.tokens
 
     def aggregated(self, token_losses: Tensor, actor: Actor) -> Tensor:
-        """Return the micro-batch's share of the mini-batch loss under ``actor.loss_agg_mode``, a scalar.
+        """This micro-batch's part of the mini-batch loss under ``actor.loss_agg_mode``, a scalar.
 
         ``token_losses`` is fp32 [R], before importance weights and rejection.
         """
@@ -80,7 +78,6 @@ class LossTokens:
 
 
 def clip_bounds(actor: Actor) -> tuple[float, float]:
-    """Return how far the ratio may fall below 1 and rise above it."""
     assert actor.clip_ratio_low is not None, "clip_ratio_low follows clip_ratio when settings are loaded"
     assert actor.clip_ratio_high is not None, "clip_ratio_high follows clip_ratio when settings are loaded"
     return actor.clip_ratio_low, actor.clip_ratio_high
@@ -92,12 +89,11 @@ def safe_ratio(log_ratio: Tensor) -> Tensor:
 
 
 def beyond_clamp(log_ratio: Tensor) -> Tensor:
-    """Return True where :func:`safe_ratio` clamps. Bool in the same shape."""
     return log_ratio.abs() > MAX_LOG_RATIO
 
 
 def clipped_loss(ratio: Tensor, advantages: Tensor, actor: Actor) -> tuple[Tensor, Tensor]:
-    """Return max(-A * ratio, -A * clipped ratio), and True where the second is larger. All fp32 [R], or [rows]."""
+    """max(-A * ratio, -A * clipped ratio), and whether the second is larger. All fp32 [R], or [rows]."""
     low, high = clip_bounds(actor)
     free = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - low, 1 + high)
@@ -108,9 +104,9 @@ def clipped_loss(ratio: Tensor, advantages: Tensor, actor: Actor) -> tuple[Tenso
 
 
 def vanilla_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
-    """Return PPO's loss: max(-A * ratio, -A * clipped ratio), at most -A * ``clip_ratio_c`` for negative A.
+    """PPO's loss: max(-A * ratio, -A * clipped ratio), at most -A * ``clip_ratio_c`` for negative A.
 
-    The upper and the lower clip are settings of their own (clip-higher of DAPO, arXiv 2503.14476). Sources: PPO, arXiv
+    The upper and the lower clip are separate settings (clip-higher of DAPO, arXiv 2503.14476). Sources: PPO, arXiv
     1707.06347; dual clip, arXiv 1912.09729.
 
     Metrics: ``pg_clipfrac``, ``pg_clipfrac_lower`` (the share bounded by ``clip_ratio_c``) and ``ratio_clamped``.
@@ -127,9 +123,9 @@ def vanilla_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
 
 
 def cispo_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
-    """Return CISPO's loss: -A * log-prob, times the clipped ratio without its gradient.
+    """CISPO's loss: -A * log-prob, times the clipped ratio without its gradient.
 
-    Every token keeps a gradient, also where its ratio is clipped. With ``cispo_max_ratio`` that is the one bound. Source: CISPO
+    Every token keeps a gradient, even if its ratio is clipped. ``cispo_max_ratio``, if set, is the only bound. Source: CISPO
     (MiniMax-M1), arXiv 2506.13585.
 
     Metrics: ``pg_clipfrac``, ``pg_clipfrac_lower`` (0) and ``ratio_clamped``.
@@ -142,14 +138,15 @@ def cispo_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
         "pg_clipfrac_lower": torch.zeros((), device=ratio.device),
         "ratio_clamped": tokens.share(beyond_clamp(tokens.log_ratio)),
     }
+    # The ratio only scales the gradient of log-prob, which no clip can stop.
     return tokens.aggregated(-factor * tokens.advantages * tokens.log_probs, actor), shares
 
 
 def dppo_tv_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
-    """Return DPPO's loss with the total variation of the sampled token: -A * ratio (at most ``clip_ratio_c``) * log-prob.
+    """DPPO's loss with the total variation of the sampled token: -A * ratio (at most ``clip_ratio_c``) * log-prob.
 
-    The ratio has no gradient. A token whose probability has moved further than ``clip_ratio_high`` up (where A > 0) or
-    ``clip_ratio_low`` down (else) counts as 0. Source: DPPO, arXiv 2602.04879.
+    The ratio has no gradient. A token counts as 0 if its probability has risen by more than ``clip_ratio_high`` (A > 0) or fallen
+    by more than ``clip_ratio_low`` (else). Source: DPPO, arXiv 2602.04879.
 
     Metrics: the shares of tokens ``pg_clipfrac`` (set to 0), ``pg_clipfrac_lower`` (of the others, those whose ratio is cut) and
     ``ratio_clamped``.
@@ -164,10 +161,10 @@ KL_EPSILON = 1e-8
 
 
 def dppo_kl_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
-    """Return DPPO's loss as :func:`dppo_tv_loss`, with the KL divergence of old and new between the sampled token and all others.
+    """DPPO's loss as :func:`dppo_tv_loss`, with the old-to-new KL divergence between the sampled token and all others.
 
-    A token counts as 0 where that divergence is above ``clip_ratio_high`` and A > 0 would raise its probability further, or
-    above ``clip_ratio_low`` and A <= 0 would lower it.
+    A token counts as 0 if that divergence is above ``clip_ratio_high`` and A > 0 would raise its probability further, or above
+    ``clip_ratio_low`` and A <= 0 would lower it.
     """
     low, high = clip_bounds(actor)
     log_probs, old_log_probs = tokens.log_probs.detach(), tokens.old_log_probs
@@ -189,7 +186,7 @@ def _dppo_loss(tokens: LossTokens, actor: Actor, counts: Tensor) -> LossAndMetri
 
 
 def gpg_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
-    """Return the loss of REINFORCE and GPG: -A * log-prob, without a ratio and without a clip.
+    """The loss of REINFORCE and GPG: -A * log-prob, without a ratio and without a clip.
 
     Sources: REINFORCE (Williams, 1992); GPG, arXiv 2504.02546. It has no metrics of its own.
     """
@@ -200,7 +197,7 @@ def gpg_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
 
 
 def sapo_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
-    """Return SAPO's loss: -A * 4 / tau * sigmoid(tau * (ratio - 1)), averaged over tokens, then over responses.
+    """SAPO's loss: -A * 4 / tau * sigmoid(tau * (ratio - 1)), averaged over tokens, then over responses.
 
     tau is ``tau_pos`` where A > 0, else ``tau_neg``. At a ratio of 1 the gradient is that of -A * ratio; away from it the
     gradient falls smoothly to 0, faster for a larger tau. Source: SAPO, arXiv 2511.20347.
@@ -223,7 +220,7 @@ SMALLEST_WEIGHT = 1e-10
 
 
 def sequence_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
-    """Return RLOO's clipped loss: one ratio per response, exp of the summed log-ratio.
+    """RLOO's clipped loss: one ratio per response, exp of the summed log-ratio.
 
     Source: RLOO, arXiv 2402.14740. Advantage and importance weight of a response are the means over its tokens.
 
@@ -242,11 +239,11 @@ MAX_MEAN_LOG_RATIO = 10.0
 
 
 def gspo_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
-    """Return GSPO's clipped loss: one ratio per response, exp of the mean log-ratio.
+    """GSPO's clipped loss: one ratio per response, exp of the mean log-ratio.
 
-    It is GSPO's form per token: the value of each token's ratio is the response's, its gradient is the token's own, so that
-    advantages and importance weights may differ inside a response. Where they do not, it equals the form per response if
-    ``loss_agg_mode`` is ``seq-mean-token-mean``, as in the paper. Source: GSPO, arXiv 2507.18071.
+    This is GSPO's form per token: the value of each token's ratio is the response's, its gradient is the token's own, so that
+    advantages and importance weights may differ inside a response. If they do not, it equals the form per response with
+    ``loss_agg_mode=seq-mean-token-mean``, as in the paper. Source: GSPO, arXiv 2507.18071.
 
     Metrics: the share of tokens ``pg_clipfrac``, ``pg_clipfrac_lower`` (0), and the share of responses ``ratio_clamped``, those
     whose mean log-ratio is above 10 and counts as 10, without a gradient.
@@ -265,10 +262,10 @@ LEAST_LOG_WEIGHT = math.log(1e-8)
 
 
 def vespo_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
-    """Return VESPO's loss: -A * log-prob, times phi(w) = w^k * exp(lambda * (1 - w)) without its gradient.
+    """VESPO's loss: -A * log-prob, times phi(w) = w^k * exp(lambda * (1 - w)) without its gradient.
 
     w is the ratio of a response, exp of the summed log-ratio, times the importance weights of its tokens. phi is 1 at w = 1
-    and falls on both sides; k and lambda are those of the advantage's sign. Source: VESPO, arXiv 2602.10693.
+    and falls on both sides; k and lambda depend on the advantage's sign. Source: VESPO, arXiv 2602.10693.
 
     Metrics: ``vespo_weight``, the mean of phi over tokens, and ``ratio_clamped``.
     """
@@ -288,9 +285,9 @@ def vespo_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
 
 
 def geo_mean_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
-    """Return GMPO's loss: -A times the geometric mean of a response's ratios, each clipped in the log on the side that binds.
+    """GMPO's loss: -A times the geometric mean of a response's ratios, each clipped in the log on the side that binds.
 
-    The log-ratio of a token is held to [-``clip_ratio_low``, ``clip_ratio_high``]: from above where A > 0, from below where
+    A token's log-ratio is held to [-``clip_ratio_low``, ``clip_ratio_high``]: from above where A > 0, from below where
     A < 0. Source: GMPO, arXiv 2507.20673. The importance weight of a response is the geometric mean of its tokens' weights.
 
     Metrics: the shares of tokens ``pg_clipfrac`` (outside the clips, A > 0) and ``pg_clipfrac_lower`` (A < 0).
@@ -312,7 +309,7 @@ def geo_mean_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
 
 
 def _row_shares(tokens: LossTokens, clipped: Tensor, clamped: Tensor) -> dict[str, Tensor]:
-    """Return shares of responses. A response without tokens adds 0 to all of them."""
+    # Shares of responses. A response without tokens adds 0 to all of them.
     sequences = tokens.counts.sequences
     return {
         "pg_clipfrac": clipped.detach().sum() / sequences,
@@ -325,7 +322,7 @@ def _row_shares(tokens: LossTokens, clipped: Tensor, clamped: Tensor) -> dict[st
 
 
 def policy_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
-    """Return the loss that ``actor.policy_loss.loss_mode`` names (scalar, with gradient) and its metrics (scalars, without).
+    """Return the loss of ``actor.policy_loss.loss_mode`` (scalar, with gradient) and its metrics (scalars, without).
 
     Metrics of all modes: ``pg_loss``, and ``ppo_kl``, the mean of log old - log new per token. Modes with a clip add
     ``pg_clipfrac``, the share of ratios where the clip is active; ``pg_clipfrac_lower``, the share that is bounded by
@@ -338,7 +335,6 @@ def policy_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
 
 
 def with_shared_metrics(tokens: LossTokens, loss: Tensor, metrics: dict[str, Tensor]) -> LossAndMetrics:
-    """Return a loss of some tokens with its own metrics and those that all losses report: ``pg_loss`` and ``ppo_kl``."""
     token_kl = (-tokens.log_ratio).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return loss, {"pg_loss": loss.detach(), "ppo_kl": tokens.share(token_kl), **metrics}
 
@@ -370,10 +366,10 @@ class ValueTokens:
 
 
 def value_loss(tokens: ValueTokens, clip: float, mode: str, scale_factor: int | None = None) -> LossAndMetrics:
-    """Return half of the larger of two squared errors: that of the prediction, and that of it clipped around the old value.
+    """Half of the larger of two squared errors: the prediction's, and that of the prediction clipped around the old value.
 
     Source: the reference implementation of PPO, arXiv 1707.06347, and ``compute_value_loss`` in verl.
-    ``clip``: ``critic.cliprange_value``. ``mode``: ``critic.loss_agg_mode``. ``scale_factor``: The constant length of
+    ``clip``: ``critic.cliprange_value``. ``mode``: ``critic.loss_agg_mode``. ``scale_factor``: the constant length of
     ``seq-mean-token-sum-norm``. The loss and the metrics ``vf_loss``, ``vf_clipfrac`` and ``vpred_mean`` are this micro-batch's
     shares: sum them over micro-batches and ranks.
     """
@@ -393,7 +389,7 @@ def value_loss(tokens: ValueTokens, clip: float, mode: str, scale_factor: int | 
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """Return 1 - var(returns - values) / (var(returns) + 1e-5) over all tokens of a step. 0 for fewer than two tokens."""
+    """1 - var(returns - values) / (var(returns) + 1e-5) over all tokens of a step; 0 for fewer than two tokens."""
     if returns.numel() < 2:
         return 0.0
     # fp64, because the difference of two almost equal variances loses most of its digits in fp32.
@@ -409,16 +405,15 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
 
 
 def token_covariance(log_probs: Tensor, advantages: Tensor) -> Tensor:
-    """Return (A - mean A) * (log-prob - mean log-prob) of each token, fp64 [R]."""
     advantages, log_probs = advantages.double(), log_probs.detach().double()
     return (advantages - advantages.mean()) * (log_probs - log_probs.mean())
 
 
 def select_clip_cov(log_probs: Tensor, advantages: Tensor, loss: PolicyLoss, generator: torch.Generator) -> Tensor:
-    """Return True for the tokens of a mini-batch whose gradient ``clip_cov`` removes, bool [R].
+    """Return the tokens of a mini-batch whose gradient ``clip_cov`` removes, bool [R].
 
-    They are a random choice of ``loss.clip_cov_ratio`` of all tokens, at least one, among those with a covariance between
-    ``clip_cov_lb`` and ``clip_cov_ub``. ``generator`` lies on the host.
+    A random choice of ``loss.clip_cov_ratio`` of all tokens, at least one, among those with a covariance between ``clip_cov_lb``
+    and ``clip_cov_ub``. ``generator`` must be on the host.
     """
     covariance = token_covariance(log_probs, advantages)
     candidates = ((covariance > loss.clip_cov_lb) & (covariance < loss.clip_cov_ub)).nonzero().flatten()
@@ -430,9 +425,9 @@ def select_clip_cov(log_probs: Tensor, advantages: Tensor, loss: PolicyLoss, gen
 
 
 def select_kl_cov(log_probs: Tensor, advantages: Tensor, loss: PolicyLoss, generator: torch.Generator) -> Tensor:
-    """Return True for the tokens of a mini-batch that ``kl_cov`` penalises, bool [R].
+    """Return the tokens of a mini-batch that ``kl_cov`` penalises, bool [R].
 
-    They are ``loss.kl_cov_ratio`` of all, at least one, by largest covariance. Chance, and so ``generator``, has no part in it.
+    The ``loss.kl_cov_ratio`` of all tokens with the largest covariance, at least one. ``generator`` is not used.
     """
     covariance = token_covariance(log_probs, advantages)
     number = min(max(int(loss.kl_cov_ratio * covariance.shape[0]), 1), covariance.shape[0])
@@ -442,7 +437,7 @@ def select_kl_cov(log_probs: Tensor, advantages: Tensor, loss: PolicyLoss, gener
 
 
 def clip_cov_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
-    """Return PPO's loss without its dual clip, and 0 for the selected tokens whose ratio is not clipped anyway.
+    """PPO's loss without its dual clip, and 0 for the selected tokens whose ratio is not clipped anyway.
 
     ``tokens.selected`` comes from :func:`select_clip_cov`; ``pg_clipfrac`` is the share of tokens that it sets to 0.
     """
@@ -453,7 +448,7 @@ def clip_cov_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
 
 
 def kl_cov_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
-    """Return -A * ratio without a clip, plus ``ppo_kl_coef`` * abs(log-ratio) for the selected tokens.
+    """-A * ratio without a clip, plus ``ppo_kl_coef`` * abs(log-ratio) for the selected tokens.
 
     ``tokens.selected`` comes from :func:`select_kl_cov`. The metric ``ppo_kl_abs`` is the mean absolute log-ratio.
     """

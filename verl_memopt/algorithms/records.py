@@ -29,8 +29,6 @@ _LOSS = "actor_rollout_ref.actor.policy_loss"
 
 @dataclass(frozen=True)
 class Estimator:
-    """An advantage estimator."""
-
     name: str
     """Value of ``algorithm.adv_estimator``, in verl's spelling."""
     help: str
@@ -55,14 +53,15 @@ class Estimator:
     def function(self) -> str:
         """Dotted name of the function, which is called by parameter name with ``inputs`` and ``options``.
 
-        It returns one advantage a row, [B]; with ``per_token`` one a token, [R], or a pair of advantages and returns per token.
+        It returns one advantage per row, [B]; with ``per_token`` one per token, [R], or a pair of advantages and returns per
+        token.
         """
         return f"{_HERE}.{self.named or f'estimators.{self.name}_advantages'}"
 
 
 @dataclass(frozen=True)
 class TokenStatistic:
-    """A number of each token's distribution, which the pass for old log-probs computes where the estimator reads it."""
+    """A number of each token's distribution, which the pass for old log-probs computes if the estimator reads it."""
 
     name: str
     """The input of estimators, fp32 [R]."""
@@ -179,8 +178,6 @@ ESTIMATORS: dict[str, Estimator] = _by_name(
 
 @dataclass(frozen=True)
 class Loss:
-    """A policy loss."""
-
     name: str
     """Value of ``policy_loss.loss_mode``, in verl's spelling."""
     help: str
@@ -326,7 +323,9 @@ class CustomLoss:
 class EstimatorSettings:
     """The keys of ``algorithm`` that estimators read."""
 
-    adv_estimator: Annotated[EstimatorName, Meanings(tuple((each.name, each.help) for each in ESTIMATORS.values()))] = "gae"
+    adv_estimator: Annotated[
+        EstimatorName, Meanings(tuple((estimator.name, estimator.help) for estimator in ESTIMATORS.values()))
+    ] = "gae"
     """How rewards become advantages."""
     gamma: Share = 1.0
     """Discount of one token; gae and reinforce_plus_plus only."""
@@ -358,7 +357,7 @@ class EstimatorSettings:
 class PolicyLoss:
     """The loss of the policy, and the settings of single losses."""
 
-    loss_mode: Annotated[LossName, Meanings(tuple((each.name, each.help) for each in LOSSES.values()))] = "vanilla"
+    loss_mode: Annotated[LossName, Meanings(tuple((loss.name, loss.help) for loss in LOSSES.values()))] = "vanilla"
     """The loss of the policy."""
     clip_cov_ratio: PositiveShare = 0.0002
     """clip_cov: share of the tokens of a mini-batch that lose their gradient, at least one."""
@@ -385,14 +384,12 @@ class PolicyLoss:
 
 
 def with_input(name: str) -> tuple[str, ...]:
-    """Return the estimators that read an input."""
-    return tuple(each.name for each in ESTIMATORS.values() if name in each.inputs)
+    return tuple(estimator.name for estimator in ESTIMATORS.values() if name in estimator.inputs)
 
 
 def with_option(key: str) -> tuple[str, ...]:
-    """Return the estimators that read a key below ``algorithm``, or the losses that read one below ``actor``."""
-    of_estimators = (each.name for each in ESTIMATORS.values() if key in each.options.values())
-    return (*of_estimators, *(each.name for each in LOSSES.values() if key in each.options))
+    estimators = (estimator.name for estimator in ESTIMATORS.values() if key in estimator.options.values())
+    return (*estimators, *(loss.name for loss in LOSSES.values() if key in loss.options))
 
 
 WITH_CRITIC = with_input("values")
@@ -404,17 +401,16 @@ WITH_GREEDY_RESPONSES = with_input("baselines")
 WITH_STATISTICS = tuple(name for statistic in STATISTICS for name in with_input(statistic))
 """Estimators that read a statistic of the head, which the pass for old log-probs computes."""
 
-WITHOUT_GROUPS = tuple(each.name for each in ESTIMATORS.values() if not each.compares)
+WITHOUT_GROUPS = tuple(estimator.name for estimator in ESTIMATORS.values() if not estimator.compares)
 """Estimators that do not compare the responses to one prompt, so that a single one is enough."""
 
-WITHOUT_BASELINE = tuple(each.name for each in ESTIMATORS.values() if each.alone)
+WITHOUT_BASELINE = tuple(estimator.name for estimator in ESTIMATORS.values() if estimator.alone)
 """Estimators that take the reward itself as advantage where each prompt has a single response, as verl does."""
 
-LOSSES_OF_SEQUENCES = tuple(each.name for each in LOSSES.values() if not each.token_local)
+LOSSES_OF_SEQUENCES = tuple(loss.name for loss in LOSSES.values() if not loss.token_local)
 """Losses with one ratio per sequence: a token's gradient depends on its whole sequence."""
 
 
 def load(function: str) -> Callable[..., Any]:
-    """Return the function of a dotted name."""
     module, _, name = function.rpartition(".")
     return getattr(importlib.import_module(module), name)

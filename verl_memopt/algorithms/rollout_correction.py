@@ -26,7 +26,7 @@ from verl_memopt.config.schema import Actor, RolloutCorrection
 
 
 def mismatch_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor, row: Tensor, lengths: Tensor) -> dict[str, float]:
-    """Return the metrics of ``compute_offpolicy_metrics`` in verl, without the prefix ``rollout_corr/``. None without tokens.
+    """The metrics of ``compute_offpolicy_metrics`` in verl, without the prefix ``rollout_corr/``; empty without tokens.
 
     ``kl`` and ``k3_kl`` estimate KL(engine || trainer) per token. Perplexities are means over rows of exp(-mean log-prob).
     ``chi2_token`` and ``chi2_seq`` are mean r^2 - 1 over tokens and rows, with r = trainer / engine.
@@ -68,7 +68,7 @@ EPSILON = 1e-8
 def importance_weights(
     log_ratio: Tensor, row: Tensor, lengths: Tensor, level: str, threshold: float | str, batch_normalize: bool
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return the importance weight of each token, fp32 [R], without a gradient, and the metrics of the weights.
+    """Importance weight of each token, fp32 [R], without a gradient, and the metrics of the weights.
 
     A weight is exp of the token's log-ratio, or of the sum over its row for ``sequence``. One threshold caps it (truncated
     importance sampling); a lower and an upper one set a weight outside to 0 (IcePop). Normalised weights have mean 1 over the
@@ -85,9 +85,9 @@ def importance_weights(
 
 
 def bounded_weights(log_ratio: Tensor, row: Tensor, lengths: Tensor, level: str, threshold: float | str) -> tuple[Tensor, Tensor]:
-    """Return the importance weights before and after their bounds, both fp64 [R], without gradients and not normalised.
+    """Importance weights before and after their bounds, both fp64 [R], without gradients and not normalised.
 
-    Arguments as in :func:`importance_weights`. Nothing here waits for the device.
+    Arguments are as in :func:`importance_weights`. Nothing here waits for the device.
     """
     assert level in ("token", "sequence"), level
     lower, upper = importance_bounds(threshold)
@@ -100,7 +100,7 @@ def bounded_weights(log_ratio: Tensor, row: Tensor, lengths: Tensor, level: str,
 
 
 def mean_weight(weights: Tensor, row: Tensor, lengths: Tensor, level: str) -> float:
-    """Return the mean weight over tokens, or over rows with tokens for ``sequence``. 1 where that is 0 or there are none."""
+    """Mean weight over tokens, or over rows with tokens for ``sequence``; 1 if that is 0 or there are none."""
     values = weights if level == "token" else row_means(weights, row, lengths)[lengths > 0]
     mean = float(values.mean()) if values.numel() else 0.0
     return mean if mean > EPSILON else 1.0
@@ -109,11 +109,11 @@ def mean_weight(weights: Tensor, row: Tensor, lengths: Tensor, level: str) -> fl
 def importance_metrics(
     raw: Tensor, weights: Tensor, row: Tensor, lengths: Tensor, level: str, lower: float | None, upper: float
 ) -> dict[str, float]:
-    """Return the distribution of the weights, as verl 0.9 reports it, without the prefix ``rollout_corr/``.
+    """Distribution of the weights, as verl 0.9 reports it, without the prefix ``rollout_corr/``.
 
-    Means, deviations and the effective sample size are of the applied weights before normalisation, the shares above and below
-    the bounds of the raw ones. Without a lower bound, 1 / upper takes its place. ``rollout_is_eff_sample_size`` is a share:
-    1 / mean of the squared weights with mean 1.
+    Means, deviations and the effective sample size are those of the applied weights before normalisation; the shares above and
+    below the bounds are those of the raw weights. Without a lower bound, 1 / upper takes its place.
+    ``rollout_is_eff_sample_size`` is a share: 1 / mean of the squared weights with mean 1.
     """
     if not weights.numel():
         return {}
@@ -139,7 +139,6 @@ def importance_metrics(
 
 
 def _over_rows(values: Tensor, centre: float, compared: Tensor, lower: float, upper: float) -> dict[str, Tensor]:
-    """Return the distribution of one value per row, and the shares of compared ones beyond the bounds."""
     return {
         "seq_mean": values.mean(),
         "seq_std": values.std() if values.numel() > 1 else torch.zeros(()),
@@ -177,9 +176,9 @@ LEVELS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 def rejection(
     log_ratio: Tensor, row: Tensor, lengths: Tensor, names: str, threshold: float | str | None
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return True for the tokens that every rejection keeps, bool [R], and the metrics of the rejections.
+    """Return which tokens all rejections keep, bool [R], and the metrics of the rejections.
 
-    A rejection per response keeps or drops all its tokens. The source is ``compute_rollout_rejection_mask`` in verl.
+    A rejection per response keeps or drops all its tokens. Source: ``compute_rollout_rejection_mask`` in verl.
 
     Raises:
         ConfigError: The names or the thresholds cannot be read.
@@ -198,10 +197,7 @@ def rejection(
 
 
 def kept_tokens(log_ratio: Tensor, row: Tensor, lengths: Tensor, names: str, threshold: float | str | None) -> Tensor:
-    """Return True for the tokens that every rejection keeps, bool [R], as :func:`rejection`, without metrics.
-
-    Nothing here waits for the device. Arguments as in :func:`rejection`.
-    """
+    """As :func:`rejection`, without metrics. Nothing here waits for the device."""
     kept = torch.ones_like(row, dtype=torch.bool)
     for name, (lower, upper) in rejection_bounds(names, threshold).items():
         statistic = _statistic(log_ratio, row, lengths, name)
@@ -210,21 +206,20 @@ def kept_tokens(log_ratio: Tensor, row: Tensor, lengths: Tensor, names: str, thr
 
 
 def _statistic(log_ratio: Tensor, row: Tensor, lengths: Tensor, name: str) -> Tensor:
-    """Return the number that a rejection compares with its bounds, for each token, fp64 [R]."""
+    # The number of each token that a rejection compares with its bounds, fp64 [R].
     level, divergence = name.rsplit("_", 1)
     values = DIVERGENCES[divergence](log_ratio.detach().double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
     return values if level == "token" else LEVELS[level](values, row, lengths)[row]
 
 
 def kept_lengths(kept: Tensor, row: Tensor, lengths: Tensor) -> Tensor:
-    """Return the number of kept tokens of each row, int64 [rows]."""
     return row_sums(kept.long(), row, lengths.shape[0])
 
 
 def _rejection_metrics(
     prefix: str, per_token: Tensor, per_row: Tensor, compared: Tensor, lower: float, upper: float
 ) -> dict[str, float]:
-    """Return the distribution of one statistic, under verl's names: its mean over tokens, and ``seq`` over rows with tokens.
+    """Distribution of one statistic, under verl's names: its mean over tokens, and ``seq`` over rows with tokens.
 
     ``compared`` is the one of the two to which the bounds apply. k2 and k3 count nothing below their bound.
     """
@@ -246,7 +241,6 @@ def _rejection_metrics(
 
 
 def _masked_shares(prefix: str, kept: Tensor, row: Tensor, lengths: Tensor) -> dict[str, float]:
-    """Return the share of tokens that are rejected, and the share of rows that lose one."""
     filled = lengths > 0
     touched = kept_lengths(kept, row, lengths)[filled] < lengths[filled]
     return {
@@ -262,8 +256,6 @@ PREFIX = "rollout_corr/"
 
 @dataclass(frozen=True)
 class Correction:
-    """What the update multiplies and leaves out."""
-
     weights: Tensor | None
     """fp32 [R]; None without importance weights."""
     kept: Tensor | None
@@ -273,17 +265,17 @@ class Correction:
 
 
 def corrects_before_update(settings: RolloutCorrection) -> bool:
-    """Return whether weights or rejections are computed once a step, before the update: there are some, in decoupled mode."""
+    """Whether weights or rejections are computed once a step. Bypass mode computes them in the update instead."""
     return not settings.bypass_mode and (settings.rollout_is is not None or settings.rollout_rs is not None)
 
 
 def correct(
     log_probs: Tensor, rollout_log_probs: Tensor, row: Tensor, lengths: Tensor, settings: RolloutCorrection
 ) -> Correction:
-    """Return the correction from the rollout engine's probabilities to the trainer's.
+    """Compute the correction from the rollout engine's probabilities to the trainer's.
 
-    Call it with all tokens of a step: normalisation and metrics are over what it is given. The weights count rejected tokens as
-    well, as in verl: rejection changes which tokens are used, not their weights.
+    Call it with all tokens of a step: normalisation and metrics are over what it is given. The weights count rejected tokens too,
+    as in verl: rejection changes which tokens are used, not their weights.
 
     ``settings``: ``bypass_mode`` and ``loss_type`` are not read here.
 
@@ -308,17 +300,18 @@ def correct(
 
 
 def bypass_loss(tokens: LossTokens, actor: Actor, correction: RolloutCorrection) -> LossAndMetrics:
-    """Return the loss of bypass mode, and its metrics as shares to sum over micro-batches.
+    """The loss of bypass mode, and its metrics as shares to sum over micro-batches.
 
     ``ppo_clip``: PPO's loss, whose ratio to the engine is the correction; no importance weights. ``reinforce``: -A * log-prob
-    times the importance weight. Weights and rejection follow from the policy's present log-probs, so that they change within a
-    step. The loss divides by the counts of ``tokens``, rejected tokens included, as they are known before. Source:
+    times the importance weight. Weights and rejection follow from the policy's present log-probs, so they change within a step.
+    The
+    loss divides by the counts of ``tokens``, including rejected tokens, because these counts are known beforehand. Source:
     ``compute_policy_loss_bypass_mode`` in verl.
 
-    ``rollout_is_batch_normalize`` divides the weights by ``counts.mean_weight``, their mean over the mini-batch. Where that is
-    None it takes the mean of these tokens, as verl does: the loss then depends on how the mini-batch is cut.
+    ``rollout_is_batch_normalize`` divides the weights by ``counts.mean_weight``, their mean over the mini-batch. If that is None
+    it takes the mean of these tokens, as verl does: the loss then depends on how the mini-batch is cut.
 
-    ``tokens``: Of the micro-batch; ``old_log_probs`` are the engine's, ``weights`` and ``kept`` are not read.
+    ``tokens``: the micro-batch's; ``old_log_probs`` are the engine's, ``weights`` and ``kept`` are not read.
     """
     tokens = replace(tokens, kept=None, weights=None)
     kept, lengths = None, tokens.lengths
@@ -333,9 +326,9 @@ def bypass_loss(tokens: LossTokens, actor: Actor, correction: RolloutCorrection)
 
 
 def is_token_local(correction: RolloutCorrection, loss_agg_mode: str) -> bool:
-    """Return whether the gradient of a token depends on no other token's log-prob.
+    """Return whether a token's gradient depends on no other token's log-prob.
 
-    It does where a weight or a rejection is that of a whole response, or where a row's mean counts its kept tokens.
+    It does if a weight or a rejection is that of a whole response, or if a row's mean counts its kept tokens.
     """
     if correction.loss_type == "reinforce" and correction.rollout_is == "sequence":
         return False
@@ -346,7 +339,6 @@ def is_token_local(correction: RolloutCorrection, loss_agg_mode: str) -> bool:
 
 
 def _weights(tokens: LossTokens, correction: RolloutCorrection) -> Tensor | None:
-    """Return the importance weight of each token, fp32 [R]. None = 1."""
     if correction.rollout_is is None:
         return None
     level, row, lengths = correction.rollout_is, tokens.row, tokens.lengths

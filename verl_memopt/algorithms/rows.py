@@ -13,23 +13,22 @@ from torch import Tensor
 
 
 def positions(row: Tensor, lengths: Tensor) -> Tensor:
-    """Return the place of each token in its row, int64 [R], from 0."""
+    """Place of each token in its row, int64 [R], from 0."""
     starts = lengths.cumsum(0) - lengths
     return torch.arange(row.shape[0], device=row.device) - starts[row]
 
 
 def is_last(row: Tensor, lengths: Tensor) -> Tensor:
-    """Return True for the last token of each row, bool [R]."""
     return positions(row, lengths) == lengths[row] - 1
 
 
 def reverse_scan(values: Tensor, row: Tensor, decay: float) -> Tensor:
-    """Return ``s[t] = values[t] + decay * s[t + 1]`` inside each row, fp64 [R]. After its last token a row has 0.
+    """``s[t] = values[t] + decay * s[t + 1]`` inside each row, fp64 [R]. After its last token a row has 0.
 
     The scan doubles its reach: after step k, ``s[t]`` holds the terms of the next 2^k tokens. It takes log2(R) steps of whole
     tensors, no loop over tokens and no padding.
 
-    ``decay``: Factor of one step, from 0 to 1.
+    ``decay``: factor of one step, from 0 to 1.
     """
     sums, size, reach = values.double(), values.shape[0], 1
     # Once the factor underflows to 0, no later token can change a sum any more.
@@ -43,7 +42,7 @@ def reverse_scan(values: Tensor, row: Tensor, decay: float) -> Tensor:
 
 
 def dense_ids(keys: Tensor) -> Tensor:
-    """Return ids 0, 1, ... that are equal where the keys are, both int64 [N]. No shape depends on the keys' values."""
+    """Replace equal keys by equal ids 0, 1, ..., both int64 [N]. No shape depends on the keys' values."""
     ordered, order = torch.sort(keys, stable=True)
     is_new = torch.cat([torch.zeros_like(ordered[:1]), (ordered[1:] != ordered[:-1]).long()])
     return torch.empty_like(keys).scatter(0, order, is_new.cumsum(0))
@@ -67,7 +66,7 @@ class GlobalCounts:
 
 
 def row_sums(values: Tensor, row: Tensor, num_rows: int) -> Tensor:
-    """Return the sum of each row's tokens, ``[num_rows]``. A row without tokens gets 0."""
+    """Sum of each row's tokens, ``[num_rows]``; 0 for a row without tokens."""
     return values.new_zeros(num_rows).index_add(0, row, values)
 
 
@@ -79,15 +78,13 @@ def row_means(values: Tensor, row: Tensor, lengths: Tensor) -> Tensor:
 def aggregate(
     token_losses: Tensor, row: Tensor, lengths: Tensor, mode: str, counts: GlobalCounts, scale_factor: int | None
 ) -> Tensor:
-    """Return this micro-batch's share of the mini-batch loss, a scalar.
-
-    The shares of all micro-batches and ranks add up to the loss.
+    """This micro-batch's share of the mini-batch loss, a scalar. The shares of all micro-batches and ranks add up to the loss.
 
     ``token-mean``: sum / tokens. ``token-sum``: the sum. ``seq-mean-token-sum``: sum / sequences. ``seq-mean-token-mean``: row
     means / sequences. ``seq-mean-token-sum-norm``: sum / (sequences * ``scale_factor``), with one constant length for all rows
     (Dr. GRPO, arXiv 2503.20783).
 
-    ``mode``: One of ``LOSS_AGG_MODES``. ``scale_factor``: The constant length of ``seq-mean-token-sum-norm``.
+    ``mode``: one of ``LOSS_AGG_MODES``. ``scale_factor``: the constant length of ``seq-mean-token-sum-norm``.
     """
     assert mode in LOSS_AGG_MODES, mode
     if mode == "token-mean":
@@ -116,34 +113,33 @@ STD_EPSILON = 1e-4
 
 
 def whiten(values: Tensor, valid: Tensor) -> Tensor:
-    """Return (value - mean) / sqrt(variance + 1e-8) over the valid tokens, fp64 [R], and 0 elsewhere.
+    """(value - mean) / sqrt(variance + 1e-8) over the valid tokens, fp64 [R], and 0 elsewhere.
 
     The variance is unbiased. Call it with all tokens of a step, so that the statistics are global. Fewer than two valid tokens,
-    or equal values, give exactly 0: there is nothing to compare. verl raises an error for one token. What is not valid may be
-    NaN.
+    or equal values, give exactly 0: there is nothing to compare. verl raises an error for one token. Invalid values may be NaN.
     """
     centred, variance, differ = _centred(values, valid)
     return torch.where(differ, centred * (variance + VARIANCE_EPSILON).rsqrt(), 0.0)
 
 
 def normalize_rows(advantages: Tensor, valid: Tensor) -> Tensor:
-    """Return (advantage - mean) / (std + 1e-4) over the valid rows of a whole step, fp64 [B], and 0 elsewhere.
+    """(advantage - mean) / (std + 1e-4) over the valid rows of a whole step, fp64 [B], and 0 elsewhere.
 
-    The standard deviation is unbiased. Fewer than two valid rows, or equal advantages, give exactly 0. What is not valid may be
-    NaN. Source: ``normalize_advantages`` of TRL's ``RLOOConfig``.
+    The standard deviation is unbiased. Fewer than two valid rows, or equal advantages, give exactly 0. Invalid values may be NaN.
+    Source: ``normalize_advantages`` of TRL's ``RLOOConfig``.
     """
     centred, variance, differ = _centred(advantages, valid)
     return torch.where(differ, centred / (variance.sqrt() + STD_EPSILON), 0.0)
 
 
 def _centred(values: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return valid values minus their mean (0 elsewhere), their unbiased variance, and whether two of them differ; fp64."""
-    known = torch.where(valid, values.double(), 0.0)
+    # Valid values minus their mean (0 elsewhere), their unbiased variance, and whether two of them differ; fp64.
+    valid_values = torch.where(valid, values.double(), 0.0)
     count = valid.sum()
-    mean = known.sum() / count.clamp(min=1)
-    centred = torch.where(valid, known - mean, 0.0)
+    mean = valid_values.sum() / count.clamp(min=1)
+    centred = torch.where(valid, valid_values - mean, 0.0)
     variance = centred.square().sum() / (count - 1).clamp(min=1)
     # An empty tensor has no smallest element, and amin() would raise.
-    lowest = torch.where(valid, known, torch.inf).amin() if values.numel() else mean
-    highest = torch.where(valid, known, -torch.inf).amax() if values.numel() else mean
+    lowest = torch.where(valid, valid_values, torch.inf).amin() if values.numel() else mean
+    highest = torch.where(valid, valid_values, -torch.inf).amax() if values.numel() else mean
     return centred, variance, lowest < highest

@@ -27,7 +27,7 @@ Done: TypeAlias = torch.cuda.Event | None
 
 
 def resolve_device(name: str) -> str:
-    """Return ``cuda`` or ``cpu`` for ``trainer.device``. ``auto`` means CUDA where a device is visible.
+    """Return ``cuda`` or ``cpu`` for ``trainer.device``. ``auto`` means CUDA if a device is visible.
 
     Raises:
         ConfigError: The name is unknown, or it is cuda and no device is visible.
@@ -42,7 +42,6 @@ def resolve_device(name: str) -> str:
 
 
 def local_device(kind: str, local_rank: int) -> torch.device:
-    """Return this process's device and make it current."""
     if kind == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", local_rank)
@@ -51,13 +50,11 @@ def local_device(kind: str, local_rank: int) -> torch.device:
 
 
 def device_count(kind: str) -> int:
-    """Return the number of visible devices of a kind. A CPU counts as one."""
     return torch.cuda.device_count() if kind == "cuda" else 1
 
 
 @contextmanager
 def limited_threads(num_processes: int) -> Iterator[None]:
-    """Let torch use no more threads in this process than its share. A smaller number that the caller has set stays."""
     before = torch.get_num_threads()
     torch.set_num_threads(min(before, threads_for(num_processes)))
     try:
@@ -67,72 +64,60 @@ def limited_threads(num_processes: int) -> Iterator[None]:
 
 
 def backend(device: torch.device) -> str:
-    """Return the collective backend of a device. CPU tensors always use gloo."""
+    # The collective backend of a device. CPU tensors always use gloo.
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Return whether the device is a GPU, whose allocator counts bytes."""
     return device.type == "cuda"
 
 
 def supports_flash(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether flash-attention kernels support this device and dtype.
-
-    They need compute capability 8.0 or higher, and half precision.
-    """
+    # Flash-attention kernels need compute capability 8.0 or higher, and half precision.
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return False
     return torch.cuda.get_device_capability(device)[0] >= 8
 
 
 def name_of(device: torch.device) -> str:
-    """Return the name of a GPU as its driver says it, or that it is a CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def memory_allocated(device: torch.device) -> int:
-    """Return the live tensor bytes by the allocator's count. GPU only."""
     return torch.cuda.memory_allocated(device)
 
 
 def max_memory_allocated(device: torch.device) -> int:
-    """Return the peak of live tensor bytes since the last reset. GPU only."""
     return torch.cuda.max_memory_allocated(device)
 
 
 def memory_reserved(device: torch.device) -> int:
-    """Return the bytes that the caching allocator holds. GPU only."""
     return torch.cuda.memory_reserved(device)
 
 
 def max_memory_reserved(device: torch.device) -> int:
-    """Return the peak of the bytes that the caching allocator held since the last reset. GPU only."""
     return torch.cuda.max_memory_reserved(device)
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Start a new peak at the present value. GPU only."""
     torch.cuda.reset_peak_memory_stats(device)
 
 
 def memory_info(device: torch.device) -> tuple[int, int]:
-    """Return (free, total) bytes of the device by its driver's count. GPU only."""
     return torch.cuda.mem_get_info(device)
 
 
 def record_allocations() -> None:
-    """Let the GPU's caching allocator keep the history of its allocations, with the Python lines that asked for them."""
     torch.cuda.memory._record_memory_history(max_entries=100_000)
 
 
 def write_allocations(path: Path) -> None:
-    """Write the allocator's present blocks and their history to a file that https://pytorch.org/memory_viz shows."""
+    """Write the allocator's blocks and history to a file that https://pytorch.org/memory_viz shows."""
     torch.cuda.memory._dump_snapshot(str(path))
 
 
 def cap_device_memory(device: torch.device, num_bytes: int | None) -> None:
-    """Limit the bytes that this process's caching allocator may hold. None, or the whole device, removes the limit. GPU only.
+    """Limit the bytes that this process's caching allocator may hold; None, or the whole device, removes the limit. GPU only.
 
     The allocator also counts sleeping memory (:mod:`verl_memopt.observe.device_ledger`), so ``num_bytes`` must include it.
     """
@@ -143,19 +128,17 @@ def cap_device_memory(device: torch.device, num_bytes: int | None) -> None:
 
 
 def device_memory_cap(device: torch.device) -> int | None:
-    """Return the limit in bytes that :func:`cap_device_memory` set. None = no limit. GPU only."""
+    """The limit in bytes that :func:`cap_device_memory` set; None = no limit. GPU only."""
     fraction = torch.cuda.get_per_process_memory_fraction(device)
     return None if fraction >= 1.0 else round(fraction * torch.cuda.get_device_properties(device).total_memory)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the work queued on the device. Does nothing on a CPU."""
     if device.type in STREAMS:
         STREAMS[device.type].synchronize(device)
 
 
 def empty_cache(device: torch.device) -> None:
-    """Return the allocator's unused blocks to the driver. Does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -185,19 +168,16 @@ def lock_pages(device: torch.device, address: int, num_bytes: int) -> str | None
 
 
 def unlock_pages(device: torch.device, address: int) -> None:
-    """Undo :func:`lock_pages` once all queued copies are done. GPU only."""
     torch.cuda.synchronize(device)
     status = int(torch.cuda.cudart().cudaHostUnregister(address))
     assert status == 0, f"cudaHostUnregister: CUDA error {status}"
 
 
 def device_rng_state(device: torch.device) -> torch.Tensor | None:
-    """Return the state of the device's random generator. None on a CPU, which uses torch's own generator."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
 def set_device_rng_state(device: torch.device, state: torch.Tensor) -> None:
-    """Restore a state that :func:`device_rng_state` returned."""
     if device.type == "cuda":
         torch.cuda.set_rng_state(state, device)
 
@@ -210,17 +190,15 @@ A device that is not listed runs its work in one order. Tests add a stand-in for
 
 
 def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return a new stream for copies that run beside the computation. None on a CPU, which has no streams."""
+    """A new stream for copies beside the computation; None on a CPU, which has no streams."""
     return STREAMS[device.type].Stream(device) if device.type in STREAMS else None
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return the stream on which the next operation is queued. None on a CPU."""
     return STREAMS[device.type].current_stream(device) if device.type in STREAMS else None
 
 
 def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager:
-    """Queue the operations of the body on ``stream``. None changes nothing."""
     return nullcontext() if stream is None else STREAMS[stream.device.type].stream(stream)
 
 
@@ -230,31 +208,29 @@ def mark_done(stream: torch.cuda.Stream | None) -> Done:
 
 
 def wait_for(stream: torch.cuda.Stream | None, event: Done) -> None:
-    """Make later work on ``stream`` wait for an event. Does nothing where either is None."""
     if stream is not None and event is not None:
         stream.wait_event(event)
 
 
 def wait_on_host(device: torch.device) -> None:
-    """Make the host wait for the work queued on the device's current stream. Does nothing on a CPU."""
+    """Make the host wait for the work queued on the device's current stream. No effect on a CPU."""
     stream = current_stream(device)
     if stream is not None:
         stream.synchronize()
 
 
 class CopyStream:
-    """Copies in one direction that run beside the computation. On a CPU a copy is done when it returns; waits do nothing.
+    """Copies in one direction that run beside the computation. On a CPU a copy is done when it returns; waits have no effect.
 
     The two directions of a bus are independent, so whatever goes out and comes back has a stream for each.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Create the stream, where the device has streams."""
         self._device = device
         self._stream = copy_stream(device)
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Done:
-        """Copy each source to its target once the work queued so far has run. Copies of one stream keep their order.
+        """Copy each source to its target after the work queued so far. Copies of one stream keep their order.
 
         Keep all tensors alive until :meth:`wait`. Otherwise the allocator reuses memory that is still being copied.
 
@@ -273,9 +249,9 @@ class CopyStream:
 
 
 def gather_stream(module: nn.Module) -> torch.cuda.Stream | None:
-    """Return the stream on which FSDP2 reads the shards of a unit in forward. None before the first forward, and for no unit.
+    """Return the stream on which FSDP2 reads a unit's shards in forward. None before the first forward, and for no unit.
 
-    FSDP2 lets that stream wait for the current one at the start of a forward only, and not before each unit.
+    FSDP2 makes that stream wait for the current one only at the start of a forward, not before each unit.
     """
     if not isinstance(module, FSDPModule):
         return None
@@ -286,10 +262,10 @@ def gather_stream(module: nn.Module) -> torch.cuda.Stream | None:
 
 
 def join_process_group(device: torch.device, rank: int, world_size: int, address: str, port: int, timeout_seconds: float) -> None:
-    """Join the default process group.
+    """Join the default process group, unless this process is in one, such as the fake group of a planner or a test.
 
-    Does nothing where this process is already in one, such as the fake group of a planner or a test. One process needs neither
-    ``address`` (of rank 0's node) nor ``port`` (free there). ``timeout_seconds`` is the longest wait for a collective.
+    A single process needs neither ``address`` (of rank 0's node) nor ``port`` (free there). ``timeout_seconds`` is the longest
+    wait for a collective.
     """
     if dist.is_initialized():
         return
@@ -311,7 +287,7 @@ def leave_process_group() -> None:
 
 
 def training_mesh(device_type: str, world_size: int, fsdp_size: int) -> DeviceMesh:
-    """Return the mesh to shard over: flat for ``fsdp_size`` -1 or the whole world, else replicate x shard (HSDP)."""
+    """The mesh to shard over: flat for ``fsdp_size`` -1 or the whole world, else replicate x shard (HSDP)."""
     if fsdp_size in (-1, world_size):
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
     shape = (world_size // fsdp_size, fsdp_size)
@@ -323,27 +299,27 @@ SENT_ALIGNMENT = 16
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:
-    """Return the FSDP2 units of a model."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def fsdp_params(unit: FSDPModule) -> list[FSDPParam]:
-    """Return what FSDP2 knows about each parameter of a unit."""
     group = unit._get_fsdp_state()._fsdp_param_group
     return [] if group is None else group.fsdp_params
 
 
 def cast_units_at_once(model: nn.Module) -> None:
-    """Have each FSDP2 unit of a model on one device cast its parameters in one operation, into one tensor.
+    """Make each FSDP2 unit of a one-device model cast its parameters in one operation, into one tensor.
 
     FSDP2 casts them one by one, each into a new tensor, and copies that one. Call this after the units are made.
     """
     for unit in fsdp_units(model):
         members = fsdp_params(unit)
-        if members and all(type(one) is FSDPParam and not one.offload_to_cpu and not _gathers_itself(one) for one in members):
-            for one in members:
-                one.__class__ = _CastParam
-                cast("_CastParam", one).members = cast("list[_CastParam]", members)
+        if members and all(
+            type(member) is FSDPParam and not member.offload_to_cpu and not _gathers_itself(member) for member in members
+        ):
+            for member in members:
+                member.__class__ = _CastParam
+                cast("_CastParam", member).members = cast("list[_CastParam]", members)
 
 
 def _gathers_itself(parameter: FSDPParam) -> bool:
@@ -351,9 +327,9 @@ def _gathers_itself(parameter: FSDPParam) -> bool:
 
 
 class _CastParam(FSDPParam):
-    """What FSDP2 knows about a parameter. Its value is gathered with those of all ``members`` of its unit, into one tensor.
+    """FSDP2's record of a parameter, whose value is gathered with those of all ``members`` of its unit, into one tensor.
 
-    FSDP2 allocates and frees the tensor as that of the first member. Those of the others are empty.
+    FSDP2 allocates and frees the tensor as that of the first member. The others' tensors are empty.
     """
 
     members: list[_CastParam]
@@ -368,7 +344,7 @@ class _CastParam(FSDPParam):
             if not self.all_gather_outputs:
                 self._make_room()
             alloc_storage(self.all_gather_outputs[0])
-            values = [one._sharded_param_data for one in self.members]
+            values = [member._sharded_param_data for member in self.members]
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self.places)):
                 torch._foreach_copy_(self.places, values)
         return self.all_gather_outputs
@@ -381,21 +357,21 @@ class _CastParam(FSDPParam):
 
     def _make_room(self) -> None:
         # Weights lie one behind another, then biases, and so on: neighbours of one width can be multiplied at once.
-        order = sorted(self.members, key=lambda one: (one._module_info.param_name, -len(one._orig_size)))
-        kinds = [(one._sharded_param_data.numel(), one.param_dtype or one._sharded_param_data.dtype) for one in order]
+        order = sorted(self.members, key=lambda member: (member._module_info.param_name, -len(member._orig_size)))
+        kinds = [(member._sharded_param_data.numel(), member.param_dtype or member._sharded_param_data.dtype) for member in order]
         starts = _aligned_starts([numel * dtype.itemsize for numel, dtype in kinds])
         whole = torch.empty(starts[-1], dtype=torch.uint8, device=self.device)
         places = [
             whole[start : start + numel * dtype.itemsize].view(dtype)
             for start, (numel, dtype) in zip(starts[:-1], kinds, strict=True)
         ]
-        self.places = [places[order.index(one)] for one in self.members]
-        for one in self.members:
-            one.all_gather_outputs = [whole if one is self else whole.new_empty(0)]
+        self.places = [places[order.index(member)] for member in self.members]
+        for member in self.members:
+            member.all_gather_outputs = [whole if member is self else whole.new_empty(0)]
 
 
 def _aligned_starts(sizes: Iterable[int]) -> list[int]:
-    """Return where tensors of some bytes begin in memory that they share, and at last where it ends."""
+    # Where tensors of these sizes begin in shared memory, and last where it ends.
     return list(accumulate((-(-size // SENT_ALIGNMENT) * SENT_ALIGNMENT for size in sizes), initial=0))
 
 
@@ -403,7 +379,7 @@ def _aligned_starts(sizes: Iterable[int]) -> list[int]:
 
 
 def sent_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Return tensors of the host on the device.
+    """Copy host tensors to the device.
 
     To a GPU they go in one copy of page-locked memory, for which the host does not wait. The results are views of one storage.
     """
@@ -420,7 +396,7 @@ def sent_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list
 
 
 def fetched_together(tensors: Sequence[torch.Tensor], device: torch.device) -> Callable[[], list[torch.Tensor]]:
-    """Start to copy fp32 tensors to the host, and return a function that waits for the copies and returns them.
+    """Start copying fp32 tensors to the host, and return a function that waits for the copies and returns them.
 
     From a GPU they go in one copy to page-locked memory, so that the host need not wait before everything else is queued.
     Tensors that are on the host already are returned as they are.

@@ -30,7 +30,7 @@ NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 
 @dataclass(frozen=True)
 class FileRecord:
-    """The size of a file in bytes, and the checksum of its contents in hexadecimal."""
+    """Size of a file in bytes, and the hexadecimal checksum of its contents."""
 
     size: int
     digest: str
@@ -48,7 +48,6 @@ class HashedFile:
     """
 
     def __init__(self, file: BinaryIO) -> None:
-        """Start with an empty checksum."""
         self._file = file
         self._hash = blake3()
         self._size = 0
@@ -56,11 +55,9 @@ class HashedFile:
         self._refusal: OSError | None = None
 
     def __enter__(self) -> HashedFile:
-        """Return the file itself."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close the file, and raise the disk's own error if there was one."""
         try:
             self.close()
         finally:
@@ -68,7 +65,6 @@ class HashedFile:
                 raise self._refusal
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Write all of ``data`` and return its number of bytes."""
         if len(data) < HASH_BESIDE_BYTES:
             self._hash.update(data)
             written = self._write(data)
@@ -90,26 +86,22 @@ class HashedFile:
             raise
 
     def tell(self) -> int:
-        """Return the number of bytes written so far."""
         return self._size
 
     def flush(self) -> None:
-        """Pass all written data to the operating system."""
         self._file.flush()
 
     def fileno(self) -> int:
-        """Return the file's descriptor after a flush, so that a sync by descriptor includes all data."""
+        """Flush and return the file's descriptor, so that a sync by descriptor includes all data."""
         self._file.flush()
         return self._file.fileno()
 
     def close(self) -> None:
-        """Close the file and end the thread."""
         self._hasher.shutdown()
         self._file.close()
 
     @property
     def record(self) -> FileRecord:
-        """Size and checksum of the data written so far."""
         return FileRecord(self._size, self._hash.hexdigest())
 
 
@@ -144,9 +136,9 @@ def record_folder(folder: Path, root: Path) -> Records:
 
 
 def file_fault(path: Path, record: FileRecord, contents: bool = True) -> str | None:
-    """Return how a file differs from its record, in words, or None if it does not.
+    """Say how a file differs from its record; None if it does not.
 
-    ``contents`` compares the checksum, not only the size.
+    ``contents``: compare the checksum, not only the size.
     """
     try:
         size = path.stat().st_size
@@ -164,13 +156,13 @@ def file_fault(path: Path, record: FileRecord, contents: bool = True) -> str | N
 
 
 def digest_of(path: Path) -> str:
-    """Return a checksum of a file, or of the files of a model's folder. Of weights beyond 64 MiB it reads 64 KiB in each 64th.
+    """Return a checksum of a file, or of a model folder's files. Of weights over 64 MiB it reads 64 samples of 64 KiB.
 
     Raises:
         OSError: A file cannot be read.
     """
     digest = blake3()
-    for file in [path] if path.is_file() else sorted(each for each in path.iterdir() if each.suffix in MODEL_FILES):
+    for file in [path] if path.is_file() else sorted(entry for entry in path.iterdir() if entry.suffix in MODEL_FILES):
         size = file.stat().st_size
         digest.update(f"{file.name if file != path else ''} {size} ".encode())
         with file.open("rb") as stream:

@@ -52,10 +52,9 @@ class Masters(Protocol):
     """Masters that are not the model's parameters."""
 
     def master(self, parameter: torch.Tensor, on_host: bool = False) -> torch.Tensor:
-        """Return the master of a parameter, fp32; ``on_host`` where it need not be on the device."""
+        """Return the master of a parameter, fp32; ``on_host`` if it need not be on the device."""
 
-    def set_master(self, parameter: torch.Tensor, values: torch.Tensor, first: int = 0) -> None:
-        """Set a parameter's master from its element ``first`` on."""
+    def set_master(self, parameter: torch.Tensor, values: torch.Tensor, first: int = 0) -> None: ...
 
 
 def save_training_state(
@@ -70,8 +69,8 @@ def save_training_state(
     """Write the chosen parts into ``folder``: dcp/ (model, optimizer) and extra_rank_N.pt (schedule, random generators).
 
     Each shard is written from its own device. Every file is forced to disk. Returns the record of each file that this rank wrote,
-    relative to ``folder``. ``contents`` are any of ``model``, ``optimizer`` and ``extra``. ``masters`` are written in the place
-    of the parameters, one at a time.
+    relative to ``folder``. ``contents`` are any of ``model``, ``optimizer`` and ``extra``. ``masters`` are written in place of
+    the parameters, one at a time.
 
     Raises:
         CheckpointError: The disk refuses. The message names the folder and the disk's error.
@@ -122,7 +121,7 @@ def load_training_state(
 
 
 def save_weights(folder: Path, model: nn.Module) -> Records:
-    """Write all weights of a model that no optimizer trains into ``folder``, sharded. As :func:`save_training_state`."""
+    """Write all weights of a model without an optimizer into ``folder``, sharded. See :func:`save_training_state`."""
     with _refused(folder, "weights could not be written", WRITE_ERRORS), _one_checksum():
         return _save(folder, {"model": _weights(model)})
 
@@ -151,29 +150,20 @@ METADATA_CLASSES = {
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Reads the index of a checkpoint and calls nothing but :data:`METADATA_CLASSES`: a plain pickle could run any code."""
+    """Reads a checkpoint's index and calls nothing but :data:`METADATA_CLASSES`: a plain pickle could run any code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what the pickle names.
-
-        Raises:
-            UnpicklingError: It has no place in an index.
-        """
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and name not in METADATA_CLASSES.get(module, ()):
+            # Refused before it is looked up: even an import may run code.
             raise pickle.UnpicklingError(f".metadata names {module}.{name}, which no checkpoint needs")
         return super().find_class(module, name)
 
 
 class PlainReader(dcp.FileSystemReader):
-    """Torch's reader of checkpoint files, which would run code that the index brings."""
+    """Torch's checkpoint reader, without running code that the index brings."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the index, as torch's reader does.
-
-        Raises:
-            UnpicklingError: It holds more than an index does.
-        """
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
             metadata = MetadataUnpickler(file).load()
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
@@ -182,14 +172,10 @@ class PlainReader(dcp.FileSystemReader):
 
 
 class PlainPlanner(dcp.DefaultLoadPlanner):
-    """Torch's planner, which would run code that an entry without a tensor brings, such as a learning rate."""
+    """Torch's planner, without running code that an entry without a tensor (such as a learning rate) brings."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put an entry in its place.
-
-        Raises:
-            UnpicklingError: It is no plain data.
-        """
+        # Read as plain data first: an entry that is more raises an UnpicklingError here.
         torch.load(value, weights_only=True)
         value.seek(0)
         super().load_bytes(read_item, value)
@@ -200,24 +186,24 @@ Held = Mapping[str, torch.Tensor]
 
 
 def _held_apart(state: dict[str, Any], model: nn.Module, masters: Masters | None) -> Held:
-    """Return the parameters of a state whose masters are held apart, and put fp32 tensors of their shape in their place."""
+    # The parameters whose masters are held apart, and put fp32 stand-ins of their shape into `state`.
     if masters is None or "model" not in state:
         return {}
     # By both names where a head is tied.
     parameters = dict(model.named_parameters(remove_duplicate=False))
     held = {name: parameters[name] for name in state["model"] if name in parameters}
-    state["model"] |= {name: _stand_in(each) for name, each in held.items()}
+    state["model"] |= {name: _stand_in(parameter) for name, parameter in held.items()}
     return {f"{MODEL}{name}": weight for name, weight in held.items()}
 
 
 def _stand_in(parameter: torch.Tensor) -> torch.Tensor:
-    """Return an fp32 tensor of one element in memory, shaped and sharded as a parameter is."""
+    # An fp32 tensor with one element in memory, shaped and sharded like a parameter.
     # Torch's planner would allocate what is on the meta device.
     if not isinstance(parameter, DTensor):
         return torch.empty((), dtype=torch.float32).expand(parameter.shape)
     own, mesh, shape = parameter._local_tensor, parameter.device_mesh, parameter.shape
-    one = torch.empty((), dtype=torch.float32, device=own.device).expand(own.shape)
-    return DTensor.from_local(one, mesh, parameter.placements, run_check=False, shape=shape, stride=parameter.stride())
+    element = torch.empty((), dtype=torch.float32, device=own.device).expand(own.shape)
+    return DTensor.from_local(element, mesh, parameter.placements, run_check=False, shape=shape, stride=parameter.stride())
 
 
 class _MastersApart:
@@ -229,7 +215,7 @@ class _MastersApart:
 
 
 class _SavedMasters(_MastersApart, dcp.DefaultSavePlanner):
-    """Torch's planner, which asks for each master when its turn comes."""
+    """Torch's planner, but each master is asked for when its turn comes."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         if index.fqn not in self._held:
@@ -240,7 +226,7 @@ class _SavedMasters(_MastersApart, dcp.DefaultSavePlanner):
 
 
 class _LoadedMasters(_MastersApart, PlainPlanner):
-    """Torch's planner, which hands on each master when it was read."""
+    """Torch's planner, but each master is handed on as soon as it is read."""
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         if read_item.dest_index.fqn not in self._held:
@@ -266,7 +252,7 @@ class StoredTensors(PlainReader):
     """
 
     def __init__(self, folder: Path) -> None:
-        """Read which tensors there are in the folder of a role.
+        """Read the index in the folder of a role.
 
         Raises:
             CheckpointError: The files cannot be read. The message names the folder and the error.
@@ -280,14 +266,13 @@ class StoredTensors(PlainReader):
         self.names = {key.removeprefix(MODEL): key for key in self._stored if key.startswith(MODEL)}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return what was read at the start. Torch asks for it before each tensor."""
         return self._metadata
 
     def read(self, name: str) -> torch.Tensor:
         """Return a whole tensor on the host, in the dtype in which it was saved.
 
         Raises:
-            CheckpointError: As at the start.
+            CheckpointError: As in the constructor.
         """
         key = self.names[name]
         stored = self._stored[key]
@@ -304,7 +289,7 @@ class StoredTensors(PlainReader):
 def detached(parameter: torch.Tensor) -> torch.Tensor:
     """Return a parameter outside of autograd, on the device where its shard lies.
 
-    ``DTensor.detach`` raises where the shard of a parameter of the device rests on the host.
+    ``DTensor.detach`` raises if the shard of a device parameter rests on the host.
     """
     if not isinstance(parameter, DTensor):
         return parameter.detach()
@@ -323,7 +308,6 @@ def _refused(folder: Path, what: str, errors: tuple[type[BaseException], ...]) -
 
 
 def _save(folder: Path, state: dict[str, Any], planner: dcp.SavePlanner | None = None) -> Records:
-    """Write the state into dcp/, forced to disk, and return the record of each file."""
     writer, storage = _Writer(folder / "dcp"), HashingFileSystem(folder)
     writer.fs = storage
     dcp.save(state, storage_writer=writer, planner=planner)
@@ -331,9 +315,10 @@ def _save(folder: Path, state: dict[str, Any], planner: dcp.SavePlanner | None =
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Torch's writer, but each tensor is freed once it was written.
+    """Torch's writer, but each tensor is freed once it is written.
 
-    Torch keeps all of a file until its end, so that joined masters and copies of slices need the host memory of the whole state.
+    Torch keeps all tensors of a file until its end: joined masters and copies of slices would need host memory for the whole
+    state.
     """
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
@@ -372,8 +357,8 @@ def _state(model: nn.Module, optimizer: Optimizer, contents: Sequence[str]) -> d
 def _weights(model: nn.Module, options: StateDictOptions | None = None) -> dict[str, Any]:
     """Return the weights by name, read where their shards lie.
 
-    DTensors of the host stand in for parameters of the device whose shards rest on the host. The optimizer knows parameters by
-    identity, so they are back before its state is read.
+    Host DTensors stand in for device parameters whose shards rest on the host. The optimizer knows parameters by identity, so
+    they are back in place before its state is read.
     """
     kept: list[tuple[nn.Module, str, nn.Parameter]] = []
     stand_ins: dict[nn.Parameter, nn.Parameter] = {}
@@ -407,7 +392,7 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 @contextmanager
 def _one_checksum() -> Iterator[None]:
-    """Disable torch's CRC-32 of each tensor: it costs more than blake3, and torch never checks it on loading."""
+    # Disable torch's CRC-32 of each tensor: it costs more than blake3, and torch never checks it on loading.
     before = get_crc32_options()
     set_crc32_options(False)
     try:
@@ -418,7 +403,7 @@ def _one_checksum() -> Iterator[None]:
 
 @contextmanager
 def _own_arguments(optimizer: Optimizer) -> Iterator[None]:
-    """Keep weight decay, betas and the like of the settings. Torch's load would silently use the checkpoint's."""
+    # Keep weight decay, betas and the like from the settings. Torch's load would silently use the checkpoint's.
     arguments = inspect.signature(type(optimizer)).parameters
     own = [{name: value for name, value in group.items() if name in arguments} for group in optimizer.param_groups]
     yield
@@ -427,16 +412,14 @@ def _own_arguments(optimizer: Optimizer) -> Iterator[None]:
 
 
 class HashingFileSystem(FileSystem):
-    """Torch's file system for checkpoints, extended to keep the record of each file that it writes, relative to ``root``."""
+    """Torch's file system for checkpoints; it records each file that it writes, relative to ``root``."""
 
     def __init__(self, root: Path) -> None:
-        """Start without records."""
         self.root = root
         self.records: Records = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """Open a file. All data written to it is hashed."""
         if mode != "wb":
             with super().create_stream(path, mode) as stream:
                 yield stream
@@ -446,12 +429,10 @@ class HashingFileSystem(FileSystem):
         self.records[self._name(path)] = file.record
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Rename a file and its record."""
         super().rename(path, new_path)
         self.records[self._name(new_path)] = self.records.pop(self._name(path))
 
     def rm_file(self, path: str | os.PathLike[str]) -> None:
-        """Remove a file and its record."""
         super().rm_file(path)
         self.records.pop(self._name(path), None)
 
@@ -478,7 +459,7 @@ def _restore_extra(extra: dict[str, Any], schedule: LambdaLR, device: torch.devi
 
 
 def _root(error: BaseException) -> str:
-    """Return the cause as a short line. A collective save wraps each rank's own error."""
+    # The cause as a short line. A collective save wraps each rank's own error.
     return "; ".join(sorted({f"{type(cause).__name__}: {cause}" for cause in _causes(error)}))
 
 

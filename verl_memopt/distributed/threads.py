@@ -16,7 +16,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def num_cores(cgroup: Path = CGROUP) -> int:
-    """Return how many cores this process may use: those it is bound to, and no more than a container's share of time."""
+    """Cores that this process may use: those it is bound to, and no more than a container's share of time."""
     cores = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):
         share, period = (cgroup / "cpu.max").read_text().split()
@@ -28,7 +28,7 @@ def num_cores(cgroup: Path = CGROUP) -> int:
 
 
 def threads_for(num_processes: int) -> int:
-    """Return the threads of each of some processes that compute at the same time: as many as were asked for, else a share.
+    """Threads for each of ``num_processes`` that compute at the same time: the number asked for in the environment, else a share.
 
     One core stays free, for the driver, the rewards and the rest of the machine.
     """

@@ -38,7 +38,7 @@ WIDTH = 200
 
 @dataclass
 class LadderRecord:
-    """The rows measured so far, and the files that hold them; None for no file. Each new row rewrites the files."""
+    """The rows measured so far, and the files that hold them; None = no file. Each new row rewrites the files."""
 
     name: str
     work: Work
@@ -59,7 +59,6 @@ class LadderRecord:
             replace_text(self.text_path, captured.get())
 
     def draw(self) -> None:
-        """Draw the rows of the ablation, where a picture is wanted and there is such a row."""
         ablation, _ = split(self.rows)
         if self.png_path is not None and ablation:
             title = f"Memory knobs on {self.name}, {self.work.rows} x ({self.work.prompt} + {self.work.response}) tokens"
@@ -70,7 +69,6 @@ class LadderProgress:
     """Shows on standard error which row is measured and how each ended: a bar on a terminal, plain lines elsewhere."""
 
     def __init__(self, total: int, console: Console | None = None) -> None:
-        """Show nothing yet. ``total`` rows will be measured. ``console``: None = standard error."""
         self._console = console or Console(stderr=True, highlight=False)
         self._total = total
         self._number = 0
@@ -79,23 +77,19 @@ class LadderProgress:
         self._task = self._bar.add_task("", total=total)
 
     def __enter__(self) -> LadderProgress:
-        """Show the bar."""
         self._bar.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Remove the bar."""
         self._bar.stop()
 
     def begin(self, knob: str) -> None:
-        """Show that the next row is being measured."""
         self._number += 1
         self._bar.update(self._task, description=knob)
         if not self._console.is_interactive:
             self._log(f"{knob} ...")
 
     def end(self, row: Row) -> None:
-        """Show how a row ended."""
         self._bar.update(self._task, completed=self._number)
         self._log(f"{row.knob}: {outcome(row)}")
 
@@ -109,10 +103,10 @@ def measure_ladder(
 ) -> int:
     """Measure the ladder, print its tables, and return the exit code.
 
-    The rows that were measured are written, printed and drawn even where an error or a signal ends the command.
+    Measured rows are written, printed and drawn even if an error or a signal ends the command.
 
     Returns:
-        0 where the ladder ended, even if some rows ran out of memory; 130 or 143 where Ctrl-C or SIGTERM stopped it.
+        0 if the ladder ended, even if some rows ran out of memory; 130 or 143 if Ctrl-C or SIGTERM stopped it.
 
     Raises:
         DeviceMemoryError: Every row ran out of memory (exit code 1).
@@ -157,7 +151,6 @@ FAILED = "#b02a30"
 
 
 def ladder_tables(rows: Sequence[Row]) -> list[RenderableType]:
-    """Return all tables of a ladder: the ablation, the alternatives, the rows that did not fit, and the savings."""
     ablation, alternatives = split(rows)
     all_off = ablation[0] if ablation and ablation[0].knob == ALL_OFF else None
     parts: list[RenderableType] = [ladder_table(ablation, all_off)] if ablation else []
@@ -171,9 +164,9 @@ def ladder_tables(rows: Sequence[Row]) -> list[RenderableType]:
 
 
 def ladder_table(rows: Sequence[Row], all_off: Row | None = None) -> Table:
-    """Return the table of the given rows, in MiB: peak, share of all off, phases, kinds at the peak, host memory, seconds.
+    """Table of the given rows, in MiB: peak, share of all off, phases, kinds at the peak, host memory, seconds.
 
-    A row that ran out of memory has no peak, but the peaks of the phases that ended before.
+    A row that ran out of memory has no peak, only the peaks of phases that ended before.
     """
     phases = list(dict.fromkeys(name for row in rows for name in row.phases))
     heads = ("peak\nMiB", "of\nall off", *(f"{name}\nMiB" for name in phases), *KINDS, "other", "host\nMiB", "s")
@@ -195,7 +188,6 @@ def ladder_table(rows: Sequence[Row], all_off: Row | None = None) -> Table:
 
 
 def _kind_sizes(row: Row) -> list[int | None]:
-    """Return the bytes of each of ``KINDS`` at the peak, then of all others together."""
     if row.out_of_memory:
         return [None] * (len(KINDS) + 1)
     sizes = [row.kinds.get(kind, 0) for kind in KINDS]
@@ -203,7 +195,6 @@ def _kind_sizes(row: Row) -> list[int | None]:
 
 
 def failures_table(rows: Sequence[Row]) -> Table:
-    """Return the table of the rows that ran out of memory: phase, and in MiB what was held, what was asked for, and the limit."""
     table = slim_table("+ knob", "phase", right=("held\nMiB", "asked for\nMiB", "limit\nMiB"))
     for row in rows:
         if row.out_of_memory:
@@ -216,20 +207,17 @@ def _figures(ran_out: OutOfMemory) -> dict[str, int | None]:
 
 
 def ran_out_words(ran_out: OutOfMemory) -> str:
-    """Return one line that says where a row ran out of memory, what it held, what it asked for, and the limit."""
-    known = ", ".join(f"{word} {_mib(size)}" for word, size in _figures(ran_out).items() if size is not None)
-    return f"{OUT_OF_MEMORY} in {ran_out.phase}" + (f": {known} MiB" if known else "")
+    figures = ", ".join(f"{word} {_mib(size)}" for word, size in _figures(ran_out).items() if size is not None)
+    return f"{OUT_OF_MEMORY} in {ran_out.phase}" + (f": {figures} MiB" if figures else "")
 
 
 def outcome(row: Row) -> str:
-    """Return a row's result in a few words: its peak and seconds, or where it ran out of memory."""
     if row.out_of_memory:
         return ran_out_words(row.out_of_memory)
     return f"peak {_mib(row.peak_device_bytes)} MiB, {row.seconds:.1f} s"
 
 
 def savings_table(rows: Sequence[Row]) -> Table:
-    """Return the table of all savings, in MiB: by the formula, and measured; the last column says why one cannot be measured."""
     table = slim_table("+ knob", "on", "phase", "kind", right=("formula\nMiB", "measured\nMiB", "of\nformula"))
     table.add_column("", no_wrap=True)
     failed = {row.knob for row in rows if row.out_of_memory}
@@ -248,7 +236,7 @@ def _share(part: int | None, whole: int | None, digits: int) -> str:
 
 
 def draw_ladder(rows: Sequence[Row], path: Path, title: str) -> Path:
-    """Draw each row's peak as a bar, stacked by kind, and return the file. A row that ran out of memory has words and no bar."""
+    """Draw each row's peak as a bar, stacked by kind. A row that ran out of memory gets a label instead of a bar."""
     drawing = figure(9.0, 1.8 + 0.42 * len(rows))
     axes = drawing.add_subplot()
     style(axes, title, "peak live tensor bytes of a step, MiB", "", grid="x")

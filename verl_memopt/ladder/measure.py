@@ -51,11 +51,15 @@ def run_ablation(
 ) -> Iterator[Row]:
     """Measure the rows in order, first the ablation and then the alternatives, and yield each as soon as it is measured.
 
-    ``extra`` are settings of every row, as ``key=value``. Rows are those of the knobs in ``only`` and of those that they are
-    compared with; empty for all. ``before`` is called with the knob of each row before it is measured.
+    Args:
+        model: Folder or hub id.
+        work: The update that every row runs.
+        extra: Settings of every row, as ``key=value``.
+        only: Measure only the rows of these knobs and those they are compared with; empty = all.
+        before: Called with each row's knob before it is measured.
 
     Raises:
-        ConfigError: The model is not there, or the ladder does not have a knob of ``only``.
+        ConfigError: The model is not there, or a knob of ``only`` is not on the ladder.
     """
     folder = resolve_folder(model, "--model")
     measured: dict[str, tuple[Row, Shapes]] = {}
@@ -74,8 +78,8 @@ def run_ablation(
 def measure_row(folder: Path, work: Work, knob: str, overrides: tuple[str, ...], extra: Sequence[str] = ()) -> Row:
     """Run log-probs, update and weight sync with a row's settings, after a short round, and return the bytes they needed.
 
-    A row that runs out of device memory is a result too: its ``out_of_memory`` says where. Its memory is free again then.
-    Settings are ``key=value``; those in ``extra`` win.
+    A row that runs out of device memory is a result too: its ``out_of_memory`` says where, and its memory is freed. Settings are
+    ``key=value``; those in ``extra`` win.
     """
     settings = row_settings(str(folder), work, [*overrides, *extra])
     device = local_device(resolve_device(settings.trainer.device), 0)
@@ -110,7 +114,7 @@ def measure_row(folder: Path, work: Work, knob: str, overrides: tuple[str, ...],
 def _update(
     settings: Settings, folder: Path, work: Work, device: str, memories: list[PhaseMemory]
 ) -> tuple[float, dict[str, float]]:
-    """Run both rounds and return seconds and metrics of the second; its phases are appended to ``memories``."""
+    # Run both rounds and return seconds and metrics of the second; its phases are appended to `memories`.
     short = replace(work, prompt=min(SHORT, work.prompt), response=min(SHORT, work.response))
     group = LocalGroup(functools.partial(Worker, _plan(settings, folder)), device)
     try:
@@ -132,7 +136,7 @@ def _peaks(memories: Sequence[PhaseMemory]) -> dict[str, int]:
 
 
 def make_batch(work: Work, actor: Actor) -> RolloutBatch:
-    """Return rollouts of random tokens with random advantages, one prompt for each group. Equal work gives equal rollouts.
+    """Make rollouts of random tokens with random advantages, one prompt per group. Equal work gives equal rollouts.
 
     ``actor`` says how the passes compute prompts.
     """
@@ -170,7 +174,7 @@ def _plan(settings: Settings, folder: Path) -> WorkerPlan:
 
 
 def _round(group: Any, settings: Settings, batch: RolloutBatch, memories: list[PhaseMemory]) -> dict[str, float]:
-    """Run the phases of one update and return its metrics; each phase is appended to ``memories`` as it ends."""
+    # Run the phases of one update and return its metrics; each phase is appended to `memories` as it ends.
     names = [f"row {index}" for index in range(batch.num_rows)]
     bins = (cut_ranks([batch.row_tokens()], [names], budget)[0] for budget in budgets(settings.actor_rollout_ref))
     update_bins, old_bins, ref_bins = bins
@@ -184,7 +188,9 @@ def _round(group: Any, settings: Settings, batch: RolloutBatch, memories: list[P
     batch.old_log_probs = call("old_log_prob", "old_log_probs", batch, old_bins, False).log_probs
     batch.ref_log_probs = call("ref", "ref_log_probs", batch, ref_bins).log_probs
     if has_critic(settings):
-        critic_bins, values_bins = (cut_ranks([batch.row_tokens()], [names], each)[0] for each in critic_budgets(settings.critic))
+        critic_bins, values_bins = (
+            cut_ranks([batch.row_tokens()], [names], critic_budget)[0] for critic_budget in critic_budgets(settings.critic)
+        )
         batch.old_values = call("values", "values", batch, values_bins)
         assert batch.advantages is not None
         batch.returns = batch.old_values + batch.advantages
@@ -227,7 +233,7 @@ ALTERNATIVES = {name: row.on_top_of for _, name, row in ROWS if row.on_top_of}
 
 @dataclass(frozen=True)
 class Work:
-    """The update that every row runs: rollouts, tokens of each prompt and response, rollouts of one prompt (``group``), seed."""
+    """The update that every row runs: rollouts, tokens of each prompt and response, rollouts per prompt (``group``), seed."""
 
     rows: int = 8
     prompt: int = 1024
@@ -237,7 +243,6 @@ class Work:
 
     @property
     def row_tokens(self) -> int:
-        """Return the tokens of one rollout, prompt and response."""
         return self.prompt + self.response
 
 
@@ -253,8 +258,8 @@ class RowPlan:
 def row_settings(folder: str, work: Work, overrides: Sequence[str]) -> Settings:
     """Return the settings of a row: one optimizer step over all rollouts, in this process, with transformers' generation.
 
-    With ``algorithm.adv_estimator=gae`` the row has a critic, whose own knobs stand as the policy's do. ``overrides`` win over
-    the settings that all rows share. One that is unknown or invalid is a ConfigError.
+    With ``algorithm.adv_estimator=gae`` the row has a critic, whose own knobs are set like the policy's. ``overrides`` win over
+    the settings that all rows share. An unknown or invalid one is a ConfigError.
     """
     shared = {
         "data.train_files": "none", "data.val_files": None, "data.seed": work.seed,
@@ -278,7 +283,7 @@ def row_settings(folder: str, work: Work, overrides: Sequence[str]) -> Settings:
 
 
 def plan_rows(work: Work) -> list[RowPlan]:
-    """Return every row: all knobs off, then one more on in each row until all are on, then the alternatives."""
+    """Plan every row: all knobs off, then one more on in each row until all are on, then the alternatives."""
     rows = {name: row for _, name, row in ROWS}
     state = {key: text for row in rows.values() for key, text in _pairs(row.off, work)}
     plans = [RowPlan(ALL_OFF, _overrides(state))]
@@ -295,7 +300,8 @@ def plan_rows(work: Work) -> list[RowPlan]:
 def choose_rows(work: Work, only: Sequence[str] = ()) -> list[RowPlan]:
     """Return the rows to measure, in order: all, or those of the knobs in ``only`` and the rows they are compared with.
 
-    One that the ladder does not have is a ConfigError.
+    Raises:
+        ConfigError: A knob is not on the ladder.
     """
     plans = plan_rows(work)
     unknown = set(only) - {plan.knob for plan in plans}
@@ -307,7 +313,6 @@ def choose_rows(work: Work, only: Sequence[str] = ()) -> list[RowPlan]:
 
 
 def _pairs(overrides: Sequence[str], work: Work) -> Iterator[tuple[str, str]]:
-    """Yield key and value of each override, with the numbers of tokens that its placeholders stand for."""
     sizes = {"{pair}": 2 * work.row_tokens, "{all}": work.rows * work.row_tokens}
     for override in overrides:
         key, text = override.split("=", 1)
@@ -330,9 +335,9 @@ OUT_OF_MEMORY = "out of memory"
 
 @dataclass(frozen=True)
 class Saving:
-    """One saving that a row's knob promises, beside the measured one.
+    """One saving that a row's knob promises, and the measured one.
 
-    ``measured_bytes``: None where the row or the one it is compared with ran out of memory.
+    ``measured_bytes``: None if the row or the one it is compared with ran out of memory.
     """
 
     phase: str
@@ -367,28 +372,25 @@ class Row:
 
     @property
     def status(self) -> str:
-        """Return ``ok`` or ``out of memory``."""
         return OK if self.out_of_memory is None else OUT_OF_MEMORY
 
 
 def with_savings(row: Row, base: Row, before: Shapes, after: Shapes) -> Row:
-    """Return a row with its savings over ``base``: what the knob's formulas say of both rows' sizes, and what was measured."""
+    """Add the savings of a row over ``base``: what the knob's formulas predict, and what was measured."""
     savings = []
     for claim in knob_named(row.knob).claims:
         measured = None
         if not (row.out_of_memory or base.out_of_memory):
-            was, now = (each.phase_kinds[claim.phase].get(claim.kind, 0) for each in (base, row))
+            was, now = (measured_row.phase_kinds[claim.phase].get(claim.kind, 0) for measured_row in (base, row))
             measured = was - now
         savings.append(Saving(claim.phase, claim.kind, round(claim.num_bytes(before, after)), measured))
     return replace(row, savings=tuple(savings), base=base.knob)
 
 
 def as_json(rows: Sequence[Row], work: Work, model: str) -> dict[str, Any]:
-    """Return a ladder as plain values: ``rungs`` are the ablation, from all off to all on, ``branches`` the alternatives."""
     rungs, branches = ([{"knob": row.knob, "status": row.status, **asdict(row)} for row in part] for part in split(rows))
     return {"schema": 3, "model": model, "work": asdict(work), "rungs": rungs, "branches": branches}
 
 
 def split(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-    """Return the rows of the ablation, and the alternatives."""
     return [row for row in rows if row.knob not in ALTERNATIVES], [row for row in rows if row.knob in ALTERNATIVES]

@@ -25,8 +25,6 @@ _ONE_IN_TWO = {_ON: True, _MODE: "every_n", _EVERY: 2}
 
 @dataclass(frozen=True)
 class ActivationCheckpointing:
-    """Settings of activation checkpointing."""
-
     enable_gradient_checkpointing: bool = True
     """Recompute decoder blocks in backward (non-reentrant): saves activations, costs one more forward."""
     gradient_checkpointing_mode: Literal["full", "every_n", "selective"] = "full"
@@ -38,7 +36,6 @@ class ActivationCheckpointing:
 
     @property
     def checkpointing(self) -> str | None:
-        """The mode; None where no block is computed again."""
         return self.gradient_checkpointing_mode if self.enable_gradient_checkpointing else None
 
 

@@ -32,15 +32,15 @@ KEPT_BY_SELECTIVE = frozenset(
 
 
 def chosen_blocks(num_blocks: int, mode: str = "full", every: int = 1) -> range:
-    """Return the places of the blocks that are checkpointed, among ``num_blocks``; with ``every_n`` one in ``every``.
+    """Return the places of the checkpointed blocks among ``num_blocks``; ``every_n`` takes one in ``every``.
 
-    That is counted back from the last but one: the last block would be recomputed at the peak, and save nothing.
+    Counting starts at the last block but one: the last block would be recomputed at the peak, and save nothing.
     """
     return range(num_blocks)[-2::-every] if mode == "every_n" else range(num_blocks)
 
 
 def checkpointed(function: Callable[..., Any], *args: Any, mode: str) -> Any:
-    """Return ``function(*args)``; keep for backward its tensor arguments and what the mode says (non-reentrant).
+    """Call ``function(*args)`` with non-reentrant checkpointing in mode ``full`` or ``selective``.
 
     Tensors to be offloaded must be arguments of their own, because checkpoint() saves only those for autograd.
     """
@@ -57,7 +57,6 @@ class Checkpointed(nn.Module):
     checkpoint_mode: str
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of the block's own forward, checkpointed."""
         # Tensors among the keywords (rotary tables) become arguments of their own.
         leaves, spec = tree_flatten((args, kwargs))
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -66,6 +65,7 @@ class Checkpointed(nn.Module):
         own_forward = super().forward
 
         def run(*tensors: Tensor) -> Any:
+            # Tensors go in by place, so that autograd sees them as inputs of the checkpointed call.
             filled = list(rest)
             for place, tensor in zip(places, tensors, strict=True):
                 filled[place] = tensor
@@ -76,12 +76,13 @@ class Checkpointed(nn.Module):
 
 
 def checkpoint_blocks(blocks: Sequence[nn.Module], mode: str = "full", every: int = 1) -> None:
-    """Make blocks of any architecture recompute their forward in backward, under their own names and with their own state.
+    """Make blocks of any architecture recompute their forward in backward; their names and state stay the same.
 
     Call this before sharding, so that FSDP hooks stay outside the recomputed region.
     """
     for place in chosen_blocks(len(blocks), mode, every):
         block, own = blocks[place], type(blocks[place])
+        # A subclass, not a wrapper module: a wrapper would change the names of the parameters.
         block.__class__ = type(own.__name__, (Checkpointed, own), {"checkpoint_mode": mode})
 
 

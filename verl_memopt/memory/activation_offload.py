@@ -23,8 +23,6 @@ _LEAST, _IN_FLIGHT, _STAYS = (f"{_MODEL}.activation_offload_{key}" for key in ("
 
 @dataclass(frozen=True)
 class ActivationOffload:
-    """Settings of activation offload."""
-
     enable_activation_offload: bool = False
     """What a forward saves for its backward rests in host buffers in between, with or without gradient checkpointing."""
     activation_offload_min_bytes: NaturalInt = 1048576

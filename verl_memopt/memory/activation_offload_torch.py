@@ -43,10 +43,10 @@ class ActivationOffload:
         metric: str = BYTES_MOVED,
         stay_bytes: int = 0,
     ) -> None:
-        """Prepare the arena, in chunks of ``chunk_bytes``, and a stream for the copies of each direction.
+        """Prepare the host arena, in chunks of ``chunk_bytes``, and one copy stream for each direction.
 
-        Storages of less than ``min_bytes`` stay on the device, and of each forward the first that fit in ``stay_bytes``.
-        ``in_flight`` are copied at once, in either direction.
+        Storages below ``min_bytes`` stay on the device, as do the first ones of each forward that fit in ``stay_bytes``. At most
+        ``in_flight`` copies run at once in either direction.
         """
         self.arena = HostArena(device, "activations", chunk_bytes)
         self.leaving, self.arriving = CopyStream(device), CopyStream(device)
@@ -57,7 +57,7 @@ class ActivationOffload:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Offload what the body saves for backward. Its backward may come at any later time, or never.
+        """Offload what the body saves for backward. That backward may run at any later time, or never.
 
         After the body only the storage saved last is still on the device, because backward needs it first.
         """
@@ -73,29 +73,27 @@ class ActivationOffload:
                 record.abandon()
                 self.arena.shrink()
                 raise
+        # Backward starts with the storage saved last: fetching it back at once would waste two copies.
         self._let_go(but_for=1)
 
     def take_bytes_moved(self) -> int:
-        """Return the bytes moved, both ways, since the last call."""
+        """Return the bytes moved in both directions since the last call, and start again at zero."""
         moved, self.bytes_moved = self.bytes_moved, 0
         return moved
 
     def metrics(self) -> dict[str, float]:
-        """Return the bytes moved since the last call, as a metric of the step."""
         return {self.metric: float(self.take_bytes_moved())}
 
     def close(self) -> None:
-        """Free the host memory that no forward waiting for its backward uses."""
         self.arena.shrink()
 
     def stays(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is too small to be moved, or of a kind that cannot be moved."""
         if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided or tensor.device.type != self._device.type:
             return True
         return tensor.untyped_storage().nbytes() < max(self._min_bytes, 1)
 
     def send(self, tensor: Tensor) -> _Stored:
-        """Start the copy of a tensor's storage to the host."""
+        # Room for the new copy is made first, so that never more than ``in_flight`` storages wait on the device.
         self._let_go(but_for=self._in_flight - 1)
         stored = _Stored(self, whole_storage(tensor))
         self._leaving.append(weakref.ref(stored))
@@ -109,7 +107,7 @@ class ActivationOffload:
 
 
 class _Stored:
-    """One storage at rest on the host, and ``on_device`` (uint8) while it is there too. ``used``: backward has asked for it."""
+    """One storage on the host, and ``on_device`` (uint8) while a device copy exists. ``used``: backward has asked for it."""
 
     def __init__(self, offload: ActivationOffload, source: Tensor) -> None:
         self.offload = offload
@@ -124,7 +122,6 @@ class _Stored:
         self._copy(self.slot.parts, self._cut(source))
 
     def fetch(self) -> None:
-        """Start the copy back, unless the bytes are on the device."""
         assert self.slot is not None, "the forward that saved this tensor has failed; it has no backward"
         if self.on_device is None:
             self.on_device = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.offload._device)
@@ -134,7 +131,7 @@ class _Stored:
             self._version = self.on_device._version
 
     def ready(self) -> Tensor:
-        """Return the bytes on the device, for work that is queued from here on."""
+        # The bytes on the device for work queued from here on; fetch them if they are away.
         self.fetch()
         self.used = True
         held = self._unchanged()
@@ -145,13 +142,11 @@ class _Stored:
         return held
 
     def leave_device(self) -> None:
-        """Free the device memory as soon as the copy is done."""
         if self._unchanged() is not None:
             self._wait()
             self.on_device = None
 
     def release(self) -> None:
-        """Free both copies."""
         if self.slot is not None:
             self._wait()
             self.on_device = None
@@ -161,7 +156,6 @@ class _Stored:
     __del__ = release
 
     def _unchanged(self) -> Tensor | None:
-        """Return the bytes on the device, if they are there."""
         if self.on_device is not None:
             # The copy may run as late as this. Autograd refuses saved tensors that were written to, too.
             assert self.on_device._version == self._version, "a tensor saved for backward was written to in place"
@@ -176,14 +170,13 @@ class _Stored:
         self._done = self._stream.copy(targets, sources)
 
     def _wait(self) -> None:
-        """Let the queued work wait for the last copy."""
         self._stream.wait(self._done)
         self._done = None
 
 
 @dataclass(frozen=True)
 class _Saved:
-    """What autograd keeps in place of a tensor: where it rests, its layout there, and its place in the order of saving."""
+    """What autograd keeps in place of a tensor: the stored bytes, the layout in them, and the position in the order of saving."""
 
     stored: _Stored
     place: int
@@ -194,18 +187,18 @@ class _Saved:
 
 
 class _Forward:
-    """What one forward has saved, in order. Backward asks for it in the reverse order."""
+    """What one forward has saved, in order. Backward asks for it in reverse order."""
 
     def __init__(self, offload: ActivationOffload) -> None:
         self._offload = offload
         self._weights: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._known: dict[tuple[int, int], tuple[weakref.ref[torch.UntypedStorage], weakref.ref[_Stored]]] = {}
+        self._sent: dict[tuple[int, int], tuple[weakref.ref[torch.UntypedStorage], weakref.ref[_Stored]]] = {}
         self._order: list[weakref.ref[_Stored]] = []
         self._staying: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._room = offload._stay_bytes
 
     def note_weights(self, module: nn.Module, _: Any) -> None:
-        """Remember the storages of a unit's gathered weights, so that views that autograd does not know as weights stay too."""
+        # Remember the storages of gathered weights: views that autograd does not recognise as weights must stay too.
         for weight in (*module.parameters(), *module.buffers()):
             if not is_traceable_wrapper_subclass(weight):
                 storage = weight.untyped_storage()
@@ -231,23 +224,23 @@ class _Forward:
         return typed.as_strided(saved.shape, saved.stride, saved.offset)
 
     def abandon(self) -> None:
-        """Release what is left of the forward."""
         for stored in filter(None, (reference() for reference in self._order)):
+            # Graphs that an exception keeps alive would hold their bytes for as long.
             stored.release()
 
     def _is_weight(self, tensor: Tensor) -> bool:
         base = tensor if tensor._base is None else tensor._base
         storage = tensor.untyped_storage()
-        known = self._weights.get(storage._cdata)
-        return isinstance(base, nn.Parameter) or (known is not None and known() is storage)
+        weight = self._weights.get(storage._cdata)
+        return isinstance(base, nn.Parameter) or (weight is not None and weight() is storage)
 
     def _has_room(self, tensor: Tensor) -> bool:
-        """Return whether the storage is one of the first, which stay on the device."""
         storage = tensor.untyped_storage()
-        known = self._staying.get(storage._cdata)
-        if known is not None and known() is storage:
+        staying = self._staying.get(storage._cdata)
+        if staying is not None and staying() is storage:
             return True
         if storage.nbytes() > self._room:
+            # From the first storage that does not fit, none stays: what stays is then a prefix, whose backward runs last.
             self._room = 0
             return False
         self._room -= storage.nbytes()
@@ -258,15 +251,16 @@ class _Forward:
         # The version distinguishes a storage that was written to since it was saved.
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor._version)
-        owner, reference = self._known.get(key, (None, None))
+        owner, reference = self._sent.get(key, (None, None))
         # Another storage may have the address of one that was freed, so the owner is compared too.
         stored = reference() if owner is not None and reference is not None and owner() is storage else None
         if stored is None:
             stored = self._offload.send(tensor)
-            self._known[key] = (weakref.ref(storage), weakref.ref(stored))
+            self._sent[key] = (weakref.ref(storage), weakref.ref(stored))
         return stored
 
     def _prefetch(self, place: int) -> None:
+        # Backward goes through the storages in reverse order of saving.
         num_fetched = 0
         while place > 0 and num_fetched < self._offload._in_flight:
             place -= 1

@@ -49,8 +49,6 @@ _IN_BUCKETS: list[Predicate] = [lambda settings: _class(settings) == _SGD]
 
 @dataclass(frozen=True)
 class BucketedAdamW:
-    """Settings of the optimizer's class and its buckets."""
-
     optimizer: str = "AdamW"
     """Class name inside ``optimizer_impl``: AdamW, or SGD, which has no moments and saves 8 bytes a parameter in fp32."""
     momentum: Annotated[float, MOMENTUM] = 0.0
@@ -72,7 +70,7 @@ class BucketedAdamW:
 
 
 def only_with_adamw(key: str, is_on: Predicate) -> tuple[Refusal, ...]:
-    """Return the refusals of a knob that only these optimizers can do, and note that its step is in buckets."""
+    """Return the refusals of a knob that only AdamW and SGD support; also registers that its step walks buckets."""
     _IN_BUCKETS.append(is_on)
     return (
         Refusal(
@@ -96,13 +94,11 @@ def _class(settings: Settings) -> tuple[str, str]:
 
 
 def _unknown(settings: Settings) -> list[str]:
-    """Return the names of arguments that the optimizer does not take in buckets."""
     given = set(settings.actor_rollout_ref.actor.optim.override_optimizer_config or {})
     return sorted(given - _ARGUMENTS.get(_class(settings), given))
 
 
 def _small_bucket(need: Need, settings: Settings) -> float | None:
-    """Return MiB of a bucket that is small beside the device, where the scratch is no larger than it must be; None if it is."""
     present = settings.actor_rollout_ref.actor.optim.bucket_megabytes
     smaller = float(f"{min(present * need.share, need.limit_bytes / 2**20 / 256):.3g}")
     return smaller if 0 < smaller < present else None

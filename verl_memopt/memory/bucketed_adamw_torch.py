@@ -70,8 +70,8 @@ class Bucketed(Optimizer, ABC):
 
     Attributes:
         counts_steps: Whether the update depends on the number of steps.
-        computes_in: dtype of half precision of the weights that compute, of which :meth:`changed_share` says how many have
-            changed; None = they are not compared.
+        computes_in: Half-precision dtype of the weights that compute; :meth:`changed_share` then counts changed ones. None = no
+            comparison.
     """
 
     counts_steps: bool
@@ -92,11 +92,17 @@ class Bucketed(Optimizer, ABC):
         seed: int = 0,
         split_masters: bool = False,
     ) -> None:
-        """Allocate the state, whose moments have ``state_dtype`` and which rests on the host if ``offload``.
+        """Allocate the state in ``state_dtype``, on the host if ``offload``.
 
-        ``params`` are fp32 or bfloat16, plain or sharded on their first dimension. ``defaults`` are those of groups. bfloat16
-        weights are rounded stochastically if asked for, from ``seed``. With ``split_masters`` they are the high half of fp32
-        masters, whose remainder is 0 at first.
+        Args:
+            params: fp32 or bfloat16 parameters, plain or sharded on their first dimension.
+            defaults: Default values of parameter groups.
+            state_dtype: Format of the moments.
+            offload: Keep the state in host memory between steps.
+            stochastic_rounding: Round bfloat16 weights stochastically.
+            bucket_megabytes: MiB of a bucket.
+            seed: Seed of all stochastic rounding.
+            split_masters: The bfloat16 weights are the high half of fp32 masters, whose remainder starts at 0.
         """
         super().__init__(params, defaults)
         self._offload, self._stochastic, self._seed = offload, stochastic_rounding, seed
@@ -107,6 +113,7 @@ class Bucketed(Optimizer, ABC):
         self._place = shard_place(first)
         self._generator = torch.Generator(device=self._device)
         self._lanes = StateLanes(self._device) if offload else None
+        # Offloaded gradients: which have arrived on the host, and what the next step divides them by.
         self.arrived: set[int] = set()
         self.divisor: Tensor | None = None
         self.computes_in: torch.dtype | None = None
@@ -118,26 +125,23 @@ class Bucketed(Optimizer, ABC):
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of a bucket."""
         return self._bucket_bytes
 
     @abstractmethod
-    def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Return the names of the moments of a group's parameters."""
-
+    def _moments(self, group: dict[str, Any]) -> tuple[str, ...]: ...
     @abstractmethod
     def _kernel(
         self, weights: list[Tensor], grads: list[Tensor], moments: list[list[Tensor]], steps: list[Tensor], group: dict[str, Any],
         stopped: Tensor | None,
     ) -> None:  # fmt: skip
-        """Update fp32 ``weights`` and ``moments`` in place. Where ``stopped`` is 1 on the device, they stay as they are."""
+        """Update fp32 ``weights`` and ``moments`` in place, except where ``stopped`` is 1 on the device."""
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether the device may decide that a step is left out, so that the host need not wait for the norm.
+        """Whether the device may decide to skip a step, so that the host need not wait for the gradient norm.
 
-        It may not where state rests on the host, which would be copied there and back for nothing, and not where values are
-        rounded by chance, because the number of steps seeds what is drawn.
+        Not with offloaded state, which would be copied there and back for nothing. Not with stochastic rounding,
+        because the number of steps seeds its random numbers.
         """
         plain = all(not section.format.decodes and section.gradients is None for section in self._sections)
         return plain and not self._offload and not self._stochastic
@@ -146,8 +150,8 @@ class Bucketed(Optimizer, ABC):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient. This allocates at most three buckets on the device.
 
-        With ``found_inf`` and ``grad_scale``, fp32 scalars on the device, it changes nothing where the first is 1, and divides
-        gradients by the second.
+        ``found_inf`` and ``grad_scale`` are fp32 scalars on the device: nothing changes where the first is 1, and gradients are
+        divided by the second.
         """
         loss = None
         if closure is not None:
@@ -161,15 +165,14 @@ class Bucketed(Optimizer, ABC):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, those on the host too."""
         super().zero_grad(set_to_none)
         self.arrived.clear()
         self.divisor = None
 
     def rest_gradients(self) -> dict[int, Tensor]:
-        """Give each gradient a place on the host, from which :meth:`step` reads it, and return them: id of a parameter -> place.
+        """Allocate host memory for the gradients, from which :meth:`step` reads them. Returns id of a parameter -> its place.
 
-        The step takes the gradients of the parameters whose ids are in :attr:`arrived`, and divides them by :attr:`divisor`.
+        The step uses the gradients whose parameter ids are in :attr:`arrived`, divided by :attr:`divisor`.
         """
         self._lanes = self._lanes or StateLanes(self._device)
         places: dict[int, Tensor] = {}
@@ -177,6 +180,7 @@ class Bucketed(Optimizer, ABC):
             dtype = gradient_dtype(section.members[0].parameter)
             buffer = host_buffer(section.numel * dtype.itemsize, self._device, "grads").view(dtype)
             section.gradients = buffer
+            # Shaped like the parameters, so that a gradient is copied as it is.
             places |= {
                 id(member.parameter): buffer[member.start : member.start + member.numel].view(local(member.parameter).shape)
                 for member in section.members
@@ -187,7 +191,7 @@ class Bucketed(Optimizer, ABC):
         return parameter.grad is not None if section.gradients is None else id(parameter) in self.arrived
 
     def changed_share(self) -> Tensor:
-        """Return the share of the weights that compute whose bits have changed since the last call, of all ranks (a scalar).
+        """Return the share of compute weights whose bits changed since the last call, over all ranks (a scalar).
 
         A weight that two steps have changed counts twice.
         """
@@ -195,30 +199,31 @@ class Bucketed(Optimizer, ABC):
         changed, self._changed = self._changed, None
         if changed is None:
             changed = torch.zeros((), dtype=torch.int64, device=self._device)
+        # The counts of replicas are the same; only shards are summed.
         first = parameters[0]
         if isinstance(first, DTensor):
-            parts = [Partial() if isinstance(each, Shard) else each for each in first.placements]
+            parts = [Partial() if isinstance(placement, Shard) else placement for placement in first.placements]
             changed = DTensor.from_local(changed, first.device_mesh, parts, run_check=False).full_tensor()
         return (changed.double() / sum(parameter.numel() for parameter in parameters)).float()
 
     def remainders(self) -> Iterator[Tensor]:
-        """Yield what rests beside the state: the remainders of masters."""
+        # Yield the low halves of split masters.
         yield from (section.planes[REMAINDER.name] for section in self._sections if section.splits)
 
     @torch.no_grad()
     def step_parameter(self, parameter: Tensor, stopped: Tensor | None = None) -> None:
-        """Update one parameter before :meth:`step`, which must then not find its gradient any more.
+        """Update one parameter before :meth:`step`; drop its gradient before that step runs.
 
-        Where ``stopped``, an fp32 scalar on the device, is 1, parameter and state stay as they are.
+        Parameter and state stay as they are where ``stopped``, an fp32 scalar on the device, is 1.
         """
         section, member = self._section_of[id(parameter)]
         self._update(section, [member], stopped)
 
     def master(self, parameter: Tensor, on_host: bool = False) -> Tensor:
-        """Return the master of a parameter: joined from both halves into a new fp32 tensor, or the parameter.
+        """Return the fp32 master of a parameter: joined from both halves into a new tensor, or the parameter if it is not split.
 
-        A new tensor is on the parameter's device, or ``on_host`` where the remainder rests there: it takes no room on the device.
-        That of a sharded parameter is sharded alike.
+        The new tensor is sharded like the parameter. It lies on its device, or with ``on_host`` on the host if the remainder
+        rests there.
         """
         section, member = self._section_of[id(parameter)]
         weight = local(parameter)
@@ -232,7 +237,7 @@ class Bucketed(Optimizer, ABC):
         return sharded_as(parameter, masters.view(weight.shape), parameter.shape)
 
     def set_master(self, parameter: Tensor, values: Tensor, first: int = 0) -> None:
-        """Give a parameter new values from element ``first`` on: both halves of its master where that is split."""
+        """Overwrite a parameter from element ``first`` on: both halves of its master if that is split."""
         section, member = self._section_of[id(parameter)]
         weight = local(parameter).view(-1)[first : first + values.numel()]
         if not section.splits:
@@ -241,7 +246,9 @@ class Bucketed(Optimizer, ABC):
         start = member.start + first
         remainders = section.planes[REMAINDER.name][start : start + values.numel()]
         # In pieces: whole, both halves of an embedding take five times its bytes.
-        for part in zip(*(each.split(self._bucket_bytes // 4) for each in (values.view(-1), weight, remainders)), strict=True):
+        for part in zip(
+            *(tensor.split(self._bucket_bytes // 4) for tensor in (values.view(-1), weight, remainders)), strict=True
+        ):
             masters = part[0].to(weight.device, torch.float32, copy=True)
             remainder = torch.empty_like(masters, dtype=torch.int16)
             split_(masters, torch.empty_like(masters), [part[1]], remainder)
@@ -255,7 +262,7 @@ class Bucketed(Optimizer, ABC):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy values that :meth:`state_dict` or torch's own class returned to where they rest, by the order of parameters.
+        """Copy values saved by this class or by torch's own into the existing state, matched by the order of parameters.
 
         Raises:
             KeyError: The state was saved in another ``state_dtype``. The message names what is missing.
@@ -265,6 +272,7 @@ class Bucketed(Optimizer, ABC):
             group.update({key: value for key, value in saved.items() if key != "params"})
         names = chain.from_iterable(saved["params"] for saved in saved_groups)
         ours = chain.from_iterable(group["params"] for group in self.param_groups)
+        # By the order of parameters: the keys of a saved state need not be this optimizer's.
         for name, parameter in zip(names, ours, strict=True):
             for key, tensor in self.state[parameter].items() if name in state_dict["state"] else ():
                 source, target = local(state_dict["state"][name][key]), local(tensor)
@@ -273,7 +281,6 @@ class Bucketed(Optimizer, ABC):
         self._num_steps = int(max((state["step"] for state in self.state.values() if "step" in state), default=0))
 
     def _make_state(self) -> None:
-        """Allocate one buffer for the whole state, on the host or the device, and give each parameter views of its part."""
         sizes = [[(plane, plane.num_bytes(section.numel)) for plane in section.resting] for section in self._sections]
         total = sum(aligned(size) for planes in sizes for _, size in planes)
         with scope(kind=KIND):
@@ -281,12 +288,14 @@ class Bucketed(Optimizer, ABC):
                 buffer = host_buffer(total, self._device, KIND).zero_()
             else:
                 buffer = torch.zeros(total, dtype=torch.uint8, device=self._device)
+            # Step counters stay on the device even when the state is offloaded: the kernels read them there.
             steps = torch.zeros(len(self._section_of), dtype=torch.float32, device=self._device)
         offset = 0
         for section, planes in zip(self._sections, sizes, strict=True):
             for plane, size in planes:
                 section.planes[plane.name] = buffer[offset : offset + size].view(plane.dtype)
                 offset += aligned(size)
+        # Shown in the parameter's shape, so that another number of ranks can load the state.
         for (section, member), step in zip(self._section_of.values(), steps.unbind(), strict=True):
             parts = {plane.name: shown(member, plane, section.planes[plane.name]) for plane in section.format.planes}
             counter = {"step": step} if self.counts_steps or self._stochastic else {}
@@ -296,6 +305,7 @@ class Bucketed(Optimizer, ABC):
         whole = sum(section.numel for section in self._sections)
         kept = sum(section.numel for section in self._sections if not section.format.decodes)
         if state_dtype in MOST_BLOCK and kept:
+            # A warning only where most of the state stays in fp32.
             level = logging.WARNING if 2 * kept > whole else logging.INFO
             logger.log(level, KEPT, state_dtype, kept, whole, LEAST_BLOCK)
 
@@ -319,6 +329,7 @@ class Bucketed(Optimizer, ABC):
     def _update_bucket(
         self, section: Section, bucket: Sequence[Slice], planes: Planes, work: Work, stopped: Tensor | None
     ) -> None:
+        # Decode, join halves, update, split, encode: every value passes through fp32 once.
         group, sizes = section.group, [part.last - part.first for part in bucket]
         generator = self._seeded(section, bucket[0])
         moments = section.format.decode(planes, work)
@@ -327,6 +338,7 @@ class Bucketed(Optimizer, ABC):
         compared = self._compared(work)
         if compared is not None and not section.splits:
             _copied(resting, work.compared[0])
+        # Offloaded gradients arrive with the state, in a plane of their own.
         if section.gradients is None:
             grads = [_gradient(part.member.parameter).view(-1)[part.first : part.last] for part in bucket]
         else:
@@ -338,6 +350,7 @@ class Bucketed(Optimizer, ABC):
             weights = list(work.scratch[0].split(sizes))
         elif not wide:
             weights = _copied(resting, work.scratch[0])
+        # The kernels want weights, gradients and moments in one dtype.
         if grads[0].dtype != torch.float32:
             grads = _copied(grads, work.scratch[1])
         steps = self._steps(part.member for part in bucket)
@@ -347,6 +360,7 @@ class Bucketed(Optimizer, ABC):
         elif not wide:
             if self._stochastic:
                 round_to_bfloat16_(work.scratch[0], work.scratch[1], generator)
+            # Back to where the weights rest; the copy casts to their dtype.
             torch._foreach_copy_(resting, weights)
         if compared is not None and not section.splits:
             before, differs, total = compared
@@ -362,9 +376,9 @@ class Bucketed(Optimizer, ABC):
             torch.where(stopped.bool(), old[name], plane, out=plane)
 
     def _compared(self, work: Work) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return room for the bits of a bucket's weights before its update, room for which of them differ, and the count so far.
+        """Return room for a bucket's weights before the update (as bits), room for the comparison, and the count so far.
 
-        None where weights are not compared.
+        None if weights are not compared.
         """
         if not work.compared:
             return None
@@ -374,11 +388,12 @@ class Bucketed(Optimizer, ABC):
         return work.compared[0].view(torch.int16), work.compared[2], self._changed
 
     def _planes(self, section: Section, buckets: Sequence[Sequence[Slice]]) -> Iterator[Planes]:
-        """Return the state of each bucket on the device: where it rests, or as it passes by."""
+        # Yield the state of each bucket on the device: views where it rests there, else a copy that returns after use.
         parts = [entries(section, bucket) for bucket in buckets]
         away = dict(section.planes) if self._offload else {}
         if section.gradients is not None:
             away[GRADIENT] = section.gradients
+        # What rests on the device is used in place; the rest passes through the lanes.
         here = {name: plane for name, plane in section.planes.items() if name not in away}
         passing: Iterable[Planes] = [{}] * len(buckets)
         if away:
@@ -391,13 +406,14 @@ class Bucketed(Optimizer, ABC):
         return max(section.format.scratch, 0 if section.dtype == torch.float32 else 2)
 
     def _bucket_elements(self, section: Section, may_stop: bool) -> int:
-        """Return the elements of a bucket, so that slots, decoded moments and scratch together are three buckets.
+        """Elements per bucket, chosen so that slots, decoded moments and scratch together take three buckets.
 
-        If the update ``may_stop``, the previous state is scratch too where encoding it again would change it.
+        If the update ``may_stop``, a copy of the previous state counts too, where encoding it again would change it.
         """
         itemsize = torch.float32.itemsize
         room = itemsize * (len(section.format.names) * section.format.decodes + self._scratch_count(section))
         room += 0 if self.computes_in is None else COMPARED_BYTES
+        # Three slots of a lane each hold a bucket of everything that passes.
         resting = sum(plane.dtype.itemsize / plane.per_entry for plane in section.resting)
         beside = resting * (SLOTS * self._offload + (may_stop and not section.format.repeats))
         beside += 0 if section.gradients is None else SLOTS * section.gradients.itemsize
@@ -414,11 +430,12 @@ class Bucketed(Optimizer, ABC):
         return Work(rooms(*moments), rooms(*scratch), rooms(*compared))
 
     def _seeded(self, section: Section, first: Slice) -> torch.Generator:
-        """Return the generator in a state that depends on the step and the place only, so that a resumed run rounds alike.
+        """Return the generator, seeded by step and place only, so that a resumed run rounds alike.
 
         Replicas of a shard also round alike; otherwise they would drift apart.
         """
         start = first.member.start + first.first
+        # Every bucket of every step has a seed of its own, whatever ran before it.
         words = (self._seed, self._num_steps, self._sections.index(section), start, *self._place)
         digest = hashlib.blake2b(repr(words).encode(), digest_size=8).digest()
         return self._generator.manual_seed(int.from_bytes(digest, "little") >> 1)
@@ -441,7 +458,6 @@ class BucketedAdamW(Bucketed):
         weight_decay: float = 0.01,
         **options: Any,
     ) -> None:
-        """Take the arguments of torch's AdamW, and the ``options`` of :class:`Bucketed`."""
         # Groups have the names of torch's AdamW, so that either can load the other's checkpoint.
         beta1, beta2 = betas
         theirs = AdamW([torch.zeros(1)], lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay, fused=True)
@@ -490,7 +506,6 @@ class BucketedSGD(Bucketed):
         nesterov: bool = False,
         **options: Any,
     ) -> None:
-        """Take the arguments of torch's SGD, and the ``options`` of :class:`Bucketed`."""
         theirs = SGD([torch.zeros(1)], lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov, fused=True)
         super().__init__(params, theirs.defaults, **options)
 
@@ -528,7 +543,6 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _copied(parts: Sequence[Tensor], room: Tensor) -> list[Tensor]:
-    """Copy ``parts`` one after another into ``room``, in its dtype, and return where they lie."""
     copies = list(room.split([part.numel() for part in parts]))
     torch._foreach_copy_(copies, list(parts))
     return copies

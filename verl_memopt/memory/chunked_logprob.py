@@ -31,8 +31,6 @@ LEAST_CHUNK = 64
 
 @dataclass(frozen=True)
 class ChunkedLogprob:
-    """Settings of the log-prob head."""
-
     logprob_chunk_tokens: NaturalInt = 512
     """Response tokens per chunk of LM head, log-prob and entropy; 0 = whole logits. In half precision, where a GPU compiles, a
     chunk has three times as many in the same bytes: fp32 logits are not kept."""
@@ -42,23 +40,22 @@ class ChunkedLogprob:
 
 
 def logit_bytes(shapes: Shapes, update: bool) -> int:
-    """Return the bytes of the logits of an update with old log-probs, or of a log-prob pass, without entropy."""
+    """Bytes of the logits, in an update with old log-probs or in a log-prob pass, without entropy."""
     model, actor = shapes.settings.model, shapes.settings.actor
     chunk = model.logprob_chunk_tokens
     whole_rows = chunk == 0 or (update and actor.policy_loss.loss_mode not in LOSSES_OF_SEQUENCES)
     tile = model.logprob_vocab_tile or (shapes.vocab if whole_rows else FREE_TILE)
     tile = min(shapes.vocab, tile)
     narrow = 0 if shapes.compute_bytes == 4 else shapes.compute_bytes
-    each = 4 + narrow
+    entry_bytes = 4 + narrow
     if narrow and shapes.compiles:
         # As ``Head.rows_at_once``: without fp32 logits a chunk has as many more tokens as take the same bytes.
         summed = 0 if tile == shapes.vocab else shapes.hidden * (4 + narrow)
-        chunk, each = chunk * ((4 + narrow) * tile + summed) // (narrow * tile + summed), narrow
-    return int(min(shapes.responses, chunk or shapes.responses) * tile * each)
+        chunk, entry_bytes = chunk * ((4 + narrow) * tile + summed) // (narrow * tile + summed), narrow
+    return int(min(shapes.responses, chunk or shapes.responses) * tile * entry_bytes)
 
 
 def _enough_chunk(need: Need, settings: Settings) -> int | None:
-    """Return the response tokens whose logits there is room for; None where a micro-batch has no more."""
     chunk, there = settings.actor_rollout_ref.model.logprob_chunk_tokens, need.work.responses
     return need.part(min(chunk or there, there or chunk), LEAST_CHUNK)
 

@@ -36,25 +36,25 @@ def head_log_probs(
     in_place: bool = False,
     statistics: TokenStatistics | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-prob of each target, fp32 [R], and, if requested, the entropy of its distribution, fp32 [R] or None.
+    """Return the log-prob of each target, fp32 [R], and the entropy of its distribution, fp32 [R] or None if not requested.
 
     Gradients flow to hidden, weight and bias from both outputs.
 
     Args:
-        head: The LM head and how it is cut. ``vocab_tile=0`` takes the whole vocabulary if there are no chunks or if the forward
-            computes the gradients (``token_gradient``). Otherwise it takes ``FREE_TILE``. A statistic of whole rows takes the
-            whole vocabulary, whatever it is.
+        head: The LM head and its chunk and tile sizes. ``vocab_tile=0`` means the whole vocabulary if there are no chunks or if
+            the forward computes the gradients (``token_gradient``), else ``FREE_TILE``. Statistics of whole rows always use the
+            whole vocabulary.
         hidden: [R, H] in the compute dtype.
         targets: int64 [R].
         token_gradient: Computes the gradients in the forward. Backward asserts that it would have computed the same.
         in_place: Add to ``.grad`` of weight and bias without autograd (with ``token_gradient`` in the forward), if they are
             leaves without hooks. For callers that call ``backward`` once per forward, and not ``torch.autograd.grad``.
-        statistics: Is filled. Only without gradients.
+        statistics: Filled with the requested values. Only allowed without gradients.
     """
-    once = token_gradient is not None and torch.is_grad_enabled()
-    tile = FREE_TILE if head.vocab_tile == 0 and head.chunk_tokens > 0 and not once else head.vocab_tile
+    gradient_in_forward = token_gradient is not None and torch.is_grad_enabled()
+    tile = FREE_TILE if head.vocab_tile == 0 and head.chunk_tokens > 0 and not gradient_in_forward else head.vocab_tile
     asked = {} if statistics is None else statistics.asked
-    if any(each.rescaled is None for each in asked.values()):
+    if any(statistic.rescaled is None for statistic in asked.values()):
         tile = 0
     head = replace(head, vocab_tile=tile, statistics=asked)
     if not torch.is_grad_enabled():
@@ -81,7 +81,7 @@ def _without_gradients(head: Head, hidden: Tensor, targets: Tensor) -> Tokens:
 
 
 class _Recomputed(torch.autograd.Function):
-    """Keeps hidden states and normalisers, and computes logits again in backward."""
+    """Saves hidden states and normalizers, and computes the logits again in backward."""
 
     @staticmethod
     def forward(
@@ -100,22 +100,22 @@ class _Recomputed(torch.autograd.Function):
         head, (grad_log_probs, grad_entropy) = ctx.head, grads
         into, handed, tiles = _gradient_room(head, hidden, ctx.needs_input_grad, ctx.in_place)
         # The log-probs of the targets are not needed for the gradient. The normalizer only fills their place.
-        known = Tokens(log_normalizer, log_normalizer, entropy, normalizer_parts=log_normalizer[:, None])
+        statistics = Tokens(log_normalizer, log_normalizer, entropy, normalizer_parts=log_normalizer[:, None])
         with scope(kind="logits"):
             logits = LogitTiles(head, hidden)
             for rows in head.chunks(hidden.shape[0]):
-                tokens, above = _rows_of(known, (grad_log_probs, grad_entropy), head, rows)
+                tokens, above = _rows_of(statistics, (grad_log_probs, grad_entropy), head, rows)
                 logits.differentiate(hidden[rows], targets[rows], tokens, above, _at(into, rows), False)
             if tiles is not None:
-                _add_tiles(logits, tiles, hidden, targets, known, (grad_log_probs, grad_entropy))
+                _add_tiles(logits, tiles, hidden, targets, statistics, (grad_log_probs, grad_entropy))
         _gradients_added(head, tiles)
         return into.hidden, *handed, None, None, None
 
 
 class _PrecomputedGradient(torch.autograd.Function):
-    """Computes the gradients in the forward, while a chunk's logits exist; backward checks that it would have computed the same.
+    """Computes the gradients in the forward, while a chunk's logits exist; backward checks that its own gradient is the same.
 
-    The loss of a token is known as soon as its log-prob is: advantage, old log-prob and weight are inputs.
+    This works because the loss of a token is known as soon as its log-prob is: advantage, old log-prob and weight are inputs.
     """
 
     @staticmethod
@@ -156,12 +156,13 @@ class _PrecomputedGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         # Nothing is computed here: the forward has the gradients already, and no logits exist any more.
-        of_log_probs, of_entropy, grad_hidden = ctx.saved_tensors
+        precomputed_log_probs, precomputed_entropy, grad_hidden = ctx.saved_tensors
+        # Taken out of ctx, so that the gradients are freed as soon as autograd has added them.
         handed, ctx.handed = ctx.handed, None
         assert handed is not None, "the gradients of this forward were handed out already"
-        _assert_as_precomputed(of_log_probs, grads[0])
-        if of_entropy is not None:
-            _assert_as_precomputed(of_entropy, grads[1])
+        _assert_as_precomputed(precomputed_log_probs, grads[0])
+        if precomputed_entropy is not None:
+            _assert_as_precomputed(precomputed_entropy, grads[1])
         return grad_hidden, *handed, None, None, None, None
 
 
@@ -172,9 +173,9 @@ def _gradient_of(token_gradient: TokenGradient, rows: slice, statistics: Tokens)
 
 
 def _assert_as_precomputed(precomputed: Tensor, actual: Tensor) -> None:
-    """Raise where backward brings another gradient than the precomputed one. Nothing here waits for the device.
+    """Fail if backward receives a gradient that differs from the precomputed one. Nothing here waits for the device.
 
-    Values that are not finite in either are let through: the gradient norm shows them, and the update is skipped.
+    Non-finite values in either pass: the gradient norm shows them, and the update is skipped.
     """
     if precomputed.numel():
         finite = torch.isfinite(precomputed)
@@ -184,16 +185,17 @@ def _assert_as_precomputed(precomputed: Tensor, actual: Tensor) -> None:
 
 
 def _add_tiles(logits: LogitTiles, tiles: Tiles, hidden: Tensor, targets: Tensor, known: Tokens, grads: LogitGrads) -> None:
-    """Add the gradient of the head's weight, tile by tile. The order of the sums is that of a whole gradient.
+    """Add the gradient of the head's weight, tile by tile, summed in the same order as a whole gradient.
 
-    All chunks add to a tile before the next one comes, so the logits of each chunk are computed once more. Only where one chunk
-    has all tokens, their gradient is still in the buffer.
+    All chunks add to one tile before the next tile starts, so the logits of each chunk are computed once more. With a single
+    chunk its logit gradient is still in the buffer.
     """
     head, chunks = logits.head, logits.head.chunks(hidden.shape[0])
     in_buffer = head.whole_rows and len(chunks) == 1
     for tile in tiles.passing():
         for rows_of_weight, part in tile.parts:
             for start in range(rows_of_weight.start, rows_of_weight.stop, head.tile):
+                # A tile of the gradient may hold several tiles of the vocabulary; the last may be cut short.
                 columns = slice(start, min(start + head.tile, rows_of_weight.stop))
                 into = part[start - rows_of_weight.start : columns.stop - rows_of_weight.start]
                 for rows in chunks:
@@ -202,21 +204,22 @@ def _add_tiles(logits: LogitTiles, tiles: Tiles, hidden: Tensor, targets: Tensor
 
 
 def _rows_of(known: Tokens, grads: LogitGrads, head: Head, rows: slice) -> tuple[Tokens, LogitGrads]:
-    """Return what is known of some tokens, and the gradients of their log-probs and entropies."""
+    # Select some tokens from the statistics and from the gradients of log-probs and entropies.
     parts = known.normalizer_parts
     assert parts is not None
     entropy = known.entropy[rows] if known.entropy is not None and head.with_entropy else None
-    of_entropy = grads[1][rows] if grads[1] is not None and head.with_entropy else None
+    grad_entropy = grads[1][rows] if grads[1] is not None and head.with_entropy else None
     tokens = Tokens(known.log_probs[rows], known.log_normalizer[rows], entropy, normalizer_parts=parts[rows])
-    return tokens, (grads[0][rows], of_entropy)
+    return tokens, (grads[0][rows], grad_entropy)
 
 
 def _gradient_room(
     head: Head, hidden: Tensor, needs: tuple[bool, ...], in_place: bool
 ) -> tuple[Gradients, tuple[Tensor | None, Tensor | None], Tiles | None]:
-    """Return where gradients go, those of weight and bias to return to autograd, and the tiles of the weight's, if it has any."""
+    """Return where gradients are added, those of weight and bias to return to autograd, and the weight's tiles if any."""
     needs_hidden, needs_weight, needs_bias = needs[:3]
     tiles = tiles_of(head.weight) if needs_weight and in_place else None
+    # With tiles the weight's gradient is added tile by tile later, and needs no room here.
     weight, hand_weight = room_for(head.weight, needs_weight and tiles is None, in_place)
     bias, hand_bias = room_for(head.bias, needs_bias, in_place)
     return Gradients(torch.empty_like(hidden) if needs_hidden else None, weight, bias), (hand_weight, hand_bias), tiles
@@ -236,8 +239,8 @@ def _room_for_tokens(head: Head, hidden: Tensor, normalizer: bool = True, parts:
 
     log_normalizer = room() if normalizer else hidden.new_empty(0, dtype=torch.float32)
     further = {name: room() for name in head.statistics}
-    of_normalizer = hidden.new_empty(count, 2, dtype=torch.float32) if parts else None
-    return Tokens(room(), log_normalizer, room() if head.with_entropy else None, further, of_normalizer)
+    normalizer_parts = hidden.new_empty(count, 2, dtype=torch.float32) if parts else None
+    return Tokens(room(), log_normalizer, room() if head.with_entropy else None, further, normalizer_parts)
 
 
 def _keep(part: Tokens, whole: Tokens, rows: slice) -> None:

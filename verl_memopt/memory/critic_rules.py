@@ -34,19 +34,17 @@ RESTING = ("optimizer",)
 
 
 def has_critic(settings: Settings) -> bool:
-    """Return whether the run trains a critic."""
     return settings.algorithm.adv_estimator in WITH_CRITIC
 
 
 def own_pools(settings: Settings) -> tuple[Literal["critic", "reward_model"], ...]:
-    """Return the roles of the run that have devices of their own, by their sections."""
     critic: tuple[Literal["critic"], ...] = ("critic",) if has_critic(settings) and has_pool(settings, "critic") else ()
     scores = settings.reward_model.enable and has_pool(settings, "reward_model")
     return (*critic, "reward_model") if scores else critic
 
 
 def twin(key: str) -> str:
-    """Return the critic's key for a key of the policy, or the key itself where it belongs to no single model."""
+    """Return the critic's key for a key of the policy; a key that belongs to no single model stays the same."""
     for prefix, critics in TWINS.items():
         if key.startswith(prefix):
             return critics + key.removeprefix(prefix)
@@ -54,19 +52,18 @@ def twin(key: str) -> str:
 
 
 def twin_text(text: str) -> str:
-    """Return a sentence about the policy's keys as one about the critic's. Keys may lack ``actor_rollout_ref.``."""
+    """Rewrite a sentence about the policy's keys as one about the critic's. Keys may lack ``actor_rollout_ref.``."""
     for prefix, critics in TWINS.items():
         text = text.replace(prefix, critics)
         text = re.sub(rf"(?<![\w.]){re.escape(prefix.removeprefix('actor_rollout_ref.'))}", critics, text)
     return text
 
 
-class _AsCritic(SettingsView):
-    """Settings with the critic in the policy's place."""
+class _AsCritic(SettingsView): ...
 
 
 def as_critic(settings: Settings) -> Settings:
-    """Return the settings with the critic in the policy's place, as a rule about the policy's keys reads them."""
+    """Return a view of the settings in which a rule about the policy's keys reads the critic's."""
     devices = dict(zip(DEVICES, pool_keys("critic"), strict=True)) if has_pool(settings, "critic") else {}
 
     def address(key: str) -> str:
@@ -77,17 +74,15 @@ def as_critic(settings: Settings) -> Settings:
 
 
 def is_critic(settings: Settings) -> bool:
-    """Return whether a rule about the policy's keys reads those of the critic."""
     return isinstance(settings, _AsCritic)
 
 
 def with_critic(refusal: Refusal) -> Refusal:
-    """Return the refusal for runs with a critic alone."""
     return replace(refusal, when=lambda settings: has_critic(settings) and refusal.when(settings))
 
 
 def twin_refusal(refusal: Refusal, devices: tuple[str, str] = DEVICES) -> Refusal:
-    """Return the refusal of the critic's keys. ``devices``: the keys of the devices that it shows, if it does."""
+    """Return the same refusal for the critic's keys. ``devices``: the keys that count its devices."""
     shown = dict(zip(DEVICES, devices, strict=True))
     return with_critic(
         Refusal(
@@ -101,7 +96,7 @@ def twin_refusal(refusal: Refusal, devices: tuple[str, str] = DEVICES) -> Refusa
 
 
 def twin_unused(unused: UnusedKey) -> UnusedKey:
-    """Return the rule of the critic's key. Without a critic none of its keys has an effect, which another rule says."""
+    """Return the rule for the critic's key. Runs without a critic are covered by another rule."""
     return UnusedKey(
         twin(unused.key),
         lambda settings: has_critic(settings) and unused.when(as_critic(settings)),
@@ -110,7 +105,7 @@ def twin_unused(unused: UnusedKey) -> UnusedKey:
 
 
 def twin_advice(advice: Advice) -> Advice:
-    """Return the advice of the critic's key: in its phases, or wherever its bytes rest."""
+    """Return the advice for the critic's key: in the critic's phases, or everywhere if its bytes rest there."""
     phases = ("update_critic",) if advice.phases else () if advice.kind in RESTING else CRITIC_PHASES
     as_policys = replace(advice, key=twin(advice.key), when=lambda settings: advice.when(as_critic(settings)), phases=phases)
     if (number := advice.to) is None:
@@ -119,7 +114,6 @@ def twin_advice(advice: Advice) -> Advice:
 
 
 def refusals() -> Iterator[Refusal]:
-    """Yield what the knobs refuse, each rule followed by the critic's where there is one."""
     for refusal in (refusal for knob in knobs() for refusal in knob.refuses):
         yield refusal
         if _has_twin(*refusal.keys):
@@ -130,7 +124,6 @@ def refusals() -> Iterator[Refusal]:
 
 
 def unused_keys() -> Iterator[UnusedKey]:
-    """Yield when a knob's key has no effect, each rule followed by the critic's where there is one."""
     for unused in (unused for knob in knobs() for unused in knob.unused_keys):
         yield unused
         if _has_twin(unused.key):
@@ -138,9 +131,9 @@ def unused_keys() -> Iterator[UnusedKey]:
 
 
 def advices() -> Iterator[Advice]:
-    """Yield the advice of the knobs, each followed by the critic's where there is one.
+    """Yield the advice of all knobs, each followed by its twin for the critic if it has one.
 
-    In the critic's own phases its key is advised in place of the policy's, unless the policy's bytes rest there too.
+    In the critic's own phases the critic's key replaces the policy's, unless the policy's bytes rest there too.
     """
     for advice in (advice for knob in knobs() for advice in knob.advice):
         if not _has_twin(advice.key) or (advice.phases and "update_actor" not in advice.phases):
@@ -151,14 +144,13 @@ def advices() -> Iterator[Advice]:
 
 
 def _has_twin(key: str, *others: str) -> bool:
-    """Return whether the critic has a key of its own, and each other key that a rule shows, so that the rule holds for it too."""
-    known = _knob_keys()
+    # Whether the critic has a twin of the key and of every other key in the rule.
+    knob_keys = _knob_keys()
     of_reference = any(other.startswith("actor_rollout_ref.ref.") for other in others)
-    lacking = of_reference or any(other in known and twin(other) not in (other, *known) for other in others)
-    return twin(key) != key and twin(key) in known and not lacking
+    lacking = of_reference or any(other in knob_keys and twin(other) not in (other, *knob_keys) for other in others)
+    return twin(key) != key and twin(key) in knob_keys and not lacking
 
 
 @cache
 def _knob_keys() -> frozenset[str]:
-    """Return the keys of the knobs' own settings."""
     return frozenset(key for knob in knobs() for key in knob.defaults())

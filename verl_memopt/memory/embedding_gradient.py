@@ -23,17 +23,15 @@ COLUMNS = 256
 
 
 class TrainedEmbedding(nn.Embedding):
-    """An embedding that adds to its weight's gradient in place. It replaces a plain one, under the same name."""
+    """An embedding that adds its weight's gradient in place. It takes over the weight of a plain one, name included."""
 
     def __init__(self, base: nn.Embedding) -> None:
-        """Take over the weight of a plain embedding."""
         nn.Module.__init__(self)
         self.num_embeddings, self.embedding_dim, self.padding_idx = base.num_embeddings, base.embedding_dim, base.padding_idx
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, False
         self.weight = base.weight
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the rows of the weight for token ids."""
         # Backward reads the ids and not the weight, so FSDP2 need not gather it again.
         gathered_for_forward(self, again_in_backward=False)
         learns = torch.is_grad_enabled() and self.weight.requires_grad
@@ -43,9 +41,9 @@ class TrainedEmbedding(nn.Embedding):
 
 
 def gathered_for_forward(unit: nn.Module, again_in_backward: bool) -> None:
-    """Free the buffer through which a unit with a large weight was gathered. Call this in the unit's forward.
+    """Free the buffer through which FSDP2 gathered a large weight. Call this in the unit's forward.
 
-    FSDP2 would keep the buffer until the next gather, beside the weight itself. Nothing is done where it is no FSDP2 unit.
+    FSDP2 would keep the buffer until the next gather, beside the weight itself. No effect on a module that is no FSDP2 unit.
     ``again_in_backward``: backward reads the weight.
     """
     if not isinstance(unit, FSDPModule):
@@ -60,7 +58,6 @@ def gathered_for_forward(unit: nn.Module, again_in_backward: bool) -> None:
 
 
 def is_plain(embedding: nn.Module) -> TypeGuard[nn.Embedding]:
-    """Return whether :class:`TrainedEmbedding` can replace a module."""
     plain = type(embedding) is nn.Embedding
     return plain and embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse
 
@@ -90,10 +87,13 @@ class _LookUp(torch.autograd.Function):
 
 
 class _SortedIds:
-    """Token ids in the order of the tiles of the weight's gradient."""
+    """Token ids sorted by the gradient tile that holds their row."""
 
     def __init__(self, ids: Tensor, tiles: Tiles) -> None:
-        """Sort ids, int64 [...], and start to copy to the host how many each tile has: backward is queued with these numbers."""
+        """Sort ids, int64 [...], and start copying the number of ids per tile to the host.
+
+        The copy starts in the forward, because backward needs the numbers on the host before it can queue its kernels.
+        """
         self._tiles = tiles
         numbers, rows = tiles.places(ids.reshape(-1))
         numbers, self._order = numbers.sort(stable=True)
@@ -103,23 +103,20 @@ class _SortedIds:
         self._ends: Callable[[], list[Tensor]] = fetched_together([ends.float()], ids.device)
 
     def add_rows(self, rows: Tensor) -> None:
-        """Add rows [T, h] to the gradients of the ids' rows. The sums are those of :func:`add_rows_`."""
+        """Add rows [T, h] to the gradients of the ids' rows, summed as in :func:`add_rows_`."""
         (ends,), count = self._ends(), self._tiles.count
         # A fake tensor has no values. Then each tile gets as many tokens.
-        known = (
+        ends_on_host = (
             [rows.shape[0] * (at + 1) // count for at in range(count)] if isinstance(ends, FakeTensor) else ends.int().tolist()
         )
-        starts = [0, *known]
+        starts = [0, *ends_on_host]
         for tile in self._tiles.passing([at for at in range(count) if starts[at] < starts[at + 1]]):
             part = slice(starts[tile.number], starts[tile.number + 1])
             add_rows_(tile.rows, self._rows[part], rows.index_select(0, self._order[part]))
 
 
 def add_rows_(into: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """Add rows [T, h] to the rows at ids, int64 [T], of a matrix [V, h].
-
-    The rows of a repeated id are summed in fp32, in the same order in every run.
-    """
+    """Add rows [T, h] to the rows at ids, int64 [T], of a matrix [V, h]; repeated ids are summed in fp32, in a fixed order."""
     if into.dtype == torch.float32:
         _add(into, ids, rows.float())
         return
@@ -146,8 +143,8 @@ def _add(into: Tensor, ids: Tensor, rows: Tensor) -> None:
 def room_for(parameter: Tensor | None, needed: bool, in_place: bool) -> tuple[Tensor | None, Tensor | None]:
     """Return the tensor to add a parameter's gradient to, and the gradient to return to autograd.
 
-    The first is new zeros, or ``.grad`` where that may be used (``in_place``), or None where no gradient is needed or a layer has
-    no such weight. The second is the same tensor, or None where it is ``.grad`` itself. Call :func:`added` once it is complete.
+    The first is ``.grad`` if that may be used (``in_place``), else new zeros, or None if no gradient is needed. The second is the
+    same tensor, or None if the first is ``.grad``. Call :func:`added` when the gradient is complete.
     """
     if parameter is None or not needed:
         return None, None
@@ -164,40 +161,40 @@ def room_for(parameter: Tensor | None, needed: bool, in_place: bool) -> tuple[Te
 
 
 class GradientHome(Protocol):
-    """Where the gradient of a parameter rests outside of the device."""
+    """A place outside the device where a parameter's gradient rests."""
 
     def bring(self, parameter: Tensor) -> None:
-        """Put what is summed so far into ``.grad``."""
+        """Load the sum so far into ``.grad``."""
 
     def take(self, parameter: Tensor) -> None:
-        """Add ``.grad``, if there is one, to what is summed so far, if it was not brought, and drop it."""
+        """Store ``.grad`` and drop it: it replaces the sum if that was loaded by ``bring``, else it is added."""
 
     def tiles(self, parameter: Tensor) -> Tiles | None:
-        """Return the tiles in which the gradient comes and goes; None if it is brought and taken whole."""
+        """Return the tiles in which the gradient is loaded; None if it is loaded whole."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Some rows of the gradient of a matrix, on the device to be added to."""
+    """Some rows of a matrix's gradient, on the device to be added to."""
 
     number: int
     rows: Tensor  # [n, h]
     parts: Sequence[tuple[slice, Tensor]]
-    """Which rows of the matrix they are, one after another, and views of these of ``rows``."""
+    """Row ranges of the matrix, in order, each with its view into ``rows``."""
 
 
 class Tiles(Protocol):
-    """The gradient of a matrix [V, h], which is on the device tile by tile. Each row is in one of ``count`` tiles."""
+    """The gradient of a matrix [V, h], loaded on the device tile by tile. Each row is in one of ``count`` tiles."""
 
     count: int
 
     def places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return for rows of the matrix, int64 [T], the number of the tile of each, and its row there, int64 [T] each."""
+        """Return the tile number of each matrix row, and its row within that tile, int64 [T] each."""
 
     def passing(self, needed: Collection[int] | None = None) -> Iterator[Tile]:
-        """Yield the tiles in order, each with what is summed so far, and take it away afterwards.
+        """Yield the tiles in order, each with its sum so far, and store each one afterwards.
 
-        ``needed``: numbers of the tiles that are added to. The others may be left out, and keep their sums. None = all tiles.
+        ``needed``: numbers of the tiles that are added to; the others may be left out and keep their sums. None = all tiles.
         """
 
 
@@ -206,13 +203,13 @@ HOME = "gradient_home"
 
 
 def added(parameter: Tensor | None) -> None:
-    """Note that a gradient is complete for which :func:`room_for` gave room. Where it rests elsewhere, it leaves."""
+    """Mark the gradient from :func:`room_for` as complete; a gradient that rests elsewhere then leaves the device."""
     if parameter is not None and (home := _home(parameter)) is not None:
         home.take(parameter)
 
 
 def tiles_of(parameter: Tensor) -> Tiles | None:
-    """Return the tiles of a parameter's gradient, if it comes and goes in tiles. Then :func:`room_for` is not to be called."""
+    """Return the tiles of a parameter's gradient, or None. With tiles, do not call :func:`room_for`."""
     home = _home(parameter)
     return None if home is None else home.tiles(parameter)
 
@@ -222,7 +219,6 @@ def _home(parameter: Tensor) -> GradientHome | None:
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype of a parameter's gradient, which may have more digits than the parameter."""
     return (parameter.grad_dtype if parameter.is_leaf else None) or parameter.dtype
 
 

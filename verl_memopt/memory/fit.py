@@ -47,7 +47,7 @@ CARDS = {"12g": 12_282, "16g": 15_360, "24g": 23_028, "32g": 32_607, "48g": 46_0
 
 @dataclass(frozen=True)
 class Sizes:
-    """The models of a run. None = as the policy, or the run has no such model."""
+    """The models of a run. None means the policy's size, or no such model."""
 
     policy: ModelSize
     reference: ModelSize | None = None
@@ -77,28 +77,25 @@ class Peaks:
 
     @property
     def totals(self) -> dict[str, int]:
-        """Phase -> bytes on the device at its peak."""
         return {phase: sum(kinds.values()) for phase, kinds in self.phases.items()}
 
     @property
     def binding(self) -> str:
-        """The phase that holds most; one of the step, where the start holds as much."""
+        """The phase with the highest peak. A phase of the step wins a tie against the start."""
         totals = self.totals
         return max(totals, key=lambda phase: (totals[phase], phase != "init"))
 
     @property
     def device_bytes(self) -> int:
-        """The highest peak."""
         return self.totals[self.binding]
 
     @property
     def least(self) -> dict[str, int]:
-        """Phase -> bytes without which it cannot be: weights, gradients and optimizer state."""
+        """Phase -> bytes it cannot do without: weights, gradients and optimizer state."""
         return {phase: sum(kinds.get(kind, 0) for kind in CERTAIN) for phase, kinds in self.phases.items()}
 
     @property
     def host_bytes(self) -> int:
-        """All that rests on the host."""
         return sum(self.host.values())
 
 
@@ -111,9 +108,9 @@ SHARED_PHASES: dict[str, tuple[str, ...]] = {"critic": ("init", "save_checkpoint
 def predict(
     settings: Settings, sizes: Sizes, phases: Collection[str], device: str = "cuda", card_bytes: int | None = None
 ) -> Peaks:
-    """Return the bytes of a run on one device, as an upper bound of what its ``phases`` hold.
+    """Return an upper bound of the bytes that ``phases`` hold on one device.
 
-    On a CPU live bytes alone count, as its tracker and ``memory.device_limit_gb`` count them. vLLM takes its share of
+    On a CPU only live bytes count, as its tracker and ``memory.device_limit_gb`` count them. vLLM takes its share of
     ``card_bytes``, the device's size; None = the run has no such engine.
     """
     prediction = _Prediction(settings, sizes, device, card_bytes)
@@ -126,16 +123,16 @@ def predict(
 
 
 def on_one_machine(settings: Settings, peaks: Peaks) -> tuple[int, int]:
-    """Return the processes of a run on one machine, if roles with devices of their own are there too, and their host's bytes."""
-    each = {"trainer": peaks.host_bytes, **peaks.pool_hosts}
-    processes = {section: value_at(settings, f"{section}.n_gpus_per_node") for section in each}
-    return sum(processes.values()), sum(number * each[section] for section, number in processes.items())
+    """Return (processes, host bytes) of a run whose roles all share one machine, including roles with their own devices."""
+    bytes_per_process = {"trainer": peaks.host_bytes, **peaks.pool_hosts}
+    processes = {section: value_at(settings, f"{section}.n_gpus_per_node") for section in bytes_per_process}
+    return sum(processes.values()), sum(number * bytes_per_process[section] for section, number in processes.items())
 
 
 def bytes_beside_cache(settings: Settings, sizes: Sizes, phases: Collection[str], device: str) -> int:
-    """Return the most that a run with ``kv_cache_memory_gb=auto`` holds beside its KV cache, in the phases in which that exists.
+    """Return the most that a run with ``kv_cache_memory_gb=auto`` holds beside its KV cache, over the phases that have the cache.
 
-    Arguments are as in :func:`predict`. An engine that sleeps has its cache in rollout and validation alone.
+    Arguments are as in :func:`predict`. An engine that sleeps has its cache only in rollout and validation.
     """
     empty = _Prediction(settings, sizes, device, None)
     totals = empty.own_peaks(phases).totals
@@ -157,7 +154,7 @@ class _Prediction:
     """The role whose own devices are predicted. None = those of the policy, and of all roles that have none of their own."""
 
     def peaks(self, phases: Collection[str]) -> Peaks:
-        """Return the peaks on all devices, where each role that has devices of its own has rows of its own."""
+        """Return the peaks on all devices; a role with devices of its own adds its own phases."""
         peaks, hosts = self.own_peaks(phases), dict[str, int]()
         found = dict(peaks.phases)
         for role in own_pools(self.settings):
@@ -167,7 +164,6 @@ class _Prediction:
         return replace(peaks, phases=found, pool_hosts=hosts)
 
     def own_peaks(self, phases: Collection[str]) -> Peaks:
-        """Return the peaks on the devices of one pool."""
         others = {phase for role in own_pools(self.settings) for phase in OF_POOLS[role]}
         own = set(phases) - others if self.pool is None else {*OF_POOLS[self.pool], *SHARED_PHASES[self.pool]} & set(phases)
         found = {phase: together({"other": OTHER}, *make()) for phase, make in self._phases.items() if phase in own}
@@ -186,8 +182,8 @@ class _Prediction:
                 if not in_share:
                     kinds["context"] = CONTEXT
                     kinds["engine"] = kinds.get("engine", 0) + graphs
-        rounded = {phase: {kind: math.ceil(each) for kind, each in kinds.items() if each > 0} for phase, kinds in found.items()}
-        host = {kind: math.ceil(each) for kind, each in self._host().items() if each > 0}
+        rounded = {phase: {kind: math.ceil(num) for kind, num in kinds.items() if num > 0} for phase, kinds in found.items()}
+        host = {kind: math.ceil(num) for kind, num in self._host().items() if num > 0}
         return Peaks(rounded, host, self.kv_tokens)
 
     # The models.
@@ -213,7 +209,7 @@ class _Prediction:
 
     @cached_property
     def reference(self) -> Held | None:
-        """The reference as a model of its own. With LoRA it is the policy without its adapters."""
+        """The reference as a model of its own; None where it is the policy without its adapters, or not needed."""
         rewards, ref = self.settings.reward_model, self.roles.ref
         of_student = rewards.recipe is not None and rewards.model.path is None
         if self.roles.model.lora_rank or not (of_student or needs_reference(self.settings)):
@@ -229,7 +225,6 @@ class _Prediction:
 
     @cached_property
     def student(self) -> Held | None:
-        """The model that scores, if it has memory of its own."""
         rewards = self.settings.reward_model
         of_reference = rewards.recipe is not None and (
             rewards.residency == "alias_ref" or (rewards.residency == "auto" and rewards.model.path is None)
@@ -248,7 +243,7 @@ class _Prediction:
         return [replace(each, has_logits=False) for each in held]
 
     def _frozen(self, part: str, fsdp: Fsdp, size: ModelSize, quantization: str) -> Held:
-        sharding = TrainedFsdp(**{each.name: getattr(fsdp, each.name) for each in fields(fsdp)})
+        sharding = TrainedFsdp(**{setting.name: getattr(fsdp, setting.name) for setting in fields(fsdp)})
         model = replace(self.roles.model, enable_gradient_checkpointing=False, lora_rank=0)
         roles = replace(self.roles, model=model, actor=replace(self.roles.actor, fsdp_config=sharding))
         return self._held(part, roles, size, quantization=quantization)
@@ -268,7 +263,6 @@ class _Prediction:
 
     @property
     def sleeps(self) -> bool:
-        """Whether the engine gives its memory back outside of rollout."""
         setting = self.roles.rollout.free_cache_engine
         return self.device != "cpu" if setting is None else setting
 
@@ -289,35 +283,30 @@ class _Prediction:
 
     @property
     def shares(self) -> bool:
-        """Whether the policy's weights are the engine's."""
         return self.pool is None and why_not(self.roles, self.ranks, self.sleeps) is None
 
     @property
     def engine_copy(self) -> float:
-        """Bytes of the engine's weights and sampler beside the policy's weights."""
         return self.engine_weights - self.shared_weights
 
     @property
     def shared_weights(self) -> float:
-        """Bytes of the policy's weights that are the engine's."""
         whole = width(self.roles.rollout.dtype) * self.sizes.policy.params
         return (self.policy.base if self._packed else whole) if self.shares else 0
 
     @property
     def _packed(self) -> bool:
-        """Whether the engine's weights are the bytes of a quantised base."""
         return self.shares and self.policy.is_quantized
 
     @property
     def kv_token(self) -> int:
-        """Bytes of a token in the KV cache."""
         size, rollout = self.sizes.policy, self.roles.rollout
-        each = 1 if rollout.kv_cache_dtype.startswith("fp8") else width(rollout.dtype)
-        return kv_bytes_per_token(size.layers, size.kv_heads, size.head_dim, each, rollout.tensor_model_parallel_size)
+        element_bytes = 1 if rollout.kv_cache_dtype.startswith("fp8") else width(rollout.dtype)
+        return kv_bytes_per_token(size.layers, size.kv_heads, size.head_dim, element_bytes, rollout.tensor_model_parallel_size)
 
     @property
     def _scratch(self) -> float:
-        """Bytes of the activations and logits of one step of vLLM."""
+        # Activations and logits of one vLLM step, in bytes.
         size, rollout = self.sizes.policy, self.roles.rollout
         step = rollout.max_num_batched_tokens * (2 * size.hidden + 3 * size.mlp) * width(rollout.dtype)
         decoded = 2 * self.policy.decoded if self._packed else 0  # gate and up are one layer
@@ -329,7 +318,7 @@ class _Prediction:
 
     @property
     def kv_bytes(self) -> float:
-        """Bytes of the KV cache: of the engine's share, what weights and a step's scratch leave."""
+        """Bytes of the KV cache: what weights and a step's scratch leave of the engine's share."""
         rollout = self.roles.rollout
         if rollout.name == "hf":
             return self._sequences * self._longest * self.kv_token
@@ -353,12 +342,11 @@ class _Prediction:
 
     @property
     def _sequences(self) -> int:
-        """Sequences that transformers generates at once on one device."""
+        # Sequences that transformers' generate runs at once on one device.
         data, rollout = self.settings.data, self.roles.rollout
         return min(-(-(data.gen_batch_size or data.train_batch_size) * rollout.n // self.ranks), rollout.max_num_seqs)
 
     def _generation(self) -> Kinds:
-        """Return what the engine holds while it generates."""
         rollout = self.roles.rollout
         if rollout.name == "hf":
             return {"rollout weights": self.engine_copy, "kv": self.kv_bytes, "activations": self._hf_step()}
@@ -369,7 +357,7 @@ class _Prediction:
         return {"rollout weights": self.engine_copy, "kv": self.kv_bytes, "engine": self._scratch + extra}
 
     def _hf_step(self) -> float:
-        """Return the widest moment of transformers' generation: the prompts' forward, or a token's scores."""
+        # Peak of transformers' generate: the prompts' forward, or one token's scores.
         size, rollout, s, b = self.sizes.policy, self.roles.rollout, self._sequences, width(self.roles.rollout.dtype)
         prompt = s * min(self.settings.data.max_prompt_length, self._longest)
         query = size.heads * size.head_dim
@@ -408,7 +396,7 @@ class _Prediction:
         return found
 
     def _others(self, phase: str, but: Held | None = None) -> Kinds:
-        """Return what all models but one hold in a phase, and the engine where it is awake."""
+        """Return what all models but ``but`` hold in a phase, plus the engine where it is awake."""
         needed = NEEDS[phase]
         parts: list[Kinds] = []
         for model in self.models:
@@ -425,7 +413,6 @@ class _Prediction:
 
     @property
     def _idle_engine(self) -> Kinds:
-        """What an engine that does not sleep holds while it generates nothing."""
         if self.pool is not None:
             return {}
         passing = {"activations"} | (set() if self.roles.rollout.name == "vllm" else {"kv"})
@@ -435,7 +422,6 @@ class _Prediction:
         return [self._others(phase, model), own]
 
     def _init(self) -> list[Kinds]:
-        """Return what is held while one model after another is built and its packing is checked."""
         check = Pass(CHECK_TOKENS, CHECK_RESPONSES, 4, CHECK_TOKENS * 3)
         moments: list[Kinds] = []
         built: Kinds = {}
@@ -461,7 +447,6 @@ class _Prediction:
         return [engine, largest(moments)]
 
     def _sync(self) -> list[Kinds]:
-        """Return what is held while the engine takes the policy's weights."""
         policy, rollout = self.policy, self.roles.rollout
         parts: list[Kinds] = [
             self._others("update_weights", policy),
@@ -480,18 +465,18 @@ class _Prediction:
         return parts
 
     def _save(self) -> list[Kinds]:
-        """Return what is held while a checkpoint is written. The weights of the engine have woken for the sync."""
+        # Held while a checkpoint is written. The engine's weights are awake already, for the sync.
         awake = self.engine_weights if self.sleeps and not self.shares else 0
         parts: list[Kinds] = [self._others("save_checkpoint"), {"rollout weights": awake}]
         if self.device == "cpu":
             # Adapters are copied to the host for peft's file. A CPU's tracker counts that as the device's.
-            copied = [each.at_rest.master_bytes * each.adapters for each in self.models if each.trained]
+            copied = [model.at_rest.master_bytes * model.adapters for model in self.models if model.trained]
             parts.append({"activations": max(copied, default=0)})
         return parts
 
     @property
     def _start_bytes(self) -> float:
-        """Bytes of the adapters that training started from, which the host keeps for the reference."""
+        # Bytes of the initial adapters, which the host keeps for the reference.
         starts = self.roles.model.lora_adapter_path is not None and self.pool is None
         return self.policy.at_rest.compute_bytes * self.policy.adapters if starts else 0
 
@@ -532,6 +517,7 @@ class _Prediction:
         all_tokens = everything if role not in ("actor", "critic") else 0
         if by_tokens:
             tokens = min(most_tokens or everything, everything)
+            # A row has one token at least.
             in_micro = min(rows, most_tokens or rows)
         else:
             in_micro = min(most_rows or rows, rows)
@@ -564,11 +550,14 @@ class _Prediction:
 
 
 def _critic_roles(roles: ActorRolloutRef, critic: Critic) -> ActorRolloutRef:
-    """Return the section of the policy with the critic's knobs, sharding, optimizer and budgets in the place of the policy's."""
-    shared = {each.name for each in fields(CriticModel)} & {each.name for each in fields(Model)} - {"path"}
+    shared = {setting.name for setting in fields(CriticModel)} & {setting.name for setting in fields(Model)} - {"path"}
     model = replace(
         roles.model, **{name: getattr(critic.model, name) for name in shared if getattr(critic.model, name) is not None}
     )
-    budgets = {each.name: getattr(critic, each.name) for each in fields(Critic) if each.name in {f.name for f in fields(Actor)}}
+    budgets = {
+        setting.name: getattr(critic, setting.name)
+        for setting in fields(Critic)
+        if setting.name in {f.name for f in fields(Actor)}
+    }
     given = {name: value for name, value in budgets.items() if value is not None}
     return replace(roles, model=model, actor=replace(roles.actor, **given, fsdp_config=critic.model.fsdp_config))

@@ -39,23 +39,22 @@ QUANTIZED_AT_ONCE = 2**22
 
 
 def groups_of(kind: str, width: int) -> int:
-    """Return the groups of a row of ``width`` weights; the last one is filled up."""
+    """Groups in a row of ``width`` weights; the last one is padded."""
     return -(-width // FORMATS[kind].group)
 
 
 def code_bytes(kind: str, width: int) -> int:
-    """Return the bytes of the codes of such a row."""
+    """Bytes of the codes of a row of ``width`` weights."""
     return groups_of(kind, width) * FORMATS[kind].group * FORMATS[kind].bits // 8
 
 
 def row_bytes(kind: str, width: int) -> int:
-    """Return the bytes of such a row, scales included."""
     return code_bytes(kind, width) + 4 * groups_of(kind, width)
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """What a formula of *Saves* is evaluated on: a model, the largest micro-batch of a pass, and the settings."""
+    """The inputs of a formula of *Saves*: a model, the largest micro-batch of a pass, and the settings."""
 
     settings: ActorRolloutRef
     """``Settings.actor_rollout_ref``."""
@@ -86,40 +85,39 @@ class Shapes:
 
     @property
     def compiles(self) -> bool:
-        """Whether elementwise functions are compiled, which then hold no tiles."""
+        """Whether elementwise functions are compiled; compiled ones need no tiles."""
         actor = self.settings.actor
         return self.device == "cuda" and actor.use_torch_compile and not actor.fsdp_config.full_determinism
 
     @property
     def sequence_ranks(self) -> int:
-        """S, the devices that share the tokens of a micro-batch. Attention has S x T tokens and 1/S of the heads."""
+        """S, the devices that share the tokens of a micro-batch. Attention sees S x T tokens and 1/S of the heads."""
         return self.settings.actor.fsdp_config.sequence_ranks
 
     @property
     def key_copies(self) -> int:
-        """How often each key head is repeated, so that the key heads divide over S devices."""
         return key_copies(self.heads, self.kv_heads, self.sequence_ranks)
 
     @property
     def exchanged_bytes(self) -> int:
-        """What a block keeps because its heads are exchanged: attention's output once more, and the copies of keys and values."""
+        """What a block keeps for the exchange of heads: a second copy of attention's output, and copied keys and values."""
         if self.sequence_ranks == 1:
             return 0
         return self.tokens * self.compute_bytes * self.head_dim * (self.heads + 2 * (self.key_copies - 1) * self.kv_heads)
 
     @property
     def _tables_of_others(self) -> int:
-        """Bytes of the rotary tables of the tokens that other devices compute: attention rotates all of them here."""
+        # Bytes of rotary tables for the other devices' tokens: attention rotates all of them here.
         return (self.sequence_ranks - 1) * self.tokens * 2 * self.head_dim * self.compute_bytes
 
     @property
     def compute_bytes(self) -> int:
-        """b, of an element of an activation."""
+        """b, of an activation's element."""
         return width(self.settings.actor.fsdp_config.dtype)
 
     @property
     def master_bytes(self) -> int:
-        """b_w, of an element of the policy's parameters at rest."""
+        """b_w, of an element of the policy's resting parameters."""
         fsdp = self.settings.actor.fsdp_config
         return width(fsdp.dtype if fsdp.split_master_weights or fsdp.streams else fsdp.model_dtype)
 
@@ -131,19 +129,18 @@ class Shapes:
 
     @property
     def reference_bytes(self) -> int:
-        """Bytes of the reference's parameters at rest; 0 where the policy without its adapters is the reference."""
+        """Bytes of the reference's resting parameters; 0 if the reference is the policy without its adapters."""
         frozen = self.settings.ref.fsdp_config.model_dtype
         return 0 if self.settings.model.lora_rank else self.params * width(frozen)
 
     @property
     def state_bytes(self) -> float:
-        """b_o, of both moments of a parameter, and of the remainder of its master where it is split."""
+        """b_o, a parameter's bytes of both moments, and of its master's remainder if masters are split."""
         actor = self.settings.actor
         return actor.optim.state_bytes(width(actor.fsdp_config.model_dtype)) + self.remainder_bytes
 
     @property
     def remainder_bytes(self) -> int:
-        """Bytes of the remainder of a parameter's master; 0 where masters are whole."""
         return 2 if self.settings.actor.fsdp_config.split_master_weights else 0
 
     @property
@@ -153,7 +150,7 @@ class Shapes:
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of activations at the peak of backward: what all blocks keep, and what the block in backward holds."""
+        """Activations at the peak of backward: what all blocks keep, plus what the block in backward holds."""
         model, others = self.settings.model, self._of_others(self.layers - 1)
         if model.block_tile_tokens is not None:
             return others + max(self.final_norm_bytes, self.tiled_block_bytes(model.block_tile_tokens))
@@ -166,13 +163,12 @@ class Shapes:
         return others + max(self.final_norm_bytes, self.backward_bytes)
 
     def _of_others(self, blocks: int) -> int:
-        """Return what some blocks keep while another's backward runs."""
         return self.kept_on_device(blocks) if self._inputs_alone else blocks * self.kept_bytes
 
     def kept_on_device(self, blocks: int, beside: int = 0) -> int:
-        """Return the bytes on the device of what so many blocks keep.
+        """Return how much of what ``blocks`` blocks keep is on the device.
 
-        With activation offload these are what stays there and the inputs of ``in_flight + beside`` blocks, else all of them.
+        With activation offload: what stays there, and the inputs of ``in_flight + beside`` blocks. Without it: everything.
         """
         model, whole = self.settings.model, blocks * self.kept_bytes
         if model.in_flight is None:
@@ -181,34 +177,31 @@ class Shapes:
 
     @property
     def kept_bytes(self) -> int:
-        """What a block keeps until its backward."""
         return self.input_bytes if self._inputs_alone else self.block_bytes
 
     @property
     def _inputs_alone(self) -> bool:
-        """Whether blocks keep their inputs, and are computed again."""
         model = self.settings.model
         return model.checkpointing is not None or model.block_tile_tokens is not None
 
     @property
     def states_bytes(self) -> int:
-        """What lies above the blocks when a forward ends: the last block's output, and states of the response tokens."""
+        """What lies above the blocks at the end of a forward: the last block's output, and states of the response tokens."""
         return self.input_bytes + 3 * self.responses * self.hidden * self.compute_bytes
 
     @property
     def saved_bytes(self) -> int:
-        """At most what a forward saves for its backward: what blocks keep, the states above them, rotary tables and ids."""
+        """Upper bound of what a forward saves for backward: block activations, states above them, rotary tables and ids."""
         tables = self.sequence_ranks * 2 * self.head_dim * self.compute_bytes
         return self.layers * self.kept_bytes + self.states_bytes + self.tokens * (tables + 8)
 
     @property
     def final_norm_bytes(self) -> int:
-        """Bytes at the backward of the final norm, which covers the response tokens alone, with the last block's own."""
+        """Bytes at the backward of the final norm (response tokens only), including what the last block keeps."""
         return self.kept_bytes + 3 * self.responses * self.hidden * self.compute_bytes + self._at_norm(self.responses)
 
     @property
     def backward_bytes(self) -> int:
-        """What a block holds at the peak of its own backward."""
         model, wide, inputs = self.settings.model, self.tokens * self.mlp * self.compute_bytes, self.input_bytes
         if model.recompute_elementwise:
             return max(self.mlp_bytes(self.tokens), self.attention_backward_bytes)
@@ -218,7 +211,7 @@ class Shapes:
 
     @property
     def pruned_backward_bytes(self) -> int:
-        """What the last block holds at most, from the final norm on, where it computes keys and values alone of U tokens."""
+        """Peak of the last block, final norm included, where it computes only keys and values for U tokens."""
         b, query, key, model = self.compute_bytes, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.settings.model
         queries = replace(self, tokens=self.tokens - self.skipped, skipped=0)
         if not model.recompute_elementwise:
@@ -241,10 +234,10 @@ class Shapes:
         return max(normal, beside + max(mlp, attention), last + self._at_norm(tile))
 
     def tiled_block_bytes(self, tile: int) -> int:
-        """Return what a block holds at the peak of its own backward where it runs over tiles of ``tile`` tokens.
+        """Return what a block holds at the peak of its own backward if it runs over tiles of ``tile`` tokens.
 
-        Of all tokens: its input, the gradient of its output, rotary tables, keys and values, and their gradients in fp32. Of all
-        its weights: sums of gradients. The rest is of a tile, at the MLP or at attention.
+        For all tokens it holds: its input, the gradient of its output, rotary tables, keys and values, and their gradients in
+        fp32. For all its weights: sums of gradients. Everything else is of one tile, at the MLP or at attention.
         """
         b, wide = self.compute_bytes, max(self.compute_bytes, 4)
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -265,14 +258,14 @@ class Shapes:
 
     @property
     def recomputes_mlp(self) -> bool:
-        """Whether MLPs keep their input alone and are computed again in backward, tile by tile."""
+        """Whether MLPs keep only their input and are recomputed in backward, tile by tile."""
         model = self.settings.model
         return model.recompute_elementwise and (model.checkpointing == "full" or model.mlp_tiles is not None)
 
     def mlp_bytes(self, cut: int) -> int:
-        """Return what a block of recomputed norms holds at the backward of its MLP, in tiles as ``cut`` tokens are cut.
+        """Return what a block with recomputed norms holds at its MLP's backward, if tiles are cut as for ``cut`` tokens.
 
-        A weight's gradient that is summed over tiles is among it; once inputs to its parameter it is of another kind.
+        This includes the weight gradient that is summed over tiles; once given to its parameter it counts as another kind.
         """
         b, inputs, least = self.compute_bytes, self.input_bytes, self.settings.model.mlp_tiles or 1
         tiles = max(-(-cut // PRODUCT_ROWS[self.device]), least if self.recomputes_mlp else 1)
@@ -287,11 +280,11 @@ class Shapes:
         return self.block_bytes + inputs + max(wide + whole + gate, inputs + normal + 2 * whole + norm)
 
     def _at_gate(self, rows: int) -> int:
-        """Return what the gradient of so many rows of gate and up holds beside them: an activation and a product of a tile."""
+        # Scratch beside the gradients of `rows` rows of gate and up: an activation and a product of one tile.
         return self._elementwise_bytes(rows * self.mlp, NARROW_TILE_ELEMENTS, 2 * self.compute_bytes)
 
     def _at_norm(self, rows: int) -> int:
-        """Return what the gradient of a norm of so many rows holds beside them, in fp32: two tensors of a tile, or three."""
+        # Fp32 scratch beside the gradient of a norm over `rows` rows: two tensors of one tile, or three.
         return self._elementwise_bytes(rows * self.hidden, TILE_ELEMENTS, 4 * (2 if self.compute_bytes == 4 else 3))
 
     def _elementwise_bytes(self, elements: int, tile: dict[str, int], each: int) -> int:
@@ -301,16 +294,16 @@ class Shapes:
 
     @property
     def attention_bytes(self) -> int:
-        """What a block of recomputed norms keeps but for its gate and up: two inputs, queries, keys, values and their output."""
+        """What a block with recomputed norms keeps without gate and up: two inputs, queries, keys, values and output."""
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return self.tokens * self.compute_bytes * (2 * self.hidden + 2 * query + 2 * key) + self.exchanged_bytes
 
     @property
     def attention_backward_bytes(self) -> int:
-        """What a block of recomputed norms holds, itself included, at the backward of its attention.
+        """What a block with recomputed norms holds at the backward of its attention, itself included.
 
-        Flash kernels run over all heads, the memory-efficient kernel of a GPU over as many as a tile has room for, and the kernel
-        of a CPU key head by key head.
+        Flash kernels run over all heads; a GPU's memory-efficient kernel over as many as fit in a tile; a CPU's kernel over one
+        key head at a time.
         """
         if self.flash:
             return self.flash_backward_bytes(self.tokens)
@@ -327,19 +320,19 @@ class Shapes:
         return self._at_attention + max(held, self.compute_bytes * exchange)
 
     def efficient_heads(self) -> int:
-        """Return how many key heads the memory-efficient kernel of a GPU takes at once."""
+        """How many key heads a GPU's memory-efficient kernel computes at once."""
         kv_heads, ranks = self.kv_heads * self.key_copies, self.sequence_ranks
         each = self.heads // kv_heads * self.head_dim
         return key_heads_at_once(ranks * self.tokens * each, kv_heads // ranks, ATTENTION_ELEMENTS["cuda"])
 
     def _efficient_backward_bytes(self, each: int) -> int:
-        """Return what the backward of memory-efficient attention makes for the heads that it takes at once.
+        """Return what the backward of memory-efficient attention allocates for the heads it computes at once.
 
-        ``each`` elements of queries share a key head. Of all tokens: queries and keys turned, and gradients, unless one call
-        makes them all. A call has keys and values repeated for query heads, if it takes several key heads; columns of the output
-        and of its gradient, if there are more key heads; and gradients of queries, and of keys and values for each query head.
-        Answers that share prompts have such a call of their own. Source: ``_efficient_attention_backward`` in
-        ``aten/src/ATen/native/transformers/cuda/attention_backward.cu``. Its workspace has the gradient of queries in fp32, with
+        ``each`` is the number of query elements that share a key head. For all tokens there are rotated queries and keys, and
+        gradients, unless one call makes them all. One call has: keys and values repeated for the query heads, if it takes several
+        key heads; columns of the output and of its gradient, if further key heads remain; gradients of queries, and of keys and
+        values for each query head. Answers that share prompts have a call of their own. Source: ``_efficient_attention_backward``
+        in ``aten/src/ATen/native/transformers/cuda/attention_backward.cu``. Its workspace holds the gradient of queries in fp32,
         each sequence as long as the longest.
         """
         b, tokens, key = self.compute_bytes, self.sequence_ranks * self.tokens, self.head_dim
@@ -361,7 +354,7 @@ class Shapes:
 
     @property
     def _at_attention(self) -> int:
-        """What a block of recomputed norms holds when the backward of its attention begins."""
+        # What a block with recomputed norms holds when its attention's backward begins.
         query, tables = self.heads * self.head_dim, 2 * self.head_dim
         # The place of the MLP's input is the gradient's now, the output has a gradient, and rotary tables are of two halves.
         # What the output projection read is gone.
@@ -370,32 +363,32 @@ class Shapes:
 
     @property
     def flash(self) -> bool:
-        """Whether attention takes flash kernels."""
         named = self.settings.model.attn_implementation in ("auto", "flash_attention_2")
         return named and self.device == "cuda" and self.compute_bytes == 2
 
     def flash_backward_bytes(self, keys: int) -> int:
-        """Return what a block of recomputed norms holds at the backward of flash attention, over ``keys`` tokens.
+        """Return what a block with recomputed norms holds at the backward of flash attention over ``keys`` tokens.
 
-        Queries and keys turned, their gradients and those of values, and the kernel's own. Answers that share prompts see them
-        in a second call, whose inputs are gathered. Source: ``mha_varlen_bwd`` in ``csrc/flash_attn/flash_api.cpp`` of flash-attn
-        2.8; torch has it as ``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp``. It allocates ``dq_accum``
-        [T + 128 n, H, D rounded up to 32, or to 64 above 128] and ``softmax_d`` [H, T + 128 n], fp32 both, and with fewer key
-        heads ``dk_expanded`` and ``dv_expanded`` [T, H, D].
+        These are: rotated queries and keys, the gradients of queries, keys and values, and the kernel's own buffers. Answers that
+        share prompts see them in a second call with gathered inputs. Source: ``mha_varlen_bwd`` in
+        ``csrc/flash_attn/flash_api.cpp`` of flash-attn 2.8; torch has it as
+        ``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp``. It allocates ``dq_accum`` [T + 128 n, H, D rounded up
+        to 32, or to 64 above 128] and ``softmax_d`` [H, T + 128 n], fp32 both, and with fewer key heads ``dk_expanded`` and
+        ``dv_expanded`` [T, H, D].
         """
         query, key, b = self.heads * self.head_dim, self.kv_heads * self.key_copies * self.head_dim, self.compute_bytes
         return self._at_attention + b * (self.tokens * query + keys * key) + self._flash_calls(keys)
 
     @property
     def plain_flash_backward_bytes(self) -> int:
-        """What a block that recomputes nothing holds at flash attention's backward: all but its MLP, and the kernel's own."""
+        """What a block without recomputation holds at flash attention's backward: all but its MLP, plus kernel buffers."""
         b, mlp = self.compute_bytes, 4 * self.mlp if self.settings.model.mlp_tiles is None else 0
         freed = b * mlp + (4 + 2 * b) * self.hidden  # of the MLP, and of its norm
         gradients = b * (self.hidden + self.heads * self.head_dim)  # of the state between attention and MLP, and of the output
         return self.block_bytes + self.tokens * (gradients - freed) + self._flash_calls(self.tokens)
 
     def _flash_calls(self, keys: int) -> int:
-        """Return what the larger of the calls of flash attention's backward makes, with the gradients that lie there already."""
+        # Bytes of the larger call of flash attention's backward, including gradients that exist already.
         query, key, b = self.heads * self.head_dim, self.kv_heads * self.key_copies * self.head_dim, self.compute_bytes
         round_to = 32 if self.head_dim <= 128 else 64
         rounded = -(-self.head_dim // round_to) * round_to
@@ -412,7 +405,7 @@ class Shapes:
 
     @property
     def norm_backward_bytes(self) -> int:
-        """What is held, with checkpointing, when the backward of the last block comes to the norm of its queries."""
+        """What checkpointed blocks hold when the last block's backward reaches the norm of its queries."""
         b, query, key = self.compute_bytes, self.heads * self.head_dim, self.kv_heads * self.head_dim
         others = self.kept_on_device(self.layers - 1, 1)
         kept = (4 + 2 * b) * (self.hidden + query + key) + b * (query + key)
@@ -420,25 +413,25 @@ class Shapes:
         return others + self.tokens * (kept + passing) + b * (self.suffix_tokens * query + 2 * self.responses * self.hidden)
 
     def tiled_bytes(self, n: int) -> int:
-        """Return what an MLP in n tiles saves at its own backward, where its block is computed again."""
+        """What an MLP in n tiles saves at its own backward, if its block is recomputed."""
         wide = self.mlp * self.compute_bytes
         return round(6 * self.tokens * wide * (1 - 1 / n) - 2 * self.hidden * wide - self.input_bytes * (1 + 1 / n))
 
     @property
     def linear_params(self) -> int:
-        """Parameters of the linear layers of all blocks, which are what is quantised and what LoRA adapts."""
+        """Parameters of all blocks' linear layers: those that are quantised and that LoRA adapts."""
         attention = 2 * (self.heads + self.kv_heads) * self.head_dim * self.hidden
         return self.layers * (attention + 3 * self.hidden * self.mlp)
 
     def packed_bytes(self, kind: str) -> int:
-        """Return the bytes of the same layers as they rest in 8 or 4 bits."""
+        """Bytes of the same layers in 8 or 4 bits."""
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         read_hidden = (query + 2 * key + 2 * self.mlp) * row_bytes(kind, self.hidden)
         return self.layers * (read_hidden + self.hidden * (row_bytes(kind, query) + row_bytes(kind, self.mlp)))
 
     @property
     def block_bytes(self) -> int:
-        """A, of what a block of Qwen3 keeps for its backward."""
+        """A, of what a Qwen3 block keeps for its backward."""
         b, query, key, model = self.compute_bytes, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.settings.model
         if model.recompute_elementwise:
             return self.attention_bytes + (2 * self.tokens * self.mlp * b if model.mlp_tiles is None else 0)
@@ -449,7 +442,7 @@ class Shapes:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The sizes of a decoder-only model, as its config.json says them."""
+    """A decoder-only model's sizes, from its config.json."""
 
     hidden: int
     mlp: int
@@ -475,12 +468,11 @@ class ModelSize:
 
     @property
     def widest(self) -> int:
-        """The longer side of a block's largest matrix; the other is ``hidden``."""
+        """The longer side of a block's largest matrix; the shorter is ``hidden``."""
         return max(self.mlp, self.heads * self.head_dim)
 
     @property
     def block_params(self) -> int:
-        """Parameters of a decoder block."""
         if self.counted is not None:
             return self.counted[1]
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -489,13 +481,11 @@ class ModelSize:
 
     @property
     def params(self) -> int:
-        """All parameters, a tied matrix once."""
         if self.counted is not None:
             return self.counted[0]
         return self.vocab * self.hidden * (1 if self.tied else 2) + self.layers * self.block_params + self.hidden
 
     def shapes(self, roles: ActorRolloutRef, work: Pass, device: str) -> Shapes:
-        """Return the symbols of the knobs' formulas for a pass of this model."""
         return Shapes(
             settings=roles, layers=self.layers, hidden=self.hidden, mlp=self.mlp, heads=self.heads, kv_heads=self.kv_heads,
             head_dim=self.head_dim, vocab=self.vocab, params=self.params, block_params=self.block_params, tied=self.tied,
@@ -524,7 +514,7 @@ PUBLISHED = {
 
 @dataclass(frozen=True)
 class Pass:
-    """The largest micro-batch of a pass on one rank, and the tokens of all of its micro-batches together."""
+    """The largest micro-batch of a pass on one rank, and the tokens of all its micro-batches."""
 
     tokens: int
     responses: int
@@ -537,34 +527,32 @@ class Pass:
 
 
 def key_heads_at_once(elements: int, kv_heads: int, tile: int) -> int:
-    """Return how many of ``kv_heads`` key heads attention computes at once.
+    """Return how many of ``kv_heads`` key heads attention computes at once: a divisor of them, so that all calls have one width.
 
-    It is a divisor of them, so that all calls have one width. ``elements`` are those of the queries that share a key head, and
-    ``tile`` those that a call may have.
+    ``elements`` counts the query elements that share a key head, and ``tile`` is the most that one call may have.
     """
     most = min(max(tile // max(elements, 1), 1), kv_heads)
     return next(count for count in range(most, 0, -1) if kv_heads % count == 0)
 
 
 def check_heads(heads: int, ranks: int, key: str) -> None:
-    """Refuse a number of ranks over which query heads do not divide. ``key``: that of sequence parallelism."""
+    """Refuse a number of ranks that does not divide the query heads. ``key``: the setting of sequence parallelism."""
     if heads % ranks:
         possible = " or ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
         raise ConfigError(f"{key}={ranks}: the model's {heads} query heads do not divide over the ranks. Set {possible}.")
 
 
 def key_copies(heads: int, kv_heads: int, ranks: int) -> int:
-    """Return how often each key head is repeated, so that key heads divide over the ranks. The query heads divide over them."""
+    """How often each key head is repeated so that key heads divide over the ranks; query heads must divide."""
     assert heads % ranks == 0, (heads, ranks)
     shared = heads // kv_heads
     return next(copies for copies in range(1, shared + 1) if shared % copies == 0 and kv_heads * copies % ranks == 0)
 
 
 def width(dtype: str) -> int:
-    """Return the bytes of an element of a dtype, by its name in the settings."""
+    """Bytes of an element of a dtype, by its name in the settings."""
     return 4 if dtype in ("fp32", "float32") else 2
 
 
 def activation_saving(before: Shapes, after: Shapes) -> float:
-    """Return how far the activations of an update fall between two settings."""
     return before.activation_bytes - after.activation_bytes

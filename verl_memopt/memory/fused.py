@@ -58,16 +58,16 @@ _counts: Counter[str] = Counter()
 
 
 def take_compile_counts() -> dict[str, Any]:
-    """Return the graphs compiled for functions of the trainer, and their calls that ran uncompiled, since the last call of this.
+    """Return (and reset) the number of graphs compiled for the trainer, and of calls that ran uncompiled.
 
-    None each where this process compiles nothing. The engine's graphs are not among them.
+    Both are None where this process compiles nothing. The engine's graphs do not count.
     """
     return {name: _counts.pop(name, 0) if _on else None for name in COMPILE_FIGURES}
 
 
 @contextmanager
 def fused_statements(on: bool) -> Iterator[None]:
-    """Set inside the body whether this process compiles elementwise statements. Ask :func:`compiler_works` first."""
+    """Switch compilation of elementwise statements on or off inside the body. Ask :func:`compiler_works` first."""
     global _on
     before, _on = _on, on
     try:
@@ -78,9 +78,9 @@ def fused_statements(on: bool) -> Iterator[None]:
 
 @contextmanager
 def recorded_calls(recorder: Recorder) -> Iterator[None]:
-    """Give ``recorder`` each call that would be compiled, also under the dispatch modes that are active now.
+    """Pass ``recorder`` each call that would be compiled, including calls under the dispatch modes that are active now.
 
-    It counts what a GPU would run. Under a further mode, such as selective checkpointing's, nothing is compiled there either.
+    It counts what a GPU would run. Under a further mode, such as selective checkpointing's, nothing is compiled on a GPU either.
     """
     global _recorder, _modes_of_recorder
     before = _recorder, _modes_of_recorder
@@ -98,11 +98,15 @@ def over_rows(
     narrow: bool = False,
     otherwise: Callable[[], None] | None = None,
 ) -> None:
-    """Run ``statement(*tensors, *others)`` over all rows of ``tensors``. The statement writes into some of its tensors.
+    """Run ``statement(*tensors, *others)`` over all rows of ``tensors``; the statement writes into some of them.
 
-    The tensors have the same number of rows, or are None. The first is a tensor, and its size decides the tiles. Two tensors that
-    share memory must be the same rows of the same tensor. The others are the same for every tile. ``narrow``: the statement
-    creates nothing in fp32, so its tiles may be larger. ``otherwise`` runs in place of a statement that cannot run over tiles.
+    Args:
+        statement: Elementwise over rows.
+        tensors: Same number of rows each, or None. The first must be a tensor; its size decides the tiles. Two that share memory
+            must be the same rows of the same tensor.
+        others: The same for every tile.
+        narrow: The statement creates nothing in fp32, so its tiles may be larger.
+        otherwise: Runs in place of a statement that cannot run over tiles.
     """
     first = tensors[0]
     assert first is not None
@@ -124,16 +128,12 @@ def over_rows(
 
 
 def runs_compiled(first: Tensor) -> bool:
-    """Return whether :func:`over_rows` compiles statements over the rows of ``first``.
-
-    A statement may then not overwrite a tensor that it also sums over rows: torch 2.11 may run the sum after the write.
-    """
+    """Return whether :func:`over_rows` compiles statements over the rows of ``first``."""
     # A tensor of one row would be a variant of its own.
     return _on and first.shape[0] > 1 and not _observed()
 
 
 def tiles(tensor: Tensor, narrow: bool = False) -> Iterator[slice]:
-    """Return slices of a tensor's rows, each small enough for elementwise statements to be fast."""
     size = _tile_rows(tensor, narrow)
     return (slice(start, start + size) for start in range(0, tensor.shape[0], size))
 
@@ -145,7 +145,7 @@ def _tile_rows(tensor: Tensor, narrow: bool) -> int:
 
 
 def compiler_works(device: torch.device) -> bool:
-    """Return whether functions can be compiled for a device, by compiling one. Warn once a process where they cannot."""
+    """Return whether functions compile for a device, by compiling one. Warns once a process if they do not."""
     return _recorder is not None or (not _observed() and _compiles(device))
 
 
@@ -169,7 +169,7 @@ def _probe(values: Tensor) -> Tensor:
 def run_compiled(
     function: Callable[..., Any], tensors: Sequence[Tensor | None], others: Sequence[Any], uncompiled: Callable[[], Any]
 ) -> Any:
-    """Return ``function(*tensors, *others)``, compiled; what ``uncompiled`` returns where the function cannot be compiled."""
+    """Call ``function(*tensors, *others)`` compiled, or ``uncompiled()`` if it cannot be compiled."""
     if _recorder is not None:
         return _recorder(function, tensors, others, uncompiled)
     if function not in _given_up:
@@ -196,20 +196,22 @@ def run_compiled(
 
 
 def compiled_for_width(function: Callable[..., Any], tensors: Sequence[Tensor | None], others: Sequence[Any]) -> Any:
-    """Call ``function(*tensors, *others)``, compiled for the widths of its tensors and for any number of rows."""
+    """Call ``function(*tensors, *others)``, compiled for the widths of its tensors and any number of rows."""
     # Detached, so that neither `requires_grad` nor Parameter or Tensor makes a variant.
-    inputs = [one.detach() if isinstance(one, Tensor) else one for one in others]
-    widths = tuple(None if one is None else (one.dtype, one.shape[1:]) for one in tensors)
-    run = _compiled(function, widths, tuple((one.dtype, one.shape) if isinstance(one, Tensor) else one for one in inputs))
+    inputs = [value.detach() if isinstance(value, Tensor) else value for value in others]
+    widths = tuple(None if value is None else (value.dtype, value.shape[1:]) for value in tensors)
+    run = _compiled(
+        function, widths, tuple((value.dtype, value.shape) if isinstance(value, Tensor) else value for value in inputs)
+    )
     return run(tensors, inputs)
 
 
 @cache
 def _compiled(function: Callable[..., Any], widths: tuple[Any, ...], others: tuple[Any, ...]) -> Callable[..., Any]:
-    """Return a function compiled for rows of one width: for rows of any width a kernel is two to three times slower on a GPU.
+    """Return the function compiled for rows of one width: a kernel for any width is two to three times slower on a GPU.
 
-    Dynamo keeps what it compiled, and which sizes it has seen change, by the place of the code. So each width has its own code,
-    which is compiled once, for any number of rows.
+    Dynamo keys its cache, and the sizes it has seen change, by code object. So each width gets a code object of its own, which is
+    compiled once for any number of rows.
     """
     code = function.__code__
     own = code.replace(co_name=f"{code.co_name}_{next(_numbers)}")
@@ -222,11 +224,11 @@ def _compiled(function: Callable[..., Any], widths: tuple[Any, ...], others: tup
     def run(tensors: Sequence[Tensor | None], others: Sequence[Any]) -> Any:
         nonlocal marked
         if not marked:
-            for one in tensors:
-                if one is not None:
+            for tensor in tensors:
+                if tensor is not None:
                     # Otherwise Dynamo takes the number of rows of the first call for a constant, and compiles again at the
                     # second.
-                    maybe_mark_dynamic(one, 0)
+                    maybe_mark_dynamic(tensor, 0)
             marked = True
         return compiled(*tensors, *others)
 
@@ -242,18 +244,18 @@ def _warn_once(error: Exception) -> None:
 
 
 def _observed() -> bool:
-    """Return whether a dispatch mode is active, such as the byte tracker. A compiled function would run uncompiled under it."""
+    # Whether a dispatch mode is active, such as the byte tracker's: compiled functions would run uncompiled.
     return torch._C._len_torch_dispatch_stack() > (0 if _recorder is None else _modes_of_recorder)
 
 
 def _once_each(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the tensors with one object for all that share memory; the compiler would copy what may overlap."""
+    # Use one object for all tensors that share memory; the compiler would copy what may overlap.
     by_memory: dict[tuple[Any, ...], Tensor] = {}
 
-    def place(one: Tensor) -> tuple[Any, ...]:
-        return one.untyped_storage()._cdata, one.storage_offset(), one.dtype, one.shape, one.stride()
+    def place(tensor: Tensor) -> tuple[Any, ...]:
+        return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
 
-    return [None if one is None else by_memory.setdefault(place(one), one.detach()) for one in tensors]
+    return [None if tensor is None else by_memory.setdefault(place(tensor), tensor.detach()) for tensor in tensors]
 
 
 # Weights that lie one behind another, and columns of one product's output.
@@ -264,19 +266,21 @@ JOINS = {"cpu": False}
 
 
 def joined(tensors: Sequence[Tensor], dim: int) -> Tensor | None:
-    """Return tensors that lie one after another in one storage as one view, longer along ``dim``; None if they do not.
+    """View tensors that lie one after another in one storage as one tensor, longer along ``dim``; None if they do not.
 
-    Rows of weights lie so behind each other (``dim`` 0), and columns of one product's output beside each other (1).
+    ``dim=0`` joins the rows of weights, ``dim=1`` the columns of one product's output.
     """
     first, length = tensors[0], 0
     if len(tensors) == 1:
         return first
     # A quantised weight has no memory of its own to join.
-    if any(is_traceable_wrapper_subclass(one) for one in tensors):
+    if any(is_traceable_wrapper_subclass(part) for part in tensors):
         return None
-    kinds = [(one.dtype, one.stride(), one.untyped_storage()._cdata, *one.shape[:dim], *one.shape[dim + 1 :]) for one in tensors]
-    for one, kind in zip(tensors, kinds, strict=True):
-        if kind != kinds[0] or one.storage_offset() != first.storage_offset() + length * first.stride(dim):
+    kinds = [
+        (part.dtype, part.stride(), part.untyped_storage()._cdata, *part.shape[:dim], *part.shape[dim + 1 :]) for part in tensors
+    ]
+    for part, kind in zip(tensors, kinds, strict=True):
+        if kind != kinds[0] or part.storage_offset() != first.storage_offset() + length * first.stride(dim):
             return None
-        length += one.shape[dim]
+        length += part.shape[dim]
     return first.as_strided((*first.shape[:dim], length, *first.shape[dim + 1 :]), first.stride(), first.storage_offset())

@@ -30,8 +30,6 @@ _IN_BACKWARD, _NATIVE = f"{_ACTOR}.optim.in_backward", f"{_ACTOR}.fsdp_config.of
 
 @dataclass(frozen=True)
 class GradOffload:
-    """Settings of gradient offload."""
-
     grad_offload: bool = False
     """A gradient leaves the device as soon as backward has it, and is summed over micro-batches in host memory: 4 bytes a
     parameter (fp32) leave the device. The optimizer clips it and reads it from there, bucket by bucket."""
@@ -45,29 +43,29 @@ LEAST_ROWS = 64
 
 
 def tile_rows(bucket_bytes: int, row_bytes: int) -> int:
-    """Return the rows of a tile on each rank, whose rows of that number take ``row_bytes`` together."""
+    """Rows of a tile on each rank. ``row_bytes``: bytes of one row on every rank together."""
     return max(bucket_bytes // SLOTS // row_bytes // LEAST_ROWS, 1) * LEAST_ROWS
 
 
 def tile_params(shapes: Shapes, ranks: int = 1) -> int | None:
-    """Return the elements of a tile of the gradient of the vocabulary's matrix, of all ranks; None where it comes whole."""
+    """Elements of one gradient tile of the vocabulary's matrix, over all ranks; None if it is not tiled."""
     fsdp, bucket = shapes.settings.actor.fsdp_config, int(shapes.settings.actor.optim.bucket_megabytes * 2**20)
-    each = shapes.gradient_bytes
+    element_bytes = shapes.gradient_bytes
     summed_whole = ranks > 1 and fsdp.gradient_sync == "last"
-    if not fsdp.grad_offload or summed_whole or each * shapes.vocab * shapes.hidden <= bucket:
+    if not fsdp.grad_offload or summed_whole or element_bytes * shapes.vocab * shapes.hidden <= bucket:
         return None
     row = ranks * shapes.hidden
-    return row * min(tile_rows(bucket, row * max(each, shapes.compute_bytes)), -(-shapes.vocab // ranks))
+    return row * min(tile_rows(bucket, row * max(element_bytes, shapes.compute_bytes)), -(-shapes.vocab // ranks))
 
 
 def matrix_params(shapes: Shapes, ranks: int = 1) -> int:
-    """Return the elements of the gradient of the vocabulary's matrix that are on the devices at once."""
+    """Elements of the vocabulary matrix's gradient that are on the devices at once."""
     whole, tile = shapes.vocab * shapes.hidden, tile_params(shapes, ranks)
     return whole if tile is None else min(whole, SLOTS * tile)
 
 
 def _saved(_: Shapes, after: Shapes) -> float:
-    """Return the bytes saved where a copy is done at once, so that the vocabulary's matrix or a block's tensors are alone."""
+    """Bytes saved if copies take no time, so that only the vocabulary's matrix or one block's gradients are present."""
     return after.gradient_bytes * (after.params - max(matrix_params(after), after.block_params))
 
 

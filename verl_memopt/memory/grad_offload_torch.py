@@ -49,16 +49,12 @@ ACTOR = "actor_rollout_ref.actor"
 
 
 class StepInBackward:
-    """Updates each parameter as its gradient comes. FSDP2 calls the hooks once a unit's gradients are reduced and sharded.
-
-    Attributes:
-        measured: The norm that a first pass has found, which :meth:`norm` returns next; None = there was no such pass.
-    """
+    """Updates each parameter as soon as its gradient arrives: FSDP2 calls the hooks when a unit's gradients are sharded."""
 
     def __init__(self, optimizer: Optimizer, key: str = ACTOR, backward_on: torch.device | None = None) -> None:
-        """Register the hooks of all parameters of an optimizer, whose model errors name by the settings section ``key``.
+        """Register hooks on all parameters of an optimizer. Errors name the model by the settings section ``key``.
 
-        ``backward_on`` is the device that computes gradients; None for that of the parameters.
+        ``backward_on`` is the device that computes gradients; None = the parameters' device.
         """
         assert isinstance(optimizer, Bucketed), type(optimizer)
         self._optimizer, self._key = optimizer, key
@@ -87,7 +83,7 @@ class StepInBackward:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Have backward in the body take the norm of each gradient and drop it: nothing is updated."""
+        """Inside the body, backward takes the norm of each gradient and drops it; nothing is updated."""
         self._measures = True
         try:
             yield
@@ -96,7 +92,7 @@ class StepInBackward:
 
     @contextmanager
     def dividing(self, divisor: Tensor) -> Iterator[None]:
-        """Have backward in the body update with gradients that are divided by a scalar. All of them are known to be finite."""
+        """Inside the body, backward divides each gradient by a scalar and updates. All gradients must be finite."""
         self._divisor = divisor
         try:
             yield
@@ -105,7 +101,7 @@ class StepInBackward:
             self._divisor = None
 
     def norm(self) -> Tensor:
-        """Return the norm of the whole gradient since the last call; a sharded scalar where parameters are sharded."""
+        """Norm of the whole gradient since the last call; a sharded scalar if parameters are sharded."""
         if self.measured is not None:
             measured, self.measured = self.measured, None
             return measured
@@ -124,9 +120,9 @@ class StepInBackward:
 
     @torch.no_grad()
     def update(self, parameter: Tensor) -> None:
-        """Update a parameter from its gradient and free the gradient. Nothing moves after a gradient that was not finite.
+        """Update a parameter from its gradient and free the gradient.
 
-        Where the norm is measured, nothing moves at all.
+        After a non-finite gradient no further parameter is updated. While norms are measured, none is.
         """
         # A parameter that has a norm already got a gradient in this step, so this is a second micro-batch.
         self.check(1 + (id(parameter) in self._norms))
@@ -156,7 +152,7 @@ PIECE = 2**22
 
 
 class OffloadedGradients:
-    """Takes each gradient of an optimizer's parameters to the host. FSDP2 hands them over reduced and sharded, unit by unit."""
+    """Moves each gradient of an optimizer's parameters to the host. FSDP2 hands them over reduced and sharded, by unit."""
 
     def __init__(
         self,
@@ -165,10 +161,11 @@ class OffloadedGradients:
         matrices: Iterable[nn.Module] = (),
         reduce: torch.dtype = torch.float32,
     ) -> None:
-        """Allocate the places on the host, and register the hooks.
+        """Allocate the host memory and register the hooks.
 
-        ``blocks`` say how many bytes may be on their way at once. ``matrices`` are the modules whose ``weight`` [V, h] may get
-        its gradient in tiles: embedding and head. Where it is gathered, tiles are reduced in the dtype ``reduce``.
+        ``blocks`` decide how many bytes may be under way at once: the gradients of the largest one. ``matrices`` (embedding and
+        head) are the modules whose ``weight`` [V, h] may get its gradient in tiles. Tiles of a gathered weight are reduced in
+        dtype ``reduce``.
         """
         assert isinstance(optimizer, Bucketed), type(optimizer)
         self._optimizer = optimizer
@@ -192,36 +189,33 @@ class OffloadedGradients:
             weight: Any = module.weight
             if id(weight) in self._places and weight.numel() * gradient_dtype(weight).itemsize > self.bucket_bytes:
                 self._tiled[id(weight)] = weight
+                # The gathered parameter is another tensor than the shard, and has to find the same tiles.
                 if isinstance(weight, DTensor):
                     module.register_forward_pre_hook(lambda module, _, rows=weight: weak.adopt(module.weight, rows))
 
     @property
     def has_any(self) -> bool:
-        """Whether gradients wait for a step."""
         return bool(self._optimizer.arrived)
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of a matrix of the vocabulary's gradient on the device at once, if it comes in tiles."""
         return self._optimizer.bucket_bytes
 
     def norm(self) -> Tensor:
-        """Return the norm of the whole gradient; a sharded scalar where parameters are sharded."""
         here = current_stream(self._device)
         while self._leaving:
             self._wait_for_first(here)
         # In the order of the parameters, as the norm of gradients that are all there.
-        norms = [self._norms[id(each)] for each in self._parameters if id(each) in self._optimizer.arrived]
+        norms = [self._norms[id(parameter)] for parameter in self._parameters if id(parameter) in self._optimizer.arrived]
         self._norms.clear()  # a scalar on the device for each parameter
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def divide(self, divisor: Tensor | None) -> None:
-        """Have the next step divide all gradients by a scalar on the device; None = by nothing."""
         self._optimizer.divisor = divisor
 
     @torch.no_grad()
     def bring(self, parameter: Tensor) -> None:
-        """Put what is summed so far of a plain parameter's gradient into ``.grad``, to be added to in place."""
+        """Load the sum so far of a plain parameter's gradient into ``.grad``, to be added to in place."""
         dtype = gradient_dtype(parameter)
         self._make_room(parameter.numel() * dtype.itemsize)  # what leaves may be as large: the same matrix, of the pass before
         grad = torch.empty_like(parameter, dtype=dtype)
@@ -237,20 +231,20 @@ class OffloadedGradients:
         self._brought.add(id(parameter))
 
     def adopt(self, whole: nn.Parameter, rows: nn.Parameter) -> None:
-        """Give a gathered matrix, which computes now, the tiles of its rows, which the optimizer has."""
+        """Let the gathered matrix ``whole``, which computes, use the gradient tiles of the shard ``rows``, which is optimized."""
         self._tiled[id(whole)] = rows
         setattr(whole, HOME, weakref.proxy(self))
 
     def tiles(self, parameter: Tensor) -> GradientTiles | None:
-        """Return the tiles of a matrix of the vocabulary, as it computes; None for other parameters."""
+        """Return the gradient tiles of a vocabulary matrix, as it computes; None for other parameters."""
         rows = self._tiled.get(id(parameter))
         return None if rows is None else GradientTiles(self, parameter, rows)
 
     @torch.no_grad()
     def passing(self, parameter: Tensor, ranges: Sequence[slice], needed: Collection[int] | None) -> Iterator[tuple[int, Tensor]]:
-        """Yield ranges of a parameter's rows on this rank with their sums so far, on the device, and take them away afterwards.
+        """Yield ranges of this rank's rows on the device, each with its sum so far, and store each one afterwards.
 
-        ``needed``: numbers of the ranges that are added to. The others may be left out. None = all ranges are yielded.
+        ``needed``: numbers of the ranges that are added to; others may be left out. None = all.
         """
         name, place = id(parameter), self._places[id(parameter)]
         arrived, width = name in self._optimizer.arrived, place[:1].numel()
@@ -271,7 +265,7 @@ class OffloadedGradients:
 
     @torch.no_grad()
     def take(self, parameter: Tensor) -> None:
-        """Add a gradient to its place on the host, and drop it. Nothing waits, but for room on the device."""
+        """Add a gradient to its sum on the host, and drop it. Waits only for room on the device."""
         gradient, place, name = parameter.grad, self._places[id(parameter)], id(parameter)
         # Autograd calls its hooks also where a function has added the gradient itself, which is gone then.
         if gradient is None:
@@ -281,6 +275,7 @@ class OffloadedGradients:
         self._make_room(shard.nbytes)
         here = current_stream(self._device)
         if name in self._optimizer.arrived and name not in self._brought:
+            # In pieces, so that the sum that comes back never takes as much as the gradient.
             for sum_so_far, added in zip(place.view(-1).split(PIECE), shard.view(-1).split(PIECE), strict=True):
                 with scope(kind=KIND):
                     arriving = torch.empty_like(added)
@@ -288,7 +283,9 @@ class OffloadedGradients:
                 with on_stream(self._stream):
                     arriving.copy_(sum_so_far, non_blocking=True)
                 wait_for(here, mark_done(self._stream))
+                # Summed on the device: an addition on the host is slower than both copies.
                 added.add_(arriving)
+        # Taken on the device, while the whole sum is there.
         self._norms[name] = torch.linalg.vector_norm(gradient)
         wait_for(self._stream, mark_done(here))
         with on_stream(self._stream), scope(kind=KIND):
@@ -301,7 +298,7 @@ class OffloadedGradients:
         parameter.grad = None
 
     def _make_room(self, num_bytes: int) -> None:
-        """Let later work wait until a block's gradients at most are on their way, with so many bytes more."""
+        # Make later work wait until the gradients under way, plus `num_bytes`, are no more than a block's.
         here = current_stream(self._device)
         while self._leaving and num_bytes + sum(tensor.nbytes for tensor, _ in self._leaving) > self._most:
             self._wait_for_first(here)
@@ -317,24 +314,23 @@ class OffloadedGradients:
 
 
 class GradientTiles:
-    """The tiles of the gradient of a matrix [V, h] of the vocabulary. A tile has as many rows of each rank's.
+    """Tiles of the gradient of a vocabulary matrix [V, h]. Each tile has the same number of rows from every rank.
 
     Attributes:
         count: Number of tiles.
     """
 
     def __init__(self, home: OffloadedGradients, whole: Tensor, rows: Tensor) -> None:
-        """Cut a matrix that computes, of whose rows this rank's rest at ``home``. Both are the same where nothing is gathered."""
+        """``whole`` is the matrix that computes, ``rows`` this rank's shard at rest; the same object if nothing is gathered."""
         self._home, self._whole, self._rows = home, whole, rows
         self._ranks = _num_shards(rows)
         vocabulary, width = whole.shape
         self._of_rank = -(-vocabulary // self._ranks)
-        each = width * self._ranks * max(gradient_dtype(each).itemsize for each in (whole, rows))
-        self._step = tile_rows(home.bucket_bytes, each)
+        row_bytes = width * self._ranks * max(gradient_dtype(weight).itemsize for weight in (whole, rows))
+        self._step = tile_rows(home.bucket_bytes, row_bytes)
         self.count = -(-self._of_rank // self._step)
 
     def places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return for rows of the matrix, int64 [T], the number of the tile of each, and its row there, int64 [T] each."""
         rank, row = ids // self._of_rank, ids % self._of_rank
         number = row // self._step
         first = number * self._step
@@ -342,23 +338,26 @@ class GradientTiles:
 
     @torch.no_grad()
     def passing(self, needed: Collection[int] | None = None) -> Iterator[Tile]:
-        """Yield the tiles in order, and take each away afterwards. ``needed``: as :meth:`OffloadedGradients.passing`."""
+        """Yield the tiles in order and store each one afterwards. ``needed``: see :meth:`OffloadedGradients.passing`."""
         own = local(self._rows).shape[0]
         ranges = [slice(min(start, own), min(start + self._step, own)) for start in range(0, self._of_rank, self._step)]
         if isinstance(self._rows, DTensor) and self._rows.device_mesh.size() > 1:
             needed = None  # each rank has tokens of other tiles, but all reduce the same ones
         for number, rest in self._home.passing(self._rows, ranges, needed):
             count = min(self._step, self._of_rank - number * self._step)
+            # Nothing is gathered or cast: tokens add to the sum itself.
             if self._whole is self._rows:
                 yield Tile(number, rest, self._parts(number, count, rest))
                 continue
             with scope(kind=KIND):
                 new = rest.new_zeros(self._ranks * count, rest.shape[1], dtype=gradient_dtype(self._whole))
             yield Tile(number, new, self._parts(number, count, new))
+            # Ranks with fewer rows than a whole tile drop what was reduced for rows that they lack.
             rest.add_(_reduced(new, self._rows, self._home.reduce)[: rest.shape[0]])
 
     def _parts(self, number: int, count: int, tile: Tensor) -> list[tuple[slice, Tensor]]:
         parts = []
+        # A tile holds rows of all ranks, rank after rank, so that a reduce-scatter gives each rank its own.
         for rank in range(self._ranks):
             start, vocabulary = rank * self._of_rank + number * self._step, self._whole.shape[0]
             stop = min(start + count, vocabulary)
@@ -368,7 +367,6 @@ class GradientTiles:
 
 
 def _num_shards(parameter: Tensor) -> int:
-    """Return over how many ranks the rows of a parameter are divided."""
     if not isinstance(parameter, DTensor):
         return 1
     return math.prod(
@@ -377,12 +375,13 @@ def _num_shards(parameter: Tensor) -> int:
 
 
 def _reduced(tile: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the mean over ranks of this rank's rows of a tile [n, h], reduced in a dtype, in the dtype of their gradient."""
+    # This rank's rows of a tile [n, h], averaged over ranks in `dtype`, in the dtype of their gradient.
     assert isinstance(rows, DTensor), type(rows)
     with scope(kind="collective buffers"):
         mean = tile.to(dtype)
         for dim, placed in enumerate(rows.placements):
             group, ranks = rows.device_mesh.get_group(dim), rows.device_mesh.size(dim)
+            # The order of FSDP2 with replicas: scatter within the shard group, then average over replicas.
             if ranks > 1 and placed.is_shard():
                 whole, mean = mean, mean.new_empty(mean.shape[0] // ranks, mean.shape[1])
                 dist.reduce_scatter_tensor(mean, whole, op=dist.ReduceOp.AVG, group=group)

@@ -45,7 +45,7 @@ class _Windows:
 
 @dataclass(frozen=True)
 class Held:
-    """One model of a run. ``roles`` has its sharding in the place of the actor's, and its knobs in that of the policy's."""
+    """One model of a run. In ``roles`` its sharding and knobs stand where the actor's and the policy's are."""
 
     part: str
     roles: ActorRolloutRef
@@ -62,33 +62,28 @@ class Held:
 
     @property
     def fsdp(self) -> TrainedFsdp:
-        """Its sharding and precision."""
         return self.roles.actor.fsdp_config
 
     @property
     def params_count(self) -> int:
-        """Parameters, without adapters. A critic has no LM head, and a vector in its place."""
+        """Parameters without adapters. A critic has a vector in place of the LM head."""
         head = 0 if self.has_logits else self.size.hidden + 1 - (0 if self.size.tied else self.size.vocab * self.size.hidden)
         return self.size.params + head
 
     @cached_property
     def at_rest(self) -> Shapes:
-        """Its shapes in a pass of one token."""
         return self.size.shapes(self.roles, Pass(1, 1, 1, 1), self.device)
 
     @property
     def adapters(self) -> int:
-        """Parameters of its adapters."""
         return adapter_params(self.at_rest) if self.roles.model.lora_rank else 0
 
     @property
     def params(self) -> float:
-        """Bytes of its masters on one rank."""
         return self.base + self.adapters * self.at_rest.master_bytes / (1 if self.whole else self.ranks)
 
     @property
     def base(self) -> float:
-        """The same without adapters."""
         shapes = self.at_rest
         each = shapes.compute_bytes if self._base_rests_as_computed else shapes.master_bytes
         saved = shapes.linear_params * each - shapes.packed_bytes(self.quantization) if self.is_quantized else 0
@@ -96,12 +91,11 @@ class Held:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether its blocks' linear layers rest in 8 or 4 bits."""
         return self.quantization != "none"
 
     @property
     def decoded(self) -> float:
-        """Bytes at most while a quantised layer computes: its weight, the places of its levels, and its scales."""
+        # Upper bound of the scratch of a quantised layer: its decoded weight, its codes' positions and its scales.
         return (2.25 + self.at_rest.compute_bytes) * self.size.hidden * self.size.widest if self.is_quantized else 0
 
     @property
@@ -110,12 +104,11 @@ class Held:
 
     @property
     def _alone(self) -> bool:
-        """Whether there is one device in all. With replicas FSDP2 gathers copies even of what is whole on each device."""
+        # Whether there is one device in all. With replicas FSDP2 gathers copies even of what is whole on each device.
         return self.ranks * self.replicas == 1
 
     @property
     def learning(self) -> float:
-        """Parameters of one rank that have a gradient and moments."""
         return (self.adapters or self.params_count) / self.ranks if self.trained else 0
 
     @property
@@ -141,18 +134,15 @@ class Held:
 
     @property
     def leaves(self) -> bool:
-        """Whether its parameters rest on the host between their phases."""
         return bool(self.fsdp.param_offload) or self.fsdp.offload_policy
 
     @property
     def resting(self) -> dict[str, float]:
-        """Kind -> bytes that it holds in every phase."""
         off = self.fsdp.optimizer_offload or self.fsdp.offload_policy
         return {"params": 0 if self.leaves else self.params, "optimizer": 0 if off else self.moments}
 
     @property
     def on_host(self) -> dict[str, float]:
-        """Kind -> bytes that rest on the host."""
         off = self.fsdp.optimizer_offload or self.fsdp.offload_policy
         off_grads = self.fsdp.grad_offload or self.fsdp.offload_policy
         grads = self.at_rest.gradient_bytes * self.learning if off_grads else 0
@@ -160,13 +150,13 @@ class Held:
 
     @property
     def is_cast(self) -> bool:
-        """Whether FSDP2 gathers each unit while it computes: on several ranks, with two dtypes, or from the host."""
+        """Whether FSDP2 gathers each unit to compute: with several ranks, two dtypes, or weights on the host."""
         two_dtypes = self.at_rest.master_bytes != self.at_rest.compute_bytes and not self._base_rests_as_computed
         return not self.whole and (not self._alone or two_dtypes or self.fsdp.offload_policy)
 
     @property
     def _matrices(self) -> tuple[int, int]:
-        """Parameters of the vocabulary's matrices that the root gathers, and of the largest one that is a unit of its own."""
+        """Elements of the vocabulary's matrices that the root unit gathers, and of the largest that is a unit of its own."""
         matrix, one = self.size.vocab * self.size.hidden, not self.has_logits
         tied = self.size.tied and not one
         if self.fsdp.own_units and not tied:
@@ -174,7 +164,7 @@ class Held:
         return matrix * (1 if tied or one else 2), 0
 
     def forward(self, work: Pass) -> dict[str, float]:
-        """Return kind -> bytes at the widest moment of a pass without gradients, its parameters included."""
+        """Kind -> bytes at the peak of a pass without gradients, parameters included."""
         s, b = self.size.shapes(self.roles, work, self.device), self.at_rest.compute_bytes
         h, query, key = s.hidden, s.heads * s.head_dim, s.kv_heads * s.head_dim
         # Gate, up and their product; with adapters also what an adapter adds, and the sum. A norm computes in fp32.
@@ -209,14 +199,13 @@ class Held:
 
     @property
     def _streamed(self) -> tuple[float, float]:
-        """Bytes of parameters that stream: of two blocks, and of a matrix of the vocabulary. The final norm stays."""
+        # Bytes of streamed parameters at a block (two blocks) and at the head (a vocabulary matrix); the final norm in both.
         each, hidden, vocab = self.at_rest.master_bytes, self.size.hidden, self.size.vocab
         matrices = vocab * hidden * (1 if self.size.tied or not self.has_logits else 2)
         blocks = self.params - each * matrices
         return each * hidden + 2 * blocks / self.size.layers, each * (hidden + vocab * hidden)
 
     def _gathered(self, block: float, head: Kinds) -> list[Kinds]:
-        """Return the moments of a forward, a block's activations and the head's, with what FSDP2 gathers then."""
         if not self.is_cast:
             return [{"activations": block}, head]
         (root, own), one, stay, first = self._gathered_matrices, self._unit, self._stay, self._first_stays
@@ -234,33 +223,28 @@ class Held:
 
     @property
     def _gathered_matrices(self) -> tuple[float, float]:
-        """Bytes of :attr:`_matrices` as they are gathered."""
         root, own = self._matrices
         return self.at_rest.compute_bytes * root, self.at_rest.compute_bytes * own
 
     @property
     def _stay(self) -> float:
-        """Bytes of all blocks where they stay gathered to the end of a pass, without resharding."""
         return self.size.layers * self._unit if self.fsdp.reshard_after_forward is False else 0
 
     @property
     def _first_stays(self) -> float:
-        """Bytes of the embedding where it stays gathered in the same way."""
         return self._gathered_matrices[1] if self._stay else 0
 
     @property
     def _passing(self) -> float:
-        """Bytes of a matrix on its way into the gathered one: one rank casts in place, except what comes from the host."""
+        # Scratch of a matrix from the host while it is cast into the gathered one; on one rank other casts are in place.
         each = self.at_rest.compute_bytes + self.at_rest.master_bytes
         return each * self.size.vocab * self.size.hidden if self.fsdp.offload_policy else 0
 
     @property
     def _unit(self) -> float:
-        """Bytes of a block as FSDP2 gathers it, its adapters included."""
         return self.at_rest.compute_bytes * (self.size.block_params + self.adapters / self.size.layers)
 
     def _prefixes(self, work: Pass, each: int) -> float:
-        """Return what the prefix KV of a prompt holds, with a block's copy: ``each`` bytes an element."""
         if not work.prefix:
             return 0
         key = self.size.kv_heads * self.size.head_dim
@@ -269,7 +253,6 @@ class Held:
         )
 
     def _logits(self, s: Shapes, update: bool) -> float:
-        """Return the bytes of a chunk of logits."""
         if not self.has_logits:
             return 16 * s.responses + 8 * s.hidden
         entropy = self.roles.actor.entropy_coeff != 0 or self.roles.actor.calculate_entropy
@@ -277,7 +260,7 @@ class Held:
         return logit_bytes(s, update) + (4 * chunk * min(s.vocab, 4096) if entropy else 0)
 
     def update(self, work: Pass, exact_ratio: bool) -> dict[str, float]:
-        """Return kind -> bytes at the widest moment of an update, its parameters and gradients included, its moments not.
+        """Kind -> bytes at the peak of an update, parameters and gradients included, optimizer moments not.
 
         ``exact_ratio``: the update has old log-probs, so that a loss of sequences computes its gradient in backward.
         """
@@ -319,12 +302,12 @@ class Held:
 
     @property
     def _reduces_alone(self) -> bool:
-        """Whether FSDP2 reduces gradients of one rank, which stay on it: it copies them in the wider dtype, twice."""
+        # Whether FSDP2 "reduces" gradients on a single rank: it copies them in the wider dtype, twice.
         away = self.fsdp.offload_policy or self.fsdp.grad_offload
         return self.is_cast and self._alone and not self.adapters and not away
 
     def _with_kept(self, work: Pass) -> ActorRolloutRef:
-        """Return the settings whose formulas bound what blocks keep: tensors below the offload's least size stay."""
+        # Settings whose formulas bound what blocks keep. Tensors below the offload's minimum size stay on the device.
         model = self.roles.model
         offloads = model.enable_activation_offload
         x = work.tokens * self.size.hidden * self.at_rest.compute_bytes
@@ -336,14 +319,14 @@ class Held:
         return replace(self.roles, model=model)
 
     def offloaded(self, work: Pass) -> float:
-        """Return the bytes that activation offload has on the host when a forward ends, in whole chunks."""
+        """Host bytes of activation offload at the end of a forward, in whole chunks."""
         s = self.size.shapes(self._with_kept(work), work, self.device)
         stays = int(self.roles.model.activation_offload_device_gb * GIB / s.kept_bytes) * s.kept_bytes
         leaves = s.saved_bytes + self._prefixes(work, s.compute_bytes) + self._low_bytes(s) - stays
         return max(-(-leaves // CHUNK_BYTES), 0) * CHUNK_BYTES
 
     def _update_windows(self, s: Shapes, work: Pass) -> list[Kinds]:
-        """Return kind -> bytes at the candidates for the peak: head, block, reduction of the vocabulary's matrix, optimizer."""
+        """Candidates for an update's peak: the head, a block, the reduction of the vocabulary's matrix, the optimizer."""
         kept, prefixes, lows = s.kept_on_device(s.layers, 1), self._prefixes(work, s.compute_bytes + 4), self._low_bytes(s)
         states = kept + s.states_bytes + prefixes
         windows = _Windows(
@@ -364,7 +347,7 @@ class Held:
         return [windows.head, windows.block, windows.end, {"optimizer scratch": self._step_scratch}]
 
     def _cast_by_one(self, s: Shapes, windows: _Windows, summed: bool) -> _Windows:
-        """Add what FSDP2 casts and reduces on one rank. What a unit has reduced lies there until the next reduction."""
+        # Add what FSDP2 casts and reduces on one rank. A unit's reduced gradients stay until the next reduction.
         b, (root, own), trained = s.compute_bytes, self._matrices, not self.adapters
         of_root, _, of_matrix, tile = self._whole_gradients
         grads, reduce = (b, 4) if trained else (0, 0)
@@ -398,7 +381,6 @@ class Held:
         return replace(windows, head=head, block=block, end=end)
 
     def _gathered_by_ranks(self, s: Shapes, windows: _Windows, summed: bool) -> _Windows:
-        """Add what FSDP2 gathers and reduces on several ranks."""
         b, (root, own), one = s.compute_bytes, self._matrices, self._unit
         of_root, _, of_matrix, tile = self._whole_gradients
         grads, stay, first = 0 if self.adapters else b, self._stay, self._first_stays
@@ -420,9 +402,9 @@ class Held:
         return replace(windows, head=head, block=block | {"whole gradients": gradients}, end=end)
 
     def _reduced_by_ranks(self, s: Shapes, windows: _Windows, summed: bool) -> _Windows:
-        """Add what several ranks with whole weights reduce. Gradients of the root stay whole to the end of a backward.
+        """Add what several ranks with whole weights reduce. The root's gradients stay whole to the end of a backward.
 
-        Adapters have the dtype of the masters, and lie in blocks alone.
+        Adapters have the masters' dtype, and lie in blocks only.
         """
         of_root, of_head, of_matrix, tile = self._whole_gradients
         size, per_block = s.compute_bytes, float(s.block_params)
@@ -437,16 +419,16 @@ class Held:
 
     @property
     def _whole_gradients(self) -> tuple[int, int, int, int | None]:
-        """Elements of gradients that are whole: of the root to the end of a backward, of the head, and of what is reduced last.
+        """Elements of unsharded gradients: the root's (until backward ends), the head's, and those of the last reduction.
 
-        The fourth is the size of a tile of the vocabulary; None = gradients of the vocabulary come whole.
+        The fourth number is the size of a tile of the vocabulary; None = the vocabulary's gradients are not tiled.
         """
         root, own = self._matrices
         tile = None if self.adapters else tile_params(self.at_rest, self.ranks)
         return (root, own, max(root, own), None) if tile is None else (0, tile, tile, tile)
 
     def _low_bytes(self, s: Shapes) -> float:
-        """Return what adapters keep: the input of each, and with selective checkpointing their products."""
+        # What adapters keep: the input of each, and with selective checkpointing their products.
         model = self.roles.model
         if not self.adapters:
             return 0
@@ -456,7 +438,7 @@ class Held:
         return s.tokens * s.compute_bytes * kept
 
     def _block_bytes(self, s: Shapes, work: Pass) -> float:
-        """Return the activations at the backward of a block, with all and with none of the answers sharing a prompt."""
+        # Activations at a block's backward: the larger of all answers sharing prompts and none doing so.
         # A micro-batch with fewer responses leaves out more.
         least = max(work.tokens - work.responses, 0) if self.size.prunes else 0
         most = max(work.tokens - 1, 0) if least else 0
@@ -470,12 +452,10 @@ class Held:
         return block + adapted
 
     def _reduction(self, params: float) -> dict[str, float]:
-        """Return the buffers of the reduction of some parameters' gradients in fp32, whole and scattered."""
         return {"collective buffers": 4 * params * (1 + 1 / self.ranks)}
 
     @property
     def in_buckets(self) -> bool:
-        """Whether the optimizer walks its state in buckets."""
         optim = self.roles.actor.optim
         if optim.num_moments < 2:
             return True
@@ -485,7 +465,6 @@ class Held:
 
     @property
     def _step_scratch(self) -> float:
-        """Return what a step of the optimizer holds of its own."""
         optim, s = self.roles.actor.optim, self.at_rest
         if optim.optimizer_impl != "torch.optim" or optim.override_optimizer_config:
             return 4 * self.learning
@@ -505,7 +484,6 @@ def _packed(work: Pass) -> float:
 
 
 def together(*parts: Kinds) -> dict[str, float]:
-    """Return the bytes of several things that exist at once, by kind."""
     total: Counter[str] = Counter()
     for part in parts:
         for kind, num_bytes in part.items():
@@ -514,5 +492,4 @@ def together(*parts: Kinds) -> dict[str, float]:
 
 
 def largest(windows: Sequence[Kinds]) -> Kinds:
-    """Return the moment that holds most."""
     return max(windows, key=lambda window: sum(window.values()))

@@ -34,7 +34,7 @@ ALIGNMENT = 512
 
 @dataclass(order=True)
 class Slot:
-    """A stretch of the arena, with uint8 views (``parts``) of the chunks it lies in, in order."""
+    """A stretch of the arena. ``parts`` are uint8 views of the chunks it lies in, in order."""
 
     start: int
     stop: int
@@ -45,7 +45,6 @@ class HostArena:
     """Hands out slots and takes them back. Chunks come from the process's host allocator and stay until :meth:`shrink`."""
 
     def __init__(self, device: torch.device, kind: str, chunk_bytes: int = CHUNK_BYTES) -> None:
-        """Start without chunks, for bytes of a device and of a kind."""
         assert chunk_bytes % ALIGNMENT == 0, chunk_bytes
         self._device, self._kind, self._chunk_bytes = device, kind, chunk_bytes
         self._chunks: list[Tensor] = []
@@ -53,16 +52,14 @@ class HostArena:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all chunks."""
         return len(self._chunks) * self._chunk_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the slots that are taken, alignment included."""
         return sum(slot.stop - slot.start for slot in self._live)
 
     def take(self, num_bytes: int) -> Slot:
-        """Return the first free stretch of ``num_bytes``.
+        """Take the first free stretch of ``num_bytes``; add chunks if there is none.
 
         Raises:
             HostMemoryError: The host limit allows no further chunk.
@@ -76,11 +73,9 @@ class HostArena:
         return slot
 
     def give_back(self, slot: Slot) -> None:
-        """Free the bytes of a slot for others."""
         self._live.remove(slot)
 
     def shrink(self) -> None:
-        """Free the chunks behind the last slot in use."""
         end = self._live[-1].stop if self._live else 0
         del self._chunks[-(-end // self._chunk_bytes) :]
 
@@ -127,9 +122,9 @@ class HostAllocator:
     """Allocates host buffers and counts them. There is one a process: :func:`host_allocator`."""
 
     def __init__(self, limit_bytes: int | None = None, pinned_limit_bytes: int | None = None) -> None:
-        """Start with nothing allocated. At most ``limit_bytes`` are held at once; None for no limit.
+        """Set the limits of all bytes and of page-locked bytes held at once; None = no limit.
 
-        At most ``pinned_limit_bytes`` of them are page-locked. A buffer beyond it is ordinary memory, whose copies block.
+        A buffer beyond ``pinned_limit_bytes`` is ordinary memory, whose copies block.
         """
         self.limit_bytes, self.pinned_limit_bytes = limit_bytes, pinned_limit_bytes
         self.pinned_bytes = self.peak_bytes = 0
@@ -138,14 +133,13 @@ class HostAllocator:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that are held, of all kinds."""
         return self.kinds.total()
 
     def empty(self, num_bytes: int, device: torch.device, kind: str) -> Tensor:
-        """Return uint8 [num_bytes] on the host, uninitialised; page-locked where ``device`` is a GPU and the limit allows.
+        """Return uint8 [num_bytes] on the host, uninitialised; page-locked if ``device`` is a GPU and the limit allows.
 
-        Its bytes (whole pages if locked) count until the last tensor on it is gone. Then the system gets them back. The data is
-        the device's, of a kind for the byte tracker.
+        Its bytes (whole pages if locked) count until the last tensor on it is gone; then the system gets them back. ``kind`` is
+        what the byte tracker calls them.
 
         Raises:
             HostMemoryError: The limit is too small. The message names it and what is held already.
@@ -173,11 +167,10 @@ class HostAllocator:
         return buffer
 
     def may_pin(self, num_bytes: int) -> bool:
-        """Return whether so many more bytes may be page-locked."""
         return self.pinned_limit_bytes is None or self.pinned_bytes + num_bytes <= self.pinned_limit_bytes
 
     def check_room(self, num_bytes: int, kind: str) -> None:
-        """Raise a HostMemoryError unless the limit allows so many more bytes."""
+        """Raise a HostMemoryError if ``num_bytes`` more would exceed the limit."""
         if self.limit_bytes is not None and self.held_bytes + num_bytes > self.limit_bytes:
             parts = ", ".join(f"{part} {size / GIB:.4g}" for part, size in self.kinds.most_common() if size)
             raise HostMemoryError(
@@ -188,16 +181,16 @@ class HostAllocator:
             )
 
     def count_elsewhere(self, num_bytes: int, pinned: bool, kind: str) -> Callable[[], None]:
-        """Count host memory that others allocate, page-locked if ``pinned``, until the returned function is called.
+        """Count host memory that others allocate, until the returned function is called.
 
-        It raises as :meth:`check_room`.
+        Raises:
+            HostMemoryError: As in :meth:`check_room`.
         """
         self.check_room(num_bytes, kind)
         self._count(num_bytes, pinned, kind)
         return partial(self._count, -num_bytes, pinned, kind)
 
     def reset_peak(self) -> None:
-        """Set the peak to what is held now."""
         self.peak_bytes = self.held_bytes
 
     def _give_back(self, num_bytes: int, pinned: bool, kind: str, device: torch.device, locked: _Locked | None) -> None:
@@ -212,14 +205,14 @@ class HostAllocator:
 
 
 class _Locked(NamedTuple):
-    """Page-locked memory in a mapping of its own, which the system takes back when nothing refers to it."""
+    """Page-locked memory in a mapping of its own, freed when nothing refers to it."""
 
     pages: mmap.mmap
     address: int
 
 
 def _lock(num_bytes: int, device: torch.device) -> _Locked | None:
-    """Map and lock whole pages; return None, with one warning a process, where the driver refuses."""
+    # Map and lock whole pages. If the driver refuses, warn once per process and return None.
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if NO_COPY_IN_CHILDREN is not None:
         pages.madvise(NO_COPY_IN_CHILDREN)
@@ -247,13 +240,11 @@ _allocator = HostAllocator()
 
 
 def host_allocator() -> HostAllocator:
-    """Return this process's allocator."""
     return _allocator
 
 
 @contextmanager
 def host_limits(limit_bytes: int | None, pinned_limit_bytes: int | None) -> Iterator[HostAllocator]:
-    """Set this process's limits inside the body."""
     before = (_allocator.limit_bytes, _allocator.pinned_limit_bytes)
     _allocator.limit_bytes, _allocator.pinned_limit_bytes = limit_bytes, pinned_limit_bytes
     try:
@@ -263,11 +254,9 @@ def host_limits(limit_bytes: int | None, pinned_limit_bytes: int | None) -> Iter
 
 
 def whole_storage(tensor: Tensor) -> Tensor:
-    """Return the storage of a tensor as uint8."""
     count = tensor.untyped_storage().nbytes() // tensor.itemsize
     return tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)
 
 
 def host_buffer(num_bytes: int, device: torch.device, kind: str) -> Tensor:
-    """Return uint8 [num_bytes] from this process's allocator, to hold ``kind`` of ``device`` on the host."""
     return _allocator.empty(num_bytes, device, kind)

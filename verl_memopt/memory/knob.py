@@ -73,7 +73,7 @@ class UnusedKey:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A combination of settings that cannot be, in words that serve the error and the docs page."""
+    """A refused combination of settings, in words for both the error and the docs page."""
 
     keys: tuple[str, ...]
     """The keys that the error shows with their values; the knob's own comes first."""
@@ -87,17 +87,15 @@ class Refusal:
     """Return the reason with the numbers of the settings, for the error; None = ``because`` serves both."""
 
     def reason_for(self, settings: Settings) -> str:
-        """Return why these settings are refused."""
         return self.because if self.because_here is None else self.because_here(settings)
 
     def way_out_for(self, settings: Settings) -> str:
-        """Return the way out for these settings."""
         return self.way_out if isinstance(self.way_out, str) else self.way_out(settings)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a call computes on one device; 0 where it has no such thing."""
+    """What a call computes on one device; 0 for what it does not have."""
 
     rows: int = 0
     """Sequences of the fullest micro-batch, or that are generated at once."""
@@ -111,7 +109,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Need:
-    """What a call needed when the device had no room for it: where the numbers of an advice come from."""
+    """What a call needed when the device had no room: the source of an advice's numbers."""
 
     share: float
     """How much of the bytes that grow with the work (or of the kind that is advised) there is room for, from 0 to 1."""
@@ -122,12 +120,11 @@ class Need:
 
     @property
     def one_fits(self) -> bool:
-        """Whether the longest sequence may fit alone."""
         # The share keeps half of the room free.
         return 2 * self.share * self.work.tokens >= self.work.longest
 
     def part(self, count: int, least: int = 1) -> int | None:
-        """Return how many of ``count`` there is room for, at least ``least``; None where that is no fewer."""
+        """Return how many of ``count`` fit, at least ``least``; None if all of them do."""
         fitting = max(int(count * self.share), least)
         return fitting if fitting < count else None
 
@@ -156,13 +153,12 @@ class Advice:
     """Filled in from its knob."""
 
     def helps_in(self, phase: str) -> bool:
-        """Return whether it can help in a phase."""
         return phase in self.phases if self.phases else phase not in self.not_in
 
 
 @dataclass(frozen=True)
 class Claim:
-    """How far the peak of one kind of bytes falls in one phase."""
+    """The predicted saving of one kind of bytes in one phase."""
 
     phase: str
     kind: str
@@ -173,7 +169,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class LadderRow:
-    """The knob's row in the ladder, which switches one knob on after another and measures each."""
+    """The knob's row in the ladder, which switches on one knob after another and measures each."""
 
     place: int
     """Rows are measured in this order: first what changes no number, precision last."""
@@ -187,7 +183,7 @@ class LadderRow:
 
 @dataclass(frozen=True)
 class Factor:
-    """Settings with which a run is tried in combination with every other knob."""
+    """Settings that are tried in combination with every other knob."""
 
     name: str
     levels: Mapping[str, Mapping[str, Any]]
@@ -226,17 +222,15 @@ class Knob:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Every key that turns it."""
         return (*self.defaults(), *self.shared_keys)
 
     @property
     def first_key(self) -> str:
-        """The key to set first: the one that the ladder sets, or what turns the knob and is no key."""
+        """The key to set first: the one that the ladder sets; for a knob without keys, what turns it on instead."""
         from_row = (override.partition("=")[0] for override in (self.row.on if self.row else ()))
         return next(iter((*from_row, *self.keys, *self.besides)))
 
     def defaults(self) -> dict[str, Any]:
-        """Return dotted key -> default of its own settings."""
         return {
             f"{prefix}.{name}": value
             for section, settings in self.settings.items()
@@ -246,34 +240,30 @@ class Knob:
 
 
 def _leaves(settings: type) -> Iterator[tuple[str, Any]]:
-    """Yield (name, default) of a settings class, with the names of nested classes in front."""
+    # Yield (name, default) of a settings class; fields of nested classes have dotted names.
     types, instance = get_type_hints(settings), settings()
-    for each in dataclasses.fields(settings):
-        if dataclasses.is_dataclass(types[each.name]):
-            yield from ((f"{each.name}.{name}", value) for name, value in _leaves(types[each.name]))
+    for setting in dataclasses.fields(settings):
+        if dataclasses.is_dataclass(types[setting.name]):
+            yield from ((f"{setting.name}.{name}", value) for name, value in _leaves(types[setting.name]))
         else:
-            yield each.name, getattr(instance, each.name)
+            yield setting.name, getattr(instance, setting.name)
 
 
 def enough_rows(need: Need, _: Settings) -> int | None:
-    """Return the sequences that there is room for: a number that some advice lowers."""
     return need.part(need.work.rows)
 
 
 def switch(name: str, key: str, *, lossy: bool = False, **levels: Any) -> Factor:
-    """Return a factor of one key: level -> value."""
     return Factor(name, {level: {key: value} for level, value in levels.items()}, lossy)
 
 
 def for_roles(name: str, *, roles: tuple[str, ...] = ("actor", "ref"), lossy: bool = False, **levels: Any) -> tuple[Factor, ...]:
-    """Return one factor a role of an fsdp_config key, so that policy and reference may differ."""
     key = "actor_rollout_ref.{}.fsdp_config." + name
     return tuple(switch(f"{role} {name}", key.format(role), lossy=lossy, **levels) for role in roles)
 
 
 @cache
 def knobs() -> tuple[Knob, ...]:
-    """Return every knob, in the order of the lists."""
     found = ((name, _module(name).KNOB) for name in KNOBS)
     return tuple(
         dataclasses.replace(knob, name=name, advice=tuple(dataclasses.replace(each, cost=knob.cost) for each in knob.advice))
@@ -282,13 +272,12 @@ def knobs() -> tuple[Knob, ...]:
 
 
 def knob_named(name: str) -> Knob:
-    """Return the knob of a name."""
     return next(knob for knob in knobs() if knob.name == name)
 
 
 @cache
 def text_of(name: str) -> dict[str, str]:
-    """Return the text of a knob: what it does under "", then the parts of :data:`PARTS`."""
+    """Return a knob's text: what it does under "", then one entry for each of :data:`PARTS`."""
     pieces = re.split(rf"^({'|'.join(PARTS)}):", _module(name).__doc__ or "", flags=re.MULTILINE)
     text = {"": pieces[0], **dict(zip(pieces[1::2], pieces[2::2], strict=True))}
     assert tuple(text) == ("", *PARTS), f"memory/{name}.py: its docstring should say {', '.join(PARTS)}; it says {list(text)[1:]}"
@@ -296,7 +285,7 @@ def text_of(name: str) -> dict[str, str]:
 
 
 def as_json() -> list[dict[str, Any]]:
-    """Return every knob as plain values: its name, text, keys with defaults, and what it refuses."""
+    """Return every knob as plain values: name, text, keys with defaults, and refusals."""
     return [
         {
             "name": knob.name,
@@ -312,7 +301,6 @@ def as_json() -> list[dict[str, Any]]:
 
 
 def in_yaml(value: object) -> str:
-    """Return a default as a settings file writes it."""
     return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
 
 
@@ -321,17 +309,15 @@ def _module(name: str) -> Any:
 
 
 class SettingsView:
-    """Settings as one rule reads them. Dotted keys go through a function that may name another key, or raise.
+    """A view of the settings in which an ``address`` function may rename a dotted key, or raise.
 
-    Attributes are read from the settings, sections as views of their own.
+    Sections are views too; other attributes come from the settings.
     """
 
     def __init__(self, settings: Settings, address: Callable[[str], str], prefix: str = "") -> None:
-        """Show ``settings``, each key under the name that ``address`` gives it."""
         self._settings, self._address, self._prefix = settings, address, prefix
 
     def __getattr__(self, name: str) -> Any:
-        """Return the value of a key, or a view of a section."""
         key = f"{self._prefix}{name}"
         *sections, last = self._address(key).split(".")
         section: Any = self._settings
@@ -356,7 +342,7 @@ KL = ("algorithm.use_kl_in_reward", "actor_rollout_ref.actor.use_kl_loss")
 
 
 def num_devices(settings: Settings) -> int:
-    """Return the devices of the run, which is also the number of ranks that share a batch. Roles may have more of their own."""
+    """Devices of the run, and so the ranks that share a batch. Roles with their own pool have more."""
     return settings.trainer.nnodes * settings.trainer.n_gpus_per_node
 
 
@@ -366,19 +352,17 @@ POOL = ("nnodes", "n_gpus_per_node")
 
 
 def pool_keys(role: SequenceRole) -> tuple[str, str]:
-    """Return the keys behind the devices of a role's own pool."""
     return f"{role}.{POOL[0]}", f"{role}.{POOL[1]}"
 
 
 def has_pool(settings: Settings, role: SequenceRole) -> bool:
-    """Return whether a role computes on devices of its own."""
     if role == "critic":
         return settings.critic.enable_resource_pool
     return role == "reward_model" and settings.reward_model.enable_resource_pool
 
 
 def devices_of(settings: Settings, role: SequenceRole) -> int:
-    """Return the devices of a role: those of its pool, else those of the run, which all other roles share."""
+    """Devices of a role: its own pool's, else those of the run, which all other roles share."""
     if not has_pool(settings, role):
         return num_devices(settings)
     section = settings.critic if role == "critic" else settings.reward_model
@@ -386,7 +370,7 @@ def devices_of(settings: Settings, role: SequenceRole) -> int:
 
 
 def for_devices(role: SequenceRole, rule: Callable[[tuple[str, str]], Refusal]) -> Iterator[Refusal]:
-    """Yield a rule about the devices of a role for those of the run and for those of its own, each with their keys."""
+    """Yield a rule twice, for the run's devices and for the role's own pool, each with the keys that set them."""
     if role in ("actor", "ref"):
         yield rule(DEVICES)
         return
@@ -400,13 +384,11 @@ def _where(role: SequenceRole, own: bool, when: Predicate) -> Predicate:
 
 
 def fsdp_of(settings: Settings, role: Literal["actor", "ref"]) -> Fsdp:
-    """Return how a role is sharded."""
     roles = settings.actor_rollout_ref
     return roles.actor.fsdp_config if role == "actor" else roles.ref.fsdp_config
 
 
 def sequence_ranks(settings: Settings, role: SequenceRole) -> int:
-    """Return the devices that share the tokens of a micro-batch of a role."""
     if role == "critic":
         return settings.critic.model.fsdp_config.sequence_ranks
     if role == "reward_model":
@@ -416,34 +398,32 @@ def sequence_ranks(settings: Settings, role: SequenceRole) -> int:
 
 
 def reference_ranks(roles: ActorRolloutRef) -> int:
-    """Return the devices that share the tokens of a micro-batch of the reference. With LoRA the policy is the reference."""
+    """Devices that share the tokens of the reference's micro-batch. With LoRA the policy is the reference."""
     return (roles.actor if roles.model.lora_rank > 0 else roles.ref).fsdp_config.sequence_ranks
 
 
 def data_ranks(settings: Settings, role: SequenceRole) -> int:
-    """Return the groups of devices that share a batch of a role: each gets rows of its own. At least one."""
+    """Groups of devices that split a role's batch, each with rows of its own. At least one."""
     return max(devices_of(settings, role) // sequence_ranks(settings, role), 1)
 
 
 def uneven_shards(devices: int, fsdp: Fsdp) -> bool:
-    """Return whether some devices do not divide into shard groups. A size below 1 is all devices, or reported elsewhere."""
+    # Whether devices do not divide into shard groups. Sizes below 1 mean all devices, or are reported elsewhere.
     return fsdp.fsdp_size > 0 and devices % fsdp.fsdp_size != 0
 
 
 def longest_sample(settings: Settings) -> int:
-    """Return the tokens of the longest sample."""
     return settings.data.max_prompt_length + settings.data.max_response_length
 
 
 def needs_reference(settings: Settings) -> bool:
-    """Return whether a KL asks for the log-probs of a reference."""
     in_reward, in_loss = settings.algorithm.use_kl_in_reward, settings.actor_rollout_ref.actor.use_kl_loss
     return in_reward or in_loss
 
 
 @dataclass(frozen=True)
 class Range:
-    """What a number must be."""
+    """A condition on a number."""
 
     text: str
     """The end of the sentence "the value ..."."""
@@ -453,14 +433,14 @@ class Range:
 
 @dataclass(frozen=True)
 class Words:
-    """The words that a key takes, or each item of its list, where its type does not say so."""
+    """The allowed words of a key (or of each item of its list), where its type does not say them."""
 
     words: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Meanings:
-    """What each word of a choice means, for the page of settings."""
+    """What each word of a choice means, for the settings page."""
 
     of: tuple[tuple[str, str], ...]
     """(word, meaning)."""

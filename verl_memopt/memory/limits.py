@@ -19,8 +19,6 @@ _KEYS = tuple(f"memory.{part}_limit_gb" for part in ("device", "host", "pinned")
 
 @dataclass(frozen=True)
 class Limits:
-    """Settings of the limits."""
-
     device_limit_gb: Annotated[float | None, POSITIVE] = None
     """Most GiB of device memory a worker may take, engine included, so that a smaller card can be rehearsed; null = all of it.
     On a CPU it is held in the phases whose bytes are counted (``trainer.track_memory_every_steps``)."""

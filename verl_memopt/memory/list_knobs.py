@@ -21,7 +21,6 @@ WIDE = 120
 
 
 def print_knobs(console: Console) -> None:
-    """Print each knob: its name, its first key and default, what it saved in the example and what it costs. No key is cut."""
     rows = []
     for knob in knobs():
         saved, key = example().savings.get(knob.name), knob.first_key
@@ -52,7 +51,6 @@ def print_knobs(console: Console) -> None:
 
 
 def print_knob(knob: Knob, console: Console) -> None:
-    """Print one knob: what it does, its keys with defaults, its text, and what it refuses."""
     text = text_of(knob.name)
     console.print(f"[bold]{knob.name}[/bold]: {escape(_plain(text['']))}", highlight=False)
     table = Table.grid(padding=(0, 2, 0, 0))
@@ -74,7 +72,6 @@ def print_knob(knob: Knob, console: Console) -> None:
 
 
 def _plain(text: str) -> str:
-    """Return text without the marks around code."""
     return text.replace("``", "")
 
 
@@ -88,7 +85,7 @@ _FILE = Path(__file__).with_name("example.json")
 
 @dataclass(frozen=True)
 class Saved:
-    """The bytes by which one kind fell in one phase when the knob was switched on, measured."""
+    """Measured bytes by which one kind fell in one phase when the knob was switched on."""
 
     phase: str
     kind: str
@@ -97,7 +94,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Example:
-    """A measured ladder in short."""
+    """A short form of one measured ladder."""
 
     work: str
     """Model and batch, in words."""
@@ -107,13 +104,12 @@ class Example:
 
 @cache
 def example() -> Example:
-    """Return the example that the project ships."""
     stored = json.loads(_FILE.read_text())
     return Example(stored["work"], {name: Saved(**saved) for name, saved in stored["savings"].items()})
 
 
 def example_of(ladder: dict[str, Any]) -> Example:
-    """Return the example of a ladder, as ``verl-memopt knobs --measure --json`` writes it."""
+    """Convert a ladder as written by ``verl-memopt knobs --measure --json``."""
     work = ladder["work"]
     words = (
         f"{ladder['model']}, {work['rows']} rows of {work['prompt']} + {work['response']} tokens that share a prompt; "

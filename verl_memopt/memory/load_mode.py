@@ -26,8 +26,6 @@ _QUANTIZATION = "actor_rollout_ref.ref.quantization"
 
 @dataclass(frozen=True)
 class LoadMode:
-    """Settings of loading."""
-
     load_mode: Literal["stream", "mmap"] = "stream"
     """stream = each rank reads its own shards, tensor by tensor; mmap = a reference and a recipe's model that rest on the host
     rest in their safetensors files, mapped, and take no host memory of their own."""
@@ -38,7 +36,6 @@ def _maps(settings: Settings) -> bool:
 
 
 def _recipe_rests(settings: Settings) -> bool:
-    """Return whether a recipe's frozen model, such as a student, rests on the host."""
     reward, model = settings.reward_model, settings.reward_model.model
     names_one = reward.enable and reward.reward_manager in RECIPES and model.path is not None
     return names_one and bool(model.fsdp_config.param_offload)
@@ -52,7 +49,7 @@ _is_native = attrgetter(_NATIVE)
 
 
 def _without_frozen(settings: Settings) -> bool:
-    """Return whether nothing rests on the host for another reason than LoRA or offload_policy, which are refused above."""
+    # Whether nothing rests on the host, for a reason other than LoRA or offload_policy, which are refused above.
     offloaded = settings.actor_rollout_ref.ref.fsdp_config.param_offload
     rests = (offloaded and needs_reference(settings)) or _recipe_rests(settings)
     return _maps(settings) and not (rests or _adapts(settings) or _is_native(settings))

@@ -36,24 +36,23 @@ class Statistic:
 
 
 class TokenStatistics:
-    """Further statistics of each token's distribution: how each is computed, by name, and its values, fp32 [R], after the pass.
+    """Further statistics of each token: how to compute each (``asked``, by name), and after the pass its values, fp32 [R].
 
-    FSDP2 casts the tensors and copies the dataclasses among the inputs of a forward, so this is neither.
+    Neither a tensor nor a dataclass: FSDP2 casts the tensors and copies the dataclasses among a forward's inputs, and the caller
+    would not see the values.
     """
 
     def __init__(self, asked: Mapping[str, Statistic]) -> None:
-        """Hold no values yet."""
         self.asked = asked
         self.values: dict[str, Tensor] = {}
 
 
 @dataclass(frozen=True)
 class Head:
-    """The LM head and how it is cut: so many tokens and vocabulary entries have logits at once; 0 for all.
+    """The LM head, and how many tokens and vocabulary entries have logits at once (0 = all).
 
-    Logits are divided by ``temperature`` in fp32. With a ``cap`` they are ``cap * tanh(product / cap)`` before. Entropies, and
-    ``statistics`` of each token's distribution by name, are computed if asked for. ``compiled``: compile what runs between the
-    products.
+    Logits are divided by ``temperature`` in fp32, after ``cap * tanh(product / cap)`` if there is a ``cap``. ``compiled``:
+    compile what runs between the products.
     """
 
     weight: Tensor  # [V, H]
@@ -68,41 +67,36 @@ class Head:
 
     @property
     def vocabulary(self) -> int:
-        """Number of vocabulary entries."""
         return int(self.weight.shape[0])
 
     @property
     def tile(self) -> int:
-        """Vocabulary entries of a tile."""
         return min(self.vocab_tile, self.vocabulary) or self.vocabulary
 
     @property
     def whole_rows(self) -> bool:
-        """Whether a tile is the whole vocabulary."""
         return self.tile == self.vocabulary
 
     @property
     def one_buffer(self) -> bool:
-        """Whether logits exist in the compute dtype alone: ``statistics`` and a cap's slope need fp32 log-probs in memory."""
+        """Whether logits exist in the compute dtype only. ``statistics`` and a cap's slope need fp32 log-probs in memory."""
         return self.compiled and not self.statistics and self.cap is None
 
     @property
     def rows_at_once(self) -> int:
-        """Tokens whose logits exist at once, 0 for all.
+        """Tokens whose logits exist at once; 0 = all.
 
-        Without the fp32 buffer of logits as many more tokens take the bytes of ``chunk_tokens``: three times as many in half
-        precision, or a few less where tiles are added up in fp32.
+        Without the fp32 buffer more tokens fit in the bytes of ``chunk_tokens``: three times as many in half precision, or a few
+        less where tiles are summed in fp32.
         """
         entry, summed = self.weight.itemsize, 0 if self.whole_rows else self.weight.shape[1] * (4 + self.weight.itemsize)
         both = (entry if entry == 4 else 4 + entry) * self.tile + summed
         return self.chunk_tokens * both // (entry * self.tile + summed) if self.one_buffer else self.chunk_tokens
 
     def chunks(self, tokens: int) -> list[slice]:
-        """Return the slices of tokens, in order."""
         return list(_slices(tokens, self.rows_at_once or max(tokens, 1)))
 
     def tiles(self) -> list[slice]:
-        """Return the slices of the vocabulary, in order."""
         return list(_slices(self.vocabulary, self.tile))
 
 
@@ -131,10 +125,9 @@ class Gradients:
 
 
 class LogitTiles:
-    """The buffers for chunks of one head and one hidden dtype, to be kept for one pass."""
+    """Buffers for chunks of one head and one hidden dtype, kept for one pass over hidden states [R, H]."""
 
     def __init__(self, head: Head, hidden: Tensor) -> None:
-        """Allocate the buffers for all hidden states of the pass, [R, H]."""
         self.head = head
         size = min(head.rows_at_once or hidden.shape[0], hidden.shape[0]) * head.tile
         self._wide = None if head.one_buffer and hidden.dtype != torch.float32 else hidden.new_empty(size, dtype=torch.float32)
@@ -144,6 +137,7 @@ class LogitTiles:
         columns = min(SCRATCH_COLUMNS, head.tile) if scratch else 0
         self._scratch = hidden.new_empty(size // head.tile * columns, dtype=torch.float32)
         self._columns = columns
+        # The first column of each tile, on the device, so that no tile costs a transfer.
         self._starts = None if head.whole_rows else torch.arange(0, head.vocabulary, head.tile, device=hidden.device)[:, None]
         self._normalizer = hidden.new_empty(0)
         self.normalizer_parts: tuple[Tensor, ...] = ()  # of the last statistics, fp32 [c] each
@@ -153,8 +147,8 @@ class LogitTiles:
     def statistics(self, hidden: Tensor, targets: Tensor) -> Tokens:
         """Return the statistics of a chunk of tokens: hidden states [c, H], targets int64 [c].
 
-        With whole rows the buffer then holds log-probs if entropies are requested or logits are capped, else probabilities, for
-        :meth:`differentiate`.
+        With whole rows the buffer then holds log-probs if entropies are requested or logits are capped, else probabilities. The
+        next :meth:`differentiate` may use them.
         """
         tiles = zip(self.head.tiles(), self._within_tiles(targets), strict=True)
         if self.head.one_buffer:
@@ -170,10 +164,10 @@ class LogitTiles:
     def differentiate(
         self, hidden: Tensor, targets: Tensor, tokens: Tokens, grads: LogitGrads, into: Gradients, in_buffer: bool
     ) -> None:
-        """Add the gradients of a chunk ``into`` their places, from its hidden states [c, H], targets int64 [c] and statistics.
+        """Add a chunk's gradients ``into`` their tensors, given its hidden states [c, H], targets int64 [c] and statistics.
 
-        ``grads`` are those of log-probs and entropies. ``in_buffer``: the last call was :meth:`statistics` of this chunk,
-        so whole rows are still in the buffer. Whole rows of the gradient of the logits are there afterwards.
+        ``grads`` are those of log-probs and entropies. ``in_buffer``: the last call was :meth:`statistics` of this chunk, so
+        whole rows are still in the buffer. Afterwards the buffer holds whole rows of the logits' gradient.
         """
         still = in_buffer and self.head.whole_rows
         # Of products that are in the buffer the parts of the normalizer are known, whose sum has lost digits.
@@ -200,9 +194,9 @@ class LogitTiles:
     def add_weight_gradient(
         self, hidden: Tensor, targets: Tensor, tokens: Tokens, grads: LogitGrads, columns: slice, into: Tensor, in_buffer: bool
     ) -> None:
-        """Add to ``into`` [v, H] what a chunk adds to these rows of the head's gradient, at most a tile of them.
+        """Add a chunk's contribution to some rows of the head's gradient, ``into`` [v, H]: at most one tile of them.
 
-        The others are as in :meth:`differentiate`, whose gradient of the logits is still there if ``in_buffer``.
+        Other arguments are as in :meth:`differentiate`. ``in_buffer``: its gradient of the logits is still in the buffer.
         """
         if in_buffer:
             matrix = self._products_in(hidden, slice(0, self.head.vocabulary))[:, columns]
@@ -215,15 +209,15 @@ class LogitTiles:
     def _logit_gradient(
         self, hidden: Tensor, columns: slice, local: Tensor, tokens: Tokens, grads: LogitGrads, normalizer: Tensor, still: bool
     ) -> Tensor:
-        """Return the gradient of the undivided logits, [c, tile] in the compute dtype. ``still``: these are in the buffer.
+        """Return the gradient of the logits before the temperature, [c, tile] in the compute dtype.
 
-        ``normalizer`` fp32 [c, 1 or 2] adds up to the log of the sum of their exponentials.
+        ``still``: the logits are in the buffer. ``normalizer`` fp32 [c, 1 or 2] sums to the log of the sum of their exponentials.
         """
         inverse, (grad_log_probs, grad_entropy) = 1.0 / self.head.temperature, grads
         if self.head.one_buffer:
             products = self._products_in(hidden, columns) if still else self._products(hidden, columns)
-            of_entropy = (None, None) if grad_entropy is None else (tokens.entropy, grad_entropy)
-            _over_rows(product_gradient_, (products, local, normalizer, grad_log_probs, *of_entropy), inverse)
+            entropy_terms = (None, None) if grad_entropy is None else (tokens.entropy, grad_entropy)
+            _over_rows(product_gradient_, (products, local, normalizer, grad_log_probs, *entropy_terms), inverse)
             return products
         log_p = self._shaped(self._wide, hidden, columns) if still else self._logits(hidden, columns)
         assert log_p is not None
@@ -243,18 +237,18 @@ class LogitTiles:
         return log_p if narrow is None else narrow.copy_(log_p)
 
     def _within_tiles(self, targets: Tensor) -> Iterable[Tensor]:
-        """Return, for each tile of the vocabulary, the targets int64 [c] as its columns; they may lie outside of it."""
+        # For each tile of the vocabulary, return the targets int64 [c] relative to its first column; they may lie outside it.
         return (targets,) if self._starts is None else (targets - self._starts).unbind()
 
     def _of_products(self, hidden: Tensor, tiles: Iterable[tuple[slice, Tensor]]) -> tuple[Any, ...]:
-        """Return what :meth:`_tile_statistics` does, of all tiles together."""
-        known = hidden.new_full((hidden.shape[0], 4 if self.head.with_entropy else 3), BEFORE_ANY, dtype=torch.float32)
+        # As :meth:`_tile_statistics`, for all tiles in one running total.
+        running = hidden.new_full((hidden.shape[0], 4 if self.head.with_entropy else 3), BEFORE_ANY, dtype=torch.float32)
         for columns, local in tiles:
             # Read from one tensor and written to another: torch 2.11 may read what a statement has overwritten.
-            before, known = known, torch.empty_like(known)
-            _over_rows(product_statistics, (self._products(hidden, columns), local, before, known), 1.0 / self.head.temperature)
-        self._normalizer = known[:, :2]
-        return *known[:, :3].unbind(1), known[:, 3] if self.head.with_entropy else None, {}
+            before, running = running, torch.empty_like(running)
+            _over_rows(product_statistics, (self._products(hidden, columns), local, before, running), 1.0 / self.head.temperature)
+        self._normalizer = running[:, :2]
+        return *running[:, :3].unbind(1), running[:, 3] if self.head.with_entropy else None, {}
 
     def _tile_statistics(self, hidden: Tensor, local: Tensor, columns: slice) -> tuple[Any, ...]:
         # The largest logit, the log of the sum of exponentials relative to it, the target's logit, the entropy or None, and the
@@ -266,8 +260,8 @@ class LogitTiles:
         top, log_sum, entropy = self._run(log_softmax_, logits, scratch, self.head.with_entropy)
         further = {
             # What needs whole rows may be a user's own code, which is never compiled.
-            name: (_plain if each.rescaled is None else self._run)(each.of_columns, logits, scratch)
-            for name, each in self.head.statistics.items()
+            name: (_plain if statistic.rescaled is None else self._run)(statistic.of_columns, logits, scratch)
+            for name, statistic in self.head.statistics.items()
         }
         return top, log_sum, picked, entropy, further
 
@@ -275,10 +269,8 @@ class LogitTiles:
         return self._shaped(self._wide if self._narrow is None else self._narrow, hidden, columns)
 
     def _products(self, hidden: Tensor, columns: slice) -> Tensor:
-        """Return [c, tile] products of states and head in the compute dtype, in the buffer.
-
-        In fp32 they are the logits, or with a cap their ratio to it before the cap.
-        """
+        # The products [c, tile] of states and head in the compute dtype, in the buffer.
+        # In fp32 these are the logits themselves, or with a cap their ratio to it.
         head, product = self.head, self._products_in(hidden, columns)
         divisor = head.temperature if head.cap is None else head.cap
         weight, bias = head.weight[columns].t(), None if head.bias is None else head.bias[columns]
@@ -293,7 +285,7 @@ class LogitTiles:
         return product
 
     def _logits(self, hidden: Tensor, columns: slice) -> Tensor:
-        """Return fp32 [c, tile] logits over temperature, in the fp32 buffer."""
+        # Fp32 logits [c, tile] over the temperature, in the fp32 buffer.
         product, wide = self._products(hidden, columns), self._shaped(self._wide, hidden, columns)
         assert wide is not None
         cap, temperature = self.head.cap, self.head.temperature
@@ -319,35 +311,38 @@ class LogitTiles:
 
 
 def target_logits(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the logit, in fp32 [c, v], of each target, int64 [c]; 0 where the target lies outside of columns 0 to v - 1."""
+    """Return each target's logit from fp32 [c, v]; 0 if the target, int64 [c], is not among columns 0 to v - 1."""
     # gather needs a valid column for every token. What it reads for a target outside is replaced by 0 in the next line.
     picked = logits.gather(-1, clamped(targets, logits)).squeeze(-1)
     return torch.where(is_inside(targets, logits), picked, 0.0)
 
 
 def add_target_terms_(gradient: Tensor, targets: Tensor, grad: Tensor) -> None:
-    """Add the targets' terms to the gradient of the logits, fp32 [c, v], in place: ``grad * onehot``.
+    """Add ``grad * onehot`` to the gradient of the logits, fp32 [c, v], in place.
 
-    ``targets`` int64 [c] are columns; those outside of 0 to v - 1 add nothing. ``grad`` fp32 [c] is that of the log-probs.
+    ``targets`` int64 [c] are columns; those outside 0 to v - 1 add nothing. ``grad`` fp32 [c] is the gradient of the log-probs.
     """
     gradient.scatter_add_(-1, clamped(targets, gradient), (grad * is_inside(targets, gradient))[:, None])
 
 
 def product_statistics(products: Tensor, targets: Tensor, before: Tensor, known: Tensor, inverse: float) -> None:
-    """Write into ``known`` what a pass needs of all logits up to these, from ``before`` for those of earlier tiles.
+    """Write the running statistics of all tiles up to this one into ``known``, given ``before``, those of earlier tiles.
 
-    The products [c, v] that logits are made of stay as they are. In fp32 they are the logits; in half precision the logits are
-    ``inverse`` (1 / temperature) times as much. Targets, int64 [c], may lie outside of columns 0 to v - 1. ``before`` and
-    ``known``, fp32 [c, 3 or 4], have of each token the largest logit, the log of the sum of exponentials relative to it, the
-    target's logit, and the entropy where it is asked for. Without earlier tiles ``before`` is :data:`BEFORE_ANY`.
+    Args:
+        products: [c, v], unchanged. In fp32 they are the logits; in half precision the logits are ``inverse`` times as large.
+        targets: int64 [c]; may lie outside columns 0 to v - 1.
+        before: fp32 [c, 3 or 4]: the largest logit, the log of the sum of exponentials relative to it, the target's logit, and
+            the entropy if requested. :data:`BEFORE_ANY` before the first tile.
+        known: The same, written here.
+        inverse: 1 / temperature.
     """
     logits = _logits_of(products, inverse)
-    of_tile = logits.amax(-1)
-    above = logits - of_tile[:, None]
+    tile_top = logits.amax(-1)
+    above = logits - tile_top[:, None]
     total = above.exp().sum(-1)
-    top = torch.maximum(before[:, 0], of_tile)
+    top = torch.maximum(before[:, 0], tile_top)
     # The logs of both sums of exponentials, relative to the largest logit of all.
-    first, second = before[:, 0] - top + before[:, 1], of_tile - top + total.log()
+    first, second = before[:, 0] - top + before[:, 1], tile_top - top + total.log()
     log_sum = torch.logaddexp(first, second)
     picked = _logits_of(target_logits(products, targets), inverse)
     known[:, 0].copy_(top)
@@ -362,9 +357,9 @@ def product_gradient_(
     products: Tensor, targets: Tensor, normalizer: Tensor, grad: Tensor, entropy: Tensor | None, grad_entropy: Tensor | None,
     inverse: float,
 ) -> None:  # fmt: skip
-    """Write over products [c, v] the gradient of them undivided, from those of log-probs and entropies, fp32 [c].
+    """Overwrite products [c, v] with their gradient (before the temperature), given those of log-probs and entropies, fp32 [c].
 
-    A log-prob is the logit less the parts of the normalizer, fp32 [c, 1 or 2]. Formulas are those of :func:`both_gradients_`.
+    A log-prob is the logit minus the parts of the normalizer, fp32 [c, 1 or 2]. See :func:`both_gradients_` for the formulas.
     """
     log_p = _logits_of(products, inverse)
     for part in normalizer.unbind(1):
@@ -373,17 +368,18 @@ def product_gradient_(
     if entropy is not None and grad_entropy is not None:
         factor = factor + grad_entropy[:, None] * (log_p + entropy[:, None])
     is_target = torch.arange(products.shape[1], device=products.device) == targets[:, None]
+    # One comparison for all columns: a scatter would be another pass over the tile.
     gradient = torch.where(is_target, grad[:, None], 0.0) - log_p.exp() * factor
     products.copy_(gradient * inverse)
 
 
 def _logits_of(products: Tensor, inverse: float) -> Tensor:
-    """Return fp32 logits of products: in fp32 the product itself has divided them by the temperature."""
+    # Fp32 logits. An fp32 product is divided by the temperature already.
     return products if products.dtype == torch.float32 else products.float() * inverse
 
 
 def softmax_(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn logits [c, v] into probabilities, in place. Return the first two of :func:`log_softmax_`."""
+    """Turn logits [c, v] into probabilities, in place. Return the first two results of :func:`log_softmax_`."""
     top = logits.amax(-1)
     if torch.compiler.is_compiling():
         # All sums first and one write last. Exponentials with two readers would be a tensor of their own on a CPU.
@@ -402,7 +398,7 @@ def softmax_(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def log_softmax_(logits: Tensor, scratch: Tensor | None, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Turn logits [c, v] into log-probs within these columns, in place; ``scratch`` [c, any number of columns], None: allocated.
+    """Turn logits [c, v] into log-probs over these columns, in place. ``scratch`` [c, any number of columns]; None = allocate.
 
     Returns:
         The largest logit, the log of the sum of exponentials relative to it, and the entropy or None, [c] each.
@@ -433,7 +429,7 @@ def log_softmax_(logits: Tensor, scratch: Tensor | None, with_entropy: bool) -> 
 
 
 def sum_of_exponentials(logits: Tensor) -> Tensor:
-    """Return the sum of exponentials [c] of logits [c, v], of a few columns at a time; the logits stay unchanged."""
+    """Sum exponentials of logits [c, v] over columns, a few columns at a time; the logits stay unchanged."""
     if torch.compiler.is_compiling():
         return logits.exp().sum(-1)
     total = torch.zeros_like(logits[:, 0])
@@ -443,7 +439,7 @@ def sum_of_exponentials(logits: Tensor) -> Tensor:
 
 
 def log_prob_gradient_(log_p: Tensor, grad: Tensor) -> None:
-    """Turn fp32 log-probs [c, v] into the gradient of the logits without the targets' terms, in place: ``-grad * p``.
+    """Turn fp32 log-probs [c, v] into ``-grad * p``, the gradient of the logits without the targets' terms, in place.
 
     ``grad`` fp32 [c] is the gradient of the log-probs.
     """
@@ -451,12 +447,11 @@ def log_prob_gradient_(log_p: Tensor, grad: Tensor) -> None:
 
 
 def probability_gradient_(p: Tensor, grad: Tensor) -> None:
-    """Turn probabilities [c, v] into the gradient of :func:`log_prob_gradient_`, in place."""
     p.mul_(-grad[:, None])
 
 
 def both_gradients_(log_p: Tensor, entropy: Tensor, grad_log_probs: Tensor, grad_entropy: Tensor, scratch: Tensor | None) -> None:
-    """Turn log-probs [c, v] into the gradient of the logits from that of log-probs and entropies, in place.
+    """Turn log-probs [c, v] into the gradient of the logits, given those of log-probs and entropies, in place.
 
     ``d log p(y) / d z = onehot(y) - p`` and ``d entropy / d z = -p (log p + entropy)``.
     :func:`add_target_terms_` adds ``onehot``.
@@ -469,10 +464,10 @@ def both_gradients_(log_p: Tensor, entropy: Tensor, grad_log_probs: Tensor, grad
 
 
 def capped_gradient_(log_p: Tensor, targets: Tensor, tokens: Tokens, grads: LogitGrads, bound: float) -> None:
-    """Turn log-probs [c, v] into the gradient of the product before the cap, with the targets' terms, in place.
+    """Turn log-probs [c, v] into the gradient of the product before the cap, including the targets' terms, in place.
 
-    Targets may lie outside of the columns. ``grads`` are those of log-probs and of entropies or None, over the temperature,
-    fp32 [c] each. ``bound`` is the cap over the temperature.
+    Targets may lie outside the columns. ``grads`` are those of log-probs and of entropies (or None), divided by the temperature,
+    fp32 [c] each. ``bound`` is the cap divided by the temperature.
     """
     for columns in _slices(log_p.shape[1], SCRATCH_COLUMNS):
         part = log_p[:, columns]
@@ -488,7 +483,7 @@ def capped_gradient_(log_p: Tensor, targets: Tensor, tokens: Tokens, grads: Logi
 
 
 def _merged(one: tuple[Any, ...], other: tuple[Any, ...], statistics: Mapping[str, Statistic]) -> tuple[Any, ...]:
-    """Return for two sets of columns together what one of them has."""
+    # Combine the statistics of two sets of columns.
     top = torch.maximum(one[0], other[0])
     first, second = one[0] - top + one[1], other[0] - top + other[1]
     log_sum = torch.logaddexp(first, second)
@@ -496,22 +491,21 @@ def _merged(one: tuple[Any, ...], other: tuple[Any, ...], statistics: Mapping[st
     entropy, further = None, {}
     if one[3] is not None:
         entropy = _mixed_entropy((one[3], first), (other[3], second), log_sum)
-    for name, each in statistics.items():
-        assert each.rescaled is not None, f"{name} needs the whole vocabulary in one tile"
+    for name, statistic in statistics.items():
+        assert statistic.rescaled is not None, f"{name} needs the whole vocabulary in one tile"
         # Each part's value is relative to its own normalizer. So its probabilities shrink by the share.
-        further[name] = each.rescaled(one[4][name], shares[0]) + each.rescaled(other[4][name], shares[1])
+        further[name] = statistic.rescaled(one[4][name], shares[0]) + statistic.rescaled(other[4][name], shares[1])
     return top, log_sum, one[2] + other[2], entropy, further
 
 
 def _mixed_entropy(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], log_sum: Tensor) -> Tensor:
-    """Return the entropy of a mixture of two sets of columns, from each one's own and the log of its sum of exponentials."""
+    # Entropy of two sets of columns together, given each set's entropy and log of its sum of exponentials.
     # The mean of each part's own entropy and of the negative log of its share.
     first, second = ((log_of_part - log_sum).exp() * (entropy + log_sum - log_of_part) for entropy, log_of_part in (one, other))
     return first + second
 
 
 def column_parts(wide: Tensor, scratch: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield groups of columns, each with as much of the scratch as it needs."""
     if scratch is None:
         yield wide, None
         return
@@ -524,14 +518,14 @@ def _slices(total: int, step: int) -> Iterator[slice]:
 
 
 def _compiled(function: Callable[..., Any], *arguments: Any) -> Any:
-    tensors = [None if one is None else one.detach() for one in arguments if one is None or isinstance(one, Tensor)]
+    tensors = [None if value is None else value.detach() for value in arguments if value is None or isinstance(value, Tensor)]
     if not tensors or len(tensors[0] if tensors[0] is not None else ()) < 2:
         return function(*arguments)  # one row would be a variant of its own
     return run_compiled(function, tensors, arguments[len(tensors) :], lambda: function(*arguments))
 
 
 def _over_rows(statement: Callable[..., None], tensors: Sequence[Tensor | None], inverse: float) -> None:
-    """Run a statement compiled: whether a head's functions are is a setting of its own model."""
+    # Run a statement compiled, whatever the process's own setting: the head has one of its own.
     with fused_statements(True):
         over_rows(statement, tensors, inverse)
 
@@ -553,11 +547,11 @@ ROWS_AT_ONCE = 32
 
 
 def hidden_gradient(matrix: Tensor, weight: Tensor, targets: Tensor, out: Tensor) -> Tensor:
-    """Return the gradient of the hidden states, ``matrix @ weight``, in ``out`` [c, H].
+    """Compute the gradient of the hidden states, ``matrix @ weight``, into ``out`` [c, H].
 
-    In half precision the target's term is summed with the others: the rounding of the result hides what that loses. ``matrix``
-    [c, v], the gradient of the logits, is overwritten and restored. ``weight`` [v, H] are these columns of the head. Targets,
-    int64 [c], may lie outside of the columns.
+    In half precision the target's term is summed with the others: rounding the result hides what that loses. ``matrix`` [c, v],
+    the gradient of the logits, is overwritten and restored. ``weight`` [v, H] has the head's rows for these columns. Targets,
+    int64 [c], may lie outside the columns.
     """
     if matrix.dtype != torch.float32:
         return torch.mm(matrix, weight, out=out)
@@ -579,7 +573,7 @@ def hidden_gradient(matrix: Tensor, weight: Tensor, targets: Tensor, out: Tensor
 def add_product_(into: Tensor, matrix: Tensor, hidden: Tensor) -> None:
     """Add the gradient of the head's weight, ``matrix.t() @ hidden``, to ``into`` [v, H].
 
-    A sum of more digits than the product's takes it in slices of rows, so that the whole product never exists.
+    If ``into`` has a wider dtype, rows are added in slices, so that the whole product never exists.
     """
     if into.dtype == matrix.dtype:
         torch.addmm(into, matrix.t(), hidden, out=into)
@@ -591,10 +585,9 @@ def add_product_(into: Tensor, matrix: Tensor, hidden: Tensor) -> None:
 
 
 def is_inside(targets: Tensor, logits: Tensor) -> Tensor:
-    """Return whether each target [c] is a column of the logits [c, v], bool [c]."""
     return (targets >= 0) & (targets < logits.shape[1])
 
 
 def clamped(targets: Tensor, logits: Tensor) -> Tensor:
-    """Return the targets [c] as columns that the logits [c, v] have, [c, 1]. Those outside become the first or the last."""
+    # Targets outside the columns become the first or the last column, [c, 1], so that gather and scatter stay in bounds.
     return targets.clamp(0, logits.shape[1] - 1)[:, None]

@@ -34,8 +34,6 @@ _REFERENCE, _QUANTIZATION = "actor_rollout_ref.ref.model.path", "actor_rollout_r
 
 @dataclass(frozen=True)
 class Lora:
-    """Settings of LoRA."""
-
     lora_rank: NaturalInt = 0
     """Rank of the adapters of a frozen base; 0 = train every weight. Use it when gradients and optimizer do not fit. If it is not
     given, it comes from the ``adapter_config.json`` of ``lora_adapter_path``, with the other LoRA settings that are not given."""
@@ -54,19 +52,16 @@ class Lora:
 
     @property
     def lora_scale(self) -> float:
-        """What the product of B and A is multiplied by. 0 without adapters."""
+        """Factor of the product of B and A; 0 without adapters."""
         return adapter_scale(self.lora_rank, self.lora_alpha, self.use_rslora) if self.lora_rank else 0.0
 
 
 def adapter_scale(rank: int, alpha: float, use_rslora: bool) -> float:
-    """Return what the product of B and A is multiplied by."""
     return alpha / (math.sqrt(rank) if use_rslora else rank)
 
 
 @dataclass(frozen=True)
 class LoraReference:
-    """The setting of a reference that is the policy's own base."""
-
     adapter: Literal["start", "base"] = "start"
     """With LoRA, the reference is the base with the adapters of ``model.lora_adapter_path`` as training began (start), or the
     base alone (base). Both are the same where training starts without a folder of adapters."""
@@ -106,10 +101,10 @@ ASKS_NOTHING = (
 
 
 def not_here(config: Mapping[str, Any]) -> list[str]:
-    """Return what the fields of a LoraConfig of peft ask for that cannot be had here: each with its reason."""
+    """List what a peft LoraConfig asks for that is not supported, each with its reason."""
     found = [f"{name}={config[name]!r:.60}: {reason}" for name, reason in NOT_HERE.items() if config.get(name)]
-    known = {*PEFT, *NOT_HERE, *ASKS_NOTHING}
-    found += [f"{name}={value!r:.60}: it has no equal here" for name, value in config.items() if value and name not in known]
+    handled = {*PEFT, *NOT_HERE, *ASKS_NOTHING}
+    found += [f"{name}={value!r:.60}: it has no equal here" for name, value in config.items() if value and name not in handled]
     kind, start, bias = (config.get(name) for name in ("peft_type", "init_lora_weights", "bias"))
     if kind is not None and str(getattr(kind, "value", kind)) != "LORA":
         found.append(f"peft_type={getattr(kind, 'value', kind)}: LORA is the one kind")
@@ -125,16 +120,15 @@ SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def slot_rank(rank: int) -> int:
-    """Return the rank for which an engine that shares the base makes room: the next one that vLLM has."""
     return next(size for size in SLOT_RANKS if size >= rank)
 
 
 def base_rests_as_computed(lora_rank: int, fsdp: TrainedFsdp, whole: bool) -> bool:
-    """Return whether the frozen base rests in the dtype that computes, and only the adapters in that of the masters.
+    """Return whether the frozen base rests in the compute dtype, and only the adapters in the masters' dtype.
 
-    Nothing updates the base, so it needs no more digits than compute has. If the masters have fewer digits than compute, the base
-    rests as they do. ``whole``: each device holds all of the base, because there is one device, or because the engine's weights
-    are the base. Elsewhere FSDP2 casts the masters of a whole unit.
+    Nothing updates the base, so it needs no more digits than compute uses. If the masters have fewer, the base rests as they do.
+    ``whole``: each device holds all of the base, because there is one device, or because the engine's weights are the base.
+    Elsewhere FSDP2 casts the masters of a whole unit.
     """
     masters_have_enough = fsdp.model_dtype in ("fp32", fsdp.dtype)
     return lora_rank > 0 and whole and not fsdp.offload_policy and masters_have_enough
@@ -150,7 +144,7 @@ def _has_another_reference(settings: Settings) -> bool:
 
 
 def adapter_params(shapes: Shapes) -> int:
-    """Return the parameters of adapters on every linear layer of Qwen3's blocks."""
+    """Parameters of adapters on every linear layer of Qwen3's blocks."""
     h, mlp, query, key = shapes.hidden, shapes.mlp, shapes.heads * shapes.head_dim, shapes.kv_heads * shapes.head_dim
     sides = 2 * (h + query) + 2 * (h + key) + 3 * (h + mlp)
     return int(shapes.layers * shapes.settings.model.lora_rank * sides)

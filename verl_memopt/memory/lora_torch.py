@@ -39,42 +39,40 @@ PEFT = "base_model.model."
 class LoraLinear(nn.Linear):
     """A frozen linear layer plus ``scale * x A^T B^T``, A [rank, in] and B [out, rank], while ``active``.
 
-    It replaces a plain layer, under the same names.
+    It takes the place of a plain layer; parameter names stay the same.
     """
 
     def __init__(self, base: nn.Linear, rank: int, scale: float, dtype: torch.dtype | None = None) -> None:
-        """Take over the weight and bias of a layer; the adapter is uninitialised, in ``dtype``, or in the weight's for None."""
+        """Take over a layer's weight and bias. The adapter is uninitialised, in ``dtype`` or else the weight's."""
         nn.Module.__init__(self)
         self.weight = base.weight
         self._add(base, rank, scale, dtype or base.weight.dtype)
 
     def _add(self, base: Any, rank: int, scale: float, dtype: torch.dtype) -> None:
-        """Take over the shape and bias of a layer, and give it an adapter."""
         self.in_features, self.out_features, self.bias = base.in_features, base.out_features, base.bias
         self.scale, self.active = scale, True
         self.other: tuple[Tensor, Tensor] | None = None
         """A and B of another adapter, which computes in place of the trained one while it is there."""
         device = stored_weight(base)[0].device
+        # Uninitialised here: values are drawn or read after sharding.
         self.lora_A = nn.Parameter(torch.empty(rank, self.in_features, dtype=dtype, device=device))
         self.lora_B = nn.Parameter(torch.empty(self.out_features, rank, dtype=dtype, device=device))
 
     @property
     def computes(self) -> torch.dtype:
-        """The dtype in which the layer computes."""
         return self.weight.dtype
 
     @property
     def factors(self) -> tuple[Tensor, Tensor]:
-        """A and B as they compute: in the layer's dtype, to which adapters of more digits are cast as FSDP2 casts masters."""
+        """A and B in the layer's compute dtype; wider adapters are cast, as FSDP2 casts masters."""
+        # The reference's adapters, while a pass of the reference runs.
         down, up = self.other or (self.lora_A, self.lora_B)
         return down.to(self.computes), up.to(self.computes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output [..., out] of x [..., in]."""
         return self.adapted(x, linear(x, self.weight, self.bias))
 
     def adapted(self, x: Tensor, out: Tensor) -> Tensor:
-        """Return the base's output of x with what the adapter adds, if it is active."""
         if not self.active:
             return out
         down, up = self.factors
@@ -82,16 +80,14 @@ class LoraLinear(nn.Linear):
 
 
 class QuantizedLoraLinear(QuantizedLinear, LoraLinear):
-    """The same on a frozen layer in 8 or 4 bits (QLoRA, arXiv 2305.14314)."""
+    """A :class:`LoraLinear` over a frozen layer in 8 or 4 bits (QLoRA, arXiv 2305.14314)."""
 
     def __init__(self, base: QuantizedLinear, rank: int, scale: float, dtype: torch.dtype | None = None) -> None:
-        """Take over the bytes and bias of a layer; the adapter is as that of :class:`LoraLinear`."""
         nn.Module.__init__(self)
         self.packing, self.qweight, self.exact, self._dtype = base.packing, base.qweight, base.exact, base.computes
         self._add(base, rank, scale, dtype or base.computes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output [..., out] of x [..., in]."""
         return self.adapted(x, QuantizedLinear.forward(self, x))
 
 
@@ -104,12 +100,13 @@ def apply_lora(
     key: str = KEY,
     dtype: torch.dtype | None = None,
 ) -> list[str]:
-    """Freeze a model and give each chosen linear layer an adapter, multiplied by ``scale``. Call this before sharding.
+    """Freeze a model, give each chosen linear layer an adapter with factor ``scale``, and return their names.
 
-    ``dtype`` is that of the adapters; None = as their layer. Other arguments and errors are those of :func:`chosen_layers`, whose
-    result is returned.
+    Call this before sharding. ``dtype`` is the adapters'; None = each layer's own. Other arguments and errors are those of
+    :func:`chosen_layers`.
     """
     model.requires_grad_(False)
+    # Chosen before anything is replaced, so that an error leaves the model as it was.
     chosen = chosen_layers(model, target_modules, exclude_modules, key)
     for name in chosen:
         _adapt(model, name, rank, scale, dtype)
@@ -121,14 +118,19 @@ def chosen_layers(
 ) -> list[str]:
     """Return the names of the linear layers that get an adapter.
 
-    ``target_modules`` are ``all-linear`` = every linear layer but the head; a list of name endings; or a regular expression for
-    the whole name. So are ``exclude_modules``, the layers to leave out. ``key`` is the settings section, to name in errors.
+    Args:
+        model: A Hugging Face model or our decoder.
+        target_modules: ``all-linear`` (every linear layer but the head), a list of name endings, or a regular expression for the
+            whole name.
+        exclude_modules: Layers to leave out, in the same form.
+        key: Settings section that errors name.
 
     Raises:
         ConfigError: No layer is chosen, or a name fits nothing: the message has the nearest names.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     modules = {name: module for name, module in model.named_modules() if name}
+    # Quantised layers are no nn.Linear, and get adapters too.
     kinds = (nn.Linear, QuantizedLinear)
     linears = [name for name, module in modules.items() if isinstance(module, kinds) and module is not head]
     endings = sorted({name.rsplit(".", 1)[-1] for name in linears})
@@ -139,9 +141,9 @@ def chosen_layers(
     ]
     excluded = [exclude_modules] if isinstance(exclude_modules, str) else [[ending] for ending in exclude_modules or ()]
     wrong += [
-        f"{key}.exclude_modules: no part of the model is named {''.join(each)}{_nearest(''.join(each), endings)}"
-        for each in excluded
-        if each != "all-linear" and not any(_matches(name, each) for name in modules)
+        f"{key}.exclude_modules: no part of the model is named {''.join(wanted)}{_nearest(''.join(wanted), endings)}"
+        for wanted in excluded
+        if wanted != "all-linear" and not any(_matches(name, wanted) for name in modules)
     ]
     if wrong:
         raise ConfigError(f"{'; '.join(wrong)}. The linear layers end in {', '.join(endings)}; all-linear takes all of them.")
@@ -154,7 +156,6 @@ def chosen_layers(
 
 
 def _no_layer(ending: str, modules: Mapping[str, nn.Module], head: Any, endings: Sequence[str]) -> str:
-    """Return what is wrong with a name that no layer with an adapter has."""
     found = [module for name, module in modules.items() if _matches(name, [ending])]
     if not found:
         return f"no layer is named {ending}{_nearest(ending, endings)}"
@@ -171,9 +172,9 @@ def _nearest(name: str, endings: Sequence[str]) -> str:
 
 
 def _adapt(model: nn.Module, name: str, rank: int, scale: float, dtype: torch.dtype | None = None) -> None:
-    """Put a layer with an adapter in the place of a plain one."""
     layer = model.get_submodule(name)
     kind: Any = QuantizedLoraLinear if isinstance(layer, QuantizedLinear) else LoraLinear
+    # Under the same name, so that checkpoints and exports find the base's weight.
     model.set_submodule(name, kind(layer, rank, scale, dtype))
 
 
@@ -186,17 +187,17 @@ def _matches(name: str, wanted: str | Sequence[str] | None) -> bool:
 
 
 def adapters(model: nn.Module) -> dict[str, LoraLinear]:
-    """Return the layers that have adapters, by their name in a Hugging Face checkpoint."""
     return {name.removeprefix("lm."): module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
 
 
 def initialize_adapters(model: nn.Module, seed: int) -> None:
     """Draw each A (Kaiming uniform) and zero each B, so that the model starts as its base.
 
-    The values of a layer depend on the seed and its name only, not on the number of ranks.
+    A layer's values depend only on the seed and its name, not on the number of ranks.
     """
     for name, layer in adapters(model).items():
         generator = torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
+        # Drawn whole and then cut, so that the values do not depend on how rows are sharded.
         bound = 1 / math.sqrt(layer.in_features)
         whole = torch.empty(layer.lora_A.shape).uniform_(-bound, bound, generator=generator)
         _copy_whole(layer.lora_A, whole)
@@ -204,7 +205,7 @@ def initialize_adapters(model: nn.Module, seed: int) -> None:
 
 
 def _copy_whole(parameter: Tensor, whole: Tensor) -> None:
-    """Copy a whole tensor into a parameter, or this rank's rows into one that is sharded on its first dimension."""
+    # Copy a full tensor into a parameter; a parameter sharded on its first dimension gets this rank's rows.
     if not isinstance(parameter, DTensor):
         parameter.detach().copy_(whole)
         return
@@ -216,7 +217,7 @@ def _copy_whole(parameter: Tensor, whole: Tensor) -> None:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Switch the adapters off inside the body, so that the model is its base: the reference, without a second copy."""
+    """Disable the adapters inside the body. The model then is its base: the reference, without a second copy."""
     layers = list(adapters(model).values())
     for layer in layers:
         layer.active = False
@@ -232,13 +233,14 @@ StartingAdapter = Mapping[str, Tensor]
 
 
 def starting_adapter(folder: Path, model: nn.Module, dtype: torch.dtype, device: torch.device, key: str = KEY) -> StartingAdapter:
-    """Return the adapters of a folder in the peft format, in ``dtype``, page-locked where the ``device`` is a GPU.
+    """Read the adapters of a folder in the peft format, in ``dtype``; page-locked if ``device`` is a GPU.
 
     Raises:
         ConfigError: As :func:`load_adapter`.
     """
     wanted = stored_adapters(model)
     tensors = _read(folder, wanted, wanted, key)
+    # One page-locked buffer for all of them: each allocation takes whole pages.
     buffers = host_buffer(sum(tensors[name].numel() for name in wanted) * dtype.itemsize, device, "params")
     parts = buffers.split([tensors[name].numel() * dtype.itemsize for name in wanted])
     return {
@@ -248,7 +250,7 @@ def starting_adapter(folder: Path, model: nn.Module, dtype: torch.dtype, device:
 
 @contextmanager
 def as_reference(model: nn.Module, start: StartingAdapter | None, device: torch.device) -> Iterator[None]:
-    """Compute in the body with the adapters that training started from, which lie on the device for so long.
+    """Inside the body, compute with the adapters that training started from, which are on the device for that time.
 
     ``start``: None = with the base alone.
     """
@@ -259,6 +261,7 @@ def as_reference(model: nn.Module, start: StartingAdapter | None, device: torch.
     layers = adapters(model)
     with scope(kind="params"):
         for name, layer in layers.items():
+            # On the device for this pass only; the host's copy stays.
             down, up = (start[f"{PEFT}{name}.{part}.weight"].to(device, non_blocking=True) for part in ADAPTERS)
             layer.other = down, up
     try:
@@ -271,20 +274,22 @@ def as_reference(model: nn.Module, start: StartingAdapter | None, device: torch.
 def merged_weights(
     weights: Iterator[tuple[str, Tensor]], model: nn.Module, exact: Callable[[str], Tensor] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield each base tensor once, with its adapter added in fp32 where it has one. Adapters are left out.
+    """Yield each base tensor once, with its adapter (if any) added in fp32. Adapters themselves are left out.
 
-    A merged tensor is sharded as its base is, and computed when it is asked for. All ranks must consume in step, because the
-    small A of a layer is gathered, and B too where the base is whole. ``exact`` returns the unquantised weight of a quantised
-    layer by its name; None = its bytes are decoded.
+    A merged tensor is sharded as its base is, and computed when it is asked for. All ranks must consume in step, because a
+    layer's small A is gathered, and B too where the base is whole. ``exact`` returns the unquantised weight of a quantised layer
+    by name; None = the codes are decoded.
     """
     layers = {f"{name}.weight": layer for name, layer in adapters(model).items()}
     packed = {f"{name}.qweight": layer for name, layer in quantized_layers(model).items()}
     for stored, value in weights:
         name, weight = stored, value
+        # An adapter is part of its base tensor in what this yields.
         if name.rsplit(".", 1)[-1] in ADAPTERS:
             continue
         if stored in packed:
             name, layer = stored.removesuffix("qweight") + "weight", packed[stored]
+            # A quantised base is merged from its exact weight where one can be read.
             decoded = layer.packing.dequantize(value.detach(), layer.computes) if exact is None else exact(name)
             weight = decoded.to(value.device)
         yield name, _merged(weight, layers[name]) if name in layers else weight
@@ -294,6 +299,7 @@ def _merged(weight: Tensor, layer: LoraLinear) -> Tensor:
     with torch.no_grad():
         if not isinstance(weight, DTensor):
             return with_adapter(weight, _gathered(layer.lora_A), _gathered(layer.lora_B), layer.scale)
+        # The base is sharded by rows, as B is: this rank's rows need all of A and its own rows of B.
         assert isinstance(layer.lora_A, DTensor)
         assert isinstance(layer.lora_B, DTensor)
         local = with_adapter(weight.to_local(), layer.lora_A.full_tensor(), layer.lora_B.to_local(), layer.scale)
@@ -307,7 +313,7 @@ def _gathered(parameter: Tensor) -> Tensor:
 
 
 def with_adapter(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-    """Return ``weight + scale * up @ down``, computed in fp32, in the weight's dtype.
+    """Compute ``weight + scale * up @ down`` in fp32 and return it in the weight's dtype.
 
     ``weight`` has rows of [out, in], ``down`` is A, [rank, in], and ``up`` has the same rows of B, [out, rank].
     """
@@ -317,13 +323,19 @@ def with_adapter(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tens
 def save_adapter(
     folder: Path, model: nn.Module, base: str, settings: Lora, writes: bool, start: StartingAdapter | None = None
 ) -> None:
-    """Write the adapters of a model to a folder in the peft format: adapter_config.json and adapter_model.safetensors.
+    """Write the adapters to a folder in the peft format: adapter_config.json and adapter_model.safetensors.
 
-    A module that is trained as a whole, such as the critic's head, is written beside them (``modules_to_save``). ``base`` is the
-    name of the base model. Every rank gathers in step; the rank that ``writes`` writes. ``start``: write these in their place.
+    Args:
+        folder: Created if missing.
+        model: Modules trained as a whole, such as the critic's head, are written too (``modules_to_save``).
+        base: Name of the base model.
+        settings: Rank, alpha and scaling.
+        writes: Whether this rank writes. Every rank must call this, because all gather in step.
+        start: Write these in place of the trained adapters.
     """
     trained = {} if start is not None else whole_parameters(model)
     own = stored_adapters(model) | _beside(trained)
+    # Gathered by all ranks in step, also by those that do not write.
     tensors = start if start is not None else {name: _on_host(parameter, writes) for name, parameter in own.items()}
     if not writes:
         return
@@ -341,16 +353,15 @@ def save_adapter(
 
 
 def stored_adapters(model: nn.Module) -> dict[str, Tensor]:
-    """Return the adapters by their names in the peft format."""
     layers = adapters(model).items()
     return {f"{PEFT}{name}.{part}.weight": getattr(layer, part) for name, layer in layers for part in ADAPTERS}
 
 
 @torch.no_grad()
 def copy_adapters(tensors: Mapping[str, Tensor], model: nn.Module, scale: float) -> None:
-    """Copy adapters, by their names in the peft format, into a frozen model, whose layers get places for them the first time."""
+    """Copy adapters with peft names into a frozen model; the first call gives its layers room for them."""
     if not adapters(model):
-        for name, down in ((name, each) for name, each in tensors.items() if name.endswith(".lora_A.weight")):
+        for name, down in ((name, tensor) for name, tensor in tensors.items() if name.endswith(".lora_A.weight")):
             layer, rank = name.removeprefix(PEFT).removesuffix(".lora_A.weight"), down.shape[0]
             _adapt(model, layer, rank, scale)
         model.requires_grad_(False)
@@ -363,20 +374,20 @@ def _beside(trained: dict[str, nn.Parameter]) -> dict[str, Tensor]:
 
 
 def _on_host(parameter: Tensor, wanted: bool) -> Tensor:
-    """Return the whole tensor on the host, or where it is not wanted an empty one. Every rank gathers in step."""
+    # The full tensor on the host, or an empty one if not `wanted`. Every rank gathers in step.
     whole = _gathered(parameter)
     # copy=True, because on a CPU run `to` would return the parameter's own memory.
     return whole.detach().to("cpu", copy=True).contiguous() if wanted else torch.empty(0)
 
 
 def whole_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that are trained as they are beside the adapters, by their name in a Hugging Face checkpoint."""
+    """Parameters trained in full beside the adapters, by their name in a Hugging Face checkpoint."""
     named = ((name.removeprefix("lm."), parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
     return {name: parameter for name, parameter in named if name.rsplit(".", 1)[-1] not in ADAPTERS}
 
 
 def load_adapter(folder: Path, model: nn.Module, key: str = KEY) -> None:
-    """Fill the adapters from a folder in the peft format, and the modules beside them that are trained as a whole if it has them.
+    """Fill the adapters from a folder in the peft format, and modules trained as a whole if the folder has them.
 
     Raises:
         ConfigError: A tensor is missing, left over or of another shape. The message lists them.
@@ -389,11 +400,12 @@ def load_adapter(folder: Path, model: nn.Module, key: str = KEY) -> None:
 
 
 def _read(folder: Path, known: Mapping[str, Tensor], needed: Mapping[str, Tensor], key: str) -> dict[str, Tensor]:
-    """Return the tensors of a folder in the peft format, which has all that are ``needed`` and no others than the ``known``."""
+    # Read a peft folder. It must have every tensor of `needed`, and none outside `known`.
     setting, path = f"{key}.lora_adapter_path={folder}", folder / "adapter_model.safetensors"
     if not path.is_file():
         raise ConfigError(f"{setting}: it has no adapter_model.safetensors. Give a folder in the peft format.")
     tensors = load_file(path)
+    # All problems at once: a wrong rank or a wrong list of layers shows as a pattern.
     problems = [f"missing {name}" for name in needed if name not in tensors]
     problems += [f"unexpected {name}" for name in tensors if name not in known]
     problems += [

@@ -22,15 +22,13 @@ _KEYS = tuple(f"actor_rollout_ref.{role}.fsdp_config.offload_policy" for role in
 
 @dataclass(frozen=True)
 class NativeOffload:
-    """Settings of FSDP2's own offload."""
-
     offload_policy: bool = False
     """FSDP2's own offload: parameters, gradients and optimizer state live on the host, and a CPU optimizer steps there.
     The last resort; not together with ``param_offload`` or ``optimizer_offload``."""
 
 
 def not_beside_native_offload(role: Literal["actor", "ref"], name: str, is_on: Predicate) -> Refusal:
-    """Return the refusal of a role's other offload, by its name in ``fsdp_config``, beside this one."""
+    """Refuse a role's other offload (``name`` in its ``fsdp_config``) together with this one."""
     prefix = f"actor_rollout_ref.{role}.fsdp_config"
 
     def both(settings: Settings) -> bool:

@@ -29,8 +29,6 @@ _ROWS, _MINI = f"{_ACTOR}.ppo_micro_batch_size_per_gpu", f"{_ACTOR}.ppo_mini_bat
 
 @dataclass(frozen=True)
 class OptimizerInBackward:
-    """Settings of the update inside backward."""
-
     in_backward: bool = False
     """Update each FSDP unit as soon as its gradient is reduced and free the gradient at once. Needs one micro-batch per
     optimizer step. With ``clip_grad`` forward and backward run twice, the first time for the norm. With ``clip_grad=null`` a
@@ -38,7 +36,7 @@ class OptimizerInBackward:
 
 
 def _saved(_: Shapes, after: Shapes) -> float:
-    """Return the bytes saved on one device, where a unit is one parameter and the vocabulary's matrix the largest."""
+    """Bytes saved on one device, where each parameter is a unit and the vocabulary's matrix the largest."""
     largest = after.vocab * after.hidden * (2 if after.tied else 1)
     return after.gradient_bytes * (after.params - largest)
 
@@ -47,7 +45,6 @@ _in_backward = attrgetter(_KEY)
 
 
 def _sequences(settings: Settings) -> int:
-    """Return the sequences of one device per optimizer step."""
     roles = settings.actor_rollout_ref
     return roles.actor.ppo_mini_batch_size * roles.rollout.n // data_ranks(settings, "actor")
 

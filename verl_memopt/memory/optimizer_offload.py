@@ -21,8 +21,6 @@ _KEY = "actor_rollout_ref.actor.fsdp_config.optimizer_offload"
 
 @dataclass(frozen=True)
 class OptimizerOffload:
-    """Settings of optimizer offload."""
-
     optimizer_offload: bool = False
     """Optimizer state rests in one host buffer and streams through the device inside the optimizer step only: 8 bytes a
     parameter (fp32 moments) leave the device."""

@@ -40,7 +40,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter of a section. Its ``numel`` local elements begin at ``start`` among those of the section."""
+    """A parameter of a section: its ``numel`` local elements begin at element ``start`` of the section."""
 
     parameter: nn.Parameter
     start: int
@@ -58,9 +58,9 @@ class Slice:
 
 @dataclass(eq=False)
 class Section:
-    """Parameters of one group with one dtype and one format of moments: one flat range of elements.
+    """Parameters of one group that share a dtype and a format of moments: one flat range of elements.
 
-    ``members`` are the parameters, in order, and ``planes`` the flat tensors of their state.
+    ``members`` are the parameters in order, and ``planes`` the flat tensors of their state.
     """
 
     group: dict[str, Any]
@@ -75,29 +75,26 @@ class Section:
 
     @property
     def numel(self) -> int:
-        """Number of local elements of all members."""
         return self.members[-1].start + self.members[-1].numel if self.members else 0
 
     @property
     def resting(self) -> tuple[Plane, ...]:
-        """What rests between two steps beside the parameters: the moments, and the remainders of the masters."""
         return (*self.format.planes, REMAINDER) if self.splits else self.format.planes
 
     @property
     def cut(self) -> int:
-        """Elements at whose multiples a tensor is cut: whole blocks, and whole vectors of a kernel."""
+        """Tensors are cut at multiples of this: whole quantisation blocks, and whole vectors of a kernel."""
         return -(-LEAST_CUT // self.format.block) * self.format.block
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor, without a copy."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def cut_buckets(members: Sequence[Member], elements: int, cut: int) -> list[list[Slice]]:
-    """Return consecutive buckets of at most ``elements`` elements, cut at multiples of ``cut`` elements of a member.
+    """Cut members into consecutive buckets of at most ``elements`` elements, at multiples of ``cut`` elements of a member.
 
-    Each is one unbroken range of its section, with as many members as fit.
+    Each bucket is one unbroken range of its section, with as many members as fit.
     """
     buckets: list[list[Slice]] = []
     room, following = 0, -1
@@ -106,6 +103,7 @@ def cut_buckets(members: Sequence[Member], elements: int, cut: int) -> list[list
         while first < member.numel:
             left = member.numel - first
             size = left if left <= room else room - room % cut
+            # A bucket is one unbroken range, so a gap (a skipped member) ends it.
             if size == 0 or member.start + first != following:
                 buckets.append([])
                 room = elements
@@ -121,17 +119,19 @@ def sections(
     split: bool = False,
     moments_of: Callable[[dict[str, Any]], tuple[str, ...]] = lambda _: MOMENTS,
 ) -> list[Section]:
-    """Return the sections of an optimizer's groups, in the order of their first parameters.
+    """Group an optimizer's parameters into sections, in the order of their first parameters.
 
-    With ``split`` bfloat16 parameters are the high half of their masters. ``moments_of`` returns the moments of a group.
+    ``split``: bfloat16 parameters are the high half of their masters. ``moments_of`` names the moments of a group.
     """
     by_key: dict[tuple[int, torch.dtype, int], Section] = {}
     for number, group in enumerate(groups):
         for parameter in group["params"]:
             placements = parameter.placements if isinstance(parameter, DTensor) else ()
+            # Rows stay whole in a shard, so no block of codes crosses ranks.
             assert all(isinstance(placement, Replicate) or placement == Shard(0) for placement in placements), placements
             rows = parameter.shape[0] if parameter.ndim else 1
             kind = moment_format(state_dtype, parameter.numel() // max(rows, 1), moments_of(group))
+            # One kernel call updates a whole bucket, so its members must agree in all three.
             key = (number, parameter.dtype, kind.block)
             section = by_key.setdefault(key, Section(group, kind, parameter.dtype, split and parameter.dtype == torch.bfloat16))
             section.members.append(Member(parameter, section.numel, local(parameter).numel()))
@@ -139,7 +139,7 @@ def sections(
 
 
 def shard_place(parameter: Tensor) -> tuple[int, ...]:
-    """Return which shard of a parameter this rank holds. Replicas of a shard have the same place; a plain parameter the first."""
+    """Which shard of a parameter this rank holds. Replicas of a shard agree; a plain parameter has the first."""
     if not isinstance(parameter, DTensor):
         return (0,)
     place: Sequence[int] = parameter.device_mesh.get_coordinate() or []
@@ -147,7 +147,7 @@ def shard_place(parameter: Tensor) -> tuple[int, ...]:
 
 
 def shown(member: Member, plane: Plane, flat: Tensor) -> Tensor:
-    """Return a member's part of a plane in the parameter's shape. Rows are shorter where an entry covers several elements."""
+    """View a member's part of a plane in the parameter's shape. Rows are shorter if an entry covers several elements."""
     parameter = member.parameter
     part = flat[member.start // plane.per_entry : (member.start + member.numel) // plane.per_entry]
     shape = _stored_shape(parameter.shape, plane.per_entry)
@@ -156,7 +156,7 @@ def shown(member: Member, plane: Plane, flat: Tensor) -> Tensor:
 
 
 def sharded_as(parameter: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
-    """Return values of this rank as a part of a tensor of some shape that is sharded as a parameter is, if it is."""
+    """Wrap this rank's values as part of a tensor of ``shape``, sharded like ``parameter``; values as they are if it is plain."""
     if not isinstance(parameter, DTensor):
         return values
     # Only the strides are wanted; a meta tensor takes no memory.
@@ -171,7 +171,6 @@ def _stored_shape(shape: torch.Size, per_entry: int) -> torch.Size:
 
 
 def entries(section: Section, bucket: Sequence[Slice]) -> dict[str, slice]:
-    """Return the range of each of the section's planes that holds the state of a bucket."""
     start = bucket[0].member.start + bucket[0].first
     stop = start + count(bucket)
     ranges = {plane.name: slice(start // plane.per_entry, stop // plane.per_entry) for plane in section.resting}
@@ -179,12 +178,10 @@ def entries(section: Section, bucket: Sequence[Slice]) -> dict[str, slice]:
 
 
 def count(bucket: Sequence[Slice]) -> int:
-    """Return the number of elements of a bucket."""
     return sum(part.last - part.first for part in bucket)
 
 
 def aligned(size: int) -> int:
-    """Return the bytes that a part of ``size`` bytes takes in the state buffer."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -195,28 +192,37 @@ class StateLanes:
     """Moves buckets of host tensors to the device and back, on two side streams on a GPU."""
 
     def __init__(self, device: torch.device, kind: str | None = None) -> None:
-        """Create the side streams of a device. ``kind`` is that of the bytes on it for the tracker; None = as where they pass."""
+        """``kind``: what the byte tracker calls bytes on the device; None = the kind of the surrounding scope."""
         self._device, self._arriving, self._leaving = device, copy_stream(device), copy_stream(device)
         self._kind = kind
 
     def passing(
         self, resting: Mapping[str, Tensor], buckets: Sequence[Ranges], one_way: Collection[str] = (), from_zero: bool = False
     ) -> Iterator[dict[str, Tensor]]:
-        """Yield each bucket of flat host tensors (``resting``) on the device, and write their values back afterwards.
+        """Yield each bucket of flat host tensors (``resting``) on the device, and write its values back afterwards.
 
         The next bucket arrives and the previous one leaves while the caller computes. After the last bucket the current stream
-        waits for every write. ``buckets`` has the range of each tensor. Those in ``one_way`` are read alone. With ``from_zero``
-        nothing is read: each bucket is zeros at first.
+        waits for every write.
+
+        Args:
+            resting: Flat tensors on the host, by name.
+            buckets: For each bucket, the range of each tensor.
+            one_way: Names that are read but not written back.
+            from_zero: Read nothing: each bucket starts as zeros.
         """
         here = current_stream(self._device)
+        # Allocated once and reused: each is as large as the largest bucket.
         slots = [self._slot(resting, buckets) for _ in range(min(SLOTS, len(buckets)))]
+        # A new slot is free as soon as work queued so far is done.
         left = [mark_done(here)] * len(slots)
         arrived = self._fetch(resting, buckets[0], slots[0], left[0]) if buckets and not from_zero else None
         try:
             for number, ranges in enumerate(buckets):
+                # A slot is filled again only after the copy out of it: ``left`` marks when that is done.
                 place, following = number % SLOTS, (number + 1) % SLOTS
                 wait_for(here, left[place] if from_zero else arrived)
                 if number + 1 < len(buckets) and not from_zero:
+                    # The next bucket is on its way while the caller computes on this one.
                     arrived = self._fetch(resting, buckets[number + 1], slots[following], left[following])
                 views = _filled(slots[place], ranges)
                 if from_zero:
@@ -241,6 +247,7 @@ class StateLanes:
             return {name: torch.empty(longest[name], dtype=each.dtype, device=self._device) for name, each in resting.items()}
 
     def _fetch(self, resting: Mapping[str, Tensor], ranges: Ranges, slot: Mapping[str, Tensor], free: Done) -> Done:
+        # The slot's last bucket must have left before the next one overwrites it.
         wait_for(self._arriving, free)
         with on_stream(self._arriving):
             for name, view in _filled(slot, ranges).items():

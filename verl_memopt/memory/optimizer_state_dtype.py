@@ -23,22 +23,19 @@ _KEY = "actor_rollout_ref.actor.optim.state_dtype"
 
 @dataclass(frozen=True)
 class OptimizerStateDtype:
-    """Settings of the optimizer state's dtype."""
-
     state_dtype: Literal["fp32", "bfloat16", "int8", "int4"] | None = None
     """dtype in which AdamW's two moments rest: fp32, bfloat16, int8, int4 (8, 4, 2.03, 1.06 bytes a parameter). Go down when
     optimizer state does not fit and ``optimizer_offload`` costs too much time; the last two are block-wise quantised. SGD's
     momentum takes the first two."""
 
     def moment_bytes(self, master_bytes: int) -> float:
-        """Return the bytes of a moment of a parameter; without a dtype of its own it has the master's."""
+        """Bytes of one moment of a parameter. Without a dtype of its own a moment has the master's."""
         if self.state_dtype is None:
             return master_bytes
         return {"fp32": 4, "bfloat16": 2, "int8": 1 + 4 / 256, "int4": 0.5 + 4 / 128}[self.state_dtype]
 
 
 def has_state_dtype(settings: Settings) -> bool:
-    """Return whether the optimizer state has another dtype than the parameters."""
     actor = settings.actor_rollout_ref.actor
     return actor.optim.state_dtype != actor.fsdp_config.model_dtype
 

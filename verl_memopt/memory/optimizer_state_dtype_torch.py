@@ -38,10 +38,9 @@ BITS = 16
 
 
 def round_to_bfloat16_(values: Tensor, noise: Tensor, generator: torch.Generator) -> Tensor:
-    """Replace each fp32 of ``values`` by one of its two bfloat16 neighbours, in place, and return them.
+    """Round each fp32 of ``values`` stochastically to one of its two bfloat16 neighbours, in place, and return them.
 
-    Numbers that are bfloat16 stay unchanged, as do infinities. A NaN stays a NaN. ``noise`` is fp32, with as many elements; it is
-    overwritten.
+    Values that are bfloat16 already, infinities and NaN stay what they are. ``noise`` is fp32 scratch of the same size.
     """
     assert values.dtype == noise.dtype == torch.float32, (values.dtype, noise.dtype)
     # The bit patterns of one sign are ordered as their magnitudes are. So a carry out of the lower bits rounds away from
@@ -73,12 +72,11 @@ class Plane:
     per_entry: int
 
     def num_bytes(self, elements: int) -> int:
-        """Return the bytes that stand for so many elements."""
         return elements // self.per_entry * self.dtype.itemsize
 
 
 class Work(NamedTuple):
-    """Room for one bucket on the device. What is not needed is empty."""
+    """Scratch for one bucket on the device. What is not needed is empty."""
 
     moments: tuple[Tensor, ...] = ()
     """fp32: the decoded moments."""
@@ -99,21 +97,19 @@ class MomentFormat:
 
     @property
     def decodes(self) -> bool:
-        """Whether the moments need room in fp32, which :meth:`decode` fills."""
+        """Whether the moments need fp32 scratch, which :meth:`decode` fills."""
         return self.state_dtype != "fp32"
 
     @property
     def scratch(self) -> int:
-        """Number of fp32 tensors of a bucket's size that an encoding needs."""
         return {"fp32": 0, "bfloat16": 1}.get(self.state_dtype, 2)
 
     @property
     def repeats(self) -> bool:
-        """Whether encoding decoded moments gives the same bytes again. Codes of blocks are drawn anew each time."""
+        # Whether encoding decoded moments gives the same bytes again. Codes of blocks are drawn anew each time.
         return self.block == 1
 
     def decode(self, planes: Planes, work: Work) -> tuple[Tensor, ...]:
-        """Return the moments in fp32, where they rest or in ``work``."""
         if not self.decodes:
             return tuple(planes[name] for name in self.names)
         for name, values in zip(self.names, work.moments, strict=True):
@@ -124,11 +120,12 @@ class MomentFormat:
         return work.moments
 
     def encode(self, planes: Planes, work: Work, generator: torch.Generator) -> None:
-        """Write the moments in ``work`` to the planes. Those that were updated where they rest stay."""
+        """Write the moments in ``work`` to the planes. Moments that were updated in place are there already."""
         if not self.decodes:
             return
         for name, values in zip(self.names, work.moments, strict=True):
             if self.repeats:
+                # Rounded by chance: to nearest, a running mean would stop moving.
                 planes[name].copy_(round_to_bfloat16_(values, work.scratch[0], generator))
             else:
                 self._encode_blocks(name, planes, values, work.scratch, generator)
@@ -166,6 +163,7 @@ class MomentFormat:
             # abs().amax() would need a temporary tensor of the bucket's size.
             torch.linalg.vector_norm(values.view(-1, self.block), ord=float("inf"), dim=1, out=scales)
             codes, other = _codes(values, scales, levels, self.block, scratch, generator)
+            # A second moment is at least one code: at 0 its root would make the update unbounded.
             codes.clamp_(0 if signed else 1, levels)
             if signed:
                 # The codes were computed from magnitudes, so they get their signs back here.
@@ -178,16 +176,18 @@ class MomentFormat:
             _pack(codes, other, stored)
 
         if runs_compiled(scales):
+            # Drawn outside of the compiled statement, whose own random numbers would not follow the generator.
             noise = scratch[0].uniform_(generator=generator)
-            tensors = (*(one.view(-1, self.block) for one in (values, noise)), stored.view(scales.numel(), -1), scales)
+            tensors = (*(flat.view(-1, self.block) for flat in (values, noise)), stored.view(scales.numel(), -1), scales)
             over_rows(_encode_statement, tensors, levels, signed, self.state_dtype == "int4")
         else:
             in_place()
 
 
 def _decode_statement(values: Tensor, stored: Tensor, scales: Tensor, levels: int, signed: bool, packed: bool) -> None:
-    """Write into values, fp32 [blocks, elements], what their codes and scales stand for. ``packed``: two codes in a byte."""
+    # Decode into values, fp32 [blocks, elements]. `packed`: two codes in a byte.
     if packed:
+        # Two codes a byte, the first in the low half.
         halves = [half.repeat_interleave(2, 1) for half in (stored.int() & 15, stored.int() >> 4)]
         stored = torch.where(torch.arange(values.shape[1], device=values.device) % 2 == 0, halves[0], halves[1])
         stored = stored - ZERO_NIBBLE if signed else stored
@@ -198,7 +198,7 @@ def _decode_statement(values: Tensor, stored: Tensor, scales: Tensor, levels: in
 def _encode_statement(
     values: Tensor, noise: Tensor, stored: Tensor, scales: Tensor, levels: int, signed: bool, packed: bool
 ) -> None:
-    """Write scales of values, fp32 [blocks, elements], and codes as :func:`_codes` draws them, from noise of their shape."""
+    """Write the scales of values, fp32 [blocks, elements], and their codes, drawn as by :func:`_codes` from ``noise``."""
     largest = values.abs().amax(-1)
     scales.copy_(largest)
     way = values.abs() / largest.clamp_min(TINY)[:, None] * levels**2
@@ -226,7 +226,7 @@ def moment_format(state_dtype: str, row: int, names: tuple[str, ...] = MOMENTS) 
 
 
 def block_size(row: int, most: int) -> int | None:
-    """Return the largest even divisor of ``row`` up to ``most``; None where it would be below ``LEAST_BLOCK``."""
+    """Largest even divisor of ``row`` up to ``most``; None if it would be below ``LEAST_BLOCK``."""
     return next((size for size in range(most - most % 2, LEAST_BLOCK - 1, -2) if row % size == 0), None)
 
 
@@ -240,10 +240,10 @@ def _quantised_planes(state_dtype: str, moment: str, block: int) -> tuple[Plane,
 def _codes(
     values: Tensor, scales: Tensor, levels: int, block: int, scratch: tuple[Tensor, ...], generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Return whole codes (fp32) whose squares are the magnitudes in expectation, and scratch that is free again.
+    """Draw integer codes (in fp32) whose squares equal the magnitudes in expectation. Also return scratch that is free again.
 
-    With w = magnitude * levels^2 / scale, and k the integer part of the root of w, the chance of the next code is
-    (w - k^2) / (2 k + 1), which is the position of w between the values of the two codes.
+    With w = magnitude * levels^2 / scale, and k the integer part of sqrt(w), the next code is drawn with probability
+    (w - k^2) / (2 k + 1), the position of w between the values of the two codes.
     """
     way, root = scratch
     torch.div(values.view(-1, block), scales.clamp_min(TINY)[:, None], out=way.view(-1, block))
@@ -263,6 +263,7 @@ def _codes(
 def _pack(codes: Tensor, room: Tensor, stored: Tensor) -> None:
     pairs = codes.view(-1, 2)
     packed = room[: stored.numel()]
+    # Two codes a byte, the first in the low half.
     torch.add(pairs[:, 0], pairs[:, 1], alpha=16, out=packed)
     stored.copy_(packed)
 
@@ -280,9 +281,9 @@ HALF = 1 << 15
 
 
 def join_(weights: Sequence[Tensor], remainder: Tensor, masters: Tensor, before: Tensor | None = None) -> None:
-    """Fill ``masters``, fp32 [n], from bfloat16 ``weights``, flat and one after another, and their ``remainder``, int16 [n].
+    """Fill ``masters``, fp32 [n], from flat bfloat16 ``weights``, one after another, and their ``remainder``, int16 [n].
 
-    ``before``, int16 [n], gets the bits of the weights, for :func:`split_` to compare with.
+    ``before``, int16 [n], receives the bits of the weights, for :func:`split_` to compare with.
     """
     bits = masters.view(torch.int32)
     parts = bits.split([weight.numel() for weight in weights])
@@ -291,6 +292,7 @@ def join_(weights: Sequence[Tensor], remainder: Tensor, masters: Tensor, before:
     def joined() -> None:
         if before is not None:
             before.copy_(bits)
+        # 32-bit arithmetic wraps around, so every pattern comes back.
         bits.bitwise_left_shift_(BITS).add_(remainder)
 
     over_rows(_join_statement, (bits, remainder, before), otherwise=joined)
@@ -303,15 +305,15 @@ def split_(
     remainder: Tensor,
     compared: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:
-    """Write both halves of ``masters`` to their places, as in :func:`join_`. ``room`` is fp32 [n]; both are overwritten.
+    """Split ``masters`` into weights and remainder, the inverse of :func:`join_`. ``room`` is fp32 [n]; both are overwritten.
 
-    ``compared``: the bits before, room for bool [n], and an int64 scalar, to which the number of weights whose bits have changed
-    is added.
+    ``compared``: the bits before, scratch for bool [n], and an int64 scalar that counts the weights whose bits have changed.
     """
     bits, high = masters.view(torch.int32), room.view(torch.int32)
     before, total = (None, None) if compared is None else (compared[0], compared[2])
 
     def halved() -> None:
+        # Half up in magnitude, which join_ can undo; half to even could not be.
         torch.add(bits, HALF, out=high).bitwise_right_shift_(BITS)
         remainder.copy_(bits.sub_(high, alpha=1 << BITS))
         if compared is not None:

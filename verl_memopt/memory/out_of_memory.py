@@ -43,7 +43,6 @@ OUT_OF_MEMORY = re.compile(r"CUDA (driver )?error: out of memory|CUBLAS_STATUS_A
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is about device memory, whoever allocated it."""
     return isinstance(error, torch.OutOfMemoryError) or OUT_OF_MEMORY.search(str(error)) is not None
 
 
@@ -51,14 +50,13 @@ class PartDoesNotFitError(torch.OutOfMemoryError):
     """A part of the engine, ``num_bytes`` of a kind, could not wake beside ``held_bytes`` of live tensors."""
 
     def __init__(self, kind: str, num_bytes: int, held_bytes: int, cause: str) -> None:
-        """Build the message from the part and the cause."""
         super().__init__(f"waking {kind}, {_gib(num_bytes)} GiB: {cause}")
         self.kind, self.num_bytes, self.held_bytes = kind, num_bytes, held_bytes
 
 
 @contextmanager
 def wake_report(kind: str, num_bytes: int, device: torch.device) -> Iterator[None]:
-    """Turn an out-of-memory error while ``num_bytes`` of ``kind`` wake into a PartDoesNotFitError."""
+    """Turn an out-of-memory error inside the body, where ``num_bytes`` of ``kind`` wake, into a PartDoesNotFitError."""
     held = ledger_of(device).allocated() if is_gpu(device) else 0
     try:
         yield
@@ -79,9 +77,15 @@ def out_of_memory_report(
 ) -> Iterator[None]:
     """Turn an out-of-memory error inside the body into a DeviceMemoryError that says what to do about it.
 
-    The tensors of the body are freed. Its lines stay in the traceback. ``resident`` is called after an error only. It returns
-    (kind, tensor) pairs of what was there before the body, which may include tensors that rest on the host. Advice is based on
-    ``parts`` and on the ``work`` of the body; None where nothing depends on it. ``limit`` is in bytes.
+    The tensors of the body are freed; its lines stay in the traceback.
+
+    Args:
+        phase: Phase of the step, for the message.
+        device: Device of the body.
+        resident: Called after an error only: (kind, tensor) pairs of what existed before the body. They may rest on the host.
+        parts: Sections of the run that advice may name.
+        limit: Bytes this process may take; None = all.
+        work: What the body computes; None = no advice depends on it.
     """
     try:
         yield
@@ -112,20 +116,20 @@ def _refused_by_allocator(
 
 
 def _requested_bytes(message: str) -> int | None:
-    """Return the bytes that torch's out-of-memory message says it tried to allocate, or None where it says nothing."""
+    # Parse how much torch's out-of-memory message says it tried to allocate; None if it does not say.
     match = re.search(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", message)
     return None if match is None else round(float(match[1]) * {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}[match[2]])
 
 
 def release_frames(error: BaseException | None) -> None:
-    """Clear the frames of an error and of its causes; they would keep their tensors as long as the error exists."""
+    # Clear the frames of an error and its causes, which would keep their tensors alive as long as the error.
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 def _bytes_by_kind(resident: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> Counter[str]:
-    """Return the bytes on the device by kind. Each storage counts once, under the first kind that names it."""
+    # Bytes on the device by kind. Each storage counts once, under the first kind that names it.
     kinds: Counter[str] = Counter()
     counted: set[int] = set()
     for kind, tensor in resident:
@@ -138,8 +142,6 @@ def _bytes_by_kind(resident: Iterable[tuple[str, torch.Tensor]], device: torch.d
 
 @dataclass(frozen=True)
 class RunParts:
-    """The sections of what a run has: only their keys are advised. None = the run has no such part."""
-
     settings: schema.ActorRolloutRef
     critic: schema.Critic | None = None
     reference: bool = True
@@ -152,13 +154,12 @@ class RunParts:
     policy: bool = True
 
     def seen(self) -> schema.Settings:
-        """Return the settings as an advice reads them."""
         reward = self.reward_model or schema.RewardModel()
         trainer, critic = schema.Trainer(n_gpus_per_node=self.devices), self.critic or schema.Critic()
         return schema.Settings(actor_rollout_ref=self.settings, critic=critic, reward_model=reward, trainer=trainer)
 
     def absent(self) -> tuple[str, ...]:
-        """Return how the keys begin that have no effect in the run."""
+        """Return the prefixes of keys that have no effect in the run."""
         own_student = self.reward_model is not None and self.reward_model.model.path is not None
         there = {"critic.": self.critic is not None, "actor_rollout_ref.ref.": self.reference}
         there |= {"reward_model.": self.reward_model is not None, "reward_model.model.": own_student}
@@ -173,9 +174,9 @@ GROWING = ("activations", "logits", "kv")
 
 @dataclass(frozen=True)
 class Shortage:
-    """What was on the device (kind -> bytes, ``held`` together) when it had no room for ``what``.
+    """What was on the device (kind -> bytes, ``held`` in total) when it had no room for ``what``.
 
-    ``first`` is the kind to make smaller before any other; without it, the largest.
+    ``first`` is the kind to make smaller before any other; default: the largest.
     """
 
     kinds: Mapping[str, int]
@@ -187,7 +188,7 @@ class Shortage:
     first: str | None = None
 
     def error(self, phase: str, parts: RunParts, work: Work | None = None) -> DeviceMemoryError:
-        """Return the error, whose message says how to make room in the phase, where a call computed ``work``."""
+        """Build the error, whose message says how to make room in the phase, in which a call computed ``work``."""
         largest = sorted(self.kinds, key=lambda kind: -self.kinds[kind])
         ways = advice(
             phase, largest if self.first is None else [self.first, *largest], parts, partial(self._need, work or Work())
@@ -202,10 +203,10 @@ class Shortage:
         return DeviceMemoryError(text, OutOfMemory(phase, self.requested, self.held_before, self.limit), ways)
 
     def _need(self, work: Work, kind: str) -> Need:
-        """Return what the numbers of an advice about a kind of bytes come from.
+        """Return the numbers that advice about a kind of bytes is based on.
 
-        What was live when the device was full is not the peak. Of what grows with the work, half of the room is kept free for
-        what the call had still to make.
+        What was live when the device was full is not the peak. Of bytes that grow with the work, half of the room is kept free
+        for what the call had still to make.
         """
         grows, limit = kind in GROWING, self.held if self.limit is None else self.limit
         own = sum(num_bytes for name, num_bytes in self.kinds.items() if name == kind or (grows and name in GROWING))
@@ -214,7 +215,7 @@ class Shortage:
 
 
 def advice(phase: str, kinds: Iterable[str], parts: RunParts, need: Callable[[str], Need]) -> list[Way]:
-    """Return what can be set to make room in a phase, for its kinds in their order; what is set already is left out."""
+    """Return ways to make room in a phase, in the order of its kinds; settings that already have the value are left out."""
     seen = parts.seen()
     # What is being built has one label: whatever a model or an engine consists of.
     kinds = [part for kind in kinds for part in (("params", "rollout weights", "optimizer") if kind == "built" else (kind,))]
@@ -227,7 +228,7 @@ def advice(phase: str, kinds: Iterable[str], parts: RunParts, need: Callable[[st
 
 
 def _is_enough(advice: Advice, asked: Need) -> bool:
-    """Return whether what an advice sets is likely to be enough alone: not where even the longest sequence has no room."""
+    # Whether this advice is likely to be enough alone: not where even the longest sequence has no room.
     return advice.ends_it and (not asked.work.tokens or asked.one_fits)
 
 
@@ -245,7 +246,6 @@ def _way(advice: Advice, seen: schema.Settings, asked: Need) -> Way | None:
 
 
 def _scaled(present: float | None, share: float) -> float | None:
-    """Return a number made as much smaller as its bytes must be, to three digits; None where there is no room at all."""
     return None if present is None or not 0 < share < 1 else float(f"{present * share:.3g}")
 
 
@@ -266,13 +266,12 @@ logger = logging.getLogger(__name__)
 class MemorySnapshot:
     """Writes a snapshot of this process to a folder when memory runs out inside :meth:`on_out_of_memory`.
 
-    ``resident`` returns (kind, tensor) pairs of what exists between phases.
+    ``resident`` returns (kind, tensor) pairs of what exists between phases. On a GPU the allocator's history is recorded too.
     """
 
     def __init__(
         self, folder: Path, rank: int, device: torch.device, resident: Callable[[], Iterable[tuple[str, torch.Tensor]]]
     ) -> None:
-        """Start to record the allocator's history on a GPU."""
         self.path = folder / f"out_of_memory_rank{rank}.json"  # the allocator's history of a GPU lies beside it, as .pickle
         self._device = device
         self._resident = resident
@@ -281,7 +280,7 @@ class MemorySnapshot:
 
     @contextmanager
     def on_out_of_memory(self, phase: str) -> Iterator[None]:
-        """Write the snapshot when the body, a phase of the step, runs out of device memory. The error passes."""
+        """Write the snapshot if the body, a phase of the step, runs out of device memory. The error passes on."""
         try:
             yield
         except RuntimeError as error:
@@ -290,7 +289,7 @@ class MemorySnapshot:
             raise
 
     def _write(self, phase: str, error: RuntimeError) -> None:
-        """Write the snapshot. A disk that refuses is no second error."""
+        """Write the snapshot. If the disk refuses, log it: it must not hide the first error."""
         kinds = {storage._cdata: kind for kind, tensor in self._resident() for storage in device_storages(tensor, self._device)}
         tensors = _live_tensors(self._device, kinds)
         snapshot: dict[str, Any] = {
@@ -314,7 +313,6 @@ class MemorySnapshot:
 
 
 def _live_tensors(device: torch.device, kinds: dict[int, str]) -> list[dict[str, Any]]:
-    """Return the tensors on a device, the largest first, each storage once."""
     by_storage: dict[int, dict[str, Any]] = {}
     # gc.get_objects leaves out what gc.freeze has put aside. vLLM freezes the whole heap when it starts, weights included.
     frozen = gc.get_freeze_count() > 0
@@ -346,13 +344,11 @@ def _live_tensors(device: torch.device, kinds: dict[int, str]) -> list[dict[str,
 
 
 def limit_bytes(gigabytes: float | None) -> int | None:
-    """Return a limit of the settings in bytes."""
     return None if gigabytes is None else int(gigabytes * GIB)
 
 
 @contextmanager
 def memory_limits(memory: schema.Memory, device: torch.device) -> Iterator[None]:
-    """Set this process's limits inside the body, and restore the earlier ones after it."""
     limit, *of_host = map(limit_bytes, (memory.device_limit_gb, memory.host_limit_gb, memory.pinned_limit_gb))
     with device_limit(device, limit), host_limits(*of_host):
         yield
@@ -360,7 +356,7 @@ def memory_limits(memory: schema.Memory, device: torch.device) -> Iterator[None]
 
 @contextmanager
 def device_limit(device: torch.device, limit: int | None) -> Iterator[None]:
-    """Limit the allocator to ``limit`` bytes inside the body. Nothing is set on a CPU or without a limit."""
+    """Limit the allocator to ``limit`` bytes inside the body. No effect on a CPU or without a limit."""
     if limit is None or not is_gpu(device):
         yield
         return
@@ -375,7 +371,7 @@ def device_limit(device: torch.device, limit: int | None) -> Iterator[None]:
 
 
 def available_bytes(device: torch.device, limit: int | None) -> int | None:
-    """Return what this process may take of its device: the limit, on a GPU at most what it holds and what is free.
+    """Return what this process may take of its device: on a GPU what it holds plus what is free, at most the limit.
 
     None on a CPU without a limit.
     """
@@ -386,14 +382,13 @@ def available_bytes(device: torch.device, limit: int | None) -> int | None:
 
 
 class DeviceCap:
-    """Keeps the ledger of a GPU right, and its process at its limit, while parts of an engine go to sleep and wake.
+    """Keeps a GPU's ledger right, and its process within ``limit``, while parts of an engine go to sleep and wake.
 
     The allocator counts what sleeps, so the cap is the limit plus what sleeps at that moment. It is computed anew each time.
     Waking maps memory without the allocator, past any cap, so the limit is compared with what is held afterwards.
     """
 
     def __init__(self, device: torch.device, limit: int | None) -> None:
-        """Keep ``limit`` bytes of the device for this process; None for no limit. On a CPU nothing is done."""
         self._device, self._limit = device, limit
 
     @contextmanager

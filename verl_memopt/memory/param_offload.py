@@ -39,8 +39,6 @@ WITHOUT_SCORER = (*(phase for phase in WITHOUT_CRITIC if phase != "reward"), "va
 
 @dataclass(frozen=True)
 class ParamOffload:
-    """Settings of parameter offload."""
-
     param_offload: Annotated[bool | str, CHOICE] = False
     """Parameters rest in one host buffer outside the phases that need them: 4 bytes a parameter (fp32) leave the device.
     Turn it on for a reference first: it is needed in one phase only. stream, of a frozen model on one device: its blocks come
@@ -48,12 +46,11 @@ class ParamOffload:
 
     @property
     def streams(self) -> bool:
-        """Whether the model's blocks come from the host as it computes."""
+        """Whether the model's blocks come from the host while it computes."""
         return self.param_offload == STREAM
 
 
 def _stays(key: str) -> Predicate:
-    """Return whether a frozen model's parameters are on the device in every phase."""
     return lambda settings: not attrgetter(key)(settings)
 
 

@@ -28,16 +28,12 @@ _ENGINE = "actor_rollout_ref.rollout.dtype"
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """The section ``mixed_precision``."""
-
     reduce_dtype: Precision = "fp32"
     """dtype of the gradient reduction."""
 
 
 @dataclass(frozen=True)
 class PrecisionSettings:
-    """Settings of precision."""
-
     model_dtype: Precision = "fp32"
     """dtype in which parameters rest (masters)."""
     dtype: Precision = "bfloat16"

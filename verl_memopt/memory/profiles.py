@@ -38,7 +38,7 @@ SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:g|gb|gib)?", re.IGNORECASE)
 
 
 def gigabytes(size: str) -> float:
-    """Return the GB of a card or a machine, written as 32, 32g, 32GB, "32 GB" or 32GiB, or as the name of a card.
+    """Parse a size (32, 32g, 32GB, "32 GB" or 32GiB) or the name of a card into GB, the number by which it is sold.
 
     Raises:
         ValueError: It is no size above 0, or the name of cards of several sizes.
@@ -79,7 +79,7 @@ def check_card(number: float) -> None:
 
 
 def profile_named(name: str) -> str:
-    """Return the profile that a name stands for: its own, or the size of a card as :func:`gigabytes` reads it.
+    """Return the profile for a name: a profile's own name, or the size of a card as :func:`gigabytes` reads it.
 
     Raises:
         ConfigError: No profile is for a card of that size.
@@ -93,7 +93,7 @@ def profile_named(name: str) -> str:
     check_card(number)
     if (card := f"{number:g}g") in CARDS:
         return card
-    smaller = [each for each in CARDS if gigabytes(each) < number]
+    smaller = [card_size for card_size in CARDS if gigabytes(card_size) < number]
     instead = f" memory={smaller[-1]} memory.card_gb={number:g} is for yours." if smaller else ""
     raise ConfigError(f"no profile is for a card of that size. Choose one of {', '.join(CARDS)}.{instead}")
 
@@ -102,11 +102,11 @@ KNOB = Knob(cost="what its keys cost", besides=tuple(f"memory={name}" for name i
 
 
 def one_copy(settings: Settings, written: Set[str]) -> dict[str, object]:
-    """Return what a profile that offloads the policy's parameters sets instead where one device holds all: key -> value.
+    """Return what a profile that offloads parameters sets instead where one device holds all of them: key -> value.
 
-    One copy of the weights stays on the device, for trainer and engine. All else rests on the host. With adapters this holds on
-    each of several devices too, because the sync to an engine with its own copy would be the peak. {} where that cannot be, or
-    where the user has ``written`` one of the keys. ``settings`` have the profile's keys.
+    One copy of the weights stays on the device, for trainer and engine; everything else rests on the host. With adapters this
+    holds on each of several devices too, because the sync to an engine with its own copy would be the peak. Empty where that is
+    impossible, or where the user has ``written`` one of the keys. ``settings`` include the profile's keys.
     """
     roles = settings.actor_rollout_ref
     fsdp = roles.actor.fsdp_config
@@ -129,10 +129,10 @@ def one_copy(settings: Settings, written: Set[str]) -> dict[str, object]:
 
 
 def streamed(settings: Settings, written: Set[str]) -> dict[str, object]:
-    """Return what a profile that offloads the reference sets instead where it can stream: key -> value; else {}.
+    """Return what a profile that offloads the reference sets instead where it can stream: key -> value, or {}.
 
-    With the profiles' micro-batches a block computes for about as long as the next one takes to come, so that streaming takes no
-    longer than to bring the whole reference before its phase. It takes less memory, on the device and on the host.
+    With the profiles' micro-batches a block computes for about as long as the next one takes to arrive. So streaming takes no
+    longer than loading the whole reference before its phase, and less memory, on the device and on the host.
     """
     rests = settings.actor_rollout_ref.ref.fsdp_config.param_offload is True and needs_reference(settings)
     may = REFERENCE_KEY not in written and streamed_params.may_stream(REFERENCE_KEY)(settings)
@@ -144,9 +144,9 @@ def _has_remainder(fsdp: TrainedFsdp) -> bool:
 
 
 def can_be(settings: Settings) -> bool:
-    """Return whether the knobs of :func:`one_copy` allow these settings, and trainer and engine share their weights."""
-    refuses = [each for knob in (grad_offload, split_masters) for each in knob.KNOB.refuses]
+    """Whether the knobs of :func:`one_copy` accept these settings, and trainer and engine share their weights."""
+    refuses = [refusal for knob in (grad_offload, split_masters) for refusal in knob.KNOB.refuses]
     if has_critic(settings):  # which has these two knobs, and never an engine's weights
-        refuses += [twin_refusal(each) for each in refuses]
-    refused = any(each.when(settings) for each in (*refuses, *shared_weights.KNOB.refuses))
+        refuses += [twin_refusal(refusal) for refusal in refuses]
+    refused = any(refusal.when(settings) for refusal in (*refuses, *shared_weights.KNOB.refuses))
     return not refused and shared_weights.why_not(settings.actor_rollout_ref, num_devices(settings), sleeps=True) is None

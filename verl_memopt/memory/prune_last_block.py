@@ -27,13 +27,11 @@ _KEY = "actor_rollout_ref.model.prune_last_block"
 
 @dataclass(frozen=True)
 class PruneLastBlock:
-    """Settings of the pruned last block."""
-
     prune_last_block: bool = True
     """The last block skips prompt outputs that nothing reads. Set it to false only to compare."""
 
     def left_out(self, unread: int) -> int:
-        """Return how many of so many tokens, which nothing reads, the last block leaves out."""
+        """Return how many of ``unread`` tokens, whose outputs nothing reads, the last block leaves out."""
         return unread if self.prune_last_block else 0
 
 
@@ -47,7 +45,7 @@ KNOB = Knob(
 
 
 def can_prune(block: Module, key: str = _KEY) -> bool:
-    """Return whether a block, as transformers made it, can skip the outputs that nothing uses; warn, naming ``key``, if not."""
+    """Return whether a transformers block can skip outputs that nothing uses; if not, warn and name ``key``."""
     name = type(block).__name__
     if name not in OWN_BLOCKS:
         reason = f"{name} is not one of {', '.join(OWN_BLOCKS)}"
@@ -60,7 +58,7 @@ def can_prune(block: Module, key: str = _KEY) -> bool:
 
 
 def window_of(attention: Any) -> int | None:
-    """Return how many positions back a token sees in a known block's attention, itself included; None for all."""
+    """Positions that a token sees back in a known block's attention, itself included; None = all."""
     if hasattr(attention, "sliding_window"):
         return attention.sliding_window
     return getattr(attention.config, "sliding_window", None) if type(attention).__name__.startswith("Mistral") else None

@@ -30,8 +30,6 @@ _NATIVE = "actor_rollout_ref.actor.fsdp_config.offload_policy"
 
 @dataclass(frozen=True)
 class QuantizedBase:
-    """Settings of a quantised base."""
-
     quantization: Literal["none", "int8", "nf4"] = "none"
     """none, int8 or nf4: width at which the linear layers of the base rest under LoRA's adapters. Lossy; the error is measured at
     load and logged."""
@@ -42,7 +40,6 @@ def _where(also: Callable[[Settings], bool]) -> Callable[[Settings], bool]:
 
 
 def _would_be_sharded(settings: Settings) -> bool:
-    """Return whether there are several devices, and policy and engines hold a copy of the weights each."""
     devices = num_devices(settings)
     return devices > 1 and shared_weights.why_not(settings.actor_rollout_ref, devices, sleeps=True) is not None
 

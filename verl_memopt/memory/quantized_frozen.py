@@ -19,8 +19,6 @@ _KEY = "actor_rollout_ref.ref.quantization"
 
 @dataclass(frozen=True)
 class QuantizedFrozen:
-    """Settings of a quantised model."""
-
     quantization: Literal["none", "int8", "nf4"] = "none"
     """none, int8 or nf4: width at which the linear layers of the frozen model rest. Lossy; the error of a reference is measured
     at load and logged."""

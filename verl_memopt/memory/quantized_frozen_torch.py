@@ -35,10 +35,10 @@ NF4_LEVELS = (
 
 @dataclass(frozen=True)
 class Packing:
-    """How a weight [out, in] is stored as bytes, uint8 [out, code bytes + 4 x groups]: the scales of a row after its codes.
+    """Stores a weight [out, in] as bytes, uint8 [out, code bytes + 4 x groups]: each row's codes, then its scales.
 
-    The scales lie among the bytes so that no mixed-precision policy rounds them, and so that rows can be sharded, or fused with
-    those of another weight, together.
+    Scales lie among the bytes so that no mixed-precision policy rounds them, and so that rows can be sharded, or fused with those
+    of another weight, together.
     """
 
     kind: str
@@ -46,34 +46,33 @@ class Packing:
 
     @property
     def groups(self) -> int:
-        """Groups of a row, each with an fp32 scale."""
         return groups_of(self.kind, self.in_features)
 
     @property
     def code_bytes(self) -> int:
-        """Bytes of a row's codes."""
         return code_bytes(self.kind, self.in_features)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row, scales included."""
         return row_bytes(self.kind, self.in_features)
 
     def quantize(self, weight: Tensor) -> Tensor:
-        """Return the bytes of some rows [rows, in] of any float dtype, uint8 [rows, row bytes]."""
+        """Encode rows [rows, in] of any float dtype as uint8 [rows, row bytes]."""
         rows, group = weight.shape[0], FORMATS[self.kind].group
+        # Zeros fill up the last group, and do not raise its scale.
         grouped = weight.new_zeros(rows, self.groups * group, dtype=torch.float32)
         grouped[:, : self.in_features] = weight
         grouped = grouped.view(rows, self.groups, group)
+        # The largest magnitude of a group maps to the outermost code.
         scale = grouped.abs().amax(-1)
         # A group of zeros has scale 0, and 0 / 0 would be NaN.
         codes = _encode(grouped / scale.clamp(min=1e-30)[..., None], self.kind).view(rows, self.code_bytes)
         return torch.cat([codes, scale.contiguous().view(torch.uint8).view(rows, 4 * self.groups)], dim=1)
 
     def dequantize(self, stored: Tensor, dtype: torch.dtype, pairs: Tensor | None = None) -> Tensor:
-        """Return [rows, in] in ``dtype`` from the bytes of some rows.
+        """Decode the bytes of some rows to [rows, in] in ``dtype``.
 
-        ``pairs`` is :func:`nf4_pairs` in this dtype on this device; None = it is sent there.
+        ``pairs`` is :func:`nf4_pairs` in this dtype on this device; None = it is copied there.
         """
         rows = stored.shape[0]
         scale = stored[:, self.code_bytes :].contiguous().view(torch.float32)
@@ -81,8 +80,8 @@ class Packing:
         return levels.mul_(scale[..., None].to(dtype)).view(rows, -1)[:, : self.in_features]
 
     def _levels(self, codes: Tensor, dtype: torch.dtype, pairs: Tensor | None) -> Tensor:
-        """Return what codes stand for, in [-1, 1]."""
         if self.kind == "int8":
+            # Sliced from rows that end with scales, so the codes are copied together first.
             return codes.contiguous().view(torch.int8).to(dtype).div_(127)
         # Sent without waiting: every layer needs it, in every micro-batch.
         pairs = nf4_pairs(dtype).to(codes.device, non_blocking=True) if pairs is None else pairs
@@ -90,49 +89,49 @@ class Packing:
 
 
 def stored_weight(layer: Any) -> tuple[Tensor, Packing | None]:
-    """Return what a linear layer keeps of its weight, and how that is packed; None = it is the weight itself."""
+    """Return a linear layer's stored weight and its packing; None = it is the weight itself."""
     return (layer.qweight, layer.packing) if isinstance(layer, QuantizedLinear) else (layer.weight, None)
 
 
 def whole_weight(stored: Tensor, packing: Packing | None, dtype: torch.dtype) -> Tensor:
-    """Return the weight [out, in] of what :func:`stored_weight` returns. What was packed comes in ``dtype``."""
+    """Return the weight [out, in] stored as :func:`stored_weight` returns it; a packed one in ``dtype``."""
     return stored if packing is None else packing.dequantize(stored, dtype)
 
 
 class QuantizedLinear(nn.Module):
     """A frozen linear layer that keeps bytes, ``qweight``, and decodes its weight for each product.
 
-    ``exact`` returns the unquantised weight while an error is measured.
+    The bytes are uninitialised at first. ``exact`` returns the unquantised weight while an error is measured.
     """
 
     def __init__(self, base: nn.Linear, kind: str) -> None:
-        """Take over the shape and bias of a layer. The bytes are uninitialised."""
         super().__init__()
         self.packing = Packing(kind, base.in_features)
         self.in_features, self.out_features = base.in_features, base.out_features
         shape = (self.out_features, self.packing.row_bytes)
+        # A parameter, although nothing trains it: FSDP2 shards and moves parameters only.
         self.qweight = nn.Parameter(torch.empty(shape, dtype=torch.uint8, device=base.weight.device), requires_grad=False)
         self.bias, self._dtype = base.bias, base.weight.dtype
         self.exact: Callable[[], Tensor] | None = None
 
     @property
     def computes(self) -> torch.dtype:
-        """The dtype of the layer that it replaces."""
         return self._dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output [..., out] of x [..., in]."""
         if self.exact is not None:
+            # Only while the error of the codes is measured.
             return linear(x, self.exact().to(x.dtype), self.bias)
         output: Tensor = _Product.apply(x, self.qweight, self.bias, self.packing)
         return output
 
 
 class _Product(torch.autograd.Function):
-    """A frozen layer's product. Backward decodes the weight again, so that none is kept between."""
+    """A frozen layer's product. Backward decodes the weight again, so that no decoded one is kept in between."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, stored: Tensor, bias: Tensor | None, packing: Packing) -> Tensor:
+        # The codes, not the decoded weight, which backward decodes again.
         ctx.save_for_backward(stored)
         ctx.packing = packing
         return linear(x, packing.dequantize(stored, x.dtype), bias)
@@ -141,6 +140,7 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (stored,) = ctx.saved_tensors
+        # The base is frozen: only the input has a gradient.
         return grad @ ctx.packing.dequantize(stored, grad.dtype), None, None, None
 
 
@@ -149,28 +149,29 @@ def _encode(share: Tensor, kind: str) -> Tensor:
     if kind == "int8":
         return (share * 127).round_().to(torch.int8).view(torch.uint8)
     levels = torch.tensor(NF4_LEVELS, dtype=torch.float32).to(share.device, non_blocking=True)
+    # The nearest level: between two of them the border is halfway.
     middles = (levels[1:] + levels[:-1]) / 2
     codes = torch.bucketize(share.contiguous(), middles, out_int32=True).to(torch.uint8)
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
 def nf4_pairs(dtype: torch.dtype) -> Tensor:
-    """Return the two levels that each byte of nf4 codes stands for, [256, 2]."""
+    """Table [256, 2] of the two levels that each byte of nf4 codes stands for."""
     levels, codes = torch.tensor(NF4_LEVELS, dtype=dtype, device="cpu"), torch.arange(256, device="cpu")
     return torch.stack([levels[codes & 15], levels[codes >> 4]], dim=-1)
 
 
 def check_quantizable(blocks: list[nn.Module], key: str) -> None:
-    """Refuse blocks with matrices that are not the weight of one linear layer each: experts, or weights of two layers.
+    """Refuse blocks with matrices that are not the weight of one linear layer each: experts, or weights shared by two layers.
 
     Raises:
         ConfigError: There is one. ``key`` is the setting with its value, to name in the error.
     """
     linears = [module.weight for block in blocks for module in block.modules() if isinstance(module, nn.Linear)]
-    known = {id(weight) for weight in linears}
-    named = [(name, each) for block in blocks for name, each in block.named_parameters() if each.ndim > 1]
-    other = next((name for name, each in named if id(each) not in known), None)
-    if other is not None or len(known) < len(linears):
+    linear_weights = {id(weight) for weight in linears}
+    named = [(name, parameter) for block in blocks for name, parameter in block.named_parameters() if parameter.ndim > 1]
+    other = next((name for name, parameter in named if id(parameter) not in linear_weights), None)
+    if other is not None or len(linear_weights) < len(linears):
         what = "two linear layers share a weight" if other is None else f"{other} is the weight of no linear layer (experts?)"
         raise ConfigError(f"{key}: in the model's blocks {what}, and only linear layers are quantised. Set it to none.")
 
@@ -181,19 +182,19 @@ def quantize_blocks(blocks: list[nn.Module], kind: str) -> None:
     The new layers hold no values until their bytes are filled.
     """
     for block in blocks:
+        # Listed first, because replacing layers changes what is iterated over.
         layers = [(name, module) for name, module in block.named_modules() if isinstance(module, nn.Linear)]
         for name, layer in layers:
             block.set_submodule(name, QuantizedLinear(layer, kind))
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
-    """Return the quantised layers by their name in a Hugging Face checkpoint."""
     return {name.removeprefix("lm."): module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
 
 
 @contextmanager
 def exact_weights(model: nn.Module, read: Callable[[str], Tensor]) -> Iterator[None]:
-    """Make each layer compute with its unquantised weight inside the body. A weight is read when needed and dropped afterwards.
+    """Inside the body, each layer computes with its unquantised weight, which is read when needed and dropped afterwards.
 
     ``read`` returns a whole tensor by its name in the checkpoint.
     """

@@ -19,8 +19,6 @@ _KEY = "actor_rollout_ref.model.recompute_elementwise"
 
 @dataclass(frozen=True)
 class RecomputeElementwise:
-    """Settings of recomputed elementwise values."""
-
     recompute_elementwise: bool = True
     """Recompute the outputs of norms, rotary embeddings and the MLP's activation in backward, without a product. Set it to false
     only to compare."""

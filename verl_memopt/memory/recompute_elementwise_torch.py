@@ -34,9 +34,9 @@ logger = logging.getLogger(__name__)
 
 
 def can_recompute(blocks: Iterable[nn.Module], trained: bool, key: str = KEY) -> bool:
-    """Return whether all blocks, as transformers made them, can recompute their cheap values; warn under ``key`` if not.
+    """Return whether all blocks, as transformers made them, can recompute their cheap values; if not, warn and name ``key``.
 
-    A model that is not ``trained`` only ever runs without gradients; its layers may then be of any kind (quantised).
+    A model that is not ``trained`` only runs without gradients; its layers may then be of any kind (quantised).
     """
     unknown = why_kept(blocks, trained)
     if unknown is not None:
@@ -45,7 +45,7 @@ def can_recompute(blocks: Iterable[nn.Module], trained: bool, key: str = KEY) ->
 
 
 def why_kept(blocks: Iterable[nn.Module], trained: bool) -> str | None:
-    """Return why the cheap values of some blocks cannot be computed again; None if they can. As :func:`can_recompute`."""
+    """Return why some blocks cannot recompute their cheap values; None if they can. Arguments: :func:`can_recompute`."""
     return next((reason for block in blocks if (reason := _unlike(block, trained))), None)
 
 
@@ -69,15 +69,21 @@ def recomputed_outputs(
     row_layers: Sequence[Any] = (),
     passed: bool = False,
 ) -> list[Tensor]:
-    """Return the output [T, m] of each linear layer over one value [T, n], which backward computes again.
+    """Apply linear layers to one value [T, n], which backward computes again, and return their outputs [T, m].
 
-    The value is computed from sources [T, n], which are kept in its place, and parameters [n]. Layers may have adapters; without
-    gradients they may be of any kind. Those among ``row_layers`` return [R, m], of the ``rows`` alone; None for all. ``passed``:
-    return the first source as well, at the end. What is computed from it has its gradient added where that of the source is made.
+    Args:
+        recomputable: How the value is computed from its sources.
+        sources: Tensors [T, n], kept in place of the value.
+        parameters: Tensors [n], such as a norm's weight.
+        layers: Linear layers, with or without adapters; without gradients of any kind.
+        rows: Rows for ``row_layers``; None = all.
+        row_layers: Those of ``layers`` whose output has only ``rows``, [R, m].
+        passed: Also return the first source, last. The gradient of whatever uses that output is added where the source's own
+            gradient is made, so that autograd needs no sum of its own.
     """
 
     def on_rows(some: Sequence[Any]) -> list[bool]:
-        return [any(layer is one for one in row_layers) for layer in some]
+        return [any(layer is row_layer for row_layer in row_layers) for layer in some]
 
     if not torch.is_grad_enabled():
         # Without gradients nothing reads the sources again, so the value may be written over the first of them.
@@ -90,6 +96,7 @@ def recomputed_outputs(
         else:
             outs = [layer(part if marked else value) for layer, marked in zip(layers, on_rows(layers), strict=True)]
         return [*outs, sources[0]] if passed else outs
+    # A is one more product over the value; B is applied to its thin output below.
     adapted = [layer for layer in layers if isinstance(layer, LoraLinear) and layer.active]
     factors = {id(layer): layer.factors for layer in adapted}
     stored = [*map(stored_weight, layers), *((down, None) for down, _ in factors.values())]
@@ -97,6 +104,7 @@ def recomputed_outputs(
     biases = [layer.bias for layer in layers] + [None] * len(factors)
     marked = on_rows([*layers, *adapted])
     outs = list(recomputed_products(recomputable, sources, parameters, weights, rows, marked, packings, biases, passed))
+    # An adapter's A reads the same value, so its thin product is one more product over the recomputed value.
     thin = dict(zip(map(id, adapted), outs[len(layers) :], strict=False))
     for place, layer in enumerate(layers):
         if id(layer) in thin:
@@ -122,16 +130,17 @@ def recomputed_products(
     biases: Sequence[Tensor | None] = (),
     passed: bool = False,
 ) -> Tensors:
-    """Return the products of a value with some weights; backward computes the value again.
+    """Multiply a value by some weights; backward computes the value again.
 
-    Keeps sources [T, n], parameters [n] and weights [m, n] for backward, and not the value [T, n]. Nothing else may use sources
-    that the recomputable overwrites. The gradient of a weight is summed over tiles of rows, in fp32 where its dtype is narrower.
-    Weights that lie one behind another are one product.
+    Sources [T, n], parameters [n] and weights [m, n] are kept for backward, the value [T, n] is not. Nothing else may use sources
+    that the recomputable overwrites. A weight's gradient is summed over tiles of rows, in fp32 where its dtype is narrower.
+    Weights that lie one after another in memory are one product.
 
     Returns:
-        One product for each weight: [T, m], or [R, m] for a weight marked in ``of_rows``, which is multiplied with the ``rows``
-        of the value only. At least one weight is not marked. A weight with a packing is decoded for each of its products. Then
-        the first source, where it is ``passed``.
+        One product for each weight: [T, m], or [R, m] for a weight marked in ``of_rows``, which is multiplied only with the
+        ``rows``
+        of the value. At least one weight is not marked. A weight with a packing is decoded for each of its products. Then the
+        first source, if ``passed``.
     """
     packings = (None,) * len(weights) if packings is None else packings
     tensors, marked = (*sources, *parameters, *weights), tuple(of_rows) if rows is not None else (False,) * len(weights)
@@ -156,6 +165,7 @@ class _RecomputedProducts(torch.autograd.Function):
         node: Any,
         *tensors: Any,
     ) -> Tensors:
+        # Not saved here: `node` saved the tensors before the products were computed.
         ctx.recomputable, ctx.parameters, ctx.rows, ctx.marked, ctx.kept = recomputable, parameters, rows, marked, node
         ctx.packings = packings
         first, second, third = (recomputable.sources, recomputable.sources + parameters, len(tensors) - len(marked))
@@ -168,7 +178,7 @@ class _RecomputedProducts(torch.autograd.Function):
         outs = (
             products_of(part if marked[run.start] else value, weights[run], biases[run], packings[run.start]) for run in ctx.runs
         )
-        return *(out for run in outs for out in run), *(one.view_as(one) for one in tensors[:passed])
+        return *(out for run in outs for out in run), *(source.view_as(source) for source in tensors[:passed])
 
     @staticmethod
     @once_differentiable
@@ -178,6 +188,7 @@ class _RecomputedProducts(torch.autograd.Function):
         sources, parameters, weights = tensors[:first], tensors[first:second], tensors[second:]
         beside = grads[len(weights)] if len(grads) > len(weights) else None
         further = any(needed[:second])
+        # A gate's sources are not read again, so their memory takes their gradients.
         into = sources if recomputable.overwrites else tuple(torch.empty_like(source) for source in sources if further)
         of_weights, of_biases = needed[second : second + len(weights)], needed[second + len(weights) :]
         products = [
@@ -190,9 +201,10 @@ class _RecomputedProducts(torch.autograd.Function):
         sums = [sum_of(one, cuts, sources[0]) if wanted else None for one, wanted in of_norms]
         for rows in cuts:
             cut = tuple(source[rows] for source in sources)
+            # The recomputation: a tile of the value exists only until its gradients are added.
             value = recomputable.compute(cut, parameters)
             here, places = (rows, None) if ctx.rows is None else ctx.rows.within(rows)
-            above = [one.grad[here if one.marked else rows] for one in products]
+            above = [product.grad[here if product.marked else rows] for product in products]
             for product, grad in zip(products, above, strict=True):
                 if product.total is not None:
                     product.total.add(grad, value[places] if product.marked else value, alone=len(cuts) == 1)
@@ -200,18 +212,18 @@ class _RecomputedProducts(torch.autograd.Function):
                 # The value is not read any more, so its memory takes its own gradient from here on.
                 _through(above, products, places, value)
                 plus = None if beside is None else beside[rows]
-                recomputable.differentiate(value, cut, parameters, tuple(one[rows] for one in into), sums, plus)
+                recomputable.differentiate(value, cut, parameters, tuple(source[rows] for source in into), sums, plus)
             del value, above  # freed before those of the next tile are allocated
         source_grads = into if further else (None,) * first
         parameter_grads = (None if one is None else one.to(like.dtype) for one, like in zip(sums, parameters, strict=True))
-        totals = [(one.run, None if one.total is None else one.total.gradient()) for one in products]
-        weight_grads = (one for run, total in totals for one in _parted(total, weights[run]))
-        bias_grads = (one for product in products for one in _parted(product.bias, weights[product.run]))
+        totals = [(product.run, None if product.total is None else product.total.gradient()) for product in products]
+        weight_grads = (part for run, total in totals for part in _parted(total, weights[run]))
+        bias_grads = (part for product in products for part in _parted(product.bias, weights[product.run]))
         return *(None,) * 7, *source_grads, *parameter_grads, *weight_grads, *bias_grads
 
 
 class _Product:
-    """In backward: the gradient [T, m] of a product with one weight [m, n], or with a run of weights in one."""
+    """A product in backward: its gradient [T, m], with one weight [m, n] or with a run of weights joined."""
 
     def __init__(
         self, run: slice, grad: Tensor, stored: tuple[Tensor, Packing | None], marked: bool, of_weight: bool, of_bias: bool
@@ -222,14 +234,13 @@ class _Product:
 
 
 def _parted(whole: Tensor | None, weights: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Return the parts of a gradient that belong to a run of weights."""
     return (None,) * len(weights) if whole is None else whole.split([len(weight) for weight in weights])
 
 
 def _together(
     runs: Sequence[slice], grads: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield each run with its gradient and weight in one; its places one by one where these do not lie together."""
+    # Yield each run with its gradient and weight joined, or its members one by one where they do not lie together.
     for run in runs:
         grad, weight = joined(grads[run], 1), joined(weights[run], 0)
         if grad is not None and weight is not None:
@@ -239,7 +250,7 @@ def _together(
 
 
 def in_runs(weights: Sequence[Tensor], biases: Sequence[Tensor | None], marked: Sequence[Any] = ()) -> list[slice]:
-    """Return the places of weights that can be one product: they lie one behind another, and so do their biases."""
+    # The ranges of weights that can be one product: they lie one after another, and so do their biases.
     marked, runs, start = marked or (False,) * len(weights), [], 0
     apart = not JOINS.get(weights[0].device.type, True)
     for stop in range(1, len(weights) + 1):
@@ -257,8 +268,8 @@ def in_runs(weights: Sequence[Tensor], biases: Sequence[Tensor | None], marked: 
 
 
 def _bias(biases: Sequence[Tensor | None]) -> tuple[Tensor, ...] | None:
-    """Return the biases of a run, in one; nothing if it has none. None where they cannot be one."""
-    given = [one for one in biases if one is not None]
+    # The biases of a run as one: () if it has none, None if they cannot be joined.
+    given = [bias for bias in biases if bias is not None]
     whole = joined(given, 0) if given and len(given) == len(biases) else None
     return () if not given else None if whole is None else (whole,)
 
@@ -266,19 +277,20 @@ def _bias(biases: Sequence[Tensor | None]) -> tuple[Tensor, ...] | None:
 def products_of(
     value: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], packing: Packing | None = None
 ) -> Sequence[Tensor]:
-    """Return the products of a value [T, n] with a run of weights, with their biases added: beside one another in one tensor."""
+    # Multiply a value [T, n] by a run of weights and add their biases; the products are columns of one tensor.
     weight, bias = joined(weights, 0), _bias(biases)
     assert weight is not None
     weight = whole_weight(weight, packing, value.dtype)
     out = torch.addmm(bias[0], value, weight.t()) if bias else torch.mm(value, weight.t())
-    return out.split([len(one) for one in weights], 1) if len(weights) > 1 else (out,)
+    return out.split([len(layer_weight) for layer_weight in weights], 1) if len(weights) > 1 else (out,)
 
 
 def _through(grads: Sequence[Tensor], products: Sequence[_Product], places: Tensor | None, out: Tensor) -> None:
-    """Write the sum of the products of gradients and weights into ``out``; marked ones are of the rows at ``places``."""
+    # Write the sum of all gradient-weight products into `out`; marked ones only touch the rows at `places`.
     pairs = list(zip(grads, products, strict=True))
-    whole, part = ([(grad, one.stored) for grad, one in pairs if one.marked is wanted] for wanted in (False, True))
+    whole, part = ([(grad, product.stored) for grad, product in pairs if product.marked is wanted] for wanted in (False, True))
     first, weight = whole[0]
+    # Unmarked products are first, so that the first can fill ``out`` without zeros.
     torch.mm(first, whole_weight(*weight, out.dtype), out=out)
     for grad, weight in whole[1:]:
         torch.addmm(out, grad, whole_weight(*weight, out.dtype), out=out)
@@ -290,7 +302,7 @@ def _through(grads: Sequence[Tensor], products: Sequence[_Product], places: Tens
 
 
 def recomputed_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the RMS norm [T, n] of x [T, n]; it keeps x and the weight only, and backward computes the norm again."""
+    """RMS norm [T, n] of x [T, n] that keeps only x and the weight for backward."""
     return _RecomputedNorm.apply(x, weight, eps)
 
 
@@ -320,8 +332,8 @@ Tensors: TypeAlias = tuple[Tensor, ...]
 class RMSNorm:
     """RMS norm of x under a weight, with the same statements as transformers. Source: arXiv 1910.07467.
 
-    Like :class:`SwiGLU` it says how a value [T, n] is computed from ``sources`` tensors [T, n] and from parameters [n], and how
-    its gradient becomes theirs. ``overwrites``: the gradients of the sources overwrite the sources.
+    As :class:`SwiGLU`, it says how a value [T, n] is computed from ``sources`` tensors [T, n] and parameters [n], and how its
+    gradient becomes theirs. ``overwrites``: the gradients of the sources overwrite the sources.
     """
 
     eps: float
@@ -329,14 +341,14 @@ class RMSNorm:
     overwrites: bool = False
 
     def compute(self, sources: Tensors, parameters: Tensors, out: Tensor | None = None) -> Tensor:
-        """Return the value, written into ``out`` if that is not None. ``out`` may be a source."""
+        """Compute the value, in ``out`` if given. ``out`` may be a source."""
         (x,), (weight,) = sources, parameters
         out = torch.empty_like(x) if out is None else out
         over_rows(_norm, (x, out), weight, self.eps)
         return out
 
     def of_sum(self, residual: Tensor, x: Tensor, total: Tensor, weight: Tensor) -> Tensor:
-        """Return the norm of residual + x, and write that sum into ``total``, which may be ``x``."""
+        """Norm of residual + x. The sum is written into ``total``, which may be ``x``."""
         over_rows(_norm_of_sum, (residual, x, total, out := torch.empty_like(x)), weight, self.eps)
         return out
 
@@ -351,7 +363,7 @@ class RMSNorm:
     ) -> None:
         """Write the gradients of the sources into ``into``, and add those of the parameters to ``sums`` where it is not None.
 
-        ``sums`` are in fp32 or wider, or what :func:`sum_of` returns. ``plus`` is added to the gradient of the source.
+        ``sums`` are in fp32 or wider, or as :func:`sum_of` returns them. ``plus`` is added to the gradient of the source.
         """
         (x,), (weight,) = sources, parameters
         total = sums[0]
@@ -384,7 +396,6 @@ class SwiGLU:
     overwrites: bool = True
 
     def compute(self, sources: Tensors, parameters: Tensors, out: Tensor | None = None) -> Tensor:
-        """Return the value, as :meth:`RMSNorm.compute` does."""
         gate, up = sources
         out = torch.empty_like(gate) if out is None else out
         over_rows(_gate, (gate, up, out), narrow=True)
@@ -399,7 +410,6 @@ class SwiGLU:
         sums: Sequence[Tensor | None],
         plus: Tensor | None = None,
     ) -> None:
-        """Write gradients, as :meth:`RMSNorm.differentiate` does."""
         assert plus is None, "only a norm adds another gradient to its own"
         over_rows(_gate_gradient, (grad, *sources, *into), narrow=True)
 
@@ -412,7 +422,8 @@ Recomputable: TypeAlias = RMSNorm | SwiGLU
 
 
 def product_tiles(tensor: Tensor, least: int = 1) -> list[slice]:
-    """Return at least so many slices of a tensor's rows for products, as equal as they can be; one where there are no rows."""
+    """Cut a tensor's rows into at least ``least`` slices for products, of equal size if possible; one if there are no rows."""
+    # As equal as possible, so that the last tile is no small product.
     rows = tensor.shape[0]
     count = max(-(-rows // PRODUCT_ROWS.get(tensor.device.type, 8192)), least)
     size = max(-(-rows // count), 1)
@@ -420,7 +431,7 @@ def product_tiles(tensor: Tensor, least: int = 1) -> list[slice]:
 
 
 def normalized(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return x [..., n] over its root mean square in fp32 or wider, and the inverse of that root [..., 1]."""
+    """Return x [..., n] divided by its root mean square, in fp32 or wider, and the inverse of that root [..., 1]."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True).add_(eps))
     # If x is fp32 already, `wide` is x itself, which belongs to the caller and must not change.
@@ -430,8 +441,8 @@ def normalized(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def norm_gradient(grad: Tensor, x: Tensor, into: Tensor, weight: Tensor, eps: float, sums: Tensor | None) -> None:
     """Write the gradient of the norm's input x [..., n] into ``into``, and add that of its weight [n] to ``sums``.
 
-    ``grad`` [..., n] is that of the norm's output; ``into`` may be it. ``sums`` is [n] in fp32 or wider; None where the weight's
-    gradient is not needed.
+    ``grad`` [..., n] is the gradient of the norm's output; ``into`` may be the same tensor. ``sums`` is [n] in fp32 or wider;
+    None = the weight's gradient is not needed.
     """
     normal, inverse = normalized(x, eps)
     above = grad.to(normal.dtype)
@@ -446,7 +457,7 @@ def norm_gradient(grad: Tensor, x: Tensor, into: Tensor, weight: Tensor, eps: fl
 
 
 def norm_weight_gradient(grad: Tensor, x: Tensor, eps: float, sums: Tensor) -> None:
-    """Add the gradient of the norm's weight alone to ``sums``; arguments as in :func:`norm_gradient`."""
+    """Add only the gradient of the norm's weight to ``sums``; arguments as in :func:`norm_gradient`."""
     normal, _ = normalized(x, eps)
     sums.add_((grad.to(normal.dtype) * normal).flatten(0, -2).sum(0))
 
@@ -497,13 +508,13 @@ def _gate_gradient_and_value(grad: Tensor, gate: Tensor, up: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a tensor, in order: int64 [R], on the device of the tensor and (``places``) on the host."""
+    """Some rows of a tensor, in order: int64 [R], on the tensor's device (``index``) and on the host (``places``)."""
 
     index: Tensor
     places: np.ndarray
 
     def within(self, tile: slice) -> tuple[slice, Tensor]:
-        """Return the slice of these rows that lie in a tile, and their places in the tile, int64."""
+        """Return the slice of these rows that lie in a tile, and their places within the tile, int64."""
         first, end = np.searchsorted(self.places, (tile.start, tile.stop)).tolist()
         return slice(first, end), self.index[first:end] - tile.start
 
@@ -515,8 +526,8 @@ def keep(first: Tensor, *others: Tensor | None) -> tuple[Tensor] | None:
     them. So the second forward of a checkpointed block stops before the product, if nothing is saved after these.
 
     Returns:
-        The output of that node, of no elements, in a tuple, so that the other node does not take it for an input. Before torch
-        2.13 a node drops its tensors once no tensor refers to it. None where none of the tensors needs a gradient.
+        An empty output of that node. It is in a tuple, so that the other node does not take it for an input. Before torch 2.13 a
+        node drops its tensors once no tensor refers to it. None if none of the tensors needs a gradient.
     """
     output = _Keep.apply(first, *others)
     return None if output.grad_fn is None else (output,)
@@ -534,7 +545,7 @@ class _Keep(torch.autograd.Function):
 
 
 def kept(ctx: Any) -> tuple[Tensor, ...]:
-    """Return the tensors of ``ctx.kept``, and drop them there. A second backward is an assertion error."""
+    """Return the tensors of ``ctx.kept``, and drop them there: a second backward fails an assertion."""
     assert ctx.kept is not None, "this graph runs backward once"
     (output,), ctx.kept = ctx.kept, None
     return output.grad_fn.saved_tensors
@@ -544,7 +555,6 @@ class WeightSum:
     """The gradient of a weight [m, n], summed over tiles of rows. The first tile allocates it."""
 
     def __init__(self, weight: Tensor) -> None:
-        """Start without a gradient for ``weight``."""
         self.dtype, self.total = weight.dtype, weight.new_empty(0)
         self.wide = torch.promote_types(weight.dtype, torch.float32)
 
@@ -561,21 +571,19 @@ class WeightSum:
             self.total.add_(torch.mm(grad.t(), value))
 
     def gradient(self) -> Tensor:
-        """Return the sum in the weight's dtype."""
         return self.total.to(self.dtype)
 
 
 def sum_of(parameter: Tensor, cuts: Sequence[slice], source: Tensor) -> Tensor:
-    """Return where :meth:`RMSNorm.differentiate` puts the gradient of a norm's weight, over tiles of the rows of a source.
+    """Return where :meth:`RMSNorm.differentiate` sums the gradient of a norm's weight over tiles of a source's rows.
 
-    Zeros in fp32 or wider to sum in; memory in a narrower dtype where one compiled call computes and rounds all of it.
+    Zeros in fp32 or wider. Where one compiled call computes and rounds the whole sum: uninitialised memory in the narrower dtype.
     """
     in_one = parameter.dtype != _wide(parameter.dtype) and len(cuts) == 1 and runs_compiled(source)
     return torch.empty_like(parameter) if in_one else zeros_to_sum(parameter)
 
 
 def zeros_to_sum(parameter: Tensor) -> Tensor:
-    """Return zeros of a parameter's shape in fp32 or wider, to sum its gradient in."""
     return torch.zeros_like(parameter, dtype=_wide(parameter.dtype))
 
 

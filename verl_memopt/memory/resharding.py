@@ -33,8 +33,6 @@ _SYNC = "actor_rollout_ref.actor.fsdp_config.gradient_sync"
 
 @dataclass(frozen=True)
 class Resharding:
-    """Settings of resharding."""
-
     reshard_after_forward: bool | int = True
     """Free gathered parameters between forward and backward. false keeps them, which saves a gather; a number keeps them
     sharded over that many ranks, such as those of one machine."""
@@ -44,8 +42,6 @@ class Resharding:
 
 @dataclass(frozen=True)
 class GradientSync:
-    """Settings of the gradient reduction."""
-
     gradient_sync: Literal["every", "last"] = "every"
     """every = reduce gradients at each micro-batch; last = keep them whole and reduce once, at the last micro-batch: fewer
     collectives for 4 bytes a parameter (fp32 reduction) less this rank's share."""
@@ -55,7 +51,6 @@ def _refusal(role: Literal["actor", "ref"]) -> Refusal:
     prefix = f"actor_rollout_ref.{role}.fsdp_config"
 
     def ranks(settings: Settings) -> int:
-        """Return the ranks of a shard group."""
         size, devices = fsdp_of(settings, role).fsdp_size, num_devices(settings)
         return devices if size == -1 else size
 

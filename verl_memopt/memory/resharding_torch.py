@@ -38,7 +38,7 @@ def reshard_units(model: nn.Module) -> None:
 def can_abandon(model: nn.Module) -> bool:
     """Return whether :func:`abandon_pass` works: the model is not sharded, or torch can reset FSDP2 (2.13 and later).
 
-    One whose ranks share weights with their engines cannot: a gather that is repeated would write over an engine's weights.
+    It does not if ranks share weights with their engines: a repeated gather would write over an engine's weights.
     """
     if getattr(model, "rows", None) is not None:
         return False
@@ -48,8 +48,8 @@ def can_abandon(model: nn.Module) -> bool:
 def abandon_pass(model: nn.Module) -> None:
     """Make a model ready for a new forward after an error in the middle of a forward or a backward.
 
-    What was gathered is freed, and whole gradients that wait for their reduction are dropped. Gradients of the parameters
-    themselves stay.
+    Gathered parameters are freed, and whole gradients that wait for their reduction are dropped. The parameters' own gradients
+    stay.
     """
     # Before its first forward the model has no state to reset.
     if not isinstance(model, FSDPModule) or model._get_fsdp_state()._is_root is None:
@@ -58,23 +58,24 @@ def abandon_pass(model: nn.Module) -> None:
     for unit in fsdp_units(model):
         _free_post_forward_shards(unit)
         for parameter in fsdp_params(unit):
+            # Added up over micro-batches that failed; nobody knows which of them are in it.
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
 
 
 def _free_post_forward_shards(unit: FSDPModule) -> None:
-    """Free the larger shards that a number as ``reshard_after_forward`` leaves; FSDP2 keeps them for a backward."""
+    # Free the larger shards that a number as `reshard_after_forward` leaves; FSDP2 keeps them for a backward.
     for parameter in fsdp_params(unit):
         parameter._sharded_post_forward_param = None
         parameter._sharded_post_forward_param_data = None
 
 
 def synced(micro_batches: Iterable[Item], model: nn.Module, gradient_sync: str, rows: SharedRows | None = None) -> Iterator[Item]:
-    """Yield the micro-batches of one optimizer step, after telling FSDP2 whether to reduce in the backward of each.
+    """Yield the micro-batches of one optimizer step; before each, tell FSDP2 whether its backward reduces gradients.
 
-    There are as many micro-batches on all ranks. ``gradient_sync`` is ``every`` or ``last``, as in the settings. ``rows`` is
-    told in the place of FSDP2, if there are any.
+    All ranks must have the same number of micro-batches. ``gradient_sync``: ``every`` or ``last``, as in the settings. ``rows``,
+    if given, are told instead of FSDP2.
     """
     if not isinstance(model, FSDPModule) and rows is None:
         yield from micro_batches
@@ -82,6 +83,7 @@ def synced(micro_batches: Iterable[Item], model: nn.Module, gradient_sync: str, 
     iterator = iter(micro_batches)
     following = list(islice(iterator, 1))
     while following:
+        # One item ahead, because only the last micro-batch's backward may be the one that reduces.
         item, following = following.pop(), list(islice(iterator, 1))
         reduce = not following or gradient_sync == "every"
         if rows is not None:

@@ -35,7 +35,7 @@ KIND = "params"
 
 @dataclass
 class _Place:
-    """A storage (``flat``) and its place on the host (``slot``; None before the first move), both uint8."""
+    """A storage on the device (``flat``) and its copy on the host (``slot``; None before the first move), both uint8."""
 
     flat: Tensor
     frozen: bool
@@ -47,8 +47,8 @@ class _Place:
 class OffloadedParams:
     """The parameters of one model and their place on the host.
 
-    Whole storages are moved. A storage that has left is resized to nothing, so tensors that share it (FSDP2's own views, an
-    earlier state dict) keep no byte of it alive, and all of them are valid again when the storage is back.
+    Whole storages are moved. A storage that has left is resized to zero bytes. Tensors that share it (FSDP2's own views, an
+    earlier state dict) keep no byte alive, and all are valid again when the storage is back.
     """
 
     def __init__(
@@ -60,14 +60,18 @@ class OffloadedParams:
         units: Sequence[nn.Module] = (),
         ahead: int = 0,
     ) -> None:
-        """Take note of the storages of all parameters of a model, on the device.
+        """Record the storages of a model's parameters, which are on the device.
 
-        ``mapped`` are the values of each parameter in a mapped file, for a model that is frozen as a whole. They are never copied
-        to the host, and the parameters need not be filled.
-
-        ``units`` are the model and modules inside it, in the order of its forward. Before its own forward each can wait for its
-        own parameters alone, which are those in no other unit, and for those of ``ahead`` units after it. Without units
-        :meth:`to_device` waits for all of them.
+        Args:
+            name: Part of the residency table.
+            parameters: All parameters of the model.
+            device: Where they compute.
+            mapped: Values of each parameter in a mapped file, for a model that is frozen as a whole. They are never copied to the
+                host, and the parameters need not be filled.
+            units: The model and modules inside it, in forward order. Each waits before its forward only for parameters that are
+                in no other unit, and for those of ``ahead`` units after it. Without units, :meth:`to_device` waits for
+                everything.
+            ahead: Number of following units to wait for as well.
         """
         self.name = name
         self.on_device = True
@@ -96,7 +100,6 @@ class OffloadedParams:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that leave the device."""
         return _size(self._places.values())
 
     def to_host(self) -> int:
@@ -107,7 +110,7 @@ class OffloadedParams:
         return sum(self.leave())
 
     def leave(self) -> Iterator[int]:
-        """Do as :meth:`to_host`, unit by unit, and yield the bytes of each when it is freed. Go on to the end."""
+        """As :meth:`to_host`, unit by unit; yields the bytes of each unit once freed. Exhaust the iterator."""
         if not self.on_device:
             return
         self.copy_to_host()
@@ -122,12 +125,12 @@ class OffloadedParams:
     def to_device(self) -> int:
         """Move the parameters to the device, and return the bytes moved. If this fails, none of them is there.
 
-        A forward waits for them unit by unit. What reads or writes them before their first forward calls :meth:`arrive`.
+        A forward waits for them unit by unit. Code that reads or writes them earlier calls :meth:`arrive`.
         """
         return sum(self.come())
 
     def come(self) -> Iterator[int]:
-        """Do as :meth:`to_device`, unit by unit, and yield the bytes of each before it takes them. Go on to the end."""
+        """As :meth:`to_device`, unit by unit; yields the bytes of each unit before allocating them. Exhaust the iterator."""
         if self.on_device:
             return
         try:
@@ -144,8 +147,8 @@ class OffloadedParams:
     def take_over(self, other: OffloadedParams) -> int:
         """Copy these parameters over those of another model that uses the same storages, and return the bytes moved.
 
-        The other model, which is on the device now, then rests on the host. No device memory is freed or allocated. If it fails,
-        neither is on the device. As :meth:`to_device` otherwise.
+        ``other`` is on the device, and rests on the host afterwards. No device memory is freed or allocated. If it fails, neither
+        is on the device. Otherwise as :meth:`to_device`.
         """
         assert other.on_device, other.name
         assert not self.on_device, self.name
@@ -164,12 +167,11 @@ class OffloadedParams:
         return self.num_bytes
 
     def arrive(self) -> None:
-        """Let work queued from here on wait for all parameters that are on their way to the device."""
         while self._coming:
             self._arriving.wait(self._coming.popitem()[1])
 
     def copy_to_host(self) -> None:
-        """Start to give the host the values that it lacks. They stay on the device, where nothing may change them meanwhile.
+        """Start copying values that the host lacks. They stay on the device, where nothing may change them meanwhile.
 
         If the host limit refuses (HostMemoryError), nothing is copied.
         """
@@ -186,11 +188,11 @@ class OffloadedParams:
 
     @property
     def has_changed(self) -> bool:
-        """Whether the host lacks values that are on the device."""
+        """Whether the device has values that the host lacks."""
         return not all(place.copied for place in self._places.values())
 
     def changed(self, but_frozen: bool = False) -> None:
-        """Note that parameters get other values on the device, so that they are copied to the host once more."""
+        """Mark the host's copy as stale: parameters get other values on the device."""
         assert self.on_device, self.name
         self._have_left()
         for place in self._places.values():
@@ -200,7 +202,7 @@ class OffloadedParams:
     def readable(self) -> Iterator[None]:
         """Let the parameters be read where they rest: inside the body their shards are views of the host's copy.
 
-        A collective on them runs on the host. Nothing changes while they are on the device.
+        A collective on them runs on the host. While they are on the device, nothing changes.
         """
         if self.on_device:
             self.arrive()
@@ -227,12 +229,11 @@ class OffloadedParams:
         return typed.as_strided(shard.shape, shard.stride(), typed.storage_offset() + shard.storage_offset())
 
     def _have_left(self) -> None:
-        """Let work queued from here on, which may take the memory or change the values, wait for the copies to the host."""
         while self._left:
             self._leaving.wait(self._left.popitem()[1])
 
     def _bring(self, number: int) -> None:
-        """Start to bring a unit. The copy waits for what is queued, and with it for the copies out that it comes after."""
+        # Start copying a unit to the device, after all work queued so far and the copies out that it waits for.
         places, slots = self._units[number], _slots(self._units[number])
         if places:
             targets = [place.flat[: slot.numel()] for place, slot in zip(places, slots, strict=True)]
@@ -258,14 +259,14 @@ class OffloadedParams:
                 place.slot = slot
 
     def _by_unit(self, units: Sequence[nn.Module]) -> list[list[_Place]]:
-        """Return the places of each unit. A storage of several units comes with the first, and one of none with the model."""
-        of_storage: dict[int, int] = {}
+        unit_of_storage: dict[int, int] = {}
         for number, module in enumerate(units):
             for parameter in _own_parameters(module, units):
-                of_storage.setdefault(_storage_key(parameter), number)
+                # A storage that several units use comes with the first of them; one in no unit comes with the model.
+                unit_of_storage.setdefault(_storage_key(parameter), number)
         found: list[list[_Place]] = [[] for _ in range(max(len(units), 1))]
         for key, place in self._places.items():
-            found[of_storage.get(key, 0)].append(place)
+            found[unit_of_storage.get(key, 0)].append(place)
         return found
 
 
@@ -278,7 +279,7 @@ def _slots(places: Iterable[_Place]) -> list[Tensor]:
 
 
 def _own_parameters(module: nn.Module, units: Collection[nn.Module]) -> Iterator[Tensor]:
-    """Yield the parameters of a module that are in no unit inside it."""
+    # Yield the parameters of a module that are in no unit inside it.
     yield from (parameter for parameter in module._parameters.values() if parameter is not None)
     for child in module.children():
         if child not in units:
@@ -286,7 +287,7 @@ def _own_parameters(module: nn.Module, units: Collection[nn.Module]) -> Iterator
 
 
 def _enter(weak: weakref.ref[OffloadedParams], unit: weakref.ref[nn.Module], numbers: Iterable[int]) -> None:
-    """Let work queued from here on, and what FSDP2 reads for a unit, wait for some units that are on their way."""
+    # Make work queued from here on, and FSDP2's gather of a unit, wait for units that are on their way.
     home, module = weak(), unit()
     if home is not None and module is not None:
         for number in [number for number in numbers if number in home._coming]:
@@ -296,7 +297,7 @@ def _enter(weak: weakref.ref[OffloadedParams], unit: weakref.ref[nn.Module], num
 
 
 def _places(parameters: Iterable[Tensor]) -> dict[int, _Place]:
-    """Return each storage once, whole; wide elements first, so that each starts at a multiple of its width."""
+    # Each storage once, whole; wide elements first, so that each starts at a multiple of its width.
     storages: dict[int, tuple[Tensor, bool]] = {}
     for parameter in parameters:
         for plain in _plain(parameter):
@@ -308,7 +309,7 @@ def _places(parameters: Iterable[Tensor]) -> dict[int, _Place]:
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors that hold a tensor's bytes: itself, or those inside a wrapper such as a DTensor."""
+    # Yield the tensors that hold a tensor's bytes: itself, or those inside a wrapper such as a DTensor.
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor.detach()
         return
@@ -376,32 +377,29 @@ CHANGES = frozenset({"update_critic", "update_actor", "load_checkpoint", "load_c
 class Residency:
     """Moves the parts of one worker between the phases of a step.
 
-    A part that the next phase also needs stays. What it does not need leaves before what it needs comes, so the two are never on
-    the device together. While what leaves is copied, each unit that comes takes the room of those that have left. A move that
-    fails leaves every part wholly in one place.
+    A part that the next phase also needs stays. Parts leave before others arrive, so the two are never on the device together.
+    While the leaving parts are copied, each arriving unit takes the room of those that have left. A move that fails leaves every
+    part wholly in one place.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Start without parts."""
         self._device = device
         self._parts: list[tuple[OffloadedParams | StreamedParams, frozenset[str]]] = []
         self._turns: list[tuple[OffloadedParams, OffloadedParams]] = []
         self._logged: set[str] = set()
 
     def add(self, part: OffloadedParams | StreamedParams, also: Iterable[str] = ()) -> None:
-        """Add a part. It is needed where the table says its name, or one of the names in ``also``."""
+        """Add a part. It is needed where the table has its name, or one of the names in ``also``."""
         self._parts.append((part, frozenset({part.name, *also})))
 
     def take_turns(self, one: OffloadedParams, other: OffloadedParams) -> None:
-        """Note that two parts use the same storages. Where a phase needs the one that is away, it takes over from the other."""
+        """Declare that two parts use the same storages. A phase that needs the absent one lets it take over from the other."""
         self._turns += [(one, other), (other, one)]
 
     def find(self, name: str) -> OffloadedParams | StreamedParams | None:
-        """Return the part of that name; None where it never leaves the device."""
         return next((part for part, _ in self._parts if part.name == name), None)
 
     def rest(self) -> int:
-        """Move every part to the host, and return the bytes moved."""
         return self._move([part for part, _ in self._parts], [])[0]
 
     @contextmanager
@@ -413,7 +411,9 @@ class Residency:
         needed = NEEDS[name]
         # First, while the other part is still on the device: the two use the same storages, and one takes them over from the
         # other.
-        exchanged = sum(one.take_over(other) for one, other in self._turns if one.name in needed and other.on_device)
+        exchanged = sum(
+            absent.take_over(present) for absent, present in self._turns if absent.name in needed and present.on_device
+        )
         used = [part for part, names in self._parts if names & needed]
         left, arrived = self._move([part for part, names in self._parts if not names & needed], used)
         arrived += exchanged
@@ -428,7 +428,7 @@ class Residency:
         yield
 
     def copy_out(self) -> None:
-        """Start to give the host what an update has changed, beside work that only reads it. The phase that frees it waits."""
+        """Start copying to the host what an update has changed, beside work that only reads it. The phase that frees it waits."""
         for part, _ in self._parts:
             if isinstance(part, OffloadedParams) and part.on_device:
                 part.copy_to_host()
@@ -436,21 +436,20 @@ class Residency:
     def _move(
         self, leaving: Sequence[OffloadedParams | StreamedParams], coming: Sequence[OffloadedParams | StreamedParams]
     ) -> tuple[int, int]:
-        """Free some parts, bring others, and return the bytes of both."""
         copied = [part for part in leaving if isinstance(part, OffloadedParams) and part.on_device and part.has_changed]
         left, arrived = sum(part.to_host() for part in leaving if part not in copied), 0
         if left:
             # The freed memory must be available to the engine too, which allocates without this process's allocator.
             empty_cache(self._device)
-        for each in copied:
-            each.copy_to_host()  # before anything moves: the host limit may refuse
-        going, freed = (num_bytes for each in copied for num_bytes in each.leave()), 0
+        for part_leaving in copied:
+            part_leaving.copy_to_host()  # before anything moves: the host limit may refuse
+        going, freed = (num_bytes for part_leaving in copied for num_bytes in part_leaving.leave()), 0
         try:
             for part in coming:
                 for num_bytes in part.come() if isinstance(part, OffloadedParams) else [part.to_device()]:
                     arrived += num_bytes
-                    while freed < arrived and (one := next(going, None)) is not None:
-                        freed += one
+                    while freed < arrived and (unit_bytes := next(going, None)) is not None:
+                        freed += unit_bytes
         finally:
             freed += sum(going)
         if freed and not arrived:

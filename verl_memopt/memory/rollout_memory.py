@@ -53,8 +53,6 @@ SLEEP_LEVELS = Range("must be 1 or 2", lambda level: level in (1, 2))
 
 @dataclass(frozen=True)
 class RolloutMemory:
-    """Settings of the engine's memory."""
-
     gpu_memory_utilization: PositiveShare = 0.5
     """vLLM's share of total device memory (GPU)."""
     kv_cache_memory_gb: Annotated[float | str | None, CACHE_SIZE] = None
@@ -84,7 +82,7 @@ class RolloutMemory:
 def kv_bytes_per_token(
     num_layers: int, num_kv_heads: int, head_dim: int, element_bytes: int, tensor_parallel_size: int = 1
 ) -> int:
-    """Return the bytes of one token in the KV cache of one rank: a key and a value of each KV head in each layer.
+    """Bytes of one token in one rank's KV cache: a key and a value for each KV head in each layer.
 
     Heads are divided over tensor-parallel ranks. With fewer heads than ranks, each rank holds one whole head.
     """
@@ -93,17 +91,17 @@ def kv_bytes_per_token(
 
 
 def sampler_bytes(max_num_seqs: int, vocab: int) -> int:
-    """Return the device bytes that the sampler of vLLM's second model runner keeps, whether a request uses them or not.
+    """Device bytes that the sampler of vLLM's second model runner keeps, whether a request uses them or not.
 
     They are allocated with the weights and sleep with them. Source: vLLM 0.32, ``vllm/v1/worker/gpu/sample``. For each sequence
-    ``penalties.py`` has an int32 count of each entry of the vocabulary and a bit mask of them, ``logit_bias.py`` 1,024 allowed
+    ``penalties.py`` has an int32 count for each vocabulary entry and a bit mask of them, ``logit_bias.py`` 1,024 allowed
     tokens, 1,024 biases with their tokens, and 128 stop tokens, and ``bad_words.py`` 1,024 tokens and 129 offsets.
     """
     return max_num_seqs * 4 * (vocab + -(-vocab // 32) + 3 * 1024 + 128 + 1024 + 129)
 
 
 def host_bytes_asleep(segments: Iterable[int]) -> int:
-    """Return the host bytes of a sleeping engine's segments of so many device bytes.
+    """Host bytes that a sleeping engine takes, given the device bytes of its segments.
 
     vLLM copies each to page-locked memory of torch (``CuMemAllocator.sleep`` of ``vllm/device_allocator/cumem.py``). Torch rounds
     each up to a power of two, and does not return it to the system when the engine wakes.
@@ -112,13 +110,11 @@ def host_bytes_asleep(segments: Iterable[int]) -> int:
 
 
 def _smaller_share(need: Need, settings: Settings) -> float | None:
-    """Return the engine's share of the device without what was too much; None where hardly anything is left."""
     share = settings.actor_rollout_ref.rollout.gpu_memory_utilization - need.over_bytes / max(need.limit_bytes, 1)
     return math.floor(share * 100) / 100 if share >= LEAST_SHARE else None
 
 
 def _smaller_cache(need: Need, settings: Settings) -> float | None:
-    """Return the GiB of the cache without what was too much; None where nothing is left."""
     gigabytes = float(settings.actor_rollout_ref.rollout.kv_cache_memory_gb or 0) - need.over_bytes / GIB
     return math.floor(gigabytes * 1000) / 1000 if gigabytes >= 0.001 else None
 

@@ -30,8 +30,6 @@ LAUNCH_SECONDS = 1e-5
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does in a second."""
-
     name: str
     half_flops: float
     """Of matrix products in bfloat16; a multiplication and an addition are two."""
@@ -49,7 +47,6 @@ class Rates:
     is_measured: bool = False
 
     def products(self, dtype: str) -> float:
-        """Return the FLOPs a second in a dtype."""
         return self.fp32_flops if width(dtype) == 4 else self.half_flops
 
 
@@ -102,12 +99,11 @@ class Lengths:
 
     @property
     def tokens(self) -> float:
-        """All tokens that are computed: the last of an answer predicts nothing."""
+        # Computed tokens: the last token of an answer predicts nothing.
         return self.groups * self.prompt + self.rows * (self.response - 1)
 
     @property
     def pairs(self) -> float:
-        """Pairs of query and key that attention computes in a block."""
         own = (self.response - 1) * (self.response / 2 + self.prompt)
         return self.groups * self.prompt * (self.prompt + 1) / 2 + self.rows * own
 
@@ -115,7 +111,7 @@ class Lengths:
 def seconds_of(
     settings: Settings, size: ModelSize, phases: Collection[str], rates: Rates, kv_tokens: int, device: str = "cuda"
 ) -> dict[str, float]:
-    """Return phase -> estimated seconds of a step. ``kv_tokens``: room of the KV cache of one engine."""
+    """Return phase -> estimated seconds of a step. ``kv_tokens``: room in one engine's KV cache."""
     step = _Step(settings, size, rates, kv_tokens, device)
     made = {
         "gen": step.generation,
@@ -145,20 +141,19 @@ class _Step:
         return Lengths(rows, data.max_prompt_length, data.max_response_length, groups)
 
     def _flops(self, of: Lengths) -> tuple[float, float]:
-        """Return the FLOPs of a forward: of all blocks, and of the head over response tokens."""
         size = self.size
         linear = size.shapes(self.settings.actor_rollout_ref, Pass(1, 1, 1, 1), self.device).linear_params
         attention = 4 * size.layers * size.heads * size.head_dim * of.pairs
         return 2 * linear * of.tokens + attention, 2 * size.hidden * size.vocab * of.rows * of.response
 
     def _touched(self, of: Lengths, dtype: str) -> float:
-        """Return the bytes that the elementwise kernels of a forward read and write in all blocks."""
+        # Bytes that the elementwise kernels of a forward read and write in all blocks.
         size = self.size
         key = (size.heads + size.kv_heads) * size.head_dim
         return of.tokens * width(dtype) * size.layers * (12 * size.hidden + 4 * key + 4 * size.mlp)
 
     def _micro_batches(self, of: Lengths, cap: int | None, rows: int | None) -> float:
-        """Return how many micro-batches there are, by a cap of tokens or, without one, by rows."""
+        # Number of micro-batches, by a cap on tokens or, without one, by rows.
         if self.settings.actor_rollout_ref.actor.use_dynamic_bsz:
             rows, cap = None, cap or self.settings.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
         else:
@@ -166,7 +161,6 @@ class _Step:
         return max(1.0, of.rows / rows if rows else of.tokens / cap if cap else 1.0)
 
     def scoring(self, role: str) -> float:
-        """Return the seconds of a pass without gradients."""
         roles = self.settings.actor_rollout_ref
         critic, section = role == "critic", roles.ref if role == "ref" else roles.rollout
         fsdp = self.settings.critic.model.fsdp_config if critic else (roles.ref if role == "ref" else roles.actor).fsdp_config
@@ -182,7 +176,7 @@ class _Step:
         return max(compute + touched, calls, micro * once if streams else 0) + (once if moves else 0)
 
     def update(self, role: str) -> float:
-        """Return the seconds of an update: forwards and backwards, and the optimizer's steps."""
+        """Seconds of an update: forwards, backwards and optimizer steps."""
         roles, critic = self.settings.actor_rollout_ref, self.settings.critic
         own: Actor | Critic = critic if role == "critic" else roles.actor
         model: Model | CriticModel = critic.model if role == "critic" else roles.model
@@ -213,14 +207,13 @@ class _Step:
         return steps * learning * (OPTIMIZER_BYTES / self.rates.memory_bytes + 2 * (state + masters) / self.rates.bus_bytes)
 
     def sync(self) -> float:
-        """Return the seconds in which the engine takes the weights."""
         roles, devices = self.settings.actor_rollout_ref, num_devices(self.settings)
         weights = self._weights(roles.rollout.dtype) / roles.rollout.tensor_model_parallel_size
         read = 0 if why_not(roles, devices, sleeps=True) is None else 2 * weights / self.rates.memory_bytes
         return read + (weights / self.rates.bus_bytes if roles.actor.fsdp_config.param_offload else 0)
 
     def generation(self) -> float:
-        """Return the seconds of a rollout: prompts once, then a token of all sequences at a time, in waves of those with room."""
+        """Seconds of a rollout: prompts once, then one token of all sequences at a time, in waves of those with room."""
         data, rollout, size = self.settings.data, self.settings.actor_rollout_ref.rollout, self.size
         parts, vllm = rollout.tensor_model_parallel_size, rollout.name == "vllm"
         engines = num_devices(self.settings) / parts
@@ -228,8 +221,8 @@ class _Step:
         room = max(self.kv_tokens // longest, 1) if vllm else rows
         at_once = max(min(rows, rollout.max_num_seqs, room), 1)
         weights, products = self._weights(rollout.dtype) / parts, self.rates.products(rollout.dtype) * parts
-        each = kv_bytes_per_token(size.layers, size.kv_heads, size.head_dim, width(rollout.dtype), parts)
-        cache = at_once * each * (data.max_prompt_length + data.max_response_length / 2)
+        token_bytes = kv_bytes_per_token(size.layers, size.kv_heads, size.head_dim, width(rollout.dtype), parts)
+        cache = at_once * token_bytes * (data.max_prompt_length + data.max_response_length / 2)
         read = weights + (1 if vllm else COPIED_CACHE) * cache
         compute = 2 * size.params * at_once / (products * self.rates.narrow)
         drawn = at_once * size.vocab / self.rates.sampled
@@ -260,5 +253,4 @@ class _Step:
 
 
 def total(seconds: Mapping[str, float]) -> float:
-    """Return the seconds of a step."""
     return sum(seconds.values())

@@ -43,19 +43,16 @@ KEYS = {role: f"{section}.fsdp_config.ulysses_sequence_parallel_size" for role, 
 
 @dataclass(frozen=True)
 class SequenceParallel:
-    """Settings of sequence parallelism."""
-
     ulysses_sequence_parallel_size: Annotated[int | None, POSITIVE] = None
     """Neighbouring devices that share the tokens of each micro-batch; null = 1, for the reference as many as for the policy."""
 
     @property
     def sequence_ranks(self) -> int:
-        """Number of devices that share the tokens of a micro-batch."""
         return self.ulysses_sequence_parallel_size or 1
 
 
 def is_built(settings: Settings, role: SequenceRole) -> bool:
-    """Return whether the run has a role: the actor, the reference or the reward model."""
+    """Whether the run has an actor, a reference or a reward model."""
     return role == "actor" or (needs_reference(settings) if role == "ref" else settings.reward_model.enable)
 
 

@@ -23,14 +23,13 @@ from verl_memopt.memory.recompute_elementwise_torch import Rows
 
 
 class SequenceGroup:
-    """The neighbouring ranks that share the tokens of their micro-batches. This is no dataclass, because FSDP2 copies those."""
+    """Neighbouring ranks that share the tokens of their micro-batches. Not a dataclass, because FSDP2 copies those."""
 
     def __init__(self, rank: int, size: int, group: dist.ProcessGroup) -> None:
-        """Name the place of this process in the group, the number of ranks, and the process group of the exchanges."""
         self.rank, self.size, self.group = rank, size, group
 
     def shares(self, tokens: int) -> tuple[int, ...]:
-        """Return the tokens of each rank, which differ by one at most."""
+        """Split a number of tokens over the ranks; shares differ by at most one."""
         return tuple(tokens // self.size + (rank < tokens % self.size) for rank in range(self.size))
 
 
@@ -39,21 +38,22 @@ _GROUPS: weakref.WeakKeyDictionary[Any, dict[int, SequenceGroup]] = weakref.Weak
 
 
 def sequence_group(device_type: str, world_size: int, size: int) -> SequenceGroup | None:
-    """Return the group of this rank, of ``size`` neighbours; None for a size of 1. All ranks call in step."""
+    """Return this rank's group of ``size`` neighbours; None for a size of 1. All ranks must call this in step."""
     if size == 1:
         return None
-    known = _GROUPS.setdefault(dist.group.WORLD, {})
-    if size not in known:
+    groups = _GROUPS.setdefault(dist.group.WORLD, {})
+    if size not in groups:
+        # Neighbouring ranks, which usually have the fastest links.
         mesh = init_device_mesh(device_type, (world_size // size, size), mesh_dim_names=("data", "sequence"))["sequence"]
-        known[size] = SequenceGroup(mesh.get_local_rank(), size, mesh.get_group())
-    return known[size]
+        groups[size] = SequenceGroup(mesh.get_local_rank(), size, mesh.get_group())
+    return groups[size]
 
 
 @dataclass(frozen=True, eq=False)
 class TokenSplit:
-    """How the ranks of a group share the tokens of a pack, and those that are queries; the first rank has the first of them.
+    """How the ranks of a group share a pack's tokens, and its queries; ranks have consecutive parts.
 
-    ``rows``: this rank's queries among its own tokens; None where every token is a query.
+    ``rows``: this rank's queries among its own tokens; None = every token is a query.
     """
 
     group: SequenceGroup
@@ -63,17 +63,22 @@ class TokenSplit:
 
     @property
     def own(self) -> slice:
-        """The tokens of this rank."""
         first = sum(self.tokens[: self.group.rank])
         return slice(first, first + self.tokens[self.group.rank])
 
     def over_heads(self, attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, args: Any) -> Tensor:
-        """Return attention [1, q, heads, D] of this rank's q queries, from a kernel that computes all queries for some heads.
+        """Compute attention [1, q, heads, D] of this rank's q queries with a kernel that sees all queries for some of the heads.
 
-        Key heads are repeated where the group has more ranks than they divide into. ``attend`` is that kernel, as
-        :data:`verl_memopt.model.attention.Attend`; it gets all Q queries and T tokens, and ``args``. Of this rank are
-        ``query`` [1, heads, q, D], and ``key`` and ``value`` [1, kv heads, t, D].
+        Key heads are repeated if the group has more ranks than they divide into.
+
+        Args:
+            attend: The kernel, a :data:`verl_memopt.model.attention.Attend`; it gets all Q queries and T tokens, and ``args``.
+            query: This rank's, [1, heads, q, D].
+            key: This rank's, [1, kv heads, t, D].
+            value: As ``key``.
+            args: Passed to ``attend``.
         """
+        # Key heads that do not divide over the ranks go to several of them.
         copies = key_copies(query.shape[1], key.shape[1], self.group.size)
         q = _over_heads(query, self, self.queries)
         k, v = (_over_heads(x if copies == 1 else x.repeat_interleave(copies, 1), self, self.tokens) for x in (key, value))
@@ -83,7 +88,7 @@ class TokenSplit:
 
 
 def _over_heads(x: Tensor, split: TokenSplit, sizes: tuple[int, ...]) -> Tensor:
-    """Return all tokens [T, heads / S, D] for a part of the heads, from this rank's tokens [1, heads, t, D] for all heads."""
+    # Exchange this rank's tokens [1, heads, t, D] for all tokens of a part of the heads, [T, heads / S, D].
     tokens = x[0].transpose(0, 1)
     whole = _Exchange.apply(tokens.flatten(1), split.group, sizes, True)
     return whole.view(whole.shape[0], -1, x.shape[-1])
@@ -104,8 +109,9 @@ class _Exchange(torch.autograd.Function):
 
 
 def _to_heads(x: Tensor, group: SequenceGroup, sizes: tuple[int, ...]) -> Tensor:
-    """Return [sum of sizes, n] of this rank's heads, from [own size, S x n] of all heads, where S is the size of the group."""
+    # From [own size, S x n] of all heads to [sum of sizes, n] of this rank's heads; S is the size of the group.
     own, width = x.shape[0], x.shape[1] // group.size
+    # Sorted by receiver, because all_to_all sends consecutive pieces.
     sent = x.reshape(own, group.size, width).transpose(0, 1).reshape(-1, width)
     received = x.new_empty(sum(sizes), width)
     dist.all_to_all_single(received, sent, list(sizes), [own] * group.size, group=group.group)
@@ -113,7 +119,7 @@ def _to_heads(x: Tensor, group: SequenceGroup, sizes: tuple[int, ...]) -> Tensor
 
 
 def _to_tokens(x: Tensor, group: SequenceGroup, sizes: tuple[int, ...]) -> Tensor:
-    """Return [own size, S x n] of all heads, from [sum of sizes, n] of this rank's heads."""
+    # From [sum of sizes, n] of this rank's heads to [own size, S x n] of all heads.
     own, width = sizes[group.rank], x.shape[1]
     received = x.new_empty(own * group.size, width)
     dist.all_to_all_single(received, x.contiguous(), [own] * group.size, list(sizes), group=group.group)
@@ -121,10 +127,10 @@ def _to_tokens(x: Tensor, group: SequenceGroup, sizes: tuple[int, ...]) -> Tenso
 
 
 def of_all_ranks(values: Tensor, places: Tensor, count: int, group: SequenceGroup) -> Tensor:
-    """Return fp32 [count] with the ``values`` of every rank, fp32 [r], at its ``places``, int64 [r]; each rank gets the same.
+    """Combine each rank's ``values``, fp32 [r], at its ``places``, int64 [r], into fp32 [count], the same on each rank.
 
-    Each place belongs to one rank of the group. The gradient of a rank's own values is that of their places alone: each rank
-    computes the same loss of the whole.
+    Each place belongs to one rank of the group. A rank's gradient has only its own places: each rank computes the same loss of
+    the whole.
     """
     return _OfAllRanks.apply(values, places, count, group)
 
@@ -133,6 +139,7 @@ class _OfAllRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, places: Tensor, count: int, group: SequenceGroup) -> Tensor:
         ctx.save_for_backward(places)
+        # Zeros at the others' places, so that a sum over ranks puts all together.
         whole = values.new_zeros(count).index_copy_(0, places, values)
         if count:
             dist.all_reduce(whole, group=group.group)
@@ -142,10 +149,10 @@ class _OfAllRanks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (places,) = ctx.saved_tensors
+        # No reduction: each rank's loss already has the gradient of every place.
         return grad.index_select(0, places), None, None, None
 
 
 def largest_of_ranks(value: Tensor, group: SequenceGroup) -> Tensor:
-    """Return the largest value of all ranks, elementwise, in place."""
     dist.all_reduce(value, dist.ReduceOp.MAX, group=group.group)
     return value

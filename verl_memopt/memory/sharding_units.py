@@ -18,8 +18,6 @@ _KEYS = tuple(f"actor_rollout_ref.{role}.fsdp_config.own_units" for role in ("ac
 
 @dataclass(frozen=True)
 class ShardingUnits:
-    """Settings of FSDP units."""
-
     own_units: bool = True
     """Embedding and LM head are FSDP units of their own, gathered when they compute only; false leaves them to the root.
     Tied ones are one tensor and stay with the root."""

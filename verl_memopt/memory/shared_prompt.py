@@ -24,8 +24,6 @@ _KEY = "actor_rollout_ref.actor.use_prefix_grouper"
 
 @dataclass(frozen=True)
 class SharedPrompt:
-    """Settings of shared prompts."""
-
     use_prefix_grouper: Annotated[bool | str, CHOICE] = "auto"
     """Compute the prompt of a group once for all its answers, in every pass; false = once for each answer. auto = true, unless
     attention slides over a window, which would cut the shared prompt."""
@@ -41,10 +39,10 @@ KNOB = Knob(
 
 
 def prompt_groups(groups: Sequence[int], actor: SharedPrompt) -> Sequence[int]:
-    """Return a number for each row. Rows with the same number compute their prompt once, together.
+    """Return a group number for each row. Rows of one group compute their prompt once, together.
 
-    Those that have the same prompt have the same number in ``groups``. If k answers of one prompt of P tokens are one micro-
-    batch, activations fall by (k - 1) x P x (L x A / T + 2 x (I + h) x b) bytes: A / T is what a block keeps of one token, and
+    Rows with the same prompt have the same number in ``groups``. If k answers to one prompt of P tokens are one micro-batch,
+    activations fall by (k - 1) x P x (L x A / T + 2 x (I + h) x b) bytes: A / T is what a block keeps of one token, and
     the second term is what the backward of an MLP holds. Exact for causal attention over the whole sequence.
     """
     return groups if actor.use_prefix_grouper else range(len(groups))

@@ -41,8 +41,6 @@ CHOICE = Range("must be true, false or auto", lambda value: value in (True, Fals
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """Settings of shared weights."""
-
     share_weights: Annotated[bool | str, CHOICE] = "auto"
     """The trainer's weights are the engine's own parameters: one copy on the device, and no weight sync. On several devices with
     an engine each, a sync brings each device the rows that the others have updated. auto = true with ``name=vllm`` where the
@@ -52,7 +50,7 @@ class SharedWeights:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """A setting with which engine and trainer cannot share weights."""
+    """A setting that prevents engine and trainer from sharing weights."""
 
     keys: tuple[str, ...]
     """What the errors name."""
@@ -115,9 +113,9 @@ def why_not(roles: ActorRolloutRef, devices: int, sleeps: bool) -> str | None:
     """
     if roles.rollout.share_weights is False:
         return f"{KEY}=false."
-    for each in OBSTACLES:
-        if each.when(roles, devices):
-            return f"{each.because} ({', '.join(each.keys)}). {each.way_out} to share them."
+    for obstacle in OBSTACLES:
+        if obstacle.when(roles, devices):
+            return f"{obstacle.because} ({', '.join(obstacle.keys)}). {obstacle.way_out} to share them."
     if roles.rollout.name != "vllm" and roles.rollout.share_weights is not True:
         return f"auto shares those of {_ENGINE}=vllm alone. Set {KEY}=true to share them."
     # FSDP2 would shard the bytes of a quantised base, and an engine needs them whole.
@@ -136,13 +134,13 @@ def _is_refused(obstacle: Obstacle, settings: Settings) -> bool:
 
 
 def bytes_a_parameter(roles: ActorRolloutRef, devices: int, shares: bool, sleeps: bool) -> dict[str, tuple[float, float]]:
-    """Return the bytes of weights, gradients and optimizer state for each parameter: phase -> (on the devices, on the host).
+    """Return bytes per parameter of weights, gradients and optimizer state: phase -> (on the devices, on the host).
 
     Gradients of a block or two on their way to the host, FSDP2's copies and activations come on top.
 
     Args:
         roles: The settings.
-        devices: Those of the run, which hold shards of what is the trainer's, and one engine each. Shared weights are whole on
+        devices: Devices of the run. They hold shards of the trainer's state and one engine each; shared weights are whole on
             each.
         shares: Whether the policy's weights are the engine's.
         sleeps: Whether the engine sleeps outside of rollouts.
@@ -171,8 +169,8 @@ KNOB = Knob(
     settings={"rollout": SharedWeights},
     same_numbers=True,
     refuses=tuple(
-        Refusal((KEY, *each.keys), partial(_is_refused, each), each.because, f"{each.way_out}, or {KEY} to auto.")
-        for each in OBSTACLES
+        Refusal((KEY, *obstacle.keys), partial(_is_refused, obstacle), obstacle.because, f"{obstacle.way_out}, or {KEY} to auto.")
+        for obstacle in OBSTACLES
     ),
     unused_keys=(
         UnusedKey(

@@ -35,7 +35,7 @@ from verl_memopt.observe.byte_tracker import mark, scope
 
 @dataclass(eq=False)
 class _Weight:
-    """A weight and its places in the model: whole, and this rank's rows of it."""
+    """A weight in its two forms, whole and this rank's rows, and its places in the model."""
 
     whole: nn.Parameter
     rows: nn.Parameter
@@ -44,7 +44,7 @@ class _Weight:
 
 @dataclass(eq=False)
 class _Unit:
-    """Weights whose gradients are reduced together, once all have arrived; ``late``: at the end of a backward."""
+    """Weights whose gradients are reduced together once all have arrived; ``late``: at the end of a backward."""
 
     late: bool = False
     weights: list[_Weight] = field(default_factory=list)
@@ -57,12 +57,12 @@ class SharedRows:
     All ranks call the same methods in the same order.
 
     Attributes:
-        stale: Rows have been written since the last gather.
-        reduces: Gradients are reduced in the backward that comes; otherwise they are summed whole.
+        stale: Rows were written since the last gather.
+        reduces: The next backward reduces gradients; otherwise they are summed whole.
     """
 
     def __init__(self, units: Sequence[nn.Module], mesh: DeviceMesh, reduce: torch.dtype) -> None:
-        """Note what is reduced together, over which ranks and in which dtype. ``units`` are modules, such as blocks."""
+        """``units`` are the modules, such as blocks, whose gradients are reduced together, over ``mesh`` in dtype ``reduce``."""
         self._modules, self._mesh, self._reduce_dtype = list(units), mesh, reduce
         shards = mesh.ndim - 1
         self._group, self._size, self._rank = mesh.get_group(shards), mesh.size(shards), mesh.get_local_rank(shards)
@@ -76,7 +76,7 @@ class SharedRows:
         self.stale, self.reduces = True, True
 
     def take_over(self, model: nn.Module) -> None:
-        """Put rows in the places of the trained parameters of a model, whose next forward gathers them first."""
+        """Replace the trained parameters of a model by rows. Its next forward gathers them first."""
         places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for module in model.modules():
             for name, parameter in module._parameters.items():
@@ -101,21 +101,18 @@ class SharedRows:
         model.register_forward_pre_hook(lambda *_: weak.compute())
 
     def compute(self) -> None:
-        """Put the whole weights in place for a pass, up to date."""
         if not self._computes:
             self.gather()
             self._computes = True
             self._put()
 
     def rest(self) -> None:
-        """Put the rows back in place, at the end of a pass."""
         if self._computes:
             self._computes = False
             self._put()
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Have the whole weights in place inside the body."""
         self.compute()
         try:
             yield
@@ -124,9 +121,10 @@ class SharedRows:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Bring the rows of all ranks to their places, if any were written."""
+        """Bring every rank's rows to all ranks, if any were written."""
         if not self.stale:
             return
+        # All gathers are started before any is waited for.
         self.stale, works = False, []
         for weight in self._weights:
             whole = weight.whole.detach()
@@ -134,32 +132,32 @@ class SharedRows:
                 works.append(dist.all_gather_into_tensor(whole, local(weight.rows), group=self._group, async_op=True))
             else:
                 parts = enumerate(whole.split(self._shard_rows(whole)))
+                # all_gather_into_tensor needs equal parts; uneven rows are broadcast by their owners.
                 works += [dist.broadcast(part, group=self._group, group_src=rank, async_op=True) for rank, part in parts]
         for work in works:
             work.wait()
 
     def bring(self, parameter: Tensor) -> None:
-        """Give a whole weight a gradient to add to in place."""
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
 
     def tiles(self, parameter: Tensor) -> None:
-        """Return None: the gradients of a unit are reduced together."""
+        """Always None: the gradients of a unit are reduced together."""
 
     @torch.no_grad()
     def take(self, parameter: Tensor) -> None:
-        """Note that the gradient of a whole weight is there, and reduce those of its unit if it is the last of them."""
+        """Record that a whole weight's gradient is complete, and reduce its unit if it is the last one."""
         if parameter.grad is None:  # reduced already; autograd calls its hooks where a function has added the gradient itself
             return
         mark("whole gradients", [parameter.grad])
         unit = self._unit_of[id(parameter)]
         unit.arrived.add(id(parameter))
+        # Reduced as early as possible, so that whole gradients of one unit at a time exist.
         if self.reduces and not unit.late and len(unit.arrived) == len(unit.weights):
             self._reduce(unit)
 
     @torch.no_grad()
     def end_backward(self) -> None:
-        """Reduce what is left, at the end of a backward."""
         if self.reduces:
             for unit in self._units:
                 self._reduce(unit)
@@ -171,12 +169,12 @@ class SharedRows:
                 module._parameters[name] = weight.whole if self._computes else weight.rows
 
     def _shard_rows(self, whole: Tensor) -> int:
-        """Return the rows of a full shard; the last ones may have fewer."""
         return -(-whole.shape[0] // self._size)
 
     def _sharded(self, whole: nn.Parameter) -> nn.Parameter:
         rows = self._shard_rows(whole)
         start, stop = (min(rank * rows, whole.shape[0]) for rank in (self._rank, self._rank + 1))
+        # A view of the whole weight: a step on the rows writes into the engine's own memory.
         return nn.Parameter(self._as_dtensor(whole.detach()[start:stop], whole), whole.requires_grad)
 
     def _as_dtensor(self, rows: Tensor, whole: Tensor) -> DTensor:
@@ -184,7 +182,7 @@ class SharedRows:
         return DTensor.from_local(rows, self._mesh, self._placements, run_check=False, shape=shape, stride=stride)
 
     def _reduce(self, unit: _Unit) -> None:
-        """Start the reduction of a unit's gradients, once that of the unit before is over."""
+        # Start reducing a unit's gradients, once the reduction before is over.
         self._finish()
         pairs = [(weight, weight.whole.grad) for weight in unit.weights if weight.whole.grad is not None]
         unit.arrived.clear()
@@ -195,9 +193,11 @@ class SharedRows:
         with scope(kind="collective buffers"):
             sizes = [self._shard_rows(weight.whole) * weight.whole[0].numel() for weight in weights]
             whole = torch.empty(self._size, sum(sizes), dtype=self._reduce_dtype, device=weights[0].whole.device)
+            # Cut into equal shares of rows for each rank, padded: the layout that reduce_scatter takes.
             torch._chunk_cat(grads, 0, self._size, out=whole)
             for weight in weights:
                 weight.whole.grad = None
+            # Both names are dropped, so that the whole gradients are freed before the scattered buffer exists.
             grads.clear()
             mean = torch.empty(sum(sizes), dtype=whole.dtype, device=whole.device)
         op, flat = dist.ReduceOp.AVG, whole.view(-1)
@@ -205,12 +205,13 @@ class SharedRows:
         self._under_way = work, weights, mean, flat
 
     def _finish(self) -> None:
-        """Add the gradients of the reduction that is under way to those of the rows."""
+        # Add the result of the running reduction to the rows' gradients.
         if self._under_way is None:
             return
         (work, weights, mean, _), self._under_way = self._under_way, None
         work.wait()
         if self._replicas is not None:
+            # Replicas of the shard group have seen other rows.
             dist.all_reduce(mean, op=dist.ReduceOp.AVG, group=self._replicas)
         mean = mean.to(gradient_dtype(weights[0].rows))
         mark("grads", [mean])
@@ -218,6 +219,7 @@ class SharedRows:
         for weight in weights:
             rows, own = weight.rows, local(weight.rows)
             reduced = mean[start : start + own.numel()].view(own.shape)
+            # Past the padding, too.
             start += self._shard_rows(weight.whole) * weight.whole[0].numel()
             if rows.grad is None:
                 rows.grad = self._as_dtensor(reduced, weight.whole)

@@ -33,8 +33,6 @@ _RANK = "actor_rollout_ref.model.lora_rank"
 
 @dataclass(frozen=True)
 class SplitMasters:
-    """Settings of split masters."""
-
     split_master_weights: bool = False
     """fp32 masters rest as the bfloat16 weight and a 16-bit remainder in the optimizer's state, bit for bit. No copy is gathered
     for compute, and with ``optimizer_offload`` 2 bytes a parameter leave the device. For ``model_dtype=fp32`` with

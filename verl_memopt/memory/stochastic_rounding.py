@@ -21,8 +21,6 @@ _KEY, _MASTERS = "actor_rollout_ref.actor.optim.stochastic_rounding", "actor_rol
 
 @dataclass(frozen=True)
 class StochasticRounding:
-    """Settings of stochastic rounding."""
-
     stochastic_rounding: bool = False
     """Round updated bfloat16 weights up or down by chance, right on average; for ``fsdp_config.model_dtype=bfloat16``, where
     rounding to nearest loses updates below 2^-9 of a weight."""

@@ -44,7 +44,6 @@ def _streams(key: str) -> Predicate:
 
 
 def _has(key: str, settings: Settings) -> bool:
-    """Return whether the run has the frozen model of a key."""
     scorer = settings.reward_model
     return needs_reference(settings) if key == REFERENCE_KEY else scorer.enable and scorer.model.path is not None
 
@@ -54,7 +53,6 @@ def _role(key: str) -> SequenceRole:
 
 
 def _refuses(key: str) -> Iterator[Refusal]:
-    """Yield what a frozen model that streams refuses."""
     native = key.replace("param_offload", "offload_policy")
 
     def refusal(others: tuple[str, ...], when: Predicate, because: str, way_out: str) -> Refusal:
@@ -80,14 +78,14 @@ def _refuses(key: str) -> Iterator[Refusal]:
 
 
 def _would_lose_masters(settings: Settings) -> bool:
-    """Return whether the reference follows the policy with masters of another dtype than that of compute."""
+    # Whether the reference follows the policy and has masters of another dtype than compute's.
     masters, compute = (attrgetter(key)(settings) for key in _DTYPES)
     follows = attrgetter(_FOLLOWS)(settings) is not None and needs_reference(settings)
     return follows and width(masters) != width(compute)
 
 
 def may_stream(key: str) -> Predicate:
-    """Return the question whether a frozen model of a run could stream."""
+    """Return a predicate: could this frozen model stream?"""
     native = attrgetter(key.replace("param_offload", "offload_policy"))
 
     def may(settings: Settings) -> bool:
@@ -99,7 +97,6 @@ def may_stream(key: str) -> Predicate:
 
 
 def _saved(before: Shapes, _: Shapes) -> float:
-    """Return the bytes of a reference without those that a pass holds."""
     frozen = before.settings.ref.fsdp_config
     most = max(2 * before.block_params, before.vocab * before.hidden)
     return before.reference_bytes - width(frozen.dtype) * most

@@ -34,16 +34,15 @@ KIND = "params"
 
 
 def native_offload(wanted: bool) -> OffloadPolicy:
-    """Return FSDP2's policy: shards on the host or, unless ``wanted``, on the device."""
     # FSDP2 would page-lock copies of its own; allocate_on_host decides what is locked.
     return CPUOffloadPolicy(False) if wanted else OffloadPolicy()
 
 
 def allocate_on_host(model: nn.Module, device: torch.device) -> None:
-    """Allocate one host buffer for the shards of a model without storage, uninitialised. The model's buffers go to the device.
+    """Allocate one uninitialised host buffer for the shards of a model without storage. The model's buffers go to the device.
 
-    The buffer holds each shard in the padded size that FSDP2 gathers, so FSDP2 copies none out of it. On a GPU the host memory of
-    the gradients is counted too. Where the limits allow it is page-locked, so that neither gathers nor gradients wait for their
+    The buffer holds each shard in the padded size that FSDP2 gathers, so FSDP2 makes no copy. On a GPU the host memory of
+    gradients is counted too. Where the limits allow it is page-locked, so that neither gathers nor gradients wait for their
     copies.
     """
     sharded = {id(param.sharded_param): param for unit in fsdp_units(model) for param in fsdp_params(unit)}
@@ -75,7 +74,7 @@ def allocate_on_host(model: nn.Module, device: torch.device) -> None:
 
 
 def _count_gradients(model: nn.Module, trained: list[FSDPParam], shards_are_locked: bool) -> None:
-    """Count the host memory of gradients as long as the model lives, and let FSDP2 lock it where there is room for that."""
+    # Count the host memory of gradients while the model lives; let FSDP2 page-lock it where there is room.
     sizes = [param.sharded_size.numel() * param.sharded_param.itemsize for param in trained]
     # torch's allocator of page-locked memory rounds each gradient up to a power of two.
     rounded = sum(1 << (size - 1).bit_length() for size in sizes if size)
@@ -91,10 +90,10 @@ def _shard(parameter: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class _Unit:
-    """Parameters that come together.
+    """Parameters that are copied together.
 
-    ``host`` holds their bytes, uint8. ``shown`` are the (module, name, parameter on the host, first byte) of each.
-    ``first`` is the first byte of their place in a buffer of ``room`` bytes on the device.
+    ``host`` holds their bytes, uint8. ``shown`` has for each (module, name, parameter on the host, first byte). On the device
+    they begin at byte ``first`` of a buffer of ``room`` bytes.
     """
 
     host: Tensor
@@ -108,7 +107,7 @@ class _Unit:
 
 
 class StreamedParams:
-    """The parameters of a model that come to the device block by block, as a part of the residency table."""
+    """A model's parameters that come to the device block by block, as a part of the residency table."""
 
     name = ""
     """Of the part; set by who adds it to the table."""
@@ -123,8 +122,11 @@ class StreamedParams:
     ) -> None:
         """Allocate the parameters on the host, uninitialised, and register the hooks.
 
-        ``blocks`` are in the order in which they compute on the ``device``. ``vocabulary`` has embedding and LM head, in one item
-        where they share a matrix. The floating point inputs of a block are cast to ``inputs``, as FSDP2 casts them; None = not.
+        Args:
+            blocks: In the order in which they compute on the ``device``.
+            vocabulary: Embedding and LM head, in one item where they share a matrix.
+            device: Where the model computes.
+            inputs: Cast a block's floating point inputs to this dtype, as FSDP2 does; None = no cast.
         """
         self.resting: dict[Tensor, nn.Parameter] = {}
         """Parameter of the model, which has no storage -> the one on the host that takes its place."""
@@ -135,6 +137,7 @@ class StreamedParams:
         self._matrices: list[_Unit] = []
         most = max(unit.host.numel() for unit in self._blocks)
         for place, (unit, block) in enumerate(zip(self._blocks, blocks, strict=True)):
+            # Two halves in turn: one computes while the next block is copied into the other.
             unit.first, unit.room = place % 2 * most, 2 * most
             self._hook(block, unit, self._blocks[place + 1 : place + 2])
             if inputs is not None:
@@ -148,32 +151,28 @@ class StreamedParams:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the host."""
         return sum(unit.host.numel() for unit in (*self._blocks, *self._matrices))
 
     @property
     def most_bytes(self) -> int:
-        """Bytes on the device at most."""
         return max(unit.room for unit in (*self._blocks, *self._matrices))
 
     def to_host(self) -> int:
-        """Free what a pass that failed has left on the device. No bytes go to the host, where the parameters are."""
+        """Free what a failed pass left on the device. Nothing is copied: the parameters are on the host."""
         self.release()
         return 0
 
     def to_device(self) -> int:
-        """Move nothing: the parameters come in the pass."""
         return 0
 
     def release(self) -> None:
-        """Free the buffer on the device at the end of a pass."""
+        # Free the buffer on the device at the end of a pass.
         for done in self._there.values():
             self._arriving.wait(done)
         self._there.clear()
         self._buffer = None
 
     def _unit(self, modules: Sequence[nn.Module]) -> _Unit:
-        """Return a unit of all parameters of some modules, with its bytes on the host."""
         parts = [part for module in modules for part in module.modules()]
         members = [(part, name, own) for part in parts for name, own in part._parameters.items() if own is not None]
         starts: dict[nn.Parameter, int] = {}
@@ -201,7 +200,7 @@ class StreamedParams:
             self._bring(other)
 
     def _bring(self, unit: _Unit) -> None:
-        """Queue the copy of a unit to its place on the device. Nothing happens where it is there already, or on its way."""
+        # Queue the copy of a unit to the device. No effect if it is there or on its way.
         if unit in self._there:
             return
         if self._buffer is None or self._buffer.numel() != unit.room:
@@ -214,15 +213,15 @@ class StreamedParams:
 
 
 def _show(unit: _Unit, buffer: Tensor | None) -> None:
-    """Give the modules of a unit their parameters in a buffer; None = those on the host."""
+    # Point a unit's modules to their parameters in a buffer; None = to those on the host.
     for module, name, resting, start in unit.shown:
         module._parameters[name] = resting if buffer is None else _view(buffer, unit.first + start, resting)
 
 
 def _cast(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Cast the floating point inputs of a module, as a hook before its forward."""
+    # Forward pre-hook: cast the floating point inputs of a module.
     return tree_map(
-        lambda each: each.to(dtype) if isinstance(each, Tensor) and each.is_floating_point() else each, (args, kwargs)
+        lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, (args, kwargs)
     )
 
 
@@ -232,5 +231,5 @@ def _view(buffer: Tensor, start: int, like: Tensor) -> nn.Parameter:
 
 
 def without_arguments(call: Callable[[], None]) -> Callable[..., None]:
-    """Return a hook of a module that ignores the module, its inputs and its output."""
+    """Make a module hook of a call that needs neither the module nor its inputs and output."""
     return lambda *_: call()

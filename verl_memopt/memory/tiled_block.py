@@ -27,8 +27,6 @@ _KEY, _ATTENTION = f"{_MODEL}.block_tile_tokens", f"{_MODEL}.attn_implementation
 
 @dataclass(frozen=True)
 class TiledBlock:
-    """Settings of blocks over tiles."""
-
     block_tile_tokens: Annotated[int | None, POSITIVE] = None
     """Tokens of a tile over which each whole block runs, for rows of ten thousands of tokens; null computes all tokens at once.
     4096 is a good start."""

@@ -19,8 +19,6 @@ _KEY = "actor_rollout_ref.model.tiled_mlp"
 
 @dataclass(frozen=True)
 class TiledMlp:
-    """The section ``tiled_mlp``."""
-
     enabled: bool = False
     """Compute each MLP tile by tile, again in backward, so that its wide intermediates exist for one tile at a time.
     For long micro-batches, where they are most of a block's bytes."""
@@ -30,14 +28,11 @@ class TiledMlp:
 
 @dataclass(frozen=True)
 class TiledMlpSettings:
-    """Settings of the tiled MLP."""
-
     tiled_mlp: TiledMlp = field(default_factory=TiledMlp)
     """The MLP of each block over tiles of tokens."""
 
     @property
     def mlp_tiles(self) -> int | None:
-        """Tiles of an MLP's tokens; None where it is computed whole."""
         return self.tiled_mlp.num_shards if self.tiled_mlp.enabled else None
 
 

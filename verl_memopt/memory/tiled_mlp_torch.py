@@ -42,9 +42,9 @@ LAYERS = ("gate_proj", "up_proj", "down_proj")
 
 
 def check_mlps(blocks: Iterable[nn.Module], trained: bool, key: str = KEY) -> None:
-    """Refuse blocks, as transformers made them, with an MLP or a layer in it whose mathematics this file does not know.
+    """Refuse transformers blocks with an MLP, or a layer in it, whose mathematics this file does not know.
 
-    Unless it is ``trained``, a model only ever runs without gradients; its layers may then be of any kind (quantised).
+    A model that is not ``trained`` only runs without gradients; its layers may then be of any kind (quantised).
     """
     for block in blocks:
         mlp: Any = getattr(block, "mlp", None)
@@ -62,7 +62,7 @@ def check_mlps(blocks: Iterable[nn.Module], trained: bool, key: str = KEY) -> No
 
 
 def tiled_mlp(mlp: Any, x: Tensor, num_shards: int) -> Tensor:
-    """Return ``mlp.gated(x)`` [T, h] of a normed input x [T, h], computed over ``num_shards`` tiles; keep only x."""
+    """Compute ``mlp.gated(x)`` [T, h] of a normed input x [T, h] over ``num_shards`` tiles; only x is kept for backward."""
     if torch.is_grad_enabled():
         names, parameters = zip(*mlp.named_parameters(), strict=True)
         # Adapters may rest in more digits, and bytes stay bytes.
@@ -93,6 +93,7 @@ class _Tiles(torch.autograd.Function):
         # Detached, because each tile's backward adds to the sums itself. Autograd would make a new gradient for every tile.
         held = {name: weight.detach() for name, weight in zip(ctx.names, weights, strict=True)}
         needed = dict(zip(ctx.names, ctx.needs_input_grad[5:], strict=True))
+        # One sum per weight over all tiles.
         sums = {name: torch.zeros_like(weight) for name, weight in held.items() if needed[name]}
         x = x.detach()
         grad_x = torch.empty_like(x)
@@ -100,6 +101,7 @@ class _Tiles(torch.autograd.Function):
             with torch.enable_grad():
                 tile = x[rows].requires_grad_()
                 out = _mlp(ctx.mlp, tile, held, sums)
+            # Only the input: weights have added theirs to the sums.
             (grad_x[rows],) = torch.autograd.grad(out, tile, grad[rows])
         return None, None, None, None, grad_x, *(sums.get(name) for name in ctx.names)
 
@@ -110,8 +112,6 @@ def _tiles(tokens: int, num_shards: int) -> list[slice]:
 
 
 def _mlp(mlp: Any, x: Tensor, held: dict[str, Tensor], sums: dict[str, Tensor]) -> Tensor:
-    """Return the MLP's output for a tile; its backward adds the weights' gradients to ``sums``."""
-
     def project(name: str, x: Tensor) -> Tensor:
         layer = getattr(mlp, name)
         packing = stored_weight(layer)[1]
@@ -172,11 +172,11 @@ SWIGLU = SwiGLU()
 
 
 def recomputed_mlp(residual: Tensor, x: Tensor, norm: RMSNorm, weight: Tensor, layers: Sequence[Any], tiles: int = 1) -> Tensor:
-    """Return z + down(silu(gate(y)) * up(y)) [1, T, h], where z is residual + x [T, h], and y its norm under a weight [h].
+    """Compute z + down(silu(gate(y)) * up(y)) [1, T, h], where z = residual + x [T, h], and y is its norm under a weight [h].
 
-    Keeps residual, x and the parameters for backward where something needs a gradient; backward overwrites x, so nothing else may
-    use it. ``layers`` are gate, up and down, with adapters or without. There are more than ``tiles`` tiles where one would have
-    more rows than fast products need. The result is made with three dimensions, so that FSDP2 gets no view.
+    If anything needs a gradient, residual, x and the parameters are kept for backward, which overwrites x: nothing else may use
+    it. ``layers`` are gate, up and down, with or without adapters. There are at least ``tiles`` tiles, and more where one would
+    have more rows than fast products need. The result has three dimensions, so that FSDP2 gets no view.
     """
     if not torch.is_grad_enabled():
         return _whole(residual, x, norm, weight, layers, tiles)
@@ -185,14 +185,14 @@ def recomputed_mlp(residual: Tensor, x: Tensor, norm: RMSNorm, weight: Tensor, l
 
 
 class Traits(NamedTuple):
-    """What a linear layer is beside its tensors: the scale of its adapter, and how its weight is packed, if it is."""
+    """What a linear layer has beside tensors: its adapter's scale (0 without one), and how its weight is packed, if it is."""
 
     scale: float
     packing: Packing | None
 
 
 def tensors_and_traits(layers: Sequence[Any]) -> tuple[list[Tensor | None], list[Traits]]:
-    """Return what is stored of its weight, bias, and an adapter's A and B of each linear layer, None for what it lacks."""
+    """Return for each layer its stored weight, bias, and its adapter's A and B, None for what it lacks; and its traits."""
     tensors, traits = list[Tensor | None](), list[Traits]()
     for layer in layers:
         adapted = isinstance(layer, LoraLinear)
@@ -205,7 +205,7 @@ def tensors_and_traits(layers: Sequence[Any]) -> tuple[list[Tensor | None], list
 def _whole(
     residual: Tensor, x: Tensor, norm: RMSNorm, weight: Tensor, layers: Sequence[Callable[[Tensor], Tensor]], tiles: int
 ) -> Tensor:
-    """Return what :func:`recomputed_mlp` returns, without a graph. Its layers may be of any kind."""
+    # As :func:`recomputed_mlp`, without a graph. Layers may be of any kind.
     gate, up, down = layers
     whole = torch.empty_like(x[None])
     for rows in product_tiles(x, tiles):
@@ -218,32 +218,30 @@ def _whole(
 
 
 class TiledLinear:
-    """A linear layer [m, n] in an autograd function: its output over a tile, and its gradients summed over tiles.
+    """A linear layer [m, n] inside an autograd function: its output over a tile, and its gradients summed over tiles.
 
-    Of its four tensors (weight, bias, an adapter's A and B; None for what it lacks) those that are ``needed`` get a gradient. A
-    weight that is packed is decoded for each product.
+    Of its tensors (weight, bias, an adapter's A and B; None for what it lacks) those that are ``needed`` get a gradient. A packed
+    weight is decoded for each product.
     """
 
     def __init__(self, tensors: Sequence[Tensor | None], traits: Traits, needed: Sequence[bool]) -> None:
-        """Start without gradients."""
         stored, self.bias, self.down, self.up = tensors
         assert stored is not None
         self._stored, (self.scale, self._packing) = stored, traits
-        learning = [one if wanted else None for one, wanted in zip(tensors, needed, strict=True)]
-        of_weight, of_bias, *of_adapter = learning
-        self._of_bias = None if of_bias is None else zeros_to_sum(of_bias)
-        weights = (of_weight, *of_adapter)
-        self._of_weight, self._of_down, self._of_up = (None if one is None else WeightSum(one) for one in weights)
+        # A sum exists only for what is trained.
+        learning = [tensor if wanted else None for tensor, wanted in zip(tensors, needed, strict=True)]
+        trained_weight, trained_bias, *trained_factors = learning
+        self._bias_sum = None if trained_bias is None else zeros_to_sum(trained_bias)
+        weights = (trained_weight, *trained_factors)
+        self._weight_sum, self._down_sum, self._up_sum = (None if weight is None else WeightSum(weight) for weight in weights)
 
     def output(self, x: Tensor) -> Tensor:
-        """Return the output [t, m] of a tile [t, n]."""
         # Written into ``out``: selective checkpointing keeps the outputs of products, and these are to be recomputed.
         out = x.new_empty(x.shape[0], self._stored.shape[0])
         torch.mm(x, whole_weight(self._stored, self._packing, x.dtype).t(), out=out)
         return self._completed(x, out)
 
     def add_output(self, x: Tensor, out: Tensor) -> None:
-        """Add the output of a tile to ``out`` [t, m]."""
         torch.addmm(out, x, whole_weight(self._stored, self._packing, x.dtype).t(), out=out)
         self._completed(x, out)
 
@@ -255,18 +253,18 @@ class TiledLinear:
         return out
 
     def add(self, grad: Tensor, x: Tensor, alone: bool) -> None:
-        """Add the gradients of a tile from that of the output, [t, m], and the input, [t, n]. alone: there is no other tile."""
-        if self._of_weight is not None:
-            self._of_weight.add(grad, x, alone)
-        if self._of_bias is not None:
-            self._of_bias.add_(grad.sum(0, dtype=self._of_bias.dtype))
-        if self.up is not None and self._of_down is not None:
-            self._of_down.add(self._product(grad, self.up).mul_(self.scale), x, alone)
-        if self.down is not None and self._of_up is not None:
-            self._of_up.add(grad, self._product(x, self.down.t()).mul_(self.scale), alone)
+        """Add a tile's gradients, given its output's, [t, m], and its input, [t, n]. ``alone``: there is no other tile."""
+        if self._weight_sum is not None:
+            self._weight_sum.add(grad, x, alone)
+        if self._bias_sum is not None:
+            self._bias_sum.add_(grad.sum(0, dtype=self._bias_sum.dtype))
+        if self.up is not None and self._down_sum is not None:
+            self._down_sum.add(self._product(grad, self.up).mul_(self.scale), x, alone)
+        if self.down is not None and self._up_sum is not None:
+            self._up_sum.add(grad, self._product(x, self.down.t()).mul_(self.scale), alone)
 
     def through(self, grad: Tensor, out: Tensor, add: bool) -> None:
-        """Write the input's gradient into ``out`` [t, n], or add it there."""
+        """Write the input's gradient into ``out`` [t, n], or ``add`` it there."""
         weight = whole_weight(self._stored, self._packing, grad.dtype)
         if add:
             torch.addmm(out, grad, weight, out=out)
@@ -277,10 +275,10 @@ class TiledLinear:
             torch.addmm(out, self._product(grad, self.up), self.down, alpha=self.scale, out=out)
 
     def gradients(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients of weight, bias, A and B in their dtypes; None for what needs none."""
-        sums = (self._of_weight, self._of_down, self._of_up)
-        of_weight, *of_adapter = (None if one is None else one.gradient() for one in sums)
-        return of_weight, None if self._of_bias is None else self._of_bias.to(self._stored.dtype), *of_adapter
+        # Gradients of weight, bias, A and B in their dtypes; None for what needs none.
+        sums = (self._weight_sum, self._down_sum, self._up_sum)
+        weight, *factors = (None if total is None else total.gradient() for total in sums)
+        return weight, None if self._bias_sum is None else self._bias_sum.to(self._stored.dtype), *factors
 
     @staticmethod
     def _product(x: Tensor, y: Tensor) -> Tensor:
@@ -290,17 +288,16 @@ class TiledLinear:
 def tiled_linears(
     tensors: Sequence[Tensor | None], traits: Sequence[Traits], needed: Sequence[bool] | None = None
 ) -> list[TiledLinear]:
-    """Return the layers of :func:`tensors_and_traits`. ``needed``: which tensors get a gradient; None = none does."""
+    """Wrap the layers of :func:`tensors_and_traits`. ``needed``: which tensors get a gradient; None = none."""
     needed = (False,) * len(tensors) if needed is None else needed
     fours = [slice(4 * place, 4 * place + 4) for place in range(len(traits))]
     return [TiledLinear(tensors[four], each, needed[four]) for four, each in zip(fours, traits, strict=True)]
 
 
 class GateAndUp:
-    """Gate and up of an MLP: one product where their weights lie one behind another, else two."""
+    """Gate and up of an MLP: one product where their weights lie one after another, else two."""
 
     def __init__(self, tensors: Sequence[Tensor | None], traits: Sequence[Traits], needed: Sequence[bool] | None = None) -> None:
-        """Start without gradients. Arguments are as in :func:`tiled_linears`."""
         of_gate, of_up = tensors[:4], tensors[4:8]
         needed = (False,) * 8 if needed is None else needed
         both = [
@@ -308,9 +305,9 @@ class GateAndUp:
         ]
         # An adapter's factors are of their own layer, and packed weights are decoded one by one.
         apart = (
-            not JOINS.get(next(one for one in tensors if one is not None).device.type, True)
-            or any(one.packing is not None for one in traits[:2])
-            or any(one is not None for one in (*of_gate[2:], *of_up[2:]))
+            not JOINS.get(next(tensor for tensor in tensors if tensor is not None).device.type, True)
+            or any(trait.packing is not None for trait in traits[:2])
+            or any(factor is not None for factor in (*of_gate[2:], *of_up[2:]))
             or tuple(needed[:4]) != tuple(needed[4:8])
         )
         lost = any(one is None and (a is not None or b is not None) for one, a, b in zip(both, of_gate, of_up, strict=True))
@@ -320,17 +317,16 @@ class GateAndUp:
             self.layers = [TiledLinear(both, Traits(0.0, None), needed[:4])]
 
     def outputs(self, x: Tensor) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
-        """Return what the products give, and views of the gate's output and up's in it."""
+        # The products, which backward overwrites with their gradients, and views of gate's and up's outputs in them.
         outs = [layer.output(x) for layer in self.layers]
         gate, up = outs if len(outs) > 1 else outs[0].chunk(2, 1)
         return outs, (gate, up)
 
     def gradients(self) -> list[Tensor | None]:
-        """Return the gradients of weight, bias, A and B of gate, then those of up."""
         found = [layer.gradients() for layer in self.layers]
         if len(found) > 1:
-            return [one for layer in found for one in layer]
-        halves = [(None, None) if one is None else one.chunk(2) for one in found[0]]
+            return [gradient for layer in found for gradient in layer]
+        halves = [(None, None) if gradient is None else gradient.chunk(2) for gradient in found[0]]
         return [*(first for first, _ in halves), *(second for _, second in halves)]
 
 
@@ -352,7 +348,6 @@ class _RecomputedMlp(torch.autograd.Function):
         whole = torch.empty_like(x[None])
 
         def of_tile(rows: slice) -> None:
-            """Compute a tile. Its tensors go with the call."""
             out = whole[0, rows]
             normal = norm.of_sum(residual[rows], x[rows], out, weight)
             _, sources = gate_and_up.outputs(normal)
@@ -370,12 +365,11 @@ class _RecomputedMlp(torch.autograd.Function):
         grad, needed = grad[0], ctx.needs_input_grad[4:]
         gate_and_up, (down,) = GateAndUp(tensors, ctx.traits, needed[3:]), tiled_linears(tensors[8:], ctx.traits[2:], needed[11:])
         cuts = product_tiles(x, ctx.tiles)
-        of_x = torch.empty_like(x) if any(needed[:3]) else None
-        of_norm = sum_of(weight, cuts, x) if needed[2] else None
+        grad_x = torch.empty_like(x) if any(needed[:3]) else None
+        norm_sum = sum_of(weight, cuts, x) if needed[2] else None
         alone = len(cuts) == 1
 
         def of_tile(rows: slice) -> None:
-            """Add a tile's part of the gradients of layers and norm, and write that of x. Its tensors go with the call."""
             normal = ctx.norm.of_sum(residual[rows], x[rows], x[rows], weight)
             outs, sources = gate_and_up.outputs(normal)
             if runs_compiled(sources[0]):
@@ -393,14 +387,14 @@ class _RecomputedMlp(torch.autograd.Function):
             del value
             for layer, above in zip(gate_and_up.layers, outs, strict=True):
                 layer.add(above, normal, alone)
-            if of_x is None:
+            if grad_x is None:
                 return
             for layer, above in zip(gate_and_up.layers, outs, strict=True):
                 # A loop of its own: it overwrites `normal`, which the sums of both weights have read above.
                 layer.through(above, normal, add=layer is not gate_and_up.layers[0])
-            ctx.norm.differentiate(normal, (x[rows],), (weight,), (of_x[rows],), (of_norm,), grad[rows])
+            ctx.norm.differentiate(normal, (x[rows],), (weight,), (grad_x[rows],), (norm_sum,), grad[rows])
 
         for rows in cuts:
             of_tile(rows)
         gradients = [*gate_and_up.gradients(), *down.gradients()]
-        return *(None,) * 4, of_x, of_x, None if of_norm is None else of_norm.to(weight.dtype), *gradients
+        return *(None,) * 4, grad_x, grad_x, None if norm_sum is None else norm_sum.to(weight.dtype), *gradients

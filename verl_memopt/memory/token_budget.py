@@ -51,8 +51,6 @@ _ROWS, _BY_TOKENS, _TOKENS = "micro_batch_size_per_gpu", "use_dynamic_bsz", "max
 
 @dataclass(frozen=True)
 class UpdateBudget:
-    """Settings of the update's micro-batches."""
-
     ppo_micro_batch_size_per_gpu: Annotated[int | None, POSITIVE] = None
     """Sequences per forward and backward; this or ``use_dynamic_bsz``."""
     use_dynamic_bsz: bool = False
@@ -67,8 +65,6 @@ class UpdateBudget:
 
 @dataclass(frozen=True)
 class CriticBudget:
-    """Settings of the micro-batches of the critic: of its update, and of the pass that computes values."""
-
     ppo_micro_batch_size_per_gpu: Annotated[int | None, POSITIVE] = None
     """Sequences per forward and backward; this or ``use_dynamic_bsz``."""
     use_dynamic_bsz: bool | None = None
@@ -85,8 +81,6 @@ class CriticBudget:
 
 @dataclass(frozen=True)
 class LogProbBudget:
-    """Settings of the micro-batches of a pass that only computes log-probs."""
-
     log_prob_micro_batch_size_per_gpu: Annotated[int | None, POSITIVE] = None
     """Sequences per forward; follows the actor's micro-batch size."""
     log_prob_use_dynamic_bsz: bool | None = None
@@ -98,7 +92,6 @@ class LogProbBudget:
 
 
 def _keys(role: Role | Literal["critic"]) -> tuple[str, str, str]:
-    """Return the keys of a role's row count, its choice between rows and tokens, and its token cap."""
     if role in ("values", "critic"):
         start = "critic.forward_" if role == "values" else "critic.ppo_"
         return start + _ROWS, f"critic.{_BY_TOKENS}", start + _TOKENS
@@ -115,7 +108,7 @@ def sizes_of(settings: Settings, role: Role | Literal["critic"]) -> tuple[int | 
 
 
 def _is_checked(settings: Settings, role: Role) -> bool:
-    """Return whether a role runs, with other sizes than those of the update of its model, which are checked already."""
+    # Whether a role runs with sizes of its own. Those of its model's update are checked already.
     if role == "actor":
         return True
     if role == "values":
@@ -153,13 +146,11 @@ def _refusals(role: Role) -> Iterator[Refusal]:
 
 
 def _may_adapt(settings: Settings) -> bool:
-    """Return whether the update counts tokens, and may start again after an error."""
     actor = settings.actor_rollout_ref.actor
     return actor.use_dynamic_bsz and not actor.optim.in_backward and sequence_ranks(settings, "actor") == 1
 
 
 def _counts(role: Role, tokens: bool) -> Predicate:
-    """Return the question whether a role's micro-batches are cut by tokens, or by sequences."""
     return lambda settings: bool(sizes_of(settings, role)[1]) == tokens
 
 
@@ -168,7 +159,6 @@ def _values_may_adapt(settings: Settings) -> bool:
 
 
 def _enough_tokens(need: Need, settings: Settings) -> int | None:
-    """Return how many tokens of a micro-batch there is room for, at least the longest sample that the run may have."""
     rollout = settings.actor_rollout_ref.rollout
     return need.part(need.work.tokens, max(need.work.longest, (rollout.prompt_length or 0) + (rollout.response_length or 0)))
 
@@ -194,7 +184,7 @@ def _scores_may_adapt(settings: Settings) -> bool:
 
 
 def _advice() -> Iterator[Advice]:
-    """Yield what makes room for the kinds of bytes that grow with the cap: to learn it, or to lower the key of the phase."""
+    # Yield advice on bytes that grow with the cap: learn the cap, or lower the key of the phase.
     phases: dict[Role, str] = {"rollout": "old_log_prob", "ref": "ref", "actor": "update_actor", "values": "values"}
     for kind in ("activations", "logits"):
         yield Advice(kind, ADAPTIVE_KEY, True, _may_adapt, ("update_actor", "old_log_prob", "ref"), ends_it=True)
@@ -279,7 +269,7 @@ HEAD_ROOM = 0.95
 
 @dataclass(frozen=True)
 class PassFigures:
-    """What a pass took of the devices, over all ranks."""
+    """What a pass used on the devices, over all ranks."""
 
     peak_bytes: int | None = None
     """Largest peak of live tensors. None = it was not measured."""
@@ -305,20 +295,18 @@ class LearnedBudget:
     """(tokens, peak) of the pass before the cap was last lowered. None = the last peak was within the budget."""
 
     def __post_init__(self) -> None:
-        """Start at the maximum."""
         self.cap = self.cap or self.maximum
 
     def tokens(self, longest: int) -> int:
-        """Return the limit for rows of at most ``longest`` tokens: the cap, but room for that row. The maximum is hard."""
+        """Return the limit if the longest row has ``longest`` tokens: the cap, or that row; the maximum is hard."""
         return min(max(self.cap, longest), self.maximum)
 
     def learn(self, fullest: int, figures: PassFigures) -> None:
-        """Choose the cap of the next pass.
+        """Choose the cap of the next pass. ``fullest`` is in tokens.
 
         A pass that did not fill its micro-batches says little about larger ones. So a cap never grows beyond what the fullest
-        micro-batch supports, and a peak over the budget lowers the cap from the fullest micro-batch. A peak that smaller
-        micro-batches left as it was is not theirs (the optimizer step may have it), and lowers nothing more. ``fullest`` is in
-        tokens.
+        micro-batch supports, and a peak over the budget lowers the cap from the fullest micro-batch. If smaller micro-batches
+        leave a peak as it was, they do not cause it (the optimizer step may), and the cap is not lowered again.
         """
         self.retries += figures.retries
         if figures.cap_after_error is not None:
@@ -337,16 +325,15 @@ class LearnedBudget:
             self.cap = min(self.cap, target)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
         return {"cap": self.cap, "too_high": self.too_high}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that :meth:`state_dict` returned. The maximum of the settings holds."""
+        """Restore a state of :meth:`state_dict`, within the maximum of the present settings."""
         self.cap, self.too_high = min(state["cap"], self.maximum), state["too_high"]
 
 
 def budget_metrics(budgets: Mapping[str, LearnedBudget]) -> dict[str, float]:
-    """Return ``perf/token_budget/PHASE`` and ``perf/token_budget/PHASE_retries`` of each phase, and count retries anew."""
+    """Return ``perf/token_budget/PHASE`` and ``perf/token_budget/PHASE_retries`` of each phase, and reset the retries."""
     metrics: dict[str, float] = {}
     for phase, budget in budgets.items():
         metrics[f"perf/token_budget/{phase}"] = float(budget.cap)

@@ -42,7 +42,7 @@ _active: list[OomRetry] = []
 class OomRetry:
     """What happened to the micro-batches of one call.
 
-    ``cap`` is the lowest cap, the same on all ranks; None = no rank had an error. ``retries`` are the errors of this rank after
+    ``cap`` is the lowest cap, the same on all ranks; None = no rank had an error. ``retries`` counts this rank's errors after
     which the call went on.
     """
 
@@ -53,7 +53,7 @@ class OomRetry:
 
 @contextmanager
 def oom_retry(device: torch.device, allowed: bool) -> Iterator[OomRetry]:
-    """Let the passes of the body go on after out-of-memory errors, if ``allowed``, which is the same on all ranks.
+    """Let passes in the body continue after out-of-memory errors, if ``allowed``, which must be the same on all ranks.
 
     It must not be allowed where ranks share the tokens of a micro-batch: the sizes of their exchanges depend on its tokens.
     """
@@ -61,6 +61,7 @@ def oom_retry(device: torch.device, allowed: bool) -> Iterator[OomRetry]:
     if not allowed:
         yield record
         return
+    # A stack, because calls may nest: the innermost record counts.
     _active.append(record)
     try:
         yield record
@@ -69,7 +70,7 @@ def oom_retry(device: torch.device, allowed: bool) -> Iterator[OomRetry]:
 
 
 def may_go_on(model: nn.Module) -> bool:
-    """Return whether the passes of a model go on after an out-of-memory error: :func:`oom_retry` allows it, and so does torch."""
+    """Whether a model's passes continue after an out-of-memory error: :func:`oom_retry` and torch must allow it."""
     return bool(_active) and can_abandon(model)
 
 
@@ -84,20 +85,20 @@ def attempt(
     run: Callable[[Sequence[Sequence[int]]], Result],
     kept: Callable[[], int] | None = None,
 ) -> tuple[Result | None, list[list[int]] | None]:
-    """Run micro-batches, and return the result and None; or None and smaller micro-batches, if memory ran out on a rank.
+    """Run micro-batches and return (result, None), or (None, smaller micro-batches) if memory ran out on a rank.
 
-    Call it where :func:`may_go_on`.
+    Call it only if :func:`may_go_on`. All ranks call it in step, with equally many micro-batches.
 
-    These hold the rows that are left, and are as many on every rank. The cap is half the tokens of the micro-batch that failed
-    (or of the fullest one), on the rank where these are most, but room for the longest row of any rank. Memory that the failed
-    pass held is freed, and unused blocks of the allocator go back to the device. A model that FSDP2 shards can go on from torch
-    2.13 on. All ranks call in step, with as many micro-batches.
+    The smaller micro-batches hold the rows that are left; every rank gets the same number. The cap is half the tokens of the
+    micro-batch that failed (or of the fullest one), on the rank where that is most, but at least the longest row of any rank.
+    Memory that the failed pass held is freed, and unused blocks of the allocator go back to the device. A model sharded by FSDP2
+    can continue from torch 2.13 on.
 
     Args:
         model: What runs.
         tokens: Tokens of all rows.
         micro_batches: The rows of each micro-batch.
-        run: Runs micro-batches of these rows. It may get empty ones, which take part in the collectives alone.
+        run: Runs micro-batches of these rows. It may get empty ones, which only take part in the collectives.
         kept: Returns how many micro-batches have results that stay after an error. None = an error makes them all void.
 
     Raises:
@@ -119,6 +120,7 @@ def attempt(
         left = micro_batches[kept() if kept is not None else 0 :]
         if ranks > 1 and error is not None:
             _free(error, model, record.device)
+            # The others have taken part in these already; this rank must join the remaining ones.
             calls.leave_out, calls.issued = calls.issued, 0
             run(Cut(([] for _ in micro_batches), micro_batches.spans if isinstance(micro_batches, Cut) else ()))
             assert not calls.leave_out, f"{calls.leave_out} collectives less than before the error"
@@ -127,6 +129,7 @@ def attempt(
     failed = None
     if error is not None:
         failed = max(map(tokens.cost, left)) if kept is None else tokens.cost(left[0])
+    # All ranks exchange what they have left, so each computes the same cut for all.
     again = _cut_again(failed, tokens, [row for rows in left for row in rows], record)
     if again is None:
         assert error is not None
@@ -151,14 +154,15 @@ def _free(error: RuntimeError, model: nn.Module, device: torch.device) -> None:
 
 
 def _cut_again(failed: int | None, tokens: RowTokens, rows: Sequence[int], record: OomRetry) -> list[list[int]] | None:
-    """Return smaller micro-batches of these rows; or None on a rank that cannot go on.
+    """Return smaller micro-batches of these rows; None on a rank that cannot continue.
 
-    ``failed`` are the tokens of this rank's micro-batch that failed; None = none did.
+    ``failed``: tokens of this rank's failed micro-batch; None = none failed.
     """
     every = _of_each_rank((failed, tokens.select(rows)))
     own = dist.get_rank() if len(every) > 1 else 0
     # The rank with the largest failed micro-batch is the one that is named.
     cost, worst = max((cost, rank) for rank, (cost, _) in enumerate(every) if cost is not None)
+    # Half, but no less than the longest row, which cannot be cut.
     cap = max([cost // 2, *(length for _, share in every for length in share.each())])
     if cap >= cost:
         if failed is None:
@@ -211,7 +215,7 @@ COLLECTIVES = (
 
 @dataclass
 class _Calls:
-    """How many collectives this process has issued, and how many of the next it leaves out."""
+    """How many collectives this process has issued, and how many of the next ones it skips."""
 
     issued: int = 0
     leave_out: int = 0
@@ -220,7 +224,6 @@ class _Calls:
 
 @contextmanager
 def _counted_collectives() -> Iterator[_Calls]:
-    """Count the collectives of the body."""
     calls = _Calls()
     originals = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
     for name, original in originals.items():

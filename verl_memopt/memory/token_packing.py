@@ -39,9 +39,9 @@ REFINEMENTS = ((32, False), (64, True), (128, False), (256, True), (4, False), (
 def pack(
     lengths: Sequence[int], budget: int, num_bins_at_least: int = 1, names: Sequence[str] | None = None, key: str = BUDGET_KEY
 ) -> list[list[int]]:
-    """Return micro-batches, as ascending lists of row indices, of at most ``budget`` tokens each.
+    """Pack rows into micro-batches (ascending lists of row indices) of at most ``budget`` tokens each.
 
-    The algorithm is best-fit-decreasing. Where it needs more bins than :func:`lower_bound`, each bin is also filled as tightly as
+    The algorithm is best-fit-decreasing. If it needs more bins than :func:`lower_bound`, each bin is also filled as tightly as
     singles and pairs allow, and the fewest bins win. Equal lengths give equal bins. With fewer rows than ``num_bins_at_least``
     the last bins are empty.
 
@@ -63,16 +63,16 @@ def pack(
 
 
 def pack_fixed(num_rows: int, rows_per_bin: int) -> list[list[int]]:
-    """Return micro-batches of ``rows_per_bin`` consecutive rows (``ppo_micro_batch_size_per_gpu``); the last may be shorter."""
+    """Cut rows into micro-batches of ``rows_per_bin`` (``ppo_micro_batch_size_per_gpu``); the last may be shorter."""
     assert rows_per_bin > 0, rows_per_bin
     rows = range(num_rows)
     return [list(rows[start : start + rows_per_bin]) for start in rows[::rows_per_bin]]
 
 
 def split_to_count(bins: Sequence[Sequence[int]], count: int, lengths: Sequence[int]) -> list[list[int]]:
-    """Return exactly ``count`` bins by splitting the largest, so that every rank runs as many micro-batches as the busiest.
+    """Split the largest bins until there are exactly ``count``, so that every rank runs as many micro-batches as the busiest.
 
-    A bin of one row cannot be split: with fewer rows than ``count``, which is at least the number of bins, the last bins are
+    ``count`` is at least the number of bins. A bin of one row cannot be split: with fewer rows than ``count`` the last bins are
     empty lists. The size of a bin is the sum of its rows' ``lengths``.
     """
     assert count >= len(bins), (count, len(bins))
@@ -120,11 +120,11 @@ def lower_bound(lengths: Sequence[int], budget: int) -> int:
 
 
 def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Return for each rank the same number of units with nearly the same total cost, as ascending lists of their indices.
+    """Divide units over ``num_parts`` ranks, equally many each and with nearly equal total cost, as ascending index lists.
 
     The most expensive unit goes to the cheapest part that still has room. Then units are swapped between the most expensive and
     the cheapest part while that helps. (Karmarkar-Karp under equal counts leaves 9 % more on the most expensive of 8 parts of
-    log-normal rows; this leaves under 0.1 %.) The number of units is a multiple of ``num_parts``.
+    log-normal rows; this leaves under 0.1 %.) The number of units must be a multiple of ``num_parts``.
     """
     assert len(costs) % num_parts == 0, (len(costs), num_parts)
     weights = list(map(float, costs))
@@ -184,7 +184,7 @@ def _longest_first(lengths: list[int]) -> list[int]:
 
 
 def _best_fit_decreasing(lengths: list[int], budget: int) -> list[list[int]]:
-    """Put each row, longest first, into the fullest bin with room for it."""
+    # Put each row, longest first, into the fullest bin with room for it.
     bins: list[list[int]] = []
     # Bins in order of room, each as one number: room * number of rows + bin.
     stride, rooms = max(len(lengths), 1), list[int]()
@@ -202,7 +202,7 @@ def _best_fit_decreasing(lengths: list[int], budget: int) -> list[list[int]]:
 
 
 def _tight_fill(lengths: list[int], budget: int, candidates: int, spread: bool) -> list[list[int]]:
-    """Fill one bin at a time: the longest row left, then repeatedly the single row or pair that leaves the least room."""
+    # Fill one bin at a time: the longest row left, then repeatedly the single row or pair that leaves the least room.
     rows = _longest_first(lengths)[::-1]
     left = [lengths[row] for row in rows]
     bins = []
@@ -217,7 +217,7 @@ def _tight_fill(lengths: list[int], budget: int, candidates: int, spread: bool) 
 
 
 def _best_single_or_pair(left: list[int], room: int, candidates: int, spread: bool) -> tuple[int, ...]:
-    """Return positions, descending, in the ascending list ``left`` whose sum comes closest to ``room``."""
+    # Positions, descending, in the ascending list `left` whose sum comes closest to `room`.
     largest = bisect_right(left, room) - 1
     choice: tuple[int, ...] = (largest,)
     best = left[largest]
@@ -232,7 +232,7 @@ def _best_single_or_pair(left: list[int], room: int, candidates: int, spread: bo
 
 
 def _halve(rows: list[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Cut a bin of at least two rows into two non-empty halves of nearly equal size, the heavier first."""
+    # Cut a bin of at least two rows into two non-empty halves of nearly equal size, the heavier first.
     halves: tuple[list[int], list[int]] = ([], [])
     sizes = [0, 0]
     for row in sorted(rows, key=lambda row: (-lengths[row], row)):
@@ -252,13 +252,13 @@ SKIPPED_SHARE = 1 / 8
 
 
 def skipped_if_many(skipped: int, tokens: int) -> int:
-    """Return ``skipped`` where skipping so many of a pack's tokens in the last block pays, else 0."""
+    """Return ``skipped`` if skipping that many of a pack's tokens in the last block pays, else 0."""
     return skipped if skipped and skipped >= tokens * SKIPPED_SHARE else 0
 
 
 @dataclass(frozen=True)
 class RowTokens:
-    """The tokens that a pass computes for some rows, one entry a row."""
+    """The tokens that a pass computes for some rows, one entry per row."""
 
     prompts: tuple[int, ...]
     """Tokens of the prompt. This and ``answers`` are 0 for a row with an empty response, which is not computed."""
@@ -269,44 +269,39 @@ class RowTokens:
 
     @classmethod
     def alone(cls, tokens: Sequence[int]) -> RowTokens:
-        """Return rows that each compute their own prompt."""
         return cls(tuple(tokens), (0,) * len(tokens), tuple(range(len(tokens))))
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return len(self.prompts)
 
     def select(self, rows: Sequence[int]) -> RowTokens:
-        """Return the chosen rows, in the order of the choice."""
         parts = (self.prompts, self.answers, self.groups)
         return RowTokens(*(tuple(part[row] for row in rows) for part in parts))
 
     def cost(self, rows: Sequence[int]) -> int:
-        """Return the tokens computed for some rows together: each group's prompt once, and every answer."""
+        """Tokens computed for some rows together: each group's prompt once, and every answer."""
         prompts = {self.groups[row]: self.prompts[row] for row in rows if self.prompts[row]}
         return sum(prompts.values()) + sum(self.answers[row] for row in rows)
 
     def skipped(self, rows: Iterable[int]) -> int:
-        """Return how many computed tokens of some rows the last block skips: all of a prompt but its last; 0 if few."""
+        """Computed tokens of some rows that the last block skips: all of a prompt but its last; 0 if few."""
         prompts = {self.groups[row]: self.prompts[row] for row in rows if self.prompts[row]}
         return skipped_if_many(sum(prompts.values()) - len(prompts), self.cost(list(rows)))
 
     def suffixes(self, rows: Sequence[int]) -> int:
-        """Return the answer tokens of those rows that compute their prompt together with another of ``rows``."""
+        """Answer tokens of those rows that share their prompt with another of ``rows``."""
         group_sizes = Counter(self.groups[row] for row in rows)
         return sum(self.answers[row] for row in rows if group_sizes[self.groups[row]] > 1)
 
     def segments(self, rows: Sequence[int]) -> int:
-        """Return how many sequences attention takes of some rows: those that share no prompt, the others' answers and prompts."""
+        """Number of sequences that attention sees: one per row, and one per shared prompt."""
         group_sizes = Counter(self.groups[row] for row in rows)
         return len(rows) + sum(size > 1 for size in group_sizes.values())
 
     def each(self) -> list[int]:
-        """Return the tokens of each row computed by itself."""
         return [prompt + answer for prompt, answer in zip(self.prompts, self.answers, strict=True)]
 
     def families(self) -> list[list[int]]:
-        """Return the rows of each group. Groups are in the order of their first row."""
         members: dict[int, list[int]] = {}
         for row, group in enumerate(self.groups):
             members.setdefault(group, []).append(row)
@@ -314,10 +309,12 @@ class RowTokens:
 
 
 def pack_groups_under(tokens: RowTokens, budget: int, names: Sequence[str], key: str = BUDGET_KEY) -> list[list[int]]:
-    """Return micro-batches, as lists of rows, that compute at most ``budget`` tokens each.
+    """Pack rows into micro-batches that compute at most ``budget`` tokens each.
 
-    A group stays whole where it fits. Otherwise it is cut into as few parts as its answers allow, each with the prompt. One row
-    alone that exceeds the budget is a ConfigError, which names ``key`` and the row.
+    A group stays whole where it fits. Otherwise it is cut into as few parts as its answers allow, each with the prompt.
+
+    Raises:
+        ConfigError: A single row exceeds the budget. The message names ``key`` and the row.
     """
     units: list[list[int]] = []
     chained: list[list[int]] = []
@@ -331,7 +328,7 @@ def pack_groups_under(tokens: RowTokens, budget: int, names: Sequence[str], key:
 
 
 def chains(micro_batches: Sequence[Sequence[int]], tokens: RowTokens) -> list[list[Sequence[int]]]:
-    """Return micro-batches in order, with those together that reuse one prefix KV.
+    """Return micro-batches in order; those that reuse one prefix KV are together.
 
     A chain consists of neighbours of one group whose answers are no longer than the prompt, so that each would compute more
     prompt than answers.
@@ -347,20 +344,19 @@ def chains(micro_batches: Sequence[Sequence[int]], tokens: RowTokens) -> list[li
 
 
 class Cut(list[list[int]]):
-    """The rows of each micro-batch of one rank of several, and in which of them the ranks carry a prompt.
+    """The rows of each micro-batch of one of several ranks, and in which of them the ranks carry a prompt.
 
-    ``spans`` are the numbers of micro-batches over which a prompt is carried. They are the first micro-batches, and the same on
-    all ranks, since the forward and the backward of a prompt have collectives of their own.
+    ``spans`` are the numbers of micro-batches over which a prompt is carried. They come first, and are the same on all ranks,
+    since the forward and the backward of a prompt have collectives of their own.
     """
 
     def __init__(self, micro_batches: Iterable[list[int]] = (), spans: Sequence[int] = ()) -> None:
-        """Take over the rows of micro-batches."""
         super().__init__(micro_batches)
         self.spans = tuple(spans)
 
 
 def spans(micro_batches: Sequence[Sequence[int]], tokens: RowTokens) -> list[tuple[Sequence[Sequence[int]], int | None]]:
-    """Return micro-batches in order, with those together over which a prompt is carried, and how many of the first read it.
+    """Group micro-batches, in order, by carried prompt; with each group, how many of its first micro-batches read the prompt.
 
     On several ranks that may be none. None stands for a micro-batch without a carried prompt.
     """
@@ -377,11 +373,11 @@ def spans(micro_batches: Sequence[Sequence[int]], tokens: RowTokens) -> list[tup
 
 
 def alike(cut: Sequence[list[list[int]]], tokens_per_rank: Sequence[RowTokens]) -> Sequence[list[list[int]]]:
-    """Return the micro-batches of all ranks in one order of forwards and backwards (arXiv 2606.01143).
+    """Reorder the micro-batches of all ranks into one common order of forwards and backwards (arXiv 2606.01143).
 
-    The chains of all ranks come first, each rank's longest one in the first span, and so on. A rank without a chain for a span,
-    or with a shorter one, fills the span with its other micro-batches, and then with empty ones. What is left follows, split so
-    that each rank has as many. A rank alone keeps the order that it has.
+    The chains of all ranks come first, each rank's longest one in the first span, and so on. A rank with no chain for a span, or
+    a shorter one, fills the span with its other micro-batches, and then with empty ones. What is left follows, split so that all
+    ranks have equally many. A single rank keeps its order.
     """
     if len(cut) == 1:
         return cut

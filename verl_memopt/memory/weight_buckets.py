@@ -18,16 +18,12 @@ _KEY = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megaby
 
 @dataclass(frozen=True)
 class BucketEngine:
-    """The section ``checkpoint_engine``."""
-
     update_weights_bucket_megabytes: PositiveInt = 2048
     """Upper bound in MiB of the buffer that carries weights from the trainer to the engine."""
 
 
 @dataclass(frozen=True)
 class WeightBuckets:
-    """Settings of the weight sync."""
-
     checkpoint_engine: BucketEngine = field(default_factory=BucketEngine)
     """Weight sync."""
 

@@ -36,12 +36,10 @@ class WeightSlice:
 
     @property
     def stop(self) -> int:
-        """The row after the last."""
         return self.start + num_rows(self.tensor.shape)
 
     @property
     def whole(self) -> bool:
-        """Whether it is the whole tensor."""
         return self.tensor.shape == self.shape
 
 
@@ -50,17 +48,15 @@ Weights = Iterable[tuple[str, Tensor] | WeightSlice]
 
 
 def num_rows(shape: torch.Size) -> int:
-    """Return the length of the first dimension; 1 for a scalar."""
     return shape[0] if len(shape) else 1
 
 
 def as_slice(item: tuple[str, Tensor] | WeightSlice) -> WeightSlice:
-    """Return an item of a stream as a slice."""
     return item if isinstance(item, WeightSlice) else WeightSlice(item[0], item[1].shape, 0, item[1])
 
 
 def joined(slices: Weights, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, whole tensor of ``dtype``), holding one tensor at a time beyond what the stream holds."""
+    """Assemble slices into (name, whole tensor of ``dtype``); holds one tensor at a time beyond what the stream holds."""
     pending: dict[str, tuple[Tensor, int]] = {}
     for item in slices:
         part = as_slice(item)
@@ -68,6 +64,7 @@ def joined(slices: Weights, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
             yield part.name, part.tensor.to(dtype)
             continue
         if part.name not in pending:
+            # Room for the whole tensor, and the number of rows that are missing.
             pending[part.name] = torch.empty(part.shape, dtype=dtype, device=part.tensor.device), part.shape[0]
         whole, missing = pending.pop(part.name)
         whole[part.start : part.stop].copy_(part.tensor)
@@ -103,11 +100,11 @@ class _Part:
 
 
 def weight_slices(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, bucket_megabytes: int) -> Iterator[WeightSlice]:
-    """Yield every row of every tensor once on every rank, with the tensors in the order of ``weights``.
+    """Yield every row of every tensor once on every rank, in the order of ``weights``.
 
     A slice may share memory with the parameter or with the bucket, so use it before asking for the next. Parameters are plain or
-    sharded on their first dimension (DTensor). All ranks consume in step. Gathered slices are cast to ``dtype`` before they are
-    sent; the receiver casts the others.
+    sharded on their first dimension (DTensor). All ranks must consume in step. Gathered slices are cast to ``dtype`` before they
+    are sent; the receiver casts the others.
     """
     bucket: _Bucket | None = None
     for name, weight in weights:
@@ -116,6 +113,7 @@ def weight_slices(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, buc
             if bucket is not None:
                 yield from bucket.flush()
             plain = held.to_local() if isinstance(held, DTensor) else held
+            # Nothing to gather, and nothing cast: the receiver copies from the parameter itself.
             yield WeightSlice(name, plain.shape, 0, plain)
             continue
         if bucket is None:
@@ -126,17 +124,18 @@ def weight_slices(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, buc
 
 
 class _Bucket:
-    """Parts that are gathered together, in a buffer of at most ``limit`` elements, sent and received ones together."""
+    """Parts that are gathered together, in one buffer of at most ``limit`` elements for sending and receiving."""
 
     def __init__(self, group: dist.ProcessGroup | None, ranks: int, dtype: torch.dtype, limit: int) -> None:
         self._group, self._ranks, self._dtype = group, ranks, dtype
+        # One part for each rank's rows, and one that this rank sends.
         self._limit = limit // (ranks + 1)
         self._parts: list[_Part] = []
         self._held = 0
         self._buffer: Tensor | None = None
 
     def add(self, name: str, weight: DTensor) -> Iterator[WeightSlice]:
-        """Add a tensor, as many rows at a time as there is room for, and yield what had to be sent to make room."""
+        """Add a tensor, as many rows at a time as fit, and yield what had to be sent to make room."""
         # FSDP cuts the first dimension into ceil(rows / ranks): every shard but the last ones is full.
         shard_rows = -(-weight.shape[0] // self._ranks)
         row, first = prod(weight.shape[1:]), 0
@@ -150,7 +149,7 @@ class _Bucket:
             first += rows
 
     def flush(self, expected: int = 0) -> Iterator[WeightSlice]:
-        """Gather what was added and yield it, the ranks' rows of one tensor after another, in room for ``expected`` elements."""
+        """Gather and yield what was added, each tensor's rows rank by rank. ``expected``: room that later flushes need."""
         if not self._parts:
             return
         parts, length = self._parts, self._held
@@ -162,6 +161,7 @@ class _Bucket:
             # Where this rank's shard is short, the rest is left as it is and never read.
             sent[start : start + own.numel()].view(own.shape).copy_(own)
             start += part.elements
+        # One collective for all parts: each rank sends as many elements, padding included.
         dist.all_gather_into_tensor(received, sent, group=self._group)
         start = 0
         for part in parts:
@@ -179,9 +179,9 @@ class _Bucket:
 
 
 def _slices(part: _Part, gathered: Tensor) -> Iterator[WeightSlice]:
-    """Yield each rank's rows of a part from what was gathered, [ranks, elements]."""
     shape = part.weight.shape
     for rank, own in enumerate(gathered):
+        # Shards are full but for the last ones, so rows past the end of the tensor are padding.
         start = rank * part.shard_rows + part.first
         stop = min(start + part.rows, (rank + 1) * part.shard_rows, shape[0])
         if stop > start:
@@ -190,7 +190,6 @@ def _slices(part: _Part, gathered: Tensor) -> Iterator[WeightSlice]:
 
 
 def shard_group(weight: DTensor) -> tuple[dist.ProcessGroup | None, int]:
-    """Return the process group over which a tensor is sharded, and its size."""
     for dim, placement in enumerate(weight.placements):
         if isinstance(placement, Shard):
             return weight.device_mesh.get_group(dim), weight.device_mesh.size(dim)
@@ -200,5 +199,5 @@ def shard_group(weight: DTensor) -> tuple[dist.ProcessGroup | None, int]:
 def full_weights(
     weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, bucket_megabytes: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, whole tensor of ``dtype``) on every rank, from weights as :func:`weight_slices` takes them, and as it does."""
+    """As :func:`weight_slices`, but yield (name, whole tensor of ``dtype``) on every rank."""
     return joined(weight_slices(weights, dtype, bucket_megabytes), dtype)

@@ -75,7 +75,7 @@ class ModelUse:
 
     @property
     def knobs_key(self) -> str:
-        """The section of the knobs that act in the model: a reward model has those of the policy."""
+        """Section of the knobs that act in the model; a reward model has the policy's."""
         return POLICY_KEY if self.model_key == REWARD_KEY else self.model_key
 
 
@@ -93,6 +93,7 @@ def parallelize(
     Raises:
         ConfigError: The model has no modules for the adapters or units, or torch cannot shard its quantised blocks.
     """
+    # The order is fixed: quantise, adapt, checkpoint, shard. Each wraps what the ones before it have made.
     precision, offload = mixed_precision(*dtypes), native_offload(fsdp.offload_policy)
     if use.quantization != "none":
         if not (use.replicated or stays_plain(mesh, precision, offload)) and TORCH < SHARDS_BYTES:
@@ -104,6 +105,7 @@ def parallelize(
         if use.trained:
             check_quantizable(packed.blocks(), f"{use.model_key}.quantization={use.quantization}")
         quantize_blocks(packed.blocks(), use.quantization)
+    # After quantisation, because adapters go onto the quantised layers.
     if use.trained and model.lora_rank > 0:
         layers, key = (model.target_modules, model.exclude_modules), use.model_key
         apply_lora(packed.lm, model.lora_rank, model.lora_scale, *layers, key, packed.masters)
@@ -115,18 +117,20 @@ def parallelize(
     # The value head is tiny and its product runs in fp32, so a cast to the compute dtype would only lose digits.
     own_dtype = [packed.head] if isinstance(packed.head, ValueHead) else []
     if fsdp.own_units and not packed.tied:
+        # A tied matrix is used at both ends of the forward, so it stays with the root.
         units = [packed.lm.get_input_embeddings(), *units, *([] if own_dtype else [packed.head])]
     if use.replicated:
         packed.rows = SharedRows(units, mesh, dtypes[2])
         return
     shard_model(packed, units, mesh, precision, offload, fsdp.reshard_after_forward, own_dtype)
+    # The gather of the next unit then overlaps the present one's compute.
     for unit, following in pairwise(units) if fsdp.forward_prefetch else ():
         if isinstance(unit, FSDPModule) and isinstance(following, FSDPModule):
             unit.set_modules_to_forward_prefetch([following])
 
 
 def wrapped_modules(root: nn.Module, blocks: Sequence[nn.Module], fsdp: Fsdp) -> list[nn.Module]:
-    """Return the modules that are checkpointed and sharded one by one: the blocks, or those of the named classes."""
+    # Modules that are checkpointed and sharded one by one: the blocks, or those of the named classes.
     wanted = fsdp.wrap_policy.transformer_layer_cls_to_wrap
     if wanted is None:
         return list(blocks)
@@ -162,9 +166,9 @@ AnyModel = TypeVar("AnyModel", bound=PackedModel)
 def build_policy(
     model: Model, fsdp: Fsdp, folder: Path, mesh: DeviceMesh, device: torch.device, use: ModelUse | None = None
 ) -> PolicyModel:
-    """Return the sharded model without weights. :func:`materialize` fills it.
+    """Build the sharded model without weights. :func:`materialize` fills it.
 
-    ``use`` says what the run does with the model. None = a frozen model, with nothing to hold less memory.
+    ``use``: what the run does with the model; None = a frozen model without memory knobs.
     """
     use = use or ModelUse()
     chunk, tile = model.logprob_chunk_tokens, model.logprob_vocab_tile
@@ -175,7 +179,7 @@ def build_policy(
 def build_trained_policy(
     model: Model, fsdp: Fsdp, folder: Path, mesh: DeviceMesh, device: torch.device, compiled: bool, shares: bool = False
 ) -> PolicyModel:
-    """Return the sharded policy without weights, as it is trained. :func:`materialize` fills it.
+    """Build the trained policy, sharded, without weights. :func:`materialize` fills it.
 
     ``shares``: it will compute with the weights of an engine.
     """
@@ -185,13 +189,12 @@ def build_trained_policy(
 
 
 def build_critic(model: CriticModel, folder: Path, mesh: DeviceMesh, device: torch.device) -> ValueModel:
-    """Return the sharded value model without weights. :func:`materialize_critic` fills it."""
+    """Build the sharded value model without weights. :func:`materialize_critic` fills it."""
     use = ModelUse(CRITIC_KEY, f"{CRITIC_KEY}.fsdp_config", model.enable_gradient_checkpointing, trained=True)
     return _build(ValueModel, model, model.fsdp_config, folder, mesh, device, use)
 
 
 def build_reward_model(model: ScoringModel, policy: Model, folder: Path, mesh: DeviceMesh, device: torch.device) -> ValueModel:
-    """Return the sharded reward model without weights. :func:`materialize_critic` fills it."""
     use = ModelUse(REWARD_KEY, f"{REWARD_KEY}.fsdp_config", quantization=model.quantization)
     as_critic = frozen_value_model(model, policy)
     return _build(partial(ValueModel, key=REWARD_KEY), as_critic, model.fsdp_config, folder, mesh, device, use)
@@ -206,12 +209,12 @@ def _build(
     device: torch.device,
     use: ModelUse,
 ) -> AnyModel:
-    """Return the model that ``take_over`` makes of a model of transformers, sharded."""
     masters = dtype_of(fsdp.model_dtype, f"{use.fsdp_key}.model_dtype")
     compute = dtype_of(fsdp.dtype, f"{use.fsdp_key}.dtype")
     # What streams comes as it computes.
     resting = compute if fsdp.streams or _rests_as_computed(model, fsdp, mesh, use) else masters
     reduce = dtype_of(fsdp.mixed_precision.reduce_dtype, f"{use.fsdp_key}.mixed_precision.reduce_dtype")
+    # Config first, then an empty model: no weights are read before the model is sharded.
     config = load_model_config(model, folder, use.model_key)
     name = model.attn_implementation or "auto"
     attention = choose_attention(name, device, compute, use.knobs_key, getattr(config, SCORE_CAP, None))
@@ -234,14 +237,14 @@ def _build(
 
 
 def _rests_as_computed(model: Model | CriticModel, fsdp: Fsdp, mesh: DeviceMesh, use: ModelUse) -> bool:
-    """Return whether the parameters rest in the dtype that computes. Elsewhere more digits of those that are trained are kept."""
+    # Whether parameters rest in the compute dtype. Otherwise trained ones keep more digits at rest.
     if not use.trained or not isinstance(fsdp, TrainedFsdp):
         return False
     return fsdp.split_master_weights or base_rests_as_computed(model.lora_rank, fsdp, mesh.size() == 1 or use.replicated)
 
 
 def _check_heads(config: Any, ranks: int, use: ModelUse) -> None:
-    """Refuse sequence parallelism over ranks among which the query heads do not divide, and log where key heads are repeated."""
+    # Refuse sequence parallelism if query heads do not divide over the ranks; warn if key heads must be repeated.
     sizes = config.get_text_config()
     heads = int(sizes.num_attention_heads)
     kv_heads = int(getattr(sizes, "num_key_value_heads", None) or heads)
@@ -256,10 +259,13 @@ def _check_heads(config: Any, ranks: int, use: ModelUse) -> None:
 
 
 def allocate(model: PackedModel, device: torch.device, shared: Mapping[str, Tensor] | None = None, joins: bool = True) -> None:
-    """Allocate the parameters of a model, uninitialised. Tied parameters stay one tensor.
+    """Allocate a model's parameters, uninitialised. Tied parameters stay one tensor.
 
-    ``shared`` are the weights of an engine under their Hugging Face names, which become the parameters. ``joins``: on a GPU let
-    weights that are multiplied with the same input lie one behind another, as those of an engine and of FSDP2 units do.
+    Args:
+        model: Without storage.
+        device: Where it computes.
+        shared: An engine's weights under their Hugging Face names, which become the parameters.
+        joins: On a GPU, place weights that multiply the same input one after another, as in an engine's and FSDP2's units.
     """
     if shared is not None:
         _place(model, device, _shared_parameters(model, shared))
@@ -277,6 +283,7 @@ def allocate(model: PackedModel, device: torch.device, shared: Mapping[str, Tens
     if model.stays_on_host:
         allocate_on_host(model, device)
     elif joins and is_gpu(device) and not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        # One product over joined weights replaces three or two.
         _place(model, device, _neighbours(model, device))
     else:
         model.to_empty(device=device)
@@ -285,14 +292,12 @@ def allocate(model: PackedModel, device: torch.device, shared: Mapping[str, Tens
 
 
 def _shared_parameters(model: PackedModel, shared: Mapping[str, Tensor]) -> dict[Tensor, nn.Parameter]:
-    """Return each parameter of a model -> one made of an engine's weights."""
     weights = dict(base_weights(model))  # adapters are the trainer's own
     assert all(shared[name].shape == weight.shape and shared[name].dtype == weight.dtype for name, weight in weights.items())
     return {weight: nn.Parameter(shared[name], weight.requires_grad) for name, weight in weights.items()}
 
 
 def _vocabulary(model: PackedModel) -> list[list[nn.Module]]:
-    """Return the modules of the vocabulary's matrices, those of one matrix side by side."""
     embedding, head = model.lm.get_input_embeddings(), model.head
     if isinstance(head, ValueHead):  # a vector, which stays on the device
         return [[embedding]]
@@ -300,23 +305,26 @@ def _vocabulary(model: PackedModel) -> list[list[nn.Module]]:
 
 
 def _neighbours(model: PackedModel, device: torch.device) -> dict[Tensor, nn.Parameter]:
-    """Return new parameters, uninitialised, for layers that multiply the same input: theirs lie one behind another in memory.
+    """Make uninitialised parameters for layers that multiply the same input, one after another in memory.
 
-    The keys are the parameters that they replace.
+    Returns old parameter -> new parameter.
     """
     made = dict[Tensor, nn.Parameter]()
     sides = [[getattr(module, name, None) for name in names] for module in model.modules() for names in NEIGHBOURS]
     beside: list[Any]
     for beside in ([getattr(layer, kind, None) for layer in layers] for layers in sides for kind in ("weight", "bias")):
-        if all(isinstance(one, nn.Parameter) for one in beside) and len({(one.dtype, one.shape[1:]) for one in beside}) == 1:
+        if (
+            all(isinstance(weight, nn.Parameter) for weight in beside)
+            and len({(weight.dtype, weight.shape[1:]) for weight in beside}) == 1
+        ):
             whole = torch.empty((sum(map(len, beside)), *beside[0].shape[1:]), dtype=beside[0].dtype, device=device)
-            parts = whole.split([len(one) for one in beside])
-            made |= {one: nn.Parameter(part, one.requires_grad) for one, part in zip(beside, parts, strict=True)}
+            parts = whole.split([len(weight) for weight in beside])
+            made |= {weight: nn.Parameter(part, weight.requires_grad) for weight, part in zip(beside, parts, strict=True)}
     return made
 
 
 def _place(model: PackedModel, device: torch.device, made: Mapping[Tensor, nn.Parameter]) -> None:
-    """Put the parameters that are made in the places of a model's own, and allocate the others and the buffers."""
+    # Put new parameters in the places of a model's own, and allocate all others and the buffers.
     others = (parameter for parameter in model.parameters() if parameter not in made)
     made = {**made, **{other: nn.Parameter(torch.empty_like(other, device=device), other.requires_grad) for other in others}}
     # A tied parameter has one name here, and two places in the model.
@@ -328,14 +336,14 @@ def _place(model: PackedModel, device: torch.device, made: Mapping[Tensor, nn.Pa
 
 
 def materialize(policy: PolicyModel, folder: Path, device: torch.device, shared: Mapping[str, Tensor] | None = None) -> None:
-    """Allocate the model's storage, and fill it from the folder, shard by shard. ``shared`` is as in :func:`allocate`."""
+    """Allocate the model's storage and fill it from the folder, shard by shard. ``shared``: see :func:`allocate`."""
     allocate(policy, device, shared)
     rebuild_buffers(policy, device)
     fill_from_folder(policy, folder)
 
 
 def materialize_critic(critic: ValueModel, folder: Path, device: torch.device, key: str = CRITIC_KEY) -> bool:
-    """Do as :func:`materialize` and return whether the folder has a value head. One that it lacks starts with zeros."""
+    """As :func:`materialize`. Returns whether the folder has a value head; a missing one starts with zeros."""
     stored = stored_head(folder, key)
     allocate(critic, device)
     rebuild_buffers(critic, device, key)
@@ -344,9 +352,9 @@ def materialize_critic(critic: ValueModel, folder: Path, device: torch.device, k
 
 
 def materialize_mapped(policy: PolicyModel, folder: Path, device: torch.device, dtype_key: str = REFERENCE_DTYPE) -> list[Tensor]:
-    """Allocate the model's storage on the device, unfilled, and return the mapped values of each parameter.
+    """Allocate the model's storage on the device, unfilled, and return each parameter's values in the mapped file.
 
-    As :func:`verl_memopt.model.weights.mapped_weights`, which raises for another dtype than the file's and names ``dtype_key``.
+    Errors are those of :func:`verl_memopt.model.weights.mapped_weights`, which name ``dtype_key``.
     """
     allocate(policy, device, joins=False)  # each gets its values from a place of its own
     rebuild_buffers(policy, device)
@@ -357,7 +365,7 @@ def materialize_mapped(policy: PolicyModel, folder: Path, device: torch.device, 
 
 
 def stays_plain(mesh: DeviceMesh, precision: MixedPrecisionPolicy, offload: OffloadPolicy) -> bool:
-    """Return whether a model needs no sharding: one device, one dtype for storage and compute, and no offloading."""
+    """Whether a model needs no FSDP2: one device, one dtype for storage and compute, and no offloading."""
     return mesh.size() == 1 and precision.param_dtype is None and type(offload) is OffloadPolicy
 
 
@@ -373,9 +381,16 @@ def shard_model(
     """Shard ``units``, then the rest of ``root``, over the mesh, in place.
 
     On one device there is nothing to shard, and a model whose storage dtype is its compute dtype stays plain: FSDP2 would gather
-    a copy of every unit. ``units`` are gathered together one by one, such as decoder blocks, in the order of the forward.
-    ``precision`` holds the dtypes of compute and of the gradient reduction. ``own_dtype`` are small units that compute in the
-    dtype in which they rest.
+    a copy of every unit.
+
+    Args:
+        root: The whole model.
+        units: Modules that are gathered one by one, such as decoder blocks, in forward order.
+        mesh: Devices to shard over.
+        precision: Dtypes of compute and of the gradient reduction.
+        offload: Where shards rest.
+        reshard_after_forward: As FSDP2's.
+        own_dtype: Small units that compute in the dtype in which they rest.
     """
     if stays_plain(mesh, precision, offload):
         return
@@ -403,7 +418,7 @@ def shard_model(
 
 
 def mixed_precision(masters: torch.dtype, compute: torch.dtype, reduce: torch.dtype) -> MixedPrecisionPolicy:
-    """Return FSDP2's policy for the three dtypes. Equal ones are left out, so that nothing is cast needlessly."""
+    """FSDP2's policy for the three dtypes. Equal ones are left out, so that nothing is cast needlessly."""
     return MixedPrecisionPolicy(
         param_dtype=None if compute == masters else compute, reduce_dtype=None if reduce == compute else reduce
     )

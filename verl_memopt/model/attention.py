@@ -36,16 +36,18 @@ def eager_attention(
     window: int | None,
     cap: float | None = None,
 ) -> Tensor:
-    """Return attention [1, heads, Q, D]. It holds the scores of all pairs of tokens of one group at a time.
+    """Attention [1, heads, Q, D] by plain autograd; the scores of all token pairs of one group exist at a time.
 
-    ``query`` is [1, heads, Q, D] of the queries of the layout, ``key`` and ``value`` are [1, kv heads, T, D] of all tokens. The
-    others are as in :class:`AttentionArgs`.
+    ``query`` [1, heads, Q, D] has the layout's queries, ``key`` and ``value`` [1, kv heads, T, D] all tokens. Other arguments are
+    as in :class:`AttentionArgs`.
     """
     repeats = query.shape[1] // key.shape[1]
+    # The reference repeats key heads in memory; fused kernels do not.
     key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     queries = [prefix + sum(suffixes) for prefix, suffixes in layout.groups]
     outputs, tensors = [], (query.split(queries, 2), *(x.split(layout.tokens, 2) for x in (key, value)))
     for (prefix, suffixes), skipped, q, k, v in zip(layout.groups, layout.skipped, *tensors, strict=True):
+        # Skipped tokens come first in a prefix, so the mask's first rows fall away.
         hidden = ~group_mask((skipped + prefix, suffixes), window, query.device)[skipped:]
         scores = q @ k.transpose(2, 3) * scale
         if cap is not None:
@@ -57,7 +59,7 @@ def eager_attention(
 
 
 def windowed_attention(query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, scale: float, window: int) -> Tensor:
-    """Return sliding-window attention [1, heads, T, D] by torch's SDPA, one sequence after another.
+    """Sliding-window attention [1, heads, T, D] by torch's SDPA, one sequence at a time.
 
     Arguments are as in :func:`eager_attention`. The sequences of ``layout`` share no prefix.
     """
@@ -73,7 +75,7 @@ def windowed_attention(query: Tensor, key: Tensor, value: Tensor, layout: Prefix
 def group_mask(group: PrefixGroup, window: int | None, device: torch.device) -> Tensor:
     """Return bool [tokens, tokens] of one group: which token (row) sees which (column).
 
-    A token at position p sees positions p - window + 1 to p, or all up to p where ``window`` is None.
+    A token at position p sees positions p - window + 1 to p; with ``window=None`` all up to p.
     """
     prefix, suffixes = group
     sizes, first_places = [prefix, *suffixes], [0] + [prefix] * len(suffixes)
@@ -85,7 +87,9 @@ def group_mask(group: PrefixGroup, window: int | None, device: torch.device) -> 
             np.concatenate([start + np.arange(size) for start, size in zip(first_places, sizes, strict=True)]),
         )
     )
+    # Positions of a suffix go on from the prefix, so one difference tells causality and window.
     distance = place[:, None] - place
+    # Segment 0 is the prefix, which every suffix of the group sees.
     visible = ((segment[:, None] == segment) | (segment == 0)) & (distance >= 0)
     return visible if window is None else visible & (distance < window)
 
@@ -102,9 +106,9 @@ def choose_attention(
 ) -> str:
     """Choose the kernel for ``model.attn_implementation``, and return its registered name.
 
-    ``auto`` takes flash-attn where it is installed and supports device and dtype. Without flash-attn it takes torch's own flash
-    kernels under the same conditions, and else SDPA's other kernels. A model that caps its scores gets eager attention: the fused
-    kernels cannot cap them. ``cap`` is that bound, and ``section`` the settings section to name in errors.
+    ``auto`` takes flash-attn where it is installed and supports device and dtype, else torch's own flash kernels under the same
+    conditions, else SDPA's other kernels. A model that caps its scores gets eager attention: fused kernels cannot cap them.
+    ``cap`` is that bound, and ``section`` the settings section that errors name.
 
     Raises:
         ConfigError: For an unknown name, or for a kernel that cannot run here or for this model.
@@ -125,15 +129,16 @@ def choose_attention(
             raise ConfigError(
                 f"{key}: flash kernels need a GPU of capability 8.0 and half precision, not {device} {dtype}. Use auto."
             )
+    # Without flash support no flash kernel is tried; with it the package comes before torch's own.
     if name == "auto":
         name = "sdpa" if not supported else "flash_attention_2" if problem is None else "varlen"
     return REGISTERED[name]
 
 
 def plain_attention(config: PretrainedConfig) -> str:
-    """Return the attention of transformers' own classes that computes a model as :func:`choose_attention`'s kernels do.
+    """Return transformers' own attention that computes what :func:`choose_attention`'s kernels compute.
 
-    SDPA drops the cap of scores without a word.
+    SDPA silently drops the cap of scores.
     """
     return "sdpa" if getattr(config, SCORE_CAP, None) is None else "eager"
 
@@ -144,7 +149,7 @@ FLASH_ATTN_INSTALL = ".venv/bin/pip install --no-build-isolation 'flash-attn==2.
 
 @cache
 def flash_attn_problem() -> str | None:
-    """Return why the package flash-attn cannot be used, to follow its name in a sentence; None if it can.
+    """Return why flash-attn cannot be used, to follow its name in a sentence; None if it can.
 
     It is imported, because a build for another torch or CUDA is found and fails only then.
     """
@@ -165,9 +170,9 @@ class AttentionArgs:
     Attributes:
         layout: Which tokens share a prefix.
         scale: Factor of the products of queries and keys.
-        window: How many positions back a token sees, itself included; None for all.
-        rotary: Rotates queries and keys; None where they are rotated already.
-        cap: The bound to which the scores are capped; None for no cap. Only eager attention can cap them.
+        window: Positions that a token sees back, itself included; None = all.
+        rotary: Rotates queries and keys; None = they are rotated already.
+        cap: Bound of the scores; None = no cap. Only eager attention can cap them.
     """
 
     layout: PrefixLayout
@@ -224,7 +229,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Te
 
 
 def _apply_rotary(query: Tensor, key: Tensor, rotary: Rotary | None, layout: PrefixLayout) -> tuple[Tensor, Tensor]:
-    """Return query and key rotated, for a kernel that cannot rotate them itself. Both versions are then kept for backward."""
+    # Rotate query and key for a kernel that cannot do it itself. Both versions are then kept for backward.
     if rotary is None:
         return query, key
     # Only some tokens may be queries (a pruned last block), so they need their own rows of the tables.
@@ -235,7 +240,7 @@ def _apply_rotary(query: Tensor, key: Tensor, rotary: Rotary | None, layout: Pre
 
 
 def _one_size(attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
-    """Return attention [1, Q, heads, D of the values] from a kernel whose heads all have one size, on a GPU a multiple of eight.
+    """Run a kernel whose heads must all have one size (on a GPU a multiple of eight), and return [1, Q, heads, D of the values].
 
     Queries and keys are padded with zeros, which add nothing to a score. The padding of values is cut off the output.
     """
@@ -257,7 +262,6 @@ class WindowOverPrefixError(NotImplementedError):
     """Attention with a sliding window cannot share a prefix: the window would cut it."""
 
     def __init__(self, window: int) -> None:
-        """Name the window in the message."""
         super().__init__(f"a sliding window of {window} tokens would cut the prefix that sequences share")
         self.window = window
 
@@ -268,8 +272,7 @@ def _refuse_shared_prefix(args: AttentionArgs) -> None:
 
 
 def _over_ranks(attend: Attend) -> Attend:
-    """Return a kernel that exchanges heads with the other ranks where they share the tokens of a pack."""
-
+    # Wrap a kernel so that ranks that share a pack's tokens exchange heads around it.
     def attended(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
         split = args.layout.split
         return attend(query, key, value, args) if split is None else split.over_heads(attend, query, key, value, args)

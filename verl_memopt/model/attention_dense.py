@@ -33,7 +33,7 @@ class Call:
         keys: Rows of their keys.
         query_lengths: Queries of each sequence.
         key_lengths: Keys of each sequence.
-        causal: Query i of a sequence sees its keys up to i; else it sees all of them.
+        causal: Query i of a sequence sees its keys up to i; otherwise all of them.
         device: Where the rows lie.
     """
 
@@ -46,26 +46,29 @@ class Call:
 
     @cached_property
     def on_device(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Where sequences begin and queries stand.
+        """Where sequences begin, and where each query stands.
 
-        int32 [sequences + 1], the first query of each sequence, then their number; the same of keys; int64 [queries], the
-        sequence of each query; int64 [queries], its place there.
+        int32 [sequences + 1], each sequence's first query, then their number; the same for keys; int64 [queries], each query's
+        sequence; int64 [queries], its place in it.
         """
         starts = [np.cumsum([0, *lengths], dtype=np.int32) for lengths in (self.query_lengths, self.key_lengths)]
         sizes = np.asarray(self.query_lengths)
         places = np.repeat(np.arange(len(sizes)), sizes), ranges(np.zeros_like(sizes), sizes)
-        of_q, of_k, sequence, place = sent_together([torch.from_numpy(one) for one in (*starts, *places)], self.device)
-        return of_q, of_k, sequence, place
+        query_starts, key_starts, sequence, place = sent_together(
+            [torch.from_numpy(array) for array in (*starts, *places)], self.device
+        )
+        return query_starts, key_starts, sequence, place
 
 
 def calls(layout: PrefixLayout, rows: int) -> tuple[list[Call], list[Call]]:
-    """Return the calls of the segment pass, which are causal, and those of the prefix pass. The layout keeps them.
+    """Return the calls of the segment pass (causal) and of the prefix pass, cached in the layout.
 
-    A call takes neighbours while its sequences, each as long as the longest, have ``rows`` rows at most. Neighbouring segments of
-    one length are always together, whatever they have. Rows of keys count among the queries in the segment pass, and among all
-    tokens in the prefix pass.
+    A call takes neighbouring sequences as long as all of them, padded to the longest, have ``rows`` rows at most. Neighbouring
+    segments of one length are always together. In the segment pass key rows are counted among the queries, in the prefix pass
+    among all tokens.
     """
     if rows not in layout.plans:
+        # Every block of the model needs the same calls, so they are made once a pack.
         layout.plans[rows] = list(_segment_calls(layout, rows)), list(_prefix_calls(layout, rows))
     return layout.plans[rows]
 
@@ -89,12 +92,12 @@ def _prefix_calls(layout: PrefixLayout, rows: int) -> Iterator[Call]:
             slice(side[0].start, side[0].start + side[0].length) if len(side) == 1 else index[end[some.start] : end[some.stop]]
             for side, index, end in zip(sides, indices, ends, strict=True)
         )
-        of_q, of_k = (tuple(run.length for run in side) for side in sides)
-        yield Call(at_q, at_k, of_q, of_k, False, layout.cu_seqlens.device)
+        query_lengths, key_lengths = (tuple(run.length for run in side) for side in sides)
+        yield Call(at_q, at_k, query_lengths, key_lengths, False, layout.cu_seqlens.device)
 
 
 def _cut(parts: Sequence[tuple[int, int]], rows: int) -> Iterator[slice]:
-    """Cut parts of (sequences, length) where more of them, all of the greatest length, would have more than ``rows`` rows."""
+    # Cut (sequences, length) parts wherever one more, all padded to the longest, would exceed `rows` rows.
     first = count = longest = 0
     for place, (more, length) in enumerate(parts):
         if count and (count + more) * max(longest, length) > rows:
@@ -112,8 +115,8 @@ class PackedKernel:
     Attributes:
         forward: (q, k, v, call, scale) -> output, like q, and log-sum-exp, fp32 [rows, heads].
         backward: (gradient, q, k, v, output, log-sum-exp, call, scale) -> gradients of q, k and v.
-        elements: Of queries that a call has at most where it takes several key heads, or segments of several lengths.
-        float_parts: As of :class:`Kernel`.
+        elements: Most query elements of a call that takes several key heads, or segments of several lengths.
+        float_parts: As in :class:`Kernel`.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -122,19 +125,19 @@ class PackedKernel:
     float_parts: bool
 
     def working(self, layout: PrefixLayout, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors in the dtype in which attention over this layout is computed."""
+        # Cast tensors to the dtype in which attention over this layout is computed.
         return tuple(tensor.float() for tensor in tensors) if self.float_parts and layout.prefix_spans else tensors
 
 
 def _repeated(tensor: Tensor, query: Tensor) -> Tensor:
-    """Return key heads [..., kv heads, D] once for each of the query heads that share them: a view where there is one."""
+    # Repeat key heads [..., kv heads, D] for the query heads that share them; a view where no copy is needed.
     kv_heads, size = tensor.shape[-2:]
-    each = query.shape[-2] // kv_heads
-    return tensor[..., None, :].expand(*tensor.shape[:-1], each, size).flatten(-3, -2) if each > 1 else tensor
+    repeats = query.shape[-2] // kv_heads
+    return tensor[..., None, :].expand(*tensor.shape[:-1], repeats, size).flatten(-3, -2) if repeats > 1 else tensor
 
 
 def _of_key_heads(parts: list[Tensor], key: Tensor) -> Parts:
-    """Return gradients [rows, heads, D], those of keys and values summed over the heads that share a key head."""
+    # Sum the gradients of keys and values, [rows, heads, D], over the query heads that share a key head.
     kv_heads = key.shape[1]
     if parts[1].shape[1] != kv_heads:
         for place in (1, 2):  # in their list, so that the first is freed before the second is summed
@@ -149,18 +152,18 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float) -> t
 
 
 def _cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, scale: float) -> Parts:
-    grad, out, lse = (_rectangle(one, call.query_lengths) for one in (grad, out, lse))
+    grad, out, lse = (_rectangle(tensor, call.query_lengths) for tensor in (grad, out, lse))
     given = grad, *_rectangles(q, k, v, call), out, lse
     return _of_key_heads([_rows(part) for part in CPU_FLASH.backward(*given, call.causal, scale)], k)
 
 
 def _rectangles(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Parts:
-    keys = (_rectangle(_repeated(one, q), call.key_lengths) for one in (k, v))
+    keys = (_rectangle(_repeated(tensor, q), call.key_lengths) for tensor in (k, v))
     return _rectangle(q, call.query_lengths), next(keys), next(keys)
 
 
 def _rectangle(tensor: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return a view [sequences, heads, length, ...] of rows [rows, heads, ...] of sequences of one length."""
+    # View [sequences, heads, length, ...] of rows [rows, heads, ...]; all sequences have one length.
     return tensor.unflatten(0, (len(lengths), lengths[0])).transpose(1, 2)
 
 
@@ -169,10 +172,10 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float) -> tuple[Tensor, Tensor]:
-    of_q, of_k, sequence, place = call.on_device
+    query_starts, key_starts, sequence, place = call.on_device
     out, lse, *_ = torch.ops.aten._efficient_attention_forward(
-        q[None], _repeated(k, q)[None], _repeated(v, q)[None], None, of_q, of_k, max(call.query_lengths), max(call.key_lengths),
-        0.0, int(call.causal), True, scale=scale,
+        q[None], _repeated(k, q)[None], _repeated(v, q)[None], None, query_starts, key_starts, max(call.query_lengths),
+        max(call.key_lengths), 0.0, int(call.causal), True, scale=scale,
     )  # fmt: skip
     return out[0], lse.transpose(1, 2)[sequence, place]  # lse: [sequences, heads, length, and its padding]
 
@@ -180,20 +183,20 @@ def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float
 def _efficient_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, scale: float
 ) -> Parts:
-    of_q, of_k, sequence, place = call.on_device
+    query_starts, key_starts, sequence, place = call.on_device
     longest = max(call.query_lengths)
     # The kernel reads the infinities as weights of 0.
     sizes = len(call.query_lengths), q.shape[1], -(-longest // LSE_ALIGNMENT) * LSE_ALIGNMENT
     padded = torch.full(sizes, float("inf"), dtype=torch.float32, device=q.device)
     padded.transpose(1, 2)[sequence, place] = lse
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # state of a generator, for dropout
-    of_heads = torch.ops.aten._efficient_attention_backward(
+    head_grads = torch.ops.aten._efficient_attention_backward(
         # The kernel assumes a stride of heads x D between tokens of the output.
-        grad[None], q[None], _repeated(k, q)[None], _repeated(v, q)[None], None, out.contiguous()[None], of_q, of_k, longest,
-        max(call.key_lengths), padded, 0.0, unused, unused, int(call.causal), False, scale=scale,
+        grad[None], q[None], _repeated(k, q)[None], _repeated(v, q)[None], None, out.contiguous()[None], query_starts, key_starts,
+        longest, max(call.key_lengths), padded, 0.0, unused, unused, int(call.causal), False, scale=scale,
     )  # fmt: skip
-    parts = [part[0] for part in of_heads[:3]]
-    del of_heads
+    parts = [part[0] for part in head_grads[:3]]
+    del head_grads
     return _of_key_heads(parts, k)
 
 
@@ -204,12 +207,18 @@ PACKED_EFFICIENT = PackedKernel(_efficient_forward, _efficient_backward, ATTENTI
 def dense_attention(
     query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, scale: float, rotary: Rotary | None = None
 ) -> Tensor:
-    """Return attention [Q, heads, D].
+    """Attention [Q, heads, D] by kernels that take fp32.
 
-    Saves its arguments, its output and one log-sum-exp for each token and head. As many key heads are computed at once, with the
-    query heads that share them, as a tile of elements has room for; temporary tensors are of these heads. ``query`` is
-    [Q, heads, D] of the queries of the layout, ``key`` and ``value`` are [T, kv heads, D] of all tokens, with a last stride of 1.
-    ``rotary`` rotates queries and keys here, and again in backward, which then overwrites the arguments with their gradients.
+    Saved for backward: the arguments, the output and one log-sum-exp for each token and head. As many key heads are computed at
+    once, with the query heads that share them, as fit in a tile of elements; temporary tensors have only these heads.
+
+    Args:
+        query: [Q, heads, D], the layout's queries; last stride 1.
+        key: [T, kv heads, D], all tokens; last stride 1.
+        value: As ``key``.
+        layout: Which tokens share a prefix.
+        scale: Factor of the products of queries and keys.
+        rotary: Rotates queries and keys here, and again in backward, which overwrites the arguments with their gradients.
     """
     kernel = PACKED_EFFICIENT if is_gpu(query.device) else PACKED_CPU_FLASH
     return _DenseAttention.apply(query, key, value, *rotary_arguments(rotary), layout, scale, kernel)
@@ -241,6 +250,7 @@ class _DenseAttention(torch.autograd.Function):
         else:
             out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
             lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+            # Rotated queries and keys exist for these heads only.
             for queries, keys in key_heads(query, key, at_once):
                 q, k = apply_rotary_to_both(query[:, queries], key[:, keys], norms, eps, *tables)
                 run.forward((out[:, queries], lse[:, queries]), *kernel.working(layout, q, k, value[:, keys]))
@@ -254,6 +264,7 @@ class _DenseAttention(torch.autograd.Function):
         query, key, value, cos, sin, query_norm, key_norm, out, lse = ctx.saved_tensors
         layout, run, grad = ctx.run.layout, ctx.run, grad.contiguous()
         norms, tables = (query_norm, key_norm), (layout.at_queries(cos, sin), (cos, sin))
+        # Gradients of the norms' weights are summed over all heads.
         sums = weight_sums(norms, ctx.needs_input_grad[5:7])
         # The saved queries, keys and values are not read again after their own heads, so their memory takes their gradients.
         into = (query, key, value) if cos is not None else tuple(torch.empty_like(x) for x in (query, key, value))
@@ -277,15 +288,15 @@ class _DenseAttention(torch.autograd.Function):
 
 
 def _heads_and_rows(query: Tensor, key: Tensor, kernel: PackedKernel) -> tuple[int, int]:
-    """Return how many key heads are computed at once, and the rows of a call that takes several sequences of theirs."""
-    of_key = query.shape[1] // key.shape[1] * query.shape[2]
-    at_once = key_heads_at_once(query.shape[0] * of_key, key.shape[1], kernel.elements)
-    return at_once, kernel.elements // (at_once * of_key)
+    # How many key heads are computed at once, and the most rows of a call with several of their sequences.
+    elements_of_key_head = query.shape[1] // key.shape[1] * query.shape[2]
+    at_once = key_heads_at_once(query.shape[0] * elements_of_key_head, key.shape[1], kernel.elements)
+    return at_once, kernel.elements // (at_once * elements_of_key_head)
 
 
 @dataclass(frozen=True)
 class _Passes:
-    """The segment pass and the prefix pass of some heads, merged. Its calls have ``rows`` rows, as :func:`calls` says."""
+    """The segment pass and the prefix pass of some heads, merged. ``rows``: see :func:`calls`."""
 
     layout: PrefixLayout
     kernel: PackedKernel
@@ -293,9 +304,10 @@ class _Passes:
     scale: float
 
     def forward(self, into: tuple[Tensor, Tensor] | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return attention [Q, heads, D] and its log-sum-exps [Q, heads], in ``into`` or in new tensors."""
+        """Attention [Q, heads, D] and its log-sum-exps [Q, heads], written ``into`` given or new tensors."""
         segments, prefixes = calls(self.layout, self.rows)
         own = self.layout.at_queries(k, v)
+        # One call covers everything: its outputs are the result.
         if into is None and len(segments) == 1 and not prefixes:
             return self._call(segments[0], q, *own)
         # The kernel's own outputs are not written to: selective checkpointing keeps them, and refuses outputs that were.
@@ -315,6 +327,7 @@ class _Passes:
                 out.index_copy_(0, call.queries, merged[0])
                 lse.index_copy_(0, call.queries, merged[1])
             del other, merged
+        # Merged in a wider dtype: rounded once, here.
         if into is not None and out is not into[0]:
             into[0].copy_(out)
         return out, lse
@@ -323,7 +336,7 @@ class _Passes:
         return self.kernel.forward(q[call.queries], k[call.keys], v[call.keys], call, self.scale)
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Parts:
-        """Return the gradients of queries [Q, heads, D], and of keys and values [T, kv heads, D]."""
+        """Gradients of queries [Q, heads, D], and of keys and values [T, kv heads, D]."""
         segments, prefixes = calls(self.layout, self.rows)
 
         def of_call(call: Call, keys: Tensor, values: Tensor) -> Parts:
@@ -332,6 +345,7 @@ class _Passes:
 
         own = self.layout.at_queries(k, v)
         if len(segments) == 1:
+            # One call writes every row, so that no zeros are needed.
             dq, dk, dv = of_call(segments[0], *own)
         else:
             dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, *own))
@@ -346,7 +360,6 @@ class _Passes:
 
 
 def _collect(collect: Callable[[Tensor, Tensor], Tensor], targets: Parts, call: Call, parts: Parts) -> None:
-    """Copy or add the gradients of a call to the rows of all."""
     for target, place, part in zip(targets, (call.queries, call.keys, call.keys), parts, strict=True):
         if isinstance(place, slice):
             collect(target[place], part)

@@ -33,12 +33,12 @@ Parts: TypeAlias = tuple[Tensor, Tensor, Tensor]
 class Kernel:
     """A fused kernel over [batch, heads, length, D].
 
-    All strides are free but the last, which is 1. Key and value may repeat heads by a stride of 0.
+    The last stride must be 1, all others are free. Key and value may repeat heads by a stride of 0.
 
     Attributes:
         forward: (q, k, v, causal, scale) -> output, log-sum-exp fp32 [batch, heads, length].
         backward: (gradient, q, k, v, output, log-sum-exp, causal, scale) -> gradients of q, k, v.
-        float_parts: Merged passes are computed in fp32 and rounded once, where half precision is no faster.
+        float_parts: Compute merged passes in fp32 and round once, where half precision is no faster.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -62,6 +62,7 @@ LSE_ALIGNMENT = 32
 
 def _gpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    # The padding at the end is cut off.
     return out, lse[..., : q.shape[2]]
 
 
@@ -86,7 +87,7 @@ EFFICIENT = Kernel(_gpu_forward, _gpu_backward, float_parts=False)
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Merge attention over two sets of keys into attention over both.
 
-    ``out`` and ``other`` are [..., D], and ``lse`` and ``other_lse`` the log-sum-exps of their scores, fp32 [...]. Returns the
+    ``out`` and ``other`` are [..., D], ``lse`` and ``other_lse`` the log-sum-exps of their scores, fp32 [...]. Returns the merged
     output fp32 [..., D] and its log-sum-exp fp32 [...].
     """
     # A sigmoid of the difference cannot overflow, which exponentials of the two log-sum-exps could.
@@ -95,10 +96,10 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
 
 
 def key_heads(query: Tensor, key: Tensor, at_once: int = 1) -> Iterator[tuple[slice, slice]]:
-    """Yield, for each so many key heads, the slice of query heads that share them and the slice of themselves."""
-    each = query.shape[1] // key.shape[1]
+    """Yield, for every ``at_once`` key heads, the slice of the query heads that share them and their own slice."""
+    repeats = query.shape[1] // key.shape[1]
     firsts = range(0, key.shape[1], at_once)
-    return ((slice(first * each, (first + at_once) * each), slice(first, first + at_once)) for first in firsts)
+    return ((slice(first * repeats, (first + at_once) * repeats), slice(first, first + at_once)) for first in firsts)
 
 
 # Flash kernels over segments of any length, on a GPU in half precision.
@@ -115,11 +116,11 @@ def flash_attention(
     window: int | None,
     rotary: Rotary | None = None,
 ) -> Tensor:
-    """Return attention [Q, heads, D], computed by torch's own flash kernels.
+    """Attention [Q, heads, D] by torch's own flash kernels.
 
-    Saves its arguments, its output and one log-sum-exp for each token and head. Arguments are as in :func:`dense_attention`.
-    ``window`` counts how many positions back a token sees, itself included; None for all. A window is for sequences that share no
-    prefix.
+    Saved for backward: the arguments, the output and one log-sum-exp for each token and head. Arguments are as in
+    :func:`dense_attention`. ``window``: positions that a token sees back, itself included; None = all. A window requires
+    sequences that share no prefix.
     """
     assert window is None or not layout.prefix_spans, (window, layout.groups)
     return _FlashAttention.apply(query, key, value, *rotary_arguments(rotary), layout, scale, window)
@@ -149,6 +150,7 @@ class _FlashAttention(torch.autograd.Function):
         if layout.prefix_spans:
             at_q, at_k = _prefix_places(layout)
             other, other_lse = _forward(q[at_q], k[at_k], v[at_k], _prefix_pass(layout), scale)
+            # Both passes saw every key once between them, so their merge is exact.
             out, lse = _with_merged(out, lse, at_q, other, other_lse)
         ctx.save_for_backward(query, key, value, cos, sin, query_norm, key_norm, out, lse)
         ctx.eps, ctx.layout, ctx.scale, ctx.window = eps, layout, scale, window
@@ -169,12 +171,14 @@ class _FlashAttention(torch.autograd.Function):
             at_q, at_k = _prefix_places(layout)
             # Contiguous, because the selection of columns may leave other strides than the kernel takes.
             inputs = (grad[at_q], q[at_q], k[at_k], v[at_k], out[at_q], lse[:, at_q].contiguous())
+            # The kernel gets the merged output and log-sum-exp, which makes each pass's gradient exact.
             parts = _backward(*inputs, _prefix_pass(layout), scale)
             if isinstance(at_q, slice):
                 torch._foreach_add_([dq[at_q], dk[at_k], dv[at_k]], parts)
             else:
                 for target, place, part in zip((dq, dk, dv), (at_q, at_k, at_k), parts, strict=True):
                     target.index_add_(0, place, part)
+        # Without a rotation the gradients of the arguments are those of the passes.
         if cos is None:
             return dq, dk, dv, *(None,) * 8
         sums = weight_sums(norms, ctx.needs_input_grad[5:7])
@@ -184,16 +188,16 @@ class _FlashAttention(torch.autograd.Function):
 
 
 def _prefix_places(layout: PrefixLayout) -> tuple[slice, slice] | tuple[Tensor, Tensor]:
-    """Return where the queries and keys of the prefix pass lie: slices for one group, whose rows need no copy, else indices."""
+    # Where queries and keys of the prefix pass lie: slices for one group, whose rows need no copy, else indices.
     slices = layout.prefix_slices
     return (layout.prefix_index_q, layout.prefix_index_k) if slices is None else slices
 
 
 def _with_merged(out: Tensor, lse: Tensor, places: Any, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return attention [Q, heads, D] and log-sum-exps [heads, Q], merged at some places with those over other keys.
+    """Merge attention [Q, heads, D] and log-sum-exps [heads, Q] with those over other keys, at some places.
 
-    In new tensors where nothing is compiled: selective checkpointing, under which nothing is, keeps the kernel's outputs, and
-    refuses outputs that were written to.
+    Without compilation the result is in new tensors: selective checkpointing, which disables compilation, keeps the kernel's
+    outputs, and refuses outputs that were written to.
     """
     parts = out[places], lse[:, places].t()
     if not isinstance(places, slice):
@@ -213,7 +217,7 @@ def _with_merged(out: Tensor, lse: Tensor, places: Any, other: Tensor, other_lse
 
 
 def merge_into(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Write attention over both sets of keys into ``out`` and ``lse``. Shapes are as of :func:`merge`, with rows first."""
+    """Merge into ``out`` and ``lse`` in place. Shapes are those of :func:`merge`, rows first."""
     over_rows(_merge_statement, (out, lse, other, other_lse, out, lse))
 
 
@@ -227,7 +231,7 @@ def _merge_statement(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor,
 class _Varlen:
     """Which queries see which keys.
 
-    ``cu_seqlens`` are int32 [sequences + 1], None for one rectangle. ``left`` and ``right`` of -1 see all.
+    ``cu_seqlens`` are int32 [sequences + 1], None = one rectangle. ``left`` and ``right`` of -1 see everything.
     """
 
     cu_seqlens_q: Tensor | None
@@ -241,6 +245,7 @@ class _Varlen:
 
 def _segment_pass(layout: PrefixLayout, window: int | None) -> _Varlen:
     longest = max(layout.segments)
+    # The kernel counts positions besides the token's own.
     return _Varlen(layout.cu_seqlens, layout.cu_seqlens, longest, longest, True, -1 if window is None else window - 1, 0)
 
 
@@ -283,8 +288,8 @@ def _rectangle_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, q, k, v, out))
     lse = lse.contiguous()  # the kernel reads it without its strides
-    of_q, of_k, of_v = _backward(grad, q, k, v, out, lse, _Varlen(None, None, q.shape[1], k.shape[1], causal), scale)
-    return of_q.transpose(1, 2), of_k.transpose(1, 2), of_v.transpose(1, 2)
+    dq, dk, dv = _backward(grad, q, k, v, out, lse, _Varlen(None, None, q.shape[1], k.shape[1], causal), scale)
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
 FLASH = Kernel(_rectangle_forward, _rectangle_backward, float_parts=False)

@@ -68,7 +68,6 @@ class Attention(nn.Module):
     """Queries, keys and values of a normed input, rotary positions, attention over packed sequences, output projection."""
 
     def __init__(self, source: Any, options: BlockOptions) -> None:
-        """Take over the submodules of ``source``, a module of transformers."""
         super().__init__()
         self.source_class, self.options = type(source).__name__, options
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = source.q_proj, source.k_proj, source.v_proj, source.o_proj
@@ -79,10 +78,10 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, norm: nn.Module, tables: Tables, layout: PrefixLayout, attend: Attend, prefix_kv: Prefix | None
     ) -> tuple[Tensor, Tensor]:
-        """Return attention's output [Q, h], for the Q queries of the packed sequences, and ``x``.
+        """Return attention's output [Q, h] for the Q queries of the packed sequences, and ``x``.
 
-        ``x`` [T, h] comes before ``norm``. With sequence parallelism it is this rank's tokens, and so is the result. The others
-        are as in :meth:`DecoderBlock.forward`. Of the ``x`` that is returned, the gradient is added where the norm's is made.
+        ``x`` [T, h] comes before ``norm``; with sequence parallelism it has only this rank's tokens, as has the result. Other
+        arguments are as in :meth:`DecoderBlock.forward`. The returned ``x`` accumulates its gradient in the norm's backward.
         """
         rows = query_rows(layout, prefix_kv)
         if not self.options.recompute and rows is None:
@@ -96,15 +95,17 @@ class Attention(nn.Module):
         return self._attended(query, key, value, layout, attend, self._rotary(tables)), x
 
     def _query_key_value(self, x: Tensor, norm: Any, rows: Rows | None) -> Sequence[Tensor]:
-        """Return queries [Q, H x D], keys and values [T, K x D], and x."""
+        # Queries [Q, H x D], keys and values [T, K x D], and x.
         layers = (self.q_proj, self.k_proj, self.v_proj)
         if self.options.recompute:
             rms_norm = RMSNorm(norm.variance_epsilon)
+            # A pruned block needs queries for some rows, but keys and values for all.
             row_layers, passed = (self.q_proj,), rows is None
             outs = recomputed_outputs(rms_norm, (x,), (norm.weight,), layers, rows, row_layers, passed)
             return outs if passed else [*outs, x]
         normal = norm(x)
         at_rows = normal if rows is None else normal[rows.index]
+        # The norm is computed once for all tokens: keys and values read all of them.
         return self.q_proj(at_rows), self.k_proj(normal), self.v_proj(normal), x
 
     def _plain(self, normal: Tensor, tables: Tables, layout: PrefixLayout, attend: Attend) -> Tensor:
@@ -112,6 +113,7 @@ class Attention(nn.Module):
         key = _maybe(self.k_norm, self._heads(self.k_proj(normal)))
         value = self._heads(self.v_proj(normal))
         if layout.split is not None:
+            # Positions are of all ranks' tokens; queries and keys are still this rank's.
             cos, sin = (table[:, layout.split.own] for table in tables)
             tables = cos, sin
         query, key = apply_rotary(query, tables), apply_rotary(key, tables)
@@ -120,6 +122,7 @@ class Attention(nn.Module):
     def _attended(
         self, query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, attend: Attend, rotary: Rotary | None
     ) -> Tensor:
+        # Heads first, as every kernel wants them; a view.
         q, k, v = (states.transpose(0, 1)[None] for states in (query, key, value))  # [1, heads, T, D]
         out = attend(q, k, v, AttentionArgs(layout, self.scale, self.window, rotary))
         # The width is given: with sequence parallelism a rank may have no query, and then none can be derived.
@@ -140,7 +143,6 @@ class MLP(nn.Module):
     """down(act(gate(y)) * up(y)) of a normed input y."""
 
     def __init__(self, source: Any, options: BlockOptions) -> None:
-        """Take over the submodules of ``source``, a module of transformers."""
         super().__init__()
         self.source_class, self.options = type(source).__name__, options
         self.gate_proj, self.up_proj, self.down_proj = source.gate_proj, source.up_proj, source.down_proj
@@ -148,17 +150,17 @@ class MLP(nn.Module):
 
     @property
     def sums(self) -> bool:
-        """Whether :meth:`of_sum` computes the MLP, which adds attention's output to the residual itself."""
+        """Whether :meth:`of_sum` computes the MLP. It adds attention's output to the residual itself."""
         return self.options.recompute and (self.options.mlp_tiles is not None or not torch.is_grad_enabled())
 
     def of_sum(self, residual: Tensor, attended: Tensor, norm: Any, least_tiles: int) -> Tensor:
-        """Return what :meth:`forward` returns of residual + attended, [T, h] each, over at least ``least_tiles`` tiles."""
+        """As :meth:`forward`, for residual + attended, [T, h] each, over at least ``least_tiles`` tiles."""
         layers, tiles = (self.gate_proj, self.up_proj, self.down_proj), self.options.mlp_tiles
         tiles = 1 if tiles is None else max(tiles, least_tiles)
         return recomputed_mlp(residual, attended, RMSNorm(norm.variance_epsilon), norm.weight, layers, tiles)
 
     def forward(self, hidden: Tensor, norm: Any) -> Tensor:
-        """Return ``hidden`` [1, T, h], which comes before ``norm``, plus the MLP's output of it."""
+        """Return ``hidden`` [1, T, h], which comes before ``norm``, plus the MLP's output for it."""
         x, tiles = hidden.squeeze(0), self.options.mlp_tiles
         if not self.options.recompute:
             out = self.gated(norm(x)) if tiles is None else tiled_mlp(self, norm(x), tiles)
@@ -169,19 +171,16 @@ class MLP(nn.Module):
         return x[None] + down[None]
 
     def gated(self, normal: Tensor) -> Tensor:
-        """Return the output [T, h] of a normed input [T, h] in plain autograd."""
         return self.down_proj(self.act_fn(self.gate_proj(normal)) * self.up_proj(normal))
 
 
 class DecoderBlock(nn.Module):
-    """Norm, attention, residual sum, norm, MLP, residual sum."""
-
     def __init__(self, source: Any, options: BlockOptions) -> None:
-        """Take over the submodules of ``source``, a module of transformers."""
         super().__init__()
         self.source_class, self.options = type(source).__name__, options
         self.self_attn = Attention(source.self_attn, options)
         self.mlp = MLP(source.mlp, options)
+        # Names stay those of transformers: they are the names in checkpoints.
         self.input_layernorm = source.input_layernorm
         self.post_attention_layernorm = source.post_attention_layernorm
 
@@ -197,12 +196,12 @@ class DecoderBlock(nn.Module):
         """Return the block's output [1, Q, h] for the Q queries: all T tokens, unless the block is pruned.
 
         Args:
-            hidden: [1, T, h], with sequence parallelism of this rank's tokens.
+            hidden: [1, T, h]; with sequence parallelism only this rank's tokens.
             cos: [1, T, D] of all tokens, as ``sin``.
             sin: Sines of the T positions.
             layout: Which of the T tokens share a prefix.
-            attend: The attention kernel; None for that of tiles, in a block that runs over them.
-            prefix_kv: The prefix KV of these answers, or the recorder where this is the forward of a prefix.
+            attend: The attention kernel; None in a block over tiles, which has its own.
+            prefix_kv: The prefix KV of these answers, or the recorder if this is the forward of a prefix.
         """
         if attend is None:
             assert prefix_kv is None, "a block over tiles takes no prefix KV"
@@ -215,7 +214,6 @@ class DecoderBlock(nn.Module):
 
     @property
     def tile_tokens(self) -> int | None:
-        """Tokens of a tile that the whole block runs over; None where it does not."""
         return self.options.tile_tokens if self.self_attn.window is None else None
 
     def _tiled(self, hidden: Tensor, cos: Tensor, sin: Tensor, layout: PrefixLayout) -> Tensor:
@@ -246,11 +244,11 @@ class DecoderBlock(nn.Module):
     def compute(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, layout: PrefixLayout, attend: Attend, prefix_kv: Prefix | None
     ) -> Tensor:
-        """Return what ``forward`` returns, and keep for backward what the options say."""
         # squeeze, not [0]: the gradient of an indexed tensor is zeros with a copy in them.
         rows = query_rows(layout, prefix_kv)
         x, residual = self._residual(hidden.squeeze(0), rows)
         attended, passed = self.self_attn(x, self.input_layernorm, (cos, sin), layout, attend, prefix_kv)
+        # The sum must read ``passed``, whose gradient the norm's backward adds up.
         residual = passed if rows is None else residual
         if self.mlp.sums:
             # The tiles of a pruned block's MLP are no larger than those of all tokens would be.
@@ -261,7 +259,7 @@ class DecoderBlock(nn.Module):
         return self.mlp(hidden, self.post_attention_layernorm)
 
     def _residual(self, x: Tensor, rows: Rows | None) -> tuple[Tensor, Tensor]:
-        """Return x [T, h], and its rows that are queries [Q, h] for the residual sum."""
+        # Returns x [T, h], and its query rows [Q, h] for the residual sum.
         index = None if rows is None else rows.index
         if self.options.recompute:
             return select_rows(x, index)
@@ -269,10 +267,9 @@ class DecoderBlock(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, rotary tables, blocks and the final norm, in place of a Hugging Face decoder of the family."""
+    """Embedding, rotary tables, blocks and final norm, in place of a Hugging Face decoder of the family."""
 
     def __init__(self, source: Any, blocks: Sequence[BlockOptions], attend: Attend) -> None:
-        """Take over the submodules of a Hugging Face decoder."""
         super().__init__()
         self.options = tuple(blocks)
         # A block over tiles computes its norms again whatever else is set, and so does the norm after it.
@@ -294,42 +291,44 @@ class Decoder(nn.Module):
         """Return the states [Q, h] after the last block, before the final norm.
 
         Args:
-            input_ids: int64 [1, T], packed sequences; with sequence parallelism this rank's tokens.
+            input_ids: int64 [1, T], packed sequences; with sequence parallelism only this rank's tokens.
             position_ids: int64 [1, T], of all tokens.
             layout: Which of the T tokens share a prefix.
-            needed: The same with only Q tokens as queries, for a pruned last block; None for all tokens.
+            needed: The same layout with only Q tokens as queries, for a pruned last block; None = all tokens.
             prefix_kv: As in :meth:`DecoderBlock.forward`.
             attend: Another kernel than the decoder's own, for comparisons.
         """
+        # One table of cos and sin serves all blocks.
         hidden = self.embed_tokens(input_ids)
         cos, sin = self.rotary_emb(hidden, position_ids=position_ids)
         kernel = self.attend if attend is None else attend
         for block, options in zip(self.layers, self.options, strict=True):
+            # Only the last block prunes: every earlier one is read by attention at all tokens.
             pruned = options.prune and needed is not None
             over_tiles = attend is None and block.tile_tokens is not None
             hidden = block(hidden, cos, sin, needed if pruned else layout, None if over_tiles else kernel, prefix_kv)
         return hidden.squeeze(0)
 
     def normed_rows(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Return the final norm [R, h] of the states [Q, h] at ``rows``, int64 [R]. If recomputed, only these rows are normed."""
+        """The final norm [R, h] of the states [Q, h] at ``rows``, int64 [R]. If recomputed, only these rows are normed."""
         if not self.recompute:
             return self.norm(hidden).index_select(0, rows)
+        # Rows first, so that the norm keeps the rows that are read and no others.
         return recomputed_norm(hidden.index_select(0, rows), self.norm.weight, self.norm.variance_epsilon)
 
     def get_decoder(self) -> Decoder:
-        """Return itself, as the decoders of transformers do."""
         return self
 
 
 def query_rows(layout: PrefixLayout, prefix_kv: Prefix | None) -> Rows | None:
-    """Return the queries among a block's tokens; None where every token is a query."""
     # With a prefix KV the skipped tokens are not among the block's tokens.
     return None if isinstance(prefix_kv, PrefixKV) else layout.own_queries
 
 
 def apply_rotary(x: Tensor, tables: Tables) -> Tensor:
-    """Return x [T, heads, D] rotated by cos and sin [1, T, D], in plain autograd. Source: arXiv 2104.09864."""
+    """Rotate x [T, heads, D] by cos and sin [1, T, D], in plain autograd. Source: arXiv 2104.09864."""
     cos, sin = (table[0][:, None] for table in tables)
+    # Halves, not neighbours, form the pairs: the convention of transformers' Llama.
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -339,16 +338,16 @@ def _maybe(norm: nn.Module | None, x: Tensor) -> Tensor:
 
 
 def of_llama_family(lm: Any) -> bool:
-    """Return whether :class:`Decoder` can replace the decoder of a causal LM: one of transformers' own four classes."""
+    """Whether :class:`Decoder` can replace the decoder of a causal LM: one of transformers' own four classes."""
     decoder = lm.get_decoder()
-    known = all(type(block).__name__ in OWN_BLOCKS for block in decoder.layers)
+    known_blocks = all(type(block).__name__ in OWN_BLOCKS for block in decoder.layers)
     # A model folder may bring code of its own under the same class names.
     own_code = not type(lm).__module__.startswith("transformers.")
-    return known and not own_code and {name for name, _ in decoder.named_children()} == set(PARTS)
+    return known_blocks and not own_code and {name for name, _ in decoder.named_children()} == set(PARTS)
 
 
 def class_name(module: nn.Module) -> str:
-    """Return the class name that a module has in a Hugging Face model, also where a module of this file replaces it."""
+    """A module's class name in the Hugging Face model, even if a module of this file replaces it."""
     return getattr(module, "source_class", type(module).__name__)
 
 
@@ -360,8 +359,8 @@ def block_options(
 ) -> list[BlockOptions] | None:
     """Return the options of each block; None for an architecture that computes its blocks itself.
 
-    A knob that such an architecture lacks is refused, or logged where the run is still correct without it. ``key`` is the
-    settings section of the model, and ``checkpoints`` says that activation checkpointing is on.
+    A knob that such an architecture lacks is refused, or logged if the run is still correct without it. ``key`` is the model's
+    settings section. ``checkpoints``: activation checkpointing is on.
 
     Raises:
         ConfigError: MLPs cannot run over tiles.
@@ -383,6 +382,7 @@ def block_options(
         assert tiles is None, f"{class_name(blocks[0])} has an MLP that is known in a block that is not"
         return None
     mode, wanted = model.gradient_checkpointing_mode, fsdp.wrap_policy.transformer_layer_cls_to_wrap
+    # A wrap policy that names other classes takes the blocks out of checkpointing.
     among_units = checkpoints and (wanted is None or class_name(blocks[0]) in wanted)
     chosen = chosen_blocks(len(blocks), mode, model.gradient_checkpointing_every) if among_units else ()
     return [
@@ -399,7 +399,7 @@ def block_options(
 
 
 def _check_tiled_blocks(lm: PreTrainedModel, blocks: Any, trained: bool, key: str) -> None:
-    """Refuse blocks that cannot run over tiles, and log those that compute whole."""
+    # Refuse blocks that cannot run over tiles, and warn about those that are computed whole.
     name = f"{key}.block_tile_tokens"
     reason = why_kept(blocks, trained)
     if reason is None and not of_llama_family(lm):
@@ -422,7 +422,7 @@ def _check_tiled_blocks(lm: PreTrainedModel, blocks: Any, trained: bool, key: st
 
 
 def _tell_own_code(lm: PreTrainedModel, model: Model | CriticModel, key: str) -> None:
-    """Refuse or log the knobs that do not act on a model with code of its own: they know blocks by their class."""
+    # Refuse or log knobs that do not act on a model with code of its own: they know blocks by their class.
     if model.tiled_mlp.enabled:
         raise ConfigError(
             f"{key}.tiled_mlp.enabled=true: {type(lm).__name__} runs code of its own, whose MLP is not known here. "
@@ -450,42 +450,36 @@ Tables = tuple[Tensor, Tensor]
 
 
 class PrefixRecorder:
-    """Collects the keys and values [P, n] of each block while the forward of a prompt runs.
+    """Collects the keys and values [P, n] of each block during the forward of a prompt.
 
-    A second forward of a checkpointed block records nothing. This is no dataclass, because FSDP2 hands each unit a copy of a
+    The second forward of a checkpointed block records nothing. Not a dataclass, because FSDP2 hands each unit a copy of a
     dataclass.
     """
 
     def __init__(self) -> None:
-        """Start with nothing recorded."""
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self.tables: Tables | None = None
 
     def extend(self, block: int, key: Tensor, value: Tensor, tables: Tables) -> tuple[Tensor, Tensor, Tables]:
-        """Record a block's keys and values, and return the arguments unchanged."""
+        # Record a block's keys and values, and return the arguments unchanged.
         if block not in self.keys:
             self.keys[block], self.values[block], self.tables = key, value, tables
         return key, value, tables
 
     def outputs(self) -> tuple[Tensor, ...]:
-        """Return cos, sin, then keys and values block by block."""
         assert self.tables is not None
         return *self.tables, *(pair for block in sorted(self.keys) for pair in (self.keys[block], self.values[block]))
 
 
 class PrefixKV:
-    """The keys and values of a prompt, and the sums of their gradients from the micro-batches of its answers.
+    """The keys and values of a prompt, and the sums of their gradients over the micro-batches of its answers.
 
-    The gradients are summed in fp32 or wider, [P, n] each, and rounded once.
+    Gradients are summed in fp32 or wider, [P, n] each, and rounded once.
     """
 
     def __init__(self, state: Tensor, outputs: Sequence[Tensor]) -> None:
-        """Take over the outputs of a prompt's forward.
-
-        ``state`` [1, h] is that of the last token after the last block, and ``outputs`` what :meth:`PrefixRecorder.outputs`
-        returns.
-        """
+        """``state`` [1, h]: the last token's, after the last block. ``outputs``: see :meth:`PrefixRecorder.outputs`."""
         # Leaves share their storage with the tensors of the graph; attention's backward writes gradients into these in the end.
         self._state, *self._pairs = (_PrefixTensor(root) for root in (state, *outputs[2:]))
         self._tables: Tables = (outputs[0], outputs[1])
@@ -495,16 +489,17 @@ class PrefixKV:
         return self._state.prepend_to(hidden)
 
     def extend(self, block: int, key: Tensor, value: Tensor, tables: Tables) -> tuple[Tensor, Tensor, Tables]:
-        """Prepend a block's keys, values and rotary tables of the prompt to those of answers."""
+        """Prepend the prompt's keys, values and rotary tables of a block to those of answers."""
+        # Keys and values alternate, block by block.
         keys, values = self._pairs[2 * block : 2 * block + 2]
         cos, sin = (torch.cat(pair, dim=1) for pair in zip(self._tables, tables, strict=True))
         return keys.prepend_to(key), values.prepend_to(value), (cos, sin)
 
     def backward(self) -> None:
-        """Run the backward of the prompt. The backwards of all its answers must be over."""
+        """Run the backward of the prompt, after the backwards of all its answers."""
         # All of them, also without a gradient: every rank must reduce the same units.
-        used = [one for one in (self._state, *self._pairs) if one.root.requires_grad]
-        torch.autograd.backward([one.root for one in used], [one.gradient() for one in used])
+        used = [tensor for tensor in (self._state, *self._pairs) if tensor.root.requires_grad]
+        torch.autograd.backward([tensor.root for tensor in used], [tensor.gradient() for tensor in used])
 
 
 Prefix: TypeAlias = PrefixKV | PrefixRecorder
@@ -516,21 +511,20 @@ class _PrefixTensor:
 
     def __init__(self, root: Tensor) -> None:
         self.root = root
+        # A leaf ends each answer's backward here, so that the prompt's graph runs backward once.
         self.leaf = root.detach().requires_grad_(root.requires_grad)
         self.total: Tensor | None = None
 
     def prepend_to(self, own: Tensor) -> Tensor:
-        """Return this tensor followed by one of the answers [T, n]: [P + T, n]."""
         return _Prepend.apply(self.leaf, own, self)
 
     def add(self, grad: Tensor) -> None:
-        """Add a gradient [P, n] to the sum."""
         if self.total is None:
             self.total = torch.zeros_like(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
         self.total.add_(grad)
 
     def gradient(self) -> Tensor:
-        """Return the sum in the tensor's dtype, zeros without any, and drop it here."""
+        # The sum in the tensor's dtype (zeros if there is none); drops it here.
         total, self.total = self.total, None
         return torch.zeros_like(self.root) if total is None else total.to(self.root.dtype)
 
@@ -555,10 +549,10 @@ class _Prepend(torch.autograd.Function):
 
 
 def select_rows(x: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return x [T, n] and its rows [R, n] at ``rows``, int64 [R], none twice; None returns x twice.
+    """Return x [T, n] and its rows [R, n] at ``rows``, int64 [R], which must not repeat. ``rows=None`` returns x twice.
 
-    The gradient of the rows is added in place to the gradient of the whole. So the first result may be used by one function only,
-    and this function must return a gradient that nothing else uses.
+    The gradient of the rows is added in place to the gradient of the whole. So only one function may use the first result, and it
+    must return a gradient that nothing else uses.
     """
     return (x, x) if rows is None else _SelectRows.apply(x, rows)
 
@@ -571,6 +565,7 @@ class _SelectRows(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_whole: Tensor, of_rows: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_whole: Tensor, grad_rows: Tensor) -> tuple[Tensor, None]:
         (rows,) = ctx.saved_tensors
-        return of_whole.index_add_(0, rows, of_rows), None
+        # In place: a second whole gradient would be as large as the block's input.
+        return grad_whole.index_add_(0, rows, grad_rows), None

@@ -47,10 +47,10 @@ def export_folder(
     writes: bool,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write config, generation config, tokenizer and, where given, weights.
+    """Write config, generation config, tokenizer and, if given, weights.
 
-    Every rank consumes ``weights`` in step; None for no weights. Only a rank that ``writes`` does so. ``dtype`` is what the
-    config says; None = as it is.
+    All ranks must consume ``weights`` in step; None = no weights. Only a rank that ``writes`` writes. ``dtype`` goes into the
+    config; None = the config's own.
     """
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
@@ -65,9 +65,9 @@ def export_folder(
 
 
 def export_stored(folder: Path, source: Path, weights: Weights, dtype: torch.dtype) -> None:
-    """Write a model with the files of a folder that :func:`export_folder` wrote. Only its weights are others.
+    """Write a model with other weights and the files of a folder that :func:`export_folder` wrote.
 
-    ``weights`` come in ``dtype``, which the config then says.
+    ``weights`` come in ``dtype``, which the new config says.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for file in sorted(path for path in source.iterdir() if path.is_file()):
@@ -79,24 +79,23 @@ def export_stored(folder: Path, source: Path, weights: Weights, dtype: torch.dty
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype, as a config has it."""
     return str(dtype).removeprefix("torch.")
 
 
 def stored_dtype(folder: Path, otherwise: torch.dtype) -> torch.dtype:
-    """Return the dtype that the config of a model folder says, or another where it says none that weights are written in."""
+    """The dtype in a model folder's config, or ``otherwise`` if it has none that weights are written in."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     name = str(config.get("dtype") or config.get("torch_dtype"))
     return next((dtype for dtype in WRITTEN_DTYPES if dtype_name(dtype) == name), otherwise)
 
 
 def saved_dtype(folder: Path, fsdp: Fsdp) -> torch.dtype:
-    """Return the dtype in which a model that started from a folder is written: the folder's, else that of the masters."""
+    """The dtype in which a trained model is written: its source folder's, else the masters'."""
     return stored_dtype(folder, dtype_of(fsdp.model_dtype, "fsdp_config.model_dtype"))
 
 
 def write_generation_config(folder: Path, source: Path, eos_token_ids: Sequence[int]) -> None:
-    """Write the generation config of a model folder, with these tokens as those that end an answer, as they did in the run."""
+    # Write a model folder's generation config, with the tokens that ended an answer in the run.
     path = source / "generation_config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     listed = config.get("eos_token_id")
@@ -125,6 +124,7 @@ def whole_folder(final: Path) -> Iterator[Path]:
             shutil.rmtree(left, ignore_errors=True)
         aside.mkdir(parents=True)
         yield aside
+        # On disk before the rename: after a power failure the name must not stand for missing bytes.
         sync_tree(aside)
         if final.exists():
             final.rename(old)
@@ -144,7 +144,6 @@ RECORD = "training.json"
 
 
 def write_record(folder: Path, step: int, role: str, base_model: str, dtype: torch.dtype) -> None:
-    """Write where a model is from: the step and role of a run, and the model that training started from."""
     _write_json(folder / RECORD, {"step": step, "role": role, "base_model": base_model, "dtype": dtype_name(dtype)})
 
 
@@ -174,6 +173,7 @@ def _write_weights(folder: Path, weights: Weights, writes: bool) -> None:
     files: list[SafetensorsWriter] = []
     with ExitStack() as stack:
         for name, tensor in weights:
+            # The iterator gathers on all ranks, so it must be exhausted here too.
             if not writes:
                 continue
             if not files or files[-1].num_bytes + tensor.nbytes > FILE_BYTES or not files[-1].has_room(name, tensor):
@@ -186,6 +186,7 @@ def _write_weights(folder: Path, weights: Weights, writes: bool) -> None:
 
 
 def _name_files(folder: Path, files: list[tuple[Path, list[str]]], total: int) -> None:
+    # One file needs no index, and has the name that loaders look for first.
     if len(files) == 1:
         files[0][0].rename(folder / "model.safetensors")
         return
@@ -214,7 +215,7 @@ class SafetensorsWriter:
     """One open file. Tensors are added in order; :meth:`close` writes the header that names them."""
 
     def __init__(self, path: Path) -> None:
-        """Open a file. This and every other method raise OSError where the disk refuses."""
+        """Open a file. This and every other method raise OSError if the disk refuses."""
         self.path = path
         self.num_bytes = 0
         self._header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -226,15 +227,12 @@ class SafetensorsWriter:
 
     @property
     def names(self) -> list[str]:
-        """The tensors written so far."""
         return [name for name in self._header if name != "__metadata__"]
 
     def has_room(self, name: str, tensor: Tensor) -> bool:
-        """Return whether the header has room for the name of one more tensor."""
         return self._header_bytes + len(json.dumps(self._entry(name, tensor))) < HEADER_BYTES - 2**10
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Write a whole tensor, from any device."""
         assert self.has_room(name, tensor), (self.path, name)
         entry = self._entry(name, tensor)
         self._write(tensor)
@@ -243,19 +241,17 @@ class SafetensorsWriter:
         self.num_bytes += tensor.nbytes
 
     def close(self) -> None:
-        """Write the header and close the file."""
         text = json.dumps(self._header).encode().ljust(HEADER_BYTES)
         assert len(text) == HEADER_BYTES, len(text)
+        # The header is padded to its reserved length with blanks, which the format allows.
         self._file.seek(0)
         self._file.write(HEADER_BYTES.to_bytes(8, "little") + text)
         self._file.close()
 
     def __enter__(self) -> SafetensorsWriter:
-        """Return the writer."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close the file, with its header if the body succeeded."""
         # An incomplete file gets no header, so that nothing takes it for a complete one.
         self.close() if kind is None else self._file.close()
 

@@ -157,7 +157,7 @@ LARGEST_SIZES = {
 
 
 def impossible_size(config: PretrainedConfig) -> tuple[str, str] | None:
-    """Return the first field of a config with an impossible size, and what is wrong with it; None if all are possible."""
+    """Return the first config field with an impossible size, and what is wrong with it; None if there is none."""
     for name, most in LARGEST_SIZES.items():
         value = getattr(config, name, None)
         whole = isinstance(value, int) and not isinstance(value, bool)
@@ -174,10 +174,9 @@ POLICY_KEY = "actor_rollout_ref.model"
 
 
 def refused(config: PretrainedConfig, source: str, reason: str, key: str = POLICY_KEY) -> ConfigError:
-    """Return the error for a model that cannot be trained.
+    """Build the error for a model that cannot be trained.
 
-    ``reason`` continues "models of type X ...". ``source`` is the folder of the config, and ``key`` the settings section of the
-    model.
+    ``reason`` continues "models of type X ...". ``source`` is the config's folder, ``key`` the model's settings section.
     """
     return ConfigError(
         f"{key}.path={source}: models of type {config.model_type} {reason}. Types that are tested: {', '.join(TESTED)}."
@@ -185,20 +184,20 @@ def refused(config: PretrainedConfig, source: str, reason: str, key: str = POLIC
 
 
 def one_line(error: Exception) -> str:
-    """Return the text of an error of another library, without its line breaks."""
     return " ".join(str(error).split())
 
 
 def unsupported(config: PretrainedConfig) -> str | None:
     """Return why packed rows or the chunked head would give wrong log-probs, as far as the config says; None if they would not.
 
-    The sentence continues "models of type X ...".
+    The text continues "models of type X ...".
     """
     text = config.get_text_config()
     others = sorted(set(layer_types(text)) - set(PACKED_LAYERS))
     family = _family(text)
-    known = (family.multiplied_by, family.divided_by, LOGIT_CAP if family.capped else None)
-    scales = [name for name in LOGIT_SCALES if getattr(text, name, None) not in (None, 1, 1.0) and name not in known]
+    handled = (family.multiplied_by, family.divided_by, LOGIT_CAP if family.capped else None)
+    scales = [name for name in LOGIT_SCALES if getattr(text, name, None) not in (None, 1, 1.0) and name not in handled]
+    # The order matters: the first reason is the one that a user reads.
     if config.is_encoder_decoder:
         return "have an encoder; only models with a decoder alone are supported"
     if others:
@@ -220,8 +219,9 @@ def unsupported(config: PretrainedConfig) -> str | None:
 
 
 def logit_shape(config: PretrainedConfig) -> tuple[float, float | None]:
-    """Return the factor of a model's logits, and the bound to which they are capped after it or None."""
+    """Return (factor of the logits, bound to which they are capped afterwards or None)."""
     family = _family(config)
+    # An unknown family has no factor: unsupported() has refused configs that would need one.
     factor: float = getattr(config, family.multiplied_by) if family.multiplied_by else 1.0
     if family.divided_by:
         factor /= getattr(config, family.divided_by)
@@ -229,12 +229,10 @@ def logit_shape(config: PretrainedConfig) -> tuple[float, float | None]:
 
 
 def _family(config: PretrainedConfig) -> Family:
-    """Return what is known of a config's type; of an unknown type nothing."""
     return next((family for family in FAMILIES if family.model_type == config.model_type), Family(config.model_type, ""))
 
 
 def layer_types(config: PretrainedConfig) -> list[str]:
-    """Return the kind of each layer from the config; an empty list where the config does not say."""
     for name in ("layer_types", "layers_block_type"):
         kinds = getattr(config, name, None)
         if kinds:
@@ -243,8 +241,8 @@ def layer_types(config: PretrainedConfig) -> list[str]:
 
 
 def window(config: PretrainedConfig) -> int | None:
-    """Return the sliding window of the model's attention in tokens, None where no layer slides."""
     size, layers = getattr(config, "sliding_window", None), layer_types(config)
+    # Some configs name a window that none of their layers uses.
     slides = "sliding_attention" in layers if layers else getattr(config, "use_sliding_window", True)
     return size if slides else None
 
@@ -257,7 +255,6 @@ SPECIAL = (
 
 
 def features(config: PretrainedConfig) -> tuple[str, ...]:
-    """Return what is special in the forward of a model: ``field=value``, as its config has them."""
     family = _family(config)
     fields = (*SPECIAL, *(name for name in (family.multiplied_by, family.divided_by) if name))
     found = {name: getattr(config, name, None) for name in fields}
@@ -273,7 +270,7 @@ def _rope_type(config: PretrainedConfig) -> Any:
 def check_lengths(config: PretrainedConfig, longest: int) -> None:
     """Refuse rows so long that the rotary frequencies of one row would depend on the other rows of its pack.
 
-    ``longest`` counts the tokens of the longest prompt and response together.
+    ``longest`` is the length of the longest prompt and response together.
 
     Raises:
         ConfigError: The rows are too long. The message names the kind of rotary embedding and the length it was trained for.

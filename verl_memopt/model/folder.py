@@ -27,10 +27,13 @@ NOT_FETCHED = ("consolidated*", "original/*", "*/*.safetensors")
 
 
 def resolve_folder(path: str, key: str, trust_remote_code: bool = False, of_model: bool = True) -> Path:
-    """Return the folder of a model in Hugging Face format. A hub id is downloaded once, or read from the local cache.
+    """Find the folder of a model in Hugging Face format. A hub id is downloaded once, or read from the local cache.
 
-    ``key`` is the setting, to name in errors. With ``trust_remote_code`` the repository's Python files are downloaded too.
-    ``of_model``: False = the folder may hold a tokenizer alone.
+    Args:
+        path: Folder or hub id.
+        key: The setting that errors name.
+        trust_remote_code: Also download the repository's Python files.
+        of_model: False = the folder may hold only a tokenizer.
 
     Raises:
         ConfigError: There is no such folder, it has no config.json, or the hub cannot provide it.
@@ -48,6 +51,7 @@ def resolve_folder(path: str, key: str, trust_remote_code: bool = False, of_mode
 def _from_hub(name: str, key: str, trust_remote_code: bool) -> Path:
     from huggingface_hub.errors import HfHubHTTPError
 
+    # Python files only for those who trust them.
     wanted = [*FETCHED, CODE] if trust_remote_code else list(FETCHED)
     try:
         return fetch(name, wanted, NOT_FETCHED)
@@ -63,15 +67,16 @@ ANSWER_SECONDS = 10.0
 
 
 def fetch(name: str, wanted: Sequence[str], unwanted: Sequence[str] = (), repo_type: str = "model") -> Path:
-    """Return the folder of a repository of the hub: downloaded once, else the copy in the local cache.
+    """Download a hub repository once, or find its copy in the local cache; return the folder.
 
     Raises:
-        OSError, HfHubHTTPError: The hub cannot give it, and the cache has no copy.
+        OSError, HfHubHTTPError: The hub cannot provide it, and the cache has no copy.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     reason = why_no_answer(name, repo_type, ANSWER_SECONDS)
+    # If the hub does not answer, the local cache is asked alone.
     download = partial(snapshot_download, name, repo_type=repo_type, local_files_only=reason is not None)
     try:
         return Path(download(allow_patterns=list(wanted), ignore_patterns=list(unwanted)))
@@ -82,7 +87,7 @@ def fetch(name: str, wanted: Sequence[str], unwanted: Sequence[str] = (), repo_t
 
 
 def why_no_answer(repo_id: str, repo_type: str, seconds: float = ANSWER_SECONDS, endpoint: str | None = None) -> str | None:
-    """Return why the hub cannot give a repository, or None when it answers that it has it.
+    """Return why the hub cannot provide a repository; None if it answers that it has it.
 
     A thread asks, and is abandoned after ``seconds``, because a name lookup or a silent proxy has no time limit of its own.
     ``endpoint``: None = HF_ENDPOINT, or the public hub.
@@ -100,6 +105,7 @@ def why_no_answer(repo_id: str, repo_type: str, seconds: float = ANSWER_SECONDS,
         except Exception as error:  # noqa: BLE001 - whatever fails, the hub did not say that it has the repository
             reasons[:] = [f"{type(error).__name__}: {error}".partition("\n")[0]]
 
+    # A daemon, so that a question that hangs does not keep the process alive.
     asking = Thread(target=ask, daemon=True)
     asking.start()
     asking.join(seconds)
@@ -107,7 +113,7 @@ def why_no_answer(repo_id: str, repo_type: str, seconds: float = ANSWER_SECONDS,
 
 
 def load_tokenizer(folder: Path, model: Model, trust_remote_code: bool = False) -> Any:
-    """Return the tokenizer of a folder, with ``model.custom_chat_template`` as its template if that is set.
+    """Load the tokenizer of a folder, with ``model.custom_chat_template`` if that is set.
 
     It may run code from its folder with ``trust_remote_code`` or ``model.trust_remote_code``.
 
@@ -125,7 +131,7 @@ def load_tokenizer(folder: Path, model: Model, trust_remote_code: bool = False) 
 
 
 def existing_tokenizer(folder: Path, key: str, trusted: bool, way_out: str) -> Any:
-    """Return the tokenizer of a folder as it is. As :func:`read_tokenizer`, which finds an empty one in a folder without any."""
+    """As :func:`read_tokenizer`, but refuse a folder without tokenizer files, which would give an empty tokenizer."""
     # Transformers returns an empty tokenizer for a folder without one, so look for the files first.
     if not any((folder / name).is_file() for name in TOKENIZER_FILES) and not (trusted and _has_tokenizer_code(folder)):
         raise ConfigError(f"{key}: it has no tokenizer ({', '.join(TOKENIZER_FILES)}). {way_out}")
@@ -135,7 +141,6 @@ def existing_tokenizer(folder: Path, key: str, trusted: bool, way_out: str) -> A
 def read_tokenizer(
     folder: Path, key: str, trust_remote_code: bool, way_out: str = "Add tokenizer files or set model.tokenizer_path."
 ) -> Any:
-    """Return the tokenizer of a folder as it is."""
     from transformers import AutoTokenizer
 
     try:
@@ -145,12 +150,12 @@ def read_tokenizer(
 
 
 def check_vocabulary(tokenizer: Any, rows: int, source: str) -> None:
-    """Refuse a tokenizer with tokens for which a model has no embedding.
+    """Refuse a tokenizer with tokens beyond the ``rows`` of a model's embedding.
 
-    ``rows`` are those of the model's embedding. ``source`` is ``key=value`` of the setting that named the model.
+    ``source`` is ``key=value`` of the setting that named the model.
 
     Raises:
-        ConfigError: The tokenizer has tokens without a row. The message names both numbers and the first such token.
+        ConfigError: The message names both numbers and the first token without a row.
     """
     tokens = tokenizer.get_vocab()
     beyond = sorted((number, token) for token, number in tokens.items() if number >= rows)
@@ -163,7 +168,7 @@ def check_vocabulary(tokenizer: Any, rows: int, source: str) -> None:
 
 
 def files_of_index(index: Path) -> set[str]:
-    """Return the names of the files that an index of weights (``model.safetensors.index.json``) lists.
+    """Return the file names in an index of weights (``model.safetensors.index.json``).
 
     A file may be a link, as in the hub's cache; its name may not lead out of the folder.
 
@@ -187,13 +192,12 @@ def files_of_index(index: Path) -> set[str]:
 
 
 def _has_tokenizer_code(folder: Path) -> bool:
-    """Return whether the folder's own code builds its tokenizer, from files of any name."""
+    # Whether the folder's own code builds its tokenizer, from files of any name.
     path = folder / "tokenizer_config.json"
     return path.is_file() and '"auto_map"' in path.read_text(errors="replace")
 
 
 def end_tokens(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """Return the ids that end a response: those of generation_config.json, and the tokenizer's own."""
     path = folder / "generation_config.json"
     try:
         listed = dict(json.loads(path.read_text())).get("eos_token_id") if path.is_file() else None
@@ -204,4 +208,5 @@ def end_tokens(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     for number in ids:
         if not isinstance(number, int) or number < 0:
             raise ConfigError(f"{path}: eos_token_id={listed}: {number!r} is no token id. Mend the file, or remove it.")
+    # Both: many chat models end a turn with another token than a text.
     return tuple(sorted({*ids, tokenizer.eos_token_id}))

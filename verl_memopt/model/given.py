@@ -13,12 +13,12 @@ _WRAPPED = ".base_layer"
 
 
 def write_model(model: Any, tokenizer: Any, inputs: Path) -> dict[str, Any]:
-    """Return the settings of a model and its tokenizer, by key. Objects are written into folders of ``inputs``.
+    """Return the settings (by key) of a model and its tokenizer. Objects are written into folders of ``inputs``.
 
     Args:
-        model: Folder or hub id, a model of transformers, or one of peft with LoRA adapters.
+        model: Folder, hub id, a transformers model, or a peft model with LoRA adapters.
         tokenizer: Folder, hub id or object. None = that of the model's folder.
-        inputs: Folder of what came from Python.
+        inputs: Folder for inputs that came from Python.
 
     Raises:
         ConfigError: It is no model, or it cannot be written as one that a run starts from.
@@ -50,7 +50,6 @@ def write_model(model: Any, tokenizer: Any, inputs: Path) -> dict[str, Any]:
 
 
 def is_adapted(model: Any) -> bool:
-    """Return whether a model is one of peft."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
@@ -75,7 +74,6 @@ def write_classifier(model: Any, tokenizer: Any, folder: Path) -> str:
 
 
 def _tokenizer_beside(tokenizer: Any, inputs: Path) -> dict[str, Any]:
-    """Return the setting of a tokenizer that is not the one of the model's folder."""
     if tokenizer is None:
         return {}
     if isinstance(tokenizer, str | Path):
@@ -95,7 +93,6 @@ def _loaded_tokenizer(tokenizer: Any, source: str) -> Any:
 
 
 def _write_adapters(model: Any, folder: Path) -> dict[str, Any]:
-    """Write the adapters of a peft model, and return the setting that starts from them."""
     names = list(model.peft_config)
     config = model.peft_config[names[0]]
     kind = str(getattr(config.peft_type, "value", config.peft_type))

@@ -29,18 +29,18 @@ from verl_memopt.model.packing import Pack, PrefixLayout
 
 
 class PackedModel(nn.Module):
-    """A Hugging Face causal LM over packed rows. A subclass owns the head, and its ``forward`` says what the head reads.
+    """A Hugging Face causal LM over packed rows. Subclasses own the head, and their ``forward`` says what it reads.
 
-    :class:`Decoder` computes a decoder of the Llama family and takes over its submodules. Transformers computes any other.
+    :class:`Decoder` replaces a decoder of the Llama family and takes over its submodules. Transformers computes all others.
 
     Attributes:
-        lm: The model of transformers, whose decoder computes the states.
+        lm: The transformers model whose decoder computes the states.
         supports_prefix_kv: Answers may use the prefix KV of an earlier forward.
         stays_on_host: Its shards never leave the host.
-        streams: Its blocks come from the host in each pass, if it is frozen.
-        stream: What brings them, once it is allocated; None where it does not stream.
-        sequence: The ranks that share the tokens of a micro-batch; None where each rank has micro-batches of its own.
-        rows: This rank's rows of weights that lie whole on each of several ranks; None where FSDP2 shards, or nothing does.
+        streams: A frozen model whose blocks come from the host in each pass.
+        stream: What brings them, once allocated; None if it does not stream.
+        sequence: The ranks that share a micro-batch's tokens; None if each rank has micro-batches of its own.
+        rows: This rank's rows of weights that lie whole on each of several ranks; None if FSDP2 shards, or nothing does.
         masters: dtype in which its parameters rest.
         compute: dtype in which it computes.
     """
@@ -54,9 +54,7 @@ class PackedModel(nn.Module):
     masters = compute = torch.float32
 
     def __init__(self, lm: PreTrainedModel, blocks: Sequence[BlockOptions] | None = None, key: str = POLICY_KEY) -> None:
-        """Take over a model.
-
-        ``blocks`` say what each block does to hold less memory, only in the Llama family; None for nothing.
+        """Take over a model. ``blocks`` has each block's memory options (Llama family only); None = the defaults.
 
         Raises:
             ConfigError: The model has no list of decoder blocks.
@@ -65,6 +63,7 @@ class PackedModel(nn.Module):
         if not isinstance(getattr(lm.get_decoder(), "layers", None), nn.ModuleList):
             reason = f"do not keep their decoder blocks in a list named layers ({type(lm.get_decoder()).__name__})"
             raise refused(lm.config, str(lm.config.name_or_path), reason, key)
+        # Before the decoder takes over its submodules, so that it gets the new embedding.
         embedding = lm.get_input_embeddings()
         if is_plain(embedding):
             lm.set_input_embeddings(TrainedEmbedding(embedding))
@@ -77,32 +76,28 @@ class PackedModel(nn.Module):
 
     @property
     def head(self) -> Any:
-        """The module that reads the states. A subclass names its own."""
         raise NotImplementedError
 
     @property
     def tied(self) -> bool:
-        """Whether head and embedding are one tensor."""
         return self.head.weight is self.embedding_weight
 
     @property
     def embedding_weight(self) -> Tensor:
-        """Weight of the token embedding, [V, H]."""
+        # [V, H].
         embedding: Any = self.lm.get_input_embeddings()
         return embedding.weight
 
     @property
     def decoder(self) -> nn.Module:
-        """The embedding, the blocks and the final norm."""
         return self.lm.get_decoder()
 
     def blocks(self) -> list[nn.Module]:
-        """Return the decoder blocks in order."""
         layers: Any = self.decoder.layers
         return list(layers)
 
     def read(self, pack: Pack, head: Callable[[Pack, Tensor | None], tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:
-        """Return tensors fp32 [R] of what a head computes for each of the pack's targets, on every rank that shares the pack.
+        """Return fp32 [R] tensors, one value for each of the pack's targets, on every rank that shares the pack.
 
         ``head`` gets the pack, or this rank's share of it and the places of the share's targets among all, int64 [r]. It returns
         tensors fp32 [r], or None, which stays None.
@@ -110,24 +105,23 @@ class PackedModel(nn.Module):
         if self.sequence is None:
             return head(pack, None)
         (share, places), count, group = pack.share(self.sequence), pack.targets.shape[0], self.sequence
-        return tuple(None if one is None else of_all_ranks(one, places, count, group) for one in head(share, places))
+        return tuple(None if values is None else of_all_ranks(values, places, count, group) for values in head(share, places))
 
     def predicting_states(self, pack: Pack, prefix: PrefixKV | None) -> Tensor:
-        """Return the normed states [R, h] that predict the pack's targets.
-
-        ``prefix`` is the prefix KV for a pack of ``pack_suffixes``.
-        """
+        """Normed states [R, h] that predict the pack's targets. ``prefix``: the prefix KV for a pack of ``pack_suffixes``."""
         decoder = self.decoder
         if not isinstance(decoder, Decoder):
             return states_of_pack(decoder, pack).index_select(0, pack.predicts)
+        # Without pruning every state exists, and the places are those of the whole pack.
         needed = pack.last_block if decoder.prunes else None
         hidden = decoder(pack.input_ids, pack.position_ids, pack.layout, None if needed is None else needed.layout, prefix)
         if prefix is not None:
+            # The prompt's last token predicts the first token of each answer, and is not in this pack.
             hidden = prefix.prepend_state(hidden)
         return decoder.normed_rows(hidden, pack.predicts if needed is None else needed.predicts)
 
     def unpacked_states(self, row: Pack) -> Tensor:
-        """Return the normed states [R, h] that predict the targets of a row alone, in eager attention, for comparisons."""
+        """Normed states [R, h] that predict the targets of one row alone, by eager attention, for comparisons."""
         assert row.num_rows == 1, row.num_rows
         decoder = self.decoder
         if not isinstance(decoder, Decoder):
@@ -137,10 +131,9 @@ class PackedModel(nn.Module):
         return decoder.normed_rows(hidden, row.predicts)
 
     def recorded(self, prompt: Pack, recorder: PrefixRecorder) -> tuple[Tensor, ...]:
-        """Return the state [1, h] of a prompt's last token, then the outputs of the recorder.
+        """Return the state [1, h] of a prompt's last token, then the recorder's outputs.
 
-        The result is a flat tuple, so FSDP2 sees the tensors from which backward will start. ``prompt`` is a pack of
-        ``pack_prompt``.
+        A flat tuple, so that FSDP2 sees the tensors from which backward will start. ``prompt`` is a pack of ``pack_prompt``.
         """
         decoder = self.decoder
         needed = prompt.last_block.layout if decoder.prunes and prompt.last_block is not None else None
@@ -157,16 +150,13 @@ class PackedModel(nn.Module):
             self.rows.rest()
 
     def computing(self) -> AbstractContextManager[None]:
-        """Return a context for the forwards and backwards of an optimizer step."""
         return nullcontext() if self.rows is None else self.rows.computing()
 
     def end_backward(self) -> None:
-        """Reduce the gradients that wait for it, at the end of each backward."""
         if self.rows is not None:
             self.rows.end_backward()
 
     def compute_prefix(self, prompt: Pack) -> PrefixKV:
-        """Compute the prefix KV of a prompt, for the answers in later micro-batches."""
         recorder: Prefix = PrefixRecorder()
         state, *outputs = self(prompt, prefix_kv=recorder)
         return PrefixKV(state, outputs)
@@ -179,7 +169,6 @@ class PackedModel(nn.Module):
 
 
 def states_of_pack(decoder: nn.Module, pack: Pack) -> Tensor:
-    """Return the normed states [T, h] of a pack's tokens."""
     split = pack.layout.split
     positions = pack.position_ids if split is None else pack.position_ids[:, split.own]
     output: Any = decoder(input_ids=pack.input_ids, position_ids=positions, use_cache=False, prefix_layout=pack.layout)
@@ -187,7 +176,7 @@ def states_of_pack(decoder: nn.Module, pack: Pack) -> Tensor:
 
 
 def logits_of_row(lm: nn.Module, pack: Pack) -> Tensor:
-    """Return the logits [T, V] of a pack of one row, by transformers' own forward and eager attention."""
+    """Logits [T, V] of a pack of one row, by transformers' own forward and eager attention."""
     return _own_output(lm, pack).logits[0]
 
 
@@ -198,7 +187,7 @@ def _own_output(module: nn.Module, pack: Pack) -> Any:
 
 @contextmanager
 def own_attention(lm: nn.Module) -> Iterator[None]:
-    """Let a model use transformers' eager attention inside the body."""
+    # Submodules may have configs of their own; each kernel name is restored afterwards.
     configs = {
         id(config): config for module in lm.modules() if isinstance(config := getattr(module, "config", None), PretrainedConfig)
     }
@@ -213,8 +202,7 @@ def own_attention(lm: nn.Module) -> Iterator[None]:
 
 
 def _registered(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
-    """Return a kernel in the form that transformers calls."""
-
+    # Wrap a kernel in the signature that transformers calls.
     def packed(
         module: Any,
         query: Tensor,
@@ -236,7 +224,7 @@ def _registered(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
 
 
 def register_kernels() -> None:
-    """Register the kernels with transformers under their own names. Call this before building a model with one."""
+    """Register the kernels with transformers. Call this before building a model that uses one."""
     for name, attend in KERNELS.items():
         AttentionInterface.register(name, _registered(attend))
 
@@ -247,7 +235,7 @@ def register_kernels() -> None:
 class LogProbHead(nn.Module):
     """The LM head. Its forward returns log-probs instead of logits.
 
-    The product runs inside this module's forward, so FSDP2 gathers a head that is a sharding unit of its own.
+    The product runs inside this module's forward, so that FSDP2 gathers a head that is a sharding unit of its own.
     """
 
     def __init__(
@@ -260,8 +248,8 @@ class LogProbHead(nn.Module):
     ) -> None:
         """Take over the weight and bias of a linear head.
 
-        ``chunk_tokens`` counts response tokens per chunk, 0 = all; ``vocab_tile`` vocabulary entries per tile of a chunk, 0 =
-        where they are free. ``shape`` is as :func:`verl_memopt.model.families.logit_shape` returns it.
+        ``chunk_tokens``: response tokens per chunk, 0 = all. ``vocab_tile``: vocabulary entries per tile of a chunk, 0 = tile
+        where that is free. ``shape``: see :func:`verl_memopt.model.families.logit_shape`.
         """
         super().__init__()
         self.scale, self.cap = shape
@@ -280,10 +268,10 @@ class LogProbHead(nn.Module):
         token_gradient: TokenGradient | None = None,
         statistics: TokenStatistics | None = None,
     ) -> Any:
-        """Return log-probs and entropies, fp32 [R] each, the latter or None.
+        """Return log-probs and entropies (or None) of hidden states [R, h], fp32 [R] each.
 
-        For hidden states [R, h]. Without ``targets`` it returns the product [..., V], which transformers scales and caps itself.
-        ``statistics`` is filled, in a pass without gradients. The others are as in :meth:`PolicyModel.forward`.
+        Without ``targets`` it returns the product [..., V], which transformers scales and caps itself. ``statistics`` is filled
+        in a pass without gradients. Other arguments are as in :meth:`PolicyModel.forward`.
         """
         if targets is None:
             return linear(hidden, self.weight, self.bias)
@@ -307,9 +295,7 @@ class PolicyModel(PackedModel):
         vocab_tile: int = 0,
         blocks: Sequence[BlockOptions] | None = None,
     ) -> None:
-        """Take over a model.
-
-        Arguments are as in :class:`LogProbHead` and :class:`PackedModel`.
+        """Arguments are as in :class:`LogProbHead` and :class:`PackedModel`.
 
         Raises:
             ConfigError: The model has no list of decoder blocks, or its head is no plain linear layer.
@@ -319,11 +305,11 @@ class PolicyModel(PackedModel):
         if not isinstance(head, nn.Linear):
             reason = f"have a head of class {type(head).__name__}, not a linear layer"
             raise refused(lm.config, str(lm.config.name_or_path), reason)
+        # Put into the Hugging Face model, so that names, ties and transformers' own forward find it.
         lm.set_output_embeddings(LogProbHead(head, chunk_tokens, compiled, vocab_tile, logit_shape(lm.config)))
 
     @property
     def head(self) -> Any:
-        """The LM head, a :class:`LogProbHead`."""
         return self.lm.get_output_embeddings()
 
     def forward(
@@ -342,9 +328,9 @@ class PolicyModel(PackedModel):
             pack: The tokens of a micro-batch, and its targets.
             temperature: Temperature of the log-probs.
             with_entropy: Compute entropies too.
-            token_gradient: Gives the gradient of each log-prob before backward, so the head computes its own in forward.
-            prefix_kv: The prefix KV for a pack of ``pack_suffixes``; or a recorder for one of ``pack_prompt``, which returns what
-                :meth:`PackedModel.recorded` returns instead.
+            token_gradient: Gives each log-prob's gradient before backward, so that the head computes its own in the forward.
+            prefix_kv: The prefix KV for a pack of ``pack_suffixes``; or a recorder for one of ``pack_prompt``, whose result is
+                that of :meth:`PackedModel.recorded`.
             unpacked: Compute a pack of one row with eager attention and whole logits, for comparisons.
             statistics: As in :class:`LogProbHead`.
         """
@@ -358,13 +344,13 @@ class PolicyModel(PackedModel):
             log_probs, entropy = self.head(states, own.targets, temperature, with_entropy, gradient, statistics)
             return log_probs, entropy, *(() if statistics is None else statistics.values.values())
 
+        # Every rank of a sequence group gets the values of all targets, and computes the same loss.
         log_probs, entropy, *further = self.read(pack, head)
         if statistics is not None:
             statistics.values = {name: value for name, value in zip(statistics.values, further, strict=True) if value is not None}
         return log_probs, entropy
 
     def _unpacked(self, row: Pack, temperature: float) -> tuple[Tensor, None]:
-        """Return the log-probs of a row alone, in eager attention and from whole logits."""
         if isinstance(self.decoder, Decoder):
             logits = self.head(self.unpacked_states(row))
         else:
@@ -373,7 +359,7 @@ class PolicyModel(PackedModel):
 
 
 def _at_places(token_gradient: TokenGradient | None, places: Tensor | None) -> TokenGradient | None:
-    """Return the function of a pack's targets as one of those at some places, int64; None stays what it is."""
+    # Restrict a function of a pack's targets to those at some places, int64; None stays None.
     if token_gradient is None or places is None:
         return token_gradient
     return lambda rows, log_probs, entropy: token_gradient(places[rows], log_probs, entropy)
@@ -389,7 +375,6 @@ DTYPES = {
 
 
 def dtype_of(name: str, key: str) -> torch.dtype:
-    """Return the torch dtype for a setting's spelling."""
     if name not in DTYPES:
         raise ConfigError(f"{key}={name}: unknown dtype. Use one of {', '.join(DTYPES)}.")
     return DTYPES[name]

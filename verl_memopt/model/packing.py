@@ -20,7 +20,7 @@ from verl_memopt.memory.token_packing import skipped_if_many
 
 @dataclass(frozen=True)
 class LastBlockQueries:
-    """The Q tokens whose output of the last block is used: those from the last token of each prompt on.
+    """The Q tokens whose output of the last block is used: from the last token of each prompt on.
 
     Attributes:
         layout: These tokens as queries; all tokens of the pack are keys.
@@ -59,22 +59,19 @@ class Pack:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows, those without a response included."""
         return int(self.row_lengths.shape[0])
 
     def to(self, device: torch.device) -> Pack:
-        """Return the pack on a device. The copies do not block the host."""
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Pack:
-        """Return the same pack with ``change`` applied to each tensor."""
         changed: dict[str, Any] = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
         last = self.last_block
         last = None if last is None else LastBlockQueries(last.layout.map(change), change(last.predicts))
         return replace(self, layout=self.layout.map(change), last_block=last, **changed)
 
     def with_targets(self, places: Tensor) -> Pack:
-        """Return a pack that computes the log-probs of some of the targets only. Its tokens stay the same.
+        """Return a pack with the same tokens that computes the log-probs of only some targets.
 
         ``places``: int64 on the host, the places of the targets to keep, ascending.
         """
@@ -111,25 +108,22 @@ class Pack:
         last = self.last_block
         found, among = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
         if last is not None:
+            # A rank's queries are those among its own tokens.
             borders = np.searchsorted(last.layout.query_places, np.cumsum([0, *sizes]))
             found = last.layout.query_places[borders[group.rank] : borders[group.rank + 1]]
             among = np.searchsorted(found, at)
-        sent = sent_together([_host(one) for one in (own, at - first, found - first, among)], device)
+        sent = sent_together([_host(array) for array in (own, at - first, found - first, among)], device)
         places, predicts, queries, among_queries = sent
         share = self._with_targets(at - first, places)
         if last is not None:
             rows = Rows(queries, found - first)
-            of_last = TokenSplit(group, sizes, tuple(np.diff(borders).tolist()), rows)
-            last = LastBlockQueries(replace(last.layout, split=of_last), among_queries)
+            last_split = TokenSplit(group, sizes, tuple(np.diff(borders).tolist()), rows)
+            last = LastBlockQueries(replace(last.layout, split=last_split), among_queries)
         share = replace(share, input_ids=self.input_ids[:, split.own], layout=replace(self.layout, split=split), last_block=last)
         return replace(share, predicts=predicts), places
 
 
 def pack_rows(prompts: Tensor, prompt_sizes: Sequence[int], responses: Tensor, response_sizes: Sequence[int]) -> Pack:
-    """Pack rows, each with its own prompt.
-
-    Arguments are as in :func:`pack_groups`.
-    """
     return pack_groups(prompts, prompt_sizes, responses, response_sizes, range(len(response_sizes)))
 
 
@@ -139,9 +133,9 @@ def pack_groups(
     """Pack rows so that the rows of one group share their prompt.
 
     ``predicts``, ``targets`` and ``row`` keep the order of the rows. Three things are left out: the last token of a response,
-    which predicts nothing; a row with an empty response; the prompt of a group whose responses are all empty. Where nothing is
-    left, the pack has one placeholder token, so that ranks in step still run the same collectives. No shape depends on the values
-    of tokens, so fake tensors work.
+    which predicts nothing; a row with an empty response; the prompt of a group whose responses are all empty. If nothing is left,
+    the pack has one placeholder token, so that ranks in step still run the same collectives. No shape depends on the values of
+    tokens, so fake tensors work.
 
     Args:
         prompts: int64, the prompts of all rows, one after another. The first row of a group provides the prompt that is packed.
@@ -172,22 +166,27 @@ def pack_groups(
         skipped.append(prefix - 1)
         pieces.append((prompt_start[rows[0]], prefix, 0))
         token += prefix
+        # One past the prompt's last token, which predicts the first token of each answer.
         prompt_end[rows] = token
         for row in rows:
             pieces.append((response_start[row], r[row] - 1, prefix))
             suffix_start[row] = token
+            # The last token of an answer predicts nothing, so it is not in the pack.
             token += int(r[row]) - 1
     first, sizes, positions = np.array(pieces, dtype=np.int64).T
+    # One gather for the whole pack, whatever the number of rows.
     tokens = torch.cat([prompts, responses])[_host(ranges(first, sizes))]
     layout, predicts = PrefixLayout.of(tuple(prefix_groups)), _predicts(prompt_end - 1, suffix_start, r)
     pack = _pack(tokens, ranges(positions, sizes), layout, predicts, responses, r)
+    # Pruning copies the remaining rows, which costs more than it saves where few are skipped.
     if not skipped_if_many(sum(skipped), token):
         return pack
+    # Beside the whole layout, which all blocks but the last use.
     return replace(pack, last_block=_last_block(last_block_groups, skipped, predicts))
 
 
 def pack_prompt(prompt: Tensor) -> Pack:
-    """Pack a prompt alone, int64 [P], to compute its prefix KV and the state of its last token. It has no targets."""
+    """Pack a prompt alone, int64 [P], to compute its prefix KV and its last token's state. It has no targets."""
     none = prompt.new_zeros(0)
     # pack_rows leaves out a prompt without a response. A response of one token keeps it in and adds no token to the pack.
     pack = pack_rows(prompt, [len(prompt)], prompt[:1], [1])
@@ -197,9 +196,10 @@ def pack_prompt(prompt: Tensor) -> Pack:
 def pack_suffixes(prompt_size: int, responses: Tensor, response_sizes: Sequence[int]) -> Pack:
     """Pack the answers to a prompt whose keys and values are computed elsewhere.
 
-    ``predicts`` counts the state of the prompt's last token as the first; the rest is as in :func:`pack_groups`.
+    ``predicts`` counts the state of the prompt's last token as the first. Otherwise as :func:`pack_groups`.
     """
     r = np.asarray(response_sizes, dtype=np.int64)
+    # Tokens that are computed: all of an answer but its last.
     own = np.maximum(r - 1, 0)
     start = np.cumsum(own) - own
     tokens = responses[_host(ranges(np.cumsum(r) - r, own))]
@@ -209,7 +209,7 @@ def pack_suffixes(prompt_size: int, responses: Tensor, response_sizes: Sequence[
 
 
 def _predicts(prompt_end: np.ndarray, suffix_start: np.ndarray, r: np.ndarray) -> np.ndarray:
-    """Return the place that predicts each response token, from two places and the response tokens of each row."""
+    # For each response token, the place of the token that predicts it.
     present = r > 0
     # Two predictors a response: its first token is predicted by the prompt's last token, the others by the answer itself.
     predictors = np.stack([prompt_end[present], suffix_start[present]], axis=1).reshape(-1)
@@ -220,6 +220,7 @@ def _predicts(prompt_end: np.ndarray, suffix_start: np.ndarray, r: np.ndarray) -
 def _pack(
     tokens: Tensor, positions: np.ndarray, layout: PrefixLayout, predicts: np.ndarray, targets: Tensor, r: np.ndarray
 ) -> Pack:
+    # All index tensors are built by numpy on the host: nothing here waits for a device.
     rows = np.repeat(np.arange(len(r)), r)
     return Pack(tokens[None], _host(positions)[None], layout, _host(predicts), targets, _host(rows), _host(r), predicts)
 
@@ -231,7 +232,7 @@ def _last_block(groups: Sequence[PrefixGroup], skipped: Sequence[int], predicts:
 
 
 def _members(groups: Sequence[int], response_sizes: np.ndarray) -> list[list[int]]:
-    """Return the rows of each group that have a response. Groups are in the order of their first such row."""
+    # Rows of each group that have a response, groups in the order of their first such row.
     members: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
         if response_sizes[row] > 0:
@@ -247,6 +248,7 @@ def _prefix_group(prefix: int, suffixes: list[int]) -> PrefixGroup:
 
 def _nothing(responses: Tensor, num_rows: int) -> Pack:
     zero, none = np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    # A pack without tokens would skip collectives that other ranks wait in.
     return _pack(_host(zero), zero, PrefixLayout.of(((1, ()),)), none, responses, np.zeros(num_rows, dtype=np.int64))
 
 
@@ -255,7 +257,7 @@ def _host(values: np.ndarray) -> Tensor:
 
 
 def ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Return the integers from each start on, as many as its size, one range after another: int64 [sum of sizes]."""
+    """Concatenate integer ranges, each ``size`` long from its ``start``: int64 [sum of sizes]."""
     before = np.cumsum(sizes) - sizes
     return np.repeat(starts - before, sizes) + np.arange(sizes.sum())
 
@@ -273,7 +275,7 @@ PrefixGroup: TypeAlias = tuple[int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring segments of one length: where the first begins, how many there are, and the tokens of each."""
+    """``count`` neighbouring segments of ``length`` tokens each, the first at ``start``."""
 
     start: int
     count: int
@@ -284,7 +286,7 @@ class Run:
 class PrefixSpan:
     """One call of the prefix pass: contiguous queries that each see contiguous keys whole.
 
-    Places among the queries differ from places among the keys where tokens are skipped.
+    Places among queries and keys differ if tokens are skipped.
     """
 
     keys: Run
@@ -296,15 +298,15 @@ class PrefixLayout:
     """The groups of a pack on the host, and the index tensors of its attention kernels on the device.
 
     Attributes:
-        groups: Lengths of the queries of each group. The prefix may have length 0 where tokens of it are skipped.
+        groups: Query lengths of each group. A prefix may have length 0 if tokens of it are skipped.
         skipped: For each group, the number of prefix tokens before its queries. They are keys only.
         cu_seqlens: int32 [segments + 1], the first query of each segment, then the number of queries.
         prefix_index_q: int64, the queries of all prefix spans, in order.
         prefix_index_k: int64, the keys of all prefix spans, in order.
         prefix_cu_seqlens_q: int32 [spans + 1], where the queries of each span begin in ``prefix_index_q``.
         prefix_cu_seqlens_k: int32 [spans + 1], where the keys of each span begin in ``prefix_index_k``.
-        query_index: int64, the places of the queries among the keys; None where every key is also a query.
-        split: How the ranks of a sequence-parallel group share the tokens; None where this rank computes them all.
+        query_index: int64, the places of the queries among the keys; None = every key is also a query.
+        split: How the ranks of a sequence-parallel group share the tokens; None = this rank computes them all.
     """
 
     groups: tuple[PrefixGroup, ...]
@@ -319,9 +321,9 @@ class PrefixLayout:
 
     @classmethod
     def of(cls, groups: tuple[PrefixGroup, ...], skipped: tuple[int, ...] | None = None) -> PrefixLayout:
-        """Build the layout of some groups on the CPU.
+        """Build the layout of some groups, on the CPU.
 
-        ``skipped`` counts, for each group, the tokens before its queries that are keys only; None for none.
+        ``skipped``: for each group, the tokens before its queries that are keys only; None = none.
         """
         num_skipped = (0,) * len(groups) if skipped is None else skipped
         spans = tuple(prefix_spans(groups, num_skipped))
@@ -330,6 +332,7 @@ class PrefixLayout:
         return cls(
             groups,
             num_skipped,
+            # Tensors are built on the host; the whole pack is then sent at once.
             cu_seqlens=_cumulative(segments(groups)),
             prefix_index_q=_host(_places(queries)),
             prefix_index_k=_host(_places(keys)),
@@ -339,20 +342,19 @@ class PrefixLayout:
         )
 
     def map(self, change: Callable[[Tensor], Tensor]) -> PrefixLayout:
-        """Return the same layout with ``change`` applied to each tensor."""
         changed: dict[str, Any] = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **changed)
 
     def at_queries(self, *tensors: Any) -> tuple[Any, ...]:
-        """Return the rows of the queries from tensors of all keys, or the tensors themselves where every key is a query."""
+        """Select the query rows of tensors over all keys; the tensors themselves if every key is a query."""
         if self.query_index is None:
             return tensors
-        return tuple(None if one is None else one[self.query_index] for one in tensors)
+        return tuple(None if tensor is None else tensor[self.query_index] for tensor in tensors)
 
     def at_keys(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Return a tensor of the queries as one of all keys, with zeros for the skipped tokens.
+        """Scatter a tensor of the queries [Q, ...] to all keys, with zeros for skipped tokens.
 
-        ``tensor`` is [Q, ...]. The result has shape and dtype of ``like``, [T, ...].
+        The result has the shape and dtype of ``like``, [T, ...].
         """
         if self.query_index is None:
             return tensor
@@ -360,12 +362,11 @@ class PrefixLayout:
 
     @cached_property
     def segments(self) -> tuple[int, ...]:
-        """Number of queries of every prefix and suffix, in order."""
         return tuple(segments(self.groups))
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
-        """The segments, with neighbours of equal length together."""
+        # Equal neighbours are one rectangle for a kernel that wants one length.
         runs: list[Run] = []
         start = 0
         for length, same in groupby(self.segments):
@@ -375,12 +376,12 @@ class PrefixLayout:
 
     @cached_property
     def prefix_spans(self) -> tuple[PrefixSpan, ...]:
-        """The calls of the prefix pass: queries that see more than their own segment, and what they see."""
+        """Calls of the prefix pass: queries that see more than their own segment, and what they see."""
         return tuple(prefix_spans(self.groups, self.skipped))
 
     @cached_property
     def prefix_slices(self) -> tuple[slice, slice] | None:
-        """The queries and keys of all prefix spans as slices; None where they are not two unbroken stretches."""
+        """Queries and keys of the prefix pass as two slices; None if there is not exactly one span."""
         if len(self.prefix_spans) != 1:
             return None
         (span,) = self.prefix_spans
@@ -389,30 +390,28 @@ class PrefixLayout:
 
     @cached_property
     def plans(self) -> dict[int, Any]:
-        """The calls that attention has made of this layout, by the rows of a call."""
         return {}
 
     @property
     def own_queries(self) -> Rows | None:
-        """The queries among the tokens that this rank computes; None where each of them is a query."""
+        """The queries among this rank's tokens; None if every token is a query."""
         if self.split is not None:
             return self.split.rows
         return None if self.query_index is None else Rows(self.query_index, self.query_places)
 
     @cached_property
     def query_places(self) -> np.ndarray:
-        """The places of the queries among the keys, int64 [Q] on the host."""
+        """Places of the queries among the keys, int64 [Q] on the host."""
         return _places(_query_runs(self.groups, self.skipped))
 
     @cached_property
     def tokens(self) -> tuple[int, ...]:
-        """Number of tokens of each group, skipped ones included."""
+        """Tokens of each group, skipped ones included."""
         pairs = zip(self.skipped, self.groups, strict=True)
         return tuple(skipped + prefix + sum(suffixes) for skipped, (prefix, suffixes) in pairs)
 
 
 def segments(groups: tuple[PrefixGroup, ...]) -> Iterator[int]:
-    """Yield the number of tokens of every prefix and suffix, in order."""
     for prefix, suffixes in groups:
         if prefix:
             yield prefix
@@ -422,8 +421,8 @@ def segments(groups: tuple[PrefixGroup, ...]) -> Iterator[int]:
 def prefix_spans(groups: tuple[PrefixGroup, ...], skipped: tuple[int, ...]) -> Iterator[PrefixSpan]:
     """Yield what the prefix pass computes, in order.
 
-    For each group these are the queries of its prefix over its skipped tokens, if it has both, and the queries of all its
-    suffixes over its whole prefix.
+    For each group: the queries of its prefix over its skipped tokens, if it has both, and the queries of all its suffixes over
+    its whole prefix.
     """
     query = key = 0
     for before, (prefix, suffixes) in zip(skipped, groups, strict=True):
@@ -436,7 +435,6 @@ def prefix_spans(groups: tuple[PrefixGroup, ...], skipped: tuple[int, ...]) -> I
 
 
 def _query_runs(groups: tuple[PrefixGroup, ...], skipped: tuple[int, ...]) -> Iterator[Run]:
-    """Yield, for each group, the places of its queries among the keys."""
     key = 0
     for before, (prefix, suffixes) in zip(skipped, groups, strict=True):
         yield Run(key + before, 1, prefix + sum(suffixes))

@@ -73,7 +73,7 @@ ROUNDINGS = {torch.float32: 400, torch.bfloat16: 40, torch.float16: 40}
 
 
 def packing_bound(dtype: torch.dtype, layers: int) -> float:
-    """Return the largest mean difference in nats between a row's log-probs in a pack and alone, which sum in another order.
+    """Return the largest acceptable mean difference in nats between a row's log-probs in a pack and alone (other order of sums).
 
     Measured with random weights (standard deviations of 0.02 and 0.06): over all tested types with 4 blocks at most 2.7e-6 in
     fp32 and 6.5e-3 in bfloat16. With 64 blocks Qwen3 and Llama differ by 0.5 to 1.7 times as much as with 2 in fp32, and by 1.7
@@ -99,14 +99,16 @@ class RowDifferences:
 
 
 def row_differences(packed_model: PackedModel, device: torch.device, prompt_groups: Sequence[int]) -> RowDifferences:
-    """Return how far packing changes one row, by three forwards of fewer than a hundred random tokens.
+    """Measure how far packing changes one row, by three forwards of fewer than a hundred random tokens.
 
-    A value model is read by a random head: a head of zeros would hide every difference. All ranks call in step. Rows with the
+    A value model gets a random head: a head of zeros would hide every difference. All ranks must call this in step. Rows with the
     same number in ``prompt_groups`` compute their prompt once, together.
     """
+    # The same rows on every rank, which compute the forwards in step.
     generator = torch.Generator().manual_seed(0)
     prompts, answers = _random_rows(packed_model, generator)
     others = _random_rows(packed_model, generator)
+    # Rows of the watched row's group keep their prompt, which they share with it.
     kept = {row for row in range(len(GROUPS)) if GROUPS[row] == GROUPS[WATCHED]}
     changed_prompts = [prompts[row] if row in kept else others[0][row] for row in range(len(GROUPS))]
     changed_answers = [answers[row] if row == WATCHED else others[1][row] for row in range(len(GROUPS))]
@@ -127,7 +129,7 @@ def row_differences(packed_model: PackedModel, device: torch.device, prompt_grou
 
 @contextmanager
 def _uncompiled(head: Any) -> Iterator[None]:
-    """Run an LM head uncompiled in the body: kernels are to be compiled for the sizes of training, not for a few rows."""
+    # Run an LM head uncompiled in the body: kernels should be compiled for the sizes of training, not for a few rows.
     compiled, head.compiled = head.compiled, False
     try:
         yield
@@ -138,10 +140,17 @@ def _uncompiled(head: Any) -> Iterator[None]:
 def check_packing(
     packed_model: PackedModel, device: torch.device, dtype: torch.dtype, actor: Actor, source: str, key: str = POLICY_KEY
 ) -> None:
-    """Refuse a model whose log-probs or values of a row depend on how rows are packed.
+    """Refuse a model if a row's log-probs or values depend on how rows are packed.
 
-    All ranks call in step. Fake and meta tensors have no values, so nothing is compared. ``dtype`` is that of compute, which
-    bounds what rounding may do. ``actor`` says whether rows share their prompt.
+    All ranks must call this in step. Fake and meta tensors have no values, so nothing is compared.
+
+    Args:
+        packed_model: Filled with its weights.
+        device: Where it computes.
+        dtype: Compute dtype, which bounds what rounding may do.
+        actor: Says whether rows share their prompt.
+        source: The model, as errors name it.
+        key: Its settings section.
 
     Raises:
         ConfigError: Packing changes log-probs, or a sliding window would cut a shared prompt. The message names the model type
@@ -158,11 +167,13 @@ def check_packing(
     except (AssertionError, AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError) as error:
         reason = f"cannot compute packed rows ({type(error).__name__}: {one_line(error)})"
         raise refused(config, source, reason, key) from error
+    # A broken download is the likely cause, and a clearer error than one about packing.
     if not math.isfinite(differences.mixing):
         name = _not_finite(packed_model, device)
         if name is not None:
             raise ConfigError(f"{key}.path={source}: the weight {name} is not finite everywhere. Give a whole copy of the model.")
     what, unit = ("values", "") if isinstance(packed_model, ValueModel) else ("log-probs", " nats")
+    # Written so that NaN is refused too.
     if not differences.mixing <= MIXING_BOUND:
         reason = (
             f"mix the tokens of different rows in {_mixing_layers(packed_model)}: other rows in a pack change a row's {what} by "
@@ -179,16 +190,16 @@ def check_packing(
 
 
 def _not_finite(packed_model: PackedModel, device: torch.device) -> str | None:
-    """Return the name of the first weight that is not finite everywhere, on whichever rank; None where all are."""
     weights = dict(packed_model.named_parameters())
-    finite = torch.stack([local_part(each).isfinite().all().to(device) for each in weights.values()]).int()
+    # Each rank has its own shards, so the answer is that of all ranks together.
+    finite = torch.stack([local_part(parameter).isfinite().all().to(device) for parameter in weights.values()]).int()
     if dist.is_initialized():
         dist.all_reduce(finite, dist.ReduceOp.MIN)
     return next((name for name, is_finite in zip(weights, finite.tolist(), strict=True) if not is_finite), None)
 
 
 def refuse_sliding_window(config: PretrainedConfig, actor: Actor) -> None:
-    """Refuse to share prompts, where this is asked for, in a model whose sliding window would cut them."""
+    """Refuse a request to share prompts in a model whose sliding window would cut them."""
     size = window(config)
     if size is not None and actor.use_prefix_grouper is True:
         raise ConfigError(_no_sharing(size, f"{config.model_type} model's"))
@@ -200,7 +211,6 @@ def _no_sharing(window: int, whose: str = "model's") -> str:
 
 
 def _random_rows(packed_model: PackedModel, generator: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the prompts and answers, int64 each; rows of one group have the same prompt."""
     vocabulary = packed_model.embedding_weight.shape[0]
 
     def tokens(size: int) -> Tensor:
@@ -219,14 +229,13 @@ def _watched(outputs: Tensor) -> Tensor:
 
 
 def _outputs(packed_model: PackedModel, pack: Pack, unpacked: bool = False) -> Tensor:
-    """Return the log-probs or the values of a pack, fp32 [R]."""
     with torch.no_grad():
         outputs = packed_model(pack, unpacked=unpacked)
     return outputs if isinstance(packed_model, ValueModel) else outputs[0]
 
 
 def _mixing_layers(packed_model: PackedModel) -> str:
-    """Return the kinds of layer in the config that are no attention, or else the classes inside the blocks."""
+    # Kinds of layer in the config that are not attention, or else the classes inside the blocks.
     kinds = sorted(set(layer_types(packed_model.lm.config)) - set(PACKED_LAYERS))
     if kinds:
         return "layers of type " + ", ".join(kinds)
@@ -238,7 +247,7 @@ def _mixing_layers(packed_model: PackedModel) -> str:
 
 
 class Checked(NamedTuple):
-    """What the files of a model say: the shape of each weight without adapters, and the rows of the embedding."""
+    """What a model's files say: the shape of each weight without adapters, and the rows of the embedding."""
 
     weights: dict[str, tuple[int, ...]]
     embedding_rows: int
@@ -249,11 +258,11 @@ class Checked(NamedTuple):
 
 
 def check_architecture(model: Model | CriticModel, folder: Path, longest: int, actor: Actor, key: str | None = None) -> Checked:
-    """Refuse a model that cannot be trained, as far as its files say without loading the weights, and return what they say.
+    """Refuse a model that cannot be trained, as far as its files show without loading weights, and return what they say.
 
-    A reference is read with the policy's settings too. A critic's folder may have a value head, and need not have a language
-    model's. ``longest`` counts the tokens of the longest prompt and response together. ``key`` is the section that messages name;
-    None = that of the policy, or of the critic.
+    A reference is read with the policy's settings too. A critic's folder may have a value head, and needs no LM head. ``longest``
+    is the length of the longest prompt and response together. ``key`` is the section that messages name; None = the policy's or
+    the critic's.
 
     Raises:
         ConfigError: The model cannot be trained. The message names the model type, what is not supported and the types that are
@@ -279,8 +288,8 @@ def check_architecture(model: Model | CriticModel, folder: Path, longest: int, a
     missing = sorted(read.keys() - weights.names.keys())
     left_over = sorted(weights.names.keys() - read.keys() - (LM_HEAD if stored else TIED))
     if config.model_type not in TESTED and (missing or left_over):
-        one, has, other = (missing[0], "model", "checkpoint") if missing else (left_over[0], "checkpoint", "model")
-        reason = f"name their weights in a checkpoint otherwise than in the model (the {has} has {one}, the {other} not)"
+        example, has, other = (missing[0], "model", "checkpoint") if missing else (left_over[0], "checkpoint", "model")
+        reason = f"name their weights in a checkpoint otherwise than in the model (the {has} has {example}, the {other} not)"
         raise refused(config, str(folder), reason, key)
     embedding = packed_model.embedding_weight
     if packed_model.tied:
@@ -298,15 +307,16 @@ REWARD_KEY = "reward_model.model"
 
 @dataclass(frozen=True)
 class RewardFolder:
-    """A reward model that was found and checked. ``tokenizer`` is its own; None where it reads the policy's ids."""
+    """A reward model that was found and checked. ``tokenizer`` is its own; None = it reads the policy's ids."""
 
     folder: Path
     tokenizer: Any
 
 
 def frozen_value_model(model: ScoringModel, policy: Model) -> CriticModel:
-    """Return the settings of a value model that computes a reward model: the policy's knobs, without anything that trains."""
+    """Settings of a value model that computes a reward model: the policy's knobs without any that train."""
     knobs = {field.name: getattr(policy, field.name) for field in fields(ModelKnobs)}
+    # A frozen model has no backward to save memory for, and no adapters.
     knobs |= {"enable_gradient_checkpointing": False, "lora_rank": 0, "lora_adapter_path": None}
     return CriticModel(
         path=model.path,
@@ -321,7 +331,7 @@ def frozen_value_model(model: ScoringModel, policy: Model) -> CriticModel:
 def find_reward_model(model: ScoringModel, policy: Model, policy_tokenizer: Any, longest: int, actor: Actor) -> RewardFolder:
     """Return the reward model's folder and its own tokenizer, if it has one.
 
-    ``longest`` counts the tokens of the longest prompt and response together.
+    ``longest`` is the length of the longest prompt and response together.
 
     Raises:
         ConfigError: There is no such folder, it has no head with one output, rows cannot be packed for it, it shares ids that it

@@ -22,7 +22,7 @@ from verl_memopt.memory.recompute_elementwise_torch import (
 
 @dataclass(frozen=True)
 class Rotary:
-    """What norms and rotates queries and keys [T, heads, D] as their projections give them.
+    """Norms and rotates queries and keys [T, heads, D] as their projections give them.
 
     Attention that gets a ``Rotary`` may overwrite queries, keys and values with their gradients, so nothing else may use them.
     Source: arXiv 2104.09864.
@@ -30,7 +30,7 @@ class Rotary:
     Attributes:
         cos: [T, D].
         sin: [T, D].
-        norms: Weights [D] of the norms of queries and of keys; None for no norm.
+        norms: Weights [D] of the norms of queries and of keys; None = no norm.
         eps: Epsilon of both norms.
     """
 
@@ -40,19 +40,18 @@ class Rotary:
     eps: float
 
     def query(self, x: Tensor) -> Tensor:
-        """Return queries normed and rotated, with a graph of their own. It keeps ``x`` for backward where there is a norm."""
+        """Queries normed and rotated, in a graph of their own that keeps ``x`` for backward if there is a norm."""
         return rotary_embedding(x, self.norms[0], self.eps, self.cos, self.sin)
 
     def key(self, x: Tensor) -> Tensor:
-        """Return keys normed and rotated, as :meth:`query` does."""
         return rotary_embedding(x, self.norms[1], self.eps, self.cos, self.sin)
 
 
 def rotary_embedding(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x normed and rotated, differentiably.
+    """Norm and rotate x [T, heads, D], differentiably.
 
-    ``x`` is [T, heads, D], ``cos`` and ``sin`` are [T, D], and ``weight`` [D] is of the norm, None for no norm. Keeps ``x`` for
-    backward where it is normed, and nothing of its size where it is not.
+    ``cos`` and ``sin`` are [T, D]; ``weight`` [D] is the norm's, None = no norm. Keeps ``x`` for backward if it is normed, and
+    nothing of its size if not.
     """
     return _RotaryEmbedding.apply(x, weight, eps, cos, sin)
 
@@ -61,6 +60,7 @@ class _RotaryEmbedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.eps = eps
+        # A rotation alone is undone from its output's gradient; only a norm needs its input.
         ctx.save_for_backward(None if weight is None else x, weight, cos, sin)
         return apply_rotary(x, weight, eps, cos, sin)
 
@@ -76,14 +76,13 @@ class _RotaryEmbedding(torch.autograd.Function):
 
 
 def rotary_arguments(rotary: Rotary | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, float]:
-    """Return cos, sin, the weights of both norms and eps, as arguments of an autograd function."""
     return (None, None, None, None, 0.0) if rotary is None else (rotary.cos, rotary.sin, *rotary.norms, rotary.eps)
 
 
 def apply_rotary(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor | None, sin: Tensor | None) -> Tensor:
-    """Return what :func:`rotary_embedding` returns, as a new tensor outside any graph.
+    """As :func:`rotary_embedding`, into a new tensor outside any graph.
 
-    Arguments are as there. ``x`` may have any strides, and is returned itself where there are no tables.
+    ``x`` may have any strides. Without tables it is returned as it is.
     """
     if cos is None or sin is None:
         return x
@@ -101,13 +100,15 @@ Norms = tuple[Tensor | None, Tensor | None]
 def apply_rotary_to_both(
     query: Tensor, key: Tensor, norms: Norms, eps: float, query_tables: Tables, tables: Tables
 ) -> tuple[Tensor, Tensor]:
-    """Return queries and keys as :func:`apply_rotary` does, in one call where they lie side by side in one tensor.
+    """Apply :func:`apply_rotary` to queries and keys, in one call if they lie side by side in one tensor.
 
-    ``query_tables`` are those of the queries, ``tables`` those of the keys.
+    ``query_tables`` are the queries', ``tables`` the keys'.
     """
+    # Side by side they are one kernel launch instead of two.
     both = joined((query, key), 1) if query_tables[0] is tables[0] else None
     if both is None or tables[0] is None or (norms[0] is None) is not (norms[1] is None):
         return apply_rotary(query, norms[0], eps, *query_tables), apply_rotary(key, norms[1], eps, *tables)
+    # A new tensor: the projections' outputs are kept for backward.
     out = torch.empty(both.shape, dtype=both.dtype, device=both.device)
     over_rows(_forward_statement, (both, *tables, out), norms[0], eps, norms[1], query.shape[1])
     return out[:, : query.shape[1]], out[:, query.shape[1] :]
@@ -122,14 +123,16 @@ def rotary_backward_to_all(
     tables: Tables,
     sums: Sequence[Tensor | None],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values, from those of rotated queries, rotated keys, and values.
+    """Return the gradients of queries, keys and values, given those of rotated queries, rotated keys, and values.
 
-    The gradients of queries and keys overwrite the ``inputs``. So does that of values where the three lie side by side in one
-    tensor, and the statement is compiled: it is then one call. ``sums`` are those of both norms, as in :func:`rotary_backward`.
+    The gradients of queries and keys overwrite the ``inputs``. So does the values' gradient if the three lie side by side in one
+    tensor and the statement is compiled: it then is one call. ``sums`` collect both norms' weight gradients, as in
+    :func:`rotary_backward`.
     """
     (dq, dk, dv), (query, key, _) = grads, inputs
     whole = joined(inputs, 1) if runs_compiled(dq) and query_tables[0] is tables[0] else None
     if whole is None or (norms[0] is None) is not (norms[1] is None):
+        # In place of queries and keys, which are not read again.
         rotary_backward(dq, query, norms[0], eps, *query_tables, query, sums[0])
         rotary_backward(dk, key, norms[1], eps, *tables, key, sums[1])
         return query, key, dv
@@ -150,10 +153,10 @@ def rotary_backward(
     into: Tensor,
     sums: Tensor | None,
 ) -> None:
-    """Write the gradient of the input of :func:`apply_rotary` into ``into``, from that of its output.
+    """Write the gradient of :func:`apply_rotary`'s input into ``into``, given that of its output.
 
-    ``x`` is read only where there is a norm, and may be ``into``. To ``sums`` [D], fp32 or wider, the gradient of the norm's
-    weight is added; None where it is not needed. The others are as in :func:`apply_rotary`.
+    ``x`` is read only if there is a norm, and may be ``into``. The gradient of the norm's weight is added to ``sums`` [D], fp32
+    or wider; None = not needed. Other arguments are as in :func:`apply_rotary`.
     """
     if cos is None or sin is None:
         into.copy_(grad)
@@ -181,7 +184,7 @@ def _forward_statement(
 
 
 def _weights(heads: int, queries: int, weight: Tensor, key_weight: Tensor) -> Tensor:
-    """Return the norms' weights [heads, D] of so many query heads and of the heads after them."""
+    # Norm weights [heads, D]: the query norm's for the first `queries` heads, the key norm's for the others.
     return torch.where(torch.arange(heads, device=weight.device)[:, None] < queries, weight, key_weight)
 
 
@@ -196,8 +199,8 @@ def _backward_to_all_statement(
     key_weight: Tensor | None,
     eps: float,
 ) -> None:
-    """Write the gradients of queries, keys and values over them; ``whole`` [T, heads, D] are those three."""
-    queries, keys, values = (one.shape[1] for one in (dq, dk, dv))
+    # Overwrite queries, keys and values with their gradients; `whole` [T, heads, D] is the three together.
+    queries, keys, values = (grads.shape[1] for grads in (dq, dk, dv))
     # Padded and added, not concatenated: the compiler makes a kernel for each part of a concatenation.
     grad = pad(dq, (0, 0, 0, keys + values)) + pad(dk, (0, 0, queries, values)) + pad(dv, (0, 0, queries + keys, 0))
     back = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
@@ -227,12 +230,12 @@ def _weight_statement(grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, eps: fl
 
 
 def weight_sums(weights: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
-    """Return, for each weight whose gradient is needed, zeros in fp32 or wider to sum it in; None for the others."""
-    return [zeros_to_sum(one) if one is not None and wanted else None for one, wanted in zip(weights, needed, strict=True)]
+    """Zeros in fp32 or wider to sum each needed weight gradient in; None for the others."""
+    return [zeros_to_sum(norm) if norm is not None and wanted else None for norm, wanted in zip(weights, needed, strict=True)]
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: int) -> None:
-    """Write x [T, heads, D], rotated by the angles of cos and sin [T, D] times ``sign``, into ``out``."""
+    # Rotate x [T, heads, D] by the angles of cos and sin [T, D] times `sign`, into `out`.
     half = x.shape[-1] // 2
     cos, sin = cos[:, None], sin[:, None]
     torch.mul(x, cos, out=out)

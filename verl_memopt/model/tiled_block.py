@@ -34,7 +34,7 @@ SWIGLU = SwiGLU()
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an attention kernel: some queries of a tile, and the keys that each of them sees, or sees causally."""
+    """One attention call: some queries of a tile, and the keys that each of them sees, causally or whole."""
 
     queries: slice
     keys: slice
@@ -43,19 +43,20 @@ class Call:
 
 @dataclass(frozen=True)
 class Tile:
-    """Some queries of a pack, and the calls of their attention. Each query is in one causal call, which comes first."""
+    """Some queries of a pack, and their attention calls. Each query is in one causal call, which comes first."""
 
     queries: slice
     calls: tuple[Call, ...]
 
 
 def tiles(layout: PrefixLayout, size: int) -> list[Tile]:
-    """Cut the queries of a layout into tiles of ``size``; the last one may be shorter. No call has more keys."""
+    """Cut the queries of a layout into tiles of ``size``; the last may be shorter. No call has more than ``size`` keys."""
     pieces = list(_segments(layout))
     end = pieces[-1].query + pieces[-1].count if pieces else 0
     cut = []
     for start in range(0, end, size):
         stop = min(start + size, end)
+        # Segments that end before this tile are done.
         while pieces and pieces[0].query + pieces[0].count <= start:
             pieces.pop(0)
         own, earlier, shared = [], [], list[Call]()
@@ -65,14 +66,20 @@ def tiles(layout: PrefixLayout, size: int) -> list[Tile]:
             low, high = max(start - piece.query, 0), min(stop - piece.query, piece.count)
             queries, key = slice(piece.query + low - start, piece.query + high - start), piece.key + low
             own.append(Call(queries, slice(key, piece.key + high), causal=True))
+            # The segment's own keys before this tile: all are visible, so no mask is needed.
             if key > piece.first_key:
                 earlier += [Call(queries, keys, causal=False) for keys in _parts(piece.first_key, key, size)]
             if piece.prefix is not None:
+                # Neighbouring suffixes of one group see the same prefix, so they share a call.
                 joins = bool(shared) and shared[-1].keys == piece.prefix and shared[-1].queries.stop == queries.start
                 first = shared.pop().queries.start if joins else queries.start
                 shared.append(Call(slice(first, queries.stop), piece.prefix, causal=False))
-        of_prefixes = (Call(one.queries, keys, False) for one in shared for keys in _parts(one.keys.start, one.keys.stop, size))
-        cut.append(Tile(slice(start, stop), (*own, *earlier, *of_prefixes)))
+        prefix_calls = (
+            Call(shared_call.queries, keys, False)
+            for shared_call in shared
+            for keys in _parts(shared_call.keys.start, shared_call.keys.stop, size)
+        )
+        cut.append(Tile(slice(start, stop), (*own, *earlier, *prefix_calls)))
     return cut
 
 
@@ -104,7 +111,6 @@ def _segments(layout: PrefixLayout) -> Iterator[_Segment]:
 
 
 def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel:
-    """Return the attention kernel of tiles on a device."""
     if not is_gpu(device):
         return CPU_FLASH
     return FLASH if supports_flash(device, dtype) else EFFICIENT
@@ -116,11 +122,11 @@ class BlockShape:
 
     Attributes:
         tile_tokens: Tokens of a tile.
-        mlp_tiles: The MLP runs over at least so many parts of all tokens.
+        mlp_tiles: Least number of parts of all tokens over which the MLP runs.
         head_dim: Size of a head.
         scale: Factor of the products of queries and keys.
         norms: The norms before attention and MLP.
-        rotary_eps: Epsilon of the norms of queries and keys, where there are any.
+        rotary_eps: Epsilon of the norms of queries and keys, if there are any.
     """
 
     tile_tokens: int
@@ -140,12 +146,19 @@ def tiled_block(
     norm_weights: Sequence[Tensor | None],
     layers: Sequence[Any],
 ) -> Tensor:
-    """Return the block's output [1, Q, h] for the Q queries of a layout. Keeps ``x`` and the parameters for backward.
+    """Compute a block's output [1, Q, h] for the Q queries of a layout. ``x`` and the parameters are kept for backward.
 
-    Backward overwrites the gradient of the output, so nothing else may use it. ``x`` is [T, h], and cos and sin are [T, D].
-    ``norm_weights`` are of the norms of the block's input, of the MLP's input, of queries and of keys; None for no norm.
-    ``layers`` are the projections of queries, keys, values and output, then gate, up and down; with adapters or without. Without
-    gradients they may be of any kind.
+    Backward overwrites the gradient of the output, so nothing else may use it.
+
+    Args:
+        x: [T, h].
+        cos: [T, D], as ``sin``.
+        sin: Sines of the T positions.
+        layout: Which tokens share a prefix, and which are queries.
+        shape: Sizes and norms.
+        norm_weights: Of the norms of the block's input, the MLP's input, queries and keys; None = no norm.
+        layers: Projections of queries, keys, values and output, then gate, up and down; with or without adapters. Without
+            gradients they may be of any kind.
     """
     if not torch.is_grad_enabled():
         return _Block(shape, layout, (x, cos, sin, *norm_weights), layers).forward()
@@ -167,11 +180,11 @@ class _TiledBlock(torch.autograd.Function):
         tensors, needed = kept(ctx), ctx.needs_input_grad[4:]
         layers = tiled_linears(tensors[7:], ctx.traits, needed[7:])
         weights = tensors[3:7]
-        sums = [zeros_to_sum(one) if wanted else None for one, wanted in zip(weights, needed[3:7], strict=True)]
+        sums = [zeros_to_sum(weight) if wanted else None for weight, wanted in zip(weights, needed[3:7], strict=True)]
         block = _Block(ctx.shape, ctx.layout, tensors[:7], [layer.output for layer in layers])
-        of_x = _Backward(block, layers, sums).of_input(grad[0].contiguous())
-        of_norms = (None if total is None else total.to(one.dtype) for total, one in zip(sums, weights, strict=True))
-        return *(None,) * 4, of_x, None, None, *of_norms, *(grad for layer in layers for grad in layer.gradients())
+        grad_x = _Backward(block, layers, sums).of_input(grad[0].contiguous())
+        norm_grads = (None if total is None else total.to(weight.dtype) for total, weight in zip(sums, weights, strict=True))
+        return *(None,) * 4, grad_x, None, None, *norm_grads, *(grad for layer in layers for grad in layer.gradients())
 
 
 class _Block:
@@ -184,14 +197,14 @@ class _Block:
         tensors: Sequence[Any],
         layers: Sequence[Callable[[Tensor], Tensor]],
     ) -> None:
-        """Prepare the tiles. ``tensors`` are x, cos, sin and the weights of four norms."""
+        """``tensors`` are x, cos, sin and the weights of the four norms."""
         self.x, self.cos, self.sin, self.attention_norm, self.mlp_norm, self.query_norm, self.key_norm = tensors
         self.shape, self.layers, self.kernel = shape, layers, kernel_for(self.x.device, self.x.dtype)
         self.index, self.tiles = layout.query_index, tiles(layout, shape.tile_tokens)
         self.num_queries = self.tiles[-1].queries.stop if self.tiles else 0
 
     def forward(self) -> Tensor:
-        """Return the output [1, Q, h]. It is made with three dimensions, so that FSDP2 gets no view."""
+        """The output [1, Q, h]. It has three dimensions, so that FSDP2 gets no view."""
         whole = self.x.new_empty(1, self.num_queries, self.x.shape[1])
         out = whole[0]
         keys, values = self.keys_and_values()
@@ -208,66 +221,59 @@ class _Block:
         return whole
 
     def project(self, place: int, x: Tensor) -> Tensor:
-        """Return what a layer gives."""
         return self.layers[place](x)
 
     def heads(self, states: Tensor) -> Tensor:
-        """Return [t, heads, D] of [t, heads x D]."""
         return states.view(states.shape[0], -1, self.shape.head_dim)
 
     def at(self, tensor: Tensor, queries: slice) -> Tensor:
-        """Return the rows of some queries from a tensor of all tokens."""
         return tensor[queries] if self.index is None else tensor[self.index[queries]]
 
     def all_rows(self) -> list[slice]:
-        """Return the tokens of each tile of keys and values."""
         return _parts(0, len(self.x), self.shape.tile_tokens)
 
     def mlp_rows(self, queries: slice) -> list[slice]:
-        """Return the parts of a tile over which the MLP runs."""
         size = max(min(-(-self.num_queries // self.shape.mlp_tiles), self.shape.tile_tokens), 1)
         return _parts(queries.start, queries.stop, size)
 
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
-        """Return keys, normed and rotated, and values of all tokens, [T, kv heads, D] each."""
+        # Keys (normed and rotated) and values of all tokens, [T, kv heads, D] each.
         keys = values = self.x.new_empty(0)
         for rows in self.all_rows():
             normal = self.shape.norms[0].compute((self.x[rows],), (self.attention_norm,))
             key, value = self.heads(self.project(1, normal)), self.heads(self.project(2, normal))
             if not keys.numel():
-                keys, values = (self.x.new_empty(len(self.x), *one.shape[1:]) for one in (key, value))
+                keys, values = (self.x.new_empty(len(self.x), *states.shape[1:]) for states in (key, value))
             keys[rows] = apply_rotary(key, self.key_norm, self.shape.rotary_eps, self.cos[rows], self.sin[rows])
             values[rows] = value
         return keys, values
 
     def normal(self, queries: slice) -> Tensor:
-        """Return the normed input [t, h] of some queries."""
         return self.shape.norms[0].compute((self.at(self.x, queries),), (self.attention_norm,))
 
     def rotated_query(self, query: Tensor, queries: slice) -> Tensor:
-        """Return queries [t, heads, D], normed and rotated, of their projection."""
         tables = self.at(self.cos, queries), self.at(self.sin, queries)
         return apply_rotary(self.heads(query), self.query_norm, self.shape.rotary_eps, *tables)
 
     def after_attention(self, queries: slice, attended: Tensor) -> Tensor:
-        """Return the state [t, h] between attention and MLP, of the heads' output [t, heads, D]."""
+        # State [t, h] between attention and MLP, from the heads' output [t, heads, D].
         return self.project(3, attended.flatten(1)).add_(self.at(self.x, queries))
 
     def gate_and_up(self, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return the normed input of the MLP, and what gate and up give."""
         normal = self.shape.norms[1].compute((hidden,), (self.mlp_norm,))
         return normal, (self.project(4, normal), self.project(5, normal))
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, calls: Sequence[Call]) -> tuple[Tensor, Tensor]:
-        """Return attention [t, heads, D] of a tile's queries, and the log-sum-exps of its scores, fp32 [t, heads]."""
+        """Attention [t, heads, D] of a tile's queries, and the log-sum-exps of its scores, fp32 [t, heads]."""
         out, lse = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
         for of_queries, of_keys in key_heads(query, keys):
             q = self._working(query[:, of_queries])
             whole = _sum_like(out[:, of_queries], calls)
             for call in calls:
-                k, v = (self._repeated(one[call.keys, of_keys], q) for one in (keys, values))
+                k, v = (self._repeated(states[call.keys, of_keys], q) for states in (keys, values))
                 part, part_lse = self.kernel.forward(_view(q[call.queries]), k, v, call.causal, self.shape.scale)
                 into, into_lse = _view(whole[call.queries]), _view(lse[call.queries, of_queries])
+                # The causal call comes first and writes every row; later ones are merged into it.
                 if not call.causal:
                     part, part_lse = merge(into, into_lse, part, part_lse)
                 into.copy_(part)
@@ -287,28 +293,28 @@ class _Block:
     ) -> Tensor:
         """Return the gradient of a tile's queries [t, heads, D], and add those of keys and values to ``sums``.
 
-        ``attended`` are the queries, their attention and its log-sum-exps.
+        ``attended``: the queries, their attention output and its log-sum-exps.
         """
         query, out, lse = attended
         into = torch.empty_like(query)
         for of_queries, of_keys in key_heads(query, keys):
-            above, q, o = (self._working(one[:, of_queries]) for one in (grad, query, out))
-            of_q = _sum_like(into[:, of_queries], calls)
+            above, q, o = (self._working(states[:, of_queries]) for states in (grad, query, out))
+            query_sum = _sum_like(into[:, of_queries], calls)
             for call in calls:
-                k, v = (self._repeated(one[call.keys, of_keys], q) for one in (keys, values))
+                k, v = (self._repeated(states[call.keys, of_keys], q) for states in (keys, values))
                 rows = call.queries
                 views = (_view(above[rows]), _view(q[rows]), k, v, _view(o[rows]), _view(lse[rows, of_queries]))
-                of_call, *of_others = self.kernel.backward(*views, call.causal, self.shape.scale)
-                target = _view(of_q[rows])
+                query_grad, *key_value_grads = self.kernel.backward(*views, call.causal, self.shape.scale)
+                target = _view(query_sum[rows])
                 if call.causal:
-                    target.copy_(of_call)
+                    target.copy_(query_grad)
                 else:
-                    target.add_(of_call)
-                for total, part in zip(sums, of_others, strict=True):
+                    target.add_(query_grad)
+                for total, part in zip(sums, key_value_grads, strict=True):
                     total[call.keys, of_keys] += part.sum(1, dtype=total.dtype)[0][:, None]
-                del of_call, of_others, views, k, v
-            if of_q.dtype != into.dtype:
-                into[:, of_queries].copy_(of_q)
+                del query_grad, key_value_grads, views, k, v
+            if query_sum.dtype != into.dtype:
+                into[:, of_queries].copy_(query_sum)
         return into
 
     def _working(self, tensor: Tensor) -> Tensor:
@@ -320,13 +326,12 @@ class _Block:
 
 
 def _sum_like(target: Tensor, calls: Sequence[Call]) -> Tensor:
-    """Return where the parts of several calls are merged: in fp32, which is rounded once, or in the target if all are apart."""
+    # Where the parts of several calls are merged: fp32, rounded once, or `target` itself if no parts overlap.
     apart = target.dtype == torch.float32 or all(call.causal for call in calls)
     return target if apart else torch.empty_like(target, dtype=torch.float32)
 
 
 def _view(tensor: Tensor) -> Tensor:
-    """Return [1, heads, t, ...] of [t, heads, ...]."""
     return tensor.transpose(0, 1)[None]
 
 
@@ -334,73 +339,77 @@ class _Backward:
     """The backward of a block over tiles. ``layers`` and ``sums`` collect the gradients of its parameters."""
 
     def __init__(self, block: _Block, layers: Sequence[TiledLinear], sums: Sequence[Tensor | None]) -> None:
-        """Compute keys and values again, and prepare the sums of their gradients."""
         self.block, self.layers, self.sums = block, layers, sums
         self.keys, self.values = block.keys_and_values()
-        self.key_sums = [zeros_to_sum(one) for one in (self.keys, self.values)]
+        # In fp32: every later tile adds to them.
+        self.key_sums = [zeros_to_sum(states) for states in (self.keys, self.values)]
         self.alone = len(block.tiles) == 1
+        # A weight with one tile needs no fp32 sum.
         self.mlp_alone = self.alone and len(block.mlp_rows(block.tiles[0].queries)) == 1
 
     def of_input(self, grad: Tensor) -> Tensor:
-        """Return the gradient of the block's input, [T, h], from that of its output, [Q, h], which it overwrites."""
+        """Turn the gradient of the block's output, [Q, h], which is overwritten, into that of its input, [T, h]."""
         block = self.block
         if block.index is None:
             for tile in reversed(block.tiles):
                 self._of_tile(tile, grad[tile.queries], with_keys=True)
             return grad
         # Queries are some of the tokens, so their tiles are not those of the keys.
-        of_x = torch.zeros_like(block.x)
+        grad_x = torch.zeros_like(block.x)
         for tile in reversed(block.tiles):
             self._of_tile(tile, grad[tile.queries], with_keys=False)
-            of_x.index_add_(0, block.index[tile.queries], grad[tile.queries])
+            grad_x.index_add_(0, block.index[tile.queries], grad[tile.queries])
         rows = block.all_rows()
         for tokens in rows:
             x = block.x[tokens]
             normal = block.shape.norms[0].compute((x,), (block.attention_norm,))
             above = self._keys_to_normal(tokens, normal, alone=len(rows) == 1)
-            self._add_norm(0, self._through((1, 2), above, normal), x, block.attention_norm, of_x[tokens])
-        return of_x
+            self._add_norm(0, self._through((1, 2), above, normal), x, block.attention_norm, grad_x[tokens])
+        return grad_x
 
     def _of_tile(self, tile: Tile, grad: Tensor, with_keys: bool) -> None:
-        """Turn the gradient of a tile's output [t, h] into that of its input, in place."""
+        # Turn the gradient of a tile's output [t, h] into that of its input, in place.
         block, queries = self.block, tile.queries
         normal = block.normal(queries)
         projected = block.project(0, normal)
+        # Recomputed from the input, as everything of a tile is.
         query = block.rotated_query(projected, queries)
         attended = query, *block.attend(query, self.keys, self.values, tile.calls)
         self._of_mlp(queries, block.after_attention(queries, attended[1]), grad)
+        # After the MLP's backward: ``grad`` now is that of the state after attention.
         self.layers[3].add(grad, attended[1].flatten(1), self.alone)
-        of_attended = torch.empty_like(query)
-        self.layers[3].through(grad, of_attended.flatten(1), add=False)
-        of_query = block.attend_backward(of_attended, attended, self.keys, self.values, self.key_sums, tile.calls)
-        del attended, query, of_attended
+        grad_attended = torch.empty_like(query)
+        self.layers[3].through(grad, grad_attended.flatten(1), add=False)
+        grad_query = block.attend_backward(grad_attended, attended, self.keys, self.values, self.key_sums, tile.calls)
+        del attended, query, grad_attended
         tables = block.at(block.cos, queries), block.at(block.sin, queries)
         rest = (block.query_norm, block.shape.rotary_eps, *tables)
         # The projection's memory takes its own gradient.
         heads = block.heads(projected)
-        rotary_backward(of_query, heads, *rest, heads, self.sums[2])
-        del of_query
+        rotary_backward(grad_query, heads, *rest, heads, self.sums[2])
+        del grad_query
         self.layers[0].add(projected, normal, self.alone)
+        # Queries, keys and values read one normed input, so their gradients add up in one tensor.
         above = [projected]
         if with_keys:
             above += self._keys_to_normal(queries, normal, self.alone)
         self._add_norm(0, self._through(range(len(above)), above, normal), block.at(block.x, queries), block.attention_norm, grad)
 
     def _keys_to_normal(self, tokens: slice, normal: Tensor, alone: bool) -> list[Tensor]:
-        """Return the gradients [t, kv heads x D] of what the layers of keys and values give, and add those of the layers."""
+        # Returns the gradients [t, kv heads x D] of projected keys and values, and adds those of their layers.
         block = self.block
         projected = block.project(1, normal)
         heads = block.heads(projected)
-        of_key, of_value = (total[tokens].to(normal.dtype) for total in self.key_sums)
+        grad_key, grad_value = (total[tokens].to(normal.dtype) for total in self.key_sums)
         tables = block.cos[tokens], block.sin[tokens]
-        rotary_backward(of_key, heads, block.key_norm, block.shape.rotary_eps, *tables, heads, self.sums[3])
-        above = [projected, of_value.flatten(1)]
-        for layer, one in zip(self.layers[1:3], above, strict=True):
-            layer.add(one, normal, alone)
+        rotary_backward(grad_key, heads, block.key_norm, block.shape.rotary_eps, *tables, heads, self.sums[3])
+        above = [projected, grad_value.flatten(1)]
+        for layer, grad in zip(self.layers[1:3], above, strict=True):
+            layer.add(grad, normal, alone)
         return above
 
     def _of_mlp(self, queries: slice, hidden: Tensor, grad: Tensor) -> None:
-        """Turn the gradient of a tile's output [t, h] into that of the state between attention and MLP, in place."""
+        # Turn the gradient of a tile's output [t, h] into that of the state between attention and MLP, in place.
         block = self.block
         for rows in block.mlp_rows(queries):
             here = slice(rows.start - queries.start, rows.stop - queries.start)
@@ -416,12 +425,13 @@ class _Backward:
             self._add_norm(1, self._through((4, 5), sources, normal), hidden[here], block.mlp_norm, grad[here])
 
     def _through(self, places: Sequence[int], grads: Sequence[Tensor], out: Tensor) -> Tensor:
-        """Write the gradient of what some layers read into ``out``, from those of what they give."""
+        # Write the gradient of some layers' common input into `out`, given those of their outputs.
         for place, grad in zip(places, grads, strict=True):
             self.layers[place].through(grad, out, add=place != places[0])
         return out
 
     def _add_norm(self, which: int, grad: Tensor, x: Tensor, weight: Tensor, into: Tensor) -> None:
-        """Add the gradient of a norm's input to ``into``, from that of its output, which is overwritten."""
+        # Add the gradient of a norm's input to `into`, given that of its output, which is overwritten.
         self.block.shape.norms[which].differentiate(grad, (x,), (weight,), (grad,), (self.sums[which],))
+        # The residual's gradient is in ``into`` already.
         into.add_(grad)

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TinyShape:
-    """The architecture and sizes of a tiny model."""
-
     model_type: str = "qwen3"
     """Architecture by its transformers name: qwen3, qwen2, llama, mistral."""
     vocab_size: int = 320
@@ -61,14 +59,15 @@ SHAPES = {
 def make_tiny_model(folder: str | Path, shape: TinyShape | None = None, *, seed: int = 0) -> Path:
     """Write a tiny model with random weights (fp32), its configs and its tokenizer into a folder.
 
-    The same shape and seed give the same bytes. The folder is written under another name and renamed, so a folder that exists is
-    complete. An older folder is replaced.
+    The same shape and seed give the same bytes. The folder is written under another name and then renamed, so a folder that
+    exists is complete. An older folder is replaced.
     """
     shape = TinyShape() if shape is None else shape
     folder = Path(folder)
     aside = folder.with_name(folder.name + ".partial")
     shutil.rmtree(aside, ignore_errors=True)
     tokenizer = build_tokenizer(min(shape.vocab_size, 320))
+    # Under another name until it is complete, so that an interrupted run leaves no half a model.
     _random_model(shape, tokenizer, seed).save_pretrained(aside)
     tokenizer.save_pretrained(aside)
     shutil.rmtree(folder, ignore_errors=True)
@@ -96,6 +95,7 @@ def _random_model(shape: TinyShape, tokenizer: Any, seed: int) -> Any:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+    # The caller's random numbers go on as if no model had been made.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -134,7 +134,7 @@ def build_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
     used up at a few hundred tokens, so the tokenizer may have fewer than ``vocab_size``.
 
     Raises:
-        ValueError: ``vocab_size`` is smaller.
+        ValueError: ``vocab_size`` is too small for bytes and specials.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -157,6 +157,7 @@ def build_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
         eos_token=TURN_END,
         pad_token=END_OF_TEXT,
         additional_special_tokens=[TURN_START],
+        # As generation needs it: the next token follows the prompt's last.
         padding_side="left",
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],

@@ -36,16 +36,12 @@ class ValueHead(nn.Module):
     """A linear head with one output. It rests in the masters' dtype and computes in fp32."""
 
     def __init__(self, like: Tensor, hidden_size: int, dtype: torch.dtype | None = None) -> None:
-        """Make the parameters, uninitialised.
-
-        They have the device of ``like``, a parameter of the model, and its dtype unless another is given.
-        """
+        """Parameters are uninitialised, on the device of ``like`` and in its dtype unless ``dtype`` is given."""
         super().__init__()
         self.weight = nn.Parameter(like.new_empty(1, hidden_size, dtype=dtype))
         self.bias = nn.Parameter(like.new_empty(1, dtype=dtype))
 
     def forward(self, states: Tensor) -> Tensor:
-        """Return the values fp32 [R] of states [R, h]."""
         return scalar_head(states, self.weight, self.bias)
 
 
@@ -61,14 +57,13 @@ class ValueModel(PackedModel):
 
     @property
     def head(self) -> Any:
-        """The scalar head, a :class:`ValueHead`."""
         return self.score
 
     def forward(self, pack: Pack, prefix_kv: Prefix | None = None, unpacked: bool = False) -> Any:
         """Return values fp32 [R], one for each of ``pack.targets``.
 
-        ``prefix_kv`` is as in :class:`verl_memopt.model.packed_model.PolicyModel`. ``unpacked`` computes a pack of one row with
-        eager attention, for comparisons.
+        ``prefix_kv``: see :class:`verl_memopt.model.packed_model.PolicyModel`. ``unpacked``: compute a pack of one row with eager
+        attention, for comparisons.
         """
         if isinstance(prefix_kv, PrefixRecorder):
             return self.recorded(pack, prefix_kv)
@@ -78,7 +73,7 @@ class ValueModel(PackedModel):
 
 
 def stored_head(folder: Path, key: str = CRITIC_KEY) -> dict[str, str | None]:
-    """Return the names of the value head's parameters in a folder, by their names in the model. None = the folder has none."""
+    """Map the value head's parameter names in the model to those in the folder; None = the folder has none."""
     weights = WeightFolder(folder, key)
     stored = next((name for name in STORED_HEADS if f"{name}.weight" in weights.names), None)
     if stored is None:
@@ -95,7 +90,7 @@ def stored_head(folder: Path, key: str = CRITIC_KEY) -> dict[str, str | None]:
 def classifier_config(config: PretrainedConfig) -> PretrainedConfig:
     """Return the config with which transformers loads a value model as a token classifier with one label.
 
-    The config of the causal LM is not changed.
+    The causal LM's config does not change.
     """
     # A copy, because the causal LM goes on with its own config.
     changed = type(config).from_dict(config.to_dict())
@@ -144,9 +139,9 @@ TILE_TOKENS = 2048
 
 
 def scalar_head(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Return ``states @ weight + bias`` in fp32, [R].
+    """Compute ``states @ weight + bias`` in fp32, [R].
 
-    For states [R, h], weight [1, h] and bias [1]. Gradients flow to all three, each in its own dtype. The weight's gradient is
+    States are [R, h], weight [1, h], bias [1]. Gradients flow to all three, each in its own dtype. The weight's gradient is
     summed in fp32.
     """
     return _ScalarHead.apply(states, weight, bias)
@@ -170,14 +165,15 @@ class _ScalarHead(torch.autograd.Function):
         needs_states, needs_weight, needs_bias = ctx.needs_input_grad
         vector = weight[0].float()
         grad_states = torch.empty_like(states) if needs_states else None
+        # Summed in fp32 over tiles, and rounded once.
         grad_vector = torch.zeros_like(vector) if needs_weight else None
         for rows in _tiles(states):
             if grad_states is not None:
                 grad_states[rows] = grad[rows, None] * vector
             if grad_vector is not None:
                 grad_vector += grad[rows] @ states[rows].float()
-        of_weight = None if grad_vector is None else grad_vector[None].to(weight.dtype)
-        return grad_states, of_weight, grad.sum()[None].to(ctx.bias_dtype) if needs_bias else None
+        grad_weight = None if grad_vector is None else grad_vector[None].to(weight.dtype)
+        return grad_states, grad_weight, grad.sum()[None].to(ctx.bias_dtype) if needs_bias else None
 
 
 def _tiles(states: Tensor) -> Iterator[slice]:

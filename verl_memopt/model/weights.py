@@ -41,7 +41,7 @@ from verl_memopt.observe.byte_tracker import HOST, declare_host, mark, scope
 
 
 def load_model_config(model: Model | CriticModel, folder: Path, key: str = POLICY_KEY) -> PretrainedConfig:
-    """Return the model's config with ``override_config`` merged in.
+    """Load the model's config and merge ``override_config`` into it.
 
     Raises:
         ConfigError: A library cannot be imported, the config cannot be read or does not have or take an override, or log-probs
@@ -88,10 +88,10 @@ def load_model_config(model: Model | CriticModel, folder: Path, key: str = POLIC
 def empty_model(
     config: PretrainedConfig, attention: str, dtype: torch.dtype, trust_remote_code: bool, key: str = POLICY_KEY
 ) -> PreTrainedModel:
-    """Return the model without storage (on meta), or with fake storage inside a fake mode. Computed buffers are real.
+    """Build the model without storage (on meta), or with fake storage inside a fake mode. Computed buffers are real.
 
-    The model is in evaluation mode, because its log-probs must be the engine's, which has no dropout. ``dtype`` is that of the
-    parameters at rest (the masters).
+    The model is in evaluation mode, because its log-probs must be the engine's, which has no dropout. ``dtype`` is the dtype of
+    the masters.
 
     Raises:
         ConfigError: Transformers cannot build the model with attention over packs.
@@ -103,6 +103,7 @@ def empty_model(
     # from_dict does not restore the name, which errors show.
     config.name_or_path = source
     config._attn_implementation = attention
+    # A training pass reads no cache, and building one would take its bytes.
     config.use_cache = False
     storage: AbstractContextManager[Any] = torch.device("meta") if detect_fake_mode() is None else nullcontext()
     with storage:
@@ -117,7 +118,7 @@ def empty_model(
 
 
 def rebuild_buffers(model: nn.Module, device: torch.device, key: str = POLICY_KEY) -> None:
-    """Fill the buffers that no checkpoint holds (rotary frequencies) by building their module again on the CPU."""
+    """Fill buffers that no checkpoint holds (rotary frequencies) by building their module again on the CPU."""
     for name, module in model.named_modules():
         missing = [buffer for buffer in module._non_persistent_buffers_set if getattr(module, buffer) is not None]
         # Transformers also keeps non-persistent names whose buffer is None. These have nothing to compute.
@@ -139,10 +140,9 @@ def rebuild_buffers(model: nn.Module, device: torch.device, key: str = POLICY_KE
 
 
 class WeightFolder:
-    """The safetensors files of a model folder, read slice by slice. Only the requested slice is held in memory."""
+    """The safetensors files of a model folder, read slice by slice; only the requested slice is in memory."""
 
     def __init__(self, folder: Path, key: str = POLICY_KEY) -> None:
-        """Open the files of a folder."""
         self.folder = folder
         index = folder / "model.safetensors.index.json"
         files = files_of_index(index) if index.is_file() else {"model.safetensors"}
@@ -152,6 +152,7 @@ class WeightFolder:
                 f"{key}.path={folder}: {missing[0]} is missing. "
                 "Weights must be in safetensors format; save the model again with save_pretrained."
             )
+        # Opened once: files are mapped, and a slice is read where it is asked for.
         self._files = {name: self._open(folder / name) for name in sorted(files)}
         # A safetensors file lists its keys and cannot be iterated itself.
         self.names = {tensor: name for name, file in self._files.items() for tensor in file.keys()}  # noqa: SIM118
@@ -163,13 +164,12 @@ class WeightFolder:
             raise ConfigError(f"{path}: not a whole safetensors file ({error}). Fetch or save it again.") from error
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
         return tuple(self._files[self.names[name]].get_slice(name).get_shape())
 
     def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
         """Return a region of one tensor in the file's dtype, as a view of the mapped file on the host.
 
-        ``region`` has a slice for each dimension, and is empty for the whole tensor.
+        ``region`` has one slice per dimension; empty = the whole tensor.
         """
         with mapping():
             part = self._files[self.names[name]].get_slice(name)
@@ -183,7 +183,7 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def base_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the same without the adapters of LoRA."""
+    """Yield named weights except LoRA's."""
     return ((name, parameter) for name, parameter in named_weights(model) if name.rsplit(".", 1)[-1] not in ADAPTERS)
 
 
@@ -192,8 +192,7 @@ def fill_from_folder(
 ) -> None:
     """Copy each parameter's own shard from safetensors into a model, one tensor at a time.
 
-    ``stored`` has the name in the folder of each parameter that has another name there; None = it is not there, and starts with
-    zeros.
+    ``stored`` maps parameters to other names in the folder; None = not there, start with zeros.
 
     Raises:
         ConfigError: A tensor is missing, left over, or of another shape. The message lists them all.
@@ -211,6 +210,7 @@ def fill_from_folder(
     shapes |= {_stored(name): (layer.out_features, layer.in_features) for name, layer in layers.items()}
     _check_names(weights, shapes, folder, key, ignored)
     for name, parameter in parameters.items():
+        # Each rank reads its own rows, so no rank ever holds a whole tensor.
         local, region = local_part(parameter.detach()), local_region(parameter)
         # A rank may hold no row of a small tensor, where the file has nothing to read.
         if not local.numel():
@@ -222,7 +222,7 @@ def fill_from_folder(
 
 
 def _quantize_into(local: Tensor, weights: WeightFolder, name: str, first: int, packing: Packing) -> None:
-    """Write the bytes of rows of a file's tensor, from ``first`` on, a piece at a time on the device where they go."""
+    # Quantise rows of a file's tensor, from `first` on, piece by piece on the target device.
     start, step = 0, max(QUANTIZED_AT_ONCE // packing.in_features, 1)
     for piece in local.split(step):
         rows = weights.read(name, (slice(first + start, first + start + piece.shape[0]), slice(0, packing.in_features)))
@@ -231,7 +231,6 @@ def _quantize_into(local: Tensor, weights: WeightFolder, name: str, first: int, 
 
 
 def _stored(name: str) -> str:
-    """Return the name in a checkpoint of the weight that a quantised layer keeps as bytes."""
     return name.removesuffix("qweight") + "weight"
 
 
@@ -268,12 +267,12 @@ def check_tied_head(weights: WeightFolder, embedding: str, folder: Path) -> None
 
 
 def mapped_weights(model: nn.Module, folder: Path, dtype_key: str = REFERENCE_DTYPE) -> list[Tensor]:
-    """Return each parameter's shard as a view of the mapped file. None of it is read yet.
+    """Return each parameter's shard as a view of the mapped file. Nothing is read yet.
 
-    ``dtype_key`` is the setting of the model's dtype, to name in errors.
+    ``dtype_key``: the setting of the model's dtype, for errors.
 
     Raises:
-        ConfigError: As in :func:`fill_from_folder`. Or a file has another dtype than the model.
+        ConfigError: As in :func:`fill_from_folder`, or a file has another dtype than the model.
     """
     weights, parameters = WeightFolder(folder), dict(named_weights(model))
     _check_names(weights, {name: tuple(parameter.shape) for name, parameter in parameters.items()}, folder, POLICY_KEY, TIED)
@@ -290,12 +289,10 @@ def mapped_weights(model: nn.Module, folder: Path, dtype_key: str = REFERENCE_DT
 
 
 def local_part(parameter: Tensor) -> Tensor:
-    """Return this rank's part of a parameter, plain or sharded."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def local_region(parameter: Tensor) -> tuple[slice, ...]:
-    """Return the region of the whole tensor that this rank holds, a slice for each dimension."""
     if not isinstance(parameter, DTensor):
         return tuple(slice(0, size) for size in parameter.shape)
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
@@ -303,7 +300,7 @@ def local_region(parameter: Tensor) -> tuple[slice, ...]:
 
 
 def check_shapes(weights: WeightFolder, shapes: Mapping[str, tuple[int, ...]], key: str) -> None:
-    """Refuse tensors of another shape than the config says. Names that the folder lacks are left out."""
+    """Refuse tensors whose shape differs from the config. Names that the folder lacks are ignored."""
     stored = {name: shape for name, shape in shapes.items() if name in weights.names}
     _check_names(weights, stored, weights.folder, key, frozenset(weights.names))
 
@@ -333,13 +330,12 @@ KIND = "mapped file"
 
 @contextmanager
 def mapping() -> Iterator[None]:
-    """Label tensors created inside as parts of a mapped file, which are of the host and no memory of the process."""
+    """Inside the body, new tensors count as parts of a mapped file: on the host, but not memory of the process."""
     with scope(KIND, HOST):
         yield
 
 
 def mapped(part: Tensor) -> Tensor:
-    """Label a tensor that stays as a part of a mapped file, and return it."""
     declare_host(part.untyped_storage())
     mark(KIND, [part], HOST)
     return part
@@ -349,7 +345,7 @@ def mapped(part: Tensor) -> Tensor:
 
 
 def size_of(model: Model | CriticModel, key: str) -> ModelSize:
-    """Return the sizes of a model: published, of a folder, or of the hub, of which config.json alone is read."""
+    """Sizes of a model: published, from a folder, or from the hub; only config.json is read."""
     source = str(model.hf_config_path or model.path)
     if source in PUBLISHED and not model.override_config:
         return PUBLISHED[source]
@@ -393,5 +389,5 @@ def _read_size(model: Model | CriticModel, folder: Path, key: str) -> ModelSize:
         slides=window(config) is not None,
         prunes=type(block).__name__ in OWN_BLOCKS and window_of(block.self_attn) is None,
         positions=getattr(config, "max_position_embeddings", None),
-        counted=(sum(each.numel() for each in empty.parameters()), sum(each.numel() for each in block.parameters())),
+        counted=(sum(weight.numel() for weight in empty.parameters()), sum(weight.numel() for weight in block.parameters())),
     )
