@@ -49,6 +49,7 @@ setup(
         "torchao": ["torchao>=0.18,<0.19"],
         "math": ["math-verify>=0.9,<0.10"],
         "wandb": ["wandb>=0.18"],
+        "swanlab": ["swanlab>=0.10"],
         "mlflow": ["mlflow>=3"],
         "trackio": ["trackio"],
         "dev": requirements("requirements/dev.txt"),

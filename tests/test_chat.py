@@ -119,6 +119,19 @@ def test_what_is_piped_is_one_prompt_and_nothing_is_an_error(chat, monkeypatch):
         talk(opened, None, None)
 
 
+def test_text_that_would_steer_the_terminal_is_written_as_codes(chat, monkeypatch):
+    opened = chat()
+    opened.tokenizer.decode = lambda *_, **__: "\x1b[2Jgone\x07"
+    opened.say("1+1=")
+    assert opened.out.getvalue() == "\\x1b[2Jgone\\x07\n"
+
+
+def test_input_in_another_encoding_is_an_error_in_one_line(chat, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("größer".encode("latin-1")), encoding="utf-8"))
+    with pytest.raises(UserError, match=r"^standard input is not utf-8: .*at byte 2"):
+        talk(chat(), None, None)
+
+
 def test_a_prompt_of_the_runs_data_is_its_last_sample_or_the_first_row(tmp_path):
     data = tmp_path / "rows.jsonl"
     data.write_text(json.dumps({"prompt": [{"role": "user", "content": "row"}]}) + "\n")

@@ -125,6 +125,34 @@ def test_an_argument_that_is_missing_or_cannot_be_is_named(arguments, said, caps
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["export", "run", "out", "--step", "1" * 5000], "neither a step nor best"),
+        (["export", "x" * 300, "out"], "no file can have this name"),
+        (["check", "a\0b"], "no file can have this name"),
+        (["report", "run", "--out", "ü" * 128], "no file can have this name"),
+        (["chat", "run", "--max-tokens", "1" * 5000], "not a whole number"),
+        (["chat", "run", "--temperature", "1e-300"], "0, or at least"),
+        (["chat", "run", "--temperature", "nan"], "0, or at least"),
+    ],
+    ids=lambda value: "_".join(each[:12] for each in value).replace("\0", "") if isinstance(value, list) else "",
+)
+def test_an_argument_that_no_call_could_use_is_one_line(arguments, said, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert (caught.value.code, said in line, len(line) < 300) == (2, True, True), line
+
+
+def test_a_working_directory_that_was_deleted_is_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["check", "run"]) == 2
+    assert capsys.readouterr().err == "UserError: the working directory was deleted. Change to one that exists.\n"
+
+
 @pytest.fixture
 def run_dir(tmp_path):
     """What a run of two steps leaves at the least."""

@@ -60,11 +60,14 @@ def in_two_halves(session, answers):
     return metrics | session.optim_step()
 
 
-def refuse_what_does_not_divide_over_two_devices(session):
+def learn_what_does_not_divide_over_two_devices(session):
+    """Three answers to one prompt: one engine has none, and one device has two."""
     answers = session.generate(["1+1="], n=3)
-    for call, arguments in ((session.log_probs, ()), (session.update, ([1.0] * 3,)), (session.forward_backward, ([1.0] * 3,))):
-        with pytest.raises(ConfigError, match=r"3 answers do not divide over 2 devices"):
-            call(answers, *arguments)
+    before = [float(each.sum()) for each in session.log_probs(answers)]
+    session.forward_backward(answers, [1.0, 0.0, 0.0])
+    session.optim_step(learning_rate=1e-2)
+    session.update(answers, [1.0, 0.0, 0.0])
+    assert float(session.log_probs(answers)[0].sum()) > before[0]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +96,17 @@ def test_a_loop_of_primitives_gives_bit_for_bit_what_a_run_gives(algorithm, furt
             assert len(shared) > (10 if step is not in_two_halves else 4), shared
             assert {name: metrics[name] for name in shared} == {name: rows[number][name] for name in shared}
         if "ray_init" in settings:
-            refuse_what_does_not_divide_over_two_devices(session)
+            learn_what_does_not_divide_over_two_devices(session)
+
+
+def test_a_session_whose_block_has_ended_and_a_temperature_that_is_too_small_are_named(model, tmp_path):
+    with verl_memopt.session(model, ROWS, run_dir=tmp_path / "run", **EXACT) as session:
+        for temperature in (1e-300, -1, True, float("nan")):
+            with pytest.raises(ConfigError, match=r"^generate\(temperature=.*give 0, or a number of at least 0\.0001"):
+                session.generate(["1+1="], temperature=temperature)
+    for call in (session.generate, session.save_state, session.sync, lambda: session.save(tmp_path / "model")):
+        with pytest.raises(ConfigError, match=r"^the session is closed.*resume=True"):
+            call()
 
 
 def test_a_session_goes_on_from_a_saved_state_and_a_run_does_too(model, tmp_path):

@@ -8,6 +8,7 @@ import importlib
 import io
 import json
 import logging
+import os
 import pkgutil
 import re
 import shutil
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING
 from verl_memopt import __version__
 from verl_memopt.errors import ConfigError, DeviceMemoryError, HostMemoryError, UnreadableCheckpointError, UserError
 from verl_memopt.recipes import RECIPES
+from verl_memopt.run.argument_types import gigabytes_of, path_of, seconds_of, size_of, step_of
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings
@@ -38,8 +40,8 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
 def report_command(arguments: Sequence[str]) -> int:
     """Run ``verl-memopt report``."""
     parser = _parser("report", "Make a run's summary and charts again, or compare runs.")
-    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="folder that a run printed as its last line")
-    parser.add_argument("--out", type=Path, default=None, help="where to put the charts (default: the run's own folder)")
+    parser.add_argument("run_dirs", nargs="+", type=path_of, metavar="RUN_DIR", help="folder that a run printed as its last line")
+    parser.add_argument("--out", type=path_of, default=None, help="where to put the charts (default: the run's own folder)")
     parsed = parser.parse_args(arguments)
     from verl_memopt.observe.charts import report
 
@@ -53,7 +55,7 @@ def check_command(arguments: Sequence[str]) -> int:
         "check",
         "Verify every checkpoint of a run, file by file, and the record of one that has ended. The exit code is 1 for damage.",
     )
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder that a run printed as its last line")
+    parser.add_argument("run_dir", type=path_of, metavar="RUN_DIR", help="folder that a run printed as its last line")
     parsed = parser.parse_args(arguments)
     from verl_memopt.run.checkpoints import check_folder
 
@@ -63,9 +65,11 @@ def check_command(arguments: Sequence[str]) -> int:
 def export_command(arguments: Sequence[str]) -> int:
     """Run ``verl-memopt export``."""
     parser = _parser("export", "Write the model of a checkpoint as a folder that transformers and vLLM load. It needs no GPU.")
-    parser.add_argument("source", type=Path, metavar="RUN | CHECKPOINT", help="run folder, or one of its global_step_N folders")
-    parser.add_argument("folder", type=Path, metavar="DIR", help="where to put the model; new, or empty")
-    parser.add_argument("--step", type=_step, metavar="{N,best}", help="which checkpoint of the run (default: the newest)")
+    parser.add_argument(
+        "source", type=path_of, metavar="RUN | CHECKPOINT", help="run folder, or one of its global_step_N folders"
+    )
+    parser.add_argument("folder", type=path_of, metavar="DIR", help="where to put the model; new, or empty")
+    parser.add_argument("--step", type=step_of, metavar="{N,best}", help="which checkpoint of the run (default: the newest)")
     parser.add_argument(
         "--dtype", choices=["bfloat16", "float16", "float32"], help="of the weights (default: that of the model it started from)"
     )
@@ -87,30 +91,25 @@ def export_command(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _step(text: str) -> str:
-    if text != "best" and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} is neither a step nor best")
-    return text
-
-
 def chat_command(arguments: Sequence[str]) -> int:
     """Run ``verl-memopt chat``."""
     parser = _parser("chat", "Talk to a trained model in the terminal, on a CPU or a GPU.")
     parser.add_argument(
-        "source", type=Path, metavar="RUN | DIR | CHECKPOINT", help="run folder, model folder, or a global_step_N folder"
+        "source", type=path_of, metavar="RUN | DIR | CHECKPOINT", help="run folder, model folder, or a global_step_N folder"
     )
     parser.add_argument("--prompt", metavar="TEXT", help="answer this and exit (default: standard input, or what you type)")
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("--remember", action="store_true", help="each prompt continues the conversation, in place of a new one")
     parser.add_argument("--temperature", type=float, help="0 = the most likely tokens (default: as the model's folder says)")
-    parser.add_argument("--max-tokens", type=_size, default=512, help="most tokens of an answer (default: 512)")
+    parser.add_argument("--max-tokens", type=size_of, default=512, help="most tokens of an answer (default: 512)")
     parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto", help="where the model is computed")
     parser.add_argument("--trust-remote-code", action="store_true", help="let the folder run its own code")
     parsed = parser.parse_args(arguments)
+    from verl_memopt.config.role_settings import LEAST_TEMPERATURE
     from verl_memopt.run.chat import ChatOptions, chat
 
-    if parsed.temperature is not None and not 0 <= parsed.temperature < float("inf"):
-        parser.error(f"--temperature {parsed.temperature}: it must be 0 or more")
+    if parsed.temperature is not None and not (parsed.temperature == 0 or LEAST_TEMPERATURE <= parsed.temperature < float("inf")):
+        parser.error(f"--temperature {parsed.temperature}: it must be 0, or at least {LEAST_TEMPERATURE}")
     options = ChatOptions(parsed.temperature, parsed.max_tokens, parsed.system, parsed.remember)
     return chat(parsed.source, parsed.prompt, parsed.device, parsed.trust_remote_code, options)
 
@@ -118,7 +117,7 @@ def chat_command(arguments: Sequence[str]) -> int:
 def toy_command(arguments: Sequence[str]) -> int:
     """Run ``verl-memopt toy``."""
     parser = _parser("toy", "Make the toy task: a tiny warmed-up model and its data.")
-    parser.add_argument("folder", type=Path, help="where to put model/, train.parquet and val.parquet")
+    parser.add_argument("folder", type=path_of, help="where to put model/, train.parquet and val.parquet")
     parser.add_argument("--seed", type=int, default=0, help="seed of data, weights and warm-up (default: 0)")
     parsed = parser.parse_args(arguments)
     from verl_memopt.data.toy import make_toy
@@ -142,14 +141,14 @@ def knobs_command(arguments: Sequence[str]) -> int:
     parser.add_argument("--measure", action="store_true", help="run one update of --model from all knobs off to all on")
     parser.add_argument("--model", help="model folder to measure")
     parser.add_argument("--shape", help="measure a model of this shape with random weights, made for it: qwen3-0.6b")
-    parser.add_argument("--layers", type=_size, help="decoder blocks of --shape (default: all of them)")
+    parser.add_argument("--layers", type=size_of, help="decoder blocks of --shape (default: all of them)")
     parser.add_argument("--vocabulary", type=int, help="rows of the embedding of --shape (default: its own)")
-    parser.add_argument("--rows", type=_size, default=8, help="rollouts in the update (default: 8)")
-    parser.add_argument("--prompt", type=_size, default=1024, help="tokens of each prompt (default: 1024)")
-    parser.add_argument("--response", type=_size, default=256, help="tokens of each response (default: 256)")
+    parser.add_argument("--rows", type=size_of, default=8, help="rollouts in the update (default: 8)")
+    parser.add_argument("--prompt", type=size_of, default=1024, help="tokens of each prompt (default: 1024)")
+    parser.add_argument("--response", type=size_of, default=256, help="tokens of each response (default: 256)")
     parser.add_argument("--only", nargs="*", default=[], metavar="KNOB", help="measure the rows of these knobs only")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="write the tables to FILE too, after each row")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the ladder")
+    parser.add_argument("--text", type=path_of, metavar="FILE", help="write the tables to FILE too, after each row")
+    parser.add_argument("--png", type=path_of, metavar="FILE", help="draw the ladder")
     parser.add_argument(
         "words", nargs="*", metavar="NAME | key=value", help="a knob to show in full; with --measure, settings of every row"
     )
@@ -160,32 +159,10 @@ def knobs_command(arguments: Sequence[str]) -> int:
     return _measure_knobs(parsed, parser) if parsed.measure else _show_knobs(parsed, parser)
 
 
-def _size(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    with suppress(ValueError):
-        if 0 < (seconds := float(text)) < 1e6:
-            return seconds
-    raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
-
-
 def _program() -> str:
     """Return what a shell calls this program: its name, or the path that was typed where the name alone is not found."""
     typed = sys.argv[0]
     return typed if Path(typed).name == "verl-memopt" and shutil.which("verl-memopt") is None else "verl-memopt"
-
-
-def _gb(text: str) -> float:
-    from verl_memopt.memory.profiles import gigabytes
-
-    try:
-        return gigabytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _show_knobs(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -254,9 +231,11 @@ def fit_command(arguments: Sequence[str]) -> int:
     """Run ``verl-memopt fit``."""
     parser = _parser("fit", "Say whether a run fits on a card, and what would make it. Needs no weights and no GPU.")
     parser.usage = "%(prog)s [--memory GB] [--gpus N] [--host-memory GB] [--json] [--config-name NAME] [key=value ...]"
-    parser.add_argument("--memory", type=_gb, metavar="GB", help="size of the card (default: that of the profile, memory=24g)")
-    parser.add_argument("--gpus", type=_size, metavar="N", help="cards of the machine (trainer.n_gpus_per_node)")
-    parser.add_argument("--host-memory", type=_gb, metavar="GB", help="memory of the machine, for what rests there")
+    parser.add_argument(
+        "--memory", type=gigabytes_of, metavar="GB", help="size of the card (default: that of the profile, memory=24g)"
+    )
+    parser.add_argument("--gpus", type=size_of, metavar="N", help="cards of the machine (trainer.n_gpus_per_node)")
+    parser.add_argument("--host-memory", type=gigabytes_of, metavar="GB", help="memory of the machine, for what rests there")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, in bytes and tokens")
     parser.add_argument("--config-name", default="ppo_trainer", help=ENTRIES)
     parser.add_argument("--config-dir", "--config-path", default=None, help="folder of a recipe's YAML")
@@ -307,7 +286,7 @@ def completion_command(arguments: Sequence[str]) -> int:
 def calibrate_command(arguments: Sequence[str]) -> int:
     """Run ``verl-memopt calibrate``."""
     parser = _parser("calibrate", "Measure what this machine does in a second, for the seconds that fit estimates.")
-    parser.add_argument("--seconds", type=_seconds, default=30, metavar="N", help="how long it may take, about (default: 30)")
+    parser.add_argument("--seconds", type=seconds_of, default=30, metavar="N", help="how long it may take, about (default: 30)")
     parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto", help="what is measured (default: a GPU)")
     parsed = parser.parse_args(arguments)
     import torch
@@ -366,6 +345,9 @@ def guarded(command: Callable[[], int], watched: bool) -> int:
 
     watch = SignalWatch() if watched else None
     try:
+        _check_directory()
+        if watched:
+            _write_anything()
         code = command()
     except UserError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
@@ -381,6 +363,20 @@ def guarded(command: Callable[[], int], watched: bool) -> int:
     if watched:
         end_process(code)
     return code
+
+
+def _check_directory() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise UserError("the working directory was deleted. Change to one that exists.") from error
+
+
+def _write_anything() -> None:
+    """Let output have any character, whatever the encoding of the terminal: as its code where the encoding lacks it."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in ("utf-8", "utf8"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 # A run, from its command line to its exit code. Heavy packages are imported only where a run starts: a dry run needs none.

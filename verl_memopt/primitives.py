@@ -22,9 +22,10 @@ from verl_memopt.algorithms.custom import check_custom
 from verl_memopt.algorithms.records import CUSTOM, LOSSES, SFT, WITH_GREEDY_RESPONSES
 from verl_memopt.api import NO_ROWS, Call, _rows
 from verl_memopt.config.aliases import is_count
-from verl_memopt.config.checks import check, groups_of_passes
+from verl_memopt.config.checks import check
 from verl_memopt.config.keys import leaf_values, raise_together, replaced
 from verl_memopt.config.loader import to_yaml
+from verl_memopt.config.role_settings import LEAST_TEMPERATURE
 from verl_memopt.config.schema import Rollout, Settings
 from verl_memopt.data.batch import scatter_tokens
 from verl_memopt.data.dataset import build_dataset
@@ -34,7 +35,7 @@ from verl_memopt.model.export import whole_folder
 from verl_memopt.observe.phase import PhaseClock
 from verl_memopt.observe.run_folder import INPUTS, RunFolder
 from verl_memopt.rewards.score import RewardResult
-from verl_memopt.run.checkpoints import read_checkpoint
+from verl_memopt.run.checkpoints import check_driver, read_checkpoint
 from verl_memopt.run.resume import compare_settings
 from verl_memopt.trainer.build import RunContext, build_learner, build_run
 from verl_memopt.trainer.loop import RunState, start_workers
@@ -97,7 +98,9 @@ class Session:
 
     def __init__(self, context: RunContext, learner: TrainingStep, folder: Path, has_dataset: bool) -> None:
         """Wrap a run's parts, and continue where the checkpoint of the context ends."""
-        self._context, self._learner, self.folder, self._has_dataset = context, learner, folder, has_dataset
+        self._context, self._parts, self.folder, self._has_dataset = context, learner, folder, has_dataset
+        self.closed = False
+        """Whether the block of ``with`` has ended."""
         self._state = RunState(context, learner.workers, learner)
         own = context.settings.actor_rollout_ref.actor.policy_loss
         self._own_loss = {"loss_mode": own.loss_mode, "custom.path": own.custom.path, "custom.name": own.custom.name}
@@ -156,7 +159,6 @@ class Session:
             ConfigError: There is no reference.
         """
         learner, batch = self._learner, answers._batch
-        self._check_shares("log_probs", batch.rows.num_rows)
         if not reference:
             log_probs = self._policy.old_pass.compute(batch.rows, batch.names).log_probs
         elif learner.ref_pass is None:
@@ -176,7 +178,6 @@ class Session:
         if len(scores) != len(answers):
             raise RewardError(f"advantages: there are {len(scores)} scores for {len(answers)} answers. Give one for each.")
         learner, batch = self._learner, answers._batch
-        self._check_shares("advantages", batch.rows.num_rows)
         results = [_result(number, score) for number, score in enumerate(scores)]
         self._complete(batch)
         batch.results = results
@@ -209,8 +210,6 @@ class Session:
         policy, critic, samples = self._policy, learner.critic, batch.rows.num_rows // batch.rows.group.unique().numel()
         cutter = replace(policy.policy_update.cutter, samples=samples)
         minis = cutter.mini_batch_rows(rows, batch.step)
-        for mini in minis:
-            self._check_shares("update", len(mini))
         if critic is not None:
             critic = replace(critic, cutter=replace(critic.cutter, samples=samples))
             critic_update = critic.begin_update(rows, names, batch.step)
@@ -288,6 +287,7 @@ class Session:
         Raises:
             CheckpointError: The disk refuses.
         """
+        self._check_open()
         return self._state.save(self.step)
 
     def load_state(self, path: str | Path) -> None:
@@ -299,6 +299,7 @@ class Session:
         """
         context, rollouts = self._context, self._learner.rollouts
         checkpoint = read_checkpoint(Path(path), key="load_state: ")
+        check_driver(checkpoint)
         own, seed = context.settings, checkpoint.driver["seed"]
         seeds = {"data.seed": seed}
         if own.actor_rollout_ref.rollout.seed == own.data.seed:  # it follows the seed of the data
@@ -311,7 +312,7 @@ class Session:
         self._state.load(checkpoint, logger.info)
         context.store.resumed(checkpoint)
         generator = replace(rollouts.generator, rollout=settings.actor_rollout_ref.rollout)
-        self._learner.rollouts = replace(rollouts, generator=generator)
+        self._parts.rollouts = replace(rollouts, generator=generator)
         self._context = replace(context, settings=settings)
         self._state = replace(self._state, context=self._context)
         self.step, self._num_gradients = checkpoint.step, 0
@@ -335,6 +336,18 @@ class Session:
             self._learner.workers.all("save_checkpoint", Worker.save_model, str(aside))
         return target
 
+    @property
+    def _learner(self) -> TrainingStep:
+        self._check_open()
+        return self._parts
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ConfigError(
+                "the session is closed: its processes ended with the block of `with`. Use it inside, or make another with "
+                "resume=True, which goes on from the last save_state()."
+            )
+
     def _encoded(self, prompts: Sequence[Any], samples: int) -> StepPrompts:
         context = self._context
         rows = [each if isinstance(each, dict) else {context.settings.data.prompt_key: each} for each in prompts]
@@ -357,7 +370,6 @@ class Session:
                 f"{name}: these answers were drawn with temperature={answers._temperature}, and log-probs are those of {own}. "
                 "Learn answers of generate() without a temperature, or set actor_rollout_ref.rollout.temperature."
             )
-        self._check_shares(name, rows.num_rows)
         if advantages is not None:
             rows.advantages = _per_token(name, advantages, rows.responses.sizes())
         if rows.advantages is None:
@@ -385,7 +397,7 @@ class Session:
         check_custom(settings)
         self._learner.workers.all("update_actor", Worker.use_loss, {f"policy_loss.{part}": each for part, each in chosen.items()})
         update = replace(policy.policy_update, actor=settings.actor_rollout_ref.actor)
-        self._learner.policy = replace(policy, policy_update=update)
+        self._parts.policy = replace(policy, policy_update=update)
 
     def _written(self, function: Callable[..., Any]) -> dict[str, Any]:
         """Return the settings of a loss that is a function. It is written once, into a file that every worker reads."""
@@ -405,14 +417,6 @@ class Session:
         number = self._losses.index(function) + 1
         file = (self.folder / INPUTS / f"loss_{number}.py").absolute()
         return {"loss_mode": CUSTOM, "custom.path": str(file), "custom.name": "loss"}
-
-    def _check_shares(self, name: str, num_rows: int) -> None:
-        groups = groups_of_passes(self._context.settings)
-        if num_rows % groups:
-            raise ConfigError(
-                f"{name}: {num_rows} answers do not divide over {groups} devices or groups of devices. Generate a multiple of "
-                f"{groups}."
-            )
 
     def _complete(self, batch: StepBatch) -> None:
         """Add what the update and the advantages read: log-probs before the update and of the reference, and values."""
@@ -436,8 +440,9 @@ loss = pickle.loads(Path(__file__).with_suffix(".pkl").read_bytes())
 
 def _at_temperature(rollout: Rollout, temperature: Any) -> Rollout:
     """Return how answers are drawn at another temperature."""
-    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
-        raise ConfigError(f"generate(temperature={temperature!r:.100}): give a number of at least 0.")
+    is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    if not is_number or not (temperature == 0 or LEAST_TEMPERATURE <= temperature < math.inf):
+        raise ConfigError(f"generate(temperature={temperature!r:.100}): give 0, or a number of at least {LEAST_TEMPERATURE}.")
     return replace(rollout, temperature=float(temperature) or 1.0, do_sample=rollout.do_sample and temperature > 0)
 
 
@@ -508,7 +513,11 @@ def _opened(loaded: Settings, folder: Path, has_dataset: bool) -> Iterator[Sessi
     with context.lock, start_workers(context, PhaseClock()) as workers:
         learner = build_learner(context, workers, runner=None)
         try:
-            yield Session(context, learner, folder, has_dataset)
+            opened = Session(context, learner, folder, has_dataset)
+            try:
+                yield opened
+            finally:
+                opened.closed = True
         finally:
             learner.close()
 

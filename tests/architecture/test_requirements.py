@@ -9,7 +9,7 @@ from setuptools.dist import Distribution
 
 ROOT = Path(__file__).parents[2]
 FILES = (*sorted((ROOT / "requirements").glob("*.txt")), ROOT / "requirements.txt", ROOT / "benchmarks/gpu/wheels.txt")
-OPTIONAL = ("gpu", "flash-attn", "torchao", "math", "wandb", "mlflow", "trackio")
+OPTIONAL = ("gpu", "flash-attn", "torchao", "math", "wandb", "swanlab", "mlflow", "trackio")
 """Extras of setup.py with ranges. The others repeat a requirement file."""
 OF_ONE_BUILD = {"apache-tvm-ffi", "triton"}
 """Packages of which torch or vLLM pins another version in its build for GPUs than the environment of the tests has."""
@@ -65,7 +65,9 @@ def test_setup_py_pins_no_version_in_its_ranges(package):
 
 def test_every_package_with_a_range_has_an_exact_version_somewhere(package):
     known = {name for path in FILES for name, _ in pins(path)}
-    assert set(ranges(package)) - known <= {"flash-attn", "wandb", "mlflow", "trackio"}, "installed by hand, in whatever version"
+    assert set(ranges(package)) - known <= {"flash-attn", "wandb", "swanlab", "mlflow", "trackio"}, (
+        "installed by hand, in whatever version"
+    )
 
 
 def test_one_package_has_one_exact_version():

@@ -173,6 +173,15 @@ NO_ADAPTERS = {f"{AR}.model.lora_rank": 0, f"{AR}.model.lora_alpha": 0}
         ({f"{AR}.actor.strategy": "fsdp", "critic.strategy": "fsdp", f"{AR}.ref.strategy": "fsdp"}, {"critic.strategy": "fsdp2"}),
         ({"trainer.resume_mode": "auto", "trainer.resume_from_path": "old"}, {"trainer.resume_mode": "auto"}),
         ({"algorithm.rollout_correction.rollout_is_threshold": None}, {"algorithm.rollout_correction.rollout_is": None}),
+        (
+            {
+                "trainer.nnodes": 2,
+                "trainer.n_gpus_per_node": 2,
+                f"{AR}.actor.fsdp_config.fsdp_size": 5,
+                "critic.fsdp.fsdp_size": 4,
+            },
+            {f"{AR}.actor.fsdp_config.fsdp_size": -1, "critic.model.fsdp_config.fsdp_size": 4},
+        ),
         (NO_ADAPTERS, {f"{AR}.model.lora_rank": 0, f"{AR}.model.lora_alpha": 16.0}),
         ({f"{AR}.rollout.name": "sglang"}, {f"{AR}.rollout.name": "vllm"}),
         ({f"{AR}.actor.ppo_mini_batch_size": None, "data.train_batch_size": 48}, {f"{AR}.actor.ppo_mini_batch_size": 48}),

@@ -22,9 +22,10 @@ def test_every_rule_is_about_keys_that_exist_and_allows_settings_that_are_right(
 
 
 def test_a_rule_does_not_read_a_key_that_is_wrong_by_itself(complaint):
-    line = complaint({"trainer.n_gpus_per_node": 0, "data.train_batch_size": 3})
+    parts = f"{AR}.rollout.tensor_model_parallel_size"
+    line = complaint({"trainer.n_gpus_per_node": 0, parts: 3, "data.train_batch_size": 3})
     assert "the prompts of a step do not divide into mini-batches" in line
-    assert "do not divide over" not in line
+    assert "does not divide the" not in line
 
 
 def test_a_rule_of_the_critic_does_not_read_a_key_of_the_critic_that_is_wrong_by_itself(complaint):
@@ -235,6 +236,7 @@ def test_an_engine_argument_that_a_key_sets_is_refused(complaint, name):
         {f"{AR}.rollout.val_kwargs.do_sample": True, f"{AR}.rollout.val_kwargs.temperature": 0.6},
         {"trainer.val_only": True, "data.val_files": ["val.jsonl"]},
         {"trainer.worker_group": "local"},
+        {"trainer.n_gpus_per_node": 2, "data.train_batch_size": 3, f"{AR}.actor.ppo_mini_batch_size": 3, f"{AR}.rollout.n": 5},
         {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": "global_step_3"},
         {"data.custom_cls.path": "rows.py", "data.custom_cls.name": "Rows"},
         {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": 0.2},
@@ -254,13 +256,6 @@ ONE_STEP = {f"{AR}.actor.optim.in_backward": True, f"{AR}.actor.optim.clip_grad"
 LIMITS = {
     "a step is whole mini-batches": ({f"{AR}.actor.ppo_mini_batch_size": 64}, "data.train_batch_size", [64, 128], [63, 65, 127]),
     "a mini-batch divides a step": ({"data.train_batch_size": 64}, f"{AR}.actor.ppo_mini_batch_size", [32, 64], [33, 63, 65]),
-    "rows divide over devices": (
-        FOUR | {"data.train_batch_size": 4, f"{AR}.rollout.n": 2}, f"{AR}.actor.ppo_mini_batch_size", [2, 4], [1],
-    ),
-    "devices divide the rows": (
-        {"data.train_batch_size": 2, f"{AR}.actor.ppo_mini_batch_size": 2, f"{AR}.rollout.n": 2},
-        "trainer.n_gpus_per_node", [1, 2, 4], [3, 5, 8],
-    ),
     "a sample fits the actor's budget": ({}, f"{AR}.actor.ppo_max_token_len_per_gpu", [1024], [1023]),
     "a sample fits the budget of the old log-probs": ({}, f"{AR}.rollout.log_prob_max_token_len_per_gpu", [1024], [1023]),
     "a sample fits the reference's budget": (
@@ -277,7 +272,7 @@ LIMITS = {
         FOUR | {f"{AR}.rollout.name": "vllm"}, f"{AR}.rollout.tensor_model_parallel_size", [1, 2, 4], [3, 5, 8],
     ),
     "transformers runs on one device": ({"trainer.n_gpus_per_node": 2}, f"{AR}.rollout.tensor_model_parallel_size", [1], [2]),
-    "shard groups divide the devices": (FOUR, f"{AR}.actor.fsdp_config.fsdp_size", [1, 2, 4, -1], [3, 5, 8]),
+    "shard groups divide the devices": (FOUR, f"{AR}.actor.fsdp_config.fsdp_size", [1, 2, 4, -1], [3]),
     "groups that share tokens divide the devices": (
         FOUR, f"{AR}.actor.fsdp_config.ulysses_sequence_parallel_size", [None, 1, 2, 4], [3, 5, 8],
     ),
@@ -306,7 +301,7 @@ LIMITS = {
     ),
     "transformers sample at any": ({f"{AR}.rollout.name": "hf"}, f"{AR}.rollout.temperature", [20.0, 0.001], []),
     "sampled validation has a temperature": (
-        {f"{AR}.rollout.val_kwargs.do_sample": True}, f"{AR}.rollout.val_kwargs.temperature", [1e-9], [0.0],
+        {f"{AR}.rollout.val_kwargs.do_sample": True}, f"{AR}.rollout.val_kwargs.temperature", [1e-4], [0.0, 1e-5],
     ),
     "adapters have a rank": ({f"{AR}.model.lora_adapter_path": "adapter"}, f"{AR}.model.lora_rank", [1], [0]),
     "a quantised reference has no adapters": (

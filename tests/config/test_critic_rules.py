@@ -7,10 +7,6 @@ GAE = {"algorithm.adv_estimator": "gae", "trainer.total_training_steps": 10}
 CASES = {
     "a critic that is switched off": ({"critic.enable": False}, {"critic.enable": True}),
     "a mini-batch that does not divide the step": ({"critic.ppo_mini_batch_size": 100}, {"critic.ppo_mini_batch_size": 128}),
-    "a mini-batch that does not divide over the devices": (
-        {"critic.ppo_mini_batch_size": 1, "trainer.n_gpus_per_node": 8},
-        {"critic.ppo_mini_batch_size": 2, "trainer.n_gpus_per_node": 8},
-    ),
     "shards over a number of devices that does not divide": (
         {"critic.model.fsdp_config.fsdp_size": 3, "trainer.n_gpus_per_node": 4},
         {"critic.model.fsdp_config.fsdp_size": 2, "trainer.n_gpus_per_node": 4},
@@ -26,10 +22,6 @@ CASES = {
     "shards over the devices of the pool": (
         {"critic.model.fsdp_config.fsdp_size": 2, "critic.enable_resource_pool": True, "critic.n_gpus_per_node": 3},
         {"critic.model.fsdp_config.fsdp_size": 2, "critic.enable_resource_pool": True, "critic.n_gpus_per_node": 4},
-    ),
-    "a pool over which a step does not divide": (
-        {"critic.n_gpus_per_node": 3, "critic.enable_resource_pool": True},
-        {"critic.n_gpus_per_node": 4, "critic.enable_resource_pool": True},
     ),
     "split masters over the devices of the pool": (
         {

@@ -112,7 +112,6 @@ def test_the_tokenizer_of_the_responses_is_the_policys(settled, tokenizer):
             f"{MODEL}.fsdp_config.param_offload=stream, trainer.nnodes=1, trainer.n_gpus_per_node=2: each device has a shard",
             f"Or set {MODEL}.fsdp_config.param_offload=true.",
         ),
-        ({f"{MODEL}.fsdp_config.fsdp_size": 2}, f"{MODEL}.fsdp_config.fsdp_size=2, ", "Set a divisor of 1, or -1."),
         ({f"{MODEL}.fsdp_config.dtype": "fp16"}, f"{MODEL}.fsdp_config.dtype=fp16: half precision", "Set fp32 or"),
         ({f"{MODEL}.fsdp_config.ulysses_sequence_parallel_size": 2}, f"{MODEL}.fsdp_config.ulysses", "_size=1, or"),
         (

@@ -124,7 +124,7 @@ def test_each_fault_of_a_file_has_its_text(tmp_path):
 def test_a_file_that_cannot_be_read_is_a_fault(tmp_path):
     (tmp_path / "f").mkdir()
     size = (tmp_path / "f").stat().st_size
-    assert file_fault(tmp_path / "f", FileRecord(size, "")) == "cannot be read (Is a directory)"
+    assert file_fault(tmp_path / "f", FileRecord(size, "")) == "cannot be read (no regular file)"
 
 
 def test_inner_folders_are_forced_to_disk_before_outer_ones(tmp_path, monkeypatch):

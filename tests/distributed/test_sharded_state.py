@@ -1,4 +1,6 @@
+import copy
 import io
+import os
 import pickle
 
 import pytest
@@ -322,6 +324,46 @@ def test_code_in_a_checkpoint_is_not_run(tiny_folder, one_rank, tmp_path, put):
         with pytest.raises(CheckpointError, match=r"could not be read: .*(UnpicklingError|which no checkpoint needs)"):
             StoredTensors(tmp_path)
     assert not (tmp_path / "it ran").exists()
+
+
+def without_parts(stored):
+    stored.chunks.clear()
+
+
+def twice_the_first_half(stored):
+    half = stored.chunks[0]
+    rows = half.sizes[0] // 2
+    half.sizes = torch.Size((rows, *half.sizes[1:]))
+    stored.chunks.append(copy.deepcopy(half))
+
+
+def beyond_its_end(stored):
+    stored.chunks[0].offsets = torch.Size((1, *stored.chunks[0].offsets[1:]))
+
+
+@pytest.mark.parametrize("change", [without_parts, twice_the_first_half, beyond_its_end])
+def test_an_index_whose_parts_do_not_make_up_a_tensor_is_refused(tiny_folder, one_rank, tmp_path, change):
+    run = parts(tiny_folder, one_rank)
+    save_training_state(tmp_path, *run, CPU, ALL)
+    index = tmp_path / "dcp" / ".metadata"
+    metadata = pickle.loads(index.read_bytes())
+    key = next(key for key in metadata.state_dict_metadata if key.endswith("embed_tokens.weight"))
+    change(metadata.state_dict_metadata[key])
+    index.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="do not make up the tensor"):
+        load_training_state(tmp_path, *run, CPU, ALL)
+    with pytest.raises(CheckpointError, match="do not make up the tensor"):
+        StoredTensors(tmp_path)
+
+
+def test_an_interrupt_during_a_save_is_an_interrupt(tiny_folder, one_rank, tmp_path, monkeypatch):
+    def interrupted(descriptor):
+        raise KeyboardInterrupt
+
+    run = parts(tiny_folder, one_rank)
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_training_state(tmp_path, *run, CPU, ALL)
 
 
 def test_a_rank_reads_its_own_file_and_rank_0s_where_it_has_none(tiny_folder, one_rank, tmp_path, monkeypatch):

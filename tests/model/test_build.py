@@ -115,6 +115,16 @@ def test_capped_logits_of_a_type_that_does_not_cap_them_are_refused(tiny_folder,
         load_model_config(Model(path="x"), folder)
 
 
+def test_weights_whose_header_says_whole_numbers_are_refused_by_name(tiny_folder, tmp_path):
+    def as_whole_numbers(folder):
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes().replace(b'"F32"', b'"I32"'))
+
+    folder = damaged(tiny_folder, tmp_path, as_whole_numbers)
+    with pytest.raises(ConfigError, match=r"model\.safetensors: .* has the dtype I32, and weights have F64, F32"):
+        filled(folder)
+
+
 def test_a_sharded_folder_reads_slice_by_slice(tiny_folder, tmp_path):
     folder = tmp_path / "sharded"
     AutoModelForCausalLM.from_pretrained(tiny_folder).save_pretrained(folder, max_shard_size="60KB")

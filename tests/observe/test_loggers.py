@@ -55,12 +55,6 @@ def test_tensorboard_forgets_the_steps_a_resumed_run_makes_again(place):
     assert [(event.step, event.value) for event in events.Scalars("critic/score/mean")] == [(1, 1.0), (2, 20.0)]
 
 
-def test_wandb_that_is_not_installed_is_a_config_error(place, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match="pip install wandb"):
-        build_loggers("wandb", place)
-
-
 class WandbError(Exception):
     """What wandb raises, for example without an API key."""
 
@@ -175,6 +169,87 @@ def test_a_wandb_that_cannot_start_is_a_config_error(place, wandb_runs):
         build_loggers("wandb", place)
 
 
+class SwanlabRun:
+    """Records what a SwanLab run is told. SwanLab itself is not among the packages of the tests."""
+
+    def __init__(self, **arguments):
+        self.arguments = arguments
+        self.logged: list[tuple[int, dict[str, Any]]] = []
+        self.end: dict[str, Any] | None = None
+
+    def log(self, data, step):
+        assert self.end is None, "the run is finished"
+        self.logged.append((step, data))
+
+    def finish(self, state="success", error=None):
+        self.end = {"state": state, "error": error}
+
+
+class SwanlabTable:
+    def add(self, headers, rows):
+        self.rows = [dict(zip(headers, row, strict=True)) for row in rows]
+
+
+@pytest.fixture
+def swanlab_runs(monkeypatch, place):
+    """The SwanLab runs that were started."""
+    started: list[SwanlabRun] = []
+
+    def init(**arguments):
+        started.append(SwanlabRun(**arguments))
+        return started[-1]
+
+    errors = SimpleNamespace(AuthenticationError=WandbError)
+    stand_in = SimpleNamespace(init=init, echarts=SimpleNamespace(Table=SwanlabTable), exceptions=errors)
+    monkeypatch.setitem(sys.modules, "swanlab", stand_in)
+    monkeypatch.delenv("SWANLAB_LOG_DIR", raising=False)
+    place.folder.begin("trainer: {device: cpu}\n", None)
+    return started
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab", "mlflow"])
+def test_a_tracker_that_is_not_installed_is_a_config_error(place, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=f"^trainer.logger={name}: .*pip install {name}"):
+        build_loggers(name, place)
+
+
+def test_swanlab_gets_settings_steps_and_samples_and_how_the_run_ended(place, swanlab_runs, monkeypatch):
+    for failed in (False, True):
+        loggers = build_loggers(["console", "swanlab"], place)
+        loggers.log(3, {"critic/score/mean": 0.5, "text": "no number"})
+        loggers.log_samples(3, [Sample("u", "toy", "1+1=", "3", "2", 0.0, [1], [2])])
+        loggers.close(failed)
+    first, second = swanlab_runs
+    assert (first.arguments["project"], first.arguments["experiment_name"]) == ("project", "experiment")
+    assert first.arguments["config"] == {"trainer": {"device": "cpu"}}
+    assert first.arguments["logdir"] == str(place.folder.path / "swanlog")
+    assert first.logged[0] == (3, {"critic/score/mean": 0.5})
+    (step, table), sample = first.logged[1], {"step": 3, "data_source": "toy", "input": "1+1=", "output": "3"}
+    assert (step, table["val/generations"].rows) == (3, [{**sample, "ground_truth": "2", "score": 0.0}])
+    assert [first.end["state"], second.end["state"]] == ["success", "crashed"]
+    monkeypatch.setenv("SWANLAB_LOG_DIR", str(place.folder.path / "elsewhere"))
+    build_loggers("swanlab", place)
+    assert swanlab_runs[-1].arguments["logdir"] == str(place.folder.path / "elsewhere")
+
+
+def test_a_resumed_run_continues_the_same_swanlab_run_and_a_new_one_does_not(place, swanlab_runs):
+    for step in (None, 4, None):
+        build_loggers("swanlab", resumed_at(place, step)).close()
+    first, second, new = (run.arguments["id"] for run in swanlab_runs)
+    assert first == second != new
+    assert {(run.arguments["resume"], len(run.arguments["id"])) for run in swanlab_runs} == {("allow", 21)}
+
+
+def test_a_swanlab_that_cannot_start_is_a_config_error(place, swanlab_runs):
+    def refuse(**arguments):
+        raise WandbError("no API key was provided")
+
+    sys.modules["swanlab"].init = refuse
+    with pytest.raises(ConfigError, match=r"SwanLab cannot start \(no API key was provided\).*SWANLAB_MODE=offline"):
+        build_loggers("swanlab", place)
+
+
 class MlflowStore:
     """Keeps what MLflow's client is told, as MLflow does, which is not among the packages of the tests."""
 
@@ -254,12 +329,9 @@ def test_trackio_continues_the_run_of_a_name_and_one_that_is_missing_is_a_config
         build_loggers("trackio", place)
 
 
-def test_an_mlflow_that_is_missing_or_does_not_answer_is_a_config_error(place, mlflow, monkeypatch):
+def test_an_mlflow_that_does_not_answer_is_a_config_error(place, mlflow, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:1")
     with pytest.raises(ConfigError, match=r"cannot start at http://localhost:1 \(connection refused\).*MLFLOW_TRACKING_URI"):
-        build_loggers("mlflow", place)
-    monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(ConfigError, match="pip install mlflow"):
         build_loggers("mlflow", place)
 
 
@@ -280,4 +352,4 @@ def test_an_mlflow_that_stops_answering_is_told_once_and_the_run_goes_on(place, 
 
 
 def test_these_are_the_loggers():
-    assert set(LOGGERS) == {"console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio"}
+    assert set(LOGGERS) == {"console", "jsonl", "tensorboard", "wandb", "swanlab", "mlflow", "trackio"}

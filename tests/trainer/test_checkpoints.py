@@ -13,7 +13,15 @@ from tests.distributed.test_sharded_state import Runs
 from verl_memopt.distributed.file_records import FileRecord
 from verl_memopt.errors import CheckpointError, UserError
 from verl_memopt.observe.run_folder import RunFolder
-from verl_memopt.run.checkpoints import TRACKER, CheckpointStore, Manifest, find_fault, read_checkpoint, write_manifest
+from verl_memopt.run.checkpoints import (
+    TRACKER,
+    CheckpointStore,
+    Manifest,
+    check_folder,
+    find_fault,
+    read_checkpoint,
+    write_manifest,
+)
 
 
 def save(store, step, size=10):
@@ -525,6 +533,87 @@ def test_driver_state_that_torch_cannot_read_is_a_fault_like_any_other(store):
     write_manifest(folder, Manifest(8, 2, 1, "2.13.0", None, {"data.pt": record}))
     (store.root / TRACKER).write_text("8\n")
     assert store.newest({}).step == 6
+
+
+# Checkpoints that somebody else made, with valid checksums.
+
+
+def forged(store, **changes):
+    """Writes the manifest of step 8 again, with its checksum, and with entries changed or added."""
+    folder = store.folder(8)
+    fields = json.loads((folder / "meta.json").read_text())
+    del fields["digest"]
+    for name, value in changes.items():
+        fields[name] = fields[name] | value if isinstance(fields[name], dict) and isinstance(value, dict) else value
+    digest = blake3(json.dumps(fields, indent=1).encode()).hexdigest()
+    (folder / "meta.json").write_text(json.dumps({**fields, "digest": digest}, indent=1) + "\n")
+
+
+def a_pipe(store):
+    os.mkfifo(store.folder(8) / "actor" / "pipe")
+    forged(store, files={"actor/pipe": {"size": 0, "digest": blake3(b"").hexdigest()}})
+
+
+def a_device(store):
+    (store.folder(8) / "actor" / "endless").symlink_to("/dev/zero")
+    forged(store, files={"actor/endless": {"size": 0, "digest": blake3(b"").hexdigest()}})
+
+
+def a_link(store):
+    (store.folder(8) / "actor" / "secret").symlink_to("/etc/passwd")
+
+
+def a_linked_folder(store):
+    (store.folder(8) / "other").symlink_to("/etc")
+
+
+def a_name_outside(store):
+    forged(store, files={"../../secret": {"size": 0, "digest": ""}})
+
+
+def a_manifest_that_is_a_pipe(store):
+    (store.folder(8) / "meta.json").unlink()
+    os.mkfifo(store.folder(8) / "meta.json")
+
+
+def state_that_is_a_list(store):
+    path = store.folder(8) / "data.pt"
+    torch.save([1, 2], path)
+    forged(store, files={"data.pt": {"size": path.stat().st_size, "digest": blake3(path.read_bytes()).hexdigest()}})
+
+
+def of_other_types(**changes):
+    return lambda store: forged(store, **changes)
+
+
+@pytest.mark.parametrize(
+    ("attack", "says"),
+    [
+        (a_pipe, "actor/pipe is no regular file"),
+        (a_device, "actor/endless is a link"),
+        (a_link, "actor/secret is a link"),
+        (a_linked_folder, "other is a link"),
+        (a_name_outside, "names a file outside of the checkpoint"),
+        (a_manifest_that_is_a_pipe, "no regular file"),
+        (state_that_is_a_list, "its state: expected an object"),
+        (of_other_types(step="8"), "step: expected a whole number"),
+        (of_other_types(commit=None), "commit: expected a whole number"),
+        (of_other_types(files=[]), "files: expected an object"),
+        (of_other_types(files={"data.pt": 3}), "files.data.pt: expected an object"),
+        (of_other_types(score="best"), "score: expected a number"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_checkpoint_that_somebody_made_is_refused_and_the_one_before_it_taken(store, capsys, attack, says):
+    save(store, 6)
+    save(store, 8)
+    attack(store)
+    assert CheckpointStore(store.root, None).newest().step == 6
+    with pytest.raises(CheckpointError, match=says):
+        read_checkpoint(store.folder(8))
+    if attack is not state_that_is_a_list:  # which only a resume opens
+        assert check_folder(store.root) == 1
+        assert says in capsys.readouterr().out
 
 
 def test_checkpoints_that_the_disk_will_not_move_are_named_and_stay(store):

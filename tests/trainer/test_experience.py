@@ -100,6 +100,20 @@ def test_every_token_of_a_response_gets_the_advantage_of_its_row_normalized_wher
     assert advantages.per_token.tolist() == pytest.approx([1 / scale] * 2 + [-0.75 / scale] + [0.75 / scale] * 3, rel=1e-6)
 
 
+@pytest.mark.parametrize("estimator", ["rloo", "reinforce_plus_plus"])
+def test_a_rejected_token_without_a_log_prob_takes_no_reward_from_its_row(estimator):
+    batch, found = batch_of(RESPONSES), []
+    algorithm = Algorithm(adv_estimator=estimator, use_kl_in_reward=True, kl_ctrl=KlControl(kl_coef=0.5))
+    batch.ref_log_probs, batch.kept = torch.tensor([-1.0] * 6), torch.tensor([True, True, True, True, True, False])
+    for last in (-1.0, math.nan):  # a KL of 0 there, and none
+        batch.old_log_probs = torch.tensor([-1.0, -1.0, -1.0, -0.5, -1.0, last])
+        found.append(shaped(batch, [1.0, 0.0, 0.25, 1.0], algorithm))
+    finite, lost = found
+    assert lost.rewards.tolist() == finite.rewards.tolist() == [1.0, 0.0, 0.25, 0.75]
+    assert lost.per_token.tolist() == finite.per_token.tolist()
+    assert lost.kl_mean == finite.kl_mean == pytest.approx(0.5 / 3 / 4)
+
+
 def test_rewards_by_name_come_from_the_function_and_a_row_without_one_is_named():
     algorithm = Algorithm(adv_estimator="gdpo", gdpo_reward_keys=["score", "format"])
     results = [RewardResult(1.0, {"format": 0.5}), RewardResult(0.0, failed=True), RewardResult(2.0, {"format": True})]

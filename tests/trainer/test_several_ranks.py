@@ -156,6 +156,29 @@ def assert_trains_as_one_does(named, tmp_path, ranks, sharings, steps, **more):
         assert_same_steps(run_dir, expected, range(1, steps + 1))
 
 
+def batch(prompts, samples, mini):
+    """Returns the keys of steps of so many prompts and answers to each, with so many prompts in a mini-batch."""
+    sizes = {"data.train_batch_size": prompts, f"{AR}.rollout.n": samples, f"{AR}.actor.ppo_mini_batch_size": mini}
+    return sizes | {"trainer.balance_batch": mini > 1}
+
+
+def test_two_ranks_with_unequal_shares_train_as_one_does(algorithms, tmp_path):
+    """15 answers to 3 or 5 prompts, mini-batches of 5 or all, and a step of one answer, which leaves a rank without any."""
+    kl = {f"{AR}.actor.use_kl_loss": True, f"{AR}.actor.loss_agg_mode": "seq-mean-token-mean"}
+    cases = {
+        "ppo": algorithms("ppo") | batch(3, 5, 1),
+        "rloo": algorithms("rloo") | batch(5, 3, 5) | kl,
+        "alone": algorithms("ppo") | batch(1, 1, 1),
+    }
+    assert_trains_as_one_does(cases, tmp_path, 2, [1], 2)
+
+
+@pytest.mark.slow
+def test_pairs_of_ranks_with_unequal_shares_train_as_one_does(algorithms, tmp_path):
+    cases = {name: algorithms(name) | batch(3, 5, 3) for name in ALL}
+    assert_trains_as_one_does(cases, tmp_path, 4, [1, 2], 2)
+
+
 def test_two_ranks_that_share_tokens_train_as_one_does(algorithms, tmp_path):
     assert_trains_as_one_does({"ppo": algorithms("ppo")}, tmp_path, 2, [2], 2)
 

@@ -39,6 +39,7 @@ def commit(root, folder, more=None, step=1, score=None, **of_critic):
     shapes = {name: list(base.shape(name)) for name in of_critic.pop("order", base.names)}
     dtypes = {"actor": "float32", "critic": "float32"}
     driver = {"settings": settings | (more or {}), "weights": shapes, "critic_weights": {}, "dtypes": dtypes, **of_critic}
+    driver = {"seed": 0, "loader": {}, "token_budgets": {}} | driver
     CheckpointStore(root, None).commit(step, driver, 1, score=score)
 
 
@@ -177,6 +178,14 @@ def test_a_step_is_chosen_by_number_as_the_best_or_as_the_newest(run, capsys):
     assert "step 3" in (message := refused(run, capsys, run, "--step", "3"))
     assert "1, 2" in message
     assert "--step" in refused(run, capsys, run / "global_step_1", "--step", "1", code=2)
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32"])
+def test_a_dtype_of_the_command_line_is_that_of_the_weights_and_of_the_config(run, name):
+    step_of(run, "--dtype", name)
+    weights = load_file(run.parent / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {getattr(torch, name)}
+    assert json.loads((run.parent / "out" / "config.json").read_text())["dtype"] == name
 
 
 def test_a_folder_without_checkpoints_is_named(run, capsys):

@@ -22,7 +22,7 @@ from verl_memopt.config.reward_rules import ENABLE, even_shards, own_pool
 from verl_memopt.config.schema import Settings
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.critic_rules import has_critic, with_critic
-from verl_memopt.memory.knob import DEVICES, Refusal, UnusedKey, data_ranks, for_devices, num_devices
+from verl_memopt.memory.knob import DEVICES, Refusal, UnusedKey, num_devices
 from verl_memopt.memory.quantized_base import KEY as QUANTIZATION
 from verl_memopt.recipes import RECIPES
 
@@ -109,17 +109,8 @@ def _has_own_mini_batch(settings: Settings) -> bool:
     return settings.critic.ppo_mini_batch_size != settings.actor_rollout_ref.actor.ppo_mini_batch_size
 
 
-def _divides_otherwise(settings: Settings) -> bool:
-    """Return whether the critic's mini-batches need a check of their own beside the actor's."""
-    return _has_own_mini_batch(settings) or data_ranks(settings, "critic") != data_ranks(settings, "actor")
-
-
-def _sequences(settings: Settings) -> int:
-    return (settings.critic.ppo_mini_batch_size or 0) * settings.actor_rollout_ref.rollout.n
-
-
 def _critic_rules() -> Iterator[Refusal]:
-    batch, mini, samples = "data.train_batch_size", "critic.ppo_mini_batch_size", f"{_ROLLOUT}.n"
+    batch, mini = "data.train_batch_size", "critic.ppo_mini_batch_size"
     yield refused(
         {_ENABLE: False},
         "algorithm.adv_estimator=gae reads the values of a critic",
@@ -133,17 +124,6 @@ def _critic_rules() -> Iterator[Refusal]:
         ),
         "the prompts of a step do not divide into mini-batches",
         f"Set {mini} to a divisor of {batch}, or leave it out: it follows the actor's.",
-    )
-    yield from for_devices(
-        "critic",
-        lambda devices: Refusal(
-            (mini, samples, *devices),
-            lambda settings: _divides_otherwise(settings) and _sequences(settings) % data_ranks(settings, "critic") != 0,
-            "the sequences do not divide over the devices",
-            lambda settings: (
-                f"Make {mini} x {settings.actor_rollout_ref.rollout.n} a multiple of {data_ranks(settings, 'critic')}."
-            ),
-        ),
     )
     yield from even_shards("critic.model.fsdp_config", "critic")
     yield from own_pool("critic")

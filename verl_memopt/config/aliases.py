@@ -226,16 +226,27 @@ def _per_device(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
     ours = GLOBAL_MICRO_BATCHES[key]
     if value is None:
         return ours, None, []
-    section = key.partition(".")[0]
-    where = section if flat.get(f"{section}.enable_resource_pool") is True else "trainer"
-    counts = [flat.get(f"{where}.{count}", getattr(Trainer, count)) for count in POOL]
-    if not all(is_count(number) for number in (value, *counts)):
+    devices = _devices_of(key.partition(".")[0], flat)
+    if devices is None or not is_count(value):
         what = "expected a whole number of sequences over all devices"
         return ours, None, [problem({key: value}, what, f"Set {ours} instead.")]
-    devices = counts[0] * counts[1]
     if value % devices:
         return ours, None, [problem({key: value}, f"not divisible by the {devices} devices", f"Set {ours} instead.")]
     return ours, value // devices, []
+
+
+def _devices_of(section: str, flat: Mapping[str, Any]) -> int | None:
+    """Return the devices of a role, of its own or the trainer's; None where their numbers are none."""
+    where = section if flat.get(f"{section}.enable_resource_pool") is True else "trainer"
+    counts = [flat.get(f"{where}.{count}", getattr(Trainer, count)) for count in POOL]
+    return counts[0] * counts[1] if all(map(is_count, counts)) else None
+
+
+def _at_most_all(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
+    """Read a shard group of more devices than there are as one of all of them, as verl does."""
+    name = our_key(key)
+    devices = _devices_of(name.partition(".")[0], flat)
+    return name, -1 if devices is not None and is_count(value) and value > devices else value, []
 
 
 def is_count(value: Any) -> bool:
@@ -290,6 +301,7 @@ _MEANINGS: dict[str, Callable[[str, Any, Mapping[str, Any]], _Meaning]] = {
     **dict.fromkeys(GLOBAL_MICRO_BATCHES, _per_device),
     REMOVE_PREVIOUS: _keep_one,
     MINI_BATCH: _whole_batch,
+    **{f"{fsdp}.fsdp_size": _at_most_all for fsdp in (*_FSDP.values(), _OF_REWARD)},
     **dict.fromkeys(("trainer.test_freq", "trainer.save_freq"), _never),
     "custom_reward_function.name": _unless_null,
     f"{KEY}.rollout_is_threshold": _threshold,

@@ -5,9 +5,8 @@ A rule is a :class:`verl_memopt.memory.knob.Refusal`, as the knobs declare their
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from contextlib import suppress
 from functools import partial
 from typing import Any, cast
@@ -27,17 +26,13 @@ from verl_memopt.config.reward_rules import REWARD_RULES, SANDBOX_RULES, WITHOUT
 from verl_memopt.config.schema import Settings
 from verl_memopt.config.unused_keys import REFERENCE_RULES, UNUSED_KEYS, warn_unused
 from verl_memopt.config.values import LINKS, check_values, followers_of
-from verl_memopt.memory.critic_rules import has_critic, refusals
+from verl_memopt.memory.critic_rules import refusals
 from verl_memopt.memory.knob import (
     DEVICES,
     Refusal,
-    SequenceRole,
     SettingsView,
-    data_ranks,
-    has_pool,
     needs_reference,
     num_devices,
-    pool_keys,
 )
 from verl_memopt.recipes import RECIPES
 
@@ -192,45 +187,6 @@ def _engine_tokens(settings: Settings) -> int:
     return (rollout.prompt_length or 0) + (rollout.response_length or 0)
 
 
-def _over_devices(key: str, groups: Callable[[Settings], int], devices: tuple[str, str] = DEVICES) -> Refusal:
-    """Return the rule that the sequences of a number of prompts divide over the groups of devices that share them.
-
-    ``devices``: the keys of the devices.
-    """
-    samples = f"{_ROLLOUT}.n"
-
-    def sequences(settings: Settings) -> int:
-        return value_at(settings, key) * settings.actor_rollout_ref.rollout.n
-
-    def here(settings: Settings) -> str:
-        parts = "devices" if groups(settings) == num_devices(settings) else "groups of devices"
-        return f"{sequences(settings)} sequences do not divide over {groups(settings)} {parts}"
-
-    return Refusal(
-        (key, samples, *devices),
-        lambda settings: _uneven(sequences(settings), groups(settings)),
-        "the sequences do not divide over the devices",
-        lambda settings: f"Make {key} x {samples} a multiple of {groups(settings)}.",
-        here,
-    )
-
-
-def groups_of_passes(settings: Settings) -> int:
-    """Return a number that the sequences of a step must be a multiple of: each pass over them has its own groups of devices.
-
-    A critic with devices of its own has a rule of its own.
-    """
-    roles: list[SequenceRole] = ["actor"]
-    roles += ["ref"] if needs_reference(settings) else []
-    roles += ["critic"] if has_critic(settings) and not has_pool(settings, "critic") else []
-    return math.lcm(*(data_ranks(settings, role) for role in roles))
-
-
-def groups_of_critic(settings: Settings) -> int:
-    """Return a number that the sequences of a step must be a multiple of for a critic with devices of its own."""
-    return data_ranks(settings, "critic") if has_critic(settings) and has_pool(settings, "critic") else 1
-
-
 def _batches() -> Iterator[Refusal]:
     batch, mini = "data.train_batch_size", f"{_AR}.actor.ppo_mini_batch_size"
     prompt, response, longest = (f"{_ROLLOUT}.{key}" for key in ("prompt_length", "response_length", "max_model_len"))
@@ -240,9 +196,6 @@ def _batches() -> Iterator[Refusal]:
         "the prompts of a step do not divide into mini-batches",
         f"Set {mini} to a divisor of {batch}.",
     )
-    yield _over_devices(batch, groups_of_passes)
-    yield _over_devices(batch, groups_of_critic, pool_keys("critic"))
-    yield _over_devices(mini, lambda settings: data_ranks(settings, "actor"))
     yield Refusal(
         (prompt, "data.max_prompt_length"),
         lambda settings: (settings.actor_rollout_ref.rollout.prompt_length or 0) < settings.data.max_prompt_length,

@@ -6,7 +6,6 @@ Hydra composes a plain mapping, the rest is ours.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from collections.abc import Mapping, Set
 from difflib import get_close_matches
@@ -43,6 +42,7 @@ from verl_memopt.config.values import build
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory import lora, profiles
 from verl_memopt.memory.knob import needs_reference
+from verl_memopt.records import decoded, read_record
 
 logger = logging.getLogger(__name__)
 
@@ -373,7 +373,7 @@ def adapter_settings(model: str, user_values: Mapping[str, Any]) -> tuple[dict[s
     if not isinstance(path, str) or not (file := Path(path) / "adapter_config.json").is_file():
         return {}, []
     try:
-        config = json.loads(file.read_text())
+        config = decoded(read_record(file, follow=True), dict[str, Any])
         beside = config.get("modules_to_save")
         # The critic's head is written beside its adapters.
         reasons = lora.not_here(config | ({"modules_to_save": None} if model == MODELS[1] and beside == ["score"] else {}))

@@ -451,6 +451,12 @@ FILLED = Range("must each have a character", all)
 NATS = Range("must be a number above 0, or auto", lambda value: value == "auto" or (isinstance(value, float) and value > 0))
 
 
+LEAST_TEMPERATURE = 1e-4
+"""Logits that are divided by less overflow in fp32."""
+WARM = Range(f"must be at least {LEAST_TEMPERATURE}", lambda value: value >= LEAST_TEMPERATURE)
+OFF_OR_WARM = Range(f"must be 0, or at least {LEAST_TEMPERATURE}", lambda value: value == 0 or value >= LEAST_TEMPERATURE)
+
+
 @dataclass(frozen=True)
 class ValKwargs:
     """Sampling in validation."""
@@ -459,7 +465,7 @@ class ValKwargs:
     """Samples per validation prompt."""
     do_sample: bool | None = None
     """false = greedy; null = samples if the temperature is above 0, as verl does."""
-    temperature: NaturalFloat = 0.0
+    temperature: Annotated[float, OFF_OR_WARM] = 0.0
     """Temperature when sampling; 0 = greedy."""
     top_p: PositiveShare = 1.0
     """Nucleus when sampling."""
@@ -487,7 +493,7 @@ class Rollout(LogProbBudget, RolloutMemory, SharedWeights, WeightBuckets):
     """Accepted for compatibility; the engine lives in the worker's process."""
     n: PositiveInt = 1
     """Samples per prompt (the group size)."""
-    temperature: PositiveFloat = 1.0
+    temperature: Annotated[float, WARM] = 1.0
     """Sampling temperature; the trainer's log-probs use the same."""
     top_k: CountOrMinusOne = -1
     """-1 = off."""

@@ -245,7 +245,7 @@ class PfPpo:
 # The sections that are not of one model: algorithm, trainer, Ray, memory, debug.
 
 BOUNDS = Range("must be two numbers, the lower one first", lambda value: len(value) == 2 and value[0] < value[1])
-LOGGERS = Words(("console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio"))
+LOGGERS = Words(("console", "jsonl", "tensorboard", "wandb", "swanlab", "mlflow", "trackio"))
 
 
 @dataclass(frozen=True)
@@ -337,7 +337,7 @@ class Trainer:
     total_training_steps: Annotated[int | None, POSITIVE] = None
     """Steps; wins over ``total_epochs``."""
     logger: Annotated[Any, LOGGERS] = field(default_factory=lambda: ["console", "jsonl"])
-    """console, tensorboard, wandb, mlflow, trackio. The record in the run folder, jsonl, is always written."""
+    """console, tensorboard, wandb, swanlab, mlflow, trackio. The record in the run folder, jsonl, is always written."""
     table_every_steps: PositiveInt = 10
     """Print the table of recent steps every so many steps."""
     track_memory_every_steps: NaturalInt = 10

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_memopt.config.aliases import MINI_BATCH, PROMPTS, is_count
+from verl_memopt.config.schema import LOGGERS
 from verl_memopt.config.spelling import (
     ESTIMATOR,
     GRPO,
@@ -219,15 +220,12 @@ def epsilon(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
     return {key: {**(effective(key, values) or {}), "eps": trl[name]}}
 
 
-_LOGGERS = ("tensorboard", "wandb", "mlflow", "trackio")
-
-
 def loggers(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
     """Return the loggers: console and JSON lines, which TRL always has in its own way, and those that TRL names."""
     asked_for = trl[name] if isinstance(trl[name], list | tuple) else [trl[name]]
     others = [each for each in asked_for if each not in ("none", None)]
-    if any(each not in _LOGGERS for each in others):
-        raise NotConvertibleError("this logger has no equal", f"Set trainer.logger: console, jsonl, {' or '.join(_LOGGERS)}.")
+    if any(each not in LOGGERS.words for each in others):
+        raise NotConvertibleError("this logger has no equal", f"Set trainer.logger: {', '.join(LOGGERS.words)}.")
     return {"trainer.logger": ["console", "jsonl", *others]}
 
 

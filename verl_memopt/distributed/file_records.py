@@ -18,6 +18,8 @@ from typing import BinaryIO
 
 from blake3 import blake3
 
+from verl_memopt.records import opened
+
 ALGORITHM = "blake3"
 """Name of the checksum, as a manifest records it."""
 
@@ -141,13 +143,12 @@ def file_fault(path: Path, record: FileRecord, contents: bool = True) -> str | N
     ``contents``: compare the checksum, not only the size.
     """
     try:
-        size = path.stat().st_size
-        if size != record.size:
-            return f"has {size} bytes of {record.size}"
-        if contents:
-            with path.open("rb") as file:
-                if _hashed(file).digest != record.digest:
-                    return "has other contents than were written"
+        with opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != record.size:
+                return f"has {size} bytes of {record.size}"
+            if contents and _hashed(file).digest != record.digest:
+                return "has other contents than were written"
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
@@ -163,9 +164,9 @@ def digest_of(path: Path) -> str:
     """
     digest = blake3()
     for file in [path] if path.is_file() else sorted(entry for entry in path.iterdir() if entry.suffix in MODEL_FILES):
-        size = file.stat().st_size
-        digest.update(f"{file.name if file != path else ''} {size} ".encode())
-        with file.open("rb") as stream:
+        with opened(file, follow=True) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            digest.update(f"{file.name if file != path else ''} {size} ".encode())
             if file.suffix != ".safetensors" or size <= WHOLE_BYTES:
                 digest.update(_hashed(stream).digest.encode())
                 continue

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import io
+import math
 import os
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import combinations
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
@@ -36,6 +38,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from verl_memopt.distributed.device import device_rng_state, set_device_rng_state
 from verl_memopt.distributed.file_records import HashedFile, Records, hashed_file
 from verl_memopt.errors import CheckpointError
+from verl_memopt.records import is_inside
 
 WRITE_ERRORS = (OSError, RuntimeError, CheckpointException)
 MODEL = "model."
@@ -164,11 +167,51 @@ class PlainReader(dcp.FileSystemReader):
     """Torch's checkpoint reader, without running code that the index brings."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the index, as torch's reader does.
+
+        Raises:
+            UnpicklingError: It holds more than an index does.
+            ValueError: Its parts do not make up a tensor, or it names a file elsewhere.
+        """
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
             metadata = MetadataUnpickler(file).load()
+        check_index(metadata)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return cast(Metadata, metadata)
+
+
+def check_index(metadata: Metadata) -> None:
+    """Check that the parts of each tensor cover it once, each from a file of the checkpoint's own folder.
+
+    Torch reads the parts that are listed, and leaves the rest of a tensor as it was, without a word.
+
+    Raises:
+        ValueError: They do not. The message names the tensor.
+    """
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
+        raise ValueError(".metadata is no index of a checkpoint")
+    for key, stored in metadata.state_dict_metadata.items():
+        if isinstance(stored, TensorStorageMetadata) and not _is_covered(stored):
+            raise ValueError(f".metadata lists parts of {key} that do not make up the tensor")
+    for index, place in dict(metadata.storage_data or {}).items():
+        if not is_inside(place.relative_path):
+            raise ValueError(f".metadata names the file {place.relative_path!r:.100} for {index.fqn}")
+
+
+def _is_covered(stored: TensorStorageMetadata) -> bool:
+    """Return whether the parts of a tensor fill it without a gap or an overlap."""
+    size = tuple(stored.size)
+    boxes = [tuple(zip(part.offsets, part.sizes, strict=True)) for part in stored.chunks]
+    if any(len(box) != len(size) for box in boxes):
+        return False
+    if any(at < 0 or n < 0 or at + n > most for box in boxes for (at, n), most in zip(box, size, strict=True)):
+        return False
+    filled = [box for box in boxes if all(n for _, n in box)]
+    apart = all(
+        any(a + n <= b or b + m <= a for (a, n), (b, m) in zip(one, other, strict=True)) for one, other in combinations(filled, 2)
+    )
+    return apart and sum(math.prod(n for _, n in box) for box in filled) == math.prod(size)
 
 
 class PlainPlanner(dcp.DefaultLoadPlanner):
@@ -302,7 +345,8 @@ def _refused(folder: Path, what: str, errors: tuple[type[BaseException], ...]) -
         yield
     except errors as error:
         for cause in _causes(error):
-            if isinstance(cause, torch.OutOfMemoryError):  # the disk is not to blame
+            # The disk is not to blame. Torch wraps whatever ends a save, an interrupt too.
+            if isinstance(cause, torch.OutOfMemoryError) or not isinstance(cause, Exception):
                 raise cause from None
         raise CheckpointError(f"{folder}: the {what}: {_root(error)}.") from error
 

@@ -408,6 +408,7 @@ def _read(folder: Path, known: Mapping[str, Tensor], needed: Mapping[str, Tensor
     # All problems at once: a wrong rank or a wrong list of layers shows as a pattern.
     problems = [f"missing {name}" for name in needed if name not in tensors]
     problems += [f"unexpected {name}" for name in tensors if name not in known]
+    problems += [f"{name} holds whole numbers" for name, tensor in tensors.items() if not tensor.is_floating_point()]
     problems += [
         f"{name} has shape {tuple(tensors[name].shape)}, the settings ask for {tuple(known[name].shape)}"
         for name in known.keys() & tensors.keys()

@@ -45,8 +45,9 @@ _in_backward = attrgetter(_KEY)
 
 
 def _sequences(settings: Settings) -> int:
+    """Return the most sequences of a device per optimizer step."""
     roles = settings.actor_rollout_ref
-    return roles.actor.ppo_mini_batch_size * roles.rollout.n // data_ranks(settings, "actor")
+    return -(-roles.actor.ppo_mini_batch_size * roles.rollout.n // data_ranks(settings, "actor"))
 
 
 def _accumulates(settings: Settings) -> bool:

@@ -7,6 +7,7 @@ are not counted. The rates of a named card are its datasheet's, times what progr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -136,7 +137,7 @@ class _Step:
     def _lengths(self, role: str) -> Lengths:
         data, roles = self.settings.data, self.settings.actor_rollout_ref
         sharing = data_ranks(self.settings, "critic" if role == "critic" else "actor")
-        rows = data.train_batch_size * roles.rollout.n / sharing
+        rows = math.ceil(data.train_batch_size * roles.rollout.n / sharing)  # of the device with the most
         groups = rows / roles.rollout.n if roles.actor.use_prefix_grouper else rows
         return Lengths(rows, data.max_prompt_length, data.max_response_length, groups)
 

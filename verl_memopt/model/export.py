@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -20,6 +21,7 @@ from verl_memopt.errors import CheckpointError
 from verl_memopt.memory.host_buffers import host_buffer
 from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.observe.files import free_space
+from verl_memopt.records import json_of
 
 INDEX = "model.safetensors.index.json"
 WRITTEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -33,6 +35,9 @@ TOKENIZER_FILES = (
     "*.model",
     "chat_template*",
 )
+
+
+DAMAGED = "Mend the file, or fetch or save the model again."
 
 
 Weights = Iterator[tuple[str, Tensor]]
@@ -73,7 +78,7 @@ def export_stored(folder: Path, source: Path, weights: Weights, dtype: torch.dty
     for file in sorted(path for path in source.iterdir() if path.is_file()):
         if file.suffix != ".safetensors" and file.name != INDEX:
             shutil.copyfile(file, folder / file.name)
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config = json_of(source / "config.json", dict[str, Any], DAMAGED, CheckpointError)
     _write_json(folder / "config.json", config | {"dtype": dtype_name(dtype)})
     _write_weights(folder, weights, writes=True)
 
@@ -84,7 +89,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def stored_dtype(folder: Path, otherwise: torch.dtype) -> torch.dtype:
     """The dtype in a model folder's config, or ``otherwise`` if it has none that weights are written in."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = json_of(folder / "config.json", dict[str, Any], DAMAGED, CheckpointError)
     name = str(config.get("dtype") or config.get("torch_dtype"))
     return next((dtype for dtype in WRITTEN_DTYPES if dtype_name(dtype) == name), otherwise)
 
@@ -97,7 +102,7 @@ def saved_dtype(folder: Path, fsdp: Fsdp) -> torch.dtype:
 def write_generation_config(folder: Path, source: Path, eos_token_ids: Sequence[int]) -> None:
     # Write a model folder's generation config, with the tokens that ended an answer in the run.
     path = source / "generation_config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    config = json_of(path, dict[str, Any], DAMAGED, CheckpointError) if path.is_file() else {}
     listed = config.get("eos_token_id")
     if set(listed if isinstance(listed, list) else [listed]) == set(eos_token_ids):
         shutil.copyfile(path, folder / path.name)

@@ -371,6 +371,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "bfloat16": torch.bfloat16,
     "fp16": torch.float16,
+    "float16": torch.float16,
 }
 
 

@@ -139,6 +139,10 @@ def rebuild_buffers(model: nn.Module, device: torch.device, key: str = POLICY_KE
             setattr(module, buffer, getattr(fresh, buffer).to(device))
 
 
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Dtypes of weights, as the header of a safetensors file names them."""
+
+
 class WeightFolder:
     """The safetensors files of a model folder, read slice by slice; only the requested slice is in memory."""
 
@@ -169,10 +173,18 @@ class WeightFolder:
     def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
         """Return a region of one tensor in the file's dtype, as a view of the mapped file on the host.
 
-        ``region`` has one slice per dimension; empty = the whole tensor.
+        ``region`` has a slice for each dimension, and is empty for the whole tensor.
+
+        Raises:
+            ConfigError: The file's header says that the tensor holds whole numbers, or another dtype that no weight has.
         """
         with mapping():
             part = self._files[self.names[name]].get_slice(name)
+            if part.get_dtype() not in FLOATS:
+                raise ConfigError(
+                    f"{self.folder / self.names[name]}: {name} has the dtype {part.get_dtype()}, and weights have "
+                    f"{', '.join(FLOATS)}. The file is damaged, or the model is quantized. Fetch or save it again."
+                )
             return part[region] if region else self._files[self.names[name]].get_tensor(name)
 
 

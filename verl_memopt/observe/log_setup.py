@@ -23,6 +23,14 @@ NOISY = ("transformers", "ray", "matplotlib", "PIL", "urllib3", "httpx", "httpco
 """Packages that log warnings and errors only."""
 
 
+_CONTROL = {**{number: f"\\x{number:02x}" for number in (*range(32), *range(127, 160)) if chr(number) not in "\n\t"}}
+
+
+def printable(text: str) -> str:
+    """Return a text without the control characters that would steer a terminal, such as escape sequences, each as its code."""
+    return text.translate(_CONTROL)
+
+
 class _StandardError(logging._StderrHandler):  # type: ignore[name-defined]
     """Writes to the present standard error, so that a progress bar or a test that replaces it receives the lines."""
 

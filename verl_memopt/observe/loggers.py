@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import re
@@ -27,7 +28,9 @@ logger = logging.getLogger(__name__)
 STEP = "training/global_step"
 """Metric that is the x axis of every other one in wandb."""
 SAMPLES = "val/generations"
-"""Name of the table of validation samples in wandb."""
+"""Name of the table of validation samples in wandb and SwanLab."""
+SAMPLE_COLUMNS = ("step", "data_source", "input", "output", "ground_truth", "score")
+"""Its columns."""
 
 
 class StepLogger(Protocol):
@@ -98,13 +101,7 @@ class WandbLogger:
     """
 
     def __init__(self, place: LoggingPlace) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ConfigError(
-                "trainer.logger=wandb: wandb is not installed. Run `pip install wandb`, or remove it from trainer.logger."
-            ) from error
-        self._wandb: Any = wandb
+        self._wandb = wandb = installed("wandb")
         try:
             self._run = wandb.init(
                 project=place.project_name,
@@ -129,9 +126,8 @@ class WandbLogger:
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Send samples of a validation as a table."""
-        rows = [[step, each.data_source, each.input, each.output, str(each.gts), each.score] for each in samples]
-        columns = ["step", "data_source", "input", "output", "ground_truth", "score"]
-        self._run.log({SAMPLES: self._wandb.Table(columns=columns, data=rows), STEP: step})
+        table = self._wandb.Table(columns=list(SAMPLE_COLUMNS), data=sample_rows(step, samples))
+        self._run.log({SAMPLES: table, STEP: step})
 
     def close(self, failed: bool = False) -> None:
         """Finish the wandb run. One that failed is shown as such."""
@@ -145,12 +141,7 @@ class TrackioLogger:
     """
 
     def __init__(self, place: LoggingPlace) -> None:
-        try:
-            import trackio
-        except ImportError as error:
-            raise ConfigError(
-                "trainer.logger=trackio: trackio is not installed. Run `pip install trackio`, or remove it from trainer.logger."
-            ) from error
+        trackio = installed("trackio")
         self._run: Any = trackio.init(
             project=place.project_name,
             name=place.experiment_name,
@@ -167,6 +158,51 @@ class TrackioLogger:
         self._run.finish()
 
 
+class SwanlabLogger:
+    """Sends metrics, settings and validation samples to SwanLab. ``SWANLAB_MODE=offline`` keeps them in the run folder.
+
+    A resumed run continues the same SwanLab run, whose id is stored in the run folder. ``SWANLAB_LOG_DIR`` is another place for
+    its files, as in verl.
+    """
+
+    def __init__(self, place: LoggingPlace) -> None:
+        self._swanlab = swanlab = installed("swanlab")
+        folder = os.environ.get("SWANLAB_LOG_DIR") or str(place.folder.path / "swanlog")
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        try:
+            self._run = swanlab.init(
+                project=place.project_name,
+                experiment_name=place.experiment_name,
+                config=yaml.safe_load(place.folder.config.read_text(encoding="utf-8")),
+                logdir=folder,
+                id=stored_id(place, "swanlab", lambda: uuid.uuid4().hex[:21]),
+                # SwanLab continues the run of this id if it has one, and otherwise starts it.
+                resume="allow",
+            )
+        except (RuntimeError, OSError, ValueError, swanlab.exceptions.AuthenticationError) as error:
+            raise ConfigError(
+                f"trainer.logger=swanlab: SwanLab cannot start ({_first_line(error)}). Run `swanlab login`, or set "
+                "SWANLAB_MODE=offline to keep the record in the run folder."
+            ) from error
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the numbers of a step."""
+        self._run.log({name: value for name, value in metrics.items() if isinstance(value, Number)}, step=step)
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Send samples of a validation as a table."""
+        table = self._swanlab.echarts.Table()
+        table.add(headers=SAMPLE_COLUMNS, rows=sample_rows(step, samples))
+        self._run.log({SAMPLES: table}, step=step)
+
+    def close(self, failed: bool = False) -> None:
+        """Finish the SwanLab run. One that failed is shown as such."""
+        if failed:
+            self._run.finish(state="crashed", error="see console.log in the folder of the run")
+        else:
+            self._run.finish()
+
+
 class MlflowLogger:
     """Sends metrics and settings to MLflow: to ``MLFLOW_TRACKING_URI``, or to ``mlflow.db`` in the run folder if it is not set.
 
@@ -177,12 +213,7 @@ class MlflowLogger:
 
     def __init__(self, place: LoggingPlace) -> None:
         address = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{place.folder.path.resolve() / 'mlflow.db'}"
-        try:
-            import mlflow
-        except ImportError as error:
-            raise ConfigError(
-                "trainer.logger=mlflow: mlflow is not installed. Run `pip install mlflow`, or remove it from trainer.logger."
-            ) from error
+        mlflow = installed("mlflow")
         self._entities: Any = mlflow.entities
         self._refusals, self._is_lost = (mlflow.exceptions.MlflowException, OSError), False
         try:
@@ -247,6 +278,25 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{name}", value
 
 
+def sample_rows(step: int, samples: Sequence[Sample]) -> list[list[Any]]:
+    """Return the rows of the table of samples, with ``SAMPLE_COLUMNS``."""
+    return [[step, each.data_source, each.input, each.output, str(each.gts), each.score] for each in samples]
+
+
+def installed(name: str) -> Any:
+    """Return the package of a tracking service.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"trainer.logger={name}: {name} is not installed. Run `pip install {name}`, or remove it from trainer.logger."
+        ) from error
+
+
 def stored_id(place: LoggingPlace, name: str, create: Callable[[], str]) -> str:
     """Return the id of the run at a tracking service. It is stored beside the metrics, so that a resumed run finds it."""
     id_file = place.folder.path / f"{name}_id.txt"
@@ -260,6 +310,7 @@ LOGGERS: dict[str, Callable[[LoggingPlace], StepLogger]] = {
     "jsonl": lambda place: JsonlLogger(place.folder),
     "tensorboard": lambda place: TensorBoardLogger(place.folder.tensorboard, place.resumed_step),
     "wandb": WandbLogger,
+    "swanlab": SwanlabLogger,
     "mlflow": MlflowLogger,
     "trackio": TrackioLogger,
 }
@@ -279,7 +330,7 @@ class StepLoggers:
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Pass samples of a validation to each logger that shows them."""
         for each in self.loggers:
-            if isinstance(each, WandbLogger):
+            if isinstance(each, WandbLogger | SwanlabLogger):
                 each.log_samples(step, samples)
 
     def close(self, failed: bool = False) -> None:

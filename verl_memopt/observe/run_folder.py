@@ -25,6 +25,7 @@ from verl_memopt.errors import DataError, UserError
 from verl_memopt.observe.files import append_rows, append_text, disk_refusals, keep_rows, read_rows, replace_text
 from verl_memopt.observe.phase import REWARD_IN_ROLLOUT, PhaseMemory, Span, wall_time
 from verl_memopt.observe.samples import Sample, sample_row
+from verl_memopt.records import json_of
 
 FINAL_MODEL, BEST_MODEL = "model", "model_best"
 """Folders with the policy of the last step, and with that of the best checkpoint, by ``trainer.keep_best_checkpoint``."""
@@ -37,6 +38,7 @@ PREVIOUS, HALF = "previous", ".partial"
 RECORD = (
     *("config.yaml", "metrics.jsonl", "memory_timeline.csv", "generations.jsonl", "warnings.jsonl", "phase_memory.jsonl"),
     *("summary.json", "record.json", "config_history", "tensorboard", "wandb", "wandb_id.txt", "mlflow.db", "mlflow_id.txt"),
+    *("swanlog", "swanlab_id.txt"),
     *("reward_and_validation.png", "peak_memory_by_phase.png", "memory_timeline.png"),
 )
 OF_A_RUN = (
@@ -147,14 +149,7 @@ class RunFolder:
         """Return the summary, or an empty one for a run that has not ended. A damaged one is a UserError."""
         if not self.summary.exists():
             return {}
-        try:
-            summary = json.loads(self.summary.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UserError(f"{self.summary}: cannot be read ({error.strerror}). Delete it; report builds it again.") from error
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{self.summary}: not JSON ({error}). Delete it; report builds it again.") from error
-        if not isinstance(summary, dict):
-            raise UserError(f"{self.summary}: expected a JSON object. Delete it; report builds it again.")
+        summary: dict[str, Any] = json_of(self.summary, dict[str, Any], "Delete it; report builds it again.")
         return summary
 
     def seal(self, names: Sequence[str] | None = None) -> None:

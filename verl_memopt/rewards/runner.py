@@ -25,9 +25,10 @@ from verl_memopt.config import schema
 from verl_memopt.config.reward_rules import rows_at_a_time
 from verl_memopt.distributed.threads import THREADS, threads_for
 from verl_memopt.errors import RewardError, Stopped
+from verl_memopt.observe.log_setup import printable
 from verl_memopt.recipes import RECIPES
 from verl_memopt.rewards.sandbox import Sandbox, share_out
-from verl_memopt.rewards.score import Limits, Outcome, RewardResult, RewardRow, printable, read_message, read_outcomes
+from verl_memopt.rewards.score import Limits, Outcome, RewardResult, RewardRow, read_message, read_outcomes
 from verl_memopt.rewards.scorer import PROGRESS, FunctionCall
 from verl_memopt.rewards.supervisor import END_SECONDS, MARK, RUN_SIGNALS, VERDICT, VERDICT_AT, last_lines
 from verl_memopt.run.process_tree import kill_marked, safe_path

@@ -120,8 +120,6 @@ def _plain(entry: Any, name: str) -> Any:
 LARGEST_INTEGER = 2**1000
 """A float can still hold it."""
 
-_CONTROL = {**{number: f"\\x{number:02x}" for number in (*range(32), *range(127, 160)) if chr(number) not in "\n\t"}}
-
 
 def as_message(value: Any) -> bytes:
     """Return lists, strings and numbers as the bytes that :func:`read_message` takes."""
@@ -149,11 +147,6 @@ def read_outcomes(message: bytes) -> list[Outcome]:
 
 def _no_message(error: Exception) -> RewardError:
     return RewardError(f"a reward process sent what is no score ({error}). Let the reward function leave open files alone.")
-
-
-def printable(text: str) -> str:
-    """Return a text without the control characters that would steer a terminal, such as escape sequences, each as its code."""
-    return text.translate(_CONTROL)
 
 
 # Input and result of a reward function for one row.

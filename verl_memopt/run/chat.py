@@ -23,6 +23,7 @@ from verl_memopt.data.encoder import special_tokens_of, tokenize
 from verl_memopt.data.messages import Messages, is_chat, read_messages, render
 from verl_memopt.distributed.device import resolve_device
 from verl_memopt.errors import UserError
+from verl_memopt.observe.log_setup import printable
 from verl_memopt.observe.run_folder import FINAL_MODEL
 from verl_memopt.run.checkpoints import is_checkpoint
 from verl_memopt.run.export_model import StoredModel, export_model, find_checkpoint
@@ -131,7 +132,7 @@ class Chat:
 
     def _write(self, text: str) -> None:
         out = self.out or sys.stdout
-        out.write(text)
+        out.write(printable(text))
         out.flush()
 
 
@@ -219,7 +220,7 @@ def talk(chat: Chat, example: Messages | str | None, prompt: str | None) -> int:
     ``example``: a prompt of the run's data, which an empty line sends. The exit code is 130 after Ctrl-C.
     """
     if prompt is None and not sys.stdin.isatty():
-        prompt = sys.stdin.read().strip()
+        prompt = _read(sys.stdin.read).strip()
         if not prompt:
             raise UserError("standard input is empty. Give a prompt: echo 'Why is the sky blue?' | verl-memopt chat RUN.")
     if prompt is not None:
@@ -231,7 +232,7 @@ def talk(chat: Chat, example: Messages | str | None, prompt: str | None) -> int:
         sys.stdout.write(f"A prompt of the run's data; Enter sends it:\n\n{_indented(_shown(example))}\n\n")
     while True:
         try:
-            line = input("> ").strip()
+            line = _read(lambda: input("> ")).strip()
         except EOFError:
             sys.stdout.write("\n")
             return 0
@@ -246,11 +247,18 @@ def talk(chat: Chat, example: Messages | str | None, prompt: str | None) -> int:
                 chat.messages = []
                 chat.turn(example)
         except UserError as error:
-            sys.stdout.write(f"{error}\n")
+            sys.stdout.write(f"{printable(str(error))}\n")
+
+
+def _read(read: Callable[[], str]) -> str:
+    try:
+        return read()
+    except UnicodeDecodeError as error:
+        raise UserError(f"standard input is not {error.encoding}: {error.reason} at byte {error.start}. Send UTF-8.") from error
 
 
 def _shown(example: Messages | str) -> str:
-    return example if isinstance(example, str) else "\n".join(message["content"] for message in example)
+    return printable(example if isinstance(example, str) else "\n".join(str(message["content"]) for message in example))
 
 
 def _indented(text: str) -> str:

@@ -14,16 +14,16 @@ import shutil
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NotRequired, TypedDict, cast
 
 import torch
 from blake3 import blake3
 
 from verl_memopt.distributed.file_records import (
     ALGORITHM,
-    FileRecord,
     Records,
     file_fault,
     hashed_file,
@@ -35,6 +35,7 @@ from verl_memopt.distributed.sharded_state import READ_ERRORS
 from verl_memopt.errors import CheckpointError, UserError
 from verl_memopt.observe.files import disk_refusals, free_space, write_whole
 from verl_memopt.observe.run_folder import RunFolder
+from verl_memopt.records import RecordError, checked, decoded, is_inside, odd_entry, read_record
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,27 @@ class Checkpoint:
     step: int
     driver: dict[str, Any]
     passed_over: tuple[str, ...] = ()
+
+
+class DriverState(TypedDict):
+    """The driver's state in a checkpoint, as a resumed run and an export read it. Parts of the driver add their own entries."""
+
+    seed: int
+    loader: dict[str, Any]
+    token_budgets: dict[str, Any]
+    settings: dict[str, Any]
+    weights: dict[str, list[int]]
+    critic_weights: NotRequired[dict[str, list[int]] | None]
+    contents: NotRequired[dict[str, Any]]
+    dtypes: NotRequired[dict[str, str]]
+
+
+def check_driver(checkpoint: Checkpoint) -> None:
+    """Raise a CheckpointError where the driver's state is not of the form that a run writes."""
+    try:
+        checked(checkpoint.driver, DriverState, "its state")
+    except RecordError as error:
+        raise CheckpointError(f"{checkpoint.folder}: no run wrote this checkpoint ({error}). Give another step.") from error
 
 
 @dataclass
@@ -180,7 +202,9 @@ class CheckpointStore:
         if not lineage.commits and not (self.root / TRACKER).exists():
             return None
         if not lineage.commits:
-            named = (self.root / TRACKER).read_text(errors="replace").strip()[:20]
+            named = "?"
+            with suppress(OSError, RecordError):
+                named = read_record(self.root / TRACKER).decode(errors="replace").strip()[:20]
             raise CheckpointError(
                 f"trainer.default_local_dir={self.root}: {TRACKER} names step {named}, and there is no checkpoint. Put the "
                 "checkpoints back, name one elsewhere with trainer.resume_mode=resume_path, or start over with "
@@ -329,7 +353,8 @@ def _read(folder: Path) -> Checkpoint | str:
     if folder.name != f"global_step_{manifest.step}":
         return f"it was written as step {manifest.step}"
     try:
-        return Checkpoint(folder, manifest.step, torch.load(folder / "data.pt", weights_only=True))
+        driver = torch.load(folder / "data.pt", weights_only=True)
+        return Checkpoint(folder, manifest.step, checked(driver, dict[str, Any], "its state"))
     except READ_ERRORS as error:
         return f"data.pt cannot be read: {error}"
 
@@ -417,26 +442,27 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        text = path.read_bytes().decode("utf-8")
-        fields = json.loads(text)
-        if not isinstance(fields, dict):
-            raise TypeError("expected a JSON object")
+        text = read_record(path).decode("utf-8")
+        fields = decoded(text, dict[str, Any])
         # The text is written again from its fields and compared whole. So a change that JSON would read as the same is found too.
         if text != _render({name: value for name, value in fields.items() if name != "digest"}):
             raise ManifestError(f"{MANIFEST} has other contents than were written")
         made_by = fields.pop("format"), fields.pop("algorithm")
         if made_by != (FORMAT, ALGORITHM):
             raise ManifestError(f"{MANIFEST} is of format {made_by[0]} with {made_by[1]}: written by a newer version")
-        files = {name: FileRecord(**record) for name, record in fields["files"].items()}
-        score, metric = fields["score"], fields.get("metric")
-        return Manifest(fields["step"], fields["commit"], fields["world_size"], fields["torch"], score, files, metric)
+        del fields["digest"]
+        manifest: Manifest = checked(fields, Manifest)
+        outside = next((name for name in manifest.files if not is_inside(name)), None)
+        if outside is not None:
+            raise RecordError(f"it names a file outside of the checkpoint, {outside!r:.100}")
+        return manifest
     except FileNotFoundError as error:
         raise ManifestError(f"{MANIFEST} is missing") from error
     except OSError as error:
         raise ManifestError(f"{MANIFEST} cannot be read: {error.strerror}") from error
     except ManifestError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError) as error:
         raise ManifestError(f"{MANIFEST} cannot be read: {error}") from error
 
 
@@ -449,6 +475,13 @@ def find_fault(folder: Path, contents: bool = True) -> str | None:
         manifest = read_manifest(folder)
     except ManifestError as error:
         return str(error)
+    try:
+        # What the manifest does not list could still be copied by an export, or read in the place of what it lists.
+        odd = odd_entry(folder)
+    except OSError as error:
+        return f"it cannot be read ({error.strerror})"
+    if odd is not None:
+        return f"{odd}, and a checkpoint has files alone"
     with ThreadPoolExecutor(HASHING_THREADS) as threads:
         faults = threads.map(lambda item: file_fault(folder / item[0], item[1], contents), manifest.files.items())
         return next((f"{name} {fault}" for name, fault in zip(manifest.files, faults, strict=True) if fault is not None), None)
@@ -531,7 +564,7 @@ def _newest(commits: Mapping[int, int | None], numbered: Mapping[int, int], trac
 
 def _tracked(root: Path) -> int | None:
     try:
-        match = re.fullmatch(r"([0-9]+)\n?", (root / TRACKER).read_text())
+        match = re.fullmatch(rb"([0-9]{1,18})\n?", read_record(root / TRACKER, 64))
     except (OSError, ValueError):
         return None
     return None if match is None else int(match.group(1))

@@ -25,7 +25,7 @@ from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.model.weights import WeightFolder
 from verl_memopt.observe.files import check_space
 from verl_memopt.observe.run_folder import FINAL_MODEL
-from verl_memopt.run.checkpoints import Checkpoint, CheckpointStore, is_checkpoint, read_checkpoint
+from verl_memopt.run.checkpoints import Checkpoint, CheckpointStore, check_driver, is_checkpoint, read_checkpoint
 
 BEST = "best"
 """The step that stands for the best checkpoint."""
@@ -60,6 +60,7 @@ class StoredModel:
 
     def __post_init__(self) -> None:
         """Refuse a role that the checkpoint does not have."""
+        check_driver(self.checkpoint)
         if not (self.folder / "huggingface" / "config.json").is_file():
             raise CheckpointError(
                 f"{self.checkpoint.folder}: it holds no {self.role}. Only a run with algorithm.adv_estimator=gae has a critic."

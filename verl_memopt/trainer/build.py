@@ -29,7 +29,7 @@ from verl_memopt.model.weights import load_model_config
 from verl_memopt.observe.run_folder import RunFolder
 from verl_memopt.rewards.rules import check_rows
 from verl_memopt.rewards.runner import RewardRunner
-from verl_memopt.run.checkpoints import Checkpoint, CheckpointStore
+from verl_memopt.run.checkpoints import Checkpoint, CheckpointStore, check_driver
 from verl_memopt.run.environment import Environment, resolve_environment
 from verl_memopt.run.resume import (
     check_own_files,
@@ -209,6 +209,8 @@ def _resumed(
     trainer, data, roles = settings.trainer, settings.data, settings.actor_rollout_ref
     store = checkpoint_store(trainer, data.val_files is not None, environment.run_dir)
     checkpoint = find_checkpoint(trainer, loaded_parts(roles.actor, critic), store, unreadable)
+    if checkpoint is not None:
+        check_driver(checkpoint)
     data, rollout = with_seeds(data, roles.rollout, None if checkpoint is None else checkpoint.driver["seed"])
     if rollout is not roles.rollout:
         settings = replace(settings, data=data, actor_rollout_ref=replace(roles, rollout=rollout))

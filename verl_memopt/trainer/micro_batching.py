@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import heapq
-import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import torch
 
@@ -155,24 +154,38 @@ def mini_batch_rows(num_prompts: int, samples: int, prompts_per_mini: int, shuff
 
 
 def rows_per_rank(tokens: RowTokens, rows: Sequence[int], world_size: int, even_out: bool) -> list[list[int]]:
-    """Return the rows of each rank, the same number on each. Rows of a group stay together as far as that allows.
+    """Return the rows of each rank. With groups of one size no rank has more than one row more than another; it may have none.
+
+    Each rank gets as many whole groups as any other. Of the groups that are left over, each gets a part.
 
     ``tokens``: Tokens of every row of the batch. ``rows``: The rows to distribute: whole groups, one after another. ``even_out``:
-    Give each rank about the same number of tokens.
+    Give each rank about the same number of tokens, else rows as they stand.
     """
     if world_size == 1:
         return [list(rows)]
-    assert len(rows) % world_size == 0, (len(rows), world_size)
-    share = len(rows) // world_size
     if not even_out:
-        return [list(rows[rank * share : (rank + 1) * share]) for rank in range(world_size)]
-    # So many rows can stay together: the greatest common divisor of a rank's share and of all group sizes.
-    sizes = [len(list(members)) for _, members in groupby(rows, key=lambda row: tokens.groups[row])]
-    unit = math.gcd(share, *sizes)
-    # Units of equal size, because each rank must have the same number of rows.
-    units = [rows[start : start + unit] for start in range(0, len(rows), unit)]
-    parts = balance([tokens.cost(members) for members in units], world_size)
-    return [sorted(row for index in part for row in units[index]) for part in parts]
+        return _in_parts(rows, world_size)
+    groups = [list(members) for _, members in groupby(rows, key=lambda row: tokens.groups[row])]
+    costs = [tokens.cost(members) for members in groups]
+    # The cheapest groups are left over, as each of their parts computes the prompt by itself.
+    left = set(sorted(range(len(groups)), key=costs.__getitem__)[: len(groups) % world_size])
+    whole = [number for number in range(len(groups)) if number not in left]
+    shares = [
+        [row for place in places for row in groups[whole[place]]]
+        for places in balance([costs[number] for number in whole], world_size)
+    ]
+    parts = _in_parts([row for number in sorted(left) for row in groups[number]], world_size)
+    # The rank with the fewest tokens gets the most expensive part.
+    parts.sort(key=tokens.cost, reverse=True)
+    for rank, part in zip(sorted(range(world_size), key=lambda rank: tokens.cost(shares[rank])), parts, strict=True):
+        shares[rank] += part
+    return [sorted(share) for share in shares]
+
+
+def _in_parts(rows: Sequence[int], count: int) -> list[list[int]]:
+    """Return so many parts of neighbouring rows. They differ by at most one row."""
+    bounds = [len(rows) * part // count for part in range(count + 1)]
+    return [list(rows[first:last]) for first, last in pairwise(bounds)]
 
 
 def uneven_shares(tokens: RowTokens, world_size: int) -> list[list[int]]:
@@ -244,7 +257,7 @@ class MiniBatchCutter:
         Tokens that rows share count once. The names are verl's.
         """
         tokens, ranks = batch.row_tokens(), self.budget.shares(self.world_size)
-        if ranks == 1 or batch.num_rows % ranks:
+        if ranks == 1:
             return {}
         plain, even = (
             [tokens.cost(rows) for rows in rows_per_rank(tokens, range(batch.num_rows), ranks, even_out)]

@@ -302,6 +302,9 @@ class StepBatch:
             assert rows.old_log_probs is not None, "the KL in the reward needs old log-probs"
             assert rows.ref_log_probs is not None, "the KL in the reward needs the reference's log-probs"
             kl = kl_estimate(rows.old_log_probs, rows.ref_log_probs, algorithm.kl_penalty)
+            if rows.kept is not None:
+                # As in verl the KL of a rejected token counts, but not where the token has none: its row would lose its reward.
+                kl = kl.where(rows.kept | kl.isfinite(), 0.0)
             rewards = shaped_rewards(scores, kl, row, beta)
             # The mean over responses of each one's mean, as in verl: a long response counts no more than a short one.
             kl_mean = float(row_means(kl, row, lengths).mean()) if kl.numel() else 0.0
@@ -349,7 +352,7 @@ class ForwardPass(Generic[Result]):
         phase: Name under which time and memory are recorded.
         method: Method of the worker. It gets a rank's rows and its micro-batches.
         budget: How a rank's rows are cut into micro-batches.
-        even_rows: Each rank gets the same number of rows. False = any number, with about the same tokens.
+        even_rows: Ranks get about the same number of rows. False = any number, with about the same tokens.
     """
 
     workers: TimedGroup

@@ -306,19 +306,17 @@ class ModelScores:
         return self._begin(answers, self.conversations)
 
     def _begin(self, answers: Answers, conversations: Conversations, options: tuple[int, ...] = ()) -> Pending[list[float]]:
-        num_rows = len(answers.rows)
-        if not num_rows:
+        if not answers.rows:
             return Pending(list)
         batch = self._batch(conversations, answers)
         names = [row.address for row in answers.rows]
-        names += names[:1] * (batch.num_rows - num_rows)
         reward_pass = ForwardPass(self.workers, "reward", Worker.reward_scores, self.budget, self.balance, options)
 
         def in_order(parts: Sequence[tuple[list[int], torch.Tensor]]) -> list[float]:
             scores = torch.empty(batch.num_rows)
             for share, part in parts:
                 scores[share] = part
-            found: list[float] = scores[:num_rows].tolist()
+            found: list[float] = scores.tolist()
             for row, score in zip(answers.rows, found, strict=True):
                 if not math.isfinite(score):
                     raise RewardError(f"{row.address}: the reward model gave the score {score}. Check its weights and its dtype.")
@@ -327,14 +325,11 @@ class ModelScores:
         return reward_pass.begin(batch, names).then(in_order)
 
     def _batch(self, conversations: Conversations, answers: Answers) -> RolloutBatch:
-        """Return the conversations, and copies of the first so that each rank gets the same number of rows."""
         before, after, groups = conversations.of(answers)
-        missing = -len(before) % self.workers.world_size
-        rows = [*range(len(before)), *[0] * missing]
         return rollout_batch(
-            prompts=Ragged.from_rows([before[row] for row in rows], torch.int64),
-            responses=Ragged.from_rows([[*after[row], END] for row in rows], torch.int64),
-            group=torch.tensor([*groups, *range(len(before), len(rows))], dtype=torch.int64),
+            prompts=Ragged.from_rows(before, torch.int64),
+            responses=Ragged.from_rows([[*row, END] for row in after], torch.int64),
+            group=torch.tensor(groups, dtype=torch.int64),
             actor=self.actor,
         )
 

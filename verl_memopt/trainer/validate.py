@@ -85,12 +85,9 @@ class LossValidator:
         for indices in _batches(len(self.rows), self.batch_size):
             expanded = expand(self.rows, indices, 1, "token", self.encoder)
             answers = dataset_answers(expanded.prompts, expanded.prompt_ids, self.encoder.tokenizer)
-            batch, count = to_batch(answers, 1, self.actor), len(indices)
-            # Every rank needs the same number of rows; the last one is computed again where they do not divide.
-            rows = [*range(count), *[count - 1] * (-count % self.log_probs.workers.world_size)]
-            sizes, names = batch.responses.sizes(), [answers.rows[row].address for row in rows]
-            log_probs = self.log_probs.compute(batch.select(rows), names).log_probs.double()
-            of_rows = log_probs.split([sizes[row] for row in rows])[:count]
+            batch = to_batch(answers, 1, self.actor)
+            sizes, names = batch.responses.sizes(), [row.address for row in answers.rows]
+            of_rows = self.log_probs.compute(batch, names).log_probs.double().split(sizes)
             total, tokens = total - sum(float(row.sum()) for row in of_rows), tokens + sum(sizes)
             answered.append((answers, [RewardResult(float(row.mean())) for row in of_rows]))
         return Validation({VAL_LOSS: total / tokens}, answered)

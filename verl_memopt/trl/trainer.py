@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -16,6 +15,7 @@ from verl_memopt.config.trl_defaults import DEFAULTS
 from verl_memopt.config.trl_names import KL_IN_REWARD
 from verl_memopt.config.trl_objective import KL_IN_LOSS
 from verl_memopt.model.given import is_adapted
+from verl_memopt.records import json_of
 from verl_memopt.rewards.python_functions import with_names
 from verl_memopt.trl.callbacks import Callbacks, last_metrics
 from verl_memopt.trl.config import GRPOConfig, adapter_arguments, as_attributes, given_and_defaults
@@ -140,7 +140,7 @@ class TrlTrainer:
         file = Path(str(self._given)).expanduser() / "config.json"
         if not isinstance(self._given, str | Path) or self._trusted or not file.is_file():
             return
-        if "AutoModelForCausalLM" in (json.loads(file.read_text(encoding="utf-8")).get("auto_map") or {}):
+        if "AutoModelForCausalLM" in (json_of(file, dict[str, Any], "Save the model again.").get("auto_map") or {}):
             raise ArgumentError(
                 f"model: {self._given} brings custom code, which would run here. Read it, and set trust_remote_code=True if you "
                 "trust it."

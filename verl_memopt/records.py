@@ -1,0 +1,199 @@
+"""Read files that others may have written: regular files of a bounded size, and JSON whose types are checked.
+
+A checkpoint with valid checksums can come from anybody. So can the folder of a run, and the record of a model.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path, PurePosixPath
+from types import NoneType, UnionType
+from typing import Any, BinaryIO, NotRequired, Union, get_args, get_origin, get_type_hints, is_typeddict
+
+from verl_memopt.errors import UserError
+
+RECORD_BYTES = 64 * 2**20
+"""Most bytes of a record that is read as one text."""
+LARGEST = 2**63 - 1
+"""Largest whole number of a record."""
+
+
+class RecordError(ValueError):
+    """A record is too large, no JSON, or has other types than were written. The message says which, without the path."""
+
+
+def opened(path: Path, follow: bool = False) -> BinaryIO:
+    """Open a regular file for reading. A pipe would block for ever, and a device never end.
+
+    ``follow``: A link is followed to a regular file. False = it is refused, since it may lead anywhere.
+
+    Raises:
+        OSError: It is no regular file, or cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(error.errno, "a link") from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "no regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_record(path: Path, most: int = RECORD_BYTES, follow: bool = False) -> bytes:
+    """Return the contents of a regular file of at most ``most`` bytes. ``follow`` is as in :func:`opened`.
+
+    Raises:
+        OSError: As :func:`opened`.
+        RecordError: It is larger.
+    """
+    with opened(path, follow) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise RecordError(f"it has {size:,} bytes, and such a file has at most {most:,}")
+        return file.read(size)
+
+
+def odd_entry(root: Path) -> str | None:
+    """Return what below a folder is neither a folder nor a regular file, in words; None where there is nothing."""
+    for folder, folders, files in os.walk(root):
+        for name in sorted((*folders, *files)):
+            mode = os.lstat(os.path.join(folder, name)).st_mode
+            if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
+                what = "a link" if stat.S_ISLNK(mode) else "no regular file"
+                return f"{Path(folder, name).relative_to(root).as_posix()} is {what}"
+    return None
+
+
+def is_inside(name: str) -> bool:
+    """Return whether a name in a record is a plain path below the record's own folder."""
+    path = PurePosixPath(name)
+    return bool(name) and "\0" not in name and not path.is_absolute() and ".." not in path.parts and str(path) == name
+
+
+def decoded(data: str | bytes, form: Any) -> Any:
+    """Return what JSON text holds, checked as :func:`checked` does it.
+
+    Raises:
+        RecordError: It is no JSON, or its types are others.
+    """
+    try:
+        value = json.loads(data.decode() if isinstance(data, bytes) else data)
+    except (ValueError, RecursionError) as error:
+        reason = (
+            error.msg if isinstance(error, json.JSONDecodeError) else "too deep" if isinstance(error, RecursionError) else error
+        )
+        raise RecordError(f"not JSON ({reason})") from error
+    return checked(value, form)
+
+
+def json_of(path: Path, form: Any, way_out: str, kind: type[UserError] = UserError) -> Any:
+    """Return what a JSON file holds, as :func:`decoded`. A link is followed.
+
+    Raises:
+        UserError: It cannot be read, or is of another form. It is of this ``kind``, names the file and ends with ``way_out``.
+    """
+    try:
+        return decoded(read_record(path, follow=True), form)
+    except OSError as error:
+        raise kind(f"{path}: cannot be read ({error.strerror}). {way_out}") from error
+    except RecordError as error:
+        raise kind(f"{path}: {error}. {way_out}") from error
+
+
+def checked(value: Any, form: Any, place: str = "") -> Any:
+    """Return a value that has the types of a form. A dataclass is made from a mapping of its fields.
+
+    Args:
+        value: As JSON or ``torch.load`` gives it.
+        form: ``Any``, bool, int, float, str or None, a ``list`` or ``dict`` of forms, a union, a TypedDict, or a dataclass. Whole
+            numbers lie within 64 bits, and keys are texts. A TypedDict may have further keys, a dataclass none.
+        place: What errors call the value.
+
+    Raises:
+        RecordError: A type is another, or an entry is missing.
+    """
+    if form is Any:
+        return value
+    origin, arguments = get_origin(form), get_args(form)
+    if origin is NotRequired:
+        return checked(value, arguments[0], place)
+    if origin in (Union, UnionType):
+        return _of_union(value, arguments, place)
+    if origin is list:
+        items = _typed(value, (list, tuple), "a list", place)
+        return [checked(each, arguments[0], f"{place}[{number}]") for number, each in enumerate(items)]
+    if origin is dict:
+        entries = _typed(value, Mapping, "an object", place)
+        return {_key(name, place): checked(each, arguments[1], _below(place, name)) for name, each in entries.items()}
+    if is_typeddict(form) or is_dataclass(form):
+        return _of_fields(value, form, place)
+    return _plain(value, form, place)
+
+
+def _of_union(value: Any, forms: tuple[Any, ...], place: str) -> Any:
+    if value is None and NoneType in forms:
+        return None
+    for form in (each for each in forms[:-1] if each is not NoneType):
+        try:
+            return checked(value, form, place)
+        except RecordError:
+            continue
+    return checked(value, next(each for each in reversed(forms) if each is not NoneType), place)
+
+
+def _of_fields(value: Any, form: Any, place: str) -> Any:
+    entries, hints = _typed(value, Mapping, "an object", place), get_type_hints(form, include_extras=True)
+    if is_typeddict(form):
+        optional = {name for name, hint in hints.items() if get_origin(hint) is NotRequired}
+    else:
+        optional = {each.name for each in fields(form) if each.default is not MISSING or each.default_factory is not MISSING}
+        unknown = [name for name in entries if name not in hints]
+        if unknown:
+            raise RecordError(f"{_below(place, unknown[0])}: there is no such entry")
+    missing = [name for name in hints if name not in entries and name not in optional]
+    if missing:
+        raise RecordError(f"{_below(place, missing[0])} is missing")
+    found = {name: checked(entries[name], hint, _below(place, name)) for name, hint in hints.items() if name in entries}
+    return {**entries, **found} if is_typeddict(form) else form(**found)
+
+
+def _plain(value: Any, form: Any, place: str) -> Any:
+    if form is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST:
+        return float(value)
+    if isinstance(value, bool) and form is not bool:
+        raise RecordError(f"{place or 'it'}: expected {NAMES[form]}, and it is true or false")
+    _typed(value, form, NAMES[form], place)
+    if form is int and abs(value) > LARGEST:
+        raise RecordError(f"{place or 'it'}: the number is too large")
+    return value
+
+
+NAMES: Mapping[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", NoneType: "null"}
+
+
+def _typed(value: Any, kind: Any, name: str, place: str) -> Any:
+    if not isinstance(value, kind):
+        raise RecordError(f"{place or 'it'}: expected {name}, and it is {_shown(value)}")
+    return value
+
+
+def _key(name: Any, place: str) -> str:
+    key: str = _typed(name, str, "a text as a name", place)
+    return key
+
+
+def _below(place: str, name: Any) -> str:
+    shown = f"{name!r:.60}" if not isinstance(name, str) else name[:60]
+    return f"{place}.{shown}" if place else shown
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__} {value!r:.40}"

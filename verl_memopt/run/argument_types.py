@@ -1,0 +1,52 @@
+"""Types of arguments on the command line. What no call could use is refused as one line, before anything is imported."""
+
+from __future__ import annotations
+
+import os
+from argparse import ArgumentTypeError
+from contextlib import suppress
+from pathlib import Path
+
+LONGEST_NAME = 255
+"""Most bytes of a part of a path."""
+MOST_DIGITS = 19
+"""Python refuses to read a number of thousands of digits, and no count has so many."""
+
+
+def path_of(text: str) -> Path:
+    """Return a path that a file can have. Names come from scripts too, and a system call would fail with a traceback."""
+    if "\0" in text or any(len(os.fsencode(part)) > LONGEST_NAME for part in Path(text).parts):
+        raise ArgumentTypeError(f"{text[:60]!r}: no file can have this name (at most {LONGEST_NAME} bytes a part)")
+    return Path(text)
+
+
+def step_of(text: str) -> str:
+    """Return which checkpoint: a number of decimal digits, or best."""
+    if text != "best" and not (text.isdecimal() and len(text) < MOST_DIGITS):
+        raise ArgumentTypeError(f"{text[:60]} is neither a step nor best")
+    return text
+
+
+def size_of(text: str) -> int:
+    """Return a whole number of at least 1."""
+    if not (text.isdecimal() and len(text) < MOST_DIGITS) or int(text) < 1:
+        raise ArgumentTypeError(f"{text[:60]} is not a whole number of at least 1")
+    return int(text)
+
+
+def seconds_of(text: str) -> float:
+    """Return a length of time."""
+    with suppress(ValueError):
+        if 0 < (number := float(text)) < 1e6:
+            return number
+    raise ArgumentTypeError(f"{text} is no number of seconds above 0")
+
+
+def gigabytes_of(text: str) -> float:
+    """Return a size of memory in GiB, from 24, 24g or 24GB."""
+    from verl_memopt.memory import profiles
+
+    try:
+        return profiles.gigabytes(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from error
