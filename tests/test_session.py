@@ -259,6 +259,8 @@ def test_a_wrong_argument_of_a_primitive_is_one_line_and_changes_nothing(model, 
         for advantages in ([None, 1.0], ["x", 1.0]):
             with pytest.raises(ConfigError, match=r"^forward_backward: the advantage of answer 0, .*, is no number"):
                 session.forward_backward(answers, advantages)
+        with pytest.raises(ConfigError, match=r"^forward_backward: the advantage of answer 1 is nan. Give finite numbers"):
+            session.forward_backward(answers, [1.0, float("nan")])
         session.forward_backward(answers, [1.0, 1.0])
         for rate in ("x", -1.0, float("nan")):
             with pytest.raises(ConfigError, match=r"^optim_step: learning_rate=.* at least 0"):

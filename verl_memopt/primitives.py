@@ -466,6 +466,9 @@ def _per_token(name: str, advantages: Sequence[Any], sizes: Sequence[int]) -> Te
             raise ConfigError(f"{name}: the advantage of answer {number}, {value!r:.100}, is no number or numbers.") from problem
         if part.numel() not in (1, size):
             raise ConfigError(f"{name}: answer {number} has {size} tokens, but {part.numel()} advantages. Give 1 or {size}.")
+        if not part.isfinite().all():
+            wrong = part[~part.isfinite()][0].item()
+            raise ConfigError(f"{name}: the advantage of answer {number} is {wrong}. Give finite numbers.")
         parts.append(part.expand(size) if part.numel() == 1 else part)
     return torch.cat(parts)
 
