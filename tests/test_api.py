@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import verl_memopt
 from verl_memopt import api, trl
-from verl_memopt.config.loader import compose_mapping
+from verl_memopt.config.loader import compose_mapping, load_settings
+from verl_memopt.config.values_of_python import as_override
 from verl_memopt.errors import CheckpointError, ConfigError, DataError, RewardError, UserError
 from verl_memopt.model.given import write_model
 from verl_memopt.rewards import python_functions
@@ -182,11 +183,43 @@ LOCK = threading.Lock()
         [1, "x y"],
         {"a": [1, None]},
         "",
+        "/home/jürgen/runs",
+        "답",
+        "${oc.env:HOME}",
+        "\\${x}",
+        "x=y",
     ],
 )
 def test_a_value_of_python_reaches_the_settings_as_it_is(value):
-    tree, _ = compose_mapping("grpo_trainer", [f"custom_reward_function.reward_kwargs.k={api.as_override(value)}"])
+    key = "custom_reward_function.reward_kwargs.k"
+    given = [
+        compose_mapping("grpo_trainer", [f"{key}={as_override(value)}"]),
+        compose_mapping("grpo_trainer", [], values={key: value}),
+    ]
+    assert [tree["custom_reward_function"]["reward_kwargs"]["k"] for tree, _ in given] == [value, value]
+
+
+@pytest.mark.parametrize(
+    "value", ["two\nlines", "a\tb", {"ключ": "값", "a.b": ["$", "{"]}, "\x00", "~", "[", "\u2028", "a" * 9000]
+)
+def test_a_value_of_python_is_never_read_as_text(value):
+    tree, _ = compose_mapping("sft_trainer", [], values={"custom_reward_function.reward_kwargs.k": value})
     assert tree["custom_reward_function"]["reward_kwargs"]["k"] == value
+
+
+def test_a_name_beyond_ascii_needs_no_quotes_on_the_command_line():
+    given = ["trainer.default_local_dir=/home/jürgen/läufe", "data.train_files=답.jsonl", "data.val_files=null"]
+    more = ["actor_rollout_ref.model.path=m", "actor_rollout_ref.actor.use_dynamic_bsz=true"]
+    loaded = load_settings("grpo_trainer", [*given, *more])
+    assert (loaded.trainer.default_local_dir, loaded.data.train_files) == ("/home/jürgen/läufe", "답.jsonl")
+
+
+def test_a_call_names_its_folder_its_rows_and_a_group_in_any_letters(model, tmp_path):
+    run_dir, rows = tmp_path / "jürgen's = ${x}", [{"질문": "1+1="}]
+    folder, loaded, inputs = api.Call(model, rows, {"debug": "dry", "prompt_key": "질문"}, run_dir=run_dir).load()
+    assert loaded.trainer.default_local_dir == str(folder) == str(run_dir)
+    assert (loaded.data.prompt_key, loaded.debug.mode) == ("질문", "dry")
+    inputs.discard()
 
 
 class Frame:
@@ -307,6 +340,7 @@ def test_a_run_from_python_leaves_metrics_charts_and_its_command(run):
     assert [path.name for path in run.charts] == ["memory_timeline.png", "peak_memory_by_phase.png", "reward_and_validation.png"]
     assert run._repr_html_().count("<img") == 3
     assert run.command.startswith("verl-memopt train --config-name grpo_trainer ")
+    assert {path for path in (run.path, *run.path.rglob("*")) if path.stat().st_mode & 0o077} == set()
     assert "3 rows of metrics" in repr(run)
     chat = [{"role": "user", "content": "1+1="}]
     assert [isinstance(each, str) for each in run.generate(["1+2=", chat], max_tokens=3)] == [True, True]

@@ -14,14 +14,16 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_memopt.config.aliases import MINI_BATCH, PROMPTS
+from verl_memopt.config.secrets import without_secrets_of
 from verl_memopt.config.spelling import ESTIMATOR
 from verl_memopt.config.trl_names import BATCH_NAMES
+from verl_memopt.config.values_of_python import as_override, plain_value
 from verl_memopt.errors import ConfigError, DataError
+from verl_memopt.observe.own_files import is_there, private_files
 from verl_memopt.observe.run_folder import COMMAND, FINAL_MODEL, INPUTS
 from verl_memopt.trainer.listener import at_steps
 
@@ -111,11 +113,12 @@ def train_call(call: Call, listener: Listener | None = None) -> Run:
     """Train as a call says; see :func:`train`. ``listener`` hears of each moment of the run."""
     from verl_memopt import cli
     from verl_memopt.observe.log_setup import lasting_console, setup_logging
+    from verl_memopt.run.run_lock import only_run
 
     setup_logging()
-    with lasting_console():
+    with only_run("train"), lasting_console():
         folder, loaded, inputs = call.load()
-        with inputs.written():
+        with private_files(loaded.trainer.private_files), inputs.written():
             code = cli.train_or_advise(loaded, listener=listener)
     if code:
         raise KeyboardInterrupt(f"the run in {folder} was interrupted; resume=True, run_dir={str(folder)!r} continues it")
@@ -234,16 +237,22 @@ class Run:
         Raises:
             UserError: A row is wrong, or the run has saved no model.
         """
+        from verl_memopt.observe.log_setup import setup_logging
+        from verl_memopt.run.run_lock import only_run
+
+        setup_logging()
+        with private_files(True), only_run("evaluate"):
+            return self._evaluate(rows)
+
+    def _evaluate(self, rows: Any) -> dict[str, float]:
         import yaml
 
         from verl_memopt import cli
         from verl_memopt.config.keys import flatten, replaced
         from verl_memopt.config.loader import settings_from_mapping
-        from verl_memopt.observe.log_setup import setup_logging
         from verl_memopt.trainer.fit_search import silent
         from verl_memopt.trainer.replay import record_folder
 
-        setup_logging()
         start = self.path / "evaluations"
         folder = next(path for number in itertools.count(1) if not (path := start / str(number)).exists())
         files = _held_out(rows, folder / INPUTS)
@@ -313,6 +322,7 @@ class Call:
         from verl_memopt.data.plugin import forget_files
         from verl_memopt.run.inputs import Inputs
 
+        _check_types(self)
         forget_files()
         given = self._given()
         resume = _resumed(given.pop(RESUME, None) or self.resume)
@@ -327,7 +337,7 @@ class Call:
             raise
 
     def _load(self, given: dict[str, Any], folder: Path, resume: bool | Path, inputs: Inputs) -> Settings:
-        from verl_memopt.config.keys import argument_without_secrets, flatten, raise_together
+        from verl_memopt.config.keys import flatten, raise_together
         from verl_memopt.config.loader import MODELS, adapter_settings, compose_mapping, load_settings, log_objective
         from verl_memopt.config.trl_defaults import defaults_beside, log_defaults
 
@@ -347,19 +357,18 @@ class Call:
         )
         raise_together(problems)
         injected = {key: value for key, value in (of_adapters | injected).items() if key not in taken}
-        values = inputs.placed(injected) | of_trl | given
-        overrides = [f"{key}={as_override(value)}" for key, value in values.items()]
-        overrides += [] if self.memory is None else [f"memory={self.memory}"]
+        values = {key: plain_value(value) for key, value in (inputs.placed(injected) | of_trl | given).items()}
+        profile = [] if self.memory is None else [f"memory={self.memory}"]
         config = CONFIGS.get(self.algorithm, CONFIGS["ppo"])
         entry = ["sft"] if self.algorithm == "sft" else ["train", "--config-name", config]
-        loaded = load_settings(config, overrides, quiet=of_trl.keys())
+        loaded = load_settings(config, profile, quiet=of_trl.keys(), values=values)
         if self.trl_defaults:
             log_defaults(self._keys_set(of_trl), of_trl, loaded, flatten(compose_mapping(config, [])[0]) | injected)
         if not has_rows:  # a run has rows: here as many as a step takes, which are never asked for
             unused = {loaded.data.prompt_key: "-"}
             _rows([unused] * max(loaded.data.train_batch_size, loaded.data.gen_batch_size or 0), train, "dataset")
-        shown = map(argument_without_secrets, overrides)
-        inputs.command = shlex.join(["verl-memopt", *entry, *shown]) + "\n"
+        shown = [f"{key}={as_override(without_secrets_of(key, value))}" for key, value in values.items()]
+        inputs.command = shlex.join(["verl-memopt", *entry, *shown, *profile]) + "\n"
         log_objective(loaded)
         return loaded
 
@@ -430,6 +439,27 @@ class Call:
         return {"algorithm.gdpo_reward_keys": keys, "algorithm.gdpo_reward_weights": weights}
 
 
+_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "algorithm": (str, "the name of an algorithm"),
+    "memory": ((str, int, float), "a profile such as 24g, or a size in GB"),
+    "run_dir": ((str, Path), "a folder"),
+    "reward_weights": ((list, tuple), "a list of numbers"),
+}
+"""Argument of a call -> its types and what to give. None is one too."""
+
+
+def _check_types(call: Call) -> None:
+    """Refuse an argument of another type than its own, before anything is read."""
+    for name, (kinds, what) in _KINDS.items():
+        value = getattr(call, name)
+        if name == "reward_weights" and hasattr(value, "tolist"):
+            value = value.tolist()
+        numbers = all(isinstance(each, int | float) for each in value) if name == "reward_weights" and value else True
+        is_bool = isinstance(value, bool) and bool is not kinds
+        if value is not None and (not isinstance(value, kinds) or is_bool or not numbers):
+            raise ConfigError(f"{name}={value!r:.100}: expected {what}, and got a {type(value).__name__}. Correct it.")
+
+
 def _resumed(resume: Any) -> bool | Path:
     """Return whether a run goes on in its folder, or the run or checkpoint that it goes on from."""
     word = str(resume).lower()
@@ -467,49 +497,11 @@ def _check_resumable(folder: Path) -> None:
     raise ConfigError(f"{what}. Leave resume (resume_from_checkpoint) out for a new run, or give the folder of the one you mean.")
 
 
-def as_override(value: Any) -> str:
-    """Return a value as Hydra reads it on a command line.
-
-    Raises:
-        ConfigError: It cannot be written there.
-    """
-    if value is None:
-        return "null"
-    if isinstance(value, Enum):
-        return as_override(value.value)
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, str | Path):
-        text = str(value)
-        plain = re.fullmatch(r"[\w./:@-]+", text) and text.lower() not in ("null", "true", "false", "nan", "inf")
-        is_number = re.fullmatch(r"[-+.\d_]+([eE][-+]?\d+)?", text)
-        return text if plain and not is_number else "'" + re.sub(r"(\\*)('|$)", _escaped, text) + "'"
-    if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
-        return str(value).removeprefix("torch.")
-    if hasattr(value, "to_dict"):  # a configuration of transformers
-        value = {name: each for name, each in value.to_dict().items() if not name.startswith("_")}
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{as_override(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(map(as_override, value)) + "]"
-    raise ConfigError(
-        f"{value!r:.100} of type {type(value).__name__} is no value of a setting. Give a number, a text, a list or a dict."
-    )
-
-
-def _escaped(found: re.Match[str]) -> str:
-    """Return a quote, or the end of a text, with the backslashes before it, as Hydra reads them between single quotes."""
-    slashes, quote = found.groups()
-    return slashes * 2 + ("\\'" if quote else "")
-
-
 def _rows(dataset: Any, path: Path, name: str) -> tuple[int | None, Any]:
     """Return the number of rows (None: files hold them) and the files of a dataset. Rows of Python are written to ``path``."""
     if isinstance(dataset, str | Path):
         text = str(dataset)
-        is_hub = not Path(text).expanduser().exists() and _HUB_ID.fullmatch(text) and not Path(text).suffix
+        is_hub = not is_there(text) and _HUB_ID.fullmatch(text) and not Path(text).suffix
         return None, f"hub:{text}" if is_hub else text
     if isinstance(dataset, list | tuple) and dataset and all(isinstance(each, str | Path) for each in dataset):
         return None, [str(each) for each in dataset]

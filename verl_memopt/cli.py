@@ -78,15 +78,16 @@ def export_command(arguments: Sequence[str]) -> int:
     parser.add_argument("--base", metavar="FOLDER", help="model under the adapter, where it is no longer where the run found it")
     parsed = parser.parse_args(arguments)
     from verl_memopt.model.packed_model import dtype_of
-    from verl_memopt.run.export_model import StoredModel, check_empty, export_adapter, export_model, find_checkpoint
+    from verl_memopt.run.export_model import StoredModel, check_empty, export_adapter, export_model, held_checkpoint
 
     folder = parsed.folder.expanduser().resolve()
     check_empty(folder)
-    model = StoredModel(find_checkpoint(parsed.source, parsed.step), "critic" if parsed.critic else "actor", parsed.base)
-    if parsed.adapter_only:
-        export_adapter(model, folder)
-    else:
-        export_model(model, folder, None if parsed.dtype is None else dtype_of(parsed.dtype, "--dtype"))
+    with held_checkpoint(parsed.source, parsed.step) as checkpoint:
+        model = StoredModel(checkpoint, "critic" if parsed.critic else "actor", parsed.base)
+        if parsed.adapter_only:
+            export_adapter(model, folder)
+        else:
+            export_model(model, folder, None if parsed.dtype is None else dtype_of(parsed.dtype, "--dtype"))
     sys.stdout.write(f"step {model.checkpoint.step} of {model.checkpoint.folder.parent} is in\n{parsed.folder}\n")
     return 0
 
@@ -486,11 +487,12 @@ def train(settings: Settings, listener: Listener | None = None) -> int:
     Everything that was started has ended when it returns or raises.
     """
     from verl_memopt.model.folder import resolve_folder
+    from verl_memopt.observe.own_files import private_files
     from verl_memopt.run.interrupts import of_process
 
     model = settings.actor_rollout_ref.model  # before Ray's processes start, which would wait for the hub
     resolve_folder(model.path, "actor_rollout_ref.model.path", bool(model.trust_remote_code))
-    with of_process() as interrupts:
+    with private_files(settings.trainer.private_files), of_process() as interrupts:
         unreadable: dict[int, str] = {}
         while True:
             with _begun_workers(settings) as begun:

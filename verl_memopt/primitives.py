@@ -31,12 +31,15 @@ from verl_memopt.data.batch import scatter_tokens
 from verl_memopt.data.dataset import build_dataset
 from verl_memopt.data.prompts import PromptPrefetcher, StepPrompts, expand
 from verl_memopt.errors import ConfigError, RewardError
-from verl_memopt.model.export import whole_folder
+from verl_memopt.model.export import saved_dtype, whole_folder, write_record
+from verl_memopt.observe.own_files import others_in_model, private_files
 from verl_memopt.observe.phase import PhaseClock
 from verl_memopt.observe.run_folder import INPUTS, RunFolder
+from verl_memopt.rewards.python_functions import say_secrets
 from verl_memopt.rewards.score import RewardResult
 from verl_memopt.run.checkpoints import check_driver, read_checkpoint
 from verl_memopt.run.resume import compare_settings
+from verl_memopt.run.run_lock import only_run
 from verl_memopt.trainer.build import RunContext, build_learner, build_run
 from verl_memopt.trainer.loop import RunState, start_workers
 from verl_memopt.trainer.micro_batching import global_metrics, with_selection
@@ -323,17 +326,21 @@ class Session:
         self._learner.sync_weights()
 
     def save(self, path: str | Path) -> Path:
-        """Write the policy as a folder that transformers and vLLM load, and return it. An older model there is replaced.
+        """Write the policy as a folder that transformers and vLLM load, and return it. A model saved there before is replaced.
 
         Raises:
             ConfigError: There is something else.
         """
         target = Path(path).expanduser().absolute()
-        is_model = (target / "config.json").is_file() or (target.is_dir() and not any(target.iterdir()))
-        if target.exists() and not is_model:
-            raise ConfigError(f"save: {target} exists and is no model's folder. Give a new one, or remove it.")
+        if others := others_in_model(target):
+            raise ConfigError(
+                f"save: {target} is no model's folder of a run: {others[0]} is there. Give another folder, or remove it."
+            )
+        context = self._context
+        dtype = saved_dtype(context.environment.folder, context.settings.actor_rollout_ref.actor.fsdp_config)
         with whole_folder(target) as aside:
             self._learner.workers.all("save_checkpoint", Worker.save_model, str(aside))
+            write_record(aside, self.step, "actor", context.settings.actor_rollout_ref.model.path, dtype)
         return target
 
     @property
@@ -407,12 +414,14 @@ class Session:
             self._losses.append(function)
             file = (self.folder / INPUTS / f"loss_{len(self._losses)}.py").absolute()
             try:
-                file.with_suffix(".pkl").write_bytes(cloudpickle.dumps(function))
+                pickled = cloudpickle.dumps(function)
             except Exception as problem:
                 raise ConfigError(
                     f"loss: the function cannot be sent to the workers, because something that it uses cannot be pickled "
                     f"({type(problem).__name__}: {problem}). Make that inside the function."
                 ) from problem
+            say_secrets("loss", function, pickled, file.with_suffix(".pkl"))
+            file.with_suffix(".pkl").write_bytes(pickled)
             file.write_text(_LOSS_FILE)
         number = self._losses.index(function) + 1
         file = (self.folder / INPUTS / f"loss_{number}.py").absolute()
@@ -501,9 +510,14 @@ def session(
     rows = NO_ROWS if dataset is None else dataset
     # A function decides the rewards, so that rows need no column of the rules.
     call = Call(model, rows, settings, algorithm, memory, run_dir, tokenizer, rewards=_no_reward, steps=steps, resume=resume)
-    folder, loaded, inputs = call.load()
-    with inputs.written(), _opened(loaded, folder, dataset is not None) as opened:
-        yield opened
+    with only_run("session"):
+        folder, loaded, inputs = call.load()
+        with (
+            private_files(loaded.trainer.private_files),
+            inputs.written(),
+            _opened(loaded, folder, dataset is not None) as opened,
+        ):
+            yield opened
 
 
 @contextlib.contextmanager

@@ -357,3 +357,14 @@ def test_a_mistake_is_one_line_that_names_the_function_and_the_way_out(tmp_path,
     assert str(error.value).count("\n") == 0
     assert re.match(r"algorithm\.custom_estimator|actor_rollout_ref\.actor\.policy_loss\.custom", str(error.value))
     assert "mine" in str(error.value) or more
+
+
+@pytest.mark.parametrize("ends", ["import sys; sys.exit(0)", "import os; os._exit(0)", "raise GeneratorExit"])
+@pytest.mark.parametrize("kind", ["estimator", "loss"])
+def test_a_function_that_would_end_the_run_is_one_error_with_its_file(kind, ends, tmp_path):
+    arguments = (
+        "token_level_rewards, response_mask, index, config" if kind == "estimator" else "log_prob, old_log_prob, advantages"
+    )
+    chosen = settings(tmp_path, kind, f"def mine({arguments}, *, unused=None):\n    {ends}\n")
+    with pytest.raises(UserError, match=r"mine\.py: it raised .*(SystemExit: 0|os\._exit\(0\)|GeneratorExit:) in .*mine\.py:2"):
+        check_custom(chosen)

@@ -3,10 +3,8 @@ import dataclasses
 import pytest
 
 from tools.reads import record_reads
-from verl_memopt.api import as_override
 from verl_memopt.config.keys import (
     Problem,
-    argument_without_secrets,
     field_types,
     flatten,
     leaf_types,
@@ -18,10 +16,11 @@ from verl_memopt.config.keys import (
     shown,
     value_at,
     walk,
-    without_secrets,
 )
 from verl_memopt.config.loader import to_plain
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Data, Fsdp, Ref, Settings
+from verl_memopt.config.secrets import argument_without_secrets, without_secrets
+from verl_memopt.config.values_of_python import as_override
 from verl_memopt.errors import ConfigError
 
 AR = "actor_rollout_ref"

@@ -12,6 +12,7 @@ from verl_memopt.config.loader import load_settings
 from verl_memopt.config.names import last_parts
 from verl_memopt.config.trl_defaults import DEFAULTS
 from verl_memopt.config.trl_names import NAMES, NO_EQUAL, ONE_SETTING, SPELLINGS
+from verl_memopt.config.values_of_python import as_override
 from verl_memopt.errors import ConfigError
 
 AR = "actor_rollout_ref"
@@ -94,7 +95,7 @@ def from_the_command_line(algorithm, given, folder):
     }
     folder.mkdir(exist_ok=True)
     (folder / "mine.yaml").write_text(yaml.safe_dump(call))
-    return load_settings("mine", [f"{name}={api.as_override(value)}" for name, value in given.items()], str(folder))
+    return load_settings("mine", [f"{name}={as_override(value)}" for name, value in given.items()], str(folder))
 
 
 def from_a_trainer_of_trl(algorithm, given, folder):

@@ -1,8 +1,13 @@
+import asyncio
+import os
 import re
+import signal
+import sys
 
 import pytest
+import torch
 
-from verl_memopt.data.plugin import load_from_file
+from verl_memopt.data.plugin import load_from_file, users_code
 from verl_memopt.errors import DataError, RewardError
 
 KEY = "data.custom_cls.path"
@@ -78,3 +83,95 @@ def test_a_path_that_is_no_python_file_is_refused(tmp_path, name, said):
     (tmp_path / "rows.txt").write_text("wanted = 1")
     with pytest.raises(DataError, match=said):
         load_from_file(str(tmp_path / name), "wanted", key=KEY, error=DataError)
+
+
+# What a user's code may do besides raising an error.
+
+
+def ends(how):
+    raise how
+
+
+ENDS = {
+    "SystemExit: 0": lambda: sys.exit(0),
+    "GeneratorExit:": lambda: ends(GeneratorExit()),
+    "Mine: 3": lambda: ends(type("Mine", (SystemExit,), {})(3)),
+    "CancelledError:": lambda: ends(asyncio.CancelledError()),
+    "os._exit(0)": lambda: os._exit(0),
+}
+
+
+@pytest.mark.parametrize("said", ENDS)
+def test_code_that_would_end_the_process_is_one_error_with_its_place(said):
+    place = rf"in {re.escape(__file__)}:\d+\. Correct it\.$"
+    with pytest.raises(DataError, match=rf"^mine raised {re.escape(said)}.* {place}"), users_code("mine", DataError):
+        ENDS[said]()
+
+
+def test_a_keyboard_interrupt_is_the_codes_own_unless_it_comes_from_a_signal():
+    def interrupted(number, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupted)
+    try:
+        with pytest.raises(DataError, match="mine raised KeyboardInterrupt"), users_code("mine", DataError):
+            raise KeyboardInterrupt
+        with pytest.raises(KeyboardInterrupt), users_code("mine", DataError):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_process_that_the_code_forks_does_not_come_back_from_it(tmp_path):
+    for leave in (lambda: None, lambda: ends(ValueError()), lambda: ends(SystemExit(3)), lambda: os._exit(4)):
+        with users_code("mine", DataError):
+            if (child := os.fork()) == 0:
+                leave()
+        if os.getpid() == HERE:
+            (tmp_path / str(child)).touch()
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) in (0, 4)
+        else:
+            (tmp_path / "second").touch()
+            os._exit(9)
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+HERE = os.getpid()
+
+
+def test_what_the_whole_process_shares_is_put_back_or_named_once(tmp_path, caplog):
+    here, handler = os.getcwd(), signal.getsignal(signal.SIGTERM)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    for _ in range(2):
+        with users_code(f"mine({_})", DataError):
+            torch.set_grad_enabled(False)
+            torch.set_default_dtype(torch.float64)
+            torch.manual_seed(1)
+            torch.rand(3)
+            os.chdir(tmp_path)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            os.environ["MINE"] = str(_)
+        assert torch.is_grad_enabled()
+        assert torch.get_default_dtype() is torch.float32
+        assert torch.equal(torch.get_rng_state(), before)
+        assert (os.getcwd(), signal.getsignal(signal.SIGTERM)) == (here, handler)
+    assert os.environ.pop("MINE") == "1"
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 6
+    assert all(text.startswith("mine changed ") for text in told)
+
+
+def test_draws_without_a_seed_go_on_and_change_nothing(caplog):
+    drawn = []
+    for _ in range(2):
+        with users_code("draws", DataError):
+            drawn.append(torch.rand(1))
+    assert drawn[0] != drawn[1]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("text", ["import sys\nsys.exit(0)", "import os\nos._exit(0)", "raise GeneratorExit"])
+def test_a_file_that_ends_the_process_is_named(plugin, text):
+    with pytest.raises(DataError, match=rf"^{KEY}=.*plugin.py: the file does not run"):
+        plugin(text)

@@ -89,7 +89,8 @@ def test_the_end_of_a_run_says_where_the_model_is_and_the_last_line_is_still_the
 
 
 def test_the_model_says_its_step_and_what_it_started_from(ended, toy):
-    assert record(ended.model) == {"step": 2, "role": "actor", "base_model": str(toy / "model"), "dtype": "float32"}
+    of_run = {"step": 2, "role": "actor", "base_model": str(toy / "model"), "dtype": "float32"}
+    assert record(ended.model) == {**of_run, "files": sorted(files(ended.model))}
 
 
 def test_an_export_of_the_last_checkpoint_has_the_bytes_of_the_model(ended, tmp_path, capsys):

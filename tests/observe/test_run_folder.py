@@ -5,6 +5,7 @@ import pytest
 
 from verl_memopt.errors import DataError, UserError
 from verl_memopt.observe.files import append_text, read_rows
+from verl_memopt.observe.own_files import MARK
 from verl_memopt.observe.phase import PhaseClock, PhaseMemory, Span
 from verl_memopt.observe.run_folder import (
     COLUMNS,
@@ -75,7 +76,7 @@ def test_all_that_a_run_left_moves_aside_as_one_and_what_is_the_users_stays(make
     aside = RunFolder(folder.path).begin("data: [inputs/rows.jsonl, inputs/new.jsonl]\n", resumed_step=None)
     assert aside == folder.path / "previous" / "1"
     assert files_of(aside) == whole
-    assert files_of(folder.path) == sorted(["config.yaml", "inputs/rows.jsonl", "inputs/new.jsonl", *OF_THE_USER])
+    assert files_of(folder.path) == sorted([MARK, "config.yaml", "inputs/rows.jsonl", "inputs/new.jsonl", *OF_THE_USER])
 
 
 @pytest.mark.parametrize("moved", [0, 1, 5])

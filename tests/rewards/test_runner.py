@@ -116,6 +116,70 @@ def test_what_a_function_writes_to_the_connection_itself_is_an_error(custom, sen
         scored(custom(body), "x")
 
 
+WRITES = """
+    import gc, os, struct, time
+    from verl_memopt.rewards.score import as_message
+    from verl_memopt.rewards.scorer import Serving
+    if solution_str == "bad":
+        serving = next(each for each in gc.get_objects() if isinstance(each, Serving))
+        pipe, here = serving.connection.fileno(), serving.round_number
+        {attack}
+    return 1.0
+"""
+ATTACKS = {
+    "a header without a body": "os.write(pipe, struct.pack('!4sQI', b'vmr1', here, 100))",
+    "a part of a header": "os.write(pipe, b'vm')",
+    "a length beyond all bounds": "os.write(pipe, struct.pack('!4sQI', b'vmr1', here, 2**32 - 1))",
+    "another protocol": "os.write(pipe, struct.pack('!i', -1) + b'x' * 100)",
+    "a score that is none": "os.write(pipe, as_message(here, [[1, '1', {}, None]]))",
+    "a score without an end": "os.write(pipe, as_message(here, [[1, float('inf'), {}, None]]))",
+    "a score beyond all bounds": "os.write(pipe, as_message(here, [[1, 1e300, {}, None]]))",
+    "a row that was not asked for": "os.write(pipe, as_message(here, [[77, 1.0, {}, None]]))",
+    "a row twice": "os.write(pipe, as_message(here, [[1, 1.0, {}, None], [1, 1.0, {}, None]]) * 2)",
+    "entries of no dict": "os.write(pipe, as_message(here, [[1, 1.0, [], None]]))",
+    "deep JSON": "os.write(pipe, struct.pack('!4sQI', b'vmr1', here, 10**5) + b'[' * 10**5)",
+    "more than may be kept": "return dict(score=1.0, all='x' * 10**6)",
+    "an interrupt": "raise KeyboardInterrupt",
+    "the end of a generator": "raise GeneratorExit",
+    "no position": "os.ftruncate(serving.progress, 0); os._exit(1)",
+    "a position that is none": "os.pwrite(serving.progress, b'\\xff' * 16, 0); os._exit(1)",
+    "silence": "Serving._flush = lambda self: time.sleep(60)",
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_what_is_wrong_on_the_connection_ends_the_process_and_is_a_fault_of_the_row(attack, custom, monkeypatch):
+    monkeypatch.setattr("verl_memopt.rewards.runner.SILENCE_SECONDS", 0.2)
+    settings = custom(WRITES.format(attack=ATTACKS[attack]), on_error="score", fallback_score=-1.0, timeout_seconds=0.4)
+    with RewardRunner(settings, 1) as runner:
+        first = runner.score(rows("good", "bad", "good"))
+        again = runner.score(rows("good", "good"))
+    if attack not in ("a row twice", "no position"):  # a function may have its row scored, or another blamed, as it likes
+        assert [result.score for result in first] == [1.0, -1.0, 1.0]
+    assert [result.score for result in again] == [1.0, 1.0]
+
+
+def test_the_answer_of_a_forked_child_counts_in_no_later_round(custom, tmp_path):
+    late = """
+    if os.fork() == 0:
+            while not os.path.exists({path!r}): time.sleep(0.01)
+            os.write(pipe, as_message(here, [[0, -7.0, {{}}, None], [1, -7.0, {{}}, None]]))
+            open({path!r} + ".sent", "w").close()
+            os._exit(0)
+    """.strip().format(path=str(tmp_path / "go"))
+    with RewardRunner(custom(WRITES.format(attack=late), on_error="score"), 1) as runner:
+        assert [result.score for result in runner.score(rows("good", "bad"))] == [1.0, 1.0]
+        (tmp_path / "go").touch()
+        while not (tmp_path / "go.sent").exists():
+            time.sleep(0.01)
+        assert [result.score for result in runner.score(rows("good", "good"))] == [1.0, 1.0]
+
+
+def test_a_child_that_comes_back_from_the_function_scores_nothing(custom):
+    body = "import os, time\nhere = os.getpid()\nif os.fork() == 0: return -7.0\ntime.sleep(0.05)\nreturn 1.0"
+    assert [result.score for result in scored(custom(body), *"abc")] == [1.0] * 3
+
+
 def test_a_message_of_a_reward_steers_no_terminal(custom):
     body = "raise ValueError('\\x1b[2J\\r\\x9b1m')"
     with pytest.raises(RewardError) as caught:
@@ -134,7 +198,10 @@ def test_a_message_of_the_import_of_a_reward_steers_no_terminal(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("absent.py", r"custom_reward_function\.path=.*absent\.py: there is no such file"), ("ends.py", "exited with code 5")],
+    [
+        ("absent.py", r"custom_reward_function\.path=.*absent\.py: there is no such file"),
+        ("ends.py", r"(?s)does not run.*os\._exit\(5\)"),
+    ],
 )
 def test_a_file_that_cannot_be_loaded_is_reported_before_any_row(tmp_path, name, said):
     (tmp_path / "ends.py").write_text("import os; os._exit(5)")

@@ -1,9 +1,14 @@
+import itertools
 import re
+import threading
+import time
 
 import pytest
 
 from verl_memopt.cli import main
-from verl_memopt.run.checkpoints import TRACKER, CheckpointStore
+from verl_memopt.run.checkpoints import TRACKER, CheckpointStore, find_fault
+from verl_memopt.run.export_model import BEST, held_checkpoint
+from verl_memopt.run.run_lock import reading
 
 
 def save(store, step, score=None):
@@ -67,3 +72,43 @@ def test_what_was_left_behind_and_a_tracker_in_doubt_are_said(store, capsys):
 def test_a_folder_without_checkpoints_is_a_users_error(tmp_path, capsys):
     assert main(["check", str(tmp_path / "nowhere")]) == 2
     assert "holds no checkpoint" in capsys.readouterr().err
+
+
+def test_beside_a_run_that_removes_checkpoints_each_that_is_read_stays_and_none_is_called_broken(tmp_path, capsys):
+    root, stop, wrong = tmp_path, threading.Event(), []
+
+    def run():
+        store = CheckpointStore(root, 2)
+        for step in itertools.count(1):
+            save(store, step, score=0.5)
+            if stop.is_set() and step > 5:
+                return
+
+    writer = threading.Thread(target=run)
+    writer.start()
+    while not (root / TRACKER).exists():
+        time.sleep(0.001)
+    for look in range(20):
+        code, lines = checked(CheckpointStore(root, None), capsys)
+        wrong += lines if code else []
+        with held_checkpoint(root, (None, BEST)[look % 2]) as checkpoint:
+            time.sleep(0.01)
+            wrong += [fault] if (fault := find_fault(checkpoint.folder)) else []
+    stop.set()
+    writer.join()
+    assert wrong == []
+    save(CheckpointStore(root, 2), 10**6)
+    assert len(list(root.glob("global_step_*"))) == 2
+
+
+def test_what_is_read_is_removed_with_a_later_save(tmp_path):
+    store = CheckpointStore(tmp_path, 1)
+    save(store, 1)
+    with reading(store.folder(1)) as is_there:
+        save(store, 2)
+        assert is_there
+        assert store.steps() == [1, 2]
+    save(store, 3)
+    assert store.steps() == [3]
+    with reading(store.folder(1)) as is_there:
+        assert not is_there

@@ -12,6 +12,7 @@ from blake3 import blake3
 from tests.distributed.test_sharded_state import Runs
 from verl_memopt.distributed.file_records import FileRecord
 from verl_memopt.errors import CheckpointError, UserError
+from verl_memopt.observe.own_files import MARK
 from verl_memopt.observe.run_folder import RunFolder
 from verl_memopt.run.checkpoints import (
     TRACKER,
@@ -106,7 +107,7 @@ def test_without_a_tracker_file_the_highest_number_is_the_newest_and_all_are_set
     save(store, 8)
     (store.root / TRACKER).unlink()
     assert store.newest().step == 8
-    assert names(RunFolder(store.root).set_aside("")) == ["global_step_6", "global_step_8"]
+    assert names(RunFolder(store.root).set_aside("")) == [MARK, "global_step_6", "global_step_8"]
 
 
 def test_a_checkpoint_removed_by_hand_is_not_missed_and_not_proven(store):

@@ -6,12 +6,14 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
+from verl_memopt import session, train
 from verl_memopt.errors import ConfigError
-from verl_memopt.run.run_lock import LOCK, RunLock, hold
+from verl_memopt.run.run_lock import LOCK, RunLock, hold, only_run
 
 HOLDER = """
 import sys, time
@@ -192,3 +194,42 @@ def test_a_folder_that_was_made_for_the_lock_goes_with_it_unless_something_is_in
     lock.release()
     assert (tmp_path / "mine").is_dir()
     assert sorted(path.name for path in (tmp_path / "runs" / "second").iterdir()) == ["file"]
+
+
+def test_a_process_has_room_for_one_run_whatever_thread_or_call_asks(tmp_path):
+    refused = []
+
+    def another():
+        for call in (
+            lambda: train("model", [{"prompt": "1"}], run_dir=tmp_path / "a"),
+            lambda: session("model", run_dir=tmp_path / "b").__enter__(),
+        ):
+            with pytest.raises(ConfigError, match=r"session in the thread MainThread is going on in this process") as error:
+                call()
+            refused.append(str(error.value))
+
+    with only_run("session"):
+        thread = threading.Thread(target=another)
+        thread.start()
+        thread.join()
+        another()
+    assert [text.split(":")[0] for text in refused] == ["train", "session"] * 2
+    assert list(tmp_path.iterdir()) == []
+    with only_run("train"):
+        pass
+
+
+def test_a_forked_process_has_room_for_a_run_of_its_own():
+    with only_run("train"):
+        child = multiprocessing.get_context("fork").Process(target=only_run("train").__enter__)
+        child.start()
+        child.join()
+    assert child.exitcode == 0
+
+
+@pytest.mark.parametrize("text", ["mine\n", '{"pid": 3', "[1]"])
+def test_a_users_own_file_of_the_locks_name_is_left_alone(text, tmp_path):
+    (tmp_path / LOCK).write_text(text)
+    with pytest.raises(ConfigError, match=r"run\.lock: it is there, and no run wrote it"):
+        hold(tmp_path)
+    assert (tmp_path / LOCK).read_text() == text

@@ -15,7 +15,7 @@ from verl_memopt.algorithms.losses import LossAndMetrics, LossTokens, beyond_cla
 from verl_memopt.algorithms.records import CUSTOM, ESTIMATORS, STATISTICS, CustomEstimator, CustomLoss, load
 from verl_memopt.algorithms.rows import positions
 from verl_memopt.config.schema import Actor, Algorithm, Settings
-from verl_memopt.data.plugin import load_from_file, raised
+from verl_memopt.data.plugin import contained, load_from_file, raised
 from verl_memopt.errors import ConfigError, TrainingError, UserError
 from verl_memopt.memory.knob import needs_reference
 from verl_memopt.memory.logit_tiles import Statistic
@@ -101,7 +101,8 @@ class UserFunction:
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
         before = _versions(tensors)
         try:
-            result = self.function(**given)
+            with contained(self.address):
+                result = self.function(**given)
         except UserError:
             raise
         except Exception as problem:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -119,41 +117,6 @@ def problem(values: dict[str, Any], what: str, way_out: str) -> Problem:
     """Return a problem whose text opens with ``key=value`` for every key it is about."""
     address = ", ".join(f"{key}={shown(value)}" for key, value in values.items())
     return Problem(tuple(values), f"{address}: {what}. {way_out}".rstrip())
-
-
-OPEN_KEYS = ("custom_reward_function.reward_kwargs", "ray_kwargs.ray_init")
-"""Keys whose entries the user names, among them secrets of a service."""
-
-_SECRET = r"(?:[\w-]*[_-])?(?:api[_-]?key|access[_-]?key|token|secret|passw(?:or)?d|authorization|credentials?)"
-
-
-def without_secrets(value: Any) -> Any:
-    """Return the value of an open key with a checksum in place of each secret in it: equal secrets stay equal."""
-    if isinstance(value, Mapping):
-        return {
-            name: _hidden(entry) if isinstance(entry, str) and re.fullmatch(_SECRET, str(name), re.I) else without_secrets(entry)
-            for name, entry in value.items()
-        }
-    return [without_secrets(entry) for entry in value] if isinstance(value, list | tuple) else value
-
-
-def argument_without_secrets(argument: str) -> str:
-    """Return an argument of the command line with a checksum in place of each secret in an open key."""
-    if not any(key in argument for key in OPEN_KEYS):
-        return argument
-    return re.sub(
-        rf"\b({_SECRET}[\"']?\s*[=:]\s*)('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[^,{{}}]+)",
-        lambda match: match[1] + _hidden(match[2].strip(" \"'")),
-        argument,
-        flags=re.I,
-    )
-
-
-def _hidden(secret: str) -> str:
-    return secret if secret.startswith(HIDDEN) else f"{HIDDEN}{hashlib.sha256(secret.encode()).hexdigest()[:16]}"
-
-
-HIDDEN = "hidden:"
 
 
 def shown(value: Any) -> str:

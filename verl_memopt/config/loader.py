@@ -11,6 +11,7 @@ from collections.abc import Mapping, Set
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -26,7 +27,6 @@ from verl_memopt.algorithms.records import LOSSES, SFT
 from verl_memopt.config.aliases import translate
 from verl_memopt.config.checks import check
 from verl_memopt.config.keys import (
-    OPEN_KEYS,
     Problem,
     field_types,
     flatten,
@@ -34,11 +34,12 @@ from verl_memopt.config.keys import (
     raise_together,
     shown,
     value_at,
-    without_secrets,
 )
 from verl_memopt.config.names import KeySources, read_names
 from verl_memopt.config.schema import Algorithm, Settings
+from verl_memopt.config.secrets import without_secrets_of
 from verl_memopt.config.values import build
+from verl_memopt.config.values_of_python import as_override, with_quotes
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory import lora, profiles
 from verl_memopt.memory.knob import needs_reference
@@ -58,26 +59,41 @@ _COMPOSE_ERRORS = (
 
 
 def load_settings(
-    config_name: str, overrides: list[str], config_dir: str | None = None, quiet: Set[str] = frozenset()
+    config_name: str,
+    overrides: list[str],
+    config_dir: str | None = None,
+    quiet: Set[str] = frozenset(),
+    values: Mapping[str, Any] = MappingProxyType({}),
 ) -> Settings:
     """Return the settings of a named config with overrides on top, typed, linked and checked.
 
     ``config_dir``: a recipe's folder; its files may name the packaged configs in their ``defaults`` list. ``quiet``: Names whose
-    reading is not logged.
+    reading is not logged. ``values``: key -> plain value, which counts as written on the command line, and is never read as text.
 
     Raises:
         ConfigError: one, that lists everything wrong, before anything is started.
     """
-    overrides = _without_blanks(overrides)
-    composed, presets = compose_mapping(config_name, overrides, config_dir)
+    groups, values = _with_groups(values, _folder(config_name, config_dir))
+    overrides = [with_quotes(line) for line in _without_blanks([*overrides, *groups])]
+    composed, presets = compose_mapping(config_name, overrides, config_dir, values)
     of_presets = {key for group, name in presets.items() for key in _kept(group, name, composed)}
-    return settings_from_mapping(composed, of_presets, _written(overrides, config_name, config_dir), quiet)
+    return settings_from_mapping(composed, of_presets, _written(overrides, values, config_name, config_dir), quiet)
 
 
-def _written(overrides: list[str], config_name: str, config_dir: str | None) -> KeySources:
+def _with_groups(values: Mapping[str, Any], folder: Path) -> tuple[list[str], dict[str, Any]]:
+    """Return the overrides that choose a file of a group, such as ``debug``, and the other values."""
+    groups = _groups(PACKAGED) | _groups(folder)
+    own = {key.lstrip("+"): value for key, value in values.items()}
+    named = {key: value for key, value in own.items() if key in groups and isinstance(value, str | list)}
+    return [f"{key}={as_override(value)}" for key, value in named.items()], {
+        key: value for key, value in own.items() if key not in named
+    }
+
+
+def _written(overrides: list[str], values: Mapping[str, Any], config_name: str, config_dir: str | None) -> KeySources:
     """Return the keys that the user wrote on the command line, and those of the config file itself."""
     parsed = [OverridesParser.create().parse_override(line) for line in overrides]
-    command_line = {key for each in parsed for key in flatten({each.key_or_group: each.value()})}
+    command_line = {key for each in parsed for key in flatten({each.key_or_group: each.value()})} | flatten(values).keys()
     file = _folder(config_name, config_dir) / f"{config_name.removesuffix('.yaml')}.yaml"
     of_file = flatten(yaml.safe_load(file.read_text()) or {}) if file.is_file() else {}
     return KeySources(command_line, of_file.keys())
@@ -138,11 +154,14 @@ def _by_user(translated: Mapping[str, Any], of_presets: Set[str], written: KeySo
 
 
 def compose_mapping(
-    config_name: str, overrides: list[str], config_dir: str | None = None
+    config_name: str,
+    overrides: list[str],
+    config_dir: str | None = None,
+    values: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what Hydra makes of a config name and overrides, interpolations resolved, as a plain nested mapping.
 
-    The second mapping has the presets of the command line: group -> name.
+    The second mapping has the presets of the command line: group -> name. ``values``: as in :func:`load_settings`.
     """
     folder = _folder(config_name, config_dir)
     packaged_groups, groups = _groups(PACKAGED), _groups(folder)
@@ -159,8 +178,8 @@ def compose_mapping(
             if Path(text).is_file():
                 mend = _as_file(text)
             problems.append(Problem((), f"{shown(text)}: {_one_line(error)}. {mend}"))
-        except ConfigError as error:
-            problems.append(Problem((), f"{text}: {error}"))
+        except (ConfigError, ValueError) as error:  # a number with more digits than Python reads is one
+            problems.append(Problem((), f"{text:.200}: {error!s:.200}"))
         else:
             # Written once without the user's own plus signs, so that a key works whether or not a file already sets it.
             signed.append(line if sign is None else sign + line.lstrip("+"))
@@ -176,17 +195,37 @@ def compose_mapping(
             config = compose(config_name, [*signed, f"hydra.searchpath=['file://{packaged}']"])
         given = OmegaConf.to_container(config, resolve=False)
         resolved = given
-        if "${" in str(given):  # one may name a key that only the defaults have
-            whole = OmegaConf.merge(OmegaConf.create(to_plain(Settings())), config)
+        if "${" in str(given):  # one may name a key that only the defaults or the values have
+            plain = {key: value for key, value in values.items() if "${" not in str(value)}
+            parts = (to_plain(Settings()), given, _with_values({}, plain))
+            whole = OmegaConf.merge(*[OmegaConf.create(each) for each in parts])
             resolved = OmegaConf.to_container(whole, resolve=True)
     except _COMPOSE_ERRORS as error:
         raise ConfigError(f"{config_name}: {_one_line(error)}. Mend the override or the file it names.") from error
     finally:
         GlobalHydra.instance().clear()
-    composed: dict[str, Any] = _part(resolved, given)
+    composed: dict[str, Any] = _with_values(_part(resolved, given), values)
     for group, name in presets.items():
         _log_preset(group, name, composed)
     return composed, presets
+
+
+def _with_values(tree: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a nested mapping with values of dotted keys in it. A dict adds to the one that is there, as on a command line."""
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        place = tree
+        for section in sections:
+            below = place.get(section)
+            place[section] = place = dict(below) if isinstance(below, Mapping) else {}
+        place[name] = _added(place.get(name), value)
+    return tree
+
+
+def _added(before: Any, value: Any) -> Any:
+    if not (isinstance(before, Mapping) and isinstance(value, Mapping)):
+        return value
+    return {**before, **{name: _added(before.get(name), each) for name, each in value.items()}}
 
 
 def _with_profile(line: str) -> str:
@@ -313,8 +352,8 @@ def to_plain(value: Any) -> Any:
 def to_yaml(settings: Settings, secrets: bool = True) -> str:
     """Return the settings as YAML text in the order of the schema; with ``secrets=False`` a checksum in place of each secret."""
     plain = to_plain(settings)
-    for section, key in () if secrets else (key.split(".") for key in OPEN_KEYS):
-        plain[section][key] = without_secrets(plain[section][key])
+    if not secrets:
+        plain = _with_values({}, {key: without_secrets_of(key, value) for key, value in flatten(plain).items()})
     return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
 
 

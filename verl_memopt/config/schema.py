@@ -381,6 +381,9 @@ class Trainer:
     save_final_model: bool = True
     """When the run ends, write the policy to ``model/`` in the run folder, as transformers and vLLM load it: adapters merged, in
     the dtype of the model that it started from."""
+    private_files: bool = True
+    """Let nobody but the user who trains read what the run writes: folders of mode 0700, files of mode 0600. false = the umask
+    decides, for a folder that others read too."""
     max_skipped_steps: PositiveInt = 3
     """Steps in a row without any update, because no gradient norm was finite, after which the run stops and names the last good
     checkpoint. One such step may be a bad batch; three in a row mean that the weights or the settings are at fault."""

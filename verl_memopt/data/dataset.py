@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -398,15 +399,37 @@ def math_row(data_source: str, prompt: str, ground_truth: str, **extra_info: Any
 
 
 def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """Write rows to a temporary name and rename it, so that an existing file is always complete. Return the path."""
+    """Write rows to a temporary name and rename it, so that an existing file is always complete. Return the path.
+
+    Raises:
+        DataError: A file of that name is there which this function did not write.
+    """
     import pyarrow
     from pyarrow import parquet
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".partial")
-    parquet.write_table(pyarrow.Table.from_pylist(rows), aside)
+    if os.path.lexists(path) and not _is_own_parquet(path):
+        raise DataError(f"{path} is there, and it was not made here. Give another folder, or move it away.")
+    aside = path.with_name(f".{path.name}.partial")
+    table = pyarrow.Table.from_pylist(rows)
+    parquet.write_table(table.replace_schema_metadata({**(table.schema.metadata or {}), _MADE_HERE: b"1"}), aside)
     aside.rename(path)
     return path
+
+
+_MADE_HERE = b"verl_memopt"
+"""Entry of the metadata of a Parquet file that was written here, and may be written anew."""
+
+
+def _is_own_parquet(path: Path) -> bool:
+    from pyarrow import ArrowException, parquet
+
+    try:
+        if path.stat().st_size == 0:
+            return True
+        return _MADE_HERE in (parquet.read_schema(path).metadata or {})
+    except (OSError, ArrowException):
+        return False
 
 
 def _lines(path: Path) -> Iterator[RawRow]:

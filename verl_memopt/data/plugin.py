@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import logging
+import os
+import signal
 import sys
 import sysconfig
+import threading
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from verl_memopt.errors import DataError, UserError
+
+logger = logging.getLogger(__name__)
 
 _MODULES = "verl_memopt_plugin_"
 _NOT_THEIRS = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
@@ -26,7 +33,11 @@ def load_from_file(path: str, name: str | None, *, key: str, error: type[UserErr
     lacks the name.
     """
     file = Path(path).expanduser()
-    if not file.is_file():
+    try:
+        is_file = file.is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        is_file = False
+    if not is_file:
         raise error(f"{key}={path}: there is no such file. Set the path of a Python file.")
     file = file.resolve()
     module_name = f"{_MODULES}{file.stem}_{abs(hash(str(file))):x}"
@@ -63,16 +74,116 @@ def refuse_verls_arguments(made: Any, theirs: Sequence[str], ours: str, address:
 
 def raised(problem: BaseException) -> str:
     """Return what a user's code raised, and at which line of theirs, in one line."""
-    places = traceback.extract_tb(problem.__traceback__)
+    own = problem.__cause__ if isinstance(problem, EndsProcessError) else problem
+    assert own is not None
+    places = traceback.extract_tb(own.__traceback__)
     place = next((place for place in reversed(places) if not place.filename.startswith(_NOT_THEIRS)), places[-1])
-    return f"{' '.join(f'{type(problem).__name__}: {problem}'.split())} in {place.filename}:{place.lineno}"
+    text = str(problem) if own is not problem else f"{type(problem).__name__}: {problem}"
+    return f"{' '.join(text.split())} in {place.filename}:{place.lineno}"
+
+
+# What a user's code may do besides: end the process, fork it, and change what the whole process shares.
+
+
+class EndsProcessError(Exception):
+    """A user's code asked for the end of the process. Its cause is what it raised."""
+
+
+@contextmanager
+def contained(what: str, environment: bool = True) -> Iterator[None]:
+    """Let a user's code neither end nor double this process, and put back what it changes for all of it.
+
+    ``what`` names the code in warnings. A signal of the user's still ends the body with KeyboardInterrupt. ``environment``: name
+    a change of the environment too.
+
+    Raises:
+        EndsProcessError: The code asked for the end of the process.
+    """
+    pid, shared, outer = os.getpid(), _shared(environment), getattr(_inside, "pid", None)
+    vars(os)["_exit"] = _exit
+    _inside.pid = pid
+    try:
+        yield
+    except BaseException as problem:
+        if isinstance(problem, Exception) or os.getpid() != pid or _is_signal(problem):
+            raise
+        text = str(problem) if isinstance(problem, _ExitError) else f"{type(problem).__name__}: {problem}"
+        raise EndsProcessError(text) from problem
+    finally:
+        _inside.pid = outer
+        if os.getpid() != pid:  # a child that the code has forked must not go on as a second run
+            os.write(2, f"{what} has forked this process, and the child came back from it: the child ends here.\n".encode())
+            _EXIT(0)
+        _put_back(shared, _shared(environment), what.partition("(")[0])
+
+
+class _ExitError(BaseException):
+    """A call of ``os._exit`` inside a user's code."""
+
+
+_EXIT = os._exit
+_inside = threading.local()
+
+
+def _exit(status: int) -> NoReturn:
+    """End the process as ``os._exit`` does, but not out of a user's code that this process called."""
+    if getattr(_inside, "pid", None) == os.getpid():
+        raise _ExitError(f"os._exit({status})")
+    _EXIT(status)
+
+
+def _is_signal(problem: BaseException) -> bool:
+    """Return whether an exception comes from a signal handler, and not from the code itself."""
+    if not isinstance(problem, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
+        return False
+    handler = signal.getsignal(signal.SIGINT)
+    *_, (last, _) = traceback.walk_tb(problem.__traceback__)
+    return handler is signal.default_int_handler or last.f_code is getattr(handler, "__code__", None)
+
+
+Shared = dict[str, tuple[Any, Callable[[Any], object] | None]]
+"""Name -> value, and what sets it; None: a change is only named."""
+
+
+def _shared(environment: bool) -> Shared:
+    """Return what the whole process shares. Another thread sees in it what the main thread is just doing, and leaves it."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    found: Shared = {"the environment": (dict(os.environ), None)} if environment else {}
+    with suppress(OSError):  # it may have been removed
+        found["the working directory"] = (os.getcwd(), os.chdir)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        found[f"the handler of {number.name}"] = (signal.getsignal(number), partial(signal.signal, number))
+    if (torch := sys.modules.get("torch")) is not None and hasattr(torch, "get_default_dtype"):
+        found["whether gradients are computed"] = (torch.is_grad_enabled(), torch.set_grad_enabled)
+        found["torch's default dtype"] = (torch.get_default_dtype(), torch.set_default_dtype)
+        found["torch's number of threads"] = (torch.get_num_threads(), torch.set_num_threads)
+        state = torch.get_rng_state()  # restored only where the seed is another: draws of the code may go on
+        found["torch's seed"] = (torch.initial_seed(), lambda seed: torch.set_rng_state(state))
+    return found
+
+
+def _put_back(before: Shared, now: Shared, what: str) -> None:
+    for name, (value, set_back) in before.items():
+        if name not in now or now[name][0] == value:
+            continue
+        if set_back is not None:
+            set_back(value)
+        if (what, name) not in _told:
+            _told.add((what, name))
+            did = "which stays as it is now" if set_back is None else "which is put back after each call"
+            logger.warning("%s changed %s for the whole process, %s", what, name, did)
+
+
+_told: set[tuple[str, str]] = set()
 
 
 @contextmanager
 def users_code(what: str, error: type[UserError]) -> Iterator[None]:
     """Turn whatever a user's code raises into one line."""
     try:
-        yield
+        with contained(what):
+            yield
     except UserError:
         raise
     except Exception as problem:
@@ -86,10 +197,13 @@ def _run_module(module_name: str, file: Path, key: str, error: type[UserError]) 
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as problem:  # a user's file may raise anything
+        with contained(f"{key}={file}", environment=False):  # imports set variables of their own
+            spec.loader.exec_module(module)
+    except Exception as problem:  # a user's file may raise anything
         del sys.modules[module_name]
-        raise error(f"{key}={file}: the file does not run. Correct it:\n{_trace_within(problem, str(file))}") from problem
+        own = problem.__cause__ if isinstance(problem, EndsProcessError) else None
+        trace = _trace_within(own or problem, str(file))
+        raise error(f"{key}={file}: the file does not run. Correct it:\n{trace}") from problem
     return module
 
 

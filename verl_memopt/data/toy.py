@@ -99,23 +99,45 @@ def made_whole(
         build: Fills a new folder, and returns what else the record says.
         title: What logs call the folder.
         occupied: What the error says of a folder with other contents.
+
+    Raises:
+        DataError: The folder holds something else, or has a file beside those of its record.
     """
-    folder, has_record = record.parent, record.is_file()
-    if has_record and identity.items() <= json.loads(record.read_text()).items():
+    folder, made = record.parent, _record_of(record)
+    if made is not None and identity.items() <= made.items():
         logger.info("%s: %s is ready", title, folder)
         return folder
-    if folder.exists() and not has_record and (not folder.is_dir() or any(folder.iterdir())):
+    known = {*(made or {}).get(_FILES, ()), record.name}
+    if folder.exists() and (
+        not folder.is_dir() or not known.issuperset(_files(folder)) or (made is None and any(folder.iterdir()))
+    ):
         raise DataError(f"{folder}: {occupied}")
     aside = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     try:
         aside.mkdir(parents=True)
         results = build(aside)
-        (aside / record.name).write_text(json.dumps({**identity, **results}, indent=2) + "\n")
+        (aside / record.name).write_text(json.dumps({**identity, **results, _FILES: _files(aside)}, indent=2) + "\n")
         shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return folder
+
+
+_FILES = "files"
+"""Entry of a record: the files of the folder, which go with it when it is made anew."""
+
+
+def _record_of(record: Path) -> dict[str, Any] | None:
+    try:
+        made = json.loads(record.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return made if isinstance(made, dict) else None
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
 
 
 def split_problems(recipe: ToyRecipe, seed: int) -> tuple[list[Problem], list[Problem]]:

@@ -17,10 +17,11 @@ from transformers import PretrainedConfig
 
 from verl_memopt.config.schema import Fsdp
 from verl_memopt.distributed.file_records import sync_folder, sync_tree
-from verl_memopt.errors import CheckpointError
+from verl_memopt.errors import CheckpointError, ConfigError
 from verl_memopt.memory.host_buffers import host_buffer
 from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.observe.files import free_space
+from verl_memopt.observe.own_files import MARK, MODEL_RECORD, mark, others_in_model, remove_left
 from verl_memopt.records import json_of
 
 INDEX = "model.safetensors.index.json"
@@ -117,18 +118,24 @@ def write_generation_config(folder: Path, source: Path, eos_token_ids: Sequence[
 def whole_folder(final: Path) -> Iterator[Path]:
     """Yield a new folder that takes the name ``final`` when the body ends. If the body fails, nothing changes.
 
+    Of an older folder its own files go; a file of the user's in it stays under its name.
+
     Raises:
         CheckpointError: The disk refuses.
+        ConfigError: What lies under a name that this needs is not ours.
     """
     aside, old = (final.with_name(f"{final.name}{suffix}.partial") for suffix in ("", ".old"))
+    if old.exists() and not final.exists():
+        # A run was killed between the two renames below.
+        old.rename(final)
+    for left in (aside, old):
+        remove_left(left)
     try:
-        if old.exists() and not final.exists():
-            # A run was killed between the two renames below.
-            old.rename(final)
-        for left in (aside, old):
-            shutil.rmtree(left, ignore_errors=True)
         aside.mkdir(parents=True)
+        mark(aside)
         yield aside
+        _keep_others(final, aside)
+        (aside / MARK).unlink()
         # On disk before the rename: after a power failure the name must not stand for missing bytes.
         sync_tree(aside)
         if final.exists():
@@ -142,14 +149,28 @@ def whole_folder(final: Path) -> Iterator[Path]:
             shutil.rmtree(left, ignore_errors=True)
 
 
+def _keep_others(final: Path, aside: Path) -> None:
+    """Copy what the user has put into an older folder to the new one."""
+    for name in others_in_model(final):
+        if final.is_symlink() or not final.is_dir() or (aside / name).exists():
+            raise ConfigError(f"{final}: {name} is there, and no run wrote it. Move it away, or give another folder.")
+        (aside / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(final / name, aside / name, follow_symlinks=False)
+
+
 ADAPTER = "adapter"
 """Folder in a model folder that holds the adapters alone, as peft has them."""
-RECORD = "training.json"
-"""File of a model folder that says where the model is from."""
+RECORD = MODEL_RECORD
 
 
 def write_record(folder: Path, step: int, role: str, base_model: str, dtype: torch.dtype) -> None:
-    _write_json(folder / RECORD, {"step": step, "role": role, "base_model": base_model, "dtype": dtype_name(dtype)})
+    """Write where a model is from: the step and role of a run, and the model that training started from.
+
+    It comes last, as it names the files of the folder, which a later save may replace.
+    """
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - {MARK} | {RECORD}
+    record = {"step": step, "role": role, "base_model": base_model, "dtype": dtype_name(dtype)}
+    _write_json(folder / RECORD, {**record, "files": sorted(files)})
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:

@@ -6,10 +6,11 @@ on a laptop. The default shape is the smallest that vLLM's CPU attention accepts
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from verl_memopt.observe.own_files import mark, remove_left
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -60,17 +61,22 @@ def make_tiny_model(folder: str | Path, shape: TinyShape | None = None, *, seed:
     """Write a tiny model with random weights (fp32), its configs and its tokenizer into a folder.
 
     The same shape and seed give the same bytes. The folder is written under another name and then renamed, so a folder that
-    exists is complete. An older folder is replaced.
+    exists is complete. An older tiny model is replaced.
+
+    Raises:
+        ConfigError: Something else is in the folder.
     """
     shape = TinyShape() if shape is None else shape
     folder = Path(folder)
     aside = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(aside, ignore_errors=True)
+    remove_left(aside)
+    aside.mkdir(parents=True)
+    mark(aside)
     tokenizer = build_tokenizer(min(shape.vocab_size, 320))
     # Under another name until it is complete, so that an interrupted run leaves no half a model.
     _random_model(shape, tokenizer, seed).save_pretrained(aside)
     tokenizer.save_pretrained(aside)
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_left(folder)
     aside.rename(folder)
     return folder
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from verl_memopt.config.secrets import hide_shapes
 from verl_memopt.errors import UserError
 
 NOISY = ("transformers", "ray", "matplotlib", "PIL", "urllib3", "httpx", "httpcore", "filelock", "asyncio", "tensorboard")
@@ -83,7 +84,7 @@ class ConsoleLog:
         """Take what was written to a stream. Lines reach the operating system at once."""
         *lines, part = (self._parts.get(stream, "") + text).split("\n")
         self._parts[stream] = part.rpartition("\r")[2] if part.rstrip("\r") == part else part
-        self.add([_shown(line) for line in lines])
+        self.add([hide_shapes(_shown(line)) for line in lines])
 
     def add(self, lines: list[str]) -> None:
         """Write lines, or keep them until there is a file. If the disk refuses, only this log is lost."""
@@ -162,7 +163,7 @@ def lasting_console() -> Iterator[None]:
         yield
     except BaseException as error:  # what shows it comes after this
         short = f"{type(error).__name__}: {error}"
-        log.add((short if isinstance(error, UserError) else traceback.format_exc()).splitlines())
+        log.add(hide_shapes(short if isinstance(error, UserError) else traceback.format_exc()).splitlines())
         raise
     finally:
         for stream in (sys.stdout, sys.stderr):

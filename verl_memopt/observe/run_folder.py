@@ -23,6 +23,7 @@ from blake3 import blake3
 from verl_memopt.distributed.file_records import digest_of
 from verl_memopt.errors import DataError, UserError
 from verl_memopt.observe.files import append_rows, append_text, disk_refusals, keep_rows, read_rows, replace_text
+from verl_memopt.observe.own_files import MARK, MODEL_RECORD, is_marked, mark, refuse_others
 from verl_memopt.observe.phase import REWARD_IN_ROLLOUT, PhaseMemory, Span, wall_time
 from verl_memopt.observe.samples import Sample, sample_row
 from verl_memopt.records import json_of
@@ -48,6 +49,20 @@ OF_A_RUN = (
 """Names of what a run leaves in its folder."""
 BESIDE = (INPUTS, "reward_logs", "console.log")
 """What a run leaves besides, and what this start may have written already. Alone it is no earlier run."""
+IN_PASSING = (
+    *("engine_config", "rollouts", ".stop", f"global_step_*{HALF}", f"{FINAL_MODEL}{HALF}", f"{BEST_MODEL}{HALF}"),
+    *("out_of_memory_rank*.json", ".*.json.partial", ".*.yaml.partial", ".*.png.partial"),
+)
+"""Further names of what runs write, replace or remove in their folder."""
+
+
+def refuse_what_is_not_ours(folder: Path) -> None:
+    """Refuse a run's folder in which files of the user's have names of ours, before anything is written.
+
+    Raises:
+        ConfigError: It names one, and the way out.
+    """
+    refuse_others(folder, (*OF_A_RUN, *BESIDE, *IN_PASSING), (FINAL_MODEL, BEST_MODEL), "trainer.default_local_dir=")
 
 
 class RunFolder:
@@ -69,6 +84,7 @@ class RunFolder:
         """Identifies this start of the run. A resumed run has another."""
         self.began = wall_time()
         self._elapsed_before = 0.0
+        self._is_new = False
 
     def begin(self, config_text: str, resumed_step: int | None) -> Path | None:
         """Prepare the folder for a new run, or for one that continues, and return where an earlier run is that it does not.
@@ -78,6 +94,7 @@ class RunFolder:
         """
         with disk_refusals(self.config):
             self.path.mkdir(parents=True, exist_ok=True)
+            self._is_new = mark(self.path)
             aside = self.set_aside(config_text) if resumed_step is None else self._keep_later_models(resumed_step)
             self.record.unlink(missing_ok=True)  # what follows changes the files
             if resumed_step is not None:
@@ -100,10 +117,12 @@ class RunFolder:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         if aside is not None:
             self._put_back(aside)
+        if self._is_new:
+            (self.path / MARK).unlink()
 
     def mend(self) -> None:
         """Put back what a start had begun to move aside when it was killed."""
-        for half in self.path.glob(f"{PREVIOUS}/*{HALF}"):
+        for half in self.path.glob(f"{PREVIOUS}/[0-9]*{HALF}") if is_marked(self.path) else ():
             self._put_back(half)
 
     def _reopen(self) -> None:
@@ -265,10 +284,11 @@ class RunFolder:
 
     def _to_previous(self, moved: Iterable[Path], copied: Iterable[Path]) -> Path:
         targets = (self.path / PREVIOUS / str(number) for number in itertools.count(1))
-        target = next(path for path in targets if not os.path.lexists(path))
-        half = target.with_name(f"{target.name}{HALF}")
+        halves = ((path, path.with_name(f"{path.name}{HALF}")) for path in targets)
+        target, half = next(each for each in halves if not any(map(os.path.lexists, each)))
         with disk_refusals(target):
             half.mkdir(parents=True)
+            mark(half)
             for path in copied:
                 _copy(path, half / path.relative_to(self.path))
             for path in moved:
@@ -280,7 +300,7 @@ class RunFolder:
 
     def _put_back(self, source: Path, below: str = "") -> None:
         """Move what lies in a folder of ``previous/`` to where it was. What is there already was only copied."""
-        for path in (source / below).iterdir():
+        for path in (each for each in (source / below).iterdir() if each.name != MARK):
             name = f"{below}{path.name}"
             if not os.path.lexists(self.path / name):
                 path.rename(self.path / name)
@@ -325,7 +345,7 @@ def _copy(source: Path, target: Path) -> None:
 def _step_of(model: Path) -> float:
     """Return the step of a model's record; infinity where that cannot be read, so that the model counts as another's."""
     try:
-        return int(json.loads((model / "training.json").read_text(encoding="utf-8"))["step"])
+        return int(json.loads((model / MODEL_RECORD).read_text(encoding="utf-8"))["step"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return math.inf
 

@@ -5,12 +5,14 @@ A dump is a folder with one ``{step}.jsonl`` per step, one row per response. The
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from verl_memopt.errors import DataError
+from verl_memopt.errors import ConfigError, DataError
 from verl_memopt.observe.files import json_line, read_rows, replace_text
 
 SCHEMA = 2
@@ -73,12 +75,38 @@ def dump_samples(folder: Path, step: int, samples: Sequence[Sample], tokenizer: 
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{step}.jsonl"
+    _refuse_other(path, "")
     rows = (
         sample_row(step, sample) | {"tokenizer": tokenizer, "row": number, "rows": len(samples)}
         for number, sample in enumerate(samples, start=1)
     )
     replace_text(path, "".join(json_line(row) for row in rows))
     return path
+
+
+def refuse_other_files(folder: Path, key: str) -> None:
+    """Refuse a folder for a dump in which a file has the name of a step's and is none.
+
+    Raises:
+        ConfigError: It names the file.
+    """
+    for path in sorted(folder.glob("*.jsonl")) if folder.is_dir() else ():
+        if path.stem.isdecimal():
+            _refuse_other(path, f"{key}={folder}: ")
+
+
+def _refuse_other(path: Path, address: str) -> None:
+    if not os.path.lexists(path):
+        return
+    with suppress(OSError, ValueError, RecursionError), path.open(encoding="utf-8", errors="replace") as file:
+        line = file.readline(LONGEST_LINE)
+        if not line or '"schema": ' in line or '"prompt_ids": ' in line or len(line) == LONGEST_LINE:
+            return
+    raise ConfigError(f"{address}{path} is there, and no run wrote it. Give a folder of its own, or move it away.")
+
+
+LONGEST_LINE = 2**24
+"""Bytes of a line beyond which it is not read to its end."""
 
 
 def dumped_steps(folder: Path) -> list[int]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import io
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,10 +26,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from verl_memopt.config.secrets import secrets_in
 from verl_memopt.errors import RewardError
 from verl_memopt.model.given import write_classifier
+from verl_memopt.observe.own_files import differs_from_name, is_there
 from verl_memopt.rewards.score import read_score
 from verl_memopt.rewards.scorer import ARGUMENTS, BATCH_ARGUMENTS, is_async
+
+logger = logging.getLogger(__name__)
 
 FILE = "rewards.pkl"
 """File of a run's inputs with its functions."""
@@ -155,7 +160,7 @@ def is_model(given: Any) -> bool:
     """Return whether a reward is a model: an object of transformers, or the folder or hub id of one."""
     if isinstance(given, str | Path):
         text = str(given)
-        return not (text.endswith(".py") or ".py:" in text) and ("/" in text or Path(text).is_dir())
+        return not (text.endswith(".py") or ".py:" in text) and ("/" in text or is_there(text))
     return hasattr(given, "save_pretrained")
 
 
@@ -241,7 +246,7 @@ def save_functions(functions: Sequence[NamedFunction], path: Path) -> dict[str, 
     path.parent.mkdir(parents=True, exist_ok=True)
     for each in functions:
         try:
-            cloudpickle.dumps(each.function)
+            say_secrets(f"rewards: {each.name}", each.function, cloudpickle.dumps(each.function), path)
         except Exception as problem:
             raise RewardError(
                 f"rewards: {each.name} cannot be sent to the reward processes, because something that it uses cannot be pickled "
@@ -263,6 +268,15 @@ def save_functions(functions: Sequence[NamedFunction], path: Path) -> dict[str, 
     }
 
 
+def say_secrets(what: str, function: Any, pickled: bytes, path: Path) -> None:
+    """Warn of what looks like a secret in a function that is kept in a file of the run."""
+    if found := secrets_in(function, pickled):
+        logger.warning(
+            "%s brings along what looks like a secret (%s), which is kept in %s as it is. Read it inside the function, from "
+            "os.environ or a file", what, ", ".join(found), path.name,
+        )  # fmt: skip
+
+
 # What the reward processes call, one of four: for a row or for a batch, plain or async.
 
 _loaded: dict[str, list[NamedFunction]] = {}
@@ -273,6 +287,8 @@ def _functions(path: str) -> list[NamedFunction]:
     if path not in _loaded:
         import pickle
 
+        if differs_from_name(Path(path)):
+            raise RewardError(f"rewards: {path} has other contents than were written. Start the run from Python again.")
         try:
             _loaded[path] = pickle.loads(Path(path).read_bytes())
         except Exception as problem:

@@ -10,12 +10,13 @@ import os
 import secrets
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -28,7 +29,16 @@ from verl_memopt.errors import RewardError, Stopped
 from verl_memopt.observe.log_setup import printable
 from verl_memopt.recipes import RECIPES
 from verl_memopt.rewards.sandbox import Sandbox, share_out
-from verl_memopt.rewards.score import Limits, Outcome, RewardResult, RewardRow, read_message, read_outcomes
+from verl_memopt.rewards.score import (
+    LARGEST_MESSAGE,
+    InvalidMessageError,
+    Limits,
+    MessageReader,
+    Outcome,
+    RewardResult,
+    RewardRow,
+    read_outcomes,
+)
 from verl_memopt.rewards.scorer import PROGRESS, FunctionCall
 from verl_memopt.rewards.supervisor import END_SECONDS, MARK, RUN_SIGNALS, VERDICT, VERDICT_AT, last_lines
 from verl_memopt.run.process_tree import kill_marked, safe_path
@@ -224,8 +234,9 @@ class Round:
         idle = [process for process in self._processes if process not in self._at_work]
         for process in idle[: len(self._waiting)]:
             # A process that could not load the function says why when rows are sent to it.
-            if process.loaded and not process.is_alive():
-                # The function's own process may live a moment longer, and would take a row with it.
+            if process.loaded and (not process.is_alive() or process.has_news()):
+                # The function's own process may live a moment longer, and would take a row with it. One that sends while it has
+                # no rows was forked by the function, or is what the function has written.
                 process = self._start_again(process)
             chunk = self._waiting.popleft()
             self._at_work[process] = chunk
@@ -233,7 +244,13 @@ class Round:
 
     def _collect(self, process: RewardProcess) -> None:
         """Record what ``process`` has sent. Replace it if it has died or is over the time limit."""
-        outcomes = process.receive()
+        chunk = self._at_work[process]
+        try:
+            outcomes = process.receive({index for index in chunk if index not in self._results})
+        except InvalidMessageError as problem:
+            text = f"sent what is no score ({problem}). Let the reward function leave open files alone."
+            self._replace(process, text, blames_row=True)
+            return
         for outcome in outcomes or []:
             self._record(*outcome)
         if all(index in self._results for index in self._at_work[process]):
@@ -243,22 +260,27 @@ class Round:
         elif not outcomes and process.position()[1] > self._custom.timeout_seconds:
             limit = f"custom_reward_function.timeout_seconds={self._custom.timeout_seconds:g}"
             self._replace(process, f"took longer than {limit}{process.last_output()}")
+        elif process.silent_seconds() > (seconds := SILENCE * self._custom.timeout_seconds + SILENCE_SECONDS):
+            self._replace(process, f"sent no score for {seconds:.0f} s{process.last_output()}", blames_row=True)
 
-    def _replace(self, process: RewardProcess, failure: str) -> None:
+    def _replace(self, process: RewardProcess, failure: str, blames_row: bool = False) -> None:
         """Fail the row that the process was scoring, and queue the rest of its chunk again, first in line.
 
         If a process died between rows, something else ended it, and no row fails. If that happens again, the next row fails.
-        Where one call scores all rows, they fail together.
+        With ``blames_row`` one of the rows is at fault, whatever the process says it was at: the rows are tried again one by one,
+        and the one that does it alone fails. Where one call scores all rows, they fail together.
         """
         at, _ = process.position()
         chunk = self._at_work.pop(process)
         self._start_again(process)
         missing = [index for index in chunk if index not in self._results]
-        if at in missing or missing[0] in self._retried:
+        is_alone = len(missing) == 1 or self._manager.whole_batch
+        if is_alone if blames_row else at in missing or missing[0] in self._retried:
             failed = at if at in missing else missing[0]
             for index in missing if self._manager.whole_batch else [failed]:
                 self._record(index, 0.0, {}, failure)
-        self._retried.add(missing[0])
+        if not blames_row:
+            self._retried.add(missing[0])
         if self._manager.whole_batch:
             self._waiting.extend([chunk] if chunk[0] not in self._results else [])
         else:
@@ -333,6 +355,12 @@ def num_processes(manager: str, num_workers: int) -> int:
 # The run's side of one reward process: start it, send rows, receive scores, find the row it is at, end it.
 
 
+SEND_SECONDS = 60
+"""Longest time in which a process must take rows that are sent to it."""
+SILENCE, SILENCE_SECONDS = 2, 10.0
+"""A process that sends no outcome for so many time limits of a row, and so many seconds more, is ended. An outcome may wait for
+the next one."""
+
 LOAD_SECONDS = 120.0
 """Longest time in which the file with the reward function must be imported."""
 
@@ -377,8 +405,10 @@ class RewardProcess:
         # Otherwise this process would itself hold the other end open and never see the connection close.
         process_end.close()
         os.close(lifeline_end)
+        run_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))
         self.connection = Connection(run_end.detach())
         self.connection.send(call)
+        self._reader, self._round, self._heard = MessageReader(), 0, time.monotonic()
         self._started = time.monotonic()
         self.loaded = False
         """The function is imported."""
@@ -392,19 +422,28 @@ class RewardProcess:
         """Wait until the function is imported."""
         if self.loaded:
             return
-        if not self.connection.poll(max(0.0, self._started + LOAD_SECONDS - time.monotonic())):
-            raise RewardError(
-                f"custom_reward_function.path: the file did not finish importing in {LOAD_SECONDS:.0f} s. "
-                "Move long work out of its top level."
-            )
         try:
-            problem, self.runs_concurrently = read_message(self.connection.recv_bytes())
+            messages: list[Any] = []
+            while not messages:
+                if not self.connection.poll(max(0.0, self._started + LOAD_SECONDS - time.monotonic())):
+                    raise RewardError(
+                        f"custom_reward_function.path: the file did not finish importing in {LOAD_SECONDS:.0f} s. "
+                        "Move long work out of its top level."
+                    )
+                messages = self._messages()
+            problem, concurrent = messages[0]
+            self.runs_concurrently = bool(concurrent)
+        except (InvalidMessageError, TypeError, ValueError) as error:
+            raise RewardError(
+                f"custom_reward_function.path: the import of the file sent what is no answer ({error}). Let it leave open files "
+                "alone."
+            ) from error
         except (EOFError, ConnectionError):
             problem = (
                 f"custom_reward_function.path: the process that imports the file {self.ending()}. Import it alone to see why."
             )
         if problem is not None:
-            raise RewardError(printable(problem))
+            raise RewardError(printable(str(problem)))
         self.loaded = True
 
     def send(self, indices: Sequence[int], rows: Sequence[RewardRow]) -> None:
@@ -413,23 +452,54 @@ class RewardProcess:
         A dead process raises no error here; :meth:`receive` reports it.
         """
         self.wait_until_loaded()
-        with contextlib.suppress(ConnectionError):
-            self.connection.send((indices, [(row.data_source, row.solution, row.ground_truth, row.extra_info) for row in rows]))
+        self._round += 1
+        self._heard = time.monotonic()
+        told = [(row.data_source, row.solution, row.ground_truth, row.extra_info) for row in rows]
+        # One that takes nothing from the connection is found by its silence.
+        with contextlib.suppress(ConnectionError, BlockingIOError):
+            self.connection.send((self._round, indices, told))
 
-    def receive(self) -> list[Outcome] | None:
-        """Return the outcomes that have arrived, or None if the process has died."""
+    def receive(self, expected: Collection[int]) -> list[Outcome] | None:
+        """Return the outcomes that have arrived, or None if the process has died. ``expected``: rows that have none yet.
+
+        Raises:
+            InvalidMessageError: What has arrived is no outcome of these rows.
+        """
         # Asked before the poll: what a process sends just before its death would otherwise be lost.
-        alive = self.is_alive()
+        alive, outcomes, left = self.is_alive(), list[Outcome](), set(expected)
         try:
-            if self.connection.poll():
-                return read_outcomes(self.connection.recv_bytes())
+            for value in self._messages() if self.connection.poll() else ():
+                read = read_outcomes(value, left)
+                left -= {index for index, *_ in read}
+                outcomes += read
         except (EOFError, ConnectionError):
-            return None
-        return [] if alive else None
+            return outcomes or None
+        if outcomes:
+            self._heard = time.monotonic()
+        return outcomes if outcomes or alive else None
+
+    def _messages(self) -> list[Any]:
+        """Return the messages of this round that have arrived. Those of an earlier one come from what the function has forked."""
+        data = os.read(self.connection.fileno(), LARGEST_MESSAGE)
+        if not data:
+            raise EOFError
+        return [value for number, value in self._reader.feed(data) if number == self._round]
+
+    def has_news(self) -> bool:
+        """Return whether something has arrived that was not read."""
+        try:
+            return self._reader.holds_part or self.connection.poll()
+        except (EOFError, ConnectionError):
+            return True
+
+    def silent_seconds(self) -> float:
+        """Return the seconds since rows were sent or an outcome arrived."""
+        return time.monotonic() - self._heard
 
     def position(self) -> tuple[int, float]:
         """Return the index of the row that is being scored (-1 = none) and the seconds since it began."""
-        index, since = PROGRESS.unpack(os.pread(self._progress.fileno(), PROGRESS.size, 0))
+        record = os.pread(self._progress.fileno(), PROGRESS.size, 0)
+        index, since = PROGRESS.unpack(record) if len(record) == PROGRESS.size else (-1, 0.0)
         return index, time.monotonic() - since if index >= 0 else 0.0
 
     def is_alive(self) -> bool:
@@ -472,7 +542,7 @@ class RewardProcess:
         if len(record) < VERDICT.size:
             return False, ""
         clean, length = VERDICT.unpack_from(record)
-        return clean, record[VERDICT.size : VERDICT.size + length].decode()
+        return clean, record[VERDICT.size : VERDICT.size + length].decode(errors="replace")
 
     def _kill_left_over(self) -> None:
         """Kill the processes with the mark, where the supervisor was killed itself or could not end all of them."""

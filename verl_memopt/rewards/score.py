@@ -6,8 +6,9 @@ import json
 import math
 import numbers
 import resource
+import struct
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -24,9 +25,12 @@ Outcome = tuple[int, float, dict[str, Any], str | None]
 def outcome_of(index: int, value: Any) -> Outcome:
     """Return the outcome of a row whose function returned ``value``."""
     try:
-        return (index, *read_score(value), None)
+        score, extra = read_score(value)
     except RewardError as problem:
-        return index, 0.0, {}, str(problem)
+        return index, 0.0, {}, shortened(str(problem))
+    if extra and (size := len(json.dumps(extra))) > LARGEST_ENTRIES:
+        return index, 0.0, {}, f"returned entries of {size} bytes besides the score; {LARGEST_ENTRIES} may be kept of a row"
+    return index, score, extra, None
 
 
 def failure(index: int, problem: BaseException, limits: Limits, frames: int = 1) -> Outcome:
@@ -36,7 +40,7 @@ def failure(index: int, problem: BaseException, limits: Limits, frames: int = 1)
     out.
     """
     if isinstance(problem, RewardError):
-        return index, 0.0, {}, str(problem)
+        return index, 0.0, {}, shortened(str(problem))
     trace = problem.__traceback__
     for _ in range(frames):
         trace = trace and trace.tb_next
@@ -45,7 +49,13 @@ def failure(index: int, problem: BaseException, limits: Limits, frames: int = 1)
     if isinstance(problem, MemoryError) or "allocate memory" in str(problem):  # torch raises a RuntimeError
         limit = f"{KEY}.memory_gb={limits.memory_gb:g}"
         hint = f"\n{limit} limits the memory of a reward process. Raise it if the function needs more."
-    return index, 0.0, {}, f"raised:\n{''.join(within).rstrip()}{hint}"
+    return index, 0.0, {}, f"raised:\n{shortened(''.join(within).rstrip())}{hint}"
+
+
+def shortened(text: str) -> str:
+    """Return a text of bounded length: its beginning and its end."""
+    half = LARGEST_ENTRIES // 16
+    return text if len(text) <= 2 * half else f"{text[:half]}\n[...]\n{text[-half:]}"
 
 
 def outcomes_of_batch(indices: Sequence[int], values: Any) -> list[Outcome]:
@@ -121,32 +131,78 @@ LARGEST_INTEGER = 2**1000
 """A float can still hold it."""
 
 
-def as_message(value: Any) -> bytes:
-    """Return lists, strings and numbers as the bytes that :func:`read_message` takes."""
-    return json.dumps(value).encode()
+LARGEST_ENTRIES = 2**19
+"""Bytes of what a function returns for a row besides its score, as they are sent."""
+LARGEST_MESSAGE = 2**24
+"""Bytes of one message. More outcomes are sent in several."""
+_HEADER = struct.Struct("!4sQI")
+_MAGIC = b"vmr1"
 
 
-def read_message(message: bytes) -> Any:
-    """Return what a reward process sent."""
-    try:
-        return json.loads(message)
-    except (ValueError, RecursionError) as error:
-        raise _no_message(error) from error
+class InvalidMessageError(Exception):
+    """A reward process sent what is no message of ours: its function wrote to the connection, or sends more than may be."""
 
 
-def read_outcomes(message: bytes) -> list[Outcome]:
-    """Return the outcomes that a reward process sent.
+def as_message(round_number: int, value: Any) -> bytes:
+    """Return lists, strings and numbers as the bytes that :class:`MessageReader` takes."""
+    body = json.dumps(value).encode()
+    return _HEADER.pack(_MAGIC, round_number, len(body)) + body
 
-    A RewardError says that they are none: the reward function wrote to the connection itself.
+
+@dataclass
+class MessageReader:
+    """Puts messages together from the bytes that have arrived. It never waits, and holds little more than one message."""
+
+    _held: bytearray = field(default_factory=bytearray)
+
+    @property
+    def holds_part(self) -> bool:
+        """Whether a message has begun to arrive."""
+        return bool(self._held)
+
+    def feed(self, data: bytes) -> Iterator[tuple[int, Any]]:
+        """Yield the number of the round and the value of each message that is whole now.
+
+        Raises:
+            InvalidMessageError: What has arrived is none.
+        """
+        self._held += data
+        if not _MAGIC.startswith(self._held[: len(_MAGIC)]):
+            raise InvalidMessageError("bytes that are no message")
+        while len(self._held) >= _HEADER.size:
+            magic, round_number, length = _HEADER.unpack_from(self._held)
+            if magic != _MAGIC or length > LARGEST_MESSAGE:
+                raise InvalidMessageError(f"a message of {length} bytes" if magic == _MAGIC else "bytes that are no message")
+            end = _HEADER.size + length
+            if len(self._held) < end:
+                return
+            body = bytes(self._held[_HEADER.size : end])
+            del self._held[:end]
+            try:
+                yield round_number, json.loads(body)
+            except (ValueError, RecursionError) as error:
+                raise InvalidMessageError(str(error)) from error
+
+
+def read_outcomes(value: Any, expected: Collection[int]) -> list[Outcome]:
+    """Return the outcomes that a reward process sent. ``expected``: the rows that it may report.
+
+    Raises:
+        InvalidMessageError: They are none.
     """
     try:
-        return [(int(index), float(score), dict(extra), failure) for index, score, extra, failure in read_message(message)]
+        outcomes = [(index, score, extra, failed) for index, score, extra, failed in value]
     except (TypeError, ValueError) as error:
-        raise _no_message(error) from error
-
-
-def _no_message(error: Exception) -> RewardError:
-    return RewardError(f"a reward process sent what is no score ({error}). Let the reward function leave open files alone.")
+        raise InvalidMessageError(str(error)) from error
+    for index, score, extra, failed in outcomes:
+        if type(index) is not int or index not in expected:
+            raise InvalidMessageError(f"the outcome of row {index!r:.50}, which was not asked for")
+        # NaN stands for a row without a reward.
+        if type(score) not in (int, float) or abs(score) > LARGEST_SCORE:
+            raise InvalidMessageError(f"the score {score!r:.50}")
+        if not isinstance(extra, dict) or not (failed is None or isinstance(failed, str)):
+            raise InvalidMessageError(f"an outcome of the wrong form: {extra!r:.50}")
+    return [(index, float(score), extra, failed) for index, score, extra, failed in outcomes]
 
 
 # Input and result of a reward function for one row.

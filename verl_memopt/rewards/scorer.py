@@ -22,7 +22,18 @@ from typing import TYPE_CHECKING, Any
 from verl_memopt.data.plugin import load_from_file
 from verl_memopt.errors import RewardError
 from verl_memopt.rewards.rules import score_batch_by_rule, score_by_rule
-from verl_memopt.rewards.score import KEY, Limits, Outcome, as_message, failure, outcome_of, outcomes_of_batch
+from verl_memopt.rewards.score import (
+    KEY,
+    LARGEST_ENTRIES,
+    LARGEST_MESSAGE,
+    Limits,
+    Outcome,
+    as_message,
+    failure,
+    outcome_of,
+    outcomes_of_batch,
+    shortened,
+)
 
 if TYPE_CHECKING:
     from verl_memopt.rewards.sandbox import Sandbox
@@ -31,6 +42,11 @@ PROGRESS = struct.Struct("qd")
 """Index of the row that is being scored (-1 = none), and when it began (seconds on the monotonic clock)."""
 
 FLUSH_SECONDS = 0.005
+
+ROWS_OF_A_MESSAGE = LARGEST_MESSAGE // LARGEST_ENTRIES // 4
+
+ENDINGS = (Exception, SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError)
+"""What a user's function may raise. All of it is reported."""
 
 Row = tuple[str, str, Any, dict[str, Any]]
 """data_source, response, ground truth, extra_info."""
@@ -69,15 +85,21 @@ def main(pipe: int, progress: int, limits: Limits) -> None:
             try:
                 function = load_reward_function(call.path, call.name, call.reward_kwargs, call.whole_batch, call.sandbox)
             except RewardError as problem:
-                connection.send_bytes(as_message((str(problem), False)))
+                _send(connection, 0, (shortened(str(problem)), False))
                 return
-            connection.send_bytes(as_message((None, is_async(function) and not call.whole_batch)))
+            _send(connection, 0, (None, is_async(function) and not call.whole_batch))
             loop = ended_with_the_pipe.enter_context(asyncio.Runner()) if is_async(function) else None
             serving = Serving(connection, function, progress, limits, call, loop)
             while True:
                 serving.serve(*connection.recv())
         except (EOFError, ConnectionError):
             return
+
+
+def _send(connection: Connection, round_number: int, value: Any) -> None:
+    data = memoryview(as_message(round_number, value))
+    while data:
+        data = data[os.write(connection.fileno(), data) :]
 
 
 @dataclass
@@ -96,10 +118,12 @@ class Serving:
     loop: asyncio.Runner | None
     outcomes: list[Outcome] = field(default_factory=list)
     sent_at: float = 0.0
+    round_number: int = 0
+    pid: int = field(default_factory=os.getpid)
 
-    def serve(self, indices: Sequence[int], rows: list[Row]) -> None:
+    def serve(self, round_number: int, indices: Sequence[int], rows: list[Row]) -> None:
         """Score ``rows``, and report each by its index."""
-        self.sent_at = time.monotonic()
+        self.sent_at, self.round_number = time.monotonic(), round_number
         numbered = zip(indices, rows, strict=True)
         if self.call.whole_batch:
             self.outcomes += self._batch(indices, rows)
@@ -122,7 +146,7 @@ class Serving:
             try:
                 async with asyncio.timeout(self.call.timeout_seconds) as limit:
                     value = await _Noted(self.function(**arguments), index, under_way)
-            except (Exception, SystemExit, asyncio.CancelledError) as problem:  # noqa: BLE001 - all that a user's function raises is reported
+            except ENDINGS as problem:
                 if isinstance(problem, TimeoutError) and limit.expired():
                     return index, 0.0, {}, f"took longer than {KEY}.timeout_seconds={self.call.timeout_seconds:g}"
                 return failure(index, problem, self.limits, frames=2)
@@ -150,7 +174,7 @@ class Serving:
                 # A batch function may be async. It was called like any other, and what it gave is a coroutine that still has
                 # to run.
                 values = self.loop.run(values)
-        except (Exception, SystemExit) as problem:  # noqa: BLE001 - the user's function may raise anything, and all of it is reported
+        except ENDINGS as problem:
             return [failure(index, problem, self.limits) for index in indices]
         return outcomes_of_batch(indices, values)
 
@@ -164,15 +188,20 @@ class Serving:
             self._flush()
 
     def _flush(self) -> None:
-        self.connection.send_bytes(as_message(self.outcomes))
-        self.outcomes, self.sent_at = [], time.monotonic()
+        if os.getpid() != self.pid:  # the function has forked, and this is the child
+            os._exit(0)
+        while self.outcomes:
+            # What a row brings is bounded, so some rows fit into a message.
+            _send(self.connection, self.round_number, self.outcomes[:ROWS_OF_A_MESSAGE])
+            del self.outcomes[:ROWS_OF_A_MESSAGE]
+        self.sent_at = time.monotonic()
 
 
 def score_row(function: RewardFunction, limits: Limits, index: int, row: Row) -> Outcome:
     """Return the outcome of one row."""
     try:
         value = function(**_arguments(row))
-    except (Exception, SystemExit) as problem:  # noqa: BLE001 - the user's function may raise anything, and all of it is reported
+    except ENDINGS as problem:
         return failure(index, problem, limits)
     return outcome_of(index, value)
 

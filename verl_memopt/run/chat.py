@@ -26,7 +26,7 @@ from verl_memopt.errors import UserError
 from verl_memopt.observe.log_setup import printable
 from verl_memopt.observe.run_folder import FINAL_MODEL
 from verl_memopt.run.checkpoints import is_checkpoint
-from verl_memopt.run.export_model import StoredModel, export_model, find_checkpoint
+from verl_memopt.run.export_model import StoredModel, export_model, held_checkpoint
 
 STOPPED = 130
 """Exit code after Ctrl-C."""
@@ -160,7 +160,8 @@ def model_folder(path: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / FINAL_MODEL
-        export_model(StoredModel(find_checkpoint(path, None)), folder)
+        with held_checkpoint(path, None) as checkpoint:
+            export_model(StoredModel(checkpoint), folder)
         yield folder
 
 

@@ -36,6 +36,7 @@ from verl_memopt.errors import CheckpointError, UserError
 from verl_memopt.observe.files import disk_refusals, free_space, write_whole
 from verl_memopt.observe.run_folder import RunFolder
 from verl_memopt.records import RecordError, checked, decoded, is_inside, odd_entry, read_record
+from verl_memopt.run.run_lock import reading, removing
 
 logger = logging.getLogger(__name__)
 
@@ -194,6 +195,8 @@ class CheckpointStore:
         passed_over: list[str] = []
         for step in reversed(lineage.steps):
             read = faults[step] if step in faults else _read(self.folder(step))
+            if read == GONE:  # the run beside this process has removed it
+                return self.newest(unreadable)
             if isinstance(read, Checkpoint):
                 self.present = read.step
                 return replace(read, passed_over=tuple(passed_over))
@@ -304,11 +307,15 @@ class CheckpointStore:
         # A proven checkpoint stays, because the newest ones may hold weights that have already gone bad.
         kept = {*steps[-self.keep :], self.proven(), self.best() if self.keep_best else None}
         for folder in [self.folder(step) for step in steps if step not in kept]:
-            away = self._emptied(folder)
-            with disk_refusals(folder):
-                # A rename first: removing a folder takes time, and a kill in the middle would leave a broken checkpoint under
-                # its name.
-                os.replace(folder, away)
+            with removing(folder) as is_free:
+                if not is_free:  # it goes with a later save
+                    logger.info("%s is kept for now: somebody reads it", folder)
+                    continue
+                away = self._emptied(folder)
+                with disk_refusals(folder):
+                    # A rename first: removing a folder takes time, and a kill in the middle would leave a broken checkpoint under
+                    # its name.
+                    os.replace(folder, away)
             shutil.rmtree(away, ignore_errors=True)
 
     def _emptied(self, folder: Path) -> Path:
@@ -345,8 +352,17 @@ def read_checkpoint(folder: Path, key: str = "trainer.resume_from_path=") -> Che
     raise CheckpointError(f"{key}{folder}: not whole ({read}). {way_out}")
 
 
+GONE = "it is gone"
+"""Why a checkpoint is none: the run has removed it since it was listed."""
+
+
 def _read(folder: Path) -> Checkpoint | str:
     """Return the checkpoint of a folder, or why it is not whole."""
+    with reading(folder) as is_there:
+        return _read_held(folder) if is_there else GONE
+
+
+def _read_held(folder: Path) -> Checkpoint | str:
     if (fault := find_fault(folder)) is not None:
         return fault
     manifest = read_manifest(folder)
@@ -373,7 +389,13 @@ def check_folder(run_dir: Path) -> int:
         raise UserError(f"{run_dir}: holds no checkpoint. Give a folder with global_step_N folders.")
     if lineage.doubt is not None:
         sys.stdout.write(f"{lineage.doubt}\n")
-    faults = {step: find_fault(store.folder(step)) for step in sorted(lineage.commits)}
+    faults: dict[int, str | None] = {}
+    for step in sorted(lineage.commits):
+        with reading(store.folder(step)) as is_there:
+            if is_there:
+                faults[step] = find_fault(store.folder(step))
+    if faults.keys() != store.history().commits.keys() & lineage.commits.keys():
+        return check_folder(run_dir)  # the run has removed one in between
     for step, fault in faults.items():
         facts = ["whole" if fault is None else f"NOT WHOLE ({fault})"]
         manifest = lineage.manifests.get(step)

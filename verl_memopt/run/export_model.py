@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -25,7 +26,8 @@ from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.model.weights import WeightFolder
 from verl_memopt.observe.files import check_space
 from verl_memopt.observe.run_folder import FINAL_MODEL
-from verl_memopt.run.checkpoints import Checkpoint, CheckpointStore, check_driver, is_checkpoint, read_checkpoint
+from verl_memopt.run.checkpoints import GONE, Checkpoint, CheckpointStore, check_driver, is_checkpoint, read_checkpoint
+from verl_memopt.run.run_lock import reading
 
 BEST = "best"
 """The step that stands for the best checkpoint."""
@@ -146,6 +148,27 @@ class StoredModel:
                 f"{self.folder}: it holds adapters alone, and the model under them is missing ({error}) Name it with --base, "
                 "or write the adapters with --adapter-only."
             ) from error
+
+
+@contextmanager
+def held_checkpoint(path: Path, step: str | None) -> Iterator[Checkpoint]:
+    """Yield the checkpoint of :func:`find_checkpoint`. A run beside this process does not remove it in the body."""
+    for _ in range(LOOKS):
+        try:
+            checkpoint = find_checkpoint(path, step)
+        except CheckpointError as error:
+            if GONE in str(error) and step in (None, BEST):
+                continue
+            raise
+        with reading(checkpoint.folder) as is_there:
+            if is_there:
+                yield checkpoint
+                return
+    raise CheckpointError(f"{path}: the run removes checkpoints faster than they are read. Try again, or keep more of them.")
+
+
+LOOKS = 20
+"""How often a checkpoint is looked for that the run beside removes each time."""
 
 
 def find_checkpoint(path: Path, step: str | None) -> Checkpoint:

@@ -5,6 +5,7 @@ Then each file gets a name with the checksum of its contents, so that nothing th
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,8 @@ from blake3 import blake3
 
 from verl_memopt.errors import ConfigError
 from verl_memopt.observe.files import disk_refusals, replace_text
-from verl_memopt.observe.run_folder import COMMAND, INPUTS, PENDING
+from verl_memopt.observe.own_files import MARK, mark, with_umask
+from verl_memopt.observe.run_folder import COMMAND, INPUTS, PENDING, refuse_what_is_not_ours
 from verl_memopt.run.run_lock import hold
 
 
@@ -33,7 +35,13 @@ class Inputs:
         self._run_dir, self._folder = run_dir, run_dir / INPUTS
         self._names: dict[str, str] = {}
         self.command = ""
-        there = next(each for each in (run_dir, *run_dir.parents) if each.is_dir())
+        try:
+            if os.path.lexists(run_dir) and not run_dir.is_dir():
+                raise ConfigError(f"trainer.default_local_dir={run_dir}: this is no folder. Give another one.")
+            there = next(each for each in (run_dir, *run_dir.parents) if each.is_dir())
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"trainer.default_local_dir={str(run_dir)!r:.200}: {reason}. Give another folder.") from error
         try:
             self.aside = Path(tempfile.mkdtemp(prefix=".inputs-", dir=there))
         except OSError as error:
@@ -62,15 +70,18 @@ class Inputs:
         What was written for a start that is refused is removed again.
         """
         made = [each for each in (self._run_dir, *self._run_dir.parents) if not each.exists()]
-        moved, pending = list[Path](), self._folder / PENDING
+        moved, pending, is_new = list[Path](), self._folder / PENDING, False
         try:
             lock = hold(self._run_dir)
             with lock:
+                refuse_what_is_not_ours(self._run_dir)
+                is_new = mark(self._run_dir)
                 with disk_refusals(self._folder):
                     self._folder.mkdir(exist_ok=True)
                     for path in sorted(self.aside.iterdir()):
                         target = self._folder / self._names.get(path.name, path.name)
                         if path.name not in self._names or not target.exists():
+                            with_umask(path)
                             moved.append(path.replace(target))
                     replace_text(pending, self.command)
                 yield
@@ -80,6 +91,8 @@ class Inputs:
             if pending.exists():
                 for path in moved:
                     _remove(path)
+                if is_new:
+                    (self._run_dir / MARK).unlink(missing_ok=True)
             raise
         finally:
             pending.unlink(missing_ok=True)

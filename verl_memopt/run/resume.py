@@ -13,13 +13,15 @@ from types import MappingProxyType
 from typing import Any
 
 from verl_memopt.algorithms.records import WITH_CRITIC
-from verl_memopt.config.keys import OPEN_KEYS, flatten, leaf_types, shown, without_secrets
+from verl_memopt.config.keys import flatten, leaf_types, shown
 from verl_memopt.config.loader import to_plain
 from verl_memopt.config.reward_rules import FURTHER
 from verl_memopt.config.schema import Actor, Critic, Data, Rollout, Settings, Trainer
+from verl_memopt.config.secrets import without_secrets_of
 from verl_memopt.distributed.file_records import digest_of
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.knob import knobs
+from verl_memopt.observe.own_files import differs_from_name
 from verl_memopt.observe.run_folder import BEST_MODEL, FINAL_MODEL, is_of_a_run
 from verl_memopt.run.checkpoints import Checkpoint, CheckpointStore, is_checkpoint, read_checkpoint
 from verl_memopt.run.environment import Environment
@@ -176,6 +178,7 @@ _BY_REASON = {
     "it says which checkpoints are kept and read": (
         *("trainer.save_freq", "trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep", "trainer.keep_best"),
         *("trainer.keep_best_checkpoint", "trainer.save_final_model", "trainer.resume_mode", "trainer.resume_from_path"),
+        "trainer.private_files",
         *(f"{role}.checkpoint.save_contents" for role in _TRAINED),
     ),
     "training does not read it; validation scores before and after may not be comparable": (
@@ -232,7 +235,7 @@ def kept_settings(settings: Settings) -> dict[str, Any]:
 
 
 def _without_secrets(kept: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: without_secrets(value) if key in OPEN_KEYS else value for key, value in kept.items()}
+    return {key: without_secrets_of(key, value) for key, value in kept.items()}
 
 
 def contents_of(settings: Settings, environment: Environment) -> dict[str, str]:
@@ -269,6 +272,8 @@ def check_own_files(settings: Settings, environment: Environment, folder: Path, 
     ``continues``: the run goes on with the one that is there.
     """
     for key, paths in _files_read(settings, environment).items():
+        if changed := next((path for path in paths if differs_from_name(path)), None):
+            raise ConfigError(f"{key}={changed}: it has other contents than were written. Start the run from Python again.")
         for path in (each.resolve() for each in paths if each.resolve().is_relative_to(folder.resolve())):
             name = path.relative_to(folder.resolve()).parts[:1]
             if name and (name[0] in (FINAL_MODEL, BEST_MODEL) or (is_of_a_run(name[0]) and not continues)):

@@ -12,9 +12,10 @@ import json
 import logging
 import os
 import socket
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -27,6 +28,7 @@ LOCK = "run.lock"
 """File in the run folder. It exists while a run writes there, and after a run that was killed."""
 
 LOCKED_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
+RECORD_BYTES = 4096
 RECORD_SECONDS = 1.0
 """Most time that a process needs to write who it is after it got the lock."""
 
@@ -121,19 +123,112 @@ class RunLock:
                 os.close(descriptor)
                 raise self._held() from error
             logger.warning("%s: this file system has no locks (%s); nothing stops a second run here", self.path, error.strerror)
-        try:
-            is_in_folder = os.path.samestat(os.fstat(descriptor), self.path.stat())
-        except FileNotFoundError:
-            is_in_folder = False
-        if not is_in_folder:
+        if not _is_at(descriptor, self.path):
             os.close(descriptor)
             return None
+        if not _is_ours(os.pread(descriptor, RECORD_BYTES, 0)):
+            os.close(descriptor)
+            raise ConfigError(
+                f"{self.path}: it is there, and no run wrote it. A run keeps its lock under that name. Move it away, or give the "
+                "run a folder of its own."
+            )
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
         # Only after the lock is held, since until then the content belongs to another run.
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, (json.dumps(holder) + "\n").encode(), 0)
         return descriptor
 
+
+def _is_ours(text: bytes) -> bool:
+    """Return whether a lock's file is new, or one that a run wrote and was killed."""
+    return not text or (text.startswith(b'{"pid": ') and text.endswith(b"}\n"))
+
+
+# Who reads a checkpoint keeps the run beside it from removing it.
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[bool]:
+    """Yield whether a folder is there, and keep it from being removed in the body by :func:`removing`."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        yield os.path.lexists(folder)  # whoever reads it says what is wrong
+        return
+    try:
+        deadline = time.monotonic() + REMOVAL_SECONDS
+        while not _locked(descriptor, fcntl.LOCK_SH) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        yield _is_at(descriptor, folder)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def removing(folder: Path) -> Iterator[bool]:
+    """Yield whether a folder may be given another name or removed: nobody reads it. In the body nobody begins to."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        yield True
+        return
+    try:
+        yield _locked(descriptor, fcntl.LOCK_EX)
+    finally:
+        os.close(descriptor)
+
+
+REMOVAL_SECONDS = 2.0
+"""Longest wait for a lock that is held only while a folder gets another name."""
+
+
+def _locked(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in LOCKED_BY_ANOTHER  # a file system without such locks
+    return True
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except OSError:
+        return False
+
+
+@contextmanager
+def only_run(what: str) -> Iterator[None]:
+    """Let one run or session at a time be in this process: its signals, its byte counters and Ray belong to the whole process.
+
+    Raises:
+        ConfigError: Another one is there. It goes on undisturbed.
+    """
+    if not _ONLY.acquire(blocking=False):
+        raise ConfigError(
+            f"{what}: {_running[-1] if _running else 'another run'} is going on in this process, which has room for one. Wait "
+            "until it ends (leave the body of a session), or start this one in a process of its own."
+        )
+    _running.append(f"{what} in the thread {threading.current_thread().name}")
+    try:
+        yield
+    finally:
+        _running.clear()
+        _ONLY.release()
+
+
+_ONLY = threading.Lock()
+_running: list[str] = []
+
+
+def _as_in_a_new_process() -> None:
+    """Forget the run of the process that this one was forked from."""
+    global _ONLY
+    _ONLY = threading.Lock()
+    _running.clear()
+
+
+os.register_at_fork(after_in_child=_as_in_a_new_process)
 
 _HELD: dict[Path, RunLock] = {}
 """The locks of this process. A forked child has those of its parent here."""
@@ -142,7 +237,10 @@ _HELD: dict[Path, RunLock] = {}
 def hold(folder: Path) -> RunLock:
     """Return the lock of a run folder, and make the folder if needed. If this process holds the lock, return that one."""
     made = [each for each in (folder, *folder.parents) if not each.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ConfigError(f"trainer.default_local_dir={folder}: {error.filename} is no folder. Give another one.") from error
     lock = _HELD.get(folder / LOCK)
     if lock is None or not lock.is_own:
         lock = _HELD[folder / LOCK] = RunLock(folder, made)

@@ -26,7 +26,8 @@ from verl_memopt.memory.knob import needs_reference
 from verl_memopt.model.export import export_folder
 from verl_memopt.model.packing_check import find_reward_model
 from verl_memopt.model.weights import load_model_config
-from verl_memopt.observe.run_folder import RunFolder
+from verl_memopt.observe.run_folder import RunFolder, refuse_what_is_not_ours
+from verl_memopt.observe.samples import refuse_other_files
 from verl_memopt.rewards.rules import check_rows
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.run.checkpoints import Checkpoint, CheckpointStore, check_driver
@@ -55,7 +56,7 @@ from verl_memopt.trainer.micro_batching import (
     role_updates,
     update_gives_old_log_probs,
 )
-from verl_memopt.trainer.replay import NoPrompts, mode_of, record_folder, replay_of, replayed_steps
+from verl_memopt.trainer.replay import NoPrompts, mode_of, record_folder, replay_of, replayed_steps, written_dump
 from verl_memopt.trainer.rollouts import Generator, LogProbPass
 from verl_memopt.trainer.scoring import (
     Conversations,
@@ -156,6 +157,10 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
     folder = record_folder(settings, environment.run_dir)
     with ExitStack() as released_on_error:
         lock = released_on_error.enter_context(hold(folder))
+        refuse_what_is_not_ours(folder)
+        for key, dumped in (("rollout", written_dump(settings, folder)), ("validation", trainer.validation_data_dir)):
+            if dumped is not None:
+                refuse_other_files(Path(dumped), f"trainer.{key}_data_dir")
         RunFolder(folder).mend()
         contents = contents_of(settings, environment)
         settings, store, checkpoint = _resumed(settings, environment, critic, unreadable, contents)
@@ -262,6 +267,7 @@ def _worker_plan(
         bypass=correction if correction.bypass_mode else None,
         stop_file=str(environment.run_dir / STOP_FILE),
         snapshot_folder=str(folder) if settings.debug.mode == "memory" else None,
+        private_files=trainer.private_files,
         sync_check=settings.debug.mode == "sync_check",
         reward_model=None if reward_folder is None else settings.reward_model.model,
         reward_folder=None if reward_folder is None else str(reward_folder),

@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 
 from verl_memopt.config.reward_rules import FURTHER
 from verl_memopt.config.schema import CheckpointContents, CustomReward, RewardModel, Settings
+from verl_memopt.data.plugin import EndsProcessError, contained, raised
 from verl_memopt.distributed.device import limited_threads
 from verl_memopt.distributed.file_records import Records
-from verl_memopt.errors import CheckpointError, ConfigError, Stopped, UnreadableCheckpointError
+from verl_memopt.errors import CheckpointError, ConfigError, Stopped, TrainingError, UnreadableCheckpointError
 from verl_memopt.memory.critic_rules import own_pools
 from verl_memopt.model.export import dtype_name, saved_dtype, whole_folder, write_record
 from verl_memopt.observe.metrics import checkpoint_score
@@ -304,7 +305,13 @@ class Trainer:
         done = self.step if step is None else step
         progress = Progress(moment, done, self.context.total_steps, metrics or {}, result, validation)
         if self.listener is not None:
-            self.listener(progress)
+            try:
+                with contained("on_step, or a callback,"):
+                    self.listener(progress)
+            except EndsProcessError as problem:
+                raise TrainingError(
+                    f"on_step, or a callback: {raised(problem)}. A run ends with progress.stop = True, or with an exception."
+                ) from problem
         self.ended |= progress.stop
         return progress
 

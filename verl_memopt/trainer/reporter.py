@@ -9,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
-from verl_memopt.config.keys import argument_without_secrets
 from verl_memopt.config.loader import to_yaml
+from verl_memopt.config.secrets import argument_without_secrets
 from verl_memopt.observe.charts import draw_charts, environment, finish_summary
 from verl_memopt.observe.console import RunConsole, memory_table, phase_rows, print_end, print_line
 from verl_memopt.observe.files import append_rows

@@ -18,9 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from verl_memopt.config.keys import argument_without_secrets, leaf_types, shown, value_at
+from verl_memopt.config.keys import leaf_types, shown, value_at
 from verl_memopt.config.loader import changed, load_settings
 from verl_memopt.config.schema import Settings
+from verl_memopt.config.secrets import argument_without_secrets
 from verl_memopt.distributed.device import resolve_device
 from verl_memopt.errors import ConfigError, DeviceMemoryError, HostMemoryError, OutOfMemory, UserError
 from verl_memopt.memory.critic_rules import has_critic, own_pools, twin

@@ -15,6 +15,7 @@ from verl_memopt.config.trl_defaults import DEFAULTS
 from verl_memopt.config.trl_names import KL_IN_REWARD
 from verl_memopt.config.trl_objective import KL_IN_LOSS
 from verl_memopt.model.given import is_adapted
+from verl_memopt.observe.own_files import model_files
 from verl_memopt.records import json_of
 from verl_memopt.rewards.python_functions import with_names
 from verl_memopt.trl.callbacks import Callbacks, last_metrics
@@ -248,10 +249,13 @@ class TrlTrainer:
         """Copy the trained model to a folder. None = to the folder of the run, which has it in ``model/`` too.
 
         Raises:
-            ConfigError: Nothing was trained yet.
+            ConfigError: Nothing was trained yet, or a file of the user's has the name of one of the model's.
         """
         run = self._done("save_model")
         target = run.path if output_dir is None else Path(output_dir).expanduser().absolute()
+        names, ours = model_files(run.model_path), model_files(target)
+        if others := sorted(name for name in names - ours if os.path.lexists(target / name)):
+            raise ArgumentError(f"save_model: {target / others[0]} is there, and no run wrote it. Give another folder.")
         copy = _link if target == run.path else shutil.copy2  # within the run's folder no file is there twice
         shutil.copytree(run.model_path, target, dirs_exist_ok=True, copy_function=copy)
 

@@ -119,6 +119,8 @@ class WorkerPlan:
     """The rollout correction in bypass mode. None = decoupled mode, or no correction."""
     stop_file: str | None = None
     """File in which the driver writes when rollouts are abandoned. None = never."""
+    private_files: bool = False
+    """Only the user who trains may read what the workers write."""
     sync_check: bool = False
     """Compare the engine's weights with the policy's after each sync, and look for stale cache blocks."""
     snapshot_folder: str | None = None

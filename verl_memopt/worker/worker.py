@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ from verl_memopt.model.packed_model import PolicyModel, dtype_of
 from verl_memopt.model.value_model import ValueModel
 from verl_memopt.model.weights import named_weights
 from verl_memopt.observe.log_setup import is_set_up, setup_logging
+from verl_memopt.observe.own_files import OWNER_ALONE
 from verl_memopt.observe.phase import GIB, MIB, MemoryProbe, PhaseMemory
 from verl_memopt.rollout.engine import (
     EnginePlace,
@@ -93,6 +95,8 @@ class Worker:
         """Build the engine, the policy, the reference, the critic, the reward model, and a recipe's own role."""
         if not is_set_up():
             setup_logging(placement.rank)
+        if plan.private_files:  # Ray may have started this process before the run
+            os.umask(OWNER_ALONE)
         self.plan = plan
         self.settings = plan.settings
         self.placement = placement

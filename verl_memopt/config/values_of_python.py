@@ -1,0 +1,77 @@
+"""Values that a caller gives from Python: as the settings hold them, and as the command line of the same run writes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from verl_memopt.errors import ConfigError
+
+
+def plain_value(value: Any) -> Any:
+    """Return a value as the settings hold it: a number, a text, null, a list or a dict.
+
+    Raises:
+        ConfigError: It is none of these.
+    """
+    if isinstance(value, Enum):
+        return plain_value(value.value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
+        return str(value).removeprefix("torch.")
+    if hasattr(value, "to_dict"):  # a configuration of transformers
+        value = {name: each for name, each in value.to_dict().items() if not name.startswith("_")}
+    if isinstance(value, Mapping):
+        return {str(key): plain_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(each) for each in value]
+    raise ConfigError(
+        f"{value!r:.100} of type {type(value).__name__} is no value of a setting. Give a number, a text, a list or a dict."
+    )
+
+
+def as_override(value: Any) -> str:
+    """Return a value as Hydra reads it on a command line.
+
+    Raises:
+        ConfigError: It cannot be written there.
+    """
+    value = plain_value(value)
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{as_override(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(as_override, value)) + "]"
+    plain = re.fullmatch(r"[\w./:@-]+", value, re.ASCII) and value.lower() not in ("null", "true", "false", "nan", "inf")
+    is_number = re.fullmatch(r"[-+.\d_]+([eE][-+]?\d+)?", value)
+    return value if plain and not is_number else quoted(value)
+
+
+def quoted(text: str) -> str:
+    """Return a text between single quotes, as Hydra reads it back. An interpolation in it stays text."""
+    return "'" + re.sub(r"(\\*)('|\$\{|$)", _escaped, text) + "'"
+
+
+def _escaped(found: re.Match[str]) -> str:
+    """Return a quote, an interpolation or the end of a text, with the backslashes before it, as Hydra reads them there."""
+    slashes, what = found.groups()
+    return slashes * 2 + {"": "", "'": "\\'"}.get(what, f"\\{what}")
+
+
+def with_quotes(override: str) -> str:
+    """Return an override of a command line with quotes around a value that is plain text but for letters beyond ASCII."""
+    key, sign, value = override.partition("=")
+    if not sign or value.isascii() or not key.isascii() or re.match(r"[\s'\"\[{(]", value) or "${" in value:
+        return override
+    return f"{key}={quoted(value)}"

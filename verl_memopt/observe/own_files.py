@@ -1,0 +1,149 @@
+"""Which files are ours: under a folder that a user gave, nothing is written over or removed unless a record says a run wrote it.
+
+A run's folder has a mark, which is written before anything else. A model's folder has a record with the names of its files. What
+lies under a name of ours without that is the user's, and a start is refused before it writes anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+
+from blake3 import blake3
+
+from verl_memopt.errors import ConfigError
+from verl_memopt.observe.files import disk_refusals
+
+MARK = ".verl_memopt"
+"""File in a folder that a run has written into."""
+MODEL_RECORD = "training.json"
+"""File of a model's folder that says where the model is from, and which files are the model's."""
+CHECKPOINT_RECORD = "meta.json"
+_TEXT = "Runs of verl-memopt write into this folder. Without this file they leave alone what lies here.\n"
+
+
+@contextmanager
+def private_files(private: bool) -> Iterator[None]:
+    """Let the user alone read what this process, and those that it starts, write in the body. False = the umask decides.
+
+    The umask is that of the whole process; it is put back.
+    """
+    before = os.umask(OWNER_ALONE) if private else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.umask(before)
+
+
+OWNER_ALONE = 0o077
+
+
+def with_umask(path: Path) -> None:
+    """Give a file, or a folder with all that is in it, the modes that the umask gives new ones."""
+    umask = os.umask(OWNER_ALONE)
+    os.umask(umask)
+    for each in (path, *path.rglob("*")):
+        if not each.is_symlink():
+            each.chmod((0o777 if each.is_dir() else 0o666) & ~umask)
+
+
+def mark(folder: Path) -> bool:
+    """Note that runs write into a folder from now on, and return whether that is new."""
+    if is_marked(folder):
+        return False
+    with disk_refusals(folder / MARK):
+        (folder / MARK).write_text(_TEXT, encoding="utf-8")
+    return True
+
+
+def is_marked(folder: Path) -> bool:
+    """Return whether a run has written into a folder."""
+    return (folder / MARK).is_file()
+
+
+def model_files(folder: Path) -> frozenset[str]:
+    """Return the files that the record of a model's folder names, relative to it; none where there is no record."""
+    try:
+        names = json.loads((folder / MODEL_RECORD).read_text(encoding="utf-8"))["files"]
+        return frozenset(str(name) for name in names)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return frozenset()
+
+
+def others_in_model(folder: Path) -> list[str]:
+    """Return the files of a model's folder that are not those of a model which a run has written there."""
+    if not folder.is_dir() or folder.is_symlink():
+        return [folder.name] if folder.exists() or folder.is_symlink() else []
+    ours = model_files(folder)
+    files = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if not path.is_dir())
+    return [name for name in files if name not in ours]
+
+
+def refuse_others(folder: Path, names: Iterable[str], models: Iterable[str], key: str) -> None:
+    """Refuse a run's folder in which a file of the user's has a name that runs write or remove.
+
+    Args:
+        folder: The folder, which need not exist.
+        names: Patterns of the names of files and folders.
+        models: Names of the folders of models, which have records of their own.
+        key: What the error says before the folder.
+
+    Raises:
+        ConfigError: Nothing was changed.
+    """
+    # Checkpoints that were copied into a new folder come without its mark, and have records of their own.
+    marked = is_marked(folder) or any(folder.glob(f"global_step_*/{CHECKPOINT_RECORD}"))
+    patterns, models = tuple(names), tuple(models)
+    for path in sorted(folder.glob("*")):
+        if path.name in models:
+            others = others_in_model(path)
+        elif marked or not any(fnmatch(path.name, each) for each in patterns) or _is_empty(path):
+            continue
+        else:
+            others = [path.name]
+        if others:
+            what = path if others == [path.name] else path / others[0]
+            raise ConfigError(
+                f"{key}{folder}: {what} is there, and no run wrote it. A run keeps its own {path.name} under that name. Move it "
+                "away, or give the run a folder of its own."
+            )
+
+
+def is_there(path: str | Path) -> bool:
+    """Return whether a path leads to something. A text that can be no path leads nowhere."""
+    try:
+        return Path(path).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):  # too long, with a NUL, or the home of nobody
+        return False
+
+
+def differs_from_name(path: Path) -> bool:
+    """Return whether an input of a run, which has the checksum of its contents in its name, has others now."""
+    named = re.fullmatch(r".+-([0-9a-f]{12})(\.\w+)?", path.name)
+    if named is None or not is_marked(path.parent.parent) or not path.is_file():
+        return False
+    return not blake3().update_mmap(path).hexdigest().startswith(named[1])
+
+
+def remove_left(path: Path) -> None:
+    """Remove what a killed process of ours has left half written or half removed.
+
+    Raises:
+        ConfigError: It is not ours.
+    """
+    if not path.exists() and not path.is_symlink():
+        return
+    if path.is_symlink() or not (is_marked(path) or model_files(path) or _is_empty(path)):
+        raise ConfigError(f"{path}: it is in the way, and it was not made here. Move it away, or give another folder.")
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
