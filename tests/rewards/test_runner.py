@@ -449,7 +449,7 @@ def test_a_call_that_fails_for_all_rows_stops_the_run_with_the_name_of_the_first
 
 
 def test_one_bad_score_of_a_batch_fails_its_row_alone(batch):
-    settings = batch("return [1.0, None, 2.0]", on_error="score")
+    settings = batch("return [1.0, 'one', 2.0]", on_error="score")
     results = scored(settings, "a", "b", "c", manager="batch")
     assert [(r.score, r.failed) for r in results] == [(1.0, False), (0.0, True), (2.0, False)]
 

@@ -20,7 +20,11 @@ def leave_checkpoint(settings, step, **state):
         context.loader.next_indices()
     store = CheckpointStore(context.environment.run_dir, None)
     store.begin(step)
-    kept = {"settings": kept_settings(context.settings), "weights": plain_shapes(context.environment.weights)}
+    kept = {
+        "settings": kept_settings(context.settings),
+        "weights": plain_shapes(context.environment.weights),
+        "token_budgets": {},
+    }
     return store.commit(step, {"seed": context.settings.data.seed, "loader": context.loader.state_dict() | state, **kept}, 1)
 
 
