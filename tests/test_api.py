@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import datetime
+import itertools
 import json
 import math
 import re
@@ -23,6 +24,7 @@ import verl_memopt
 from verl_memopt import api, trl
 from verl_memopt.config.loader import compose_mapping, load_settings
 from verl_memopt.config.values_of_python import as_override
+from verl_memopt.data.python_rows import held_out_files, write_rows
 from verl_memopt.errors import CheckpointError, ConfigError, DataError, RewardError, UserError
 from verl_memopt.model.given import write_model
 from verl_memopt.rewards import python_functions
@@ -233,23 +235,68 @@ class Frame:
 
 @pytest.mark.parametrize("dataset", [ROWS, iter(ROWS), Frame()])
 def test_rows_of_python_are_written_for_the_run(dataset, tmp_path):
-    from verl_memopt.data.dataset import read_rows
+    from verl_memopt.data.sources import read_rows
 
-    number, file = api._rows(dataset, tmp_path / "inputs" / "train.jsonl", "dataset")
+    number, file = write_rows(dataset, tmp_path / "inputs" / "train.jsonl", "dataset")
     assert (number, [row for _, row in read_rows(file, "k")]) == (len(ROWS), ROWS)
+
+
+def sums(start=0):
+    for number in itertools.count(start):
+        yield {"prompt": f"{number % 90}+1=", "answer": str(number % 90 + 1), "level": number}
+
+
+@pytest.mark.parametrize("door", ["train", "sft", "trl"])
+def test_rows_without_an_end_are_a_stream_that_leaves_no_file(door, tmp_path):
+    for dataset, more in ((sums, {}), (sums(), {}), (ROWS, {"streaming": True}), (ROWS, {"data": {"streaming": True}})):
+        call = api.Call("folder", dataset, more, "sft" if door == "sft" else "grpo", run_dir=tmp_path / "run", steps=3)
+        if door == "trl":
+            arguments = {"output_dir": str(tmp_path / "run"), "max_steps": 3, **more}
+            call = trl.GRPOTrainer("folder", right, arguments, dataset)._call()
+        _, settings, inputs = call.load()
+        assert (settings.data.streaming, settings.data.train_files) == (True, "python:dataset")
+        assert settings.trainer.total_training_steps == 3
+        assert [row["prompt"] for _, row in itertools.islice(inputs.rows.rows(0), 3)] == ["0+1=", "1+1=", "2+1="] or more
+        assert not list(inputs.aside.glob("*.jsonl"))
+        inputs.discard()
+
+
+def test_a_stream_needs_a_number_of_steps_and_a_few_rows_without_a_length_are_no_stream(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"^data\.streaming=true, .*no known number of rows.*steps=.*max_steps.*list\(dataset\)"
+    ):
+        api.Call("folder", sums, {}, run_dir=tmp_path / "run").load()
+    trainer = trl.GRPOTrainer("folder", right, {"output_dir": str(tmp_path / "run")}, sums())
+    with pytest.raises(ConfigError, match="max_steps"):
+        trainer._call().load()
+    _, settings, inputs = api.Call("folder", iter(ROWS), {}, run_dir=tmp_path / "run").load()
+    assert (settings.data.streaming, settings.data.train_batch_size, inputs.rows) == (False, len(ROWS), None)
+    inputs.discard()
+    assert not (tmp_path / "run").exists()
+
+
+def test_held_out_rows_without_an_end_are_as_many_as_the_call_wants(tmp_path, monkeypatch):
+    monkeypatch.setattr("verl_memopt.data.python_rows.MOST_WITHOUT_LENGTH", 50)
+    call = {"algorithm": "grpo", "run_dir": tmp_path / "run", "steps": 1}
+    for held_out in (sums, {"easy": sums(), "hard": sums}):
+        _, _, inputs = api.Call("folder", ROWS, {"val_max_samples": 5}, eval_dataset=held_out, **call).load()
+        assert len((inputs.aside / "eval.jsonl").read_text().splitlines()) == 5 * (1 if held_out is sums else 2)
+        inputs.discard()
+        with pytest.raises(DataError, match=r"^eval_dataset.*no length, and more than 50 rows.*val_max_samples"):
+            api.Call("folder", ROWS, {}, eval_dataset=held_out, **call).load()
 
 
 def test_numbers_of_numpy_and_dates_are_kept(tmp_path):
     row = {"prompt": "x", "n": np.int64(3), "v": np.arange(2), "d": datetime.date(2026, 1, 2)}
-    api._rows([row], tmp_path / "rows.jsonl", "dataset")
+    write_rows([row], tmp_path / "rows.jsonl", "dataset")
     assert (tmp_path / "rows.jsonl").read_text() == '{"prompt": "x", "n": 3, "v": [0, 1], "d": "2026-01-02"}\n'
 
 
 def test_datasets_by_name_become_one_file_whose_rows_say_their_set(tmp_path):
-    from verl_memopt.data.dataset import read_rows
+    from verl_memopt.data.sources import read_rows
 
     (tmp_path / "hard.jsonl").write_text('{"prompt": "h", "extra_info": {"level": 3}}\n')
-    file = api._held_out({"easy": ROWS[:1], "hard": str(tmp_path / "hard.jsonl")}, tmp_path / "inputs")
+    file = held_out_files({"easy": ROWS[:1], "hard": str(tmp_path / "hard.jsonl")}, tmp_path / "inputs")
     (_, easy), (_, hard) = read_rows(file, "k")
     assert easy == {**ROWS[0], "extra_info": {"validation_set": "easy"}}
     assert hard == {"prompt": "h", "extra_info": {"level": 3, "validation_set": "hard"}}
@@ -296,7 +343,7 @@ def test_a_reward_model_beside_functions_is_one_of_them_with_its_weight(tmp_path
     ],
 )
 def test_files_and_hub_ids_are_named_as_they_are(dataset, expected, tmp_path):
-    assert api._rows(dataset, tmp_path / "rows.jsonl", "dataset") == (None, expected)
+    assert write_rows(dataset, tmp_path / "rows.jsonl", "dataset") == (None, expected)
 
 
 @pytest.mark.parametrize(
@@ -462,6 +509,23 @@ def test_a_call_that_says_nothing_of_checkpoints_goes_on_from_its_last_step(mode
     assert not list(anew.path.glob("global_step_*"))
     assert (anew.path / "model" / "model.safetensors").read_bytes() != weights
     assert (anew.path / "console.log").read_text().count("step 1/1") == 1
+
+
+def test_a_stream_that_is_resumed_ends_as_one_that_was_not_stopped(model, tmp_path):
+    def weights(run):
+        return (run.path / "model" / "model.safetensors").read_bytes()
+
+    call = {"train_batch_size": 4, "shuffle_buffer_size": 6, "seed": 3, **SMALL}
+
+    def varied(answer):
+        return sum(map(ord, answer)) % 5 / 4
+
+    whole = verl_memopt.train(model, sums, varied, steps=2, run_dir=tmp_path / "whole", **call)
+    first = verl_memopt.train(model, sums, varied, steps=1, run_dir=tmp_path / "stopped", **call)
+    assert weights(first) != weights(whole)
+    assert weights(verl_memopt.train(model, sums(), varied, steps=2, run_dir=first.path, resume=True, **call)) == weights(whole)
+    assert not [path for path in first.path.rglob("*.jsonl") if "train" in path.name]
+    assert first.evaluate(ROWS[:2]), "which needs no training row"
 
 
 # TRL's trainers.

@@ -15,13 +15,23 @@ import pytest
 
 import verl_memopt
 from tests.rewards.processes import all_gone, wait_until
-from tests.test_api import ROWS, SMALL, right
+from tests.test_api import ROWS, SMALL, right, sums
 from verl_memopt.errors import CheckpointError, ConfigError, RewardError, TrainingError
 
 
 @pytest.fixture(scope="module")
 def model(toy):
     return str(toy / "model")
+
+
+def test_a_session_goes_back_in_a_stream_as_in_rows_read_whole(model, tmp_path):
+    with verl_memopt.session(model, sums, steps=9, run_dir=tmp_path / "run", train_batch_size=4, **SMALL) as session:
+        session.generate()
+        path = session.save_state()
+        prompts = [row["prompt"] for row in session.generate().rows]
+        session.generate()
+        session.load_state(path)
+        assert [row["prompt"] for row in session.generate().rows] == prompts
 
 
 # The primitives of a step.

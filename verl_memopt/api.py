@@ -9,10 +9,8 @@ from __future__ import annotations
 import base64
 import io
 import itertools
-import json
-import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +20,8 @@ from verl_memopt.config.secrets import without_secrets_of
 from verl_memopt.config.spelling import ESTIMATOR
 from verl_memopt.config.trl_names import BATCH_NAMES
 from verl_memopt.config.values_of_python import as_override, plain_value
-from verl_memopt.errors import ConfigError, DataError
-from verl_memopt.observe.own_files import is_there, private_files
+from verl_memopt.errors import ConfigError
+from verl_memopt.observe.own_files import private_files
 from verl_memopt.observe.run_folder import COMMAND, FINAL_MODEL, INPUTS
 from verl_memopt.trainer.listener import at_steps
 
@@ -52,7 +50,6 @@ ARGUMENTS = {
     "custom_reward_function.path": "rewards",
 }
 """Key -> the argument of :func:`train` that sets it. A setting cannot say it again."""
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(@[\w.-]+)?")
 
 
 def train(
@@ -77,7 +74,8 @@ def train(
         model: Folder or hub id of a model, or a model of transformers or peft.
         dataset: Training rows: a list of dicts, a ``datasets.Dataset``, a DataFrame, a file or several, or a hub id
             (``openai/gsm8k:main@train``). Each row has a ``prompt``: a text, or a list of ``{role, content}``. The other columns
-            reach the reward functions. Other names of columns: ``prompt_key=..., answer_key=...``.
+            reach the reward functions. Other names of columns: ``prompt_key=..., answer_key=...``. Rows without an end: any
+            iterable, or a function that returns one, which are read as steps need them (``streaming``).
         rewards: A reward function, a list of them, or name -> function, with TRL's signature, verl's or ``f(answer, row)``
             (:mod:`verl_memopt.rewards.python_functions`); or ``"file.py:function"``. Some of them may be reward models: a
             folder, hub id or object. None = the rule of each row's ``data_source``.
@@ -119,7 +117,7 @@ def train_call(call: Call, listener: Listener | None = None) -> Run:
     with only_run("train"), lasting_console():
         folder, loaded, inputs = call.load()
         with private_files(loaded.trainer.private_files), inputs.written():
-            code = cli.train_or_advise(loaded, listener=listener)
+            code = cli.train_or_advise(loaded, listener=listener, rows=inputs.rows)
     if code:
         raise KeyboardInterrupt(f"the run in {folder} was interrupted; resume=True, run_dir={str(folder)!r} continues it")
     from verl_memopt.trainer.replay import record_folder
@@ -136,16 +134,27 @@ def evaluate_call(call: Call, folder: Path, listener: Listener | None = None) ->
 
     It is a run without a step, in the next free folder of ``folder``.
     """
+    from verl_memopt.data.python_rows import with_length
+
     keys, given = call._keys_set(call._given()), call._given()
     kept = {name: value for name, value in given.items() if name not in (*SIZES, RESUME) and not keys[name] & {*SIZES, FOLDER}}
     defaults = {name: value for name, value in call.trl_defaults.items() if name not in SIZES}
-    settings = {**kept, "trainer.val_only": True, PROMPTS: _devices(given)}
+    settings = {**kept, "trainer.val_only": True, PROMPTS: _fewest_prompts(given)}
     path = next(path for number in itertools.count(1) if not (path := folder / str(number)).exists())
+    held_out = call.eval_dataset
+    if isinstance(held_out, Mapping):
+        held_out = {name: with_length(rows, f"eval_dataset[{name!r}]") for name, rows in held_out.items()}
+    else:
+        held_out = with_length(held_out, "eval_dataset")
     # Its training rows are never asked for.
-    rows = next(iter(call.eval_dataset.values())) if isinstance(call.eval_dataset, Mapping) else call.eval_dataset
+    rows = next(iter(held_out.values())) if isinstance(held_out, Mapping) else held_out
     run = train_call(
-        replace(call, dataset=rows, settings=settings, trl_defaults=defaults, run_dir=path, steps=None, resume=False), listener
-    )
+        replace(
+            call, dataset=rows, eval_dataset=held_out, settings=settings, trl_defaults=defaults, run_dir=path, steps=None,
+            resume=False,
+        ),
+        listener,
+    )  # fmt: skip
     return _validation_of(run)
 
 
@@ -153,8 +162,8 @@ def _validation_of(run: Run) -> dict[str, float]:
     return {name: value for name, value in run.metrics[0].items() if name.startswith("val")}
 
 
-def _devices(given: Mapping[str, Any]) -> int:
-    """Return the number of devices of a call, the fewest rows that a step can have."""
+def _fewest_prompts(given: Mapping[str, Any]) -> int:
+    """Return how many prompts a step needs at least, so that each device has one."""
     of = {name.rpartition(".")[2]: value for name, value in given.items()}
     return int(of.get("nnodes", 1)) * int(of.get("n_gpus_per_node", 1))
 
@@ -250,12 +259,13 @@ class Run:
         from verl_memopt import cli
         from verl_memopt.config.keys import flatten, replaced
         from verl_memopt.config.loader import settings_from_mapping
+        from verl_memopt.data.python_rows import held_out_files
         from verl_memopt.trainer.fit_search import silent
         from verl_memopt.trainer.replay import record_folder
 
         start = self.path / "evaluations"
         folder = next(path for number in itertools.count(1) if not (path := start / str(number)).exists())
-        files = _held_out(rows, folder / INPUTS)
+        files = held_out_files(rows, folder / INPUTS)
         saved = flatten(yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8")))
         with silent():  # the run has said already what has no effect
             settings = settings_from_mapping(saved)
@@ -340,6 +350,7 @@ class Call:
         from verl_memopt.config.keys import flatten, raise_together
         from verl_memopt.config.loader import MODELS, adapter_settings, compose_mapping, load_settings, log_objective
         from verl_memopt.config.trl_defaults import defaults_beside, log_defaults
+        from verl_memopt.data.python_rows import IN_PYTHON, stream_of, write_rows
 
         of_trl = defaults_beside(self.trl_defaults, given, self.algorithm)
         injected = self._values(inputs.aside)
@@ -347,8 +358,13 @@ class Call:
         if isinstance(resume, Path):
             injected |= {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(resume)}
         train = inputs.aside / "train.jsonl"
-        has_rows = self.dataset is not NO_ROWS
-        rows, injected["data.train_files"] = _rows(self.dataset, train, "dataset") if has_rows else (None, str(train))
+        has_rows, rows = self.dataset is not NO_ROWS, None
+        streams = self._value_of("data.streaming", given)
+        dataset, inputs.rows = stream_of(self.dataset, streams) if has_rows else (None, None)
+        if inputs.rows is not None:
+            injected |= {"data.train_files": IN_PYTHON, "data.streaming": True}
+        else:
+            rows, injected["data.train_files"] = write_rows(dataset, train, "dataset") if has_rows else (None, str(train))
         injected |= {PROMPTS: BATCH if rows is None else min(BATCH, rows), MINI_BATCH: None}
         taken = set().union(*self._keys_set({**of_trl, **given}).values())
         # The folder of adapters has its place in the run only later, so its settings are read here.
@@ -366,11 +382,15 @@ class Call:
             log_defaults(self._keys_set(of_trl), of_trl, loaded, flatten(compose_mapping(config, [])[0]) | injected)
         if not has_rows:  # a run has rows: here as many as a step takes, which are never asked for
             unused = {loaded.data.prompt_key: "-"}
-            _rows([unused] * max(loaded.data.train_batch_size, loaded.data.gen_batch_size or 0), train, "dataset")
+            write_rows([unused] * max(loaded.data.train_batch_size, loaded.data.gen_batch_size or 0), train, "dataset")
         shown = [f"{key}={as_override(without_secrets_of(key, value))}" for key, value in values.items()]
         inputs.command = shlex.join(["verl-memopt", *entry, *shown, *profile]) + "\n"
         log_objective(loaded)
         return loaded
+
+    def _value_of(self, key: str, given: Mapping[str, Any]) -> Any:
+        """Return the value that some settings give a key, under whatever name; None if they do not."""
+        return next((given[name] for name, keys in self._keys_set(given).items() if keys == {key}), None)
 
     def _keys_set(self, given: Mapping[str, Any]) -> dict[str, set[str]]:
         """Return each name of some settings -> the keys that it can set."""
@@ -408,6 +428,7 @@ class Call:
 
     def _values(self, inputs: Path) -> dict[str, Any]:
         """Return the settings that the arguments stand for, by key."""
+        from verl_memopt.data.python_rows import held_out_files
         from verl_memopt.model.given import write_model
         from verl_memopt.rewards.python_functions import reward_settings
 
@@ -418,7 +439,9 @@ class Call:
             "trainer.save_freq": LAST_ALONE,
         }
         if self.eval_dataset is not None:
-            values["data.val_files"] = _held_out(self.eval_dataset, inputs)
+            values["data.val_files"] = held_out_files(
+                self.eval_dataset, inputs, self._value_of("data.val_max_samples", self.settings)
+            )
             values["trainer.test_freq"] = VALIDATE_EVERY
         if self.algorithm not in CONFIGS:
             values["algorithm.adv_estimator"] = self.algorithm
@@ -495,64 +518,3 @@ def _check_resumable(folder: Path) -> None:
             "go on saves checkpoints: leave save_freq out for one at the end, or set it."
         )
     raise ConfigError(f"{what}. Leave resume (resume_from_checkpoint) out for a new run, or give the folder of the one you mean.")
-
-
-def _rows(dataset: Any, path: Path, name: str) -> tuple[int | None, Any]:
-    """Return the number of rows (None: files hold them) and the files of a dataset. Rows of Python are written to ``path``."""
-    if isinstance(dataset, str | Path):
-        text = str(dataset)
-        is_hub = not is_there(text) and _HUB_ID.fullmatch(text) and not Path(text).suffix
-        return None, f"hub:{text}" if is_hub else text
-    if isinstance(dataset, list | tuple) and dataset and all(isinstance(each, str | Path) for each in dataset):
-        return None, [str(each) for each in dataset]
-    if hasattr(dataset, "to_dict") and hasattr(dataset, "columns"):  # a DataFrame
-        dataset = dataset.to_dict("records")
-    elif isinstance(dataset, Mapping):
-        raise DataError(
-            f"{name}: this is a dict with {', '.join(map(str, list(dataset)[:5]))}. Give one of its parts, or a list of rows."
-        )
-    if not hasattr(dataset, "__iter__"):
-        raise DataError(
-            f"{name}: {type(dataset).__name__} is no dataset. Give a list of dicts, a Dataset, a DataFrame or a file."
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    number = 0
-    with path.open("w", encoding="utf-8") as file:
-        for number, row in enumerate(dataset, start=1):
-            if not isinstance(row, Mapping):
-                raise DataError(f"{name}: row {number} is {row!r:.100}, no dict. Give a dict with a prompt for each row.")
-            for column, value in row.items():
-                try:
-                    json.dumps(value, default=_plain)
-                except (TypeError, ValueError) as problem:
-                    raise DataError(
-                        f"{name}: row {number}: the column {column!r} cannot be kept ({problem}). Remove it."
-                    ) from problem
-            file.write(json.dumps({str(key): value for key, value in row.items()}, default=_plain) + "\n")
-    if number == 0:
-        raise DataError(f"{name}: there are no rows. Give at least one.")
-    return number, str(path)
-
-
-def _held_out(dataset: Any, inputs: Path) -> Any:
-    """Return the files of held-out rows. Several datasets by name become one file, whose rows say their set."""
-    from verl_memopt.data.dataset import VALIDATION_SET, read_source
-
-    if not isinstance(dataset, Mapping) or hasattr(dataset, "columns"):
-        return _rows(dataset, inputs / "eval.jsonl", "eval_dataset")[1]
-
-    def rows() -> Iterator[Any]:
-        for name, each in dataset.items():
-            files = _rows(each, inputs / f"eval_{name}.jsonl", f"eval_dataset[{name!r}]")[1]
-            for _, row in read_source(files, "val", f"eval_dataset[{name!r}]"):
-                yield {**row, "extra_info": {**(row.get("extra_info") or {}), VALIDATION_SET: str(name)}}
-
-    return _rows(rows(), inputs / "eval.jsonl", "eval_dataset")[1]
-
-
-def _plain(value: Any) -> Any:
-    """Return numbers of numpy, arrays and dates as JSON has them."""
-    for method in ("tolist", "isoformat"):
-        if hasattr(value, method):
-            return getattr(value, method)()
-    raise TypeError(f"a {type(value).__name__} is neither text nor number")

@@ -28,6 +28,7 @@ from verl_memopt.run.argument_types import gigabytes_of, path_of, seconds_of, si
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings
+    from verl_memopt.data.python_rows import PythonRows
     from verl_memopt.run.interrupts import Interrupts
     from verl_memopt.trainer.listener import Listener
     from verl_memopt.worker.ray_group import RayGroup
@@ -467,10 +468,10 @@ def _run(parsed: argparse.Namespace, prog: str, estimator: str | None) -> int:
         return train_until_it_fits(CommandLine(prog, parsed.config_name, parsed.config_dir, tuple(parsed.overrides)), train)
 
 
-def train_or_advise(settings: Settings, more: str = "", listener: Listener | None = None) -> int:
+def train_or_advise(settings: Settings, more: str = "", listener: Listener | None = None, rows: PythonRows | None = None) -> int:
     """Train as :func:`train`, and add to an out-of-memory error which settings together make room, and ``more``."""
     try:
-        return train(settings, listener)
+        return train(settings, listener, rows)
     except (DeviceMemoryError, HostMemoryError) as error:
         from verl_memopt.trainer.until_it_fits import set_together
 
@@ -478,10 +479,10 @@ def train_or_advise(settings: Settings, more: str = "", listener: Listener | Non
         raise
 
 
-def train(settings: Settings, listener: Listener | None = None) -> int:
+def train(settings: Settings, listener: Listener | None = None, rows: PythonRows | None = None) -> int:
     """Run training and return the exit code: 0 when done, 130, 143 or 129 when a signal stopped it.
 
-    ``listener`` hears of each step, and may stop the run.
+    ``listener`` hears of each step, and may stop the run. ``rows``: the training rows, where they are a stream of this process.
 
     With ``trainer.resume_mode=auto`` a checkpoint that cannot be loaded is skipped: the run starts again from the one before.
     Everything that was started has ended when it returns or raises.
@@ -497,7 +498,7 @@ def train(settings: Settings, listener: Listener | None = None) -> int:
         while True:
             with _begun_workers(settings) as begun:
                 try:
-                    return _train(settings, begun, unreadable, interrupts, listener)
+                    return _train(settings, begun, unreadable, interrupts, listener, rows)
                 except UnreadableCheckpointError as error:
                     if settings.trainer.resume_mode != "auto":
                         raise
@@ -506,7 +507,12 @@ def train(settings: Settings, listener: Listener | None = None) -> int:
 
 
 def _train(
-    settings: Settings, begun: RayGroup | None, unreadable: dict[int, str], interrupts: Interrupts, listener: Listener | None
+    settings: Settings,
+    begun: RayGroup | None,
+    unreadable: dict[int, str],
+    interrupts: Interrupts,
+    listener: Listener | None,
+    rows: PythonRows | None,
 ) -> int:
     """Run training from the newest checkpoint that is not ``unreadable`` (step -> fault), and return the exit code."""
     from verl_memopt.observe.phase import PhaseClock
@@ -517,7 +523,7 @@ def _train(
 
     settings, clock = debug_settings(settings), PhaseClock()
     custom, reward_model, scores = settings.custom_reward_function, settings.reward_model, mode_of(settings).scores
-    context = build_run(settings, unreadable)
+    context = build_run(settings, unreadable, rows)
     with (
         context.lock,
         start_rewards(custom, reward_model, context.environment.run_dir) if scores else nullcontext() as rewards,

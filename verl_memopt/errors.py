@@ -31,6 +31,10 @@ class DataError(UserError):
     """A dataset file, row or column is missing, malformed or too long."""
 
 
+class StreamEndedError(DataError):
+    """Rows that can be read once only have no batch left. A run ends with them, and keeps what it has learned."""
+
+
 class RewardError(UserError):
     """A reward function is missing, raised, hung, or returned something that is not a score."""
 

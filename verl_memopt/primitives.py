@@ -20,7 +20,7 @@ from torch import Tensor
 
 from verl_memopt.algorithms.custom import check_custom
 from verl_memopt.algorithms.records import CUSTOM, LOSSES, SFT, WITH_GREEDY_RESPONSES
-from verl_memopt.api import NO_ROWS, Call, _rows
+from verl_memopt.api import NO_ROWS, Call
 from verl_memopt.config.aliases import is_count
 from verl_memopt.config.checks import check
 from verl_memopt.config.keys import leaf_values, raise_together, replaced
@@ -30,6 +30,7 @@ from verl_memopt.config.schema import Rollout, Settings
 from verl_memopt.data.batch import scatter_tokens
 from verl_memopt.data.dataset import build_dataset
 from verl_memopt.data.prompts import PromptPrefetcher, StepPrompts, expand
+from verl_memopt.data.python_rows import PythonRows, write_rows
 from verl_memopt.errors import ConfigError, RewardError
 from verl_memopt.model.export import saved_dtype, whole_folder, write_record
 from verl_memopt.observe.own_files import others_in_model, private_files
@@ -358,7 +359,7 @@ class Session:
     def _encoded(self, prompts: Sequence[Any], samples: int) -> StepPrompts:
         context = self._context
         rows = [each if isinstance(each, dict) else {context.settings.data.prompt_key: each} for each in prompts]
-        _, file = _rows(rows, self.folder / INPUTS / "prompts.jsonl", "prompts")
+        _, file = write_rows(rows, self.folder / INPUTS / "prompts.jsonl", "prompts")
         dataset = build_dataset(file, context.settings.data, context.environment.tokenizer, "train", by_rules=False)
         return expand(dataset, range(len(dataset)), samples, context.settings.algorithm.expansion, context.encoder)
 
@@ -515,18 +516,18 @@ def session(
         with (
             private_files(loaded.trainer.private_files),
             inputs.written(),
-            _opened(loaded, folder, dataset is not None) as opened,
+            _opened(loaded, folder, dataset is not None, inputs.rows) as opened,
         ):
             yield opened
 
 
 @contextlib.contextmanager
-def _opened(loaded: Settings, folder: Path, has_dataset: bool) -> Iterator[Session]:
+def _opened(loaded: Settings, folder: Path, has_dataset: bool, rows: PythonRows | None) -> Iterator[Session]:
     if loaded.algorithm.rollout_correction.bypass_mode:
         raise ConfigError("algorithm.rollout_correction.bypass_mode=true: a session has no such update. Leave it out.")
     if (name := loaded.algorithm.adv_estimator) in (SFT, *WITH_GREEDY_RESPONSES):
         raise ConfigError(f"algorithm={name!r}: a session has no step of this kind. Use verl_memopt.train, or another algorithm.")
-    context = build_run(loaded)
+    context = build_run(loaded, rows=rows)
     with context.lock, start_workers(context, PhaseClock()) as workers:
         learner = build_learner(context, workers, runner=None)
         try:

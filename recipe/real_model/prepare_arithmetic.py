@@ -11,7 +11,7 @@ from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import Any
 
-from verl_memopt.data.dataset import math_row, write_parquet
+from verl_memopt.data.sources import math_row, write_parquet
 
 DATA_SOURCE = "recipe/arithmetic"
 INSTRUCTION = "Reply with the equation only."

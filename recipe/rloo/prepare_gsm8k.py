@@ -11,7 +11,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from verl_memopt.data.dataset import READERS, RawRow, math_row, read_rows, write_parquet
+from verl_memopt.data.sources import READERS, RawRow, math_row, read_rows, write_parquet
 from verl_memopt.errors import DataError, UserError
 
 logger = logging.getLogger(__name__)

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
-from verl_memopt.data.dataset import write_parquet
 from verl_memopt.data.encoder import tokenize
+from verl_memopt.data.sources import write_parquet
 from verl_memopt.data.toy import SHAPE, Descent, Problem, ToyRecipe, identity_of, made_whole, question, split_problems
 from verl_memopt.data.warm_up import descend, load_model
 from verl_memopt.errors import UserError

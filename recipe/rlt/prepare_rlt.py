@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_memopt.data.dataset import hub_rows, read_rows, write_parquet
 from verl_memopt.data.encoder import tokenize
+from verl_memopt.data.sources import hub_rows, read_rows, write_parquet
 from verl_memopt.errors import DataError, UserError
 from verl_memopt.recipes.rlt.dataset import FORMATS, RltPrompts, RltRecord, read_records
 

@@ -49,7 +49,7 @@ def and_critics(keys):
 
 ABOVE_0 = [
     *("data.max_prompt_length", "data.max_response_length", "data.train_batch_size", "data.val_batch_size"),
-    "data.gen_batch_size",
+    *("data.gen_batch_size", "data.shuffle_buffer_size"),
     *(f"{AR}.nccl_timeout", f"{AR}.model.gradient_checkpointing_every", f"{AR}.model.activation_offload_in_flight"),
     *(f"{AR}.model.tiled_mlp.num_shards", f"{AR}.model.block_tile_tokens", f"{AR}.model.lora_alpha"),
     *(f"{AR}.actor.{key}" for key in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu")),

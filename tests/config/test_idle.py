@@ -153,6 +153,7 @@ IDLE_CASES = {
         for key in ("max_concurrent", "memory_limit_mb")
     },
     "trainer.test_freq": ({}, 5, {"data.val_files": "val.jsonl"}),
+    "data.shuffle_buffer_size": ({}, 5, {"data.streaming": True, "trainer.total_training_steps": 5}),
     "trainer.resume_from_path": ({}, "global_step_3", {"trainer.resume_mode": "resume_path"}),
     "trainer.keep_best": ({}, True, {"data.val_files": "val.jsonl", "trainer.test_freq": 5, "trainer.max_actor_ckpt_to_keep": 2}),
     f"{AR}.rollout.sleep_level": ({f"{AR}.rollout.free_cache_engine": False}, 1, {f"{AR}.rollout.free_cache_engine": True}),

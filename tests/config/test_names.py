@@ -27,7 +27,7 @@ NEWEST = {
     "max_grad_norm": 0.5, "lr_scheduler_type": "cosine", "warmup_steps": 2, "lr_scheduler_kwargs": {"num_cycles": 0.5},
     "bf16": False, "use_cpu": True, "adam_epsilon": 1e-6, "save_total_limit": 2, "eval_on_start": True,
     "gradient_checkpointing": False, "use_vllm": True, "vllm_gpu_memory_utilization": 0.4, "vllm_tensor_parallel_size": 1,
-    "vllm_max_model_length": 128, "vllm_enable_sleep_mode": True, "shuffle_dataset": False, "seed": 3,
+    "vllm_max_model_length": 128, "vllm_enable_sleep_mode": True, "shuffle_dataset": False, "seed": 3, "dataset_streaming": False,
     "chat_template_kwargs": {"enable_thinking": False}, "trust_remote_code": True, "run_name": "mine", "report_to": "tensorboard",
     "reward_model_path": "judge", "model_init_kwargs": {"dtype": "bfloat16", "attn_implementation": "eager"},
 }  # fmt: skip

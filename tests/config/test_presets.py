@@ -9,6 +9,7 @@ import yaml
 
 from verl_memopt.config.keys import flatten, leaf_types, value_at
 from verl_memopt.config.loader import PACKAGED, compose_mapping, load_settings, settings_from_mapping
+from verl_memopt.errors import ConfigError
 from verl_memopt.ladder.measure import Work, measure_row, row_settings
 from verl_memopt.memory import profiles
 from verl_memopt.memory.fit import CARDS, Sizes, predict
@@ -91,6 +92,32 @@ def test_a_model_wins_over_a_recipe_and_the_command_line_over_a_model(tmp_path):
     )
     given = load_settings("mine", [f"{AR}.model.path=mine", *FILES, "model=qwen3_4b", "memory=24g"], str(tmp_path))
     assert given.actor_rollout_ref.model.path == "mine"
+
+
+@pytest.mark.parametrize(
+    ("by_size", "by_name"),
+    [
+        ("[rloo_trainer, {memory: 32}, _self_]", "[rloo_trainer, {memory: 32g}, _self_]"),
+        ("\n  - rloo_trainer\n  - memory: '24 GB'  # the card\n  - _self_", "[rloo_trainer, {memory: 24g}, _self_]"),
+        ("[base, _self_, {override memory: 24}]", "[rloo_trainer, {memory: 24g}, _self_]"),
+        ("[base, _self_]", "[rloo_trainer, {memory: 80g}, _self_]"),
+    ],
+)
+def test_a_file_may_name_a_profile_by_the_size_of_a_card_as_a_command_line_may(tmp_path, by_size, by_name):
+    (tmp_path / "base.yaml").write_text("defaults: [rloo_trainer, {memory: 80}, _self_]\n")
+    rest = f"{AR}: {{model: {{path: mine}}, actor: {{optim: {{lr: 2e-6}}}}}}\n"
+    for name, defaults in (("size", by_size), ("name", by_name)):
+        (tmp_path / f"{name}.yaml").write_text(f"# Größe\ndefaults: {defaults}\n{rest}", encoding="utf-8")
+    assert load_settings("size", FILES, str(tmp_path)) == load_settings("name", FILES, str(tmp_path))
+    assert {file.name for file in tmp_path.iterdir()} == {"base.yaml", "size.yaml", "name.yaml"}
+
+
+def test_a_size_that_no_profile_has_is_refused_with_the_file(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults:\n  - rloo_trainer\n  - memory: 13\n  - _self_\n")
+    with pytest.raises(
+        ConfigError, match=r"mine\.yaml: memory=13: no profile is for a card of that size\. Choose one of .*memory=12g"
+    ):
+        load_settings("mine", FILES, str(tmp_path))
 
 
 @pytest.mark.parametrize("model", NAMES)

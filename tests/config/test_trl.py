@@ -91,6 +91,7 @@ MEANINGS = {
     "vllm_max_model_length": (2048, {f"{ROLLOUT}.max_model_len": 2048}),
     "vllm_enable_sleep_mode": (True, {f"{ROLLOUT}.free_cache_engine": True}),
     "shuffle_dataset": (False, {"data.shuffle": False}),
+    "dataset_streaming": (False, {"data.streaming": False}),
     "min_p": (0.1, {f"{ROLLOUT}.min_p": 0.1}),
     "generation_kwargs": (
         {"stop": "x", "stop_token_ids": [3], "top_k": 0, "temperature": 0.5, "max_new_tokens": 9},

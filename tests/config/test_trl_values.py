@@ -190,7 +190,10 @@ AT = "actor_rollout_ref"
         ({"torch_dtype": "torch.float32"}, {f"{AT}.actor.fsdp_config.model_dtype": "fp32"}),
         ({"trust_remote_code": True}, {f"{AT}.model.trust_remote_code": True}),
         ({"quantization_config": {"load_in_8bit": True, "load_in_4bit": False}}, {f"{AT}.model.quantization": "int8"}),
-        ({"quantization_config": {"load_in_4bit": True}}, {f"{AT}.model.quantization": "nf4"}),
+        (
+            {"quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}},
+            {f"{AT}.model.quantization": "nf4"},
+        ),
         ({"quantization_config": {"load_in_4bit": False}}, {}),
     ],
 )
@@ -206,6 +209,7 @@ def test_arguments_of_a_models_loading_set_dtype_attention_and_a_quantised_base(
         ({"attn_implementation": "flex_attention"}, "attn_implementation='flex_attention'"),
         ({"rope_theta": 1e6}, "rope_theta="),
         ({"quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}}, "bnb_4bit_quant_type=fp4"),
+        ({"quantization_config": {"load_in_4bit": True}}, "bnb_4bit_quant_type=fp4, the default of bitsandbytes"),
     ],
 )
 def test_an_argument_of_a_models_loading_without_an_equal_is_named(given, reason):

@@ -4,7 +4,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from verl_memopt.data.dataset import read_rows
+from verl_memopt.data.sources import read_rows
 from verl_memopt.errors import DataError
 
 KEY = "data.train_files"

@@ -1,5 +1,6 @@
 """Order of the prompts, across epochs and across a resume."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -118,6 +119,31 @@ def test_a_sampler_that_gives_what_is_no_row_is_refused(indices):
 
     with pytest.raises(DataError, match=r"data\.sampler: epoch 0 has an index outside of 0\.\.7"):
         StepLoader(rows(8), 2, True, 0, sampler)
+
+
+def endless(num_rows, seed, epoch):
+    return (place * 3 % num_rows for place in itertools.count())
+
+
+@pytest.mark.parametrize("ahead", [4, 5, 50])
+def test_an_endless_epoch_is_read_as_steps_need_it_and_goes_on_after_a_resume(monkeypatch, ahead):
+    monkeypatch.setattr("verl_memopt.data.prompts.LOOKAHEAD", ahead)
+    first = StepLoader(rows(8), 2, True, 0, endless)
+    assert first.steps_per_epoch is None
+    whole = take(first, 30)
+    assert whole == [[place * 3 % 8, (place + 1) * 3 % 8] for place in range(0, 60, 2)]
+    stopped, resumed = (StepLoader(rows(8), 2, True, 0, endless) for _ in range(2))
+    take(stopped, 10)
+    resumed.load_state_dict(stopped.state_dict())
+    assert take(resumed, 20) == whole[10:]
+
+
+def test_a_wrong_index_far_into_an_endless_epoch_is_refused_when_it_comes(monkeypatch):
+    monkeypatch.setattr("verl_memopt.data.prompts.LOOKAHEAD", 8)
+    loader = StepLoader(rows(8), 2, True, 0, lambda *numbers: itertools.chain([0] * 12, itertools.repeat(8)))
+    take(loader, 6)
+    with pytest.raises(DataError, match=r"data\.sampler: epoch 0 has an index outside of 0\.\.7: 8"):
+        take(loader, 1)
 
 
 def loader():

@@ -30,6 +30,8 @@ READ_ELSEWHERE = {
     ),
     # read through mlp_tiles, over which an MLP runs (tests/memory/activations/test_tiled_mlp.py)
     *(f"{role}.model.tiled_mlp.{key}" for role in ("actor_rollout_ref", "critic") for key in ("enabled", "num_shards")),
+    # read only where the rows are a stream (tests/trainer/test_build.py)
+    "data.shuffle_buffer_size",
     # read only where there is a sandbox service (tests/rewards/test_sandbox.py)
     "reward_model.sandbox_fusion.max_concurrent",
     "reward_model.sandbox_fusion.memory_limit_mb",

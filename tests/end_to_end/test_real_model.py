@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from recipe.real_model.make_model import RECORD
 from recipe.real_model.prepare_arithmetic import prepare_arithmetic
 from tests.end_to_end.runs import ROOT, lines_of, steps_here
-from verl_memopt.data.dataset import math_row, write_parquet
+from verl_memopt.data.sources import math_row, write_parquet
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 AR = "actor_rollout_ref"

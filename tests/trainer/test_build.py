@@ -47,6 +47,54 @@ def test_a_resumed_run_goes_on_after_the_checkpoint_with_its_seed(settled):
         assert resumed.loader.next_indices() == whole.loader.next_indices()
 
 
+STREAM = {"data.streaming": True, "data.shuffle_buffer_size": 3, "trainer.total_training_steps": 3}
+
+
+def drawn(context, steps=1):
+    return [[context.loader.dataset[index].text for index in context.loader.next_indices()] for _ in range(steps)]
+
+
+def test_a_resumed_run_goes_on_with_the_rows_of_a_stream_after_the_checkpoint(settled):
+    leave_checkpoint(settled(STREAM), 1)
+    whole, resumed = build_run(settled({**STREAM, "trainer.resume_mode": "disable"})), build_run(settled(STREAM))
+    assert (whole.total_steps, resumed.checkpoint.step) == (3, 1)
+    assert drawn(resumed, 4) == drawn(whole, 5)[1:]
+    with pytest.raises(ConfigError, match=r"data\.streaming=False: .*a place in a stream is no place among rows"):
+        build_run(settled({"trainer.total_training_steps": 3}))
+
+
+def test_a_wrong_row_of_a_stream_is_refused_at_the_start_where_it_is_the_first_and_else_when_it_is_drawn(settled, tmp_path):
+    good = write_rows(tmp_path / "good.jsonl", 9)
+    wrong = write_rows(tmp_path / "wrong.jsonl", 1, source="nobody's")
+    settings = {**STREAM, "data.shuffle": False, "custom_reward_function.path": None}
+    with pytest.raises(DataError, match=r"wrong\.jsonl:1: .*nobody's"):
+        build_run(settled({**settings, "data.train_files": [wrong, good]}))
+    context = build_run(settled({**settings, "data.train_files": [good, wrong]}))
+    drawn(context, 2)
+    with pytest.raises(DataError, match=r"wrong\.jsonl:1: .*nobody's"):
+        drawn(context)
+
+
+def test_a_validation_alone_needs_no_row_of_a_stream(settled):
+    only = {"data.streaming": True, "data.train_files": "python:dataset", "trainer.total_training_steps": None}
+    assert len(build_run(settled({**only, "trainer.val_only": True})).validation) == 3
+    with pytest.raises(ConfigError, match=r"data\.train_files=python:dataset: .*Start it there again"):
+        build_run(settled({**only, "trainer.total_training_steps": 1}))
+
+
+def test_an_endless_sampler_needs_a_number_of_steps(settled, tmp_path, monkeypatch):
+    monkeypatch.setattr("verl_memopt.data.prompts.LOOKAHEAD", 10)
+    (tmp_path / "mine.py").write_text(
+        "import itertools\n"
+        "class Endless:\n    def __init__(self, *numbers): pass\n"
+        "    def __iter__(self): return itertools.repeat(0)\n"
+    )
+    sampler = {"data.sampler.class_path": str(tmp_path / "mine.py"), "data.sampler.class_name": "Endless"}
+    assert build_run(settled(sampler)).total_steps == 2
+    with pytest.raises(DataError, match=r"data\.sampler: an epoch has more than .*Set trainer\.total_training_steps"):
+        build_run(settled({**sampler, "trainer.total_training_steps": None}))
+
+
 def test_settings_with_seeds_are_used_as_they_are(settled):
     """A copy would hide from a recorder of reads that the run reads them."""
     settings = settled({f"{AR}.rollout.seed": 3})

@@ -16,6 +16,7 @@ from benchmarks.gpu_cost.one_copy import settings_of
 from benchmarks.gpu_cost.update import Case
 from tests.forked import call_on_fake_gpu
 from verl_memopt.cli import main, train
+from verl_memopt.config.keys import value_at
 from verl_memopt.config.loader import load_settings
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.fit import CARDS, CONTEXT, Sizes, predict
@@ -30,6 +31,7 @@ from verl_memopt.trainer.fit_search import find_out
 QUICK = (3, 6, 7, 8, 13, 15, 28, 34, 36, 39)
 """Draws of RLOO, GRPO with a KL, PPO and LoRA with random knobs that take the least time."""
 FILES = ["data.train_files=none", "data.val_files=null"]
+MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
 
 
 def rloo(*overrides):
@@ -148,6 +150,22 @@ def test_the_longest_response_fits_and_one_a_tenth_longer_does_not():
 
     assert fits(found.response)
     assert not fits(found.response * 11 // 10)
+
+    # Without gradients the tokens of all sequences of a step are on the device at once.
+    settings, step = rloo("model=qwen3_1_7b", "memory=24g"), found.step
+    prompts, mini, samples = (value_at(settings, key) for key in ("data.train_batch_size", MINI, "actor_rollout_ref.rollout.n"))
+
+    def judged(sequences):
+        more = [f"data.train_batch_size={sequences // samples}", f"{MINI}={mini}"]
+        return judge(rloo("model=qwen3_1_7b", "memory=24g", *more), Card.of(24))
+
+    assert step.sequences > prompts * samples
+    assert judged(step.sequences).fits
+    assert not step.is_all
+    assert not judged(step.sequences * 11 // 10 // (prompts * samples) * prompts * samples + prompts * samples).fits
+    few, more = (judged(times * prompts * samples).peaks.totals[step.phase] for times in (2, 3))
+    assert step.sequence_bytes == pytest.approx((more - few) / (prompts * samples), rel=1e-3)
+    assert step.sequence_bytes > 8 * 512, "each token is an int64 at least"
 
 
 CACHE = "actor_rollout_ref.rollout.kv_cache_memory_gb"

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tests.observe.test_loggers import WandbError, WandbRun
 from tests.trainer.conftest import learned
 from verl_memopt.cli import build_parser, train
-from verl_memopt.errors import RewardError
+from verl_memopt.errors import DataError, RewardError
 
 
 def test_options_may_stand_before_between_and_after_overrides_and_have_defaults():
@@ -47,6 +47,45 @@ def test_a_run_ends_with_code_0_its_record_and_nothing_left_running(settled, tmp
     assert (run_dir / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
     assert capsys.readouterr().out.rstrip().splitlines()[-1] == str(run_dir)
     assert not dist.is_initialized()
+
+
+STREAMED = """
+from verl_memopt.data.dataset import PromptRow
+
+class Once:
+    def __init__(self, *arguments): self.rows = iter(range(10))
+    def __iter__(self): return self
+    def __next__(self):
+        number = next(self.rows)
+        return PromptRow(number, f"{number}+1=", "s", str(number + 1), {}, f"made:{number}")
+
+class Wrong(Once):
+    def __next__(self):
+        row = super().__next__()
+        return "no row" if row.index == 6 else row
+"""
+
+
+@pytest.mark.parametrize("name", ["Once", "Wrong"])
+def test_a_stream_that_ends_early_or_breaks_leaves_what_was_learned(settled, tmp_path, capsys, name):
+    (tmp_path / "rows.py").write_text(STREAMED)
+    rows = {
+        "data.custom_cls.path": str(tmp_path / "rows.py"),
+        "data.custom_cls.name": name,
+        "data.streaming": True,
+        "data.val_files": None,
+    }
+    settings = settled({**rows, "data.shuffle": False, "trainer.total_training_steps": 9, "trainer.save_freq": 5})
+    if name == "Once":
+        assert train(settings) == 0
+        assert "its 10 rows are used up" in capsys.readouterr().out
+        assert (tmp_path / "run" / "model" / "config.json").is_file()
+    else:
+        with pytest.raises(DataError, match=r"Wrong: row 7: __iter__ yielded a str"):
+            train(settings)
+    steps = 2 if name == "Once" else 1
+    assert [row["step"] for row in learned(tmp_path / "run")] == [1, 2][:steps]
+    assert (tmp_path / "run" / f"global_step_{steps}").is_dir()
 
 
 STOPPING = """

@@ -153,6 +153,29 @@ def _files() -> Iterator[Refusal]:
         )
 
 
+def _streams() -> Iterator[Refusal]:
+    key, steps, sampler = "data.streaming", "trainer.total_training_steps", "data.sampler.class_path"
+    yield Refusal(
+        (key, steps),
+        lambda settings: (
+            settings.data.streaming
+            and settings.trainer.total_training_steps is None
+            and not settings.trainer.val_only
+            and settings.debug.mode not in WITHOUT_DATA
+        ),
+        "a stream has no known number of rows, so trainer.total_epochs says no number of steps",
+        f"Set {steps} (from Python steps=..., in TRL's names max_steps). From Python, list(dataset) reads the rows whole.",
+    )
+    places = "a sampler names rows by their place, and a stream has none"
+    yield refused({key: True, sampler: lambda path: path is not None}, places, f"Remove {sampler}, or set {key}=false.")
+    yield Refusal(
+        (key, "reward_model.reward_manager"),
+        lambda settings: settings.data.streaming and settings.reward_model.recipe is not None,
+        "this recipe reads its rows whole",
+        f"Set {key}=false.",
+    )
+
+
 def _best_checkpoint() -> Iterator[Refusal]:
     key = "trainer.keep_best_checkpoint"
     yield refused(
@@ -268,7 +291,7 @@ def _runs() -> Iterator[Refusal]:
 
 
 RULES: tuple[Refusal, ...] = (
-    *_files(), *_best_checkpoint(), *_batches(), *ALGORITHM_RULES, *CORRECTION_RULES, *REWARD_RULES,
+    *_files(), *_streams(), *_best_checkpoint(), *_batches(), *ALGORITHM_RULES, *CORRECTION_RULES, *REWARD_RULES,
     *(rule for recipe in RECIPES.values() for rule in recipe.rules()), *SANDBOX_RULES, *_devices(),
     *CRITIC_RULES, *REFERENCE_RULES, *SUPERVISED_RULES, *_runs(), *debug_rules(),
 )  # fmt: skip

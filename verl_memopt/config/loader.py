@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Set
+import shutil
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
@@ -187,12 +190,11 @@ def compose_mapping(
                 presets[override.key_or_group] = override.value()
     raise_together(problems)
 
-    packaged = str(PACKAGED).replace("\\", "\\\\").replace("'", "\\'")
     # Hydra keeps one state for the process, and a call that failed before may have left it behind.
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(folder), version_base="1.3"):
-            config = compose(config_name, [*signed, f"hydra.searchpath=['file://{packaged}']"])
+        with _with_named_profiles(folder) as (first, others), initialize_config_dir(str(first), version_base="1.3"):
+            config = compose(config_name, [*signed, f"hydra.searchpath=[{','.join(map(_quoted, others))}]"])
         given = OmegaConf.to_container(config, resolve=False)
         resolved = given
         if "${" in str(given):  # one may name a key that only the defaults or the values have
@@ -234,6 +236,56 @@ def _with_profile(line: str) -> str:
     if key.lstrip("+") != "memory" or not sign:
         return line
     return f"{key}={profiles.profile_named(value.strip(chr(34) + chr(39)))}"
+
+
+@contextmanager
+def _with_named_profiles(folder: Path) -> Iterator[tuple[Path, list[Path]]]:
+    """Yield the folders in which Hydra finds the configs of a folder: the first, and those after it.
+
+    Hydra takes no number in a list of defaults. If a file's list names a profile by the size of a card (``memory: 32``), the
+    files of the folder are read from copies that have the profile's name.
+    """
+    files = list(folder.glob("*.yaml"))
+    named = {file.name: text for file in files if (text := _with_named_profile(file)) is not None}
+    if not named:
+        yield folder, [PACKAGED]
+        return
+    with TemporaryDirectory(prefix="verl_memopt-") as copies:
+        for file in files:  # the first folder needs the one that is named too
+            shutil.copyfile(file, Path(copies) / file.name)
+        for name, text in named.items():
+            (Path(copies) / name).write_text(text, encoding="utf-8")
+        yield Path(copies), [folder, PACKAGED]
+
+
+def _with_named_profile(file: Path) -> str | None:
+    """Return the text of a config whose list of defaults names a profile by a size, with the profile's name; None for others."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        tree = yaml.compose(text, Loader=yaml.SafeLoader)
+    except (OSError, ValueError, yaml.YAMLError):
+        return None  # Hydra says what is wrong, if it reads the file
+    sections = tree.value if isinstance(tree, yaml.MappingNode) else []
+    lists = [node.value for key, node in sections if key.value == "defaults" and isinstance(node, yaml.SequenceNode)]
+    entries = [entry for items in lists for item in items if isinstance(item, yaml.MappingNode) for entry in item.value]
+    changed = text
+    for key, node in reversed(entries):
+        group = str(key.value).removeprefix("override ").strip().removeprefix("/")
+        if group != "memory" or not isinstance(node, yaml.ScalarNode):
+            continue
+        try:
+            name = profiles.profile_named(node.value)
+        except ConfigError as error:
+            raise ConfigError(f"{file}: memory={node.value}: {error}") from error
+        if name != node.value:
+            changed = changed[: node.start_mark.index] + name + changed[node.end_mark.index :]
+    return None if changed == text else changed
+
+
+def _quoted(folder: Path) -> str:
+    """Return a folder as an entry of Hydra's search path."""
+    escaped = str(folder).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'file://{escaped}'"
 
 
 def _folder(config_name: str, config_dir: str | None) -> Path:

@@ -43,7 +43,7 @@ class KeySources:
         return set(map(our_key, competitors - {name}))
 
     def renamed(self, name: Callable[[str], str]) -> KeySources:
-        """Return the sources under other names."""
+        """Return the same sources, with the name for each key that a function gives it: ours for a spelling of verl or TRL."""
         return KeySources(frozenset(map(name, self.command_line)), frozenset(map(name, self.file)))
 
 
@@ -63,7 +63,7 @@ def last_parts() -> dict[str, tuple[str, ...]]:
 
 
 def estimator_of(flat: Mapping[str, Any]) -> str | None:
-    """Return the estimator of a run under our name, or None if it is no text."""
+    """Return the estimator under our name, where settings may spell it as verl does; None if it is no text."""
     name = effective(ESTIMATOR, flat)
     return VALUES[ESTIMATOR].get(name, name) if isinstance(name, str) else None
 

@@ -365,7 +365,7 @@ class Data:
     val_files: Any = REQUIRED
     """As ``train_files``; null switches validation off."""
     train_max_samples: CountOrMinusOne = -1
-    """Cap on training rows: a seeded random subset with ``shuffle``, else the first rows; -1 = all."""
+    """Cap on training rows: a seeded random subset with ``shuffle``, else the first rows, as always of a stream; -1 = all."""
     val_max_samples: CountOrMinusOne = -1
     """Cap on validation rows; -1 = all."""
     max_prompt_length: PositiveInt = 512
@@ -380,6 +380,14 @@ class Data:
     """Prompts per validation call; null = the whole validation set at once."""
     shuffle: bool = True
     """Draw a new order of the training rows each epoch."""
+    streaming: bool = False
+    """Read the training rows as steps need them, and not whole at the start: for files that are too large, and for rows without
+    an end. The number of rows is unknown then, so ``trainer.total_training_steps`` says how long the run is. A class of
+    ``custom_cls`` needs ``__iter__``. Held-out rows are read whole. From Python, a dataset without a length is read so by
+    itself if it has ``shuffle_buffer_size`` rows or more."""
+    shuffle_buffer_size: PositiveInt = 1000
+    """Rows of a stream that are held, with ``shuffle``: each step draws its rows from these, and further ones take their
+    place. The first step waits until so many are read."""
     validation_shuffle: bool = False
     """Shuffle the validation rows once."""
     seed: Annotated[int | None, NOT_NEGATIVE] = None

@@ -39,7 +39,7 @@ def effective(key: str, values: Values) -> Any:
 
 
 def copied(*keys: str) -> Convert:
-    """Return the conversion that gives our keys the value as it is."""
+    """Return the conversion of a value that means the same here, and is checked with our keys: each of them gets it."""
     return lambda name, trl, values: dict.fromkeys(keys, trl[name])
 
 
@@ -85,5 +85,5 @@ class Spelling:
 
 
 def same(name: str, key: str, *older: str, note: str = "") -> Spelling:
-    """Return the spelling of a key that takes the same values."""
+    """Return a spelling of which nothing but the name differs. ``older``: the names that it had in TRL's past versions."""
     return Spelling((name, *older), (key,), copied(key), note)

@@ -279,14 +279,20 @@ def model_arguments(name: str, trl: TrlSettings, values: Values) -> dict[str, An
     return ours
 
 
+BNB_4BIT = "fp4"
+"""What a configuration of bitsandbytes means by 4 bits if it does not say."""
+
+
 def _quantized(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the quantised base that a configuration of bitsandbytes asks for."""
     if config.get("load_in_8bit"):
         return {_QUANTIZATION: "int8"}
     if not config.get("load_in_4bit"):
         return {}
-    if (kind := config.get("bnb_4bit_quant_type", "nf4")) != "nf4":
-        raise NotConvertibleError(f"bnb_4bit_quant_type={kind}: 4 bits are nf4", f"Set {_QUANTIZATION}=nf4 or int8.")
+    if (kind := config.get("bnb_4bit_quant_type", BNB_4BIT)) != "nf4":
+        default = "" if "bnb_4bit_quant_type" in config else ", the default of bitsandbytes"
+        what = f"bnb_4bit_quant_type={kind}{default}: 4 bits are nf4"
+        raise NotConvertibleError(what, f"Set bnb_4bit_quant_type=nf4, or {_QUANTIZATION}=nf4 or int8.")
     return {_QUANTIZATION: "nf4"}
 
 
@@ -423,6 +429,7 @@ SPELLINGS: tuple[Spelling, ...] = (
     Spelling(("vllm_max_model_length",), (f"{_ROLLOUT}.max_model_len",), unless_none(f"{_ROLLOUT}.max_model_len")),
     same("vllm_enable_sleep_mode", f"{_ROLLOUT}.free_cache_engine"),
     same("shuffle_dataset", "data.shuffle"),
+    same("dataset_streaming", "data.streaming"),
     same("seed", "data.seed", note="the initial weights come from the model's folder"),
     same("chat_template_kwargs", "data.apply_chat_template_kwargs"),
     same("trust_remote_code", f"{_AR}.model.trust_remote_code"),

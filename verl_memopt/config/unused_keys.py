@@ -396,6 +396,7 @@ def _of_rewards_and_runs() -> Iterator[UnusedKey]:
     yield from idle(f"{_OVERLONG}.enable", False, *of_penalty)
     yield from SANDBOX_UNUSED
     yield from idle("data.val_files", None, "trainer.test_freq")
+    yield from idle("data.streaming", False, "data.shuffle_buffer_size")
     yield UnusedKey(
         "trainer.resume_from_path",
         lambda settings: settings.trainer.resume_mode != "resume_path",

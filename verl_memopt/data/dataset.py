@@ -1,15 +1,11 @@
-"""Prompts and the data their reward needs, read from files in verl's schema and checked before a run starts."""
+"""Prompts and the data their reward needs, from rows in verl's schema, rendered and checked before a run starts."""
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-from codecs import BOM_UTF8
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -18,8 +14,8 @@ from verl_memopt.config import schema
 from verl_memopt.data.encoder import RENDER_ERRORS, Spans, decode, overlong, special_tokens_of, tokenize
 from verl_memopt.data.messages import Messages, read_messages, refuse_media_and_agents, render, template_arguments
 from verl_memopt.data.plugin import load_from_file, refuse_verls_arguments, users_code
+from verl_memopt.data.sources import RawRow, read_source, still_reading
 from verl_memopt.errors import DataError
-from verl_memopt.model.folder import fetch
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +28,8 @@ OF_VERL = ("reward_model", "extra_info")
 VALIDATION_SET = "validation_set"
 """Entry of a held-out row's ``extra_info`` that names its set. The metrics of a validation are by set, else by data source."""
 MANY_COLUMNS = 8
+MOST_ROWS = 10_000_000
+"""Most rows of a class of the user's own, all of which are read at the start."""
 DEFAULT_SOURCE = "dataset"
 """``data_source`` of a row that has none, where a function of the user's own scores."""
 
@@ -75,37 +73,51 @@ class PromptRows(Protocol):
         """Return the prompt at ``index``."""
 
 
-class PromptDataset(list[PromptRow]):
-    """The rows of the dataset files, rendered and checked.
+class PromptReader:
+    """Renders and checks rows of a split.
 
     Args:
-        files: As :func:`read_source` takes them.
         data: The ``data`` section of the settings.
         tokenizer: Renders the chat template and finds special tokens.
-        split: ``train`` or ``val``. It selects ``{split}_max_samples`` and the keys that errors name.
+        split: ``train`` or ``val``, for the log.
         prepare: Gives the columns that a row needs, from its address and the file's columns; None = the file has them.
         by_rules: The rules score the answers, so each row needs a data source and a ground truth. Otherwise both may be missing,
             and all columns of the row reach the reward function in ``extra_info``.
-
-    Raises:
-        DataError: A file or a row is wrong. The message names the row.
+        streams: What is read at once are a few rows of a stream. The log tells only of the first ones.
     """
 
     def __init__(
-        self, files: Any, data: schema.Data, tokenizer: Any, split: str, prepare: Prepare | None = None, by_rules: bool = True
+        self,
+        data: schema.Data,
+        tokenizer: Any,
+        split: str,
+        prepare: Prepare | None = None,
+        by_rules: bool = True,
+        streams: bool = False,
     ) -> None:
-        """Read, render and check all rows."""
-        self._data = data
-        self._by_rules = by_rules
-        self._tokenizer = tokenizer
-        self._split = split
-        chosen = chosen_rows(read_source(files, split, f"data.{split}_files"), data, split)
+        self._data, self._tokenizer, self._split, self._prepare = data, tokenizer, split, prepare
+        self._by_rules, self._streams = by_rules, streams
         self._special = special_tokens_of(tokenizer)
         self._special_counts: list[tuple[str, int]] = []
-        rows = [self._row(address, prepare(address, columns) if prepare else columns) for address, columns in chosen]
+        self._said = set[str]()
+
+    def read(self, raw: Iterable[RawRow]) -> list[PromptRow]:
+        """Return the rows in order, but for those that ``data.filter_overlong_prompts`` drops. Their ``index`` is still missing.
+
+        Raises:
+            DataError: A row is wrong; or all are dropped, and they are not those of a stream.
+        """
+        prepare = self._prepare
+        rows = [self._row(address, prepare(address, columns) if prepare else columns) for address, columns in raw]
         self._log_special_tokens()
-        # Numbered after long prompts were dropped, because the number seeds the samples and counts the rows that are left.
-        super().__init__(replace(row, index=index) for index, row in enumerate(self._checked(rows)))
+        return self._checked(rows)
+
+    def log(self, level: int, kind: str, text: str, *values: Any) -> None:
+        """Log what was done with some rows. Of a stream, each kind is logged once."""
+        if kind not in self._said:
+            logger.log(level, text + (" (so far; the rows that follow are treated alike)" if self._streams else ""), *values)
+        if self._streams:
+            self._said.add(kind)
 
     def _row(self, address: str, columns: dict[str, Any]) -> PromptRow:
         refuse_media_and_agents(address, columns)
@@ -192,20 +204,48 @@ class PromptDataset(list[PromptRow]):
             if self._data.allow_special_tokens
             else "are encoded as plain text. Set data.allow_special_tokens=true if they should become tokens"
         )
-        logger.warning("data.%s_files: %d special tokens inside the messages of %d prompts (the first in %s) %s", self._split,
-                       sum(count for _, count in self._special_counts), len(self._special_counts), self._special_counts[0][0],
-                       encoding)  # fmt: skip
+        self.log(
+            logging.WARNING, "special", "data.%s_files: %d special tokens inside the messages of %d prompts (the first in %s) %s",
+            self._split, sum(count for _, count in self._special_counts), len(self._special_counts), self._special_counts[0][0],
+            encoding,
+        )  # fmt: skip
+        self._special_counts.clear()
 
     def _checked(self, rows: list[PromptRow]) -> list[PromptRow]:
         """Return the rows within ``max_prompt_length``, and others as ``filter_overlong_prompts`` and ``truncation`` say."""
         data = self._data
         if data.truncation != "error" and not data.filter_overlong_prompts:
             return rows
-        kept = within_limit(rows, data, self._tokenizer)
+        kept = within_limit(rows, data, self._tokenizer, may_be_empty=self._streams)
         if len(kept) < len(rows):
-            logger.info("%s: dropped %d of %d prompts over data.max_prompt_length=%d tokens", self._split, len(rows) - len(kept),
-                        len(rows), data.max_prompt_length)  # fmt: skip
+            numbers = len(rows) - len(kept), len(rows), data.max_prompt_length
+            text = "%s: dropped %d of %d prompts over data.max_prompt_length=%d tokens"
+            self.log(logging.INFO, "dropped", text, self._split, *numbers)
         return kept
+
+
+class PromptDataset(list[PromptRow]):
+    """The rows of the dataset files, rendered and checked.
+
+    Args:
+        files: As :func:`verl_memopt.data.sources.read_source` takes them.
+        data: The ``data`` section of the settings.
+        tokenizer: As in :class:`PromptReader`, with ``prepare`` and ``by_rules``.
+        split: ``train`` or ``val``. It selects ``{split}_max_samples`` and the keys that errors name.
+
+    Raises:
+        DataError: A file or a row is wrong. The message names the row.
+    """
+
+    def __init__(
+        self, files: Any, data: schema.Data, tokenizer: Any, split: str, prepare: Prepare | None = None, by_rules: bool = True
+    ) -> None:
+        """Read, render and check all rows."""
+        self._split = split
+        chosen = chosen_rows(read_source(files, split, f"data.{split}_files"), data, split)
+        rows = PromptReader(data, tokenizer, split, prepare, by_rules).read(chosen)
+        # Numbered after long prompts were dropped, because the number seeds the samples and counts the rows that are left.
+        super().__init__(replace(row, index=index) for index, row in enumerate(rows))
 
 
 def build_dataset(files: Any, data: schema.Data, tokenizer: Any, split: str, by_rules: bool = True) -> PromptDataset | CustomRows:
@@ -216,17 +256,28 @@ def build_dataset(files: Any, data: schema.Data, tokenizer: Any, split: str, by_
     Raises:
         DataError: The user's class cannot be loaded or is not a dataset, or its rows are wrong as :class:`CustomRows` says.
     """
-    custom = data.custom_cls
-    if custom.path is None:
+    if data.custom_cls.path is None:
         return PromptDataset(files, data, tokenizer, split, by_rules=by_rules)
+    dataset, address = custom_dataset(files, data, tokenizer, split)
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        instead = "set data.val_files=null" if split == "val" else "set data.streaming=true for a class with __iter__"
+        raise DataError(f"{address}: the class needs __len__ and __getitem__ to be read whole. Add them, or {instead}.")
+    return CustomRows(dataset, address, data.custom_cls.path)
+
+
+def custom_dataset(files: Any, data: schema.Data, tokenizer: Any, split: str) -> tuple[Any, str]:
+    """Return a dataset of the class that ``data.custom_cls`` names, and setting and class for errors.
+
+    Raises:
+        DataError: The class cannot be loaded, was written for verl, or raised an error.
+    """
+    custom = data.custom_cls
+    assert custom.path is not None, "whoever calls has looked"
     dataset_class = load_from_file(custom.path, custom.name, key="data.custom_cls.path", error=DataError)
     address = f"data.custom_cls.name={custom.name}"
     refuse_verls_arguments(dataset_class, ("data_files", "config"), "files, data, tokenizer, split", address)
     with users_code(f"{address}: __init__ of {custom.path}", DataError):
-        dataset = dataset_class(files, data, tokenizer, split)
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise DataError(f"{address}: the class needs __len__ and __getitem__. Add them.")
-    return CustomRows(dataset, address, custom.path)
+        return dataset_class(files, data, tokenizer, split), address
 
 
 class CustomRows:
@@ -235,22 +286,36 @@ class CustomRows:
     ``address`` is setting and class, and ``path`` the user's file, for errors.
 
     Raises:
-        DataError: The dataset raised an error or has no rows, an item is no PromptRow, or two rows have the same index.
+        DataError: The dataset raised an error, has no rows or more than :data:`MOST_ROWS`, an item is no PromptRow, or two rows
+            have the same index.
     """
 
     def __init__(self, dataset: Any, address: str, path: str) -> None:
         """Read every row once."""
         self._dataset, self._address, self._path = dataset, address, path
         places: dict[int, int] = {}
+        if (number := len(self)) > MOST_ROWS:
+            raise DataError(
+                f"{address}: __len__ of {path} is {number:,}, and every row is read at the start: at most {MOST_ROWS:,}. Correct "
+                "it, or set data.streaming=true, with which the class needs only an __iter__."
+            )
+        with still_reading(address, lambda: len(places), "With data.streaming=true rows are read as steps need them"):
+            self._check(places)
+
+    def _check(self, places: dict[int, int]) -> None:
+        """Read every row once, and enter its index with its place."""
         for place, row in enumerate(self):
             if row.index in places:
                 raise DataError(
-                    f"{address}: rows {places[row.index]} and {place} have the same PromptRow.index={row.index} ({row.address}), "
-                    "and would be sampled with the same seeds. Give each row an index of its own, such as its place."
+                    f"{self._address}: rows {places[row.index]} and {place} have the same PromptRow.index={row.index} "
+                    f"({row.address}), and would be sampled with the same seeds. Give each row an index of its own, such as its "
+                    "place."
                 )
             places[row.index] = place
         if not places:
-            raise DataError(f"{address}: the dataset has no rows, but there must be at least one row. Correct {path}.")
+            raise DataError(
+                f"{self._address}: the dataset has no rows, but there must be at least one row. Correct {self._path}."
+            )
 
     def __len__(self) -> int:
         """Return the number of prompts."""
@@ -316,18 +381,18 @@ def _token_ids(address: str, prompt: Any) -> tuple[int, ...] | None:
     return tuple(prompt)
 
 
-def within_limit(rows: list[PromptRow], data: schema.Data, tokenizer: Any) -> list[PromptRow]:
+def within_limit(rows: list[PromptRow], data: schema.Data, tokenizer: Any, may_be_empty: bool = False) -> list[PromptRow]:
     """Return the rows within ``max_prompt_length``.
 
     Raises:
-        DataError: A prompt is over it, and ``filter_overlong_prompts`` is false or no row would be left.
+        DataError: A prompt is over it and ``filter_overlong_prompts`` is false; or no row would be left, unless it may be so.
     """
     texts = [row for row in rows if row.ids is None]
     plain, whole = [row.plain for row in texts], [row.is_text for row in texts]
     of_texts = iter(tokenize(tokenizer, [row.text for row in texts], plain, whole))
     lengths = [len(next(of_texts) if row.ids is None else row.ids) for row in rows]
     too_long = [i for i, length in enumerate(lengths) if length > data.max_prompt_length]
-    if data.filter_overlong_prompts and len(too_long) == len(rows) > 0:
+    if data.filter_overlong_prompts and len(too_long) == len(rows) > 0 and not may_be_empty:
         shortest = min(too_long, key=lengths.__getitem__)
         raise DataError(
             f"{rows[shortest].address}: data.filter_overlong_prompts=true leaves no row: this prompt is the shortest of "
@@ -338,226 +403,3 @@ def within_limit(rows: list[PromptRow], data: schema.Data, tokenizer: Any) -> li
         first = too_long[0]
         raise overlong(rows[first].address, lengths[first], data.max_prompt_length, others=len(too_long) - 1)
     return [row for row, length in zip(rows, lengths, strict=True) if length <= data.max_prompt_length]
-
-
-# Rows of parquet, JSON and JSON Lines files, each with the address that errors name.
-
-
-RawRow = tuple[str, dict[str, Any]]
-"""Address (``file:row``, counted from 1) and the row's columns."""
-
-
-def read_rows(files: Any, key: str) -> list[RawRow]:
-    """Return all rows of a file or of a list of files, in order."""
-    paths = [files] if isinstance(files, str | Path) else list(files)
-    if not paths:
-        raise DataError(f"{key}: the list of files is empty. Name a .parquet, .json or .jsonl file.")
-    return [row for path in paths for row in _read_file(Path(path).expanduser(), key)]
-
-
-def _read_file(path: Path, key: str) -> list[RawRow]:
-    if path.suffix not in READERS:
-        raise DataError(f"{key}: {path}: the suffix {path.suffix!r} is unknown. Use one of {', '.join(READERS)}.")
-    if path.is_dir():
-        raise DataError(f"{key}: {path}: this is a folder. Name the files in it.")
-    if not path.is_file():
-        raise DataError(f"{key}: {path}: there is no such file. Check the path, or prepare the data first.")
-    try:
-        rows = list(READERS[path.suffix](path))
-    except OSError as problem:
-        raise DataError(f"{key}: {path}: the file cannot be read ({problem}). Check its permissions and its disk.") from problem
-    if not rows:
-        raise DataError(f"{key}: {path}: the file has no rows. Prepare the data again.")
-    return rows
-
-
-def _parquet(path: Path) -> Iterator[RawRow]:
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        names = parquet.read_schema(path).names
-        repeated = sorted({name for name in names if names.count(name) > 1})
-        if repeated:
-            raise DataError(f"{path}: the column {repeated[0]!r} appears several times. Prepare the data again with one of them.")
-        rows = parquet.read_table(path).to_pylist()
-    except (pyarrow.ArrowException, OSError, ValueError) as problem:
-        raise DataError(f"{path}: this is not a readable parquet file ({problem}). Prepare the data again.") from problem
-    for number, row in enumerate(rows, start=1):
-        yield f"{path}:{number}", row
-
-
-def math_row(data_source: str, prompt: str, ground_truth: str, **extra_info: Any) -> dict[str, Any]:
-    """Return a row in verl's schema: a mathematical question whose answer a rule checks."""
-    return {
-        "data_source": data_source,
-        "prompt": [{"role": "user", "content": prompt}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": ground_truth},
-        "extra_info": extra_info,
-    }
-
-
-def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """Write rows to a temporary name and rename it, so that an existing file is always complete. Return the path.
-
-    Raises:
-        DataError: A file of that name is there which this function did not write.
-    """
-    import pyarrow
-    from pyarrow import parquet
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if os.path.lexists(path) and not _is_own_parquet(path):
-        raise DataError(f"{path} is there, and it was not made here. Give another folder, or move it away.")
-    aside = path.with_name(f".{path.name}.partial")
-    table = pyarrow.Table.from_pylist(rows)
-    parquet.write_table(table.replace_schema_metadata({**(table.schema.metadata or {}), _MADE_HERE: b"1"}), aside)
-    aside.rename(path)
-    return path
-
-
-_MADE_HERE = b"verl_memopt"
-"""Entry of the metadata of a Parquet file that was written here, and may be written anew."""
-
-
-def _is_own_parquet(path: Path) -> bool:
-    from pyarrow import ArrowException, parquet
-
-    try:
-        if path.stat().st_size == 0:
-            return True
-        return _MADE_HERE in (parquet.read_schema(path).metadata or {})
-    except (OSError, ArrowException):
-        return False
-
-
-def _lines(path: Path) -> Iterator[RawRow]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            address, text = f"{path}:{number}", line.removeprefix(BOM_UTF8).strip() if number == 1 else line.strip()
-            if text:
-                yield address, _checked_object(address, _parse(address, text), text)
-
-
-def _json(path: Path) -> Iterator[RawRow]:
-    """Read a .json file: one array of objects, or one object per line."""
-    with path.open("rb") as file:
-        is_array = file.read(256).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
-    if not is_array:
-        yield from _lines(path)
-        return
-    text = path.read_bytes().removeprefix(BOM_UTF8)
-    for number, row in enumerate(_parse(str(path), text), start=1):
-        yield f"{path}:{number}", _checked_object(f"{path}:{number}", row, text)
-
-
-def _parse(address: str, text: bytes) -> Any:
-    try:
-        # From bytes, the parser would guess an encoding and accept halves of surrogate pairs.
-        return json.loads(text.decode("utf-8"), object_pairs_hook=_once)
-    except json.JSONDecodeError as problem:
-        line = f"line {problem.lineno}, " if problem.lineno > 1 else ""
-        where = f"{problem.msg} at {line}column {problem.colno}"
-        raise DataError(f"{address}: not valid JSON ({where}). Correct it or remove it.") from problem
-    except UnicodeDecodeError as problem:
-        raise DataError(f"{address}: not valid UTF-8 ({problem.reason}). Save the file as UTF-8.") from problem
-    except (ValueError, RecursionError) as problem:  # a repeated name, a number with thousands of digits, or too deep nesting
-        raise DataError(f"{address}: the JSON cannot be read ({problem}). Correct it or remove it.") from problem
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object as a dict. A name that appears twice is refused."""
-    row = dict(pairs)
-    # The parser would keep the last value and drop the others.
-    if len(row) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} appears twice in one object")
-    return row
-
-
-def _checked_object(address: str, row: Any, text: bytes) -> dict[str, Any]:
-    """Return a row that is an object without half of a surrogate pair."""
-    if not isinstance(row, dict):
-        raise DataError(f"{address}: a row must be a JSON object, but this is a {type(row).__name__}. Correct it or remove it.")
-    try:
-        # JSON can spell half of a pair, but no file and no tokenizer accepts it.
-        if rb"\u" in text:
-            json.dumps(row, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError as problem:
-        escape = f"\\u{ord(problem.object[problem.start]):04x}"
-        raise DataError(
-            f"{address}: a string contains {escape}, half of a surrogate pair, which is not a character. Correct it."
-        ) from problem
-    return row
-
-
-READERS: dict[str, Callable[[Path], Iterable[RawRow]]] = {".parquet": _parquet, ".json": _json, ".jsonl": _lines}
-"""Readers by file suffix."""
-
-
-# Sources of rows: local files, and datasets of the Hugging Face hub.
-
-
-HUB = "hub:"
-"""Start of a source on the hub: ``hub:bespokelabs/Bespoke-Stratos-17k``, ``hub:openai/gsm8k:main``, ``hub:owner/name@test``."""
-NAMES_OF_SPLITS = {"train": ("train",), "val": ("validation", "val", "test")}
-"""How the files of a split may begin, the best first."""
-
-
-def read_source(files: Any, split: str, key: str) -> list[RawRow]:
-    """Return the rows of local files or of a hub dataset.
-
-    ``files``: One path, a list of paths, or ``hub:`` and the id of a dataset, with ``:config`` and ``@split`` if it has several.
-    ``split``: ``train`` or ``val``. It selects the files of a hub dataset whose source names no split.
-
-    Raises:
-        DataError: A file is missing or malformed, or the hub cannot deliver the dataset.
-    """
-    if isinstance(files, str) and files.startswith(HUB):
-        return hub_rows(files.removeprefix(HUB), split, key)
-    return read_rows(files, key)
-
-
-def hub_rows(source: str, split: str, key: str) -> list[RawRow]:
-    """Return the rows of one split of a hub dataset, downloaded once or read from the local cache.
-
-    ``source``: ``owner/name[:config][@split]``.
-    """
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    place, _, named = source.partition("@")
-    hub_id, _, config = place.partition(":")
-    names = (named,) if named else NAMES_OF_SPLITS[split]
-    starts = (f"{config}/",) if config else STARTS
-    patterns = [f"{start}{name}*{suffix}" for start in starts for name in names for suffix in READERS]
-    try:
-        folder = fetch(hub_id, patterns, repo_type="dataset")
-    except (HfHubHTTPError, HFValidationError, OSError) as problem:
-        raise DataError(
-            f"{key}={HUB}{source}: the hub could not deliver it ({type(problem).__name__}: {problem}). Make the hub reachable, "
-            "or download the files and name them."
-        ) from problem
-    return read_rows(files_of_split(folder, names, f"{key}={HUB}{source}", starts), key)
-
-
-STARTS = ("", "*/")
-"""Where the files of a dataset may lie: in its folder, or in one folder inside it."""
-
-
-def files_of_split(folder: Path, names: Sequence[str], source: str, starts: Sequence[str] = STARTS) -> list[Path]:
-    """Return the files of a split in a folder and in the folders inside it, sorted.
-
-    ``names``: how they may begin, the best first. ``source``: for errors. ``starts``: where they may lie.
-    """
-    for name in names:
-        files = sorted(path for start in starts for path in folder.glob(f"{start}{name}*") if path.suffix in READERS)
-        configs = sorted({path.parent.relative_to(folder).as_posix() for path in files} - {".", "data"})
-        if len(configs) > 1:
-            raise DataError(f"{source}: the dataset has several configurations. Add one of :{', :'.join(configs)}.")
-        if files:
-            return files
-    raise DataError(
-        f"{source}: there is no file {'*, '.join(names)}* that ends in {', '.join(READERS)}. Download the "
-        "dataset and name its files."
-    )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, islice, zip_longest
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,16 @@ from verl_memopt.config import schema
 from verl_memopt.data.dataset import PromptRow, PromptRows
 from verl_memopt.data.encoder import PromptEncoder, decode, tokenize
 from verl_memopt.data.plugin import load_from_file, refuse_verls_arguments, users_code
+from verl_memopt.data.sources import still_reading
+from verl_memopt.data.streaming import StreamLoader
 from verl_memopt.errors import DataError
 
+END: Any = object()
+"""What follows the last index of a sampler."""
 Sampler = Callable[[int, int, int], Iterable[int]]
 """(num_rows, seed, epoch) -> row indices of that epoch."""
+LOOKAHEAD = 1_000_000
+"""Most indices of a sampler that are read ahead, unless there are more rows. An epoch that has more counts as endless."""
 
 
 def load_sampler(settings: schema.CustomSampler) -> Sampler | None:
@@ -28,11 +34,18 @@ def load_sampler(settings: schema.CustomSampler) -> Sampler | None:
     address = f"data.sampler.class_name={settings.class_name}"
     refuse_verls_arguments(sampler, ("data_source", "data_config"), "num_rows, seed, epoch", address)
 
-    def order(num_rows: int, seed: int, epoch: int) -> list[int]:
+    def order(num_rows: int, seed: int, epoch: int) -> Iterator[int]:
         with users_code(f"{address}: __init__({num_rows}, {seed}, {epoch}) of {settings.class_path}", DataError):
             drawn = sampler(num_rows, seed, epoch)
-        with users_code(f"{address}: __iter__ of {settings.class_path}", DataError):
-            return list(drawn)
+        iterates = f"{address}: __iter__ of {settings.class_path}"
+        with users_code(iterates, DataError):
+            indices = iter(drawn)
+        while True:
+            with users_code(iterates, DataError):
+                index = next(indices, END)
+            if index is END:
+                return
+            yield index
 
     return order
 
@@ -42,7 +55,8 @@ class StepLoader:
     """Returns ``batch_size`` prompts per step, without end. Rows left over at the end of an epoch are dropped.
 
     Its state is a few integers, so a resumed run sees exactly the rows that an uninterrupted one would have seen. ``sampler``
-    gives the row indices of an epoch, and then ``shuffle`` has no effect. ``key`` is the setting of ``batch_size``, for errors.
+    gives the row indices of an epoch, and then ``shuffle`` has no effect. An epoch of a sampler may be endless: at most
+    :data:`LOOKAHEAD` indices are read ahead. ``key`` is the setting of ``batch_size``, for errors.
 
     Raises:
         DataError: An epoch has fewer rows than a batch.
@@ -58,15 +72,19 @@ class StepLoader:
     def __post_init__(self) -> None:
         """Start at the first row of epoch 0."""
         self.epoch = self._position = 0
-        self._order = self._order_of(0)
-        self.steps_per_epoch = len(self._order) // self.batch_size
+        self.steps_per_epoch: int | None = None
+        """None where the first epoch has more than :data:`LOOKAHEAD` indices."""
+        self._order, length = self._order_of(0)
+        if length is not None:
+            self.steps_per_epoch = length // self.batch_size
 
     def next_indices(self) -> list[int]:
         """Return the indices of the next ``batch_size`` rows. A new epoch begins when the present one has no full batch left."""
-        if self._position + self.batch_size > len(self._order):
+        chosen = list(islice(self._order, self.batch_size))
+        if len(chosen) < self.batch_size:
             self.epoch, self._position = self.epoch + 1, 0
-            self._order = self._order_of(self.epoch)
-        chosen = self._order[self._position : self._position + self.batch_size]
+            self._order, _ = self._order_of(self.epoch)
+            chosen = list(islice(self._order, self.batch_size))
         self._position += self.batch_size
         return chosen
 
@@ -82,28 +100,39 @@ class StepLoader:
                 f"{len(self.dataset)} now. Use the same files and settings, or start again with trainer.resume_mode=disable."
             )
         self.seed, self.epoch, self._position = state["seed"], state["epoch"], state["position"]
-        self._order = self._order_of(self.epoch)
+        order, _ = self._order_of(self.epoch)
+        self._order = islice(order, self._position, None)
 
-    def _order_of(self, epoch: int) -> list[int]:
+    def _order_of(self, epoch: int) -> tuple[Iterator[int], int | None]:
+        """Return the indices of an epoch, and how many they are; None if that is not known."""
+        indices, known = self._drawn(epoch), list[int]()
+        with still_reading("data.sampler", lambda: len(known), f"{LOOKAHEAD:,} of its indices are read ahead at most"):
+            for index in islice(indices, max(LOOKAHEAD, len(self.dataset))):
+                known.append(index)
+        if len(known) < self.batch_size:
+            raise DataError(
+                f"{self.key}={self.batch_size}: an epoch has only {len(known)} rows. "
+                f"Lower it to at most {len(known)}, or add more data."
+            )
+        following = next(indices, END)
+        if following is END:
+            return iter(known), len(known)
+        return chain(known, [following], indices), None
+
+    def _drawn(self, epoch: int) -> Iterator[int]:
+        """Yield the indices of an epoch."""
         num_rows = len(self.dataset)
-        if self.sampler is not None:
-            order = list(self.sampler(num_rows, self.seed, epoch))
-        elif self.shuffle:
+        if self.sampler is None:
             # Seeded by both numbers, so that a resumed run draws its epoch without drawing those before it.
-            order = np.random.default_rng([self.seed, epoch]).permutation(num_rows).tolist()
-        else:
-            order = list(range(num_rows))
-        for index in order:
+            random = np.random.default_rng([self.seed, epoch])
+            yield from random.permutation(num_rows).tolist() if self.shuffle else range(num_rows)
+            return
+        for index in self.sampler(num_rows, self.seed, epoch):
             if not (isinstance(index, int) and 0 <= index < num_rows):
                 raise DataError(
                     f"data.sampler: epoch {epoch} has an index outside of 0..{num_rows - 1}: {index!r}. Correct the sampler."
                 )
-        if len(order) < self.batch_size:
-            raise DataError(
-                f"{self.key}={self.batch_size}: an epoch has only {len(order)} rows. "
-                f"Lower it to at most {len(order)}, or add more data."
-            )
-        return order
+            yield index
 
 
 # The prompts of each step with their ids, prepared while the workers compute the previous step.
@@ -129,8 +158,8 @@ class PromptPrefetcher:
     ``encoder`` is the prefetcher's own, because it works in its own thread.
     """
 
-    def __init__(self, loader: StepLoader, n: int, expansion: str, encoder: PromptEncoder) -> None:
-        """Create the thread. It prepares nothing until the first :meth:`next`."""
+    def __init__(self, loader: StepLoader | StreamLoader, n: int, expansion: str, encoder: PromptEncoder) -> None:
+        """Create the thread. It prepares nothing until the first :meth:`next`. A stream is not read ahead, and not there."""
         self._loader = loader
         self._n = n
         self._expansion = expansion
@@ -147,6 +176,9 @@ class PromptPrefetcher:
 
     def more(self) -> StepPrompts:
         """Return further prompts for the same step. :meth:`give_back` undoes them with the :meth:`next` before them."""
+        if isinstance(self._loader, StreamLoader):
+            step, self._state, self.epoch = self._prepare()
+            return step
         prepared = self._thread.submit(self._prepare) if self._prepared is None else self._prepared
         step, self._state, self.epoch = prepared.result()
         self._prepared = self._thread.submit(self._prepare)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from verl_memopt.config import schema
-from verl_memopt.data.dataset import CustomRows, PromptDataset, PromptRow, build_dataset
+from verl_memopt.data.dataset import CustomRows, PromptReader, PromptRow, build_dataset, chosen_rows
 from verl_memopt.data.encoder import RENDER_ERRORS, Spans, SpecialTokens, end_of_turn, moved, special_tokens_of, tokenize
 from verl_memopt.data.messages import Messages, read_messages, render, template_arguments
+from verl_memopt.data.sources import RawRow, read_source
 from verl_memopt.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -23,7 +25,7 @@ SOURCE = "sft"
 def build_supervised_dataset(files: Any, data: schema.Data, tokenizer: Any, split: str) -> list[PromptRow] | CustomRows:
     """Return the rows of a split with their responses. A class of the user's own (``data.custom_cls``) brings its own.
 
-    Arguments are as in :class:`PromptDataset`.
+    Arguments are as in :class:`verl_memopt.data.dataset.PromptDataset`.
 
     Raises:
         DataError: A file or a row is wrong. The message names the row.
@@ -31,29 +33,74 @@ def build_supervised_dataset(files: Any, data: schema.Data, tokenizer: Any, spli
     if data.custom_cls.path is not None:
         dataset = build_dataset(files, data, tokenizer, split)
         assert isinstance(dataset, CustomRows)
-        without = next((row for row in dataset if not row.response), None)
-        if without is not None:
-            raise DataError(
-                f"{without.address}: PromptRow.response is empty. Set it to the token ids of the response and of the turn's end."
-            )
+        _check_responses(dataset)
         return dataset
-    answered: dict[str, Answered] = {}
-    prompts = PromptDataset(
-        files, data, tokenizer, split, lambda address, columns: as_prompt_row(address, columns, data, answered)
-    )
-    end = of_chat = tokenizer.eos_token or ""
-    if any(row.messages for row in prompts):
-        # Up to its first end token, after which an engine stops. A text without one gets it.
-        text = end_of_turn(tokenizer, data.apply_chat_template_kwargs)
-        of_chat = text.partition(end)[0] + end if end else text
-    ends = [(row.ground_truth, of_chat if row.messages else _missing_end(row, end)) for row in prompts]
-    special, rendered = special_tokens_of(tokenizer), dict[int, Spans]()
-    for place, row in enumerate(prompts):
-        if row.address in answered:
-            text, rendered[place] = answered[row.address].rendered(row, data, tokenizer, special)
-            closing = (span[1] for span in special.find(text) if text[slice(*span)] == end and span not in rendered[place])
-            ends[place] = ("", text[: next(closing, len(text))])
-    return with_responses(list(prompts), ends, data, tokenizer, split, rendered)
+    chosen = chosen_rows(read_source(files, split, f"data.{split}_files"), data, split)
+    return SupervisedReader(data, tokenizer, split).read(chosen)
+
+
+class SupervisedReader:
+    """Renders and checks rows with their responses. Arguments are as in :class:`PromptReader`."""
+
+    def __init__(self, data: schema.Data, tokenizer: Any, split: str, streams: bool = False) -> None:
+        self._data, self._tokenizer, self._split, self._streams = data, tokenizer, split, streams
+        self._answered: dict[str, Answered] = {}
+        self._prompts = PromptReader(data, tokenizer, split, self._prepare, streams=streams)
+
+    def _prepare(self, address: str, columns: dict[str, Any]) -> dict[str, Any]:
+        return as_prompt_row(address, columns, self._data, self._answered)
+
+    def read(self, raw: Iterable[RawRow]) -> list[PromptRow]:
+        """Return the rows in order, but for those that ``data.filter_overlong_prompts`` drops.
+
+        Raises:
+            DataError: A row is wrong; or all are dropped, and they are not those of a stream.
+        """
+        data, tokenizer, answered = self._data, self._tokenizer, self._answered
+        answered.clear()
+        prompts = [replace(row, index=index) for index, row in enumerate(self._prompts.read(raw))]
+        end = of_chat = tokenizer.eos_token or ""
+        if any(row.messages for row in prompts):
+            # Up to its first end token, after which an engine stops. A text without one gets it.
+            text = end_of_turn(tokenizer, data.apply_chat_template_kwargs)
+            of_chat = text.partition(end)[0] + end if end else text
+        ends = [(row.ground_truth, of_chat if row.messages else _missing_end(row, end)) for row in prompts]
+        special, rendered = special_tokens_of(tokenizer), dict[int, Spans]()
+        for place, row in enumerate(prompts):
+            if row.address in answered:
+                text, rendered[place] = answered[row.address].rendered(row, data, tokenizer, special)
+                closing = (span[1] for span in special.find(text) if text[slice(*span)] == end and span not in rendered[place])
+                ends[place] = ("", text[: next(closing, len(text))])
+        return with_responses(prompts, ends, data, tokenizer, self._split, rendered, self._prompts if self._streams else None)
+
+
+def stream_reader(
+    data: schema.Data, tokenizer: Any, supervised: bool, by_rules: bool
+) -> Callable[[Sequence[Any]], list[PromptRow]]:
+    """Return what reads some items of a stream of training rows: pairs of an address and the row.
+
+    A class of the user's own gives its rows as they are.
+    """
+    if data.custom_cls.path is not None:
+        return partial(_own_rows, supervised)
+    if supervised:
+        return SupervisedReader(data, tokenizer, "train", streams=True).read
+    return PromptReader(data, tokenizer, "train", by_rules=by_rules, streams=True).read
+
+
+def _own_rows(supervised: bool, items: Sequence[tuple[str, PromptRow]]) -> list[PromptRow]:
+    rows = [row for _, row in items]
+    if supervised:
+        _check_responses(rows)
+    return rows
+
+
+def _check_responses(rows: Iterable[PromptRow]) -> None:
+    without = next((row for row in rows if not row.response), None)
+    if without is not None:
+        raise DataError(
+            f"{without.address}: PromptRow.response is empty. Set it to the token ids of the response and of the turn's end."
+        )
 
 
 @dataclass(frozen=True)
@@ -124,16 +171,17 @@ def with_responses(
     tokenizer: Any,
     split: str,
     rendered: Mapping[int, Spans] = MappingProxyType({}),
+    stream: PromptReader | None = None,
 ) -> list[PromptRow]:
     """Return the rows with the token ids of their responses, within ``data.max_response_length``.
 
     A longer response is refused, or the row is left out (``filter_overlong_prompts``), or its end is cut (``truncation``).
     ``responses`` has for each row the text of the response, and what ends the turn. Special tokens in the text are plain text
     unless ``data.allow_special_tokens`` says otherwise, or the prompt is a text too. In an end only those in the spans that
-    ``rendered`` has for the row's place are.
+    ``rendered`` has for the row's place are. ``stream``: What reads the prompts, where the rows are some of a stream.
 
     Raises:
-        DataError: A response is too long, or no row is left.
+        DataError: A response is too long; or no row is left, and they are not those of a stream.
     """
     encoded = _encoded(rows, responses, data, tokenizer, rendered)
     limit, kept, overlong = data.max_response_length, [], 0
@@ -150,9 +198,10 @@ def with_responses(
         kept.append(replace(row, response=tuple(ids[:limit])))
     if overlong:
         done = "left out" if data.filter_overlong_prompts else "cut the end of"
-        logger.warning("data.%s_files: %s %d of %d responses over data.max_response_length=%d tokens", split, done, overlong,
-                       len(rows), limit)  # fmt: skip
-    if not kept:
+        log = partial(logger.log, logging.WARNING) if stream is None else partial(stream.log, logging.WARNING, "responses")
+        text = "data.%s_files: %s %d of %d responses over data.max_response_length=%d tokens"
+        log(text, split, done, overlong, len(rows), limit)
+    if not kept and stream is None:
         raise DataError(
             f"data.{split}_files: no row is left, as every response is over data.max_response_length={limit} tokens. Raise it."
         )

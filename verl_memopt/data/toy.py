@@ -169,7 +169,7 @@ def question(problem: Problem) -> str:
 
 def as_row(problem: Problem, split: str, index: int) -> dict[str, Any]:
     """Return the dataset row of a sum."""
-    from verl_memopt.data.dataset import math_row
+    from verl_memopt.data.sources import math_row
 
     answer = str(sum(problem))
     return math_row(DATA_SOURCE, question(problem), answer, split=split, index=index, answer=answer, question=question(problem))
@@ -177,7 +177,7 @@ def as_row(problem: Problem, split: str, index: int) -> dict[str, Any]:
 
 def _build(folder: Path, seed: int, recipe: ToyRecipe) -> dict[str, float]:
     """Write data and model, and return the loss of its warm-up and its accuracy."""
-    from verl_memopt.data.dataset import write_parquet
+    from verl_memopt.data.sources import write_parquet
     from verl_memopt.data.warm_up import greedy_accuracy, warm_up  # PyTorch, which a task that is there already does not need
 
     train, validation = split_problems(recipe, seed)

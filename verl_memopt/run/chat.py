@@ -18,9 +18,10 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 from transformers.utils import logging as transformers_logging
 
-from verl_memopt.data.dataset import read_rows
 from verl_memopt.data.encoder import special_tokens_of, tokenize
 from verl_memopt.data.messages import Messages, is_chat, read_messages, render
+from verl_memopt.data.python_rows import IN_PYTHON
+from verl_memopt.data.sources import checked_files, rows_of
 from verl_memopt.distributed.device import resolve_device
 from verl_memopt.errors import UserError
 from verl_memopt.observe.log_setup import printable
@@ -196,7 +197,10 @@ def _sample(run: Path) -> Messages | str | None:
 
 
 def _first_row(data: Mapping[str, Any]) -> Messages | str | None:
-    _, columns = next(iter(read_rows(data.get("val_files") or data["train_files"], "data.val_files")))
+    files, key = data.get("val_files") or data["train_files"], "data.val_files"
+    if files == IN_PYTHON:
+        return None
+    _, columns = next(rows_of(checked_files(files, key), key))
     prompt = columns.get(data["prompt_key"])
     return prompt if isinstance(prompt, str) or is_chat(prompt) else None
 

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
@@ -21,6 +21,9 @@ from verl_memopt.observe.own_files import MARK, mark, with_umask
 from verl_memopt.observe.run_folder import COMMAND, INPUTS, PENDING, refuse_what_is_not_ours
 from verl_memopt.run.run_lock import hold
 
+if TYPE_CHECKING:
+    from verl_memopt.data.python_rows import PythonRows
+
 
 class Inputs:
     """The inputs of one call.
@@ -28,6 +31,7 @@ class Inputs:
     Attributes:
         aside: Where they are written first.
         command: The command line of the call.
+        rows: Training rows that are no file, because they are read as steps need them; None = there are none such.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -35,6 +39,7 @@ class Inputs:
         self._run_dir, self._folder = run_dir, run_dir / INPUTS
         self._names: dict[str, str] = {}
         self.command = ""
+        self.rows: PythonRows | None = None
         try:
             if os.path.lexists(run_dir) and not run_dir.is_dir():
                 raise ConfigError(f"trainer.default_local_dir={run_dir}: this is no folder. Give another one.")

@@ -340,9 +340,14 @@ def _reference_sync(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) ->
     return TRAJECTORY, "" if old[key] is not None else "the reference starts from the weights of its folder"
 
 
+def _streaming(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
+    return REFUSED, "a place in a stream is no place among rows that were read whole"
+
+
 RULES: dict[str, Callable[[str, Mapping[str, Any], Mapping[str, Any]], tuple[str, str]]] = {
     **dict.fromkeys(LENGTH_KEYS, _length),
     f"{_AR}.ref.sync_every_steps": _reference_sync,
+    "data.streaming": _streaming,
     **{f"{role}.optim.{name}": _optimizer for role in _TRAINED for name in STATE_FITS},
 }
 """Keys whose meaning depends on other keys or on the values."""

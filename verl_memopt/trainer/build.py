@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,12 +15,14 @@ from verl_memopt.algorithms.custom import check_custom, statistics_of
 from verl_memopt.algorithms.kl import EntropyController, KlController
 from verl_memopt.algorithms.records import WITH_GREEDY_RESPONSES, WITHOUT_BASELINE
 from verl_memopt.config.keys import replaced
-from verl_memopt.config.schema import Critic, Data, Model, ResourcePool, Settings
-from verl_memopt.data.dataset import PromptDataset, PromptRows, build_dataset
+from verl_memopt.config.schema import Critic, Data, Model, ResourcePool, Settings, Trainer
+from verl_memopt.data.dataset import PromptDataset, PromptRow, PromptRows, build_dataset
 from verl_memopt.data.encoder import PromptEncoder
-from verl_memopt.data.prompts import PromptPrefetcher, StepLoader, check_prompts, load_sampler
-from verl_memopt.data.responses import build_supervised_dataset
-from verl_memopt.errors import ConfigError
+from verl_memopt.data.prompts import LOOKAHEAD, PromptPrefetcher, StepLoader, check_prompts, load_sampler
+from verl_memopt.data.python_rows import Item, PythonRows
+from verl_memopt.data.responses import build_supervised_dataset, stream_reader
+from verl_memopt.data.streaming import StreamLoader, open_stream
+from verl_memopt.errors import ConfigError, DataError
 from verl_memopt.memory.critic_rules import has_critic, own_pools
 from verl_memopt.memory.knob import needs_reference
 from verl_memopt.model.export import export_folder
@@ -110,7 +112,7 @@ class RunContext:
     folder: Path
     lock: RunLock
     environment: Environment
-    loader: StepLoader | None
+    loader: StepLoader | StreamLoader | None
     validation: PromptRows | None
     encoder: PromptEncoder
     store: CheckpointStore
@@ -133,10 +135,13 @@ def is_of(checkpoint: Checkpoint | None, folder: Path) -> bool:
     return checkpoint is not None and checkpoint.folder.resolve().parent == folder.resolve()
 
 
-def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyType({})) -> RunContext:
+def build_run(
+    settings: Settings, unreadable: Mapping[int, str] = MappingProxyType({}), rows: PythonRows | None = None
+) -> RunContext:
     """Return the context of a run. It holds the lock of the run's folder.
 
-    ``unreadable``: step -> fault of checkpoints that looked whole but could not be loaded.
+    ``unreadable``: step -> fault of checkpoints that looked whole but could not be loaded. ``rows``: the training rows, where
+    they are a stream of this process.
 
     Raises:
         ConfigError, DataError, CheckpointError: for whatever the user must mend.
@@ -170,13 +175,19 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
         recipe = settings.reward_model.recipe if _scores_with_model(settings) else None
         prepared = None if recipe is None else recipe.hooks().prepare(settings, environment, (train, validation))
         scoring = _reward_models(settings, environment, (train, validation))
-        (reward_folder, conversations), further = scoring.pop("", (None, None)), scoring
-        loader = None if train is None else _build_loader(data, train, checkpoint)
-        if loader is None:
-            total_steps = replayed_steps(settings, environment, 0 if checkpoint is None else checkpoint.step)
+        loader: StepLoader | StreamLoader | None = None
+        if mode.reads_data:
+            size, key = _batch_size(data)
+            if train is None:
+                loader = _stream_loader(settings, environment, rows, [each for _, each in scoring.values()])
+            else:
+                loader = StepLoader(train, size, data.shuffle, _seed(data), load_sampler(data.sampler), key)
+            if checkpoint is not None:
+                loader.load_state_dict(checkpoint.driver["loader"])
+            total_steps = _total_steps(trainer, loader)
         else:
-            steps = trainer.total_training_steps
-            total_steps = trainer.total_epochs * loader.steps_per_epoch if steps is None else steps
+            total_steps = replayed_steps(settings, environment, 0 if checkpoint is None else checkpoint.step)
+        (reward_folder, conversations), further = scoring.pop("", (None, None)), scoring
         role = None if prepared is None else prepared.role
         plan = _worker_plan(settings, environment, folder, total_steps, critic, reward_folder, role)
         folders = tuple(str(folder) for folder, _ in further.values()) or None
@@ -277,22 +288,32 @@ def _worker_plan(
     )
 
 
-def _datasets(settings: Settings, environment: Environment) -> tuple[PromptRows, PromptRows | None]:
+def _datasets(settings: Settings, environment: Environment) -> tuple[PromptRows | None, PromptRows | None]:
+    """Return the training rows, None where they are a stream, and the held-out rows, None without them."""
     data, rewards, mode = settings.data, settings.reward_model, mode_of(settings)
     if rewards.recipe is not None:
         return rewards.recipe.hooks().datasets(settings, environment.tokenizer)
-    by_rules = mode.scores and settings.custom_reward_function.path is None and not rewards.enable
+    by_rules = _by_rules(settings)
     read = build_supervised_dataset if mode.supervised else partial(build_dataset, by_rules=by_rules)
-    train = read(data.train_files, data, environment.tokenizer, "train")
+    train = None if data.streaming else read(data.train_files, data, environment.tokenizer, "train")
     validation = None if data.val_files is None else read(data.val_files, data, environment.tokenizer, "val")
     for split in (train, validation):
         if isinstance(split, PromptDataset):  # rows of another class are checked when they are read
             check_prompts(split, settings.algorithm.expansion, environment.tokenizer)
     if by_rules:
-        rows = (row for split in (train, validation or ()) for row in split)
-        scored = ((row.data_source, row.address, row.ground_truth, row.text) for row in rows)
-        check_rows(scored, rewards.sandbox_fusion.url is not None, rewards.tolerant_rules)
+        _check_rows(settings, (row for split in (train or (), validation or ()) for row in split))
     return train, validation
+
+
+def _by_rules(settings: Settings) -> bool:
+    """Return whether the built-in rules score the answers."""
+    return mode_of(settings).scores and settings.custom_reward_function.path is None and not settings.reward_model.enable
+
+
+def _check_rows(settings: Settings, rows: Iterable[PromptRow]) -> None:
+    rewards = settings.reward_model
+    scored = ((row.data_source, row.address, row.ground_truth, row.text) for row in rows)
+    check_rows(scored, rewards.sandbox_fusion.url is not None, rewards.tolerant_rules)
 
 
 def _reward_models(
@@ -320,14 +341,54 @@ def _scores_with_model(settings: Settings) -> bool:
     return mode.scores or (settings.debug.mode == "forge" and not mode.supervised)
 
 
-def _build_loader(data: Data, rows: PromptRows, checkpoint: Checkpoint | None) -> StepLoader:
-    assert data.seed is not None
+def _total_steps(trainer: Trainer, loader: StepLoader | StreamLoader) -> int:
+    if trainer.total_training_steps is not None:
+        return trainer.total_training_steps
+    if isinstance(loader, StreamLoader):
+        assert trainer.val_only, "the rules ask for a number of steps"
+        return 1
+    if loader.steps_per_epoch is None:
+        raise DataError(
+            f"data.sampler: an epoch has more than {LOOKAHEAD:,} indices, so trainer.total_epochs={trainer.total_epochs} says no "
+            "number of steps. Set trainer.total_training_steps, or end the sampler's __iter__ after an epoch."
+        )
+    return trainer.total_epochs * loader.steps_per_epoch
+
+
+def _batch_size(data: Data) -> tuple[int, str]:
+    """Return how many prompts are read at once, and the key that says so."""
     prompts = data.gen_batch_size or data.train_batch_size
-    key = "data.train_batch_size" if prompts == data.train_batch_size else "data.gen_batch_size"
-    loader = StepLoader(rows, prompts, data.shuffle, data.seed, load_sampler(data.sampler), key)
-    if checkpoint is not None:
-        loader.load_state_dict(checkpoint.driver["loader"])
+    return prompts, "data.train_batch_size" if prompts == data.train_batch_size else "data.gen_batch_size"
+
+
+def _stream_loader(
+    settings: Settings, environment: Environment, rows: PythonRows | None, conversations: Sequence[Conversations]
+) -> StreamLoader:
+    """Return what reads the training rows as steps need them. Its first row has been checked, unless none is trained on."""
+    data, tokenizer = settings.data, environment.tokenizer
+    by_rules, reader = _by_rules(settings), stream_reader(data, tokenizer, mode_of(settings).supervised, _by_rules(settings))
+
+    def read(items: Sequence[Item]) -> list[PromptRow]:
+        read = reader(items)
+        if by_rules:
+            _check_rows(settings, read)
+        for each in conversations:
+            each.check(read)
+        return read
+
+    size, key = _batch_size(data)
+    buffer_size = data.shuffle_buffer_size if data.shuffle else 0
+    trains = not settings.trainer.val_only
+    source = open_stream(data, tokenizer, rows, trains)
+    loader = StreamLoader(source, read, size, _seed(data), buffer_size, data.train_max_samples, key)
+    if trains:
+        loader.check_first()
     return loader
+
+
+def _seed(data: Data) -> int:
+    assert data.seed is not None, "drawn before"
+    return data.seed
 
 
 def _engine_folder(model: Model, load_format: str, environment: Environment, run_folder: Path) -> Path:
@@ -373,7 +434,7 @@ def build_validator(context: RunContext, generator: Generator, scorer: Scorer) -
 
 
 def _build_prefetcher(
-    data: Data, loader: StepLoader | None, environment: Environment, n: int, expansion: str
+    data: Data, loader: StepLoader | StreamLoader | None, environment: Environment, n: int, expansion: str
 ) -> PromptPrefetcher | NoPrompts:
     if loader is None:
         return NoPrompts()

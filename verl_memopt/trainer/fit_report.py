@@ -18,7 +18,7 @@ from verl_memopt.memory.seconds import Rates
 from verl_memopt.observe.phase import GIB
 from verl_memopt.trainer.fit import Card, Verdict, machines, seconds_with
 from verl_memopt.trainer.fit_levers import BUDGET
-from verl_memopt.trainer.fit_search import LONGEST, Findings, find_out
+from verl_memopt.trainer.fit_search import LONGEST, Findings, Step, find_out
 from verl_memopt.trainer.until_it_fits import CommandLine
 
 
@@ -49,6 +49,9 @@ def as_json(settings: Settings, found: Findings, line: CommandLine) -> dict[str,
         "estimated_seconds": {rates.name: estimated(settings, last, found, rates) for rates in machines(last.card)},
         "longest_response": found.response,
         "largest_micro_batch_tokens": found.budget,
+        "sequences_a_step": found.step.sequences,
+        "device_bytes_a_sequence": found.step.sequence_bytes,
+        "host_bytes_a_sequence": found.step.host_bytes,
         "kv_cache_tokens": last.peaks.kv_tokens,
         "sequences_at_once": _at_once(settings, last),
     }
@@ -79,6 +82,8 @@ def _print_seconds(settings: Settings, found: Findings, last: Verdict, console: 
 def _short(seconds: float) -> str:
     return f"{seconds:,.0f}" if seconds >= 10 else f"{seconds:.2g}"
 
+
+KIB = 2**10
 
 GROUPS = {
     "weights": ("params", "rollout weights"),
@@ -128,9 +133,18 @@ def print_findings(settings: Settings, found: Findings, line: CommandLine, conso
         console.print(
             f"  KV cache               {last.peaks.kv_tokens:,} tokens, which are {_at_once(settings, last):,} sequences at once"
         )
-    rows = data.train_batch_size * roles.rollout.n
-    console.print(f"  sequences a step       any number (now {rows:,}): they are computed one micro-batch after another")
+    console.print(f"  sequences a step       {_sequences(found.step, data.train_batch_size * roles.rollout.n)}", soft_wrap=True)
     _print_seconds(settings, found, last, console)
+
+
+def _sequences(step: Step, now: int) -> str:
+    """Return how many sequences a step may have, and why not more."""
+    host = f"{step.host_bytes / KIB:,.0f} KiB or more of the driver's host"
+    if not step.phase:
+        return f"as many as the host can hold (now {now:,}); the longest takes {host}"
+    most = f"{step.sequences:,}{' or more' if step.is_all else ''}" if step.sequences else "unknown"
+    of_device = f"{step.sequence_bytes / KIB:,.0f} KiB of a device in {step.phase}"
+    return f"{most} (now {now:,}); the longest takes {of_device}, and {host}"
 
 
 def _print_peaks(verdict: Verdict, console: Console) -> None:

@@ -19,14 +19,18 @@ from verl_memopt.config.keys import replaced, shown, value_at
 from verl_memopt.config.loader import changed
 from verl_memopt.config.schema import Settings
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.critic_rules import has_critic
 from verl_memopt.memory.fit import CERTAIN
-from verl_memopt.memory.knob import knob_named, longest_sample
+from verl_memopt.memory.knob import knob_named, longest_sample, needs_reference
 from verl_memopt.observe.phase import GIB
 from verl_memopt.trainer.fit import Card, Verdict, cards_like, is_here, judge, seconds_with, sizes_of_models
 from verl_memopt.trainer.fit_levers import BUDGET, BUDGETS, SHARE, Level, Lever, levers_of
 
 _AR = "actor_rollout_ref"
 RESPONSE = "data.max_response_length"
+PROMPTS, ROUND, MINI = "data.train_batch_size", "data.gen_batch_size", f"{_AR}.actor.ppo_mini_batch_size"
+MOST_STEPS = 4096
+"""How many times the present step is tried at most."""
 LONGEST = 2**20
 """Tokens of the longest response that is tried."""
 CANDIDATES = 3
@@ -62,6 +66,22 @@ class Change:
 
 
 @dataclass(frozen=True)
+class Step:
+    """The largest step that fits, with the same mini-batches."""
+
+    sequences: int = 0
+    """Answers of the step; 0 = not even the present one was found to fit."""
+    is_all: bool = False
+    """No larger one was tried."""
+    phase: str = ""
+    """The phase in which further sequences take most of a device; "" where they take nothing."""
+    sequence_bytes: float = 0.0
+    """What a further sequence takes there: its tokens wait on the device until their micro-batch is computed."""
+    host_bytes: int = 0
+    """What a sequence takes at least of the host of the driver: its ids, and what each pass adds to them."""
+
+
+@dataclass(frozen=True)
 class Findings:
     """What ``verl-memopt fit`` found out about a run."""
 
@@ -76,6 +96,8 @@ class Findings:
     """Tokens of the longest response that was tried."""
     budget: int = 0
     """Tokens of the largest micro-batch of the update that fits, with the changes."""
+    step: Step = Step()
+    """How many sequences a step may have, with the changes."""
 
     @property
     def keys(self) -> dict[str, Any]:
@@ -297,6 +319,36 @@ class Search:
         rows = self.settings.actor_rollout_ref.actor.ppo_mini_batch_size * self.settings.actor_rollout_ref.rollout.n
         return _largest(fits, rows * longest_sample(self.settings), longest_sample(self.settings))
 
+    def largest_step(self, keys: Mapping[str, Any]) -> Step:
+        """Return the largest step that fits with some changes: a multiple of the present one, and at most :data:`MOST_STEPS`."""
+        data, samples = self.settings.data, self.settings.actor_rollout_ref.rollout.n
+        prompts = {key: value for key, value in ((PROMPTS, data.train_batch_size), (ROUND, data.gen_batch_size)) if value}
+        mini = {MINI: self.settings.actor_rollout_ref.actor.ppo_mini_batch_size}
+
+        def larger(times: int) -> Verdict | None:
+            return self.judged({**keys, **mini, **{key: value * times for key, value in prompts.items()}})
+
+        def fits(times: int) -> bool:
+            verdict = larger(times)
+            return verdict is not None and verdict.fits
+
+        few, more = larger(2), larger(4)  # a step of one mini-batch may have phases of its own
+        if few is None or more is None:
+            return Step()
+        rows = data.train_batch_size * samples
+        grown = {phase: (total - few.peaks.totals[phase]) / (2 * rows) for phase, total in more.peaks.totals.items()}
+        phase = max(grown, key=grown.__getitem__)
+        times = MOST_STEPS if grown[phase] <= 0 else _largest(fits, MOST_STEPS)
+        host = _driver_bytes(self.settings)
+        return Step(rows * times, times == MOST_STEPS, phase if grown[phase] > 0 else "", max(grown[phase], 0.0), host)
+
+
+def _driver_bytes(settings: Settings) -> int:
+    """Return the bytes of the tensors of the longest sequence in the batch of a step."""
+    added = 2 + settings.actor_rollout_ref.rollout.calculate_log_probs  # old log-probs and advantages
+    added += needs_reference(settings) + 2 * has_critic(settings)  # the reference's log-probs; values and returns
+    return 8 * settings.data.max_prompt_length + (8 + 4 * added) * settings.data.max_response_length
+
 
 def _with(state: State, at: int, level: int) -> State:
     return (*state[:at], level, *state[at + 1 :])
@@ -343,7 +395,8 @@ def find_out(settings: Settings, card: Card) -> Findings:
         return found
     keys = found.keys
     most, budget = search.most_tokens, search.largest_budget(keys)
-    return dataclasses.replace(found, response=search.longest_response(keys), most=most, budget=budget)
+    step = search.largest_step(keys)
+    return dataclasses.replace(found, response=search.longest_response(keys), most=most, budget=budget, step=step)
 
 
 def refuse_what_cannot_fit(settings: Settings) -> None:

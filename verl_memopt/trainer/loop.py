@@ -16,7 +16,15 @@ from verl_memopt.config.schema import CheckpointContents, CustomReward, RewardMo
 from verl_memopt.data.plugin import EndsProcessError, contained, raised
 from verl_memopt.distributed.device import limited_threads
 from verl_memopt.distributed.file_records import Records
-from verl_memopt.errors import CheckpointError, ConfigError, Stopped, TrainingError, UnreadableCheckpointError
+from verl_memopt.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    Stopped,
+    StreamEndedError,
+    TrainingError,
+    UnreadableCheckpointError,
+)
 from verl_memopt.memory.critic_rules import own_pools
 from verl_memopt.model.export import dtype_name, saved_dtype, whole_folder, write_record
 from verl_memopt.observe.metrics import checkpoint_score
@@ -256,6 +264,14 @@ class Trainer:
             except Stopped:
                 self.learner.rollouts.prompts.give_back()
                 self.reporter.say(f"step {self.step + 1} was abandoned for lack of time; the next start runs it again")
+            except StreamEndedError as end:
+                self.reporter.say(f"{end} The run ends after step {self.step} of {self.context.total_steps}.")
+                self.ended = True
+            except DataError:
+                # A row of a stream may be wrong that nobody could see before: what was learned until then is not lost.
+                if self.settings.save_freq > 0 and self.saved_step < self.step and self.mode.is_whole:
+                    self.save()
+                raise
         ends_early = self.interrupts.requested or (self.ended and self.settings.save_freq > 0)
         if ends_early and self.saved_step < self.step and self.mode.is_whole:
             self.save()

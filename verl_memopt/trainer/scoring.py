@@ -416,8 +416,8 @@ class Conversations:
                 "Correct the row, or use another reward model."
             ) from problem
 
-    def check(self, rows: PromptRows) -> None:
-        """Check that the tokenizer can render the conversations of a data set.
+    def check(self, rows: PromptRows | Sequence[PromptRow]) -> None:
+        """Check that the tokenizer can render the conversations of some rows.
 
         Raises:
             ConfigError: The rows have messages, and the tokenizer has no chat template.

@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerFast
 from recipe.rlt.prepare_rlt import prepare_rlt, token_lengths
 from tests.rlt import data_of, write
 from verl_memopt.config.schema import CustomClass
-from verl_memopt.data.dataset import NAMES_OF_SPLITS, build_dataset, files_of_split, read_source
+from verl_memopt.data.dataset import build_dataset
 from verl_memopt.data.encoder import tokenize
+from verl_memopt.data.sources import NAMES_OF_SPLITS, files_of_split, read_source
 from verl_memopt.errors import DataError
 from verl_memopt.model.tiny import build_tokenizer
 from verl_memopt.recipes.rlt.dataset import (

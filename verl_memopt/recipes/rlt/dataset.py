@@ -16,9 +16,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl_memopt.config import schema
-from verl_memopt.data.dataset import PromptRow, RawRow, chosen_rows, read_source, within_limit
+from verl_memopt.data.dataset import PromptRow, chosen_rows, within_limit
 from verl_memopt.data.encoder import RENDER_ERRORS, Spans, end_of_turn, moved, special_tokens_of
 from verl_memopt.data.responses import with_responses
+from verl_memopt.data.sources import RawRow, read_source
 from verl_memopt.errors import DataError
 
 
@@ -324,7 +325,7 @@ class RltDataset(list[PromptRow]):
     A row's ``ground_truth`` is the solution, and its ``extra_info`` holds ``question``, ``solution`` and ``reasoning_trace``.
 
     Args:
-        files: As :func:`verl_memopt.data.dataset.read_source` takes them: paths, or ``hub:`` and the id of a dataset.
+        files: As :func:`verl_memopt.data.sources.read_source` takes them: paths, or ``hub:`` and the id of a dataset.
         data: The ``data`` section of the settings.
         tokenizer: The teacher's tokenizer, with a chat template.
         split: ``train`` or ``val``. It selects ``{split}_max_samples`` and the keys that errors name.
@@ -376,7 +377,7 @@ NO_TRACE = "there is no reasoning trace to learn from"
 def teacher_rows(files: Any, data: schema.Data, tokenizer: Any, split: str, tag_format: str) -> list[PromptRow]:
     """Return the rows that have a reasoning trace, with the teacher's lesson as response: what a warm-up learns.
 
-    ``files``: As :func:`verl_memopt.data.dataset.read_source` takes them. ``split``: ``train`` or ``val``. It selects
+    ``files``: As :func:`verl_memopt.data.sources.read_source` takes them. ``split``: ``train`` or ``val``. It selects
     ``{split}_max_samples`` and the keys that errors name.
 
     Raises:

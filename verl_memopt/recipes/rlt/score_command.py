@@ -19,7 +19,7 @@ from verl_memopt.config.keys import field_types
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import Actor, Fsdp, Model, ScoringModel
 from verl_memopt.data.batch import Ragged, RolloutBatch
-from verl_memopt.data.dataset import RawRow, read_rows
+from verl_memopt.data.sources import RawRow, read_rows
 from verl_memopt.distributed.device import join_process_group, leave_process_group, local_device, resolve_device, training_mesh
 from verl_memopt.errors import ConfigError, DataError
 from verl_memopt.memory.precision import Precision

@@ -1,0 +1,249 @@
+"""Rows that a Python program gives: a list, a dataset, a DataFrame, files, or objects that yield rows and may have no end."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from verl_memopt.config.schema import Data
+from verl_memopt.data.dataset import VALIDATION_SET
+from verl_memopt.data.plugin import users_code
+from verl_memopt.data.sources import HUB, read_source, still_reading
+from verl_memopt.errors import DataError
+from verl_memopt.observe.own_files import is_there
+
+IN_PYTHON = "python:dataset"
+"""``data.train_files`` of a run whose rows come from an object of the Python program that started it."""
+MOST_WITHOUT_LENGTH = 1_000_000
+"""Most rows that are read whole of an object that does not say how many it has, because it may have no end."""
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(@[\w.-]+)?")
+
+Item = tuple[str, Any]
+"""Address of a row, and its columns or the row itself."""
+
+
+def stream_of(dataset: Any, streams: Any) -> tuple[Any, PythonRows | None]:
+    """Return training rows to be read whole, or, as the second, those to be read as steps need them.
+
+    ``streams``: What the user says about it; None = rows without a length are a stream if a shuffle buffer does not hold them.
+    """
+    if not _yields_rows(dataset) or streams is False or (streams is None and length_of(dataset) is not None):
+        return dataset, None
+    rows = PythonRows(dataset, "dataset")
+    if streams is None:
+        way_out = f"streaming=True reads rows as steps need them, instead of up to {Data.shuffle_buffer_size:,} at the start"
+        with still_reading("dataset", lambda: rows.num_held, way_out):
+            held = rows.hold(Data.shuffle_buffer_size)
+        if len(held) < Data.shuffle_buffer_size:
+            return [columns for _, columns in held], None
+    return None, rows
+
+
+def _yields_rows(dataset: Any) -> bool:
+    """Return whether a dataset is an object that yields rows, or a function that returns one."""
+    of_files = isinstance(dataset, list | tuple) and bool(dataset) and all(isinstance(each, str | Path) for each in dataset)
+    is_other = isinstance(dataset, str | Path | Mapping) or of_files or _is_frame(dataset)
+    return not is_other and (hasattr(dataset, "__iter__") or callable(dataset))
+
+
+def _is_frame(dataset: Any) -> bool:
+    return hasattr(dataset, "to_dict") and hasattr(dataset, "columns")
+
+
+def length_of(dataset: Any) -> int | None:
+    """Return the number of rows that an object says it has; None if it says none."""
+    try:
+        return len(dataset)
+    except TypeError:  # it has no __len__, or one that is refused, as in loaders of what has none
+        return None
+
+
+def with_length(dataset: Any, name: str, most: int | None = None) -> Any:
+    """Return a dataset, as a list where it is an object without a length.
+
+    ``name``: The argument that gave it. ``most``: Only so many of its rows are wanted; None = all.
+
+    Raises:
+        DataError: It has more than :data:`MOST_WITHOUT_LENGTH` rows.
+    """
+    if not _yields_rows(dataset) or length_of(dataset) is not None:
+        return dataset
+    rows = PythonRows(dataset, name)
+    limit = MOST_WITHOUT_LENGTH + 1 if most is None or most < 0 else most
+    with still_reading(name, lambda: rows.num_held, "It is read whole"):
+        held = rows.hold(limit)
+    if len(held) > MOST_WITHOUT_LENGTH:
+        raise DataError(
+            f"{name}: it has no length, and more than {MOST_WITHOUT_LENGTH:,} rows, which are read whole. If it has an end, give "
+            "list(...) of it. If it has none: streaming=True reads training rows as steps need them, and val_max_samples=... "
+            "says how many held-out rows there are."
+        )
+    return [columns for _, columns in held]
+
+
+def write_rows(dataset: Any, path: Path, name: str) -> tuple[int | None, Any]:
+    """Return the number of rows (None: files hold them) and the files of a dataset. Rows of Python are written to ``path``.
+
+    ``name``: The argument that gave it.
+
+    Raises:
+        DataError: It is no dataset, it has no rows or more than it says, or a row cannot be written.
+    """
+    if isinstance(dataset, str | Path):
+        text = str(dataset)
+        is_hub = not is_there(text) and _HUB_ID.fullmatch(text) and not Path(text).suffix
+        return None, f"{HUB}{text}" if is_hub else text
+    if isinstance(dataset, list | tuple) and dataset and all(isinstance(each, str | Path) for each in dataset):
+        return None, [str(each) for each in dataset]
+    if _is_frame(dataset):
+        dataset = dataset.to_dict("records")
+    elif isinstance(dataset, Mapping):
+        raise DataError(
+            f"{name}: this is a dict with {', '.join(map(str, list(dataset)[:5]))}. Give one of its parts, or a list of rows."
+        )
+    dataset = with_length(dataset, name)
+    if not hasattr(dataset, "__iter__"):
+        raise DataError(
+            f"{name}: {type(dataset).__name__} is no dataset. Give a list of dicts, a Dataset, a DataFrame or a file."
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    length, number = len(dataset), 0
+    with path.open("w", encoding="utf-8") as file, still_reading(name, lambda: number, "They are written to a file"):
+        for number, row in enumerate(dataset, start=1):
+            if number > length:
+                raise DataError(
+                    f"{name}: __len__ of this {type(dataset).__name__} is {length}, but its iterator goes on. Correct it, or set "
+                    "streaming=True for training rows without an end."
+                )
+            file.write(json_row(f"{name}: row {number}", row) + "\n")
+    if number == 0:
+        raise DataError(f"{name}: there are no rows. Give at least one.")
+    return number, str(path)
+
+
+def held_out_files(dataset: Any, inputs: Path, most: int | None = None) -> Any:
+    """Return the files of held-out rows. Several datasets by name become one file, whose rows say their set.
+
+    ``most``: As in :func:`with_length`.
+    """
+    if not isinstance(dataset, Mapping) or hasattr(dataset, "columns"):
+        return write_rows(with_length(dataset, "eval_dataset", most), inputs / "eval.jsonl", "eval_dataset")[1]
+    rows = []
+    for set_name, each in dataset.items():
+        name = f"eval_dataset[{set_name!r}]"
+        files = write_rows(with_length(each, name, most), inputs / f"eval_{set_name}.jsonl", name)[1]
+        for _, row in read_source(files, "val", name):
+            rows.append({**row, "extra_info": {**(row.get("extra_info") or {}), VALIDATION_SET: str(set_name)}})
+    return write_rows(rows, inputs / "eval.jsonl", "eval_dataset")[1]
+
+
+class PythonRows:
+    """The rows of a Python object: an iterable, an iterator, or a callable without arguments that returns one.
+
+    Args:
+        given: The object. An iterable of transformers or datasets hears of the pass by ``set_epoch``, where it has that.
+        name: The argument or the key that gave it, for errors.
+        take: Returns the item of a row, from its address and what the object yielded.
+    """
+
+    def __init__(self, given: Any, name: str, take: Callable[[str, Any], Any] | None = None) -> None:
+        self.name, self.once = name, isinstance(given, Iterator)
+        self._given, self._take = given, take or plain_columns
+        self._held: list[Item] = []
+        self._ahead: Iterator[Item] | None = None
+        """The first pass, if it was begun by :meth:`hold`. It goes on after the rows that are held."""
+        self._is_spent = False
+
+    def hold(self, most: int) -> list[Item]:
+        """Return the first rows, ``most`` of them unless there are fewer, and keep them for the first pass."""
+        if self._ahead is None:
+            self._ahead, self._is_spent = self._pass(0), True
+        for item in islice(self._ahead, max(most - len(self._held), 0)):
+            self._held.append(item)
+        return self._held[:most]
+
+    @property
+    def num_held(self) -> int:
+        """How many rows were read ahead."""
+        return len(self._held)
+
+    def first(self) -> Item:
+        """Return the first row, and keep it for the first pass."""
+        with still_reading(self.name, lambda: 0, "This is its first row"):
+            held = self.hold(1)
+        if not held:
+            raise DataError(f"{self.name}: there are no rows. Give at least one.")
+        return held[0]
+
+    def rows(self, epoch: int) -> Iterator[Item]:
+        """Return the rows of a pass. What can be read once only has no further pass.
+
+        Raises:
+            DataError: The rows of such an object are asked for again.
+        """
+        ahead, held = self._ahead, self._held
+        self._ahead, self._held = None, []
+        if ahead is not None and (epoch == 0 or self.once):
+            return chain(held, ahead)
+        if self.once and epoch > 0:
+            return iter(())
+        if self.once and self._is_spent:
+            raise DataError(
+                f"{self.name}: an iterator can be read once only, and this one was. Give a new one, or a function that returns "
+                "one."
+            )
+        self._is_spent = True
+        return self._pass(epoch)
+
+    def _pass(self, epoch: int) -> Iterator[Item]:
+        given, end = self._given, object()
+        with users_code(self.name, DataError):
+            if hasattr(given, "set_epoch"):
+                given.set_epoch(epoch)
+            rows = iter(given if hasattr(given, "__iter__") else given())
+        number = 0
+        while True:
+            number += 1
+            with users_code(f"{self.name}: row {number}", DataError):
+                row = next(rows, end)
+            if row is end:
+                return
+            address = f"{self.name}: row {number}"
+            yield address, self._take(address, row)
+
+
+def plain_columns(address: str, row: Any) -> Any:
+    """Return a row of Python as it would come from a file."""
+    return json.loads(json_row(address, row))
+
+
+def json_row(address: str, row: Any) -> str:
+    """Return a row of Python as a line of a file.
+
+    Raises:
+        DataError: It is no dict, or a value cannot be written.
+    """
+    if not isinstance(row, Mapping):
+        raise DataError(f"{address} is {row!r:.100}, no dict. Give a dict with a prompt for each row.")
+    columns = {str(key): value for key, value in row.items()}
+    try:
+        return json.dumps(columns, default=_plain)
+    except (TypeError, ValueError):
+        for column, value in columns.items():
+            try:
+                json.dumps(value, default=_plain)
+            except (TypeError, ValueError) as problem:
+                raise DataError(f"{address}: the column {column!r} cannot be kept ({problem}). Remove it.") from problem
+        raise
+
+
+def _plain(value: Any) -> Any:
+    """Return numbers of numpy, arrays and dates as JSON has them."""
+    for method in ("tolist", "isoformat"):
+        if hasattr(value, method):
+            return getattr(value, method)()
+    raise TypeError(f"a {type(value).__name__} is neither text nor number")
