@@ -4,6 +4,7 @@ import psutil
 import pytest
 
 from tests.end_to_end.runs import survivors, train_here
+from verl_memopt.observe.own_files import MARK
 
 EXIT_CODES = {"ConfigError": 2, "DataError": 2, "RewardError": 1}
 LOG_LINE = re.compile(r"\d\d:\d\d:\d\d driver (INFO|WARNING) ")
@@ -23,7 +24,8 @@ def here(toy, tmp_path):
 def refused(here, tmp_path, capsys):
     """Trains in this process with settings that must not train, and gives the one message with which that ends.
 
-    leaves: what may be in the run folder then; nothing, where the mistake shows before a worker starts.
+    leaves: what may be in the run folder then, beside the mark that it is ours; nothing, where the mistake shows before a worker
+    starts.
     """
 
     def run(*overrides, kind="ConfigError", leaves=()):
@@ -38,7 +40,7 @@ def refused(here, tmp_path, capsys):
         assert found, shown.err
         assert all(LOG_LINE.match(line) for line in said.splitlines()), "notes may precede it, nothing else"
         assert "/verl_memopt/" not in message, "a traceback of ours is of no use to the user"
-        assert sorted(path.name for path in (tmp_path / "run").glob("*")) == sorted(leaves)
+        assert sorted(path.name for path in (tmp_path / "run").glob("*")) == sorted([*leaves, MARK] if leaves else [])
         assert not survivors(set(psutil.Process().children(recursive=True)) - others)
         return message
 

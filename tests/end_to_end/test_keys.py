@@ -106,6 +106,7 @@ def runs(toy, folder):
     other = [
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16", "actor_rollout_ref.actor.shuffle=true",
         "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm", "actor_rollout_ref.actor.entropy_coeff=0.001",
+        "actor_rollout_ref.actor.entropy_ctrl.target=0.5",
         "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine", "algorithm.kl_ctrl.type=adaptive",
         "actor_rollout_ref.actor.optim.state_dtype=int8", "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true",
         "algorithm.use_kl_in_reward=true", "data.train_max_samples=8", "trainer.total_epochs=1",

@@ -326,7 +326,7 @@ def _reward_models(
     longest = reward_model.max_length or data.max_prompt_length + data.max_response_length
     found = {}
     for name, path in {"": reward_model.model.path, **reward_model.further_models}.items():
-        model = replace(reward_model.model, path=path)
+        model = replace(reward_model.model, path=path) if name else reward_model.model
         scorer = find_reward_model(model, roles.model, environment.tokenizer, longest, roles.actor)
         conversations = Conversations(scorer.tokenizer, reward_model.max_length)
         for dataset in datasets:
