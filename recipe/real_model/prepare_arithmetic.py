@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_memopt.data.sources import math_row, write_parquet
+from verl_memopt.errors import UserError
 
 DATA_SOURCE = "recipe/arithmetic"
 INSTRUCTION = "Reply with the equation only."
@@ -42,12 +43,15 @@ def as_row(question: str, answer: int, split: str, index: int) -> dict[str, Any]
 
 
 def main() -> None:
-    """Reads the command line and writes both files."""
+    """Reads the command line and writes both files; ends with 2 where they cannot be written."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", help="folder for the two files")
     parser.add_argument("--seed", type=int, default=0, help="decides which numbers are held out (default: %(default)s)")
     arguments = parser.parse_args()
-    prepare_arithmetic(arguments.out, arguments.seed)
+    try:
+        prepare_arithmetic(arguments.out, arguments.seed)
+    except UserError as problem:
+        parser.exit(problem.exit_code, f"{problem}\n")
 
 
 if __name__ == "__main__":

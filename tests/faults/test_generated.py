@@ -26,6 +26,7 @@ from verl_memopt.errors import RewardError, UserError
 from verl_memopt.model.folder import load_tokenizer
 from verl_memopt.model.packing_check import check_architecture
 from verl_memopt.observe.charts import finish_summary
+from verl_memopt.observe.own_files import MARK
 from verl_memopt.observe.run_folder import RunFolder, open_run_folder
 from verl_memopt.rewards.scorer import load_reward_function
 from verl_memopt.run.checkpoints import CheckpointStore, check_folder
@@ -69,8 +70,8 @@ def run_code(path, chance, canary):
 
 
 DAMAGES = (flip, truncate, zero, vanish, replace, link, run_code)
-WITHOUT_CONTENTS = ("proven",)
-"""Files whose name says everything: the manifest of their checkpoint does not list them."""
+WITHOUT_CONTENTS = ("proven", MARK)
+"""Files whose name says everything: nothing reads what is in them."""
 OF_OTHERS = ("tensorboard", "reward_logs", "console.log")
 """What another program writes, or what is for people: nobody here reads it."""
 
