@@ -169,10 +169,10 @@ def _plain(value: Any, form: Any, place: str) -> Any:
     if form is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST:
         return float(value)
     if isinstance(value, bool) and form is not bool:
-        raise RecordError(f"{place or 'it'}: expected {NAMES[form]}, and it is true or false")
+        raise RecordError(f"{_at(place)}expected {NAMES[form]}, and it is true or false")
     _typed(value, form, NAMES[form], place)
     if form is int and abs(value) > LARGEST:
-        raise RecordError(f"{place or 'it'}: the number is too large")
+        raise RecordError(f"{_at(place)}the number is too large")
     return value
 
 
@@ -181,13 +181,17 @@ NAMES: Mapping[Any, str] = {bool: "true or false", int: "a whole number", float:
 
 def _typed(value: Any, kind: Any, name: str, place: str) -> Any:
     if not isinstance(value, kind):
-        raise RecordError(f"{place or 'it'}: expected {name}, and it is {_shown(value)}")
+        raise RecordError(f"{_at(place)}expected {name}, and it is {_shown(value)}")
     return value
 
 
 def _key(name: Any, place: str) -> str:
     key: str = _typed(name, str, "a text as a name", place)
     return key
+
+
+def _at(place: str) -> str:
+    return f"{place}: " if place else ""
 
 
 def _below(place: str, name: Any) -> str:

@@ -181,7 +181,9 @@ def compose_mapping(
             if Path(text).is_file():
                 mend = _as_file(text)
             problems.append(Problem((), f"{shown(text)}: {_one_line(error)}. {mend}"))
-        except (ConfigError, ValueError) as error:  # a number with more digits than Python reads is one
+        except ConfigError as error:
+            problems.append(Problem((), f"{text:.200}: {error}"))
+        except ValueError as error:  # a number with more digits than Python reads is one
             problems.append(Problem((), f"{text:.200}: {error!s:.200}"))
         else:
             # Written once without the user's own plus signs, so that a key works whether or not a file already sets it.
