@@ -51,6 +51,9 @@ def test_what_a_run_wrote_and_what_has_another_name_is_no_obstacle(tmp_path):
 
 def test_a_checkpoint_that_was_copied_into_a_new_folder_is_one(tmp_path):
     (tmp_path / "global_step_3").mkdir()
+    (tmp_path / "global_step_3" / "notes.md").write_text("mine")
+    with pytest.raises(ConfigError, match=r"global_step_3"):
+        refuse_what_is_not_ours(tmp_path)
     (tmp_path / "global_step_3" / "meta.json").write_text("{}")
     refuse_what_is_not_ours(tmp_path)
 

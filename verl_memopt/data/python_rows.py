@@ -27,9 +27,15 @@ Item = tuple[str, Any]
 
 
 def stream_of(dataset: Any, streams: Any) -> tuple[Any, PythonRows | None]:
-    """Return training rows to be read whole, or, as the second, those to be read as steps need them.
+    """Decide how training rows are read.
 
-    ``streams``: What the user says about it; None = rows without a length are a stream if a shuffle buffer does not hold them.
+    Args:
+        dataset: What the user gave.
+        streams: ``data.streaming`` as the user gave it. None: rows without a length are a stream if a shuffle buffer does not
+            hold them.
+
+    Returns:
+        The rows to read whole and None, or None and the rows to read as steps need them.
     """
     if not _yields_rows(dataset) or streams is False or (streams is None and length_of(dataset) is not None):
         return dataset, None
@@ -63,9 +69,9 @@ def length_of(dataset: Any) -> int | None:
 
 
 def with_length(dataset: Any, name: str, most: int | None = None) -> Any:
-    """Return a dataset, as a list where it is an object without a length.
+    """Return a dataset; one without a length is read into a list.
 
-    ``name``: The argument that gave it. ``most``: Only so many of its rows are wanted; None = all.
+    ``name``: The argument that gave it. ``most``: How many of its rows are wanted at most; None = all.
 
     Raises:
         DataError: It has more than :data:`MOST_WITHOUT_LENGTH` rows.
