@@ -2,7 +2,7 @@ from typing import get_args
 
 import pytest
 
-from verl_memopt.config.debug_modes import MODES, REPLAYING, of_mode
+from verl_memopt.config.debug_modes import MODES, REPLAYING, mode_settings
 from verl_memopt.config.keys import leaf_types
 from verl_memopt.config.loader import PACKAGED, load_settings
 from verl_memopt.errors import ConfigError
@@ -30,7 +30,7 @@ def test_the_file_of_a_mode_sets_it_and_replaying_follows_it(name):
 
 
 def test_modes_decide_keys_that_exist():
-    assert {key for name in MODES for key in of_mode(name)} <= set(leaf_types())
+    assert {key for name in MODES for key in mode_settings(name)} <= set(leaf_types())
 
 
 @pytest.mark.parametrize(

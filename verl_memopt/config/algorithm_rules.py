@@ -69,8 +69,8 @@ def _losses() -> Iterator[Refusal]:
         "the entropies come from a pass that bypass mode leaves out",
     )
     yield refused({quantile: other_than(1.0), bypass: True}, entropies, f"Set {quantile}=1.0, or {bypass}=false.")
-    least, most = (f"{_ACTOR}.entropy_ctrl.{name}" for name in ("min", "max"))
-    yield Refusal((least, most), _has_no_weight, "the smallest weight is above the largest", f"Lower {least}.")
+    lowest, highest = (f"{_ACTOR}.entropy_ctrl.{name}" for name in ("min", "max"))
+    yield Refusal((lowest, highest), _has_no_weight, "the smallest weight is above the largest", f"Lower {lowest}.")
     endless = "no response ends by itself, so nothing would be learned"
     yield refused({mask: True, f"{_ROLLOUT}.ignore_eos": True}, endless, f"Set {mask}=false.")
 
@@ -143,8 +143,8 @@ def _critic_rules() -> Iterator[Refusal]:
 
 def _unused_critic() -> Iterator[UnusedKey]:
     yield UnusedKey(_ENABLE, lambda settings: bool(settings.critic.enable) and _without_critic(settings), _NO_CRITIC)
-    of_critic = (key for key in leaf_types() if key.startswith("critic.") and key != _ENABLE)
-    for key in (*of_critic, _WARMUP, _KEPT):
+    critic_keys = (key for key in leaf_types() if key.startswith("critic.") and key != _ENABLE)
+    for key in (*critic_keys, _WARMUP, _KEPT):
         yield UnusedKey(key, _without_critic, _NO_CRITIC)
 
 
@@ -181,12 +181,11 @@ _READ = ("temperature", "n", "skip_rollout", "name", "mode", "seed", "do_sample"
 
 
 def is_supervised(settings: Settings) -> bool:
-    """Return whether the run learns the responses of the dataset."""
     return settings.algorithm.adv_estimator == SFT
 
 
 def _brings_no_dataset(settings: Settings) -> bool:
-    """Return whether no recipe brings the dataset. A recipe is switched on by the same key as a reward model."""
+    # A recipe brings its own dataset, and the key that switches it on is the one that switches on a reward model.
     return settings.reward_model.reward_manager not in RECIPES
 
 
@@ -235,9 +234,10 @@ REJECTIONS = (
 
 
 def importance_bounds(threshold: float | str) -> tuple[float | None, float]:
-    """Return the lower bound, or None, and the upper bound that ``rollout_is_threshold`` spells.
+    """Parse ``rollout_is_threshold`` into a lower bound, None if there is none, and an upper bound.
 
-    A ConfigError names a bound that cannot be read.
+    Raises:
+        ConfigError: A bound cannot be read.
     """
     bounds = _numbers(threshold)
     if len(bounds) not in (1, 2) or bounds[0] > bounds[-1]:
@@ -248,11 +248,17 @@ def importance_bounds(threshold: float | str) -> tuple[float | None, float]:
 
 
 def rejection_bounds(names: str, threshold: float | str | None) -> dict[str, tuple[float, float]]:
-    """Return the lower and the upper bound of each rejection, in the units of its divergence.
+    """Parse the lower and the upper bound of each rejection, in the units of its divergence.
 
-    k1 reads ``lower_upper`` as bounds of a ratio, and one number as an upper bound whose reciprocal is the lower one. k2 and k3
-    read one number; their lower bound is minus infinity. ``names`` are separated by commas; there is one ``threshold`` for each,
-    or one for all. A ConfigError names what cannot be read.
+    k1 reads ``lower_upper`` as bounds of a ratio, or one number as an upper bound whose reciprocal is the lower bound. k2 and k3
+    read one number; their lower bound is minus infinity.
+
+    Args:
+        names: Rejections, separated by commas.
+        threshold: One threshold for all of them, or one for each, separated by commas.
+
+    Raises:
+        ConfigError: A name or a threshold cannot be read.
     """
     rejections = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
     unknown = [name for name in rejections if name not in REJECTIONS]
@@ -269,7 +275,7 @@ def rejection_bounds(names: str, threshold: float | str | None) -> dict[str, tup
 
 
 def _numbers(text: float | str) -> list[float]:
-    """Return the numbers of a text, separated by underscores; none if one of them is not above 0 or not finite."""
+    # The empty list stands for a text that has a part that is no finite number above 0.
     try:
         numbers = [float(part) for part in str(text).split("_")]
     except ValueError:
@@ -295,15 +301,15 @@ def _bounds(name: str, spec: str) -> tuple[float, float]:
 _WEIGHTS, _WEIGHTS_BOUND = f"{KEY}.rollout_is", f"{KEY}.rollout_is_threshold"
 _REJECTION, _REJECTION_BOUND = f"{KEY}.rollout_rs", f"{KEY}.rollout_rs_threshold"
 _BYPASS, _BYPASS_LOSS = f"{KEY}.bypass_mode", f"{KEY}.loss_type"
-_SWITCHED = tuple((f"{_ACTOR}.{each.key}", with_input(each.name), each.help) for each in STATISTICS.values() if each.key)
+_SWITCHED = tuple((f"{_ACTOR}.{row.key}", with_input(row.name), row.help) for row in STATISTICS.values() if row.key)
 """Key, the estimators that require it, and what it makes a pass compute."""
 
 
 def _fault(read: Callable[..., Any], *values: Any) -> str | None:
-    """Return what is wrong with the text of a setting, without its address; None if it can be read."""
     try:
         read(*values)
     except ConfigError as error:
+        # The address is cut off, because the rule that reports the fault writes its own.
         return str(error).partition(": ")[2].rstrip(".")
     return None
 

@@ -25,7 +25,7 @@ _MODELS = {f"{_AR}.actor": f"{_AR}.model", "critic": "critic.model"}
 """Section of a trained role -> section of its model."""
 _FSDP = {f"{_AR}.actor": f"{_AR}.actor.fsdp_config", f"{_AR}.ref": f"{_AR}.ref.fsdp_config", "critic": "critic.model.fsdp_config"}
 """Section of a role -> section of its sharding."""
-_OF_REWARD = "reward_model.model.fsdp_config"
+_REWARD_FSDP = "reward_model.model.fsdp_config"
 _ATTENTION = "attn_implementation"
 
 RENAMED = {
@@ -69,9 +69,9 @@ RENAMED = {
             "lora.adapter_path": "lora_adapter_path",
         }.items()
     },
-    "reward_model.ulysses_sequence_parallel_size": f"{_OF_REWARD}.ulysses_sequence_parallel_size",
-    f"{_OF_REWARD}.strategy": "reward_model.strategy",
-    f"{_OF_REWARD}.mixed_precision.param_dtype": f"{_OF_REWARD}.dtype",
+    "reward_model.ulysses_sequence_parallel_size": f"{_REWARD_FSDP}.ulysses_sequence_parallel_size",
+    f"{_REWARD_FSDP}.strategy": "reward_model.strategy",
+    f"{_REWARD_FSDP}.mixed_precision.param_dtype": f"{_REWARD_FSDP}.dtype",
     "reward.reward_model.model_path": "reward_model.model.path",
     "reward.num_workers": "reward_model.num_workers",
     "reward.reward_manager.name": "reward_model.reward_manager",
@@ -135,7 +135,7 @@ VALUES = {
     f"{_AR}.rollout.dtype": _PRECISIONS | {"float16": "fp16", "half": "fp16"},
     **{
         f"{fsdp}.{key}": _PRECISIONS
-        for fsdp in (*_FSDP.values(), _OF_REWARD)
+        for fsdp in (*_FSDP.values(), _REWARD_FSDP)
         for key in ("model_dtype", "dtype", "mixed_precision.reduce_dtype")
     },
 }
@@ -143,7 +143,7 @@ VALUES = {
 
 
 def translate(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the given settings under our names and with our values, and what is wrong with them.
+    """Rename the given keys to ours and convert their values; return them with the problems that were found.
 
     A key without effect here is left out, with a warning.
     """
@@ -181,17 +181,17 @@ def translate(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def our_key(key: str) -> str:
-    """Return our name for a key: the key itself where it is no other spelling."""
     if key in RENAMED:
         return RENAMED[key]
     for section, ours in RENAMED_SECTIONS.items():
         if key.startswith(section):
+            # The new section may itself have been renamed, so the key is looked up again.
             return our_key(ours + key.removeprefix(section))
     return key
 
 
 def _without_attention(key: str, overrides: Any) -> dict[str, Any]:
-    """Return ``override_config`` and an attention implementation taken out of it as two keys; {} where there is none."""
+    # verl writes the attention implementation inside of ``override_config``, and here it is a key of its own.
     if not isinstance(overrides, Mapping) or _ATTENTION not in overrides:
         return {}
     others = {name: value for name, value in overrides.items() if name != _ATTENTION}
@@ -236,21 +236,21 @@ def _per_device(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
 
 
 def _devices_of(section: str, flat: Mapping[str, Any]) -> int | None:
-    """Return the devices of a role, of its own or the trainer's; None where their numbers are none."""
     where = section if flat.get(f"{section}.enable_resource_pool") is True else "trainer"
     counts = [flat.get(f"{where}.{count}", getattr(Trainer, count)) for count in POOL]
+    # A count of a wrong type is reported elsewhere.
     return counts[0] * counts[1] if all(map(is_count, counts)) else None
 
 
 def _at_most_all(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
-    """Read a shard group of more devices than there are as one of all of them, as verl does."""
+    # Read a shard group with more devices than there are as one group of all devices, as verl does.
     name = our_key(key)
     devices = _devices_of(name.partition(".")[0], flat)
     return name, -1 if devices is not None and is_count(value) and value > devices else value, []
 
 
 def is_count(value: Any) -> bool:
-    """Return whether a value is a whole number above 0."""
+    # True is an int in Python, and no count.
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
@@ -259,17 +259,17 @@ def _whole_batch(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
 
 
 def _never(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
-    """Read false as -1: verl asks only whether the number is above 0."""
+    # Read false as -1, because verl only asks whether the number is above 0.
     return key, -1 if value is False else value, []
 
 
 def _unless_null(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
-    """Read null as not written."""
+    # Read null as a key that is not set: the caller drops it.
     return our_key(key), value, []
 
 
 def _threshold(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
-    """Read null as not written where nothing has importance weights."""
+    # Read null as a key that is not set, if there are no importance weights.
     if value is None and flat.get(f"{KEY}.rollout_is") is not None:
         what = "importance weights need a threshold"
         return key, None, [problem({key: value}, what, "Give a number, or two as low_high.")]
@@ -277,15 +277,15 @@ def _threshold(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
 
 
 def _lora_number(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
-    """Read 0 as not written where there are no adapters, or where the folder of trained ones says the number."""
+    # Read 0 as a key that is not set, if there are no adapters or the folder of trained adapters has the number.
     name = our_key(key)
     model = name.rpartition(".")[0]
-    given = {our_key(each): other for each, other in flat.items() if our_key(each).startswith(f"{model}.lora_")}
-    of_folder, rank = given.get(f"{model}.lora_adapter_path") is not None, given.get(f"{model}.lora_rank")
-    is_open = of_folder and not rank if name.endswith("rank") else not rank
+    given = {our_key(spelling): number for spelling, number in flat.items() if our_key(spelling).startswith(f"{model}.lora_")}
+    has_folder, rank = given.get(f"{model}.lora_adapter_path") is not None, given.get(f"{model}.lora_rank")
+    is_open = has_folder and not rank if name.endswith("rank") else not rank
     if value not in (0, None) or isinstance(value, bool) or not is_open:
         return name, value, []
-    logger.info("%s=%s asks for nothing: %s", key, shown(value), "the adapters' folder decides" if of_folder else "no adapters")
+    logger.info("%s=%s asks for nothing: %s", key, shown(value), "the adapters' folder decides" if has_folder else "no adapters")
     return name, None, []
 
 
@@ -301,7 +301,7 @@ _MEANINGS: dict[str, Callable[[str, Any, Mapping[str, Any]], _Meaning]] = {
     **dict.fromkeys(GLOBAL_MICRO_BATCHES, _per_device),
     REMOVE_PREVIOUS: _keep_one,
     MINI_BATCH: _whole_batch,
-    **{f"{fsdp}.fsdp_size": _at_most_all for fsdp in (*_FSDP.values(), _OF_REWARD)},
+    **{f"{fsdp}.fsdp_size": _at_most_all for fsdp in (*_FSDP.values(), _REWARD_FSDP)},
     **dict.fromkeys(("trainer.test_freq", "trainer.save_freq"), _never),
     "custom_reward_function.name": _unless_null,
     f"{KEY}.rollout_is_threshold": _threshold,
@@ -354,9 +354,9 @@ PRESETS: dict[str, RolloutCorrection] = {
 
 
 def with_preset(written: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the given settings with a preset's values in the place of its name, and what is wrong with the name.
+    """Replace the name of a preset by the preset's values; return the settings with the problems that were found.
 
-    Keys of the section that are given beside the name keep their own values. Null is no preset.
+    Keys of the section that are given besides the name keep their own values. Null means no preset.
     """
     settings = {key: value for key, value in written.items() if key not in (KEY, PRESET)}
     names = {key: written[key] for key in (KEY, PRESET) if written.get(key) is not None}

@@ -63,11 +63,11 @@ ENGINE_NAMES = {
 
 
 class WrongKeyError(Exception):
-    """A rule reads a key that is wrong by itself."""
+    """A rule has read a key whose own value is wrong, so it cannot be decided."""
 
 
 def without_wrong(settings: Settings, wrong: Set[str]) -> Settings:
-    """Return the settings as rules may read them: a key that is wrong by itself raises WrongKeyError."""
+    """Return the settings as rules may read them: reading a key in ``wrong`` raises :class:`WrongKeyError`."""
 
     def address(key: str) -> str:
         if key in wrong:
@@ -78,16 +78,20 @@ def without_wrong(settings: Settings, wrong: Set[str]) -> Settings:
 
 
 def check(settings: Settings, values: Mapping[str, Any], user_keys: frozenset[str], wrong: set[str]) -> list[Problem]:
-    """Return what is wrong with the settings, all at once, and log a warning for each given key that has no effect.
+    """Find all problems of the settings at once, and log a warning for each given key that has no effect.
 
     A value that is wrong by itself is reported alone: no rule about several keys looks at it.
 
-    ``settings``: typed, with the default of each key whose value is of a wrong type.
+    Args:
+        settings: Typed settings, with the default of each key whose value is of a wrong type.
+        values: Key -> value of every key.
+        user_keys: Keys that the user wrote.
+        wrong: Keys that already have a problem.
     """
     wrong = followers_of(wrong)
-    problems = [each for each in check_values(values) if wrong.isdisjoint(each.keys)]
+    problems = [found for found in check_values(values) if wrong.isdisjoint(found.keys)]
     # A key that follows a wrong key has a wrong value too, and a rule about it would name a mistake that nobody made.
-    wrong = wrong | followers_of(key for each in problems for key in each.keys)
+    wrong = wrong | followers_of(key for found in problems for key in found.keys)
     readable, warned = without_wrong(settings, wrong), set[str]()
     if_not_given = leaf_values(Settings()) | {key: values[target] for key, target in LINKS.items()}
     for unused in (*WITHOUT_CRITIC.values(), *WITHOUT_REWARD_MODEL.values(), *WITHOUT_ENGINE.values(), *UNUSED_KEYS.values()):
@@ -102,7 +106,7 @@ def check(settings: Settings, values: Mapping[str, Any], user_keys: frozenset[st
                 if rule.when(readable):
                     address = {key: values[key] for key in rule.keys}
                     problems.append(problem(address, rule.reason_for(readable), rule.way_out_for(readable)))
-    return problems + [each for each in _set_twice(values[_ENGINE_ARGUMENTS]) if wrong.isdisjoint(each.keys)]
+    return problems + [found for found in _set_twice(values[_ENGINE_ARGUMENTS]) if wrong.isdisjoint(found.keys)]
 
 
 def _set_twice(arguments: Mapping[str, Any]) -> Iterator[Problem]:
@@ -128,7 +132,7 @@ def _is_no_folder_name(name: str) -> bool:
 
 
 def _files() -> Iterator[Refusal]:
-    """Yield the rules of paths and names. Names become folders and must not lead anywhere else."""
+    # Names become folders, so they must not lead anywhere else.
     folder = "this is one part of the run folder's path, and cannot be empty, a dot, or hold a slash"
     plain = "Give a plain name; trainer.default_local_dir sets the run folder itself."
     for key in ("trainer.project_name", "trainer.experiment_name"):
@@ -200,9 +204,8 @@ def _best_checkpoint() -> Iterator[Refusal]:
     )
 
 
-def _is_half(one: str, other: str, settings: Settings) -> bool:
-    """Return whether one of two keys is set without the other."""
-    return (value_at(settings, one) is None) != (value_at(settings, other) is None)
+def _is_half(key: str, other: str, settings: Settings) -> bool:
+    return (value_at(settings, key) is None) != (value_at(settings, other) is None)
 
 
 def _engine_tokens(settings: Settings) -> int:

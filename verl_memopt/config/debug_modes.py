@@ -41,7 +41,7 @@ class DebugMode:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the mode is a training run: it validates, and saves and keeps checkpoints."""
+        """Whether the mode is a whole training run: it validates, saves, and keeps checkpoints."""
         return self.reads_data and self.updates
 
 
@@ -65,7 +65,7 @@ DATA_KEYS = ("data.train_files", "data.val_files")
 """Required keys that a mode without data does not need."""
 
 
-def of_mode(mode: str) -> dict[str, Any]:
+def mode_settings(mode: str) -> dict[str, Any]:
     """Return dotted key -> value of the settings that a mode decides."""
     if mode in NOT_WHOLE:
         off = {"data.val_files": None, "trainer.val_before_train": False, "trainer.save_freq": -1, "trainer.test_freq": -1}
@@ -81,7 +81,6 @@ def of_mode(mode: str) -> dict[str, Any]:
 
 
 def debug_rules() -> Iterator[Refusal]:
-    """Yield what a debug mode, or a replay, cannot be combined with."""
     skip, estimator, groups = f"{_ROLLOUT}.skip_rollout", "algorithm.adv_estimator", "algorithm.filter_groups.enable"
     no_greedy, remove, off = WITH_GREEDY_RESPONSES.__contains__, f"Remove {skip}.", operator.not_
     yield refused(

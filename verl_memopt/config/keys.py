@@ -19,7 +19,7 @@ Section = TypeVar("Section")
 
 @cache
 def field_types(section: type, annotated: bool = False) -> dict[str, Any]:
-    """Return field name -> resolved type of one section class: its own fields, then those of its knobs if it has any.
+    """Map each field of a section class to its resolved type: first its own fields, then those of its knobs.
 
     ``annotated``: keep ``Annotated`` with its ranges.
     """
@@ -31,7 +31,7 @@ def field_types(section: type, annotated: bool = False) -> dict[str, Any]:
 
 
 def walk(section: type = Settings, prefix: str = "", annotated: bool = False) -> Iterator[tuple[str, Any]]:
-    """Yield every (dotted key, type) below a section, sections before their own keys."""
+    """Yield every (dotted key, type) below a section. A section comes before its own keys."""
     for name, kind in field_types(section, annotated).items():
         yield prefix + name, kind
         if dataclasses.is_dataclass(kind):
@@ -41,19 +41,16 @@ def walk(section: type = Settings, prefix: str = "", annotated: bool = False) ->
 
 @cache
 def all_keys() -> tuple[tuple[str, Any], ...]:
-    """Return every (dotted key, type) of the settings, sections before their own keys."""
     return tuple(walk())
 
 
 @cache
 def leaf_types() -> dict[str, Any]:
-    """Return dotted key -> type of every key that holds a value, in the order of the schema."""
     return {key: kind for key, kind in all_keys() if not dataclasses.is_dataclass(kind)}
 
 
 @cache
 def section_keys() -> frozenset[str]:
-    """Return the dotted keys that hold further keys."""
     return frozenset(key for key, kind in all_keys() if dataclasses.is_dataclass(kind))
 
 
@@ -62,17 +59,14 @@ MAIN = ("actor_rollout_ref.model.", "actor_rollout_ref.actor.", "data.", "traine
 
 
 def leaf_values(settings: Settings) -> dict[str, Any]:
-    """Return dotted key -> value of every key that holds a value."""
     return dict(zip(leaf_types(), attrgetter(*leaf_types())(settings), strict=True))
 
 
 def value_at(settings: Any, key: str) -> Any:
-    """Return the value under a dotted key."""
     return attrgetter(key)(settings)
 
 
 def replaced(section: Section, values: Mapping[str, Any]) -> Section:
-    """Return a copy of a section in which the given dotted keys hold new values."""
     own: dict[str, Any] = {}
     below: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
@@ -86,9 +80,9 @@ def replaced(section: Section, values: Mapping[str, Any]) -> Section:
 
 
 def flatten(tree: Mapping[str, Any], name_of: Callable[[str], str] = str, prefix: str = "") -> dict[str, Any]:
-    """Return dotted key -> value of a nested mapping; open mappings of the schema stay whole, empty sections vanish.
+    """Map dotted keys to the values of a nested mapping. Mappings of the schema stay whole; empty sections vanish.
 
-    ``name_of`` gives the schema's name for a dotted key that is spelled in another way.
+    ``name_of``: maps another spelling of a dotted key to the schema's key.
     """
     flat: dict[str, Any] = {}
     for name, value in tree.items():
@@ -107,20 +101,18 @@ def flatten(tree: Mapping[str, Any], name_of: Callable[[str], str] = str, prefix
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: the keys it is about, and the sentence the user reads."""
+    """One mistake in the settings: the keys that it is about, and the sentence that the user reads."""
 
     keys: tuple[str, ...]
     text: str
 
 
 def problem(values: dict[str, Any], what: str, way_out: str) -> Problem:
-    """Return a problem whose text opens with ``key=value`` for every key it is about."""
     address = ", ".join(f"{key}={shown(value)}" for key, value in values.items())
     return Problem(tuple(values), f"{address}: {what}. {way_out}".rstrip())
 
 
 def shown(value: Any) -> str:
-    """Return the value as it would be written in YAML or on the command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -131,8 +123,8 @@ def shown(value: Any) -> str:
 
 
 def raise_together(problems: Iterable[Problem]) -> None:
-    """Raise one ConfigError with a line for each problem; do nothing when there is none."""
-    lines = list(dict.fromkeys(each.text for each in problems))
+    """Raise one ConfigError with a line for each problem. Without problems, return."""
+    lines = list(dict.fromkeys(found.text for found in problems))
     if len(lines) == 1:
         raise ConfigError(lines[0])
     if lines:
@@ -146,12 +138,12 @@ Ask = Callable[[Any], bool]
 
 
 def other_than(*values: Any) -> Ask:
-    """Return the question whether a value is none of some."""
+    """Return a predicate that is true for any value but these."""
     return lambda value: value not in values
 
 
 def above(limit: float) -> Ask:
-    """Return the question whether a number is above a limit. Null is not."""
+    """Return a predicate that is true above a limit. It is false for null."""
     return lambda value: value is not None and value > limit
 
 
@@ -161,10 +153,14 @@ IS_SET = other_than(None)
 def refused(
     where: Mapping[str, Any], because: str, way_out: str | Sentence, given: Predicate | None = None, here: Sentence | None = None
 ) -> Refusal:
-    """Return the rule that some values cannot stand together.
+    """Return the rule that refuses a combination of values.
 
-    All of ``where`` (dotted key -> its value, or a question about it) must hold, and ``given`` too. ``because``, ``way_out``,
-    ``here``: as in :class:`Refusal`.
+    Args:
+        where: Dotted key -> the value that it must have for the rule to hold, or a predicate of it. All must hold.
+        because: See :class:`Refusal`, as for ``way_out`` and ``here``.
+        way_out: What the user can do.
+        given: A further condition.
+        here: See :class:`Refusal`.
     """
     assert leaf_types().keys() >= where.keys(), where
 
@@ -178,11 +174,11 @@ def refused(
 
 
 def idle(switch: str, off: Any, *keys: str) -> Iterator[UnusedKey]:
-    """Yield the rules of keys that have no effect while a switch has one value."""
+    """Yield the rules of keys that have no effect while ``switch`` has the value ``off``."""
     for key in keys:
         yield UnusedKey(key, lambda settings: value_at(settings, switch) == off, f"{switch} is {shown(off)}")
 
 
 def belongs(key: str, choice: str, owners: tuple[str, ...], because: str) -> UnusedKey:
-    """Return the rule of a key that has an effect only where a choice is one of its owners, or a function of the user's own."""
+    """Return the rule of a key that has an effect only if ``choice`` is one of its owners, or a function of the user's own."""
     return UnusedKey(key, lambda settings: value_at(settings, choice) not in (*owners, CUSTOM), because)

@@ -68,23 +68,26 @@ def load_settings(
     quiet: Set[str] = frozenset(),
     values: Mapping[str, Any] = MappingProxyType({}),
 ) -> Settings:
-    """Return the settings of a named config with overrides on top, typed, linked and checked.
+    """Compose a named config with overrides on top, and return typed, linked and checked settings.
 
-    ``config_dir``: a recipe's folder; its files may name the packaged configs in their ``defaults`` list. ``quiet``: Names whose
-    reading is not logged. ``values``: key -> plain value, which counts as written on the command line, and is never read as text.
+    Args:
+        config_name: Name of the YAML file, with or without ``.yaml``.
+        overrides: ``key=value`` lines, as on the command line.
+        config_dir: A recipe's folder; its files may name the packaged configs in their ``defaults`` list.
+        quiet: Names whose reading is not logged.
+        values: Key -> plain value. They count as written on the command line, and are never parsed as text.
 
     Raises:
-        ConfigError: one, that lists everything wrong, before anything is started.
+        ConfigError: Lists everything that is wrong, before anything is started.
     """
     groups, values = _with_groups(values, _folder(config_name, config_dir))
     overrides = [with_quotes(line) for line in _without_blanks([*overrides, *groups])]
     composed, presets = compose_mapping(config_name, overrides, config_dir, values)
-    of_presets = {key for group, name in presets.items() for key in _kept(group, name, composed)}
-    return settings_from_mapping(composed, of_presets, _written(overrides, values, config_name, config_dir), quiet)
+    preset_keys = {key for group, name in presets.items() for key in _kept(group, name, composed)}
+    return settings_from_mapping(composed, preset_keys, _written(overrides, values, config_name, config_dir), quiet)
 
 
 def _with_groups(values: Mapping[str, Any], folder: Path) -> tuple[list[str], dict[str, Any]]:
-    """Return the overrides that choose a file of a group, such as ``debug``, and the other values."""
     groups = _groups(PACKAGED) | _groups(folder)
     own = {key.lstrip("+"): value for key, value in values.items()}
     named = {key: value for key, value in own.items() if key in groups and isinstance(value, str | list)}
@@ -94,66 +97,73 @@ def _with_groups(values: Mapping[str, Any], folder: Path) -> tuple[list[str], di
 
 
 def _written(overrides: list[str], values: Mapping[str, Any], config_name: str, config_dir: str | None) -> KeySources:
-    """Return the keys that the user wrote on the command line, and those of the config file itself."""
     parsed = [OverridesParser.create().parse_override(line) for line in overrides]
-    command_line = {key for each in parsed for key in flatten({each.key_or_group: each.value()})} | flatten(values).keys()
+    command_line = {key for override in parsed for key in flatten({override.key_or_group: override.value()})} | flatten(
+        values
+    ).keys()
     file = _folder(config_name, config_dir) / f"{config_name.removesuffix('.yaml')}.yaml"
-    of_file = flatten(yaml.safe_load(file.read_text()) or {}) if file.is_file() else {}
-    return KeySources(command_line, of_file.keys())
+    in_file = flatten(yaml.safe_load(file.read_text()) or {}) if file.is_file() else {}
+    return KeySources(command_line, in_file.keys())
 
 
 def _without_blanks(overrides: list[str]) -> list[str]:
-    """Return the overrides that say something. A space after the backslash that ends a line of a script is an argument too."""
-    said = [override for override in overrides if override.strip()]
-    if len(said) < len(overrides):
+    # A space after the backslash that ends a line of a script becomes an argument of its own.
+    kept = [override for override in overrides if override.strip()]
+    if len(kept) < len(overrides):
         logger.warning("an argument of spaces alone is left out: a backslash with a space after it does not continue a line")
-    return said
+    return kept
 
 
 def settings_from_mapping(
     tree: Mapping[str, Any],
-    of_presets: Set[str] = frozenset(),
+    preset_keys: Set[str] = frozenset(),
     written: KeySources | None = None,
     quiet: Set[str] = frozenset(),
 ) -> Settings:
-    """Return the settings of a mapping, nested or with dotted keys, that holds only the keys that differ from the defaults.
+    """Build settings from a mapping, nested or with dotted keys, that holds only the keys that differ from the defaults.
 
-    Spellings are translated, keys without effect are dropped with a warning, typed sections are built and then checked.
+    Spellings are translated, keys without effect are dropped with a warning, and typed sections are built and then checked.
 
-    ``of_presets``: keys that a preset set and the user did not. They earn no warning where they have no effect: a profile serves
-    runs with a critic or a reference and runs without. ``written``: the keys that the user wrote, which another spelling must not
-    meet; None = all keys of the mapping. ``quiet``: Names whose reading is not logged. One ConfigError lists everything wrong.
+    Args:
+        tree: The settings.
+        preset_keys: Keys that a preset set and the user did not. They cause no warning if they have no effect, because one
+            profile serves runs with and without a critic or a reference.
+        written: Keys that the user wrote, for which a second spelling is a problem; None = all keys of ``tree``.
+        quiet: Names whose reading is not logged.
+
+    Raises:
+        ConfigError: Lists everything that is wrong.
     """
-    named, sources, of_names = read_names(tree, written, quiet)
+    named, sources, name_problems = read_names(tree, written, quiet)
     written = None if written is None else sources
     translated, problems = translate(named)
-    problems = of_names + problems
+    problems = name_problems + problems
     for model in MODELS:
-        of_folder, faults = adapter_settings(model, translated)
-        translated |= of_folder
+        from_folder, faults = adapter_settings(model, translated)
+        translated |= from_folder
         problems += faults
-    translated = with_room_for_samples(translated, of_presets - (written.command_line if written else frozenset()))
+    translated = with_room_for_samples(translated, preset_keys - (written.command_line if written else frozenset()))
     settings, values, mistyped = build(translated)
-    if not mistyped and (one_copy := profiles.one_copy(settings, _by_user(translated, of_presets, written))):
+    if not mistyped and (one_copy := profiles.one_copy(settings, _by_user(translated, preset_keys, written))):
         instead = build(translated | one_copy)
         if profiles.can_be(instead[0]):
-            (settings, values, _), of_presets, translated = instead, of_presets | one_copy.keys(), translated | one_copy
+            (settings, values, _), preset_keys, translated = instead, preset_keys | one_copy.keys(), translated | one_copy
             shared = ", ".join(f"{key}={shown(value)}" for key, value in one_copy.items())
             logger.info("on each device the profile sets one copy of the weights instead of moving them: %s", shared)
-    if not mistyped and (streams := profiles.streamed(settings, _by_user(translated, of_presets, written))):
-        of_presets, translated = of_presets | streams.keys(), translated | streams
+    if not mistyped and (streams := profiles.streamed(settings, _by_user(translated, preset_keys, written))):
+        preset_keys, translated = preset_keys | streams.keys(), translated | streams
         settings, values, _ = build(translated)
         logger.info("on one device the profile streams the reference instead of moving it: %s=%s", *next(iter(streams.items())))
     problems += mistyped
-    wrong = {key for each in problems for key in each.keys}
-    problems += check(settings, values, frozenset(translated) - of_presets, wrong)
+    wrong = {key for found in problems for key in found.keys}
+    problems += check(settings, values, frozenset(translated) - preset_keys, wrong)
     raise_together(problems)
     return settings
 
 
-def _by_user(translated: Mapping[str, Any], of_presets: Set[str], written: KeySources | None) -> Set[str]:
-    """Return the keys that the user wrote, those with a preset's own value too."""
-    return (frozenset(translated) - of_presets) | (written.command_line if written else frozenset())
+def _by_user(translated: Mapping[str, Any], preset_keys: Set[str], written: KeySources | None) -> Set[str]:
+    # A key that the user wrote counts as the user's even if it has the preset's value.
+    return (frozenset(translated) - preset_keys) | (written.command_line if written else frozenset())
 
 
 def compose_mapping(
@@ -162,9 +172,9 @@ def compose_mapping(
     config_dir: str | None = None,
     values: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what Hydra makes of a config name and overrides, interpolations resolved, as a plain nested mapping.
+    """Let Hydra compose a config name and overrides, and return a plain nested mapping with interpolations resolved.
 
-    The second mapping has the presets of the command line: group -> name. ``values``: as in :func:`load_settings`.
+    The second mapping has the presets that the command line names: group -> name. ``values``: see :func:`load_settings`.
     """
     folder = _folder(config_name, config_dir)
     packaged_groups, groups = _groups(PACKAGED), _groups(folder)
@@ -202,7 +212,7 @@ def compose_mapping(
         if "${" in str(given):  # one may name a key that only the defaults or the values have
             plain = {key: value for key, value in values.items() if "${" not in str(value)}
             parts = (to_plain(Settings()), given, _with_values({}, plain))
-            whole = OmegaConf.merge(*[OmegaConf.create(each) for each in parts])
+            whole = OmegaConf.merge(*[OmegaConf.create(part) for part in parts])
             resolved = OmegaConf.to_container(whole, resolve=True)
     except _COMPOSE_ERRORS as error:
         raise ConfigError(f"{config_name}: {_one_line(error)}. Mend the override or the file it names.") from error
@@ -215,7 +225,7 @@ def compose_mapping(
 
 
 def _with_values(tree: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a nested mapping with values of dotted keys in it. A dict adds to the one that is there, as on a command line."""
+    """Return a copy of a nested mapping with the values of dotted keys set. A dict is merged into one that is there."""
     for key, value in values.items():
         *sections, name = key.split(".")
         place = tree
@@ -229,11 +239,11 @@ def _with_values(tree: dict[str, Any], values: Mapping[str, Any]) -> dict[str, A
 def _added(before: Any, value: Any) -> Any:
     if not (isinstance(before, Mapping) and isinstance(value, Mapping)):
         return value
-    return {**before, **{name: _added(before.get(name), each) for name, each in value.items()}}
+    return {**before, **{name: _added(before.get(name), added) for name, added in value.items()}}
 
 
 def _with_profile(line: str) -> str:
-    """Return an override with the name of the profile where it names a card by its size."""
+    # Replace the size of a card in ``memory=24`` by the name of its profile.
     key, sign, value = line.partition("=")
     if key.lstrip("+") != "memory" or not sign:
         return line
@@ -242,10 +252,10 @@ def _with_profile(line: str) -> str:
 
 @contextmanager
 def _with_named_profiles(folder: Path) -> Iterator[tuple[Path, list[Path]]]:
-    """Yield the folders in which Hydra finds the configs of a folder: the first, and those after it.
+    """Yield the folder that Hydra reads first, and the folders it searches after it.
 
-    Hydra takes no number in a list of defaults. If a file's list names a profile by the size of a card (``memory: 32``), the
-    files of the folder are read from copies that have the profile's name.
+    Hydra takes no number in a list of defaults. If a file's list names a profile by the size of a card (``memory: 32``), Hydra
+    reads copies of the folder's files that have the profile's name instead.
     """
     files = list(folder.glob("*.yaml"))
     named = {file.name: text for file in files if (text := _with_named_profile(file)) is not None}
@@ -261,7 +271,7 @@ def _with_named_profiles(folder: Path) -> Iterator[tuple[Path, list[Path]]]:
 
 
 def _with_named_profile(file: Path) -> str | None:
-    """Return the text of a config whose list of defaults names a profile by a size, with the profile's name; None for others."""
+    # Return the text of a config whose list of defaults names a profile by its size, with the profile's name; else None.
     try:
         text = file.read_text(encoding="utf-8")
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -285,27 +295,26 @@ def _with_named_profile(file: Path) -> str | None:
 
 
 def _quoted(folder: Path) -> str:
-    """Return a folder as an entry of Hydra's search path."""
+    # An entry of Hydra's search path.
     escaped = str(folder).replace("\\", "\\\\").replace("'", "\\'")
     return f"'file://{escaped}'"
 
 
 def _folder(config_name: str, config_dir: str | None) -> Path:
-    """Return the folder of a config."""
     folder = PACKAGED if config_dir is None else Path(config_dir).resolve()
     if not folder.is_dir() and Path(config_dir or "") == VERLS_OWN:
         logger.info("config_dir=%s is read as the packaged configs: verl looks for it in its own package", config_dir)
         folder = PACKAGED
     if not folder.is_dir():
         raise ConfigError(f"config_dir={config_dir}: no such folder. Give the folder that holds {config_name}.yaml.")
-    names = sorted({file.stem for each in (folder, PACKAGED) for file in each.glob("*.yaml")})
+    names = sorted({file.stem for place in (folder, PACKAGED) for file in place.glob("*.yaml")})
     if config_name.removesuffix(".yaml") not in names:
         raise ConfigError(f"config_name={config_name}: no such config. Choose one of {', '.join(names)}. {_as_file(config_name)}")
     return folder
 
 
 def _as_file(text: str) -> str:
-    """Return how the command line names a config that is a file, if a text is its path; else how it names one in general."""
+    # A path in the place of a name gets the exact command.
     path = Path(text)
     if path.suffix in (".yaml", ".yml") and path.is_file():
         return f"For this file give --config-dir {path.parent} --config-name {path.stem}."
@@ -313,7 +322,7 @@ def _as_file(text: str) -> str:
 
 
 def _sign(override: Override, packaged: set[str], groups: set[str], folder: Path) -> str | None:
-    """Return the sign with which Hydra takes an override, whether or not a file sets its key; None = as it is written."""
+    # Return the sign that makes Hydra take an override whether or not a file sets its key; None = leave it as it is written.
     key = override.key_or_group
     if key.split(".")[0] == "hydra":
         raise ConfigError("Hydra only composes the settings here, its own keys have no effect. Remove the override.")
@@ -335,7 +344,7 @@ def _sign(override: Override, packaged: set[str], groups: set[str], folder: Path
 
 
 def _check_preset(group: str, name: str, folder: Path) -> None:
-    names = sorted({file.stem for each in (folder, PACKAGED) for file in (each / group).glob("*.yaml")})
+    names = sorted({file.stem for place in (folder, PACKAGED) for file in (place / group).glob("*.yaml")})
     if name in names or name.endswith(".yaml"):
         return
     near = get_close_matches(name.rpartition("/")[2].lower().replace("-", "_"), names, 1)
@@ -352,7 +361,6 @@ def _groups(folder: Path) -> set[str]:
 
 
 def _part(tree: Any, keys: Any) -> Any:
-    """Return the part of a nested mapping that has the keys of another."""
     return {name: _part(tree[name], below) for name, below in keys.items()} if isinstance(keys, dict) else tree
 
 
@@ -362,7 +370,6 @@ def _preset(group: str, name: str) -> Mapping[str, Any]:
 
 
 def _kept(group: str, name: str, composed: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a preset that hold its value in the end."""
     final = flatten(composed)
     return [key for key, value in _preset(group, name).items() if key in final and final[key] == value]
 
@@ -377,7 +384,7 @@ def _log_preset(group: str, name: str, composed: Mapping[str, Any]) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    """Return Hydra's message without its list of search paths."""
+    # Hydra's messages end in a long list of search paths.
     return " ".join(str(error).split()).partition(" Config search path:")[0].rstrip(".")
 
 
@@ -388,13 +395,13 @@ def changed(settings: Settings, keys: Mapping[str, Any]) -> Settings:
     """Return settings with other values of some keys.
 
     Raises:
-        ConfigError: They are refused together.
+        ConfigError: The new combination is refused.
     """
     return settings_from_mapping({**flatten(to_plain(settings)), **keys})
 
 
 def to_plain(value: Any) -> Any:
-    """Return a section as nested dicts and lists that YAML and JSON can hold. This does not count as reading its keys."""
+    """Convert a section to nested dicts and lists for YAML and JSON. This does not count as reading its keys."""
     if dataclasses.is_dataclass(value):
         values = vars(value)
         return {name: to_plain(values[name]) for name in field_types(value.__class__)}
@@ -404,7 +411,7 @@ def to_plain(value: Any) -> Any:
 
 
 def to_yaml(settings: Settings, secrets: bool = True) -> str:
-    """Return the settings as YAML text in the order of the schema; with ``secrets=False`` a checksum in place of each secret."""
+    """Write the settings as YAML in the order of the schema. ``secrets=False`` writes a checksum in place of each secret."""
     plain = to_plain(settings)
     if not secrets:
         plain = _with_values({}, {key: without_secrets_of(key, value) for key, value in flatten(plain).items()})
@@ -426,16 +433,15 @@ BUDGETS = {
 """Tokens of a micro-batch for each device, as profiles set them -> the section that says how many devices share one."""
 
 
-def with_room_for_samples(values: Mapping[str, Any], of_presets: Set[str]) -> dict[str, Any]:
-    """Return the settings with the budgets of presets raised to the longest sample that the lengths allow."""
+def with_room_for_samples(values: Mapping[str, Any], preset_keys: Set[str]) -> dict[str, Any]:
     lengths = [values.get(key, value_at(Settings(), key)) for key in LENGTHS]
     if not all(isinstance(length, int) for length in lengths):
         return dict(values)  # reported elsewhere
-    least = {}
+    longest = {}
     for key, section in BUDGETS.items():
         ranks = values.get(f"{section}.ulysses_sequence_parallel_size")
-        least[key] = -(-sum(lengths) // (ranks if isinstance(ranks, int) and ranks > 0 else 1))
-    raised = {key: tokens for key, tokens in least.items() if key in of_presets and values[key] < tokens}
+        longest[key] = -(-sum(lengths) // (ranks if isinstance(ranks, int) and ranks > 0 else 1))
+    raised = {key: tokens for key, tokens in longest.items() if key in preset_keys and values[key] < tokens}
     critic_only = raised.keys() <= {"critic.ppo_max_token_len_per_gpu"}
     if raised and not critic_only:
         logger.warning(
@@ -455,9 +461,9 @@ _SNAPSHOT = frozenset({"snapshots"})
 
 
 def adapter_settings(model: str, user_values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the LoRA settings of a model's adapter folder, our dotted key -> value, and what is wrong with the folder.
+    """Read the LoRA settings from a model's adapter folder; return our dotted key -> value, and the folder's problems.
 
-    The folder is read if it has an ``adapter_config.json``. A key that is given is left out.
+    The folder is read if it has an ``adapter_config.json``. Keys that the user set are left out.
 
     ``user_values``: Dotted key -> value of the keys that the user set, under our names.
     """
@@ -467,9 +473,9 @@ def adapter_settings(model: str, user_values: Mapping[str, Any]) -> tuple[dict[s
         return {}, []
     try:
         config = decoded(read_record(file, follow=True), dict[str, Any])
-        beside = config.get("modules_to_save")
+        saved = config.get("modules_to_save")
         # The critic's head is written beside its adapters.
-        reasons = lora.not_here(config | ({"modules_to_save": None} if model == MODELS[1] and beside == ["score"] else {}))
+        reasons = lora.not_here(config | ({"modules_to_save": None} if model == MODELS[1] and saved == ["score"] else {}))
     except (OSError, ValueError, AttributeError):
         return {}, [problem({key: path}, "its adapter_config.json is no JSON object", f"Set {rank}.")]
     if reasons:
@@ -483,13 +489,13 @@ def adapter_settings(model: str, user_values: Mapping[str, Any]) -> tuple[dict[s
     if config.get("lora_dropout"):
         logger.warning("%s=%s: the adapters were trained with dropout, and are trained on without it", key, path)
     read = {f"{model}.{ours}": config[name] for name, ours in lora.PEFT.items() if config.get(name) is not None}
-    of_folder = {name: value for name, value in read.items() if name not in user_values}
+    from_folder = {name: value for name, value in read.items() if name not in user_values}
     for name in (f"{model}.lora_alpha", f"{model}.use_rslora"):
         if name in read and name in user_values and user_values[name] != read[name]:
             logger.warning("%s=%s: the adapters of %s were trained with %s", name, user_values[name], path, shown(read[name]))
-    if of_folder:
-        logger.info("%s=%s sets %s", key, path, ", ".join(f"{name}={shown(value)}" for name, value in of_folder.items()))
-    return of_folder, []
+    if from_folder:
+        logger.info("%s=%s sets %s", key, path, ", ".join(f"{name}={shown(value)}" for name, value in from_folder.items()))
+    return from_folder, []
 
 
 # What a run trains, in one line, so that nobody has to work it out from a recipe, a profile and a command line.
@@ -498,7 +504,7 @@ _BYPASS = {"ppo_clip": "one clipped ratio to the engine per token", "reinforce":
 
 
 def objective(algorithm: Algorithm, loss: str, kl_in_loss: str | None) -> str:
-    """Return the estimator, the loss and every KL of a run, and whether groups are left out, in words.
+    """Describe the estimator, the loss, every KL and the group filter of a run in one line.
 
     ``kl_in_loss``: coefficient and kind of the KL in the loss; None = there is none.
     """
@@ -527,7 +533,6 @@ def objective(algorithm: Algorithm, loss: str, kl_in_loss: str | None) -> str:
 
 
 def reference_in_words(settings: Settings) -> str:
-    """Return what the reference of a policy with adapters is."""
     model, key = settings.actor_rollout_ref.model, "actor_rollout_ref.ref.adapter"
     if model.lora_adapter_path is None:
         return f"{model.path} without adapters"
@@ -537,7 +542,6 @@ def reference_in_words(settings: Settings) -> str:
 
 
 def log_objective(settings: Settings) -> None:
-    """Log the objective, and a warning where another estimator than RLOO's meets the loss that the RLOO recipe sets."""
     algorithm, actor = settings.algorithm, settings.actor_rollout_ref.actor
     loss = actor.policy_loss.loss_mode
     kl_in_loss = f"{actor.kl_loss_coef:g} x {actor.kl_loss_type}" if actor.use_kl_loss else None

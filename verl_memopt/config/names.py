@@ -28,28 +28,27 @@ _DECIDING = {key.rpartition(".")[2]: key for key in (ESTIMATOR, MANAGER)}
 
 @dataclass(frozen=True)
 class KeySources:
-    """The keys that a user wrote, by place. What stands in a recipe's other files is a default, and gives way."""
+    """Where the user wrote which keys. Keys in a recipe's other files are defaults, and give way to these."""
 
     command_line: Set[str]
     file: Set[str] = frozenset()
     """Keys of the config file itself."""
 
     def beside(self, name: str) -> set[str]:
-        """Return our names of the keys that compete with a name.
+        """Return the keys, under our names, that compete with a name.
 
-        On the command line those are the other keys there. In a file they are those of the file too.
+        For a name on the command line those are the other keys there; for a name in a file, those of the file too.
         """
         competitors = self.command_line if name in self.command_line else self.command_line | self.file
         return set(map(our_key, competitors - {name}))
 
     def renamed(self, name: Callable[[str], str]) -> KeySources:
-        """Return the same sources, with the name for each key that a function gives it: ours for a spelling of verl or TRL."""
         return KeySources(frozenset(map(name, self.command_line)), frozenset(map(name, self.file)))
 
 
 @cache
 def last_parts() -> dict[str, tuple[str, ...]]:
-    """Return last part of a key -> the key that it means, or the several between which it does not decide."""
+    """Map the last part of a key to the key that it means, or to all candidates if it is ambiguous."""
     ending: dict[str, list[str]] = {}
     for key in leaf_types():
         ending.setdefault(key.rpartition(".")[2], []).append(key)
@@ -63,16 +62,16 @@ def last_parts() -> dict[str, tuple[str, ...]]:
 
 
 def estimator_of(flat: Mapping[str, Any]) -> str | None:
-    """Return the estimator under our name, where settings may spell it as verl does; None if it is no text."""
+    # Return the estimator under our name. The settings may use verl's name for it. None if it is no text.
     name = effective(ESTIMATOR, flat)
     return VALUES[ESTIMATOR].get(name, name) if isinstance(name, str) else None
 
 
 def names_read(flat: Mapping[str, Any]) -> tuple[list[tuple[Spelling, str]], dict[str, NoEffect]]:
-    """Return the spellings that a run reads, each with whose it is, in their order, and the names that have no equal.
+    """Return the spellings that a run reads, in order, and the names that have no equal here.
 
-    They are TRL's, and before them those of the recipe that scores. With an estimator that is none of :data:`ESTIMATORS` there
-    are none.
+    Each spelling comes with its owner, TRL or the title of a recipe. The names of the recipe that scores come first. With an
+    estimator outside of :data:`ESTIMATORS` there are none.
     """
     if estimator_of(flat) not in ESTIMATORS:
         return [], {}
@@ -84,11 +83,11 @@ def names_read(flat: Mapping[str, Any]) -> tuple[list[tuple[Spelling, str]], dic
         no_equal |= ours.no_equal
         for name, others in ours.replaced.items():
             no_equal |= others if name in flat else {}
-    return [each for each in spellings if no_equal.keys().isdisjoint(each[0].names)], no_equal
+    return [pair for pair in spellings if no_equal.keys().isdisjoint(pair[0].names)], no_equal
 
 
 def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dotted key -> value. A dict under a name of TRL or the last part of a key stays whole, as that of a key does."""
+    # Flatten the settings. A dict under a name of TRL, or under the last part of a key, stays whole.
     names = NAMES | last_parts().keys()
     dicts = {name: value for name, value in tree.items() if name in names and isinstance(value, Mapping)}
     flat = flatten({name: value for name, value in tree.items() if name not in dicts}, our_key) | dicts
@@ -96,37 +95,40 @@ def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keys_set(given: Mapping[str, Any]) -> dict[str, set[str]]:
-    """Return each name that a user wrote -> the keys that it can set. ``given`` has the estimator, if it is not the default."""
+    """Map each name that a user wrote to the keys that it can set. ``given`` has the estimator, if it is not the default."""
     flat = _flat(given)
     spellings, no_equal = names_read(flat)
-    of_estimator: dict[str, set[str]] = {name: set() for name in no_equal}
+    keys_of_name: dict[str, set[str]] = {name: set() for name in no_equal}
     for spelling, _ in spellings:
         for name in spelling.names if estimator_of(flat) in spelling.estimators else ():
-            of_estimator.setdefault(name, set()).update(spelling.keys)
-    return {name: of_estimator.get(name, {our_key(_meant(name))}) for name in given}
+            keys_of_name.setdefault(name, set()).update(spelling.keys)
+    return {name: keys_of_name.get(name, {our_key(_meant(name))}) for name in given}
 
 
 def read_names(
     tree: Mapping[str, Any], written: KeySources | None = None, quiet: Set[str] = frozenset()
 ) -> tuple[dict[str, Any], KeySources, list[Problem]]:
-    """Return the settings under our keys and verl's, where the user wrote them, and what is wrong with the names.
+    """Translate the names that the user wrote to our keys and verl's; return settings, their sources, and problems.
 
-    A short name stands alone, outside of all sections. An unknown one stays as it is. The names of TRL are read where the
-    estimator is one of :data:`ESTIMATORS`; in a run of a recipe those of its published settings are read too.
+    A short name stands alone, outside of all sections. An unknown name stays as it is. Names of TRL are read if the estimator is
+    one of :data:`ESTIMATORS`, and names of a recipe's published settings in runs of that recipe.
 
-    ``written``: The keys that the user wrote; None = all keys of the tree. ``quiet``: Names whose reading is not logged.
+    Args:
+        tree: The settings as the user wrote them.
+        written: Keys that the user wrote; None = all keys of ``tree``.
+        quiet: Names whose reading is not logged.
     """
     flat = _flat(tree)
     written = KeySources(frozenset(flat)) if written is None else written.renamed(lambda name: _DECIDING.get(name, name))
     spellings, no_equal = names_read(flat)
-    known = {name for spelling, _ in spellings for name in spelling.names} | no_equal.keys()
-    values, parts, problems = _whole_keys(flat, written, known)
-    trl = {name: values.pop(name) for name in flat if name in known}
-    values, readings, of_trl = _translated(trl, values, written, (spellings, no_equal))
-    said = [text for name, text in {**parts, **readings}.items() if name not in quiet]
-    if said:
-        logger.info("names: %s", "; ".join(said))
-    return values, written.renamed(lambda name: name if name in known else _meant(name)), problems + of_trl
+    trl_names = {name for spelling, _ in spellings for name in spelling.names} | no_equal.keys()
+    values, parts, problems = _whole_keys(flat, written, trl_names)
+    trl = {name: values.pop(name) for name in flat if name in trl_names}
+    values, readings, trl_problems = _translated(trl, values, written, (spellings, no_equal))
+    messages = [text for name, text in {**parts, **readings}.items() if name not in quiet]
+    if messages:
+        logger.info("names: %s", "; ".join(messages))
+    return values, written.renamed(lambda name: name if name in trl_names else _meant(name)), problems + trl_problems
 
 
 def _meant(name: str) -> str:
@@ -135,10 +137,10 @@ def _meant(name: str) -> str:
 
 
 def _whole_keys(
-    flat: Mapping[str, Any], written: KeySources, known: Set[str]
+    flat: Mapping[str, Any], written: KeySources, trl_names: Set[str]
 ) -> tuple[dict[str, Any], dict[str, str], list[Problem]]:
-    """Return the settings with whole keys in the place of last parts, how each was read, and what is wrong with them."""
-    short = {name: value for name, value in flat.items() if name in last_parts() and name not in known}
+    """Replace last parts by whole keys; return the settings, how each name was read, and the problems."""
+    short = {name: value for name, value in flat.items() if name in last_parts() and name not in trl_names}
     values = {name: value for name, value in flat.items() if name not in short}
     readings, problems = {}, []
     for name, value in short.items():
@@ -163,18 +165,18 @@ def _translated(
     written: KeySources,
     names: tuple[list[tuple[Spelling, str]], dict[str, NoEffect]],
 ) -> tuple[dict[str, Any], dict[str, str], list[Problem]]:
-    """Return the settings with what names of TRL mean, how each name was read, and what is wrong with them.
+    """Replace names of TRL by our keys; return the settings, how each name was read, and the problems.
 
-    ``values``: The settings so far. ``names``: as :func:`names_read` returns them.
+    ``values``: the settings so far. ``names``: see :func:`names_read`.
     """
     if not trl:
         return values, {}, []
     spellings, no_equal = names
     estimator = str(estimator_of(values))
     readings, problems = _without_equal(trl, no_equal)
-    readable = {name: each for each in spellings if estimator in each[0].estimators for name in each[0].names if name in trl}
+    readable = {name: pair for pair in spellings if estimator in pair[0].estimators for name in pair[0].names if name in trl}
     unreadable, twice = _unreadable({name: trl[name] for name in trl.keys() - no_equal.keys()}, readable.keys(), estimator)
-    for name, (spelling, whose) in readable.items():
+    for name, (spelling, owner) in readable.items():
         if name in twice:
             continue
         competitors = [key for key in spelling.keys if key in written.beside(name)]
@@ -185,18 +187,18 @@ def _translated(
         try:
             ours = spelling.convert(name, trl, values)
         except NotConvertibleError as error:
-            address = {each: trl[each] for each in error.names or (name,)}
+            address = {wrong: trl[wrong] for wrong in error.names or (name,)}
             problems.append(problem(address, error.what, error.way_out))
             continue
-        meaning = ", ".join(f"{key}={shown(each)}" for key, each in ours.items())
+        meaning = ", ".join(f"{key}={shown(value)}" for key, value in ours.items())
         note = f" ({spelling.note})" if spelling.note else ""
-        readings[name] = f"{name}={shown(trl[name])} is {whose}'s spelling, read as {meaning or 'nothing'}{note}"
+        readings[name] = f"{name}={shown(trl[name])} is {owner}'s spelling, read as {meaning or 'nothing'}{note}"
         values |= ours
     return values, readings, problems + unreadable
 
 
 def _without_equal(trl: Mapping[str, Any], no_equal: Mapping[str, NoEffect]) -> tuple[dict[str, str], list[Problem]]:
-    """Return what names without an equal were read as, those with one reason together, and a problem for each that is refused."""
+    # Names with one reason share a log line. A value that asks for something is a problem.
     passing: dict[str, list[str]] = {}
     problems = []
     for name, row in no_equal.items():
@@ -212,7 +214,6 @@ def _without_equal(trl: Mapping[str, Any], no_equal: Mapping[str, NoEffect]) -> 
 
 
 def _unreadable(trl: Mapping[str, Any], readable: Set[str], estimator: str) -> tuple[list[Problem], set[str]]:
-    """Return what is wrong with names of TRL, and those that say one thing twice."""
     problems: list[Problem] = []
     twice: set[str] = set()
     for names in ONE_SETTING:

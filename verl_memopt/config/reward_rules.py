@@ -39,14 +39,14 @@ _LONGEST = "reward_model.reward_kwargs.max_resp_len"
 
 
 def _has_classifier(settings: Settings) -> bool:
-    """Return whether a reward model scores, and not a student of RLT."""
+    # A reward model scores, not a student of RLT.
     return settings.reward_model.enable and settings.reward_model.reward_manager != RLT
 
 
 def even_shards(
     section: str, role: SequenceRole, given: Predicate = lambda settings: True, here: Sentence | None = None
 ) -> Iterator[Refusal]:
-    """Yield the rule that a role's devices divide into the shard groups of a section, ``fsdp_config`` of its model."""
+    """Yield the rule that a role's devices divide into the shard groups of ``section``, the ``fsdp_config`` of its model."""
     yield from for_devices(
         role,
         lambda devices: Refusal(
@@ -63,7 +63,7 @@ OWN = "enable_resource_pool"
 
 
 def own_pool(role: SequenceRole, given: Predicate = lambda settings: True) -> Iterator[Refusal]:
-    """Yield the rules of a role on devices of its own."""
+    """Yield the rules of a role that has devices of its own."""
     key, group = f"{role}.{OWN}", "trainer.worker_group"
     yield refused(
         {key: True, group: "local"},
@@ -86,7 +86,7 @@ def _has_no_buffer(settings: Settings) -> bool:
 
 
 def _overlong() -> Iterator[Refusal]:
-    """Yield the rules of DAPO's penalty for long responses."""
+    # DAPO's penalty for long responses.
     yield refused(
         {f"{_OVERLONG}.enable": True, MANAGER: other_than("dapo")},
         "the penalty for long responses belongs to the manager dapo",
@@ -113,16 +113,14 @@ def _is_too_small(settings: Settings) -> bool:
 
 
 def _least_tokens(settings: Settings) -> int:
-    """Return the least tokens that a device must take for the longest conversation to fit."""
     return -(-_longest_conversation(settings) // sequence_ranks(settings, "reward_model"))
 
 
 def _has_wrong_names(models: dict[str, Any]) -> bool:
-    return not all(name and isinstance(each, str) and each for name, each in models.items())
+    return not all(name and isinstance(path, str) and path for name, path in models.items())
 
 
 def _model() -> Iterator[Refusal]:
-    """Yield the rules of runs with a reward model."""
     path, tokenizer, longest = f"{_MODEL}.path", f"{_MODEL}.input_tokenizer", "reward_model.max_length"
     folder = f"Set {path} to the folder of a sequence classifier with one label."
     yield refused({ENABLE: True, path: None}, "no reward model is named", folder, _has_classifier)
@@ -171,7 +169,8 @@ def _model() -> Iterator[Refusal]:
 def _lacks_own_student(settings: Settings, in_place: bool) -> bool:
     """Return whether a key of the student's model has no effect.
 
-    ``in_place``: the key says how the weights lie, which is as in the reference where the two take turns in one place.
+    ``in_place``: the key says where the weights are kept. If student and reference swap in one place, the reference's key
+    decides.
     """
     reward = settings.reward_model
     if not reward.enable or reward.reward_manager != RLT:
@@ -180,7 +179,6 @@ def _lacks_own_student(settings: Settings, in_place: bool) -> bool:
 
 
 def _unused() -> Iterator[UnusedKey]:
-    """Yield when a key of the reward model or of RLT's student has no effect."""
     either = f"{ENABLE} is false, {MANAGER} is rlt, or {_BY_TOKENS} decides otherwise"
     yield UnusedKey(_ROWS, lambda settings: not _has_classifier(settings) or bool(settings.reward_model.use_dynamic_bsz), either)
     yield UnusedKey(_TOKENS, lambda settings: not _has_classifier(settings) or not settings.reward_model.use_dynamic_bsz, either)
@@ -224,10 +222,10 @@ ROUND_SECONDS = CASE_SECONDS + 5
 
 
 def rows_at_a_time(slots: int) -> int:
-    """Return how many rows a reward process has under way.
+    """Return how many rows a reward process scores at once.
 
-    With 4 slots or more their test cases are at most 2.5 times the slots. So other rows use the slots of a row whose last
-    case is slow, and no case waits for more than two programs that never end.
+    With 4 slots or more, the test cases of these rows are at most 2.5 times the slots. Other rows can use the slots of a row
+    whose last case is slow, and no case waits for more than two programs that never end.
     """
     return max(1, slots // 4)
 
@@ -238,22 +236,21 @@ def longest_row_seconds(max_concurrent: int) -> int:
     With fewer than 4 slots the cases of one row wait for each other.
 
     Args:
-        max_concurrent: Programs that all reward processes together may have under way.
+        max_concurrent: Programs that all reward processes together may run at once.
     """
     return max(3, math.ceil(CASES / max_concurrent)) * ROUND_SECONDS
 
 
 def _is_http(address: str) -> bool:
-    """Return whether a text is an http or https address with a host."""
     try:
         parts = urlsplit(address)
+        # urlsplit checks the port only when it is read.
         return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
     except ValueError:
         return False
 
 
 def _is_bypassed(settings: Settings) -> bool:
-    """Return whether a function or a model decides the reward."""
     return settings.custom_reward_function.path is not None or settings.reward_model.enable
 
 
@@ -267,7 +264,6 @@ def _is_too_short(settings: Settings) -> bool:
 
 
 def _refusals() -> Iterator[Refusal]:
-    """Yield the rules that refuse."""
     way_out = "Set it to that of the service's run_code, such as http://localhost:8080/run_code."
     yield refused({URL: lambda url: url is not None and not _is_http(url)}, "it is no http or https address", way_out)
     yield Refusal(
@@ -279,7 +275,7 @@ def _refusals() -> Iterator[Refusal]:
 
 
 def _or_more(settings: Settings) -> str:
-    """Return the other way out, where more programs at a time would make the limit long enough."""
+    # Return the second way out, if running more programs at once would make the limit long enough.
     limit, slots = settings.custom_reward_function.timeout_seconds, settings.reward_model.sandbox_fusion.max_concurrent
     enough = next((calls for calls in range(slots + 1, CASES + 1) if longest_row_seconds(calls) <= limit), None)
     return "" if enough is None else f", or {MAX_CONCURRENT} to at least {enough}"

@@ -68,8 +68,6 @@ class ModelKnobs(
 
 @dataclass(frozen=True)
 class Optim(OptimizerInBackward, StochasticRounding, OptimizerStateDtype, BucketedAdamW):
-    """Optimizer and schedule."""
-
     lr: NaturalFloat = 1e-6
     """Peak learning rate. SGD needs one that is larger by orders of magnitude, as its update has the size of the gradient."""
     weight_decay: NaturalFloat = 0.01
@@ -99,22 +97,18 @@ class Optim(OptimizerInBackward, StochasticRounding, OptimizerStateDtype, Bucket
     that no rollout is wasted."""
 
     def state_bytes(self, master_bytes: int) -> float:
-        """Return the bytes of what the optimizer keeps of a parameter whose master has so many."""
+        """Bytes of optimizer state per parameter, for a master copy of ``master_bytes``."""
         return self.num_moments * self.moment_bytes(master_bytes)
 
 
 @dataclass(frozen=True)
 class WrapPolicy:
-    """Which modules become FSDP units."""
-
     transformer_layer_cls_to_wrap: list[str] | None = None
     """Block classes that become shards; null = the model's own decoder blocks."""
 
 
 @dataclass(frozen=True)
 class Fsdp(PrecisionSettings, ShardingUnits, SequenceParallel, Resharding, NativeOffload, ParamOffload):
-    """Sharding and precision of a model."""
-
     wrap_policy: WrapPolicy = field(default_factory=WrapPolicy)
     """Which modules become FSDP units."""
     forward_prefetch: bool = False
@@ -139,8 +133,6 @@ ABOVE_ONE = Range("must be above 1", lambda value: value > 1)
 
 @dataclass(frozen=True)
 class CheckpointContents:
-    """What a checkpoint holds."""
-
     save_contents: list[Part] = field(default_factory=lambda: ["model", "optimizer", "extra"])
     """Parts to save: model, optimizer, extra (scheduler and RNG), hf_model (a Hugging Face folder)."""
     load_contents: list[Part] | None = None
@@ -149,8 +141,6 @@ class CheckpointContents:
 
 @dataclass(frozen=True)
 class EntropyControl:
-    """Adapts the weight of the entropy bonus."""
-
     target: Annotated[float | None, POSITIVE] = None
     """Mean entropy of a token, in nats, below which the policy is pushed to explore. After a step with at most this much the
     weight grows, and the next step has the bonus; after one with more it shrinks, and the next step has none. null = the weight
@@ -165,8 +155,6 @@ class EntropyControl:
 
 @dataclass(frozen=True)
 class Actor(UpdateBudget, SharedPrompt):
-    """The update."""
-
     strategy: Literal["fsdp2"] = "fsdp2"
     """Sharding backend; fsdp2 is the only one."""
     ppo_mini_batch_size: PositiveInt = 256
@@ -237,8 +225,6 @@ class Actor(UpdateBudget, SharedPrompt):
 
 @dataclass(frozen=True)
 class RefModel:
-    """Where the reference comes from."""
-
     path: str | None = None
     """Another reference model with the same tokenizer; follows ``actor_rollout_ref.model.path``."""
 
@@ -265,8 +251,6 @@ class Ref(LogProbBudget, QuantizedFrozen, LoraReference):
 
 @dataclass(frozen=True)
 class CriticModel(ModelKnobs):
-    """The critic's model, with the settings of the knobs that act in it."""
-
     path: str | None = None
     """Folder in Hugging Face format, or a hub id. Its decoder computes the values; its value head is read where it has one, and
     starts at 0 where not. Follows ``actor_rollout_ref.model.path``."""
@@ -433,8 +417,6 @@ class Data:
 
 @dataclass(frozen=True)
 class Model(LoadMode, QuantizedBase, ChunkedLogprob, ModelKnobs):
-    """The policy's model, with the settings of the knobs that act in it."""
-
     path: str = REQUIRED
     """Folder in Hugging Face format, or a hub id; ``verl-memopt toy`` makes a tiny one."""
     hf_config_path: str | None = None
@@ -467,8 +449,6 @@ OFF_OR_WARM = Range(f"must be 0, or at least {LEAST_TEMPERATURE}", lambda value:
 
 @dataclass(frozen=True)
 class ValKwargs:
-    """Sampling in validation."""
-
     n: PositiveInt = 1
     """Samples per validation prompt."""
     do_sample: bool | None = None
@@ -485,16 +465,12 @@ class ValKwargs:
 
 @dataclass(frozen=True)
 class EngineKwargs:
-    """Further engine arguments."""
-
     vllm: dict[str, Any] = field(default_factory=dict)
     """Passed to vLLM last; a name that a rollout key already sets is an error."""
 
 
 @dataclass(frozen=True)
 class Rollout(LogProbBudget, RolloutMemory, SharedWeights, WeightBuckets):
-    """Generation."""
-
     name: Literal["vllm", "hf"] = "vllm"
     """vllm, or hf (transformers generate)."""
     mode: Literal["async"] = "async"

@@ -169,7 +169,7 @@ class RewardModel(ResourcePool):
 
     @property
     def recipe(self) -> Recipe | None:
-        """The recipe that scores the responses; None where a function or a reward model does."""
+        """The recipe that scores the responses; None if a function or a reward model does."""
         return RECIPES.get(self.reward_manager) if self.enable else None
 
 
@@ -208,7 +208,7 @@ class CustomReward:
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """What the update does about a rollout engine whose probabilities differ from the trainer's."""
+    """Corrects the update for a rollout engine whose probabilities differ from the trainer's."""
 
     rollout_is: Literal["token", "sequence"] | None = None
     """Weigh each token's loss by probability under the trainer over probability under the engine: of the token, or of its whole
@@ -405,7 +405,7 @@ class Memory(Limits):
 
 @dataclass(frozen=True)
 class Debug:
-    """Run a part of a training run, or run it under watch."""
+    """Run a part of a training run, or run it with extra checks."""
 
     mode: Literal["off", "dry", "rollout_only", "score_only", "train_only", "forge", "memory", "deterministic", "sync_check"] = (
         "off"
@@ -448,7 +448,7 @@ class ActorRolloutRef:
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that a run is told."""
+    """All settings of a run."""
 
     data: Data = field(default_factory=Data)
     actor_rollout_ref: ActorRolloutRef = field(default_factory=ActorRolloutRef)

@@ -22,7 +22,7 @@ _WORDS = (
     r"passw(?:or)?d?s?|pwd|passphrases?|passcode|secrets?|credentials?|cookies?|bearer|auth|authorization|"
     r"(?:api|access|private|secret|signing|encryption|account|subscription|ssh|session)[_-]?keys?|apikeys?"
 )
-_OF_TEXTS = r"tokens?|keys?"
+_TEXT_NAMES = r"tokens?|keys?"
 """Words that name a secret where the value is a text: as a number they count, or are an index."""
 _BEFORE = r"(?:[\w-]*[_.-])?"
 _NAME = re.compile(rf"{_BEFORE}(?:{_WORDS})(?:[_-](?:value|text|string|header|id))?", re.I)
@@ -43,7 +43,7 @@ _SHAPES = re.compile(
 
 
 def is_secret_name(name: str, value: Any = "") -> bool:
-    """Return whether an entry of this name is a secret."""
+    # Return whether an entry of this name is a secret. Some names count only if the value is a text.
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", str(name))
     if _NAME.fullmatch(snake):
         return True
@@ -57,8 +57,7 @@ def _has_text(value: Any) -> bool:
 
 
 def hide_shapes(text: str) -> str:
-    """Return a text with a checksum in the place of each part that has the shape of a secret."""
-
+    # What surrounds a secret, such as the host in a URL, stays readable.
     def hidden(found: re.Match[str]) -> str:
         for kept, secret in (("before", "user"), ("query", "value")):
             if found[kept] is not None:
@@ -69,7 +68,7 @@ def hide_shapes(text: str) -> str:
 
 
 def hide(secret: str) -> str:
-    """Return the checksum of a secret."""
+    # Hiding twice changes nothing.
     return (
         secret if secret.startswith(HIDDEN) else f"{HIDDEN}{hashlib.sha256(secret.encode('utf-8', 'replace')).hexdigest()[:16]}"
     )
@@ -78,7 +77,7 @@ def hide(secret: str) -> str:
 def without_secrets(value: Any, open_key: bool = True) -> Any:
     """Return a value of the settings with a checksum in place of each secret in it.
 
-    ``open_key``: the user has named the entries, so that their names tell secrets too.
+    ``open_key``: the user chose the names of the entries, so a name can mark its entry as a secret.
     """
     if isinstance(value, Mapping):
         return {
@@ -91,12 +90,12 @@ def without_secrets(value: Any, open_key: bool = True) -> Any:
 
 
 def without_secrets_of(key: str, value: Any) -> Any:
-    """Return the value of a key with a checksum in place of each secret in it. An open key may go on with names of entries."""
-    of = next((each for each in OPEN_KEYS if key == each or key.startswith(f"{each}.")), None)
-    if of is None:
+    """Return the value of a key with a checksum in place of each secret. Below an open key the names are the user's."""
+    section = next((name for name in OPEN_KEYS if key == name or key.startswith(f"{name}.")), None)
+    if section is None:
         return without_secrets(value, open_key=False)
     *_, name = key.split(".")
-    return _all_hidden(value) if key != of and is_secret_name(name, value) else without_secrets(value)
+    return _all_hidden(value) if key != section and is_secret_name(name, value) else without_secrets(value)
 
 
 def _all_hidden(value: Any) -> Any:
@@ -113,8 +112,6 @@ _ARGUMENT = re.compile(rf"(?<![\w.-])([\w.-]+)([\"']?\s*[=:]\s*)({_QUOTED}|\[{_I
 
 
 def argument_without_secrets(argument: str) -> str:
-    """Return an argument of a command line with a checksum in place of each secret in it."""
-
     def hidden(found: re.Match[str]) -> str:
         name, sign, value = found.groups()
         bare = value.strip(" \"'")
@@ -132,7 +129,7 @@ def argument_without_secrets(argument: str) -> str:
 
 
 def secrets_in(function: Any, pickled: bytes) -> list[str]:
-    """Return the names of what a function brings along that looks like a secret, for a warning. ``pickled`` are its bytes."""
+    """Return the names of secrets that a pickled function carries along, for a warning. ``pickled``: its bytes."""
     code, named = getattr(function, "__code__", None), dict(getattr(function, "__kwdefaults__", None) or {})
     for name, cell in zip(getattr(code, "co_freevars", ()), getattr(function, "__closure__", None) or (), strict=False):
         try:
@@ -145,8 +142,8 @@ def secrets_in(function: Any, pickled: bytes) -> list[str]:
     named |= dict(getattr(function, "keywords", None) or {})
     named |= vars(function) if hasattr(function, "__dict__") else {}
     if getattr(function, "__module__", None) == "__main__" and code is not None:  # its globals are pickled with it
-        there = getattr(function, "__globals__", {})
-        named |= {name: there[name] for name in code.co_names if name in there}
+        global_names = getattr(function, "__globals__", {})
+        named |= {name: global_names[name] for name in code.co_names if name in global_names}
     found = [name for name, value in named.items() if _has_text(value) and (is_secret_name(name, value) or _differs(value))]
     if not found and hide_shapes(text := pickled.decode("latin-1")) != text:
         found = ["a text in it"]

@@ -25,7 +25,7 @@ Convert = Callable[[str, TrlSettings, Values], dict[str, Any]]
 class NotConvertibleError(Exception):
     """A value of TRL has no equal here.
 
-    ``what`` has no full stop. ``names`` of TRL it is about; () = the one that is being read.
+    ``what`` has no full stop. ``names``: the names of TRL that it is about; () = the one that is being read.
     """
 
     def __init__(self, what: str, way_out: str, names: tuple[str, ...] = ()) -> None:
@@ -34,19 +34,18 @@ class NotConvertibleError(Exception):
 
 
 def effective(key: str, values: Values) -> Any:
-    """Return the value of one of our keys: the one that is set, else its default."""
     return values.get(key, value_at(Settings(), key))
 
 
 def copied(*keys: str) -> Convert:
-    """Return the conversion of a value that means the same here, and is checked with our keys: each of them gets it."""
+    """Convert a value that means the same here: each of ``keys`` gets it, and our checks apply."""
     return lambda name, trl, values: dict.fromkeys(keys, trl[name])
 
 
 def words(key: str, meanings: Mapping[str, Any]) -> Convert:
-    """Return the conversion of a value that is one of a few.
+    """Convert a value that is one of a few words.
 
-    ``meanings``: Value of TRL, in lower case -> our value.
+    ``meanings``: TRL's value, in lower case -> our value.
     """
 
     def convert(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
@@ -59,12 +58,12 @@ def words(key: str, meanings: Mapping[str, Any]) -> Convert:
 
 
 def off_at_zero(key: str, off: Any) -> Convert:
-    """Return the conversion of a number that TRL switches off with 0 or null, and we with another value."""
+    # Convert a number that TRL switches off with 0 or null, and we switch off with the value ``off``.
     return lambda name, trl, values: {key: off if trl[name] in (None, 0) else trl[name]}
 
 
 def unless_none(*keys: str) -> Convert:
-    """Return the conversion that copies a value, and takes null as a name that is not written."""
+    """Copy a value, and treat null as a name that is not written."""
     return lambda name, trl, values: {} if trl[name] is None else dict.fromkeys(keys, trl[name])
 
 
@@ -85,5 +84,5 @@ class Spelling:
 
 
 def same(name: str, key: str, *older: str, note: str = "") -> Spelling:
-    """Return a spelling of which nothing but the name differs. ``older``: the names that it had in TRL's past versions."""
+    """Return a spelling that differs in its name alone. ``older``: names of the setting in earlier versions of TRL."""
     return Spelling((name, *older), (key,), copied(key), note)

@@ -66,7 +66,7 @@ _COMMON: dict[str, Any] = {
     "dataloader_persistent_workers": False, "dataloader_in_order": True, "train_sampling_strategy": "random",
     "length_column_name": "length", "ddp_timeout": 1800, "local_rank": -1,
 }  # fmt: skip
-_OF_GRPO: dict[str, Any] = {
+_GRPO: dict[str, Any] = {
     "num_generations": 8, "beta": 0.0, "delta": None, "loss_type": "dapo", "scale_rewards": "group",
     "importance_sampling_level": "token", "multi_objective_aggregation": "sum_then_normalize", "use_bias_correction_kl": True,
     "sapo_temperature_neg": 1.05, "sapo_temperature_pos": 1.0, "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0,
@@ -77,9 +77,9 @@ _OF_GRPO: dict[str, Any] = {
     "vllm_importance_sampling_clip_min": None, "cast_lm_head_to_fp32": False, "max_tool_calling_iterations": None,
     "log_completions_hub_repo": None,
 }  # fmt: skip
-_OF_RLOO: dict[str, Any] = {"num_generations": 2, "beta": 0.05, "normalize_advantages": False, "reward_clip_range": None}
+_RLOO: dict[str, Any] = {"num_generations": 2, "beta": 0.05, "normalize_advantages": False, "reward_clip_range": None}
 
-DEFAULTS = {"grpo": _COMMON | _OF_GRPO, "rloo": _COMMON | _OF_RLOO}
+DEFAULTS = {"grpo": _COMMON | _GRPO, "rloo": _COMMON | _RLOO}
 """Algorithm -> field of TRL's config -> its default."""
 
 _SAY_NOTHING = frozenset({"max_steps", "use_cpu", "adam_epsilon", "report_to"})
@@ -94,7 +94,7 @@ _COUNT_WITH = {
 
 
 def defaults_beside(defaults: Mapping[str, Any], given: Mapping[str, Any], algorithm: str) -> dict[str, Any]:
-    """Return the defaults of TRL that are read beside what a user gave.
+    """Return the defaults of TRL that apply besides the settings that a user gave.
 
     A default gives way to another spelling of its setting.
 
@@ -128,7 +128,7 @@ def log_defaults(keys: Mapping[str, Set[str]], values: Mapping[str, Any], loaded
         keys: Name of TRL -> the keys that it can set.
         values: Name of TRL -> its default, of those that were read.
         loaded: The settings of the run.
-        before: Key -> value without TRL's defaults, of the keys that have none of ours.
+        before: Key -> value without TRL's defaults, of the keys that do not have our default.
     """
     rows = {
         key: (
@@ -136,8 +136,8 @@ def log_defaults(keys: Mapping[str, Set[str]], values: Mapping[str, Any], loaded
             f"{key}={shown(value_at(loaded, key))}",
             shown(before.get(key, value_at(Settings(), key))),
         )
-        for name, each in keys.items()
-        for key in sorted(each)
+        for name, set_keys in keys.items()
+        for key in sorted(set_keys)
         if value_at(loaded, key) != before.get(key, value_at(Settings(), key))
     }
     lines = [f"  {name:<32} {meaning} (our default: {ours})" for name, meaning, ours in rows.values()]

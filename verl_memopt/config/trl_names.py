@@ -39,8 +39,8 @@ MANAGER = "reward_model.reward_manager"
 class RecipeNames:
     """The names of a recipe's published settings.
 
-    ``spellings`` are read in their order, before TRL's own. ``replaced``: a name of the recipe -> the names of TRL that say
-    nothing more beside it.
+    ``spellings`` are read in order, before TRL's own. ``replaced``: a name of the recipe -> the names of TRL that it makes
+    redundant.
     """
 
     spellings: tuple[Spelling, ...]
@@ -72,7 +72,7 @@ BATCH_NAMES = (
 
 
 def kl(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    """Return the KL that TRL's coefficient asks for: in the reward for RLOO, in the loss for GRPO. 0 asks for no reference."""
+    # Convert TRL's coefficient: RLOO has the KL in the reward, GRPO in the loss. 0 needs no reference.
     value = trl[name]
     in_loss = str(effective(ESTIMATOR, values)).startswith("grpo")
     switch, coefficient = (KL_IN_LOSS, KL_LOSS_COEF) if in_loss else (KL_IN_REWARD, KL_COEF)
@@ -80,9 +80,8 @@ def kl(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
 
 
 def batch(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    """Return prompts per rollout and per optimizer step, from all names of TRL that decide them."""
-    names = tuple(each for each in BATCH_NAMES if trl.get(each) is not None)
-    numbers = {each: _count(each, trl) for each in names}
+    names = tuple(option for option in BATCH_NAMES if trl.get(option) is not None)
+    numbers = {option: _count(option, trl) for option in names}
     devices = math.prod(_number(key, values) for key in ("trainer.nnodes", "trainer.n_gpus_per_node"))
     samples = _number(SAMPLES, values)
     per_device, accumulated = numbers.get("per_device_train_batch_size"), numbers.get("gradient_accumulation_steps", 1)
@@ -119,7 +118,7 @@ def _divided(whole: int, part: int, what: str, names: tuple[str, ...]) -> int:
 
 
 def _number(key: str, values: Values) -> int:
-    """Return the value of one of our keys, which must be a whole number above 0 for the name of TRL to be converted."""
+    # Return the value of one of our keys. TRL's name can only be converted if it is a whole number above 0.
     value: int = effective(key, values)
     if value is None and key == MINI_BATCH:
         return _number(PROMPTS, values)
@@ -136,27 +135,25 @@ def _count(name: str, trl: TrlSettings) -> int:
 
 
 def updates_per_rollout(values: Values) -> int:
-    """Return the optimizer steps of one training step."""
     prompts, mini_batch, epochs = (_number(key, values) for key in (PROMPTS, MINI_BATCH, EPOCHS))
     return max(prompts // mini_batch, 1) * epochs
 
 
 def optimizer_steps(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    """Return the training steps that take at least so many optimizer steps. TRL's -1 asks for nothing."""
+    # Convert optimizer steps to training steps, rounded up. TRL's -1 sets nothing.
     if trl[name] in (None, -1):
         return {}
     return {STEPS: math.ceil(_count(name, trl) / updates_per_rollout(values))}
 
 
 def episodes(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    """Return the training steps that sample at least so many responses."""
     if trl[name] is None:
         return {}
     return {STEPS: math.ceil(_count(name, trl) / (_number(PROMPTS, values) * _number(SAMPLES, values)))}
 
 
 def passes_over_data(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    """Return the epochs of the run. A number of steps in TRL's names wins, one of a recipe does not."""
+    # Set the epochs of the run. A number of steps under TRL's names wins over them, a recipe's number does not.
     value = trl[name]
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -166,14 +163,14 @@ def passes_over_data(name: str, trl: TrlSettings, values: Values) -> dict[str, A
 
 
 def every(key: str) -> Convert:
-    """Return the conversion of a distance in optimizer steps to the training steps that take at least so many."""
+    """Convert an interval in optimizer steps to training steps, rounded up."""
     return lambda name, trl, values: {key: math.ceil(_count(name, trl) / updates_per_rollout(values))}
 
 
 def by_steps(key: str, *distances: str) -> Convert:
-    """Return the conversion of TRL's word for when something is done: never, or after a distance in optimizer steps.
+    """Convert TRL's word for when something is done: never, or at an interval of optimizer steps.
 
-    ``distances``: Names of that distance, of which the first that is written holds. Without one our own key decides.
+    ``distances``: names of that interval; the first that is written holds. Without one, our own key decides.
     """
 
     def convert(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
@@ -182,14 +179,14 @@ def by_steps(key: str, *distances: str) -> Convert:
             return {key: -1}
         if word != "steps":
             raise NotConvertibleError("it is done by steps here", f"Set steps or no, or {key}.")
-        written = [each for each in distances if trl.get(each) is not None]
+        written = [option for option in distances if trl.get(option) is not None]
         return every(key)(written[0], trl, values) if written else {}
 
     return convert
 
 
 def warm_up(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    """Return the warm-up of the learning rate. Below 1 it is a share of the run."""
+    # Set the warm-up of the learning rate. A number below 1 is a share of the run.
     steps = trl[name]
     is_share = isinstance(steps, float) and 0 < steps < 1
     if isinstance(steps, float) and steps.is_integer():
@@ -198,8 +195,6 @@ def warm_up(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
 
 
 def beta(place: int) -> Convert:
-    """Return the conversion of one of Adam's two decays."""
-
     def convert(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
         present = effective(BETAS, values)
         betas = list(present) if isinstance(present, list | tuple) and len(present) == 2 else [None, None]
@@ -210,32 +205,28 @@ def beta(place: int) -> Convert:
 
 
 def dtype(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    """Return the dtype in which policy and reference compute."""
     return {} if trl[name] is None else dict.fromkeys(_DTYPES, "bfloat16" if trl[name] else "fp32")
 
 
 def epsilon(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    """Return the optimizer's arguments with Adam's epsilon."""
     key = f"{_OPTIM}.override_optimizer_config"
     return {key: {**(effective(key, values) or {}), "eps": trl[name]}}
 
 
 def loggers(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    """Return the loggers: console and JSON lines, which TRL always has in its own way, and those that TRL names."""
+    # Set the loggers: the ones that TRL names, besides console and JSON lines, which always run.
     asked_for = trl[name] if isinstance(trl[name], list | tuple) else [trl[name]]
-    others = [each for each in asked_for if each not in ("none", None)]
-    if any(each not in LOGGERS.words for each in others):
+    others = [logger_name for logger_name in asked_for if logger_name not in ("none", None)]
+    if any(logger_name not in LOGGERS.words for logger_name in others):
         raise NotConvertibleError("this logger has no equal", f"Set trainer.logger: {', '.join(LOGGERS.words)}.")
     return {"trainer.logger": ["console", "jsonl", *others]}
 
 
 def reward_model(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    """Return the reward model of a path."""
     return {"reward_model.enable": True, "reward_model.model.path": trl[name]}
 
 
 def resumed(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    """Return where the run goes on: at its newest checkpoint, or at one that is named."""
     word = str(trl[name]).lower()
     if trl[name] is None or word in ("", "false", "true"):
         return {"trainer.resume_mode": "auto"} if word == "true" else {}
@@ -243,7 +234,7 @@ def resumed(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
 
 
 def head_in_fp32(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    """Return nothing where the whole model computes in fp32, the head too. In half precision there is no such head."""
+    # Set nothing if the whole model computes in fp32. In half precision there is no fp32 head, so the value is refused.
     if trl[name] and effective(_DTYPES[0], values) not in ("fp32", "float32"):
         what = "in half precision the head multiplies in it too; only what follows, the log-probs of its products, is in fp32"
         raise NotConvertibleError(what, f"Set {_DTYPES[0]}=fp32, or remove it.")
@@ -257,7 +248,6 @@ _PRECISIONS = {"float32": "fp32", "fp32": "fp32", "bfloat16": "bfloat16", "bf16"
 
 
 def model_arguments(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    """Return what the arguments of ``from_pretrained`` come to: dtype at rest, attention, a quantised base, trust in code."""
     ours: dict[str, Any] = {}
     for argument, value in (trl[name] or {}).items():
         if value is None or value == "auto" or argument in _LOADS_ANYWAY or (argument, value) == ("revision", "main"):
@@ -284,7 +274,6 @@ BNB_4BIT = "fp4"
 
 
 def _quantized(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the quantised base that a configuration of bitsandbytes asks for."""
     if config.get("load_in_8bit"):
         return {_QUANTIZATION: "int8"}
     if not config.get("load_in_4bit"):
@@ -301,7 +290,7 @@ REF_STEPS, REF_ALPHA = 512, 0.6
 
 
 def reference_sync(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    """Return how the reference follows the policy, from the three names of TRL. Without ``sync_ref_model`` it does not."""
+    # Set how the reference follows the policy, from TRL's three names. Without ``sync_ref_model`` it does not.
     if not trl.get("sync_ref_model"):
         return {SYNC_EVERY: None} if name == "sync_ref_model" else {}
     steps = {"ref_model_sync_steps": trl.get("ref_model_sync_steps") or REF_STEPS}
@@ -325,7 +314,6 @@ _SCHEDULE = "the schedule then counts optimizer steps, as TRL's; a warm-up begin
 
 
 def scheduled(name: str, key: str) -> Spelling:
-    """Return the spelling of a setting of the learning rate's schedule, which counts optimizer steps in TRL."""
     keys = (key, SCHEDULE_STEPS)
     return Spelling((name,), keys, lambda name, trl, values: {key: trl[name], SCHEDULE_STEPS: "updates"}, _SCHEDULE)
 

@@ -53,7 +53,6 @@ def _by_sequence(trl: TrlSettings) -> bool:
 
 
 def loss(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    """Return the loss of ``loss_type`` and ``importance_sampling_level``, with how its tokens are averaged."""
     kind, level = trl.get("loss_type"), trl.get("importance_sampling_level") or "token"
     if kind is not None and kind not in LOSS_TYPES:
         raise NotConvertibleError(f"TRL has {', '.join(LOSS_TYPES)}", "Choose one.", ("loss_type",))
@@ -70,7 +69,7 @@ def loss(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
 
 
 def clips(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    """Return the clips of the ratio. CISPO has one bound, and it is of the ratio itself."""
+    # Set the clips of the ratio. CISPO has a single bound, of the ratio itself.
     if trl.get("loss_type") == "cispo":
         bound = trl.get("epsilon_high")
         return {CISPO_RATIO: trl[name] if bound is None else bound}
@@ -78,13 +77,13 @@ def clips(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
 
 
 def two_sided(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    """Return the bound of the loss for negative advantages. Losses without a clip have none."""
+    # Set the ratio's bound for negative advantages. Losses without a clip have none.
     delta, mode = trl[name], LOSS_TYPES.get(str(trl.get("loss_type")), ("vanilla", ""))[0]
     if delta is None or mode != "vanilla":
         return {DUAL_CLIP: None} if mode == "vanilla" else {}
     if _by_sequence(trl):
         raise NotConvertibleError("the ratio of a sequence has no second bound", "Remove it, or set the level token.")
-    high = next(each for each in (effective(CLIP_HIGH, values), effective(CLIP, values)) if each is not None)
+    high = next(clip for clip in (effective(CLIP_HIGH, values), effective(CLIP, values)) if clip is not None)
     if isinstance(delta, int | float) and delta < 1 + high:
         what = f"below 1 + {high} TRL also bounds positive advantages by it, which clip_ratio_high does here"
         raise NotConvertibleError(what, f"Raise it to at least {1 + high:g}, as TRL recommends.")
@@ -92,7 +91,7 @@ def two_sided(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
 
 
 def scaled_rewards(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    """Return what the advantages are divided by. Each reward by itself is always divided by its group's deviation."""
+    # Set what the advantages are divided by. Separately normalised rewards always use their group's deviation.
     word = str(trl[name]).lower()
     word = {"true": "group", "false": "none"}.get(word, word)
     if word not in ("group", "batch", "none"):
@@ -104,7 +103,6 @@ def scaled_rewards(name: str, trl: TrlSettings, values: Values) -> dict[str, Any
 
 
 def objectives(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    """Return the estimator that normalises each reward by itself, where that is asked for."""
     if trl[name] == "sum_then_normalize":
         return {}
     if trl[name] != "normalize_then_sum":
@@ -113,12 +111,12 @@ def objectives(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
 
 
 def kl_by_ratio(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    """Return whether the KL in the loss is multiplied by the ratio. Without such a KL it says nothing."""
+    # Multiply the KL in the loss by the ratio. Without such a KL this sets nothing.
     return {f"{_ACTOR}.kl_loss_by_ratio": trl[name]} if effective(KL_IN_LOSS, values) else {}
 
 
 def entropy_bonus(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    """Return the bonus, a mean over tokens with any loss."""
+    # Set the entropy bonus. It is averaged over tokens whatever the loss is.
     adapts = bool(trl.get("use_adaptive_entropy"))
     if trl[name] in (None, 0) and not adapts:
         return {ENTROPY: 0.0}
@@ -129,16 +127,15 @@ def entropy_bonus(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]
 
 
 def adaptive_entropy(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    """Return how the weight of the bonus adapts, from all names of TRL about it. Without ``use_adaptive_entropy`` it does not."""
+    # Set how the bonus's weight adapts, from all of TRL's names about it. ``use_adaptive_entropy`` switches it on.
     if not trl.get("use_adaptive_entropy"):
         return {f"{ENTROPY_CTRL}.target": None} if name == "use_adaptive_entropy" else {}
-    given = {part: trl[each] for each, (part, _) in ADAPTIVE.items() if trl.get(each) is not None}
+    given = {part: trl[option] for option, (part, _) in ADAPTIVE.items() if trl.get(option) is not None}
     ours = {f"{ENTROPY_CTRL}.{part}": given.get(part, default) for part, default in ADAPTIVE.values()}
     return ours | {ENTROPY_AGG: "token-mean"}
 
 
 def top_entropy(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    """Return the share of tokens that are learned from."""
     if trl[name] not in (None, 1) and _by_sequence(trl):
         both = (name, "importance_sampling_level")
         raise NotConvertibleError("with the ratio of a sequence TRL scales the sequence by it", f"Set {QUANTILE}.", both)
@@ -150,7 +147,7 @@ LEAST, MOST = "1e-9", "1e9"
 
 
 def importance(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    """Return the importance weights between engine and trainer, which TRL has with vLLM."""
+    # Set the importance weights between engine and trainer. TRL has them with vLLM alone.
     if trl.get("vllm_importance_sampling_correction") is False:
         return {WEIGHTS: None} if name == "vllm_importance_sampling_correction" else {}
     if effective(f"{_ROLLOUT}.name", values) != "vllm":
@@ -163,13 +160,13 @@ def importance(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
     if level == "sequence" and trl.get("loss_type") == "vespo":
         what = "VESPO multiplies the weights of the tokens itself"
         raise NotConvertibleError(what, "Set vllm_importance_sampling_mode=token_truncate or token_mask.")
-    least, cap = trl.get("vllm_importance_sampling_clip_min"), trl.get("vllm_importance_sampling_cap")
-    most = trl.get("vllm_importance_sampling_clip_max", 3.0) if cap is None else cap
+    clip_min, cap = trl.get("vllm_importance_sampling_clip_min"), trl.get("vllm_importance_sampling_cap")
+    clip_max = trl.get("vllm_importance_sampling_clip_max", 3.0) if cap is None else cap
     if how == "mask":
-        return {WEIGHTS: level, WEIGHTS_BOUND: f"{least or LEAST}_{most or MOST}"}
-    if least is not None:
+        return {WEIGHTS: level, WEIGHTS_BOUND: f"{clip_min or LEAST}_{clip_max or MOST}"}
+    if clip_min is not None:
         raise NotConvertibleError("truncated weights have no lower bound here", "Remove vllm_importance_sampling_clip_min.")
-    return {WEIGHTS: level, WEIGHTS_BOUND: float(most or MOST)}
+    return {WEIGHTS: level, WEIGHTS_BOUND: float(clip_max or MOST)}
 
 
 DRAWN = {
@@ -181,18 +178,20 @@ DRAWN = {
 
 
 def drawn(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    """Return the sampling of ``generation_kwargs``, which wins over TRL's own names."""
+    # Convert ``generation_kwargs``, which win over TRL's own names of sampling.
     given = trl[name] or {}
     if not isinstance(given, Mapping):
         raise NotConvertibleError("it is no mapping", "Give names with values.")
-    unknown = [each for each in given if each not in DRAWN]
+    unknown = [option for option in given if option not in DRAWN]
     if unknown:
         what = f"of it {', '.join(DRAWN)} are read in both engines, and not {', '.join(unknown)}"
         raise NotConvertibleError(what, "Remove the others.")
     off = {"top_k": (0, -1), "min_p": (None, 0.0)}
-    said = {DRAWN[each]: off[each][1] if each in off and value == off[each][0] else value for each, value in given.items()}
+    sampling = {
+        DRAWN[option]: off[option][1] if option in off and value == off[option][0] else value for option, value in given.items()
+    }
     stop = f"{_ROLLOUT}.stop"
-    return said | ({stop: [said[stop]]} if isinstance(said.get(stop), str) else {})
+    return sampling | ({stop: [sampling[stop]]} if isinstance(sampling.get(stop), str) else {})
 
 
 OBJECTIVE: tuple[Spelling, ...] = (
@@ -217,8 +216,8 @@ OBJECTIVE: tuple[Spelling, ...] = (
         for sign in ("neg", "pos")
     ),
     *(
-        Spelling((each,), (f"{_ACTOR}.policy_loss.{each}",), copied(f"{_ACTOR}.policy_loss.{each}"), "", GRPO)
-        for each in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+        Spelling((option,), (f"{_ACTOR}.policy_loss.{option}",), copied(f"{_ACTOR}.policy_loss.{option}"), "", GRPO)
+        for option in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
     ),
     Spelling(
         ("use_bias_correction_kl",), (f"{_ACTOR}.kl_loss_by_ratio",), kl_by_ratio, "it counts where the loss has a KL", GRPO
@@ -234,11 +233,11 @@ OBJECTIVE: tuple[Spelling, ...] = (
     Spelling(("entropy_coef",), (ENTROPY, ENTROPY_AGG), entropy_bonus, "", GRPO),
     *(
         Spelling(
-            (each,), (*(f"{ENTROPY_CTRL}.{part}" for part, _ in ADAPTIVE.values()), ENTROPY_AGG), adaptive_entropy,
+            (option,), (*(f"{ENTROPY_CTRL}.{part}" for part, _ in ADAPTIVE.values()), ENTROPY_AGG), adaptive_entropy,
             "it counts with use_adaptive_entropy; TRL adapts after each optimizer step, here those of a rollout share a weight",
             GRPO,
         )
-        for each in ("use_adaptive_entropy", *ADAPTIVE)
+        for option in ("use_adaptive_entropy", *ADAPTIVE)
     ),
     Spelling(
         ("reward_clip_range",), (REWARD_CLIP,), unless_none(REWARD_CLIP), "of the weighted sum, before the KL comes off it", RLOO
@@ -257,8 +256,8 @@ DRAWING: tuple[Spelling, ...] = (
 
 WEIGHING: tuple[Spelling, ...] = (
     *(
-        Spelling((f"vllm_importance_sampling_{each}",), (WEIGHTS, WEIGHTS_BOUND), importance, "it counts with vLLM", GRPO)
-        for each in ("correction", "mode", "clip_max", "clip_min", "cap")
+        Spelling((f"vllm_importance_sampling_{option}",), (WEIGHTS, WEIGHTS_BOUND), importance, "it counts with vLLM", GRPO)
+        for option in ("correction", "mode", "clip_max", "clip_min", "cap")
     ),
 )  # fmt: skip
 """Importance weights, read after the engine."""

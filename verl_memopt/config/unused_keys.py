@@ -27,7 +27,7 @@ _AR = "actor_rollout_ref"
 
 @dataclass(frozen=True)
 class NoEffect:
-    """A key (or, with a trailing ``.*``, all below one), the values that ask for nothing, and what to say."""
+    """One row: a key (with a trailing ``.*``, all keys below), the values that ask for nothing, and what to tell the user."""
 
     inert: tuple[Any, ...] | None
     """Values that pass; null always passes; None = every value passes."""
@@ -63,7 +63,7 @@ _NO_LORA: tuple[Any, ...] = (None, False, [], {})
 
 
 def _absent(*switches: str) -> dict[str, NoEffect]:
-    """Return the rows of a feature that does not exist here: its switches, which may be off, and whatever else it has."""
+    # Return the rows of a feature that does not exist here: its switches may be off, and its other keys have no effect.
     section = switches[0].rpartition(".")[0]
     return {**dict.fromkeys(switches, NoEffect((False,), _NOT_HERE)), f"{section}.*": NoEffect(ANY, _NOT_HERE)}
 
@@ -97,7 +97,7 @@ _MODEL = {
     "use_shm": NoEffect(EITHER, "weights are streamed from the model folder, which is not copied to shared memory"),
 }
 
-_OF_ACTOR = {
+_ACTOR_KEYS = {
     "freeze_vision_tower": NoEffect((False,), _TEXT_ONLY),
     "router_replay.mode": NoEffect(("disabled",), _NOT_HERE),
     "router_replay.*": NoEffect((), _NOT_HERE),
@@ -106,7 +106,7 @@ _OF_ACTOR = {
 
 _CHECKPOINT = {"checkpoint.async_save": NoEffect(EITHER, "a checkpoint is always written whole before the next step")}
 
-_OF_CRITIC = {
+_CRITIC_KEYS = {
     "use_torch_compile": NoEffect(EITHER, _COMPILED),
     "model.use_fused_kernels": NoEffect(EITHER, "a value has no logits. Remove the key"),
     **dict.fromkeys(("megatron.*", "veomni.*"), NoEffect((), _ONE_BACKEND)),
@@ -114,7 +114,7 @@ _OF_CRITIC = {
 
 _PROFILER = {"profiler.*": NoEffect(ANY, _PHASE_TABLE)}
 
-_OF_ROLLOUT = {
+_ROLLOUT_KEYS = {
     "data_parallel_size": NoEffect((1,), f"every tensor-parallel group is a replica already. {_USE_TENSOR_PARALLEL}"),
     "enable_sleep_mode": NoEffect(
         (True,), "actor_rollout_ref.rollout.free_cache_engine decides whether the engine sleeps. Use it"
@@ -201,13 +201,13 @@ def _below(prefix: str, rows: Mapping[str, NoEffect]) -> dict[str, NoEffect]:
 REFUSED: dict[str, NoEffect] = {
     **_TOP,
     **_below("data", _DATA),
-    **_below("critic", _OF_CRITIC | _CHECKPOINT | _PROFILER | _below("model", _MODEL | _below("fsdp_config", _FSDP))),
+    **_below("critic", _CRITIC_KEYS | _CHECKPOINT | _PROFILER | _below("model", _MODEL | _below("fsdp_config", _FSDP))),
     **_below("reward_model", _REWARD_MODEL),
     **_below("trainer", _TRAINER),
     **_below(f"{_AR}.model", _MODEL),
-    **_below(f"{_AR}.actor", _OF_ACTOR | _CHECKPOINT | _PROFILER | _below("fsdp_config", _FSDP)),
+    **_below(f"{_AR}.actor", _ACTOR_KEYS | _CHECKPOINT | _PROFILER | _below("fsdp_config", _FSDP)),
     **_below(f"{_AR}.ref", _PROFILER | _below("fsdp_config", _FSDP)),
-    **_below(f"{_AR}.rollout", _OF_ROLLOUT | _PROFILER),
+    **_below(f"{_AR}.rollout", _ROLLOUT_KEYS | _PROFILER),
     **_below(_AR, _PROFILER),
     **_below("reward_model", _PROFILER | _below("model.fsdp_config", _FSDP)),
     **{
@@ -221,16 +221,16 @@ REFUSED: dict[str, NoEffect] = {
 
 
 def refusal_of(key: str) -> NoEffect | None:
-    """Return the row that covers a key: its own, else that of the nearest section above it, or None."""
+    """Return the row that covers a key: its own, or that of the nearest section above; None if there is none."""
     parts = key.split(".")
     rows = (key, *(f"{'.'.join(parts[:depth])}.*" for depth in range(len(parts), 0, -1)))
     return next((REFUSED[row] for row in rows if row in REFUSED), None)
 
 
 def refuse(keys: Mapping[str, tuple[Any, NoEffect]]) -> list[Problem]:
-    """Return the problems of values that ask for something, and log a warning for each value that asks for nothing.
+    """Return a problem for values that ask for something, and log a warning for each value that asks for nothing.
 
-    Keys of one section with one reason are one problem. Below the section of a refused switch nothing else is said.
+    Keys of one section with one reason are one problem. Below the section of a refused switch nothing else is reported.
 
     ``keys``: Key, as the user wrote it -> value, and the row that covers it.
     """
@@ -249,7 +249,7 @@ def refuse(keys: Mapping[str, tuple[Any, NoEffect]]) -> list[Problem]:
 
 
 def passes(value: Any, refusal: NoEffect) -> bool:
-    """Return whether a value asks for nothing. 0 is not false, and 1 is not true."""
+    # Return whether a value asks for nothing. 0 is not false, and 1 is not true.
     if value is None or refusal.inert is ANY:
         return True
     return any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in refusal.inert)
@@ -318,7 +318,7 @@ def _estimator(settings: Settings) -> str:
     return settings.algorithm.adv_estimator
 
 
-def _of_advantages() -> Iterator[UnusedKey]:
+def _unused_advantages() -> Iterator[UnusedKey]:
     for key in dict.fromkeys(key for record in ESTIMATORS.values() for key in record.options.values()):
         owners = with_option(key)
         yield belongs(f"algorithm.{key}", "algorithm.adv_estimator", owners, f"it belongs to {' and '.join(owners)}")
@@ -345,7 +345,7 @@ def _has_bonus(settings: Settings) -> bool:
     return actor.entropy_coeff != 0 or actor.entropy_ctrl.target is not None
 
 
-def _of_losses() -> Iterator[UnusedKey]:
+def _unused_losses() -> Iterator[UnusedKey]:
     scale_factor = UnusedKey(
         f"{_AR}.actor.loss_scale_factor",
         lambda settings: settings.actor_rollout_ref.actor.loss_agg_mode != "seq-mean-token-sum-norm",
@@ -364,12 +364,12 @@ def _of_losses() -> Iterator[UnusedKey]:
 
 
 def _has_equal_answers(settings: Settings) -> bool:
-    """Return whether greedy answers are compared with each other, or with another greedy one."""
+    # Greedy answers to one prompt are equal, so comparing them tells nothing.
     compares = _estimator(settings) not in WITHOUT_GROUPS or _estimator(settings) in WITH_GREEDY_RESPONSES
     return not settings.actor_rollout_ref.rollout.do_sample and compares
 
 
-def _of_rollouts() -> Iterator[UnusedKey]:
+def _unused_rollouts() -> Iterator[UnusedKey]:
     yield UnusedKey(
         f"{_AR}.rollout.do_sample", _has_equal_answers, "greedy samples of one prompt are all alike, so every advantage is 0"
     )
@@ -386,14 +386,14 @@ def _never_ranks_checkpoints(settings: Settings) -> bool:
     return settings.data.val_files is None or trainer.test_freq <= 0 or trainer.max_actor_ckpt_to_keep is None
 
 
-def _of_rewards_and_runs() -> Iterator[UnusedKey]:
+def _unused_rewards_and_runs() -> Iterator[UnusedKey]:
     yield from idle(f"{_REWARD}.path", None, f"{_REWARD}.name")
     yield from idle(f"{_REWARD}.on_error", "raise", f"{_REWARD}.fallback_score")
-    of_penalty = (
+    penalty_keys = (
         *(f"{_OVERLONG}.{name}" for name in ("len", "penalty_factor", "log")),
         "reward_model.reward_kwargs.max_resp_len",
     )
-    yield from idle(f"{_OVERLONG}.enable", False, *of_penalty)
+    yield from idle(f"{_OVERLONG}.enable", False, *penalty_keys)
     yield from SANDBOX_UNUSED
     yield from idle("data.val_files", None, "trainer.test_freq")
     yield from idle("data.streaming", False, "data.shuffle_buffer_size")
@@ -412,7 +412,8 @@ def _of_rewards_and_runs() -> Iterator[UnusedKey]:
 UNUSED_KEYS = {
     unused.key: unused
     for unused in (
-        *_of_advantages(), *_of_losses(), *_of_rollouts(), *_of_rewards_and_runs(), *CORRECTION_UNUSED, *REFERENCE_UNUSED,
+        *_unused_advantages(), *_unused_losses(), *_unused_rollouts(), *_unused_rewards_and_runs(),
+        *CORRECTION_UNUSED, *REFERENCE_UNUSED,
         *idle("critic.enable_resource_pool", False, *pool_keys("critic")), *unused_keys(),
     )
 }  # fmt: skip
@@ -420,9 +421,9 @@ UNUSED_KEYS = {
 
 
 def warn_unused(unused: UnusedKey, value: Any, if_not_given: Any) -> None:
-    """Log that a key which the user set has no effect, unless it holds what it would hold anyway.
+    """Warn that a key which the user set has no effect, unless it holds what it would hold anyway.
 
-    ``if_not_given``: what the key would hold if the user had not set it.
+    ``if_not_given``: the value of the key if the user had not set it.
     """
     if value != if_not_given or unused.key == _NAMED_ON_SIGHT:
         logger.warning("%s=%s has no effect here: %s.", unused.key, shown(value), unused.because)

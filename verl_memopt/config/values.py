@@ -42,14 +42,12 @@ LARGEST = 2**63 - 1
 
 @cache
 def choices() -> dict[str, tuple[str, ...]]:
-    """Return key -> the words it takes; of a list, each item."""
-    of_types = {key: words for key, kind in leaf_types().items() if (words := _words(kind))}
-    return of_types | {key: mark.words for key, mark in _marks() if isinstance(mark, Words)}
+    typed = {key: words for key, kind in leaf_types().items() if (words := _words(kind))}
+    return typed | {key: mark.words for key, mark in _marks() if isinstance(mark, Words)}
 
 
 @cache
 def ranges() -> dict[str, Range]:
-    """Return key -> what its number must be."""
     return {key: mark for key, mark in _marks() if isinstance(mark, Range)}
 
 
@@ -66,10 +64,11 @@ def _marks() -> Iterator[tuple[str, Any]]:
 
 
 def check_values(values: Mapping[str, Any]) -> list[Problem]:
-    """Return a problem for each value that is no choice of its key, out of its range, or a text that no file can hold.
+    """Return a problem for each value that is not a choice of its key, is out of range, or that no file can hold.
 
-    Null is left to the type of the key. A key that takes a wrong value from another key is not reported again. ``values`` has
-    every key, and each follower its value.
+    Null is left to the type check. A key that takes a wrong value from another key is not reported again.
+
+    ``values``: every key; a follower has the value that it follows.
     """
     way_out = "Change the value, or leave it out for the default."
     problems: list[Problem] = []
@@ -86,15 +85,15 @@ def check_values(values: Mapping[str, Any]) -> list[Problem]:
         value = values[key]
         if value is not None and not limits.holds(value):
             problems.append(problem({key: value}, limits.text, way_out))
-    wrong = {key for each in problems for key in each.keys}
+    wrong = {key for found in problems for key in found.keys}
     for key, value in values.items():
         is_text = isinstance(value, str | list | tuple | dict) and key not in wrong
         if is_text and not all(map(_is_writable, _texts(value))):
             problems.append(problem({key: ascii(value)}, "it holds a character that no file can hold", "Remove it."))
-    wrong = {key for each in problems for key in each.keys}
+    wrong = {key for found in problems for key in found.keys}
     repeated = {key for key, target in LINKS.items() if target in wrong and values[key] == values[target]}
     repeated |= {key for key, parts in DERIVED.items() if wrong.intersection(parts) and values[key] == derived(key, values)}
-    return [each for each in problems if repeated.isdisjoint(each.keys)]
+    return [found for found in problems if repeated.isdisjoint(found.keys)]
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -177,7 +176,7 @@ LINKED = frozenset({*LINKS, *LINKS.values(), *DERIVED, *(part for parts in DERIV
 
 
 def with_links(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with each follower that is null set to what it follows. Nothing in ``values`` is changed."""
+    """Return a copy of the values in which each follower that is null has the value of the key it follows."""
     linked = dict(values)
     for follower, target in LINKS.items():
         if linked[follower] is None:
@@ -190,7 +189,6 @@ def with_links(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def derived(key: str, values: Mapping[str, Any]) -> Any:
-    """Return what a key of :data:`DERIVED` is while it is null, from the values of the keys that it is computed from."""
     parts = [values[part] for part in DERIVED[key]]
     if key.endswith("do_sample"):
         return parts[0] > 0
@@ -202,7 +200,6 @@ def derived(key: str, values: Mapping[str, Any]) -> Any:
 
 
 def followers_of(keys: Iterable[str]) -> set[str]:
-    """Return the keys whose value depends on one of the given keys."""
     dependent = set(keys)
     for follower, target in LINKS.items():
         if target in dependent:
@@ -219,27 +216,29 @@ EXPECTED = {str: "text", int: "a whole number", float: "a number", bool: "true o
 
 
 class MismatchError(Exception):
-    """A value is not of a key's type; the message says what was expected."""
+    """A value does not have its key's type. The message says what was expected."""
 
 
 def build(overrides: Mapping[str, Any]) -> tuple[Settings, dict[str, Any], list[Problem]]:
-    """Return the typed sections, the value of every key, and what is wrong with the given values.
+    """Build the typed sections; return them with the value of every key and the problems that were found.
 
     A key that is not given has its default, or the value of the key that it follows. A key with a problem counts as not given, so
-    that the checks that follow can look at all the others. ``overrides`` has our names. None for a section, an unknown key, a
-    wrong type and a missing required key are problems.
+    that later checks can look at all others. Null for a section, an unknown key, a wrong type, and a missing required key are
+    problems.
+
+    ``overrides``: values under our names.
     """
-    known, values = leaf_types(), leaf_values(Settings())
+    types_of_keys, values = leaf_types(), leaf_values(Settings())
     problems: list[Problem] = []
     for key, value in overrides.items():
-        if key not in known:
+        if key not in types_of_keys:
             problems.append(_no_such_key(key, value))
             continue
         try:
-            values[key] = convert(value, known[key])
+            values[key] = convert(value, types_of_keys[key])
         except MismatchError as mismatch:
             problems.append(problem({key: value}, f"expected {mismatch}, got {_kind(value)}", _type_hint(key, value)))
-    wrong = {key for each in problems for key in each.keys}
+    wrong = {key for found in problems for key in found.keys}
     if values["debug.mode"] in WITHOUT_DATA:
         values |= {key: None for key in DATA_KEYS if values[key] == REQUIRED}
     missing = [key for key, value in values.items() if value == REQUIRED and key not in wrong]
@@ -249,12 +248,12 @@ def build(overrides: Mapping[str, Any]) -> tuple[Settings, dict[str, Any], list[
     fields: dict[str, dict[str, Any]] = {}  # dotted key of a section -> its fields
     for key, kind in reversed(all_keys()):  # a section comes after all its fields
         section, _, name = key.rpartition(".")
-        fields.setdefault(section, {})[name] = values[key] if key in known else kind(**fields[key])
+        fields.setdefault(section, {})[name] = values[key] if key in types_of_keys else kind(**fields[key])
     return Settings(**fields[""]), values, problems
 
 
 def convert(value: Any, kind: Any) -> Any:
-    """Return the value as the type of its key. A float may be text (YAML reads 1e-6 as text)."""
+    """Convert a value to the type of its key. A float may be a text, because YAML reads 1e-6 as text."""
     kind = _word_type(kind)
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
@@ -279,7 +278,7 @@ def convert(value: Any, kind: Any) -> Any:
 
 
 def _word_type(kind: Any) -> Any:
-    """Return str for a choice of words: which words they may be is checked with the ranges."""
+    # Which words a choice allows is checked with the ranges.
     return str if get_origin(kind) is Literal else kind
 
 
@@ -330,8 +329,7 @@ def _no_such_key(key: str, value: Any) -> Problem:
 # Suggest a key for an unknown one: the nearest known key, or the one that does what a key of TRL or of a recipe does.
 
 
-def _of_trl() -> dict[str, str]:
-    """Return name of TRL -> our keys, of all names that a recipe of RLOO or GRPO reads."""
+def _keys_of_trl_names() -> dict[str, str]:
     keys: dict[str, list[str]] = {}
     for spelling in (row for row in SPELLINGS if row.keys):
         for name in spelling.names:
@@ -339,7 +337,7 @@ def _of_trl() -> dict[str, str]:
     return {name: ", or ".join(dict.fromkeys(settings)) for name, settings in keys.items()}
 
 
-READ = _of_trl()
+READ = _keys_of_trl_names()
 """The names of TRL that are read as our keys where they stand alone and the estimator is RLOO's or GRPO's."""
 
 FOREIGN = {
@@ -354,7 +352,6 @@ _ALIKE = 0.6
 
 
 def hint(key: str) -> str:
-    """Return a sentence that names what to use in place of an unknown key."""
     name = key.rpartition(".")[2]
     if name in NO_EQUAL:
         return f"It has no equal here: {NO_EQUAL[name].reason}."
@@ -369,18 +366,18 @@ def hint(key: str) -> str:
 
 
 def nearest(key: str) -> str | None:
-    """Return the known key most like an unknown one, by its last part first, then by the whole, or None."""
+    """Return the key most like an unknown one, by its last part first and then as a whole; None if none is close."""
     last = key.rpartition(".")[2]
-    likeness = {known: _alike(last, known.rpartition(".")[2], _ALIKE) for known in leaf_types()}
-    near = [known for known in likeness if likeness[known] >= _ALIKE]
+    likeness = {candidate: _alike(last, candidate.rpartition(".")[2], _ALIKE) for candidate in leaf_types()}
+    near = [candidate for candidate in likeness if likeness[candidate] >= _ALIKE]
     # Of keys with the same last part the policy's own comes first.
-    near.sort(key=lambda known: not known.startswith(MAIN))
-    return max(near, key=lambda known: 2 * likeness[known] + ("." in key) * _alike(key, known), default=None)
+    near.sort(key=lambda candidate: not candidate.startswith(MAIN))
+    return max(near, key=lambda candidate: 2 * likeness[candidate] + ("." in key) * _alike(key, candidate), default=None)
 
 
-def _alike(one: str, other: str, least: float = 0.0) -> float:
-    """Return the share of letters in common, or 0 where it is below ``least``, which two cheap upper bounds often show."""
-    matcher = SequenceMatcher(None, one, other, autojunk=False)
-    if matcher.real_quick_ratio() < least or matcher.quick_ratio() < least:
+def _alike(word: str, other: str, at_least: float = 0.0) -> float:
+    """Share of letters in common, or 0 below ``at_least``: two cheap upper bounds often settle that without the full match."""
+    matcher = SequenceMatcher(None, word, other, autojunk=False)
+    if matcher.real_quick_ratio() < at_least or matcher.quick_ratio() < at_least:
         return 0.0
     return matcher.ratio()

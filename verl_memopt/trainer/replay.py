@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from verl_memopt.algorithms.records import SFT
-from verl_memopt.config.debug_modes import MODES, DebugMode, of_mode
+from verl_memopt.config.debug_modes import MODES, DebugMode, mode_settings
 from verl_memopt.config.keys import replaced, shown, value_at
 from verl_memopt.config.schema import Settings
 from verl_memopt.data.dataset import PromptRow
@@ -48,7 +48,7 @@ def mode_of(settings: Settings) -> DebugMode:
 
 def debug_settings(settings: Settings) -> Settings:
     """Return the settings with those that the debug mode decides, and log each that changes."""
-    decided = of_mode(settings.debug.mode)
+    decided = mode_settings(settings.debug.mode)
     if settings.debug.mode == "deterministic" and settings.data.seed is None:
         decided["data.seed"] = SEED
         if settings.actor_rollout_ref.rollout.seed is None:
