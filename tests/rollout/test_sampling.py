@@ -125,7 +125,9 @@ def test_log_probs_are_of_the_whole_distribution_which_filters_leave_tokens_out_
 def test_an_id_that_the_tokenizer_does_not_know_is_never_drawn(do_sample):
     rows = 200
     logits = torch.tensor([0.1, 0.1, 0.8]).log().expand(rows, 3)
-    sampler = RowSampler(sampling(do_sample=do_sample), list(range(rows)), torch.ones(rows, 1, dtype=torch.long), True, known=2)
+    sampler = RowSampler(
+        sampling(do_sample=do_sample), list(range(rows)), torch.ones(rows, 1, dtype=torch.long), True, known_ids=2
+    )
     assert sampler(torch.zeros(rows, 1, dtype=torch.long), logits).argmax(-1).max() < 2
     assert sampler.log_probs[0].exp().mean().item() == pytest.approx(0.1, abs=1e-6)  # of all ids, as the trainer's
 

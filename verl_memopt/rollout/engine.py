@@ -36,17 +36,17 @@ class Generation:
     log_probs: list[list[float]] | None
     """fp32 log-probs of those tokens. None = not requested."""
     finish_reasons: list[str]
-    """stop = an end-of-sequence token was generated, or another end; length = ``max_tokens`` was reached."""
+    """stop = an end-of-sequence token, stop token or stop text ended the row; length = ``max_tokens`` was reached."""
     cached_tokens: int = 0
     """Prompt tokens that were not computed, because their keys and values were in the prefix cache."""
 
 
 Finished = Callable[[int, list[int]], None]
-"""Takes the number of a row and its response."""
+"""Called with the number of a complete row and its response."""
 
 
-def unread(row: int, response_ids: list[int]) -> None:
-    """Do nothing: nobody reads rows before all are there."""
+def ignore_row(row: int, response_ids: list[int]) -> None:
+    """Ignore a complete row, where nothing reads one before all rows are complete."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class RolloutEngine(Protocol):
         seeds: list[int],
         sampling: SamplingSettings,
         stopped: Callable[[], bool] = never,
-        finished: Finished = unread,
+        finished: Finished = ignore_row,
     ) -> Generation:
         """Return one response per row. It depends on the row's prompt, its seed and the weights, not on other rows.
 
@@ -82,8 +82,8 @@ class RolloutEngine(Protocol):
             seeds: One seed per row.
             sampling: How tokens are drawn.
             stopped: Called between engine steps. Once it returns True, all rows are abandoned.
-            finished: Called with the number and the tokens of rows that are complete, while others are not. It may be told of
-                none: the engine decides when it looks.
+            finished: Called with the number and the tokens of a row that is complete while others are still generated. An
+                engine need not call it for every row.
 
         Raises:
             RolloutError: The engine is asleep, or its weights are incomplete.
@@ -94,8 +94,8 @@ class RolloutEngine(Protocol):
         """Replace all weights in place, and clear the prefix cache.
 
         Args:
-            weights: Hugging Face names with tensors of any dtype, whole or as row ranges in any order. The engine reads one at a
-                time and is done with it before the next. The second name of tied weights may be left out.
+            weights: Hugging Face names with tensors of any dtype, whole or as row ranges in any order. The engine finishes with
+                one before it asks for the next. The second name of tied weights may be left out.
 
         Raises:
             RolloutError: A name is unknown or missing, or a shape differs. The engine then refuses to generate until a load
@@ -164,22 +164,22 @@ class EnginePlace:
     eos_token_ids: tuple[int, ...]
     """Tokens that end a response."""
     known_ids: int | None = None
-    """Ids from this one on are rows of the embedding that the tokenizer has no token for: they are never drawn. None = there are
-    none."""
+    """Number of ids that the tokenizer has a token for. The embedding may have more rows, whose ids are never drawn. None = no
+    more."""
     device_limit_bytes: int | None = None
     """Limit of this process on the device. None = the whole device. The engine's share is a share of this limit."""
     lora_rank: int = 0
-    """Rank of the adapters that the engine gets beside the weights that it shares with the trainer. 0 = it gets none."""
+    """LoRA rank of the adapters that are loaded beside shared weights. 0 = no adapters."""
     lora_scale: float = 0
-    """What adapters add is multiplied by it."""
+    """Factor on the output of the adapters."""
     quantization: str = "none"
-    """How the linear layers of a base rest that the engine shares with the trainer."""
+    """Storage format of the linear layers of a base model that the engine shares with the trainer."""
     cache_bytes: int | None = None
-    """Size of the KV cache with ``kv_cache_memory_gb=auto``. None = the settings say it."""
+    """Size of the KV cache with ``kv_cache_memory_gb=auto``. None = the settings give the size."""
 
 
 ENGINES = {"vllm": "verl_memopt.rollout.vllm_engine:VllmEngine", "hf": "verl_memopt.rollout.hf_engine:HfEngine"}
-"""Name -> its class, which is imported where it is used. It is made from the settings and its place."""
+"""Name -> engine class, imported when it is chosen, and called with the rollout settings and an :class:`EnginePlace`."""
 
 
 def build_engine(rollout: schema.Rollout, place: EnginePlace) -> RolloutEngine:
@@ -309,19 +309,18 @@ def row_seed(seed: int, step: int, prompt_index: int, sample_index: int) -> int:
 
 
 class FinishedRows:
-    """Rows that are complete while an engine generates others: one process writes them to a file, and another reads it.
+    """Complete rows on their way from the process that generates to the one that scores, in a file.
 
-    It is no record: whoever reads it gets all rows from the engine in the end.
+    The file only saves time. It may lack rows, because :meth:`RolloutEngine.generate` returns them all in the end.
     """
 
     def __init__(self, path: Path) -> None:
-        """Name the file. It is made by the first :meth:`write`."""
         self.path = path
         self._num_read = 0
         self._writable = True
 
     def write(self, row: int, response_ids: list[int]) -> None:
-        """Append a row. If the disk refuses, this is logged once, and the rows are read with all others in the end."""
+        """Append a row. If the disk refuses, this is logged once, and rewards wait for the end of the rollout."""
         if not self._writable:
             return
         try:
@@ -332,7 +331,7 @@ class FinishedRows:
             logger.warning("%s: cannot be written (%s); rewards wait for the end of the rollout", self.path, error.strerror)
 
     def read(self) -> dict[int, list[int]]:
-        """Return the rows that were written whole since the last call: number -> response."""
+        """Return the rows written since the last call: row number -> response. A line in the middle of its write waits."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._num_read)
@@ -340,6 +339,7 @@ class FinishedRows:
         except FileNotFoundError:
             return {}
         whole = lines[: lines.rfind(b"\n") + 1]
+        # Up to the last newline: the writer may be in the middle of a line.
         self._num_read += len(whole)
         rows: dict[int, list[int]] = {}
         for line in whole.splitlines():
@@ -359,11 +359,11 @@ class EngineState:
 
     ``awake -> sleep -> asleep -> wake_up(weights) -> load_weights -> wake_up(kv_cache) -> awake``
 
-    ``whole`` says that the weights were read from a folder, so the engine can generate before the first load.
+    Args:
+        whole: Whether the weights were read from a folder, so that the engine can generate before the first load.
     """
 
     def __init__(self, whole: bool) -> None:
-        """Start awake."""
         self._awake, self._whole, self._closed = set(PARTS), whole, False
 
     def check_ready(self) -> None:
@@ -389,17 +389,22 @@ class EngineState:
         self._whole = True
 
     def slept(self, keeps_weights: bool = False, shares_weights: bool = False) -> None:
-        """Record a sleep. An engine may be put to sleep again.
+        """Record a sleep. An engine that sleeps may be put to sleep again.
 
-        With ``keeps_weights`` they are kept elsewhere, and are complete as soon as they wake. With ``shares_weights`` they stay
-        awake, because the trainer computes with them.
+        Args:
+            keeps_weights: They are kept on the host, and are complete as soon as they wake.
+            shares_weights: They stay awake, because the trainer computes with them.
         """
         self._check_open()
         self._awake &= {"weights"} if shares_weights else set()
         self._whole = self._whole and (keeps_weights or shares_weights)
 
     def waking(self, part: str) -> bool:
-        """Record that a part wakes, and return False if it was awake. The KV cache wakes after the weights."""
+        """Record that a part wakes. Return False if it was awake before.
+
+        Raises:
+            RolloutError: The part is unknown, or the KV cache is woken before the weights.
+        """
         self._check_open()
         if part not in PARTS:
             raise RolloutError(f"rollout engine: wake_up({part!r}) is unknown. Use one of {', '.join(PARTS)}.")
@@ -414,7 +419,7 @@ class EngineState:
         self._awake.discard(part)
 
     def close(self) -> bool:
-        """Record the shutdown, and return False if there was one before."""
+        """Record the shutdown. Return False if the engine was shut down before."""
         was_open, self._closed = not self._closed, True
         return was_open
 
@@ -436,7 +441,7 @@ class EngineState:
 def random_state_kept(device: torch.device) -> Iterator[None]:
     """Restore the random generators of torch, its device, Python and numpy at the end.
 
-    An engine seeds them and draws from them. Without this, training would depend on the length of the rollouts.
+    An engine seeds them and draws from them, so training would otherwise depend on the length of the rollouts.
     """
     import numpy as np
 
@@ -456,5 +461,5 @@ KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2
 
 
 def sleep_level(rollout: schema.Rollout) -> int:
-    """Return the level at which the engine sleeps: the setting, else 2, since the next sync brings every weight."""
+    """Return the level at which the engine sleeps: the setting, else 2, because the next sync brings every weight anyway."""
     return DROP_WEIGHTS if rollout.sleep_level is None else rollout.sleep_level

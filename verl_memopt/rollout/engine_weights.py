@@ -27,7 +27,7 @@ class ExpectedWeights:
 
     @classmethod
     def of(cls, model: nn.Module) -> ExpectedWeights:
-        """Return the names and shapes of a transformers model, which may be on the meta device."""
+        """Take names and shapes from a transformers model, which may be on the meta device."""
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         return cls(shapes, frozenset(model.state_dict(keep_vars=True)) - frozenset(shapes))
 
@@ -60,12 +60,12 @@ class ExpectedWeights:
         expected = self.shapes[name]
         if part.shape != expected:
             raise RolloutError(f"weight sync: {name} has shape {tuple(part.shape)}, the engine expects {tuple(expected)}.")
+        # Slices arrive in any order, so each is compared with the rows that came before it.
         if any(part.start < stop and start < part.stop for start, stop in received[name]):
             raise RolloutError(f"weight sync: {name} was sent twice. Trainer and engine must hold the same model.")
 
 
 def meta_model(folder: str, trust_remote_code: bool) -> nn.Module:
-    """Return a transformers model of the folder's config.json with names and shapes but no memory."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -84,7 +84,6 @@ class BitComparison:
     """Collects the results of slices. A weight is equal where all its slices are."""
 
     def __init__(self) -> None:
-        """Start without any weight."""
         self._is_equal: dict[str, bool] = {}
 
     def add(self, name: str, own: Tensor, other: Tensor) -> None:
@@ -93,7 +92,6 @@ class BitComparison:
         self._is_equal[name] = is_equal and self._is_equal.get(name, True)
 
     def result(self, unknown: Iterable[str]) -> WeightComparison:
-        """Return what was found."""
         different = [name for name, is_equal in self._is_equal.items() if not is_equal]
         return WeightComparison([name for name, is_equal in self._is_equal.items() if is_equal], different, sorted(set(unknown)))
 
@@ -103,19 +101,16 @@ def _bits(tensor: Tensor) -> Tensor:
     return plain.view(INTEGERS[plain.itemsize])
 
 
-# What engine and trainer share must lie where it lay when they began to share it.
+# Weights that engine and trainer share must not move: the other one would go on with the old memory.
 
 
 class SharedPlaces:
-    """Where the weights lie that an engine shares with the trainer."""
-
     def __init__(self, model: nn.Module, views: Mapping[str, Tensor]) -> None:
-        """Note the addresses of the engine's own parameters, and of the ``views`` of them that the trainer computes with."""
         self._parameters = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
         self._views = {name: view.data_ptr() for name, view in views.items()}
 
     def check(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-        """Check that neither the engine's parameters nor the trainer's weights have moved.
+        """Check that neither the engine's parameters nor the trainer's weights have moved since they began to share memory.
 
         Raises:
             RolloutError: Some have. The message names the first ones.
@@ -154,14 +149,13 @@ logger = logging.getLogger(__name__)
 
 
 class SyncCheck:
-    """Checks an engine after each weight sync.
+    """Checks an engine after each weight sync. Each method raises RolloutError when its check fails.
 
-    A probe is a prompt that the engine has answered under the old weights. After a sync none of its tokens may come from the
-    cache. Answering it twice puts it there again, for the next check.
+    The probe of the prefix cache is a prompt that the engine has answered under the old weights. After a sync none of its tokens
+    may come from the cache. Answering it twice puts it there again, for the next check.
     """
 
     def __init__(self, max_model_len: int) -> None:
-        """Make the probe."""
         length = min(max_model_len - 1, LONGEST_PROBE)
         self.probe = [place % NUM_IDS for place in range(length)]
         self._is_synced = False
@@ -169,11 +163,6 @@ class SyncCheck:
         self._has_logged_cache = False
 
     def check_weights(self, engine: RolloutEngine, weights: Weights) -> None:
-        """Check the engine's weights just after a sync.
-
-        Raises:
-            RolloutError: A weight differs from the policy's.
-        """
         compared = engine.compare_weights(weights)
         self._is_synced = True
         if compared.different:
@@ -190,11 +179,6 @@ class SyncCheck:
             )  # fmt: skip
 
     def check_cache(self, engine: RolloutEngine) -> None:
-        """Check the prefix cache before the first rollout after a sync.
-
-        Raises:
-            RolloutError: Tokens of the probe come from the cache.
-        """
         if not self._is_synced:
             return
         self._is_synced = False
@@ -214,11 +198,11 @@ class SyncCheck:
             )  # fmt: skip
 
 
-# Where each row of each Hugging Face tensor is stored in an engine's own parameters, learnt from the engine's own loader.
+# Where an engine stores each row of each Hugging Face tensor, learnt from the engine's own loader.
 #
 # The loader runs once on tensors without memory. It narrows them to the part of this rank and copies that into fused and padded
-# parameters. Each copy is recorded and not made. From then on any range of rows can be copied to its place: no whole tensor is
-# needed, even if tensors are fused, or split over tensor-parallel ranks.
+# parameters. Each copy is recorded instead of made. From then on any range of rows can be copied to its place, and no whole
+# tensor is needed, even if tensors are fused, or split over tensor-parallel ranks.
 
 
 Loader = Callable[[Iterator[tuple[str, Tensor]]], Any]
@@ -226,14 +210,16 @@ Loader = Callable[[Iterator[tuple[str, Tensor]]], Any]
 
 
 @dataclass(frozen=True)
-class _Place:
-    """A box of a tensor, and the part of a parameter that stores it. ``starts``: first index of the box in each dimension."""
+class _StoredBox:
+    """A box of a weight, and the view of the engine's parameter that stores it.
+
+    ``starts`` is the first index of the box in each dimension, () for a scalar.
+    """
 
     target: Tensor
     starts: tuple[int, ...]
 
     def pairs(self, part: WeightSlice) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield where rows of the slice are stored, with those rows; nothing where the box has none of them."""
         if not self.starts:
             yield self.target, part.tensor
             return
@@ -247,22 +233,22 @@ class _Place:
 
 
 class WeightMap:
-    """The place of every weight. Create it with :meth:`of`.
+    """Where the engine's parameters store each weight. Create it with :meth:`of`.
 
-    It holds views of the engine's parameters, which must keep their memory. The loader gets names without places, in ``dtype``.
+    It holds views of the parameters, which must keep their memory. A weight without a place goes to the loader as a whole tensor,
+    in ``dtype``.
     """
 
     def __init__(
-        self, shapes: Mapping[str, torch.Size], places: dict[str, list[_Place]], load: Loader, dtype: torch.dtype
+        self, shapes: Mapping[str, torch.Size], places: dict[str, list[_StoredBox]], load: Loader, dtype: torch.dtype
     ) -> None:
-        """Store the places."""
         self._shapes, self._places, self._load, self._dtype = shapes, places, load, dtype
 
     @classmethod
     def of(cls, shapes: Mapping[str, torch.Size], load: Loader, dtype: torch.dtype) -> WeightMap:
-        """Learn the places of tensors with these shapes.
+        """Learn the places of tensors with these shapes from one pass of the loader over tensors without memory.
 
-        A tensor that the loader does not simply copy has no place. It is passed to the loader as a whole tensor.
+        A tensor that the loader transforms, and does not simply copy, gets no place.
         """
         probes = {name: torch.empty(shape, dtype=_stored_in(name, dtype), device="meta") for name, shape in shapes.items()}
         places = {}
@@ -275,22 +261,21 @@ class WeightMap:
 
     @torch.no_grad()
     def write(self, weights: Iterator[WeightSlice]) -> None:
-        """Copy slices to their places, and cast them on the way."""
-        for name, tensor in joined(self._straight(weights), self._dtype):
+        for name, tensor in joined(self._write_mapped(weights), self._dtype):
             self._load(iter([(name, tensor)]))
 
     def views(self) -> dict[str, Tensor]:
-        """Return the tensors that lie in one piece in the engine's parameters, as views of them in their own shape."""
+        """Return each weight that lies in one piece in the engine's parameters, as a view in the weight's own shape."""
         return {
             name: target
             for name, places in self._places.items()
             for target in (place.target for place in places)
+            # A weight in pieces, or cast by the loader, has no view that the trainer could compute with.
             if len(places) == 1 and target.shape == self._shapes[name] and target.dtype == _stored_in(name, self._dtype)
         }
 
     @torch.no_grad()
     def compare(self, weights: Iterator[WeightSlice]) -> WeightComparison:
-        """Compare slices with what is stored at their places. Names without a place are unknown."""
         bits, unknown = BitComparison(), set()
         for part in weights:
             if part.name not in self._places:
@@ -299,8 +284,8 @@ class WeightMap:
                 bits.add(part.name, stored, source)
         return bits.result(unknown)
 
-    def _straight(self, weights: Iterator[WeightSlice]) -> Iterator[WeightSlice]:
-        """Write the slices that have a place, and yield the others."""
+    def _write_mapped(self, weights: Iterator[WeightSlice]) -> Iterator[WeightSlice]:
+        """Copy slices that have a place, and yield the others."""
         for part in weights:
             if part.name not in self._places:
                 yield part
@@ -308,13 +293,12 @@ class WeightMap:
                 stored.copy_(source)
 
     def _pairs(self, part: WeightSlice) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield where rows of a slice are stored, with those rows."""
         for place in self._places.get(part.name, ()):
             yield from place.pairs(part)
 
 
 def _stored_in(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a weight in an engine that computes in ``dtype``: bytes where it is quantised."""
+    # The trainer's base model stores its quantised layers as bytes too.
     return torch.uint8 if name.endswith("qweight") else dtype
 
 
@@ -323,18 +307,19 @@ class _Copies(TorchDispatchMode):
 
     def __init__(self, probe: Tensor) -> None:
         super().__init__()
-        self.places: list[_Place] | None = []
+        self.places: list[_StoredBox] | None = []
         self._probe = probe
         self._storage = probe.untyped_storage()._cdata
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        # Only copies that read the probe are recorded. What a loader does besides runs as it is.
         if func is not torch.ops.aten.copy_.default or args[1].device.type != "meta":
             return func(*args, **(kwargs or {}))
         target, source = args[0], args[1]
         if self.places is not None:
             starts = self._starts(source)
             same = starts is not None and source.shape == target.shape
-            self.places = [*self.places, _Place(target.detach(), starts or ())] if same else None
+            self.places = [*self.places, _StoredBox(target.detach(), starts or ())] if same else None
         return target
 
     def _starts(self, source: Tensor) -> tuple[int, ...] | None:
@@ -342,6 +327,7 @@ class _Copies(TorchDispatchMode):
         if source.untyped_storage()._cdata != self._storage or source.ndim != self._probe.ndim:
             return None
         pairs = zip(source.stride(), self._probe.stride(), source.shape, strict=True)
+        # A view with other strides is no box: transposed, expanded or reshaped.
         if any(own != whole and size != 1 for own, whole, size in pairs):
             return None
         starts, offset = [], source.storage_offset()

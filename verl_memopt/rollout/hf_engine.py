@@ -31,10 +31,10 @@ from verl_memopt.rollout.engine import (
     SamplingSettings,
     WeightComparison,
     check_rows,
+    ignore_row,
     max_model_len,
     random_state_kept,
     sleep_level,
-    unread,
 )
 from verl_memopt.rollout.engine_weights import BitComparison, ExpectedWeights, SharedPlaces
 from verl_memopt.run.interrupts import never
@@ -54,7 +54,6 @@ class HfEngine:
     """
 
     def __init__(self, rollout: schema.Rollout, place: EnginePlace) -> None:
-        """Build the engine's own copy of the model."""
         _check_settings(rollout, place)
         self._place = place
         self._chunk = rollout.max_num_seqs
@@ -76,9 +75,8 @@ class HfEngine:
         seeds: list[int],
         sampling: SamplingSettings,
         stopped: Callable[[], bool] = never,
-        finished: Finished = unread,
+        finished: Finished = ignore_row,
     ) -> Generation:
-        """Return one response per row, ``rollout.max_num_seqs`` rows at a time. Those of a chunk are complete together."""
         self._state.check_ready()
         check_rows(prompt_ids, seeds, sampling.max_tokens, self._longest)
         ids: list[list[int]] = []
@@ -87,28 +85,26 @@ class HfEngine:
         for start in range(0, len(prompt_ids), self._chunk):
             rows = slice(start, start + self._chunk)
             chunk_ids, chunk_log_probs, ended = self._generate_chunk(prompt_ids[rows], seeds[rows], sampling, stopped)
+            # Transformers returns the rows of a chunk together, so they are complete together.
             for number, row in enumerate(chunk_ids, len(ids)):
                 finished(number, row)
             ids += chunk_ids
             log_probs += chunk_log_probs
-            reasons += ["stop" if each else "length" for each in ended]
+            reasons += ["stop" if has_stopped else "length" for has_stopped in ended]
         return Generation(ids, log_probs if sampling.log_probs else None, reasons)
 
     def load_weights(self, weights: Weights) -> None:
-        """Copy each slice into its parameter."""
         with self._state.loading(), torch.no_grad():
             for own, part in self._pairs(weights):
                 own.copy_(part.tensor)
 
     def share_weights(self) -> dict[str, torch.Tensor]:
-        """Return the parameters, without adapters."""
         parameters = dict(self._model.named_parameters())
         weights = {name: parameters[name].detach() for name in self._expected.shapes}
         self._shared = SharedPlaces(self._model, weights)
         return weights
 
     def weights_changed(self, weights: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor] = NO_ADAPTERS) -> None:
-        """Check that the weights are still shared, and take over the adapters. There is no prefix cache."""
         assert self._shared is not None, "the weights are not shared"
         with self._state.loading():
             self._shared.check(self._model, weights)
@@ -117,22 +113,20 @@ class HfEngine:
                     copy_adapters(adapters, self._model, self._place.lora_scale)
 
     def compare_weights(self, weights: Weights) -> WeightComparison:
-        """Compare each slice with its parameter."""
         bits = BitComparison()
         for own, part in self._pairs(weights):
             bits.add(part.name, own, part.tensor)
         return bits.result([])
 
     def _pairs(self, weights: Weights) -> Iterator[tuple[torch.Tensor, WeightSlice]]:
-        """Yield each slice with the rows of its parameter."""
         parameters = dict(self._model.named_parameters())
         for part in self._expected.checked(weights):
             own = parameters[part.name]
             yield own if part.whole else own[part.start : part.stop], part
 
     def sleep(self) -> None:
-        """Free the memory of the weights, unless they are shared. If the engine keeps its weights, it copies them to the host."""
         if self._state.is_awake("weights") and self._shared is None:
+            # At sleep level 1 the weights wait on the host. At level 2 the next sync brings them.
             if self._keeps_weights:
                 self._kept = self._on_host()
             for parameter in self._model.parameters():
@@ -143,33 +137,31 @@ class HfEngine:
         empty_cache(self._place.device)
 
     def wake_up(self, part: str) -> None:
-        """Allocate the weights again, and restore them if they were kept on the host."""
         if not self._state.waking(part) or part != "weights":
             return
         with scope(kind="rollout weights"):
             for parameter in self._model.parameters():
+                # Values are undefined until they are restored below or loaded by the next sync.
                 parameter.untyped_storage().resize_(self._bytes[id(parameter)])
         for parameter, host_copy in zip(self._model.parameters(), self._kept, strict=self._keeps_weights):
             parameter.copy_(host_copy)
         self._kept = []
 
     def _on_host(self) -> list[torch.Tensor]:
-        """Return a host copy of each parameter, all in one buffer, because page-locking is slow and is done once."""
         parameters = list(self._model.parameters())
         sizes = [parameter.numel() * parameter.itemsize for parameter in parameters]
+        # One buffer for all: page-locking is slow, and is done once.
         parts = host_buffer(sum(sizes), self._place.device, "rollout weights").split(sizes)
         pairs = zip(parts, parameters, strict=True)
         return [part.view(like.dtype).view(like.shape).copy_(like) for part, like in pairs]
 
     def resident_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield parameters and buffers while the weights are awake."""
         if self._state.is_awake("weights"):
             own = self._model.parameters() if self._shared is None else stored_adapters(self._model).values()
             for tensor in (*own, *self._model.buffers()):
                 yield "rollout weights", tensor
 
     def shutdown(self) -> None:
-        """Drop the model. A second call does nothing."""
         if self._state.close():
             del self._model
             empty_cache(self._place.device)
@@ -178,7 +170,7 @@ class HfEngine:
     def _generate_chunk(
         self, prompts: list[list[int]], seeds: list[int], sampling: SamplingSettings, stopped: Callable[[], bool]
     ) -> tuple[list[list[int]], list[list[float]], list[bool]]:
-        """Return response ids, log-probs (empty where not requested) and whether each has ended, of a few rows."""
+        """Return response ids, log-probs (empty lists where not requested), and whether each row reached a stop."""
         ids, mask = left_padded(prompts, self._place.device)
         # The sampler adds noise from a generator of each row, so that the largest score is the sample. generate() itself
         # would draw all rows from one generator.
@@ -219,18 +211,17 @@ class HfEngine:
 
 
 class StopTexts:
-    """Ends a row with the token that completes one of some texts. Transformers calls it as a stopping criterion.
+    """Ends a row with the token that completes one of the stop texts. Transformers calls it as a stopping criterion.
 
-    ``ends``: number of a row that has ended -> tokens of its response.
+    ``prompt_width`` is the number of prompt tokens in front of each response. ``ends`` maps the number of an ended row to the
+    number of its response tokens.
     """
 
     def __init__(self, texts: Sequence[str], tokenizer: Any, prompt_width: int) -> None:
-        """Look for the texts in what follows so many tokens."""
         self._texts, self._tokenizer, self._width = texts, tokenizer, prompt_width
         self.ends: dict[int, int] = {}
 
     def __call__(self, input_ids: Tensor, scores: Any, **others: Any) -> Tensor:
-        """Return True for the rows that have ended, bool [rows]. ``input_ids`` are prompt and response so far."""
         answers = input_ids[:, self._width :].tolist()
         for row, text in enumerate(self._tokenizer.batch_decode(answers, skip_special_tokens=True)):
             if row not in self.ends and any(stop in text for stop in self._texts):
@@ -247,7 +238,6 @@ def left_padded(prompts: list[list[int]], device: torch.device) -> tuple[torch.T
 
 
 def until_stop(tokens: list[int], stops: set[int]) -> list[int]:
-    """Return the tokens up to and including the first stop token."""
     return next((tokens[: place + 1] for place, token in enumerate(tokens) if token in stops), tokens)
 
 
@@ -270,10 +260,10 @@ def _build(load_format: str, dtype: torch.dtype, place: EnginePlace) -> nn.Modul
 
     source, remote = place.model_folder, place.trust_remote_code
     config = AutoConfig.from_pretrained(source, trust_remote_code=remote)
-    how: dict[str, Any] = {"dtype": dtype, "trust_remote_code": remote, "attn_implementation": plain_attention(config)}
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": remote, "attn_implementation": plain_attention(config)}
     if load_format == "dummy":
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, **how)
+            model = AutoModelForCausalLM.from_config(config, **options)
             if place.quantization != "none":
                 quantize_blocks(list(model.get_decoder().layers), place.quantization)
         model.to_empty(device=place.device)
@@ -281,7 +271,7 @@ def _build(load_format: str, dtype: torch.dtype, place: EnginePlace) -> nn.Modul
         model.tie_weights()
         rebuild_buffers(model, place.device)
     else:
-        model = AutoModelForCausalLM.from_pretrained(source, **how)
+        model = AutoModelForCausalLM.from_pretrained(source, **options)
         model.to(place.device)  # type: ignore[arg-type]
         for parameter in model.parameters():  # own memory, which can be freed and allocated again; a mapped file cannot
             parameter.data = parameter.data.clone()
@@ -300,17 +290,22 @@ FIXED_POINT = 2.0**48
 class RowSampler:
     """Draws the next token of each row with the row's own generator, so that rows do not influence each other.
 
-    Transformers calls it as a logits processor. ``prompt_mask`` is [rows, prompt width], 1 for a token, 0 for left padding.
-    ``processed``: record log-probs after penalty and temperature, instead of those of the model's own logits. In either case they
-    are of the whole distribution, before filters leave tokens out of it. ``known``: ids from this one on are never drawn; None =
-    there are none.
+    Transformers calls it as a logits processor with ``input_ids`` [rows, tokens so far] and ``scores`` [rows, vocab]. It returns
+    scores whose largest entry is the drawn token.
+
+    Args:
+        sampling: How tokens are drawn.
+        seeds: One per row.
+        prompt_mask: [rows, prompt width], 1 for a token, 0 for left padding.
+        processed: Record log-probs after penalty and temperature, instead of those of the model's own logits. Both are of the
+            whole distribution, before filters leave tokens out of it.
+        known_ids: Ids from this one on are never drawn. None = all may be.
     """
 
     def __init__(
-        self, sampling: SamplingSettings, seeds: list[int], prompt_mask: Tensor, processed: bool, known: int | None = None
+        self, sampling: SamplingSettings, seeds: list[int], prompt_mask: Tensor, processed: bool, known_ids: int | None = None
     ) -> None:
-        """Create one generator per row."""
-        self._sampling, self._prompt_mask, self._processed, self._known = sampling, prompt_mask, processed, known
+        self._sampling, self._prompt_mask, self._processed, self._known = sampling, prompt_mask, processed, known_ids
         device = prompt_mask.device
         self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds] if sampling.do_sample else []
         self.log_probs: list[Tensor] = []
@@ -337,12 +332,13 @@ class RowSampler:
         if self._sampling.repetition_penalty == 1.0:
             return None
         mask = torch.ones_like(input_ids)
+        # Padding must not count as a token of the prompt.
         mask[:, : self._prompt_mask.shape[1]] = self._prompt_mask
         counts = torch.zeros(input_ids.shape[0], vocab, device=input_ids.device, dtype=mask.dtype)
         return counts.scatter_add_(1, input_ids, mask) > 0
 
     def _noise(self, logits: Tensor) -> Tensor:
-        """Return Gumbel noise [rows, vocab]. The largest entry of logits plus noise is a sample of the softmax."""
+        """Return Gumbel noise [rows, vocab]: the largest entry of logits plus noise is a sample of the softmax."""
         noise = torch.empty_like(logits)
         for row, generator in enumerate(self._generators):
             noise[row].exponential_(generator=generator)
@@ -350,9 +346,9 @@ class RowSampler:
 
 
 def penalized(logits: Tensor, present: Tensor | None, penalty: float) -> Tensor:
-    """Return logits [rows, vocab] with those of present tokens made smaller: divided by ``penalty`` if positive, else multiplied.
+    """Divide the positive logits of present tokens by ``penalty``, and multiply the negative ones by it.
 
-    ``present``: bool [rows, vocab], True for the tokens of the row so far. None = no penalty.
+    ``logits`` and ``present`` are [rows, vocab]; ``present`` marks the tokens of the row so far. None = no penalty.
     """
     if present is None:
         return logits
@@ -360,20 +356,19 @@ def penalized(logits: Tensor, present: Tensor | None, penalty: float) -> Tensor:
 
 
 def at_least(logits: Tensor, min_p: float) -> Tensor:
-    """Return logits [rows, vocab] with those at minus infinity whose probability is below ``min_p`` times the largest."""
+    """Set logits [rows, vocab] to minus infinity where the probability is below ``min_p`` times the row's largest."""
     if min_p == 0:
         return logits
     probabilities = logits.softmax(dim=-1)
     return logits.masked_fill(probabilities < min_p * probabilities.amax(dim=-1, keepdim=True), float("-inf"))
 
 
-def without_unknown(logits: Tensor, known: int) -> Tensor:
-    """Return logits [rows, vocab] with the ids that the tokenizer does not know, ``known`` and above, at minus infinity."""
-    return logits.index_fill(-1, torch.arange(known, logits.shape[-1], device=logits.device), float("-inf"))
+def without_unknown(logits: Tensor, known_ids: int) -> Tensor:
+    return logits.index_fill(-1, torch.arange(known_ids, logits.shape[-1], device=logits.device), float("-inf"))
 
 
 def filtered(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Return logits [rows, vocab] with those outside the top-k, and then outside the nucleus, at minus infinity.
+    """Set logits [rows, vocab] outside the top-k, and then outside the nucleus, to minus infinity.
 
     Ties with the k-th token are kept. The most likely token always stays.
     """
@@ -386,6 +381,7 @@ def filtered(logits: Tensor, top_k: int, top_p: float) -> Tensor:
         # Summed as integers: a float cumsum on a GPU has no deterministic kernel.
         shares = (ascending.softmax(dim=-1).double() * FIXED_POINT).long()
         outside = shares.cumsum(dim=-1) <= (1 - top_p) * FIXED_POINT
+        # Ascending order: the last column is the most likely token.
         outside[:, -1] = False
         logits = logits.masked_fill(outside.gather(-1, order.argsort(dim=-1)), minus_infinity)
     return logits

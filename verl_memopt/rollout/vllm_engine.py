@@ -38,10 +38,10 @@ from verl_memopt.rollout.engine import (
     SamplingSettings,
     WeightComparison,
     check_rows,
+    ignore_row,
     max_model_len,
     random_state_kept,
     sleep_level,
-    unread,
 )
 from verl_memopt.rollout.engine_weights import ExpectedWeights, SharedPlaces, WeightMap, meta_model
 from verl_memopt.rollout.vllm_process import (
@@ -92,7 +92,6 @@ class VllmEngine:
     """
 
     def __init__(self, rollout: schema.Rollout, place: EnginePlace) -> None:
-        """Start the engine."""
         assert place.world_size == 1 or dist.is_initialized(), "the default process group must exist before the engines"
         arguments = engine_arguments(rollout, place)
         check_free_memory(arguments["gpu_memory_utilization"], rollout, place.device)
@@ -131,9 +130,8 @@ class VllmEngine:
         seeds: list[int],
         sampling: SamplingSettings,
         stopped: Callable[[], bool] = never,
-        finished: Finished = unread,
+        finished: Finished = ignore_row,
     ) -> Generation:
-        """Return one response per row, with all rows in one call of vLLM."""
         self._state.check_ready()
         check_rows(prompt_ids, seeds, sampling.max_tokens, self._longest)
         prompts = [{"prompt_token_ids": ids} for ids in prompt_ids]
@@ -151,10 +149,6 @@ class VllmEngine:
 
     @contextmanager
     def _watched(self, stopped: Callable[[], bool], finished: Finished) -> Iterator[None]:
-        """Check before each engine step whether to stop, and tell after it which rows are complete.
-
-        A stop aborts all requests and raises Stopped.
-        """
         engine, any_stopped = self._llm.llm_engine, stopped
         first = self._llm.request_counter.counter  # a request is named by its number in the life of the engine
         if self._place.tensor_parallel_size > 1:
@@ -172,11 +166,13 @@ class VllmEngine:
                     finished(int(output.request_id) - first, list(output.outputs[0].token_ids))
             return outputs
 
+        # vLLM calls step() until all requests are complete. This is the one place between two steps.
         engine.step = checked_step
         try:
             yield
             self._finish_started_batches()
         except Stopped:
+            # Requests that stay behind would go on in the next call.
             engine.abort_request(list(engine.output_processor.request_states), internal=True)
             self._finish_started_batches()
             raise
@@ -185,19 +181,19 @@ class VllmEngine:
             del engine.step
 
     def _finish_started_batches(self) -> None:
-        """Run the batches that vLLM has started to their end.
+        """Let vLLM finish the batches that it has started.
 
-        On a GPU vLLM schedules asynchronously: when the last answer is complete, one more batch is under way, and its kernels use
-        the weights and the KV cache. Both may be overwritten or put to sleep as soon as ``generate`` returns.
+        On a GPU vLLM schedules asynchronously: when the last response is complete, one more batch is under way, and its kernels
+        use the weights and the KV cache. Both may be overwritten or put to sleep as soon as ``generate`` returns.
         """
         core = self._llm.llm_engine.engine_core.engine_core
         while core.batch_queue:
             core.step_fn()
 
     def load_weights(self, weights: Weights) -> None:
-        """Copy each slice to its place, or reload whole modules where vLLM derives tensors from the weights."""
         checked = self._expected.checked(weights)
         with self._state.loading():
+            # Slices go straight to their places, and no whole tensor is needed.
             if self._in_place:
                 self._llm.apply_model(lambda model: self._learned_map(model).write(checked))
             else:
@@ -211,7 +207,6 @@ class VllmEngine:
             self._reset_prefix_cache()
 
     def share_weights(self) -> dict[str, torch.Tensor]:
-        """Return the parts of vLLM's fused parameters that are the trainer's tensors."""
         if not self._in_place:
             raise RolloutError("vLLM keeps quantized weights, or tensors that it derives from experts or latent attention")
         (views,) = self._llm.apply_model(lambda model: self._learned_map(model).views())
@@ -225,7 +220,6 @@ class VllmEngine:
         return views
 
     def weights_changed(self, weights: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor] = NO_ADAPTERS) -> None:
-        """Check that the weights are still shared, take over the adapters, and reset the prefix cache."""
         assert self._shared is not None, "the weights are not shared"
         with self._state.loading():
             self._shared.check(self._model, weights)
@@ -235,7 +229,6 @@ class VllmEngine:
 
     @torch.no_grad()
     def _load_adapter(self, adapters: Mapping[str, torch.Tensor]) -> None:
-        """Copy the adapters to vLLM's places for them, whose addresses stay."""
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper
         from vllm.lora.request import LoRARequest
@@ -249,8 +242,8 @@ class VllmEngine:
         adapter = LoRAModel.from_lora_tensors(
             ADAPTER_ID, copies, config, str(place.device), weights_mapper=mapper and mapper.get_rename_mapper()
         )
-        known = set(manager.modules).union(*manager.packed_modules.values())
-        unknown = sorted(set(adapter.loras) - known)
+        supported = set(manager.modules).union(*manager.packed_modules.values())
+        unknown = sorted(set(adapter.loras) - supported)
         if unknown:
             raise RolloutError(
                 f"actor_rollout_ref.model.target_modules: vLLM has no adapters for {len(unknown)} of these layers, such as "
@@ -263,7 +256,7 @@ class VllmEngine:
         self._adapter = LoRARequest(name, ADAPTER_ID, name)
 
     def _reset_prefix_cache(self) -> None:
-        """Forget the keys and values of prompts that the old weights have computed."""
+        # vLLM returns False, and keeps the cache, while a request holds blocks.
         if not self._llm.reset_prefix_cache():
             raise RolloutError(
                 "rollout engine: vLLM did not reset its prefix cache, because requests still hold blocks of it. Keys and "
@@ -272,14 +265,13 @@ class VllmEngine:
             )
 
     def compare_weights(self, weights: Weights) -> WeightComparison:
-        """Compare each slice with the place where vLLM stores it. Weights that vLLM has transformed are unknown."""
         checked = self._expected.checked(weights)
         if self._map is None:
             return WeightComparison([], [], sorted({part.name for part in checked}))
         return self._map.compare(checked)
 
     def sleep(self) -> None:
-        """Free the memory of weights and KV cache, or of the KV cache alone if the trainer computes with the weights.
+        """Free the memory of weights and KV cache, or only of the KV cache while the trainer shares the weights.
 
         Raises:
             ConfigError: ``memory.host_limit_gb`` has no room for what the engine keeps on the host.
@@ -299,7 +291,6 @@ class VllmEngine:
         self._state.slept(keeps_weights=self._sleep_level == KEEP_WEIGHTS)
 
     def _release_cache(self) -> None:
-        """Free the memory of the KV cache. Weights keep their addresses, which captured CUDA graphs hold."""
         if self._state.is_awake("kv_cache"):
             core = self._llm.llm_engine.engine_core.engine_core
             if core.scheduler.has_finished_requests():
@@ -329,7 +320,6 @@ class VllmEngine:
             raise
 
     def resident_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights and the KV cache that are awake."""
         runner = self._runner
         if self._state.is_awake("weights"):
             own = () if self._shared is not None else runner.model.parameters()
@@ -348,7 +338,6 @@ class VllmEngine:
                 yield "kv", tensor
 
     def shutdown(self) -> None:
-        """Stop the engine and free its memory. A second call does nothing."""
         if not self._state.close():
             return
         self._wake_all()
@@ -368,6 +357,8 @@ class VllmEngine:
 
         Unmapping memory that is not mapped leaves an error behind, which the next allocation reports as its own.
         """
+        # vLLM's allocator unmaps what it frees. A sleeping part is not mapped, and unmapping it leaves an error that the next
+        # allocation would report as its own.
         if not self._can_sleep or not self._llm.llm_engine.is_sleeping():
             return
         free_cached_memory(self._place.device)
@@ -414,7 +405,7 @@ class VllmEngine:
 
 @contextmanager
 def _without_adapters(model: nn.Module) -> Iterator[None]:
-    """Put the layers in the places of those that vLLM has wrapped around them for adapters, so that its loader finds them."""
+    """Replace vLLM's adapter wrappers by the layers inside them, because its loader looks for the layers' own names."""
     wrapped = {name: module for name, module in model.named_modules() if hasattr(module, "base_layer")}
     for name, module in wrapped.items():
         model.set_submodule(name, module.base_layer)
@@ -426,7 +417,6 @@ def _without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def _start(arguments: dict[str, Any], place: EnginePlace) -> Any:
-    """Return a started vLLM engine. Process-wide choices are made first."""
     os.environ.update(ENVIRONMENT)
     # With several ranks vLLM is told that an external launcher has started it, and reads its place from these variables.
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world_size), LOCAL_RANK=str(place.local_rank))
@@ -464,7 +454,6 @@ def _start(arguments: dict[str, Any], place: EnginePlace) -> Any:
 
 
 def _import_vllm(on_gpu: bool) -> Any:
-    """Return vLLM's class of engines."""
     from vllm.platforms import current_platform
 
     if not on_gpu:
@@ -475,19 +464,19 @@ def _import_vllm(on_gpu: bool) -> Any:
 
 
 def _register_quantization(kind: str) -> None:
-    """Teach vLLM linear layers that keep bytes, as the trainer's do. A fused layer has the rows of several weights in order."""
+    """Teach vLLM linear layers that store bytes, as the trainer's do. A fused layer has the rows of several weights in order."""
     from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
     from vllm.model_executor.layers.quantization import register_quantization_config
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
     class Method(LinearMethodBase):
-        def create_weights(self, layer: Any, **of: Any) -> None:
-            layer.packing = Packing(kind, of["input_size_per_partition"])
-            rows = torch.empty(sum(of["output_partition_sizes"]), layer.packing.row_bytes, dtype=torch.uint8)
+        def create_weights(self, layer: Any, **options: Any) -> None:
+            layer.packing = Packing(kind, options["input_size_per_partition"])
+            rows = torch.empty(sum(options["output_partition_sizes"]), layer.packing.row_bytes, dtype=torch.uint8)
             layer.qweight = nn.Parameter(rows, requires_grad=False)
-            layer.qweight.output_dim, layer.qweight.weight_loader = 0, of["weight_loader"]
+            layer.qweight.output_dim, layer.qweight.weight_loader = 0, options["weight_loader"]
             # A buffer, because a CUDA graph sends nothing from the host.
-            layer.register_buffer("pairs", nf4_pairs(of["params_dtype"]).to(rows.device), persistent=False)
+            layer.register_buffer("pairs", nf4_pairs(options["params_dtype"]).to(rows.device), persistent=False)
 
         def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
             return nn.functional.linear(x, layer.packing.dequantize(layer.qweight, x.dtype, layer.pairs), bias)
@@ -502,7 +491,7 @@ def _register_quantization(kind: str) -> None:
 
 
 def import_ahead(device: str) -> None:
-    """Import vLLM seconds before an engine on this kind of device starts, which would do the same. That start says what fails."""
+    # The start of the engine imports it again and reports what fails.
     with suppress(Exception), process_state_kept(torch.device("cpu"), own_prefix="VLLM_"):
         os.environ.update(ENVIRONMENT)
         with quiet_start():
@@ -510,15 +499,15 @@ def import_ahead(device: str) -> None:
 
 
 def _free_failed_start(error: BaseException, device: torch.device, groups: tuple[bool, bool]) -> None:
-    """End the process groups of an engine that failed to start, and free its memory, which the frames of its error keep alive.
+    """End the process groups of an engine that failed to start, and free its memory, which the frames of the error keep alive.
 
-    ``groups``: whether there was a default group before, and whether vLLM had groups.
+    ``groups`` says whether a default group, and whether groups of vLLM, existed before the start.
     """
     from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
     release_frames(error)
-    keep_default, of_another_engine = groups
-    if not of_another_engine:
+    keep_default, others_run = groups
+    if not others_run:
         with default_group_kept(keep_default):
             destroy_model_parallel()
             destroy_distributed_environment()
@@ -526,7 +515,6 @@ def _free_failed_start(error: BaseException, device: torch.device, groups: tuple
 
 
 def _shared_memory_name(place: EnginePlace) -> str:
-    """Return a name that the ranks of one run share, and no other run on this machine has."""
     return f"verl-memopt-{os.environ.get('MASTER_PORT', os.getppid())}-{place.world_size}"
 
 
@@ -545,11 +533,11 @@ def _name_shared_memory(place: EnginePlace) -> None:
 
 
 def _unlink_shared_memory(place: EnginePlace) -> None:
-    """Remove the names once all ranks have joined. The memory then ends with its processes, however they end."""
     if is_gpu(place.device) or place.tensor_parallel_size == 1:
         return
     # A name that is removed before every rank has joined is a segment that the late rank cannot find.
     dist.barrier()
+    # Without their names the segments end with the processes, however those end.
     own_names = set(Path("/dev/shm").glob(f"{_shared_memory_name(place)}-*"))
     _unlink_message_queues()
     # Segments with names from Python. Those that this process has mapped are its own.
@@ -560,7 +548,7 @@ def _unlink_shared_memory(place: EnginePlace) -> None:
 
 
 def _unlink_message_queues() -> None:
-    """Remove the names of this process's message queues, so that vLLM does not fail to remove them when it collects a queue."""
+    """Remove the names of this process's message queues, because vLLM would fail to do so when it collects a queue."""
     from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
 
     gc.unfreeze()  # vLLM freezes all objects as it starts, and those are not listed

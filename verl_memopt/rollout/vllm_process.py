@@ -66,10 +66,10 @@ ARRIVED_IN = {
 
 
 def engine_arguments(rollout: schema.Rollout, place: EnginePlace) -> dict[str, Any]:
-    """Return vLLM's keyword arguments. Those of ``engine_kwargs.vllm`` come last.
+    """Return vLLM's keyword arguments.
 
     Raises:
-        ConfigError: A further argument repeats a rollout key, or the engine should sleep on a CPU.
+        ConfigError: A name in ``engine_kwargs.vllm`` repeats a rollout key, or the engine should sleep on a CPU.
     """
     if rollout.free_cache_engine and not is_gpu(place.device):
         raise ConfigError(
@@ -110,39 +110,33 @@ def engine_arguments(rollout: schema.Rollout, place: EnginePlace) -> dict[str, A
 
 
 def _cache_bytes(rollout: schema.Rollout, place: EnginePlace) -> int | None:
-    """Return the size of the KV cache. None = what weights and scratch leave of the engine's share of a GPU."""
     gigabytes = rollout.kv_cache_memory_gb
     if gigabytes == AUTO:
         assert place.cache_bytes is not None, "the worker measures what its device has free"
         return place.cache_bytes
+    # vLLM sizes the cache of a GPU from what weights and scratch leave of its share.
     if gigabytes is None:
         return None if is_gpu(place.device) else GIB
     return int(float(gigabytes) * GIB)
 
 
 def can_sleep(rollout: schema.Rollout, place: EnginePlace) -> bool:
-    """Return whether the engine must be able to sleep: as set, or by default on a GPU."""
     return is_gpu(place.device) if rollout.free_cache_engine is None else rollout.free_cache_engine
 
 
 def _share(rollout: schema.Rollout, place: EnginePlace) -> float:
-    """Return the engine's share of the whole device, of which the process may be allowed only a part."""
+    # vLLM takes a share of the whole device, although the process may be allowed only a part of it.
     limited = is_gpu(place.device) and place.device_limit_bytes is not None
     total = memory_info(place.device)[1] if limited else 0
     return engine_share(rollout.gpu_memory_utilization, total, place.device_limit_bytes)
 
 
 def engine_share(utilization: float, total: int, limit: int | None) -> float:
-    """Return the share of a device's ``total`` bytes that is ``utilization`` of the limit, if there is one."""
+    """Convert a share of the process's limit into the share of the whole device, which vLLM expects. All sizes in bytes."""
     return utilization if limit is None or limit >= total else utilization * limit / total
 
 
 def check_arrived(arguments: dict[str, Any], resolved: Any, log_stats: bool) -> None:
-    """Compare the settings that vLLM uses with those that it was given.
-
-    Raises:
-        ConfigError: A setting differs. The message names the first one.
-    """
     arrived: dict[str, Any] = {
         name: getattr(getattr(resolved, part), name) for part, names in ARRIVED_IN.items() for name in names
     }
@@ -164,7 +158,6 @@ def check_arrived(arguments: dict[str, Any], resolved: Any, log_stats: bool) -> 
 
 
 def sampling_arguments(sampling: SamplingSettings, seed: int, eos_token_ids: Sequence[int]) -> dict[str, Any]:
-    """Return the arguments of vLLM's ``SamplingParams`` for one row."""
     return {
         "temperature": sampling.temperature if sampling.do_sample else 0.0,
         "top_k": sampling.top_k if sampling.do_sample else -1,
@@ -182,18 +175,17 @@ def sampling_arguments(sampling: SamplingSettings, seed: int, eos_token_ids: Seq
 
 
 def cuts(rollout: schema.Rollout) -> bool:
-    """Return whether sampling leaves tokens out of the distribution that it draws from."""
     return rollout.do_sample and (rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0)
 
 
-def restrict_sampler(sampler: Any, known: int | None, rollout: schema.Rollout) -> None:
-    """Let a sampler of vLLM draw no id from ``known`` on, and return log-probs of the whole distribution.
+def restrict_sampler(sampler: Any, known_ids: int | None, rollout: schema.Rollout) -> None:
+    """Let vLLM's sampler draw only ids below ``known_ids`` (None = all), and return log-probs of the whole distribution.
 
-    vLLM's processed log-probs are of what filters leave, normalised anew. The trainer has no filters, so its log-probs are
-    compared with those before them (docs/decisions/rollout_log_probs.md). ``known``: None = every id may be drawn.
+    vLLM computes processed log-probs after its filters, from probabilities that it normalises again. The trainer has no filters,
+    so it needs the log-probs before them (docs/decisions/rollout_log_probs.md).
     """
     whole = rollout.logprobs_mode == "processed_logprobs"
-    if known is None and not (whole and cuts(rollout)):
+    if known_ids is None and not (whole and cuts(rollout)):
         return
     first = hasattr(sampler, "topk_topp_sampler")  # the sampler of vLLM's first model runner
     if first and whole:
@@ -202,9 +194,9 @@ def restrict_sampler(sampler: Any, known: int | None, rollout: schema.Rollout) -
 
     def sample(logits: torch.Tensor, *batch: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         found = distribution(sampler, logits, *batch, **options) if whole else None
-        if known is not None:
-            beyond = torch.arange(known, logits.shape[-1], device=logits.device)
-            # In place where vLLM reads them no more. Of raw ones it takes the log-probs afterwards.
+        if known_ids is not None:
+            beyond = torch.arange(known_ids, logits.shape[-1], device=logits.device)
+            # In place only if vLLM does not read them again. It computes raw log-probs from them afterwards.
             logits = (logits.index_fill_ if whole else logits.index_fill)(-1, beyond, float("-inf"))
         sampled, processed = draw(logits, *batch, **options)
         return sampled, processed if found is None else found
@@ -213,7 +205,7 @@ def restrict_sampler(sampler: Any, known: int | None, rollout: schema.Rollout) -
 
 
 def _heated(sampler: Any, logits: torch.Tensor, metadata: Any, *_: Any) -> torch.Tensor | None:
-    """Return the log-probs [rows, vocab] at each row's temperature, in fp32; None where nobody asks for any."""
+    """Return log-probs [rows, vocab] at each row's temperature, in fp32. None = no row asks for log-probs."""
     if metadata.max_num_logprobs is None:
         return None
     if metadata.temperature is not None:  # None where all rows are greedy
@@ -223,7 +215,7 @@ def _heated(sampler: Any, logits: torch.Tensor, metadata: Any, *_: Any) -> torch
 
 
 def _processed(sampler: Any, logits: torch.Tensor, *batch: Any, return_logprobs: bool = False) -> torch.Tensor | None:
-    """Return the same as logits, of vLLM's second model runner, which computes log-probs of its own from them."""
+    """Return logits [rows, vocab] before the filters, for vLLM's second model runner, which turns them into log-probs itself."""
     if not return_logprobs:
         return None
     states = sampler.sampling_states
@@ -236,26 +228,25 @@ def _processed(sampler: Any, logits: torch.Tensor, *batch: Any, return_logprobs:
 
 
 GREEDY_BELOW = 1e-5
-"""vLLM takes the largest logit at temperatures below."""
+"""Below this temperature vLLM takes the largest logit."""
 
 
 def own_quantization(kind: str) -> str:
-    """Return the name that vLLM knows the formats of a quantised base by."""
     return f"verl_memopt_{kind}"
 
 
 def copies_in_place(model_config: Any, quantization: str) -> bool:
     """Return whether weights may be copied straight into the engine's parameters.
 
-    Quantized (but for a base's own ``quantization``), mixture-of-experts and latent-attention models keep tensors derived from
-    their weights, so vLLM must rebuild each module. It then holds one module twice.
+    Mixture-of-experts, latent-attention and most quantized models keep tensors that are derived from their weights, so vLLM must
+    rebuild each module, and then holds one module twice. The base model's own ``quantization`` derives nothing.
     """
     plain = model_config.quantization in (None, own_quantization(quantization))
     return plain and not model_config.is_moe and not model_config.use_mla
 
 
 def advice_for(error: BaseException) -> str:
-    """Return advice, in the keys of this project, for an error of vLLM about a small cache or a model without adapters."""
+    """Return advice in this project's keys for vLLM's errors about a small cache or a model without adapters; "" for others."""
     if "LoRA" in str(error):
         return f" Here: set {KEY}.share_weights=false, with which vLLM gets merged weights."
     if "KV cache" not in str(error) and "cache blocks" not in str(error):
@@ -269,7 +260,6 @@ KINDS = {"weights": "rollout weights", "kv_cache": "kv"}
 
 
 def sleeping_allocator() -> Any:
-    """Return vLLM's allocator of memory that can sleep: one per process, None before the first engine that can sleep."""
     module = sys.modules.get("vllm.device_allocator.cumem")
     return None if module is None else module.CuMemAllocator.instance
 
@@ -277,7 +267,7 @@ def sleeping_allocator() -> Any:
 def asleep_in_vllm() -> Asleep | None:
     """Return the bytes of vLLM's pools that torch counts but the device does not hold. None if vLLM's records are unknown.
 
-    These are the sleeping parts, and the segments that vLLM itself returned to the driver when it trimmed a pool.
+    These are the sleeping parts, and segments that vLLM returned to the driver when it trimmed a pool.
     """
     allocator = sleeping_allocator()
     if allocator is None:
@@ -292,7 +282,7 @@ def asleep_in_vllm() -> Asleep | None:
 
 
 def bytes_to_wake(part: str) -> int:
-    """Return the size of a sleeping part and of all that can only wake with it. 0 if vLLM's records are unknown."""
+    """Return the bytes of a sleeping part and of everything that can only wake with it. 0 if vLLM's records are unknown."""
     allocator = sleeping_allocator()
     entries = [] if allocator is None else allocator.pointer_to_data.values()
     try:
@@ -302,11 +292,11 @@ def bytes_to_wake(part: str) -> int:
 
 
 ALWAYS_BACKED_UP = ("runtime", "cudagraph")
-"""Tags of what an engine keeps on the host at every level of sleep. Source: ``CuMemBackend.suspend`` of vLLM 0.32."""
+"""Tags of memory that vLLM backs up on the host at every sleep level. Source: ``CuMemBackend.suspend`` of vLLM 0.32."""
 
 
 def host_bytes_to_sleep(level: int) -> int:
-    """Return the page-locked host bytes that the engine copies to when it sleeps. 0 if vLLM's records are unknown."""
+    """Return the bytes of page-locked host memory that a sleep at this level needs. 0 if vLLM's records are unknown."""
     tags = (*ALWAYS_BACKED_UP, "weights") if level == KEEP_WEIGHTS else ALWAYS_BACKED_UP
     allocator = sleeping_allocator()
     entries = [] if allocator is None else allocator.pointer_to_data.values()
@@ -317,11 +307,6 @@ def host_bytes_to_sleep(level: int) -> int:
 
 
 def check_no_other_sleeper() -> None:
-    """Check that no other engine of this process uses vLLM's sleeping allocator.
-
-    Raises:
-        RolloutError: Another engine holds memory of that allocator.
-    """
     allocator = sleeping_allocator()
     held = 0 if allocator is None else allocator.get_current_usage()
     if held:
@@ -332,11 +317,6 @@ def check_no_other_sleeper() -> None:
 
 
 def check_free_memory(utilization: float, rollout: schema.Rollout, device: torch.device) -> None:
-    """Check that a GPU has ``utilization``, the engine's share of the whole device, free.
-
-    Raises:
-        ConfigError: The device has less free memory than the share.
-    """
     if not is_gpu(device):
         return
     empty_cache(device)
@@ -351,7 +331,7 @@ def check_free_memory(utilization: float, rollout: schema.Rollout, device: torch
 
 
 def free_cached_memory(device: torch.device, with_pools: bool = False) -> None:
-    """Collect garbage and return unused blocks to the driver; ``with_pools`` also the pools of vLLM's sleeping allocator."""
+    """Collect garbage and return unused blocks to the driver. ``with_pools`` includes the pools of vLLM's sleeping allocator."""
     # What refers to itself in a circle is freed by the garbage collector only, and until then its blocks cannot be returned.
     gc.collect()
     allocator = sleeping_allocator() if with_pools else None
@@ -365,11 +345,11 @@ def free_cached_memory(device: torch.device, with_pools: bool = False) -> None:
 
 @contextmanager
 def process_state_kept(device: torch.device, own_prefix: str) -> Iterator[None]:
-    """Restore, besides the random state, all process-wide state that the start of an engine changes.
+    """Restore all process-wide state that the start of an engine changes, besides the random state.
 
     These are environment variables (child processes inherit them), the number of threads and the function that sets it, matmul
-    precision, default dtype, exception hook, signal handlers and warning filters. Variables that begin with ``own_prefix``
-    belong to the engine and stay.
+    precision, default dtype, exception hook, signal handlers and warning filters. Variables that begin with ``own_prefix`` belong
+    to the engine and stay.
     """
     environment = dict(os.environ)
     threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
@@ -399,7 +379,7 @@ def process_state_kept(device: torch.device, own_prefix: str) -> Iterator[None]:
 
 @contextmanager
 def default_group_kept(keep: bool) -> Iterator[None]:
-    """Make ``destroy_process_group()`` without arguments do nothing, if ``keep``. Groups passed by handle are still destroyed."""
+    """If ``keep``, ignore ``destroy_process_group()`` without arguments. Groups passed by handle are still destroyed."""
     destroy = dist.destroy_process_group
 
     def only_named(group: Any = None) -> None:
@@ -413,19 +393,18 @@ def default_group_kept(keep: bool) -> Iterator[None]:
         dist.destroy_process_group = destroy
 
 
-# What vLLM logs: errors alone while an engine starts, and warnings afterwards. A log level that the user sets wins.
+# What vLLM logs: only errors while an engine starts, and warnings afterwards. A log level that the user sets wins.
 
 
 LEVEL_VARIABLE = "VLLM_LOGGING_LEVEL"
 """Environment variable with the level of vLLM's loggers. A user who sets it decides, and nothing here changes a level."""
 
 NOISY_LOGGERS = ("vllm.renderers.base", "vllm.model_executor.model_loader.reload.layerwise")
-"""Loggers that warn of a missing tokenizer, which is not needed, and of tied weights, which are intended."""
+"""Loggers whose warnings mislead: a missing tokenizer is not needed here, and tied weights are intended."""
 
 
 @contextmanager
 def quiet_start() -> Iterator[None]:
-    """Show vLLM's errors alone while an engine starts, and its warnings afterwards, except those of ``NOISY_LOGGERS``."""
     if LEVEL_VARIABLE in os.environ:
         yield
         return
@@ -441,7 +420,6 @@ def quiet_start() -> Iterator[None]:
 
 
 def _set_level(level: int) -> None:
-    """Set the level of vLLM's loggers and of the handler that vLLM created. Other handlers stay unchanged."""
     vllm_logger = logging.getLogger("vllm")
     vllm_logger.setLevel(level)
     for handler in vllm_logger.handlers:
@@ -457,10 +435,10 @@ STEPS_PER_AGREEMENT = 8
 
 
 def agreed(stopped: Callable[[], bool], group: dist.ProcessGroup) -> Callable[[], bool]:
-    """Return a function that says whether any rank wants to stop. Without it some ranks would wait for the others for ever.
+    """Wrap ``stopped`` so that it returns True on all ranks of an engine in the same step, once any rank wants to stop.
 
-    All ranks call it before each engine step, and exchange their answers once every ``STEPS_PER_AGREEMENT`` calls. The others
-    return False. ``group`` holds the ranks of the engine, for host tensors.
+    A rank that stopped alone would leave the others waiting for ever. All ranks call the result before each engine step; they
+    exchange their answers every ``STEPS_PER_AGREEMENT`` calls. ``group`` holds the ranks of the engine, for host tensors.
     """
     calls = itertools.count(1)
 

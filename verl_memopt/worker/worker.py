@@ -51,8 +51,8 @@ from verl_memopt.rollout.engine import (
     RolloutEngine,
     SamplingSettings,
     build_engine,
+    ignore_row,
     max_model_len,
-    unread,
 )
 from verl_memopt.rollout.engine_weights import SyncCheck
 from verl_memopt.run.interrupts import StopFile, never
@@ -177,7 +177,7 @@ class Worker:
         stoppable = may_stop and self.plan.stop_file is not None
         stopped = StopFile(Path(str(self.plan.stop_file))).passed if stoppable else never
         try:
-            report = unread if finished is None else FinishedRows(Path(finished)).write
+            report = ignore_row if finished is None else FinishedRows(Path(finished)).write
             return self.engine.generate(prompt_ids, seeds, sampling, stopped, report)
         except Stopped:
             return None
