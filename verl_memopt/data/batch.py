@@ -25,13 +25,20 @@ TOKEN_FIELDS = (
 class RolloutBatch(TensorClass):
     """Prompts with n responses each. Row = prompt_index * n + sample_index.
 
-    ``prompts`` holds the prompt of each row, or each prompt once with an index from row to prompt (``algorithm.expansion=lazy``).
-    ``group`` is int64 [B]: the prompt that each row answers. ``prompt_group`` is int64 [B], or None: rows with the same number
-    compute their prompt once, together. None = each row computes its own. ``selected`` is bool [R]: the tokens that the losses
-    ``clip_cov`` and ``kl_cov`` act on. ``kept`` is bool [R]: False for the tokens that the rollout correction rejects. The other
-    optional fields are fp32 [R], one value for each response token of all rows: ``old_values`` are the critic's when the
-    advantages were computed, ``returns`` are what it learns, and ``weights`` are the importance weights of the rollout
-    correction. ``sampled_log_probs`` are the engine's where ``actor.off_policy_mask_threshold`` reads them in the update.
+    B is the number of rows and R the number of response tokens of all rows.
+
+    Attributes:
+        prompts: The prompt of each row; or each prompt once, with an index from row to prompt (``algorithm.expansion=lazy``).
+        group: int64 [B], the prompt that each row answers.
+        prompt_group: int64 [B]: rows with the same number compute their prompt once, together. None = each row computes its own.
+        selected: bool [R], the tokens that the losses ``clip_cov`` and ``kl_cov`` act on.
+        kept: bool [R], False for tokens that the rollout correction rejects.
+        old_values: fp32 [R], the critic's values when the advantages were computed.
+        returns: fp32 [R], what the critic learns.
+        weights: fp32 [R], importance weights of the rollout correction.
+        sampled_log_probs: fp32 [R], the engine's log-probs, if ``actor.off_policy_mask_threshold`` reads them in the update.
+
+    The other optional fields are fp32 [R] too.
     """
 
     prompts: Ragged | SharedRows
@@ -51,7 +58,6 @@ class RolloutBatch(TensorClass):
 
     @property
     def num_rows(self) -> int:
-        """Number of rows, B."""
         return int(self.group.shape[0])
 
     def prompt_groups(self) -> Sequence[int]:
@@ -59,7 +65,7 @@ class RolloutBatch(TensorClass):
         return range(self.num_rows) if self.prompt_group is None else self.prompt_group.tolist()
 
     def row_tokens(self) -> RowTokens:
-        """Return the number of tokens that a pass computes for each row."""
+        """Return the number of tokens that a pass computes for each row. A row without a response computes no prompt."""
         pairs = list(zip(self.prompts.sizes(), self.responses.sizes(), strict=True))
         return RowTokens(
             prompts=tuple(prompt if response else 0 for prompt, response in pairs),
@@ -68,17 +74,15 @@ class RolloutBatch(TensorClass):
         )
 
     def response_row(self) -> Tensor:
-        """Return int64 [R]: the row of each response token."""
+        # int64 [R]: the row of each response token.
         return torch.repeat_interleave(torch.arange(self.num_rows), self.responses.lengths)
 
     def kept_sizes(self) -> list[int]:
-        """Return the response tokens of each row that the rollout correction keeps: all without a correction."""
         if self.kept is None:
             return self.responses.sizes()
         return torch.zeros_like(self.responses.lengths).index_add(0, self.response_row(), self.kept.long()).tolist()
 
     def select(self, rows: Sequence[int]) -> RolloutBatch:  # type: ignore[override]
-        """Return the chosen rows in the given order, with every field that is set."""
         # Nothing to choose, so nothing is copied: the usual case on one rank with one mini-batch.
         if list(rows) == list(range(self.num_rows)):
             return self
@@ -98,9 +102,14 @@ class RolloutBatch(TensorClass):
 def rollout_batch(
     prompts: Ragged | SharedRows, responses: Ragged, group: Tensor, actor: Actor, rollout_log_probs: Tensor | None = None
 ) -> RolloutBatch:
-    """Return the batch of a step, with the rows that compute their prompt together as the settings say.
+    """Build the batch of a step. The settings decide which rows compute their prompt together.
 
-    ``group`` is int64 [B], the prompt that each row answers. ``rollout_log_probs`` are the engine's, fp32 [R].
+    Args:
+        prompts: Prompt ids of each row.
+        responses: Response ids of each row.
+        group: int64 [B], the prompt that each row answers.
+        actor: The ``actor`` section of the settings.
+        rollout_log_probs: The engine's log-probs, fp32 [R].
     """
     return RolloutBatch(
         prompts=prompts,
@@ -113,19 +122,21 @@ def rollout_batch(
 
 
 def shares_prompts(actor: Actor) -> bool:
-    """Return whether rows with the same prompt compute it once, together, under these settings."""
+    # Two rows of one group show it.
     return len(set(prompt_groups((0, 0), actor))) == 1
 
 
 def scatter_tokens(parts: Sequence[tuple[Sequence[int], Tensor]], lengths: Sequence[int]) -> Tensor:
-    """Return fp32 [R] on the host, in batch order, from parts that each hold the tokens of some rows.
+    """Put parts that hold the tokens of some rows into batch order: fp32 [R] on the host.
 
-    ``parts`` are (rows, values [tokens of those rows]), all on one device, and together hold every row once. All values reach the
-    host in one copy. ``lengths`` are the response lengths of all rows.
+    Args:
+        parts: (rows, values [tokens of those rows]), all on one device. Together they hold every row once.
+        lengths: Response lengths of all rows.
     """
     if not parts:
         return torch.empty(0, dtype=torch.float32)
     index = torch.cat([token_index(lengths, rows) for rows, _ in parts])
+    # Concatenated on the device first, so that all values reach the host in one copy.
     values = torch.cat([values.detach() for _, values in parts]).cpu()
     out = torch.empty(sum(lengths), dtype=torch.float32)
     out[index] = values
@@ -138,7 +149,7 @@ def scatter_tokens(parts: Sequence[tuple[Sequence[int], Tensor]], lengths: Seque
 class Ragged(TensorClass):
     """Rows of unequal length.
 
-    ``flat`` is [total, ...]: the rows one after another. ``lengths`` is int64 [rows].
+    ``flat`` is [total, ...], the rows one after another. ``lengths`` is int64 [rows].
     """
 
     flat: Tensor
@@ -146,7 +157,6 @@ class Ragged(TensorClass):
 
     @staticmethod
     def from_rows(rows: Sequence[Sequence[int] | Sequence[float] | Tensor], dtype: torch.dtype) -> Ragged:
-        """Return the ragged tensor of ``rows``. An empty list has no rows; an empty row has length 0."""
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         if rows and isinstance(rows[0], Tensor):
             return Ragged(flat=torch.cat([torch.as_tensor(row, dtype=dtype) for row in rows]), lengths=lengths, batch_size=[])
@@ -154,25 +164,21 @@ class Ragged(TensorClass):
 
     @property
     def num_rows(self) -> int:
-        """Number of rows."""
         return int(self.lengths.shape[0])
 
     def sizes(self) -> list[int]:
-        """Return the row lengths as Python integers."""
         return self.lengths.tolist()
 
     def rows(self) -> tuple[Tensor, ...]:
-        """Return each row as a view of ``flat``."""
         return self.flat.split(self.sizes())
 
     def select(self, indices: Sequence[int]) -> Ragged:  # type: ignore[override]
-        """Return the chosen rows in the given order."""
         index = torch.as_tensor(indices, dtype=torch.int64)
         return Ragged(flat=self.flat[token_index(self.sizes(), indices)], lengths=self.lengths[index], batch_size=[])
 
 
 def token_index(lengths: Sequence[int], rows: Sequence[int]) -> Tensor:
-    """Return int64 [sum of the chosen lengths]: the positions of the tokens of ``rows`` in the flat tensor of all rows."""
+    """int64 [sum of the chosen lengths]: the positions of the tokens of ``rows`` in the flat tensor of all rows."""
     sizes = np.asarray(lengths, dtype=np.int64)
     chosen = np.asarray(rows, dtype=np.int64)
     starts = np.cumsum(sizes) - sizes
@@ -183,11 +189,11 @@ def token_index(lengths: Sequence[int], rows: Sequence[int]) -> Tensor:
 
 
 class SharedRows(TensorClass):
-    """Rows that share their storage. It answers as :class:`Ragged` does, and ``flat`` is computed when it is read.
+    """Rows that share their storage. The interface is that of :class:`Ragged`, but ``flat`` is computed each time it is read.
 
-    ``stored`` holds the different rows. ``index`` is int64 [rows]: the stored row of each row. Where each of b rows of P tokens
-    appears k times, this holds b * ((k - 1) * P * 8 - 8) bytes fewer than :class:`Ragged`: k - 1 copies of the ids are not there,
-    and b lengths come beside an index that replaces b * k lengths.
+    ``stored`` holds the different rows, and ``index``, int64 [rows], the stored row of each row. If each of b rows of P tokens
+    appears k times, this saves b * ((k - 1) * P * 8 - 8) bytes compared with :class:`Ragged`: the ids are stored once instead of
+    k times, and b lengths plus an index of b * k replace b * k lengths.
     """
 
     stored: Ragged
@@ -195,35 +201,32 @@ class SharedRows(TensorClass):
 
     @property
     def num_rows(self) -> int:
-        """Number of rows."""
         return int(self.index.shape[0])
 
     @property
     def lengths(self) -> Tensor:
-        """Return the length of each row, int64 [rows]."""
         return self.stored.lengths[self.index]
 
     @property
     def flat(self) -> Tensor:
-        """Return the rows one after another, as a new tensor. Read it of a micro-batch, not of a whole batch."""
+        """The rows one after another, as a new tensor. Read it for a micro-batch, not for a whole batch."""
         return self.stored.flat[token_index(self.stored.sizes(), self.index.tolist())]
 
     def sizes(self) -> list[int]:
-        """Return the row lengths as Python integers."""
         return self.lengths.tolist()
 
     def select(self, indices: Sequence[int]) -> SharedRows:  # type: ignore[override]
-        """Return the chosen rows in the given order. Stored rows that none of them reads are left out."""
+        # Return the chosen rows in the given order. Stored rows that none of them uses are dropped.
         # The index is renumbered, because the rows that stay move together.
         kept, index = torch.unique(self.index[torch.as_tensor(indices, dtype=torch.int64)], return_inverse=True)
         return SharedRows(stored=self.stored.select(kept.tolist()), index=index, batch_size=[])
 
 
 def prompt_rows(rows: Sequence[list[int]]) -> Ragged | SharedRows:
-    """Return prompt ids as tensors. Rows that are one and the same list object are stored once.
+    """Store prompt ids as tensors. Rows that are the same list object are stored once.
 
-    The expansion ``lazy`` gives all rows of a prompt one list, the others give each row its own. Where no list appears twice, the
-    rows are plain.
+    The expansion ``lazy`` gives all rows of a prompt one list, the others give each row its own. If no list appears twice, the
+    result is a plain :class:`Ragged`.
     """
     stored = {id(row): row for row in rows}
     different = Ragged.from_rows(list(stored.values()), torch.int64)

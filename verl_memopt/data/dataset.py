@@ -23,7 +23,7 @@ Row = TypeVar("Row")
 
 Prepare = Callable[[str, dict[str, Any]], dict[str, Any]]
 
-OF_VERL = ("reward_model", "extra_info")
+VERL_COLUMNS = ("reward_model", "extra_info")
 """Columns of verl's schema whose contents reach a reward function as they are."""
 VALIDATION_SET = "validation_set"
 """Entry of a held-out row's ``extra_info`` that names its set. The metrics of a validation are by set, else by data source."""
@@ -66,24 +66,22 @@ class PromptRow:
 class PromptRows(Protocol):
     """A dataset as the trainer reads it: this file's, that of a recipe, or a class of the user's own."""
 
-    def __len__(self) -> int:
-        """Return the number of prompts."""
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> PromptRow:
-        """Return the prompt at ``index``."""
+    def __getitem__(self, index: int, /) -> PromptRow: ...
 
 
 class PromptReader:
-    """Renders and checks rows of a split.
+    """Renders and checks the rows of a split.
 
     Args:
         data: The ``data`` section of the settings.
         tokenizer: Renders the chat template and finds special tokens.
         split: ``train`` or ``val``, for the log.
-        prepare: Gives the columns that a row needs, from its address and the file's columns; None = the file has them.
-        by_rules: The rules score the answers, so each row needs a data source and a ground truth. Otherwise both may be missing,
-            and all columns of the row reach the reward function in ``extra_info``.
-        streams: What is read at once are a few rows of a stream. The log tells only of the first ones.
+        prepare: Returns the columns that a row needs, given its address and the file's columns; None = the file has them.
+        by_rules: Rules score the answers, so each row needs a data source and a ground truth. Otherwise both may be missing, and
+            all columns of the row reach the reward function in ``extra_info``.
+        streams: Each call reads a few rows of a stream. Each kind of log message then appears once.
     """
 
     def __init__(
@@ -102,10 +100,10 @@ class PromptReader:
         self._said = set[str]()
 
     def read(self, raw: Iterable[RawRow]) -> list[PromptRow]:
-        """Return the rows in order, but for those that ``data.filter_overlong_prompts`` drops. Their ``index`` is still missing.
+        """Render and check rows, in order, without those that ``data.filter_overlong_prompts`` drops. They have no ``index`` yet.
 
         Raises:
-            DataError: A row is wrong; or all are dropped, and they are not those of a stream.
+            DataError: A row is wrong; or all rows are dropped, and they are not part of a stream.
         """
         prepare = self._prepare
         rows = [self._row(address, prepare(address, columns) if prepare else columns) for address, columns in raw]
@@ -113,7 +111,6 @@ class PromptReader:
         return self._checked(rows)
 
     def log(self, level: int, kind: str, text: str, *values: Any) -> None:
-        """Log what was done with some rows. Of a stream, each kind is logged once."""
         if kind not in self._said:
             logger.log(level, text + (" (so far; the rows that follow are treated alike)" if self._streams else ""), *values)
         if self._streams:
@@ -141,7 +138,9 @@ class PromptReader:
         if not isinstance(extra, dict | None):
             raise DataError(f"{address}: extra_info must be an object, but it is {extra!r:.200}. Correct the row.")
         others = (
-            {} if self._by_rules else {name: columns[name] for name in columns if name not in (self._data.prompt_key, *OF_VERL)}
+            {}
+            if self._by_rules
+            else {name: columns[name] for name in columns if name not in (self._data.prompt_key, *VERL_COLUMNS)}
         )
         return PromptRow(
             index=-1,
@@ -157,11 +156,9 @@ class PromptReader:
         )
 
     def _optional(self, address: str, columns: dict[str, Any], name: str, remedy: str, default: Any) -> Any:
-        """Return a column that only the rules need."""
         return default if name not in columns and not self._by_rules else _column(address, columns, name, remedy)
 
     def _ground_truth(self, address: str, columns: dict[str, Any]) -> Any:
-        """Return verl's ``reward_model.ground_truth``, else the column ``data.answer_key``, else None."""
         answer = columns.get(self._data.answer_key)
         if "reward_model" not in columns and answer is not None:
             return answer
@@ -181,7 +178,6 @@ class PromptReader:
         return messages
 
     def _render(self, address: str, messages: Messages, columns: dict[str, Any]) -> tuple[str, Spans]:
-        """Return a conversation as text, and the spans of special tokens that must be encoded as plain text."""
         arguments = template_arguments(address, columns, self._data, self._tokenizer)
         num_special = self._special.count([messages, arguments.get("tools")])
         if num_special:
@@ -196,7 +192,6 @@ class PromptReader:
             ) from problem
 
     def _log_special_tokens(self) -> None:
-        """Log once how many special tokens the prompts contain and how they are encoded."""
         if not self._special_counts:
             return
         encoding = (
@@ -212,7 +207,7 @@ class PromptReader:
         self._special_counts.clear()
 
     def _checked(self, rows: list[PromptRow]) -> list[PromptRow]:
-        """Return the rows within ``max_prompt_length``, and others as ``filter_overlong_prompts`` and ``truncation`` say."""
+        # Prompts that are too long are dropped or refused here. Truncation cuts them when they are encoded.
         data = self._data
         if data.truncation != "error" and not data.filter_overlong_prompts:
             return rows
@@ -240,7 +235,6 @@ class PromptDataset(list[PromptRow]):
     def __init__(
         self, files: Any, data: schema.Data, tokenizer: Any, split: str, prepare: Prepare | None = None, by_rules: bool = True
     ) -> None:
-        """Read, render and check all rows."""
         self._split = split
         chosen = chosen_rows(read_source(files, split, f"data.{split}_files"), data, split)
         rows = PromptReader(data, tokenizer, split, prepare, by_rules).read(chosen)
@@ -249,12 +243,12 @@ class PromptDataset(list[PromptRow]):
 
 
 def build_dataset(files: Any, data: schema.Data, tokenizer: Any, split: str, by_rules: bool = True) -> PromptDataset | CustomRows:
-    """Return the dataset of a split: a :class:`PromptDataset`, or the class named by ``data.custom_cls``, called the same way.
+    """Build the dataset of a split: a :class:`PromptDataset`, or the class that ``data.custom_cls`` names.
 
-    Arguments are as in :class:`PromptDataset`.
+    Arguments are those of :class:`PromptDataset`.
 
     Raises:
-        DataError: The user's class cannot be loaded or is not a dataset, or its rows are wrong as :class:`CustomRows` says.
+        DataError: The user's class cannot be loaded or is not a dataset, or its rows are wrong (see :class:`CustomRows`).
     """
     if data.custom_cls.path is None:
         return PromptDataset(files, data, tokenizer, split, by_rules=by_rules)
@@ -266,7 +260,7 @@ def build_dataset(files: Any, data: schema.Data, tokenizer: Any, split: str, by_
 
 
 def custom_dataset(files: Any, data: schema.Data, tokenizer: Any, split: str) -> tuple[Any, str]:
-    """Return a dataset of the class that ``data.custom_cls`` names, and setting and class for errors.
+    """Return an instance of the class that ``data.custom_cls`` names, and the setting with the class, for errors.
 
     Raises:
         DataError: The class cannot be loaded, was written for verl, or raised an error.
@@ -281,17 +275,16 @@ def custom_dataset(files: Any, data: schema.Data, tokenizer: Any, split: str) ->
 
 
 class CustomRows:
-    """The rows of a class of the user's own. Every row is read once at the start, so that its faults show before a run.
+    """The rows of a class of the user's own. Every row is read once at the start, so that its mistakes show before the run.
 
-    ``address`` is setting and class, and ``path`` the user's file, for errors.
+    ``address``: setting and class, for errors. ``path``: the user's file, for errors.
 
     Raises:
-        DataError: The dataset raised an error, has no rows or more than :data:`MOST_ROWS`, an item is no PromptRow, or two rows
-            have the same index.
+        DataError: The dataset raised an error, has no rows or more than :data:`MOST_ROWS`, an item is not a PromptRow, or two
+            rows have the same index.
     """
 
     def __init__(self, dataset: Any, address: str, path: str) -> None:
-        """Read every row once."""
         self._dataset, self._address, self._path = dataset, address, path
         places: dict[int, int] = {}
         if (number := len(self)) > MOST_ROWS:
@@ -303,7 +296,7 @@ class CustomRows:
             self._check(places)
 
     def _check(self, places: dict[int, int]) -> None:
-        """Read every row once, and enter its index with its place."""
+        # `places`: index -> position of the row that has it.
         for place, row in enumerate(self):
             if row.index in places:
                 raise DataError(
@@ -318,12 +311,10 @@ class CustomRows:
             )
 
     def __len__(self) -> int:
-        """Return the number of prompts."""
         with users_code(f"{self._address}: __len__ of {self._path}", DataError):
             return len(self._dataset)
 
     def __getitem__(self, index: int) -> PromptRow:
-        """Return the prompt at ``index``."""
         with users_code(f"{self._address}: __getitem__({index}) of {self._path}", DataError):
             row = self._dataset[index]
         if not isinstance(row, PromptRow):
@@ -337,12 +328,11 @@ class CustomRows:
         return row
 
     def __iter__(self) -> Iterator[PromptRow]:
-        """Iterate over the prompts in order."""
         return (self[index] for index in range(len(self)))
 
 
 def chosen_rows(rows: list[Row], data: schema.Data, split: str) -> list[Row]:
-    """Return the rows that ``data.{split}_max_samples`` leaves (-1 = all), in file order: the first, or a random choice."""
+    """Apply ``data.{split}_max_samples`` (-1 = all rows): keep the first rows, or a random choice, in file order."""
     limit, shuffle = data.train_max_samples, data.shuffle
     if split == "val":
         limit, shuffle = data.val_max_samples, data.validation_shuffle
@@ -362,7 +352,7 @@ def _column(address: str, columns: dict[str, Any], name: str, remedy: str) -> An
 
 
 def _had(name: str, columns: Iterable[str]) -> str:
-    """Return the columns of a row, in words. Of many, the three whose names are nearest to ``name``."""
+    # List the columns of a row for an error. If there are many, list the three whose names are nearest to ``name``.
     names = sorted(columns)
     if len(names) <= MANY_COLUMNS:
         return f"The row has {', '.join(names)}"
@@ -371,7 +361,6 @@ def _had(name: str, columns: Iterable[str]) -> str:
 
 
 def _token_ids(address: str, prompt: Any) -> tuple[int, ...] | None:
-    """Return a prompt that is a list of token ids, or None for any other prompt."""
     if not isinstance(prompt, list) or not prompt or not all(isinstance(token, int) for token in prompt):
         return None
     if any(isinstance(token, bool) or token < 0 for token in prompt):
@@ -385,12 +374,12 @@ def within_limit(rows: list[PromptRow], data: schema.Data, tokenizer: Any, may_b
     """Return the rows within ``max_prompt_length``.
 
     Raises:
-        DataError: A prompt is over it and ``filter_overlong_prompts`` is false; or no row would be left, unless it may be so.
+        DataError: A prompt is longer and ``filter_overlong_prompts`` is false; or no row would be left, unless ``may_be_empty``.
     """
     texts = [row for row in rows if row.ids is None]
     plain, whole = [row.plain for row in texts], [row.is_text for row in texts]
-    of_texts = iter(tokenize(tokenizer, [row.text for row in texts], plain, whole))
-    lengths = [len(next(of_texts) if row.ids is None else row.ids) for row in rows]
+    encoded = iter(tokenize(tokenizer, [row.text for row in texts], plain, whole))
+    lengths = [len(next(encoded) if row.ids is None else row.ids) for row in rows]
     too_long = [i for i, length in enumerate(lengths) if length > data.max_prompt_length]
     if data.filter_overlong_prompts and len(too_long) == len(rows) > 0 and not may_be_empty:
         shortest = min(too_long, key=lengths.__getitem__)

@@ -41,15 +41,15 @@ def tokenize(
         tokenizer: A tokenizer of transformers.
         texts: The texts.
         plain: For each text, the spans whose special tokens are encoded as plain text. Elsewhere they become tokens.
-        whole: Whether each text is a whole text of the user's own, to which the tokenizer adds what it adds to any text, such as
-            BOS. To a conversation or a part of one, which the chat template wrote, nothing is added.
+        whole: Whether each text is a whole text of the user's own. To those the tokenizer adds what it adds to any text, such as
+            BOS. Nothing is added to a conversation, or a part of one, because the chat template wrote it.
     """
     if not texts:
         return []
     wholes = [whole] * len(texts) if isinstance(whole, bool) else whole
     ids: dict[int, list[int]] = {}
     for adds in (False, True):
-        places = [place for place, each in enumerate(wholes) if each == adds]
+        places = [place for place, is_whole in enumerate(wholes) if is_whole == adds]
         chosen = [texts[place] for place in places]
         if places and any(plain):
             encoded = special_tokens_of(tokenizer).encode(chosen, [plain[place] for place in places], adds)
@@ -62,7 +62,7 @@ def tokenize(
 
 
 def _one_start(tokenizer: Any, encoded: list[list[int]]) -> list[list[int]]:
-    """Return the ids of texts without a BOS that the tokenizer added before the one that the text has."""
+    # Remove a BOS that the tokenizer added in front of the one that the text already has.
     begin = tokenizer("", verbose=False)["input_ids"][:1]
     if not begin or begin[0] != tokenizer.bos_token_id:
         return encoded
@@ -70,7 +70,7 @@ def _one_start(tokenizer: Any, encoded: list[list[int]]) -> list[list[int]]:
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Return the text of token ids as the tokenizer has it: with special tokens, and with no spaces cleaned up."""
+    # Return the text of token ids with special tokens, and without cleaning up spaces.
     text: str = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text
 
@@ -79,9 +79,11 @@ def decode(tokenizer: Any, ids: Sequence[int]) -> str:
 class PromptEncoder:
     """Encodes prompts and counts what truncation removes.
 
-    ``truncation`` is a key of ``TRUNCATIONS``. ``embedding_rows`` are those of the model: a prompt with a larger token id is
-    refused; None = unknown. ``rows_truncated`` and ``tokens_dropped`` grow over the encoder's life. A prompt that is repeated n
-    times counts once.
+    Args:
+        truncation: A key of ``TRUNCATIONS``.
+        embedding_rows: Rows of the model's embedding. A prompt with a larger token id is refused; None = unknown.
+
+    ``rows_truncated`` and ``tokens_dropped`` grow over the encoder's life. A prompt that is repeated n times counts once.
     """
 
     tokenizer: Any
@@ -105,8 +107,8 @@ class PromptEncoder:
             texts: The prompts.
             addresses: File and row of each text, for errors.
             copies: How many times in a row each prompt appears.
-            plain: As in :func:`tokenize`.
-            whole: As in :func:`tokenize`.
+            plain: See :func:`tokenize`.
+            whole: See :func:`tokenize`.
 
         Raises:
             DataError: A prompt is empty, is too long with ``truncation=error``, or has a token id that the model does not have.
@@ -115,9 +117,9 @@ class PromptEncoder:
         return [self.fit(ids, addresses[i], counted=i % copies == 0) for i, ids in enumerate(rows)]
 
     def fit(self, ids: list[int], address: str, counted: bool = True) -> list[int]:
-        """Return the ids of a prompt within ``max_prompt_length``. The first prompt that is cut earns a warning.
+        """Cut the ids of a prompt to ``max_prompt_length``. The first prompt that is cut logs a warning.
 
-        ``address`` is file and row, for errors. A further copy of a prompt is not ``counted``.
+        ``address``: file and row, for errors. ``counted``: False for further copies of a prompt.
 
         Raises:
             DataError: The prompt is empty, is too long with ``truncation=error``, or has a token id that the model does not have.
@@ -146,10 +148,7 @@ class PromptEncoder:
 
 
 def overlong(address: str, length: int, limit: int, others: int = 0) -> DataError:
-    """Return the error for a prompt over the limit.
-
-    ``others`` counts further prompts over the limit.
-    """
+    # `others`: further prompts over the limit.
     more = f" ({others} more rows are too long as well)" if others else ""
     return DataError(
         f"{address}: the prompt has {length} tokens, but data.max_prompt_length is {limit}{more}. Raise data.max_prompt_length, "
@@ -162,7 +161,7 @@ TOKENIZER_PARTS = ("vocabulary", "merges", "added tokens", "normalizer", "pre-to
 
 
 def tokenizer_digests(tokenizer: Any) -> dict[str, str]:
-    """Return a hash of each part of a tokenizer that decides the ids of a text, by the names in ``TOKENIZER_PARTS``."""
+    """Hash each part of a tokenizer that decides the ids of a text. The keys are those of ``TOKENIZER_PARTS``."""
     described = json.loads(tokenizer.backend_tokenizer.to_str())
     added = sorted((token["id"], token["content"], token["special"]) for token in described["added_tokens"])
     added_names = {name for _, name, _ in added}
@@ -189,7 +188,7 @@ Spans = tuple[tuple[int, int], ...]
 
 
 def moved(spans: Spans, by: int) -> Spans:
-    """Return the spans behind ``by`` further characters."""
+    # The spans move when `by` characters are put in front of their text.
     return tuple((start + by, end + by) for start, end in spans)
 
 
@@ -204,7 +203,6 @@ class SpecialTokens:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """Collect the special tokens and choose their stand-ins."""
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         self._single_words = {token.content for token in added if token.single_word}
         names = {token.content for token in added if token.special} | set(getattr(tokenizer, "all_special_tokens", ()))
@@ -222,21 +220,19 @@ class SpecialTokens:
         self._merges = False
 
     def find(self, text: str) -> Spans:
-        """Return the spans of the special tokens in a text."""
         return tuple(match.span() for match in self._pattern.finditer(text))
 
     def count(self, value: Any) -> int:
-        """Return how many special tokens the strings of a nested value contain."""
         found: list[tuple[int, int]] = []
         _map_texts(value, lambda text: found.extend(self.find(text)))
         return len(found)
 
     def hide(self, value: Any) -> Any:
-        """Return a nested value with stand-ins for the special tokens in its strings, for a chat template."""
+        """Replace special tokens by their stand-ins in all strings of a nested value, before a chat template reads it."""
         return _map_texts(value, lambda text: self._pattern.sub(lambda match: self._stand_ins[match[0]], text))
 
     def reveal(self, text: str) -> tuple[str, Spans]:
-        """Return a rendered text with the special tokens in place of their stand-ins, and their spans."""
+        """Replace stand-ins by their special tokens in a rendered text; return it with the spans of these tokens."""
         parts, spans, length, end = [], [], 0, 0
         for match in self._hidden.finditer(text):
             name = self.names[int(match[1])]
@@ -251,10 +247,10 @@ class SpecialTokens:
         return whole, tuple(spans)
 
     def render(self, tokenizer: Any, messages: Any, hides: bool, /, **arguments: Any) -> tuple[str, Spans]:
-        """Return messages as the chat template renders them, and the spans of special tokens that are plain text.
+        """Render messages with the chat template; return the text with the spans of special tokens that are plain text.
 
-        ``hides``: special tokens in the messages and in the tools are plain text. False = they become tokens. ``arguments`` are
-        the template's. Raises ``RENDER_ERRORS`` where it cannot render the messages.
+        ``hides``: special tokens in messages and tools are plain text. False = they become tokens. ``arguments`` are the
+        template's. It raises one of ``RENDER_ERRORS`` if it cannot render the messages.
         """
         shown = self.hide(messages) if hides else messages
         if hides and "tools" in arguments:
@@ -263,23 +259,25 @@ class SpecialTokens:
         return self.reveal(text) if hides else (text, ())
 
     def encode(self, texts: Sequence[str], plain: Sequence[Spans], adds: bool = False) -> list[list[int]]:
-        """Return the ids of each text in one call. Special tokens in the spans ``plain`` are text, all others are tokens.
+        """Return the ids of all texts in one call. Special tokens inside the spans ``plain`` are text, all others are tokens.
 
-        The ids of plain text are those of a tokenizer that does not have the special token. ``adds``: with what the tokenizer
-        adds to a text. Without a fast backend this is a DataError.
+        Plain text gets the ids that a tokenizer without the special token would give it. ``adds``: with what the tokenizer adds
+        to a text.
+
+        Raises:
+            DataError: The tokenizer has no fast backend.
         """
         self._blind = self._blind or self._blinded()
         marked = ["".join(self._with_stand_ins(text, spans)) for text, spans in zip(texts, plain, strict=True)]
         encoded = self._blind.encode_batch(marked, add_special_tokens=adds)
-        return [self._numbered(each) for each in encoded]
+        return [self._numbered(encoding) for encoding in encoded]
 
     def _numbered(self, encoded: Any) -> list[int]:
-        """Return the ids of an encoding with those of stand-ins replaced. What the tokenizer added has its own ids already."""
+        # What the tokenizer added already has its own ids, so only stand-ins are mapped.
         pairs = zip(encoded.ids, encoded.special_tokens_mask, strict=True)
         return [number if added else self._ids.get(number, number) for number, added in pairs] if self._ids else encoded.ids
 
     def _with_stand_ins(self, text: str, plain: Spans) -> Iterator[str]:
-        """Yield the text with stand-ins for the special tokens that must become tokens."""
         end = 0
         for start, after in (*plain, (len(text), len(text))):
             for match in self._pattern.finditer(text, end, start):
@@ -293,15 +291,15 @@ class SpecialTokens:
     def _becomes_token(self, text: str, match: re.Match[str]) -> bool:
         """Return whether the tokenizer turns the name of a special token into that token.
 
-        A token marked ``single_word`` is not matched inside a longer word, so the tokenizer's model reads it as text. A
-        model that looks pieces up in its vocabulary can still find the token there. A model that builds pieces by merges cannot.
+        A token marked ``single_word`` is not matched inside a longer word, so the tokenizer's model reads it as text there. A
+        model that looks up pieces in its vocabulary can still find the token. A model that builds pieces by merges cannot.
         """
-        beside = text[: match.start()][-1:] + text[match.end() :][:1]
-        stands_alone = match[0] not in self._single_words or not any(map(_in_word, beside))
+        neighbors = text[: match.start()][-1:] + text[match.end() :][:1]
+        stands_alone = match[0] not in self._single_words or not any(map(_in_word, neighbors))
         return stands_alone or not self._merges
 
     def _blinded(self) -> Any:
-        """Return a copy of the tokenizer that spells each special token as its stand-in, and reads its usual spelling as text."""
+        """Copy the tokenizer so that it spells each special token as its stand-in, and reads the usual spelling as text."""
         if self._backend is None:
             raise DataError(
                 f"data.allow_special_tokens=false: the tokenizer ({self._kind}) has no fast version, so special tokens in a "
@@ -325,13 +323,12 @@ class SpecialTokens:
 
 
 def _in_word(character: str) -> bool:
-    r"""Return whether a character is part of a word, as ``\w`` of the tokenizers library defines it."""
+    # Return whether ``\w`` of the tokenizers library matches a character, which differs from Python's.
     kind = unicodedata.category(character)
     return kind[0] in "LM" or kind in ("Nd", "Nl", "Pc") or character in "\u200c\u200d" or "\u24b6" <= character <= "\u24e9"
 
 
 def _rename(model: dict[str, Any], names: dict[str, str]) -> None:
-    """Rename entries of a tokenizer model's vocabulary."""
     # Results of merges keep their names, because plain text produces them anyway, and so do single characters that have no
     # other spelling, because plain text would lose them.
     merged = {merge.replace(" ", "") if isinstance(merge, str) else "".join(merge) for merge in model.get("merges", ())}
@@ -347,7 +344,6 @@ def _rename(model: dict[str, Any], names: dict[str, str]) -> None:
 
 
 def _map_texts(value: Any, change: Callable[[str], Any]) -> Any:
-    """Return a nested value with every string in it changed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
@@ -359,7 +355,7 @@ _KNOWN: WeakKeyDictionary[Any, SpecialTokens] = WeakKeyDictionary()
 
 
 def special_tokens_of(tokenizer: Any) -> SpecialTokens:
-    """Return the special tokens of a tokenizer, the same object each time."""
+    # The stand-ins are random, so render and encode must use the same object.
     if tokenizer not in _KNOWN:
         _KNOWN[tokenizer] = SpecialTokens(tokenizer)
     return _KNOWN[tokenizer]

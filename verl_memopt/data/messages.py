@@ -25,9 +25,9 @@ _READS_NULL = re.compile(r"content['\"\]]*\s*(==|!=|is not|is)\s+none")
 
 
 def read_messages(value: Any, address: str) -> Messages | None:
-    """Return a conversation as chat templates of text models read it; None where a value is none.
+    """Return a conversation in the form that chat templates of text models read; None if ``value`` is not a conversation.
 
-    Text parts become one text. Keys that are null go, because a dataset whose rows differ fills them in. A message with tool
+    Text parts are joined. Keys that are null are dropped, because a dataset whose rows differ fills them in. A message with tool
     calls may have no content.
 
     Raises:
@@ -52,7 +52,6 @@ def _message(turn: Mapping[str, Any], address: str) -> dict[str, Any] | None:
 
 
 def _joined(parts: Sequence[Any], address: str) -> str | None:
-    """Return the text of a content that is a list of parts; None where one is no part."""
     texts: list[Any] = []
     for part in parts:
         if isinstance(part, Mapping) and part.get("type") in MEDIA_PARTS:
@@ -62,14 +61,12 @@ def _joined(parts: Sequence[Any], address: str) -> str | None:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a nested value without the keys that are null."""
     if isinstance(value, Mapping):
         return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
     return [without_nulls(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def is_chat(prompt: Any) -> bool:
-    """Return whether a value is a list of messages of text."""
     try:
         return read_messages(prompt, "") is not None
     except DataError:
@@ -80,7 +77,7 @@ def is_chat(prompt: Any) -> bool:
 
 
 def template_arguments(address: str, columns: Mapping[str, Any], data: schema.Data, tokenizer: Any) -> dict[str, Any]:
-    """Return the arguments of the chat template for a row: those of the settings, its own, and its tools.
+    """Return the chat template's arguments for a row: those of the settings, the row's own, and its tools.
 
     Raises:
         DataError: A column cannot be read, or the template does not read the tools.
@@ -102,7 +99,6 @@ def template_arguments(address: str, columns: Mapping[str, Any], data: schema.Da
 
 
 def _tools(address: str, columns: Mapping[str, Any], key: str | None) -> list[Any]:
-    """Return the schemas of a row's tools, without null keys."""
     value = None if key is None else _parsed(columns.get(key))
     if value is None:
         return []
@@ -117,7 +113,7 @@ def _tools(address: str, columns: Mapping[str, Any], key: str | None) -> list[An
 
 
 def _parsed(value: Any) -> Any:
-    """Return the value of a text of JSON; anything else unchanged."""
+    # Some files hold nested columns as JSON text.
     if not isinstance(value, str):
         return value
     try:
@@ -127,11 +123,6 @@ def _parsed(value: Any) -> Any:
 
 
 def refuse_media_and_agents(address: str, columns: Mapping[str, Any]) -> None:
-    """Refuse a row with media, or one that asks for an agent.
-
-    Raises:
-        DataError: It names the column.
-    """
     for name in MEDIA_COLUMNS:
         if _holds_something(columns.get(name)):
             raise DataError(f"{address}: the column {name!r} contains media, but only text is supported. Remove the column.")
@@ -153,7 +144,6 @@ def refuse_media_and_agents(address: str, columns: Mapping[str, Any]) -> None:
 
 
 def _holds_something(value: Any) -> bool:
-    """Return whether a nested value holds anything but nulls, false and empty collections."""
     if isinstance(value, Mapping):
         return any(map(_holds_something, value.values()))
     return any(map(_holds_something, value)) if isinstance(value, list | tuple) else bool(value)
@@ -165,9 +155,9 @@ def _holds_something(value: Any) -> bool:
 def render(
     special: SpecialTokens, tokenizer: Any, messages: Messages, hides: bool, arguments: Mapping[str, Any]
 ) -> tuple[str, Spans]:
-    """Return messages as the chat template renders them, and the spans of special tokens that are plain text.
+    """Render messages with the chat template; return the text with the spans of special tokens that are plain text.
 
-    ``hides``: special tokens in the messages and tools are plain text. Raises ``RENDER_ERRORS`` where it cannot render them.
+    ``hides``: special tokens in messages and tools are plain text. Raises one of ``RENDER_ERRORS`` if they cannot be rendered.
     """
     reads_null = _READS_NULL.search(str(arguments.get("chat_template") or tokenizer.chat_template)) is not None
     shown = messages if reads_null else [turn | ({"content": ""} if turn["content"] is None else {}) for turn in messages]
@@ -187,7 +177,6 @@ def render(
 
 
 def _with_arguments(turn: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return a message with the arguments of its tool calls changed."""
     if "tool_calls" not in turn:
         return turn
     calls = []

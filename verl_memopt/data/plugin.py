@@ -27,10 +27,10 @@ _NOT_THEIRS = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib
 
 
 def load_from_file(path: str, name: str | None, *, key: str, error: type[UserError]) -> Any:
-    """Return the object called ``name`` in the Python file ``path``. A file is run once in a run, even if it is loaded again.
+    """Return the object called ``name`` in the Python file ``path``. A file runs once per run, even if it is loaded again.
 
-    ``key`` is the setting that named the file, for errors. They are of the class ``error``: the file is missing, does not run, or
-    lacks the name.
+    ``key``: the setting that named the file, for errors. ``error``: their class. It is raised if the file is missing, does not
+    run, or lacks the name.
     """
     file = Path(path).expanduser()
     try:
@@ -44,36 +44,38 @@ def load_from_file(path: str, name: str | None, *, key: str, error: type[UserErr
     module = sys.modules.get(module_name) or _run_module(module_name, file, key, error)
     if name is None or not hasattr(module, name):
         public = sorted(entry for entry in vars(module) if not entry.startswith("_"))
-        there = f"It defines {', '.join(public) or 'nothing'}"
-        raise error(f"{key}={path}: the file has no {name!r}. {there}. Name one of these in {key.replace('path', 'name')}.")
+        definitions = f"It defines {', '.join(public) or 'nothing'}"
+        raise error(f"{key}={path}: the file has no {name!r}. {definitions}. Name one of these in {key.replace('path', 'name')}.")
     return getattr(module, name)
 
 
 def forget_files() -> None:
-    """Run every file again where it is next loaded: between two runs of one process, its owner may have edited it."""
+    # Make every file run again when it is next loaded. Its owner may edit it between two runs of one process.
     for name in [name for name in sys.modules if name.startswith(_MODULES)]:
         del sys.modules[name]
 
 
-def refuse_verls_arguments(made: Any, theirs: Sequence[str], ours: str, address: str) -> None:
+def refuse_verls_arguments(made: Any, verl_arguments: Sequence[str], our_arguments: str, address: str) -> None:
     """Refuse a class that was written for verl, whose arguments have other names and another order.
 
-    ``theirs`` are arguments by which verl's classes are known, and ``ours`` those that a class gets here. ``address`` is setting
-    and class, for the error.
+    Args:
+        made: The class.
+        verl_arguments: Arguments by which verl's classes are recognised.
+        our_arguments: Arguments that a class gets here, for the error.
+        address: Setting and class, for the error.
     """
     try:
         names = inspect.signature(made).parameters
     except (TypeError, ValueError):  # no class, or one without a signature: calling it shows what is wrong
         return
-    if set(theirs) <= names.keys():
+    if set(verl_arguments) <= names.keys():
         raise DataError(
-            f"{address}: the class takes verl's arguments ({', '.join(names)}); here it is called with ({ours}). "
+            f"{address}: the class takes verl's arguments ({', '.join(names)}); here it is called with ({our_arguments}). "
             "Write one for these arguments: docs/extend.md has an example."
         )
 
 
 def raised(problem: BaseException) -> str:
-    """Return what a user's code raised, and at which line of theirs, in one line."""
     own = problem.__cause__ if isinstance(problem, EndsProcessError) else problem
     assert own is not None
     places = traceback.extract_tb(own.__traceback__)
@@ -86,18 +88,19 @@ def raised(problem: BaseException) -> str:
 
 
 class EndsProcessError(Exception):
-    """A user's code asked for the end of the process. Its cause is what it raised."""
+    """A user's code tried to end the process. The cause is what it raised."""
 
 
 @contextmanager
 def contained(what: str, environment: bool = True) -> Iterator[None]:
-    """Let a user's code neither end nor double this process, and put back what it changes for all of it.
+    """Run a user's code so that it can neither end nor fork this process, and undo what it changes for the whole process.
 
-    ``what`` names the code in warnings. A signal of the user's still ends the body with KeyboardInterrupt. ``environment``: name
-    a change of the environment too.
+    ``what``: names the code in warnings. A signal that the user sends still ends the body with KeyboardInterrupt.
+    ``environment``:
+    warn of a changed environment too.
 
     Raises:
-        EndsProcessError: The code asked for the end of the process.
+        EndsProcessError: The code tried to end the process.
     """
     pid, shared, outer = os.getpid(), _shared(environment), getattr(_inside, "pid", None)
     vars(os)["_exit"] = _exit
@@ -126,14 +129,14 @@ _inside = threading.local()
 
 
 def _exit(status: int) -> NoReturn:
-    """End the process as ``os._exit`` does, but not out of a user's code that this process called."""
+    # A forked child of the user's code may still end itself.
     if getattr(_inside, "pid", None) == os.getpid():
         raise _ExitError(f"os._exit({status})")
     _EXIT(status)
 
 
 def _is_signal(problem: BaseException) -> bool:
-    """Return whether an exception comes from a signal handler, and not from the code itself."""
+    # Return whether an exception comes from a signal handler rather than from the code itself.
     if not isinstance(problem, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
         return False
     handler = signal.getsignal(signal.SIGINT)
@@ -146,7 +149,7 @@ Shared = dict[str, tuple[Any, Callable[[Any], object] | None]]
 
 
 def _shared(environment: bool) -> Shared:
-    """Return what the whole process shares. Another thread sees in it what the main thread is just doing, and leaves it."""
+    # In another thread nothing is restored: what has changed may be the main thread's doing.
     if threading.current_thread() is not threading.main_thread():
         return {}
     found: Shared = {"the environment": (dict(os.environ), None)} if environment else {}
@@ -180,7 +183,7 @@ _told: set[tuple[str, str]] = set()
 
 @contextmanager
 def users_code(what: str, error: type[UserError]) -> Iterator[None]:
-    """Turn whatever a user's code raises into one line."""
+    """Turn any exception of a user's code into one ``error`` with one line."""
     try:
         with contained(what):
             yield
@@ -208,7 +211,7 @@ def _run_module(module_name: str, file: Path, key: str, error: type[UserError]) 
 
 
 def _trace_within(problem: BaseException, file: str) -> str:
-    """Return the traceback from the first frame in ``file`` on: the user needs only the part about their own code."""
+    # Return the traceback from the first frame in ``file`` on, because the user only needs the part about their code.
     trace = problem.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != file:
         trace = trace.tb_next

@@ -27,11 +27,11 @@ LOOKAHEAD = 1_000_000
 
 
 def load_sampler(settings: schema.CustomSampler) -> Sampler | None:
-    """Return the sampler class that ``data.sampler`` names, or None."""
     if settings.class_path is None:
         return None
     sampler = load_from_file(settings.class_path, settings.class_name, key="data.sampler.class_path", error=DataError)
     address = f"data.sampler.class_name={settings.class_name}"
+    # Called in another order, verl's samplers would read the seed as their config.
     refuse_verls_arguments(sampler, ("data_source", "data_config"), "num_rows, seed, epoch", address)
 
     def order(num_rows: int, seed: int, epoch: int) -> Iterator[int]:
@@ -54,9 +54,12 @@ def load_sampler(settings: schema.CustomSampler) -> Sampler | None:
 class StepLoader:
     """Returns ``batch_size`` prompts per step, without end. Rows left over at the end of an epoch are dropped.
 
-    Its state is a few integers, so a resumed run sees exactly the rows that an uninterrupted one would have seen. ``sampler``
-    gives the row indices of an epoch, and then ``shuffle`` has no effect. An epoch of a sampler may be endless: at most
-    :data:`LOOKAHEAD` indices are read ahead. ``key`` is the setting of ``batch_size``, for errors.
+    Its state is a few integers, so a resumed run sees exactly the rows that an uninterrupted run sees.
+
+    Attributes:
+        sampler: Gives the row indices of an epoch; ``shuffle`` then has no effect. An epoch of a sampler may be endless: at most
+            :data:`LOOKAHEAD` indices are read ahead.
+        key: The setting of ``batch_size``, for errors.
 
     Raises:
         DataError: An epoch has fewer rows than a batch.
@@ -70,7 +73,6 @@ class StepLoader:
     key: str = "data.train_batch_size"
 
     def __post_init__(self) -> None:
-        """Start at the first row of epoch 0."""
         self.epoch = self._position = 0
         self.steps_per_epoch: int | None = None
         """None where the first epoch has more than :data:`LOOKAHEAD` indices."""
@@ -79,7 +81,7 @@ class StepLoader:
             self.steps_per_epoch = length // self.batch_size
 
     def next_indices(self) -> list[int]:
-        """Return the indices of the next ``batch_size`` rows. A new epoch begins when the present one has no full batch left."""
+        """Return the indices of the next ``batch_size`` rows. A new epoch begins when the present one has no full batch."""
         chosen = list(islice(self._order, self.batch_size))
         if len(chosen) < self.batch_size:
             self.epoch, self._position = self.epoch + 1, 0
@@ -89,11 +91,9 @@ class StepLoader:
         return chosen
 
     def state_dict(self) -> dict[str, int]:
-        """Return seed, epoch, position, and the number of rows, to check on resume that the dataset is the same."""
         return {"seed": self.seed, "epoch": self.epoch, "position": self._position, "num_rows": len(self.dataset)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state."""
         if state["num_rows"] != len(self.dataset):
             raise DataError(
                 f"data.train_files: the checkpoint was written with {state['num_rows']} rows, but there are "
@@ -104,23 +104,22 @@ class StepLoader:
         self._order = islice(order, self._position, None)
 
     def _order_of(self, epoch: int) -> tuple[Iterator[int], int | None]:
-        """Return the indices of an epoch, and how many they are; None if that is not known."""
-        indices, known = self._drawn(epoch), list[int]()
-        with still_reading("data.sampler", lambda: len(known), f"{LOOKAHEAD:,} of its indices are read ahead at most"):
+        """Return the indices of an epoch and their number, which is None if more follow than were read ahead."""
+        indices, read_ahead = self._drawn(epoch), list[int]()
+        with still_reading("data.sampler", lambda: len(read_ahead), f"{LOOKAHEAD:,} of its indices are read ahead at most"):
             for index in islice(indices, max(LOOKAHEAD, len(self.dataset))):
-                known.append(index)
-        if len(known) < self.batch_size:
+                read_ahead.append(index)
+        if len(read_ahead) < self.batch_size:
             raise DataError(
-                f"{self.key}={self.batch_size}: an epoch has only {len(known)} rows. "
-                f"Lower it to at most {len(known)}, or add more data."
+                f"{self.key}={self.batch_size}: an epoch has only {len(read_ahead)} rows. "
+                f"Lower it to at most {len(read_ahead)}, or add more data."
             )
         following = next(indices, END)
         if following is END:
-            return iter(known), len(known)
-        return chain(known, [following], indices), None
+            return iter(read_ahead), len(read_ahead)
+        return chain(read_ahead, [following], indices), None
 
     def _drawn(self, epoch: int) -> Iterator[int]:
-        """Yield the indices of an epoch."""
         num_rows = len(self.dataset)
         if self.sampler is None:
             # Seeded by both numbers, so that a resumed run draws its epoch without drawing those before it.
@@ -142,7 +141,8 @@ class StepLoader:
 class StepPrompts:
     """Some prompts, the ids of all their samples, and what truncation removed.
 
-    ``prompt_ids`` has the token ids of each row; row = prompt * n + sample. With ``lazy`` all rows of a prompt are one list.
+    ``prompt_ids`` has the token ids of each row; row = prompt * n + sample. With ``lazy`` all rows of a prompt are one list
+    object.
     """
 
     prompts: list[PromptRow]
@@ -154,12 +154,13 @@ class StepPrompts:
 class PromptPrefetcher:
     """Prepares the prompts one step ahead of the caller.
 
+    Prompts of a stream are not prepared ahead, but in the caller's thread when they are requested.
+
     :meth:`state_dict` is the loader's state after the last step that was returned, so a resumed run loses and repeats nothing.
-    ``encoder`` is the prefetcher's own, because it works in its own thread.
+    ``encoder`` belongs to the prefetcher alone, because it works in its own thread.
     """
 
     def __init__(self, loader: StepLoader | StreamLoader, n: int, expansion: str, encoder: PromptEncoder) -> None:
-        """Create the thread. It prepares nothing until the first :meth:`next`. A stream is not read ahead, and not there."""
         self._loader = loader
         self._n = n
         self._expansion = expansion
@@ -170,7 +171,6 @@ class PromptPrefetcher:
         self._prepared: Future[tuple[StepPrompts, dict[str, Any], int]] | None = None
 
     def next(self) -> StepPrompts:
-        """Return the next step's prompts and start to prepare those of the step after it."""
         self._before = self._state, self.epoch
         return self.more()
 
@@ -185,18 +185,17 @@ class PromptPrefetcher:
         return step
 
     def give_back(self) -> None:
-        """Undo the last :meth:`next`, and :meth:`more` after it, in :meth:`state_dict`, because that step was abandoned.
+        """Undo the last :meth:`next`, and every :meth:`more` after it, in :meth:`state_dict`, because that step was abandoned.
 
         No further step may be requested after this.
         """
         self._state, self.epoch = self._before
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the loader needs to continue after the last returned step."""
         return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the step whose :meth:`state_dict` this is. What was prepared is dropped."""
+        """Continue after the step whose :meth:`state_dict` this is. Prompts prepared ahead are dropped."""
         if self._prepared is not None:
             self._prepared.exception()  # waits, because the thread uses the loader
             self._prepared = None
@@ -205,7 +204,6 @@ class PromptPrefetcher:
         self._before = self._state, self.epoch
 
     def close(self) -> None:
-        """End the thread. What it has prepared is dropped."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _prepare(self) -> tuple[StepPrompts, dict[str, Any], int]:
@@ -225,17 +223,17 @@ class PromptPrefetcher:
 
 
 def _token(rows: Sequence[PromptRow], n: int, encoder: PromptEncoder) -> list[list[int]]:
-    """Tokenize each prompt once, then repeat its ids. Each row has its own list."""
+    # Each row has its own list, so the batch stores the ids of each row.
     return [list(ids) for ids in _lazy(rows, n, encoder)]
 
 
 def _lazy(rows: Sequence[PromptRow], n: int, encoder: PromptEncoder) -> list[list[int]]:
-    """Tokenize each prompt once and keep its ids once. A batch stores one list once, and a micro-batch repeats its ids."""
+    # Tokenize each prompt once and keep its ids once. A batch stores one list object once; a micro-batch repeats its ids.
     return [ids for ids in _encoded(rows[::n], encoder) for _ in range(n)]
 
 
 def _repeat_sampler(rows: Sequence[PromptRow], n: int, encoder: PromptEncoder) -> list[list[int]]:
-    """Tokenize the record of each row. The data set was read for each row."""
+    # Tokenize each row's own record: with this expansion the dataset was read once per row.
     for place, record in enumerate(rows):
         first = rows[place - place % n]
         if (record.text, record.plain, record.ids) != (first.text, first.plain, first.ids):
@@ -247,7 +245,6 @@ def _repeat_sampler(rows: Sequence[PromptRow], n: int, encoder: PromptEncoder) -
 
 
 def _string(rows: Sequence[PromptRow], n: int, encoder: PromptEncoder) -> list[list[int]]:
-    """Tokenize each row's text, all in one call."""
     ids = _ids_of_texts(rows, encoder.tokenizer)
     return [encoder.fit(ids[i], row.address, counted=i % n == 0) for i, row in enumerate(rows)]
 
@@ -262,12 +259,17 @@ EXPANSIONS: dict[str, Callable[[Sequence[PromptRow], int, PromptEncoder], list[l
 
 
 def expand(dataset: PromptRows, indices: Sequence[int], n: int, method: str, encoder: PromptEncoder) -> StepPrompts:
-    """Return the prompts at some indices of a data set, and the ids of all their samples, prompt-major.
+    """Return the prompts at some indices of a dataset, and the ids of all their samples, prompt-major.
 
-    ``n`` are the samples of each prompt, and ``method`` is a key of ``EXPANSIONS``.
+    Args:
+        dataset: The rows.
+        indices: Their indices.
+        n: Samples of each prompt.
+        method: A key of ``EXPANSIONS``.
+        encoder: Encodes the prompts.
 
     Raises:
-        DataError: As :meth:`PromptEncoder.fit` raises it; or ``string`` cannot give the ids of a row whose prompt is ids; or
+        DataError: See :meth:`PromptEncoder.fit`; or ``string`` cannot reproduce the ids of a row whose prompt is ids; or
             ``repeat_sampler`` reads different prompts at one index.
     """
     if method == "repeat_sampler":
@@ -281,32 +283,31 @@ def expand(dataset: PromptRows, indices: Sequence[int], n: int, method: str, enc
 
 
 def check_prompts(rows: Iterable[PromptRow], method: str, tokenizer: Any) -> None:
-    """Check before a run that a method can give the ids of all rows whose prompt is ids."""
+    # Check before a run that the expansion ``method`` can give the ids of all rows whose prompt is ids.
     if method == "string":
         _ids_of_texts([row for row in rows if row.ids is not None], tokenizer)
 
 
 def _encoded(records: Sequence[PromptRow], encoder: PromptEncoder, copies: int = 1) -> list[list[int]]:
-    """Return the ids of each record: those of its text, or those that the file has."""
     texts = [row for row in records if row.ids is None]
     addresses, plain, whole = [row.address for row in texts], [row.plain for row in texts], [row.is_text for row in texts]
-    of_texts = iter(encoder.encode([row.text for row in texts], addresses, copies, plain, whole))
+    encoded = iter(encoder.encode([row.text for row in texts], addresses, copies, plain, whole))
     return [
-        next(of_texts) if row.ids is None else encoder.fit(list(row.ids), row.address, counted=place % copies == 0)
+        next(encoded) if row.ids is None else encoder.fit(list(row.ids), row.address, counted=place % copies == 0)
         for place, row in enumerate(records)
     ]
 
 
 def _ids_of_texts(rows: Sequence[PromptRow], tokenizer: Any) -> list[list[int]]:
-    """Return the ids of each row's text, with no length limit. A prompt that is ids goes through text and must come back."""
+    """Return the ids of each row's text, without a length limit. A prompt of ids must survive being decoded and encoded."""
     texts = [row.text if row.ids is None else decode(tokenizer, row.ids) for row in rows]
     encoded = tokenize(tokenizer, texts, [row.plain for row in rows], [row.is_text for row in rows])
     for row, ids in zip(rows, encoded, strict=True):
         if row.ids is not None and tuple(ids) != row.ids:
             pairs = enumerate(zip_longest(row.ids, ids))
             position, (own, other) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
-            said, got = ("its end" if token is None else f"the token id {token}" for token in (own, other))
-            difference = f"the prompt has {said}, and its text gives {got}"
+            expected, got = ("its end" if token is None else f"the token id {token}" for token in (own, other))
+            difference = f"the prompt has {expected}, and its text gives {got}"
             raise DataError(
                 f"{row.address}: position {position}: {difference}. With algorithm.expansion=string a prompt of ids must come "
                 "back from its text. Set algorithm.expansion=token, or give the prompt as text."

@@ -31,8 +31,8 @@ def stream_of(dataset: Any, streams: Any) -> tuple[Any, PythonRows | None]:
 
     Args:
         dataset: What the user gave.
-        streams: ``data.streaming`` as the user gave it. None: rows without a length are a stream if a shuffle buffer does not
-            hold them.
+        streams: ``data.streaming`` as the user gave it. None: rows without a length are a stream if a shuffle buffer cannot hold
+            them all.
 
     Returns:
         The rows to read whole and None, or None and the rows to read as steps need them.
@@ -50,9 +50,8 @@ def stream_of(dataset: Any, streams: Any) -> tuple[Any, PythonRows | None]:
 
 
 def _yields_rows(dataset: Any) -> bool:
-    """Return whether a dataset is an object that yields rows, or a function that returns one."""
-    of_files = isinstance(dataset, list | tuple) and bool(dataset) and all(isinstance(each, str | Path) for each in dataset)
-    is_other = isinstance(dataset, str | Path | Mapping) or of_files or _is_frame(dataset)
+    is_files = isinstance(dataset, list | tuple) and bool(dataset) and all(isinstance(item, str | Path) for item in dataset)
+    is_other = isinstance(dataset, str | Path | Mapping) or is_files or _is_frame(dataset)
     return not is_other and (hasattr(dataset, "__iter__") or callable(dataset))
 
 
@@ -61,17 +60,19 @@ def _is_frame(dataset: Any) -> bool:
 
 
 def length_of(dataset: Any) -> int | None:
-    """Return the number of rows that an object says it has; None if it says none."""
     try:
         return len(dataset)
     except TypeError:  # it has no __len__, or one that is refused, as in loaders of what has none
         return None
 
 
-def with_length(dataset: Any, name: str, most: int | None = None) -> Any:
-    """Return a dataset; one without a length is read into a list.
+def with_length(dataset: Any, name: str, limit: int | None = None) -> Any:
+    """Return a dataset that has a length: one without a length is read into a list.
 
-    ``name``: The argument that gave it. ``most``: How many of its rows are wanted at most; None = all.
+    Args:
+        dataset: What the user gave.
+        name: The argument that gave it, for errors.
+        limit: How many rows are wanted at most; None = all.
 
     Raises:
         DataError: It has more than :data:`MOST_WITHOUT_LENGTH` rows.
@@ -79,9 +80,9 @@ def with_length(dataset: Any, name: str, most: int | None = None) -> Any:
     if not _yields_rows(dataset) or length_of(dataset) is not None:
         return dataset
     rows = PythonRows(dataset, name)
-    limit = MOST_WITHOUT_LENGTH + 1 if most is None or most < 0 else most
+    num_wanted = MOST_WITHOUT_LENGTH + 1 if limit is None or limit < 0 else limit
     with still_reading(name, lambda: rows.num_held, "It is read whole"):
-        held = rows.hold(limit)
+        held = rows.hold(num_wanted)
     if len(held) > MOST_WITHOUT_LENGTH:
         raise DataError(
             f"{name}: it has no length, and more than {MOST_WITHOUT_LENGTH:,} rows, which are read whole. If it has an end, give "
@@ -92,19 +93,19 @@ def with_length(dataset: Any, name: str, most: int | None = None) -> Any:
 
 
 def write_rows(dataset: Any, path: Path, name: str) -> tuple[int | None, Any]:
-    """Return the number of rows (None: files hold them) and the files of a dataset. Rows of Python are written to ``path``.
+    """Return the number of rows of a dataset (None if files hold them) and its files. Rows of Python are written to ``path``.
 
-    ``name``: The argument that gave it.
+    ``name``: the argument that gave the dataset, for errors.
 
     Raises:
-        DataError: It is no dataset, it has no rows or more than it says, or a row cannot be written.
+        DataError: It is no dataset, has no rows or more than it reports, or a row cannot be written.
     """
     if isinstance(dataset, str | Path):
         text = str(dataset)
         is_hub = not is_there(text) and _HUB_ID.fullmatch(text) and not Path(text).suffix
         return None, f"{HUB}{text}" if is_hub else text
-    if isinstance(dataset, list | tuple) and dataset and all(isinstance(each, str | Path) for each in dataset):
-        return None, [str(each) for each in dataset]
+    if isinstance(dataset, list | tuple) and dataset and all(isinstance(item, str | Path) for item in dataset):
+        return None, [str(item) for item in dataset]
     if _is_frame(dataset):
         dataset = dataset.to_dict("records")
     elif isinstance(dataset, Mapping):
@@ -131,17 +132,17 @@ def write_rows(dataset: Any, path: Path, name: str) -> tuple[int | None, Any]:
     return number, str(path)
 
 
-def held_out_files(dataset: Any, inputs: Path, most: int | None = None) -> Any:
-    """Return the files of held-out rows. Several datasets by name become one file, whose rows say their set.
+def held_out_files(dataset: Any, inputs: Path, limit: int | None = None) -> Any:
+    """Return the files of held-out rows. Several named datasets become one file, whose rows say which set they belong to.
 
-    ``most``: As in :func:`with_length`.
+    ``limit``: see :func:`with_length`.
     """
     if not isinstance(dataset, Mapping) or hasattr(dataset, "columns"):
-        return write_rows(with_length(dataset, "eval_dataset", most), inputs / "eval.jsonl", "eval_dataset")[1]
+        return write_rows(with_length(dataset, "eval_dataset", limit), inputs / "eval.jsonl", "eval_dataset")[1]
     rows = []
-    for set_name, each in dataset.items():
+    for set_name, part in dataset.items():
         name = f"eval_dataset[{set_name!r}]"
-        files = write_rows(with_length(each, name, most), inputs / f"eval_{set_name}.jsonl", name)[1]
+        files = write_rows(with_length(part, name, limit), inputs / f"eval_{set_name}.jsonl", name)[1]
         for _, row in read_source(files, "val", name):
             rows.append({**row, "extra_info": {**(row.get("extra_info") or {}), VALIDATION_SET: str(set_name)}})
     return write_rows(rows, inputs / "eval.jsonl", "eval_dataset")[1]
@@ -151,9 +152,9 @@ class PythonRows:
     """The rows of a Python object: an iterable, an iterator, or a callable without arguments that returns one.
 
     Args:
-        given: The object. An iterable of transformers or datasets hears of the pass by ``set_epoch``, where it has that.
+        given: The object. If it has ``set_epoch``, as iterables of transformers and datasets do, it is called for each pass.
         name: The argument or the key that gave it, for errors.
-        take: Returns the item of a row, from its address and what the object yielded.
+        take: Returns the item of a row, given its address and what the object yielded.
     """
 
     def __init__(self, given: Any, name: str, take: Callable[[str, Any], Any] | None = None) -> None:
@@ -164,21 +165,18 @@ class PythonRows:
         """The first pass, if it was begun by :meth:`hold`. It goes on after the rows that are held."""
         self._is_spent = False
 
-    def hold(self, most: int) -> list[Item]:
-        """Return the first rows, ``most`` of them unless there are fewer, and keep them for the first pass."""
+    def hold(self, count: int) -> list[Item]:
         if self._ahead is None:
             self._ahead, self._is_spent = self._pass(0), True
-        for item in islice(self._ahead, max(most - len(self._held), 0)):
+        for item in islice(self._ahead, max(count - len(self._held), 0)):
             self._held.append(item)
-        return self._held[:most]
+        return self._held[:count]
 
     @property
     def num_held(self) -> int:
-        """How many rows were read ahead."""
         return len(self._held)
 
     def first(self) -> Item:
-        """Return the first row, and keep it for the first pass."""
         with still_reading(self.name, lambda: 0, "This is its first row"):
             held = self.hold(1)
         if not held:
@@ -186,10 +184,10 @@ class PythonRows:
         return held[0]
 
     def rows(self, epoch: int) -> Iterator[Item]:
-        """Return the rows of a pass. What can be read once only has no further pass.
+        """Return the rows of a pass. An object that can be read only once has no second pass.
 
         Raises:
-            DataError: The rows of such an object are asked for again.
+            DataError: The rows of such an object are requested again.
         """
         ahead, held = self._ahead, self._held
         self._ahead, self._held = None, []
@@ -223,12 +221,12 @@ class PythonRows:
 
 
 def plain_columns(address: str, row: Any) -> Any:
-    """Return a row of Python as it would come from a file."""
+    # A row of Python must look as if it came from a file, so it goes through JSON.
     return json.loads(json_row(address, row))
 
 
 def json_row(address: str, row: Any) -> str:
-    """Return a row of Python as a line of a file.
+    """Write a row of Python as a line of a JSON Lines file.
 
     Raises:
         DataError: It is no dict, or a value cannot be written.
@@ -248,7 +246,6 @@ def json_row(address: str, row: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return numbers of numpy, arrays and dates as JSON has them."""
     for method in ("tolist", "isoformat"):
         if hasattr(value, method):
             return getattr(value, method)()

@@ -23,9 +23,9 @@ SOURCE = "sft"
 
 
 def build_supervised_dataset(files: Any, data: schema.Data, tokenizer: Any, split: str) -> list[PromptRow] | CustomRows:
-    """Return the rows of a split with their responses. A class of the user's own (``data.custom_cls``) brings its own.
+    """Return the rows of a split with their responses. A class of the user's own (``data.custom_cls``) provides its own.
 
-    Arguments are as in :class:`verl_memopt.data.dataset.PromptDataset`.
+    Arguments are those of :class:`verl_memopt.data.dataset.PromptDataset`.
 
     Raises:
         DataError: A file or a row is wrong. The message names the row.
@@ -40,7 +40,7 @@ def build_supervised_dataset(files: Any, data: schema.Data, tokenizer: Any, spli
 
 
 class SupervisedReader:
-    """Renders and checks rows with their responses. Arguments are as in :class:`PromptReader`."""
+    """Renders and checks rows with their responses. Arguments are those of :class:`PromptReader`."""
 
     def __init__(self, data: schema.Data, tokenizer: Any, split: str, streams: bool = False) -> None:
         self._data, self._tokenizer, self._split, self._streams = data, tokenizer, split, streams
@@ -51,20 +51,20 @@ class SupervisedReader:
         return as_prompt_row(address, columns, self._data, self._answered)
 
     def read(self, raw: Iterable[RawRow]) -> list[PromptRow]:
-        """Return the rows in order, but for those that ``data.filter_overlong_prompts`` drops.
+        """Return the rows in order, without those that ``data.filter_overlong_prompts`` drops.
 
         Raises:
-            DataError: A row is wrong; or all are dropped, and they are not those of a stream.
+            DataError: A row is wrong; or all rows are dropped, and they are not part of a stream.
         """
         data, tokenizer, answered = self._data, self._tokenizer, self._answered
         answered.clear()
         prompts = [replace(row, index=index) for index, row in enumerate(self._prompts.read(raw))]
-        end = of_chat = tokenizer.eos_token or ""
+        end = chat_end = tokenizer.eos_token or ""
         if any(row.messages for row in prompts):
             # Up to its first end token, after which an engine stops. A text without one gets it.
             text = end_of_turn(tokenizer, data.apply_chat_template_kwargs)
-            of_chat = text.partition(end)[0] + end if end else text
-        ends = [(row.ground_truth, of_chat if row.messages else _missing_end(row, end)) for row in prompts]
+            chat_end = text.partition(end)[0] + end if end else text
+        ends = [(row.ground_truth, chat_end if row.messages else _missing_end(row, end)) for row in prompts]
         special, rendered = special_tokens_of(tokenizer), dict[int, Spans]()
         for place, row in enumerate(prompts):
             if row.address in answered:
@@ -77,9 +77,9 @@ class SupervisedReader:
 def stream_reader(
     data: schema.Data, tokenizer: Any, supervised: bool, by_rules: bool
 ) -> Callable[[Sequence[Any]], list[PromptRow]]:
-    """Return what reads some items of a stream of training rows: pairs of an address and the row.
+    """Return the function that reads items of a stream of training rows, which are pairs of an address and a row.
 
-    A class of the user's own gives its rows as they are.
+    A class of the user's own yields finished rows.
     """
     if data.custom_cls.path is not None:
         return partial(_own_rows, supervised)
@@ -105,7 +105,7 @@ def _check_responses(rows: Iterable[PromptRow]) -> None:
 
 @dataclass(frozen=True)
 class Answered:
-    """A conversation whose last turn says more than its content: it calls tools, or has a thought of its own."""
+    """A conversation whose last turn has more than its content: tool calls, or a field for its reasoning."""
 
     messages: Messages
     columns: dict[str, Any]
@@ -114,7 +114,7 @@ class Answered:
         """Return what the chat template writes for the last turn, with the spans of special tokens that are plain text.
 
         Raises:
-            DataError: The template does not render the turns before it as it renders the prompt.
+            DataError: The template renders the turns before it differently than it renders the prompt.
         """
         arguments = template_arguments(row.address, self.columns, data, tokenizer)
         hides = not data.allow_special_tokens and special.count(self.messages) > 0
@@ -131,9 +131,9 @@ class Answered:
 
 
 def as_prompt_row(address: str, columns: dict[str, Any], data: schema.Data, answered: dict[str, Answered]) -> dict[str, Any]:
-    """Return the columns of a row as a reinforcement-learning run reads them. The response is the ground truth.
+    """Return the columns of a row in the form that reinforcement learning reads. The response becomes the ground truth.
 
-    A conversation whose last turn says more than its content goes into ``answered``, by the row's address.
+    A conversation whose last turn has more than its content is put into ``answered``, under the row's address.
     """
     found, prompt = _at(columns, data.response_key), columns.get(data.prompt_key)
     key, turns = f"data.response_key={data.response_key}", columns.get(data.messages_key)
@@ -173,15 +173,22 @@ def with_responses(
     rendered: Mapping[int, Spans] = MappingProxyType({}),
     stream: PromptReader | None = None,
 ) -> list[PromptRow]:
-    """Return the rows with the token ids of their responses, within ``data.max_response_length``.
+    """Return the rows with the token ids of their responses, at most ``data.max_response_length`` each.
 
-    A longer response is refused, or the row is left out (``filter_overlong_prompts``), or its end is cut (``truncation``).
-    ``responses`` has for each row the text of the response, and what ends the turn. Special tokens in the text are plain text
-    unless ``data.allow_special_tokens`` says otherwise, or the prompt is a text too. In an end only those in the spans that
-    ``rendered`` has for the row's place are. ``stream``: What reads the prompts, where the rows are some of a stream.
+    A longer response is refused, its row is left out (``filter_overlong_prompts``), or its end is cut off (``truncation``).
+
+    Args:
+        rows: The prompts.
+        responses: For each row the text of the response, and what ends the turn. Special tokens in the text are plain text,
+            unless ``data.allow_special_tokens`` is true or the prompt is a text too.
+        data: The ``data`` section of the settings.
+        tokenizer: Encodes the texts.
+        split: ``train`` or ``val``, for the log.
+        rendered: Position of a row -> spans of the turn's end whose special tokens are plain text.
+        stream: The reader of the prompts, if the rows are part of a stream.
 
     Raises:
-        DataError: A response is too long; or no row is left, and they are not those of a stream.
+        DataError: A response is too long; or no row is left, and they are not part of a stream.
     """
     encoded = _encoded(rows, responses, data, tokenizer, rendered)
     limit, kept, overlong = data.max_response_length, [], 0
@@ -209,7 +216,7 @@ def with_responses(
 
 
 def _missing_end(row: PromptRow, end: str) -> str:
-    """Return the end token of a response to a text, which may have it already."""
+    # A response to a text may end with the end token already.
     return "" if end and row.is_text and row.ground_truth.endswith(end) else end
 
 
@@ -223,17 +230,17 @@ def _encoded(
     """Return each row with the ids of its response.
 
     A response is encoded together with its prompt, as a model reads both, and begins where the ids of the prompt end. If a token
-    reaches over the border, a response to a text begins with that token, as in TRL. A turn is then encoded alone, because
-    generation begins where the template ends.
+    spans the border, a response to a text begins with that token, as in TRL. A turn of a conversation is then encoded alone,
+    because generation begins where the template ends.
     """
     special = special_tokens_of(tokenizer)
     found = [() if data.allow_special_tokens or row.is_text else special.find(responses[i][0]) for i, row in enumerate(rows)]
     plain = [(*spans, *moved(rendered.get(i, ()), len(responses[i][0]))) for i, spans in enumerate(found)]
-    of_text, prompts = [row.is_text for row in rows], [row.plain for row in rows]
-    before = tokenize(tokenizer, [row.text for row in rows], prompts, of_text)
+    is_text, prompts = [row.is_text for row in rows], [row.plain for row in rows]
+    before = tokenize(tokenizer, [row.text for row in rows], prompts, is_text)
     both = [row.text + text + end for row, (text, end) in zip(rows, responses, strict=True)]
-    spans = [(*row.plain, *moved(of_response, len(row.text))) for row, of_response in zip(rows, plain, strict=True)]
-    whole = tokenize(tokenizer, both, spans, of_text)
+    spans = [(*row.plain, *moved(answer_spans, len(row.text))) for row, answer_spans in zip(rows, plain, strict=True)]
+    whole = tokenize(tokenizer, both, spans, is_text)
     alone = tokenize(tokenizer, [text + end for text, end in responses], plain)
     encoded = []
     for place, row in enumerate(rows):
@@ -248,7 +255,6 @@ def _encoded(
 
 
 def _at(columns: Any, key: str) -> Any:
-    """Return the value of a column, or of ``column.name`` in an object; None where there is none."""
     if not isinstance(columns, dict):
         return None
     column, _, rest = key.partition(".")

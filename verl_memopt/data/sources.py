@@ -27,12 +27,10 @@ READING_SECONDS = 10.0
 
 
 def read_rows(files: Any, key: str) -> list[RawRow]:
-    """Return all rows of a file or of a list of files, in order."""
     return list(rows_of(checked_files(files, key), key))
 
 
 def checked_files(files: Any, key: str) -> list[Path]:
-    """Return the paths of a file or of a list of files. A DataError names one that cannot hold rows."""
     paths = [files] if isinstance(files, str | Path) else list(files)
     if not paths:
         raise DataError(f"{key}: the list of files is empty. Name a .parquet, .json or .jsonl file.")
@@ -50,7 +48,7 @@ def _checked_file(path: Path, key: str) -> Path:
 
 
 def rows_of(paths: Iterable[Path], key: str) -> Iterator[RawRow]:
-    """Yield the rows of files, one file after the other. They are read as they are asked for, but for a .json file."""
+    """Yield the rows of files, one file after the other. Only .json files are read whole; others as rows are requested."""
     for path in paths:
         is_empty = True
         try:
@@ -67,9 +65,12 @@ def rows_of(paths: Iterable[Path], key: str) -> Iterator[RawRow]:
 
 @contextmanager
 def still_reading(what: str, number: Callable[[], int], way_out: str) -> Iterator[None]:
-    """Say from time to time that the body still reads, because it may never end.
+    """Warn at intervals while the body reads rows, because it may never end.
 
-    ``what`` is read; ``number`` returns how many rows of it were. ``way_out`` is what to do if that is too long.
+    Args:
+        what: What is read.
+        number: Returns how many rows were read so far.
+        way_out: What the user can do if that takes too long.
     """
     done, began = Event(), time.monotonic()
 
@@ -103,7 +104,6 @@ def _parquet(path: Path) -> Iterator[RawRow]:
 
 
 def math_row(data_source: str, prompt: str, ground_truth: str, **extra_info: Any) -> dict[str, Any]:
-    """Return a row in verl's schema: a mathematical question whose answer a rule checks."""
     return {
         "data_source": data_source,
         "prompt": [{"role": "user", "content": prompt}],
@@ -114,10 +114,10 @@ def math_row(data_source: str, prompt: str, ground_truth: str, **extra_info: Any
 
 
 def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """Write rows to a temporary name and rename it, so that an existing file is always complete. Return the path.
+    """Write rows under a temporary name and rename the file, so that an existing file is always complete.
 
     Raises:
-        DataError: A file of that name is there which this function did not write.
+        DataError: ``path`` is a file that this function did not write.
     """
     import pyarrow
     from pyarrow import parquet
@@ -156,7 +156,6 @@ def _lines(path: Path) -> Iterator[RawRow]:
 
 
 def _json(path: Path) -> Iterator[RawRow]:
-    """Read a .json file: one array of objects, or one object per line."""
     with path.open("rb") as file:
         is_array = file.read(256).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
     if not is_array:
@@ -182,7 +181,6 @@ def _parse(address: str, text: bytes) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object as a dict. A name that appears twice is refused."""
     row = dict(pairs)
     # The parser would keep the last value and drop the others.
     if len(row) < len(pairs):
@@ -192,7 +190,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _checked_object(address: str, row: Any, text: bytes) -> dict[str, Any]:
-    """Return a row that is an object without half of a surrogate pair."""
     if not isinstance(row, dict):
         raise DataError(f"{address}: a row must be a JSON object, but this is a {type(row).__name__}. Correct it or remove it.")
     try:
@@ -223,8 +220,10 @@ NAMES_OF_SPLITS = {"train": ("train",), "val": ("validation", "val", "test")}
 def read_source(files: Any, split: str, key: str) -> list[RawRow]:
     """Return the rows of local files or of a hub dataset.
 
-    ``files``: One path, a list of paths, or ``hub:`` and the id of a dataset, with ``:config`` and ``@split`` if it has several.
-    ``split``: ``train`` or ``val``. It selects the files of a hub dataset whose source names no split.
+    Args:
+        files: One path, a list of paths, or ``hub:`` and the id of a dataset, with ``:config`` and ``@split`` if it has several.
+        split: ``train`` or ``val``. It selects the files of a hub dataset whose source names no split.
+        key: The setting that named them, for errors.
 
     Raises:
         DataError: A file is missing or malformed, or the hub cannot deliver the dataset.
@@ -233,7 +232,6 @@ def read_source(files: Any, split: str, key: str) -> list[RawRow]:
 
 
 def source_files(files: Any, split: str, key: str) -> list[Path]:
-    """Return the local files whose rows :func:`read_source` returns."""
     if isinstance(files, str) and files.startswith(HUB):
         return hub_files(files.removeprefix(HUB), split, key)
     return checked_files(files, key)
@@ -245,7 +243,6 @@ def hub_rows(source: str, split: str, key: str) -> list[RawRow]:
 
 
 def hub_files(source: str, split: str, key: str) -> list[Path]:
-    """Return the files of one split of a hub dataset, downloaded once or found in the local cache."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     place, _, named = source.partition("@")
@@ -268,9 +265,13 @@ STARTS = ("", "*/")
 
 
 def files_of_split(folder: Path, names: Sequence[str], source: str, starts: Sequence[str] = STARTS) -> list[Path]:
-    """Return the files of a split in a folder and in the folders inside it, sorted.
+    """Return the files of a split in a folder and its subfolders, sorted.
 
-    ``names``: how they may begin, the best first. ``source``: for errors. ``starts``: where they may lie.
+    Args:
+        folder: The dataset.
+        names: How their names may begin, the best match first.
+        source: For errors.
+        starts: Where they may be.
     """
     for name in names:
         files = sorted(path for start in starts for path in folder.glob(f"{start}{name}*") if path.suffix in READERS)

@@ -41,11 +41,9 @@ class FileRows:
     once = False
 
     def rows(self, epoch: int) -> Iterator[Item]:
-        """Return the rows of all files. The order is the same in each pass."""
         return rows_of(self.paths, self.name)
 
     def first(self) -> Item:
-        """Return the first row."""
         return next(self.rows(0))
 
 
@@ -54,7 +52,6 @@ Source = FileRows | PythonRows
 
 
 def own_row(address: str, row: Any) -> PromptRow:
-    """Return a row of a class of the user's own as it is. A DataError says that it is none."""
     if not isinstance(row, PromptRow):
         raise DataError(f"{address}: __iter__ yielded a {type(row).__name__}. Yield a PromptRow.")
     return row
@@ -64,7 +61,7 @@ def open_stream(data: schema.Data, tokenizer: Any, rows: PythonRows | None, trai
     """Return the source of the training rows: ``rows`` of this process, or what the settings name.
 
     Raises:
-        ConfigError: The rows came from another process, and there are none; where nothing ``trains``, none are needed.
+        ConfigError: The rows came from another process and are not available. If nothing ``trains``, none are needed.
         DataError: A file or a class is wrong.
     """
     key = "data.train_files"
@@ -87,16 +84,16 @@ def open_stream(data: schema.Data, tokenizer: Any, rows: PythonRows | None, trai
 
 @dataclass(eq=False)
 class StreamLoader:
-    """Returns ``batch_size`` rows of a stream per step, as :class:`verl_memopt.data.prompts.StepLoader` does of a dataset.
+    """Returns ``batch_size`` rows of a stream per step, like :class:`verl_memopt.data.prompts.StepLoader` for a dataset.
 
     Attributes:
         source: Gives the rows.
-        read: Returns the rows of some items; there may be fewer, as some are dropped.
-        seed: Of the shuffle.
+        read: Turns items into rows. It may drop some.
+        seed: Seed of the shuffle.
         buffer_size: Rows among which the next one is drawn; 0 or 1 = they keep their order.
         most: Rows of a pass that are read; -1 = all.
         key: The setting of ``batch_size``, for errors.
-        dataset: The rows of the present step, by index. The index is a row's place among those drawn in the pass.
+        dataset: The rows of the present step, by index. The index counts the rows drawn in this pass.
     """
 
     source: Source
@@ -109,13 +106,12 @@ class StreamLoader:
     dataset: dict[int, PromptRow] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        """Stand before the first row. Nothing is read yet."""
         self.epoch = self._position = self._num_read = 0
         self._digest, self._expected = blake3(), ""
         self._rows: Iterator[Item] | None = None
 
     def check_first(self) -> None:
-        """Read the first row, so that a mistake that all rows have shows before a run. A DataError says what is wrong."""
+        """Read the first row, so that a mistake that all rows have raises a DataError before the run."""
         self.read([self.source.first()])
 
     def next_indices(self) -> list[int]:
@@ -123,7 +119,7 @@ class StreamLoader:
 
         Raises:
             DataError: A row is wrong, a pass has fewer rows than a batch, or too many rows in a row are dropped.
-            StreamEndedError: The rows can be read once only, and no batch is left.
+            StreamEndedError: The rows can be read only once, and there is no further batch.
         """
         began, dropped = self._position, 0
         self.dataset.clear()
@@ -149,24 +145,22 @@ class StreamLoader:
         return list(self.dataset)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return seed, pass, the number of rows drawn in it, and a checksum of them."""
         digest = self._expected if self._rows is None else self._digest.hexdigest()
         return {"seed": self.seed, "epoch": self.epoch, "position": self._position, "digest": digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state. Rows are passed over when the next ones are asked for."""
         if "digest" not in state:
             raise DataError(
                 "data.streaming=true: the checkpoint is of a run whose rows were read whole. Set data.streaming=false to go on "
                 "with it, or start again with trainer.resume_mode=disable."
             )
         if state != self.state_dict():
+            # The rows drawn before are skipped when the next ones are requested.
             self._rows = None
         self.seed, self.epoch, self._position = state["seed"], state["epoch"], state["position"]
         self._expected = state["digest"]
 
     def _pass(self) -> Iterator[Item]:
-        """Return the present pass, from the present position on."""
         if self._rows is not None:
             return self._rows
         rows, self._num_read = self._counted(self.source.rows(self.epoch)), 0
@@ -214,7 +208,7 @@ class StreamLoader:
 
 
 def shuffled(rows: Iterator[Item], buffer_size: int, random: np.random.Generator) -> Iterator[Item]:
-    """Yield rows in another order: each is drawn from a buffer, in which the next one then takes its place."""
+    """Yield rows in another order: each one is drawn from a buffer, and the next row takes its place there."""
     buffer = list(islice(rows, buffer_size))
     while True:
         if not buffer:

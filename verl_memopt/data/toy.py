@@ -35,8 +35,6 @@ Problem = tuple[int, int]
 
 @dataclass(frozen=True)
 class Descent:
-    """Optimizer steps of a supervised warm-up."""
-
     steps: int = 500
     """Optimizer steps."""
     batch_size: int = 64
@@ -49,16 +47,12 @@ class Descent:
 
 @dataclass(frozen=True)
 class WarmUp(Descent):
-    """Settings of the warm-up."""
-
     carelessness: float = 0.65
     """How often the teacher gives the careless answer. Above one half it becomes the model's greedy answer."""
 
 
 @dataclass(frozen=True)
 class ToyRecipe:
-    """Settings of the toy task."""
-
     num_validation: int = 128
     """Number of held-out sums. All others are for training."""
     carry_share: float = 0.625
@@ -70,9 +64,8 @@ class ToyRecipe:
 def make_toy(folder: str | Path, seed: int = 0, recipe: ToyRecipe | None = None) -> Path:
     """Create the toy task in a folder and return the folder.
 
-    It holds ``model/`` (warmed up), ``train.parquet``, ``val.parquet`` and ``toy.json`` (recipe and accuracy). It is
-    built in a temporary folder, which is then renamed, so the result is always complete. A folder with the same seed and
-    recipe is kept.
+    It holds ``model/`` (warmed up), ``train.parquet``, ``val.parquet`` and ``toy.json`` (recipe and accuracy). It is built in a
+    temporary folder that is then renamed, so the result is always complete. A folder with the same seed and recipe is kept.
 
     Args:
         folder: Where to put the task.
@@ -91,25 +84,25 @@ def make_toy(folder: str | Path, seed: int = 0, recipe: ToyRecipe | None = None)
 def made_whole(
     record: Path, identity: Mapping[str, Any], build: Callable[[Path], Mapping[str, float]], title: str, occupied: str
 ) -> Path:
-    """Return the folder of a record, built in a temporary folder that is then renamed, unless it is there already.
+    """Return the folder of a record. If it is not there yet, build it in a temporary folder and rename that.
 
     Args:
         record: The file that says what the folder holds. It is written last, so a folder with a record is complete.
         identity: What the record of an equal folder says.
         build: Fills a new folder, and returns what else the record says.
         title: What logs call the folder.
-        occupied: What the error says of a folder with other contents.
+        occupied: What the error says about a folder with other contents.
 
     Raises:
-        DataError: The folder holds something else, or has a file beside those of its record.
+        DataError: The folder holds something else, or a file that its record does not list.
     """
     folder, made = record.parent, _record_of(record)
     if made is not None and identity.items() <= made.items():
         logger.info("%s: %s is ready", title, folder)
         return folder
-    known = {*(made or {}).get(_FILES, ()), record.name}
+    own_files = {*(made or {}).get(_FILES, ()), record.name}
     if folder.exists() and (
-        not folder.is_dir() or not known.issuperset(_files(folder)) or (made is None and any(folder.iterdir()))
+        not folder.is_dir() or not own_files.issuperset(_files(folder)) or (made is None and any(folder.iterdir()))
     ):
         raise DataError(f"{folder}: {occupied}")
     aside = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
@@ -141,7 +134,6 @@ def _files(folder: Path) -> list[str]:
 
 
 def split_problems(recipe: ToyRecipe, seed: int) -> tuple[list[Problem], list[Problem]]:
-    """Return the training sums and the held-out sums, disjoint and in random order."""
     draw = random.Random(seed)
     sums = [(a, b) for a in range(10, 90) for b in range(1, 10)]
     draw.shuffle(sums)
@@ -153,22 +145,19 @@ def split_problems(recipe: ToyRecipe, seed: int) -> tuple[list[Problem], list[Pr
 
 
 def carries(problem: Problem) -> bool:
-    """Return whether adding the ones digits gives 10 or more."""
     return problem[0] % 10 + problem[1] >= 10
 
 
 def careless_answer(problem: Problem) -> int:
-    """Return the answer without the carry."""
+    # The mistake that training has to unlearn: the carry is forgotten.
     return sum(problem) - (10 if carries(problem) else 0)
 
 
 def question(problem: Problem) -> str:
-    """Return the sum as the prompt text."""
     return f"{problem[0]}+{problem[1]}="
 
 
 def as_row(problem: Problem, split: str, index: int) -> dict[str, Any]:
-    """Return the dataset row of a sum."""
     from verl_memopt.data.sources import math_row
 
     answer = str(sum(problem))
@@ -176,7 +165,6 @@ def as_row(problem: Problem, split: str, index: int) -> dict[str, Any]:
 
 
 def _build(folder: Path, seed: int, recipe: ToyRecipe) -> dict[str, float]:
-    """Write data and model, and return the loss of its warm-up and its accuracy."""
     from verl_memopt.data.sources import write_parquet
     from verl_memopt.data.warm_up import greedy_accuracy, warm_up  # PyTorch, which a task that is there already does not need
 
@@ -192,5 +180,4 @@ def _build(folder: Path, seed: int, recipe: ToyRecipe) -> dict[str, float]:
 
 
 def identity_of(seed: int, recipe: Any) -> dict[str, Any]:
-    """Return what decides the contents of a toy task, as its record says it. ``recipe`` is a dataclass."""
     return {"seed": seed, "recipe": asdict(recipe), "shape": asdict(SHAPE)}

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def warm_up(folder: Path, lessons: Sequence[tuple[str, str, str]], recipe: WarmUp, seed: int) -> float:
     """Train the model in ``folder``, save it in place, and return the loss of the last step in nats per answer token.
 
-    ``lessons`` are (question, careless answer, right answer). The model learns the teacher's probabilities instead of sampled
-    answers, which removes the sampling noise from the labels. The same seed gives the same weights.
+    ``lessons`` are (question, careless answer, right answer). The model learns the teacher's probabilities rather than sampled
+    answers, which keeps sampling noise out of the labels. The same seed gives the same weights.
     """
     model, tokenizer = load_model(folder)
     prompts = _ids(tokenizer, [_prompt(tokenizer, lesson[0]) for lesson in lessons])
@@ -37,7 +37,7 @@ def warm_up(folder: Path, lessons: Sequence[tuple[str, str, str]], recipe: WarmU
 
 
 def descend(model: Any, loss_of: Callable[[torch.Generator], Tensor], recipe: Descent, seed: int) -> float:
-    """Take AdamW's steps down a loss, on one thread, and return the loss of the last step.
+    """Minimise a loss with AdamW on one thread, and return the loss of the last step.
 
     The learning rate rises over 20 steps and then falls linearly to a twentieth of its peak. ``loss_of`` returns the loss of a
     batch that it draws with the given generator.
@@ -71,7 +71,7 @@ def _teacher_loss(model: Any, prompts: Tensor, careless: Tensor, right: Tensor, 
 
 
 def greedy_accuracy(folder: Path, problems: Sequence[tuple[str, str]]) -> float:
-    """Return the share of (question, answer) pairs that greedy decoding answers exactly, with the turn ended."""
+    """Return the share of (question, answer) pairs that greedy decoding answers exactly, including the end of the turn."""
     model, tokenizer = load_model(folder)
     prompts = _ids(tokenizer, [_prompt(tokenizer, problem[0]) for problem in problems])
     answers = _ids(tokenizer, [problem[1] + tokenizer.eos_token for problem in problems])
@@ -84,7 +84,6 @@ def greedy_accuracy(folder: Path, problems: Sequence[tuple[str, str]]) -> float:
 
 
 def load_model(folder: Path) -> tuple[Any, Any]:
-    """Return the model in fp32 and the tokenizer of a folder."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
@@ -95,13 +94,13 @@ def _prompt(tokenizer: Any, question: str) -> str:
 
 
 def _ids(tokenizer: Any, texts: list[str]) -> Tensor:
-    """Return int64 [B, T]. The texts of the toy task all have the same number of tokens."""
+    # int64 [B, T]: all texts of the toy task have the same number of tokens.
     return torch.tensor(tokenize(tokenizer, texts))
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Use one thread: it is the fastest for such small tensors, and sums do not depend on the number of cores."""
+    # One thread is fastest for such small tensors, and sums do not depend on the number of cores.
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
